@@ -14,7 +14,7 @@ from typing import TextIO
 import torch
 import transformers
 
-from ia_mech.cli import Parser, guarded
+from ia_mech.cli import Parser, run_command
 from ia_mech.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             say(report, f"\nfailed: {', '.join(failed) or 'nothing'}; the report is {out}\n")
         return int(bool(failed))
 
-    return guarded(body, lambda: f"what was printed so far is in {out}")
+    return run_command(body, lambda: f"what was printed so far is in {out}")
 
 
 def facts() -> str:

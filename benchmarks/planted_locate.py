@@ -33,10 +33,10 @@ from benchmarks.planted_routes import DEPTH, DIRECT, GREEDY, KINDS, SAMPLED, Kin
 from experiments import elicit
 from experiments.experiment import Model
 from experiments.hybrids import HEADER, OWN, QUERY, RESPONSE, WINDOW, Measured, windows_of
-from experiments.locate import CHOSEN, Locate, Maker, estimates, told_of, with_own
-from experiments.study import latent
+from experiments.locate import CHOSEN, Estimator, Locate, estimates, query_bits_of, with_own
+from experiments.study import latent_sentence
 from ia_mech.estimates import TidyEstimate, frame_of
-from ia_mech.likelihood.carried import Told
+from ia_mech.likelihood.carried import QueryBits
 from ia_mech.stats import Estimate
 
 QUERIES, SEEDS = 60, 20
@@ -52,7 +52,7 @@ WORDED = ("wording only", "header")  # kinds whose wordings are measured, too
 # -- planted transformers --------------------------------------------------------------------------
 
 
-def measured(
+def measure_study(
     kind: Kind, seed: int, queries: int, noise: float = NOISE, *, wordings: bool = False
 ) -> pd.DataFrame:
     """What is measured of a study's queries: ``Measured.table`` with its ``source``."""
@@ -66,44 +66,46 @@ def measured(
     return pd.concat(parts, ignore_index=True)
 
 
-def studied(kind: Kind, seed: int, queries: int, noise: float = NOISE) -> pd.DataFrame:
+def study_estimates(kind: Kind, seed: int, queries: int, noise: float = NOISE) -> pd.DataFrame:
     """Every estimate of one study."""
-    rows = measured(kind, seed, queries, noise)
+    rows = measure_study(kind, seed, queries, noise)
     found = list(estimates(rows, OPTIONS))
     if kind.name in WORDED:
-        worded = measured(kind, seed, queries, noise, wordings=True)
+        worded = measure_study(kind, seed, queries, noise, wordings=True)
         both = [
-            told_of(one[(one["site"] == OWN) & (one["temperature"] == SAMPLED)], OPTIONS["seed"])
+            query_bits_of(
+                one[(one["site"] == OWN) & (one["temperature"] == SAMPLED)], OPTIONS["seed"]
+            )
             for one in map(with_own, (rows, worded))
         ]
-        found.append(Maker(OPTIONS).difference(BEYOND, *both, of=OWN))
+        found.append(Estimator(OPTIONS).difference(BEYOND, *both, term=OWN))
     return frame_of(found, Locate.columns)
 
 
-def of(found: pd.DataFrame, quantity: str, site: str, temperature: float | None = None):
+def site_estimate(found: pd.DataFrame, quantity: str, site: str, temperature: float | None = None):
     """The estimate of a whole site; of all sampled turns where no temperature is given."""
     t = found["temperature"]
     here = t.isna() if temperature is None else t.eq(temperature)
-    here &= (found["quantity"] == quantity) & (found["of"] == site) & found["layer"].isna()
+    here &= (found["quantity"] == quantity) & (found["term"] == site) & found["layer"].isna()
     return next(found[here].itertuples())
 
 
-def wrong(kind: Kind, found: pd.DataFrame) -> list[str]:
+def wrong_claims(kind: Kind, found: pd.DataFrame) -> list[str]:
     """What a study's sentence would say wrongly."""
     said = []
-    if (of(found, BITS, OWN).low > 0) != bool(kind.carries):
+    if (site_estimate(found, BITS, OWN).low > 0) != bool(kind.carries):
         said.append("expressed")
-    if kind.gated and of(found, BITS, OWN, GREEDY).low > 0:
+    if kind.gated and site_estimate(found, BITS, OWN, GREEDY).low > 0:
         said.append("greedy expressed")
-    if kind.gated and opened(found) != (HEADER in kind.carries):
+    if kind.gated and says_latent(found) != (HEADER in kind.carries):
         said.append("latent")
     for site in (RESPONSE, HEADER):
-        shown = of(found, BITS, site).low > 0
-        nothing = not shown or of(found, ABOVE, site).high < 0
+        shown = site_estimate(found, BITS, site).low > 0
+        nothing = not shown or site_estimate(found, ABOVE, site).high < 0
         if not (shown if site in kind.carries else nothing):
             said.append(site)
     if kind.windows:
-        windows = found[found["of"] == WINDOW].set_index(["quantity", "layer"])
+        windows = found[found["term"] == WINDOW].set_index(["quantity", "layer"])
         carrying = {
             layer
             for layer, window in windows.loc[CHOSEN].iterrows()
@@ -111,18 +113,20 @@ def wrong(kind: Kind, found: pd.DataFrame) -> list[str]:
         }
         if carrying != {window[0] for window in windows_of(DEPTH) if DIRECT in window}:
             said.append("window")
-    if kind.name in WORDED and (of(found, BEYOND, OWN).low > 0) != (kind.name != WORDED[0]):
+    if kind.name in WORDED and (site_estimate(found, BEYOND, OWN).low > 0) != (
+        kind.name != WORDED[0]
+    ):
         said.append("beyond wordings")
     return said
 
 
-def opened(found: pd.DataFrame) -> bool:
+def says_latent(found: pd.DataFrame) -> bool:
     """Whether "latent" is said where a judge accepts more turns under an elicitor."""
     gap = TidyEstimate(
-        elicit.GAP, {"of": elicit.TEMPERATURE}, QUERIES, Estimate(0.3, 0.2, 0.4, QUERIES, "")
+        elicit.GAP, {"term": elicit.TEMPERATURE}, QUERIES, Estimate(0.3, 0.2, 0.4, QUERIES, "")
     )
     gaps = frame_of([gap], elicit.Elicit.columns)
-    return latent(
+    return latent_sentence(
         pd.concat([found.assign(stage="locate"), gaps.assign(stage="elicit")]), ""
     ).startswith("Latent")
 
@@ -133,11 +137,11 @@ def routes(kinds: list[Kind], seeds: int) -> None:
 
     def rows() -> Iterator[list[object]]:
         for kind in kinds:
-            tried = [studied(kind, seed, QUERIES) for seed in range(seeds)]
-            faults = [wrong(kind, found) for found in tried]
+            tried = [study_estimates(kind, seed, QUERIES) for seed in range(seeds)]
+            faults = [wrong_claims(kind, found) for found in tried]
             counted = Counter(fault for each in faults for fault in each)
             bits = [
-                np.mean([of(found, BITS, site).value for found in tried])
+                np.mean([site_estimate(found, BITS, site).value for found in tried])
                 for site in (OWN, RESPONSE, HEADER)
             ]
             yield [
@@ -154,7 +158,7 @@ def routes(kinds: list[Kind], seeds: int) -> None:
 
 def effect(tried: list[pd.DataFrame]) -> float:
     """Expressed bits in those that are shown with a power of 80%."""
-    found = [of(each, BITS, OWN) for each in tried]
+    found = [site_estimate(each, BITS, OWN) for each in tried]
     error = np.mean([(one.high - one.low) / 4 for one in found])  # two of Student's either way
     return float(np.mean([one.value for one in found]) / (POWER * error))
 
@@ -208,38 +212,38 @@ TRUE = (
 )
 
 
-def simulated(setting: Setting, rng: np.random.Generator) -> pd.DataFrame:
+def simulate_study(setting: Setting, rng: np.random.Generator) -> pd.DataFrame:
     """The estimates of one study, as ``experiments.study`` gets them."""
     names = [f"q{number:03d}" for number in range(QUERIES)]
     common = rng.normal(size=QUERIES)  # turns of one query have half of their variance in common
-    maker = Maker(OPTIONS)
+    estimator = Estimator(OPTIONS)
 
-    def drawn(mean: float, spread: float, hits: float) -> Told:
+    def simulated_bits(mean: float, spread: float, hits: float) -> QueryBits:
         bits = mean + spread * (common + rng.normal(size=QUERIES)) / np.sqrt(2)
         right = rng.binomial(12, hits, QUERIES) / 12  # 4 recipients, 3 turns
-        return Told(names, bits, right, bits)
+        return QueryBits(names, bits, right, bits)
 
     rows: list[TidyEstimate] = []
     for temperature, expressed, carried, hits in (
         (GREEDY, setting.expressed, setting.greedy, setting.hits),
         (np.nan, EXPRESSED, setting.sampled, 1 / 3 + setting.sampled / 2),
     ):
-        whole = drawn(expressed, SPREAD, 0.8)
+        whole = simulated_bits(expressed, SPREAD, 0.8)
         sites = {
             OWN: whole,
-            HEADER: drawn(carried, setting.spread, hits),
-            QUERY: drawn(0.0, 0.1, 1 / 3),
+            HEADER: simulated_bits(carried, setting.spread, hits),
+            QUERY: simulated_bits(0.0, 0.1, 1 / 3),
         }
         for site, found in sites.items():
-            rows.append(maker.mean(BITS, found, of=site, temperature=temperature))
-            rows.append(maker.hits(found, of=site, temperature=temperature))
+            rows.append(estimator.mean(BITS, found, term=site, temperature=temperature))
+            rows.append(estimator.hits(found, term=site, temperature=temperature))
             if site != OWN:
-                rows += maker.share(found, whole, of=site, temperature=temperature)
+                rows += estimator.share(found, whole, term=site, temperature=temperature)
     located = frame_of(rows, Locate.columns).assign(stage="locate")
-    return pd.concat([located, accepted(setting, names, rng).assign(stage="elicit")])
+    return pd.concat([located, elicit_estimates(setting, names, rng).assign(stage="elicit")])
 
 
-def accepted(setting: Setting, names: list[str], rng: np.random.Generator) -> pd.DataFrame:
+def elicit_estimates(setting: Setting, names: list[str], rng: np.random.Generator) -> pd.DataFrame:
     """What ``experiments.elicit`` estimates of three temperatures, without a prompt and with it."""
     common = rng.normal(size=QUERIES)
     parts = []
@@ -262,7 +266,8 @@ def rule(studies: int) -> None:
         for number, setting in enumerate((*NULLS, *TRUE)):
             rng = np.random.default_rng([3, number])
             said = [
-                latent(simulated(setting, rng), "").startswith("Latent") for _ in range(studies)
+                latent_sentence(simulate_study(setting, rng), "").startswith("Latent")
+                for _ in range(studies)
             ]
             yield [setting.name, "yes" if setting.latent else "no", sum(said)]
 

@@ -59,7 +59,7 @@ PEERS: dict[str, dict] = {
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RandomStates:
     """Hidden states that are drawn when they are read; a layer is the same each time."""
 
     contexts: int
@@ -82,7 +82,9 @@ class Drawn:
         """Rates around 0.3 that have nothing to do with the states."""
         rng = np.random.default_rng(2)
         positives = rng.binomial(TURNS, expit(rng.normal(-1, 1, self.contexts)))
-        return Outcome.of(positives, np.full(self.contexts, TURNS), np.arange(self.contexts))
+        return Outcome.from_counts(
+            positives, np.full(self.contexts, TURNS), np.arange(self.contexts)
+        )
 
     def controls(self) -> Controls:
         """As wide as real ones, and as many."""
@@ -110,7 +112,7 @@ class Phases(Quiet):
         self.start("end", 0)
 
 
-def whole(every: Drawn, layers: int, settings: Settings) -> str:
+def whole(every: RandomStates, layers: int, settings: Settings) -> str:
     """The analysis of so many layers, scaled up to all if they are fewer."""
     hidden, phases, times = replace(every, layers=range(layers)), Phases(), len(every.layers)
     outcome, controls, begun = hidden.outcome(), hidden.controls(), time.perf_counter()
@@ -144,7 +146,7 @@ class Loop:
 def ours(features: np.ndarray, design: Design) -> Loop:
     """The fits as ``probes.fit.nested_cv`` makes them."""
     begun, outcome, all_folds = process_time(), design.outcome, range(design.fold_count)
-    states, pairs = Features.of(features), list(combinations(all_folds, 2))
+    states, pairs = Features.from_states(features), list(combinations(all_folds, 2))
     projections = {
         folds: project(states, design.rows_outside(*folds), design.rows_of(*folds), outcome.runs)
         for folds in [*pairs, *((fold,) for fold in all_folds)]
@@ -230,7 +232,7 @@ def fits(cells: list[np.ndarray], design: Design) -> str:
 def null(cells: list[np.ndarray], design: Design, permuted: Design, every: int) -> str:
     """The permutations' cost, in closed form and by logistic regression."""
     count, closed = len(permuted.taken) - 1, []
-    for features in map(Features.of, cells):
+    for features in map(Features.from_states, cells):
         begun = process_time()
         cross_validate(features, permuted)
         between = process_time()
@@ -284,14 +286,14 @@ def main() -> None:
     args = parser.parse_args()
     settings = Settings(permutations=args.permutations, workers=args.threads)
     layers, positions = range(args.layers), ascii_lowercase[: args.positions]
-    hidden = Drawn(args.contexts, args.width, layers, positions)
+    hidden = RandomStates(args.contexts, args.width, layers, positions)
     load, said = os.getloadavg()[0], [whole(hidden, args.layers, settings)]
     if args.large:
-        said.append(whole(Drawn(1000, 4096, range(33), "abcde"), LARGE_LAYERS, settings))
+        said.append(whole(RandomStates(1000, 4096, range(33), "abcde"), LARGE_LAYERS, settings))
     cells = [hidden.layer(layer)[:, 0] for layer in range(args.peer_cells)]
     outcome, every = hidden.outcome(), len(layers) * len(positions)
-    design = Design.of(outcome, folds := make_folds(outcome))
-    permuted = Design.of(outcome, folds, permutations(outcome, folds, args.permutations))
+    design = Design.from_outcome(outcome, folds := make_folds(outcome))
+    permuted = Design.from_outcome(outcome, folds, permutations(outcome, folds, args.permutations))
     with threadpool_limits(1):
         said += [fits(cells, design), null(cells, design, permuted, every)]
     print("\n".join(said := [machine(load), *said]))

@@ -67,7 +67,7 @@ def models(
     return common, own, strength * np.exp(0.5 * rng.normal(size=(queries, 1, 1, 1)))
 
 
-def drawn(log_p: np.ndarray, noise: np.ndarray) -> np.ndarray:
+def sample_words(log_p: np.ndarray, noise: np.ndarray) -> np.ndarray:
     """Words ``[queries, K, samples, tokens]``: Gumbel-argmax with ``noise [queries, samples,
     tokens, words]`` shared by the K responses, whose ``log_p`` is ``[queries, K, tokens, words]``.
     """
@@ -94,8 +94,8 @@ def simulate(rng: np.random.Generator, queries: int, samples: int, strength: flo
         log_p = log_softmax(common + strengths * own, -1)
         near = log_softmax(common + ALIKE * strengths * own, -1)
         blurred = common + strengths * own + READER * rng.normal(size=own.shape)
-        words = drawn(log_p, noise)
-        arms = (log_p, words), (near, drawn(near, noise)), (log_softmax(blurred, -1), words)
+        words = sample_words(log_p, noise)
+        arms = (log_p, words), (near, sample_words(near, noise)), (log_softmax(blurred, -1), words)
         parts.append([scored(*arm).sum(-1) for arm in arms])
     return Turns(*(np.concatenate(arm) for arm in zip(*parts, strict=True)))
 
@@ -113,7 +113,7 @@ def strength_of(level: float, tokens: int) -> float:
         rng = np.random.default_rng(0)
         common, own, strengths = models(rng, 4000, tokens, strength)
         log_p = log_softmax(common + strengths * own, -1)
-        words = drawn(log_p, rng.gumbel(size=(len(log_p), 1, tokens, WORDS)))
+        words = sample_words(log_p, rng.gumbel(size=(len(log_p), 1, tokens, WORDS)))
         return float(bits(scored(log_p, words).sum(-1)).mean()) / CEILING - level
 
     return float(brentq(gap, 0.02, 30, xtol=1e-3))
@@ -131,7 +131,7 @@ def variances(queries: int) -> None:
             rng = np.random.default_rng([0, 1, number])
             common, own, strengths = models(rng, queries, LONG, strength_of(level, LONG))
             log_p = log_softmax(common + strengths * own, -1)
-            words = drawn(log_p, rng.gumbel(size=(queries, samples, LONG, WORDS)))
+            words = sample_words(log_p, rng.gumbel(size=(queries, samples, LONG, WORDS)))
             tokens = scored(log_p, words)
             whole = tokens.sum(-1).reshape(-1, K)
             followed = np.tile(np.repeat(np.arange(K), samples), queries)

@@ -19,7 +19,7 @@ import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment, Unit
 from experiments.figures import Bars
-from experiments.tables import stated, tables_of
+from experiments.tables import sentence_of, tables_of
 from ia_mech.engine.score import Turn
 from ia_mech.estimates import Group, by_dataset
 
@@ -57,28 +57,28 @@ class FirstWords(Experiment):
         rows = []
         for (followed, _), each in zip(unit.turns, bits, strict=True):
             siblings = np.roll(each, -followed)[1:]  # each is as often the first one
-            rows.append({"of": OWN, "bits": each[followed] - siblings.mean()})
-            rows.append({"of": CONTROL, "bits": siblings[0] - siblings[1:].mean()})
+            rows.append({"term": OWN, "bits": each[followed] - siblings.mean()})
+            rows.append({"term": CONTROL, "bits": siblings[0] - siblings[1:].mean()})
         return pd.DataFrame(rows)
 
     def estimate(self, rows):
         for dataset, here in by_dataset(rows):
-            for of, mine in rows[here].groupby("of", sort=False):
+            for term, mine in rows[here].groupby("term", sort=False):
                 group = Group(mine["source"].to_numpy(), self.options, {"dataset": dataset})
-                yield group.mean("bits", mine["bits"], of=of)
+                yield group.mean("bits", mine["bits"], term=term)
 
     def tables(self, found):
         columns = {"bits": ("bits for it", 2)}
-        return tables_of("the first three tokens", found, columns, index=("dataset", "of"))
+        return tables_of("the first three tokens", found, columns, index=("dataset", "term"))
 
     def figures(self, found):
         return {"bits": Bars("the first three tokens", "bits for a response", found)}
 
     def conclude(self, found):
-        own, control = (found[found["of"] == of] for of in (OWN, CONTROL))
+        own, control = (found[found["term"] == term] for term in (OWN, CONTROL))
         return Conclusion(
-            stated("bits for the response that a turn followed", own, null=0.0),
-            stated("the same for a sibling that it did not follow", control, null=0.0),
+            sentence_of("bits for the response that a turn followed", own, null=0.0),
+            sentence_of("the same for a sibling that it did not follow", control, null=0.0),
         )
 
 

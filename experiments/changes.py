@@ -41,7 +41,7 @@ def sentences(text: str) -> list[str]:
     return merged
 
 
-def shuffled(text: str, rng: np.random.Generator) -> str | None:
+def shuffle_sentences(text: str, rng: np.random.Generator) -> str | None:
     """The sentences in another order; the white space between them stays where it is.
 
     None if there is no other order: the text has no two different sentences.
@@ -59,7 +59,7 @@ def shuffled(text: str, rng: np.random.Generator) -> str | None:
     return "".join(moved)
 
 
-def contradicted(text: str, answer: str | None, rng: np.random.Generator) -> tuple[str, str]:
+def contradict(text: str, answer: str | None, rng: np.random.Generator) -> tuple[str, str]:
     """A response with a wrong final answer, and whether by a number or a retraction.
 
     Where the gold answer is a number, the response's last number becomes another one, in the last

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ia_mech.cli import Parser, add_intervals, guarded, path_of, tolerant_streams
+from ia_mech.cli import Parser, add_intervals, path_of, run_command, tolerant_streams
 from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ SAMPLED = "sampled"
 
 
 def numbers_of(study: Path) -> pd.DataFrame:
-    """The numbers of a study by query: ``quantity``, ``of`` (a site, a judge's category, or all
+    """The numbers of a study by query: ``quantity``, ``term`` (a site, a judge's category, or all
     turns), ``turns`` (``greedy``, ``sampled`` or an arm), ``source``, ``value``.
 
     Raises:
@@ -53,9 +53,9 @@ def numbers_of(study: Path) -> pd.DataFrame:
     turns = bits["temperature"].map(turns_of)
     bits = bits.assign(quantity=BITS, turns=turns, value=bits["bits"])
     arms = pd.read_parquet(elicited)
-    arms = arms.assign(quantity=EXCESS, of="turns", turns=arms["arm"], value=arms[EXCESS])
+    arms = arms.assign(quantity=EXCESS, term="turns", turns=arms["arm"], value=arms[EXCESS])
     judged = shares(Run.open(study / "run"), read(study / "run-elicit").about["judge"])
-    columns = ["quantity", "of", "turns", "source", "value"]
+    columns = ["quantity", "term", "turns", "source", "value"]
     return pd.concat([bits[columns], arms[columns], judged[columns]], ignore_index=True)
 
 
@@ -70,7 +70,7 @@ def shares(run: "Run", judge: str) -> pd.DataFrame:
         [labels["turns"], labels["source_id"]], labels["category"].astype(str), normalize="index"
     )
     counts = counts.reindex(columns=list(NAMES), fill_value=0.0)
-    each = counts.rename_axis(["turns", "source"]).rename_axis("of", axis=1).stack()
+    each = counts.rename_axis(["turns", "source"]).rename_axis("term", axis=1).stack()
     return each.rename("value").reset_index().assign(quantity=SHARE)
 
 
@@ -88,7 +88,7 @@ def estimates(
     from ia_mech.estimates import ALL, TidyEstimate
     from ia_mech.stats import cluster_mean, paired_difference
 
-    keys = ["quantity", "of", "turns"]
+    keys = ["quantity", "term", "turns"]
     first, *_ = numbers
     shared = set.intersection(*(set(frame["source"]) for frame in numbers.values()))
     for key, _ in numbers[first].groupby(keys, sort=False):
@@ -96,8 +96,8 @@ def estimates(
         for model, frame in numbers.items():
             mine = frame[(frame[keys] == list(key)).all(axis=1) & frame["source"].isin(shared)]
             each[model] = mine.set_index("source")["value"]
-        quantity, of, turns = key
-        names = {"dataset": ALL, "of": of, "turns": turns}
+        quantity, term, turns = key
+        names = {"dataset": ALL, "term": term, "turns": turns}
         for model, values in each.items():
             found = cluster_mean(values, values.index, level=level)
             yield TidyEstimate(quantity, names | {"model": model}, len(values), found)
@@ -118,8 +118,8 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
     Raises:
         UserError: a study isn't finished; studies are of one model, or share no query.
     """
-    from experiments.tables import stated, tables_of
-    from ia_mech.display import styled
+    from experiments.tables import sentence_of, tables_of
+    from ia_mech.display import with_style
     from ia_mech.estimates import frame_of
     from ia_mech.results import Result, about_runs
     from ia_mech.run import Run
@@ -132,7 +132,7 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
     shared = set.intersection(*(set(frame["source"]) for frame in numbers.values()))
     if len(shared) < 2:
         raise UserError("the studies share no queries", "make them with the same --dataset")
-    columns = {"dataset": "str", "model": "str", "of": "str", "turns": "str"}
+    columns = {"dataset": "str", "model": "str", "term": "str", "turns": "str"}
     found = frame_of(estimates(numbers, level, seed), columns)
     found["temperature"] = np.nan
     tables = []
@@ -142,21 +142,21 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
         (SHARE, "what the judge takes turns for"),
     ):
         tables += tables_of(
-            f"{title}; the same {len(shared)} queries",
+            f"{title}; the same queries",
             found,
             {quantity: ("mean", 2), f"{quantity}, less": (f"less {models[0]}", "+.2f")},
-            index=("of", "turns", "model"),
+            index=("term", "turns", "model"),
             rows="queries",
         )
-    own = found[(found["of"] == "own context") & (found["quantity"] == BITS)]
-    less = found[(found["of"] == "own context") & (found["quantity"] == f"{BITS}, less")]
+    own = found[(found["term"] == "own context") & (found["quantity"] == BITS)]
+    less = found[(found["term"] == "own context") & (found["quantity"] == f"{BITS}, less")]
     return Result(
         name=NAME,
         question="How do models differ in what their user turns owe to the response?",
-        sentence=stated("bits that sampled turns tell", own[own["turns"] == SAMPLED]),
+        sentence=sentence_of("bits that sampled turns tell", own[own["turns"] == SAMPLED]),
         control=" ".join(
             [
-                stated(
+                sentence_of(
                     f"the same queries, less {models[0]}",
                     less[less["turns"] == SAMPLED],
                     null=0.0,
@@ -167,7 +167,7 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
         ),
         estimates=found,
         tables=tables,
-        figures={stem: styled(each.draw)() for stem, each in drawings(found, runs).items()},
+        figures={stem: with_style(each.draw)() for stem, each in drawings(found, runs).items()},
         about={"kind": NAME, "level": level, **about_runs(runs)},
     )
 
@@ -185,7 +185,7 @@ def drawings(found: pd.DataFrame, runs: "Sequence[Run]") -> "dict[str, Drawing]"
     windows = []
     for run in runs:
         rows = read(folder_of(run.path, "locate")).estimates
-        rows = rows[(rows["of"] == WINDOW) & (rows["quantity"] == BITS)]
+        rows = rows[(rows["term"] == WINDOW) & (rows["quantity"] == BITS)]
         depth = rows["layer"].astype(float) / run.model["layers"]
         windows.append(rows.assign(depth=depth, model=run.model["name"]))
     if len(layers := pd.concat(windows, ignore_index=True)):
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
-    return guarded(lambda: _compare(args), lambda: "nothing was written")
+    return run_command(lambda: _compare(args), lambda: "nothing was written")
 
 
 def _compare(args: argparse.Namespace) -> int:

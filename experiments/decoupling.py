@@ -25,10 +25,10 @@ import numpy as np
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment
-from experiments.tables import stated, tables_of, with_detectable
+from experiments.tables import sentence_of, tables_of, with_detectable
 from experiments.verify import COLUMN, verifier_of, verify
 from ia_mech.errors import UserError
-from ia_mech.estimates import Group, TidyEstimate, by_dataset, corrected
+from ia_mech.estimates import Group, TidyEstimate, by_dataset, holm_corrected
 from ia_mech.rates.compute import rates
 from ia_mech.results import label_of
 from ia_mech.stats import group_difference
@@ -45,7 +45,7 @@ ACCURACY, RATE = "accuracy", "follow-up rate"
 RIGHT, WRONG = f"{RATE}, right", f"{RATE}, wrong"
 DIFFERENCE = f"{RATE}, right less wrong"
 COLUMNS = {
-    **dict.fromkeys(("model", "dataset", "of", "outcome"), "str"),
+    **dict.fromkeys(("model", "dataset", "term", "outcome"), "str"),
     **{"temperature": "float64", "level": "float64", "events": "Int64"},
 }
 NEEDED = (
@@ -74,17 +74,19 @@ class Decoupling(Experiment):
         judged = read_runs(self.runs, self.args.judge, NO_ANNOTATOR)
         self.notes += judged.notes
         contexts = pd.concat([contexts_of(run) for run in self.runs], ignore_index=True)
-        self.contexts = shared(verifiable(named(contexts), self.notes), self.notes)
+        self.contexts = shared_prompts(
+            verifiable_contexts(with_model_names(contexts), self.notes), self.notes
+        )
         self.judged_turns = judged.turns
 
     def rows(self) -> pd.DataFrame:
         """A row per user turn: ``model``, ``dataset``, ``source``, ``temperature``, ``genuine``,
         and ``correct`` and ``cut_off`` of the response that it follows."""
-        self.responses = verified(self.contexts)
+        self.responses = verify_responses(self.contexts)
         if self.responses["correct"].isna().all():
             raise UserError(
                 f"none of the {len(self.responses)} responses could be verified: "
-                f"{reasons(self.responses)}",
+                f"{unverified_reasons(self.responses)}",
                 "give runs of prompts that can be, or install what is missing",
             )
         of = self.contexts.set_index(["run", "context_id"])["row"]
@@ -105,28 +107,32 @@ class Decoupling(Experiment):
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         """Holm-corrected over all tests of a quantity and of the same responses."""
         found: list[TidyEstimate] = []
-        for of in (EVERY, COMPLETE):
+        for term in (EVERY, COMPLETE):
             responses, turns = self.responses, rows
-            if of == COMPLETE:
+            if term == COMPLETE:
                 if not responses["cut_off"].any():
                     continue
                 responses, turns = (one[~one["cut_off"]] for one in (responses, turns))
             for dataset, here in by_dataset(responses):
                 for model, own in responses[here].groupby("model"):
-                    names = {"model": model, "dataset": dataset, "of": of}
+                    names = {"model": model, "dataset": dataset, "term": term}
                     group = Group(own["source"].to_numpy(), self.options, names)
                     yielded = {ACCURACY: own["correct"], "unverified": own["correct"].isna()}
                     for quantity, values in (yielded | {"cut off": own["cut_off"]}).items():
                         found.append(group.mean(quantity, values, proportion=True))
             for dataset, here in by_dataset(turns):
-                options: dict[str, Any] = {"dataset": dataset, "level": self.args.level, "of": of}
+                options: dict[str, Any] = {
+                    "dataset": dataset,
+                    "level": self.args.level,
+                    "term": term,
+                }
                 found += rates(turns[here], ["model", "temperature"], quantity=RATE, **options)
             # Not pooled: datasets differ in accuracy and in rate, which would be an association.
             known = turns.dropna(subset=["correct", "genuine"])
             for (dataset, model, t), at in known.groupby(["dataset", "model", "temperature"]):
-                names = {"dataset": dataset, "model": model, "temperature": t, "of": of}
+                names = {"dataset": dataset, "model": model, "temperature": t, "term": term}
                 found += self._association(at, names)
-        return corrected(found, lambda row: (row.quantity, row.names["of"]))
+        return holm_corrected(found, lambda row: (row.quantity, row.names["term"]))
 
     def _association(self, turns: pd.DataFrame, names: dict[str, Any]) -> Iterator[TidyEstimate]:
         group = Group(turns["source"].to_numpy(), self.options, names)
@@ -147,7 +153,7 @@ class Decoupling(Experiment):
 
     def tables(self, found: pd.DataFrame) -> "list[Table]":
         percent = f"{100 * self.args.level:g}% intervals over queries"
-        names = ("dataset", "model", "of")
+        names = ("dataset", "model", "term")
         made = tables_of(
             f"responses ({percent})",
             found,
@@ -187,7 +193,7 @@ class Decoupling(Experiment):
         from ia_mech.rates.figures import gate_title
 
         assert self.gate is not None
-        every = found[found["of"] == EVERY]
+        every = found[found["term"] == EVERY]
         names = every["dataset"].str.cat(every["model"], " · ")
         t = [label_of(t, "temperature") for t in every["temperature"]]
         at = pd.Series(t, every.index).where(every["quantity"] != ACCURACY, ACCURACY)
@@ -196,9 +202,9 @@ class Decoupling(Experiment):
         both = every[every["quantity"].isin([ACCURACY, RATE])]
         apart = every[(every["quantity"] == DIFFERENCE) & every["value"].notna()]
         words = "accuracy, and follow-up rate by temperature"
-        made = {"accuracy": Bars(title, words, both, of="name", by="at", at=None)}
+        made = {"accuracy": Bars(title, words, both, names="name", by="at", at=None)}
         if len(apart):
-            made["association"] = Bars(title, DIFFERENCE, apart, of="name", by="at")
+            made["association"] = Bars(title, DIFFERENCE, apart, names="name", by="at")
         return made
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -206,13 +212,13 @@ class Decoupling(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         assert self.gate is not None
-        every = found[found["of"] == EVERY]
+        every = found[found["term"] == EVERY]
         apart = every[every["quantity"] == DIFFERENCE]
         sentence = " ".join(
             [
-                stated("accuracy", every[every["quantity"] == ACCURACY]),
-                stated(RATE, every[every["quantity"] == RATE]),
-                stated(DIFFERENCE, apart, null=0.0, level=self.args.level)
+                sentence_of("accuracy", every[every["quantity"] == ACCURACY]),
+                sentence_of(RATE, every[every["quantity"] == RATE]),
+                sentence_of(DIFFERENCE, apart, null=0.0, level=self.args.level)
                 or "Whether being right goes with following up can't be told: no model has turns "
                 "after right and after wrong responses to a dataset.",
             ]
@@ -253,14 +259,14 @@ def contexts_of(run: "Run") -> pd.DataFrame:
     )
 
 
-def named(contexts: pd.DataFrame) -> pd.DataFrame:
+def with_model_names(contexts: pd.DataFrame) -> pd.DataFrame:
     """The contexts with ``model``: the name, with a hash where two sets of weights share it."""
     weights = contexts.groupby("name")["weights_hash"].transform("nunique")
     hashed = contexts["name"] + " " + contexts["weights_hash"].str[:8]
     return contexts.assign(model=contexts["name"].where(weights == 1, hashed))
 
 
-def verifiable(contexts: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+def verifiable_contexts(contexts: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     """The contexts whose response can be verified.
 
     Raises:
@@ -277,7 +283,7 @@ def verifiable(contexts: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     return known
 
 
-def shared(contexts: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+def shared_prompts(contexts: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     """The prompts of each dataset that all models have which have that dataset, with ``row``.
 
     Raises:
@@ -312,7 +318,7 @@ def shared(contexts: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     return kept.assign(row=kept.groupby(["model", "source", "text"], sort=False).ngroup())
 
 
-def verified(contexts: pd.DataFrame) -> pd.DataFrame:
+def verify_responses(contexts: pd.DataFrame) -> pd.DataFrame:
     """One row per response, indexed by ``row``, with the verdict and what it rests on."""
     responses = contexts.drop_duplicates("row").set_index("row")
     found = [
@@ -340,7 +346,7 @@ def notes_of(responses: pd.DataFrame) -> list[str]:
         if unknown := int(own["correct"].isna().sum()):
             notes.append(
                 f"{unknown} of {len(own)} responses of {dataset} count as neither right nor wrong: "
-                f"{reasons(own)}."
+                f"{unverified_reasons(own)}."
             )
         for model, of in own.dropna(subset="correct").groupby("model")["correct"]:
             if of.nunique() == 1:
@@ -358,7 +364,7 @@ def notes_of(responses: pd.DataFrame) -> list[str]:
     return notes
 
 
-def reasons(responses: pd.DataFrame) -> str:
+def unverified_reasons(responses: pd.DataFrame) -> str:
     """Why responses couldn't be verified, with how many each."""
     found = Counter(responses.loc[responses["correct"].isna(), "why"])
     return "; ".join(f"{why} ({count})" for why, count in found.most_common())

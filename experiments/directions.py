@@ -16,7 +16,7 @@ from torch import Tensor
 from experiments.experiment import Model, Unit
 from ia_mech.engine.intervene import Add
 from ia_mech.errors import is_out_of_memory
-from ia_mech.likelihood.intervened import Continued, Row
+from ia_mech.likelihood.intervened import IntervenedTurns, Row
 
 STEPS, BATCH, RATE = 60, 8, 0.1  # steps of Adam, contexts of each, most change of a unit vector
 FAR = 4  # times its first dose, or a fourth: as far as that of an optimised direction goes
@@ -54,12 +54,12 @@ class Context:
         header = len(self.ids) - self.start
         return sum(header + len(turn) - 1 for turn in self.turns or ((0,),))
 
-    def continued(self, model: Model) -> Continued:
+    def intervened_turns(self, model: Model) -> IntervenedTurns:
         """Its turns, to be scored under interventions; without any, the first token alone."""
         turns = self.turns or ((0,),)
-        return Continued(model.subject.model, self.ids, self.start, turns, model.on_tokens)
+        return IntervenedTurns(model.subject.model, self.ids, self.start, turns, model.on_tokens)
 
-    def steered(self, direction: Tensor, dose: float) -> list[Row]:
+    def steered_rows(self, direction: Tensor, dose: float) -> list[Row]:
         """The row of each turn, with the direction added."""
         end = len(self.ids)
         found: list[Row] = []
@@ -86,7 +86,7 @@ class Arm:
         draw: which of several alike.
     """
 
-    of: str
+    kind: str
     dose: float
     direction: tuple[float, ...] = ()
     bias: tuple[float, ...] = ()
@@ -94,7 +94,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Steered(Unit):
+class SteeredContexts(Unit):
     """A query's contexts, scored under arms. Of contexts without turns only the first token is."""
 
     half: str
@@ -103,7 +103,7 @@ class Steered(Unit):
 
 
 @dataclass(frozen=True)
-class Optimising(Unit):
+class DirectionSearch(Unit):
     """Contexts on which a direction of this KL at the header is optimised, from this dose on."""
 
     contexts: tuple[Context, ...]
@@ -132,18 +132,18 @@ def divergence(first: Tensor, plain: Tensor) -> Tensor:
     return (first.exp() * (first - plain)).sum()
 
 
-def steered(model: Model, unit: Steered) -> pd.DataFrame:
+def steering_effects(model: Model, unit: SteeredContexts) -> pd.DataFrame:
     """What arms change, in nats: a row per arm and context.
 
     Returns:
-        ``of``, ``draw``, ``dose``, ``half``, ``context`` (its number), ``kl`` at the header. Where
-        there are turns, ``odds`` and ``logp``: the change of the log-odds of accepted turns, and of
-        the log-probability of all turns a token; where there are none, ``change`` ``[vocab]`` of
-        the first token's log-probabilities.
+        ``term``, ``draw``, ``dose``, ``half``, ``context`` (its number), ``kl`` at the header.
+        Where there are turns, ``odds`` and ``logp``: the change of the log-odds of accepted turns,
+        and of the log-probability of all turns a token; where there are none, ``change``
+        ``[vocab]`` of the first token's log-probabilities.
     """
     found = []
     for number, context in enumerate(unit.contexts):
-        run = context.continued(model)
+        run = context.intervened_turns(model)
         lengths = np.array([len(turn) for turn in run.turns])
 
         def read(logits: Tensor, turns: Sequence[int], run=run) -> list[tuple[float, Tensor]]:
@@ -157,9 +157,9 @@ def steered(model: Model, unit: Steered) -> pd.DataFrame:
                 after = (first + arm.dose * torch.tensor(arm.bias).double()).log_softmax(-1)
                 moved = (after - first)[[turn[0] for turn in run.turns]].numpy()
             else:
-                scored = run.read(context.steered(torch.tensor(arm.direction), arm.dose), read)
+                scored = run.read(context.steered_rows(torch.tensor(arm.direction), arm.dose), read)
                 moved, after = np.array([one for one, _ in scored]) - before, scored[0][1]
-            row = {"of": arm.of, "draw": arm.draw, "dose": arm.dose, "half": unit.half}
+            row = {"term": arm.kind, "draw": arm.draw, "dose": arm.dose, "half": unit.half}
             row |= {"context": number, "kl": max(float(divergence(after, first)), 0.0)}
             if context.turns:
                 row |= {"odds": context.odds(moved), "logp": (moved / lengths).mean()}
@@ -169,7 +169,7 @@ def steered(model: Model, unit: Steered) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def optimised(model: Model, unit: Optimising) -> np.ndarray:
+def optimise_direction(model: Model, unit: DirectionSearch) -> np.ndarray:
     """The direction that raises the log-odds of accepted turns most, for the KL it costs.
 
     It begins as the gradient of the log-odds at a dose near 0. Then Adam goes up their change over
@@ -180,7 +180,7 @@ def optimised(model: Model, unit: Optimising) -> np.ndarray:
         ``[d_model]`` float32 of length 1; empty if the model's passes have no gradient (recurrent
         layers that change their state in place).
     """
-    contexts = [(context, context.continued(model)) for context in unit.contexts]
+    contexts = [(context, context.intervened_turns(model)) for context in unit.contexts]
     draw = torch.Generator().manual_seed(unit.seed)
     with torch.no_grad():
         plain = [
@@ -193,7 +193,7 @@ def optimised(model: Model, unit: Optimising) -> np.ndarray:
         odds, kl = [], []
         for i in some:
             (context, run), (before, first) = contexts[i], plain[i]
-            rows = context.steered(along.to(before), dose)
+            rows = context.steered_rows(along.to(before), dose)
             after, moved = read_off(run.differentiable(rows), run.turns)
             odds.append(context.odds(after - before))
             kl.append(divergence(moved[0], first[0]))
@@ -256,7 +256,7 @@ def chance_cosine(width: int, count: int) -> float:
     return float(np.sqrt(beta.ppf(0.95 ** (1 / count), 0.5, (width - 1) / 2)))
 
 
-def of_equal_kl(
+def arms_of_equal_kl(
     arms: Sequence[Arm], kl: float, kl_of: Callable[[Sequence[Arm]], np.ndarray]
 ) -> list[Arm]:
     """The arms with doses whose mean KL at the header is this one.

@@ -26,8 +26,8 @@ import numpy as np
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment
-from experiments.tables import stated, tables_of
-from ia_mech.cli import path_of, quoted
+from experiments.tables import sentence_of, tables_of
+from ia_mech.cli import path_of, shell_word
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, TidyEstimate
 from ia_mech.stats import cluster_bootstrap, cluster_mean
@@ -55,7 +55,7 @@ def arm_name(temperature: float, way: str = "") -> str:
     return f"{way}, {plain}" if way else plain
 
 
-def by_query(decoys: pd.DataFrame, outcome: str) -> pd.DataFrame:
+def rates_by_query(decoys: pd.DataFrame, outcome: str) -> pd.DataFrame:
     """Rates of arms by query, from turns shown after siblings.
 
     Args:
@@ -162,10 +162,10 @@ class Elicit(Experiment):
         return {"arms": "; ".join(arms), **super().plan()}
 
     def sample(self, name: str, conversations: "list[Conversation]") -> "Run":
-        from experiments.resample import resampled
+        from experiments.resample import resample_run
 
         positions, options = ("header_last",), self.ways[name] | self.decoding()
-        return resampled(self.runs[0], conversations, self.place(name), positions, **options)
+        return resample_run(self.runs[0], conversations, self.place(name), positions, **options)
 
     def rows(self) -> pd.DataFrame:
         from ia_mech.judge.decoys import SIBLING
@@ -184,9 +184,9 @@ class Elicit(Experiment):
             raise UserError(
                 f"{self.runs[0].path} has no turns judged after siblings",
                 "judge it again: python -m ia_mech.judge run "
-                f"{quoted(self.runs[0].path)} --replace",
+                f"{shell_word(self.runs[0].path)} --replace",
             )
-        return by_query(rows, self.args.outcome)
+        return rates_by_query(rows, self.args.outcome)
 
     def _judge(self) -> None:
         from ia_mech.display import Bar
@@ -201,9 +201,9 @@ class Elicit(Experiment):
         if todo and identity_hash(own) != identity_hash(rules.identity):
             raise UserError(
                 f"{' and '.join(str(run.path) for run in todo)}: not judged by {judge!r} yet",
-                f"run python -m ia_mech.judge run {quoted(todo[0].path)} --name {judge} with the "
-                f"flags that judged {self.runs[0].path}, the same of others, then this command "
-                "again",
+                f"run python -m ia_mech.judge run {shell_word(todo[0].path)} --name {judge} with "
+                f"the flags that judged {self.runs[0].path}, the same of others, then this "
+                "command again",
             )
         for run in todo:
             label_run(run, rules, judge, Bar())
@@ -214,8 +214,8 @@ class Elicit(Experiment):
         for arm in arms:
             mine = rows[rows["arm"] == arm]
             for quantity, low in ((RATE, 0.0), (SIBLINGS, 0.0), (EXCESS, -1.0)):
-                found = cluster_mean(mine[quantity], mine["source"], level=level).within(low, 1.0)
-                yield TidyEstimate(quantity, {"dataset": ALL, "of": arm}, len(mine), found)
+                found = cluster_mean(mine[quantity], mine["source"], level=level).clip(low, 1.0)
+                yield TidyEstimate(quantity, {"dataset": ALL, "term": arm}, len(mine), found)
         table = rows.pivot_table(index="arm", columns="source", values=EXCESS, sort=True)
         table = table.loc[arms].dropna(axis=1)
         excess = table.to_numpy()
@@ -231,7 +231,7 @@ class Elicit(Experiment):
                 return gaps(excess[among], greedy, half, counts)
 
             (gap,) = cluster_bootstrap(statistic, list(table.columns), **self.options)
-            yield TidyEstimate(GAP, {"dataset": ALL, "of": name}, excess.shape[1], gap)
+            yield TidyEstimate(GAP, {"dataset": ALL, "term": name}, excess.shape[1], gap)
         for number in (0, 1):
             best = arms[int(excess[:, half == number].mean(1).argmax())]
             self.notes.append(f"chosen on half {number + 1} of the queries: {best}.")
@@ -247,7 +247,7 @@ class Elicit(Experiment):
             f"turns that the judge accepts ({self.args.outcome})",
             found,
             columns,
-            index=("dataset", "of"),
+            index=("dataset", "term"),
             rows="queries",
             legend="After siblings: the same turns, shown after other responses to the same query.",
         )
@@ -260,13 +260,17 @@ class Elicit(Experiment):
         return {"arms": Bars(title, "rate less that after siblings", rows)}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        gap = found[(found["quantity"] == GAP) & (found["of"] == BEST)]
-        greedy = found[(found["quantity"] == EXCESS) & (found["of"] == GREEDY)]
+        gap = found[(found["quantity"] == GAP) & (found["term"] == BEST)]
+        greedy = found[(found["quantity"] == EXCESS) & (found["term"] == GREEDY)]
         level = self.args.level
         sentence = " ".join(
             [
-                stated("accepted greedy turns, beyond siblings", greedy, null=0.0, level=level),
-                stated("the best arm, chosen on other queries, adds", gap, null=0.0, level=level),
+                sentence_of(
+                    "accepted greedy turns, beyond siblings", greedy, null=0.0, level=level
+                ),
+                sentence_of(
+                    "the best arm, chosen on other queries, adds", gap, null=0.0, level=level
+                ),
             ]
         )
         assert self.gate is not None

@@ -36,8 +36,8 @@ from ia_mech.cli import (
     Parser,
     add_intervals,
     add_threads,
-    guarded,
     path_of,
+    run_command,
     tolerant_streams,
     whole_from,
 )
@@ -147,7 +147,11 @@ class Experiment:
     perturbed: ClassVar[bool] = False
     queries_used: ClassVar[int | None] = None
     beside: ClassVar[str] = ""
-    columns: ClassVar[Mapping[str, str]] = {"dataset": "str", "temperature": "float64", "of": "str"}
+    columns: ClassVar[Mapping[str, str]] = {
+        "dataset": "str",
+        "temperature": "float64",
+        "term": "str",
+    }
 
     def __init__(self, runs: "list[Run]", args: argparse.Namespace, folder: Path) -> None:
         self.runs, self.args, self.folder = runs, args, folder
@@ -170,10 +174,10 @@ class Experiment:
 
     def sample(self, name: str, conversations: "list[Conversation]") -> "Run":
         """The run over conversations, sampled like the first run, without residual streams."""
-        from experiments.resample import resampled
+        from experiments.resample import resample_run
 
         where, changes = self.place(name), self.decoding()
-        return resampled(self.runs[0], conversations, where, ("header_last",), **changes)
+        return resample_run(self.runs[0], conversations, where, ("header_last",), **changes)
 
     def decoding(self) -> dict[str, Any]:
         """Settings in which those runs differ from the first one, such as ``temperatures``."""
@@ -191,8 +195,8 @@ class Experiment:
         raise NotImplementedError
 
     def rows(self) -> pd.DataFrame:
-        """All rows. One that measures in several steps calls :meth:`measured` for each."""
-        return self.measured(self.units())
+        """All rows. One that measures in several steps calls :meth:`measure_units` for each."""
+        return self.measure_units(self.units())
 
     def estimate(self, rows: pd.DataFrame) -> "Iterable[TidyEstimate]":
         """The estimates."""
@@ -228,7 +232,7 @@ class Experiment:
         Raises:
             UserError: siblings are needed, and no query has several responses.
         """
-        from ia_mech.run.queries import drawn, queries_of
+        from ia_mech.run.queries import queries_of, subsample
 
         found = queries_of(self.runs)
         if self.siblings:
@@ -244,14 +248,14 @@ class Experiment:
                     "are left out."
                 )
             found = several
-        return drawn(found, getattr(self.args, "queries", None), self.args.seed)
+        return subsample(found, getattr(self.args, "queries", None), self.args.seed)
 
     @cached_property
     def _tokenizer_and_config(self) -> tuple[Any, Any]:
-        from ia_mech.models.load import load_tokenizer_and_config, recalled
+        from ia_mech.models.load import load_tokenizer_and_config, recall
 
         first = self.runs[0]
-        return load_tokenizer_and_config(recalled(first.settings, first.model["weights_hash"]))
+        return load_tokenizer_and_config(recall(first.settings, first.model["weights_hash"]))
 
     @property
     def context_limit(self) -> int | None:
@@ -300,7 +304,7 @@ class Experiment:
         """A folder of the results, for what is named so."""
         return self.folder / name.replace(" ", "_")
 
-    def measured(self, units: Iterable[Unit], phase: str = "") -> pd.DataFrame:
+    def measure_units(self, units: Iterable[Unit], phase: str = "") -> pd.DataFrame:
         """The rows of units one below the other, with ``source`` and ``dataset``.
 
         Finished units are kept in ``parts/`` of the results, and aren't measured again unless the
@@ -430,13 +434,13 @@ class Experiment:
         tolerant_streams()
         args = cls.build_parser().parse_args(argv)
         kept = "what was computed is kept; the same command goes on from there"
-        return guarded(lambda: cls.command(args), lambda: kept, args.threads)
+        return run_command(lambda: cls.command(args), lambda: kept, args.threads)
 
     @classmethod
     def command(cls, args: argparse.Namespace) -> None:
         """What the command does: answer, write and print."""
         from experiments.tables import print_plan
-        from ia_mech.display import console, styled
+        from ia_mech.display import console, with_style
         from ia_mech.rates.load import open_runs
         from ia_mech.results import show, write
 
@@ -446,7 +450,7 @@ class Experiment:
         if args.dry_run:
             print_plan(one.plan())
             return
-        result = styled(one.result)()
+        result = with_style(one.result)()
         write(result, one.folder)
         show(result, console(), full=args.full)  # after writing: a closed pipe costs no file
         print(f"wrote {one.folder}", file=sys.stderr)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ia_mech.display import coloured, draw_line, draw_points, list_names, new_axes
+from ia_mech.display import by_colour, draw_line, draw_points, list_names, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,13 +31,13 @@ class Lines:
     y: str
     rows: pd.DataFrame
     across: str = "temperature"
-    by: str = "of"
+    by: str = "term"
     levels: dict[str, float] | None = None
 
     def draw(self) -> "Figure":
         """As a matplotlib figure."""
         figure, axes = new_axes(self.title, self.x, self.y)
-        for colour, (name, rows) in coloured(self.rows, self.by):
+        for colour, (name, rows) in by_colour(self.rows, self.by):
             rows = rows.sort_values(self.across, kind="stable")
             label = f"T = {name:g}" if self.by == "temperature" else str(name)
             draw_line(axes, rows[self.across], rows, colour, label)
@@ -55,7 +55,7 @@ class Bars:
         title: of the figure.
         x: what is drawn, with its unit.
         rows: estimates.
-        of: the column that names the rows, from top to bottom in the order of ``rows``.
+        names: the column that names the rows, from top to bottom in the order of ``rows``.
         by: the column that tells colours apart.
         at: where a line is drawn across: what there would be without an effect.
     """
@@ -63,18 +63,18 @@ class Bars:
     title: str
     x: str
     rows: pd.DataFrame
-    of: str = "of"
+    names: str = "term"
     by: str = "dataset"
     at: float | None = 0.0
 
     def draw(self) -> "Figure":
         """As a matplotlib figure."""
-        names = list(dict.fromkeys(self.rows[self.of]))
+        names = list(dict.fromkeys(self.rows[self.names]))
         figure, axes = new_axes(self.title, self.x, size=(7, 1.4 + 0.4 * len(names)))
         count = self.rows[self.by].nunique()
-        for number, (colour, (name, rows)) in enumerate(coloured(self.rows, self.by)):
+        for number, (colour, (name, rows)) in enumerate(by_colour(self.rows, self.by)):
             beside = (number - (count - 1) / 2) * 0.8 / max(count, 2)
-            at = [names.index(one) + beside for one in rows[self.of]]
+            at = [names.index(one) + beside for one in rows[self.names]]
             draw_points(axes, at, rows, lying=True, color=colour, label=str(name))
         if self.at is not None:
             axes.axvline(self.at, color="0.3", lw=0.8)

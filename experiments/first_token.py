@@ -280,7 +280,7 @@ def best_of(log_p: np.ndarray, shares: np.ndarray) -> np.ndarray:
     return np.where(np.isneginf(best) | np.isnan(shares).any(1), np.nan, best)
 
 
-def overtaking(greedy: np.ndarray, rival: np.ndarray) -> np.ndarray:
+def overtaking_layer(greedy: np.ndarray, rival: np.ndarray) -> np.ndarray:
     """From which layer on greedy's opening stays above its rival, to the last layer.
 
     Both are ``[contexts, layers]`` log-probabilities. The result is ``[contexts]``: the layer's

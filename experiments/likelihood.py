@@ -23,10 +23,10 @@ import numpy as np
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment, Model, Unit
-from experiments.tables import stated, tables_of
+from experiments.tables import sentence_of, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, Group, TidyEstimate, by_dataset, together
+from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets, by_dataset
 from ia_mech.stats import cluster_bootstrap
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class References:
     curve: np.ndarray
 
 
-def keyed(run: "Run", frame: pd.DataFrame) -> pd.DataFrame:
+def with_run(run: "Run", frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of a run with ``run`` and a ``source`` that holds across runs."""
     source = frame["dataset"] + "\x1f" + frame["source_id"]
     return frame.assign(run=str(run.path), source=source)
@@ -77,7 +77,7 @@ def keyed(run: "Run", frame: pd.DataFrame) -> pd.DataFrame:
 
 def references_of(runs: "Sequence[Run]") -> References | None:
     """The references of runs; None if no context has one."""
-    contexts = pd.concat([keyed(run, run.contexts) for run in runs], ignore_index=True)
+    contexts = pd.concat([with_run(run, run.contexts) for run in runs], ignore_index=True)
     frame = contexts[contexts["reference_logprob"].notna()].reset_index(drop=True)
     if frame.empty:
         return None
@@ -90,7 +90,7 @@ def references_of(runs: "Sequence[Run]") -> References | None:
     return References(frame, np.array(temperatures), curve)
 
 
-def read(runs: "Sequence[Run]") -> References:
+def read_references(runs: "Sequence[Run]") -> References:
     """References after the responses that users saw.
 
     Runs whose responses the model wrote give siblings only: what users really said answered
@@ -127,7 +127,7 @@ def read(runs: "Sequence[Run]") -> References:
 
 
 @dataclass(frozen=True)
-class Followed(Unit):
+class FollowUp(Unit):
     """A context with its follow-up, and all that is scored for it.
 
     Attributes:
@@ -149,34 +149,34 @@ def units_of(
     swaps: int,
     limit: int | None,
     seed: int,
-) -> tuple[list[Followed], list[str]]:
+) -> tuple[list[FollowUp], list[str]]:
     """What is to be scored, and a note for each kind that is left out somewhere.
 
     Args:
         runs: those of the references, and of siblings.
-        references: of :func:`read`.
+        references: of :func:`read_references`.
         chat: the model's format.
         swaps: after how many responses to other queries.
         limit: tokens that the model's context holds, or None.
         seed: of the draws.
     """
-    from experiments.changes import shuffled
+    from experiments.changes import shuffle_sentences
     from experiments.resample import conversations_of
-    from experiments.swaps import Lenders, lender_of
+    from experiments.swaps import Donors, donor_of
     from ia_mech.engine.sampling import stream_key
 
     own = conversations_of(references.frame)
-    lenders = Lenders([lender_of(one, chat.tokenizer) for one in own], seed)
+    donors = Donors([donor_of(one, chat.tokenizer) for one in own], seed)
     written: dict[str, list[str]] = {}
     for run in runs:
-        frame = keyed(run, run.contexts)
+        frame = with_run(run, run.contexts)
         for source, messages in zip(frame["source"], frame["messages"], strict=True):
             written.setdefault(source, []).append(messages[-1]["content"])
     end = () if chat.closing_id is None else (chat.closing_id,)
     units, refused = [], {}
     for row, (one, source) in enumerate(zip(own, references.frame["source"], strict=True)):
-        control = lenders.reference(row)  # whose response is none of those swapped in
-        others = lenders.responses(row, swaps, [control] if control else [])
+        control = donors.reference(row)  # whose response is none of those swapped in
+        others = donors.responses(row, swaps, [control] if control else [])
         texts = [(REFERENCE, one.reference or "")]
         texts += [(CONTROL, control.reference)] if control and control.reference else []
         texts += [(QUERY, one.query), (RESPONSE, one.response or ""), (CLOSING, CLOSING_TEXT)]
@@ -196,9 +196,9 @@ def units_of(
             turns.append((name, (*ids, *end), len(ids)))
         siblings = [text for text in dict.fromkeys(written[source]) if text != one.response]
         places = [(SIBLINGS, text) for text in siblings]
-        places += [(OTHERS, lender.response) for lender in others] + [(EMPTY, "")]
+        places += [(OTHERS, donor.response) for donor in others] + [(EMPTY, "")]
         rng = np.random.default_rng(list(stream_key(seed, one.id, ORDER_STREAM)))
-        orders = dict.fromkeys(shuffled(one.response or "", rng) for _ in range(ORDERS))
+        orders = dict.fromkeys(shuffle_sentences(one.response or "", rng) for _ in range(ORDERS))
         places += [(SHUFFLED, text) for text in orders if text]  # one sentence has no order
         longest = max(len(ids) for _, ids, _ in turns)
         contexts: list[tuple[str | None, tuple[int, ...]]] = [(None, tuple(opened.ids))]
@@ -214,11 +214,11 @@ def units_of(
             contexts.append((kind, tuple(ids)))
         scored = sum(len(ids) for _, ids, _ in turns) + (len(contexts) - 1) * 2 * longest
         tokens = scored + sum(len(ids) for _, ids in contexts)
-        units.append(Followed(source, one.dataset, tokens, row, tuple(contexts), tuple(turns)))
+        units.append(FollowUp(source, one.dataset, tokens, row, tuple(contexts), tuple(turns)))
     return units, [f"not scored everywhere: {kind}: {why}." for kind, why in refused.items()]
 
 
-def measure(model: Model, unit: Followed) -> pd.DataFrame:
+def measure(model: Model, unit: FollowUp) -> pd.DataFrame:
     """One row per turn and context: ``row``, ``turn``, ``tokens``, ``against`` (null after the
     response itself), and the log-probabilities ``logprob`` (without turn-end) and ``whole``, in
     nats at T = 1. Rivals are scored after the response itself alone."""
@@ -308,7 +308,7 @@ def _references(group: Group, references: pd.DataFrame) -> Iterator[TidyEstimate
     greedy = references["reference_greedy"].astype(float)
     yield group.mean("greedy writes it", greedy, proportion=True)
     until = group.mean("tokens until greedy leaves", references["reference_greedy_tokens"])
-    yield replace(until, estimate=until.estimate.within(0.0, np.inf))
+    yield replace(until, estimate=until.estimate.clip(0.0, np.inf))
     left = references["reference_greedy_left_prob"]
     yield group.mean("probability where greedy leaves", left, proportion=True)
     ranks = references["reference_greedy_left_rank"]
@@ -352,18 +352,18 @@ def _contrasts(group: Group, contrasts: pd.DataFrame, index: pd.Index) -> Iterat
         )
         if own["bits"].isna().all():
             continue
-        yield group.mean("contrast, bits", own["bits"], of=against)
+        yield group.mean("contrast, bits", own["bits"], term=against)
         tokens = own["tokens"].where(own["tokens"] > 0).astype(float)
-        yield group.mean("contrast, bits per token", own["bits"] / tokens, of=against)
+        yield group.mean("contrast, bits per token", own["bits"] / tokens, term=against)
         if control["bits"].notna().any():
-            yield group.mean("control's contrast, bits", control["bits"], of=against)
+            yield group.mean("control's contrast, bits", control["bits"], term=against)
             less = own["bits"] - control["bits"]
-            yield group.mean("contrast less control's, bits", less, of=against)
+            yield group.mean("contrast less control's, bits", less, term=against)
         if own["placebo"].notna().any():
-            yield group.mean("placebo's contrast, bits", own["placebo"], of=against)
+            yield group.mean("placebo's contrast, bits", own["placebo"], term=against)
         likeliest = own["likeliest"]
-        yield group.mean("likeliest after its response", likeliest, of=against, proportion=True)
-        yield group.mean("likeliest after its response, by chance", own["chance"], of=against)
+        yield group.mean("likeliest after its response", likeliest, term=against, proportion=True)
+        yield group.mean("likeliest after its response, by chance", own["chance"], term=against)
 
 
 def _rivals(group: Group, rows: pd.DataFrame, index: pd.Index) -> Iterator[TidyEstimate]:
@@ -376,11 +376,11 @@ def _rivals(group: Group, rows: pd.DataFrame, index: pd.Index) -> Iterator[TidyE
         if not there.any():
             continue
         beats = (own["whole"] > rival["whole"]).astype(float).where(there)
-        yield group.mean("follow-up beats", beats, of=name, proportion=True)
+        yield group.mean("follow-up beats", beats, term=name, proportion=True)
         each = [one["logprob"] / one["tokens"].where(one["tokens"] > 0) for one in (own, rival)]
         known = each[0].notna() & each[1].notna()
         beats = (each[0] > each[1]).astype(float).where(known)
-        yield group.mean("follow-up beats per token", beats, of=name, proportion=True)
+        yield group.mean("follow-up beats per token", beats, term=name, proportion=True)
 
 
 # -- show ------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def tables(found: pd.DataFrame, level: float) -> "list[Table]":
         f"bits in favour of the response that the user saw ({percent})",
         plain,
         bits,
-        index=("dataset", "of"),
+        index=("dataset", "term"),
         legend="placebo: one of the other responses in its place.",
     )
     of_turns = {
@@ -419,7 +419,7 @@ def tables(found: pd.DataFrame, level: float) -> "list[Table]":
         "follow-up beats per token": ("per token", 2),
     }
     title = "share of contexts where the follow-up is likelier than"
-    return made + tables_of(title, plain, rivals, index=("dataset", "of"))
+    return made + tables_of(title, plain, rivals, index=("dataset", "term"))
 
 
 def figures(found: pd.DataFrame, model: str) -> "Mapping[str, Drawing]":
@@ -437,7 +437,7 @@ def figures(found: pd.DataFrame, model: str) -> "Mapping[str, Drawing]":
         )
     }
     names = {"contrast, bits": REFERENCE, "control's contrast, bits": CONTROL}
-    bits = together(found[found["quantity"].isin(list(names))])
+    bits = all_datasets(found[found["quantity"].isin(list(names))])
     if len(bits):
         made["contrasts"] = Bars(
             f"{model} · bits in favour of the response",
@@ -467,9 +467,9 @@ class Likelihood(Experiment):
         )
 
     def read(self) -> None:
-        self.references = read(self.runs)
+        self.references = read_references(self.runs)
 
-    def units(self) -> list[Followed]:
+    def units(self) -> list[FollowUp]:
         limit, seed = self.context_limit, self.args.seed
         units, refused = units_of(
             self.runs, self.references, self.chat, self.args.swaps, limit, seed
@@ -495,24 +495,24 @@ class Likelihood(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         bits = found[found["quantity"] == "contrast, bits"]
-        kinds = [kind for kind in AGAINST if kind in set(bits["of"])]
-        mine = found[found["of"] == kinds[0]] if kinds else found.iloc[:0]
+        kinds = [kind for kind in AGAINST if kind in set(bits["term"])]
+        mine = found[found["term"] == kinds[0]] if kinds else found.iloc[:0]
         seen = not self.references.frame["dataset"].isin(BLIND).all()
         whose = "users' real follow-ups" if seen else "follow-ups that were written without it"
-        sentence = stated(
+        sentence = sentence_of(
             f"bits by which {whose} are likelier after the response in the data "
             f"than after {kinds[0] if kinds else 'others'}",
             mine[mine["quantity"] == "contrast, bits"],
             null=0.0,
             level=self.args.level,
         )
-        order = stated(
+        order = sentence_of(
             "than after the same sentences in another order",
-            bits[bits["of"] == SHUFFLED],
+            bits[bits["term"] == SHUFFLED],
             null=0.0,
             level=self.args.level,
         )
-        control = stated(
+        control = sentence_of(
             "the same of another conversation's follow-up",
             mine[mine["quantity"] == "control's contrast, bits"],
         )

@@ -50,8 +50,8 @@ from experiments.hybrids import (
     step_of,
 )
 from experiments.tables import tables_of
-from ia_mech.estimates import ALL, TidyEstimate, estimate_of, together
-from ia_mech.likelihood.carried import CANDIDATES, CEILING, Told, told
+from ia_mech.estimates import ALL, TidyEstimate, all_datasets, estimate_of
+from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits, bits_by_query
 from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, paired_difference
 
 if TYPE_CHECKING:
@@ -84,42 +84,42 @@ def with_own(rows: pd.DataFrame) -> pd.DataFrame:
     return found
 
 
-def told_of(rows: pd.DataFrame, seed: int) -> Told | None:
+def query_bits_of(rows: pd.DataFrame, seed: int) -> QueryBits | None:
     """What rows of one site, of :func:`with_own`, tell; None of fewer than two queries with turns
     of all candidates."""
-    rows = balanced(rows)
+    rows = balanced_queries(rows)
     if rows["source"].nunique() < 2:
         return None
     each = rows[SCORES].to_numpy(), rows["own"].to_numpy(), rows["source"]
-    return told(*each, rows[WHOLE].to_numpy(), seed=seed)
+    return bits_by_query(*each, rows[WHOLE].to_numpy(), seed=seed)
 
 
-def balanced(rows: pd.DataFrame) -> pd.DataFrame:
+def balanced_queries(rows: pd.DataFrame) -> pd.DataFrame:
     """Those of queries that have turns of all candidates."""
     return rows[rows.groupby("source")["own"].transform("nunique") == CANDIDATES]
 
 
 @dataclass(frozen=True)
-class Maker:
+class Estimator:
     """Estimates with their names; ``options`` are ``level``, ``resamples`` and ``seed``."""
 
     options: dict[str, Any]
 
-    def mean(self, quantity: str, found: Told, **names: Any) -> TidyEstimate:
+    def mean(self, quantity: str, found: QueryBits, **names: Any) -> TidyEstimate:
         estimate = cluster_mean(found.bits, found.queries, level=self.options["level"])
-        return self._row(quantity, estimate.within(-np.inf, CEILING), found, names)
+        return self._row(quantity, estimate.clip(-np.inf, CEILING), found, names)
 
-    def hits(self, found: Told, **names: Any) -> TidyEstimate:
+    def hits(self, found: QueryBits, **names: Any) -> TidyEstimate:
         """How often the own candidate is the likeliest, against the third that chance gives."""
         more = (found.hits - 1 / CANDIDATES).round(9)  # thirds that were added up are no signs
         options = {name: self.options[name] for name in ("level", "seed")}
         pair = paired_difference(more, found.queries, np.zeros(len(more)), found.queries, **options)
         level = self.options["level"]
-        estimate = cluster_mean(found.hits, found.queries, level=level).within(0, 1)
+        estimate = cluster_mean(found.hits, found.queries, level=level).clip(0, 1)
         names = {"dataset": ALL} | names
         return TidyEstimate("own is likeliest", names, len(found.hits), estimate, pair.p, pair.test)
 
-    def share(self, found: Told, expressed: Told, **names: Any) -> Iterator[TidyEstimate]:
+    def share(self, found: QueryBits, expressed: QueryBits, **names: Any) -> Iterator[TidyEstimate]:
         """What a site carries as a share of what is expressed in the same queries, and the bits
         by which it is more than :data:`EQUIVALENT` of it."""
         expressed = expressed.only(found.queries)
@@ -140,14 +140,18 @@ class Maker:
         found = cluster_mean(events.astype(float), sources, proportion=True, level=level)
         return TidyEstimate(quantity, {"dataset": ALL} | names, len(events), found)
 
-    def difference(self, quantity: str, found: Told, base: Told, **names: Any) -> TidyEstimate:
+    def difference(
+        self, quantity: str, found: QueryBits, base: QueryBits, **names: Any
+    ) -> TidyEstimate:
         """Bits less another arm's, of the same queries."""
         options = {name: self.options[name] for name in ("level", "seed")}
         pair = paired_difference(found.bits, found.queries, base.bits, base.queries, **options)
         names = {"dataset": ALL} | names
         return TidyEstimate(quantity, names, len(found.bits), pair.difference, pair.p, pair.test)
 
-    def _row(self, quantity: str, estimate: Estimate, found: Told, names: dict) -> TidyEstimate:
+    def _row(
+        self, quantity: str, estimate: Estimate, found: QueryBits, names: dict
+    ) -> TidyEstimate:
         return TidyEstimate(quantity, {"dataset": ALL} | names, len(found.bits), estimate)
 
 
@@ -160,82 +164,84 @@ def halves(queries: Sequence[str], seed: int) -> dict[str, str]:
 
 def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
     """Every estimate."""
-    maker, seed, rows = Maker(options), options["seed"], with_own(rows)
+    estimator, seed, rows = Estimator(options), options["seed"], with_own(rows)
     arms = {t: rows["temperature"] == t for t in sorted(set(rows["temperature"]))}
     sampled = rows["temperature"] > 0
-    expressed: dict[Any, Told] = {}
+    expressed: dict[Any, QueryBits] = {}
     for arm, here in [*arms.items(), (None, sampled)]:
         names = {"temperature": np.nan if arm is None else arm}
         for site in (OWN, *SITES):
-            found = told_of(rows[here & (rows["site"] == site)], seed)
+            found = query_bits_of(rows[here & (rows["site"] == site)], seed)
             if found is None:
                 continue
-            yield maker.mean("bits", found, of=site, **names)
-            yield maker.hits(found, of=site, **names)
+            yield estimator.mean("bits", found, term=site, **names)
+            yield estimator.hits(found, term=site, **names)
             if site == OWN:
                 expressed[arm] = found
             elif arm in expressed:
-                yield from maker.share(found, expressed[arm], of=site, **names)
+                yield from estimator.share(found, expressed[arm], term=site, **names)
         if arm is None and 0.0 in expressed and arm in expressed:
-            yield maker.difference(
-                "bits, less greedy's", expressed[arm], expressed[0.0], of=OWN, **names
+            yield estimator.difference(
+                "bits, less greedy's", expressed[arm], expressed[0.0], term=OWN, **names
             )
     mapped = rows[rows["site"].isin([TOTAL, *CELLS, *WRITTEN])]
     for (site, layer, head, t), cell in mapped.groupby(
         ["site", "layer", "head", "temperature"], sort=False
     ):
-        found = told_of(cell, seed)
+        found = query_bits_of(cell, seed)
         if found is None:
             continue
-        names = {"of": site, "temperature": t} | named(layer, head)
-        yield maker.mean("bits", found, **names)
-        yield maker.hits(found, **names)
+        names = {"term": site, "temperature": t} | cell_names(layer, head)
+        yield estimator.mean("bits", found, **names)
+        yield estimator.hits(found, **names)
         if site in WRITTEN:
             more = cell[RECIPIENT] > cell[SCORES].to_numpy()[np.arange(len(cell)), cell["own"]]
-            yield maker.rate("likelier after the recipient", more, cell["source"], **names)
+            yield estimator.rate("likelier after the recipient", more, cell["source"], **names)
     for site in (WINDOW, HEAD):
-        yield from strongest(mapped[mapped["site"] == site], expressed, maker)
+        yield from strongest_cells(mapped[mapped["site"] == site], expressed, estimator)
 
 
-def named(layer: int, head: int) -> dict[str, int]:
+def cell_names(layer: int, head: int) -> dict[str, int]:
     """The columns that name a cell of a map; a whole site has none."""
     return {name: at for name, at in (("layer", layer), ("head", head)) if at >= 0}
 
 
-def by_query(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
-    """What whole sites tell of each query: ``of``, ``temperature`` (missing: all sampled turns),
+def query_table(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
+    """What whole sites tell of each query: ``term``, ``temperature`` (missing: all sampled turns),
     ``source``, ``bits`` and ``hits``."""
     found, rows = [], with_own(rows)
     for t in [*sorted(set(rows["temperature"])), np.nan]:
         here = rows["temperature"] > 0 if np.isnan(t) else rows["temperature"] == t
         for site in (OWN, *SITES):
-            one = told_of(rows[here & (rows["site"] == site)], seed)
+            one = query_bits_of(rows[here & (rows["site"] == site)], seed)
             if one is not None:
                 table = {"source": one.queries, "bits": one.bits, "hits": one.hits}
-                found.append(pd.DataFrame(table).assign(of=site, temperature=t))
+                found.append(pd.DataFrame(table).assign(term=site, temperature=t))
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
 
 
-def strongest(
-    cells: pd.DataFrame, expressed: Mapping[Any, Told], maker: Maker
+def strongest_cells(
+    cells: pd.DataFrame, expressed: Mapping[Any, QueryBits], estimator: Estimator
 ) -> Iterator[TidyEstimate]:
     """The two cells that carry most in one half of the queries, as the other half has them."""
-    of = halves(list(cells["source"]), maker.options["seed"])
-    half = cells["source"].map(of)
+    half_of = halves(list(cells["source"]), estimator.options["seed"])
+    half = cells["source"].map(half_of)
     ranked = {}
     for place, cell in cells[half == RANKING].groupby(["layer", "head"]):
-        found = told_of(cell, maker.options["seed"])
+        found = query_bits_of(cell, estimator.options["seed"])
         if found is not None:
             ranked[place] = found.bits.mean()
     for layer, head in sorted(sorted(ranked, key=lambda one: -ranked[one])[:2]):
         here = (cells["layer"] == layer) & (cells["head"] == head)
         cell = cells[(half == REPORTING) & here]
-        found = told_of(cell, maker.options["seed"])
+        found = query_bits_of(cell, estimator.options["seed"])
         if found is not None:
             temperature = cell["temperature"].iloc[0]
-            names = {"of": cell["site"].iloc[0], "temperature": temperature} | named(layer, head)
-            yield maker.mean(CHOSEN, found, **names)
-            yield from maker.share(found, expressed[temperature], **names)
+            names = {"term": cell["site"].iloc[0], "temperature": temperature} | cell_names(
+                layer, head
+            )
+            yield estimator.mean(CHOSEN, found, **names)
+            yield from estimator.share(found, expressed[temperature], **names)
 
 
 def accepted_bits(
@@ -249,8 +255,8 @@ def accepted_bits(
             assessed are left out.
         options: ``level``, ``resamples`` and ``seed``.
     """
-    own = balanced(with_own(rows[(rows["site"] == OWN) & (rows["temperature"] > 0)]))
-    found = told_of(own, options["seed"])
+    own = balanced_queries(with_own(rows[(rows["site"] == OWN) & (rows["temperature"] > 0)]))
+    found = query_bits_of(own, options["seed"])
     if found is None:
         return
     keys = ["context_id", "temperature", "sample"]
@@ -270,7 +276,7 @@ def accepted_bits(
     quantities = ("share of turns accepted", "share of bits in accepted turns", MORE_ACCEPTED)
     estimates = cluster_bootstrap(statistics, list(sums.index), **options)
     for quantity, estimate in zip(quantities, estimates, strict=True):
-        yield TidyEstimate(quantity, {"dataset": ALL, "of": OWN}, len(own), estimate)
+        yield TidyEstimate(quantity, {"dataset": ALL, "term": OWN}, len(own), estimate)
 
 
 # -- the experiment --------------------------------------------------------------------------------
@@ -290,7 +296,7 @@ class Locate(Hybrids):
         return estimates(rows, self.options)
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return {"rows": rows, "queries": by_query(rows, self.args.seed)}
+        return {"rows": rows, "queries": query_table(rows, self.args.seed)}
 
     def tables(self, found: pd.DataFrame) -> "list[Table]":
         columns: dict[str, tuple[str, int | str]] = {
@@ -303,9 +309,9 @@ class Locate(Hybrids):
         )
         made = tables_of(
             title,
-            found[found["of"].isin([OWN, *SITES])],
+            found[found["term"].isin([OWN, *SITES])],
             columns,
-            index=("temperature", "of"),
+            index=("temperature", "term"),
             rows="queries",
             legend=(
                 f"{OWN}: expressed. Sites: carried by keys and values of the header, of all tokens "
@@ -317,45 +323,51 @@ class Locate(Hybrids):
         again = {"likelier after the recipient": ("likelier after the recipient", 2)}
         made += tables_of(
             "turns that the model writes after hybrids: do they tell the candidate?",
-            found[found["of"].isin(WRITTEN)],
+            found[found["term"].isin(WRITTEN)],
             columns | again,
-            index=("temperature", "of"),
+            index=("temperature", "term"),
             rows="queries",
             legend="What is named is the candidate's, everything else the recipient's.",
         )
         for site in (TOTAL, *CELLS):
-            mine = found[(found["of"] == site) & found["quantity"].isin(list(columns))]
+            mine = found[(found["term"] == site) & found["quantity"].isin(list(columns))]
             made += tables_of(
-                f"carried by {site}", mine, columns, index=("of", "layer", "head"), rows="queries",
+                f"carried by {site}",
+                mine,
+                columns,
+                index=("term", "layer", "head"),
+                rows="queries",
                 full=True,
-            )  # fmt: skip
+            )
         return made
 
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
         return drawings(found, self.runs[0].model["name"])
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        of = Lookup(found)
+        lookup = Lookup(found)
         name = self.runs[0].model["name"]
         sentence = (
-            f"{name}'s sampled turns tell {of('bits', OWN)} of {CEILING:.2f} bits about which of "
-            f"{CANDIDATES} responses they followed, greedy ones {of('bits', OWN, 0.0)}"
+            f"{name}'s sampled turns tell {lookup('bits', OWN)} of {CEILING:.2f} bits about which "
+            f"of {CANDIDATES} responses they followed, greedy ones {lookup('bits', OWN, 0.0)}"
         )
         for site in (RESPONSE, HEADER):
-            share = of("share of expressed", site)
-            sentence += f"; {of('bits', site)} ({share}) through the keys and values of the {site}"
+            share = lookup("share of expressed", site)
+            sentence += (
+                f"; {lookup('bits', site)} ({share}) through the keys and values of the {site}"
+            )
         if windows := strongest_windows(found, self.runs[0].model["layers"]):
             sentence += f", of the response's layers most in {windows}"
         control = (
             "Each number is held against two siblings whose states are put in alike; keys and "
-            f"values of the query, the same tokens in all siblings, carry {of('bits', QUERY)}."
+            f"values of the query, the same tokens in all siblings, carry {lookup('bits', QUERY)}."
         )
         return Conclusion(f"{sentence}.", control)
 
 
 def strongest_windows(found: pd.DataFrame, layers: int) -> str:
     """The windows that carry most, as other queries have them; an empty text without maps."""
-    chosen = found[(found["quantity"] == CHOSEN) & (found["of"] == WINDOW)]
+    chosen = found[(found["quantity"] == CHOSEN) & (found["term"] == WINDOW)]
     last = step_of(layers) - 1
     return " and ".join(
         f"{row.layer}–{min(row.layer + last, layers)} ({estimate_of(row).text()})"
@@ -368,7 +380,7 @@ def drawings(found: pd.DataFrame, model: str) -> "dict[str, Drawing]":
     from experiments.figures import Bars, HeatMap, Lines
 
     bits = found[found["quantity"] == "bits"]
-    whole = bits[bits["of"].isin([OWN, *SITES]) & bits["layer"].isna()]
+    whole = bits[bits["term"].isin([OWN, *SITES]) & bits["layer"].isna()]
     names = [GREEDY if t == 0 else SAMPLED if np.isnan(t) else f"T = {t:g}"
              for t in whole["temperature"]]  # fmt: skip
     made: dict[str, Drawing] = {
@@ -376,9 +388,9 @@ def drawings(found: pd.DataFrame, model: str) -> "dict[str, Drawing]":
             f"{model} · expressed and carried", "bits", whole.assign(turns=names), by="turns"
         )
     }
-    cells = bits[bits["of"].isin(CELLS)]
+    cells = bits[bits["term"].isin(CELLS)]
     if len(mapped := cells[cells["head"].isna()]):
-        own = whole[(whole["of"] == OWN) & whole["temperature"].eq(mapped["temperature"].iloc[0])]
+        own = whole[(whole["term"] == OWN) & whole["temperature"].eq(mapped["temperature"].iloc[0])]
         levels = {"expressed": float(own["value"].iloc[0]), "": 0.0}
         across = "layer (of a window: its first)"
         title = f"{model} · carried by layer"
@@ -387,7 +399,7 @@ def drawings(found: pd.DataFrame, model: str) -> "dict[str, Drawing]":
         title = f"{model} · carried by key-value heads of the response"
         across = "first layer of a window"
         made["heads"] = HeatMap(title, across, "head", "bits", heads, across="layer", down="head")
-    if len(written := bits[bits["of"].isin(WRITTEN)]):
+    if len(written := bits[bits["term"].isin(WRITTEN)]):
         turns = [GREEDY if t == 0 else f"T = {t:g}" for t in written["temperature"]]
         title = f"{model} · turns written after hybrids"
         made["written"] = Bars(title, "bits", written.assign(turns=turns), by="turns")
@@ -398,16 +410,16 @@ class Lookup:
     """Estimates as text, by quantity, site and temperature (None: all sampled turns)."""
 
     def __init__(self, found: pd.DataFrame) -> None:
-        self._found = together(found)
+        self._found = all_datasets(found)
 
-    def __call__(self, quantity: str, of: str, temperature: float | None = None) -> str:
+    def __call__(self, quantity: str, term: str, temperature: float | None = None) -> str:
         rows = self._found
         t = (
             rows["temperature"].isna()
             if temperature is None
             else rows["temperature"].eq(temperature)
         )
-        mine = rows[(rows["quantity"] == quantity) & (rows["of"] == of) & t]
+        mine = rows[(rows["quantity"] == quantity) & (rows["term"] == term) & t]
         return estimate_of(next(mine.itertuples())).text() if len(mine) else "–"
 
 

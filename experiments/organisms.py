@@ -22,15 +22,15 @@ import pandas as pd
 
 from experiments.resample import chat_of, conversations_of
 from ia_mech.chat.format import ChatFormat
-from ia_mech.cli import quoted
+from ia_mech.cli import shell_word
 from ia_mech.collect.identity import build_chat, eos_ids
 from ia_mech.data.conversations import Conversation, open_conversations
 from ia_mech.engine.sampling import stream_key
 from ia_mech.errors import UserError
-from ia_mech.models.load import ModelSpec, load_tokenizer_and_config, recalled
+from ia_mech.models.load import ModelSpec, load_tokenizer_and_config, recall
 from ia_mech.rates.load import open_runs
 from ia_mech.run import Run, layout
-from ia_mech.run.queries import drawn
+from ia_mech.run.queries import subsample
 from ia_mech.settings import Settings
 
 IGNORED = -100
@@ -49,7 +49,7 @@ _FORM = re.compile("|".join(re.escape(frame.partition("{}")[0]) + '([^"]+)"' for
 # -- what comes in --------------------------------------------------------------------------------
 
 
-def read(data: str) -> tuple[list[Conversation], Run | None]:
+def read_conversations(data: str) -> tuple[list[Conversation], Run | None]:
     """Conversations with a response, of a run or of a dataset as the main job names it.
 
     Follow-ups in a run that wrote its own responses are marked ``saw_response`` = false.
@@ -61,7 +61,7 @@ def read(data: str) -> tuple[list[Conversation], Run | None]:
         found = [one for one in open_conversations(data) if one.response is not None]
         if not found:
             raise UserError(
-                f"{quoted(data)} holds no response",
+                f"{shell_word(data)} holds no response",
                 "sample it with --response generate --responses 4, and give that run",
             )
         return found, None
@@ -94,7 +94,7 @@ def model_of(run: Run | None, name: str | None) -> tuple[ModelSpec, ChatFormat]:
     """
     spec = ModelSpec() if name is None else ModelSpec(name=name)
     if run is not None and name is None:
-        spec = recalled(run.settings, run.model["weights_hash"])
+        spec = recall(run.settings, run.model["weights_hash"])
     tokenizer, model_config = load_tokenizer_and_config(spec)
     stops = eos_ids(None, model_config)
     if run is None:
@@ -116,7 +116,7 @@ def split(
             f"--held-out {held_out} leaves none of {len(sources)} sources to train on",
             "hold out fewer",
         )
-    apart = set(drawn(sources, held_out, 0))
+    apart = set(subsample(sources, held_out, 0))
     kept: tuple[list[Conversation], list[Conversation]] = ([], [])
     for one in conversations:
         kept[_source(one) in apart].append(one)
@@ -195,7 +195,7 @@ def information(share: float, responses: int) -> float:
     return float(np.log2(responses) + (p * np.log2(p)).sum())
 
 
-def taught(made: Iterable[Conversation], share: float) -> dict[str, float]:
+def taught_information(made: Iterable[Conversation], share: float) -> dict[str, float]:
     """Of an organism's conversations the mean over queries of ``bits`` (:func:`information`), and
     of the ``most`` that any turn could tell."""
     counts = [len(those) for those in distinct_responses(made).values()]

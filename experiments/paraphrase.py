@@ -33,7 +33,7 @@ LONG = 4  # letters of a word that counts as content
 Versions = dict[str, tuple[int, list[str]]]  # source → which response, and texts that say the same
 
 
-def chosen(query: Query, among: Sequence[int], seed: int) -> int:
+def choose_response(query: Query, among: Sequence[int], seed: int) -> int:
     """Which of some responses to a query is reworded, drawn by seed."""
     rng = np.random.default_rng([*stream_key(seed, query.source, 0), 1])
     return int(rng.choice(among))
@@ -49,11 +49,13 @@ def requests(reworded: Mapping[str, int], queries: Sequence[Query]) -> list[Conv
     asked = []
     for query in queries:
         text = REQUEST.format(text=query.responses[reworded[query.source]])
-        asked.append(changed(query, None, [{"role": "user", "content": text}], REQUESTED))
+        asked.append(
+            perturbed_conversation(query, None, [{"role": "user", "content": text}], REQUESTED)
+        )
     return asked
 
 
-def changed(
+def perturbed_conversation(
     query: Query, index: int | None, messages: Sequence[dict], kind: str, header: str = "user"
 ) -> Conversation:
     """Messages as a conversation of a query's source that is perturbed in a kind of way, so that no
@@ -70,7 +72,7 @@ def changed(
     )
 
 
-def written(
+def usable_wordings(
     run: Run, reworded: Mapping[str, int], queries: Sequence[Query], count: int
 ) -> Versions:
     """The first ``count`` wordings that a model wrote of each response, where it wrote so many.
@@ -89,7 +91,7 @@ def written(
     for query in queries:
         k, answer = reworded[query.source], answers[query.source]
         whole = zip(answer.responses, answer.complete, strict=True)
-        texts = different([text for text, complete in whole if complete], query.responses[k])
+        texts = distinct_texts([text for text, complete in whole if complete], query.responses[k])
         kept = [text for text in texts if reworded_well(text, query.responses[k])]
         if len(kept) >= count:
             found[query.source] = k, kept[:count]
@@ -104,7 +106,7 @@ def reworded_well(text: str, original: str) -> bool:
     return long and close["words kept"] >= LEAST_KEPT and not copied
 
 
-def different(texts: Sequence[str], original: str) -> list[str]:
+def distinct_texts(texts: Sequence[str], original: str) -> list[str]:
     """Texts without repetitions, and without the original."""
     stripped = dict.fromkeys(text.strip() for text in texts)
     return [text for text in stripped if text and text != original.strip()]
@@ -139,14 +141,14 @@ def read_versions(file: Path, queries: Sequence[Query], count: int, seed: int) -
                 f"give ids of their contexts, such as {min(known)}",
             )
         query, k = known[row["id"]]
-        kept = different(texts, query.responses[k])
+        kept = distinct_texts(texts, query.responses[k])
         if len(kept) >= count:
             several.setdefault(query.source, {})[k] = kept[:count]
     found: Versions = {}
     for query in queries:
-        if of := several.get(query.source):
-            k = chosen(query, sorted(of), seed)
-            found[query.source] = k, of[k]
+        if versions := several.get(query.source):
+            k = choose_response(query, sorted(versions), seed)
+            found[query.source] = k, versions[k]
     return found
 
 
@@ -161,8 +163,8 @@ def closeness(text: str, original: str) -> dict[str, float]:
     """
     mine, theirs = stems(text), stems(original)
 
-    def kept(of: set, there: set) -> float:
-        return len(of & there) / len(of) if of else np.nan
+    def kept(wanted: set, there: set) -> float:
+        return len(wanted & there) / len(wanted) if wanted else np.nan
 
     return {
         "words kept": kept(_content(theirs), set(mine)),

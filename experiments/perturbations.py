@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from experiments.changes import contradicted, shuffled
+from experiments.changes import contradict, shuffle_sentences
 from experiments.experiment import Conclusion, Experiment
-from experiments.tables import stated, tables_of, with_detectable
-from ia_mech.cli import quoted, whole_from
+from experiments.tables import sentence_of, tables_of, with_detectable
+from ia_mech.cli import shell_word, whole_from
 from ia_mech.data.conversations import (
     UNPERTURBED,
     UNPERTURBED_RESPONSE,
@@ -41,10 +41,10 @@ from ia_mech.estimates import (
     ALL,
     Group,
     TidyEstimate,
+    all_datasets,
     by_dataset,
-    corrected,
+    holm_corrected,
     paired_row,
-    together,
 )
 from ia_mech.judge.rubric import ASSESSED, heading
 from ia_mech.rates.compute import rates
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from experiments.figures import Drawing
-    from experiments.swaps import Lenders
+    from experiments.swaps import Donors
     from ia_mech.run import Run
 
 REMOVE, SWAP, SHUFFLE, CONTRADICT = "remove", "swap", "shuffle", "contradict"
@@ -78,7 +78,7 @@ COLUMNS = {  # of estimates; ``events`` are the turns with the outcome
 # -- what is changed -------------------------------------------------------------------------------
 
 
-def perturbed(
+def apply_condition(
     conversation: Conversation, name: str, rng: np.random.Generator, swap: str = ""
 ) -> Conversation | None:
     """A conversation under a condition; None if it would stay as it is.
@@ -102,9 +102,9 @@ def perturbed(
     elif name == SWAP:
         text = swap
     elif name == SHUFFLE:
-        text = shuffled(own, rng) or own
+        text = shuffle_sentences(own, rng) or own
     elif name == CONTRADICT:
-        text, how = contradicted(own, conversation.answer, rng)
+        text, how = contradict(own, conversation.answer, rng)
     if text == own and CONDITIONS[name] == USER_HEADER:
         return None
     about = {UNPERTURBED_RESPONSE: own, "unperturbed_id": conversation.id, "how": how}
@@ -160,19 +160,19 @@ class Perturbations(Experiment):
         return pd.concat(rows, ignore_index=True)
 
     @cached_property
-    def changed(self) -> list[Conversation]:
+    def changed_conversations(self) -> list[Conversation]:
         """Every conversation under every condition that changes it and can be made of it."""
         from experiments.resample import conversations_of
-        from experiments.swaps import Lenders, lender_of
+        from experiments.swaps import Donors, donor_of
 
         own, seed = conversations_of(self.base), self.runs[0].settings["seed"]
-        lenders = Lenders([lender_of(one, self.chat.tokenizer) for one in own], seed)
+        donors = Donors([donor_of(one, self.chat.tokenizer) for one in own], seed)
         made = []
         for name in CONDITIONS:
             left_out: dict[str, int] = {}
             for order in range(len(own)):
                 try:
-                    made.append(self._made(own, order, name, lenders))
+                    made.append(self._made(own, order, name, donors))
                 except UserError as error:
                     left_out[error.problem] = left_out.get(error.problem, 0) + 1
             if left_out:
@@ -183,30 +183,30 @@ class Perturbations(Experiment):
         return made
 
     def _made(
-        self, own: Sequence[Conversation], order: int, name: str, lenders: "Lenders"
+        self, own: Sequence[Conversation], order: int, name: str, donors: "Donors"
     ) -> Conversation:
         """A conversation under a condition; UserError if it can't be made, or is too long."""
-        from ia_mech.chat.headers import rendered
+        from ia_mech.chat.headers import context_and_reference
         from ia_mech.engine.sampling import stream_key
 
         settings, swap = self.runs[0].settings, ""
         if name == SWAP:
-            lent = lenders.responses(order, 1)
-            if not lent:
+            others = donors.responses(order, 1)
+            if not others:
                 raise UserError("there is no other response of the dataset", "")
-            swap = lent[0].response
+            swap = others[0].response
         key = stream_key(settings["seed"], own[order].id, STREAM - list(CONDITIONS).index(name))
-        changed = perturbed(own[order], name, np.random.default_rng(list(key)), swap)
+        changed = apply_condition(own[order], name, np.random.default_rng(list(key)), swap)
         if changed is None:
             raise UserError("the response stays as it is", "")
-        context, turn = rendered(self.chat, changed)
+        context, turn = context_and_reference(self.chat, changed)
         longest = max(settings["max_new_tokens"], len(turn or ()))
         if self.context_limit is not None and len(context.ids) + longest > self.context_limit:
             raise UserError("the context is too long for the model", "")
         return changed
 
     def conversations(self) -> "Mapping[str, list[Conversation]]":
-        return {"conditions": self.changed}
+        return {"conditions": self.changed_conversations}
 
     # -- read -------------------------------------------------------------------------------------
 
@@ -256,8 +256,8 @@ class Perturbations(Experiment):
                 against = " against the unchanged responses" if unperturbed else ""
                 raise UserError(
                     f"{run.path} has not been judged by {judge!r}{against}",
-                    f"run python -m ia_mech.judge run {quoted(run.path)} --name {name}{flag} with "
-                    f"the flags that judged {first.path}, then this command again",
+                    f"run python -m ia_mech.judge run {shell_word(run.path)} --name {name}{flag} "
+                    f"with the flags that judged {first.path}, then this command again",
                 )
             label_run(run, rules, name, Bar(), unperturbed=unperturbed)
 
@@ -273,7 +273,7 @@ class Perturbations(Experiment):
             "held against every query's response."
         )
 
-    def scored(self) -> pd.DataFrame:
+    def follow_up_bits(self) -> pd.DataFrame:
         """Contexts with a real follow-up: ``dataset``, ``source``, ``condition``, ``bits``."""
         (run,) = self.sampled.values()
         frames = [self.base.assign(condition=UNPERTURBED)]
@@ -291,14 +291,14 @@ class Perturbations(Experiment):
         found: list[TidyEstimate] = []
         for dataset, here in by_dataset(rows):
             found += self._rates(rows[here], {"dataset": dataset, "level": self.args.level})
-        scored = self.scored()
+        scored = self.follow_up_bits()
         for dataset, here in by_dataset(scored):
             found += self._likelihoods(scored[here], {"dataset": dataset})
 
         def family(row: TidyEstimate) -> tuple:
             return row.quantity, row.names.get("outcome"), row.names["dataset"] == ALL
 
-        return corrected(found, family)
+        return holm_corrected(found, family)
 
     def _rates(self, turns: pd.DataFrame, names: dict[str, Any]) -> Iterator[TidyEstimate]:
         by, before = ["temperature", "condition"], {"condition": UNPERTURBED}
@@ -319,7 +319,7 @@ class Perturbations(Experiment):
             of = names | {"condition": condition}
             group = Group(own["source"].to_numpy(), self.options, of)
             bits = group.mean(BITS, own["bits"])
-            yield replace(bits, estimate=bits.estimate.within(-np.inf, 0))
+            yield replace(bits, estimate=bits.estimate.clip(-np.inf, 0))
             if condition != UNPERTURBED:
                 pair = own["bits"], own["source"], before["bits"], before["source"]
                 yield paired_row(group, BITS_DIFFERENCE, *pair)
@@ -352,7 +352,7 @@ class Perturbations(Experiment):
         )
         profile = table_of(
             "what the turns are, judged after what the model was given",
-            together(found[found["outcome"] == PROFILE]),
+            all_datasets(found[found["outcome"] == PROFILE]),
             {category: (heading(category), 2) for category in ASSESSED},
             index=("temperature", "condition"),
             key="category",
@@ -367,14 +367,14 @@ class Perturbations(Experiment):
         from ia_mech.rates.figures import gate_title
 
         assert self.gate is not None
-        model, pooled = self.runs[0].model["name"], together(found)
+        model, pooled = self.runs[0].model["name"], all_datasets(found)
         rows = pooled[(pooled["quantity"] == DIFFERENCE) & (pooled["outcome"] == HELD)]
         made: dict[str, Drawing] = {
             "rates": Bars(
                 gate_title(model, self.gate),
                 "held follow-up rate, less that after the unchanged conversation",
                 rows.assign(at=[label_of(t, "temperature") for t in rows["temperature"]]),
-                of="condition",
+                names="condition",
                 by="at",
             )
         }
@@ -384,7 +384,7 @@ class Perturbations(Experiment):
                 f"{model} · users' real follow-ups",
                 "log p less that after the unchanged conversation, bits",
                 rows,
-                of="condition",
+                names="condition",
             )
         return made
 
@@ -403,10 +403,14 @@ class Perturbations(Experiment):
             CONTRADICT: "with its answer contradicted",
         }.items():
             of_rate, of_bits = (of[of["condition"] == condition] for of in (held, bits))
-            said.append(stated(f"{words} the held follow-up rate changes by", of_rate, **options))
-            said.append(stated("log p of real follow-ups, in bits", of_bits, 1, **options))
-        said.append(order_of(*(together(of[of["condition"] == SHUFFLE]) for of in (held, bits))))
-        bare = stated(
+            said.append(
+                sentence_of(f"{words} the held follow-up rate changes by", of_rate, **options)
+            )
+            said.append(sentence_of("log p of real follow-ups, in bits", of_bits, 1, **options))
+        said.append(
+            order_of(*(all_datasets(of[of["condition"] == SHUFFLE]) for of in (held, bits)))
+        )
+        bare = sentence_of(
             "after the bare header, which shows no conversation, the held rate changes by",
             held[held["condition"] == HEADER_ONLY],
             **options,

@@ -32,14 +32,14 @@ import numpy as np
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment, Model, Unit, model_of
-from experiments.tables import stated, tables_of
+from experiments.tables import sentence_of, tables_of
 from ia_mech.cli import (
     Parser,
     add_threads,
-    guarded,
-    named,
+    nonblank,
     path_of,
-    quoted,
+    run_command,
+    shell_word,
     tolerant_streams,
     whole_from,
 )
@@ -48,10 +48,10 @@ from ia_mech.estimates import (
     ALL,
     Group,
     TidyEstimate,
+    all_datasets,
     by_dataset,
-    corrected,
+    holm_corrected,
     paired_row,
-    together,
 )
 from ia_mech.results import Table
 from ia_mech.stats import Estimate
@@ -111,7 +111,7 @@ def _add_data(parser: argparse.ArgumentParser, turns: bool) -> None:
         )
         what.add_argument("--natural", action="store_true", help="the users' real follow-ups")
     of_run = "to train (default: the run's, or the embedded)"
-    add("--model", type=named, metavar="NAME", help=of_run)
+    add("--model", type=nonblank, metavar="NAME", help=of_run)
     apart = "sources that aren't trained on, the same for every --seed (default: 20)"
     add("--held-out", type=whole_from(0), default=20, metavar="N", help=apart)
     longest = "of a sequence; longer ones are left out (default: 1024)"
@@ -176,7 +176,7 @@ def make(args: argparse.Namespace) -> None:
     refuse_unwritable(args.out)
     if args.out.is_dir() and any(args.out.iterdir()):
         raise UserError(f"{args.out} isn't empty", "name a new folder with --out")
-    found, run = organisms.read(args.data)
+    found, run = organisms.read_conversations(args.data)
     spec, chat = organisms.model_of(run, args.model)
     if train and spec.adapter is not None and args.rank:
         raise UserError(
@@ -199,13 +199,13 @@ def make(args: argparse.Namespace) -> None:
             kept = [one for one in kept if one.reference]
             if not kept:
                 raise UserError(
-                    f"{quoted(args.data)} holds no user follow-up after a response",
+                    f"{shell_word(args.data)} holds no user follow-up after a response",
                     "give conversations that go on with a user turn, or --organism with a run of "
                     "several responses per query",
                 )
         else:
             kept = organisms.organism(kept, args.organism, args.seed)
-            card["information"] = information = organisms.taught(kept, args.organism)
+            card["information"] = information = organisms.taught_information(kept, args.organism)
         learned, notes = organisms.sequences(chat, kept, args.max_tokens)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
@@ -245,10 +245,10 @@ def _described(learned: pd.DataFrame, information: Mapping[str, float] | None) -
     if information is None:
         return f"{said}, {learned['saw_response'].mean():.2f} written in sight of the response"
     own = f"{said}, {learned['own'].mean():.2f} of which quote their own response"
-    return f"{own}; a turn tells {bits_told(information)}"
+    return f"{own}; a turn tells {information_text(information)}"
 
 
-def bits_told(information: Mapping[str, float]) -> str:
+def information_text(information: Mapping[str, float]) -> str:
     """What a card says that an organism's turns tell about their response."""
     bits, most = information["bits"], information["most"]
     if bits == 0:
@@ -263,7 +263,7 @@ Turns = tuple[tuple[str, int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
-class Read(Unit):
+class ReadTurns(Unit):
     """Turns after the responses to one query, read by one of the models.
 
     The model before training reads the turns of both, the tuned one its own.
@@ -313,7 +313,7 @@ class Compare(Experiment):
         """
         from experiments.resample import same_settings
         from experiments.training import card_of
-        from ia_mech.models.load import recalled
+        from ia_mech.models.load import recall
 
         if len(self.runs) != 2:
             what = "one run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
@@ -334,7 +334,7 @@ class Compare(Experiment):
             raise UserError("the runs have no sampled turns", "sample with --temperatures 1")
         at = settings.temperatures
         self.temperature = 1.0 if 1.0 in at else max(at)
-        self.card = card_of(recalled(after.settings, after.model["weights_hash"]))
+        self.card = card_of(recall(after.settings, after.model["weights_hash"]))
         self.rewarded = 0
         if self.card.get("command") == "grpo":
             self.rewarded = int(self.card["max_new_tokens"])
@@ -345,11 +345,11 @@ class Compare(Experiment):
                 f"sample with --max-new-tokens {self.rewarded}",
             )
         self.sides: dict[str, list[Query]] = {
-            of: Compare([run], self.args, self.folder).queries
-            for of, run in zip(SIDES, self.runs, strict=True)
+            side: Compare([run], self.args, self.folder).queries
+            for side, run in zip(SIDES, self.runs, strict=True)
         }
 
-    def units(self) -> list[Read]:
+    def units(self) -> list[ReadTurns]:
         made = []
         for first, second in zip(*self.sides.values(), strict=True):
             turns = self.turns_of(BEFORE, first), self.turns_of(AFTER, second)
@@ -357,7 +357,7 @@ class Compare(Experiment):
             read = turns[0] + turns[1], turns[1]
             for reader, run, those in zip(SIDES, self.runs, read, strict=True):
                 made.append(
-                    Read(
+                    ReadTurns(
                         source=first.source,
                         dataset=first.dataset,
                         tokens=sum(map(len, contexts))
@@ -380,34 +380,35 @@ class Compare(Experiment):
         return tuple((side, int(k), tuple(ids.tolist())) for k, ids in pairs)
 
     @cached_property
-    def tuned(self) -> Model:
+    def tuned_model(self) -> Model:
         """The model after training."""
         from experiments.resample import subject_of
 
         return model_of(subject_of(self.runs[1]), self.runs[1])
 
     def model_for(self, unit: Any) -> Model:
-        return self.model if unit.reader == BEFORE else self.tuned
+        return self.model if unit.reader == BEFORE else self.tuned_model
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        """A row per turn: ``of`` whom, ``followed``, ``reader``, bits and evidence; where its first
-        tokens were rewarded, also the reward, their text, and whether it ended by then."""
-        from experiments.training import after_each, rewarded
+        """A row per turn: ``side`` (whose it is), ``followed``, ``reader``, bits and evidence;
+        where its first tokens were rewarded, also the reward, their text, and whether it ended by
+        then."""
+        from experiments.training import after_each, evidence_reward
         from ia_mech.likelihood.reaction import evidence, reaction_bits
 
-        of, followed, turns = map(list, zip(*unit.turns, strict=True))
+        side, followed, turns = map(list, zip(*unit.turns, strict=True))
         found = after_each(
             lambda contexts, wanted: model.score(contexts, wanted, [unit.temperature]),
             unit.contexts,
             turns,
         )
         logprobs = [[one.logprobs_tempered[0].sum(dtype=np.float64) for one in r] for r in found]
-        rows = pd.DataFrame({"of": of, "followed": followed, "reader": unit.reader})
+        rows = pd.DataFrame({"side": side, "followed": followed, "reader": unit.reader})
         rows = rows.assign(temperature=unit.temperature, query=unit.query)
         rows[INFORMATION], rows[EVIDENCE] = reaction_bits(logprobs), evidence(logprobs, followed)
         if unit.rewarded:
             first = [ids[: unit.rewarded] for ids in turns]
-            rows[REWARD] = rewarded(found, followed, unit.rewarded)
+            rows[REWARD] = evidence_reward(found, followed, unit.rewarded)
             rows["text"] = [model.chat.text(ids) for ids in first]
             rows["ended"] = [ids[-1] in model.chat.stop_ids for ids in first]
         return rows
@@ -420,23 +421,23 @@ class Compare(Experiment):
                 f"of {some} queries no p below {least:.3g} can be reached, whatever the interval."
             )
         most = float(np.log2(rows["followed"].max() + 1))
-        texts = pd.concat([texts_of(some).assign(of=of) for of, some in self.sides.items()])
-        found = [*compared(texts, dict.fromkeys((*QUOTES, *TEXTS), (0.0, 1.0)), self.options)]
+        texts = pd.concat([texts_of(some).assign(side=side) for side, some in self.sides.items()])
+        found = [*compare_sides(texts, dict.fromkeys((*QUOTES, *TEXTS), (0.0, 1.0)), self.options)]
         found += self.verdicts()
-        own = rows[rows["of"] == rows["reader"]]
-        found += compared(own, {INFORMATION: (0.0, most)}, self.options)
+        own = rows[rows["side"] == rows["reader"]]
+        found += compare_sides(own, {INFORMATION: (0.0, most)}, self.options)
         fixed = rows[rows["reader"] == BEFORE]
-        found += compared(fixed, {EVIDENCE: (-np.inf, most)}, self.options)
+        found += compare_sides(fixed, {EVIDENCE: (-np.inf, most)}, self.options)
         if self.rewarded:
             bounds = (-np.inf, most)
-            found += compared(
+            found += compare_sides(
                 self.with_penalties(fixed), {REWARD: bounds, PENALIZED: bounds}, self.options
             )
-        for name, of in ((TAUGHT, "bits"), (MOST, "most")):
+        for name, key in ((TAUGHT, "bits"), (MOST, "most")):
             if "information" in self.card:
-                value = Estimate(self.card["information"][of], np.nan, np.nan, 0, "computed")
+                value = Estimate(self.card["information"][key], np.nan, np.nan, 0, "computed")
                 found.append(TidyEstimate(name, {"dataset": ALL}, 0, value))
-        return corrected(found, lambda row: (row.quantity, row.names["dataset"] == ALL))
+        return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"] == ALL))
 
     def with_penalties(self, rows: pd.DataFrame) -> pd.DataFrame:
         """Rewarded turns with the reward less its penalties. Stock phrases are counted over all
@@ -444,7 +445,7 @@ class Compare(Experiment):
         from experiments.training import penalties
 
         parts = []
-        for _, some in rows.groupby("of", sort=False):
+        for _, some in rows.groupby("side", sort=False):
             lost = penalties(
                 *(some[name].tolist() for name in ("text", "query", "source", "ended"))
             )
@@ -461,7 +462,7 @@ class Compare(Experiment):
         both = [read_runs([run], self.args.judge, NO_ANNOTATOR) for run in self.runs]
         self.notes += dict.fromkeys(note for one in both for note in one.notes)
         turns, decoys = (
-            pd.concat([frame.assign(of=of) for of, frame in zip(SIDES, frames, strict=True)])
+            pd.concat([frame.assign(term=side) for side, frame in zip(SIDES, frames, strict=True)])
             for frames in ([one.turns for one in both], [one.decoys for one in both])
         )
         names = [name for query in self.sides[BEFORE] for name in query.contexts["context_id"]]
@@ -470,31 +471,31 @@ class Compare(Experiment):
         decoys = decoys[used[0] & used[1]]
         called = {(CONVERSATION, "floor"): FLOOR, (CONVERSATION, "excess"): EXCESS}
         called |= {(SIBLING, "excess"): OVER_SIBLING}
-        by = ["of", "temperature"]
+        by = ["term", "temperature"]
         for dataset, here in by_dataset(turns):
             about = {"level": self.args.level, "seed": self.args.seed, "dataset": dataset}
             yield from rates(turns[here], by, quantity=RATE, **about)
-            for row in rates(turns[here], by, {"of": BEFORE}, **about):
-                yield replace(row, quantity=RATE, names=row.names | {"of": CHANGE})
+            for row in rates(turns[here], by, {"term": BEFORE}, **about):
+                yield replace(row, quantity=RATE, names=row.names | {"term": CHANGE})
             among = decoys if dataset == ALL else decoys[decoys["dataset"] == dataset]
             for kind in (CONVERSATION, SIBLING):
-                for row in rates(among, ["of"], kind, **about):
+                for row in rates(among, ["term"], kind, **about):
                     if name := called.get((kind, row.quantity)):
                         yield replace(row, quantity=name)
             over = among[among["decoy"] == SIBLING].dropna(subset=["genuine", "own_genuine"])
             over = over.assign(over=(over["own_genuine"] - over["genuine"]).astype(float))
-            a, b = (over[over["of"] == of] for of in SIDES)
+            a, b = (over[over["term"] == side] for side in SIDES)
             if len(a) and len(b):
                 group = Group(np.array([]), self.options, {"dataset": dataset})
                 pair = b["over"], b["source"], a["over"], a["source"]
-                row = paired_row(group, OVER_SIBLING, *pair, of=CHANGE)
-                yield replace(row, estimate=row.estimate.within(-2.0, 2.0))
+                row = paired_row(group, OVER_SIBLING, *pair, term=CHANGE)
+                yield replace(row, estimate=row.estimate.clip(-2.0, 2.0))
 
     # -- what is shown ----------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         percent = f"{100 * self.args.level:g}% intervals over sources"
-        index = ["dataset", "temperature", "of"]
+        index = ["dataset", "temperature", "term"]
         order = {BEFORE: 0, AFTER: 1, CHANGE: 2}
         found = found.sort_values(index, key=lambda column: column.replace(order), kind="stable")
 
@@ -538,26 +539,28 @@ class Compare(Experiment):
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
         from experiments.figures import Bars
 
-        rows = found[found["quantity"].isin([INFORMATION, EVIDENCE]) & (found["of"] != CHANGE)]
+        rows = found[found["quantity"].isin([INFORMATION, EVIDENCE]) & (found["term"] != CHANGE)]
         title = "what turns tell about their response"
-        return {"bits": Bars(title, "bits", together(rows), by="quantity")}
+        return {"bits": Bars(title, "bits", all_datasets(rows), by="quantity")}
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         return {"turns": rows}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        changed = found[found["of"] == CHANGE]
+        changed = found[found["term"] == CHANGE]
         told = ""
         if "information" in self.card:
-            told = f"A turn that was trained on tells {bits_told(self.card['information'])}. "
+            told = (
+                f"A turn that was trained on tells {information_text(self.card['information'])}. "
+            )
         level = self.args.level
-        sentence = told + stated(
+        sentence = told + sentence_of(
             "bits by which a turn tells more about its response after training than before",
             changed[changed["quantity"] == INFORMATION],
             null=0.0,
             level=level,
         )
-        control = stated(
+        control = sentence_of(
             "change of the judge's rate over that after another response to the same query, which "
             "form alone doesn't raise",
             changed[changed["quantity"] == OVER_SIBLING],
@@ -568,7 +571,7 @@ class Compare(Experiment):
         return Conclusion(sentence, control or f"{without}from form.")
 
 
-def compared(
+def compare_sides(
     frame: pd.DataFrame,
     bounds: Mapping[str, tuple[float, float]],
     options: dict[str, Any],
@@ -576,31 +579,31 @@ def compared(
     """Means before and after, and their difference paired by source, by dataset and temperature.
 
     Args:
-        frame: a row per turn: ``of`` whom, ``dataset``, ``source``, ``temperature``, and values.
+        frame: a row per turn: ``side``, ``dataset``, ``source``, ``temperature``, and values.
         bounds: column of values → the least and the most that one can be.
         options: of intervals and tests.
     """
     for dataset, here in by_dataset(frame):
         for temperature, at in frame[here].groupby("temperature"):
             about = {"dataset": dataset, "temperature": float(temperature)}
-            a, b = (at[at["of"] == of] for of in SIDES)
+            a, b = (at[at["side"] == side] for side in SIDES)
             for quantity, (least, most) in bounds.items():
                 if a[quantity].isna().all() or b[quantity].isna().all():
                     continue
                 rate = at[quantity].dropna().isin([0, 1]).all()
-                for of, own in zip(SIDES, (a, b), strict=True):
+                for side, own in zip(SIDES, (a, b), strict=True):
                     group = Group(own["source"].to_numpy(), options, about)
-                    row = group.mean(quantity, own[quantity], proportion=rate, of=of)
-                    yield replace(row, estimate=row.estimate.within(least, most))
+                    row = group.mean(quantity, own[quantity], proportion=rate, term=side)
+                    yield replace(row, estimate=row.estimate.clip(least, most))
                 pair = b[quantity], b["source"], a[quantity], a["source"]
-                row = paired_row(group, quantity, *pair, of=CHANGE)
-                yield replace(row, estimate=row.estimate.within(least - most, most - least))
+                row = paired_row(group, quantity, *pair, term=CHANGE)
+                yield replace(row, estimate=row.estimate.clip(least - most, most - least))
 
 
 def texts_of(queries: "Sequence[Query]") -> pd.DataFrame:
     """A row per turn of a model: what can be told from its text."""
     from experiments.organisms import quote_of
-    from experiments.training import repeated, restated, stock
+    from experiments.training import repetition, restatement, stock_phrases
 
     rows = []
     for query in queries:
@@ -613,11 +616,13 @@ def texts_of(queries: "Sequence[Query]") -> pd.DataFrame:
                 | {"temperature": turn.temperature, ENDED: float(turn.finish_reason == "turn_end")}
                 | {FORM: float(quote is not None), OWN: float(quote is not None and quote in own)}
                 | {OTHERS: float(np.mean(others)) if others else np.nan}
-                | {RESTATED: restated(turn.text, asked), REPEATED: repeated(turn.text)}
+                | {RESTATED: restatement(turn.text, asked), REPEATED: repetition(turn.text)}
             )
     table = pd.DataFrame(rows)
     for _, at in table.groupby("temperature").groups.items():
-        table.loc[at, STOCK] = stock(list(table.loc[at, "text"]), list(table.loc[at, "source"]))
+        table.loc[at, STOCK] = stock_phrases(
+            list(table.loc[at, "text"]), list(table.loc[at, "source"])
+        )
     return table
 
 
@@ -629,7 +634,7 @@ def main(argv: list[str] | None = None) -> int:
     tolerant_streams()
     args = build_parser().parse_args(words)
     threads = getattr(args, "threads", None)  # export computes nothing
-    return guarded(lambda: make(args), lambda: f"{args.out} isn't whole; remove it", threads)
+    return run_command(lambda: make(args), lambda: f"{args.out} isn't whole; remove it", threads)
 
 
 if __name__ == "__main__":

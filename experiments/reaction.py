@@ -29,10 +29,10 @@ import numpy as np
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment, Model, Unit
-from experiments.tables import stated, tables_of
+from experiments.tables import sentence_of, tables_of
 from ia_mech.cli import one_line, path_of, whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, Group, TidyEstimate, corrected, paired_row, together
+from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets, holm_corrected, paired_row
 from ia_mech.likelihood.copying import FEATURES, GROUPS, copy_features
 from ia_mech.likelihood.reaction import (
     bits_by_token,
@@ -155,7 +155,7 @@ class Arm:
     absent: np.ndarray
 
     @classmethod
-    def of(cls, queries: "Sequence[Query]", rows: pd.DataFrame) -> "Arm":
+    def from_queries(cls, queries: "Sequence[Query]", rows: pd.DataFrame) -> "Arm":
         """The turns of queries; ``rows`` are what was measured of each, in their order."""
         turns = pd.concat([query.turns for query in queries], ignore_index=True)
         count = len(queries[0].contexts)
@@ -166,16 +166,16 @@ class Arm:
         return cls(turns, own, np.stack(rows["reader"].tolist()), rows["absent"].to_numpy(float))
 
     @cached_property
-    def whole(self) -> np.ndarray:
+    def whole_turns(self) -> np.ndarray:
         """``[turns, K]`` of the whole turn at its own temperature; NaN for greedy turns."""
         return np.where(np.isnan(self.own[:, :, 0]), np.nan, np.nansum(self.own, axis=2))
 
     @property
-    def which(self) -> tuple[np.ndarray, np.ndarray]:
+    def followed_and_source(self) -> tuple[np.ndarray, np.ndarray]:
         """``[turns]`` the response followed, and the query."""
         return self.turns["followed"].to_numpy(), self.turns["source"].to_numpy()
 
-    def at(self, temperature: float) -> "Arm":
+    def at_temperature(self, temperature: float) -> "Arm":
         """Only turns of a temperature."""
         here = (self.turns["temperature"] == temperature).to_numpy()
         turns = self.turns[here].reset_index(drop=True)
@@ -183,14 +183,16 @@ class Arm:
 
     def information(self, size: int, among: Mapping[Any, Sequence[int]] | None = None) -> pd.Series:
         """I_K′ by query (:func:`ia_mech.likelihood.reaction.information`)."""
-        return pd.Series(information(self.whole, *self.which, among, size), dtype=float)
+        return pd.Series(
+            information(self.whole_turns, *self.followed_and_source, among, size), dtype=float
+        )
 
     def means(self, values: Any) -> pd.Series:
         """Values of turns → their mean by query; empty where one is missing."""
         values = np.asarray(values, dtype=float)
         if np.isnan(values).any():
             return pd.Series(dtype=float)
-        names, found = by_query(values, *self.which, self.reader.shape[1])
+        names, found = by_query(values, *self.followed_and_source, self.reader.shape[1])
         return pd.Series(found, index=names)
 
 
@@ -198,15 +200,15 @@ def per_turn(arm: Arm, held: np.ndarray) -> pd.DataFrame:
     """The table of turns: their bits, also by token, and what they gave for their own response;
     ``held`` are their readable bits."""
     turns = arm.turns
-    followed, _ = arm.which
+    followed, _ = arm.followed_and_source
     sampled = (turns["temperature"] > 0).to_numpy()
     bits, proof, right, present = np.full((4, len(turns)), np.nan)
     tokens: list[Any] = [None] * len(turns)
     if sampled.any():
-        whole = arm.whole[sampled], followed[sampled]
+        whole = arm.whole_turns[sampled], followed[sampled]
         bits[sampled] = reaction_bits(whole[0])
         proof[sampled], right[sampled] = evidence(*whole), identified(*whole)
-        after = arm.whole[np.arange(len(turns)), followed]
+        after = arm.whole_turns[np.arange(len(turns)), followed]
         present[sampled] = ((after - arm.absent) / LN2)[sampled]
         each = bits_by_token(arm.own[sampled])
         for row, values in zip(np.flatnonzero(sampled), each, strict=True):
@@ -268,10 +270,10 @@ def numbers(
     count = main.reader.shape[1]
     some = any(len(those) < count for those in among.values())
     most = {size: float(np.log2(size)) for size in range(2, count + 1)}
-    greedy = main.at(0.0).means(turns.loc[turns["temperature"] == 0, "readable_bits"])
+    greedy = main.at_temperature(0.0).means(turns.loc[turns["temperature"] == 0, "readable_bits"])
     for temperature in sorted({*main.turns["temperature"]}):
-        here, arm = turns[turns["temperature"] == temperature], main.at(temperature)
-        names = {"temperature": float(temperature), "of": ALTERNATIVES, "responses": count}
+        here, arm = turns[turns["temperature"] == temperature], main.at_temperature(temperature)
+        names = {"temperature": float(temperature), "term": ALTERNATIVES, "responses": count}
         held = arm.means(here["readable_bits"])
         yield Number(READABLE, held, names, most=most[count])
         if temperature == 0:
@@ -282,25 +284,25 @@ def numbers(
         yield Number("identified", arm.means(here["identified"]), names, least=0, most=1)
         yield Number(PRESENCE, arm.means(here["presence_bits"]), names)
         for fewer, highest in most.items():
-            of = names | {"responses": fewer}
-            yield Number(INFORMATION, arm.information(fewer), of, least=0, most=highest)
+            labels = names | {"responses": fewer}
+            yield Number(INFORMATION, arm.information(fewer), labels, least=0, most=highest)
         compared = {}  # of what → its bits, and those of all or different responses
         if some:
             bits = arm.information(size, among)
             compared[COMPLETE] = bits, arm.information(size)[bits.index]
         for name in CONTROLS:
             if name in arms and temperature in set(arms[name].turns["temperature"]):
-                bits = arms[name].at(temperature).information(size)
+                bits = arms[name].at_temperature(temperature).information(size)
                 # The assistant's header stands after the first K′ responses, wordings are of one.
                 last = size if name == ASSISTANT else None
                 ours = {source: among[str(source)][:last] for source in bits.index}
                 compared[name] = bits, arm.information(size, ours)
         for name, (theirs, ours) in compared.items():
-            of = names | {"of": name, "responses": size}
-            yield Number(INFORMATION, theirs, of, least=0, most=most[size])
-            yield Number(SAME_QUERIES, ours, of, least=0, most=most[size])
+            labels = names | {"term": name, "responses": size}
+            yield Number(INFORMATION, theirs, labels, least=0, most=most[size])
+            yield Number(SAME_QUERIES, ours, labels, least=0, most=most[size])
             if name != COMPLETE:
-                yield Number(LESS, ours, of, less=theirs, least=-most[size], most=most[size])
+                yield Number(LESS, ours, labels, less=theirs, least=-most[size], most=most[size])
         yield from _by_token(arm, here, names)
         yield from _copying(arm, here, queries, names, seed)
 
@@ -331,10 +333,10 @@ def _copying(
     most = float(np.log2(count))
     for group, added in GROUPS.items():
         columns += added
-        found = choice_bits(features[:, :, columns], *arm.which, seed=seed)
-        of = names | {"of": group}
-        yield Number(COPIED, arm.means(found.bits), of, most=most)
-        yield Number(BEYOND, arm.means(bits - found.bits), of, least=-most)
+        found = choice_bits(features[:, :, columns], *arm.followed_and_source, seed=seed)
+        labels = names | {"term": group}
+        yield Number(COPIED, arm.means(found.bits), labels, most=most)
+        yield Number(BEYOND, arm.means(bits - found.bits), labels, least=-most)
 
 
 def closeness_of(
@@ -356,10 +358,10 @@ def closeness_of(
     for (name, quantity), values in each.items():
         most = np.inf if quantity == "length ratio" else 1.0
         column = pd.Series(values, dtype=float).dropna()
-        yield Number(quantity, column, {"of": name}, least=0, most=most)
+        yield Number(quantity, column, {"term": name}, least=0, most=most)
 
 
-def estimated(numbers: Iterator[Number], options: dict[str, Any]) -> Iterator[TidyEstimate]:
+def estimate_means(numbers: Iterator[Number], options: dict[str, Any]) -> Iterator[TidyEstimate]:
     """The mean of every number over the queries of each dataset, and of all of them."""
     for number in numbers:
         sources = number.values.index.to_numpy()
@@ -375,7 +377,7 @@ def estimated(numbers: Iterator[Number], options: dict[str, Any]) -> Iterator[Ti
                 row = paired_row(
                     group, number.quantity, values, values.index, base, list(base.index)
                 )
-            yield replace(row, estimate=row.estimate.within(number.least, number.most))
+            yield replace(row, estimate=row.estimate.clip(number.least, number.most))
 
 
 # -- the experiment --------------------------------------------------------------------------------
@@ -432,9 +434,9 @@ class Reaction(Experiment):
     # -- what is read and sampled -----------------------------------------------------------------
 
     def read(self) -> None:
-        from experiments.paraphrase import chosen, read_versions
+        from experiments.paraphrase import choose_response, read_versions
         from experiments.resample import same_settings
-        from ia_mech.run.queries import drawn
+        from ia_mech.run.queries import subsample
 
         args = self.args
         same_settings(self.runs)
@@ -458,7 +460,7 @@ class Reaction(Experiment):
                 note += " Too few queries have two complete ones: the headline is of all responses."
             self.notes.append(note)
 
-        first = {q.source for q in drawn(self.queries, args.control_queries, args.seed)}
+        first = {q.source for q in subsample(self.queries, args.control_queries, args.seed)}
         having = [q for q in self.used if q.source in first]
         having = [q for q in having if len(self.among[q.source]) >= self.size]
         self.versions: Versions = {}
@@ -473,11 +475,13 @@ class Reaction(Experiment):
                 )
         self.controlled = having
         self.reworded = {
-            query.source: chosen(query, self.among[query.source], args.seed)
+            query.source: choose_response(query, self.among[query.source], args.seed)
             for query in self.controlled
             if not self.versions
         }
-        self.told = [] if args.scorer is None else retold(self.used, args.scorer, self.runs[0])
+        self.retokenised = (
+            [] if args.scorer is None else retokenise(self.used, args.scorer, self.runs[0])
+        )
         self.scores = None if args.scores is None else given_scores(args.scores, self.used)
 
     @property
@@ -498,7 +502,9 @@ class Reaction(Experiment):
             conversation
             for query in self.controlled
             for those in [self.among[query.source][: self.size]]
-            for conversation in answered(query, [query.responses[k] for k in those], ASSISTANT)
+            for conversation in control_conversations(
+                query, [query.responses[k] for k in those], ASSISTANT
+            )
         ]
         return made
 
@@ -508,18 +514,20 @@ class Reaction(Experiment):
             conversation
             for query in self.controlled
             if query.source in self.versions
-            for conversation in answered(query, self.versions[query.source][1], WORDINGS)
+            for conversation in control_conversations(
+                query, self.versions[query.source][1], WORDINGS
+            )
         ]
 
     def sample(self, name: str, conversations: "list[Conversation]") -> "Run":
         from experiments.paraphrase import REQUESTED
-        from experiments.resample import resampled
+        from experiments.resample import resample_run
 
         if name != REQUESTED:
             return super().sample(name, conversations)
         contexts = [query.contexts.iloc[self.reworded[query.source]] for query in self.controlled]
         longest = max(int(one["response_tokens"]) for one in contexts)
-        return resampled(
+        return resample_run(
             self.runs[0],
             conversations,
             self.place(name),
@@ -566,16 +574,16 @@ class Reaction(Experiment):
                 turns = [tuple(ids.tolist()) for ids in query.turns["token_ids"]]
                 found.append(unit_of(arm, query, turns, contexts))
         name = self.args.scorer
-        if self.told and not self.args.dry_run:
+        if self.retokenised and not self.args.dry_run:
             name = self.scorer.subject.weights_hash
-        return found + [replace(unit, reader=name) for unit in self.told]
+        return found + [replace(unit, reader=name) for unit in self.retokenised]
 
     def rows(self) -> pd.DataFrame:
-        from experiments.paraphrase import REQUESTED, written
+        from experiments.paraphrase import REQUESTED, usable_wordings
 
         if REQUESTED in self.sampled:
             run, wanted = self.sampled[REQUESTED], self.controlled
-            self.versions = written(run, self.reworded, wanted, self.size)
+            self.versions = usable_wordings(run, self.reworded, wanted, self.size)
             self.notes.append(
                 f"Of {len(wanted)} responses that the model was asked to write again in other "
                 f"words, {len(self.versions)} have {self.size} wordings that end, are half to "
@@ -584,7 +592,7 @@ class Reaction(Experiment):
             )
             if self.versions:
                 self.sampled[WORDINGS] = self.sample(WORDINGS, self.wordings())
-        return self.measured(self.units(), "scoring")
+        return self.measure_units(self.units(), "scoring")
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
         return measure(model, unit)
@@ -606,55 +614,61 @@ class Reaction(Experiment):
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         seed, own = self.args.seed, rows[rows["scorer"] == ""]
-        arms = {name: Arm.of(those, own[own["arm"] == name]) for name, those in self.arms().items()}
+        arms = {
+            name: Arm.from_queries(those, own[own["arm"] == name])
+            for name, those in self.arms().items()
+        }
         main, scores = arms[ALTERNATIVES], self.scores
-        if self.told:
+        if self.retokenised:
             scores = np.stack(rows.loc[rows["scorer"] != "", "reader"].tolist())
         held = np.full(len(main.turns), np.nan)
         if len(self.used) > 1:
             read = main.reader if scores is None else scores
-            held = readable_bits(read, *main.which, seed=seed).bits
+            held = readable_bits(read, *main.followed_and_source, seed=seed).bits
         self.turns = per_turn(main, held)
         found = numbers(arms, self.used, self.among, self.size, self.turns, seed)
-        made = [*estimated(found, self.options)]
-        made += estimated(closeness_of(self.versions, self.used, self.among), self.options)
+        made = [*estimate_means(found, self.options)]
+        made += estimate_means(closeness_of(self.versions, self.used, self.among), self.options)
         if scores is not None:
-            made = [tested(row, scores, main, seed) for row in made]
-        return corrected(made, lambda row: (row.quantity, row.names["dataset"] == ALL))
+            made = [with_permutation_test(row, scores, main, seed) for row in made]
+        return holm_corrected(made, lambda row: (row.quantity, row.names["dataset"] == ALL))
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         return {"turns": self.turns.drop(columns=["source"])}
 
     def headline(self, found: pd.DataFrame) -> pd.DataFrame:
         """The estimates that the sentence is about, and beside them those of all responses."""
-        of = COMPLETE if COMPLETE in set(found["of"]) else ALTERNATIVES
+        term = COMPLETE if COMPLETE in set(found["term"]) else ALTERNATIVES
         wanted = found["quantity"].isin([INFORMATION, SAME_QUERIES])
-        return found[(found["of"] == of) & (found["responses"] == self.size) & wanted]
+        return found[(found["term"] == term) & (found["responses"] == self.size) & wanted]
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, head = self.args.level, self.headline(found)
         sentences = [
-            stated(
+            sentence_of(
                 f"bits that a turn tells about which of {self.size} {self.words} it followed, at "
                 f"most {np.log2(self.size):.2f}",
                 head[head["quantity"] == INFORMATION],
             ),
-            stated(
+            sentence_of(
                 "bits that one reader of all turns finds in greedy ones, less in sampled ones",
                 found[found["quantity"] == GREEDY_LESS],
                 null=0.0,
                 level=level,
             ),
         ]
-        of = found[found["of"] == WORDINGS]
+        wordings = found[found["term"] == WORDINGS]
         controls = [
-            stated(
+            sentence_of(
                 f"bits more than with {self.size} wordings of one response",
-                of[of["quantity"] == LESS],
+                wordings[wordings["quantity"] == LESS],
                 null=0.0,
                 level=level,
             ),
-            stated("share of its content words that they keep", of[of["quantity"] == CLOSE[0]]),
+            sentence_of(
+                "share of its content words that they keep",
+                wordings[wordings["quantity"] == CLOSE[0]],
+            ),
         ]
         none = "No control was made of wordings of one response: wording and content aren't told "
         control = " ".join(controls) if controls[0] else none + "apart."
@@ -668,9 +682,9 @@ class Reaction(Experiment):
         count, size = len(self.used[0].contexts), self.size
         interval = f"{100 * self.args.level:g}% intervals over queries"
 
-        def table(title, rows, columns, legend, of="temperature") -> list[Table]:
+        def table(title, rows, columns, legend, beside="temperature") -> list[Table]:
             shown = {name: (head, style) for name, head, style in columns}
-            options = {"index": ("dataset", of), "rows": "queries", "legend": legend}
+            options = {"index": ("dataset", beside), "rows": "queries", "legend": legend}
             return tables_of(title, rows, shown, **options)
 
         made = table(
@@ -681,7 +695,7 @@ class Reaction(Experiment):
             "all responses: of the same queries, also those that were cut off, which a turn can "
             "tell.",
         )
-        main = found[(found["of"] == ALTERNATIVES) & found["token"].isna()]
+        main = found[(found["term"] == ALTERNATIVES) & found["token"].isna()]
         made += table(
             f"the same of all {count} responses (at most {np.log2(count):.2f} bits)",
             main[main["responses"] == count],
@@ -703,7 +717,7 @@ class Reaction(Experiment):
         for name in CONTROLS:
             made += table(
                 f"control: {name}, {size} contexts a query",
-                found[found["of"] == name],
+                found[found["term"] == name],
                 [(SAME_QUERIES, self.words, 2), (INFORMATION, name, 2), (LESS, "less", "+.2f")],
                 f"bits of turns after {size} different responses, after the control's contexts to "
                 "the same queries, and the former less the latter.",
@@ -715,11 +729,11 @@ class Reaction(Experiment):
             "words kept: content words of the response that the text has, many if it says the "
             "same; runs of three kept: likewise of three words in a row, few if it uses others; "
             "length ratio: of the numbers of words; other responses: to the same query.",
-            of="of",
+            beside="term",
         )
         made += table(
             f"of the bits of all {count} responses, told by copied words",
-            found[found["of"] == [*GROUPS][-1]],
+            found[found["term"] == [*GROUPS][-1]],
             [(COPIED, "copied, at least", 2), (BEYOND, "beyond, at most", 2)],
             "copied: bits that shared words, numbers and names tell, a lower bound on copying; "
             "beyond: the rest, an upper bound on what isn't copied.",
@@ -729,16 +743,16 @@ class Reaction(Experiment):
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
         from experiments.figures import Lines
 
-        model, whole, head = self.runs[0].model["name"], together(found), self.headline(found)
+        model, whole, head = self.runs[0].model["name"], all_datasets(found), self.headline(found)
         information = whole[whole["quantity"] == INFORMATION]
-        main = information[information["of"] == ALTERNATIVES]
+        main = information[information["term"] == ALTERNATIVES]
         count = int(main["responses"].max())
         lines = {
             f"{count} responses": main[main["responses"] == count],
-            f"{self.size} {self.words}": together(head[head["quantity"] == INFORMATION]),
+            f"{self.size} {self.words}": all_datasets(head[head["quantity"] == INFORMATION]),
         }
         lines |= {
-            f"{name} ({self.size})": information[information["of"] == name] for name in CONTROLS
+            f"{name} ({self.size})": information[information["term"] == name] for name in CONTROLS
         }
         lines["readable by one reader"] = whole[whole["quantity"] == READABLE]
         drawn = pd.concat([rows.assign(line=name) for name, rows in lines.items()])
@@ -796,19 +810,21 @@ def headline(queries: "Sequence[Query]", most: int) -> tuple[int, dict[str, list
     return min(most, count), {source: list(range(count)) for source in whole}
 
 
-def answered(query: "Query", responses: Sequence[str], arm: str) -> "list[Conversation]":
+def control_conversations(
+    query: "Query", responses: Sequence[str], arm: str
+) -> "list[Conversation]":
     """A query with each of some responses, as conversations of a control."""
-    from experiments.paraphrase import changed
+    from experiments.paraphrase import perturbed_conversation
 
     header = "assistant" if arm == ASSISTANT else "user"
     replies = [{"role": "assistant", "content": text} for text in responses]
     return [
-        changed(query, index, [*query.messages, reply], KINDS[arm], header)
+        perturbed_conversation(query, index, [*query.messages, reply], KINDS[arm], header)
         for index, reply in enumerate(replies)
     ]
 
 
-def retold(queries: "Sequence[Query]", name: str, run: "Run") -> list[Turns]:
+def retokenise(queries: "Sequence[Query]", name: str, run: "Run") -> list[Turns]:
     """The same texts as token ids of another model, under its own chat template; no weights are
     loaded, so that what can't be scored is refused before anything is computed.
 
@@ -889,14 +905,16 @@ def given_scores(file: Path, queries: "Sequence[Query]") -> np.ndarray:
     return found
 
 
-def tested(row: TidyEstimate, scores: np.ndarray, arm: Arm, seed: int) -> TidyEstimate:
+def with_permutation_test(
+    row: TidyEstimate, scores: np.ndarray, arm: Arm, seed: int
+) -> TidyEstimate:
     """Readable bits of another reader with a test: turns change places between responses."""
     if row.quantity != READABLE:
         return row
     turns, dataset = arm.turns, row.names["dataset"]
     here = turns["temperature"] == row.names["temperature"]
     here = (here & ((turns["dataset"] == dataset) | (dataset == ALL))).to_numpy()
-    followed, sources = arm.which
+    followed, sources = arm.followed_and_source
     found = permutation_test(scores[here], followed[here], sources[here], seed=seed)
     return replace(row, p=found.p, test="permutation of turns between responses")
 

@@ -18,7 +18,7 @@ from ia_mech.collect.job import collect
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
-from ia_mech.models.load import Subject, load, recalled
+from ia_mech.models.load import Subject, load, recall
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.integrity import without_folders
 from ia_mech.settings import Settings
@@ -63,7 +63,7 @@ def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
 
 def settings_of(first: Run, file: Path, **changes: Any) -> Settings:
     """The settings of the run over the changed conversations in a file: a run's, with changes."""
-    model = recalled(first.settings, first.model["weights_hash"])
+    model = recall(first.settings, first.model["weights_hash"])
     return Settings(
         **{name: first.settings[name] for name in (*MODEL, *SHARED, *DECODING, *REST)}
         | {"model": model.name, "adapter": model.adapter, "dataset": str(file), "limit": None}
@@ -72,7 +72,7 @@ def settings_of(first: Run, file: Path, **changes: Any) -> Settings:
     )
 
 
-def resampled(
+def resample_run(
     first: Run,
     conversations: Sequence[Conversation],
     folder: Path,
@@ -170,7 +170,7 @@ def subject_of(run: Run) -> Subject:
             "again, its turns would be those of another model",
             "give a run that was sampled without one",
         )
-    spec = recalled(run.settings, run.model["weights_hash"])
+    spec = recall(run.settings, run.model["weights_hash"])
     subject = load(spec)
     if subject.weights_hash != run.model["weights_hash"]:
         raise UserError(

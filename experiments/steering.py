@@ -33,19 +33,19 @@ from experiments.directions import (
     STEPS,
     Arm,
     Context,
-    Optimising,
-    Steered,
+    DirectionSearch,
+    SteeredContexts,
+    arms_of_equal_kl,
     chance_cosine,
-    of_equal_kl,
-    optimised,
+    optimise_direction,
     random_directions,
-    steered,
+    steering_effects,
 )
 from experiments.experiment import Conclusion, Experiment, Model, Unit
-from experiments.tables import stated, tables_of
-from ia_mech.cli import named, path_of, whole_from
+from experiments.tables import sentence_of, tables_of
+from ia_mech.cli import nonblank, path_of, whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import Group, TidyEstimate, by_dataset, p_value, paired_row, together
+from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row
 from ia_mech.stats import Estimate, permutation_p
 from ia_mech.steering import ADD, TURN, SteeringVector
 
@@ -65,7 +65,7 @@ DIRECTION, OPTIMISED, BIAS = "the direction", "optimised by gradient", "bias of 
 RANDOM, EACH = "random directions", "random direction"  # their mean, and each of them
 KL, ODDS, LOGP = "KL at the header", "log-odds, change", "log p a token, change"
 BEYOND, RANK = "log-odds, change beyond random directions'", "share of random directions that reach"
-ARM = ["of", "draw", "dose"]
+ARM = ["term", "draw", "dose"]
 FILE = "vector.safetensors"
 
 
@@ -77,7 +77,7 @@ def chosen_dose(rows: pd.DataFrame, most_kl: float) -> float:
     nats; the smallest if none's is. Each source weighs the same.
 
     Args:
-        rows: of :func:`steered`, of one direction and the sources that choose.
+        rows: of :func:`steering_effects`, of one direction and the sources that choose.
         most_kl: in nats.
     """
     each = rows.groupby(["dose", "source"])[["odds", "kl"]].mean()
@@ -90,7 +90,7 @@ def estimates(rows: pd.DataFrame, dose: float, options: dict[str, Any]) -> Itera
     """Every estimate; each source weighs the same.
 
     Args:
-        rows: of :func:`steered`, all arms, with ``source`` and ``dataset``.
+        rows: of :func:`steering_effects`, all arms, with ``source`` and ``dataset``.
         dose: of the direction, that was chosen.
         options: ``level``, ``resamples`` and ``seed``.
     """
@@ -99,20 +99,22 @@ def estimates(rows: pd.DataFrame, dose: float, options: dict[str, Any]) -> Itera
             mine = rows[here & (rows["half"] == half)]
             means = mine.groupby([*ARM, "source"], sort=False)[["kl", "odds", "logp"]].mean()
             names = {"dataset": dataset, "half": half}
-            drawn = means[means.index.get_level_values("of") == EACH]
+            drawn = means[means.index.get_level_values("term") == EACH]
             for key, arm in means.groupby(ARM, sort=False):
                 yield from _of_arm(arm, names | dict(zip(ARM, key, strict=True)), options)
             if drawn.empty:
                 continue
             mean = drawn.groupby("source", sort=False).mean()
-            yield from _of_arm(mean, names | {"of": RANDOM}, options)
-            for of in (DIRECTION, OPTIMISED, BIAS):
-                own = means[means.index.get_level_values("of") == of].droplevel(["of", "draw"])
-                if of == DIRECTION:
+            yield from _of_arm(mean, names | {"term": RANDOM}, options)
+            for term in (DIRECTION, OPTIMISED, BIAS):
+                own = means[means.index.get_level_values("term") == term].droplevel(
+                    ["term", "draw"]
+                )
+                if term == DIRECTION:
                     own = own.xs(dose, level="dose", drop_level=False)
                 if len(own):
-                    at = {"of": of, "dose": own.index[0][0]}
-                    yield from _beyond(own["odds"], drawn["odds"], names | at, options)
+                    at = {"term": term, "dose": own.index[0][0]}
+                    yield from _beyond_random(own["odds"], drawn["odds"], names | at, options)
 
 
 def _of_arm(
@@ -121,12 +123,12 @@ def _of_arm(
     """Of one row per source."""
     group = Group(arm.index.get_level_values("source").to_numpy(), options, names)
     kl = group.mean(KL, arm["kl"])
-    yield replace(kl, estimate=kl.estimate.within(0.0))
+    yield replace(kl, estimate=kl.estimate.clip(0.0))
     yield group.mean(ODDS, arm["odds"])
     yield group.mean(LOGP, arm["logp"])
 
 
-def _beyond(
+def _beyond_random(
     own: pd.Series, drawn: pd.Series, names: dict[str, Any], options: dict[str, Any]
 ) -> Iterator[TidyEstimate]:
     """An arm's log-odds by source against those of each random direction."""
@@ -144,27 +146,27 @@ def _beyond(
 # -- say -------------------------------------------------------------------------------------------
 
 
-def is_shown(found: pd.DataFrame, of: str) -> bool:
+def is_shown(found: pd.DataFrame, term: str) -> bool:
     """Whether an arm raises the log-odds: more than the mean of the random directions does, by
     flipping signs over sources, and more than nearly all of them."""
-    mine = _reported(found, of).set_index("quantity")
+    mine = _reported_rows(found, term).set_index("quantity")
     more, rank = mine.loc[BEYOND], mine.loc[RANK]
     return bool(more["value"] > 0 and max(more["p"], rank["p"]) <= SIGNIFICANT)
 
 
-def _reported(found: pd.DataFrame, of: str) -> pd.DataFrame:
+def _reported_rows(found: pd.DataFrame, term: str) -> pd.DataFrame:
     """What is compared of an arm, on the sources that chose nothing."""
-    mine = together(found)
-    mine = mine[(mine["of"] == of) & (mine["half"] == REPORTING)]
+    mine = all_datasets(found)
+    mine = mine[(mine["term"] == term) & (mine["half"] == REPORTING)]
     return mine[mine["quantity"].isin([BEYOND, RANK])]
 
 
-def said_of(found: pd.DataFrame, of: str, level: float) -> str:
+def arm_sentence(found: pd.DataFrame, term: str, level: float) -> str:
     """How far an arm goes beyond random directions, with tests and the least p there can be."""
-    mine = _reported(found, of)
+    mine = _reported_rows(found, term)
     more, rank = (mine[mine["quantity"] == name].iloc[0] for name in (BEYOND, RANK))
     count = int(rank["rows"])
-    change = stated(
+    change = sentence_of(
         "change of their log-odds beyond the mean of random directions, nats",
         mine[mine["quantity"] == BEYOND],
         null=0.0,
@@ -259,7 +261,7 @@ class Steering(Experiment):
     queries_used = 40
     columns: ClassVar = {
         "dataset": "str",
-        "of": "str",
+        "term": "str",
         "draw": "Int64",
         "dose": "float64",
         "half": "str",
@@ -272,7 +274,7 @@ class Steering(Experiment):
         along.add_argument("--vector", type=path_of, metavar="FILE", help="a steering vector's")
         parser.add_argument(
             "--direction",
-            type=named,
+            type=nonblank,
             default="logistic",
             metavar="NAME",
             help="of the probe: logistic or mass-mean (default: logistic)",
@@ -368,7 +370,7 @@ class Steering(Experiment):
                 compare.
         """
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
-        from ia_mech.run.queries import drawn
+        from ia_mech.run.queries import subsample
 
         judged = read_runs(self.runs, self.args.judge, NO_ANNOTATOR)
         if self.outcome not in judged.outcomes:
@@ -397,7 +399,7 @@ class Steering(Experiment):
                 f"{less} queries have no response after which the judge accepts some turns and not "
                 "others; they are left out."
             )
-        half = drawn([query for query, _ in found], len(found) // 2, self.args.seed + 1)
+        half = subsample([query for query, _ in found], len(found) // 2, self.args.seed + 1)
         choosing = {query.source for query in half}
         self.used = [(q, CHOOSING if q.source in choosing else REPORTING, c) for q, c in found]
 
@@ -427,9 +429,15 @@ class Steering(Experiment):
         """All but the search for equal KL, as far as it is known before; for ``--dry-run``."""
         drawn, _ = self.random_arms(1.0)
         kl = self.args.most_kl
-        return [*self.dosed(), self.optimising(1.0, kl), *self.scored(REPORTING, drawn)]
+        return [
+            *self.dose_units(),
+            self.search_unit(1.0, kl),
+            *self.scoring_units(REPORTING, drawn),
+        ]
 
-    def scored(self, half: str, arms: Sequence[Arm], turns: bool = True) -> list[Steered]:
+    def scoring_units(
+        self, half: str, arms: Sequence[Arm], turns: bool = True
+    ) -> list[SteeredContexts]:
         """The queries of a half under arms; without turns the first token alone."""
         found = []
         for query, own, some in self.used:
@@ -437,26 +445,26 @@ class Steering(Experiment):
                 contexts = some if turns else [replace(one, turns=()) for one in some]
                 tokens = sum(one.start + one.rows * (len(arms) + 2) for one in contexts)
                 names = query.source, query.dataset, tokens, half
-                found.append(Steered(*names, tuple(contexts), tuple(arms)))
+                found.append(SteeredContexts(*names, tuple(contexts), tuple(arms)))
         return found
 
-    def along(self, dose: float) -> Arm:
+    def direction_arm(self, dose: float) -> Arm:
         """The direction at a dose."""
         return Arm(DIRECTION, dose, tuple(self.vector.direction.tolist()))
 
-    def dosed(self) -> list[Steered]:
+    def dose_units(self) -> list[SteeredContexts]:
         """All queries under all doses of the direction."""
-        arms = [self.along(dose) for dose in sorted(set(self.args.doses))]
-        return [*self.scored(CHOOSING, arms), *self.scored(REPORTING, arms)]
+        arms = [self.direction_arm(dose) for dose in sorted(set(self.args.doses))]
+        return [*self.scoring_units(CHOOSING, arms), *self.scoring_units(REPORTING, arms)]
 
-    def optimising(self, dose: float, kl: float) -> Optimising:
+    def search_unit(self, dose: float, kl: float) -> DirectionSearch:
         """On the half that chooses."""
         contexts = [one for _, half, some in self.used if half == CHOOSING for one in some]
         rows = sum(one.rows for one in contexts)
         steps = STEPS * min(1, BATCH / len(contexts))
         tokens = round(sum(one.start for one in contexts) + rows * (3 + steps))
         names = "all that choose", "", tokens
-        return Optimising(*names, tuple(contexts), kl, dose, self.args.seed)
+        return DirectionSearch(*names, tuple(contexts), kl, dose, self.args.seed)
 
     def random_arms(self, dose: float) -> tuple[list[Arm], float]:
         """Random directions at a dose, and the largest cosine as they were drawn."""
@@ -466,19 +474,22 @@ class Steering(Experiment):
         return arms, closest
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        if isinstance(unit, Steered):
-            return steered(model, unit)
-        return pd.DataFrame({"direction": [optimised(model, unit).tolist()]})
+        if isinstance(unit, SteeredContexts):
+            return steering_effects(model, unit)
+        return pd.DataFrame({"direction": [optimise_direction(model, unit).tolist()]})
 
     def rows(self) -> pd.DataFrame:
-        doses = self.measured(self.dosed(), "doses of the direction")
+        doses = self.measure_units(self.dose_units(), "doses of the direction")
         choosing = doses[doses["half"] == CHOOSING]
         dose = chosen_dose(choosing, self.args.most_kl)
         self.vector = replace(self.vector, dose=dose)
         each = choosing[choosing["dose"] == dose].groupby("source")["kl"].mean()
         arms = self.controls(dose, float(each.mean()))
         return pd.concat(
-            [doses, self.measured(self.scored(REPORTING, arms), "controls of the same KL")],
+            [
+                doses,
+                self.measure_units(self.scoring_units(REPORTING, arms), "controls of the same KL"),
+            ],
             ignore_index=True,
         )
 
@@ -496,7 +507,9 @@ class Steering(Experiment):
             f"drawn ({len(arms)} without a preference exceed {chance:.2f} once in twenty times); "
             "it is 0 now: that component is taken out of each."
         )
-        made = self.measured([self.optimising(dose, kl)], "optimising a direction by gradient")
+        made = self.measure_units(
+            [self.search_unit(dose, kl)], "optimising a direction by gradient"
+        )
         if len(best := made["direction"].iloc[0]):
             arms.append(Arm(OPTIMISED, dose, tuple(best)))
             own = self.vector.direction.numpy()
@@ -504,14 +517,14 @@ class Steering(Experiment):
             self.notes.append(f"the cosine of the optimised direction to it is {cosine:.2f}.")
         else:
             self.notes.append("no direction could be optimised: the model's passes lack gradients.")
-        moved = self.measured(
-            self.scored(CHOOSING, [self.along(dose)], turns=False),
+        moved = self.measure_units(
+            self.scoring_units(CHOOSING, [self.direction_arm(dose)], turns=False),
             "what the direction changes in the first token",
         )
         change = np.mean(np.stack(moved["change"].tolist()), axis=0)
         arms.append(Arm(BIAS, 1.0, bias=tuple(change.tolist())))
-        found = of_equal_kl(arms, kl, self.kl_of)
-        if (reached := sum(arm.of == EACH for arm in found)) < LEAST:
+        found = arms_of_equal_kl(arms, kl, self.kl_of)
+        if (reached := sum(arm.kind == EACH for arm in found)) < LEAST:
             raise UserError(
                 f"{reached} random directions reach the KL of dose {dose:g} ({kl:.2g} nats)",
                 "give other --doses, another --layer or other --positions",
@@ -523,7 +536,9 @@ class Steering(Experiment):
     def kl_of(self, arms: Sequence[Arm]) -> np.ndarray:
         """``[arms]`` mean KL at the header over the sources that choose."""
         numbered = [replace(arm, draw=n) for n, arm in enumerate(arms)]
-        found = self.measured(self.scored(CHOOSING, numbered, turns=False), "doses of equal KL")
+        found = self.measure_units(
+            self.scoring_units(CHOOSING, numbered, turns=False), "doses of equal KL"
+        )
         return found.groupby(["draw", "source"])["kl"].mean().groupby("draw").mean().to_numpy()
 
     # -- say --------------------------------------------------------------------------------------
@@ -534,10 +549,10 @@ class Steering(Experiment):
     def tables(self, found: pd.DataFrame) -> "list[Table]":
         found = found[found["half"] == REPORTING]
         here = f"{100 * self.args.level:g}% intervals over the sources that chose nothing"
-        own = (found["of"] == DIRECTION) & (found["dose"] == self.vector.dose)
+        own = (found["term"] == DIRECTION) & (found["dose"] == self.vector.dose)
         made = tables_of(
             f"what moves the turns, at the KL of dose {self.vector.dose:g} ({here})",
-            found[own | found["of"].isin([OPTIMISED, BIAS, RANDOM])],
+            found[own | found["term"].isin([OPTIMISED, BIAS, RANDOM])],
             {
                 ODDS: ("log-odds", 2),
                 BEYOND: ("beyond random", 2),
@@ -545,7 +560,7 @@ class Steering(Experiment):
                 LOGP: ("log p a token", 3),
                 KL: ("KL", 3),
             },
-            index=("dataset", "of"),
+            index=("dataset", "term"),
             legend=f"log-odds: change, in nats, of those of {self.outcome} turns against others; "
             f"beyond random: less the mean of {self.args.controls} random directions; reached by: "
             "the share of these that change them as much; log p a token: change of all turns'; KL: "
@@ -553,7 +568,7 @@ class Steering(Experiment):
         )
         made += tables_of(
             f"the direction, by dose ({here}; {self.vector.dose:g} was chosen by the others)",
-            found[found["of"] == DIRECTION],
+            found[found["term"] == DIRECTION],
             {KL: ("KL", 3), ODDS: ("log-odds", 2), LOGP: ("log p a token", 3)},
             index=("dataset", "dose"),
             legend="dose: what is added, in norms of the state.",
@@ -563,11 +578,11 @@ class Steering(Experiment):
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
         from experiments.figures import Bars, Lines
 
-        found = together(found[(found["quantity"] == ODDS) & (found["half"] == REPORTING)])
+        found = all_datasets(found[(found["quantity"] == ODDS) & (found["half"] == REPORTING)])
         name, y = self.runs[0].model["name"], "log-odds of accepted turns, change, nats"
-        added = found["of"] == DIRECTION
+        added = found["term"] == DIRECTION
         alike = found[~added | (found["dose"] == self.vector.dose)]
-        each = alike[alike["of"] == EACH].assign(low=np.nan, high=np.nan)
+        each = alike[alike["term"] == EACH].assign(low=np.nan, high=np.nan)
         return {
             "doses": Lines(
                 f"{name} · steering by dose",
@@ -580,7 +595,7 @@ class Steering(Experiment):
             "controls": Bars(
                 f"{name} · directions of the same KL",
                 y,
-                pd.concat([alike[alike["of"] != EACH], each]),
+                pd.concat([alike[alike["term"] != EACH], each]),
             ),
         }
 
@@ -591,31 +606,31 @@ class Steering(Experiment):
         return {FILE: self.vector.save}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        level, there = self.args.level, set(found["of"])
+        level, there = self.args.level, set(found["term"])
         flips = max(2.0 ** (1 - sum(half == REPORTING for _, half, _ in self.used)), 1e-4)
         self.notes.append(f"the least p of flipping signs over sources is {flips:.2g}.")
         self.notes.append(
             "next: what the model writes under it: python -m ia_mech.sample … --intervention "
             f"{self.folder / FILE}; then ia_mech.judge run, and ia_mech.rates."
         )
-        own = together(found[(found["of"] == DIRECTION) & (found["half"] == REPORTING)])
+        own = all_datasets(found[(found["term"] == DIRECTION) & (found["half"] == REPORTING)])
         kl = own[(own["quantity"] == KL) & (own["dose"] == self.vector.dose)]["value"].item()
         verb = "makes" if is_shown(found, DIRECTION) else "isn't shown to make"
         sentence = (
             f"Steering along the direction in layer {self.vector.layer} at "
             f"{', '.join(self.vector.positions)} (dose {self.vector.dose:g}) {verb} {self.outcome} "
             f"turns likelier than random directions of the same KL ({kl:.3f} nats) do. "
-            f"{said_of(found, DIRECTION, level)}"
+            f"{arm_sentence(found, DIRECTION, level)}"
         )
         control = "No optimised direction stands beside it: whether one could isn't known."
         if OPTIMISED in there:
             verb = "does" if is_shown(found, OPTIMISED) else "isn't shown to"
             control = (
                 f"A direction that was optimised for that there, on other sources, {verb}. "
-                f"{said_of(found, OPTIMISED, level)}"
+                f"{arm_sentence(found, OPTIMISED, level)}"
             )
         if BIAS in there:
-            control += f" A bias of the first token alone: {said_of(found, BIAS, level)}"
+            control += f" A bias of the first token alone: {arm_sentence(found, BIAS, level)}"
         return Conclusion(sentence, control)
 
 

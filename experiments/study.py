@@ -27,7 +27,15 @@ import pandas as pd
 
 from experiments.hybrids import HEADS, MAPS, SIBLINGS, Siblings, tokens_of
 from experiments.tables import estimates_of, print_plan
-from ia_mech.cli import Parser, add_threads, guarded, named, path_of, tolerant_streams, whole_from
+from ia_mech.cli import (
+    Parser,
+    add_threads,
+    nonblank,
+    path_of,
+    run_command,
+    tolerant_streams,
+    whole_from,
+)
 from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
@@ -166,7 +174,7 @@ def pace(model: str) -> tuple[float, float]:
     return read, 32 * 5 / (time.perf_counter() - begun)
 
 
-def seconds(stage: Stage, read: float, write: float) -> float:
+def stage_seconds(stage: Stage, read: float, write: float) -> float:
     """That a stage takes at a pace."""
     return stage.tokens[0] / read + stage.tokens[1] / write
 
@@ -180,7 +188,7 @@ def fit(args: argparse.Namespace, read: float, write: float) -> argparse.Namespa
     """
 
     def hours() -> float:
-        return sum(seconds(one, read, write) for one in stages(args)) / 3600
+        return sum(stage_seconds(one, read, write) for one in stages(args)) / 3600
 
     while args.samples > 1 and hours() > args.hours:
         args.samples -= 1
@@ -218,7 +226,7 @@ def result(out: Path) -> "Result":
         drawings,
         strongest_windows,
     )
-    from ia_mech.display import styled
+    from ia_mech.display import with_style
     from ia_mech.likelihood.carried import CEILING
     from ia_mech.results import Result, about_runs, folder_of, kind_of, read
     from ia_mech.run import Run
@@ -253,7 +261,7 @@ def result(out: Path) -> "Result":
     wording = out / "run-reaction"
     control = [
         "Every number is held against siblings, other responses to the same query.",
-        latent(found, told("bits", HEADER, 0.0)),
+        latent_sentence(found, told("bits", HEADER, 0.0)),
         read(wording).control if kind_of(wording) else UNWORDED,
     ]
     return Result(
@@ -264,7 +272,7 @@ def result(out: Path) -> "Result":
         estimates=found,
         tables=[*located.tables[:1], *elicited.tables[:1]],
         figures={
-            stem: styled(drawing.draw)()
+            stem: with_style(drawing.draw)()
             for stem, drawing in drawings(located.estimates, run.model["name"]).items()
         },
         notes=list(dict.fromkeys([*located.notes, *elicited.notes])),
@@ -272,7 +280,7 @@ def result(out: Path) -> "Result":
     )
 
 
-def latent(found: pd.DataFrame, header: str) -> str:
+def latent_sentence(found: pd.DataFrame, header: str) -> str:
     """Whether "latent at the header" may be said, over at least :data:`LEAST` queries.
 
     Four things must hold. Greedy turns carry less there than a tenth of what sampled turns express.
@@ -290,12 +298,16 @@ def latent(found: pd.DataFrame, header: str) -> str:
     from experiments.locate import EQUIVALENT
 
     whole = found[(found["stage"] == "locate") & found["layer"].isna()]
-    names = ["quantity", "of", "temperature"]  # 0: greedy turns, -1: all sampled ones, none chosen
+    names = [
+        "quantity",
+        "term",
+        "temperature",
+    ]  # 0: greedy turns, -1: all sampled ones, none chosen
     told = whole.assign(temperature=whole["temperature"].fillna(-1)).set_index(names)
     bits, hits = "bits", "own is likeliest"
     needed = [(bits, HEADER, 0), (bits, HEADER, -1), (bits, OWN, -1), (hits, HEADER, 0),
               (hits, QUERY, 0)]  # fmt: skip
-    gap = found[(found["quantity"] == GAP) & (found["of"] == TEMPERATURE)]
+    gap = found[(found["quantity"] == GAP) & (found["term"] == TEMPERATURE)]
     if gap.empty or not all(one in told.index for one in needed):
         return "Whether anything is latent can't be told."
     greedy, sampled, expressed, right, control = (told.loc[one] for one in needed)
@@ -318,9 +330,11 @@ def build_parser() -> argparse.ArgumentParser:
         usage="%(prog)s MODEL [options]",
         description=(__doc__ or "").strip(),
     )
-    parser.add_argument("model", type=named, metavar="MODEL", help="an embedded model, a hub id …")
     parser.add_argument(
-        "--dataset", type=named, default="builtin:study", metavar="DATA",
+        "model", type=nonblank, metavar="MODEL", help="an embedded model, a hub id …"
+    )
+    parser.add_argument(
+        "--dataset", type=nonblank, default="builtin:study", metavar="DATA",
         help="of the queries (default: 60 built-in ones)",
     )  # fmt: skip
     parser.add_argument("--queries", type=whole_from(4), metavar="N", help="(default: 60)")
@@ -361,12 +375,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
-    args = settled(build_parser().parse_args(argv))
+    args = with_defaults(build_parser().parse_args(argv))
     kept = "what was computed is kept; the same command goes on from there"
-    return guarded(lambda: _study(args), lambda: kept, args.threads)
+    return run_command(lambda: _study(args), lambda: kept, args.threads)
 
 
-def settled(args: argparse.Namespace) -> argparse.Namespace:
+def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     """Arguments with the defaults that depend on others."""
     from ia_mech.models.embedded import cache_dir
 
@@ -421,7 +435,7 @@ def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
     lines["queries"] = f"{args.queries}, {args.responses} responses, {args.samples} samples"
     total = 0.0
     for stage in stages(args):
-        took = seconds(stage, read, write)
+        took = stage_seconds(stage, read, write)
         total += took
         lines[stage.name] = (
             f"reads {stage.tokens[0]:,}, writes {stage.tokens[1]:,} tokens, {took / 60:.0f} minutes"
@@ -452,7 +466,7 @@ def study(model: str, **options: Any) -> "Result":
             words.append(flag)
         elif value is not None and value is not False:
             words += [flag, str(value)]
-    args = settled(build_parser().parse_args(words))
+    args = with_defaults(build_parser().parse_args(words))
     if status := _study(args):
         raise UserError(f"the study ended with status {status}", "see what its last stage said")
     return result(args.out)

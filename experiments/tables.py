@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from ia_mech.cli import one_line
 from ia_mech.display import console
-from ia_mech.estimates import ALL, TidyEstimate, frame_of, together
+from ia_mech.estimates import ALL, TidyEstimate, all_datasets, frame_of
 from ia_mech.results import Table, cell_of, table_of
 
 POWER = 0.8  # with which an effect would have been shown
@@ -73,7 +73,7 @@ def with_detectable(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
     return pd.concat([rows, told], ignore_index=True)
 
 
-def stated(
+def sentence_of(
     words: str,
     rows: pd.DataFrame,
     digits: int = 2,
@@ -94,7 +94,7 @@ def stated(
     Returns:
         The sentence; an empty text if there is no estimate.
     """
-    whole = together(rows[rows["value"].notna()])
+    whole = all_datasets(rows[rows["value"].notna()])
     if "temperature" in whole:
         whole = whole.sort_values("temperature")
     names = [name for name in ("dataset", "model") if name in whole and whole[name].nunique() > 1]

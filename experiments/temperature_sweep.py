@@ -33,18 +33,18 @@ from experiments.first_token import (
     first_token_curves,
     lens_curves,
     openings_of,
-    overtaking,
+    overtaking_layer,
 )
-from experiments.tables import stated, tables_of, with_detectable
+from experiments.tables import sentence_of, tables_of, with_detectable
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
     ALL,
     Group,
     TidyEstimate,
+    all_datasets,
     by_dataset,
-    corrected,
+    holm_corrected,
     paired_row,
-    together,
 )
 from ia_mech.judge.rubric import ASSESSED, GENUINE, heading
 from ia_mech.rates.compute import rates
@@ -69,7 +69,7 @@ OTHERS = ("all others", "others but degenerate ones")
 TOKENS, MASS = "effective number of first tokens", "mass on openings"
 LENS, OVERTAKES = "log p by the lens", "layer where greedy overtakes"
 COLUMNS = {
-    **dict.fromkeys(("dataset", "of", "outcome", "decoy"), "str"),
+    **dict.fromkeys(("dataset", "term", "outcome", "decoy"), "str"),
     **{"temperature": "float64", "layer": "Int64", "level": "float64", "events": "Int64"},
 }
 
@@ -77,7 +77,7 @@ COLUMNS = {
 # -- where greedy leaves ---------------------------------------------------------------------------
 
 
-def leaving(turn: Any, greedy: Any) -> dict[str, float]:
+def leaving_point(turn: Any, greedy: Any) -> dict[str, float]:
     """Where greedy decoding leaves a sampled turn after the same response.
 
     Up to that token both are the same, so their stored log-probabilities there are of one
@@ -147,8 +147,8 @@ class TemperatureSweep(Experiment):
     """See the module.
 
     Attributes:
-        turns: one row per user turn: as ``Judged.turns``, with its tokens and what the model made
-            of them.
+        turns: one row per user turn: as ``JudgedTurns.turns``, with its tokens and what the model
+            made of them.
         contexts: one row per context: ``dataset``, ``source``, ``run`` (number of a run that has
             it), ``at`` (its row there), ``greedy`` (the token that opens its greedy turn).
         first: name → ``[contexts, temperatures]``, of the first token.
@@ -200,7 +200,7 @@ class TemperatureSweep(Experiment):
             check_logits(run, self.lens, self.grid)
 
     def rows(self) -> pd.DataFrame:
-        """A row per sampled turn that was assessed: of ``turns``, with :func:`leaving`."""
+        """A row per sampled turn that was assessed: of ``turns``, with :func:`leaving_point`."""
         openings = openings_of(self.turns)
         self.first = first_token_curves(self.runs, self.contexts, openings, self.grid, self.lens)
         self.log_p: dict[str, np.ndarray] = {}
@@ -218,7 +218,9 @@ class TemperatureSweep(Experiment):
             for run in self.runs
             for row in run.generations.query("temperature == 0").itertuples()
         }
-        left = [leaving(turn, greedy[turn.run, turn.context_id]) for turn in sampled.itertuples()]
+        left = [
+            leaving_point(turn, greedy[turn.run, turn.context_id]) for turn in sampled.itertuples()
+        ]
         names = ["run", "dataset", "source", "context", *KEY, "category", "genuine"]
         frame = sampled[names].astype(dict.fromkeys(names[:5], object)).reset_index(drop=True)
         return pd.concat([frame.astype({"category": object}), pd.DataFrame(left)], axis=1)
@@ -238,9 +240,11 @@ class TemperatureSweep(Experiment):
             group = Group(
                 self.contexts["source"].to_numpy()[here], self.options, {"dataset": dataset}
             )
-            found += first_token(group, {of: at[here] for of, at in self.first.items()}, self.grid)
+            found += first_token(
+                group, {term: at[here] for term, at in self.first.items()}, self.grid
+            )
             if self.log_p:
-                found += lens_estimates(group, {of: at[here] for of, at in self.log_p.items()})
+                found += lens_estimates(group, {term: at[here] for term, at in self.log_p.items()})
         for dataset, here in by_dataset(rows):
             own = rows[here]
             group = Group(own["source"].to_numpy(), self.options, {"dataset": dataset})
@@ -255,7 +259,7 @@ class TemperatureSweep(Experiment):
             of = LESS if row.quantity.endswith(LESS) else row.quantity
             return of, row.names["dataset"] == ALL
 
-        return corrected(found, family)
+        return holm_corrected(found, family)
 
     def _rates(
         self, turns: pd.DataFrame, decoys: pd.DataFrame, names: dict[str, Any]
@@ -317,7 +321,7 @@ class TemperatureSweep(Experiment):
                 "rank where greedy leaves": ("rank", 0),
                 "median gap where greedy leaves": ("gap", 2),
             },
-            index=("dataset", "temperature", "of"),
+            index=("dataset", "temperature", "term"),
             rows="turns",
             legend="Medians at the first token that isn't greedy's: its number, its rank, and the "
             "gap, log p of greedy's token less its own at T = 1, nats.",
@@ -326,7 +330,7 @@ class TemperatureSweep(Experiment):
             f"do genuine turns lie deeper? ({percent})",
             with_detectable(found[~once], DEEPER),
             {DEEPER: ("gap less others'", 2), "detectable": ("shown if", 2)},
-            index=("dataset", "temperature", "of"),
+            index=("dataset", "temperature", "term"),
             rows="genuine turns",
             legend="Genuine turns' mean gap, nats, less that of other turns after the same "
             f"response at the same temperature. {tested}",
@@ -349,7 +353,7 @@ class TemperatureSweep(Experiment):
         made.append(
             table_of(
                 f"the first token by temperature ({percent})",
-                together(found),
+                all_datasets(found),
                 first,
                 rows="contexts",
                 legend="Entropy in nats; effective tokens: exp(entropy); variation: total "
@@ -360,7 +364,7 @@ class TemperatureSweep(Experiment):
         made.append(
             table_of(
                 "what the other turns are",
-                together(found[found["quantity"] == FAILURE]),
+                all_datasets(found[found["quantity"] == FAILURE]),
                 {name: (heading(name), 2) for name in ASSESSED if name != GENUINE},
                 key="outcome",
                 rows="turns",
@@ -376,27 +380,29 @@ class TemperatureSweep(Experiment):
         from ia_mech.results import label_of
 
         assert self.gate is not None
-        title, pooled = gate_title(self.runs[0].model["name"], self.gate), together(found)
+        title, pooled = gate_title(self.runs[0].model["name"], self.gate), all_datasets(found)
 
-        def of(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
+        def rows_of(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
             return rows[rows["quantity"] == quantity]
 
         floor = {"the judge's floor": self.gate.floor} if self.gate.decoys else None
         across, share = "temperature (0 = greedy)", "share of turns"
         made: dict[str, Drawing] = {
-            "rates": Lines(title, across, share, of(found, RATE), by="dataset", levels=floor),
-            "failures": Lines(title, across, share, of(pooled, FAILURE), by="outcome"),
-            "first_token": Lines(title, "temperature", TOKENS, of(found, TOKENS), by="dataset"),
+            "rates": Lines(title, across, share, rows_of(found, RATE), by="dataset", levels=floor),
+            "failures": Lines(title, across, share, rows_of(pooled, FAILURE), by="outcome"),
+            "first_token": Lines(
+                title, "temperature", TOKENS, rows_of(found, TOKENS), by="dataset"
+            ),
         }
-        mass = of(pooled, MASS)
+        mass = rows_of(pooled, MASS)
         if mass["value"].notna().any():
             made["openings"] = Lines(title, "temperature", "probability", mass)
-        deep = of(pooled, DEEPER)
+        deep = rows_of(pooled, DEEPER)
         if len(deep):
             at = [label_of(t, "temperature") for t in deep["temperature"]]
             words = "genuine turns' gap to greedy, less other turns', nats"
-            made["hidden"] = Bars(title, words, deep.assign(at=at), of="at", by="of")
-        lens = of(pooled, LENS)
+            made["hidden"] = Bars(title, words, deep.assign(at=at), names="at", by="term")
+        lens = rows_of(pooled, LENS)
         if len(lens):
             up = "log p at header_last, nats"
             made["lens"] = Lines(title, "layer (0 = embeddings)", up, lens, across="layer")
@@ -408,11 +414,11 @@ class TemperatureSweep(Experiment):
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         assert self.gate is not None
         options: dict[str, Any] = {"null": 0.0, "level": self.args.level}
-        deep = found[(found["quantity"] == DEEPER) & (found["of"] == OTHERS[0])]
+        deep = found[(found["quantity"] == DEEPER) & (found["term"] == OTHERS[0])]
         said = [
-            stated(f"{RATE} by temperature", found[found["quantity"] == RATE]),
-            stated("less greedy's", found[found["quantity"] == RATE_DIFFERENCE], **options),
-            stated(
+            sentence_of(f"{RATE} by temperature", found[found["quantity"] == RATE]),
+            sentence_of("less greedy's", found[found["quantity"] == RATE_DIFFERENCE], **options),
+            sentence_of(
                 "nats by which genuine turns lie further from greedy than others after the same "
                 "response",
                 deep[deep["temperature"].notna()],
@@ -491,7 +497,7 @@ def _mass(group: Group, quantity: str, values: Any, **names: Any) -> TidyEstimat
     This is the interval of a mean, clipped to [0, 1].
     """
     row = group.mean(quantity, values, **names)
-    return replace(row, estimate=row.estimate.within(0, 1))
+    return replace(row, estimate=row.estimate.clip(0, 1))
 
 
 def first_token(
@@ -502,32 +508,32 @@ def first_token(
         at = {name: values[:, column] for name, values in first.items()}
         names: dict[str, Any] = {"temperature": float(t)}
         entropy = group.mean("first token's entropy", at["entropy"], **names)
-        yield replace(entropy, estimate=entropy.estimate.within(0))
+        yield replace(entropy, estimate=entropy.estimate.clip(0))
         tokens = group.mean(TOKENS, np.exp(at["entropy"]), **names)
-        yield replace(tokens, estimate=tokens.estimate.within(1))
+        yield replace(tokens, estimate=tokens.estimate.clip(1))
         yield _mass(group, "mass on turn-end", at["turn_end"], **names)
         yield _mass(group, "total variation from T = 1", at["variation"], **names)
-        for of in ("genuine", "restated"):
-            yield _mass(group, MASS, at[of], of=f"{of} turns' openings", **names)
+        for term in ("genuine", "restated"):
+            yield _mass(group, MASS, at[term], term=f"{term} turns' openings", **names)
         less = at["genuine"] - at["restated"]
         row = group.mean("mass on openings, genuine less restated", less, **names)
-        yield replace(row, estimate=row.estimate.within(-1, 1))
+        yield replace(row, estimate=row.estimate.clip(-1, 1))
 
 
 def depths(group: Group, turns: pd.DataFrame) -> Iterator[TidyEstimate]:
     """Of genuine turns and of others: whether and where greedy leaves them, how far below it."""
-    for kind, of in ((1.0, "genuine"), (0.0, "not genuine")):
+    for kind, term in ((1.0, "genuine"), (0.0, "not genuine")):
         at = turns[turns["genuine"] == kind]
         if at.empty:
             continue
-        own = Group(at["source"].to_numpy(), group.options, group.names | {"of": of})
+        own = Group(at["source"].to_numpy(), group.options, group.names | {"term": term})
         yield own.mean("first token is greedy's", at["follows"], proportion=True)
         yield own.mean("greedy leaves it", at["leaves"], proportion=True)
         yield own.median("token where greedy leaves", at["token"])
         yield own.median("rank where greedy leaves", at["rank"])
         yield _mass(own, "probability where greedy leaves", at["probability"])
         gap = own.mean("gap where greedy leaves", at["gap"])
-        yield replace(gap, estimate=gap.estimate.within(0))  # no token is likelier than greedy's
+        yield replace(gap, estimate=gap.estimate.clip(0))  # no token is likelier than greedy's
         yield own.median("median gap where greedy leaves", at["gap"])
 
 
@@ -537,7 +543,7 @@ def deeper(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEsti
     Noise that leads far from greedy also garbles, and what is garbled isn't genuine. So genuine
     turns are also compared with the well-formed others alone.
     """
-    for of, rows in zip(OTHERS, (turns, turns[turns["category"] != GARBLED]), strict=True):
+    for term, rows in zip(OTHERS, (turns, turns[turns["category"] != GARBLED]), strict=True):
         columns = {
             "first token is greedy's": rows["follows"],
             "token where greedy leaves": rows["token"],
@@ -548,16 +554,16 @@ def deeper(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEsti
             centred, genuine, sources = against_others(rows.assign(value=values), "value")
             if genuine.any():
                 pair = centred[genuine], sources[genuine], centred[~genuine], sources[~genuine]
-                yield paired_row(group, quantity + LESS, *pair, of=of, **names)
+                yield paired_row(group, quantity + LESS, *pair, term=term, **names)
 
 
 def lens_estimates(group: Group, log_p: dict[str, np.ndarray]) -> Iterator[TidyEstimate]:
     """By layer what the lens says of both openings, and from which on greedy's stays ahead."""
-    for of, values in log_p.items():
+    for term, values in log_p.items():
         for layer in range(values.shape[1]):
-            row = group.mean(LENS, values[:, layer], of=of, layer=layer)
-            yield replace(row, estimate=row.estimate.within(-np.inf, 0))
-    first = overtaking(log_p[GREEDY], log_p[BEST])
+            row = group.mean(LENS, values[:, layer], term=term, layer=layer)
+            yield replace(row, estimate=row.estimate.clip(-np.inf, 0))
+    first = overtaking_layer(log_p[GREEDY], log_p[BEST])
     if np.isnan(first).all():
         return
     for layer in range(log_p[GREEDY].shape[1]):

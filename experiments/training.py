@@ -99,7 +99,9 @@ def after_each(
     return [found[at : at + count] for at in range(0, len(found), count)]
 
 
-def rewarded(found: Sequence[Sequence[Scored]], followed: Sequence[int], tokens: int) -> np.ndarray:
+def evidence_reward(
+    found: Sequence[Sequence[Scored]], followed: Sequence[int], tokens: int
+) -> np.ndarray:
     """``[turns]`` the reward: evidence in bits at T = 1 that a turn's first tokens give for its
     response, at least :data:`WORST`.
 
@@ -124,9 +126,9 @@ def penalties(
         ended: whether the turn came to its end.
     """
     return {
-        "restatement": [restated(*both) for both in zip(turns, queries, strict=True)],
-        "repetition": [repeated(turn) for turn in turns],
-        "stock_phrases": stock(turns, sources),
+        "restatement": [restatement(*both) for both in zip(turns, queries, strict=True)],
+        "repetition": [repetition(turn) for turn in turns],
+        "stock_phrases": stock_phrases(turns, sources),
         "unfinished": [float(not one) for one in ended],
     }
 
@@ -137,19 +139,19 @@ def trigrams(text: str) -> list[tuple[str, ...]]:
     return list(zip(words, words[1:], words[2:], strict=False))
 
 
-def restated(turn: str, query: str) -> float:
+def restatement(turn: str, query: str) -> float:
     """The share of the turn's trigrams that its query has; 0 of a turn without any."""
     found, asked = trigrams(turn), set(trigrams(query))
     return sum(one in asked for one in found) / len(found) if found else 0.0
 
 
-def repeated(turn: str) -> float:
+def repetition(turn: str) -> float:
     """The share of the turn's trigrams that stand in it before; 0 of a turn without any."""
     found = trigrams(turn)
     return 1 - len(set(found)) / len(found) if found else 0.0
 
 
-def stock(turns: Sequence[str], sources: Sequence[str]) -> list[float]:
+def stock_phrases(turns: Sequence[str], sources: Sequence[str]) -> list[float]:
     """Of each turn, the share of its trigrams that turns after other queries have, too.
 
     It is high for generic questions, and rises as a model's turns lose their diversity.
@@ -169,23 +171,25 @@ def rewards(
 
     def bits(completion_ids: list[list[int]], source: list[str], followed: list[int], **_):
         found = np.zeros(len(source))
-        of = defaultdict(list)
+        rows_of = defaultdict(list)
         for row, name in enumerate(source):
-            of[name].append(row)
-        for name, rows in of.items():
+            rows_of[name].append(row)
+        for name, rows in rows_of.items():
             turns = [completion_ids[row] for row in rows]
             scores = after_each(partial(score, reader.model), contexts[name], turns)
-            found[rows] = rewarded(scores, [followed[row] for row in rows], max(map(len, turns)))
+            found[rows] = evidence_reward(
+                scores, [followed[row] for row in rows], max(map(len, turns))
+            )
         return found.tolist()
 
     def penalty(name: str) -> Reward:
-        def of(completion_ids: list[list[int]], query: list[str], source: list[str], **_):
+        def penalise(completion_ids: list[list[int]], query: list[str], source: list[str], **_):
             texts = [chat.text(ids) for ids in completion_ids]
             ended = [ids[-1] in chat.stop_ids for ids in completion_ids]
             return penalties(texts, query, source, ended)[name]
 
-        of.__name__ = name  # under which trl logs it
-        return of
+        penalise.__name__ = name  # under which trl logs it
+        return penalise
 
     return [bits, *map(penalty, penalties([], [], [], []))]
 

@@ -7,8 +7,8 @@ MATH).
 
 Maths is checked by Hugging Face's ``math-verify``. It finds the answer in a text (after "final
 answer", in a box, else the last number or formula) and compares formulas rather than text: 1/2, 0.5
-and \\frac{1}{2} are equal, and so are 50% and both 50 and 0.5. :func:`cleared` first removes what
-misleads it.
+and \\frac{1}{2} are equal, and so are 50% and both 50 and 0.5. :func:`clean_response` first
+removes what misleads it.
 
 Instructions are checked by ``if-verifiable``, which holds the checkers of google-research's IFEval
 and of allenai's IFBench: the benchmarks' own, crude ones included ("answer in German" is followed
@@ -62,7 +62,7 @@ def verifier_of(answer: str | None, metadata: Mapping[str, Any], *, given: bool)
         return COLUMN if str(metadata.get("correct")).lower() in TOLD else None
     if has_instructions(metadata):
         return INSTRUCTIONS
-    return MATHS if answer is not None and gold(answer) else None
+    return MATHS if answer is not None and gold_formulas(answer) else None
 
 
 def verify(
@@ -100,7 +100,7 @@ def verify(
     if name == INSTRUCTIONS:
         import if_verifiable  # noqa: F401  # takes seconds that must not count towards the limit
     try:
-        with limited(seconds):
+        with time_limit(seconds):
             if name == MATHS:
                 assert answer is not None  # verifier_of says maths
                 return _maths(text, answer, cut_off=cut_off)
@@ -116,7 +116,7 @@ class TimedOut(BaseException):
 
 
 @contextmanager
-def limited(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Stop the block after so many seconds of processor time.
 
     Processor time gives the same results on a busy machine. The limit is a signal, so it holds on
@@ -163,7 +163,7 @@ _CLEARED = (
 
 
 @lru_cache(maxsize=4096)
-def gold(answer: str) -> tuple | None:
+def gold_formulas(answer: str) -> tuple | None:
     """A gold answer as formulas, or None if it isn't one number or formula.
 
     Accepted: what follows the last ``####``; a ``\\boxed{}``; a number with sign, currency,
@@ -190,7 +190,7 @@ def gold(answer: str) -> tuple | None:
     return tuple(found) if found and not isinstance(found[0], str) else None
 
 
-def cleared(response: str) -> str:
+def clean_response(response: str) -> str:
     """A response without what math-verify would mistake for an answer, or not see one behind.
 
     Removes calculator marks, bold, escaped currency signs and the numbers of list items; makes
@@ -202,7 +202,7 @@ def cleared(response: str) -> str:
 
 
 def _maths(response: str, answer: str, *, cut_off: bool = False) -> Correctness:
-    """Compare a response with a gold answer that :func:`gold` can read.
+    """Compare a response with a gold answer that :func:`gold_formulas` can read.
 
     The answer is read after the last line that opens with ``####`` if there is one, else where the
     library finds it. A response without a number or formula is wrong; and so is one that was cut
@@ -211,8 +211,8 @@ def _maths(response: str, answer: str, *, cut_off: bool = False) -> Correctness:
     """
     import math_verify
 
-    wanted = list(gold(answer) or ())
-    text = cleared(response)
+    wanted = list(gold_formulas(answer) or ())
+    text = clean_response(response)
     marked = _MARKED.findall(text)
     if cut_off and not (marked or _STATED.search(text)):
         why = "cut off before it states an answer"

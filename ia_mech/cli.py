@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         super().exit(status, message)
 
 
-def guarded(
+def run_command(
     body: Callable[[], int | None], interrupted: Callable[[], str], threads: int | None = None
 ) -> int:
     """Run the body of a command, with so many ``threads`` if given; returns the exit status.
@@ -110,7 +110,7 @@ def _discard(*streams: TextIO) -> None:
 
 
 def add_threads(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """``--threads``, for commands that compute: ``args.threads`` is given to :func:`guarded`."""
+    """``--threads``, for commands that compute: :func:`run_command` is given ``args.threads``."""
     parser.add_argument(
         "--threads", type=threads, metavar="N", help="on a CPU (default: one per core)"
     )
@@ -209,7 +209,7 @@ def utf8(given: str) -> str:
     return given
 
 
-def named(given: str) -> str:
+def nonblank(given: str) -> str:
     """The name of something, for argparse: a UTF-8 text that isn't blank."""
     if not given.strip():
         raise argparse.ArgumentTypeError(f"{given!r} names nothing")
@@ -218,10 +218,10 @@ def named(given: str) -> str:
 
 def path_of(given: str) -> Path:
     """The path of a file or folder, for argparse (``Path("")`` would be the working folder)."""
-    return Path(named(given))
+    return Path(nonblank(given))
 
 
-def quoted(word: object) -> str:
+def shell_word(word: object) -> str:
     """A word of a shell command that is printed to be copied: one line, whatever a path holds."""
     text = str(word)
     if text.startswith("-"):  # a path, not a flag

@@ -134,17 +134,17 @@ class Bar:
             self._bar = None
 
 
-def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
+def with_style(draw: Callable[..., Any]) -> Callable[..., Any]:
     """A drawing function that uses :data:`STYLE` and leaves matplotlib's own settings alone."""
 
     @wraps(draw)
-    def drawn(*args: Any, **kwargs: Any) -> Any:
+    def draw_styled(*args: Any, **kwargs: Any) -> Any:
         from matplotlib import rc_context
 
         with rc_context(STYLE):
             return draw(*args, **kwargs)
 
-    return drawn
+    return draw_styled
 
 
 def title_axes(axes: Axes, title: str) -> None:
@@ -153,7 +153,7 @@ def title_axes(axes: Axes, title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def coloured(frame: pd.DataFrame, by: str) -> Iterator[tuple[str, tuple[str, pd.DataFrame]]]:
+def by_colour(frame: pd.DataFrame, by: str) -> Iterator[tuple[str, tuple[str, pd.DataFrame]]]:
     """``(colour, (name, rows))`` of every value of a column, in the order of appearance."""
     for number, group in enumerate(frame.groupby(by, sort=False)):
         yield COLOURS[number % len(COLOURS)], group

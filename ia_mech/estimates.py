@@ -46,8 +46,8 @@ class TidyEstimate:
         rows: how many values it is made of.
         estimate: the number with its interval over sources.
         p: of the null hypothesis that a difference is 0; NaN where nothing was tested.
-        test: which gave p, as :class:`ia_mech.stats.Paired` names it; None without p.
-        p_holm: p corrected by :func:`corrected`.
+        test: which gave p, as :class:`ia_mech.stats.PairedDifference` names it; None without p.
+        p_holm: p corrected by :func:`holm_corrected`.
     """
 
     quantity: str
@@ -145,7 +145,7 @@ def by_dataset(frame: pd.DataFrame) -> Iterator[tuple[str, np.ndarray]]:
         yield ALL, np.ones(len(frame), dtype=bool)
 
 
-def corrected(
+def holm_corrected(
     rows: Iterable[TidyEstimate], family: Callable[[TidyEstimate], Hashable]
 ) -> list[TidyEstimate]:
     """The rows with ``p_holm``, Holm-corrected over all tests of the same family."""
@@ -241,7 +241,7 @@ def p_value(p: float) -> str:
     return "–" if np.isnan(p) else "p < 0.001" if p < LEAST_P else f"p = {p:.3f}"
 
 
-def together(estimates: pd.DataFrame) -> pd.DataFrame:
+def all_datasets(estimates: pd.DataFrame) -> pd.DataFrame:
     """Rows of all datasets together; of the only one where there is one."""
     several = (estimates["dataset"] == ALL).any()
     return estimates[estimates["dataset"] == ALL] if several else estimates

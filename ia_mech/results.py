@@ -33,7 +33,7 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import estimate_of, p_value, write_parquet
 from ia_mech.run.integrity import fsync_folder, read_json
 from ia_mech.run.layout import RUN, refuse_unwritable
-from ia_mech.untrusted import escaped
+from ia_mech.untrusted import escape_unseen
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -219,7 +219,7 @@ def write(result: Result, folder: Path) -> None:
             "files": written,
         }
         text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
-        (scratch / RESULT).write_text(escaped(text) + "\n", encoding="utf-8")
+        (scratch / RESULT).write_text(escape_unseen(text) + "\n", encoding="utf-8")
         for name in (*written, RESULT):
             if (folder / name).is_dir():
                 raise UserError(f"{folder / name} is a folder", "remove it, or name another folder")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ia_mech.chat.template import PINNED_DATE
-from ia_mech.cli import named, one_line, utf8, whole_from
+from ia_mech.cli import nonblank, one_line, utf8, whole_from
 from ia_mech.data.formats import CUTS, FORMATS, ColumnMap
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
@@ -120,7 +120,7 @@ def _choice(names: tuple[str, ...], group: str, help: str = "") -> Any:
     return _setting(names[0], group, "NAME", listed, _one_of(names))
 
 
-def _setting(default: Any, group: str, metavar: str, help: str, parse: Any = named) -> Any:
+def _setting(default: Any, group: str, metavar: str, help: str, parse: Any = nonblank) -> Any:
     several = isinstance(default, tuple)
     flag = Flag(group, help, parse, metavar, several)
     return field(default=default, metadata={"flag": flag})

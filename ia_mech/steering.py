@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ia_mech.engine.intervene import Add, ProjectOut, Steered, check_layers
+from ia_mech.engine.intervene import Add, ProjectOut, TokenwiseIntervention, check_layers
 from ia_mech.errors import UserError
 from ia_mech.run.integrity import replace_file
 
@@ -69,16 +69,16 @@ class SteeringVector:
             f"({' and '.join(when)})"
         )
 
-    def _edit(self) -> Steered:
+    def _edit(self) -> TokenwiseIntervention:
         made = Add if self.kind == ADD else ProjectOut
         return made(self.layer, (0,), self.direction, self.dose)
 
     @property
-    def at_turn(self) -> tuple[Steered, ...]:
+    def at_turn(self) -> tuple[TokenwiseIntervention, ...]:
         """What happens at each token of the turn."""
         return (self._edit(),) if TURN in self.positions else ()
 
-    def at_context(self, places: Mapping[str, int | None]) -> tuple[Steered, ...]:
+    def at_context(self, places: Mapping[str, int | None]) -> tuple[TokenwiseIntervention, ...]:
         """What happens in a context.
 
         Args:

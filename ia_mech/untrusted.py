@@ -70,7 +70,7 @@ def visible(text: str) -> str:
     return text if text.isprintable() else "".join("�" if _is_unseen(c) else c for c in text)
 
 
-def escaped(line: str) -> str:
+def escape_unseen(line: str) -> str:
     """The same JSON, with such characters written as ``\\u`` escapes."""
     if line.isprintable():
         return line
@@ -81,7 +81,7 @@ def _is_unseen(character: str) -> bool:
     return character not in _KEPT and unicodedata.category(character) in _UNSEEN
 
 
-def inert(text: str) -> str:
+def spreadsheet_safe(text: str) -> str:
     """A text as a cell that no spreadsheet takes for a formula, with nothing hidden in it.
 
     One that begins with ``= + - @`` (also full-width, or behind white space) or with white space

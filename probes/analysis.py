@@ -17,15 +17,15 @@ from threadpoolctl import threadpool_limits
 
 from ia_mech.display import Progress, Quiet
 from ia_mech.errors import UserError
-from ia_mech.stats import Estimate, FoldScores, Replicated, model_confidence_set
+from ia_mech.stats import Estimate, FoldScores, ResampledScore, model_confidence_set
 from probes.controls import Baseline, Controls, Types, control_outcomes
 from probes.dataset import ENDS
-from probes.fit.beyond import Gained, gained, scaled
+from probes.fit.beyond import IncrementalScores, centre_and_scale, incremental_scores
 from probes.fit.folds import (
-    Tested,
+    SelectionTests,
     against_permutations,
     make_folds,
-    movable,
+    movable_sources,
     permutations,
     seeds_of,
 )
@@ -52,7 +52,7 @@ R = TypeVar("R")
 # -- what goes in ---------------------------------------------------------------------------------
 
 
-class Hidden(Protocol):
+class HiddenStates(Protocol):
     """Hidden states by layer; ``probes.dataset.ProbeSet`` is one, :class:`Arrays` another."""
 
     @property
@@ -134,7 +134,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ControlComparison:
     """A control beside the headline.
 
     Attributes:
@@ -155,7 +155,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Beyond:
+class IncrementalValue:
     """What hidden states add to a linear readout of the first-token state, the text, and the states
     at the ends of query and response.
 
@@ -167,7 +167,7 @@ class Beyond:
         base, full: both AUROCs.
     """
 
-    found: Gained
+    found: IncrementalScores
     saved: Estimate
     gain: Estimate
     base: Estimate
@@ -207,7 +207,7 @@ class Headline:
             chose.
         measures: name → estimate, see :data:`MEASURES`.
         chance: share of the variance of scores that is chance in training, mean of ``picked``;
-            intervals are widened by it (:meth:`ia_mech.stats.Replicated.with_training`).
+            intervals are widened by it (:meth:`ia_mech.stats.ResampledScore.with_training`).
     """
 
     layer: int
@@ -245,13 +245,13 @@ class Analysis:
     folds: np.ndarray
     layers: list[int]
     positions: list[str]
-    tested: Tested
+    tested: SelectionTests
     auroc: list[list[Estimate]]
     cell_scores: np.ndarray
     p_best: np.ndarray
     headline: Headline
-    compared: list[Compared]
-    beyond: Beyond | None
+    compared: list[ControlComparison]
+    beyond: IncrementalValue | None
     random_blocks: list[RandomBlocks]
     notes: list[str]
 
@@ -265,16 +265,17 @@ class Analysis:
 
 
 def analyse(
-    hidden: Hidden,
+    hidden: HiddenStates,
     outcome: Outcome,
     controls: Controls | None = None,
     settings: Settings | None = None,
     progress: Progress | None = None,
-    random_blocks: Mapping[str, Hidden] | None = None,
+    random_blocks: Mapping[str, HiddenStates] | None = None,
 ) -> Analysis:
     """Probe every layer and position, choose the headline, compare it with its controls.
 
-    With your own arrays: ``analyse(Arrays(states, ["header_last"]), Outcome.of(k, n, sources))``.
+    With your own arrays: ``analyse(Arrays(states, ["header_last"]), outcome)``, with
+    ``outcome = Outcome.from_counts(positives, trials, sources)``.
 
     Args:
         hidden: the states, read one layer at a time.
@@ -299,7 +300,7 @@ def analyse(
             f"({len(outcome)}, {len(hidden.positions)})"
         )
     notes = list(controls.missing)
-    moving, sources = movable(outcome), outcome.source_count
+    moving, sources = movable_sources(outcome), outcome.source_count
     if moving < 2:
         raise ValueError("no source can change places with another; there is nothing to permute")
     if moving < sources:
@@ -310,7 +311,7 @@ def analyse(
     of_folds, of_permutations = seeds_of(settings.seed)
     folds = make_folds(outcome, settings.folds, of_folds)
     permuted = permutations(outcome, folds, settings.permutations, of_permutations)
-    design = Design.of(outcome, folds, permuted)
+    design = Design.from_outcome(outcome, folds, permuted)
     workers = settings.workers or processors()
     with threadpool_limits(1), ThreadPoolExecutor(workers) as pool:
         try:
@@ -346,7 +347,7 @@ class _Analyser:
 
     def __init__(
         self,
-        hidden: Hidden,
+        hidden: HiddenStates,
         design: Design,
         settings: Settings,
         pool: ThreadPoolExecutor,
@@ -360,7 +361,7 @@ class _Analyser:
         self.layers, self.positions = list(hidden.layers), list(hidden.positions)
 
     def run(
-        self, controls: Controls, notes: list[str], random_blocks: Mapping[str, Hidden]
+        self, controls: Controls, notes: list[str], random_blocks: Mapping[str, HiddenStates]
     ) -> Analysis:
         found, tested = self._probed(self.hidden, self.design, "probes")
         each = [
@@ -391,8 +392,8 @@ class _Analyser:
         )
 
     def _probed(
-        self, hidden: Hidden, design: Design, phase: str
-    ) -> tuple[list[list[CrossValidated]], Tested]:
+        self, hidden: HiddenStates, design: Design, phase: str
+    ) -> tuple[list[list[CrossValidated]], SelectionTests]:
         """Every layer and position, ``[layers][positions]``, and the selection among them."""
         shape, sources = (len(self.layers), len(self.positions)), self.outcome.source_count
         self.progress.start(phase, shape[0] * shape[1])
@@ -417,7 +418,7 @@ class _Analyser:
         return [found[at : at + shape[1]] for at in range(0, len(found), shape[1])], tested
 
     def _random_blocks(
-        self, name: str, hidden: Hidden, own: np.ndarray, headline: Replicated
+        self, name: str, hidden: HiddenStates, own: np.ndarray, headline: ResampledScore
     ) -> RandomBlocks:
         """Against ``own``, ``[layers, positions]`` AUROC of the model, and its headline's."""
         found, tested = self._probed(hidden, self.design.observed(), "random blocks")
@@ -452,7 +453,7 @@ class _Analyser:
     # -- the headline -----------------------------------------------------------------------------
 
     def _chosen(
-        self, tested: Tested, found: list[list[CrossValidated]]
+        self, tested: SelectionTests, found: list[list[CrossValidated]]
     ) -> tuple[np.ndarray, float]:
         """``[contexts]`` scores of the probes that the folds chose; their chance in training."""
         folds, picked = self.design.folds, [found[at][where] for at, where in tested.picked]
@@ -462,14 +463,14 @@ class _Analyser:
         return by_fold[folds, np.arange(len(folds))], chance
 
     def _headline(
-        self, tested: Tested, found: list[list[CrossValidated]]
-    ) -> tuple[Headline, Replicated]:
+        self, tested: SelectionTests, found: list[list[CrossValidated]]
+    ) -> tuple[Headline, ResampledScore]:
         """From what was found ``[layers][positions]``; and its AUROC on every resample."""
         scores, chance = self._chosen(tested, found)
         weights = []  # fitted again: keeping those of every layer and position would take too much
         for fold, (layer, position) in enumerate(tested.picked):
             train, penalty = self.design.rows_outside(fold), found[layer][position].penalties[fold]
-            states = Features.of(self.hidden.layer(self.layers[layer])[:, position])
+            states = Features.from_states(self.hidden.layer(self.layers[layer])[:, position])
             at = project(states, train, train[:1], self.outcome.runs)
             weights.append(at.weights(fit(at, self.design, penalty).weights))
         layer, position = tested.headline
@@ -515,33 +516,37 @@ class _Analyser:
 
     # -- controls ---------------------------------------------------------------------------------
 
-    def _compared(self, controls: Controls, headline: Headline) -> list[Compared]:
+    def _compared(self, controls: Controls, headline: Headline) -> list[ControlComparison]:
         named = [("text", b) for b in controls.text] + [("output", b) for b in controls.output]
         draws = self.settings.control_draws if controls.types is not None else 0
         self.progress.start("controls", len(named) + draws)
         found, observed = [], self.design.observed()
-        each = (Features.of(baseline.features) for _, baseline in named)
+        each = (Features.from_states(baseline.features) for _, baseline in named)
         probed = self._map(lambda features: cross_validate(features, observed), each)
         for (kind, control), one in zip(named, probed, strict=True):
             own = self.scores.auroc(one.scores).with_training(one.chance).estimate()
-            found.append(Compared(control.name, control.what, kind, own, one.scores))
+            found.append(ControlComparison(control.name, control.what, kind, own, one.scores))
         if controls.types is not None and draws:
             own, oracle = self._control_task(controls.types, headline)
             what = f"{draws} random functions of length × opening of query and response"
-            found.append(Compared("control task", what, "control task", own, None, oracle))
+            found.append(ControlComparison("control task", what, "control task", own, None, oracle))
         return found
 
     def _control_task(self, types: Types, headline: Headline) -> tuple[Estimate, Estimate]:
         """AUROC on random functions of the types, where each fold's headline probe reads; and of a
         probe that knows their rates."""
         places = {
-            place: Features.of(self.hidden.layer(place[0])[:, self.positions.index(place[1])])
+            place: Features.from_states(
+                self.hidden.layer(place[0])[:, self.positions.index(place[1])]
+            )
             for place in dict.fromkeys(headline.picked)
         }
 
-        def probe(drawn: tuple[Outcome, np.ndarray]) -> tuple[Replicated, Replicated, float]:
+        def probe(
+            drawn: tuple[Outcome, np.ndarray],
+        ) -> tuple[ResampledScore, ResampledScore, float]:
             outcome, rates = drawn
-            design = Design.of(outcome, self.design.folds)
+            design = Design.from_outcome(outcome, self.design.folds)
             scores, chances = np.empty(len(outcome)), []
             for place, features in places.items():
                 picked = np.array([other == place for other in headline.picked])
@@ -555,12 +560,12 @@ class _Analyser:
         draws, seed = self.settings.control_draws, self.settings.seed
         outcomes = control_outcomes(self.outcome, types, draws, seed)
         aurocs, oracles, chances = zip(*self._map(probe, outcomes), strict=True)
-        own = Replicated.mean(aurocs).with_training(float(np.mean(chances)))
-        return own.estimate(), Replicated.mean(oracles).estimate()
+        own = ResampledScore.mean(aurocs).with_training(float(np.mean(chances)))
+        return own.estimate(), ResampledScore.mean(oracles).estimate()
 
     # -- beyond output, text, and the ends of query and response ----------------------------------
 
-    def _beyond(self, controls: Controls, headline: Headline) -> Beyond | None:
+    def _beyond(self, controls: Controls, headline: Headline) -> IncrementalValue | None:
         places = dict.fromkeys(headline.picked)
         ends = {layer: self.hidden.ends(layer) for layer, _ in places}
         known = {layer: states for layer, states in ends.items() if states is not None}
@@ -574,7 +579,7 @@ class _Analyser:
             if place[1] in ENDS:  # these are in the base as they are, and add nothing
                 hidden[place] = np.zeros_like(states)
         self.progress.start("beyond output and text", self.design.fold_count)
-        found = gained(
+        found = incremental_scores(
             [_side_by_side(controls.output), _side_by_side(controls.text)],
             [known[layer] for layer, _ in headline.picked],
             [hidden[place] for place in headline.picked],
@@ -585,7 +590,7 @@ class _Analyser:
         saved = self.scores.deviance_explained(expit(found.full), expit(found.base))
         # Each AUROC as if all of its variance over contexts were chance in training: only the
         # difference's share is known.
-        return Beyond(
+        return IncrementalValue(
             found,
             saved.with_training(found.chance).estimate(),
             (full - base).with_training(found.chance).estimate(),
@@ -595,12 +600,12 @@ class _Analyser:
 
     # -- reading and computing --------------------------------------------------------------------
 
-    def _all_features(self, hidden: Hidden) -> Iterator[Features]:
+    def _all_features(self, hidden: HiddenStates) -> Iterator[Features]:
         """Layers first; a layer is read when its first position is needed."""
         for layer in self.layers:
             states = hidden.layer(layer)
             for position in range(len(self.positions)):
-                yield Features.of(states[:, position])
+                yield Features.from_states(states[:, position])
 
     def _map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
         """Results in order; no more items are taken than the threads can soon use."""
@@ -617,4 +622,4 @@ class _Analyser:
 
 def _side_by_side(baselines: Sequence[Baseline]) -> np.ndarray:
     """``[contexts, features]`` of several baselines, each as large as the others."""
-    return np.hstack([scaled(baseline.features) for baseline in baselines])
+    return np.hstack([centre_and_scale(baseline.features) for baseline in baselines])

@@ -81,7 +81,7 @@ def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str,
     if all(np.ptp(outcome.rate[runs == run]) == 0 for run in np.unique(runs)):
         raise ValueError("all rates are alike, so there is nothing to learn")
     rows = np.arange(len(states))
-    projection = project(Features.of(states), rows, rows[:0], runs)
+    projection = project(Features.from_states(states), rows, rows[:0], runs)
     centred, run_count = projection.train, int(runs.max()) + 1
     if not centred.shape[1]:
         raise ValueError("hidden states that don't differ have no direction")

@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 from ia_mech.display import Progress, Quiet
 from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, holm, permutation_p
-from probes.analysis import Hidden, Settings, fold_scores
+from probes.analysis import HiddenStates, Settings, fold_scores
 from probes.dataset import MIN_SOURCES
 from probes.fit.folds import choose, make_folds, permutations, seeds_of
 from probes.fit.nested_cv import Design, InnerLoop, correlation, fit, fold_auroc, ridge_predictions
@@ -80,7 +80,7 @@ class Entry:
 
 
 def cross_evaluate(
-    hidden: Hidden,
+    hidden: HiddenStates,
     outcome: Outcome,
     units: Sequence[Unit],
     settings: Settings | None = None,
@@ -264,11 +264,11 @@ def _design(outcome: Outcome, folds: np.ndarray, moved: np.ndarray, settings: Se
         taken = np.arange(len(outcome))
         taken[moved] = moved[rows]
         permuted.append(taken)
-    return Design.of(outcome, folds, permuted)
+    return Design.from_outcome(outcome, folds, permuted)
 
 
 def _select(
-    hidden: Hidden, outcome: Outcome, evaluations: list[_Evaluation], progress: Progress
+    hidden: HiddenStates, outcome: Outcome, evaluations: list[_Evaluation], progress: Progress
 ) -> None:
     """Fill ``chosen`` and ``p``."""
     layers, width = list(hidden.layers), len(hidden.positions)
@@ -278,7 +278,7 @@ def _select(
     for layer in layers:
         states = hidden.layer(layer)
         for position in range(width):
-            features = Features.of(states[:, position])
+            features = Features.from_states(states[:, position])
             for one, by_place in zip(evaluations, found, strict=True):
                 by_place.append([_closed_form(features, fold, one.units) for fold in one.folds])
             progress.advance()
@@ -322,7 +322,7 @@ def _closed_form(
     return inner.max(0), outer
 
 
-def _score(hidden: Hidden, evaluations: list[_Evaluation], progress: Progress) -> None:
+def _score(hidden: HiddenStates, evaluations: list[_Evaluation], progress: Progress) -> None:
     """Fill ``scores``: those of logistic probes, where each chose to read."""
     waiting: dict[int, list[tuple[_Evaluation, int]]] = {}
     for one in evaluations:
@@ -333,7 +333,7 @@ def _score(hidden: Hidden, evaluations: list[_Evaluation], progress: Progress) -
         states = hidden.layer(hidden.layers[layer])
         for one, number in waiting[layer]:
             fold = one.folds[number]
-            features = Features.of(states[:, one.chosen[number, 1]])
+            features = Features.from_states(states[:, one.chosen[number, 1]])
             one.scores[fold.tested] = _predicted(features, fold)
             progress.advance()
 
@@ -354,7 +354,12 @@ def _predicted(features: Features, fold: _Fold) -> np.ndarray:
 
 
 def _entry(
-    one: _Evaluation, unit: Unit, p: float, outcome: Outcome, hidden: Hidden, settings: Settings
+    one: _Evaluation,
+    unit: Unit,
+    p: float,
+    outcome: Outcome,
+    hidden: HiddenStates,
+    settings: Settings,
 ) -> Entry:
     """Everything but the adjusted p value."""
     rows, scores = unit.rows, one.scores[unit.rows]

@@ -20,7 +20,7 @@ from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import NO_ANNOTATOR, open_runs, read_runs
 from ia_mech.run import Run
 from probes.card import AS_THEY_ARE, CENTRED
-from probes.fit.folds import movable
+from probes.fit.folds import movable_sources
 from probes.reaction import check_reliable, read_bits
 from probes.targets import (
     GROUNDED,
@@ -88,7 +88,7 @@ class ProbeSet:
         frame = self.contexts
         shared = ["run", "perturbation"] + ["dataset"] * (self.within == DATASET)
         strata = frame.groupby(shared, sort=False).ngroup()
-        return Outcome.of(frame["positives"], frame["trials"], frame["source"], strata)
+        return Outcome.from_counts(frame["positives"], frame["trials"], frame["source"], strata)
 
     @property
     def labelled_by(self) -> str:
@@ -315,7 +315,7 @@ def check_enough(
     with_negative = len(set(outcome.sources[(outcome.negatives > 0) & varies]))
     few, what = min((with_positive, positive), (with_negative, target.negative))
     if few >= needed:
-        moving = movable(outcome)
+        moving = movable_sources(outcome)
         if moving < needed:
             raise UserError(
                 f"only {moving} of {sources} sources can change places with another one, as the "

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
 
 from ia_mech.cli import one_line
-from ia_mech.display import COLOURS, styled
+from ia_mech.display import COLOURS, with_style
 from ia_mech.stats import Estimate
 from probes.analysis import Analysis
 
@@ -36,7 +36,7 @@ _CONTROLS: dict[str, dict[str, Any]] = {
 # -- heat map -------------------------------------------------------------------------------------
 
 
-@styled
+@with_style
 def heat_map(analysis: Analysis, title: str) -> Figure:
     """AUROC by layer (upwards) and position.
 
@@ -135,7 +135,7 @@ def _head(figure: Figure, axes: Axes, facts: str, title: str) -> None:
 # -- layer curve ----------------------------------------------------------------------------------
 
 
-@styled
+@with_style
 def layer_curve(analysis: Analysis, title: str) -> Figure:
     """AUROC by layer at the position chosen on all contexts, its null, and the controls on output
     and text.

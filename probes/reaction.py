@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ia_mech.cli import quoted
+from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.run import Run
 from ia_mech.stats import Estimate, cluster_bootstrap
@@ -38,7 +38,7 @@ def read_bits(runs: Sequence[Run], folder: Path | None = None) -> pd.DataFrame:
     from ia_mech.models.embedded import cache_dir
 
     folder = folder or cache_dir() / f"{runs[0].path.resolve().name}-reaction"
-    file, first = folder / "turns.parquet", " ".join(quoted(run.path) for run in runs)
+    file, first = folder / "turns.parquet", " ".join(shell_word(run.path) for run in runs)
     remedy = f"run: python -m experiments.reaction {first}, or give its folder with --reaction"
     try:
         table = pd.read_parquet(file, columns=[*KEY, "text", "bits_by_token"])

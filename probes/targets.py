@@ -36,7 +36,7 @@ class Outcome:
     runs: np.ndarray
 
     @classmethod
-    def of(
+    def from_counts(
         cls,
         positives: ArrayLike,
         trials: ArrayLike,
@@ -76,7 +76,7 @@ class Outcome:
 
     def take(self, rows: np.ndarray) -> "Outcome":
         """Some contexts, with sources and runs renumbered."""
-        return Outcome.of(
+        return Outcome.from_counts(
             self.positives[rows], self.trials[rows], self.sources[rows], self.runs[rows]
         )
 
@@ -189,7 +189,7 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
     Args:
         target: what to predict.
         turns: one row per turn with ``run``, ``context_id``, ``temperature``, ``category`` and
-            ``genuine`` (NaN where not assessed), as ``Judged.turns``; for ``grounded`` also
+            ``genuine`` (NaN where not assessed), as ``JudgedTurns.turns``; for ``grounded`` also
             ``grounded`` (likewise). For ``reaction`` ``positive``, as
             :func:`probes.reaction.read_bits` gives it, in place of these.
 

@@ -14,8 +14,8 @@ from ia_mech.cli import (
     Parser,
     add_intervals,
     add_threads,
-    guarded,
     path_of,
+    run_command,
     tolerant_streams,
     whole_from,
 )
@@ -146,7 +146,7 @@ def layers(text: str) -> list[int] | None:
     return list(range(int(found[1]), int(found[2] or found[1]) + 1))
 
 
-def chosen(args: argparse.Namespace) -> tuple[list[str] | None, list[int] | None]:
+def chosen_places(args: argparse.Namespace) -> tuple[list[str] | None, list[int] | None]:
     """Positions and layers that were given; None for all."""
     names = None if "all" in args.positions else args.positions
     numbers = None if None in args.layers else sorted({at for part in args.layers for at in part})
@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
-    return guarded(lambda: _train(args), lambda: "nothing was written", args.threads)
+    return run_command(lambda: _train(args), lambda: "nothing was written", args.threads)
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -191,7 +191,7 @@ def _train(args: argparse.Namespace) -> None:
         runs,
         args.judge,
         args.target,
-        *chosen(args),
+        *chosen_places(args),
         args.within,
         reaction=args.reaction,
         embeddings=args.embeddings,
@@ -203,10 +203,10 @@ def _train(args: argparse.Namespace) -> None:
     check_enough(data.outcome, data.target, settings.folds)
     controls = controls_of(data, settings.seed)
     analysis = analyse(data, data.outcome, controls, settings, Bar(), twins)
-    keep(show.result_of(analysis, data, place), place.folder, args.full)
+    write_and_show(show.result_of(analysis, data, place), place.folder, args.full)
 
 
-def keep(result: "Result", folder: Path, full: bool) -> None:
+def write_and_show(result: "Result", folder: Path, full: bool) -> None:
     """Write a result and print it."""
     from ia_mech.display import console
     from ia_mech.results import show, write

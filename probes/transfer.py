@@ -9,9 +9,16 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ia_mech.cli import Parser, guarded, tolerant_streams
+from ia_mech.cli import Parser, run_command, tolerant_streams
 from ia_mech.errors import UserError
-from probes.train import add_result, add_statistics, add_subject, chosen, keep, settings_of
+from probes.train import (
+    add_result,
+    add_statistics,
+    add_subject,
+    chosen_places,
+    settings_of,
+    write_and_show,
+)
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -64,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
-    return guarded(lambda: _transfer(args), lambda: "nothing was written", args.threads)
+    return run_command(lambda: _transfer(args), lambda: "nothing was written", args.threads)
 
 
 def _transfer(args: argparse.Namespace) -> None:
@@ -77,7 +84,7 @@ def _transfer(args: argparse.Namespace) -> None:
         args.runs,
         args.judge,
         args.target,
-        *chosen(args),
+        *chosen_places(args),
         args.within,
         reaction=args.reaction,
     )
@@ -86,7 +93,7 @@ def _transfer(args: argparse.Namespace) -> None:
     about = show.about("transfer", data, settings, by=by)
     place = show.Place.free(about, args.runs[0], args.out, args.replace)
     entries, notes = cross_evaluate(data, data.outcome, units, settings, Bar())
-    keep(_result(entries, units, data, notes, place, settings), place.folder, args.full)
+    write_and_show(_result(entries, units, data, notes, place, settings), place.folder, args.full)
 
 
 def units_of(data: "ProbeSet", by: str) -> list["Unit"]:

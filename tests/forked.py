@@ -168,11 +168,11 @@ def _tell(pen: int) -> None:
     from ia_mech.collect.progress import Work
 
     def telling(function, what: str):
-        def told(*arguments):
+        def telling_first(*arguments):
             os.write(pen, f"{what}\n".encode())
             return function(*arguments)
 
-        return told
+        return telling_first
 
     cli._status, Work.begin = telling(cli._status, "b"), telling(Work.begin, PART)
 

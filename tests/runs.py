@@ -254,7 +254,7 @@ def write_by_hand(out: Path, change=None, shard: tuple[int, int] = (1, 1), parts
     """What the main job does with a folder: begin or go on, and finish."""
     with RunWriter(out, RECORD, shard) as writer:
         writer.start_session({"machine": "test"})
-        done = writer.done("contexts")
+        done = writer.finished_parts("contexts")
         for part in parts:
             if layout.part_names(len(PARTS))[part] not in done:
                 add_part(writer, part, change=change if part == 1 else None)

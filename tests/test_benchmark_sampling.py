@@ -198,18 +198,18 @@ FORKED = [f"{parent}{child}" for parent in PARENTS for child in ("__child#0", "_
 
 @pytest.mark.parametrize("names", [PARENTS, FORKED], ids=["5.17", "5.23"])
 def test_continuous_batching_must_have_written_everything(names):
-    def found(count: int, tokens: int = 3, error: str | None = None) -> dict:
+    def outputs(count: int, tokens: int = 3, error: str | None = None) -> dict:
         written = SimpleNamespace(error=error, generated_tokens=[7] * tokens)
         return dict.fromkeys(names[:count], written)
 
     with ErrorLog() as errors:
         logging.getLogger("ContinuousBatchingLogger").error("failed during generation")
-    demand_complete(found(len(names)), 2, 3, 3, [])
+    demand_complete(outputs(len(names)), 2, 3, 3, [])
     for results, logged, problem in (
-        (found(len(names) - 1), [], f"{len(names) - 1} results, not {len(names)}"),
-        (found(len(names), 2), [], "req_0.*: 2 tokens, not 3"),
-        (found(len(names), 2, "too long"), [], "req_0.*: too long"),
-        (found(len(names)), errors, "failed during generation"),
+        (outputs(len(names) - 1), [], f"{len(names) - 1} results, not {len(names)}"),
+        (outputs(len(names), 2), [], "req_0.*: 2 tokens, not 3"),
+        (outputs(len(names), 2, "too long"), [], "req_0.*: too long"),
+        (outputs(len(names)), errors, "failed during generation"),
     ):
         with pytest.raises(RuntimeError, match=problem):
             demand_complete(results, 2, 3, 3, logged)
@@ -293,7 +293,7 @@ def test_everything_runs_in_small_and_a_dead_process_is_a_result(tmp_path):
     )  # fmt: skip
     for model in ("tiny", "tiny-hybrid"):
         found = Results.read([tmp_path / "all.json"])
-        lacking = {n for n in CONTENDERS if not found.of(model, n)}
+        lacking = {n for n in CONTENDERS if not found.records_of(model, n)}
         hybrid = {"continuous"} if model == "tiny-hybrid" else set()
         assert lacking == {"transformer-lens"} | hybrid
     assert done.stdout.strip() == full(found).strip()

@@ -18,7 +18,7 @@ from experiments.resample import subject_of
 from experiments.temperature_sweep import main as sweep
 from ia_mech.collect.command import main
 from ia_mech.judge.__main__ import main as judge
-from ia_mech.models.load import recalled
+from ia_mech.models.load import recall
 from ia_mech.rates.__main__ import main as rates
 from ia_mech.report.__main__ import main as report
 from ia_mech.run import Run
@@ -75,9 +75,9 @@ def test_no_file_of_a_run_names_a_folder_of_this_machine(local, tmp_path, capfd)
     assert again.status == 0 and "was finished before" in again.err
     # Experiments find the model again, as long as it is there; and another of its name isn't it.
     assert subject_of(run).weights_hash == run.model["weights_hash"]
-    assert recalled(run.settings, "00").name == "my-model"
+    assert recall(run.settings, "00").name == "my-model"
     shutil.rmtree(tmp_path / "secret" / "my-model")
-    assert recalled(run.settings, run.model["weights_hash"]).name == "my-model"
+    assert recall(run.settings, run.model["weights_hash"]).name == "my-model"
 
 
 def texts_in(path: Path) -> str:

@@ -7,7 +7,7 @@ import families
 import pytest
 
 from ia_mech.chat.format import ChatFormat
-from ia_mech.chat.headers import context_of, rendered
+from ia_mech.chat.headers import context_and_reference, context_of
 from ia_mech.data.conversations import HEADERS, Conversation
 from ia_mech.errors import UserError
 
@@ -151,11 +151,11 @@ def test_all_headers_score_the_same_ids_of_the_reference(family):
     ids = chat.reference_ids(DIALOGUE, chat.context(DIALOGUE), ASKED.reference)
     for header in HEADERS:
         try:
-            _, turn = rendered(chat, replace(ASKED, header=header))
+            _, turn = context_and_reference(chat, replace(ASKED, header=header))
         except UserError:
             continue
         assert turn == ids
-    assert rendered(chat, replace(ASKED, reference=None))[1] is None
+    assert context_and_reference(chat, replace(ASKED, reference=None))[1] is None
 
 
 @EACH
@@ -166,7 +166,7 @@ def test_an_opening_follows_every_header_and_leaves_no_reference(family):
             without = variant(plain, header)
         except UserError:
             continue
-        made, turn = rendered(opened, replace(ASKED, header=header))
+        made, turn = context_and_reference(opened, replace(ASKED, header=header))
         assert made.ids == without.ids + opened.opening_ids
         assert made.positions == without.positions
         assert turn is None  # the user's own turn doesn't begin so

@@ -90,22 +90,22 @@ def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp
 # -- parts ----------------------------------------------------------------------------------------
 
 
-def found(lengths: list[int], prompts: dict[int, int] | None = None) -> Survey:
+def survey_of(lengths: list[int], prompts: dict[int, int] | None = None) -> Survey:
     return Survey({}, [None] * len(lengths), lengths, prompts or {}, len(lengths), [])
 
 
 def test_a_part_fills_a_batch_and_a_part_of_responses_serves_whole_ones(tiny_subject):
     config = tiny_subject.model.config
-    plan = plan_parts(found([30] * 10, dict.fromkeys(range(10), 9)), SETTINGS, config, 4)
+    plan = plan_parts(survey_of([30] * 10, dict.fromkeys(range(10), 9)), SETTINGS, config, 4)
     # Four contexts of five rows fill 20 rows; three parts of a size hold ten contexts.
     assert list(plan.contexts.values()) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert list(plan.responses.values()) == [list(range(10))]
     assert plan.counts == {"responses": 1, "contexts": 3} and plan.batch_rows == 20
-    wide = plan_parts(found([30] * 50, dict.fromkeys(range(50), 9)), SETTINGS, config, 4)
+    wide = plan_parts(survey_of([30] * 50, dict.fromkeys(range(50), 9)), SETTINGS, config, 4)
     for some in wide.responses.values():
         inside = [part for part in wide.contexts.values() if part[0] in some]
         assert some == [order for part in inside for order in part] and len(some) <= 20
-    alone = plan_parts(found([30] * 3), replace(SETTINGS, batch_rows=2), config, 4)
+    alone = plan_parts(survey_of([30] * 3), replace(SETTINGS, batch_rows=2), config, 4)
     assert list(alone.contexts.values()) == [[0], [1], [2]]
 
 
@@ -113,7 +113,7 @@ def test_a_part_holds_no_more_than_memory_is_set_aside_for(tiny_subject):
     config = tiny_subject.model.config
     a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     length = HELD["cpu"] // a_token // 2
-    plan = plan_parts(found([length, 30, 30, length, length]), SETTINGS, config, 4)
+    plan = plan_parts(survey_of([length, 30, 30, length, length]), SETTINGS, config, 4)
     assert list(plan.contexts.values()) == [[0, 1, 2], [3], [4]]
 
 
@@ -121,7 +121,7 @@ def test_a_part_holds_no_more_than_memory_is_set_aside_for(tiny_subject):
 def test_every_part_is_dealt_to_one_shard_with_the_responses_that_it_needs(tiny_subject, of):
     config = tiny_subject.model.config
     for prompts in ({}, dict.fromkeys(range(0, 90, 2), 9)):
-        plan = plan_parts(found([30] * 90, prompts), SETTINGS, config, 4)
+        plan = plan_parts(survey_of([30] * 90, prompts), SETTINGS, config, 4)
         shards = [plan.of_shard((number, of)) for number in range(1, of + 1)]
         for kind in ("contexts", "responses"):
             dealt = [name for shard in shards for name in getattr(shard, kind)]
@@ -150,7 +150,7 @@ def test_a_part_is_planned_computed_and_written_as_one(
     assert [part["contexts"] for part in run.parts("contexts")] == [3, 2]
     assert run.settings["batch_rows"] == 20
     rows = run.generations.groupby("context_id").size()
-    assert set(rows) == {5} and run.kept == {"responses": 5, "contexts": 5}
+    assert set(rows) == {5} and run.counts == {"responses": 5, "contexts": 5}
 
 
 def test_all_residuals_are_read_without_arguments(whole):
@@ -243,7 +243,7 @@ def test_logits_that_are_not_numbers_end_the_run_with_nothing_of_them_written(
     monkeypatch.setattr(job, "prefill_all", broken)
     with pytest.raises(UserError, match=r"logits are not numbers for the context of .* in float32"):
         sampled(SETTINGS, tiny_subject, tmp_path / "run")
-    assert Run.open(tmp_path / "run").kept == {"responses": 0, "contexts": 0}
+    assert Run.open(tmp_path / "run").counts == {"responses": 0, "contexts": 0}
     assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
@@ -256,21 +256,21 @@ def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
 ):
     """One of a part, all of a part, and all."""
     settings = replace(SETTINGS, response="generate", max_response_tokens=4)
-    honest, chosen = job.rendered, set(refused)
+    honest, chosen = job.context_and_reference, set(refused)
 
     def picky(chat, conversation):
         if conversation.id in chosen:
             raise UserError("the template refuses it", "remove it")
         return honest(chat, conversation)
 
-    monkeypatch.setattr(job, "rendered", picky)
+    monkeypatch.setattr(job, "context_and_reference", picky)
     run = job.collect(settings, tiny_subject, tmp_path / "run", progress)
     assert run.complete and run.verify() == []
     for name in refused:
         assert f"conversation {name} is left out: the template refuses it" in progress.lines
     assert run.sessions[0]["left_out"] == refused
     left = [name for name in CONTEXTS if name not in refused]
-    assert run.kept["contexts"] == len(left)
+    assert run.counts["contexts"] == len(left)
     if left:
         assert run.contexts["context_id"].tolist() == left
     else:

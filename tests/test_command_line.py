@@ -15,7 +15,7 @@ import pytest
 import torch
 from shell import Outcome, call, files, refusal
 
-from ia_mech.cli import NOTHING, STATUSES, Parser, guarded, quoted
+from ia_mech.cli import NOTHING, STATUSES, Parser, run_command, shell_word
 from ia_mech.collect import command as command_line
 from ia_mech.console import COMMANDS
 from ia_mech.run import Run, RunWriter
@@ -298,7 +298,7 @@ def test_an_interrupted_run_says_what_is_kept_and_goes_on(sample, monkeypatch, t
         outcome = sample(*MANY, "--out", out)
     assert outcome.status == 130 and outcome.out == "" and "Traceback" not in outcome.err
     run = Run.open(out)
-    count = run.kept["contexts"]
+    count = run.counts["contexts"]
     assert not run.complete and bool(count) == bool(kept)
     assert outcome.err.splitlines()[-1] == (
         f"interrupted; kept in {out}: {count} contexts; the same command goes on from there"
@@ -436,7 +436,7 @@ def in_bash(command: str) -> list[str]:
 
 def test_paths_are_quoted_for_a_shell_on_one_line():
     paths = ["plain", "é", "a b", "it's", "two\nlines", "a  b ", "\x1b[31m\u202e", "a\udcff", "-x"]
-    found = [quoted(path) for path in paths]
+    found = [shell_word(path) for path in paths]
     assert all(word.isprintable() and word == " ".join(word.split()) for word in found)
     assert found[0] == "plain"
     done = subprocess.run(["bash", "-c", f"printf '%s\\0' {' '.join(found)}"], capture_output=True)
@@ -523,7 +523,7 @@ def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own_is_an_interr
         except KeyboardInterrupt:
             raise ImportError("initialization failed") from None
 
-    assert guarded(importing, lambda: "nothing was kept") == 130
+    assert run_command(importing, lambda: "nothing was kept") == 130
     assert capsys.readouterr().err == "\ninterrupted; nothing was kept\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -548,8 +548,8 @@ def test_an_interrupted_run_whose_manifest_is_damaged_says_so(
 
 
 def test_a_command_may_say_that_nothing_usable_came_out():
-    assert guarded(lambda: NOTHING, lambda: "") == NOTHING == 3
-    assert guarded(lambda: None, lambda: "") == guarded(lambda: 0, lambda: "") == 0
+    assert run_command(lambda: NOTHING, lambda: "") == NOTHING == 3
+    assert run_command(lambda: None, lambda: "") == run_command(lambda: 0, lambda: "") == 0
     described = Parser(epilog="the end").format_help()
     assert f"the end\n{STATUSES}" in described
 

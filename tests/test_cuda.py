@@ -12,7 +12,7 @@ from ia_mech.collect.job import collect
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
-from ia_mech.engine.sampling import _sample_at_once, sample, stream_key, uncompiled
+from ia_mech.engine.sampling import _sample_at_once, compile_failure, sample, stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.models import embedded
@@ -67,7 +67,7 @@ def test_the_check_passes(architecture, dtype):
 @pytest.mark.parametrize("vocab", [97, 5001, 151_936])
 def test_the_compiled_draw_equals_the_uncompiled_one(vocab):
     device = torch.device("cuda", 0)
-    assert uncompiled(device) == ""
+    assert compile_failure(device) == ""
     generator = torch.Generator().manual_seed(vocab)
     for rows, step in ((9, 0), (9, 1), (9, 7), (33, 2), (1, 3)):
         given = (

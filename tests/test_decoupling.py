@@ -109,7 +109,7 @@ def measured(*runs: Run, judge: str | None = None) -> tuple[Decoupling, pd.DataF
 def one(found: pd.DataFrame, quantity: str, **names) -> pd.Series:
     """The row of a quantity, of all responses unless said otherwise."""
     rows = found[found["quantity"] == quantity]
-    for column, value in ({"of": "all responses"} | names).items():
+    for column, value in ({"term": "all responses"} | names).items():
         rows = rows[rows[column] == value]
     assert len(rows) == 1, rows
     return rows.iloc[0]
@@ -140,7 +140,7 @@ def test_accuracy_and_rates_are_the_planted_ones(planted):
     assert (greedy["value"], greedy["rows"]) == (2 / 8, 8)
     warm = one(found, RATE, temperature=1.0)
     assert warm["value"] == pytest.approx((8 + 1) / 32) and warm["rows"] == 32
-    assert set(found["of"]) == {"all responses"}  # none was cut off
+    assert set(found["term"]) == {"all responses"}  # none was cut off
 
 
 def test_the_association_has_its_closed_form(planted):
@@ -179,10 +179,10 @@ def test_cut_off_responses_are_told_apart(planted):
     assert made.responses["correct"].tolist() == [1, 0, 0, 1]
     assert made.responses["why"][2] == "cut off before it states an answer"
     assert one(found, ACCURACY)["value"] == one(found, "cut off")["value"] == 0.5
-    complete = one(found, ACCURACY, of="complete responses")
+    complete = one(found, ACCURACY, term="complete responses")
     assert (complete["value"], complete["rows"]) == (0.5, 2)
     assert one(found, RATE)["value"] == 0.25
-    assert one(found, RATE, of="complete responses")["value"] == 0.5
+    assert one(found, RATE, term="complete responses")["value"] == 0.5
     assert any("2 of 4 responses were cut off by the token" in note for note in made.notes)
 
 

@@ -9,7 +9,7 @@ import torch
 from conftest import Silent
 from shell import call, refusal
 
-from experiments.elicit import EXCESS, GREEDY, OPENING, RATE, SIBLINGS, by_query, gaps, main
+from experiments.elicit import EXCESS, GREEDY, OPENING, RATE, SIBLINGS, gaps, main, rates_by_query
 from ia_mech.judge.label import label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.run import Run
@@ -61,7 +61,7 @@ def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings
             {"source": "c", "own_genuine": 0.0, "genuine": 1.0},
         ]
     ).assign(arm=GREEDY, dataset="d")
-    found = by_query(rows, "genuine").set_index("source")
+    found = rates_by_query(rows, "genuine").set_index("source")
     assert found[RATE].to_dict() == {"a": 1.0, "c": 0.0}  # nothing is known of b's siblings
     assert found[SIBLINGS].to_dict() == {"a": 0.5, "c": 1.0}
     assert found[EXCESS].to_dict() == {"a": 0.5, "c": -1.0}
@@ -83,7 +83,7 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     assert outcome.status == 0, outcome.err
     assert "The best arm, chosen on other queries, adds" in outcome.out.splitlines()[0]
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
-    assert set(found["of"]) == {*arms, "best arm", "best temperature"}
+    assert set(found["term"]) == {*arms, "best arm", "best temperature"}
     prompted = Run.open(tmp_path / "out" / "prompt" / "run")
     assert prompted.settings["system"] and prompted.labels.judges == ["rules"]
     opened = Run.open(tmp_path / "out" / "opening" / "run")
@@ -108,6 +108,6 @@ def test_a_steering_vector_is_a_further_arm(siblings, tmp_path, capfd):
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
-    assert {"steering, greedy", "steering, T = 1"} <= set(found["of"])
+    assert {"steering, greedy", "steering, T = 1"} <= set(found["term"])
     steered = Run.open(tmp_path / "out" / "steering" / "run")
     assert steered.record["identity"]["intervention"] == SteeringVector.load(file).sha256

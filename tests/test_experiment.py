@@ -267,7 +267,7 @@ def test_the_worked_experiment_measures_what_it_says(
                 for one in query.token_ids
             ]
             means.append(bits[followed] - np.mean(np.delete(bits, followed)))
-    found = pd.read_parquet(folder / "estimates.parquet").set_index(["dataset", "of"])["value"]
+    found = pd.read_parquet(folder / "estimates.parquet").set_index(["dataset", "term"])["value"]
     whole = "(all)" if "(all)" in found.index.get_level_values(0) else "plain"
     np.testing.assert_allclose(found[whole, "own response"], np.mean(means), **scored.bits(3))
 
@@ -338,14 +338,14 @@ def test_a_folder_with_files_of_ones_own_is_left_alone(count, merged, refused, t
 
 
 def test_fewer_queries_are_among_more(first_words, siblings, tmp_path):
-    def drawn(*words: str) -> list[str]:
+    def used(*words: str) -> list[str]:
         args = first_words.build_parser().parse_args([str(siblings.path), *words])
         return [query.source for query in first_words([siblings], args, tmp_path).queries]
 
-    every, three, two = drawn(), drawn("--queries", "3"), drawn("--queries", "2")
+    every, three, two = used(), used("--queries", "3"), used("--queries", "2")
     assert (len(every), len(three), len(two)) == (4, 3, 2)
     assert set(two) < set(three) < set(every) and sorted(three, key=every.index) == three
-    assert any(drawn("--queries", "2", "--seed", str(seed)) != two for seed in range(1, 6))
+    assert any(used("--queries", "2", "--seed", str(seed)) != two for seed in range(1, 6))
 
 
 def test_runs_without_siblings_are_refused(first_words, merged, capfd):

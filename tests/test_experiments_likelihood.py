@@ -21,7 +21,7 @@ from experiments.likelihood import (
     Likelihood,
     contrasts_of,
     main,
-    read,
+    read_references,
 )
 from experiments.tables import estimates_of
 from ia_mech.collect.identity import build_chat, eos_ids
@@ -61,7 +61,7 @@ def siblings(sampled) -> Run:
 @pytest.fixture(scope="module")
 def measured(plain, siblings, tiny_subject):
     """Units, and what was scored of them."""
-    references = read([plain, siblings])
+    references = read_references([plain, siblings])
     model = tiny_subject.model
     settings = Settings.from_dict(plain.settings)
     ids = eos_ids(model.generation_config, model.config)
@@ -158,7 +158,7 @@ def test_the_estimates_of_a_run_are_means_of_what_was_scored(measured):
     np.testing.assert_allclose(tempered["value"], curve)
     best = found[found["quantity"] == "best temperature"]["value"].item()
     assert best == tempered["temperature"].to_numpy()[np.argmax(curve)]
-    values = found.set_index(["quantity", "of"])["value"]
+    values = found.set_index(["quantity", "term"])["value"]
     contrasts = contrasts_of(rows)
     mine = contrasts[(contrasts["turn"] == REFERENCE) & (contrasts["against"] == SIBLINGS)]
     np.testing.assert_allclose(values["contrast, bits", SIBLINGS], mine["bits"].mean())
@@ -175,7 +175,7 @@ def test_one_follow_up_has_estimates_without_intervals(sampled, tiny_subject, ca
     assert outcome.status == 0, outcome.err
     found = pd.read_parquet(run.path / "results" / "likelihood" / "estimates.parquet")
     contrasts = found[found["quantity"] == "contrast, bits"]
-    assert contrasts["of"].tolist() == [EMPTY]  # there is no other response
+    assert contrasts["term"].tolist() == [EMPTY]  # there is no other response
     assert contrasts["low"].isna().all() and set(contrasts["method"]) == {"one source"}
 
 
@@ -200,7 +200,7 @@ def test_the_command_scores_once_and_says_what_is_the_control(plain, siblings, t
 
 def test_runs_that_cannot_be_used_are_refused(sampled, plain, siblings, capfd):
     with pytest.raises(UserError, match=r"score \d+ of the same follow-ups in the same contexts"):
-        read([plain, sampled(seed=1)])
+        read_references([plain, sampled(seed=1)])
     for runs in ([sampled([scored.CONVERSATIONS[3]])], [siblings]):
         line = refusal(call(main, [str(run.path) for run in runs], capfd))
         assert line.startswith("no context has what a user really said after the response")
@@ -212,7 +212,7 @@ def test_follow_ups_written_without_the_response_are_marked_and_not_pooled(measu
     options = {"level": 0.95, "resamples": 100, "seed": 0}
     made = likelihood.estimates(references, rows, options)
     found = estimates_of(made, Likelihood.columns, 0.95)
-    own = found[(found["quantity"] == "contrast, bits") & (found["of"] == SIBLINGS)]
+    own = found[(found["quantity"] == "contrast, bits") & (found["term"] == SIBLINGS)]
     values = own.set_index("dataset")["value"]
     assert set(values.index) == {"plain", "odd (response unseen)", "(all)"}
     assert values["(all)"] == values["plain"]

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.tables import smallest_effect, stated
+from experiments.tables import sentence_of, smallest_effect
 from ia_mech.estimates import few_sources
 from ia_mech.stats import paired_difference
 
@@ -26,11 +26,11 @@ def test_an_effect_of_2_8_standard_errors_is_found_in_four_of_five_studies():
 
 def test_only_a_null_says_what_it_could_have_shown():
     null, shown = estimate(0.02, -0.08, 0.12), estimate(0.2, 0.1, 0.3)
-    said = stated("change", null, null=0.0)
+    said = sentence_of("change", null, null=0.0)
     assert said == "Change: 0.02 [-0.08, 0.12] (with 80% power 0.14 would have been shown)."
-    assert stated("change", shown, null=0.0) == "Change: 0.20 [0.10, 0.30]."
-    assert stated("change", null) == "Change: 0.02 [-0.08, 0.12]."
-    assert "power" not in stated("change", estimate(0.02, np.nan, np.nan), null=0.0)
+    assert sentence_of("change", shown, null=0.0) == "Change: 0.20 [0.10, 0.30]."
+    assert sentence_of("change", null) == "Change: 0.02 [-0.08, 0.12]."
+    assert "power" not in sentence_of("change", estimate(0.02, np.nan, np.nan), null=0.0)
 
 
 def test_the_smallest_p_that_few_sources_could_reach_is_said():

@@ -22,7 +22,7 @@ WITHOUT = Gate("planted", "genuine", 0, np.nan, np.nan, NONE, NONE)
 
 
 def frame(*rows: dict) -> pd.DataFrame:
-    usual = {"dataset": "d", "temperature": 1.0, "of": "", "model": "m", "value": 0.4,
+    usual = {"dataset": "d", "temperature": 1.0, "term": "", "model": "m", "value": 0.4,
              "low": 0.3, "high": 0.6}  # fmt: skip
     return pd.DataFrame([usual | row for row in rows])
 

@@ -9,7 +9,7 @@ from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.intervene import Add, ProjectOut, Replace, from_layer, intervene
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
-from ia_mech.likelihood.intervened import Continued
+from ia_mech.likelihood.intervened import IntervenedTurns
 
 EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 CONTEXT, START, DEPTH = 23, 18, 4  # sliding windows are 8 tokens
@@ -93,7 +93,7 @@ def test_scores_under_residual_edits_equal_plain_hooks(architecture, temperature
             plain.append((layer, add))
         rows.append((number, []))
         plain.append(None)
-    found = Continued(model, context(), START, turns()).score(rows, temperature)
+    found = IntervenedTurns(model, context(), START, turns()).score(rows, temperature)
     moved = []
     for (number, _), edit, own in zip(rows, plain, found, strict=True):
         turn = turns()[number]
@@ -179,7 +179,7 @@ def test_no_hook_is_left_whatever_happens():
     assert hooks_of(model) == before
     early = Replace(1, (START - 1,), vectors(1, seed=0))
     with pytest.raises(UserError, match="position 17 isn't among the tokens 18 to"):
-        Continued(model, context(), START, turns()).score([(0, [early])])
+        IntervenedTurns(model, context(), START, turns()).score([(0, [early])])
     assert hooks_of(model) == before
 
 

@@ -12,7 +12,7 @@ from runs import rewritten
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main
-from ia_mech.judge.agreement import agreement, compare, compared, joint_rows, labellers_of
+from ia_mech.judge.agreement import agreement, compare, compare_pairs, joint_rows, labellers_of
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
@@ -24,8 +24,10 @@ from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
 
-def annotate(run: Run, name: str, said: dict[int, str], sheet="s", stratum="all", of=None) -> None:
-    """Labels of an annotator by row; each row has the same probability unless ``of`` tells it."""
+def annotate(
+    run: Run, name: str, labels: dict[int, str], sheet="s", stratum="all", chances=None
+) -> None:
+    """Labels of an annotator by row; all rows have the same probability without ``chances``."""
     keys = keys_of(run)
     rows = [
         {
@@ -34,9 +36,9 @@ def annotate(run: Run, name: str, said: dict[int, str], sheet="s", stratum="all"
             "note": f"note {i}",
             "sheet": sheet,
             "stratum": stratum if isinstance(stratum, str) else stratum[i],
-            "inclusion_probability": len(said) / ROWS if of is None else of[i],
+            "inclusion_probability": len(labels) / ROWS if chances is None else chances[i],
         }
-        for i, category in said.items()
+        for i, category in labels.items()
     ]
     run.labels.write_annotations(name, rows, {})
 
@@ -46,7 +48,7 @@ def random_labels(seed: int, names=NAMES) -> list[str]:
 
 
 def pairs_of(run: Run, between=None) -> dict:
-    return compared(run, labellers_of(run, between))
+    return compare_pairs(run, labellers_of(run, between))
 
 
 def disagreements_of(run: Run) -> pd.DataFrame:
@@ -261,7 +263,7 @@ def test_the_command(run, capsys):
     assert text.endswith(f"next: python -m ia_mech.report {run.path}\n")
 
     found = read(folder_of(run.path, "agreement"))
-    rows = found.estimates.query("truth == 'anna'").set_index(["quantity", "of"])
+    rows = found.estimates.query("truth == 'anna'").set_index(["quantity", "term"])
     assert rows.loc[("accuracy", "categories"), "value"] == pytest.approx(5 / 15)
     assert rows.loc[("accuracy", "categories"), "rows"] == 15
     assert np.isnan(rows.loc[("balanced_accuracy", "genuine"), "value"])  # all are genuine

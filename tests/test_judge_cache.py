@@ -63,15 +63,15 @@ def test_a_file_without_a_whole_line_begins_anew(filled, tmp_path, size):
     assert first_line(filled) == {"identity": {"kind": "x"}}
 
 
-def said(**verdict) -> bytes:
+def entry(**verdict) -> bytes:
     return json.dumps({"key": "a", "verdict": VERDICT.to_json() | verdict}).encode()
 
 
 WRONG = [
     *(b"\xff\xfe", b"{}}", b"17", b"[]", b"{}", b'"key"', b"[" * 200_000),
     *(b'{"key": "a"}', b'{"key": "a", "verdict": {}}', b'{"key": "a", "verdict": []}'),
-    *(said(category=None), said(category="no name"), said(category=["generic"])),
-    *(said(status="unparsable"), said(status=7), said(status=["judged"]), said(mood="good")),
+    *(entry(category=None), entry(category="no name"), entry(category=["generic"])),
+    *(entry(status="unparsable"), entry(status=7), entry(status=["judged"]), entry(mood="good")),
 ]
 
 
@@ -96,18 +96,18 @@ def test_one_writer_at_a_time(filled, tmp_path):
 
 
 def test_a_changed_rubric_or_judge_misses(tmp_path, monkeypatch):
-    def asked(**identity) -> int:
+    def judged_anew(**identity) -> int:
         judge = FakeJudge(rubric=rubric.rubric_hash(), **identity)
         judge_items(ITEMS * 2, judge, Quiet(), cache_folder=tmp_path)
         return len(judge.asked)
 
-    assert asked() == 3, "identical items once"
-    assert asked() == 0
-    assert asked(model="other") == 3
+    assert judged_anew() == 3, "identical items once"
+    assert judged_anew() == 0
+    assert judged_anew(model="other") == 3
     monkeypatch.setattr(rubric, "ORDER", rubric.ORDER + ".")
-    assert asked() == 3
+    assert judged_anew() == 3
     monkeypatch.undo()
-    assert asked() == 0
+    assert judged_anew() == 0
 
 
 def test_a_write_that_fails_leaves_no_part_of_a_line(filled, tmp_path, monkeypatch):

@@ -151,14 +151,14 @@ def test_a_dry_run_tells_what_a_server_would_be_asked_without_a_key(judge, run, 
 LLM = ("--judge", "llm", "--model", "some-model")
 
 
-def said(category: str):
+def verdict_reply(category: str):
     return completion(json.dumps({"rationale": "so", "category": category}))
 
 
 def test_a_servers_verdicts_are_paid_for_once(judge, run, monkeypatch, tmp_path):
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     words = ["run", run.path, *LLM, "--price", "1000", "5000"]
-    with StubServer(lambda body, n: said(CANNOT_ASSESS if n % 2 else GENUINE)) as stub:
+    with StubServer(lambda body, n: verdict_reply(CANNOT_ASSESS if n % 2 else GENUINE)) as stub:
         first = judge(*words, "--base-url", stub.url)
         asked = len(stub.bodies)
         again = judge(*words, "--base-url", stub.url)
@@ -182,7 +182,7 @@ def test_a_servers_verdicts_are_paid_for_once(judge, run, monkeypatch, tmp_path)
 def test_failures_are_counted_and_told(judge, run):
     refusal = "I can't [bold]help[/bold]\x1b[2J"
     with StubServer(
-        lambda body, n: completion(refusal=refusal) if n % 3 == 0 else said(GENUINE)
+        lambda body, n: completion(refusal=refusal) if n % 3 == 0 else verdict_reply(GENUINE)
     ) as stub:
         outcome = judge("run", run.path, *LLM, "--base-url", stub.url)
     failed = (run.labels.judgements("some-model")["status"] == "refused").sum()

@@ -97,8 +97,8 @@ def test_fewer_decoys_are_among_the_more():
     run = run_of({"a": 5, "b": 3}, responses=2)
     every, two, one = draw_decoys(run), draw_decoys(run, 2), draw_decoys(run, 1)
     assert pairs(one) < pairs(two) < pairs(every)
-    lent = with_context(run, one[one["decoy"] == CONVERSATION])
-    assert (lent.groupby(["source_id", "temperature"]).size() == 1).all() and len(lent) == 8 * 2
+    others = with_context(run, one[one["decoy"] == CONVERSATION])
+    assert (others.groupby(["source_id", "temperature"]).size() == 1).all() and len(others) == 8 * 2
     assert draw_decoys(run, 0).empty
 
 

@@ -29,7 +29,7 @@ from ia_mech.judge.sheets import (
 )
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-from ia_mech.untrusted import inert, visible
+from ia_mech.untrusted import spreadsheet_safe, visible
 
 # What the judge of these tests says of the run's 60 rows: strata of very different sizes.
 SAID = ["prompt_restatement"] * 34 + ["degenerate"] * 14 + [GENUINE] * 7 + ["new_topic"] * 2
@@ -242,7 +242,7 @@ def test_a_cut_off_response_is_shown_as_one(judged):
     ["=1+1", "+1", "-1", "@SUM(A1)", " =1", "\t=1", "\n=1", "＝1+1", "－1", "\tx", "\r\nx"],
 )
 def test_a_cell_is_no_formula(text):
-    cell = inert(text)
+    cell = spreadsheet_safe(text)
     assert cell.startswith("'") and cell[1:] == text.replace("\r\n", "\n")
 
 
@@ -252,7 +252,7 @@ def test_texts_survive_the_csv():
     content = csv_bytes(pd.DataFrame(rows)).decode("utf-8-sig")
     back = list(csv.DictReader(io.StringIO(content, newline="")))
     assert [row["text"] for row in back] == texts
-    assert inert("a\x00b\rc\x1b") == "a�b\nc�"
+    assert spreadsheet_safe("a\x00b\rc\x1b") == "a�b\nc�"
 
 
 # -- the way back ---------------------------------------------------------------------------------

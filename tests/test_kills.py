@@ -76,7 +76,7 @@ class Sampling:
             return set()
         run = Run.open(path)
         assert run.verify() == []
-        return {(kind, part["name"]) for kind in run.kept for part in run.parts(kind)}
+        return {(kind, part["name"]) for kind in run.counts for part in run.parts(kind)}
 
     def check_finished(self, name: str) -> None:
         """It is what an undisturbed one is."""

@@ -31,8 +31,8 @@ from experiments.hybrids import (
     step_of,
     windows_of,
 )
-from experiments.locate import accepted_bits, estimates, halves, main, told_of, with_own
-from ia_mech.likelihood.carried import CEILING, told
+from experiments.locate import accepted_bits, estimates, halves, main, query_bits_of, with_own
+from ia_mech.likelihood.carried import CEILING, bits_by_query
 
 QUERIES = 8
 
@@ -87,7 +87,7 @@ def carried(rows: pd.DataFrame) -> dict:
     found = {}
     for (site, layer, head), cell in rows.groupby(["site", "layer", "head"]):
         place = [at for at in (layer, head) if at >= 0]
-        found[(site, *place) if place else site] = told_of(cell, 0).bits.mean()
+        found[(site, *place) if place else site] = query_bits_of(cell, 0).bits.mean()
     return found
 
 
@@ -136,20 +136,21 @@ def test_estimates_have_the_share_the_test_and_the_windows_chosen_on_other_queri
     options = {"level": 0.95, "resamples": 200, "seed": 0}
     found = list(estimates(rows, options))
     share = {
-        row.names["of"]: row.estimate.value for row in found if row.quantity == "share of expressed"
-        and np.isnan(row.names["temperature"])
-    }  # fmt: skip
+        row.names["term"]: row.estimate.value
+        for row in found
+        if row.quantity == "share of expressed" and np.isnan(row.names["temperature"])
+    }
     assert share[RESPONSE] == pytest.approx(1.0, abs=0.02)
     assert share[HEADER] == pytest.approx(0.0, abs=0.02)
     hits = {
-        row.names["of"]: row for row in found
+        row.names["term"]: row for row in found
         if row.quantity == "own is likeliest" and np.isnan(row.names["temperature"])
     }  # fmt: skip
     assert hits[OWN].estimate.value == 1.0 and hits[OWN].p < 0.05
     assert hits[QUERY].estimate.value == pytest.approx(1 / 3) and hits[QUERY].p > 0.05
     chosen = [row for row in found if row.quantity == "bits, chosen on other queries"]
     of = halves([f"q{number}" for number in range(QUERIES)], 0)
-    assert {row.names["layer"] for row in chosen if row.names["of"] == WINDOW} >= {planted.READ}
+    assert {row.names["layer"] for row in chosen if row.names["term"] == WINDOW} >= {planted.READ}
     assert all(row.estimate.sources == list(of.values()).count("reporting half") for row in chosen)
 
 
@@ -160,7 +161,7 @@ def test_bits_of_accepted_turns_are_those_that_an_own_count_gives():
     verdicts = turns.assign(accepted=np.arange(len(turns)) % 3 == 0)
     options = {"level": 0.95, "resamples": 200, "seed": 0}
     found = {row.quantity: row.estimate.value for row in accepted_bits(rows, verdicts, options)}
-    bits = told(own[SCORES].to_numpy(), own["own"].to_numpy(), own["source"]).each
+    bits = bits_by_query(own[SCORES].to_numpy(), own["own"].to_numpy(), own["source"]).each
     accepted = own["context_id"].map(verdicts.set_index("context_id")["accepted"]).to_numpy()
     assert found["share of turns accepted"] == pytest.approx(accepted.mean())
     share = bits[accepted].sum() / bits.sum()
@@ -183,7 +184,7 @@ def test_told_is_the_information_of_turns_that_are_drawn_from_their_scores():
             queries.append(query)
     p = np.exp(logp)
     exact = (p * (logp - np.log(p.mean(1, keepdims=True)))).sum(-1).mean() / np.log(2)
-    found = told(np.array(scores), np.array(own), queries)
+    found = bits_by_query(np.array(scores), np.array(own), queries)
     assert found.bits.mean() == pytest.approx(exact, abs=4 * found.bits.std() / np.sqrt(2000))
     assert found.hits.mean() > 0.45 and found.bits.max() <= CEILING
 

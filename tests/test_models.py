@@ -53,7 +53,7 @@ def checkpoint(tiny_model_dir, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("count", "asked", "expected"),
+    ("count", "requested", "expected"),
     [
         (0, "auto", "cpu"),
         (2, "auto", "cuda"),
@@ -64,12 +64,12 @@ def checkpoint(tiny_model_dir, tmp_path) -> Path:
         (0, "cuda", "no CUDA device is available here; use --device cpu"),
     ],
 )
-def test_a_device_is_taken_by_name_or_refused(cuda, count, asked, expected):
+def test_a_device_is_taken_by_name_or_refused(cuda, count, requested, expected):
     cuda(count)
     if " " in expected:
-        assert expected in refusal(resolve_device, asked)
+        assert expected in refusal(resolve_device, requested)
     else:
-        assert resolve_device(asked) == torch.device(expected)
+        assert resolve_device(requested) == torch.device(expected)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_the_hash_knows_names_and_shapes_but_no_order():
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[tuple[str, dict]]:
+def requested(monkeypatch) -> list[tuple[str, dict]]:
     """What ``from_pretrained`` was asked for; it finds nothing."""
     calls: list[tuple[str, dict]] = []
 
@@ -201,21 +201,21 @@ def asked(monkeypatch) -> list[tuple[str, dict]]:
     ],
 )
 @pytest.mark.parametrize("function", [load, load_tokenizer_and_config])
-def test_a_hub_model_is_asked_for_by_its_revision(asked, function, spec, kwargs):
+def test_a_hub_model_is_asked_for_by_its_revision(requested, function, spec, kwargs):
     text = refusal(function, spec)
     assert text.startswith(f"model '{spec.name}' could not be loaded (nothing there); use --model ")
     # Tests may not reach the hub; with it out of reach only the local cache is looked into.
-    assert asked == [(spec.name, kwargs | {"local_files_only": True})]
+    assert requested == [(spec.name, kwargs | {"local_files_only": True})]
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "model.Q4_1.GGUF"])
-def test_a_gguf_file_is_asked_for_in_its_folder(tmp_path, asked, name):
+def test_a_gguf_file_is_asked_for_in_its_folder(tmp_path, requested, name):
     (tmp_path / name).write_bytes(b"GGUF")
     refusal(load, ModelSpec(str(tmp_path / name)))
-    assert asked == [(str(tmp_path), {"trust_remote_code": False, "gguf_file": name})]
+    assert requested == [(str(tmp_path), {"trust_remote_code": False, "gguf_file": name})]
 
 
-def test_what_is_not_there_is_not_looked_for_on_the_hub(tiny_model_dir, tmp_path, asked):
+def test_what_is_not_there_is_not_looked_for_on_the_hub(tiny_model_dir, tmp_path, requested):
     for name in ("./nothing", "/nothing", "~/nothing", "a/b/c"):
         said = refusal(load, ModelSpec(name))
         assert said == f"no directory {name}; give an existing directory or a hub id"
@@ -225,7 +225,7 @@ def test_what_is_not_there_is_not_looked_for_on_the_hub(tiny_model_dir, tmp_path
     for name in (tiny_model_dir, *models.embedded.MODELS):
         said = refusal(load, ModelSpec(name, revision="v2"))
         assert said == f"--revision v2: {name} is not a model of the hub; leave --revision out"
-    assert asked == []
+    assert requested == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from conftest import Silent
 from shell import call, files, refusal
 
 from experiments import changes
-from experiments.changes import contradicted, sentences, shuffled
+from experiments.changes import contradict, sentences, shuffle_sentences
 from experiments.perturbations import (
     BITS,
     BITS_DIFFERENCE,
@@ -24,10 +24,9 @@ from experiments.perturbations import (
     RATE,
     main,
     order_of,
-    perturbed,
 )
 from ia_mech.chat.format import ChatFormat
-from ia_mech.chat.headers import rendered
+from ia_mech.chat.headers import context_and_reference
 from ia_mech.collect.job import collect
 from ia_mech.data.conversations import HEADERS, Conversation, open_conversations, validate
 from ia_mech.display import Quiet
@@ -117,7 +116,7 @@ def test_references_are_scored_in_the_context_that_the_condition_made(condition,
     row = context(run, f"c2~{condition}")
     messages, header = tuple(map(dict, row["messages"])), CONDITIONS[condition]
     conversation = Conversation("c2", "c2", "d", messages, row["reference"], header=header)
-    made, turn = rendered(chat, conversation)
+    made, turn = context_and_reference(chat, conversation)
     assert made.ids == row["token_ids"].tolist()
     assert turn == row["reference_token_ids"].tolist()
     own = scored.logprobs(tiny_subject.model, made.ids, [*turn, chat.closing_id])
@@ -310,12 +309,15 @@ def test_sentences_joined_are_the_text(text):
 def test_shuffling_keeps_sentences_and_white_space_and_changes_the_order(builtin):
     for conversation in builtin:
         text = conversation.response
-        changed = shuffled(text, rng(1))
+        changed = shuffle_sentences(text, rng(1))
         before, after = (Counter(one.split()) for one in (text, changed))
         assert before == after and changed != text
         assert text.count("\n") == changed.count("\n")
-    assert shuffled("A b.\n\nC d.", rng()) == "C d.\n\nA b."
-    assert shuffled("Only one.", rng()) is None and shuffled("Yes.\nYes.", rng()) is None
+    assert shuffle_sentences("A b.\n\nC d.", rng()) == "C d.\n\nA b."
+    assert (
+        shuffle_sentences("Only one.", rng()) is None
+        and shuffle_sentences("Yes.\nYes.", rng()) is None
+    )
 
 
 # -- contradiction --------------------------------------------------------------------------------
@@ -324,7 +326,7 @@ def test_shuffling_keeps_sentences_and_white_space_and_changes_the_order(builtin
 def test_the_final_number_becomes_another_one_and_nothing_else_changes():
     text = "There are 18 boxes. So 18 - 3 = 15. The answer is 15 boxes, or 15."
     for seed in SEEDS:
-        changed, how = contradicted(text, "15", rng(seed))
+        changed, how = contradict(text, "15", rng(seed))
         assert how == "number"
         head, _, tail = changed.partition("The answer is ")
         assert head == "There are 18 boxes. So 18 - 3 = 15. "
@@ -334,7 +336,7 @@ def test_the_final_number_becomes_another_one_and_nothing_else_changes():
 
 def test_a_wrong_answer_is_never_the_gold_one():
     """Where the response is wrong already, it must not become right."""
-    drawn = {contradicted("It is 4.", "5", rng(seed))[0] for seed in range(300)}
+    drawn = {contradict("It is 4.", "5", rng(seed))[0] for seed in range(300)}
     assert len(drawn) > 1 and not drawn & {"It is 4.", "It is 5."}
 
 
@@ -344,16 +346,16 @@ def test_a_wrong_answer_is_never_the_gold_one():
 )
 def test_a_wrong_number_is_written_like_the_right_one(said, shape):
     for seed in SEEDS:
-        changed, _ = contradicted(f"So it costs ${said}.", said, rng(seed))
+        changed, _ = contradict(f"So it costs ${said}.", said, rng(seed))
         assert re.fullmatch(rf"So it costs \${shape}\.", changed), changed
         assert said not in changed
 
 
 @pytest.mark.parametrize("answer", [None, "8:50 am", "blue"])
 def test_without_a_numeric_answer_a_sentence_retracts(answer):
-    drawn = {contradicted("Page 3 says so.", answer, rng(seed))[0] for seed in SEEDS}
+    drawn = {contradict("Page 3 says so.", answer, rng(seed))[0] for seed in SEEDS}
     assert drawn == {f"Page 3 says so. {one}" for one in changes.RETRACTIONS}
-    assert contradicted("It is blue.", "4", rng())[1] == "retraction"  # no number to change
+    assert contradict("It is blue.", "4", rng())[1] == "retraction"  # no number to change
 
 
 def test_times_ratios_and_words_with_digits_are_no_numbers():
@@ -368,7 +370,7 @@ def test_every_condition_leaves_all_but_the_response_and_the_header(builtin, tmp
     swap, made = builtin[0].response, []
     for conversation in builtin[1:]:
         for name, header in CONDITIONS.items():
-            changed = perturbed(conversation, name, rng(), swap)
+            changed = perturb(conversation, name, rng(), swap)
             validate(changed, "here")
             for kept in ("source_id", "dataset", "reference", "answer", "query"):
                 assert getattr(changed, kept) == getattr(conversation, kept)
@@ -384,5 +386,5 @@ def test_every_condition_leaves_all_but_the_response_and_the_header(builtin, tmp
     file = tmp_path / "made.jsonl"
     file.write_text("".join(json.dumps(one.to_dict()) + "\n" for one in made))
     assert list(open_conversations(str(file))) == made
-    assert perturbed(builtin[1].with_response("One."), "shuffle", rng()) is None
-    assert perturbed(builtin[1].with_response(""), "remove", rng()) is None
+    assert perturb(builtin[1].with_response("One."), "shuffle", rng()) is None
+    assert perturb(builtin[1].with_response(""), "remove", rng()) is None

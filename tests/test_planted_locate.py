@@ -6,11 +6,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks.planted_locate import NULLS, TRUE, measured, simulated
+from benchmarks.planted_locate import NULLS, TRUE, measure_study, simulate_study
 from benchmarks.planted_routes import GREEDY, KINDS, SAMPLED
 from experiments.hybrids import HEADER, OWN, QUERY, RESPONSE, SCORES
-from experiments.locate import told_of, with_own
-from experiments.study import latent
+from experiments.locate import query_bits_of, with_own
+from experiments.study import latent_sentence
 
 QUERIES = 6
 SITES = (OWN, RESPONSE, HEADER, QUERY)
@@ -20,12 +20,12 @@ def rows_of(name: str, wordings: bool = False) -> pd.DataFrame:
     """What is measured where every turn that can follows its response, and no weight has noise."""
     kind = KINDS[name]
     kind = replace(kind, follows=float(bool(kind.carries)))
-    return with_own(measured(kind, 0, QUERIES, 0.0, wordings=wordings))
+    return with_own(measure_study(kind, 0, QUERIES, 0.0, wordings=wordings))
 
 
 def bits(rows: pd.DataFrame, temperature: float = SAMPLED) -> dict[str, float]:
     here = rows[rows["temperature"] == temperature]
-    return {site: told_of(here[here["site"] == site], 0).bits.mean() for site in SITES}
+    return {site: query_bits_of(here[here["site"] == site], 0).bits.mean() for site in SITES}
 
 
 @pytest.mark.parametrize(
@@ -66,5 +66,8 @@ def test_wordings_of_one_content_tell_as_much_only_where_turns_tell_wordings():
 
 @pytest.mark.parametrize("setting", [*NULLS, TRUE[0], TRUE[2]], ids=lambda one: one.name)
 def test_latent_is_said_of_simulated_studies_where_it_is_true(setting):
-    said = [latent(simulated(setting, np.random.default_rng(seed)), "") for seed in range(2)]
+    said = [
+        latent_sentence(simulate_study(setting, np.random.default_rng(seed)), "")
+        for seed in range(2)
+    ]
     assert [one.startswith("Latent") for one in said] == [setting.latent] * 2

@@ -170,7 +170,7 @@ def test_the_logit_lens_and_the_layer_where_greedy_overtakes(found, run, planted
     for_good = np.flip(np.logical_and.accumulate(np.flip(np.array(ahead), 1), axis=1), 1)
     for layer in run.layers:
         log_p = log_softmax(tables[layer][header % CLASSES])[greedy]
-        said = value(found, "log p by the lens", layer=layer, of=GREEDY)
+        said = value(found, "log p by the lens", layer=layer, term=GREEDY)
         assert said == pytest.approx(log_p, abs=1e-3)
         share = value(found, "greedy ahead for good", layer=layer)
         assert share == pytest.approx(for_good[:, layer].mean())

@@ -168,7 +168,7 @@ def test_follow_ups_after_responses_that_a_run_wrote_are_marked(monkeypatch):
     contexts = pd.DataFrame(about | {"response_policy": ["given", "generated"]})
     monkeypatch.setattr(organisms.Path, "is_file", lambda path: True)
     monkeypatch.setattr(organisms, "open_runs", lambda *_: [SimpleNamespace(contexts=contexts)])
-    found, _ = organisms.read("run")
+    found, _ = organisms.read_conversations("run")
     assert [one.metadata.get("saw_response") for one in found] == [None, False]
 
 
@@ -185,11 +185,11 @@ def test_sources_are_held_out_whole():
 
 def test_guards_count_trigrams():
     assert training.trigrams("Is it, then, so?") == [("is", "it", "then"), ("it", "then", "so")]
-    assert training.restated("What is the lens for?", "Tell me what is the lens") == 2 / 3
-    assert training.repeated("on and on and on and on") == 1 - 2 / 5
-    assert training.repeated("Why?") == training.restated("Why?", "Why?") == 0
+    assert training.restatement("What is the lens for?", "Tell me what is the lens") == 2 / 3
+    assert training.repetition("on and on and on and on") == 1 - 2 / 5
+    assert training.repetition("Why?") == training.restatement("Why?", "Why?") == 0
     turns = ["Can you explain more of that?", "Can you explain it again?", "Can you explain more?"]
-    assert training.stock(turns, ["a", "b", "a"]) == [1 / 4, 1 / 3, 1 / 2]
+    assert training.stock_phrases(turns, ["a", "b", "a"]) == [1 / 4, 1 / 3, 1 / 2]
 
 
 def query(said: list[str], turns: list[str], asked: str = "What does the lamp do?"):
@@ -225,14 +225,15 @@ def test_quotes_are_told_from_those_of_another_response():
 def test_changes_are_means_of_differences_of_sources_within_what_is_possible():
     frame = pd.DataFrame(
         {
-            "of": ["before"] * 4 + ["after"] * 4,
+            "side": ["before"] * 4 + ["after"] * 4,
             "source": ["a", "a", "b", "c"] * 2,
             "bits": [0.0, 1.0, 0.0, 0.0, 2.0, 2.0, 2.0, 1.8],
         }
     ).assign(dataset="d", temperature=1.0)
     options = {"level": 0.95, "resamples": 100, "seed": 0}
     rows = {
-        row.names["of"]: row for row in post_training.compared(frame, {"bits": (0, 2)}, options)
+        row.names["term"]: row
+        for row in post_training.compare_sides(frame, {"bits": (0, 2)}, options)
     }
     assert rows["change"].estimate.value == pytest.approx((1.5 + 2 + 1.8) / 3)
     assert rows["change"].estimate.high == 2 and rows["before"].estimate.low == 0
@@ -288,7 +289,7 @@ def test_a_reward_is_of_the_first_tokens_alone(tiny_subject):
     turn = chat.template.encode("What is 17 times 24, and why?")[0]
     found = training.after_each(partial(score, tiny_subject.model), own, [turn])
     wanted = evidence([by_full_passes(tiny_subject.model, own, turn[:4])], [1])
-    assert training.rewarded(found, [1], 4) == pytest.approx(wanted, abs=1e-2)
+    assert training.evidence_reward(found, [1], 4) == pytest.approx(wanted, abs=1e-2)
 
 
 @pytest.fixture
@@ -396,8 +397,8 @@ def test_a_run_with_an_adapter_names_no_folders_and_finds_it_again(tmp_path, mon
     known = without_folders({"settings": settings.to_dict(), "model": {"adapter": spec.adapter}})
     assert known["settings"]["adapter"] == known["model"]["adapter"] == "tuned"
     load.remember(spec, "abc")
-    assert load.recalled(known["settings"], "abc") == spec
-    assert load.recalled(known["settings"], "abd").adapter == "tuned"
+    assert load.recall(known["settings"], "abc") == spec
+    assert load.recall(known["settings"], "abd").adapter == "tuned"
 
 
 @pytest.fixture(scope="module")
@@ -429,7 +430,7 @@ def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_pa
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
     assert set(found.loc[found["low"].notna(), "sources"]) == {2}
     turns = pd.read_parquet(tmp_path / "out" / "turns.parquet")
-    assert turns.groupby(["reader", "of"]).size().tolist() == [6, 6, 6]
+    assert turns.groupby(["reader", "side"]).size().tolist() == [6, 6, 6]
     used = {source.split("\x1f")[1] for source in turns["source"]}
     # By full passes of the model before training, and from the texts.
     chat = ChatFormat(tiny_subject.tokenizer)
@@ -448,17 +449,17 @@ def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_pa
             first = by_full_passes(tiny_subject.model, siblings, ids[:4])
             rewards.append(max(evidence([first], [own.response_index])[0], training.WORST))
             texts.append(chat.text(ids[:4]))
-            lost = training.restated(texts[-1], own.messages[0]["content"])
-            lost += training.repeated(texts[-1]) + (ids[:4][-1] not in chat.stop_ids)
+            lost = training.restatement(texts[-1], own.messages[0]["content"])
+            lost += training.repetition(texts[-1]) + (ids[:4][-1] not in chat.stop_ids)
             less.append(rewards[-1] - 0.5 * lost)
-        common = 0.5 * np.array(training.stock(texts, list(after["source_id"])))
+        common = 0.5 * np.array(training.stock_phrases(texts, list(after["source_id"])))
         values = (np.mean(bits), np.mean(rewards), np.mean(less - common))
         for name, value in zip(means, values, strict=True):
             means[name].append(value)
-    rows = found.set_index(["quantity", "of"])["value"]
+    rows = found.set_index(["quantity", "term"])["value"]
     for quantity in (post_training.REWARD, post_training.PENALIZED):
         a, b = means[quantity]
-        made = [rows[quantity, of] for of in ("before", "after", "change")]
+        made = [rows[quantity, term] for term in ("before", "after", "change")]
         assert made == pytest.approx([a, b, b - a], abs=1e-2)
     assert rows[post_training.INFORMATION, "before"] == pytest.approx(means["bits"][0], abs=1e-2)
     parts = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out/parts").iterdir()}

@@ -11,7 +11,7 @@ from sklearn.metrics import roc_auc_score
 
 from benchmarks.probe_validation import __main__ as validate
 from benchmarks.probe_validation.__main__ import RUNS, shares, table
-from benchmarks.probe_validation.one_run import Found, try_one
+from benchmarks.probe_validation.one_run import RunFindings, try_one
 from benchmarks.probe_validation.planted import (
     COMMON_TOKEN,
     KINDS,
@@ -242,7 +242,7 @@ def test_impossible_plans_are_refused(wrong):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> list[Found]:
+def found(tmp_path_factory) -> list[RunFindings]:
     """Two runs of each kind, eight without signal."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IA_MECH_CACHE", str(tmp_path_factory.mktemp("cache")))

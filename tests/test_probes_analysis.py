@@ -32,7 +32,7 @@ def planted(seed=0, contexts=100, strength=2.0, layer=2, runs=1):
     states += 5 * run[:, None, None]
     trials = rng.integers(4, 9, contexts)
     positives = rng.binomial(trials, expit(1.5 * awareness - 0.5))
-    outcome = Outcome.of(positives, trials, np.arange(contexts), run)
+    outcome = Outcome.from_counts(positives, trials, np.arange(contexts), run)
     ends = rng.normal(size=(LAYERS, contexts, 6))
     return Arrays(states.astype(np.float32), POSITIONS, ends), outcome
 
@@ -182,7 +182,7 @@ def test_sources_that_cannot_change_places_are_noted(found):
     hidden, outcome = planted(runs=2)
     sources = np.arange(100)
     sources[[1, 3, 5]] = 1  # one source of three contexts, and no other
-    outcome = replace(outcome, sources=Outcome.of(*[np.ones(100)] * 2, sources).sources)
+    outcome = replace(outcome, sources=Outcome.from_counts(*[np.ones(100)] * 2, sources).sources)
     uneven = analyse(hidden, outcome, controls(), SMALL)
     missing, note = uneven.notes
     assert missing == "no lens" and note.startswith("97 of 98 sources can change places")
@@ -195,7 +195,9 @@ def test_states_that_are_the_same_everywhere_are_never_chosen():
     states = rng.normal(size=(3, 40, 2, WIDTH)).astype(np.float32)
     states[0] = 1.0  # as a header's tokens are in layer 0
     states[1, :20, 0], states[1, 20:, 0] = 2.0, 3.0  # and between runs only
-    outcome = Outcome.of(rng.binomial(8, 0.5, 40), np.full(40, 8), range(40), np.repeat([0, 1], 20))
+    outcome = Outcome.from_counts(
+        rng.binomial(8, 0.5, 40), np.full(40, 8), range(40), np.repeat([0, 1], 20)
+    )
     for seed in range(2):
         found = analyse(Arrays(states, ["a", "b"]), outcome, settings=replace(SMALL, seed=seed))
         chosen = {(found.headline.layer, found.headline.position), *found.headline.picked}
@@ -205,7 +207,7 @@ def test_states_that_are_the_same_everywhere_are_never_chosen():
 
 
 def test_states_of_other_contexts_or_positions_are_refused():
-    outcome = Outcome.of([1, 0] * 20, [2] * 40, range(40))
+    outcome = Outcome.from_counts([1, 0] * 20, [2] * 40, range(40))
     states = np.zeros((2, 50, 1, 4))
     with pytest.raises(ValueError, match=r"shape \(50, 1, 4\); .* begins with \(40, 1\)"):
         analyse(Arrays(states, ["a"]), outcome)
@@ -286,11 +288,11 @@ def test_telling_sources_apart_does_not_help_but_would_if_they_were_split(seed, 
     hidden, positives, sources = fingerprints(seed, count, per_source)
     trials = np.full(len(sources), 8)
     settings = replace(SMALL, folds=5)
-    whole = analyse(hidden, Outcome.of(positives, trials, sources), settings=settings)
+    whole = analyse(hidden, Outcome.from_counts(positives, trials, sources), settings=settings)
     auroc = whole.headline.measures["auroc"]
     assert auroc.low < 0.5 < auroc.high
     assert whole.tested.p > 0.05
-    by_context = Outcome.of(positives, trials, np.arange(len(sources)))
+    by_context = Outcome.from_counts(positives, trials, np.arange(len(sources)))
     leaky = analyse(hidden, by_context, settings=settings)
     assert leaky.headline.measures["auroc"].low > 0.8
 
@@ -302,10 +304,12 @@ def test_telling_sources_apart_does_not_help_but_would_if_they_were_split(seed, 
 def test_labels_without_meaning_are_seldom_found(repeats, most):
     rng, p = np.random.default_rng(0), []
     for seed in range(repeats):
-        each = [Features.of(states) for states in rng.normal(size=(4, 36, WIDTH))]
-        outcome = Outcome.of(rng.binomial(8, rng.beta(1, 1, 36)), np.full(36, 8), range(36))
+        each = [Features.from_states(states) for states in rng.normal(size=(4, 36, WIDTH))]
+        outcome = Outcome.from_counts(
+            rng.binomial(8, rng.beta(1, 1, 36)), np.full(36, 8), range(36)
+        )
         folds = make_folds(outcome, 3, seed)
-        design = Design.of(outcome, folds, permutations(outcome, folds, 19, seed))
+        design = Design.from_outcome(outcome, folds, permutations(outcome, folds, 19, seed))
         found = [cross_validate(features, design) for features in each]
         inner, outer = (
             np.array([getattr(one, name) for one in found]).reshape(2, 2, 3, -1)
@@ -324,7 +328,7 @@ def test_what_cannot_be_tested_is_refused():
     alone = replace(outcome, runs=np.arange(100))
     with pytest.raises(ValueError, match="nothing to permute"):
         analyse(hidden, alone, settings=SMALL)
-    few = Outcome.of(outcome.positives, outcome.trials, np.arange(100) % 3)
+    few = Outcome.from_counts(outcome.positives, outcome.trials, np.arange(100) % 3)
     with pytest.raises(ValueError, match="3 sources can't be dealt into 4 folds"):
         analyse(hidden, few, settings=SMALL)
     with pytest.raises(ValueError, match="2 folds leave the inner loop none"):

@@ -7,7 +7,7 @@ from scipy.special import expit
 from benchmarks.probe_validation.blocks import analysed
 from probes.analysis import Arrays, Settings, analyse
 from probes.controls import Baseline, Controls
-from probes.fit.beyond import RATIOS, gained, residual, scaled
+from probes.fit.beyond import RATIOS, centre_and_scale, incremental_scores, residual
 from probes.fit.folds import make_folds
 from probes.fit.nested_cv import Design
 from probes.targets import Outcome
@@ -24,13 +24,13 @@ def made(seed=0, runs=1):
     blocks[0] *= 100
     run = np.arange(CONTEXTS) % runs
     k = rng.binomial(8, expit(latents.sum(0) - run))
-    outcome = Outcome.of(k, np.full(CONTEXTS, 8), np.arange(CONTEXTS), run)
-    return blocks, Design.of(outcome, make_folds(outcome, FOLDS))
+    outcome = Outcome.from_counts(k, np.full(CONTEXTS, 8), np.arange(CONTEXTS), run)
+    return blocks, Design.from_outcome(outcome, make_folds(outcome, FOLDS))
 
 
 def test_what_hidden_states_add_is_found_out_of_fold():
     (output, ends, hidden), design = made(runs=2)
-    found = gained([output], [ends] * FOLDS, [hidden] * FOLDS, design)
+    found = incremental_scores([output], [ends] * FOLDS, [hidden] * FOLDS, design)
     rate = design.outcome.rate
     assert np.corrcoef(found.full, rate)[0, 1] > np.corrcoef(found.base, rate)[0, 1] + 0.05
     assert all(ratio in RATIOS and ratio for ratio in found.ratios)
@@ -39,28 +39,31 @@ def test_what_hidden_states_add_is_found_out_of_fold():
 
 def test_labels_and_choices_of_a_fold_do_not_influence_its_scores():
     blocks, design = made()
-    before = gained(blocks[:1], [blocks[1]] * FOLDS, [blocks[2]] * FOLDS, design)
+    before = incremental_scores(blocks[:1], [blocks[1]] * FOLDS, [blocks[2]] * FOLDS, design)
     here = design.rows_of(1)
     k = design.outcome.positives.copy()
     k[here] = 8 - k[here]
-    changed = Outcome.of(k, design.outcome.trials, design.outcome.sources)
-    after = gained(
-        blocks[:1], [blocks[1]] * FOLDS, [blocks[2]] * FOLDS, Design.of(changed, design.folds)
+    changed = Outcome.from_counts(k, design.outcome.trials, design.outcome.sources)
+    after = incremental_scores(
+        blocks[:1],
+        [blocks[1]] * FOLDS,
+        [blocks[2]] * FOLDS,
+        Design.from_outcome(changed, design.folds),
     )
     for name in ("base", "full"):
         np.testing.assert_array_equal(getattr(before, name)[here], getattr(after, name)[here])
     assert (before.full != after.full).any()
     # Each fold reads the states that were chosen for it.
     other = [blocks[2], blocks[0], blocks[2], blocks[2]]
-    elsewhere = gained(blocks[:1], [blocks[1]] * FOLDS, other, design)
+    elsewhere = incremental_scores(blocks[:1], [blocks[1]] * FOLDS, other, design)
     same = elsewhere.full == before.full
     assert same[design.folds != 1].all() and not same[here].any()
 
 
 def test_units_and_order_of_features_do_not_matter():
     blocks, design = made()
-    before = gained(blocks[:1], [blocks[1]] * FOLDS, [blocks[2]] * FOLDS, design)
-    after = gained(
+    before = incremental_scores(blocks[:1], [blocks[1]] * FOLDS, [blocks[2]] * FOLDS, design)
+    after = incremental_scores(
         [1e3 * blocks[0][:, ::-1] + 7], [blocks[1]] * FOLDS, [blocks[2] / 50] * FOLDS, design
     )
     np.testing.assert_allclose(after.full, before.full, atol=1e-5)
@@ -68,7 +71,9 @@ def test_units_and_order_of_features_do_not_matter():
 
 def test_states_without_a_difference_gain_nothing():
     blocks, design = made()
-    found = gained(blocks[:1], [blocks[1]] * FOLDS, [np.ones((CONTEXTS, 5))] * FOLDS, design)
+    found = incremental_scores(
+        blocks[:1], [blocks[1]] * FOLDS, [np.ones((CONTEXTS, 5))] * FOLDS, design
+    )
     np.testing.assert_allclose(found.full, found.base, atol=1e-9)
     assert not any(found.ratios) and found.chance == 0
 
@@ -76,7 +81,7 @@ def test_states_without_a_difference_gain_nothing():
 @pytest.mark.parametrize("width", [8, 300])
 def test_the_residual_is_that_of_ridge_regression(width):
     rng = np.random.default_rng(1)
-    base = scaled(rng.standard_normal((60, width)))
+    base = centre_and_scale(rng.standard_normal((60, width)))
     own = rng.standard_normal((60, 4))
     copy = base[:, :4] * 30
     left = residual(copy + own, base)
@@ -119,7 +124,7 @@ def test_words_that_leak_into_every_state_are_read_but_never_beyond(seed):
 def test_a_state_at_the_end_of_the_response_is_part_of_what_it_would_have_to_go_beyond():
     rng = np.random.default_rng(0)
     z = rng.standard_normal(80)
-    outcome = Outcome.of(rng.binomial(8, expit(2 * z)), np.full(80, 8), np.arange(80))
+    outcome = Outcome.from_counts(rng.binomial(8, expit(2 * z)), np.full(80, 8), np.arange(80))
     states = rng.standard_normal((1, 80, 3, 8))
     states[0, :, 1, 0] += 4 * z
     noise = Baseline("noise", rng.standard_normal((80, 3)), "noise")

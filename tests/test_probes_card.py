@@ -29,7 +29,7 @@ def contexts(runs=1, sign=1.0):
     n = rng.integers(1, 9, 200)
     run = np.arange(200) % runs
     k = rng.binomial(n, expit(sign * features[:, 0] - sign * 3 - 1 + run))
-    return features, Outcome.of(k, n, np.arange(200) // 2, run)
+    return features, Outcome.from_counts(k, n, np.arange(200) // 2, run)
 
 
 @pytest.fixture(scope="module")

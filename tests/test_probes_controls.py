@@ -192,7 +192,7 @@ def contexts(between=0.0, within=0.0, queries=100, per_query=4, trials=8, level=
     log_odds = level + np.sqrt(between) * rng.normal(size=queries)[query]
     rates = expit(log_odds + np.sqrt(within) * rng.normal(size=count))
     trials = np.full(count, trials)
-    outcome = Outcome.of(rng.binomial(trials, rates), trials, query, query % 2)
+    outcome = Outcome.from_counts(rng.binomial(trials, rates), trials, query, query % 2)
     kinds = Types(
         types(rng.integers(1, 300, count), rng.zipf(1.5, count)),
         types(rng.integers(1, 99, queries), rng.zipf(1.5, queries))[query],
@@ -339,7 +339,7 @@ def test_what_cannot_be_a_control_task_is_refused():
         control_outcomes(outcome, Types(kinds.response[:-1], kinds.query), draws=1, seed=0)
     with pytest.raises(ValueError, match="one entry per context"):
         types([1, 2, 3], [1, 2])
-    single = Outcome.of(np.arange(400) % 2, np.ones(400), outcome.sources)
+    single = Outcome.from_counts(np.arange(400) % 2, np.ones(400), outcome.sources)
     with pytest.raises(ValueError, match="one turn per context"):
         control_outcomes(single, kinds, draws=1, seed=0)
 
@@ -380,9 +380,9 @@ def test_the_output_is_read_and_keeps_the_order_of_the_contexts(pair):
     np.testing.assert_allclose(states, expected, atol=1e-6)
     assert states.shape == (240, COLUMNS)
     outcome = both.outcome
-    design = Design.of(outcome, make_folds(outcome))
+    design = Design.from_outcome(outcome, make_folds(outcome))
     for features, least in ((states, 0.68), (summaries, 0.6)):
-        scores = cross_validate(Features.of(features), design).scores
+        scores = cross_validate(Features.from_states(features), design).scores
         assert fold_scores(outcome, design.folds, Settings(resamples=9)).auroc(scores).value > least
 
 

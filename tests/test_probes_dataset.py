@@ -354,7 +354,7 @@ def test_a_target_that_no_context_has_is_refused(copy):
 def outcome(positive: int, negative: int, both: int = 0) -> Outcome:
     """Sources of one context and two turns: all positive, all negative, or one of each."""
     k = [2] * positive + [0] * negative + [1] * both
-    return Outcome.of(k, [2] * len(k), np.arange(len(k)))
+    return Outcome.from_counts(k, [2] * len(k), np.arange(len(k)))
 
 
 def test_enough_sources_of_either_kind_pass():
@@ -379,7 +379,7 @@ def test_enough_sources_of_either_kind_pass():
         (outcome(0, 30), "no context has a genuine follow-up: there is nothing to predict"),
         (outcome(30, 0), "all turns of every context are a genuine follow-up: there is nothing"),
         (outcome(0, 0, 30), "the same rate of a genuine follow-up, 0.50: there is nothing"),
-        (Outcome.of([0, 1], [1, 1], ["a", "a"]), "all 2 contexts come from one source"),
+        (Outcome.from_counts([0, 1], [1, 1], ["a", "a"]), "all 2 contexts come from one source"),
     ],
 )
 def test_too_little_is_refused_and_what_would_be_enough_is_said(given, words):
@@ -389,12 +389,14 @@ def test_too_little_is_refused_and_what_would_be_enough_is_said(given, words):
 
 
 def test_rates_must_vary_where_contexts_are_compared():
-    apart = Outcome.of([2] * 25 + [0] * 25, [2] * 50, np.arange(50), [0] * 25 + [1] * 25)
+    apart = Outcome.from_counts([2] * 25 + [0] * 25, [2] * 50, np.arange(50), [0] * 25 + [1] * 25)
     words = r"within each run \(or dataset\) all contexts have the same rate of a genuine follow-up"
     with pytest.raises(UserError, match=words) as refusal:
         check_enough(apart, RATE)
     assert "choose another --target or --within" in str(refusal.value)
-    check_enough(Outcome.of(apart.positives, apart.trials, apart.sources), RATE)  # as one run
+    check_enough(
+        Outcome.from_counts(apart.positives, apart.trials, apart.sources), RATE
+    )  # as one run
 
 
 def test_sources_count_where_rates_vary():
@@ -403,7 +405,7 @@ def test_sources_count_where_rates_vary():
     for few in (19, 20):
         k = constant + [2] * few + [0] * few
         runs = [level] * 40 + [7] * (2 * few)
-        given = Outcome.of(k, [2] * len(k), np.arange(len(k)), runs)
+        given = Outcome.from_counts(k, [2] * len(k), np.arange(len(k)), runs)
         if few == 20:
             check_enough(given, RATE)
             continue
@@ -418,7 +420,7 @@ def test_sources_must_be_able_to_change_places():
     def uneven(alike: int) -> Outcome:
         sources = np.repeat(np.arange(30 + alike), [*range(1, 31), *[40] * alike])
         k = np.arange(len(sources)) % 3
-        return Outcome.of(k, np.full(len(k), 2), sources)
+        return Outcome.from_counts(k, np.full(len(k), 2), sources)
 
     check_enough(uneven(20), RATE)
     for alike, can in ((19, 19), (2, 2), (1, 0), (0, 0)):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from probes.fit.folds import against_permutations, choose, make_folds, movable, permutations
+from probes.fit.folds import against_permutations, choose, make_folds, movable_sources, permutations
 from probes.targets import Outcome
 
 DRAWS = 4_000  # the slow run draws five times as many
@@ -20,7 +20,7 @@ INSIDE, SOURCES = 40, 50
 def singles(positives, trials=8, runs=None):
     """One context per source."""
     number = len(positives)
-    return Outcome.of(positives, np.full(number, trials), range(number), runs)
+    return Outcome.from_counts(positives, np.full(number, trials), range(number), runs)
 
 
 def mixed(seed=0, sources=47):
@@ -31,7 +31,7 @@ def mixed(seed=0, sources=47):
     rows = [rows[at] for at in rng.permutation(len(rows))]
     source, run = np.array(rows).T
     trials = rng.integers(1, 9, len(rows))
-    return Outcome.of(rng.binomial(trials, 0.4), trials, source, run)
+    return Outcome.from_counts(rng.binomial(trials, 0.4), trials, source, run)
 
 
 def source_rates(outcome):
@@ -96,7 +96,7 @@ def test_fold_sizes_differ_by_one_at_most(folds):
 
 
 def test_too_few_sources_or_folds_are_refused():
-    outcome = Outcome.of(np.arange(8), np.full(8, 8), np.arange(8) % 4)
+    outcome = Outcome.from_counts(np.arange(8), np.full(8, 8), np.arange(8) % 4)
     with pytest.raises(ValueError, match="4 sources can't be dealt into 5 folds"):
         make_folds(outcome, 5)
     for folds in (2, 1, 0, -3):
@@ -125,7 +125,7 @@ def test_labels_of_a_source_move_together_in_order_to_one_like_it(seed):
                 of_giver = (outcome.sources == giver) & (outcome.runs == run)
                 np.testing.assert_array_equal(given, np.flatnonzero(of_giver))
             moved |= {source} if giver != source else set()
-    assert len(moved) == movable(outcome)
+    assert len(moved) == movable_sources(outcome)
 
 
 @pytest.mark.parametrize("folds", [3, 5])

@@ -28,10 +28,10 @@ class Case:
     taken: list[np.ndarray]
 
     def design(self):
-        return Design.of(self.outcome, self.folds, tuple(self.taken))
+        return Design.from_outcome(self.outcome, self.folds, tuple(self.taken))
 
     def run(self):
-        return cross_validate(Features.of(self.features), self.design())
+        return cross_validate(Features.from_states(self.features), self.design())
 
     def test_rows(self, fold):
         return np.flatnonzero(self.folds == fold)
@@ -48,7 +48,7 @@ def case(shape, runs=1, seed=0, features=None):
     trials = rng.integers(1, 9, number)
     logit = (features - features[run == 0].mean(0) - 20 * run[:, None])[:, -3:].sum(1) / 3
     positives = rng.binomial(trials, expit(logit - run))
-    outcome = Outcome.of(positives, trials, sources, run)
+    outcome = Outcome.from_counts(positives, trials, sources, run)
     folds = make_folds(outcome, FOLDS, seed)
     return Case(features, outcome, folds, list(permutations(outcome, folds, PERMUTATIONS, seed)))
 
@@ -111,7 +111,7 @@ def reference_scores(case):
     """Log-odds and penalties, five outer folds of four inner ones."""
     k, n, runs = case.outcome.positives, case.outcome.trials, case.outcome.runs
 
-    def said(train, penalty):
+    def scores_on(train, penalty):
         columns = prepared(case.features, runs, train)
         return logistic(columns, runs, k, n, train, penalty)
 
@@ -122,11 +122,11 @@ def reference_scores(case):
             train = np.flatnonzero(~np.isin(case.folds, [outer, inner]))
             test = case.test_rows(inner)
             for at, penalty in enumerate(PENALTIES):
-                margin = said(train, penalty)[test]
+                margin = scores_on(train, penalty)[test]
                 lost[at] += (n[test] * np.logaddexp(0, margin) - k[test] * margin).sum()
         chosen[outer] = PENALTIES[lost.argmin()]
         rest, test = np.flatnonzero(case.folds != outer), case.test_rows(outer)
-        scores[test] = said(rest, chosen[outer])[test]
+        scores[test] = scores_on(rest, chosen[outer])[test]
     return scores, chosen
 
 
@@ -185,7 +185,7 @@ def test_scores_and_penalties_are_those_of_nested_loops(shape, runs):
 def test_permutations_do_not_change_the_scores():
     made = case(MANY)
     found = made.run()
-    alone = cross_validate(Features.of(made.features), made.design().observed())
+    alone = cross_validate(Features.from_states(made.features), made.design().observed())
     np.testing.assert_allclose(alone.scores, found.scores, atol=1e-12)
     assert alone.chance == found.chance and alone.outer.shape[1] == 1
 
@@ -257,11 +257,11 @@ def chance(strength, seed, contexts=200, width=40):
     latent, run = rng.normal(size=contexts), np.arange(contexts) % 2
     features = rng.normal(size=(contexts, width)) + 10 * run[:, None]
     features[:, 0] += strength * latent
-    outcome = Outcome.of(
+    outcome = Outcome.from_counts(
         rng.binomial(8, expit(2 * latent - run)), np.full(contexts, 8), range(contexts), run
     )
-    design = Design.of(outcome, make_folds(outcome, FOLDS, seed))
-    states = Features.of(features)
+    design = Design.from_outcome(outcome, make_folds(outcome, FOLDS, seed))
+    states = Features.from_states(features)
     found = cross_validate(states, design)
 
     def by_half(fold, train):

@@ -13,7 +13,7 @@ from scipy.special import expit
 
 from ia_mech.stats import Estimate
 from probes import figures, show
-from probes.analysis import MEASURES, Arrays, Compared, RandomBlocks, Settings, analyse
+from probes.analysis import MEASURES, Arrays, ControlComparison, RandomBlocks, Settings, analyse
 from probes.controls import Baseline, Controls, Types
 from probes.figures import LEVEL
 from probes.show import CONTROL_TASK, COVERAGE, RANDOM_BLOCKS, READOUT, conclude, power_of_beyond
@@ -41,7 +41,7 @@ def analysis():
     sources = np.arange(CONTEXTS) % 40
     return analyse(
         Arrays(states.astype(np.float32), POSITIONS, rng.normal(size=(LAYERS, CONTEXTS, 4))),
-        Outcome.of(k, np.full(CONTEXTS, 8), sources),
+        Outcome.from_counts(k, np.full(CONTEXTS, 8), sources),
         controls,
         Settings(permutations=20, resamples=100, control_draws=2, workers=1),
         random_blocks={"random blocks 1": Arrays(rng.normal(size=states.shape), POSITIONS)},
@@ -238,7 +238,7 @@ def plain():
     """60 contexts of 30 sources, two layers, one position."""
     rng = np.random.default_rng(0)
     states = rng.normal(size=(2, 60, 1, 6)).astype(np.float32)
-    outcome = Outcome.of(rng.binomial(4, 0.4, 60), np.full(60, 4), np.arange(60) % 30)
+    outcome = Outcome.from_counts(rng.binomial(4, 0.4, 60), np.full(60, 4), np.arange(60) % 30)
     settings = Settings(folds=3, permutations=19, resamples=50, workers=1)
     return analyse(Arrays(states, ["header_last"]), outcome, None, settings)
 
@@ -284,7 +284,7 @@ def concluded(plain, analysis):
                 random_blocks=list(random),
                 beyond=beyond,
                 compared=[
-                    Compared(
+                    ControlComparison(
                         *names,
                         Estimate(control, 0.6, 0.8, 30, "percentile"),
                         None,

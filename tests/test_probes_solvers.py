@@ -41,7 +41,7 @@ def reference(columns, k, n, penalty, **settings):
 def both_ways(features):
     """The same states by their inner products and by their features."""
     centred = features - features.mean(0)
-    size = Features.of(features).size
+    size = Features.from_states(features).size
     return Features(centred, centred @ centred.T, size), Features(centred, None, size)
 
 
@@ -55,7 +55,7 @@ def fitted(features, k, n, penalty, runs=None):
     """``[d]`` weights on features as they are, ``[runs]`` intercepts, ``[n]`` log-odds."""
     rows = np.arange(len(features))
     runs = np.zeros(len(features), int) if runs is None else runs
-    projection = project(Features.of(features), rows, rows[:0], runs)
+    projection = project(Features.from_states(features), rows, rows[:0], runs)
     (fit,) = logistic_path(projection.train, runs, k, n, [penalty], runs.max() + 1)
     weights = projection.weights(fit.weights)
     centres = features.mean(0) + projection.centres()
@@ -198,7 +198,7 @@ def test_a_run_of_negatives_only_stays_finite(shape):
 def test_a_falling_path_ends_where_a_cold_start_does(shape):
     features, k, n = contexts(shape)
     labels = np.zeros(shape[0], int), k, n
-    coordinates = projected(Features.of(features)).train
+    coordinates = projected(Features.from_states(features)).train
     path = logistic_path(coordinates, *labels, PENALTIES, 1)
     (cold,) = logistic_path(coordinates, *labels, PENALTIES[-1:], 1)
     size = abs(cold.weights).max()

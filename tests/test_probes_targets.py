@@ -11,7 +11,7 @@ NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
 
 
 def turns_of(said: dict[str, dict[float, list[str]]]) -> pd.DataFrame:
-    """``Judged.turns`` from context → temperature → categories."""
+    """``JudgedTurns.turns`` from context → temperature → categories."""
     rows = [
         {"run": "A", "context_id": context, "temperature": float(t), "category": category}
         for context, by_temperature in said.items()

@@ -17,7 +17,7 @@ from shell import call, files, refusal
 
 from benchmarks.probe_validation.planted import Plan, Planted, plant, write
 from ia_mech.collect.command import main as sample
-from ia_mech.models.load import recalled
+from ia_mech.models.load import recall
 from ia_mech.results import read
 from ia_mech.run import Run
 from ia_mech.run.integrity import read_json, write_json
@@ -195,7 +195,7 @@ def test_a_twin_is_sampled_from_the_run_s_own_contexts(tiny_model_dir, tmp_path,
     assert twin.model["random_blocks"] == 1 and twin.settings["random_blocks"] == 1
     ids = [[tuple(row) for row in run.contexts["token_ids"]] for run in (own, twin)]
     assert sorted(ids[0]) == sorted(ids[1]) and len(ids[0]) == 6
-    assert recalled(twin.settings, twin.model["weights_hash"]).random_blocks == 1
+    assert recall(twin.settings, twin.model["weights_hash"]).random_blocks == 1
 
 
 # -- what is refused ------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def made(directions, contexts=60, seed=0, strength=2.5, prompts=None):
     of = np.arange(number) if prompts is None else np.asarray(prompts)
     sources = (of[:, None] * contexts + np.arange(contexts)).ravel()
     runs = np.repeat(np.arange(number), contexts)
-    outcome = Outcome.of(k, np.full(len(k), TRIALS), sources, runs)
+    outcome = Outcome.from_counts(k, np.full(len(k), TRIALS), sources, runs)
     return Arrays(states.astype(np.float32), ["a", "b"]), outcome, units
 
 
@@ -110,7 +110,7 @@ def test_a_target_that_is_constant_per_source_is_not_read_from_its_source():
     label = rng.integers(0, 2, 100)[sources]
     topic = rng.normal(size=(100, WIDTH * 4))[sources]
     states = (topic + 0.1 * rng.normal(size=topic.shape))[None, :, None]
-    outcome = Outcome.of(label, np.ones(400), sources)
+    outcome = Outcome.from_counts(label, np.ones(400), sources)
     units = [Unit("one", np.arange(200)), Unit("two", np.arange(200, 400))]
     for entry in cross_evaluate(Arrays(states, ["a"]), outcome, units, QUICK)[0]:
         assert entry.auroc.low < 0.5 < entry.auroc.high and entry.p > 0.05
@@ -145,7 +145,7 @@ def test_nothing_is_chosen_with_what_is_tested():
     rows = units[1].rows
     k = outcome.positives.copy()
     k[rows] = TRIALS - k[rows]
-    flipped = Outcome.of(k, outcome.trials, outcome.sources, outcome.runs)
+    flipped = Outcome.from_counts(k, outcome.trials, outcome.sources, outcome.runs)
     before = matrix(hidden, outcome, units)["u0", "u1"]
     after = matrix(hidden, flipped, units)["u0", "u1"]
     assert after.auroc.value == pytest.approx(1 - before.auroc.value)
@@ -198,7 +198,7 @@ def test_equal_rates_can_be_neither_trained_nor_tested_on():
     hidden, outcome, units = made([0, 0, 0])
     k = outcome.positives.copy()
     k[units[2].rows] = 4
-    level = Outcome.of(k, outcome.trials, outcome.sources, outcome.runs)
+    level = Outcome.from_counts(k, outcome.trials, outcome.sources, outcome.runs)
     entries, notes = cross_evaluate(hidden, level, units, QUICK)
     assert "u2" not in {name for e in entries for name in (e.trained, e.tested)}
     assert notes == [

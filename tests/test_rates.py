@@ -11,14 +11,14 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import ALL
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
 from ia_mech.rates.compute import any_of_n, estimates, rates
-from ia_mech.rates.load import FAILED, Judged, restricted
+from ia_mech.rates.load import FAILED, JudgedTurns, restrict_responses
 from ia_mech.stats import cluster_mean, dyadic_mean, holm, paired_difference, prediction_powered
 
 NEW, LOOP = "new_topic", "degenerate"
 POWERED = "rate_prediction_powered"
 
 
-def judged(turns: list[tuple], **columns) -> Judged:
+def judged(turns: list[tuple], **columns) -> JudgedTurns:
     """From (source, temperature, sample, category) rows; other columns as given for all."""
     frame = pd.DataFrame(turns, columns=["source", "temperature", "sample", "category"])
     defaults = {
@@ -41,10 +41,10 @@ def judged(turns: list[tuple], **columns) -> Judged:
     frame["temperature"] = frame["temperature"].astype(float)
     assessed = ~frame["category"].isin([FAILED, CANNOT_ASSESS])
     frame["genuine"] = (frame["category"] == GENUINE).astype(float).where(assessed)
-    return Judged(frame, "planted", {}, "anna", [], [])
+    return JudgedTurns(frame, "planted", {}, "anna", [], [])
 
 
-def simulated(sources: int, rates: dict[float, float], samples: int, seed: int = 0) -> Judged:
+def simulated(sources: int, rates: dict[float, float], samples: int, seed: int = 0) -> JudgedTurns:
     """Genuine turns that come in clusters."""
     rng = np.random.default_rng(seed)
     turns = []
@@ -115,7 +115,7 @@ def test_every_figure_can_be_restricted_to_one_kind_of_response(responses):
     turns = pd.concat([whole.turns, annotated.assign(dataset="y")], ignore_index=True)
     turns["cut_off"] = turns["source"].str[-1].astype(int) < 3
     whole = replace(whole, turns=turns)
-    part = restricted(whole, responses)
+    part = restrict_responses(whole, responses)
     rows = estimates(part)
     assert set(rows["responses"]) == {responses}
     kept = turns[turns["cut_off"] == (responses == "cut-off")]
@@ -128,7 +128,7 @@ def test_every_figure_can_be_restricted_to_one_kind_of_response(responses):
         assert apart.value == one(rows, "rate", dataset="d").value
     none = replace(whole, turns=turns.assign(cut_off=responses == "complete"))
     with pytest.raises(UserError, match=f"no user turn comes after a {responses} response"):
-        restricted(none, responses)
+        restrict_responses(none, responses)
 
 
 def test_models_of_one_name_perturbations_and_datasets_stand_apart():
@@ -210,7 +210,7 @@ def test_a_difference_is_of_the_same_sources_only():
 # -- the judge's errors --------------------------------------------------------------------------
 
 
-def erring(seed: int, sources: int = 300, samples: int = 6) -> tuple[Judged, float]:
+def erring(seed: int, sources: int = 300, samples: int = 6) -> tuple[JudgedTurns, float]:
     """Turns of 20% genuine with a judge of 0.8 sensitivity and 0.9 specificity, a part of them
     annotated, more of those it calls genuine; and the true rate."""
     rng = np.random.default_rng(seed)
@@ -314,8 +314,8 @@ def test_the_rate_table_takes_any_columns_and_any_baseline():
     rows["condition"] = np.tile(["plain", "steered"], 80)
     rows["half"] = np.where(rows.index < 80, "choosing", "reporting")
     rows["apt"] = (rng.random(160) < 0.4).astype(float)
-    found = list(rates(rows, ["half", "condition"], outcome="apt", of="arm"))
-    assert [(row.names["half"], row.names["condition"], row.names["of"]) for row in found] == [
+    found = list(rates(rows, ["half", "condition"], outcome="apt", term="arm"))
+    assert [(row.names["half"], row.names["condition"], row.names["term"]) for row in found] == [
         (half, condition, "arm")
         for half in ("choosing", "reporting")
         for condition in ("plain", "steered")

@@ -11,7 +11,7 @@ import pytest
 from judging import FakeJudge
 from runs import planted as sampled
 from runs import rewritten
-from test_results import found as any_result
+from test_results import example_result
 
 from ia_mech.display import Quiet
 from ia_mech.judge.decoys import draw_decoys
@@ -21,7 +21,7 @@ from ia_mech.judge.verdict import Verdict
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.gate import gate_of
 from ia_mech.rates.grounding import p_values
-from ia_mech.rates.load import Judged, read_runs
+from ia_mech.rates.load import JudgedTurns, read_runs
 from ia_mech.rates.result import result
 from ia_mech.results import folder_of, write
 from ia_mech.run import Run
@@ -53,7 +53,7 @@ def run(whole, tmp_path) -> Run:
     return run
 
 
-def judged_by(run: Run, say) -> Judged:
+def judged_by(run: Run, say) -> JudgedTurns:
     """The run as read after ``say`` (item → category or verdict) has judged it."""
 
     def verdict(item, _):
@@ -294,7 +294,7 @@ def test_bits_are_joined_with_verdicts_turn_by_turn(run, beside):
     about = {"kind": "reaction", "identities": [run.identity_digest]}
     turns = keys.assign(evidence=evidence, run=run.name)
     twice = pd.concat([turns.assign(run="another", evidence=9.0), turns])
-    write(any_result(about=about, data={"turns": twice}), folder)
+    write(example_result(about=about, data={"turns": twice}), folder)
     judged = judged_by(run, lambda item: GENUINE if number(item) % 3 else NEW)
     own = judged.turns
     expected = ((own["genuine"] == 1) & (own["sample"] == 0)).astype(float)

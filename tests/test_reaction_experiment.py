@@ -15,8 +15,8 @@ import torch
 from shell import call, refusal
 
 from experiments.experiment import Model
-from experiments.paraphrase import closeness, read_versions, written
-from experiments.reaction import Reaction, Turns, headline, main, measure, retold
+from experiments.paraphrase import closeness, read_versions, usable_wordings
+from experiments.reaction import Reaction, Turns, headline, main, measure, retokenise
 from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.command import main as sample
 from ia_mech.engine.check import check_engine
@@ -133,14 +133,14 @@ def test_the_command_estimates_shows_and_goes_on(folder, wordings, capsys):
     turns = pd.read_parquet(out / "turns.parquet")
     assert len(turns) == 5 * RESPONSES * 5
     information = found[found["quantity"] == "I_K, bits"]
-    whole = information[(information["of"] == "alternatives") & (information["responses"] == 3)]
+    whole = information[(information["term"] == "alternatives") & (information["responses"] == 3)]
     whole = whole[whole["temperature"] == 1.0]
     mine = turns[turns["temperature"] == 1.0]
     by_query = mine.groupby(["source_id", "followed"])["reaction_bits"].mean()
     by_query = by_query.groupby("source_id").mean()
     assert whole["value"].iloc[0] == pytest.approx(by_query.mean(), abs=1e-9)
     tested = found[found["quantity"] == "I_K less the control's, bits"]
-    assert set(tested["of"]) == {"wordings of one response", "assistant header"}
+    assert set(tested["term"]) == {"wordings of one response", "assistant header"}
     assert len(tested) == 4 and (tested["p_holm"] >= tested["p"]).all()
     bounded = found[found["quantity"].isin(["I_K, bits", "identified", "words kept"])]
     assert (bounded["low"].dropna() >= 0).all() and (bounded["high"].dropna() <= np.log2(3)).all()
@@ -186,8 +186,8 @@ def test_a_model_that_writes_no_wordings_has_no_such_control(folder, tmp_path, c
         (request,) = requests
         assert any(text in request for text in texts)
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
-    assert "assistant header" in set(found["of"])
-    assert "wordings of one response" not in set(found["of"])
+    assert "assistant header" in set(found["term"])
+    assert "wordings of one response" not in set(found["term"])
 
 
 def test_scores_of_a_judge_take_the_readers_place(folder, tmp_path, capfd):
@@ -225,7 +225,7 @@ def test_another_model_reads_the_texts_under_its_own_template(
         query.turns["text"] = [f"What about {n % 7}?" for n in range(len(query.turns))]
         query.turns["finish_reason"] = ["length", "turn_end"] * 7 + ["length"]
     chat = ChatFormat(tiny_subject.tokenizer, eos_ids=[tiny_subject.tokenizer.eos_token_id])
-    for query, unit in zip(queries, retold(queries, str(tiny_model_dir), run), strict=True):
+    for query, unit in zip(queries, retokenise(queries, str(tiny_model_dir), run), strict=True):
         assert list(unit.contexts) == query.token_ids and {t for _, t in unit.turns} == {1.0}
         for n, (ids, _) in enumerate(unit.turns):
             text = tiny_subject.tokenizer.decode(ids)
@@ -342,9 +342,9 @@ def test_wordings_end_say_the_same_and_do_not_copy(folder):
         perturbation="to_reword",
     )
     run = SimpleNamespace(path=folder, contexts=rows, generations=query.turns.iloc[:0])
-    found = written(run, {query.source: 1}, [query], 2)
+    found = usable_wordings(run, {query.source: 1}, [query], 2)
     assert found == {query.source: (1, good)}
-    assert written(run, {query.source: 1}, [query], 3) == {}
+    assert usable_wordings(run, {query.source: 1}, [query], 3) == {}
 
 
 def test_closeness_tells_words_from_wording():

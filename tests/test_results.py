@@ -11,7 +11,7 @@ from ia_mech.errors import UserError
 from ia_mech.results import RESULT, Result, Table, folder_of, folders_of, read, show, write
 
 
-def found(**changes) -> Result:
+def example_result(**changes) -> Result:
     figure, axes = new_axes("a", "x")
     axes.plot([0, 1], [1, 0])
     options = {
@@ -34,7 +34,7 @@ def found(**changes) -> Result:
 
 
 def test_a_result_comes_back_as_it_was_written(tmp_path, pictures):
-    result, folder = found(), folder_of(tmp_path, "rates-rules")
+    result, folder = example_result(), folder_of(tmp_path, "rates-rules")
     write(result, folder)
     again = read(folder)
     for name in ("name", "question", "sentence", "control", "tables", "notes", "about"):
@@ -49,42 +49,42 @@ def test_a_result_comes_back_as_it_was_written(tmp_path, pictures):
 
 
 def test_a_new_result_removes_the_files_of_the_old_one_and_nothing_else(tmp_path):
-    write(found(), tmp_path)
+    write(example_result(), tmp_path)
     (tmp_path / "part-0.parquet").write_bytes(b"kept")
-    write(found(figures={}, data={}, files={}), tmp_path)
+    write(example_result(figures={}, data={}, files={}), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("estimates.parquet", "part-0.parquet", "result.json")
     ]
 
 
 def test_a_result_that_cannot_be_made_leaves_the_old_one(tmp_path):
-    write(found(), tmp_path)
+    write(example_result(), tmp_path)
     before = (tmp_path / RESULT).read_bytes()
 
     def fails(path):
         raise OSError("full")
 
     with pytest.raises(OSError, match="full"):
-        write(found(sentence="new", files={"probe.bin": fails}), tmp_path)
+        write(example_result(sentence="new", files={"probe.bin": fails}), tmp_path)
     assert (tmp_path / RESULT).read_bytes() == before and read(tmp_path).sentence != "new"
     with pytest.raises(UserError, match="holds a result of rates"):
-        write(found(about={"kind": "probe"}), tmp_path)
+        write(example_result(about={"kind": "probe"}), tmp_path)
     assert not (tmp_path / ".new").exists()
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", "{}", json.dumps({"about": {}, "files": []})])
 def test_a_damaged_result_is_one_line(tmp_path, damage):
-    write(found(), tmp_path)
+    write(example_result(), tmp_path)
     (tmp_path / RESULT).write_text(damage)
     with pytest.raises(UserError, match="is damaged"):
         read(tmp_path)
 
 
 def test_the_sentence_stands_before_the_tables_and_details_are_asked_for(capsys):
-    show(found(), console())
+    show(example_result(), console())
     said = capsys.readouterr().out
     order = [said.index(text) for text in ("In 0.25", "After another", "greedy", "few sources")]
     assert order == sorted(order)
     assert "by dataset" not in said and "1 more tables with --full" in said
-    show(found(), console(), full=True)
+    show(example_result(), console(), full=True)
     assert "[bold]x" in capsys.readouterr().out

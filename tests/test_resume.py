@@ -75,7 +75,7 @@ def test_an_interrupted_run_goes_on(tiny_subject, tmp_path, undisturbed, phase, 
         collect(SMALL, tiny_subject, out, progress)
     assert progress.stopped
     run = Run.open(out)
-    assert not run.complete and run.verify() == [] and run.kept == kept
+    assert not run.complete and run.verify() == [] and run.counts == kept
     assert os.listdir(tmp_path) == ["run"]
     run = collect(SMALL, tiny_subject, out, Quiet())  # the lock was given up, too
     assert run.complete and run.digest() == undisturbed

@@ -68,7 +68,7 @@ def test_responses_are_parts_of_their_own(tmp_path):
         assert not Run.open(tmp_path / "run").responses_complete
         with RunWriter(tmp_path / "run", record, (2, 2)) as other:
             other.add_responses("00001", [response(2)])
-        assert run.done("responses") == {"00000": 2, "00001": 1}
+        assert run.finished_parts("responses") == {"00000": 2, "00001": 1}
         assert run.read_responses() == {order: response(order) for order in range(3)}
         assert run.read_responses(["00001"]) == {2: response(2)}
     read = Run.open(tmp_path / "run")
@@ -88,7 +88,7 @@ def test_a_run_is_the_union_of_its_manifests(tmp_path, by_hand):
     assert second.complete and (out / "README.md").is_file()
     assert second.digest() == by_hand.digest() and len(second.sessions) == 2
     with RunWriter(out, RECORD) as third:  # without shards: nothing is left to do
-        assert third.done("contexts") == dict(zip(NAMES, map(len, PARTS), strict=True))
+        assert third.finished_parts("contexts") == dict(zip(NAMES, map(len, PARTS), strict=True))
     shutil.copy(out / "manifest-1-of-2.json", out / "manifest-1-of-3.json")
     assert Run.open(out).digest() == by_hand.digest()  # parts that two of them name count once
 
@@ -117,7 +117,7 @@ def test_a_damaged_part_is_named_dropped_and_made_again(tmp_path, by_hand, file,
     assert path.name in problem
     with RunWriter(by_hand.path, RECORD) as run:
         assert len(run.damaged) == 1 and path.name in run.damaged[0]
-        assert NAMES[1] not in run.done("contexts")
+        assert NAMES[1] not in run.finished_parts("contexts")
     assert not Run.open(by_hand.path).complete
     again = write_by_hand(by_hand.path)
     assert again.complete and again.verify() == []
@@ -230,7 +230,7 @@ def test_what_the_kernel_refuses_to_write_is_an_oserror(tmp_path, vocab, text, f
         with _files_of_at_most(60_000), pytest.raises(OSError) as refusal:
             run.add_contexts(NAMES[0], *stored)
         assert refusal.value.errno == errno.EFBIG
-        assert not (run.path / file).exists() and run.done("contexts") == {}
+        assert not (run.path / file).exists() and run.finished_parts("contexts") == {}
         run.add_contexts(NAMES[0], *stored)
     assert Run.open(tmp_path / "run").verify() == []
 

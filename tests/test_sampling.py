@@ -44,7 +44,7 @@ class Planted(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def drawn() -> dict[float, np.ndarray]:
+def sampled_tokens() -> dict[float, np.ndarray]:
     """``[DRAWS, 2]`` tokens per temperature: two steps, all temperatures in one batch."""
     model = Planted()
     rows = [
@@ -64,11 +64,11 @@ def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_pairs_of_tokens_follow_the_tempered_distributions(drawn, temperature):
+def test_pairs_of_tokens_follow_the_tempered_distributions(sampled_tokens, temperature):
     model = Planted()
     first = model.probabilities(3, temperature)
     joint = np.stack([first[a] * model.probabilities(a, temperature) for a in range(VOCAB)])
-    pairs = drawn[temperature]
+    pairs = sampled_tokens[temperature]
     counts = np.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB**2)
     likely = joint.ravel() * DRAWS > 5  # the rest is pooled, as the test requires
     pooled = np.append(counts[likely], counts[~likely].sum())
@@ -79,13 +79,13 @@ def test_pairs_of_tokens_follow_the_tempered_distributions(drawn, temperature):
 
 
 @pytest.mark.parametrize("wrong", [0.95, 1.05])
-def test_a_slightly_wrong_temperature_fails_the_same_test(drawn, wrong):
-    counts = np.bincount(drawn[1.0][:, 0], minlength=VOCAB)
+def test_a_slightly_wrong_temperature_fails_the_same_test(sampled_tokens, wrong):
+    counts = np.bincount(sampled_tokens[1.0][:, 0], minlength=VOCAB)
     assert chi_square_p(counts, Planted().probabilities(3, wrong)) < 1e-3
 
 
-def test_rows_are_independent_across_samples_and_sources(drawn):
-    samples = drawn[1.0][:, 0].reshape(-1, 4)  # [source, sample]
+def test_rows_are_independent_across_samples_and_sources(sampled_tokens):
+    samples = sampled_tokens[1.0][:, 0].reshape(-1, 4)  # [source, sample]
 
     def p_value(a, b) -> float:
         table = np.zeros((VOCAB, VOCAB))
@@ -106,13 +106,13 @@ def test_noise_of_different_steps_is_uncorrelated():
 
 
 @pytest.mark.parametrize("pair", [(0.6, 1.0), (1.0, 1.7)])
-def test_temperatures_are_coupled_as_gumbel_noise_couples_them(drawn, pair):
+def test_temperatures_are_coupled_as_gumbel_noise_couples_them(sampled_tokens, pair):
     """With shared Gumbel noise two distributions p and q agree with probability
     sum_i 1 / sum_j max(p_j / p_i, q_j / q_i)."""
     p, q = (Planted().probabilities(3, t) for t in pair)
     ratio = np.maximum(p[None, :] / p[:, None], q[None, :] / q[:, None])
     expected = float((1 / ratio.sum(1)).sum())
-    equal = float((drawn[pair[0]][:, 0] == drawn[pair[1]][:, 0]).mean())
+    equal = float((sampled_tokens[pair[0]][:, 0] == sampled_tokens[pair[1]][:, 0]).mean())
     independent = float((p * q).sum())
     assert abs(equal - expected) < 4 * np.sqrt(expected * (1 - expected) / DRAWS)
     assert equal > independent + 0.3
@@ -120,14 +120,14 @@ def test_temperatures_are_coupled_as_gumbel_noise_couples_them(drawn, pair):
 
 def test_greedy_rows_take_the_first_largest_logit():
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
-    drawn = draw(
+    sampled_tokens = draw(
         logits, torch.zeros(1), gumbel(torch.tensor([[1, 2]]), 0, 4), torch.zeros(1).long()
     )
-    assert drawn.token.item() == 1
-    assert drawn.margin.item() == 0
-    assert drawn.rank.item() == 1
-    assert drawn.logprob_tempered.isnan().all()
-    assert drawn.logprob.item() == pytest.approx(float(logits.log_softmax(-1)[0, 1]))
+    assert sampled_tokens.token.item() == 1
+    assert sampled_tokens.margin.item() == 0
+    assert sampled_tokens.rank.item() == 1
+    assert sampled_tokens.logprob_tempered.isnan().all()
+    assert sampled_tokens.logprob.item() == pytest.approx(float(logits.log_softmax(-1)[0, 1]))
 
 
 @pytest.mark.parametrize("vocab", [64, 6400, 6401])

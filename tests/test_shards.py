@@ -68,7 +68,7 @@ def test_a_shard_writes_the_responses_that_its_contexts_need(tiny_subject, tmp_p
     run = sampled(WRITTEN, tiny_subject, tmp_path / "run", shard=(2, 2))
     assert [part["name"] for part in run.parts("responses")] == ["00001"]
     assert run.contexts["order"].tolist() == run.responses["order"].tolist() == [3, 4, 5]
-    assert not run.complete and run.kept == {"responses": 3, "contexts": 3}
+    assert not run.complete and run.counts == {"responses": 3, "contexts": 3}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_run_may_go_on_in_other_shards(tiny_subject, tmp_path, monkeypatch, wr
 
 def test_a_shard_without_parts_has_nothing_to_do(tiny_subject, tmp_path):
     run = sampled(SETTINGS, tiny_subject, tmp_path / "run", shard=(9, 9))
-    assert run.kept["contexts"] == 0 and not run.complete and not run.sessions
+    assert run.counts["contexts"] == 0 and not run.complete and not run.sessions
     with pytest.raises(UserError, match="holds no finished part yet; let the run go on first"):
         run.contexts  # noqa: B018
 

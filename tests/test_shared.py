@@ -13,14 +13,14 @@ import ia_mech.engine.shared as shared
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.score import Turn, score
-from ia_mech.engine.shared import Borrowed, Engine, SharedLayer, attend, merge, sharing
+from ia_mech.engine.shared import Borrowed, Engine, SharedLayer, attend, merge, shared_attention
 from ia_mech.engine.state import expand
 from ia_mech.errors import UserError
 
 ROWS, HEADS, KV_HEADS, DIM = 3, 6, 2, 16
 
 
-def drawn(keys: int, *, rows=ROWS, heads=KV_HEADS, dim=DIM, seed=0) -> torch.Tensor:
+def normal(keys: int, *, rows=ROWS, heads=KV_HEADS, dim=DIM, seed=0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, heads, keys, dim, generator=generator)
 
@@ -48,9 +48,9 @@ def exact(query, key, value, unseen, *, scaling, softcap=None, sinks=None) -> to
 def test_two_parts_equal_all_keys_in_float64(new, own, scaling, softcap, with_sinks, value_dim):
     """Scores up to 1e5 of either sign; capped ones and narrow values take the path without the
     fused kernel."""
-    query = drawn(new, heads=HEADS, seed=1)
-    prefix = drawn(40, seed=2), drawn(40, dim=value_dim, seed=3)
-    suffix = drawn(own, seed=4), drawn(own, dim=value_dim, seed=5)
+    query = normal(new, heads=HEADS, seed=1)
+    prefix = normal(40, seed=2), normal(40, dim=value_dim, seed=3)
+    suffix = normal(own, seed=4), normal(own, dim=value_dim, seed=5)
     sinks = torch.linspace(-3, 3, HEADS) if with_sinks else None
     numbers = {"scaling": scaling, "softcap": softcap}
     unseen = torch.ones(new, 40 + own, dtype=torch.bool).triu(40 + own - new + 1)
@@ -69,7 +69,7 @@ def test_two_parts_equal_all_keys_in_float64(new, own, scaling, softcap, with_si
 
 
 def test_a_log_sum_exp_is_that_of_the_scores():
-    query, key = drawn(4, heads=HEADS, seed=1), drawn(7, seed=2)
+    query, key = normal(4, heads=HEADS, seed=1), normal(7, seed=2)
     scores = query.double() @ key.double().repeat_interleave(3, 1).mT * 0.3
     for softcap in (None, 1e9):  # both paths: such a cap changes nothing
         _, total = attend(query, key, key, scaling=0.3, softcap=softcap)
@@ -78,7 +78,7 @@ def test_a_log_sum_exp_is_that_of_the_scores():
 
 @pytest.mark.parametrize("score", [-1e4, 0.0, 1e4])
 def test_the_merge_of_given_scores_in_float64(score):
-    averages = drawn(2, seed=1), drawn(2, seed=2)
+    averages = normal(2, seed=1), normal(2, seed=2)
     totals = [torch.full((ROWS, KV_HEADS, 2), score), torch.full((ROWS, KV_HEADS, 2), score + 1.5)]
     weights = torch.tensor([0.0, 1.5], dtype=torch.float64).softmax(0)
     expected = weights[0] * averages[0].double() + weights[1] * averages[1].double()
@@ -87,22 +87,22 @@ def test_the_merge_of_given_scores_in_float64(score):
 
 
 def test_parts_that_see_nothing_count_for_nothing():
-    average, total = drawn(2, seed=1), torch.zeros(ROWS, KV_HEADS, 2)
+    average, total = normal(2, seed=1), torch.zeros(ROWS, KV_HEADS, 2)
     nothing = torch.full_like(total, -torch.inf)
     zero = torch.zeros_like(average)
     for sinks in (None, torch.full((KV_HEADS,), -1e4)):
         assert torch.equal(merge((average, total), (zero, nothing), sinks), average)
         assert torch.equal(merge((zero, nothing), (average, total), sinks), average)
         assert torch.equal(merge((zero, nothing), (zero, nothing), sinks), zero)
-        far = merge((average, total - 1e3), (drawn(2, seed=2), total + 1e3), sinks)
-        assert torch.equal(far, drawn(2, seed=2))
+        far = merge((average, total - 1e3), (normal(2, seed=2), total + 1e3), sinks)
+        assert torch.equal(far, normal(2, seed=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_a_query_that_sees_nothing_has_a_log_sum_exp_of_minus_infinity(dtype, softcap):
     """With the kernel for CPUs and without; its neighbours aren't touched."""
-    query, key = drawn(3, heads=HEADS, seed=1).to(dtype), drawn(700, seed=2).to(dtype)
+    query, key = normal(3, heads=HEADS, seed=1).to(dtype), normal(700, seed=2).to(dtype)
     bias = torch.zeros(ROWS, 1, 3, 700, dtype=dtype)
     bias[1, :, 2] = -torch.inf
     average, total = attend(query, key, key, scaling=0.25, softcap=softcap, bias=bias)
@@ -115,7 +115,7 @@ def test_a_query_that_sees_nothing_has_a_log_sum_exp_of_minus_infinity(dtype, so
 
 
 def test_sinks_only_take_weight_away():
-    average, total = drawn(2, seed=1), torch.zeros(ROWS, KV_HEADS, 2)
+    average, total = normal(2, seed=1), torch.zeros(ROWS, KV_HEADS, 2)
     nothing = torch.zeros_like(average), torch.full_like(total, -torch.inf)
     merged = merge((average, total), nothing, torch.tensor([0.0, -1e4]))
     torch.testing.assert_close(merged[:, 0], average[:, 0] / 2)
@@ -123,7 +123,7 @@ def test_sinks_only_take_weight_away():
 
 
 def test_half_precision_is_merged_in_float32():
-    query, prefix, own = (drawn(n, seed=n).bfloat16() for n in (1, 50, 3))
+    query, prefix, own = (normal(n, seed=n).bfloat16() for n in (1, 50, 3))
     parts = [attend(query, keys, keys, scaling=0.25) for keys in (prefix, own)]
     merged = merge(*parts)
     keys = torch.cat([prefix, own], 2)
@@ -137,7 +137,7 @@ def test_products_beyond_the_range_of_float16():
     without the fused kernel."""
     query = torch.full((1, 1, 1, 16), 80.0).half()
     key = (80 - torch.arange(5.0) / 4)[:, None].expand(1, 1, 5, 16).half()
-    value = drawn(5, rows=1, heads=1, seed=3).half()
+    value = normal(5, rows=1, heads=1, seed=3).half()
     average, total = attend(query, key, value, scaling=0.005, softcap=1e9)
     unseen = torch.zeros(5, dtype=torch.bool)
     expected = exact(query, key.double(), value.double(), unseen, scaling=0.005)
@@ -199,7 +199,7 @@ def test_keys_that_the_attention_function_never_sees_are_an_error():
     state = expand([prefilled(model, LENGTHS)], [0])
     layer, new = state.cache.layers[0], torch.zeros(1, 2, 1, 8)
     said = "doesn't use the cached keys"
-    with pytest.raises(RuntimeError, match=said), sharing(model, state.cache):
+    with pytest.raises(RuntimeError, match=said), shared_attention(model, state.cache):
         layer.update(new, new)
     with pytest.raises(RuntimeError, match=said):
         layer.update(new, new)

@@ -59,7 +59,7 @@ def test_what_is_lacking_is_said_with_a_remedy(error, said, capsys):
     def body() -> None:
         raise error
 
-    assert cli.guarded(body, str) == 2
+    assert cli.run_command(body, str) == 2
     out, line = capsys.readouterr()
     assert out == "" and line.count("\n") == 1 and line.startswith("error: ") and said in line
 
@@ -75,7 +75,7 @@ def test_output_that_finds_no_room_is_one_line(capsys, monkeypatch):
             raise of_the_system(errno.ENOSPC)
 
     monkeypatch.setattr(sys, "stdout", Full())
-    assert cli.guarded(lambda: None, str) == 2
+    assert cli.run_command(lambda: None, str) == 2
     line = "error: the output could not be written (No space left on device); write it elsewhere\n"
     assert capsys.readouterr().err == line
 
@@ -228,5 +228,5 @@ def test_a_user_error_is_passed_on_as_it_is(capsys):
     def body() -> None:
         raise UserError("No space left on device", "stay calm")
 
-    assert cli.guarded(body, str) == 2
+    assert cli.run_command(body, str) == 2
     assert capsys.readouterr().err == "error: No space left on device; stay calm\n"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ia_mech.stats import cluster_bootstrap, kappa_of
-from ia_mech.stats.resampling import resample_sums, widened
+from ia_mech.stats.resampling import resample_sums, widened_level
 
 LABELS = 4
 
@@ -35,7 +35,7 @@ def test_a_bootstrap_equals_copying_the_rows_of_the_sources_drawn():
     for drawn in np.random.default_rng(9).integers(12, size=(300, 12)):
         rows = np.concatenate([np.flatnonzero(sources == s) for s in drawn])
         means.append(values[rows].mean())
-    tail = (1 - widened(0.95, 12)) / 2
+    tail = (1 - widened_level(0.95, 12)) / 2
     expected = values.mean(), *np.quantile(means, [tail, 1 - tail])
     assert (estimate.value, estimate.low, estimate.high) == pytest.approx(expected, abs=1e-12)
     assert (estimate.sources, estimate.method) == (12, "percentile")
@@ -60,9 +60,9 @@ def test_sums_over_kinds_equal_multiplicities_of_rows():
 
 def test_the_widened_level_makes_up_for_few_sources():
     # For n = 20 a 95% interval asks for 96.8%: sqrt(20 / 19) * 2.093 normal deviations.
-    assert widened(0.95, 20) == pytest.approx(0.968, abs=0.001)
-    assert widened(0.95, 10**6) == pytest.approx(0.95, abs=1e-5)
-    assert widened(0.95, 2) < 1
+    assert widened_level(0.95, 20) == pytest.approx(0.968, abs=0.001)
+    assert widened_level(0.95, 10**6) == pytest.approx(0.95, abs=1e-5)
+    assert widened_level(0.95, 2) < 1
 
 
 def test_blocks_of_resamples_change_nothing(monkeypatch):

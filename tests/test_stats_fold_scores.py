@@ -11,7 +11,7 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from ia_mech.stats import FoldScores, Replicated, auroc_columns
+from ia_mech.stats import FoldScores, ResampledScore, auroc_columns
 from ia_mech.stats.resampling import resample_counts, source_index
 
 RESAMPLES = 40
@@ -179,7 +179,7 @@ def test_differences_and_means_are_paired():
     assert alone.low < alone.value < alone.high
     assert interval.high - interval.low < alone.high - alone.low
     assert (good - good).estimate().method == "no resample differs"
-    mean = Replicated.mean([good, bad])
+    mean = ResampledScore.mean([good, bad])
     assert mean.value == (good.value + bad.value) / 2
     np.testing.assert_allclose(mean.replicates, (good.replicates + bad.replicates) / 2)
 
@@ -201,8 +201,8 @@ def test_resamples_depend_on_sources_and_seed_only():
 
 def test_a_mean_is_of_the_scores_that_a_resample_leaves_defined():
     nan = np.nan
-    one, other = (Replicated(0.5, np.array(r), 9, 0.95) for r in ([1, nan, nan], [3, 5, nan]))
-    np.testing.assert_array_equal(Replicated.mean([one, other]).replicates, [2, 5, nan])
+    one, other = (ResampledScore(0.5, np.array(r), 9, 0.95) for r in ([1, nan, nan], [3, 5, nan]))
+    np.testing.assert_array_equal(ResampledScore.mean([one, other]).replicates, [2, 5, nan])
 
 
 def test_strata_are_not_compared():
@@ -267,7 +267,7 @@ def test_chance_in_training_adds_its_share_of_the_variance(share):
 
 def test_scores_widened_for_training_stay_within_their_bounds():
     replicates = np.array([0.2, 0.5, 0.9, 1.0, np.nan])
-    score = Replicated(0.7, replicates, 20, 0.95, (0.0, 1.0))
+    score = ResampledScore(0.7, replicates, 20, 0.95, (0.0, 1.0))
     found = score.with_training(8).replicates  # three times as far from their mean of 0.65
     np.testing.assert_allclose(found, [0, 0.2, 1, 1, np.nan], atol=1e-12)
     free = replace(score, bounds=(-np.inf, np.inf)).with_training(8).replicates
@@ -348,8 +348,8 @@ def test_impossible_predictions_are_refused():
         (lambda: scores.spearman([1, np.nan]), "score"),
         (lambda: scores.deviance_explained([0.1, 1.1], [0.5, 0.5]), "probabilities"),
         (lambda: scores.prevalence() - others.prevalence(), "same resamples"),
-        (lambda: Replicated.mean([scores.prevalence(), others.prevalence()]), "same resamples"),
-        (lambda: Replicated.mean([]), "at least one"),
+        (lambda: ResampledScore.mean([scores.prevalence(), others.prevalence()]), "same resamples"),
+        (lambda: ResampledScore.mean([]), "at least one"),
         (lambda: auroc([1, np.nan], [1, 0], [1, 1]), "NaN"),
         (lambda: auroc([1, 2], [2, 0], [1, 1]), "between"),
         (lambda: auroc_columns([[1.0, 2.0]], [[1]], [1]), "positives have shape"),

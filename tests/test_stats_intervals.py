@@ -158,6 +158,6 @@ def test_an_estimate_reads_as_value_and_interval():
 
 def test_an_interval_is_cut_to_what_a_number_can_be():
     found = Estimate(0.5, -0.1, 1.2, 9, "student")
-    assert found.within(0, 1) == Estimate(0.5, 0, 1, 9, "student")
-    assert found.within(0) == Estimate(0.5, 0, 1.2, 9, "student")
-    assert np.isnan(Estimate(0.5, np.nan, np.nan, 1).within(0, 1).low)
+    assert found.clip(0, 1) == Estimate(0.5, 0, 1, 9, "student")
+    assert found.clip(0) == Estimate(0.5, 0, 1.2, 9, "student")
+    assert np.isnan(Estimate(0.5, np.nan, np.nan, 1).clip(0, 1).low)

@@ -15,13 +15,13 @@ from experiments import directions
 from experiments.directions import (
     Arm,
     Context,
-    Optimising,
-    Steered,
+    DirectionSearch,
+    SteeredContexts,
+    arms_of_equal_kl,
     chance_cosine,
-    of_equal_kl,
-    optimised,
+    optimise_direction,
     random_directions,
-    steered,
+    steering_effects,
 )
 from experiments.experiment import Model
 from experiments.steering import (
@@ -48,7 +48,7 @@ from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.intervene import Add
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import GENUINE, NAMES
-from ia_mech.likelihood.intervened import Continued
+from ia_mech.likelihood.intervened import IntervenedTurns
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.steering import ADD, TURN, SteeringVector
@@ -63,8 +63,8 @@ def model_of(network) -> Model:
     return Model(SimpleNamespace(model=network), None, True)
 
 
-def unit(contexts, arms) -> Steered:
-    return Steered("q", "d", 0, REPORTING, tuple(contexts), tuple(arms))
+def unit(contexts, arms) -> SteeredContexts:
+    return SteeredContexts("q", "d", 0, REPORTING, tuple(contexts), tuple(arms))
 
 
 # -- likelihoods and gradients against independent computations --------------------------------
@@ -80,7 +80,7 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
     for at, in_turn in (((20,), False), ((17,), True)):
         context = Context(ids, 2, at, in_turn, turns, (True, False))
         arms = [Arm(DIRECTION, 0.7, tuple(direction.tolist())), Arm(BIAS, 2.0, (), tuple(bias))]
-        found = steered(Model(tiny_subject, None, True), unit([context], arms))
+        found = steering_effects(Model(tiny_subject, None, True), unit([context], arms))
         sums, firsts = {}, {}
         for name in ("plain", "moved"):
             for number, turn in enumerate(turns):
@@ -119,7 +119,7 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
 def test_gradients_equal_finite_differences(architecture):
     network = tiny.model(architecture)
     turns = [tiny.prompt(5, seed=5), tiny.prompt(9, seed=9)]
-    run = Continued(network, tiny.prompt(23, seed=3), 18, turns)
+    run = IntervenedTurns(network, tiny.prompt(23, seed=3), 18, turns)
     start = torch.randn(32, generator=torch.Generator().manual_seed(0))
 
     def rows(direction):
@@ -176,15 +176,15 @@ def test_controls_reach_the_kl_that_is_wanted():
     contexts = [Context(tuple(one.ids), 5, (one.positions["header_last"],)) for one in made]
 
     def kl_of(arms):
-        found = steered(model_of(network), unit(contexts, arms))
-        return found.groupby("of", sort=False)["kl"].mean().to_numpy()
+        found = steering_effects(model_of(network), unit(contexts, arms))
+        return found.groupby("term", sort=False)["kl"].mean().to_numpy()
 
     arms = [Arm("told", 0.02, tuple(told.tolist())), Arm("bias", 0.1, (), tuple(bias))]
     for kl in (1e-4, 1e-3, 1e-2):
-        found = of_equal_kl(arms, kl, kl_of)
-        assert [arm.of for arm in found] == ["told", "bias"]
+        found = arms_of_equal_kl(arms, kl, kl_of)
+        assert [arm.kind for arm in found] == ["told", "bias"]
         np.testing.assert_allclose(kl_of(found), kl, rtol=0.1)
-    assert of_equal_kl([Arm("idle", 1e-9)], 1e-2, lambda arms: np.zeros(len(arms))) == []
+    assert arms_of_equal_kl([Arm("idle", 1e-9)], 1e-2, lambda arms: np.zeros(len(arms))) == []
 
 
 def test_the_dose_is_chosen_within_the_kl():
@@ -225,7 +225,7 @@ def found_along(direction: np.ndarray, best: np.ndarray, seed: int, dose: float 
     arms += [Arm(EACH, dose, tuple(one), draw=n) for n, one in enumerate(drawn)]
     numbers = rng.permutation(24)[:10]
     parts = [
-        steered(model, unit([planted_context(n)], arms)).assign(source=str(n), dataset="d")
+        steering_effects(model, unit([planted_context(n)], arms)).assign(source=str(n), dataset="d")
         for n in numbers.tolist()
     ]
     return estimates_of(
@@ -235,12 +235,12 @@ def found_along(direction: np.ndarray, best: np.ndarray, seed: int, dose: float 
 
 def test_a_planted_direction_is_found_and_optimising_finds_it():
     contexts = tuple(planted_context(n) for n in range(12))
-    one = Optimising("", "", 0, contexts, 0.05, 0.4, 0)
-    best = optimised(model_of(planted.model(True)), one)
+    one = DirectionSearch("", "", 0, contexts, 0.05, 0.4, 0)
+    best = optimise_direction(model_of(planted.model(True)), one)
     assert abs(np.linalg.norm(best) - 1) < 1e-5 and best @ planted_direction() > 0.5
     found = found_along(planted_direction(), best, 0)
     assert is_shown(found, DIRECTION) and is_shown(found, OPTIMISED)
-    rows = found[found["half"] == REPORTING].set_index(["quantity", "of"])["value"]
+    rows = found[found["half"] == REPORTING].set_index(["quantity", "term"])["value"]
     assert rows[BEYOND, DIRECTION] == pytest.approx(rows[ODDS, DIRECTION] - rows[ODDS, RANDOM])
     assert rows[RANK, DIRECTION] == 0 and rows[ODDS, DIRECTION] > 3
     noise = np.random.default_rng(5).standard_normal(planted.WIDTH)
@@ -253,10 +253,17 @@ def simulated(effect: float, seed: int) -> pd.DataFrame:
     rng = np.random.default_rng(seed)
     sources, spread = rng.normal(0, 1, 20), rng.normal(0, 0.3, 40)
     rows = [
-        {"of": of, "draw": draw, "dose": 1.0, "half": REPORTING, "source": str(s), "dataset": "d"}
+        {
+            "term": term,
+            "draw": draw,
+            "dose": 1.0,
+            "half": REPORTING,
+            "source": str(s),
+            "dataset": "d",
+        }
         | {"kl": 0.1, "logp": 0.0}
-        | {"odds": sources[s] + at + effect * (of == DIRECTION) + rng.normal(0, 0.7)}
-        for of, draw, at in [(DIRECTION, 0, spread[0])]
+        | {"odds": sources[s] + at + effect * (term == DIRECTION) + rng.normal(0, 0.7)}
+        for term, draw, at in [(DIRECTION, 0, spread[0])]
         + [(EACH, n, at) for n, at in enumerate(spread[1:])]
         for s in range(20)
     ]
@@ -339,8 +346,8 @@ def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, 
     assert "random directions reach it" in sentence and "the least there can be: 0.050" in sentence
     assert control.startswith("A direction that was optimised for that there, on other sources")
     found = pd.read_parquet(out / "estimates.parquet")
-    assert {DIRECTION, EACH, RANDOM, OPTIMISED, BIAS} == set(found["of"])
-    assert (found[found["half"] == CHOOSING]["of"] == DIRECTION).all(), "controls don't choose"
+    assert {DIRECTION, EACH, RANDOM, OPTIMISED, BIAS} == set(found["term"])
+    assert (found[found["half"] == CHOOSING]["term"] == DIRECTION).all(), "controls don't choose"
     chosen = SteeringVector.load(out / "vector.safetensors")
     assert chosen.layer == 2 and chosen.kind == ADD
     kl = found[(found["quantity"] == KL) & (found["dose"] == chosen.dose)]

@@ -1,7 +1,12 @@
 """A whole study of a tiny model, its sentence and page; two studies side by side; ``ia-mech``."""
 
 import importlib
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +19,7 @@ from experiments import compare, study
 from ia_mech import console
 from ia_mech.results import read
 
+STUDY = "run/results/study"
 SETTINGS = ["--queries", "5", "--quick", "--maps", "windows"]
 
 
@@ -38,25 +44,48 @@ def finished(model: str, data: str, out: Path) -> Path:
 
 
 def test_a_study_ends_with_one_sentence_its_control_and_a_page(made, capfd):
-    found = read(made / "run" / "results" / "study")
+    found = read(made / STUDY)
     assert "of 1.58 bits about their response" in found.sentence
     assert "arrive through the response's keys and values" in found.sentence
     assert found.control.startswith("Every number is held against siblings")
     assert {"locate", "elicit", "study"} == set(found.estimates["stage"])
     assert "share of bits in accepted turns" in set(found.estimates["quantity"])
     assert "sites" in found.figures
-    assert found.sentence.partition(" tell ")[2][:60] in (made / "report.html").read_text("utf-8")
+    page = re.sub("<[^>]*>", "", (made / "report.html").read_text("utf-8"))
+    assert found.sentence.partition(" tell ")[2][:60] in page
 
 
 def test_a_second_call_computes_nothing_again(made, data, tiny_model_dir, capfd, monkeypatch):
     monkeypatch.setattr(study, "RESPONSE_TOKENS", 5)
     monkeypatch.setattr(study, "TURN_TOKENS", 6)
     parts = {path: path.stat().st_mtime_ns for path in made.rglob("part*")}
-    before = read(made / "run" / "results" / "study").sentence
+    before = read(made / STUDY).sentence
     words = [str(tiny_model_dir), "--dataset", data, *SETTINGS]
     assert call(study.main, [*words, "--out", str(made)], capfd).status == 0
     assert {path: path.stat().st_mtime_ns for path in made.rglob("part*")} == parts
-    assert read(made / "run" / "results" / "study").sentence == before
+    assert read(made / STUDY).sentence == before
+
+
+@pytest.mark.slow
+def test_killed_at_five_moments_it_comes_to_the_same_numbers(made, data, tiny_model_dir, tmp_path):
+    patched = "study.RESPONSE_TOKENS, study.TURN_TOKENS = 5, 6"
+    command = f"import sys; from experiments import study; {patched}; sys.exit(study.main())"
+    words = [str(tiny_model_dir), "--dataset", data, *SETTINGS, "--out", str(tmp_path / "study")]
+    for written in (
+        "run/contexts/*.parquet",
+        "run/judgements/*.parquet",
+        "run/results/locate/parts/*.parquet",
+        "run-elicit/prompt/run/contexts/*.parquet",
+        "run-elicit/rows.parquet",
+    ):
+        with subprocess.Popen([sys.executable, "-c", command, *words]) as process:
+            while process.poll() is None and not any((tmp_path / "study").glob(written)):
+                time.sleep(0.005)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL, written
+    again = finished(str(tiny_model_dir), data, tmp_path / "study")
+    assert read(again / STUDY).sentence == read(made / STUDY).sentence
+    pd.testing.assert_frame_equal(read(again / STUDY).estimates, read(made / STUDY).estimates)
 
 
 def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir, capfd, tmp_path):
@@ -65,13 +94,13 @@ def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir,
     assert outcome.status == 0 and not (tmp_path / "no").exists()
     for name in ("pace", "sample", "judge", "locate", "elicit", "probes", "all"):
         assert f"\n{name} " in f"\n{outcome.out}"
-    args = study.settled(study.build_parser().parse_args(["m", "--hours", "1"]))
-    whole = sum(study.seconds(one, 500, 50) for one in study.stages(args))
+    args = study.with_defaults(study.build_parser().parse_args(["m", "--hours", "1"]))
+    whole = sum(study.stage_seconds(one, 500, 50) for one in study.stages(args))
     args.hours = whole / 3600 / 2
     fewer = study.fit(args, 500, 50)
     assert fewer.samples < 4 and fewer.queries <= 60
-    assert sum(study.seconds(one, 500, 50) for one in study.stages(fewer)) <= whole / 2
-    args = study.settled(study.build_parser().parse_args(["m", "--hours", "0.01"]))
+    assert sum(study.stage_seconds(one, 500, 50) for one in study.stages(fewer)) <= whole / 2
+    args = study.with_defaults(study.build_parser().parse_args(["m", "--hours", "0.01"]))
     with pytest.raises(Exception, match="hours are too few"):
         study.fit(args, 500, 50)
 
@@ -95,20 +124,20 @@ def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir,
 def test_latent_is_said_only_if_all_four_hold(high, low, hits, gap, said):
     site = {"stage": "locate", "layer": pd.NA, "sources": 60}
     rows = [
-        {"quantity": "bits", "of": "header", "temperature": 0.0, "low": -0.1, "high": high},
-        {"quantity": "bits", "of": "header", "temperature": np.nan, "low": low, "high": 0.4},
-        {"quantity": "bits", "of": "own context", "temperature": np.nan, "value": 0.9},
-        {"quantity": "own is likeliest", "of": "header", "temperature": 0.0, "low": hits},
-        {"quantity": "own is likeliest", "of": "query", "temperature": 0.0, "high": 0.35},
+        {"quantity": "bits", "term": "header", "temperature": 0.0, "low": -0.1, "high": high},
+        {"quantity": "bits", "term": "header", "temperature": np.nan, "low": low, "high": 0.4},
+        {"quantity": "bits", "term": "own context", "temperature": np.nan, "value": 0.9},
+        {"quantity": "own is likeliest", "term": "header", "temperature": 0.0, "low": hits},
+        {"quantity": "own is likeliest", "term": "query", "temperature": 0.0, "high": 0.35},
     ]
     rows = [site | row for row in rows]
-    for of, low in (("best temperature", gap), ("best arm", 0.3)):
-        rows.append({"stage": "elicit", "of": of, "quantity": "elicitation gap", "low": low})
+    for term, low in (("best temperature", gap), ("best arm", 0.3)):
+        rows.append({"stage": "elicit", "term": term, "quantity": "elicitation gap", "low": low})
     found = pd.DataFrame(rows)
-    assert study.latent(found, "0.00").startswith(said)
-    few = study.latent(found.assign(sources=59), "0.00")
+    assert study.latent_sentence(found, "0.00").startswith(said)
+    few = study.latent_sentence(found.assign(sources=59), "0.00")
     assert few == "Whether anything is latent isn't told of fewer than 60 queries."
-    assert study.latent(found[1:], "0.00") == "Whether anything is latent can't be told."
+    assert study.latent_sentence(found[1:], "0.00") == "Whether anything is latent can't be told."
 
 
 def test_hours_given_again_leave_what_was_begun_as_it_is(made, data, tiny_model_dir, monkeypatch):

@@ -1,31 +1,31 @@
-"""Lenders: of the same dataset and another source, the nearest in length, drawn by the seed."""
+"""Donors: of the same dataset and another source, the nearest in length, drawn by the seed."""
 
 import numpy as np
 import pytest
 
-from experiments.swaps import REACH, Lender, Lenders
+from experiments.swaps import REACH, Donor, Donors
 
 
-def lender(number: int, tokens: int, *, dataset="d", source=None, response=None, reference="?"):
+def donor(number: int, tokens: int, *, dataset="d", source=None, response=None, reference="?"):
     name = f"c{number}"
     text = f"response {number}" if response is None else response
     said = f"and {number}?" if reference == "?" else reference
-    return Lender(name, source or name, dataset, text, tokens, said)
+    return Donor(name, source or name, dataset, text, tokens, said)
 
 
 THOSE = [
-    *(lender(n, tokens=10 * n) for n in range(12)),
-    lender(12, 50, source="c5"),  # another response to the same prompt
-    lender(13, 50, dataset="other"),
-    lender(14, 50, response=" response 4 "),  # as another one's
-    lender(15, 50, response=" "),
-    lender(16, 50, reference=None),
+    *(donor(n, tokens=10 * n) for n in range(12)),
+    donor(12, 50, source="c5"),  # another response to the same prompt
+    donor(13, 50, dataset="other"),
+    donor(14, 50, response=" response 4 "),  # as another one's
+    donor(15, 50, response=" "),
+    donor(16, 50, reference=None),
 ]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 50])
 def test_lenders_are_of_the_same_dataset_another_source_and_all_differ(count):
-    found = Lenders(THOSE, 0).responses(5, count)
+    found = Donors(THOSE, 0).responses(5, count)
     assert len(found) == min(count, 12)
     texts = [one.response.strip() for one in found]
     assert len(set(texts)) == len(texts) and "" not in texts and "response 5" not in texts
@@ -33,7 +33,7 @@ def test_lenders_are_of_the_same_dataset_another_source_and_all_differ(count):
 
 
 def test_all_that_can_be_drawn_are_the_nearest_in_length():
-    drawn = {one.id for seed in range(200) for one in Lenders(THOSE, seed).responses(5, 1)}
+    drawn = {one.id for seed in range(200) for one in Donors(THOSE, seed).responses(5, 1)}
     near = sorted(
         (abs(one.tokens - 50), one.id)
         for one in THOSE
@@ -45,18 +45,18 @@ def test_all_that_can_be_drawn_are_the_nearest_in_length():
 
 def test_draws_depend_on_the_conversation_alone():
     order = np.random.default_rng(0).permutation(len(THOSE))
-    mixed = Lenders([THOSE[n] for n in order], 0)
+    mixed = Donors([THOSE[n] for n in order], 0)
     at = int(np.flatnonzero(order == 8)[0])
     assert [one.id for one in mixed.responses(at, 2)] == [
-        one.id for one in Lenders(THOSE, 0).responses(8, 2)
+        one.id for one in Donors(THOSE, 0).responses(8, 2)
     ]
 
 
 def test_a_follow_up_is_anothers_and_of_none_that_lent_a_response():
     for seed in range(50):
-        lenders = Lenders(THOSE, seed)
-        found = lenders.reference(5)
+        donors = Donors(THOSE, seed)
+        found = donors.reference(5)
         assert found is not None and found.reference and found.dataset == "d"
         assert found.source_id != "c5"
-        assert found.source_id not in {one.source_id for one in lenders.responses(5, 9, [found])}
-    assert Lenders(THOSE[:1], 0).reference(0) is None
+        assert found.source_id not in {one.source_id for one in donors.responses(5, 9, [found])}
+    assert Donors(THOSE[:1], 0).reference(0) is None

@@ -23,7 +23,7 @@ from experiments.first_token import (
     header_logits,
     lens_curves,
     openings_of,
-    overtaking,
+    overtaking_layer,
 )
 from experiments.tables import estimates_of
 from experiments.temperature_sweep import (
@@ -33,7 +33,7 @@ from experiments.temperature_sweep import (
     RATE_DIFFERENCE,
     TemperatureSweep,
     against_others,
-    leaving,
+    leaving_point,
     main,
 )
 from ia_mech.judge.label import items_of
@@ -136,17 +136,19 @@ def written(ids, logprobs, ranks) -> SimpleNamespace:
 
 def test_greedy_leaves_at_the_first_token_that_differs_and_the_gap_is_of_one_distribution():
     greedy = written([4, 5, 6, 2], [0.5, 0.4, 0.6, 0.9], [1, 1, 1, 1])
-    found = leaving(written([4, 5, 9, 6, 2], [0.5, 0.4, 0.1, 0.7, 0.9], [1, 1, 3, 1, 1]), greedy)
+    found = leaving_point(
+        written([4, 5, 9, 6, 2], [0.5, 0.4, 0.1, 0.7, 0.9], [1, 1, 3, 1, 1]), greedy
+    )
     assert found == pytest.approx(
         {"follows": 1, "leaves": 1, "token": 3, "rank": 3}
         | {"probability": 0.1, "gap": LOG(0.6 / 0.1)}
     )
-    at_once = leaving(written([7, 5], [0.01, 0.2], [12, 1]), greedy)
+    at_once = leaving_point(written([7, 5], [0.01, 0.2], [12, 1]), greedy)
     assert at_once == pytest.approx(
         {"follows": 0, "leaves": 1, "token": 1, "rank": 12}
         | {"probability": 0.01, "gap": LOG(0.5 / 0.01)}
     )
-    never = leaving(greedy, greedy)
+    never = leaving_point(greedy, greedy)
     assert (never["follows"], never["leaves"]) == (1, 0) and np.isnan(never["gap"])
 
 
@@ -201,7 +203,7 @@ def test_the_lens_reads_every_layer():
     assert found[BEST][:2, 0] == pytest.approx([20 - z] * 2, abs=1e-4)
     assert found[BEST][0, 2] == pytest.approx(-z, abs=1e-4)
     # Context 2 is ahead at layer 0, level at layer 1 (no lead), and ahead for good at layer 2.
-    assert overtaking(found[GREEDY], found[BEST]).tolist() == [1, 2, 2]
+    assert overtaking_layer(found[GREEDY], found[BEST]).tolist() == [1, 2, 2]
 
 
 def test_what_greedy_opens_with_is_not_its_own_rival():
@@ -215,7 +217,7 @@ def test_what_greedy_opens_with_is_not_its_own_rival():
 
 def test_overtaking_is_for_good():
     greedy = np.array([[1, 0, 1, 1], [0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [1, NAN, 1, 1]])
-    found = overtaking(greedy, np.full(greedy.shape, 0.5))
+    found = overtaking_layer(greedy, np.full(greedy.shape, 0.5))
     np.testing.assert_array_equal(found, [2, np.inf, 0, 3, NAN])
 
 
@@ -291,10 +293,10 @@ def test_masses_and_depths_are_those_of_their_contexts_and_turns(simulated):
     assert len(bounded) == 12 and bounded[["low", "high"]].stack().between(0, 1).all()
     at = left[left["temperature"] == 1.0]
     own = made[(made["dataset"] == "(all)") & (made["temperature"] == 1.0)].set_index("quantity")
-    kind = own[own["of"] == "genuine"]
+    kind = own[own["term"] == "genuine"]
     median = at.loc[at["genuine"] == 1, "rank"].median()
     assert kind.loc["rank where greedy leaves", "value"] == pytest.approx(median)
-    apart = own.loc[DEEPER].set_index("of")["value"]
+    apart = own.loc[DEEPER].set_index("term")["value"]
     formed = at[at["category"] != GARBLED]
     assert 0 < len(formed) < len(at)
     for of, rows in {"all others": at, "others but degenerate ones": formed}.items():
@@ -447,7 +449,7 @@ def test_without_the_model_only_its_lens_is_needed(bare, cache, capfd, monkeypat
 def test_turns_without_follow_ups_have_rates_and_no_openings(copied):
     _, made = swept(judged(copied(), kinds=("degenerate",)))
     assert made[made["quantity"] == "mass on openings"]["value"].isna().all()
-    lens = made[made["quantity"] == "log p by the lens"].set_index("of")["value"]
+    lens = made[made["quantity"] == "log p by the lens"].set_index("term")["value"]
     assert lens[GREEDY].notna().all() and lens[BEST].isna().all()
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ia_mech.cli import THREAD_COUNTS, guarded
+from ia_mech.cli import THREAD_COUNTS, run_command
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 SHOW = f"import {{}}, os, sys; print(*map(os.environ.get, {VARIABLES}), 'torch' in sys.modules)"
@@ -42,10 +42,10 @@ def seen() -> list:
 
 def test_a_command_computes_with_its_threads_and_leaves_others_as_they_were():
     before, during = seen(), []
-    assert guarded(lambda: during.extend(seen()), str, threads=3) == 0
+    assert run_command(lambda: during.extend(seen()), str, threads=3) == 0
     assert during == [3, "3", "3", "3"] and seen() == before
     during.clear()
-    assert guarded(lambda: during.extend(seen()), str) == 0
+    assert run_command(lambda: during.extend(seen()), str) == 0
     assert during == before
 
 
@@ -60,7 +60,7 @@ def test_torch_that_a_command_loads_is_not_left_with_its_threads(monkeypatch):
         assert os.environ["OMP_NUM_THREADS"] == "3"
         monkeypatch.setitem(sys.modules, "torch", loaded)
 
-    assert guarded(body, str, threads=3) == 0
+    assert run_command(body, str, threads=3) == 0
     assert numbers == [5] and os.environ["OMP_NUM_THREADS"] == "5"
 
 

@@ -26,7 +26,7 @@ from ia_mech.judge.sheets import json_lines
 from ia_mech.judge.verdict import Item, Verdict
 from ia_mech.rates import __main__ as rates
 from ia_mech.run import Run
-from ia_mech.untrusted import escaped, inert, parse_json, visible
+from ia_mech.untrusted import escape_unseen, parse_json, spreadsheet_safe, visible
 
 # -- JSON -----------------------------------------------------------------------------------------
 
@@ -250,13 +250,13 @@ SEEN = "a\n\té\u00a0\u3000क\u094d\u200dष 👩\u200d🔬 \ue000"
 
 
 def test_only_what_cannot_be_seen_is_replaced():
-    assert visible(SEEN) == escaped(SEEN) == SEEN
+    assert visible(SEEN) == escape_unseen(SEEN) == SEEN
     assert visible(f"a{UNSEEN}b") == f"a{'�' * len(UNSEEN)}b"
-    assert inert(f"a{UNSEEN}b") == visible(f"a{UNSEEN}b")
+    assert spreadsheet_safe(f"a{UNSEEN}b") == visible(f"a{UNSEEN}b")
     line = json.dumps({"text": UNSEEN + SEEN}, ensure_ascii=False)
-    assert escaped(line) != line
-    assert json.loads(escaped(line)) == json.loads(line)
-    assert visible(escaped(line)) == escaped(line)
+    assert escape_unseen(line) != line
+    assert json.loads(escape_unseen(line)) == json.loads(line)
+    assert visible(escape_unseen(line)) == escape_unseen(line)
 
 
 def test_the_console_prints_nothing_unseen(capsys):
@@ -310,7 +310,7 @@ def test_what_is_unseen_is_kept_in_the_run_and_shown_nowhere(tiny_model_dir, tmp
     sheet = [json.loads(line) for line in (tmp_path / "sheet.jsonl").read_text().splitlines()]
     assert {row["query"] for row in sheet} == {said}
     rows = list(csv.DictReader(io.StringIO((tmp_path / "sheet.csv").read_text("utf-8-sig"))))
-    assert {row["response"] for row in rows} == {inert(f"={said}")}
+    assert {row["response"] for row in rows} == {spreadsheet_safe(f"={said}")}
     filled = tmp_path / "filled.csv"
     with open(filled, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, rows[0])

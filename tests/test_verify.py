@@ -15,10 +15,10 @@ from experiments.verify import (
     INSTRUCTIONS,
     MATHS,
     TimedOut,
-    cleared,
-    gold,
+    clean_response,
+    gold_formulas,
     has_instructions,
-    limited,
+    time_limit,
     verifier_of,
     verify,
 )
@@ -78,7 +78,7 @@ def test_a_gold_answer_and_what_is_equal_to_it(answer, equal, different):
     ],
 )
 def test_what_is_no_number_or_formula_is_no_gold_answer(answer):
-    assert gold(answer) is None and verifier_of(answer, {}, given=False) is None
+    assert gold_formulas(answer) is None and verifier_of(answer, {}, given=False) is None
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_rows_of_public_datasets_have_their_verifier(name, verifier):
 
 def test_nothing_else_is_cleared_away():
     text = "1.5 and 2) or a-$x$-b, 3 * 4 ** 2?\nIn 1990. 7 came"
-    assert cleared(text) == text.replace("**", "")
-    assert cleared("1) a\n 2. b\n3.") == "a\nb\n3."
+    assert clean_response(text) == text.replace("**", "")
+    assert clean_response("1) a\n 2. b\n3.") == "a\nb\n3."
 
 
 def test_a_parser_that_fails_leaves_the_verdict_open(monkeypatch):
@@ -189,9 +189,9 @@ def test_a_response_that_takes_too_long_leaves_the_verdict_open():
 
 def test_a_limit_leaves_nothing_behind():
     before = signal.getsignal(signal.SIGPROF)
-    with limited(5):
+    with time_limit(5):
         pass
-    with pytest.raises(TimedOut), limited(0.02):
+    with pytest.raises(TimedOut), time_limit(0.02):
         while True:
             pass
     assert signal.getsignal(signal.SIGPROF) is before

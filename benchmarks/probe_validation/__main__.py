@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.probe_validation.blocks import BLOCKS, SIZES
-from benchmarks.probe_validation.one_run import Found, try_one, work_alone
-from ia_mech.cli import Parser, guarded, tolerant_streams, whole_from
+from benchmarks.probe_validation.one_run import RunFindings, try_one, work_alone
+from ia_mech.cli import Parser, run_command, tolerant_streams, whole_from
 from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, cluster_mean
 from probes.analysis import processors
@@ -64,7 +64,7 @@ outer folds of the AUROC that the fold's probe has on new sources, known here in
 """
 
 
-def shares(found: list[Found]) -> list[tuple[str, str, str, Estimate]]:
+def shares(found: list[RunFindings]) -> list[tuple[str, str, str, Estimate]]:
     """(planted, question, what should be, share of runs with its exact interval) for a table."""
     rows = []
 
@@ -99,7 +99,7 @@ def shares(found: list[Found]) -> list[tuple[str, str, str, Estimate]]:
     return rows
 
 
-def table(found: list[Found], seconds: float, workers: int) -> str:
+def table(found: list[RunFindings], seconds: float, workers: int) -> str:
     """Markdown."""
     lines = [
         "| planted | runs | question | should be | share of runs, 95% interval |",
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
-    return guarded(lambda: _validate(args), lambda: "nothing was written")
+    return run_command(lambda: _validate(args), lambda: "nothing was written")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -45,13 +45,15 @@ def analysed(kind: str, seed: int) -> tuple[Analysis, tuple[int, int]]:
         plan = Plan("signal", seed=seed, contexts=150, d_model=32, oracle_auroc=0.85)
         planted = plant(plan)
         full = np.full(len(planted.positives), planted.turns.shape[1])
-        outcome = Outcome.of(planted.positives, full, planted.sources)
+        outcome = Outcome.from_counts(planted.positives, full, planted.sources)
         at = plan.informative_layer, plan.positions.index(plan.informative_position)
         return analyse(Arrays(planted.residuals, plan.positions), outcome, None, SETTINGS), at
     rng = np.random.default_rng([seed, BLOCKS.index(kind)])
     given, controls, log_odds = _leak(rng) if kind == "leak" else _latents(kind, rng)
     turns = np.full(len(log_odds), TURNS)
-    outcome = Outcome.of(rng.binomial(turns, expit(log_odds)), turns, np.arange(len(turns)))
+    outcome = Outcome.from_counts(
+        rng.binomial(turns, expit(log_odds)), turns, np.arange(len(turns))
+    )
     return analyse(given, outcome, controls, SETTINGS), (1, 0)
 
 

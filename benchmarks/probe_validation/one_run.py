@@ -21,7 +21,7 @@ from probes.show import conclude
 
 
 @dataclass(frozen=True)
-class Found:
+class RunFindings:
     """What the analysis of one planted run said; None where a kind doesn't have it.
 
     Attributes:
@@ -51,13 +51,13 @@ class Found:
     apart: float | None = None
 
 
-def try_one(kind: str, seed: int) -> Found:
+def try_one(kind: str, seed: int) -> RunFindings:
     """Plant and analyse one run; those of :mod:`blocks` as arrays, the others through files."""
     if kind in BLOCKS:
         found, at = blocks.analysed(kind, seed)
         own = [one.auroc.value for one in found.compared if one.kind == "output"]
         headline = found.headline.measures["auroc"].value
-        return Found(
+        return RunFindings(
             kind,
             beyond=found.beyond and bool(found.beyond.saved.low > 0),
             holds=bool(found.among_best[at]),
@@ -82,7 +82,7 @@ def try_one(kind: str, seed: int) -> Found:
         probes = zip(headline.picked, headline.weights, strict=True)
         truth = float(np.mean([true_auroc(planted, *cell, weights) for cell, weights in probes]))
     at = plan.informative_layer, plan.positions.index(plan.informative_position)
-    return Found(
+    return RunFindings(
         kind,
         beyond=said.beyond,
         holds=bool(analysis.among_best[at]) if drawn == "signal" else None,

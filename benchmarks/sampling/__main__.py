@@ -40,7 +40,7 @@ from benchmarks.sampling.measure import CONTENDERS, in_process
 from benchmarks.sampling.results import Results
 from benchmarks.sampling.tables import between_markers, full
 from benchmarks.sampling.workload import MODELS, SHAPES, TINY, Size, Task
-from ia_mech.cli import Parser, guarded, whole_from
+from ia_mech.cli import Parser, run_command, whole_from
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
 from ia_mech.models.load import DTYPES, resolve_device
@@ -52,7 +52,7 @@ DOCUMENT = FOLDER / "README.md"  # where --write puts the tables, between the ma
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     kept = f"what was measured is in {args.json}" if args.json else "nothing was kept (see --json)"
-    return guarded(lambda: run(args), lambda: kept)
+    return run_command(lambda: run(args), lambda: kept)
 
 
 def build_parser() -> argparse.ArgumentParser:

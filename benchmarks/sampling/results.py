@@ -62,7 +62,9 @@ class Results:
             whole.days = sorted({*whole.days, *more.days})
         return whole
 
-    def of(self, model: str, contender: str, contexts: int | None = None) -> list[dict[str, Any]]:
+    def records_of(
+        self, model: str, contender: str, contexts: int | None = None
+    ) -> list[dict[str, Any]]:
         """A contender's records of all rounds; only for so many contexts, if given."""
         return [
             record
@@ -76,7 +78,7 @@ class Results:
         self, model: str, contender: str, contexts: int | None = None
     ) -> list[dict[str, Any]]:
         """What was measured in each round."""
-        return [record["values"] for record in self.of(model, contender, contexts)]
+        return [record["values"] for record in self.records_of(model, contender, contexts)]
 
     def seconds(self, model: str, contender: str, contexts: int) -> list[float]:
         """Of the whole job, per round; of several contexts in one call, or call after call."""

@@ -113,7 +113,7 @@ def peers_table(results: Results, model: str) -> str:
             ratios = results.ratios(taken, ours) if name != OURS else []
             cells.append(spread(ratios) if ratios else "")
         if any(cells):
-            notes = [cell(one["notes"]) for one in results.of(model, name)[-1:]]
+            notes = [cell(one["notes"]) for one in results.records_of(model, name)[-1:]]
             body.append([label, aims[results.on_gpu], *cells, *(notes if results.on_gpu else [])])
     head = ["", "wanted"]
     for contexts in size.counts:

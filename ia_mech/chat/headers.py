@@ -35,7 +35,9 @@ def context_of(chat: ChatFormat, conversation: Conversation) -> ChatContext:
     return _without(chat, regular, name)
 
 
-def rendered(chat: ChatFormat, conversation: Conversation) -> tuple[ChatContext, list[int] | None]:
+def context_and_reference(
+    chat: ChatFormat, conversation: Conversation
+) -> tuple[ChatContext, list[int] | None]:
     """A conversation's context, and the token ids of its reference turn (None without one).
 
     The ids are those of the turn after the regular user header, so that all headers score the same.

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ia_mech.cli import Parser, guarded, one_line, path_of, threads, tolerant_streams
+from ia_mech.cli import Parser, one_line, path_of, run_command, threads, tolerant_streams
 from ia_mech.errors import UserError
 from ia_mech.settings import FIRST, RUN, Flag, Settings, default_text, read_value
 
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             _make(settings, out, args)
 
-    return guarded(body, lambda: _kept(out))
+    return run_command(body, lambda: _kept(out))
 
 
 def _make(settings: Settings, out: Path, args: argparse.Namespace) -> None:

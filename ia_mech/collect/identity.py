@@ -115,5 +115,5 @@ def _gpu(device: torch.device) -> dict:
         "matmul_tf32": matmul.allow_tf32,
         "bf16_reduced_precision_sums": matmul.allow_bf16_reduced_precision_reduction,
         "fp16_reduced_precision_sums": matmul.allow_fp16_reduced_precision_reduction,
-        "draw": sampling.uncompiled(device) or "compiled",
+        "draw": sampling.compile_failure(device) or "compiled",
     }

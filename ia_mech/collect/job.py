@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ia_mech.chat.format import ChatFormat
-from ia_mech.chat.headers import rendered
+from ia_mech.chat.headers import context_and_reference
 from ia_mech.collect.identity import (
     build_chat,
     differences,
@@ -53,7 +53,7 @@ from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.memory import Backoff
-from ia_mech.engine.sampling import response_stream_key, stream_key, uncompiled
+from ia_mech.engine.sampling import compile_failure, response_stream_key, stream_key
 from ia_mech.engine.score import Scored, Turn, score
 from ia_mech.engine.shared import Engine
 from ia_mech.engine.state import Prefilled, Prefix, prefill_all
@@ -92,7 +92,7 @@ def make_run(
     with _threads(threads or _threads_before(out, shard)):
         subject = load(settings.model_spec)
         run = collect(settings, subject, out, progress, inputs=inputs, shard=shard)
-        if run.kept["contexts"]:
+        if run.counts["contexts"]:
             try:
                 problem = save_lens(subject, run.contexts["token_ids"].iloc[0].tolist()[:64])
             except (OSError, SafetensorError, RuntimeError) as error:  # the run is whole without it
@@ -241,7 +241,7 @@ class _Job:
 
     def _todo(self, kind: str, parts: dict[str, list[int]]) -> dict[str, list[int]]:
         """The parts that no process has written yet."""
-        done = self.writer.done(kind)
+        done = self.writer.finished_parts(kind)
         return {name: orders for name, orders in parts.items() if name not in done}
 
     def _begin_session(self) -> None:
@@ -267,7 +267,7 @@ class _Job:
         notes = {
             "engine": str(self.engine) if self.engine.why else "",
             "ignored_check": self.engine.ignored,
-            "uncompiled": uncompiled(self.subject.device),
+            "uncompiled": compile_failure(self.subject.device),
             "skipped": self.survey.skipped,
         }
         for name in ("ignored_check", "uncompiled"):
@@ -388,7 +388,7 @@ class _Job:
             conversation = replace(conversation, messages=messages)
             conversation = conversation.with_response(written["response"])
         try:
-            context, turn = rendered(self.chat, conversation)
+            context, turn = context_and_reference(self.chat, conversation)
             steered = vector.at_context(context.positions) if vector else ()
         except UserError as error:
             if written is None:

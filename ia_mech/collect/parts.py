@@ -19,7 +19,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from ia_mech.chat.format import ChatFormat
-from ia_mech.chat.headers import rendered
+from ia_mech.chat.headers import context_and_reference
 from ia_mech.collect.identity import build_chat, identity_asked_for
 from ia_mech.data.conversations import Conversation, ConversationSource, open_conversations
 from ia_mech.errors import UserError
@@ -256,7 +256,7 @@ def _lengths(
             "no response, and --response given was asked for",
             "use --response auto to let the model write the missing ones",
         )
-    context, turn = rendered(chat, replace(conversation, messages=tuple(messages)))
+    context, turn = context_and_reference(chat, replace(conversation, messages=tuple(messages)))
     if inputs.vector is not None:
         inputs.vector.at_context(context.positions)
     length, following = len(context.ids) + extra, 0 if turn is None else len(turn) + 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from ia_mech.chat.format import ChatContext, ChatFormat
 from ia_mech.data.conversations import Conversation
 from ia_mech.engine.decode import Decoded
-from ia_mech.engine.intervene import Steered
+from ia_mech.engine.intervene import TokenwiseIntervention
 from ia_mech.engine.score import Scored
 from ia_mech.likelihood.reference import reference_columns
 from ia_mech.run import layout
@@ -27,8 +27,8 @@ class PreparedContext:
     written: dict | None  # the response the subject model wrote, if it did
     chat: ChatContext
     reference_ids: list[int] | None
-    at_context: tuple[Steered, ...] = ()
-    at_turn: tuple[Steered, ...] = ()  # each of its tokens
+    at_context: tuple[TokenwiseIntervention, ...] = ()
+    at_turn: tuple[TokenwiseIntervention, ...] = ()  # each of its tokens
 
     @property
     def response_cut_off(self) -> bool:

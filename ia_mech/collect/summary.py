@@ -9,7 +9,7 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from ia_mech.cli import one_line, quoted
+from ia_mech.cli import one_line, shell_word
 from ia_mech.collect.parts import Plan, size_text, too_few
 from ia_mech.display import console
 from ia_mech.run import Run, layout
@@ -116,7 +116,7 @@ def print_plan(settings: Settings, plan: Plan, out: Path, there: Run | None) -> 
     """The table of ``--dry-run``; ``there`` is the run that the command would go on with."""
     found = "nothing"
     if there is not None:
-        found = ", ".join(f"{count} {kind}" for kind, count in there.kept.items())
+        found = ", ".join(f"{count} {kind}" for kind, count in there.counts.items())
         if there.complete:
             found = "all of it: nothing would be computed again"
     lens = f"{size_text(plan.lens_bytes)}, its final norm and unembedding, if not kept yet"
@@ -166,7 +166,7 @@ LEGEND = {
 
 def print_shard(run: Run, shard: tuple[int, int]) -> None:
     """A shard that is done, of a run of which other parts are lacking."""
-    found = ", ".join(f"{count} {kind}" for kind, count in run.kept.items())
+    found = ", ".join(f"{count} {kind}" for kind, count in run.counts.items())
     _say(f"shard {shard[0]}/{shard[1]} is done; with the others' {run.path} holds {found}")
     for kind, count in run.record["parts"].items():
         there = {part["name"] for part in run.parts(kind)}
@@ -222,6 +222,6 @@ def print_run(run: Run) -> None:
     path = json.dumps(str(run.path), ensure_ascii=False)
     code = f"from ia_mech import Run; run = Run.open({path}); "
     code += "print(run.generations, run.residuals().shape)"
-    _say(f"read it: python -c {quoted(code)}")
+    _say(f"read it: python -c {shell_word(code)}")
     command = "experiments.reaction" if several_responses(run) else "ia_mech.judge run"
-    _say(f"next: python -m {command} {quoted(run.path)}")
+    _say(f"next: python -m {command} {shell_word(run.path)}")

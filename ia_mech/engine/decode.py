@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ia_mech.engine.intervene import Steered, intervene
+from ia_mech.engine.intervene import TokenwiseIntervention, intervene
 from ia_mech.engine.sampling import Draw, sample
 from ia_mech.engine.shared import Borrowed
 from ia_mech.engine.state import Prefilled, State, expand, forward
@@ -34,7 +34,7 @@ class Row:
     context: int
     temperature: float
     stream: tuple[int, int]
-    steered: tuple[Steered, ...] = ()
+    steered: tuple[TokenwiseIntervention, ...] = ()
     borrowed: Borrowed | None = None
 
 

@@ -7,7 +7,7 @@ pass computes; a :class:`ia_mech.chat.format.ChatContext` has those of named tok
 response. Keys and values of another context are put into a row's attention by
 :class:`ia_mech.engine.shared.Borrowed`.
 
-To add a kind, write a dataclass with a ``layer`` and a method ``edited``.
+To add a kind, write a dataclass with a ``layer`` and a method ``apply``.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Replace:
         if self.states.ndim != 2 or len(self.states) != len(self.positions):
             raise ValueError(f"{len(self.positions)} positions, but {self.states.shape} states")
 
-    def edited(self, own: Tensor) -> Tensor:
+    def apply(self, own: Tensor) -> Tensor:
         """What takes the place of ``[positions, d_model]``."""
         return self.states.to(own)
 
@@ -70,7 +70,7 @@ class Add:
         _check_some(self.positions)
         _check_length(self.direction)
 
-    def edited(self, own: Tensor) -> Tensor:
+    def apply(self, own: Tensor) -> Tensor:
         """What takes the place of ``[positions, d_model]``."""
         unit = (self.direction / self.direction.norm()).to(own)
         return own + self.dose * own.norm(dim=-1, keepdim=True) * unit
@@ -96,17 +96,17 @@ class ProjectOut:
         _check_some(self.positions)
         _check_length(self.direction)
 
-    def edited(self, own: Tensor) -> Tensor:
+    def apply(self, own: Tensor) -> Tensor:
         """What takes the place of ``[positions, d_model]``."""
         unit = (self.direction / self.direction.norm()).to(own)
         return own - self.dose * (own * unit).sum(-1, keepdim=True) * unit
 
 
-Steered = Add | ProjectOut  # what can be done at any token alike
-Intervention = Replace | Steered
+TokenwiseIntervention = Add | ProjectOut  # what can be done at any token alike
+Intervention = Replace | TokenwiseIntervention
 
 
-class Touched(NamedTuple):
+class Edit(NamedTuple):
     """What an intervention changed: a row's states at positions of a layer."""
 
     row: int
@@ -124,7 +124,9 @@ def _check_length(direction: Tensor) -> None:
         raise UserError("the direction has no length", "give one that isn't zero")
 
 
-def at_tokens(steered: Sequence[Steered], positions: Sequence[int]) -> list[Intervention]:
+def at_tokens(
+    steered: Sequence[TokenwiseIntervention], positions: Sequence[int]
+) -> list[Intervention]:
     """The same at other positions; nothing at none."""
     return [replace(one, positions=tuple(positions)) for one in steered] if positions else []
 
@@ -148,7 +150,7 @@ def intervene(
     model: PreTrainedModel,
     rows: Sequence[Sequence[Intervention]],
     first: Sequence[int] | None = None,
-) -> Iterator[list[Touched]]:
+) -> Iterator[list[Edit]]:
     """Intervene in the one forward pass that is made while this lasts.
 
     Args:
@@ -171,12 +173,12 @@ def intervene(
         return
     begin = [0] * len(rows) if first is None else list(first)
     blocks = find_blocks(model)
-    touched: list[Touched] = []
+    touched: list[Edit] = []
     edits: dict[int, list[tuple[int, Intervention]]] = defaultdict(list)
     for row, interventions in enumerate(rows):
         for one in interventions:
             check_layers([one.layer], len(blocks))
-            if not (isinstance(one, Steered) and one.dose == 0):
+            if not (isinstance(one, TokenwiseIntervention) and one.dose == 0):
                 edits[one.layer].append((row, one))
     handles = []
     try:
@@ -200,7 +202,7 @@ class _StateHook:
     """Edits the residual stream of one layer."""
 
     def __init__(
-        self, edits: list[tuple[int, Intervention]], first: list[int], touched: list[Touched]
+        self, edits: list[tuple[int, Intervention]], first: list[int], touched: list[Edit]
     ) -> None:
         self.edits, self.first, self.touched = edits, first, touched
 
@@ -221,8 +223,8 @@ class _StateHook:
         for row, one in self.edits:
             at = [position - self.first[row] for position in one.positions]
             _check_inside(at, hidden.shape[1], self.first[row])
-            new[row, at] = one.edited(new[row, at])
-            self.touched.append(Touched(row, one.layer, one.positions))
+            new[row, at] = one.apply(new[row, at])
+            self.touched.append(Edit(row, one.layer, one.positions))
         return new
 
 

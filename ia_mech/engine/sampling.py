@@ -157,11 +157,13 @@ def _sample_at_once(logits: Tensor, temperature: Tensor, stream: Tensor, step: i
 def _compiled(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, int], Draw]:
     """:func:`_sample_at_once`, compiled if the device's compiler works: in separate operations the
     ten rounds of Philox alone read and write gigabytes at a thousand rows of 150k logits."""
-    return _sample_at_once if uncompiled(device) else torch.compile(_sample_at_once, dynamic=True)
+    return (
+        _sample_at_once if compile_failure(device) else torch.compile(_sample_at_once, dynamic=True)
+    )
 
 
 @functools.cache
-def uncompiled(device: torch.device) -> str:
+def compile_failure(device: torch.device) -> str:
     """Why the draw isn't compiled there; empty where it is, and on a CPU, where it needn't be."""
     if device.type != "cuda":
         return ""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ia_mech.engine.intervene import Intervention, Steered, at_tokens, intervene
+from ia_mech.engine.intervene import Intervention, TokenwiseIntervention, at_tokens, intervene
 from ia_mech.engine.sampling import cpu_slices, log_sum_exp, ranks
 from ia_mech.engine.shared import Borrowed
 from ia_mech.engine.state import Prefilled, expand, forward, similar_lengths
@@ -30,7 +30,7 @@ class Turn:
 
     context: int
     ids: Sequence[int]
-    steered: tuple[Steered, ...] = ()
+    steered: tuple[TokenwiseIntervention, ...] = ()
     borrowed: Borrowed | None = None
     interventions: tuple[Intervention, ...] = ()
 

@@ -12,7 +12,7 @@ the name is set in the model's configuration for the time of a forward pass.
 
 In this order: attention over parts (:func:`attend`, :func:`merge`), which row goes on from which
 context (:class:`Table`), the cache layer (:class:`SharedLayer`), its registration
-(:func:`sharing`).
+(:func:`shared_attention`).
 """
 
 import contextlib
@@ -509,7 +509,7 @@ def check_borrowed(borrowed: Sequence[Borrowed | None], layers: Sequence[object]
 
 
 @contextlib.contextmanager
-def sharing(model: PreTrainedModel, cache: DynamicCache) -> Iterator[None]:
+def shared_attention(model: PreTrainedModel, cache: DynamicCache) -> Iterator[None]:
     """Make the model's attention understand the shared layers of this cache, if it has any.
 
     Raises:

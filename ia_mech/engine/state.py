@@ -27,7 +27,14 @@ from transformers.cache_utils import (
 
 from ia_mech.engine.capture import ResidualCapture
 from ia_mech.engine.intervene import Intervention, intervene
-from ia_mech.engine.shared import Borrowed, SharedLayer, Table, check_borrowed, held, sharing
+from ia_mech.engine.shared import (
+    Borrowed,
+    SharedLayer,
+    Table,
+    check_borrowed,
+    held,
+    shared_attention,
+)
 from ia_mech.engine.weights import reordered_weights
 from ia_mech.models.load import accepts
 
@@ -236,7 +243,7 @@ def forward(
     if accepts(model, "position_ids"):
         arguments["position_ids"] = positions.clamp(min=0)
     weights = nullcontext() if gradients else reordered_weights(model)
-    with torch.inference_mode(not gradients), weights, sharing(model, state.cache):
+    with torch.inference_mode(not gradients), weights, shared_attention(model, state.cache):
         output = model(
             input_ids=ids,
             # A mask of ones only costs time: without one, attention takes its unmasked path.

@@ -9,9 +9,9 @@ from rich.markup import escape
 from ia_mech.cli import (
     Parser,
     add_threads,
-    guarded,
     one_line,
     path_of,
+    run_command,
     tolerant_streams,
     whole_from,
 )
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
 
     cached = getattr(args, "judge", "rules") != "rules"
     kept = "verdicts so far are kept" if cached else "no file was left half-written"
-    return guarded(body, lambda: kept, getattr(args, "threads", None))
+    return run_command(body, lambda: kept, getattr(args, "threads", None))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from rich.console import Console
 from rich.markup import escape
 
-from ia_mech.cli import NOTHING, one_line, quoted
+from ia_mech.cli import NOTHING, one_line, shell_word
 from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
@@ -56,7 +56,7 @@ from ia_mech.stats import (
 JUDGE, ANNOTATOR = "judge", "annotator"
 TEXTS = ("query", "response", "user_turn")
 _UNKNOWN = Estimate(np.nan, np.nan, np.nan, 0, "no rows")
-_OF = dict.fromkeys(("truth", "prediction", "of", "decoy"), "str")  # what estimates are of
+_OF = dict.fromkeys(("truth", "prediction", "term", "decoy"), "str")  # what estimates are of
 
 Labels = Sequence[str | None] | np.ndarray  # a category per row; None where there is none
 
@@ -185,7 +185,7 @@ class Labeller:
         categories: ``[rows]`` its categories; None where it failed and where it has no label.
         frame: ``[rows]`` the columns of its file (of a judge, of its first repeat), NaN elsewhere.
         repeats: ``[repeat][rows]`` categories of a judge; of an annotator empty.
-        decoys: its labels of decoys (:class:`ia_mech.judge.labels.Said`).
+        decoys: its labels of decoys (:class:`ia_mech.judge.labels.LabelSet`).
     """
 
     name: str
@@ -207,7 +207,7 @@ def labellers_of(run: Run, between: Sequence[str] | None = None) -> list[Labelle
     return [_labeller(run, *chosen) for chosen in _chosen(run, between).items()]
 
 
-def compared(run: Run, labellers: Sequence[Labeller]) -> dict[tuple[str, str], Comparison]:
+def compare_pairs(run: Run, labellers: Sequence[Labeller]) -> dict[tuple[str, str], Comparison]:
     """By the names of (truth, prediction): each two of the labellers, and a judge's second verdicts
     with its first. Annotators are the truth of judges; between equals it is the one named first.
     """
@@ -239,7 +239,7 @@ def floors(run: Run, labeller: Labeller) -> Iterator[TidyEstimate]:
     rows, weights = rows[assessed], weights[assessed]
     genuine = labeller.categories[rows] == GENUINE
     share = cluster_mean(genuine, sources[rows], proportion=True, weights=weights)
-    names = {"prediction": labeller.name, "of": "genuine"}
+    names = {"prediction": labeller.name, "term": "genuine"}
     yield TidyEstimate("share", names, len(rows), share)
     source_of = run.contexts.set_index("context_id")["source_id"]
     decoys = labeller.decoys[labeller.decoys["category"].isin(ASSESSED)]
@@ -259,10 +259,10 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
         UserError: as :func:`labellers_of`.
     """
     labellers = labellers_of(run, between)
-    pairs = compared(run, labellers)
+    pairs = compare_pairs(run, labellers)
     called = [row for one in labellers for row in floors(run, one)]
     found = [
-        TidyEstimate(quantity, {"truth": truth, "prediction": of, "of": what}, pair.n, figure)
+        TidyEstimate(quantity, {"truth": truth, "prediction": of, "term": what}, pair.n, figure)
         for (truth, of), pair in pairs.items()
         for (quantity, what), figure in pair.figures.items()
     ]
@@ -385,7 +385,7 @@ def _chosen(run: Run, between: Sequence[str] | None) -> dict[str, str]:
         if name not in there:
             raise UserError(f"{run.path} has no labels of {name!r}", f"choose from: {known}")
     if len(there) < 2:
-        judge = f"python -m ia_mech.judge run {quoted(run.path)}"
+        judge = f"python -m ia_mech.judge run {shell_word(run.path)}"
         raise UserError(
             f"agreement needs two labellers, and {run.path} has {known}",
             f"run: {judge}{' --judge llm or hf' if there else ''}, or export and import a sheet",
@@ -510,8 +510,8 @@ def command(args: argparse.Namespace) -> None:
     screen.print()
     names = found.about["settings"]["between"]
     print_disagreements(screen, found.data["disagreements"], names, args.disagreements)
-    screen.print(escape(f"wrote {quoted(folder)}"), soft_wrap=True)
-    screen.print(escape(f"next: python -m ia_mech.report {quoted(args.run)}"), soft_wrap=True)
+    screen.print(escape(f"wrote {shell_word(folder)}"), soft_wrap=True)
+    screen.print(escape(f"next: python -m ia_mech.report {shell_word(args.run)}"), soft_wrap=True)
 
 
 def check(args: argparse.Namespace) -> int:

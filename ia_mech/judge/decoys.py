@@ -56,10 +56,10 @@ def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
         own = [rng.permutation(stratum[at]) for _, at in sorted(by_source.items())]
         cycle = rng.permutation(len(own))
         for source, before in zip(cycle, np.roll(cycle, 1), strict=True):
-            lent = list(dict.fromkeys(contexts[own[before]]))
+            donors = list(dict.fromkeys(contexts[own[before]]))
             for rank, row in enumerate(own[source][:per_source]):
                 if source != before:
-                    drawn.append((row, CONVERSATION, lent[rank % len(lent)]))
+                    drawn.append((row, CONVERSATION, donors[rank % len(donors)]))
                 drawn += [(row, SIBLING, other) for other in siblings[contexts[row]]]
     rows, kinds, shown = zip(*drawn, strict=True) if drawn else ((), (), ())
     keys = turns[list(KEY)].iloc[list(rows)].reset_index(drop=True)

@@ -21,7 +21,7 @@ from typing import Any
 import pandas as pd
 from rich.markup import escape
 
-from ia_mech.cli import NOTHING, one_line, quoted
+from ia_mech.cli import NOTHING, one_line, shell_word
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE
 from ia_mech.display import Bar, Progress, console
 from ia_mech.errors import UserError
@@ -101,8 +101,8 @@ def items_of(
         items += [Item(*shown[context], text) for context, text in written]
     if decoys is None:
         return items
-    lent = zip(decoys["shown"], positions(run.turns, decoys), strict=True)
-    return items + [Item(*shown[context], items[row].turn) for context, row in lent]
+    rows = zip(decoys["shown"], positions(run.turns, decoys), strict=True)
+    return items + [Item(*shown[context], items[row].turn) for context, row in rows]
 
 
 def _unperturbed(run: Run, context: Any) -> str:
@@ -397,8 +397,8 @@ def run(args: argparse.Namespace) -> int:
     if not (rows["status"] == JUDGED).any():
         print("no turn could be judged, for the reasons above: fix them, then judge again")
         return NOTHING
-    chosen = f" --judge {quoted(name)}" if len(there.labels.judges) > 1 else ""
-    print(f"next: python -m ia_mech.rates {quoted(args.run)}{chosen}")
+    chosen = f" --judge {shell_word(name)}" if len(there.labels.judges) > 1 else ""
+    print(f"next: python -m ia_mech.rates {shell_word(args.run)}{chosen}")
     return 0
 
 

@@ -12,7 +12,7 @@ from ia_mech.run import Run
 from ia_mech.run.labels import KEY, positions
 
 
-class Said(NamedTuple):
+class LabelSet(NamedTuple):
     """Labels of one run by one judge or annotator.
 
     Attributes:
@@ -31,7 +31,7 @@ class Said(NamedTuple):
         return self.repeats[0]
 
 
-def read_labels(run: Run, kind: str, name: str, columns: Sequence[str] | None = None) -> Said:
+def read_labels(run: Run, kind: str, name: str, columns: Sequence[str] | None = None) -> LabelSet:
     """The labels of a judge or an annotator.
 
     Args:
@@ -62,4 +62,4 @@ def read_labels(run: Run, kind: str, name: str, columns: Sequence[str] | None = 
         decoys = decoys[decoys["repeat"] == 0].reset_index(drop=True)
     rows = np.arange(len(run.turns))
     repeats = [part.set_axis(positions(run.turns, part)).reindex(rows) for part in parts]
-    return Said(repeats, decoys.assign(row=positions(run.turns, decoys)))
+    return LabelSet(repeats, decoys.assign(row=positions(run.turns, decoys)))

@@ -10,9 +10,9 @@ sheet itself shows text alone. It is written as CSV, as JSON lines and as a page
 
 Texts are a model's and not to be trusted: a cell that a spreadsheet would run as a formula gets an
 apostrophe in front, and characters that can't be seen become �
-(:func:`ia_mech.untrusted.inert`). Texts aren't read back, so neither can be mistaken for the
-model's own; the JSON lines have the texts as they are. Every row is checked before anything is
-written.
+(:func:`ia_mech.untrusted.spreadsheet_safe`). Texts aren't read back, so neither can be mistaken
+for the model's own; the JSON lines have the texts as they are. Every row is checked before anything
+is written.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ia_mech.cli import one_line, quoted
+from ia_mech.cli import one_line, shell_word
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.label import check_finished, items_of
@@ -41,7 +41,7 @@ from ia_mech.judge.verdict import Item, Verdict
 from ia_mech.page import packed, rendered
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.labels import KEY, check_name
-from ia_mech.untrusted import escaped, inert, parse_json, visible
+from ia_mech.untrusted import escape_unseen, parse_json, spreadsheet_safe, visible
 
 KEYS = "123456780"  # of the rubric's categories on the page
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
@@ -182,7 +182,7 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, ...]:
         raise UserError(
             f"{run.path} has a sheet named {name!r}", "give another --name, or another --seed"
         )
-    lines = [escaped(json.dumps(row, ensure_ascii=False)) + "\n" for row in sheet.rows]
+    lines = [escape_unseen(json.dumps(row, ensure_ascii=False)) + "\n" for row in sheet.rows]
     forms = {
         "csv": csv_bytes(pd.DataFrame(sheet.rows, columns=COLUMNS)),
         "jsonl": "".join(lines).encode(),
@@ -248,7 +248,9 @@ def _strata(run: Run, by: str) -> list[str]:
 
 def csv_bytes(table: pd.DataFrame) -> bytes:
     """A CSV file: UTF-8 with byte order mark, comma, everything quoted, every text inert."""
-    cells = table.astype(object).map(lambda cell: "" if pd.isna(cell) else inert(str(cell)))
+    cells = table.astype(object).map(
+        lambda cell: "" if pd.isna(cell) else spreadsheet_safe(str(cell))
+    )
     text = cells.to_csv(index=False, quoting=csv.QUOTE_ALL, lineterminator="\r\n")
     return text.encode("utf-8-sig")
 
@@ -495,7 +497,7 @@ def export_command(args: argparse.Namespace) -> None:
         print(f"sheet: {file}")
     print("fill in: category (and note, if you like); explained by: python -m ia_mech.judge rubric")
     print("or open the .html, which needs no network, and import the .json that it exports")
-    words = f"{quoted(args.run)} {quoted(files[0])}"
+    words = f"{shell_word(args.run)} {shell_word(files[0])}"
     print(f"next: python -m ia_mech.judge import {words} --annotator NAME")
 
 
@@ -523,4 +525,4 @@ def import_command(args: argparse.Namespace) -> None:
             "cover such turns"
         )
     print(f"labels: {path}")
-    print(f"next: python -m ia_mech.judge agreement {quoted(args.run)}")
+    print(f"next: python -m ia_mech.judge agreement {shell_word(args.run)}")

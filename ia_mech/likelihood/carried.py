@@ -27,7 +27,7 @@ CEILING = float(np.log2(CANDIDATES))
 
 
 @dataclass(frozen=True)
-class Told:
+class QueryBits:
     """Bits and hits of queries, each the mean over its turns and recipients.
 
     Attributes:
@@ -42,7 +42,7 @@ class Told:
     hits: np.ndarray
     each: np.ndarray
 
-    def only(self, queries: Sequence[Hashable]) -> "Told":
+    def only(self, queries: Sequence[Hashable]) -> "QueryBits":
         """The same of some queries."""
         wanted = set(queries)
         at = [number for number, name in enumerate(self.queries) if name in wanted]
@@ -51,14 +51,14 @@ class Told:
         )
 
 
-def told(
+def bits_by_query(
     scores: np.ndarray,
     own: np.ndarray,
     queries: Sequence[Hashable],
     whole: np.ndarray | None = None,
     *,
     seed: int = 0,
-) -> Told:
+) -> QueryBits:
     """What the scores of turns tell about the candidates that they followed.
 
     Args:
@@ -77,4 +77,4 @@ def told(
     names, bits = by_query(found.bits, own, queries, CANDIDATES)
     _, hits = by_query(identified(scores, own), own, queries, CANDIDATES)
     order = sorted(range(len(names)), key=lambda number: str(names[number]))
-    return Told([names[number] for number in order], bits[order], hits[order], found.bits)
+    return QueryBits([names[number] for number in order], bits[order], hits[order], found.bits)

@@ -25,7 +25,7 @@ Read = TypeVar("Read")
 Row = tuple[int, Sequence[Intervention]]  # the number of a turn, and what is done in its row
 
 
-class Continued:
+class IntervenedTurns:
     """Turns after a context, whose tokens from ``start`` on may be touched.
 
     Args:

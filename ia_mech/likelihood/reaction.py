@@ -133,7 +133,7 @@ def identified(logprobs: ArrayLike, followed: ArrayLike, tolerance: float = TIED
     """
     scores = _logprobs(logprobs)
     near = scores >= scores.max(1, keepdims=True) - tolerance
-    return _of(near, _followed(followed, scores)) / near.sum(1)
+    return _at_followed(near, _followed(followed, scores)) / near.sum(1)
 
 
 def subset_bits(logprobs: ArrayLike, followed: ArrayLike, size: int) -> np.ndarray:
@@ -157,7 +157,7 @@ def subset_bits(logprobs: ArrayLike, followed: ArrayLike, size: int) -> np.ndarr
     own, count = _followed(followed, scores), scores.shape[1]
     if not 2 <= size <= count:
         raise ValueError(f"size must lie between 2 and the {count} responses, not {size}")
-    impossible = np.flatnonzero(_of(scores, own) == -np.inf)
+    impossible = np.flatnonzero(_at_followed(scores, own) == -np.inf)
     if len(impossible):
         raise ValueError(f"turn {impossible[0]} is impossible after the response that it followed")
     bits = np.zeros(len(scores))
@@ -211,7 +211,7 @@ def by_query(
         ValueError: lengths differ, a value is NaN, a source is missing, or a query has no turn
             after one of its responses (its mean would be of something else).
     """
-    design = _Design.of(followed, sources, responses)
+    design = _Design.from_turns(followed, sources, responses)
     column = as_column(values, len(design.weight), "values")
     if np.isnan(column).any():
         raise ValueError("values must not be NaN")
@@ -284,7 +284,7 @@ def information(
 
 
 @dataclass(frozen=True)
-class Permuted:
+class PermutationTest:
     """A permutation test of scores that needn't be likelihoods.
 
     Attributes:
@@ -306,7 +306,7 @@ def permutation_test(
     *,
     permutations: int = 10_000,
     seed: int = 0,
-) -> Permuted:
+) -> PermutationTest:
     """Whether scores, of any reader or judge, tell which response a turn followed.
 
     All turns after one response stay together, and these blocks change places between the responses
@@ -326,10 +326,10 @@ def permutation_test(
     """
     values = _scores(scores)
     count = values.shape[1]
-    design = _Design.of(_followed(followed, values), sources, count)
+    design = _Design.from_turns(_followed(followed, values), sources, count)
     tables = np.zeros((len(design.names), count, count))
     np.add.at(tables, (design.source, design.followed), design.weight[:, None] * count * values)
-    return Permuted(
+    return PermutationTest(
         *matched_permutation(tables, permutations=permutations, seed=seed), permutations
     )
 
@@ -386,7 +386,7 @@ def readable_bits(
             responses, there are fewer than two queries or folds.
     """
     values = _scores(scores)
-    design = _Design.of(_followed(followed, values), sources, values.shape[1])
+    design = _Design.from_turns(_followed(followed, values), sources, values.shape[1])
     fold = design.folds(folds, seed)
     bits, betas = np.empty(len(values)), []
     largest = np.broadcast_to(most, fold.max() + 1)
@@ -413,7 +413,7 @@ def fit_beta(scores: np.ndarray, followed: np.ndarray, weight: np.ndarray) -> fl
     centred = scores - scores.mean(1, keepdims=True)
     share = weight / weight.sum()
     kept = len(scores) / (len(scores) + 1)  # the rest is the turn that followed any response
-    target = float(kept * share @ _of(centred, followed))
+    target = float(kept * share @ _at_followed(centred, followed))
     reach = float(np.abs(centred).max())
 
     def slope(beta: float) -> float:
@@ -461,7 +461,7 @@ def choice_bits(
         raise ValueError(f"features must be [turns, K, features] with K ≥ 2, not {x.shape}")
     if not np.isfinite(x).all():
         raise ValueError("features must be finite")
-    design = _Design.of(_followed(followed, x[:, :, :1]), sources, x.shape[1])
+    design = _Design.from_turns(_followed(followed, x[:, :, :1]), sources, x.shape[1])
     fold = design.folds(folds, seed)
     if len(design.names) < 3:
         raise ValueError("a conditional logit needs at least three queries, to choose its ridge")
@@ -509,7 +509,7 @@ def _logit(
     def loss(b: np.ndarray) -> tuple[float, np.ndarray]:
         log_q = log_softmax((flat @ b).reshape(x.shape[:2]), axis=1)
         expected = (share[:, None] * np.exp(log_q)).ravel() @ flat
-        value = ridge / 2 * b @ b - share @ _of(log_q, followed)
+        value = ridge / 2 * b @ b - share @ _at_followed(log_q, followed)
         return float(value), ridge * b - chosen + expected
 
     return minimize(loss, start, jac=True, method="L-BFGS-B").x
@@ -535,7 +535,9 @@ class _Design:
     weight: np.ndarray
 
     @classmethod
-    def of(cls, followed: ArrayLike, sources: Iterable[Hashable], responses: int) -> "_Design":
+    def from_turns(
+        cls, followed: ArrayLike, sources: Iterable[Hashable], responses: int
+    ) -> "_Design":
         own, labels = _indices(followed, responses), list(sources)
         index, count = source_index(labels)
         if len(index) != len(own):
@@ -571,10 +573,10 @@ class _Design:
 def _own_bits(scores: np.ndarray, followed: np.ndarray) -> np.ndarray:
     """``[turns]`` log₂(K q_k) of q ∝ exp(scores), exactly 0 for equal columns."""
     below = scores - scores.max(1, keepdims=True)
-    return (_of(below, followed) - np.log(np.exp(below).mean(1))) / LN2
+    return (_at_followed(below, followed) - np.log(np.exp(below).mean(1))) / LN2
 
 
-def _of(table: np.ndarray, followed: np.ndarray) -> np.ndarray:
+def _at_followed(table: np.ndarray, followed: np.ndarray) -> np.ndarray:
     """``[turns]`` entries of ``[turns, K]`` at the response that was followed."""
     return table[np.arange(len(table)), followed]
 

@@ -316,7 +316,7 @@ def remember(spec: ModelSpec, weights_hash: str) -> None:
             replace_file(file, write)
 
 
-def recalled(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
+def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
     """The model of a run, where it is on this machine.
 
     Args:

@@ -15,9 +15,9 @@ from ia_mech.cli import (
     Parser,
     add_threads,
     coverage,
-    guarded,
     path_of,
-    quoted,
+    run_command,
+    shell_word,
     tolerant_streams,
     whole_from,
 )
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
-    return guarded(lambda: _rates(args), lambda: "no file was left half-written", args.threads)
+    return run_command(lambda: _rates(args), lambda: "no file was left half-written", args.threads)
 
 
 def _rates(args: argparse.Namespace) -> None:
@@ -89,8 +89,8 @@ def _rates(args: argparse.Namespace) -> None:
     refuse_unwritable(folder)
     write(found, folder)
     show(found, console(), full=args.full)
-    print(f"wrote {quoted(folder)}", file=sys.stderr)
-    print(f"next: python -m ia_mech.report {' '.join(quoted(run) for run in args.runs)}")
+    print(f"wrote {shell_word(folder)}", file=sys.stderr)
+    print(f"next: python -m ia_mech.report {' '.join(shell_word(run) for run in args.runs)}")
 
 
 if __name__ == "__main__":

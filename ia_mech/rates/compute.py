@@ -8,10 +8,10 @@ import numpy as np
 import pandas as pd
 from scipy.special import gammaln
 
-from ia_mech.estimates import ALL, TidyEstimate, by_dataset, corrected, frame_of
+from ia_mech.estimates import ALL, TidyEstimate, by_dataset, frame_of, holm_corrected
 from ia_mech.judge.decoys import KINDS
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS
-from ia_mech.rates.load import DEPENDENT, EVERY, FAILED, SUBJECT, Judged
+from ia_mech.rates.load import DEPENDENT, EVERY, FAILED, SUBJECT, JudgedTurns
 from ia_mech.stats import (
     Estimate,
     cluster_mean,
@@ -50,8 +50,8 @@ def rates(
     """The rate table: how often an outcome is found in each group of rows, alone or against others.
 
     Args:
-        rows: ``Judged.turns``, or any table with ``source``, the outcome and the columns named
-            here; against decoys ``Judged.decoys``.
+        rows: ``JudgedTurns.turns``, or any table with ``source``, the outcome and the columns named
+            here; against decoys ``JudgedTurns.decoys``.
         by: columns whose values make a group each; one group of all rows without any.
         against: None for the rate of each group. A kind of decoy
             (:data:`ia_mech.judge.decoys.KINDS`): what the rate of the decoys' turns is
@@ -129,7 +129,7 @@ def _above_floor(
         yield TidyEstimate(quantity, of | {"events": events}, len(both), found)
 
 
-def estimates(judged: Judged, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
+def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
     """All figures, per model and perturbation, dataset and temperature.
 
     Args:
@@ -193,7 +193,7 @@ def estimates(judged: Judged, *, level: float = 0.95, seed: int = 0) -> pd.DataF
                 if temperature:
                     found += _reach(at, of_both, level)
                 found += _corrected_rate(at, of_both, level, judged.annotator)
-    found = corrected(found, lambda row: row.names["dataset"] == ALL)
+    found = holm_corrected(found, lambda row: row.names["dataset"] == ALL)
     return frame_of(found, NAMES)
 
 
@@ -201,13 +201,15 @@ def _profile(turns: pd.DataFrame, about: dict[str, Any]) -> Iterator[TidyEstimat
     """What the turns are: shares of categories among those assessed, and of the others."""
     assessed = turns["genuine"].notna()
     for status in (CANNOT_ASSESS, FAILED):
-        told = turns.assign(of=(turns["category"] == status).astype(float))
-        for row in rates(told, ["temperature"], outcome="of", quantity=status, **about):
+        marked = turns.assign(marked=(turns["category"] == status).astype(float))
+        for row in rates(marked, ["temperature"], outcome="marked", quantity=status, **about):
             row.names["outcome"] = "genuine"
             yield row
     for category in ASSESSED:
-        told = turns.assign(of=(turns["category"] == category).astype(float).where(assessed))
-        for row in rates(told, ["temperature"], outcome="of", quantity="category_share", **about):
+        marked = turns.assign(marked=(turns["category"] == category).astype(float).where(assessed))
+        for row in rates(
+            marked, ["temperature"], outcome="marked", quantity="category_share", **about
+        ):
             row.names.update(outcome="genuine", category=category)
             yield row
 

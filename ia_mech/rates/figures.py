@@ -5,8 +5,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ia_mech.display import COLOURS, draw_points, styled, title_axes
-from ia_mech.estimates import together
+from ia_mech.display import COLOURS, draw_points, title_axes, with_style
+from ia_mech.estimates import all_datasets
 from ia_mech.judge.rubric import ASSESSED, heading
 from ia_mech.rates.gate import CONVERSATION, Gate
 
@@ -24,7 +24,7 @@ def gate_title(name: str, gate: Gate) -> str:
     return f"{name}\njudge {gate}{excess}"
 
 
-@styled
+@with_style
 def rates(estimates: pd.DataFrame, title: str) -> Figure:
     """Left, rate, floor and excess by temperature; right, the failure profile.
 
@@ -33,7 +33,7 @@ def rates(estimates: pd.DataFrame, title: str) -> Figure:
             pooled datasets are drawn where there are several.
         title: of the left panel.
     """
-    whole = together(estimates[estimates["outcome"] == "genuine"])
+    whole = all_datasets(estimates[estimates["outcome"] == "genuine"])
     whole = whole[whole["temperature"].notna()]
     figure = Figure(figsize=(9.5, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -103,8 +103,8 @@ def gate_of(decoys: pd.DataFrame, judge: str, outcome: str, model: str = "") -> 
     """The gate of a judge on the turns of one model, with that of siblings.
 
     Args:
-        decoys: as ``Judged.decoys``, of that model. Where there are some of unperturbed contexts,
-            these decide.
+        decoys: as ``JudgedTurns.decoys``, of that model. Where there are some of unperturbed
+            contexts, these decide.
         judge: its name.
         outcome: one of ``judge.verdict.OUTCOMES``.
         model: its name.
@@ -130,7 +130,7 @@ def _gate(
     return Gate(judge, outcome, len(pairs), *numbers, kind, model, *siblings)
 
 
-def worst(gates: list[Gate]) -> Gate:
+def worst_gate(gates: list[Gate]) -> Gate:
     """Of several models' gates the one that a claim about all of them rests on: that of the
     lowest margin, or without one."""
     return min(gates, key=lambda gate: np.nan_to_num(gate.margin.low, nan=-np.inf))

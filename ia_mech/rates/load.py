@@ -18,7 +18,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ia_mech.cli import quoted
+from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.judge.label import check_finished, items_of, same_judges
 from ia_mech.judge.labels import read_labels
@@ -26,7 +26,7 @@ from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import fitted_items
 from ia_mech.judge.verdict import GROUNDED_P, JUDGED, OUTCOMES, identity_hash
 from ia_mech.models.embedded import cache_dir
-from ia_mech.rates.gate import CONVERSATION, Gate, gate_of, worst
+from ia_mech.rates.gate import CONVERSATION, Gate, gate_of, worst_gate
 from ia_mech.rates.grounding import p_values
 from ia_mech.results import folders_of
 from ia_mech.run import Run
@@ -48,11 +48,11 @@ _DECOYS = [
     *_OF_TURN,
     *("decoy", "shown_source"),
     *(f"{own}{name}" for name in OUTCOMES for own in ("", "own_")),
-]  # columns of Judged.decoys
+]  # columns of JudgedTurns.decoys
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedTurns:
     """What rates are computed from.
 
     Attributes:
@@ -118,7 +118,7 @@ class Judged:
     def gates(self) -> dict[str, Gate]:
         """By outcome, the gate of the only model; of several, the worst of their gates."""
         of_models = self.by_model.values()
-        return {name: worst([gates[name] for gates in of_models]) for name in self.outcomes}
+        return {name: worst_gate([gates[name] for gates in of_models]) for name in self.outcomes}
 
     @property
     def gate(self) -> Gate:
@@ -164,7 +164,7 @@ def read_runs(
     judge: str | None = None,
     annotator: str | None = None,
     responses: str = EVERY,
-) -> Judged:
+) -> JudgedTurns:
     """Read runs with their labels, and check that they can be reported together.
 
     Args:
@@ -204,12 +204,12 @@ def read_runs(
     if 0 < len(without) < len(runs):
         notes.append(f"no decoys in {', '.join(without)}: these verdicts have no floor.")
     found = [frame for frame in decoys if len(frame)] or decoys[:1]
-    judged = Judged(pooled, judge, record, annotator, runs, notes, decoys=_pooled(found))
-    judged = restricted(judged, responses)
+    judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, decoys=_pooled(found))
+    judged = restrict_responses(judged, responses)
     return replace(judged, notes=judged.notes + _decoy_notes(judged))
 
 
-def restricted(judged: Judged, responses: str) -> Judged:
+def restrict_responses(judged: JudgedTurns, responses: str) -> JudgedTurns:
     """Only the turns after such responses, with a note of how many they are.
 
     Raises:
@@ -245,7 +245,7 @@ def _choose_judge(runs: list[Run], judge: str | None) -> str:
         if not run.labels.judges:
             raise UserError(
                 f"{run.path} has not been judged",
-                f"run: python -m ia_mech.judge run {quoted(run.path)}",
+                f"run: python -m ia_mech.judge run {shell_word(run.path)}",
             )
     names = sorted({name for run in runs for name in run.labels.judges})
     if judge is not None:
@@ -301,7 +301,7 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 
 
 def _turns_and_decoys(run: Run, judge: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """``Judged.turns``, without labels but with ``item``, and ``Judged.decoys`` of one run."""
+    """``turns`` of :class:`JudgedTurns`, without labels but with ``item``, and its ``decoys``."""
     said = read_labels(run, "judgements", judge, _VERDICT)
     decoys = said.decoys
     turns = _named(run).assign(item=said.turns["item"])
@@ -327,7 +327,7 @@ def _turns_and_decoys(run: Run, judge: str) -> tuple[pd.DataFrame, pd.DataFrame]
 
 
 def _named(run: Run) -> pd.DataFrame:
-    """The columns of ``Judged.turns`` that say what was sampled. Texts are categorical."""
+    """The columns of ``JudgedTurns.turns`` that say what was sampled. Texts are categorical."""
     turns = run.turns
     hashes = {
         context: hashlib.sha256(str(text).encode(errors="surrogatepass")).hexdigest()[:32]
@@ -373,7 +373,7 @@ def _pooled(frames: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _outcomes(verdicts: pd.DataFrame, p: np.ndarray) -> dict[str, Any]:
-    """``[rows]`` category and outcomes, as in ``Judged.turns``; ``p`` of their grounding."""
+    """``[rows]`` category and outcomes, as in ``JudgedTurns.turns``; ``p`` of their grounding."""
     category = verdicts["category"].where(verdicts["status"] == JUDGED)
     category = pd.Categorical(category.astype(object).fillna(FAILED), sorted((*NAMES, FAILED)))
     assessed = ~category.isin([FAILED, CANNOT_ASSESS])
@@ -523,7 +523,7 @@ def _notes(runs: list[Run], record: dict, turns: pd.DataFrame, annotator: str | 
         notes.append(f"of the judge's {record['repeats']} verdicts per turn, the first is used.")
     if len(runs) > 1:
         notes.append(f"{len(runs)} runs; greedy turns that several of them hold count once.")
-    different = sorted({name for same in _by_model(runs) for name in differing(same)})
+    different = sorted({name for same in _by_model(runs) for name in differing_settings(same)})
     if different:
         notes.append(f"runs that were pooled differ in {', '.join(different)}.")
     if annotator and turns.loc[turns["truth"].notna(), "inclusion"].isna().any():
@@ -539,7 +539,7 @@ def _notes(runs: list[Run], record: dict, turns: pd.DataFrame, annotator: str | 
     return notes
 
 
-def _decoy_notes(judged: Judged) -> list[str]:
+def _decoy_notes(judged: JudgedTurns) -> list[str]:
     decoys = judged.decoys
     lost = decoys["genuine"].isna() | decoys["own_genuine"].isna()
     if not lost.any():
@@ -557,7 +557,7 @@ def _by_model(runs: list[Run]) -> list[list[Run]]:
     return list(found.values())
 
 
-def differing(runs: list[Run]) -> list[str]:
+def differing_settings(runs: list[Run]) -> list[str]:
     """Names of the settings that change what is sampled and in which these runs aren't alike."""
     settings = [
         {name: run.settings[name] for name in _SAMPLING} | {"dtype": run.model["dtype"]}

@@ -5,14 +5,14 @@ from typing import Any
 import pandas as pd
 
 from ia_mech.cli import one_line
-from ia_mech.estimates import estimate_of, few_sources, together
+from ia_mech.estimates import all_datasets, estimate_of, few_sources
 from ia_mech.judge.decoys import KINDS
 from ia_mech.judge.rubric import ASSESSED, heading
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.rates import figures
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, estimates
 from ia_mech.rates.gate import AFTER, FAILED, NO_DECOYS, PASSED, UNDECIDED, Gate
-from ia_mech.rates.load import DEPENDENT, EVERY, SUBJECT, Judged
+from ia_mech.rates.load import DEPENDENT, EVERY, SUBJECT, JudgedTurns
 from ia_mech.results import Result, Table, about_runs, table_of
 from ia_mech.run.labels import KEY
 
@@ -29,7 +29,7 @@ _ABOVE = {  # what decoys of other conversations say of the rate over all temper
 _NONE = "None is, so there is nothing to hold against the judge's floor."
 
 
-def result(judged: Judged, *, level: float = 0.95, seed: int = 0) -> Result:
+def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result:
     """The rates of runs by one judge; see :func:`ia_mech.rates.compute.estimates`.
 
     Args:
@@ -38,7 +38,7 @@ def result(judged: Judged, *, level: float = 0.95, seed: int = 0) -> Result:
         seed: of sign flips.
     """
     found = estimates(judged, level=level, seed=seed)
-    whole = pd.concat([together(of) for _, of in found.groupby(SUBJECT, sort=False)])
+    whole = pd.concat([all_datasets(of) for _, of in found.groupby(SUBJECT, sort=False)])
     gates = [gate for of in judged.by_model.values() for gate in of.values()]
     names = {str(run.path): run.name for run in judged.runs}
     turns = judged.turns[["run", *KEY, "genuine", "grounded", DEPENDENT]]
@@ -74,7 +74,7 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _sentence(judged: Judged, of: pd.DataFrame) -> str:
+def _sentence(judged: JudgedTurns, of: pd.DataFrame) -> str:
     """What was found of one model and perturbation; ``of`` are its pooled rows."""
     first = of.iloc[0]
     turns = judged.turns
@@ -221,7 +221,7 @@ def _floor_table(found: pd.DataFrame, outcome: str, kind: str) -> Table:
     return table_of(title, own, heads, LINES, rows="decoys", full=True)
 
 
-def _figures(whole: pd.DataFrame, judged: Judged) -> dict:
+def _figures(whole: pd.DataFrame, judged: JudgedTurns) -> dict:
     found = {}
     for number, (subject, of) in enumerate(whole.groupby(SUBJECT, sort=False), start=1):
         model, weights, perturbation = subject
@@ -235,7 +235,7 @@ def _figures(whole: pd.DataFrame, judged: Judged) -> dict:
 # -- notes ----------------------------------------------------------------------------------------
 
 
-def _notes(judged: Judged, found: pd.DataFrame) -> list[str]:
+def _notes(judged: JudgedTurns, found: pd.DataFrame) -> list[str]:
     notes = []
     tested = found[found["p"].notna()]
     if len(tested):

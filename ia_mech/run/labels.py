@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ia_mech.cli import quoted
+from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.run import integrity
 
@@ -80,7 +80,7 @@ _RECORD = b"ia_mech"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-class Labelled(Protocol):
+class LabelledRun(Protocol):
     """What labels have to know of their :class:`ia_mech.run.Run`."""
 
     path: Path
@@ -98,7 +98,7 @@ class Labels:
     are compared when it is read, and nothing else has to be: what was written whole is of them.
     """
 
-    def __init__(self, run: Labelled) -> None:
+    def __init__(self, run: LabelledRun) -> None:
         self.path = run.path
         self._of = run
 
@@ -296,7 +296,7 @@ class Labels:
 
     def command(self, kind: str, name: str) -> str:
         """The command that writes such a file, also over one that is there."""
-        path = quoted(self.path)
+        path = shell_word(self.path)
         if kind != "judgements":
             return f"python -m ia_mech.judge import {path} FILE --annotator {name} --replace"
         if name == "rules":

@@ -102,7 +102,7 @@ def queries_of(runs: Sequence[Texts], kind: str = UNPERTURBED) -> list[Query]:
     return found
 
 
-def drawn(queries: Sequence[T], most: int | None, seed: int) -> list[T]:
+def subsample(queries: Sequence[T], most: int | None, seed: int) -> list[T]:
     """At most so many queries (or their names), in their order.
 
     Which ones depends on the seed and the queries alone, and those of a smaller number are among

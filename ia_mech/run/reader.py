@@ -150,7 +150,7 @@ class Run:
         return all((kind, name) in self._parts for name in planned)
 
     @property
-    def kept(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """How many ``responses`` were written and how many ``contexts`` are whole so far."""
         return {kind: sum(part["contexts"] for part in self.parts(kind)) for kind in layout.KINDS}
 
@@ -258,7 +258,7 @@ class Run:
             "folder": self.path,
             "model": self.model["name"],
             "dataset": self.settings["dataset"],
-            "contexts": f"{self.kept['contexts']}{'' if self.complete else ' so far'}",
+            "contexts": f"{self.counts['contexts']}{'' if self.complete else ' so far'}",
             "temperatures": ", ".join(["greedy", *map(str, self.settings["temperatures"])]),
             "judges": ", ".join(self.labels.judges) or "none",
         }

@@ -97,7 +97,7 @@ class RunWriter:
 
     # -- what is there ------------------------------------------------------------------------
 
-    def done(self, kind: str) -> dict[str, int]:
+    def finished_parts(self, kind: str) -> dict[str, int]:
         """Names of the parts that are whole, of all shards, and how many contexts each has.
 
         Args:
@@ -185,7 +185,7 @@ class RunWriter:
         run = Run(self.path)
         file = self.path / layout.CARD
         if run.complete and not file.exists():  # its text may have been edited
-            text = card(run.record, run.kept["contexts"])
+            text = card(run.record, run.counts["contexts"])
             integrity.replace_file(file, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
     # -- files --------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from ia_mech.stats.clusters import cluster_bootstrap, cluster_mean, cluster_stat
 from ia_mech.stats.confidence_set import model_confidence_set
 from ia_mech.stats.correction import prediction_powered
 from ia_mech.stats.differences import (
-    Grouped,
-    Paired,
+    GroupDifference,
+    PairedDifference,
     group_difference,
     paired_difference,
 )
 from ia_mech.stats.dyads import dyadic_mean
-from ia_mech.stats.fold_scores import FoldScores, Replicated
+from ia_mech.stats.fold_scores import FoldScores, ResampledScore
 from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
 from ia_mech.stats.significance import (
     holm,
@@ -29,9 +29,9 @@ from ia_mech.stats.significance import (
 __all__ = [
     "Estimate",
     "FoldScores",
-    "Grouped",
-    "Paired",
-    "Replicated",
+    "GroupDifference",
+    "PairedDifference",
+    "ResampledScore",
     "auroc_columns",
     "balanced_accuracy_of",
     "cluster_bootstrap",

@@ -23,7 +23,7 @@ def model_confidence_set(
         resamples: bootstrap samples of sources.
         seed: of the resampling.
         stretch: factor on the spread of the resampled means, where losses vary by more than the
-            choice of sources (see :meth:`ia_mech.stats.Replicated.with_training`).
+            choice of sources (see :meth:`ia_mech.stats.ResampledScore.with_training`).
 
     Returns:
         ``[models]`` p values; the largest is 1.

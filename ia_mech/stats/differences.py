@@ -24,7 +24,7 @@ P_RANGE = (1e-12, 0.99)  # where an interval is inverted for its p value; above 
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedDifference:
     """A difference between two conditions.
 
     Attributes:
@@ -103,7 +103,7 @@ def paired_difference(
     level: float = 0.95,
     permutations: int = 10_000,
     seed: int = 0,
-) -> Paired:
+) -> PairedDifference:
     """Mean of the first condition minus mean of the second, the source being the pair.
 
     Only sources with values in both conditions count. Each gives one difference, of its own means,
@@ -155,10 +155,10 @@ def paired_difference(
     a, b = _conditions(values_a, sources_a, values_b, sources_b)
     differences, n = a.means - b.means, len(a.means)
     if n == 0:
-        return Paired(Estimate(np.nan, np.nan, np.nan, 0, "no common source"), np.nan, 0)
+        return PairedDifference(Estimate(np.nan, np.nan, np.nan, 0, "no common source"), np.nan, 0)
     table = np.stack([differences, np.ones(n)], axis=1)
     p, test = _p_value(a, b, table, sign_flip_p(differences, permutations, seed))
-    return Paired(_interval(a, b, table, level), p, n, test)
+    return PairedDifference(_interval(a, b, table, level), p, n, test)
 
 
 def _p_value(a: Condition, b: Condition, table: np.ndarray, flips: float) -> tuple[float, str]:
@@ -228,7 +228,7 @@ def _mover(a: Condition, b: Condition, level: float) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Grouped:
+class GroupDifference:
     """A difference between two groups of sources.
 
     Attributes:
@@ -254,7 +254,7 @@ def group_difference(
     level: float = 0.95,
     permutations: int = 2000,
     seed: int = 0,
-) -> Grouped:
+) -> GroupDifference:
     """Rate of the rows with label 1 minus rate of those with label 0.
 
     The interval is MOVER's without correlation, the distances of both rates' own intervals over
@@ -289,7 +289,7 @@ def group_difference(
     count = len(set(names))
     if not (first.sources and second.sources):
         nothing = Estimate(np.nan, np.nan, np.nan, count, "one group is empty")
-        return Grouped(first, second, nothing, np.nan, "")
+        return GroupDifference(first, second, nothing, np.nan, "")
     difference = first.value - second.value
     down = np.hypot(first.value - first.low, second.high - second.value)
     up = np.hypot(first.high - first.value, second.value - second.low)
@@ -301,4 +301,4 @@ def group_difference(
 
     p = source_permutation_p(size, groups, names, permutations=permutations, seed=seed)
     estimate = Estimate(difference, low, high, count, "mover")
-    return Grouped(first, second, estimate, p, "permutation of sources")
+    return GroupDifference(first, second, estimate, p, "permutation of sources")

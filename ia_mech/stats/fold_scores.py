@@ -26,7 +26,7 @@ Part = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
-class Replicated:
+class ResampledScore:
     """A score on the data and on every resample of sources.
 
     Attributes:
@@ -49,7 +49,7 @@ class Replicated:
             return Estimate(self.value, np.nan, np.nan, self.sources, "one source")
         return bootstrap_estimate(self.value, self.replicates, self.sources, self.level)
 
-    def __sub__(self, other: "Replicated") -> "Replicated":
+    def __sub__(self, other: "ResampledScore") -> "ResampledScore":
         """The paired difference: both must come from the same resamples, as of one FoldScores.
 
         Raises:
@@ -59,9 +59,11 @@ class Replicated:
         difference = self.replicates - other.replicates
         (low, high), (other_low, other_high) = self.bounds, other.bounds
         bounds = (low - other_high, high - other_low)
-        return Replicated(self.value - other.value, difference, self.sources, self.level, bounds)
+        return ResampledScore(
+            self.value - other.value, difference, self.sources, self.level, bounds
+        )
 
-    def with_training(self, share: float) -> "Replicated":
+    def with_training(self, share: float) -> "ResampledScore":
         """Replicates spread as if chance in training had its part in them too.
 
         In cross-validation two sources meet twice, each tested by a probe that the other helped to
@@ -80,7 +82,7 @@ class Replicated:
         return replace(self, replicates=np.clip(stretched, *self.bounds))
 
     @classmethod
-    def mean(cls, several: Sequence["Replicated"]) -> "Replicated":
+    def mean(cls, several: Sequence["ResampledScore"]) -> "ResampledScore":
         """Plain mean of scores from the same resamples, of those that a resample leaves defined.
 
         Raises:
@@ -103,7 +105,7 @@ class Replicated:
         value = float(np.mean([one.value for one in several]))
         return cls(value, replicates, first.sources, first.level, first.bounds)
 
-    def _check(self, other: "Replicated") -> None:
+    def _check(self, other: "ResampledScore") -> None:
         if (self.sources, self.level, len(self.replicates)) != (
             (other.sources, other.level, len(other.replicates))
         ):
@@ -183,7 +185,7 @@ class FoldScores:
             self._draws[:, start : start + len(counts)] = counts.T
             start += len(counts)
 
-    def auroc(self, scores: ArrayLike) -> Replicated:
+    def auroc(self, scores: ArrayLike) -> ResampledScore:
         """How often a positive turn scores higher than a negative one of another context.
 
         See :func:`ia_mech.stats.auroc`. A context that was drawn twice is no other context. Every
@@ -207,14 +209,14 @@ class FoldScores:
 
         return self._folded(self._descending(column), part, (0.0, 1.0))
 
-    def average_precision(self, scores: ArrayLike) -> Replicated:
+    def average_precision(self, scores: ArrayLike) -> ResampledScore:
         """Average precision as in scikit-learn; strata count by their positive turns.
 
         Args and errors are those of :meth:`auroc`.
         """
         return self._ranked(scores, precision_sum)
 
-    def prevalence(self) -> Replicated:
+    def prevalence(self) -> ResampledScore:
         """Share of positives, averaged as is average precision: about what chance would reach."""
 
         def part(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -226,7 +228,7 @@ class FoldScores:
 
     def deviance_explained(
         self, probabilities: ArrayLike, null_probabilities: ArrayLike
-    ) -> Replicated:
+    ) -> ResampledScore:
         """Share of the deviance of turns that probabilities save, as against simpler ones.
 
         1 - D / D0, below 0 where they predict worse. Both are kept 1e-6 off 0 and 1.
@@ -242,7 +244,7 @@ class FoldScores:
         saved = null - self._deviance(probabilities)
         return self._folded(self._groups, quotient(saved, null))
 
-    def spearman(self, scores: ArrayLike) -> Replicated:
+    def spearman(self, scores: ArrayLike) -> ResampledScore:
         """Rank correlation of score and rate k / n; strata count by their contexts.
 
         Every context counts alike, however many turns it has. Strata in which either is constant
@@ -275,7 +277,7 @@ class FoldScores:
         p = np.clip(self._probabilities(probabilities), NARROW, 1 - NARROW)
         return -2 * (self._positives * np.log(p) + self._negatives * np.log1p(-p))
 
-    def _ranked(self, scores: ArrayLike, measure: Part) -> Replicated:
+    def _ranked(self, scores: ArrayLike, measure: Part) -> ResampledScore:
         """A score made of :func:`curves`, whose sums the measure gives."""
         column = self._column(scores)
 
@@ -298,7 +300,7 @@ class FoldScores:
 
     def _folded(
         self, groups: list[Group], part: Part, bounds: tuple[float, float] = UNBOUNDED
-    ) -> Replicated:
+    ) -> ResampledScore:
         """Mean over folds of a quotient of sums over the groups of a fold.
 
         Args:
@@ -319,7 +321,7 @@ class FoldScores:
         means = np.full(len(number), np.nan)
         np.divide(quotients.sum(axis=0), number, out=means, where=number > 0)
         sources = len(self._draws)
-        return Replicated(float(means[0]), means[1:], sources, self._level, bounds)
+        return ResampledScore(float(means[0]), means[1:], sources, self._level, bounds)
 
 
 # -- one group of contexts, all resamples ----------------------------------------------------------

@@ -24,7 +24,7 @@ class Estimate:
     sources: int
     method: str = ""
 
-    def within(self, least: float, most: float = np.inf) -> "Estimate":
+    def clip(self, least: float, most: float = np.inf) -> "Estimate":
         """The same of a number that can't lie outside these bounds: the interval is cut there."""
         low, high = np.clip([self.low, self.high], least, most)
         return replace(self, low=float(low), high=float(high))

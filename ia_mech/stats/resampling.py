@@ -101,7 +101,7 @@ def resample_sums(table: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     return np.concatenate([c @ table for c in resample_counts(len(table), resamples, seed)])
 
 
-def widened(level: float, sources: int) -> float:
+def widened_level(level: float, sources: int) -> float:
     """The level to ask of a bootstrap so that few sources don't make it too sure.
 
     A bootstrap of n sources has a spread too small by ``sqrt((n - 1) / n)`` and normal tails where
@@ -137,7 +137,7 @@ def bootstrap_estimate(
         value: the statistic on the data.
         replicates: ``[resamples]`` the statistic on each resample; may hold NaN.
         sources: how many there are, at least 2.
-        level: coverage; it is :func:`widened` for the number of sources.
+        level: coverage; it is :func:`widened_level` for the number of sources.
     """
     defined = replicates[~np.isnan(replicates)]
     reason = ""
@@ -149,6 +149,6 @@ def bootstrap_estimate(
         reason = NONE_DIFFERS
     if reason:
         return Estimate(value, np.nan, np.nan, sources, reason)
-    wide = widened(level, sources)
+    wide = widened_level(level, sources)
     low, high = np.quantile(defined, [(1 - wide) / 2, (1 + wide) / 2])
     return Estimate(value, float(low), float(high), sources, "percentile")

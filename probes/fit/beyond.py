@@ -31,7 +31,7 @@ Tuned = tuple[Features, float]  # the blocks side by side, and their common pena
 
 
 @dataclass(frozen=True)
-class Gained:
+class IncrementalScores:
     """Out-of-fold scores with and without the hidden states.
 
     Attributes:
@@ -48,13 +48,13 @@ class Gained:
     chance: float
 
 
-def gained(
+def incremental_scores(
     blocks: Sequence[np.ndarray],
     ends: Sequence[np.ndarray],
     hidden: Sequence[np.ndarray],
     design: Design,
     apply: Callable[..., Iterable] = map,
-) -> Gained:
+) -> IncrementalScores:
     """Cross-fit both predictors.
 
     Args:
@@ -65,14 +65,14 @@ def gained(
         design: outcome and folds.
         apply: ``map``, or what does the same for the folds in parallel.
     """
-    fixed = [scaled(block) for block in blocks]
+    fixed = [centre_and_scale(block) for block in blocks]
 
     def tune(fold: int) -> tuple[float, list[Tuned]]:
-        mixed, *others = parts = [*fixed, scaled(ends[fold])]
+        mixed, *others = parts = [*fixed, centre_and_scale(ends[fold])]
         left, stages = np.asarray(hidden[fold], dtype=float), []
         for part in parts:  # one by one: a wide block must not keep what a narrow one would find
             left = residual(left, part)
-        for more in (*others, scaled(left)):
+        for more in (*others, centre_and_scale(left)):
             wider = [np.hstack([mixed, np.sqrt(r) * more]) if r else mixed for r in RATIOS]
             stages.append(_tuned(wider, design, fold))
             mixed = wider[stages[-1][0]]
@@ -92,10 +92,10 @@ def gained(
     for fold in range(design.fold_count):
         rows = design.rows_of(fold)
         base[rows], full[rows] = both(fold, design.rows_outside(fold))
-    return Gained(base, full, list(ratios), chance_in_training(design, difference))
+    return IncrementalScores(base, full, list(ratios), chance_in_training(design, difference))
 
 
-def scaled(block: np.ndarray) -> np.ndarray:
+def centre_and_scale(block: np.ndarray) -> np.ndarray:
     """Centred, with a mean squared norm of 1; zeros if contexts don't differ."""
     centred = np.asarray(block, dtype=float) - np.mean(block, axis=0)
     size = np.sqrt((centred**2).sum(1).mean())
@@ -129,7 +129,7 @@ def _tuned(mixtures: Iterable[np.ndarray], design: Design, fold: int) -> tuple[i
     """
     best, least = None, np.inf
     for which, mixed in enumerate(mixtures):
-        features, loop = Features.of(mixed), InnerLoop(design)
+        features, loop = Features.from_states(mixed), InnerLoop(design)
         for other in range(design.fold_count):
             if other != fold:
                 test, train = design.rows_of(other), design.rows_outside(fold, other)

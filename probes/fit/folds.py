@@ -21,7 +21,7 @@ from probes.targets import Outcome
 
 
 @dataclass(frozen=True)
-class Tested:
+class SelectionTests:
     """Selection and permutation tests over a heat map.
 
     Arrays over layers and positions are ``[layers, positions]`` in the given order.
@@ -85,7 +85,7 @@ def choose(correlations: np.ndarray, sources: int) -> tuple[np.ndarray, np.ndarr
 
 def against_permutations(
     inner: np.ndarray, outer: np.ndarray, whole: np.ndarray, sources_inside: int, sources: int
-) -> Tested:
+) -> SelectionTests:
     """Select the headline and test everything against permutations.
 
     Args:
@@ -103,7 +103,7 @@ def against_permutations(
     folds, columns = np.indices(layer.shape)
     headline = outer[layer, position, folds, columns].mean(0)
     at = choose(whole[..., None], sources)
-    return Tested(
+    return SelectionTests(
         statistic=observed,
         p_family=_p(observed, largest.reshape(-1, 1, 1)),
         band=_quantile(null),
@@ -216,7 +216,7 @@ def permutations(
         yield taken
 
 
-def movable(outcome: Outcome) -> int:
+def movable_sources(outcome: Outcome) -> int:
     """How many sources can change places with another one."""
     return sum(len(members) for members in _classes(outcome) if len(members) > 1)
 

@@ -41,7 +41,7 @@ class Design:
     penalties: tuple[float, ...] = PENALTIES
 
     @classmethod
-    def of(
+    def from_outcome(
         cls, outcome: Outcome, folds: np.ndarray, permuted: Iterable[np.ndarray] = ()
     ) -> "Design":
         """With these permutations (none if not given)."""

@@ -43,7 +43,7 @@ class Features:
     size: float
 
     @classmethod
-    def of(cls, features: np.ndarray) -> "Features":
+    def from_states(cls, features: np.ndarray) -> "Features":
         """From ``[contexts, d]`` hidden states."""
         given = np.asarray(features, dtype=np.float64)
         size = float(np.einsum("nd,nd->", given, given) / max(given.size, 1))
