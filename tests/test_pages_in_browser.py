@@ -273,32 +273,33 @@ def rendered_turns(contexts: pd.DataFrame, turns: pd.DataFrame) -> str:
     return rendered("report", data, **content, provenance=[], written="w")
 
 
-@pytest.mark.parametrize(
-    ("contexts", "paint", "filtering"), [(1250, 2.0, 0.2), (12_500, 20.0, 2.0)]
-)
-def test_pages_of_many_turns(opened, contexts, paint, filtering):
-    """10,000 turns: painted within 2 s and filtered within 0.2 s; 100,000 open."""
+@pytest.mark.parametrize(("contexts", "load", "filtering"), [(1250, 1.0, 0.2), (12_500, 4.0, 0.5)])
+def test_pages_of_many_turns(opened, contexts, load, filtering):
+    """10,000 and 100,000 turns, in seconds that the page computes: a machine may be busy."""
     content = rendered_turns(*many(contexts, 8))
     page = opened(content)
-    drawn = page.evaluate("performance.now()")  # turns are there: not before they were painted
-    assert counted(page) == (contexts, 8 * contexts)
     first = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-    assert first < drawn < 1000 * paint
-    taken = page.evaluate(
-        """() => ["lamp light", "lamp", "lens the", "no such words"].map((words) => {
-          const input = document.querySelector("input[type=search]");
-          const from = performance.now();
-          input.value = words;
-          input.dispatchEvent(new Event("input", { bubbles: true }));
-          document.body.getBoundingClientRect(); // laid out
-          return performance.now() - from;
-        })"""
-    )
+    clock = page.context.new_cdp_session(page)
+    clock.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def computed() -> float:
+        found = clock.send("Performance.getMetrics")["metrics"]
+        return next(one["value"] for one in found if one["name"] == "TaskDuration")
+
+    page.reload()
+    page.wait_for_selector("#data", state="detached")
+    assert counted(page) == (contexts, 8 * contexts)
+    loaded, taken = computed(), []
+    for words in ("lamp light", "lamp", "lens the", "no such words"):
+        before = computed()
+        page.get_by_label("text of turn or context").fill(words)
+        page.evaluate("document.body.getBoundingClientRect()")  # laid out
+        taken.append(computed() - before)
     print(
-        f"{8 * contexts} turns: {len(content) / 1e6:.1f} MB, first paint {first:.0f} ms, "
-        f"turns {drawn:.0f} ms, filter {min(taken):.0f} to {max(taken):.0f} ms"
+        f"{8 * contexts} turns: {len(content) / 1e6:.1f} MB, first paint {first:.0f} ms; computed: "
+        f"{loaded:.2f} s to load, {1000 * min(taken):.0f} to {1000 * max(taken):.0f} ms to filter"
     )
+    assert loaded < load and max(taken) < filtering
     assert counted(page) == (0, 0)
-    assert min(taken) < 1000 * filtering
     page.get_by_role("button", name="clear").click()
     assert page.locator(".context").count() == 10
