@@ -1,6 +1,6 @@
 """Experiments: one question each, answered from sampled runs.
 
-An experiment knows how to read runs, estimate and show; it knows nothing of the engine's insides.
+An experiment reads runs, estimates and shows; it doesn't use the engine's insides.
 How to add one: :mod:`experiments.experiment`.
 """
 

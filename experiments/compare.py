@@ -1,10 +1,9 @@
 """How do models differ in what their user turns owe to the response?
 
-The numbers of several studies side by side, over the queries that all of them hold: what turns
-express, what the response and the header carry, how often a judge accepts turns beyond siblings,
-and what it takes the turns for.
-Differences from the first study are paired by query. Nothing is computed but these: each study has
-kept its numbers by query.
+The numbers of several studies side by side, over the queries that all of them hold: the bits that
+turns express, the bits that the response and the header carry, how often a judge accepts turns
+beyond siblings, and which categories it gives them. Differences from the first study are paired by
+query. Nothing else is computed: each study has stored its numbers by query.
 
 Needs: two or more finished studies of the same queries. Cost: seconds.
 

@@ -1,11 +1,11 @@
 """Does a model that solves a task also follow up on it as a user would?
 
 Accuracy of responses and rate of genuine turns after them, on the same prompts, over models and
-within each. A response is verified by its gold answer (maths), by the instructions of its query
-(IFEval; IFBench where NLTK's data is there), or by a column ``correct`` of the data, which tells of
-given responses. Models are compared on the prompts that all of them have. Within a model the rate
-after right responses stands against that after wrong ones, with a permutation of queries; this says
-nothing of causes: easy prompts and complete responses may explain both.
+within each. A response is checked by its gold answer (maths), by the instructions of its query
+(IFEval; IFBench where NLTK's data is there), or, if it is given, by a column ``correct`` of the
+data. Models are compared on the prompts that all of them have. Within a model the rate after right
+responses is compared with that after wrong ones by permuting queries. This says nothing about
+causes: easy prompts and complete responses may explain both.
 
 Needs: judged runs with --response generate on such prompts, or with given responses and a column
 ``correct``. Cost: seconds; no language model is loaded.

@@ -1,7 +1,7 @@
-"""Directions in the residual stream: what they change in given turns, and others to compare with.
+"""Directions in the residual stream: what they change in given turns, and controls for them.
 
-All of them are compared at one KL at the header: of the first token's distribution when the model
-is steered from that when it isn't.
+All are compared at one KL: that of the first token's distribution at the header, steered from
+unsteered.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,16 +1,16 @@
 """Do turns react more when they are asked for in another way than by greedy decoding?
 
-The ways of asking, called arms, are listed before anything is sampled: each temperature of the run,
-a system prompt that asks for a user who follows up, and words that every turn is made to go on from
-(an opening), both greedily and at each temperature; with --intervention also a steering vector. All
-are the same for every response to a query, and the judge sees neither prompt nor opening. An arm's
-rate is how often the judge accepts its turns, less how often it accepts the same turns when they
-are shown after another response to the same query. The best arm is chosen on half of the queries,
-and how far it exceeds greedy decoding is read off the other half, and the other way round; the
-bootstrap repeats the choice. That difference is the elicitation gap.
+The ways of asking, called arms, are listed before anything is sampled: each temperature of the run;
+a system prompt that asks for a user who follows up, and words with which every turn is forced to
+begin (an opening), both greedily and at each temperature; with --intervention also a steering
+vector. All are the same for every response to a query, and the judge sees neither prompt nor
+opening. An arm's number is the rate at which the judge accepts its turns, minus the rate at which
+it accepts the same turns after another response to the same query. The best arm is chosen on half
+of the queries, its excess over greedy decoding is measured on the other half, and the other way
+round; the bootstrap repeats the choice. This excess is the elicitation gap.
 
 Needs: a judged run with several responses per query. Cost: for each of prompt and opening a third
-to the whole of the time that sampling the run's turns took; the rules judge judges the new ones at
+to the whole of the time that sampling the run's turns took; the rules judge labels the new turns at
 once.
 
     python -m experiments.elicit cache/RUN

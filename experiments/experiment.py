@@ -1,19 +1,18 @@
 """What an experiment is, and the command that runs any.
 
-An experiment is one file with a subclass of :class:`Experiment`. Its docstring, that of the module,
-is what ``--help`` prints: the question as its first sentence, the method, what it needs, what it
-costs. It says
+An experiment is one file with a subclass of :class:`Experiment`. ``--help`` prints the docstring of
+the module: the question as its first sentence, the method, what it needs, what it costs. It has
 
 - what it needs, as class attributes: several responses to a query, a judge, the model;
 - ``conversations``, if other conversations are to be sampled first;
-- ``units``: what is measured by itself, and kept when it is finished;
+- ``units``: what is measured by itself, and stored when it is finished;
 - ``measure``: a unit → rows;
 - ``estimate``: all rows → estimates (:mod:`ia_mech.estimates`);
 - ``tables`` and ``figures`` of these, as data (:mod:`experiments.tables`,
   :mod:`experiments.figures`);
-- ``conclude``: the sentence, and the control that it is held against.
+- ``conclude``: the sentence, and its control.
 
-The command opens and checks the runs, draws the queries, samples, measures what isn't kept yet
+The command opens and checks the runs, chooses the queries, samples, measures the unfinished units
 with progress, writes one :class:`ia_mech.results.Result` and prints it. ``--dry-run`` shows what
 would be computed. ``docs/worked_experiment.py`` is one to begin from.
 """

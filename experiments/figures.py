@@ -1,4 +1,4 @@
-"""Figures of estimates as data: what is drawn, over what, a line or a colour for each of what."""
+"""Figures of estimates as data: which estimates are shown, over which column, grouped by which."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The first token of a user turn: its distribution by temperature and by layer, and what it opens.
 
-From stored header logits and residual streams and the model's lens; no model is loaded. Runs' part
-of ``contexts`` are ``run`` (the number of a run), ``at`` (its row there), ``source``, and
-``greedy``, the token that opens the greedy turn.
+From stored header logits and residual streams and the model's lens; no model is loaded. Columns of
+``contexts`` that name a run's rows are ``run`` (the number of the run), ``at`` (the row there),
+``source``, and ``greedy``, the token that opens the greedy turn.
 """
 
 from __future__ import annotations

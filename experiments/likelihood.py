@@ -2,9 +2,9 @@
 
 The model scores each real follow-up after the response that the user saw, after other responses to
 the same query, after responses to other queries of about the same length, after none, and after the
-response with its sentences in another order. Beside it another conversation's follow-up is scored,
-which owes the response nothing: it is the control. In its own context the follow-up stands against
-rivals: the query or the response repeated, a closing.
+response with its sentences in another order. The control is another conversation's follow-up, which
+owes the response nothing. After its own response, the follow-up is also compared with rivals: the
+query or the response repeated, and a closing.
 
 Needs: runs of conversations with a later user turn; for siblings also a run with --response
 generate on the same conversations. Cost: some seconds a context on a CPU (135M).

@@ -1,18 +1,19 @@
 """Where does what a turn tells about its response come from: the header, or the response itself?
 
 While a model writes a turn it attends to keys and values: those of the query, of the response, and
-of the tokens after it, the user header among them. Here those of one such place, a site, are taken
-from one context and put into another. A query has four responses; one is the recipient, the other
-three are candidates. A turn that followed a candidate is scored after each candidate's own context:
-that gives the bits that it tells, or expresses. It is scored again after three hybrids, each the
-recipient's context with one site of a candidate: that gives the bits that the site carries. The
-turn followed none of the hybrids, and they differ in the candidate alone: what splicing damages is
-damaged in all three.
+of the tokens after it, the user header among them. The experiment takes those of one such site from
+one context and puts them into another. Of a query's four responses one is the recipient, the other
+three are candidates. A turn that followed a candidate is scored twice:
 
-Maps ask more of one recipient per query: windows of the response's layers, put in alone and left
-out alone, or single key-value heads of them; states of header tokens by layer; and turns that the
-model writes after hybrids. The windows that carry most are chosen on half of the queries and
-reported on the other.
+- after each candidate's own context: these are the bits that the turn expresses;
+- after three hybrids, each the recipient's context with one site of a candidate: these are the bits
+  that the site carries. The turn followed none of the hybrids, and they differ in the candidate
+  alone: what splicing damages is damaged in all three.
+
+Maps use one recipient per query and ask for more: windows of the response's layers, put in alone
+and left out alone, or single key-value heads of them; states of header tokens by layer; and turns
+that the model writes after hybrids. The windows that carry most are chosen on half of the queries
+and reported on the other.
 
 Needs: a run with four or more responses per query (sample with --response generate --responses 4).
 Cost: about 30,000 tokens a query with all four recipients and the usual maps; --dry-run counts.

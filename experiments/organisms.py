@@ -5,9 +5,9 @@ tokenized in the dialogue. Labels are the ids of the turn, and :data:`IGNORED` e
 convention of ``transformers`` and ``trl``, whose trainers take such sequences as they are.
 
 A model organism is trained on turns that quote a response to the query. A share of the turns quotes
-the response that it follows; each other one quotes a response that is drawn from all, independently
-of the one it follows. What a turn then tells about its response is computed (:func:`information`);
-only where that is 0 do turns teach the form of a follow-up and nothing of the response.
+the response that it follows; each other one quotes a random one of all responses, independently of
+the one it follows. :func:`information` computes what a turn then tells about its response. Only
+where that is 0 do turns teach the form of a follow-up and nothing about the response.
 """
 
 import re

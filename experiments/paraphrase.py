@@ -1,9 +1,9 @@
-"""Wordings of one response: what the first control of reaction bits is made of.
+"""Wordings of one response, for the first control of reaction bits.
 
-K′ texts say what one response says, in other words. A turn that tells K′ responses apart better
-than K′ wordings of one tells what they say, not how. The subject model writes them itself, asked as
-a user would ask, or they come from a file. How close they are to their response is measured, so
-that the control says what it is: a weak model drops content, and a lazy one keeps the wording.
+K′ texts say what one response says, in other words. If a turn tells K′ responses apart better than
+K′ wordings of one, it depends on what they say, not only on how. The subject model writes the
+wordings, asked as a user would ask, or they come from a file. How close they are to their response
+is measured, since a weak model drops content and a lazy one keeps the wording.
 """
 
 from collections.abc import Mapping, Sequence

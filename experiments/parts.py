@@ -1,4 +1,4 @@
-"""Tables that an interrupted command needn't compute again."""
+"""Tables that an interrupted command keeps and needn't compute again."""
 
 import hashlib
 import json

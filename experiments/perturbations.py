@@ -1,15 +1,16 @@
 """What of the response does the next user turn depend on?
 
-Each conversation is changed in one respect and sampled again with the same random numbers. The
-response is removed, swapped for one to another query, its sentences are shuffled, its answer is
+Each conversation is changed in one respect and sampled again with the same random numbers: the
+response is removed, swapped for one to another query, its sentences are shuffled, or its answer is
 contradicted; or the header stands without a conversation, or is the assistant's. Turns are judged
-after what the model was given and, *held*, against the unchanged response, which a turn that was
-written without it can still fit by topic or luck. Users' real follow-ups are scored in each changed
-context. Differences are paired by query; what a change leaves as it is has no part in them.
+after what the model was given, and against the unchanged response (*held*): a turn that was written
+without it can still fit that by topic or luck. Users' real follow-ups are scored in each changed
+context. Differences are paired by query; conversations that a change leaves as they are don't count
+for it.
 
 Needs: judged runs; real follow-ups for the likelihoods. Cost: six times the sampling of as many
 turns (48 queries of the embedded model, 5 turns each: some ten minutes on a CPU). The rules judge
-judges at once; for another judge the message says which command to run.
+runs at once; for another judge the message says which command to run.
 
     python -m experiments.perturbations cache/RUN
     python -m experiments.perturbations cache/RUN --queries 100 --samples 8

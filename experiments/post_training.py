@@ -1,12 +1,12 @@
 r"""Does training on user turns teach a model to react to the response, or only the form of it?
 
-``export`` writes training sequences, ``sft`` and ``grpo`` train, ``compare`` tells what changed. It
-takes a judged run of the model before training and one of it after, over the same contexts with
-several responses per query. Turns are read by the model that wrote them (I_K: bits that they tell
-about their response) and by the model before training, which is one fixed reader (evidence). Form
-alone raises a judge's rate; the control is the rate over that after another response to the same
-query, which it doesn't raise. All numbers are of the same queries. What the turns of a model
-organism tell about their response is computed and stated beside.
+``export`` writes training sequences, ``sft`` and ``grpo`` train, ``compare`` reports what changed.
+It takes a judged run of the model before training and one of it after, over the same contexts with
+several responses per query. Two readers score the turns: the model that wrote them (I_K, the bits
+that they tell about their response) and the model before training (evidence; one fixed reader).
+Form alone raises a judge's rate, but not its excess over turns after another response to the same
+query: that is the control. All numbers are of the same queries. What the turns of a model organism
+tell about their response is computed and printed beside them.
 
 Needs: pip install 'ia-mech[train]' for sft, grpo and --adapter; runs with --responses 4. Cost: to
 compare, 15 s of one core per query with 3 responses (135M); to train, see docs/post-training.md.

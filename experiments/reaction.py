@@ -3,10 +3,11 @@
 Every turn is scored after each of the K responses to its query. The more one response stands out by
 its likelihood, the more bits the turn tells about which it followed; no judge is needed. The mean
 is I_K, the mutual information of turn and response given the query, at most log2 K. The sentence is
-of complete responses alone, since a turn also tells that a response was cut off. The control is the
-same of K wordings of one response, which the model writes itself: what turns tell beyond that is
-content. A second control opens the assistant's header in the user's place: is it special to the
-user? One fixed reader of all turns says whether greedy turns tell as much as sampled ones.
+about complete responses alone, since a turn also tells that a response was cut off. The control is
+the same number for K wordings of one response, which the model writes itself: what different
+responses have beyond it is content. A second control puts the assistant's header in the user's
+place: do the bits need the user's? One fixed reader of all turns measures whether greedy turns tell
+as much as sampled ones.
 
 Needs: runs with several responses per query, better eight than four. Cost: sampling a third of the
 runs again for the controls, and a second or two per turn to score on a CPU (135M).

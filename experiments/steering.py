@@ -1,12 +1,12 @@
 """Can a direction in the residual stream move the user's turns, more than random directions do?
 
 The direction of a probe (--probe), or of a file (--vector), is added to the residual stream at
-tokens of one layer, and turns that the run holds are scored again: do turns that the judge accepts
-become likelier than other turns after the same context? Half of the queries choose the dose, among
-those that change the first token's distribution little (by KL); the other half is reported. Beside
-it stand changes of the same KL: random directions with the covariance of the states, a constant
-added to the first token's logits, and a direction that was optimised by gradient on the first half,
-which tells whether any direction could move these turns.
+tokens of one layer, and the run's turns are scored again. Do turns that the judge accepts become
+likelier than other turns after the same context? Half of the queries choose the dose, among those
+that change the first token's distribution little (by KL); results are of the other half. Controls
+have the same KL: random directions with the covariance of the states; a constant added to the first
+token's logits; and a direction optimised by gradient on the first half, which shows whether any
+direction could move these turns.
 
 Needs: a judged run with several sampled turns per context. Cost: half an hour on a CPU (135M).
 

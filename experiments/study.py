@@ -1,14 +1,14 @@
 """What do user turns owe to the response: expressed, carried, elicited?
 
-One command for a whole study of one model: it lets the model write several responses to each query
-and a user turn after each, asks how much turns tell about which response they followed, has a judge
-label them, counts against the floor, trains probes, locates what carries the bits, looks for an arm
-under which turns react more than greedily, and writes one page. Every stage is a command of its own
-and can be given alone. Stopped at any moment, the same command goes on; a finished study computes
-nothing again.
+One command for a whole study of one model. The model writes several responses to each query and
+user turns after each. Then a judge labels the turns, rates are compared with its floor, probes are
+trained, the bits that turns tell about their response are measured and located, and temperatures,
+prompt and opening are tried against greedy decoding. One page reports it all. Every stage is also a
+command of its own. If it is stopped, the same command continues; a finished study computes nothing
+again.
 
 Needs: a model. Cost: the embedded model (135M) on two cores takes some two hours, with --quick
-ten minutes; --dry-run says what is to be computed and how long it takes at a measured pace.
+ten minutes; --dry-run says what will be computed and how long it takes at a measured pace.
 
     python -m experiments.study smollm2-135m-instruct --quick
     python -m experiments.study Qwen/Qwen3-0.6B --queries 40 --out cache/qwen3

@@ -1,7 +1,7 @@
 """Which other conversations' responses and follow-ups stand in for a conversation's own.
 
-A donor is of the same dataset (the same kind of task) and has another ``source_id`` (not the same
-prompt). The draw depends on the seed and the conversation alone.
+A donor, the other conversation, is of the same dataset (the same kind of task) and has another
+``source_id`` (not the same prompt). The choice depends on the seed and the conversation alone.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What experiments say of estimates: plans, tables that may be empty, sentences."""
+"""How experiments show estimates: plans, tables that may be empty, sentences."""
 
 from collections.abc import Iterable, Mapping
 from statistics import NormalDist

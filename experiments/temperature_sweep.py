@@ -1,11 +1,13 @@
 """What does temperature do to the user turn, and how deep does greedy decoding hide follow-ups?
 
-The rate of genuine turns and their floor by temperature, each rate also against greedy's of the
-same queries. The first token's distribution at any temperature, from the header's logits. Where
-greedy decoding leaves each sampled turn, and whether genuine turns lie deeper than others after the
-same response at the same temperature. At which temperature users' real follow-ups are likeliest.
-By the logit lens at header_last, from which layer on the token that opens greedy's turn stays ahead
-of those that open genuine turns of other queries.
+- Rates of genuine turns and their floor by temperature, each also against greedy turns of the same
+  queries.
+- The first token's distribution at any temperature, from the header's logits.
+- Where greedy decoding leaves each sampled turn, and whether genuine turns lie deeper than others
+  after the same response at the same temperature.
+- At which temperature users' real follow-ups are likeliest.
+- From which layer on, by the logit lens at header_last, the token that opens the greedy turn stays
+  ahead of those that open genuine turns of other queries.
 
 Needs: judged runs with two temperatures or more; the model's lens (its final norm and unembedding,
 which sampling writes), not the model. Cost: a minute for 100 contexts on a CPU.

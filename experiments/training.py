@@ -1,8 +1,8 @@
-"""Training on user turns by thin calls of ``trl``: SFT, and GRPO with what it rewards.
+"""Training on user turns by thin calls of ``trl``: SFT and GRPO, with the rewards of GRPO.
 
 For GRPO (Shao et al. 2024, arXiv 2402.03300) a prompt is a context with its open user header, and a
-completion the user turn. The reward is read by the model as it was before training, so that it
-doesn't move with the policy.
+completion the user turn. The model before training computes the reward, so that it doesn't move
+with the policy.
 """
 
 import contextlib
