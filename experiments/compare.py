@@ -83,32 +83,36 @@ def turns_of(temperature: float) -> str:
 def estimates(
     numbers: dict[str, pd.DataFrame], level: float, seed: int
 ) -> "Iterator[TidyEstimate]":
-    """Each model's mean over the shared queries, and its difference from the first model's."""
+    """Each model's mean over the queries of which all models have this number, and its difference
+    from the first model's.
+    """
     from ia_mech.estimates import ALL, TidyEstimate
     from ia_mech.stats import cluster_mean, paired_difference
 
     keys = ["quantity", "term", "turns"]
     first, *_ = numbers
-    shared = set.intersection(*(set(frame["source"]) for frame in numbers.values()))
+    bounds = {EXCESS: (-1.0, 1.0), SHARE: (0.0, 1.0)}
     for key, _ in numbers[first].groupby(keys, sort=False):
-        each = {}
-        for model, frame in numbers.items():
-            mine = frame[(frame[keys] == list(key)).all(axis=1) & frame["source"].isin(shared)]
-            each[model] = mine.set_index("source")["value"]
+        each = {
+            model: frame[(frame[keys] == list(key)).all(axis=1)].set_index("source")["value"]
+            for model, frame in numbers.items()
+        }
+        together = pd.concat(each, axis=1, join="inner").sort_index()
         quantity, term, turns = key
-        names = {"dataset": ALL, "term": term, "turns": turns}
-        for model, values in each.items():
+        for model in numbers:
+            values, names = together[model], {"dataset": ALL, "term": term, "turns": turns}
+            names["model"] = model
             found = cluster_mean(values, values.index, level=level)
-            yield TidyEstimate(quantity, names | {"model": model}, len(values), found)
+            if quantity in bounds:
+                found = found.clip(*bounds[quantity])
+            yield TidyEstimate(quantity, names, len(values), found)
             if model != first and len(values):
-                base = each[first]
+                base = together[first]
                 pair = paired_difference(
                     values, values.index, base, base.index, level=level, seed=seed
                 )
-                of_pair = names | {"model": model}
-                yield TidyEstimate(
-                    f"{quantity}, less", of_pair, len(values), pair.difference, pair.p, pair.test
-                )
+                less = f"{quantity}, less"
+                yield TidyEstimate(less, names, len(values), pair.difference, pair.p, pair.test)
 
 
 def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
