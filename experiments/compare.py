@@ -142,7 +142,7 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
         (SHARE, "what the judge takes turns for"),
     ):
         tables += tables_of(
-            f"{title}; the same {len(shared)} queries",
+            f"{title}; the same queries",
             found,
             {quantity: ("mean", 2), f"{quantity}, less": (f"less {models[0]}", "+.2f")},
             index=("term", "turns", "model"),

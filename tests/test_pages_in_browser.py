@@ -6,7 +6,6 @@ chromium``). The check by axe-core needs its file (``npm pack axe-core``), named
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from ia_mech.judge.__main__ import main as judge_main
 from ia_mech.judge.rubric import GENUINE, NAMES
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.page import packed, rendered
+from ia_mech.rates.__main__ import main as rates_main
 from ia_mech.report.__main__ import render_report
 from ia_mech.report.turns import _columns
 from ia_mech.run import Run
@@ -86,8 +86,10 @@ def option(page, label: str, text: str) -> None:
     page.get_by_role("combobox", name=label, exact=True).select_option(text)
 
 
-def counted(page) -> int:
-    return int(page.locator("#count").text_content().split()[0])
+def counted(page) -> tuple[int, int]:
+    """How many contexts and turns pass the filters."""
+    words = page.locator("#count").text_content().replace(",", "").split()
+    return int(words[words.index("contexts") - 1]), int(words[words.index("turns") - 1])
 
 
 def axe(page) -> list[str]:
@@ -100,55 +102,53 @@ def axe(page) -> list[str]:
     return [one["id"] for one in found if one["impact"] in ("serious", "critical")]
 
 
-def test_filters_list_and_permalinks(judged, opened):
+def test_filters_pages_and_permalinks(judged, opened):
     content = render_report([judged])
-    turns = unpacked(content)["turns"]
+    data = unpacked(content)
+    turns, ids = data["turns"], data["contexts"]["id"]
     page = opened(content)
-    assert counted(page) == 60
+    assert counted(page) == (12, 60) and page.locator(".context").count() == 10
+    accepted = judged.labels.judgements("rules")["category"] == GENUINE
+    assert page.locator(".turn .accepted").count() == accepted[:50].sum()
     option(page, "temperature", "T = 0.7")
-    assert counted(page) == 24
-    option(page, "category", GENUINE)
-    expected = [
-        i
-        for i, name in enumerate(judged.labels.judgements("rules")["category"])
-        if name == GENUINE and turns["temperature"][i] == 0.7
-    ]
-    assert counted(page) == len(expected) > 0
-    assert page.locator(".row").first.get_attribute("id") == f"turn-{expected[0]}"
-    shown = page.locator(".card.chosen .text")  # the first that passes
-    assert shown.text_content() == (turns["text"][expected[0]] or "(empty)")
+    assert counted(page) == (12, 24)
+    option(page, "category", "genuine follow up")
+    passing = [i for i in np.flatnonzero(accepted) if turns["temperature"][i] == 0.7]
+    first = turns["context"][passing[0]]
+    assert counted(page) == (len({turns["context"][i] for i in passing}), len(passing))
+    row = page.locator(".context").first
+    assert row.get_attribute("aria-label") == ids[first]
+    shown = [turns["text"][i] or "(empty)" for i in passing if turns["context"][i] == first]
+    assert row.locator(".turn .text").all_text_contents() == shown
+    row.get_by_text(f"{5 - len(shown)} other turns").click()
+    playwright.expect(row.locator(".turn")).to_have_count(5)
+    row.get_by_text("why").first.click()
+    assert row.locator(".turn details[open]").count() == 1
     page.get_by_role("button", name="clear").click()
-    playwright.expect(page.locator("#count")).to_have_text("60 of 60 turns")
-    page.get_by_label("text (turn, query, response)").fill("no turn says this")
-    assert counted(page) == 0
+    assert counted(page) == (12, 60)
+    page.get_by_label("text of turn or context").fill("no turn says this")
+    assert counted(page) == (0, 0) and "No turn passes" in page.locator("#rows").text_content()
     page.get_by_role("button", name="clear").click()
-    playwright.expect(page.locator("#count")).to_have_text("60 of 60 turns")
-    page.locator("#list").focus()
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("End")
-    last = unpacked(content)["contexts"]["id"][turns["context"][59]]
-    assert page.locator("#context h3").text_content() == last
-    assert page.locator("#turn-59").get_attribute("aria-selected") == "true"
-    assert page.locator(".card").count() == 5
-    link = page.evaluate("location.hash")
-    again = opened(content, link)
-    assert again.locator("#context h3").text_content() == last
-    assert again.locator(".card.chosen .text").text_content() == (turns["text"][59] or "(empty)")
-    assert "no such context" in opened(content, "#context=none").locator("#context").text_content()
+    page.get_by_role("button", name="further contexts").click()
+    assert page.locator(".context h3").all_text_contents() == ids[10:]
+    page.get_by_role("link", name=ids[11], exact=True).click()
+    again = opened(content, page.evaluate("location.hash"))
+    assert again.evaluate("document.activeElement.getAttribute('aria-label')") == ids[11]
+    assert "no such context" in opened(content, "#context=none").locator("#count").text_content()
 
 
-def test_decoys_are_shown_when_they_are_chosen(run, opened):
+def test_decoys_are_folded_and_can_be_chosen(run, opened):
     assert judge_main(["run", str(run.path)]) == 0
     decoys = Run.open(run.path).labels.decoys("rules")
     page = opened(render_report([Run.open(run.path)]))
-    assert page.locator("#count").text_content() == f"60 of 60 turns and {len(decoys)} decoys"
+    row = page.locator(".context").first
+    assert counted(page) == (12, 60) and row.locator(".turn").count() == 5
+    beneath = int((decoys["shown"] == row.get_attribute("aria-label")).sum())
+    row.get_by_text(f"{beneath} decoys: turns that did not follow this").click()
+    playwright.expect(row.locator(".turn")).to_have_count(5 + beneath)
     option(page, "shown after", "another conversation (decoy)")
-    assert counted(page) == (decoys["decoy"] == "conversation").sum() > 0
-    assert "shown after another conversation (decoy)" in page.locator(".row").first.text_content()
-    assert page.locator("#context h4").last.text_content().startswith("Decoys: ")
-    assert page.locator("#context .cards").last.locator(".card.chosen").count() == 1
-    page.get_by_role("button", name="clear").click()
-    playwright.expect(page.locator("#count")).to_contain_text("60 of 60 turns")
+    assert counted(page)[1] == (decoys["decoy"] == "conversation").sum() > 0
+    assert "after another conversation (decoy)" in page.locator(".turn .meta").first.text_content()
 
 
 def test_tokens_are_shaded_and_add_up(opened):
@@ -157,25 +157,28 @@ def test_tokens_are_shaded_and_add_up(opened):
     turns["text"] = ["😀 on", "whole"]
     turns["reaction_bits"], turns["bits_by_token"] = [1.5, -1.0], [[2.0, -0.5], [1.0]]
     page = opened(rendered_turns(contexts, turns))
-    tokens = page.locator(".card .text span")
+    tokens = page.locator(".turn .text span")
     assert tokens.all_text_contents() == ["😀", " on"]
     assert tokens.first.get_attribute("title") == "2.00"
     colours = [tokens.nth(k).evaluate("e => getComputedStyle(e).backgroundColor") for k in (0, 1)]
     assert len(set(colours)) == 2 and "rgba(0, 0, 0, 0)" not in colours
     page.get_by_label("bits from").fill("0")
-    assert counted(page) == 1
+    assert counted(page) == (1, 1)
 
 
 def test_hostile_texts_do_nothing(run, opened):
     bad = hostile(run)
     plant(bad, "rules", [CATEGORIES], rationale=[HOSTILE[i % len(HOSTILE)] for i in range(60)])
     page = opened(render_report([bad]))
-    for at in range(len(HOSTILE)):
-        page.locator(".row").nth(min(at, page.locator(".row").count() - 1)).click()
-        page.locator("#list").evaluate("(e, at) => { e.scrollTop = 52 * 5 * at; }", at)
-        page.wait_for_timeout(20)
+    for _ in range(2):
+        for row in page.locator(".context").all():
+            assert row.locator(".turn").count() == 5
+            row.get_by_text("why").first.click()
+        further = page.get_by_role("button", name="further contexts")
+        if further.is_enabled():
+            further.click()
     assert page.evaluate("window.hacked") is None
-    assert page.locator("#turns ~ * img, #turns ~ * svg, #turns ~ * a").count() == 0
+    assert page.locator("#rows img, #rows svg, #rows a:not([href^='#context='])").count() == 0
     sheet = export_sheet(bad, 20)
     *_, file = write_sheet(bad, sheet, bad.path.parent / "blind")
     blind = opened(file)
@@ -234,9 +237,12 @@ def test_annotations_make_the_round_trip(judged, opened, tmp_path):
 def test_axe_finds_nothing_serious(judged, opened, tmp_path, scheme):
     *_, file = write_sheet(judged, export_sheet(judged, 12), tmp_path / "blind")
     assert axe(opened(file, color_scheme=scheme)) == []
+    assert rates_main([str(judged.path)]) == 0
     page = opened(render_report([judged]), color_scheme=scheme)
-    page.locator(".row").nth(1).click()
     page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    assert axe(page) == []
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert axe(page) == []
 
 
@@ -267,39 +273,33 @@ def rendered_turns(contexts: pd.DataFrame, turns: pd.DataFrame) -> str:
     return rendered("report", data, **content, provenance=[], written="w")
 
 
-@pytest.mark.parametrize(
-    ("contexts", "paint", "filtering"), [(1250, 2.0, 0.2), (12_500, 20.0, 2.0)]
-)
-def test_pages_of_many_turns(opened, contexts, paint, filtering):
-    """10,000 turns: painted within 2 s and filtered within 0.2 s; 100,000 open."""
+@pytest.mark.parametrize(("contexts", "load", "filtering"), [(1250, 1.0, 0.2), (12_500, 4.0, 0.5)])
+def test_pages_of_many_turns(opened, contexts, load, filtering):
+    """10,000 and 100,000 turns, in seconds that the page computes: a machine may be busy."""
     content = rendered_turns(*many(contexts, 8))
     page = opened(content)
-    drawn = page.evaluate("performance.now()")  # turns are there: not before they were painted
-    assert counted(page) == 8 * contexts
     first = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-    assert first < drawn < 1000 * paint
-    taken = page.evaluate(
-        """() => {
-          const input = document.querySelector("input[type=search]");
-          input.value = "lamp light";
-          const change = () => input.dispatchEvent(new Event("input", { bubbles: true }));
-          const times = [];
-          for (let k = 0; k < 3; k++) {
-            const from = performance.now();
-            change();
-            document.getElementById("list").getBoundingClientRect();
-            times.push(performance.now() - from);
-          }
-          return times;
-        }"""
-    )
+    clock = page.context.new_cdp_session(page)
+    clock.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def computed() -> float:
+        found = clock.send("Performance.getMetrics")["metrics"]
+        return next(one["value"] for one in found if one["name"] == "TaskDuration")
+
+    page.reload()
+    page.wait_for_selector("#data", state="detached")
+    assert counted(page) == (contexts, 8 * contexts)
+    loaded, taken = computed(), []
+    for words in ("lamp light", "lamp", "lens the", "no such words"):
+        before = computed()
+        page.get_by_label("text of turn or context").fill(words)
+        page.evaluate("document.body.getBoundingClientRect()")  # laid out
+        taken.append(computed() - before)
     print(
-        f"{8 * contexts} turns: {len(content) / 1e6:.1f} MB, first paint {first:.0f} ms, "
-        f"turns {drawn:.0f} ms, filter {min(taken):.0f} to {max(taken):.0f} ms"
+        f"{8 * contexts} turns: {len(content) / 1e6:.1f} MB, first paint {first:.0f} ms; computed: "
+        f"{loaded:.2f} s to load, {1000 * min(taken):.0f} to {1000 * max(taken):.0f} ms to filter"
     )
-    assert 0 < counted(page) < 8 * contexts
-    assert min(taken) < 1000 * filtering
-    began = time.monotonic()
-    page.locator("#list").evaluate("(e) => { e.scrollTop = e.scrollHeight; }")
-    page.wait_for_selector(".row")
-    assert time.monotonic() - began < 5 and page.locator(".row").count() < 40
+    assert loaded < load and max(taken) < filtering
+    assert counted(page) == (0, 0)
+    page.get_by_role("button", name="clear").click()
+    assert page.locator(".context").count() == 10

@@ -3,6 +3,7 @@
 import base64
 import gzip
 import hashlib
+import html
 import json
 import re
 import shutil
@@ -62,6 +63,11 @@ def unpacked(page: str) -> dict:
     return json.loads(gzip.decompress(base64.b64decode(data)))
 
 
+def read_by_people(page: str) -> str:
+    """The text of a page, without its markup."""
+    return html.unescape(re.sub(r"<[^>]*>", "", page))
+
+
 def moons(folder: Path, *runs: Run, **data: pd.DataFrame) -> Path:
     """A result of an analysis that the report has never heard of."""
     frame = pd.DataFrame({"quantity": ["moons", "suns"], "value": [0.123456, 2.0], "term": "sky"})
@@ -96,8 +102,10 @@ def test_numbers_are_those_of_the_result(judged, report):
     found = read(folder_of(judged.path, "rates-rules"))
     cells = {cell for table in found.tables for row in table.rows for cell in row}
     assert len(cells) > 20
-    for text in (*(f"<td>{cell}</td>" for cell in cells), found.sentence, found.control):
+    for text in (f"<td>{cell}</td>" for cell in cells):
         assert text.replace("'", "&#39;") in page
+    for text in (found.sentence, found.control):
+        assert text in read_by_people(page)
     assert str(judged.path) not in page
     assert Run.open(judged.path).verify() == []
 
@@ -179,7 +187,7 @@ def test_results_beside_the_run_count_if_they_are_of_it(judged, report, tmp_path
     other = moons(tmp_path / f"{judged.path.name}-others")
     moons(tmp_path / "elsewhere", judged)
     page = render_report([judged])
-    assert page.count('<h2 id="s1">') == 1 and page.count("There are 0.12 moons.") == 1
+    assert page.count('id="s1"') == 1 and page.count("There are 0.12 moons.") == 1
     assert "run-moons" in page and "run-others" not in page
     assert report(judged.path, "--results", other).status == 0
     assert "run-others" in (judged.path / "report.html").read_text()
@@ -212,8 +220,8 @@ def test_each_run_has_its_own_probabilities(judged, tmp_path):
     )
     moons(folder_of(judged.path, "probe-mine"), judged, other, predictions=predicted)
     for runs, wanted in (
-        ([judged, other], [0.25] * 12 + [0.75] * 12),
-        ([other, judged], [0.75] * 12 + [0.25] * 12),
+        ([judged, other], [0.25, 0.75] * 12),
+        ([other, judged], [0.75, 0.25] * 12),
         ([judged], [0.25] * 12),
     ):
         contexts = unpacked(render_report(runs))["contexts"]
@@ -227,10 +235,29 @@ def test_two_runs_stand_side_by_side(judged, tmp_path):
     for one in (judged, again):
         assert rates_main([str(one.path)]) == 0
     page = render_report([judged, again])
-    assert page.count('<h2 id="s1">') == 1 and page.count("<h3>other</h3>") == 1
+    assert page.count('id="s1"') == 1 and page.count("<h3>other</h3>") == 1
     data = unpacked(page)
     assert data["runs"] == ["run", "other"] and len(data["turns"]["text"]) == 120
-    assert data["contexts"]["run"] == [0] * 12 + [1] * 12
+    contexts = data["contexts"]
+    assert contexts["run"] == [0, 1] * 12 and contexts["id"][::2] == contexts["id"][1::2]
+
+
+def test_two_models_are_named_by_their_models_and_their_comparison_opens_the_page(judged, tmp_path):
+    def another(record):
+        record["identity"]["model"]["name"] = "another"
+
+    other = rewritten(shutil.copytree(judged.path, tmp_path / "x" / "run"), "run.json", another)
+    plant(other, "rules", [CATEGORIES[::-1]])
+    for one in (judged, other):
+        assert rates_main([str(one.path)]) == 0
+    both = moons(tmp_path / "both", judged, other)
+    about = {"kind": "compare", "identities": read(both).about["identities"]}
+    write(replace(read(both), name="compare", figures={}, about=about), tmp_path / "compare")
+    page = render_report([judged, other], [tmp_path / "compare"])
+    names = [judged.model["name"], "another"]
+    assert unpacked(page)["runs"] == names
+    assert re.findall("<h3>(.*?)</h3>", page) == names  # of rates; the comparison is of both
+    assert "<h1>How many moons?</h1>" in page and page.count("There are 0.12 moons.") == 1
 
 
 def test_of_two_runs_the_one_without_results_says_so(judged, tmp_path):

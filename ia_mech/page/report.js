@@ -1,18 +1,20 @@
 
 const AFTER = ["its own conversation", "another conversation (decoy)",
   "another response to its query (decoy)"];
-const ROW = 52; // pixels; .row has 3.25rem of 16 pixels
+const CONTEXTS = 10; // on a page
 
 unpacked().then((data) => {
   const { contexts, turns } = data;
   const count = turns.context.length;
-  const temperature = (t) => (t === 0 ? "greedy" : `T = ${t}`);
-  const of = (column) => (i) => contexts[column][turns.context[i]];
-  const bits = turns.bits;
+  const several = data.runs.length > 1;
   const judges = Object.keys(turns.labels);
-  const own = turns.decoy.filter((kind) => kind === 0).length;
+  const bits = turns.bits;
+  const turnsOf = contexts.id.map(() => []);
+  turns.context.forEach((c, i) => turnsOf[c].push(i));
+  const temperature = (t) => (t === 0 ? "greedy" : `T = ${t}`);
+  const upwards = (values) => [...new Set(values)].sort((a, b) => a - b);
 
-  // -- filters: each has a control and a test of a turn, or null where all pass ----------------
+  // -- filters: each has a control, and a test of a turn, or null where all pass ----------------
   const form = at("filters");
   const filters = [];
 
@@ -30,249 +32,207 @@ unpacked().then((data) => {
     });
   }
 
-  function number(name, test) {
-    const input = el("input", { type: "number", step: "0.1", size: "6" });
-    form.append(el("label", {}, name, input));
-    return input;
-  }
-
-  const named = (column, names) => (i) => names[of(column)(i)];
-  choice("run", data.runs, named("run", data.runs));
-  choice("dataset", data.datasets, named("dataset", data.datasets));
-  choice("temperature", [...new Set(turns.temperature)].sort((a, b) => a - b),
-    (i) => turns.temperature[i], temperature);
+  const words = (category) => category.replaceAll("_", " ");
+  const by = (judge) => (judges.length > 1 ? ` by ${judge}` : "");
+  const of = (column) => (i) => contexts[column][turns.context[i]];
+  const search = el("input", { type: "search" });
+  form.append(el("label", {}, "text of turn or context", search));
   for (const judge of judges) {
     const codes = turns.labels[judge].category;
-    choice(judges.length > 1 ? `category by ${judge}` : "category",
-      data.categories.filter((_, k) => codes.includes(k)), (i) => data.categories[codes[i]]);
+    choice(`category${by(judge)}`, upwards(codes), (i) => codes[i], (k) => words(data.categories[k]));
   }
+  choice("temperature", upwards(turns.temperature), (i) => turns.temperature[i], temperature);
+  choice("run", contexts.run, of("run"), (k) => data.runs[k]);
+  choice("dataset", upwards(contexts.dataset), of("dataset"), (k) => data.datasets[k]);
+  choice("response", upwards(contexts.response_index.filter((k) => k !== null)), of("response_index"));
   for (const judge of judges) {
     for (const outcome of ["grounded", "dependent"]) {
       const values = turns.labels[judge][outcome] || [];
-      choice(`genuine and ${outcome}${judges.length > 1 ? ` by ${judge}` : ""}`,
-        [1, 0].filter((value) => values.includes(value)), (i) => values[i],
-        (value) => (value ? "yes" : "no"));
+      choice(`genuine and ${outcome}${by(judge)}`, [1, 0].filter((value) => values.includes(value)),
+        (i) => values[i], (value) => (value ? "yes" : "no"));
     }
   }
-  choice("shown after", AFTER.filter((_, k) => turns.decoy.includes(k)),
-    (i) => AFTER[turns.decoy[i]], String, AFTER[0]);
-  choice("response", [...new Set(contexts.response_index)].filter((k) => k !== null)
-    .sort((a, b) => a - b), of("response_index"));
-  if (bits) {
-    for (const [name, beyond] of [["bits from", (b, v) => b >= v], ["bits to", (b, v) => b <= v]]) {
-      const input = number(name);
-      filters.push(() => {
-        if (input.value === "") return null;
-        const limit = Number(input.value);
-        return (i) => bits[i] !== null && beyond(bits[i], limit);
-      });
-    }
+  choice("shown after", upwards(turns.decoy), (i) => turns.decoy[i], (k) => AFTER[k], 0);
+  for (const [name, beyond] of [["bits from", (b, v) => b >= v], ["bits to", (b, v) => b <= v]]) {
+    if (!bits) break;
+    const input = el("input", { type: "number", step: "0.1" });
+    form.append(el("label", {}, name, input));
+    filters.push(() => {
+      if (input.value === "") return null;
+      const limit = Number(input.value);
+      return (i) => bits[i] !== null && beyond(bits[i], limit);
+    });
   }
-  const search = el("input", { type: "search" });
-  form.append(el("label", {}, "text (turn, query, response)", search));
   let lower = null; // made when first searched
   filters.push(() => {
     const wanted = search.value.trim().toLowerCase();
     if (wanted === "") return null;
-    if (lower === null) {
-      lower = {
-        turns: turns.text.map((text) => text.toLowerCase()),
-        contexts: contexts.query.map((text, c) => `${text}\n${contexts.response[c]}`.toLowerCase()),
-      };
-    }
+    lower = lower || {
+      turns: turns.text.map((text) => text.toLowerCase()),
+      contexts: contexts.query.map((text, c) => `${text}\n${contexts.response[c]}`.toLowerCase()),
+    };
     const inContext = lower.contexts.map((text) => text.includes(wanted));
     return (i) => inContext[turns.context[i]] || lower.turns[i].includes(wanted);
   });
-  form.append(el("button", { type: "reset" }, "clear"));
 
-  // -- the list: only the rows in view are elements --------------------------------------------
-  const list = at("list");
-  const rows = at("rows");
-  let found = [];
-  let chosen = -1; // a turn
+  // Tokens are shaded by a value; `most` is that of the darkest.
+  const shadings = { nothing: null };
+  if (turns.token_bits) shadings["bits about the response"] = (i) => [turns.token_bits[i], "--bits", 3];
+  if (turns.logprobs && turns.pieces.some((pieces) => pieces)) {
+    shadings["how unlikely they were"] = (i) =>
+      [turns.logprobs[i] && turns.logprobs[i].map((p) => -p), "--odd", 8];
+  }
+  const shading = el("select", {}, ...Object.keys(shadings).map((name) =>
+    el("option", { value: name, defaultSelected: name.startsWith("bits") }, name)));
+  if (shading.length > 1) form.append(el("label", {}, "shade tokens by", shading));
+  form.append(el("button", { type: "button", onclick: () => { form.reset(); filter(); } }, "clear"));
 
-  function said(i) {
-    return judges.map((judge) => {
-      const category = data.categories[turns.labels[judge].category[i]];
-      return judges.length > 1 ? `${judge}: ${category}` : category;
+  // -- one context with its turns ---------------------------------------------------------------
+  function text(content, name) {
+    return el("div", { class: "text", dir: "auto", role: "group", "aria-label": name }, content || "(empty)");
+  }
+
+  function shaded(i) {
+    const [values, colour, most] = shadings[shading.value] ? shadings[shading.value](i) : [];
+    const pieces = turns.pieces[i];
+    if (!pieces || !values) return text(turns.text[i], "user turn");
+    const shown = text(" ", "user turn");
+    let from = 0;
+    shown.replaceChildren(...pieces.map((length, k) => {
+      const value = values[k] || 0;
+      const token = el("span", { title: value.toFixed(2) }, turns.text[i].slice(from, from + length));
+      const share = Math.min(1, Math.abs(value) / most) * 0.55;
+      token.style.backgroundColor = `rgba(var(${value < 0 && colour === "--bits" ? "--odd" : colour}), ${share})`;
+      from += length;
+      return token;
+    }), turns.text[i].slice(from));
+    return shown;
+  }
+
+  function turn(i) {
+    const why = [];
+    const said = judges.map((judge) => {
+      const { category, reason } = turns.labels[judge];
+      const name = data.categories[category[i]];
+      if (reason[i]) why.push(judges.length > 1 ? `${judge}: ${reason[i]}` : reason[i]);
+      return el("span", { class: name === data.accepted ? "accepted" : "" },
+        `${name === data.accepted ? "✓ " : ""}${words(name)}${by(judge)}`);
     });
+    if (turns.decoy[i]) said.push(`after ${AFTER[turns.decoy[i]]}`);
+    if (bits && bits[i] !== null) said.push(`${bits[i].toFixed(2)} bits`);
+    if (turns.logprob[i] !== null) why.push(`log p ${turns.logprob[i].toFixed(1)} at T = 1`);
+    const line = said.flatMap((part, k) => (k ? [" · ", part] : [part]));
+    if (why.length) line.push(el("span", { class: "why" }, judges.length ? "why" : "more"));
+    return el("div", { class: "turn" }, shaded(i), why.length
+      ? el("details", { class: "meta" }, el("summary", {}, ...line), ...why.map((part) => el("p", {}, part)))
+      : el("div", { class: "meta" }, ...line));
   }
 
-  function about(i) {
-    const parts = [temperature(turns.temperature[i]), ...said(i)];
-    if (turns.decoy[i]) parts.push(`shown after ${AFTER[turns.decoy[i]]}`);
-    if (bits && bits[i] !== null) parts.push(`${bits[i].toFixed(2)} bits`);
-    return parts;
+  function columns(shown) {
+    return el("div", { class: "columns" }, ...upwards(shown.map((i) => turns.temperature[i])).map((t) =>
+      el("div", {}, el("h4", {}, temperature(t)), ...shown.filter((i) => turns.temperature[i] === t).map(turn))));
   }
+
+  // Turns that are made elements when they are first looked at.
+  function folded(title, those) {
+    if (those.length === 0) return [];
+    const fold = el("details", {}, el("summary", {}, `${those.length} ${title}`));
+    fold.addEventListener("toggle", () => { fold.append(columns(those)); mind(fold); }, { once: true });
+    return [fold];
+  }
+
+  function row(c) {
+    const shown = [], others = [], decoys = [];
+    for (const i of turnsOf[c]) (passes[i] ? shown : turns.decoy[i] ? decoys : others).push(i);
+    const place = new URLSearchParams({ context: contexts.id[c], ...(several && { run: contexts.run[c] }) });
+    const about = [data.datasets[contexts.dataset[c]]];
+    if (contexts.response_index[c] !== null) about.push(`response ${contexts.response_index[c]}`);
+    if (contexts.cut_off[c]) about.push("cut off");
+    for (const [name, values] of Object.entries(contexts.probes)) {
+      if (values[c] !== null) about.push(`${name} predicts ${values[c].toFixed(2)}`);
+    }
+    return el("article", { class: "context", tabindex: "-1", "aria-label": contexts.id[c] },
+      el("div", { class: "before" },
+        el("h3", {}, el("a", { href: `#${place}` },
+          (several ? `${data.runs[contexts.run[c]]}: ` : "") + contexts.id[c])),
+        el("p", { class: "meta" }, about.join(" · ")),
+        el("h4", {}, "query"), text(contexts.query[c], "query"),
+        el("h4", {}, "response"), text(contexts.response[c], "response")),
+      el("div", {}, columns(shown), ...folded("other turns", others),
+        ...folded("decoys: turns that did not follow this, as judges were shown them", decoys)));
+  }
+
+  // What scrolls can be reached by keyboard.
+  function mind(part) {
+    const boxes = [...part.querySelectorAll(".text")].filter((box) => box.scrollHeight > box.clientHeight);
+    for (const box of boxes) box.tabIndex = 0;
+  }
+
+  // -- the rows: a page of contexts with a turn that passes -------------------------------------
+  const rows = at("rows");
+  const passes = new Uint8Array(count);
+  let found = [];
+  let first = 0;
 
   function draw() {
-    const first = Math.max(0, Math.floor(list.scrollTop / ROW) - 4);
-    const last = Math.min(found.length, first + Math.ceil(list.clientHeight / ROW) + 8);
-    const made = [];
-    for (let k = first; k < last; k++) {
-      const i = found[k];
-      const run = data.runs.length > 1 ? [data.runs[contexts.run[turns.context[i]]]] : [];
-      const row = el("div", {
-        class: "row", role: "option", id: `turn-${i}`, "aria-selected": String(i === chosen),
-        "aria-posinset": String(k + 1), "aria-setsize": String(found.length),
-        onclick: () => choose(i),
-      }, el("div", {}, turns.text[i].slice(0, 300) || "(empty)"),
-      el("div", { class: "meta" },
-        [...run, contexts.id[turns.context[i]], ...about(i)].join(" · ")));
-      row.style.top = `${k * ROW}px`;
-      made.push(row);
-    }
-    rows.replaceChildren(...made);
+    const shown = found.slice(first, first + CONTEXTS);
+    rows.replaceChildren(...(shown.length ? shown.map(row) : [el("p", {}, "No turn passes these filters.")]));
+    mind(rows);
+    at("previous").disabled = first === 0;
+    at("next").disabled = first + CONTEXTS >= found.length;
+    const number = (n) => n.toLocaleString("en");
+    const turnsFound = passes.reduce((sum, pass) => sum + pass, 0);
+    at("count").textContent = (shown.length ? `${number(first + 1)}–${number(first + shown.length)} of ` : "")
+      + `${number(found.length)} contexts, ${number(turnsFound)} turns`;
   }
 
   function filter() {
     const tests = filters.map((make) => make()).filter((test) => test !== null);
-    found = [];
-    for (let i = 0; i < count; i++) if (tests.every((test) => test(i))) found.push(i);
-    at("count").textContent = `${found.length} of ${own} turns${own < count ? ` and ${count - own} decoys` : ""}`;
-    rows.style.height = `${found.length * ROW}px`;
-    list.scrollTop = 0;
-    if (found.length && !found.includes(chosen)) {
-      chosen = found[0];
-      show(turns.context[chosen]);
-    }
-    draw();
-  }
-
-  let waiting = 0;
-  list.addEventListener("scroll", () => {
-    if (!waiting) waiting = requestAnimationFrame(() => { waiting = 0; draw(); });
-  });
-  // The address names what is shown.
-  function refilter() {
-    filter();
-    if (found.length) choose(chosen);
-    else at("context").replaceChildren(el("p", {}, "No turn passes these filters."));
-  }
-  form.addEventListener("input", refilter);
-  form.addEventListener("reset", () => setTimeout(refilter));
-  form.addEventListener("submit", (event) => event.preventDefault());
-
-  list.addEventListener("keydown", (event) => {
-    const page = Math.max(1, Math.floor(list.clientHeight / ROW) - 1);
-    const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page,
-      Home: -count, End: count };
-    if (!(event.key in steps) || found.length === 0) return;
-    event.preventDefault();
-    const here = found.indexOf(chosen);
-    const next = Math.min(found.length - 1, Math.max(0, here + steps[event.key]));
-    list.scrollTop = Math.min(next * ROW, Math.max(list.scrollTop, (next + 1) * ROW - list.clientHeight));
-    choose(found[next]);
-  });
-
-  // -- one context ------------------------------------------------------------------------------
-  function text(content, words) {
-    return el("div",
-      { class: "text", dir: "auto", tabindex: "0", role: "group", "aria-label": words }, content);
-  }
-
-  // A turn with its tokens shaded. `most` is the value of the darkest.
-  function shaded(i, values, colour, most, words) {
-    const pieces = turns.pieces && turns.pieces[i];
-    const whole = turns.text[i];
-    if (!pieces || !values) return text(whole || "(empty)", words);
-    const shown = text("", words);
-    let from = 0;
-    pieces.forEach((length, k) => {
-      const value = values[k] === undefined || values[k] === null ? 0 : values[k];
-      const token = el("span", { title: value.toFixed(2) }, whole.slice(from, from + length));
-      const share = Math.min(1, Math.abs(value) / most) * 0.55;
-      token.style.backgroundColor = `rgba(var(${value < 0 && colour === "--bits" ? "--odd" : colour}), ${share})`;
-      shown.append(token);
-      from += length;
-    });
-    shown.append(whole.slice(from));
-    return shown;
-  }
-
-  const shadings = { nothing: null };
-  if (turns.token_bits) shadings["bits per token"] = (i) => [turns.token_bits[i], "--bits", 3];
-  if (turns.logprobs) {
-    shadings["how unlikely each token was"] = (i) =>
-      [turns.logprobs[i] && turns.logprobs[i].map((p) => -p), "--odd", 8];
-  }
-  let shading = Object.keys(shadings).at(-1);
-  if (turns.token_bits) shading = "bits per token";
-
-  function card(i) {
-    const make = shadings[shading];
-    const children = [el("div", { class: "meta" }, about(i).join(" · ")),
-      shaded(i, ...(make ? make(i) : [null, "--bits", 1]), "user turn")];
-    for (const judge of judges) {
-      const reason = turns.labels[judge].reason[i];
-      if (reason) children.push(el("div", { class: "meta" }, `because: ${reason}`));
-    }
-    if (turns.logprob && turns.logprob[i] !== null) {
-      children.push(el("div", { class: "meta" }, `log p ${turns.logprob[i].toFixed(1)} at T = 1`));
-    }
-    return el("div", { class: i === chosen ? "card chosen" : "card" }, ...children);
-  }
-
-  function show(c) {
-    const mine = [];
-    const decoys = [];
+    const hit = new Uint8Array(contexts.id.length);
     for (let i = 0; i < count; i++) {
-      if (turns.context[i] === c) (turns.decoy[i] ? decoys : mine).push(i);
+      passes[i] = tests.every((test) => test(i)) ? 1 : 0;
+      if (passes[i]) hit[turns.context[i]] = 1;
     }
-    const heading = data.runs.length > 1
-      ? `${data.runs[contexts.run[c]]} · ${contexts.id[c]}` : contexts.id[c];
-    const notes = [data.datasets[contexts.dataset[c]]];
-    if (contexts.response_index[c] !== null) notes.push(`response ${contexts.response_index[c]}`);
-    if (contexts.cut_off[c]) notes.push("the response was cut off");
-    for (const [name, values] of Object.entries(contexts.probes)) {
-      if (values[c] !== null) notes.push(`probe ${name} predicts a rate of ${values[c].toFixed(2)}`);
-    }
-    const select = el("select", { onchange: () => { shading = select.value; show(c); } },
-      ...Object.keys(shadings).map((name) => el("option", { value: name, selected: name === shading }, name)));
-    const written = [el("h4", {}, "User turns")];
-    if (Object.keys(shadings).length > 1) written.push(el("label", {}, "shade", select));
-    const beside = decoys.length === 0 ? [] : [
-      el("h4", {}, "Decoys: turns that did not follow this, as judges were shown them"),
-      el("div", { class: "cards" }, ...decoys.map(card))];
-    at("context").replaceChildren(
-      el("h3", {}, heading), el("p", { class: "meta" }, notes.join(" · ")),
-      el("div", { class: "sides" },
-        el("div", {}, el("h4", {}, "Query"), text(contexts.query[c], "query"),
-          el("h4", {}, "Response"), text(contexts.response[c], "response")),
-        el("div", {}, ...written, el("div", { class: "cards" }, ...mine.map(card)), ...beside)));
-  }
-
-  function choose(i) {
-    chosen = i;
-    const c = turns.context[i];
-    const place = new URLSearchParams({ context: contexts.id[c], run: contexts.run[c], turn: i });
-    if (data.runs.length === 1) place.delete("run");
-    history.replaceState(null, "", `#${place}`);
-    list.setAttribute("aria-activedescendant", `turn-${i}`);
-    show(c);
+    found = [];
+    hit.forEach((one, c) => { if (one) found.push(c); });
+    first = 0;
     draw();
   }
 
+  function turned(by) {
+    first += by;
+    draw();
+    rows.scrollIntoView();
+  }
+
+  // An address that names a context.
   function follow() {
     const place = new URLSearchParams(location.hash.slice(1));
     if (!place.has("context")) return;
     const run = Number(place.get("run") || 0);
     const c = contexts.id.findIndex((id, k) => id === place.get("context") && contexts.run[k] === run);
-    if (c < 0) {
-      at("context").replaceChildren(el("p", {}, "This page has no such context."));
+    if (c >= 0 && !found.includes(c)) {
+      form.reset();
+      filter();
+    }
+    const k = found.indexOf(c);
+    if (k < 0) {
+      at("count").textContent = "This page has no such context.";
       return;
     }
-    const turn = Number(place.get("turn") || -1);
-    chosen = turns.context[turn] === c ? turn : turns.context.indexOf(c);
-    show(c);
+    first = k - (k % CONTEXTS);
     draw();
-    at("context").scrollIntoView();
-    at("context").focus({ preventScroll: true });
+    rows.children[k - first].scrollIntoView();
+    rows.children[k - first].focus({ preventScroll: true });
   }
 
+  form.addEventListener("input", (event) => (event.target === shading ? draw() : filter()));
+  form.addEventListener("submit", (event) => event.preventDefault());
+  at("previous").addEventListener("click", () => turned(-CONTEXTS));
+  at("next").addEventListener("click", () => turned(CONTEXTS));
   window.addEventListener("hashchange", follow);
   window.addEventListener("beforeprint", () => {
-    for (const part of document.querySelectorAll("details")) part.open = true;
+    for (const fold of document.querySelectorAll(".card details")) fold.open = true;
   });
   filter();
   follow();

@@ -97,15 +97,9 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     from ia_mech.report.contents import folders_of, grouped, parts_of, provenance
     from ia_mech.report.turns import browser
 
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        names = [f"{name} ({number})" for number, name in enumerate(names, start=1)]
+    names = _names(runs)
     folders = [folders_of(run, () if n else more) for n, run in enumerate(runs)]
-    parts = [
-        part
-        for run, name, of in zip(runs, names, folders, strict=True)
-        for part in parts_of(run, name, of)
-    ]
+    groups = grouped(parts_of(runs, names, folders))
     data, held = browser(runs, names, folders)
     models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
     turns = sum(len(run.turns) for run in runs)
@@ -116,13 +110,12 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     return rendered(
         "report",
         data,
-        title=f"{models}: {', '.join(names)}",
-        asked=f"What was asked: given a query and an assistant's response, what does the model "
-        f"({models}) write as the next user turn? It wrote {turns} of them ({settings}) after "
-        f"{len(contexts)} contexts, each a query with a response: {sources} queries from "
-        f"{', '.join(sorted(contexts['dataset'].unique()))}.",
+        title=models if models == ", ".join(names) else f"{models}: {', '.join(names)}",
+        asked=f"Given a query and an assistant's response, {models} wrote the next user turn: "
+        f"{turns:,} turns ({settings}) after {len(contexts):,} contexts, each a query with a "
+        f"response: {sources:,} queries from {', '.join(sorted(contexts['dataset'].unique()))}.",
         rubric=CATEGORIES,
-        groups=grouped(parts),
+        groups=groups,
         several=len(runs) > 1,
         bare=[
             (name, "rates" if run.labels.judges else "judge run")
@@ -135,6 +128,14 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
         ],
         written=f"Written by ia_mech {__version__}.",
     )
+
+
+def _names(runs: "Sequence[Run]") -> list[str]:
+    """What a page calls runs: by their models if these differ, else by their folders."""
+    for names in ([run.model["name"] for run in runs], [run.name for run in runs]):
+        if len(set(names)) == len(names):
+            return names
+    return [f"{run.name} ({number})" for number, run in enumerate(runs, start=1)]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Nothing is computed here, and nothing is known of an analysis but what its result says.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,21 +19,22 @@ from ia_mech.rates.load import result_folders
 from ia_mech.results import Result, Table, read
 from ia_mech.run import Run
 
-# Sections in the order of reading; kinds that aren't named come after them, by name.
+# Questions in the order of reading; kinds that aren't named come after them, by name.
 ORDER = (
-    *("study", "rates", "reaction", "locate", "elicit", "probe", "steering"),
+    *("compare", "study", "rates", "reaction", "locate", "elicit", "probe", "steering"),
     *("perturbations", "likelihood", "decoupling", "temperature_sweep"),
 )
 LAST = "agreement"
 ROWS = 400  # of estimates that a page lists; the file has all
+_INTERVAL = re.compile(r"(\[[-+−–\d.,% ]{3,40}\])")
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one analysis says of one run.
+    """What one analysis says of one run, or of several.
 
     Attributes:
-        run: what the page calls the run.
+        run: what the page calls the run; empty for a result of several runs.
         result: the result.
         pictures: (name, address) of each figure.
         estimates: every number.
@@ -47,8 +49,18 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Of the section: parts of one name and question stand side by side."""
+        """Of the question: parts of one name and question stand side by side."""
         return str(self.result.about.get("kind", self.result.name))
+
+    @property
+    def sentence(self) -> list[str]:
+        """The sentence cut at intervals, which are the 2nd, the 4th piece and so on."""
+        return _INTERVAL.split(self.result.sentence)
+
+    @property
+    def control(self) -> list[str]:
+        """The control, likewise."""
+        return _INTERVAL.split(self.result.control or "none.")
 
 
 def folders_of(run: Run, more: Sequence[Path] = ()) -> list[Path]:
@@ -60,24 +72,36 @@ def folders_of(run: Run, more: Sequence[Path] = ()) -> list[Path]:
     return list(dict.fromkeys([*result_folders(run), *(folder.resolve() for folder in more)]))
 
 
-def parts_of(run: Run, name: str, folders: Sequence[Path]) -> list[Part]:
-    """The parts of a run from these folders; ``name`` is what the page calls the run.
+def parts_of(
+    runs: Sequence[Run], names: Sequence[str], folders: Sequence[Sequence[Path]]
+) -> list[Part]:
+    """The parts of runs; a result of several of them is one part.
+
+    Args:
+        runs: the runs.
+        names: what the page calls them.
+        folders: with results, by run.
 
     Raises:
         UserError: a folder that holds no result, or a damaged one.
     """
-    return [_part(run, name, folder) for folder in folders]
+    parts: dict[Path, Part] = {}
+    for run, name, of_run in zip(runs, names, folders, strict=True):
+        for folder in of_run:
+            parts.setdefault(folder, _part(run, name, folder, runs))
+    return list(parts.values())
 
 
-def _part(run: Run, name: str, folder: Path) -> Part:
+def _part(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Part:
     found = read(folder)
     kept = found.about.get("labels", {}).get(run.identity_digest)
     if kept is not None and kept != run.labels.digest(found.about["labellers"]):
         old = "These are results of labels that have been replaced since. "
         found = replace(found, sentence=old + found.sentence)
     inside = run.path.resolve() in folder.resolve().parents
+    of = {one.identity_digest for one in runs} & set(found.about.get("identities", []))
     return Part(
-        run=name,
+        run=name if len(of) < 2 else "",
         result=found,
         pictures=[(stem.replace("_", " "), image(svg)) for stem, svg in found.figures.items()],
         estimates=listed(found.estimates),

@@ -9,7 +9,7 @@ import pandas as pd
 
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import KINDS
-from ia_mech.judge.rubric import NAMES
+from ia_mech.judge.rubric import GENUINE, NAMES
 from ia_mech.judge.verdict import JUDGED
 from ia_mech.models.load import load_tokenizer_and_config, recall
 from ia_mech.page import packed
@@ -64,17 +64,18 @@ def browser(
         several = zip(runs, cutters, kept, strict=True)
         frames = [_frames(*of, every, number) for number, of in enumerate(several)]
         shown, turns = (pd.concat(of, ignore_index=True) for of in zip(*frames, strict=True))
+        shown = shown.sort_values("order", kind="stable")  # what runs did after one query meets
         del frames
         data = packed(_columns(shown, turns, names))
         if len(data) <= most and (measured or share == 1):
             break
         share = min(1.0, share * most / len(data) * (1 if measured else 0.95))
         measured = True
-    words = f"{count} turns after {len(contexts)} contexts."
+    words = f"{count:,} turns after {len(contexts):,} contexts."
     if share < 1:
         words = (
-            f"This page holds {(turns['decoy'] == '').sum()} of {count} turns, those after "
-            f"{len(shown)} of {len(contexts)} contexts, drawn at random with the same share of "
+            f"This page holds {(turns['decoy'] == '').sum():,} of {count:,} turns, those after "
+            f"{len(shown):,} of {len(contexts):,} contexts, drawn at random with the same share of "
             f"every run and dataset: all of them would take more than {most / 1e6:g} MB. The "
             "numbers above are of all turns."
         )
@@ -253,6 +254,7 @@ def _columns(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]) 
         "runs": [visible(name) for name in names],
         "datasets": [visible(name) for name in datasets],
         "categories": CATEGORIES,
+        "accepted": GENUINE,
         "contexts": {
             "id": _texts(contexts["context_id"]),
             "run": contexts["run"].tolist(),
