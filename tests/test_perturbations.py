@@ -22,6 +22,7 @@ from experiments.perturbations import (
     DIFFERENCE,
     HELD,
     RATE,
+    apply_condition,
     main,
     order_of,
 )
@@ -370,7 +371,7 @@ def test_every_condition_leaves_all_but_the_response_and_the_header(builtin, tmp
     swap, made = builtin[0].response, []
     for conversation in builtin[1:]:
         for name, header in CONDITIONS.items():
-            changed = perturb(conversation, name, rng(), swap)
+            changed = apply_condition(conversation, name, rng(), swap)
             validate(changed, "here")
             for kept in ("source_id", "dataset", "reference", "answer", "query"):
                 assert getattr(changed, kept) == getattr(conversation, kept)
@@ -386,5 +387,5 @@ def test_every_condition_leaves_all_but_the_response_and_the_header(builtin, tmp
     file = tmp_path / "made.jsonl"
     file.write_text("".join(json.dumps(one.to_dict()) + "\n" for one in made))
     assert list(open_conversations(str(file))) == made
-    assert perturb(builtin[1].with_response("One."), "shuffle", rng()) is None
-    assert perturb(builtin[1].with_response(""), "remove", rng()) is None
+    assert apply_condition(builtin[1].with_response("One."), "shuffle", rng()) is None
+    assert apply_condition(builtin[1].with_response(""), "remove", rng()) is None
