@@ -135,7 +135,7 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
 
 
 def test_earlier_results_stay_as_they_were_until_all_is_written(
-    merged, count, refused, tmp_path, monkeypatch
+    merged, count, refused, pictures, tmp_path, monkeypatch
 ):
     out = tmp_path / "out"
     assert count(merged.path, "--out", out).status == 0

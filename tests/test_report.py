@@ -178,7 +178,7 @@ def test_a_result_that_it_has_never_seen(judged, report):
         assert words in page
     for words in ("a note &lt;b&gt;on", "no &lt;b&gt;moons", "moons: that were seen"):
         assert words in page
-    assert "quantity" in page and "of: sky" in page  # alike in all rows: said once
+    assert "quantity" in page and "term: sky" in page  # alike in all rows: said once
     assert base64.b64encode((folder / "orbit.svg").read_bytes()).decode() in page
 
 
