@@ -17,6 +17,7 @@ from shell import call, refusal
 
 from experiments import compare, study
 from ia_mech import console
+from ia_mech.estimates import estimate_of
 from ia_mech.results import read
 
 STUDY = "run/results/study"
@@ -188,3 +189,22 @@ def test_every_command_has_a_module_with_a_main(capfd):
         assert callable(importlib.import_module(module).main), name
     assert "no command 'sampel'" in call(console.main, ["sampel"], capfd).err
     assert "usage: " in call(console.main, ["rates", "--help"], capfd).out
+
+
+@pytest.mark.slow
+def test_the_page_that_compares_two_models_says_what_their_tables_say(tmp_path, capfd):
+    results = Path(__file__).parent.parent / "docs" / "results"
+    studies = [
+        str(folder) for folder in sorted((results / "data").glob("*-instruct"), reverse=True)
+    ]
+    words = [*studies, "--out", str(tmp_path / "both")]
+    assert call(compare.main, words, capfd).status == 0
+    found = read(tmp_path / "both").estimates
+    page = (results / "compare.md").read_text("utf-8").replace("−", "-")
+    rows = found[(found["quantity"] == compare.BITS) & (found["turns"] == compare.SAMPLED)]
+    assert len(rows) == 10
+    for row in rows.itertuples():
+        assert f"| {estimate_of(row).text()} |" in page
+    rows = found[(found["quantity"] == compare.EXCESS) & (found["turns"] == "greedy")]
+    for row in rows.itertuples():
+        assert f"| {estimate_of(row).text()} |" in page
