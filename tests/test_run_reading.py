@@ -126,7 +126,7 @@ def test_a_copy_without_tensors_is_read_but_for_these(merged, tmp_path):
     found = Run.open(copy)
     pd.testing.assert_frame_equal(found.generations, merged.generations)
     pd.testing.assert_frame_equal(found.contexts, merged.contexts)
-    with pytest.raises(UserError, match=r"residuals/layer_01/.* is missing"):
+    with pytest.raises(UserError, match="is a copy without residuals"):
         found.residuals(layer=1)
     (copy / "residuals").mkdir()  # a folder that is there holds all of its files
     with pytest.raises(UserError, match="safetensors is missing"):

@@ -365,6 +365,9 @@ class Run:
         """The path of one of a part's files; its content is compared the first time."""
         if name not in part["files"]:
             raise self._damaged(part, f"{name} is not among its files")
+        folder = name.partition("/")[0]
+        if folder in layout.TENSORS and not (self.path / folder).exists():
+            raise UserError(f"{self.path} is a copy without {folder}", "use the run itself")
         if name not in self._compared:
             self._check(part, {name: part["files"][name]}, content=True)
             self._compared.add(name)
