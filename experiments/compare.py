@@ -75,9 +75,9 @@ def shares(run: "Run", judge: str) -> pd.DataFrame:
 
 def turns_of(temperature: float) -> str:
     """How turns at a temperature are named; NaN is all sampled ones."""
-    if np.isnan(temperature):
-        return SAMPLED
-    return f"T = {temperature:g}" if temperature else "greedy"
+    from experiments.elicit import arm_name
+
+    return SAMPLED if np.isnan(temperature) else arm_name(temperature)
 
 
 def estimates(
