@@ -29,7 +29,7 @@ from experiments.experiment import Conclusion, Experiment
 from experiments.tables import sentence_of, tables_of
 from ia_mech.cli import path_of, shell_word
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, TidyEstimate
+from ia_mech.estimates import ALL, Group, TidyEstimate, holm_corrected, paired_row
 from ia_mech.stats import cluster_bootstrap, cluster_mean
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ OPENING = "Thanks. I have one question about what you said."
 PROMPTED, OPENED, STEERED = "prompt", "opening", "steering"
 GREEDY = "greedy"
 RATE, SIBLINGS, EXCESS = "accepted", "accepted after siblings", "excess over siblings"
+LESS_GREEDY = "excess, less greedy's"  # paired by query
 GAP, BEST, TEMPERATURE = "elicitation gap", "best arm", "best temperature"
 
 
@@ -216,6 +217,22 @@ class Elicit(Experiment):
             for quantity, low in ((RATE, 0.0), (SIBLINGS, 0.0), (EXCESS, -1.0)):
                 found = cluster_mean(mine[quantity], mine["source"], level=level).clip(low, 1.0)
                 yield TidyEstimate(quantity, {"dataset": ALL, "term": arm}, len(mine), found)
+        group = Group(np.array([]), self.options, {"dataset": ALL})
+        by_arm = {arm: rows[rows["arm"] == arm] for arm in arms}
+        base = by_arm.pop(GREEDY)
+        less = [
+            paired_row(
+                group,
+                LESS_GREEDY,
+                own[EXCESS],
+                own["source"],
+                base[EXCESS],
+                base["source"],
+                term=arm,
+            )
+            for arm, own in by_arm.items()
+        ]
+        yield from holm_corrected(less, lambda row: row.quantity)
         table = rows.pivot_table(index="arm", columns="source", values=EXCESS, sort=True)
         table = table.loc[arms].dropna(axis=1)
         excess = table.to_numpy()
@@ -241,6 +258,7 @@ class Elicit(Experiment):
             RATE: ("accepted", 2),
             SIBLINGS: ("after siblings", 2),
             EXCESS: ("excess", "+.2f"),
+            LESS_GREEDY: ("less greedy's", "+.2f"),
             GAP: ("gap to greedy", "+.2f"),
         }
         return tables_of(
@@ -249,7 +267,9 @@ class Elicit(Experiment):
             columns,
             index=("dataset", "term"),
             rows="queries",
-            legend="After siblings: the same turns, shown after other responses to the same query.",
+            legend="After siblings: the same turns, shown after other responses to the same query. "
+            "Less greedy's: an arm's excess less that of greedy turns, paired by query; p: "
+            "Holm-corrected over arms.",
         )
 
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":

@@ -33,6 +33,7 @@ import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment
 from experiments.hybrids import (
+    AFTER,
     FIRST,
     HEAD,
     HEADER,
@@ -51,7 +52,7 @@ from experiments.hybrids import (
     step_of,
 )
 from experiments.tables import tables_of
-from ia_mech.estimates import ALL, TidyEstimate, all_datasets, estimate_of
+from ia_mech.estimates import ALL, TidyEstimate, all_datasets, estimate_of, holm_corrected
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits, bits_by_query
 from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, paired_difference
 
@@ -59,8 +60,12 @@ if TYPE_CHECKING:
     from experiments.figures import Drawing
     from ia_mech.results import Table
 
+WHOLES = (OWN, *SITES)  # sites whose bits have no layers
 WHOLE = [f"whole_{number}" for number in range(CANDIDATES)]  # after the candidates' own contexts
 CHOSEN = "bits, chosen on other queries"
+# Paired by query. The query's tokens are the same in all candidates: a control.
+LESS_GREEDY, LESS_ALL_LAYERS = "bits, less greedy's", "bits, less with all layers"
+LESS_QUERY, HITS_LESS_QUERY = "bits, less the query's", "own is likeliest, less the query's"
 MORE_ACCEPTED = "bits of accepted turns, less those of others"
 EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
 CELLS = (WINDOW, OTHERS, HEAD, FIRST, LAST)  # of maps, by layer
@@ -144,9 +149,13 @@ class Estimator:
     def difference(
         self, quantity: str, found: QueryBits, base: QueryBits, **names: Any
     ) -> TidyEstimate:
-        """Bits less another arm's, of the same queries."""
+        """Bits, or hits, less those of another arm or site in the same queries."""
         options = {name: self.options[name] for name in ("level", "seed")}
-        pair = paired_difference(found.bits, found.queries, base.bits, base.queries, **options)
+        mine, other = (
+            (one.hits if quantity == HITS_LESS_QUERY else one.bits, one.queries)
+            for one in (found, base)
+        )
+        pair = paired_difference(*mine, *other, **options)
         names = {"dataset": ALL} | names
         return TidyEstimate(quantity, names, len(found.bits), pair.difference, pair.p, pair.test)
 
@@ -169,23 +178,30 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
     arms = {t: rows["temperature"] == t for t in sorted(set(rows["temperature"]))}
     sampled = rows["temperature"] > 0
     expressed: dict[Any, QueryBits] = {}
+    differences: list[TidyEstimate] = []
     for arm, here in [*arms.items(), (None, sampled)]:
         names = {"temperature": np.nan if arm is None else arm}
-        for site in (OWN, *SITES):
-            found = query_bits_of(rows[here & (rows["site"] == site)], seed)
-            if found is None:
-                continue
-            yield estimator.mean("bits", found, term=site, **names)
-            yield estimator.hits(found, term=site, **names)
+        every = {site: query_bits_of(rows[here & (rows["site"] == site)], seed) for site in WHOLES}
+        there = {site: bits for site, bits in every.items() if bits is not None}
+        for site, bits in there.items():
+            yield estimator.mean("bits", bits, term=site, **names)
+            yield estimator.hits(bits, term=site, **names)
             if site == OWN:
-                expressed[arm] = found
+                expressed[arm] = bits
             elif arm in expressed:
-                yield from estimator.share(found, expressed[arm], term=site, **names)
-        if arm is None and 0.0 in expressed and arm in expressed:
-            yield estimator.difference(
-                "bits, less greedy's", expressed[arm], expressed[0.0], term=OWN, **names
+                yield from estimator.share(bits, expressed[arm], term=site, **names)
+            if QUERY in there and site in (HEADER, AFTER, RESPONSE):
+                differences += [
+                    estimator.difference(quantity, bits, there[QUERY], term=site, **names)
+                    for quantity in (LESS_QUERY, HITS_LESS_QUERY)
+                ]
+        if arm != 0 and 0.0 in expressed and arm in expressed:
+            less = estimator.difference(
+                LESS_GREEDY, expressed[arm], expressed[0.0], term=OWN, **names
             )
+            differences.append(less)
     mapped = rows[rows["site"].isin([TOTAL, *CELLS, *WRITTEN])]
+    total = query_bits_of(mapped[mapped["site"] == TOTAL], seed)
     for (site, layer, head, t), cell in mapped.groupby(
         ["site", "layer", "head", "temperature"], sort=False
     ):
@@ -195,9 +211,12 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
         names = {"term": site, "temperature": t} | cell_names(layer, head)
         yield estimator.mean("bits", found, **names)
         yield estimator.hits(found, **names)
+        if site == OTHERS and total is not None:
+            differences.append(estimator.difference(LESS_ALL_LAYERS, found, total, **names))
         if site in WRITTEN:
             more = cell[RECIPIENT] > cell[SCORES].to_numpy()[np.arange(len(cell)), cell["own"]]
             yield estimator.rate("likelier after the recipient", more, cell["source"], **names)
+    yield from holm_corrected(differences, lambda row: (row.quantity, row.names["term"]))
     for site in (WINDOW, HEAD):
         yield from strongest_cells(mapped[mapped["site"] == site], expressed, estimator)
 
@@ -318,6 +337,22 @@ class Locate(Hybrids):
                 f"{OWN}: expressed. Sites: carried by keys and values of the header, of all tokens "
                 "after the response, of the response; the query's are the same tokens in all, so "
                 "that they show what differing lengths alone do. share: of what is expressed."
+            ),
+        )
+        made += tables_of(
+            "differences, paired by query",
+            found,
+            {
+                LESS_QUERY: ("bits less the query's", "+.2f"),
+                HITS_LESS_QUERY: ("own likeliest, less the query's", "+.2f"),
+                LESS_GREEDY: ("bits less greedy's", "+.2f"),
+                LESS_ALL_LAYERS: ("bits less with all layers", "+.2f"),
+            },
+            index=("temperature", "term", "layer"),
+            rows="queries",
+            legend=(
+                "p: Holm-corrected over the lines of a term. The query's tokens are the same in all. "
+                f"{OTHERS}: what is lost where a window is the recipient's."
             ),
         )
         del columns["share of expressed"]

@@ -84,6 +84,10 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     assert "The best arm, chosen on other queries, adds" in outcome.out.splitlines()[0]
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
     assert set(found["term"]) == {*arms, "best arm", "best temperature"}
+    by_arm = found.set_index(["quantity", "term"])["value"]
+    for arm in set(arms) - {GREEDY}:  # every query has turns of all arms
+        apart = by_arm[EXCESS, arm] - by_arm[EXCESS, GREEDY]
+        assert by_arm["excess, less greedy's", arm] == pytest.approx(apart)
     prompted = Run.open(tmp_path / "out" / "prompt" / "run")
     assert prompted.settings["system"] and prompted.labels.judges == ["rules"]
     opened = Run.open(tmp_path / "out" / "opening" / "run")

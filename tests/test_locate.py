@@ -148,6 +148,18 @@ def test_estimates_have_the_share_the_test_and_the_windows_chosen_on_other_queri
     }  # fmt: skip
     assert hits[OWN].estimate.value == 1.0 and hits[OWN].p < 0.05
     assert hits[QUERY].estimate.value == pytest.approx(1 / 3) and hits[QUERY].p > 0.05
+    less = {
+        (row.quantity, row.names["term"], row.names.get("layer")): row for row in found
+        if not row.names["temperature"] < 1.0
+    }  # fmt: skip
+    for quantity in ("bits, less the query's", "own is likeliest, less the query's"):
+        assert less[quantity, RESPONSE, None].p_holm < 0.05 < less[quantity, HEADER, None].p_holm
+    bits = {key[1:]: row.estimate.value for key, row in less.items() if key[0] == "bits"}
+    for (quantity, site, layer), row in less.items():
+        if quantity == "bits, less with all layers":
+            apart = bits[site, layer] - bits[TOTAL, None]
+            assert row.estimate.value == pytest.approx(apart) and site == OTHERS
+    assert less["bits, less with all layers", OTHERS, planted.READ].estimate.value < -1.0
     chosen = [row for row in found if row.quantity == "bits, chosen on other queries"]
     of = halves([f"q{number}" for number in range(QUERIES)], 0)
     assert {row.names["layer"] for row in chosen if row.names["term"] == WINDOW} >= {planted.READ}
