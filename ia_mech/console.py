@@ -4,7 +4,9 @@ Modules are named as text, and imported when their command is given.
 """
 
 import importlib
+import subprocess
 import sys
+from pathlib import Path
 
 from ia_mech import __version__
 from ia_mech.cli import refuse
@@ -38,6 +40,17 @@ def usage() -> str:
     )
 
 
+def version() -> str:
+    """The version; in a checkout also its commit, and whether files differ from it."""
+    root = Path(__file__).parent.parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+    try:
+        described = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # no git
+        return __version__
+    return f"{__version__} ({described.strip()})" if (root / ".git").exists() else __version__
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns its exit status."""
     words = sys.argv[1:] if argv is None else argv
@@ -45,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         print(usage())
         return 0
     if words[0] == "--version":
-        print(f"ia-mech {__version__}")
+        print(f"ia-mech {version()}")
         return 0
     if words[0] not in COMMANDS:
         return refuse(f"no command {words[0]!r}; ia-mech --help lists them")
