@@ -9,21 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.probe_validation import __main__ as validate
-from experiments import study
-from experiments.decoupling import Decoupling
-from experiments.likelihood import Likelihood
-from experiments.perturbations import Perturbations
-from experiments.reaction import Reaction
-from experiments.steering import Steering
-from experiments.temperature_sweep import TemperatureSweep
-from ia_mech.collect import command as options
-from ia_mech.judge import __main__ as judge_options
 from ia_mech.models import embedded
-from ia_mech.rates import __main__ as rates_options
-from ia_mech.report import __main__ as report
 from ia_mech.run import labels, layout
-from probes import train, transfer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -90,19 +77,6 @@ def test_every_column_is_documented():
         stem = column.removeprefix("reference_")
         suffixes = [f"_{s}" for s in ("tempered", "with_end") if column.endswith(f"_{s}")]
         assert {column, stem, *suffixes} & documented, column
-
-
-def test_every_flag_in_the_readme_exists():
-    judge = judge_options.build_parser()
-    commands = judge._subparsers._group_actions[0].choices.values()
-    probes = [train.build_parser(), transfer.build_parser(), validate.build_parser()]
-    asked = (Decoupling, Likelihood, Perturbations, Reaction, Steering, TemperatureSweep)
-    experiments = [one.build_parser() for one in (*asked, study)]
-    parsers = [options.build_parser(), rates_options.build_parser(), judge, *commands]
-    parsers += [*probes, *experiments, report.build_parser()]
-    help_text = "".join(parser.format_help() for parser in parsers)
-    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)):
-        assert flag in help_text, flag
 
 
 def test_no_text_of_a_model_breaks_out_of_its_block():
