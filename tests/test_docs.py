@@ -1,4 +1,4 @@
-"""The README and the pages under docs: their links lead somewhere, their commands are understood."""
+"""README and docs: their links lead somewhere, their commands are understood."""
 
 import argparse
 import importlib
