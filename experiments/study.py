@@ -45,7 +45,7 @@ NAME = "study"
 TEMPERATURES = (0.7, 1.0)
 RESPONSE_TOKENS, TURN_TOKENS = 160, 40
 QUICK = 12  # queries of --quick
-LEAST = 60  # queries: with fewer, that a site carries nothing can hardly be shown
+LEAST = 50  # queries: with fewer, that a site carries nothing can hardly be shown
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
 TYPICAL = 120  # tokens of a query with its template, for the plan
@@ -298,11 +298,7 @@ def latent_sentence(found: pd.DataFrame, header: str) -> str:
     from experiments.locate import EQUIVALENT
 
     whole = found[(found["stage"] == "locate") & found["layer"].isna()]
-    names = [
-        "quantity",
-        "term",
-        "temperature",
-    ]  # 0: greedy turns, -1: all sampled ones, none chosen
+    names = ["quantity", "term", "temperature"]  # 0: greedy turns, -1: all sampled ones
     told = whole.assign(temperature=whole["temperature"].fillna(-1)).set_index(names)
     bits, hits = "bits", "own is likeliest"
     needed = [(bits, HEADER, 0), (bits, HEADER, -1), (bits, OWN, -1), (hits, HEADER, 0),

@@ -136,8 +136,8 @@ def test_latent_is_said_only_if_all_four_hold(high, low, hits, gap, said):
         rows.append({"stage": "elicit", "term": term, "quantity": "elicitation gap", "low": low})
     found = pd.DataFrame(rows)
     assert study.latent_sentence(found, "0.00").startswith(said)
-    few = study.latent_sentence(found.assign(sources=59), "0.00")
-    assert few == "Whether anything is latent isn't told of fewer than 60 queries."
+    few = study.latent_sentence(found.assign(sources=49), "0.00")
+    assert few == "Whether anything is latent isn't told of fewer than 50 queries."
     assert study.latent_sentence(found[1:], "0.00") == "Whether anything is latent can't be told."
 
 
