@@ -197,116 +197,9 @@ class Number:
     most: float = np.inf
 
 
-def numbers(
-    arms: Mapping[str, pd.DataFrame],
-    queries: Sequence[Query],
-    among: Mapping[str, Sequence[int]],
-    size: int,
-    seed: int,
-) -> Iterator[Number]:
-    """Every number of the queries, a temperature at a time.
-
-    Args:
-        arms: the turns of each (:func:`turns_of`); those of :data:`ALTERNATIVES` with
-            ``readable_bits``.
-        queries: of these.
-        among: source → the responses of the headline.
-        size: K′ of the headline and its controls.
-        seed: of folds.
-    """
-    main, count = arms[ALTERNATIVES], len(queries[0].contexts)
-    most = {fewer: float(np.log2(fewer)) for fewer in range(2, count + 1)}
-    greedy = main[main["temperature"] == 0]
-    greedy_bits = means(greedy, greedy["readable_bits"])
-    for temperature, turns in main.groupby("temperature"):
-        names = {"temperature": temperature, "term": ALTERNATIVES, "responses": count}
-        held = means(turns, turns["readable_bits"])
-        yield Number(READABLE, held, names, most=most[count])
-        if temperature == 0:
-            each = turns.groupby("source")["text"].agg(share_of_pairs_that_differ)
-            yield Number(DIFFER, each, names, least=0, most=1)
-            continue
-        yield Number(GREEDY_LESS, greedy_bits, names, less=held)
-        yield Number("identified", means(turns, turns["identified"]), names, least=0, most=1)
-        for fewer, highest in most.items():
-            labels = names | {"responses": fewer}
-            yield Number(INFORMATION, information_of(turns, fewer), labels, least=0, most=highest)
-        compared = {}  # of what → its bits, and those of all or different responses
-        if any(len(those) < count for those in among.values()):
-            bits = information_of(turns, size, among)
-            compared[COMPLETE] = bits, information_of(turns, size)[bits.index]
-        for name in CONTROLS:
-            if name in arms:
-                control = arms[name]
-                bits = information_of(control[control["temperature"] == temperature], size)
-                # The assistant's header stands after the first K′ responses, wordings are of one.
-                last = size if name == ASSISTANT else None
-                ours = {source: among[str(source)][:last] for source in bits.index}
-                compared[name] = bits, information_of(turns, size, ours)
-        for name, (theirs, ours) in compared.items():
-            labels = names | {"term": name, "responses": size}
-            yield Number(INFORMATION, theirs, labels, least=0, most=most[size])
-            yield Number(SAME_QUERIES, ours, labels, least=0, most=most[size])
-            if name != COMPLETE:
-                yield Number(LESS, ours, labels, less=theirs, least=-most[size], most=most[size])
-        for token in range(min(MOST_TOKENS, turns["bits_by_token"].map(len).max())):
-            # After a turn's end no token adds bits.
-            added = [one[token] if token < len(one) else 0.0 for one in turns["bits_by_token"]]
-            yield Number("bits by token", means(turns, added), names | {"token": token + 1})
-        yield from copying(turns, queries, names, seed)
-
-
 def share_of_pairs_that_differ(texts: pd.Series) -> float:
     """Of K texts, without bias for a fresh pair."""
     return float(np.mean([one != other for one, other in combinations(texts, 2)]))
-
-
-def copying(
-    turns: pd.DataFrame, queries: Sequence[Query], names: dict[str, Any], seed: int
-) -> Iterator[Number]:
-    """Copy bits as groups of features are added in their order, and what is beyond them."""
-    texts = turns.groupby("source")["text"]
-    features = np.concatenate(
-        [
-            copy_features(
-                texts.get_group(query.source).tolist(),
-                query.messages[-1]["content"],
-                query.responses,
-            )
-            for query in queries
-        ]
-    )
-    columns: list[int] = []
-    most = float(np.log2(features.shape[1]))
-    for group, added in GROUPS.items():
-        columns += added
-        found = choice_bits(features[:, :, columns], turns["followed"], turns["source"], seed=seed)
-        labels = names | {"term": group}
-        yield Number(COPIED, means(turns, found.bits), labels, most=most)
-        beyond = means(turns, turns["reaction_bits"] - found.bits)
-        yield Number(BEYOND, beyond, labels, least=-most)
-
-
-def closeness_of(
-    versions: Versions, queries: Sequence[Query], among: Mapping[str, Sequence[int]]
-) -> Iterator[Number]:
-    """How close wordings are to their response, and the other responses of the headline to it."""
-    rows = []
-    for query in queries:
-        if query.source in versions:
-            k, wordings = versions[query.source]
-            others = [query.responses[i] for i in among[query.source] if i != k]
-            for term, texts in ((WORDINGS, wordings), ("other responses", others)):
-                for text in texts:
-                    found = closeness(text, query.responses[k])
-                    rows.append({"term": term, "source": query.source} | found)
-    if rows:
-        for term, each in pd.DataFrame(rows).groupby("term", sort=False):
-            by_source = each.groupby("source")[[*CLOSE]].mean()
-            for quantity in CLOSE:
-                most = np.inf if quantity == "length ratio" else 1.0
-                values = by_source[quantity].dropna()
-                yield Number(quantity, values, {"term": term}, least=0, most=most)
 
 
 def estimate_means(numbers: Iterator[Number], options: dict[str, Any]) -> Iterator[TidyEstimate]:
@@ -523,12 +416,100 @@ class Reaction(Experiment):
         own = self.turns["followed"], self.turns["source"]
         reader = np.stack(self.turns["reader"].tolist())
         self.turns["readable_bits"] = readable_bits(reader, *own, seed=seed).bits
-        made = chain(
-            numbers(arms, self.used, self.among, self.size, seed),
-            closeness_of(self.versions, self.used, self.among),
-        )
-        estimates = estimate_means(made, self.options)
+        estimates = estimate_means(chain(self.numbers(arms), self.kept_by_wordings()), self.options)
         return holm_corrected(estimates, lambda row: (row.quantity, row.names["dataset"] == ALL))
+
+    def numbers(self, arms: Mapping[str, pd.DataFrame]) -> Iterator[Number]:
+        """Every number of the arms' turns (:func:`turns_of`), a temperature at a time."""
+        main, count = self.turns, len(self.used[0].contexts)
+        most = {fewer: float(np.log2(fewer)) for fewer in range(2, count + 1)}
+        greedy = main[main["temperature"] == 0]
+        greedy_bits = means(greedy, greedy["readable_bits"])
+        for temperature, turns in main.groupby("temperature"):
+            names = {"temperature": temperature, "term": ALTERNATIVES, "responses": count}
+            held = means(turns, turns["readable_bits"])
+            yield Number(READABLE, held, names, most=most[count])
+            if temperature == 0:
+                each = turns.groupby("source")["text"].agg(share_of_pairs_that_differ)
+                yield Number(DIFFER, each, names, least=0, most=1)
+                continue
+            yield Number(GREEDY_LESS, greedy_bits, names, less=held)
+            yield Number("identified", means(turns, turns["identified"]), names, least=0, most=1)
+            for fewer, highest in most.items():
+                bits, labels = information_of(turns, fewer), names | {"responses": fewer}
+                yield Number(INFORMATION, bits, labels, least=0, most=highest)
+            for term, theirs, ours in self.compared(arms, turns):
+                labels, highest = names | {"term": term, "responses": self.size}, most[self.size]
+                yield Number(INFORMATION, theirs, labels, least=0, most=highest)
+                yield Number(SAME_QUERIES, ours, labels, least=0, most=highest)
+                if term != COMPLETE:
+                    yield Number(LESS, ours, labels, less=theirs, least=-highest, most=highest)
+            for token in range(min(MOST_TOKENS, turns["bits_by_token"].map(len).max())):
+                # After a turn's end no token adds bits.
+                added = [one[token] if token < len(one) else 0.0 for one in turns["bits_by_token"]]
+                yield Number("bits by token", means(turns, added), names | {"token": token + 1})
+            yield from self.copying(turns, names)
+
+    def compared(
+        self, arms: Mapping[str, pd.DataFrame], turns: pd.DataFrame
+    ) -> Iterator[tuple[str, pd.Series, pd.Series]]:
+        """Of complete responses and of each control at the temperature of ``turns``: the name, its
+        I_K′ by query, and that of all or of different responses to the same queries."""
+        size, among = self.size, self.among
+        if any(len(those) < len(self.used[0].contexts) for those in among.values()):
+            bits = information_of(turns, size, among)
+            yield COMPLETE, bits, information_of(turns, size)[bits.index]
+        for name in CONTROLS:
+            if name in arms:
+                own = arms[name][arms[name]["temperature"] == turns["temperature"].iloc[0]]
+                bits = information_of(own, size)
+                # The assistant's header stands after the first K′ responses, wordings are of one.
+                last = size if name == ASSISTANT else None
+                those = {source: among[str(source)][:last] for source in bits.index}
+                yield name, bits, information_of(turns, size, those)
+
+    def copying(self, turns: pd.DataFrame, names: dict[str, Any]) -> Iterator[Number]:
+        """Copy bits as groups of features are added in their order, and what is beyond them."""
+        texts = turns.groupby("source")["text"]
+        features = np.concatenate(
+            [
+                copy_features(
+                    texts.get_group(query.source).tolist(),
+                    query.messages[-1]["content"],
+                    query.responses,
+                )
+                for query in self.used
+            ]
+        )
+        own, seed = (turns["followed"], turns["source"]), self.args.seed
+        columns: list[int] = []
+        most = float(np.log2(features.shape[1]))
+        for group, added in GROUPS.items():
+            columns += added
+            found = choice_bits(features[:, :, columns], *own, seed=seed)
+            labels = names | {"term": group}
+            yield Number(COPIED, means(turns, found.bits), labels, most=most)
+            beyond = means(turns, turns["reaction_bits"] - found.bits)
+            yield Number(BEYOND, beyond, labels, least=-most)
+
+    def kept_by_wordings(self) -> Iterator[Number]:
+        """How close wordings are to their response, and the headline's other responses to it."""
+        rows = []
+        for query in self.used:
+            if query.source in self.versions:
+                k, wordings = self.versions[query.source]
+                others = [query.responses[i] for i in self.among[query.source] if i != k]
+                for term, texts in ((WORDINGS, wordings), ("other responses", others)):
+                    for text in texts:
+                        found = closeness(text, query.responses[k])
+                        rows.append({"term": term, "source": query.source} | found)
+        if rows:
+            for term, each in pd.DataFrame(rows).groupby("term", sort=False):
+                by_source = each.groupby("source")[[*CLOSE]].mean()
+                for quantity in CLOSE:
+                    most = np.inf if quantity == "length ratio" else 1.0
+                    values = by_source[quantity].dropna()
+                    yield Number(quantity, values, {"term": term}, least=0, most=most)
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         columns = ["context_id", "dataset", "source_id", "temperature", "sample", "text"]
@@ -641,30 +622,14 @@ class Reaction(Experiment):
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
         from experiments.figures import Lines
 
-        model, whole, head = self.runs[0].model["name"], all_datasets(found), self.headline(found)
-        information = whole[whole["quantity"] == INFORMATION]
-        main = information[information["term"] == ALTERNATIVES]
-        count = int(main["responses"].max())
-        lines = {
-            f"{count} responses": main[main["responses"] == count],
-            f"{self.size} {self.words}": all_datasets(head[head["quantity"] == INFORMATION]),
-        }
-        lines |= {
-            f"{name} ({self.size})": information[information["term"] == name] for name in CONTROLS
-        }
-        lines["readable by one reader"] = whole[whole["quantity"] == READABLE]
-        drawn = pd.concat([rows.assign(line=name) for name, rows in lines.items()])
-        ceilings = {f"ceiling of {n}": float(np.log2(n)) for n in {count, self.size}}
-        at = "temperature (0 = greedy)"
+        model, whole = self.runs[0].model["name"], all_datasets(found)
+        main = whole[whole["term"] == ALTERNATIVES]
         return {
-            "information": Lines(
-                f"{model} · reaction bits", at, "bits of a turn", drawn, by="line", levels=ceilings
-            ),
             "responses": Lines(
                 f"{model} · fewer responses",
                 "responses",
                 "bits of a turn",
-                main,
+                main[main["quantity"] == INFORMATION],
                 across="responses",
                 by="temperature",
             ),
@@ -672,7 +637,7 @@ class Reaction(Experiment):
                 f"{model} · bits by token",
                 "token of the turn",
                 "bits that it adds",
-                whole[whole["quantity"] == "bits by token"],
+                main[main["quantity"] == "bits by token"],
                 across="token",
                 by="temperature",
                 levels={"": 0.0},
