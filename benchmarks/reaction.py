@@ -1,6 +1,6 @@
 """Do the intervals of reaction bits hold? Planted language models, simulated.
 
-    python -m benchmarks.reaction            the whole study, a minute on one core
+    python -m benchmarks.reaction            the whole study, a few minutes on one core
     python -m benchmarks.reaction --quick    a tenth of the studies
 
 A query has K = 4 responses. After response j, token t of a turn is drawn from softmax(common +
