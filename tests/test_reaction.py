@@ -156,6 +156,8 @@ def test_identical_contexts_give_exactly_nothing_and_chance(count):
     same = np.repeat(column, count, axis=1)
     assert (reaction_bits(same) == 0).all() and (evidence(same, followed) == 0).all()
     assert (identified(same, followed) == 1 / count).all()
+    for size in range(2, count + 1):
+        assert information(same, followed, ["q"] * 200, size=size) == {"q": 0.0}
     rounded = same + np.random.default_rng(1).uniform(-3e-4, 3e-4, size=same.shape)
     assert (identified(rounded, followed) == 1 / count).all()
     assert reaction_bits(rounded).max() < 1e-6
