@@ -1,4 +1,4 @@
-"""How noisy are reaction bits, and do their intervals hold? Planted language models, simulated.
+"""Do the intervals of reaction bits hold? Planted language models, simulated.
 
     python -m benchmarks.reaction            the whole study, a few minutes on one core
     python -m benchmarks.reaction --quick    a tenth of the studies
@@ -21,20 +21,15 @@ from itertools import product
 import numpy as np
 import scipy
 from scipy.optimize import brentq
-from scipy.special import log_softmax, stdtrit, xlogy
+from scipy.special import log_softmax, stdtrit
 
 from benchmarks.coverage_data import percent, share_and_interval, table
-from ia_mech.likelihood.reaction import (
-    evidence,
-    posterior,
-    reaction_bits,
-    readable_bits,
-)
+from ia_mech.likelihood.reaction import evidence, reaction_bits, readable_bits
 from ia_mech.stats import Estimate, cluster_mean, paired_difference
 
 K, WORDS, CEILING = 4, 8, 2.0  # log2 K bits
 LEVELS = (0.1, 0.5, 0.9)  # I_K / log2 K
-SHORT, LONG = 4, 24  # tokens of a turn: where studies are simulated, where turns are
+TOKENS = 4  # of a turn
 ALIKE = 0.4  # how much of their strength responses keep that are alike
 READER = 0.7  # noise in the reader's logits, which the subject's have with a variance of 1 or more
 SAMPLES = 2  # turns after each response of a simulated study
@@ -58,12 +53,12 @@ class Turns:
 
 
 def models(
-    rng: np.random.Generator, queries: int, tokens: int, strength: float
+    rng: np.random.Generator, queries: int, strength: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Logits ``[queries, 1, tokens, words]`` that responses share, ``[queries, K, tokens, words]``
     of their own, and ``[queries, 1, 1, 1]`` strengths."""
-    common = rng.normal(size=(queries, 1, tokens, WORDS))
-    own = rng.normal(size=(queries, K, tokens, WORDS))
+    common = rng.normal(size=(queries, 1, TOKENS, WORDS))
+    own = rng.normal(size=(queries, K, TOKENS, WORDS))
     return common, own, strength * np.exp(0.5 * rng.normal(size=(queries, 1, 1, 1)))
 
 
@@ -75,12 +70,11 @@ def sample_words(log_p: np.ndarray, noise: np.ndarray) -> np.ndarray:
 
 
 def scored(log_p: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """``[queries, K, samples, K, tokens]`` log-probability of each word after each response."""
-    queries, _, samples, tokens = words.shape
-    out = np.empty((queries, K, samples, K, tokens))
+    """``[queries, K, samples, K]`` log-probability of each turn after each response."""
+    out = np.empty((*words.shape[:3], K))
     for j in range(K):
-        after = np.broadcast_to(log_p[:, None, None, j], (queries, K, samples, tokens, WORDS))
-        out[:, :, :, j] = np.take_along_axis(after, words[..., None], -1)[..., 0]
+        after = np.broadcast_to(log_p[:, None, None, j], (*words.shape, WORDS))
+        out[:, :, :, j] = np.take_along_axis(after, words[..., None], -1)[..., 0].sum(-1)
     return out
 
 
@@ -89,14 +83,14 @@ def simulate(rng: np.random.Generator, queries: int, samples: int, strength: flo
     parts = []
     for start in range(0, queries, 10_000):
         size = min(10_000, queries - start)
-        common, own, strengths = models(rng, size, SHORT, strength)
-        noise = rng.gumbel(size=(size, samples, SHORT, WORDS))
+        common, own, strengths = models(rng, size, strength)
+        noise = rng.gumbel(size=(size, samples, TOKENS, WORDS))
         log_p = log_softmax(common + strengths * own, -1)
         near = log_softmax(common + ALIKE * strengths * own, -1)
         blurred = common + strengths * own + READER * rng.normal(size=own.shape)
         words = sample_words(log_p, noise)
         arms = (log_p, words), (near, sample_words(near, noise)), (log_softmax(blurred, -1), words)
-        parts.append([scored(*arm).sum(-1) for arm in arms])
+        parts.append([scored(*arm) for arm in arms])
     return Turns(*(np.concatenate(arm) for arm in zip(*parts, strict=True)))
 
 
@@ -106,80 +100,17 @@ def bits(logprobs: np.ndarray) -> np.ndarray:
 
 
 @cache
-def strength_of(level: float, tokens: int) -> float:
+def strength_of(level: float) -> float:
     """The strength at which I_K is so much of log2 K, on 4,000 queries."""
 
     def gap(strength: float) -> float:
         rng = np.random.default_rng(0)
-        common, own, strengths = models(rng, 4000, tokens, strength)
+        common, own, strengths = models(rng, 4000, strength)
         log_p = log_softmax(common + strengths * own, -1)
-        words = sample_words(log_p, rng.gumbel(size=(len(log_p), 1, tokens, WORDS)))
-        return float(bits(scored(log_p, words).sum(-1)).mean()) / CEILING - level
+        words = sample_words(log_p, rng.gumbel(size=(len(log_p), 1, TOKENS, WORDS)))
+        return float(bits(scored(log_p, words)).mean()) / CEILING - level
 
     return float(brentq(gap, 0.02, 30, xtol=1e-3))
-
-
-def variances(queries: int) -> None:
-    """Four estimates of I_K from the same turns."""
-    samples = 50
-    print(
-        f"### Variance of a turn's estimate: {queries * K * samples} turns of {LONG} tokens a row\n"
-    )
-
-    def rows() -> Iterator[list[object]]:
-        for number, level in enumerate(LEVELS):
-            rng = np.random.default_rng([0, 1, number])
-            common, own, strengths = models(rng, queries, LONG, strength_of(level, LONG))
-            log_p = log_softmax(common + strengths * own, -1)
-            words = sample_words(log_p, rng.gumbel(size=(queries, samples, LONG, WORDS)))
-            tokens = scored(log_p, words)
-            whole = tokens.sum(-1).reshape(-1, K)
-            followed = np.tile(np.repeat(np.arange(K), samples), queries)
-            found = [reaction_bits(whole), evidence(whole, followed)]
-            found += sums_of_divergences(log_p, tokens)
-            cells, spread = [], []
-            for values in found:
-                table = values.reshape(queries, K, samples)
-                spread.append(table.var(-1, ddof=1).mean())
-                error = table.mean((1, 2)).std() / np.sqrt(queries)
-                cells.append(f"{table.mean():.3f} ± {error:.3f}")
-            yield [
-                level,
-                *cells,
-                f"{spread[0]:.3f}",
-                *(f"{one / spread[0]:.2f}" for one in spread[1:]),
-            ]
-
-    names = ["h", "sampled", "Σ KL", "Σ JSD"]
-    header = ["I_K / log₂ K", *(f"mean of {name}" for name in names), "variance of h"]
-    table(header + [f"{name} / h" for name in names[1:]], rows(), len(LEVELS), "variances")
-
-
-def sums_of_divergences(log_p: np.ndarray, tokens: np.ndarray) -> list[np.ndarray]:
-    """Estimates that need the whole next-token distributions, along each turn.
-
-    Args:
-        log_p: ``[queries, K, tokens, words]``.
-        tokens: ``[queries, K, samples, K, tokens]``.
-
-    Returns:
-        ``[turns]`` Σ KL(p_k ‖ m) for a turn after response k, and Σ of the mean of KL(p_j ‖ m) over
-        the posterior, where m is the posterior's mixture of the p_j after the turn so far.
-    """
-    p = np.exp(log_p)
-    negative_entropy = xlogy(p, p).sum(-1)  # [queries, K, tokens]
-    followed = np.zeros(tokens.shape[:3])
-    average = np.zeros(tokens.shape[:3])
-    before = np.zeros(tokens.shape[:4])
-    for t in range(tokens.shape[-1]):
-        w = posterior(before.reshape(-1, K)).reshape(before.shape)
-        mixture = np.einsum("qksj,qjv->qksv", w, p[:, :, t])
-        cross = np.einsum("qkv,qksv->qks", p[:, :, t], np.log(mixture))
-        followed += negative_entropy[:, :, None, t] - cross
-        average += np.einsum("qksj,qj->qks", w, negative_entropy[:, :, t])
-        average -= xlogy(mixture, mixture).sum(-1)
-        before += tokens[..., t]
-    return [total.reshape(-1) / np.log(2) for total in (followed, average)]
 
 
 def coverage(studies: int) -> None:
@@ -190,7 +121,7 @@ def coverage(studies: int) -> None:
 
     def rows() -> Iterator[list[object]]:
         for number, (level, queries) in enumerate(cells):
-            strength = strength_of(level, SHORT)
+            strength = strength_of(level)
             truth, truth_alike, readable = population(level)
             betas = np.geomspace(0.01, 5, 60)
             most = max(readable(beta) for beta in betas)
@@ -238,7 +169,7 @@ def coverage(studies: int) -> None:
 def population(level: float):
     """I_K of both arms, and readable bits as a function of β, on :data:`POPULATION` queries."""
     rng = np.random.default_rng([0, 3])
-    turns = simulate(rng, POPULATION, 1, strength_of(level, SHORT))
+    turns = simulate(rng, POPULATION, 1, strength_of(level))
     followed = np.tile(np.arange(K), POPULATION)
     scores = turns.reader.reshape(-1, K)
     betas = np.r_[0.0, np.geomspace(0.01, 5, 60)]
@@ -261,7 +192,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the studies")
     args = parser.parse_args()
     begun = time.perf_counter()
-    variances(40 if args.quick else 400)
     coverage(200 if args.quick else 2000)
     print(
         f"{(time.perf_counter() - begun) / 60:.1f} minutes on one core of "

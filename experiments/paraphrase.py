@@ -8,16 +8,18 @@ is measured, since a weak model drops content and a lazy one keeps the wording.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ia_mech.data.conversations import Conversation
-from ia_mech.engine.sampling import stream_key
 from ia_mech.errors import UserError
 from ia_mech.likelihood.copying import stems
-from ia_mech.run import Run
 from ia_mech.run.queries import Query, queries_of
 from ia_mech.untrusted import parse_json
+
+if TYPE_CHECKING:
+    from ia_mech.run import Run
 
 REQUESTED = "to_reword"  # how contexts are named that ask for a wording
 REQUEST = """\
@@ -35,6 +37,8 @@ Versions = dict[str, tuple[int, list[str]]]  # source → which response, and te
 
 def choose_response(query: Query, among: Sequence[int], seed: int) -> int:
     """Which of some responses to a query is reworded, drawn by seed."""
+    from ia_mech.engine.sampling import stream_key
+
     rng = np.random.default_rng([*stream_key(seed, query.source, 0), 1])
     return int(rng.choice(among))
 
@@ -46,13 +50,11 @@ def requests(reworded: Mapping[str, int], queries: Sequence[Query]) -> list[Conv
         reworded: source → which response.
         queries: with these sources.
     """
-    asked = []
-    for query in queries:
-        text = REQUEST.format(text=query.responses[reworded[query.source]])
-        asked.append(
-            perturbed_conversation(query, None, [{"role": "user", "content": text}], REQUESTED)
-        )
-    return asked
+    texts = [REQUEST.format(text=query.responses[reworded[query.source]]) for query in queries]
+    return [
+        perturbed_conversation(query, None, [{"role": "user", "content": text}], REQUESTED)
+        for query, text in zip(queries, texts, strict=True)
+    ]
 
 
 def perturbed_conversation(
@@ -73,7 +75,7 @@ def perturbed_conversation(
 
 
 def usable_wordings(
-    run: Run, reworded: Mapping[str, int], queries: Sequence[Query], count: int
+    run: "Run", reworded: Mapping[str, int], queries: Sequence[Query], count: int
 ) -> Versions:
     """The first ``count`` wordings that a model wrote of each response, where it wrote so many.
 
@@ -112,10 +114,10 @@ def distinct_texts(texts: Sequence[str], original: str) -> list[str]:
     return [text for text in stripped if text and text != original.strip()]
 
 
-def read_versions(file: Path, queries: Sequence[Query], count: int, seed: int) -> Versions:
+def read_versions(file: Path, queries: Sequence[Query], count: int) -> Versions:
     """``count`` wordings of a response to each query that has so many, from JSONL with a line per
     response such as ``{"id": "open-03/r0", "versions": ["…", "…"]}``; of several responses to a
-    query one is drawn.
+    query the first counts.
 
     Raises:
         UserError: no such file, not such JSON, or ids that the runs lack.
@@ -126,7 +128,7 @@ def read_versions(file: Path, queries: Sequence[Query], count: int, seed: int) -
     known = {
         id_: (query, k) for query in queries for k, id_ in enumerate(query.contexts["context_id"])
     }
-    several: dict[str, dict[int, list[str]]] = {}
+    found: Versions = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         place = f"{file.name} line {number}"
         if not line.strip():
@@ -143,12 +145,7 @@ def read_versions(file: Path, queries: Sequence[Query], count: int, seed: int) -
         query, k = known[row["id"]]
         kept = distinct_texts(texts, query.responses[k])
         if len(kept) >= count:
-            several.setdefault(query.source, {})[k] = kept[:count]
-    found: Versions = {}
-    for query in queries:
-        if versions := several.get(query.source):
-            k = choose_response(query, sorted(versions), seed)
-            found[query.source] = k, versions[k]
+            found.setdefault(query.source, (k, kept[:count]))
     return found
 
 

@@ -1,8 +1,6 @@
 """``experiments.reaction``: likelihoods against full passes, controls, and the command."""
 
-import copy
 import json
-import shutil
 from types import SimpleNamespace
 
 import families
@@ -14,9 +12,10 @@ import tiny
 import torch
 from shell import call, refusal
 
+import ia_mech
 from experiments.experiment import Model
 from experiments.paraphrase import closeness, read_versions, usable_wordings
-from experiments.reaction import Reaction, Turns, headline, main, measure, retokenise
+from experiments.reaction import Reaction, Turns, headline, main, measure
 from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.command import main as sample
 from ia_mech.engine.check import check_engine
@@ -39,7 +38,7 @@ def a_model(architecture: str) -> Model:
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @torch.inference_mode()
 def test_likelihoods_equal_those_of_full_passes(architecture):
-    """Contexts that begin alike, turns of three temperatures, with and without no response."""
+    """Contexts that begin alike, turns of three temperatures."""
     model = a_model(architecture)
     begun = tuple(tiny.prompt(20, seed=1))
     contexts = [(*begun, *tiny.prompt(5 + 2 * k, seed=k)) for k in range(RESPONSES)]
@@ -47,31 +46,25 @@ def test_likelihoods_equal_those_of_full_passes(architecture):
         (tuple(tiny.prompt(3 + n, seed=100 + n)), temperature)
         for n, temperature in enumerate((0.0, 0.7, 1.0, 0.7))
     ]
-    for absent in ((), ((*begun, 9, 8),)):
-        places = (*contexts, *absent)
-        unit = Turns("d\x1fq", "d", 1, "alternatives", "", RESPONSES, places, tuple(turns))
-        found = measure(model, unit)
-        for (ids, temperature), row in zip(turns, found.to_dict("records"), strict=True):
-            full = np.zeros((2, len(places), len(ids)))
-            for k, context in enumerate(places):
-                logits = model.subject.model(torch.tensor([[*context, *ids]])).logits
-                logits = logits[0, len(context) - 1 : -1].double()
-                for which, t in enumerate((1.0, temperature or 1.0)):
-                    each = (logits / t).log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])
-                    full[which, k] = each[:, 0].numpy()
-            near = scored.nats(len(ids))
-            np.testing.assert_allclose(row["reader"], full[0, :RESPONSES].sum(-1), **near)
-            own = full[1] if temperature else np.full_like(full[1], np.nan)
-            np.testing.assert_allclose(row["own"], own[:RESPONSES].ravel(), **near)
-            there = own[RESPONSES].sum() if absent else np.nan
-            np.testing.assert_allclose(row["absent"], there, **near)
+    found = measure(model, Turns("d\x1fq", "d", 1, "alternatives", tuple(contexts), tuple(turns)))
+    for (ids, temperature), row in zip(turns, found.to_dict("records"), strict=True):
+        full = np.zeros((2, RESPONSES, len(ids)))
+        for k, context in enumerate(contexts):
+            logits = model.subject.model(torch.tensor([[*context, *ids]])).logits
+            logits = logits[0, len(context) - 1 : -1].double()
+            for which, t in enumerate((1.0, temperature or 1.0)):
+                each = (logits / t).log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])
+                full[which, k] = each[:, 0].numpy()
+        near = scored.nats(len(ids))
+        np.testing.assert_allclose(row["reader"], full[0].sum(-1), **near)
+        np.testing.assert_allclose(row["own"], full[1].ravel(), **near)
 
 
 def test_identical_contexts_give_no_bits():
     """As a control may have them, K identical responses tell nothing."""
     same = (tuple(tiny.prompt(20, seed=1)),) * RESPONSES
     turns = tuple((tuple(tiny.prompt(5, seed=n)), 1.0) for n in range(3))
-    unit = Turns("d\x1fq", "d", 1, "alternatives", "", RESPONSES, same, turns)
+    unit = Turns("d\x1fq", "d", 1, "alternatives", same, turns)
     found = measure(a_model("llama"), unit)
     assert reaction_bits(np.stack(found["reader"].tolist())).max() < 1e-9
 
@@ -128,7 +121,7 @@ def test_the_command_estimates_shows_and_goes_on(folder, wordings, capsys):
     assert "5 units of 5 queries" in planned and "wordings of one response" in planned
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert "which of 3 complete responses" in shown and "most bits" in shown
+    assert "which of 3 complete responses" in shown
     found = pd.read_parquet(out / "estimates.parquet")
     turns = pd.read_parquet(out / "turns.parquet")
     assert len(turns) == 5 * RESPONSES * 5
@@ -190,85 +183,38 @@ def test_a_model_that_writes_no_wordings_has_no_such_control(folder, tmp_path, c
     assert "wordings of one response" not in set(found["term"])
 
 
-def test_scores_of_a_judge_take_the_readers_place(folder, tmp_path, capfd):
-    """Scores that know the response tell all of it, but for the one turn that counts for none."""
-    (queries,) = [queries_of([Run.open(folder)])]
-    lines = [
-        {"context_id": turn["context_id"], "temperature": turn["temperature"]}
-        | {"sample": turn["sample"], "scores": [float(k == turn["followed"]) for k in range(3)]}
-        for query in queries
-        for turn in query.turns.to_dict("records")
-    ]
-    file = tmp_path / "scores.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = [str(folder), "--control-queries", "0", "--scores", str(file)]
-    call(main, [*words, "--out", str(tmp_path / "out")], capfd)
-    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
-    told = found[found["quantity"] == "readable bits"]
-    assert (told["value"] > 0.9 * np.log2(3)).all() and (told["p"] < 0.01).all()
-    for change, said in (
-        (lines[:-1], "lacks 1 of 75 turns"),
-        ([*lines, lines[0]], "is scored twice"),
-        ([lines[0] | {"scores": [1, 2]}], "line 1 has no list of 3 scores"),
-        ([lines[0] | {"sample": 9}], "the runs have no turn ("),
-    ):
-        file.write_text("".join(json.dumps(line) + "\n" for line in change))
-        assert said in refusal(call(main, [*words, "--out", str(tmp_path / "bad")], capfd))
-
-
-def test_another_model_reads_the_texts_under_its_own_template(
-    folder, tiny_model_dir, tiny_subject, tmp_path, capfd
+@pytest.mark.parametrize(
+    ("responses", "temperatures", "said"),
+    [
+        (["So."], (1.0,), "run has one response per query"),
+        (["So.", "So."], (1.0,), "are all alike: no turn can tell them apart"),
+        (["So.", "Or."], (), "run has greedy turns alone"),
+        (["So.", "Or."], (1.0,), "1 queries have 2 responses"),
+    ],
+)
+def test_runs_that_hold_no_answer_are_refused(
+    responses, temperatures, said, tiny_model_dir, tmp_path, capfd
 ):
-    run = Run.open(folder)
-    queries = queries_of([run])
-    for query in queries:
-        query.turns["text"] = [f"What about {n % 7}?" for n in range(len(query.turns))]
-        query.turns["finish_reason"] = ["length", "turn_end"] * 7 + ["length"]
-    chat = ChatFormat(tiny_subject.tokenizer, eos_ids=[tiny_subject.tokenizer.eos_token_id])
-    for query, unit in zip(queries, retokenise(queries, str(tiny_model_dir), run), strict=True):
-        assert list(unit.contexts) == query.token_ids and {t for _, t in unit.turns} == {1.0}
-        for n, (ids, _) in enumerate(unit.turns):
-            text = tiny_subject.tokenizer.decode(ids)
-            assert text.startswith(f"What about {n % 7}?")
-            assert (ids[-1] == chat.closing_id) == (n % 2 == 1)
-
-    model = copy.deepcopy(tiny_subject.model)
-    for weights in model.parameters():
-        weights.mul_(1.5)
-    changed = tmp_path / "changed"
-    shutil.copytree(tiny_model_dir, changed)
-    model.save_pretrained(changed)
-    words = [str(folder), "--control-queries", "0", "--out", str(tmp_path / "out")]
-    told = []
-    for name in (tiny_model_dir, changed, tiny_model_dir):
-        call(main, [*words, "--scorer", str(name)], capfd)
-        told.append(pd.read_parquet(tmp_path / "out" / "turns.parquet")["readable_bits"])
-    assert told[0].equals(told[2]) and not told[0].equals(told[1])
-
-
-def test_runs_that_cannot_tell_responses_apart_are_refused(tiny_model_dir, tmp_path, capfd):
-    words = ["--model", tiny_model_dir, "--temperatures", "1", "--max-new-tokens", "2"]
-    one = tmp_path / "one"
-    assert sample([*words, "--limit", "2", "--out", str(one)]) == 0
-    assert "one has one response per query" in refusal(call(main, [str(one)], capfd))
-    file = tmp_path / "alike.jsonl"
-    file.write_text(json.dumps({"question": "Why?", "responses": ["So.", "So."]}) + "\n")
-    alike = tmp_path / "alike"
-    assert sample([*words, "--dataset", str(file), "--out", str(alike)]) == 0
-    said = refusal(call(main, [str(alike)], capfd))
-    assert "are all alike: no turn can tell them apart" in said
+    file = tmp_path / "given.jsonl"
+    file.write_text(json.dumps({"question": "Why?", "responses": responses}) + "\n")
+    run = tmp_path / "run"
+    settings = {"model": tiny_model_dir, "dataset": str(file), "temperatures": temperatures}
+    ia_mech.sample(**settings, max_new_tokens=2, out=run)
+    assert said in refusal(call(main, [str(run)], capfd))
 
 
 def test_queries_with_fewer_responses_are_left_out_and_counted(tiny_model_dir, tmp_path, capfd):
     file = tmp_path / "ragged.jsonl"
-    rows = [{"question": f"{n}?", "responses": [f"{k}." for k in range(n)]} for n in (3, 3, 2, 1)]
+    rows = [
+        {"question": f"{n}?", "responses": [f"{k}." for k in range(n)]} for n in (3, 3, 3, 2, 1)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--model", tiny_model_dir, "--dataset", str(file), "--out", str(tmp_path / "run")]
     assert sample([*words, "--temperatures", "1", "--samples", "1"]) == 0
     words = [str(tmp_path / "run"), "--control-queries", "0", "--out", str(tmp_path / "out")]
     shown = " ".join(call(main, words, capfd).out.split())
-    assert "1 of 4 queries have one response and are left out" in shown
-    assert "1 of 3 queries have fewer than 3 responses and are left out" in shown
+    assert "1 of 5 queries have one response and are left out" in shown
+    assert "1 of 4 queries have fewer than 3 responses and are left out" in shown
 
 
 @pytest.mark.parametrize(
@@ -278,18 +224,9 @@ def test_queries_with_fewer_responses_are_left_out_and_counted(tiny_model_dir, t
         (["--paraphrases", "{other}"], "the runs have no context 'elsewhere'"),
         (["--paraphrases", "{shape}"], "line 1 has no list of texts called versions"),
         (["--paraphrases", "{few}"], "3 different versions of one response to no query"),
-        (["--scorer", "{plain}", "--control-queries", "0"], "chat template"),
-        (["--scorer", "{short}"], "takes 40 tokens, a context of q0/r0 and its turn have "),
     ],
 )
-def test_bad_input_is_one_line(folder, tmp_path, capfd, words, said, tiny_model_dir):
-    plain = tmp_path / "plain"
-    shutil.copytree(tiny_model_dir, plain)
-    (plain / "chat_template.jinja").unlink()
-    short = tmp_path / "short"
-    shutil.copytree(tiny_model_dir, short)
-    config = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
+def test_bad_input_is_one_line(folder, tmp_path, capfd, words, said):
     files = {
         "other": {"id": "elsewhere", "versions": ["a", "b", "c"]},
         "shape": {"id": "q0/r0", "versions": "a"},
@@ -297,7 +234,7 @@ def test_bad_input_is_one_line(folder, tmp_path, capfd, words, said, tiny_model_
     }
     for name, row in files.items():
         (tmp_path / name).write_text(json.dumps(row) + "\n")
-    given = [w.format(plain=plain, short=short, **{n: tmp_path / n for n in files}) for w in words]
+    given = [word.format(**{name: tmp_path / name for name in files}) for word in words]
     given = [str(folder), *given, "--among", "3", "--out", str(tmp_path / "out")]
     assert said in refusal(call(main, given, capfd))
 
@@ -357,20 +294,15 @@ def test_closeness_tells_words_from_wording():
     assert closeness("Nothing", original)["words kept"] == 0
 
 
-def test_versions_of_several_responses_give_one_by_the_seed(folder, tmp_path):
-    queries = queries_of([Run.open(folder)])
+def test_of_versions_of_several_responses_the_first_that_are_enough_count(folder, tmp_path):
+    (query, *_) = queries = queries_of([Run.open(folder)])
     file = tmp_path / "versions.jsonl"
-    rows = [{"id": f"q0/r{k}", "versions": [f"{k}{n}" for n in range(4)]} for k in range(3)]
+    rows = [
+        {"id": f"q0/r{k}", "versions": [f"{k}{n}" for n in range(many)]}
+        for k, many in ((2, 2), (0, 4), (1, 5))
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = [read_versions(file, queries, 3, seed) for seed in range(20)]
-    assert {len(one) for one in found} == {1}
-    picked = {one[queries[0].source][0] for one in found}
-    assert picked == {0, 1, 2}
-    assert all(
-        one[queries[0].source][1] == [f"{k}{n}" for n in range(3)]
-        for one in found
-        for k in [one[queries[0].source][0]]
-    )
+    assert read_versions(file, queries, 3) == {query.source: (0, ["00", "01", "02"])}
 
 
 @pytest.mark.parametrize("family", ["smollm2", "qwen3", "gemma3", "glm4", "mistral"])

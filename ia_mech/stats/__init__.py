@@ -20,11 +20,7 @@ from ia_mech.stats.differences import (
 from ia_mech.stats.dyads import dyadic_mean
 from ia_mech.stats.fold_scores import FoldScores, ResampledScore
 from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
-from ia_mech.stats.significance import (
-    holm,
-    matched_permutation,
-    permutation_p,
-)
+from ia_mech.stats.significance import holm, permutation_p
 
 __all__ = [
     "Estimate",
@@ -42,7 +38,6 @@ __all__ = [
     "group_difference",
     "holm",
     "kappa_of",
-    "matched_permutation",
     "model_confidence_set",
     "paired_difference",
     "permutation_p",
