@@ -6,7 +6,6 @@ unsteered.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,7 +26,7 @@ ROUNDS, NEAR = 6, 0.1  # of the search for a KL; how near it has to come, relati
 
 @dataclass(frozen=True)
 class Context:
-    """A context with turns that were sampled after it, and where the model is steered.
+    """A context with two turns that were sampled after it, and where the model is steered.
 
     Attributes:
         source: of its query.
@@ -35,8 +34,7 @@ class Context:
         layer: whose states are moved; 0 = embeddings.
         at: indices of the context's tokens that are steered.
         in_turn: whether each token of a turn is, too.
-        turns: ids of each turn.
-        accepted: of each turn, whether the judge accepts it.
+        turns: ids of a turn that the judge accepts, and of one that it doesn't.
     """
 
     source: str
@@ -45,7 +43,6 @@ class Context:
     at: tuple[int, ...]
     in_turn: bool
     turns: tuple[tuple[int, ...], ...]
-    accepted: tuple[bool, ...]
 
     @property
     def start(self) -> int:
@@ -71,11 +68,6 @@ class Context:
             after = range(end, end + len(turn) - 1) if self.in_turn else ()
             found.append((number, [Add(self.layer, (*self.at, *after), direction, dose)]))
         return found
-
-    def odds(self, values: Any) -> Any:
-        """The mean of accepted turns' values ``[turns]`` less that of the others'."""
-        own = np.array(self.accepted)
-        return values[own].mean() - values[~own].mean()
 
 
 @dataclass(frozen=True)
@@ -179,7 +171,7 @@ def steering_effects(model: Model, unit: SteeredContexts) -> pd.DataFrame:
         effects = changes(context, context.intervened_turns(model), unit.arms)
         for arm, (moved, _, kl) in zip(unit.arms, effects, strict=True):
             row = {"term": arm.term, "draw": arm.draw, "dose": arm.dose, "half": unit.half}
-            found.append(row | {"context": number, "kl": kl, "odds": context.odds(moved)})
+            found.append(row | {"context": number, "kl": kl, "odds": moved[0] - moved[1]})
     return pd.DataFrame(found)
 
 
@@ -242,7 +234,7 @@ def optimise_direction(model: Model, unit: ControlSearch) -> np.ndarray:
             before, first = plain[i]
             rows = contexts[i].steered_rows(along.to(before), dose)
             after, moved = read_off(runs[i].differentiable(rows), runs[i].turns)
-            odds.append(contexts[i].odds(after - before))
+            odds.append((after - before)[0] - (after - before)[1])
             cost.append(divergence(moved[0], first[0]))
         return torch.stack(odds).mean(), torch.stack(cost).mean()
 

@@ -188,11 +188,11 @@ def contexts_of(query: "Query", labels: pd.Series, vector: SteeringVector) -> tu
     Raises:
         UserError: a context lacks a position.
     """
-    turns = query.turns[
-        (query.turns["temperature"] > 0) & (query.turns["token_ids"].map(len) > 0)
-    ].sort_values(["temperature", "sample"], ascending=[False, True], kind="stable")
+    turns = query.turns[(query.turns["temperature"] > 0) & (query.turns["token_ids"].map(len) > 0)]
     keys = pd.MultiIndex.from_frame(turns[["run", "context_id", "temperature", "sample"]])
     turns = turns.assign(label=labels.reindex(keys).to_numpy(dtype=float)).dropna(subset="label")
+    order = {"label": False, "temperature": False, "sample": True}  # accepted turns first
+    turns = turns.sort_values(list(order), ascending=list(order.values()), kind="stable")
     found = []
     for k, mine in turns.drop_duplicates(["followed", "label"]).groupby("followed"):
         if len(mine) < 2:
@@ -202,8 +202,7 @@ def contexts_of(query: "Query", labels: pd.Series, vector: SteeringVector) -> tu
         at = sorted({at for one in vector.at_context(places) for at in one.positions})
         ids = tuple(tuple(ids.tolist()[:TOKENS]) for ids in mine["token_ids"])
         site = vector.layer, tuple(at), TURN in vector.positions
-        accepted = tuple((mine["label"] == 1).tolist())
-        found.append(Context(query.source, query.token_ids[k], *site, ids, accepted))
+        found.append(Context(query.source, query.token_ids[k], *site, ids))
     return tuple(found[:RESPONSES])
 
 
@@ -394,7 +393,7 @@ class Steering(Experiment):
             for one in made.itertuples()
         ]
         best = [np.array(arm.direction) for arm in arms if arm.term == OPTIMISED]
-        if (reached := len(arms) - len(best) - sum(arm.term == BIAS for arm in arms)) < LEAST:
+        if (reached := sum(arm.term == EACH for arm in arms)) < LEAST:
             raise UserError(
                 f"{reached} random directions reach the KL of dose {dose:g} ({kl:.2g} nats)",
                 "give other --doses, or another layer or position",

@@ -79,7 +79,7 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
     unit_vector, bias = direction / direction.norm(), np.zeros(network.config.vocab_size)
     bias[50] = 1.0
     for at, in_turn in (((20,), False), ((17,), True)):
-        context = Context("q", ids, 2, at, in_turn, turns, (True, False))
+        context = Context("q", ids, 2, at, in_turn, turns)
         arms = [Arm(DIRECTION, 0.7, tuple(direction.tolist())), Arm(BIAS, 2.0, (), tuple(bias))]
         found = steering_effects(Model(tiny_subject, None, True), unit([context], arms))
         sums, firsts = {}, {}
@@ -194,7 +194,7 @@ def planted_context(number: int) -> Context:
     made = planted.context(FROM, 4 + number % 4, 1, query=2 + number)
     turns = tuple(planted.turn(name, 4) for name in (TO, FROM))
     at = (made.positions[planted.WRITTEN],)
-    return Context(f"q{number}", tuple(made.ids), LAYER, at, False, turns, (True, False))
+    return Context(f"q{number}", tuple(made.ids), LAYER, at, False, turns)
 
 
 def planted_direction() -> np.ndarray:
