@@ -20,6 +20,7 @@ compare, 15 s of one core per query with 3 responses (135M); to train, see docs/
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections import defaultdict
@@ -136,8 +137,11 @@ def _add_training(parser: argparse.ArgumentParser, rate: float) -> None:
 
 
 def _share(text: str) -> float:
-    found = 0.0 if text == "0" else above_zero(text)
-    if found > 1:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
     return found
 

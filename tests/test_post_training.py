@@ -270,7 +270,7 @@ def written(file: Path, rows: list[dict]) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("share", "told"), [("0.5", 0.4512), ("0", 0.0)])
+@pytest.mark.parametrize(("share", "told"), [("0.5", 0.4512), ("0.0", 0.0)])
 def test_export_writes_sequences_what_they_tell_and_what_is_held_out(
     share, told, spoken, tiny_model_dir, tmp_path, capfd
 ):
@@ -316,9 +316,10 @@ def test_what_cant_be_trained_on_is_refused_in_one_line(
     assert refusal(call(main, ["sft", str(spoken), "--natural", "--out", out], capfd)) == (
         "training needs trl and peft; install them: pip install 'ia-mech[train]'"
     )
-    with pytest.raises(SystemExit):
-        main(["export", str(spoken), "--organism", "1.5", "--out", out])
-    assert "'1.5' is not a share from 0 to 1" in capfd.readouterr().err
+    for share in ("1.5", "nan", "half"):
+        with pytest.raises(SystemExit):
+            main(["export", str(spoken), "--organism", share, "--out", out])
+        assert f"'{share}' is not a share from 0 to 1" in capfd.readouterr().err
 
 
 def test_an_adapter_is_refused_in_one_line_unless_it_is_of_the_model(
