@@ -447,7 +447,7 @@ class Steering(Experiment):
 
         title = f"{self.runs[0].model['name']} · directions of the same KL"
         rows = all_datasets(found[(found["quantity"] == ODDS) & self._alike(found)])
-        rows.loc[rows["term"] == EACH, ["low", "high"]] = np.nan
+        rows[["low", "high"]] = rows[["low", "high"]].where(rows["term"] != EACH)
         return {"controls": Bars(title, "log-odds of accepted turns, change, nats", rows)}
 
     def _alike(self, found: pd.DataFrame) -> pd.Series:
