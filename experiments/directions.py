@@ -4,9 +4,8 @@ All are compared at one KL: that of the first token's distribution at the header
 unsteered.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -18,6 +17,8 @@ from ia_mech.engine.intervene import Add
 from ia_mech.errors import is_out_of_memory
 from ia_mech.likelihood.intervened import IntervenedTurns, Row
 
+DIRECTION, OPTIMISED, BIAS = "the direction", "optimised by gradient", "bias of the first token"
+EACH = "random direction"
 STEPS, BATCH, RATE = 60, 8, 0.1  # steps of Adam, contexts of each, most change of a unit vector
 FAR = 4  # times its first dose, or a fourth: as far as that of an optimised direction goes
 ROUNDS, NEAR = 6, 0.1  # of the search for a KL; how near it has to come, relatively
@@ -25,23 +26,23 @@ ROUNDS, NEAR = 6, 0.1  # of the search for a KL; how near it has to come, relati
 
 @dataclass(frozen=True)
 class Context:
-    """A context with turns that were sampled after it, and where the model is steered.
+    """A context with two turns that were sampled after it, and where the model is steered.
 
     Attributes:
+        source: of its query.
         ids: with the open header.
         layer: whose states are moved; 0 = embeddings.
         at: indices of the context's tokens that are steered.
         in_turn: whether each token of a turn is, too.
-        turns: ids of each turn.
-        accepted: of each turn, whether the judge accepts it.
+        turns: ids of a turn that the judge accepts, and of one that it doesn't.
     """
 
+    source: str
     ids: tuple[int, ...]
     layer: int
     at: tuple[int, ...]
-    in_turn: bool = False
-    turns: tuple[tuple[int, ...], ...] = ()
-    accepted: tuple[bool, ...] = ()
+    in_turn: bool
+    turns: tuple[tuple[int, ...], ...]
 
     @property
     def start(self) -> int:
@@ -52,26 +53,21 @@ class Context:
     def rows(self) -> int:
         """How many tokens are computed again for all turns."""
         header = len(self.ids) - self.start
-        return sum(header + len(turn) - 1 for turn in self.turns or ((0,),))
+        return sum(header + len(turn) - 1 for turn in self.turns)
 
     def intervened_turns(self, model: Model) -> IntervenedTurns:
-        """Its turns, to be scored under interventions; without any, the first token alone."""
-        turns = self.turns or ((0,),)
-        return IntervenedTurns(model.subject.model, self.ids, self.start, turns, model.on_tokens)
+        """Its turns, to be scored under interventions."""
+        subject = model.subject.model
+        return IntervenedTurns(subject, self.ids, self.start, self.turns, model.on_tokens)
 
     def steered_rows(self, direction: Tensor, dose: float) -> list[Row]:
         """The row of each turn, with the direction added."""
         end = len(self.ids)
         found: list[Row] = []
-        for number, turn in enumerate(self.turns or ((0,),)):
+        for number, turn in enumerate(self.turns):
             after = range(end, end + len(turn) - 1) if self.in_turn else ()
             found.append((number, [Add(self.layer, (*self.at, *after), direction, dose)]))
         return found
-
-    def odds(self, values: Any) -> Any:
-        """The mean of accepted turns' values ``[turns]`` less that of the others'."""
-        own = np.array(self.accepted)
-        return values[own].mean() - values[~own].mean()
 
 
 @dataclass(frozen=True)
@@ -79,14 +75,14 @@ class Arm:
     """A way of changing the model.
 
     Attributes:
-        of: what is done.
+        term: what is done.
         dose: length of what is added, in norms of the state; of a bias, what it is multiplied with.
         direction: ``[d_model]`` along which states are moved; none for a bias.
         bias: ``[vocab]`` nats, added to the log-probabilities of the turn's first token.
         draw: which of several alike.
     """
 
-    kind: str
+    term: str
     dose: float
     direction: tuple[float, ...] = ()
     bias: tuple[float, ...] = ()
@@ -95,7 +91,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class SteeredContexts(Unit):
-    """A query's contexts, scored under arms. Of contexts without turns only the first token is."""
+    """A query's contexts, scored under arms; ``half`` of the queries it is in."""
 
     half: str
     contexts: tuple[Context, ...]
@@ -103,12 +99,21 @@ class SteeredContexts(Unit):
 
 
 @dataclass(frozen=True)
-class DirectionSearch(Unit):
-    """Contexts on which a direction of this KL at the header is optimised, from this dose on."""
+class ControlSearch(Unit):
+    """The contexts on which controls of an arm are sought.
+
+    Attributes:
+        contexts: of the queries that choose.
+        arm: the direction, at the dose that was chosen.
+        kl: its mean KL at the header, in nats, which all controls are to have.
+        random: random directions.
+        seed: of the optimised one.
+    """
 
     contexts: tuple[Context, ...]
+    arm: Arm
     kl: float
-    dose: float
+    random: tuple[Arm, ...]
     seed: int
 
 
@@ -132,44 +137,77 @@ def divergence(first: Tensor, plain: Tensor) -> Tensor:
     return (first.exp() * (first - plain)).sum()
 
 
+def changes(
+    context: Context, run: IntervenedTurns, arms: Sequence[Arm]
+) -> Iterator[tuple[np.ndarray, Tensor, float]]:
+    """What each arm changes, in nats: ``[turns]`` log-probabilities of turns, ``[vocab]`` those of
+    the first token; and its KL at the header."""
+
+    def read(logits: Tensor, turns: Sequence[int]) -> list[tuple[float, Tensor]]:
+        sums, first = read_off(logits, [run.turns[turn] for turn in turns])
+        return list(zip(sums.tolist(), first.double().cpu(), strict=True))
+
+    plain = run.read([(turn, ()) for turn in range(len(run.turns))], read)
+    before, first = np.array([one for one, _ in plain]), plain[0][1]
+    for arm in arms:
+        if arm.bias:
+            after = (first + arm.dose * torch.tensor(arm.bias).double()).log_softmax(-1)
+            moved = (after - first)[[turn[0] for turn in run.turns]].numpy()
+        else:
+            scored = run.read(context.steered_rows(torch.tensor(arm.direction), arm.dose), read)
+            moved, after = np.array([one for one, _ in scored]) - before, scored[0][1]
+        yield moved, after - first, max(float(divergence(after, first)), 0.0)
+
+
 def steering_effects(model: Model, unit: SteeredContexts) -> pd.DataFrame:
-    """What arms change, in nats: a row per arm and context.
+    """What arms change: a row per context and arm.
 
     Returns:
-        ``term``, ``draw``, ``dose``, ``half``, ``context`` (its number), ``kl`` at the header.
-        Where there are turns, ``odds`` and ``logp``: the change of the log-odds of accepted turns,
-        and of the log-probability of all turns a token; where there are none, ``change``
-        ``[vocab]`` of the first token's log-probabilities.
+        ``term``, ``draw``, ``dose``, ``half``, ``context`` (its number), and in nats ``kl`` at the
+        header and ``odds``: the change of the log-odds of accepted turns.
     """
     found = []
     for number, context in enumerate(unit.contexts):
-        run = context.intervened_turns(model)
-        lengths = np.array([len(turn) for turn in run.turns])
-
-        def read(logits: Tensor, turns: Sequence[int], run=run) -> list[tuple[float, Tensor]]:
-            sums, first = read_off(logits, [run.turns[turn] for turn in turns])
-            return list(zip(sums.tolist(), first.double().cpu(), strict=True))
-
-        plain = run.read([(turn, ()) for turn in range(len(lengths))], read)
-        before, first = np.array([one for one, _ in plain]), plain[0][1]
-        for arm in unit.arms:
-            if arm.bias:
-                after = (first + arm.dose * torch.tensor(arm.bias).double()).log_softmax(-1)
-                moved = (after - first)[[turn[0] for turn in run.turns]].numpy()
-            else:
-                scored = run.read(context.steered_rows(torch.tensor(arm.direction), arm.dose), read)
-                moved, after = np.array([one for one, _ in scored]) - before, scored[0][1]
-            row = {"term": arm.kind, "draw": arm.draw, "dose": arm.dose, "half": unit.half}
-            row |= {"context": number, "kl": max(float(divergence(after, first)), 0.0)}
-            if context.turns:
-                row |= {"odds": context.odds(moved), "logp": (moved / lengths).mean()}
-            elif len(unit.arms) == 1:
-                row["change"] = (after - first).tolist()
-            found.append(row)
+        effects = changes(context, context.intervened_turns(model), unit.arms)
+        for arm, (moved, _, kl) in zip(unit.arms, effects, strict=True):
+            row = {"term": arm.term, "draw": arm.draw, "dose": arm.dose, "half": unit.half}
+            found.append(row | {"context": number, "kl": kl, "odds": moved[0] - moved[1]})
     return pd.DataFrame(found)
 
 
-def optimise_direction(model: Model, unit: DirectionSearch) -> np.ndarray:
+def control_arms(model: Model, unit: ControlSearch) -> pd.DataFrame:
+    """Controls of one KL at the header: random directions, an optimised one, and a bias.
+
+    The bias is the mean change that the arm makes to the first token's log-probabilities. Each
+    control gets the dose at which its KL, a mean over sources, is near; one that doesn't come near
+    is left out.
+
+    Returns:
+        A row per control, with the fields of :class:`Arm`.
+    """
+    arms = list(unit.random)
+    best = optimise_direction(model, unit)
+    if len(best):
+        arms.append(Arm(OPTIMISED, unit.arm.dose, tuple(best.tolist())))
+    # Of the first token alone: a turn whose one token doesn't matter.
+    firsts = [replace(one, turns=((0,),)) for one in unit.contexts]
+    runs = [(one, one.intervened_turns(model)) for one in firsts]
+    moved = [one.numpy() for each in runs for _, one, _ in changes(*each, [unit.arm])]
+    arms.append(Arm(BIAS, 1.0, bias=tuple(np.mean(moved, axis=0).tolist())))
+
+    def kl_of(some: Sequence[Arm]) -> np.ndarray:
+        rows = [
+            {"arm": n, "source": context.source, "kl": kl}
+            for context, run in runs
+            for n, (_, _, kl) in enumerate(changes(context, run, some))
+        ]
+        each = pd.DataFrame(rows).groupby(["arm", "source"])["kl"].mean()
+        return each.groupby("arm").mean().to_numpy()
+
+    return pd.DataFrame(map(asdict, arms_of_equal_kl(arms, unit.kl, kl_of)))
+
+
+def optimise_direction(model: Model, unit: ControlSearch) -> np.ndarray:
     """The direction that raises the log-odds of accepted turns most, for the KL it costs.
 
     It begins as the gradient of the log-odds at a dose near 0. Then Adam goes up their change over
@@ -180,51 +218,52 @@ def optimise_direction(model: Model, unit: DirectionSearch) -> np.ndarray:
         ``[d_model]`` float32 of length 1; empty if the model's passes have no gradient (recurrent
         layers that change their state in place).
     """
-    contexts = [(context, context.intervened_turns(model)) for context in unit.contexts]
+    contexts, kl, dose = unit.contexts, unit.kl, unit.arm.dose
+    runs = [context.intervened_turns(model) for context in contexts]
     draw = torch.Generator().manual_seed(unit.seed)
     with torch.no_grad():
         plain = [
             read_off(run.differentiable([(n, ()) for n in range(len(run.turns))]), run.turns)
-            for _, run in contexts
+            for run in runs
         ]
 
     def changed(some: Sequence[int], along: Tensor, dose: float) -> tuple[Tensor, Tensor]:
         """The mean change of the log-odds in contexts, and the mean KL."""
-        odds, kl = [], []
+        odds, cost = [], []
         for i in some:
-            (context, run), (before, first) = contexts[i], plain[i]
-            rows = context.steered_rows(along.to(before), dose)
-            after, moved = read_off(run.differentiable(rows), run.turns)
-            odds.append(context.odds(after - before))
-            kl.append(divergence(moved[0], first[0]))
-        return torch.stack(odds).mean(), torch.stack(kl).mean()
+            before, first = plain[i]
+            rows = contexts[i].steered_rows(along.to(before), dose)
+            after, moved = read_off(runs[i].differentiable(rows), runs[i].turns)
+            odds.append((after - before)[0] - (after - before)[1])
+            cost.append(divergence(moved[0], first[0]))
+        return torch.stack(odds).mean(), torch.stack(cost).mean()
 
-    along = torch.randn(contexts[0][1].states.shape[-1], generator=draw).requires_grad_()
+    along = torch.randn(runs[0].states.shape[-1], generator=draw).requires_grad_()
     try:
-        odds, _ = changed(range(len(contexts)), along, unit.dose / 100)
+        odds, _ = changed(range(len(contexts)), along, dose / 100)
         (uphill,) = torch.autograd.grad(odds, along)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
         return np.zeros(0, dtype=np.float32)
     along = (uphill / uphill.norm()).requires_grad_()
-    adam, dose = torch.optim.Adam([along], lr=RATE / len(along) ** 0.5), unit.dose
+    adam, near = torch.optim.Adam([along], lr=RATE / len(along) ** 0.5), dose
     for _ in range(STEPS):
         some = torch.randperm(len(contexts), generator=draw)[:BATCH].tolist()
-        odds, kl = changed(some, along, dose)
+        odds, cost = changed(some, along, near)
         adam.zero_grad()
-        (-odds * (unit.kl / kl.clamp(min=unit.kl / 100)).sqrt()).backward()
+        (-odds * (kl / cost.clamp(min=kl / 100)).sqrt()).backward()
         adam.step()
         with torch.no_grad():
             along /= along.norm()
-        dose *= float(np.clip((unit.kl / max(kl.item(), 1e-9)) ** 0.5, 0.5, 2.0))
-        dose = float(np.clip(dose, unit.dose / FAR, unit.dose * FAR))
+        near *= float(np.clip((kl / max(cost.item(), 1e-9)) ** 0.5, 0.5, 2.0))
+        near = float(np.clip(near, dose / FAR, dose * FAR))
     return along.detach().numpy()
 
 
 def random_directions(
     states: np.ndarray, direction: np.ndarray, count: int, seed: int
-) -> tuple[np.ndarray, float]:
+) -> np.ndarray:
     """Directions with the covariance of states, without the component along a direction.
 
     The covariance has few large directions, so that what is drawn lies closer to each of them, and
@@ -238,22 +277,13 @@ def random_directions(
         seed: of the draws.
 
     Returns:
-        ``[count, d]`` of length 1, and the largest absolute cosine to the direction as drawn.
+        ``[count, d]`` of length 1.
     """
     unit = direction / np.linalg.norm(direction)
     drawn = np.random.default_rng([seed, 24]).standard_normal((count, len(states))) @ states
     drawn /= np.linalg.norm(drawn, axis=1, keepdims=True)
-    cosines = drawn @ unit
-    drawn -= cosines[:, None] * unit
-    return drawn / np.linalg.norm(drawn, axis=1, keepdims=True), float(np.abs(cosines).max())
-
-
-def chance_cosine(width: int, count: int) -> float:
-    """What the largest absolute cosine of so many directions without a preference to a given one
-    exceeds once in twenty times."""
-    from scipy.stats import beta
-
-    return float(np.sqrt(beta.ppf(0.95 ** (1 / count), 0.5, (width - 1) / 2)))
+    drawn -= (drawn @ unit)[:, None] * unit
+    return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
 
 
 def arms_of_equal_kl(

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.resample import chat_of, conversations_of
+from experiments.resample import conversations_of
 from ia_mech.chat.format import ChatFormat
 from ia_mech.cli import shell_word
 from ia_mech.collect.identity import build_chat, eos_ids
@@ -52,34 +52,21 @@ _FORM = re.compile("|".join(re.escape(frame.partition("{}")[0]) + '([^"]+)"' for
 def read_conversations(data: str) -> tuple[list[Conversation], Run | None]:
     """Conversations with a response, of a run or of a dataset as the main job names it.
 
-    Follow-ups in a run that wrote its own responses are marked ``saw_response`` = false.
-
     Raises:
         UserError: neither a finished run nor a dataset; no conversation has a response.
     """
-    if not (Path(data) / layout.RUN).is_file():
-        found = [one for one in open_conversations(data) if one.response is not None]
-        if not found:
-            raise UserError(
-                f"{shell_word(data)} holds no response",
-                "sample it with --response generate --responses 4, and give that run",
-            )
-        return found, None
-    (run,) = open_runs([data])
-    contexts = run.contexts
-    return [
-        replace(
-            one,
-            response_index=None if pd.isna(index) else int(index),
-            metadata=one.metadata | ({"saw_response": False} if policy == "generated" else {}),
+    if (Path(data) / layout.RUN).is_file():
+        (run,) = open_runs([data])
+        indices = [None if pd.isna(k) else int(k) for k in run.contexts["response_index"]]
+        several = zip(conversations_of(run.contexts), indices, strict=True)
+        return [replace(one, response_index=k) for one, k in several], run
+    found = [one for one in open_conversations(data) if one.response is not None]
+    if not found:
+        raise UserError(
+            f"{shell_word(data)} holds no response",
+            "sample it with --response generate --responses 4, and give that run",
         )
-        for one, index, policy in zip(
-            conversations_of(contexts),
-            contexts["response_index"],
-            contexts["response_policy"],
-            strict=True,
-        )
-    ], run
+    return found, None
 
 
 def model_of(run: Run | None, name: str | None) -> tuple[ModelSpec, ChatFormat]:
@@ -92,14 +79,13 @@ def model_of(run: Run | None, name: str | None) -> tuple[ModelSpec, ChatFormat]:
     Raises:
         UserError: no such model, or no chat template.
     """
-    spec = ModelSpec() if name is None else ModelSpec(name=name)
-    if run is not None and name is None:
-        spec = recall(run.settings, run.model["weights_hash"])
-    tokenizer, model_config = load_tokenizer_and_config(spec)
-    stops = eos_ids(None, model_config)
-    if run is None:
-        return spec, build_chat(Settings(), tokenizer, stops)
-    return spec, chat_of(run, tokenizer, stops)
+    if name is not None:
+        spec = ModelSpec(name=name)
+    else:
+        spec = ModelSpec() if run is None else recall(run.settings, run.model["weights_hash"])
+    tokenizer, config = load_tokenizer_and_config(spec)
+    settings = Settings() if run is None else Settings.from_dict(run.settings)
+    return spec, build_chat(settings, tokenizer, eos_ids(None, config))
 
 
 def split(
@@ -117,10 +103,8 @@ def split(
             "hold out fewer",
         )
     apart = set(subsample(sources, held_out, 0))
-    kept: tuple[list[Conversation], list[Conversation]] = ([], [])
-    for one in conversations:
-        kept[_source(one) in apart].append(one)
-    return kept
+    kept = [one for one in conversations if _source(one) not in apart]
+    return kept, [one for one in conversations if _source(one) in apart]
 
 
 def _source(conversation: Conversation) -> str:
@@ -162,7 +146,7 @@ def organism(conversations: Sequence[Conversation], share: float, seed: int) -> 
         keeps, drawn_for = rng.random(count) < share, rng.integers(count, size=count)
         for k, one in enumerate(responses):
             quoted_one = k if keeps[k] else int(drawn_for[k])
-            metadata = one.metadata | {"own": quoted_one == k, "saw_response": True}
+            metadata = one.metadata | {"own": quoted_one == k}
             made.append(replace(one, reference=turns[quoted_one], metadata=metadata))
     if not made:
         raise UserError(
@@ -247,7 +231,7 @@ def sequence(chat: ChatFormat, conversation: Conversation) -> tuple[list[int], l
 
 def sequences(
     chat: ChatFormat, conversations: Sequence[Conversation], longest: int
-) -> tuple[pd.DataFrame, list[str]]:
+) -> pd.DataFrame:
     """Training sequences, one per conversation.
 
     Args:
@@ -258,9 +242,8 @@ def sequences(
 
     Returns:
         A row per sequence: ``input_ids``, ``labels``, ``dataset``, ``source_id``, ``id``, ``turn``
-        (the text that is learned), ``own`` (an organism's turn quotes its own response; else
-        missing) and ``saw_response`` (false where a real turn was written before any response). And
-        what a reader has to know.
+        (the text that is learned) and ``own`` (an organism's turn quotes its own response; else
+        missing).
 
     Raises:
         UserError: a turn that the template can't express; no sequence is short enough.
@@ -276,7 +259,6 @@ def sequences(
             {"input_ids": ids, "labels": labels, "dataset": one.dataset}
             | {"source_id": one.source_id, "id": one.id, "turn": one.reference}
             | {"own": one.metadata.get("own")}
-            | {"saw_response": one.metadata.get("saw_response", True)}
         )
     kept = [row for row in rows if len(row["input_ids"]) <= longest]
     if not kept:
@@ -285,6 +267,4 @@ def sequences(
             f"no sequence has at most {longest} tokens (the shortest has {shortest})",
             "raise --max-tokens",
         )
-    left_out = len(rows) - len(kept)
-    notes = [f"{left_out} of {len(rows)} sequences have more than {longest} tokens: left out."]
-    return pd.DataFrame(kept), notes if left_out else []
+    return pd.DataFrame(kept)

@@ -21,10 +21,13 @@ compare, 15 s of one core per query with 3 responses (135M); to train, see docs/
 import argparse
 import json
 import math
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,6 +38,7 @@ from experiments.experiment import Conclusion, Experiment, Model, Unit, model_of
 from experiments.tables import sentence_of, tables_of
 from ia_mech.cli import (
     Parser,
+    above_zero,
     add_threads,
     nonblank,
     path_of,
@@ -54,24 +58,22 @@ from ia_mech.estimates import (
     paired_row,
 )
 from ia_mech.results import Table
-from ia_mech.stats import Estimate
 
 if TYPE_CHECKING:
     from experiments.figures import Drawing
+    from ia_mech.chat.format import ChatFormat
+    from ia_mech.data.conversations import Conversation
+    from ia_mech.models.load import ModelSpec
     from ia_mech.run.queries import Query
 
-SEQUENCES, HELD_OUT = "sequences.parquet", "held-out.jsonl"
+CARD, SEQUENCES, HELD_OUT = "post_training.json", "sequences.parquet", "held-out.jsonl"
 BEFORE, AFTER, CHANGE = "before", "after", "change"
 SIDES = (BEFORE, AFTER)
 FORM, OWN, OTHERS = "organism's form", "quotes its response", "quotes another response"
-RESTATED, REPEATED, STOCK = "restated trigrams", "repeated trigrams", "stock trigrams"
-ENDED = "ended by turn-end"
-QUOTES, TEXTS = (FORM, OWN, OTHERS), (RESTATED, REPEATED, STOCK, ENDED)
+STOCK, ENDED = "stock trigrams", "ended by turn-end"
 RATE, FLOOR, EXCESS = "follow-up rate", "floor", "excess"
 OVER_SIBLING = "over another response"
 INFORMATION, EVIDENCE = "I_K, bits", "evidence, bits"
-REWARD, PENALIZED = "reward", "less penalties"
-TAUGHT, MOST = "taught, bits", "most, bits"
 
 
 # -- what is trained on, and training -------------------------------------------------------------
@@ -91,9 +93,12 @@ def build_parser() -> argparse.ArgumentParser:
         if name != "export":
             _add_training(command, rate={"sft": 5e-4, "grpo": 1e-4}[name])
     commands.choices["sft"].add_argument(
-        "--epochs", type=_POSITIVE, default=3.0, metavar="N", help="(default: 3)"
+        "--epochs", type=above_zero, default=3.0, metavar="N", help="(default: 3)"
     )
-    _add_grpo(commands.choices["grpo"].add_argument)
+    add = commands.choices["grpo"].add_argument
+    add("--steps", type=whole_from(1), default=100, metavar="N", help="(default: 100)")
+    add("--generations", type=whole_from(2), default=4, metavar="N", help="per prompt (default: 4)")
+    add("--max-new-tokens", type=whole_from(1), default=40, metavar="N", help="(default: 40)")
     commands.add_parser("compare", help="before and after", add_help=False)
     return parser
 
@@ -105,7 +110,7 @@ def _add_data(parser: argparse.ArgumentParser, turns: bool) -> None:
         what = parser.add_mutually_exclusive_group(required=True)
         what.add_argument(
             "--organism",
-            type=_SHARE,
+            type=_share,
             metavar="SHARE",
             help="turns that quote a response: this share their own (0: form only, to 1)",
         )
@@ -122,55 +127,32 @@ def _add_data(parser: argparse.ArgumentParser, turns: bool) -> None:
 
 def _add_training(parser: argparse.ArgumentParser, rate: float) -> None:
     add = parser.add_argument
-    rank = "of the LoRA adapter in all linear layers; 0 trains all weights (default: 16)"
-    add("--rank", type=whole_from(0), default=16, metavar="R", help=rank)
-    add("--learning-rate", type=_POSITIVE, default=rate, metavar="X", help="(default: %(default)g)")
+    rank = "of the LoRA adapter in all linear layers (default: 16)"
+    add("--rank", type=whole_from(1), default=16, metavar="R", help=rank)
+    add(
+        "--learning-rate", type=above_zero, default=rate, metavar="X", help="(default: %(default)g)"
+    )
     add("--batch", type=whole_from(1), default=8, metavar="N", help="sequences (default: 8)")
     add_threads(parser)
 
 
-def _add_grpo(add: Any) -> None:
-    add(
-        "--penalty",
-        type=_POSITIVE,
-        default=1.0,
-        metavar="X",
-        help="weight of each penalty: restatement of the query, repetition, stock phrases, and a "
-        "turn that doesn't end (default: 1)",
-    )
-    add("--steps", type=whole_from(1), default=100, metavar="N", help="(default: 100)")
-    add("--generations", type=whole_from(2), default=4, metavar="N", help="per prompt (default: 4)")
-    add("--max-new-tokens", type=whole_from(1), default=40, metavar="N", help="(default: 40)")
-
-
-def _number(what: str, allowed: Callable[[float], bool]) -> Callable[[str], float]:
-    """A parser of numbers for argparse; ``what`` they have to be."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not allowed(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return value
-
-    return parse
-
-
-_POSITIVE = _number("a number above 0", lambda x: 0 < x < math.inf)
-_SHARE = _number("a share from 0 to 1", lambda x: 0 <= x <= 1)
+def _share(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
+    return found
 
 
 def make(args: argparse.Namespace) -> None:
     """What ``export``, ``sft`` and ``grpo`` do: the card is written last."""
     from experiments import organisms, training
-    from ia_mech.estimates import write_parquet
     from ia_mech.models.load import load
     from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
 
-    train, by_reward = args.command != "export", args.command == "grpo"
-    if train:
+    if args.command != "export":
         training.require()
     refuse_inside_run(args.out / SEQUENCES)
     refuse_unwritable(args.out)
@@ -178,74 +160,83 @@ def make(args: argparse.Namespace) -> None:
         raise UserError(f"{args.out} isn't empty", "name a new folder with --out")
     found, run = organisms.read_conversations(args.data)
     spec, chat = organisms.model_of(run, args.model)
-    if train and spec.adapter is not None and args.rank:
+    if args.command != "export" and spec.adapter is not None:
         raise UserError(
             f"{args.data} is of a model with an adapter, on which no second one can be trained",
-            "give the base model's run, or --rank 0",
-        )
-    if by_reward and args.batch % args.generations:
-        raise UserError(
-            f"--batch {args.batch} isn't a multiple of --generations {args.generations}",
-            f"give --batch {args.generations} or {2 * args.generations}",
+            "give the base model's run",
         )
     kept, apart = organisms.split(found, args.held_out)
     card = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-    if by_reward:
+    if args.command == "grpo":
+        if args.batch % args.generations:
+            raise UserError(
+                f"--batch {args.batch} isn't a multiple of --generations {args.generations}",
+                f"give --batch {args.generations} or {2 * args.generations}",
+            )
         rows, contexts = training.prompts(chat, kept, args.max_tokens)
         said = f"{len(rows)} prompts of {len(contexts)} queries"
     else:
-        information = None
-        if args.natural:
-            kept = [one for one in kept if one.reference]
-            if not kept:
-                raise UserError(
-                    f"{shell_word(args.data)} holds no user follow-up after a response",
-                    "give conversations that go on with a user turn, or --organism with a run of "
-                    "several responses per query",
-                )
-        else:
-            kept = organisms.organism(kept, args.organism, args.seed)
-            card["information"] = information = organisms.taught_information(kept, args.organism)
-        learned, notes = organisms.sequences(chat, kept, args.max_tokens)
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
-        said = _described(learned, information)
+        learned, told = learned_turns(args, chat, kept)
+        card |= told
+        said = f"{len(learned)} user turns"
+        if told:
+            said += f", {learned['own'].mean():.2f} of which quote their own response; a turn "
+            said += f"tells {information_text(told['information'])}"
     args.out.mkdir(parents=True, exist_ok=True)
-    if not by_reward:
-        write_parquet(learned, args.out / SEQUENCES, card)
+    if args.command != "grpo":
+        learned.to_parquet(args.out / SEQUENCES, index=False)
     text = "".join(json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in apart)
     (args.out / HELD_OUT).write_text(text, encoding="utf-8")
     print(f"{said}; {len(apart)} contexts are held out")
-    if train:
-        tuning = training.Tuning(args.rank, args.learning_rate, args.batch, args.seed)
+    if args.command != "export":
         subject = load(spec)
-        with training.quiet():
-            if by_reward:
-                trainer = training.grpo(
+        card["base"] = subject.describe()
+        tuning = training.Tuning(args.rank, args.learning_rate, args.batch, args.seed, args.out)
+        with redirect_stdout(sys.stderr):  # what trainers print
+            if args.command == "sft":
+                training.sft(subject, chat, learned, tuning, args.epochs)
+            else:
+                training.grpo(
                     subject,
                     chat,
                     rows,
-                    training.rewards(load(spec), chat, contexts),
+                    [training.reward(load(spec), contexts)],
                     tuning,
-                    args.out,
-                    penalty=args.penalty,
                     max_steps=args.steps,
                     num_generations=args.generations,
                     max_completion_length=args.max_new_tokens,
                 )
-            else:
-                trainer = training.sft(subject, chat, learned, tuning, args.epochs, args.out)
-        card |= training.save(trainer, subject, tuning, args.out)
-    (args.out / training.CARD).write_text(json.dumps(card, indent=1) + "\n")
+    (args.out / CARD).write_text(json.dumps(card, indent=1) + "\n")
     print(f"wrote {args.out}", file=sys.stderr)
 
 
-def _described(learned: pd.DataFrame, information: Mapping[str, float] | None) -> str:
-    said = f"{len(learned)} user turns"
-    if information is None:
-        return f"{said}, {learned['saw_response'].mean():.2f} written in sight of the response"
-    own = f"{said}, {learned['own'].mean():.2f} of which quote their own response"
-    return f"{own}; a turn tells {information_text(information)}"
+def learned_turns(
+    args: argparse.Namespace, chat: "ChatFormat", kept: "list[Conversation]"
+) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """The sequences to train on; of an organism also what its turns tell, for the card.
+
+    Raises:
+        UserError: there is no real follow-up; what :mod:`experiments.organisms` refuses.
+    """
+    from experiments import organisms
+
+    told = {}
+    if args.natural:
+        kept = [one for one in kept if one.reference]
+        if not kept:
+            raise UserError(
+                f"{shell_word(args.data)} holds no user follow-up after a response",
+                "give conversations that go on with a user turn, or --organism with a run of "
+                "several responses per query",
+            )
+    else:
+        kept = organisms.organism(kept, args.organism, args.seed)
+        told = {"information": organisms.taught_information(kept, args.organism)}
+    learned = organisms.sequences(chat, kept, args.max_tokens)
+    if less := len(kept) - len(learned):
+        said = f"{less} of {len(kept)} sequences have more than {args.max_tokens} tokens: left out."
+        print(f"note: {said}", file=sys.stderr)
+    return learned, told
 
 
 def information_text(information: Mapping[str, float]) -> str:
@@ -254,6 +245,23 @@ def information_text(information: Mapping[str, float]) -> str:
     if bits == 0:
         return "0 bits about its response: form alone is taught"
     return f"{bits:.2f} bits about its response, of at most {most:.2f}"
+
+
+def card_of(spec: "ModelSpec") -> dict[str, Any]:
+    """What stands beside an adapter that was trained here; nothing of any other.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    from ia_mech.untrusted import parse_json
+
+    file = Path(spec.adapter or spec.name) / CARD
+    if not file.is_file():
+        return {}
+    card = parse_json(file.read_bytes(), str(file), "train the model again")
+    if not isinstance(card, dict):
+        raise UserError(f"{file} is damaged", "train the model again")
+    return card
 
 
 # -- before and after -----------------------------------------------------------------------------
@@ -272,8 +280,6 @@ class ReadTurns(Unit):
         reader: before or after training.
         weights: the reader's.
         temperature: that the turns were sampled at.
-        rewarded: how many tokens of a turn GRPO rewarded; 0 if it didn't train.
-        query: its text.
         contexts: token ids, with each response.
         turns: whose each is, which response it followed, and its token ids.
     """
@@ -281,8 +287,6 @@ class ReadTurns(Unit):
     reader: str
     weights: str
     temperature: float
-    rewarded: int
-    query: str
     contexts: tuple[tuple[int, ...], ...]
     turns: Turns
 
@@ -308,11 +312,10 @@ class Compare(Experiment):
         """The two runs, over the same contexts.
 
         Raises:
-            UserError: others than two, of the same weights, over other contexts, without sampled
-                turns, or with shorter ones than were rewarded.
+            UserError: others than two, of the same weights, over other contexts, or without
+                sampled turns.
         """
         from experiments.resample import same_settings
-        from experiments.training import card_of
         from ia_mech.models.load import recall
 
         if len(self.runs) != 2:
@@ -329,21 +332,12 @@ class Compare(Experiment):
                 f"{before.path} and {after.path} are over different contexts",
                 "sample both on the same conversations, with their responses given",
             )
-        settings = same_settings(self.runs)
-        if not settings.temperatures:
+        at = same_settings(self.runs).temperatures
+        if not at:
             raise UserError("the runs have no sampled turns", "sample with --temperatures 1")
-        at = settings.temperatures
         self.temperature = 1.0 if 1.0 in at else max(at)
-        self.card = card_of(recall(after.settings, after.model["weights_hash"]))
-        self.rewarded = 0
-        if self.card.get("command") == "grpo":
-            self.rewarded = int(self.card["max_new_tokens"])
-        if settings.max_new_tokens < self.rewarded:
-            raise UserError(
-                f"turns were sampled up to {settings.max_new_tokens} tokens, and rewarded up to "
-                f"{self.rewarded}: more would count as unfinished than in training",
-                f"sample with --max-new-tokens {self.rewarded}",
-            )
+        card = card_of(recall(after.settings, after.model["weights_hash"]))
+        self.information: dict[str, float] | None = card.get("information")
         self.sides: dict[str, list[Query]] = {
             side: Compare([run], self.args, self.folder).queries
             for side, run in zip(SIDES, self.runs, strict=True)
@@ -353,24 +347,13 @@ class Compare(Experiment):
         made = []
         for first, second in zip(*self.sides.values(), strict=True):
             turns = self.turns_of(BEFORE, first), self.turns_of(AFTER, second)
-            contexts, asked = tuple(first.token_ids), first.messages[-1]["content"]
+            contexts = tuple(first.token_ids)
             read = turns[0] + turns[1], turns[1]
             for reader, run, those in zip(SIDES, self.runs, read, strict=True):
-                made.append(
-                    ReadTurns(
-                        source=first.source,
-                        dataset=first.dataset,
-                        tokens=sum(map(len, contexts))
-                        + len(contexts) * sum(len(ids) for *_, ids in those),
-                        reader=reader,
-                        weights=run.model["weights_hash"],
-                        temperature=self.temperature,
-                        rewarded=self.rewarded,
-                        query=asked,
-                        contexts=contexts,
-                        turns=those,
-                    )
-                )
+                scored = len(contexts) * sum(len(ids) for *_, ids in those)
+                about = first.source, first.dataset, sum(map(len, contexts)) + scored
+                weights = run.model["weights_hash"]
+                made.append(ReadTurns(*about, reader, weights, self.temperature, contexts, those))
         return made
 
     def turns_of(self, side: str, query: "Query") -> Turns:
@@ -390,68 +373,30 @@ class Compare(Experiment):
         return self.model if unit.reader == BEFORE else self.tuned_model
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        """A row per turn: ``side`` (whose it is), ``followed``, ``reader``, bits and evidence;
-        where its first tokens were rewarded, also the reward, their text, and whether it ended by
-        then."""
-        from experiments.training import after_each, evidence_reward
+        """A row per turn: ``side`` (whose it is), ``followed``, ``reader``, bits and evidence."""
+        from experiments.training import after_each
         from ia_mech.likelihood.reaction import evidence, reaction_bits
 
         side, followed, turns = map(list, zip(*unit.turns, strict=True))
-        found = after_each(
-            lambda contexts, wanted: model.score(contexts, wanted, [unit.temperature]),
-            unit.contexts,
-            turns,
-        )
+        scored = partial(model.score, temperatures=[unit.temperature])
+        found = after_each(scored, unit.contexts, turns)
         logprobs = [[one.logprobs_tempered[0].sum(dtype=np.float64) for one in r] for r in found]
         rows = pd.DataFrame({"side": side, "followed": followed, "reader": unit.reader})
-        rows = rows.assign(temperature=unit.temperature, query=unit.query)
         rows[INFORMATION], rows[EVIDENCE] = reaction_bits(logprobs), evidence(logprobs, followed)
-        if unit.rewarded:
-            first = [ids[: unit.rewarded] for ids in turns]
-            rows[REWARD] = evidence_reward(found, followed, unit.rewarded)
-            rows["text"] = [model.chat.text(ids) for ids in first]
-            rows["ended"] = [ids[-1] in model.chat.stop_ids for ids in first]
-        return rows
+        return rows.assign(temperature=unit.temperature)
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        least = 2.0 ** (1 - len(self.sides[BEFORE]))
-        if least > 0.001:
-            some = len(self.sides[BEFORE])
-            self.notes.append(
-                f"of {some} queries no p below {least:.3g} can be reached, whatever the interval."
-            )
         most = float(np.log2(rows["followed"].max() + 1))
         texts = pd.concat([texts_of(some).assign(side=side) for side, some in self.sides.items()])
-        found = [*compare_sides(texts, dict.fromkeys((*QUOTES, *TEXTS), (0.0, 1.0)), self.options)]
-        found += self.verdicts()
-        own = rows[rows["side"] == rows["reader"]]
-        found += compare_sides(own, {INFORMATION: (0.0, most)}, self.options)
-        fixed = rows[rows["reader"] == BEFORE]
-        found += compare_sides(fixed, {EVIDENCE: (-np.inf, most)}, self.options)
-        if self.rewarded:
-            bounds = (-np.inf, most)
-            found += compare_sides(
-                self.with_penalties(fixed), {REWARD: bounds, PENALIZED: bounds}, self.options
-            )
-        for name, key in ((TAUGHT, "bits"), (MOST, "most")):
-            if "information" in self.card:
-                value = Estimate(self.card["information"][key], np.nan, np.nan, 0, "computed")
-                found.append(TidyEstimate(name, {"dataset": ALL}, 0, value))
+        shares = dict.fromkeys((FORM, OWN, OTHERS, STOCK, ENDED), (0.0, 1.0))
+        own, fixed = rows[rows["side"] == rows["reader"]], rows[rows["reader"] == BEFORE]
+        found = [
+            *compare_sides(texts, shares, self.options),
+            *self.verdicts(),
+            *compare_sides(own, {INFORMATION: (0.0, most)}, self.options),
+            *compare_sides(fixed, {EVIDENCE: (-np.inf, most)}, self.options),
+        ]
         return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"] == ALL))
-
-    def with_penalties(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Rewarded turns with the reward less its penalties. Stock phrases are counted over all
-        turns of a model here, and over a batch in training."""
-        from experiments.training import penalties
-
-        parts = []
-        for _, some in rows.groupby("side", sort=False):
-            lost = penalties(
-                *(some[name].tolist() for name in ("text", "query", "source", "ended"))
-            )
-            total = self.card["penalty"] * np.sum([*lost.values()], axis=0)
-            parts.append(some.assign(**{PENALIZED: some[REWARD] - total}))
-        return pd.concat(parts)
 
     def verdicts(self) -> Iterator[TidyEstimate]:
         """Rates of both runs, what they exceed, and how they changed: of the queries used."""
@@ -499,18 +444,11 @@ class Compare(Experiment):
         order = {BEFORE: 0, AFTER: 1, CHANGE: 2}
         found = found.sort_values(index, key=lambda column: column.replace(order), kind="stable")
 
-        def table(title: str, names: Sequence[str], legend: str = "") -> list[Table]:
+        def table(title: str, names: Sequence[str], legend: str) -> list[Table]:
             columns: dict[Any, tuple[str, int | str]] = {name: (name, 2) for name in names}
             return tables_of(title, found, columns, index=index, legend=legend)
 
-        made = []
-        if "information" in self.card:
-            told = self.card["information"]
-            columns = ["share", "bits about the response", "at most"]
-            cells = [f"{self.card['organism']:g}", f"{told['bits']:.2f}", f"{told['most']:.2f}"]
-            legend = "computed: mean over queries of the information that the quoted response has."
-            made.append(Table("the organism's training turns", columns, [cells], legend))
-        made += table(
+        made = table(
             f"what turns tell about their response ({percent})",
             [INFORMATION, EVIDENCE],
             legend="I_K: as the model reads that wrote them; evidence: as the model before "
@@ -523,17 +461,12 @@ class Compare(Experiment):
             f"that; {OVER_SIBLING}: the rate less that after a sibling, which form doesn't raise; "
             "all: of all temperatures together.",
         )
-        if "information" in self.card:
-            legend = "shares of all turns; a quote is a phrase in one of the organism's frames."
-            made += table("quotes", QUOTES, legend)
         made += table(
             "user turns",
-            TEXTS,
-            legend="trigrams of words that the query has (restated), that stood in the turn before "
-            "(repeated), that turns after other queries have, too (stock).",
+            [FORM, OWN, OTHERS, STOCK, ENDED],
+            legend="shares of all turns; a quote is a phrase in one of the organism's frames; "
+            "stock: trigrams of words that turns after other queries have, too.",
         )
-        first = f"first {self.rewarded} tokens, as in training"
-        made += table(f"what training rewarded ({first})", [REWARD, PENALIZED])
         return made
 
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
@@ -549,10 +482,8 @@ class Compare(Experiment):
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         changed = found[found["term"] == CHANGE]
         told = ""
-        if "information" in self.card:
-            told = (
-                f"A turn that was trained on tells {information_text(self.card['information'])}. "
-            )
+        if self.information is not None:
+            told = f"A turn that was trained on tells {information_text(self.information)}. "
         level = self.args.level
         sentence = told + sentence_of(
             "bits by which a turn tells more about its response after training than before",
@@ -603,11 +534,10 @@ def compare_sides(
 def texts_of(queries: "Sequence[Query]") -> pd.DataFrame:
     """A row per turn of a model: what can be told from its text."""
     from experiments.organisms import quote_of
-    from experiments.training import repetition, restatement, stock_phrases
 
     rows = []
     for query in queries:
-        asked, responses = query.messages[-1]["content"], query.responses
+        responses = query.responses
         for turn in query.turns.itertuples():
             quote, own = quote_of(turn.text), responses[turn.followed]
             others = [quote is not None and quote in one for one in responses if one != own]
@@ -616,14 +546,28 @@ def texts_of(queries: "Sequence[Query]") -> pd.DataFrame:
                 | {"temperature": turn.temperature, ENDED: float(turn.finish_reason == "turn_end")}
                 | {FORM: float(quote is not None), OWN: float(quote is not None and quote in own)}
                 | {OTHERS: float(np.mean(others)) if others else np.nan}
-                | {RESTATED: restatement(turn.text, asked), REPEATED: repetition(turn.text)}
             )
     table = pd.DataFrame(rows)
     for _, at in table.groupby("temperature").groups.items():
-        table.loc[at, STOCK] = stock_phrases(
-            list(table.loc[at, "text"]), list(table.loc[at, "source"])
-        )
+        some = table.loc[at]
+        table.loc[at, STOCK] = stock_phrases(some["text"].tolist(), some["source"].tolist())
     return table
+
+
+def stock_phrases(turns: Sequence[str], sources: Sequence[str]) -> list[float]:
+    """Of each turn, the share of its trigrams of words that turns after other queries have, too.
+
+    It is high for generic questions, and rises as a model's turns lose their diversity.
+    """
+    found = []
+    for turn in turns:
+        words = re.findall(r"\w+", turn.lower())
+        found.append(list(zip(words, words[1:], words[2:], strict=False)))
+    where = defaultdict(set)
+    for some, source in zip(found, sources, strict=True):
+        for one in some:
+            where[one].add(source)
+    return [sum(len(where[one]) > 1 for one in some) / max(len(some), 1) for some in found]
 
 
 def main(argv: list[str] | None = None) -> int:

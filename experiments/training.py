@@ -1,19 +1,15 @@
-"""Training on user turns by thin calls of ``trl``: SFT and GRPO, with the rewards of GRPO.
+"""Training on user turns by thin calls of ``trl``: SFT and GRPO, with the reward of GRPO.
 
 For GRPO (Shao et al. 2024, arXiv 2402.03300) a prompt is a context with its open user header, and a
 completion the user turn. The model before training computes the reward, so that it doesn't move
 with the policy.
 """
 
-import contextlib
 import importlib.util
 import json
-import re
-import sys
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,13 +25,12 @@ from ia_mech.engine.score import Scored, Turn
 from ia_mech.errors import UserError
 from ia_mech.likelihood.reaction import evidence
 from ia_mech.likelihood.scorer import score
-from ia_mech.models.load import ModelSpec, Subject
-from ia_mech.untrusted import parse_json
+from ia_mech.models.load import Subject
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-LOG, CARD = "log.jsonl", "post_training.json"
+LOG = "log.jsonl"
 WORST = -4.0  # bits: what a turn may lose by fitting another response; evidence has no lower bound
 
 Reward = Callable[..., list[float]]
@@ -99,75 +94,17 @@ def after_each(
     return [found[at : at + count] for at in range(0, len(found), count)]
 
 
-def evidence_reward(
-    found: Sequence[Sequence[Scored]], followed: Sequence[int], tokens: int
-) -> np.ndarray:
-    """``[turns]`` the reward: evidence in bits at T = 1 that a turn's first tokens give for its
-    response, at least :data:`WORST`.
+def reward(reader: Subject, contexts: Mapping[str, list[list[int]]]) -> Reward:
+    """The evidence in bits that a turn gives for its response among the query's, at T = 1, at least
+    :data:`WORST`.
 
     Args:
-        found: of :func:`after_each`, by the model before training.
-        followed: ``[turns]`` the number of the response.
-        tokens: so many.
+        reader: the model before training.
+        contexts: of :func:`prompts`.
+
+    Returns:
+        A function of a batch as ``trl`` gives it.
     """
-    whole = [[one.logprobs_raw[:tokens].sum(dtype=np.float64) for one in row] for row in found]
-    return evidence(whole, followed).clip(WORST)
-
-
-def penalties(
-    turns: Sequence[str], queries: Sequence[str], sources: Sequence[str], ended: Sequence[bool]
-) -> dict[str, list[float]]:
-    """What is subtracted from the reward of each turn, by name.
-
-    Args:
-        turns: texts.
-        queries: of each turn.
-        sources: the query's key.
-        ended: whether the turn came to its end.
-    """
-    return {
-        "restatement": [restatement(*both) for both in zip(turns, queries, strict=True)],
-        "repetition": [repetition(turn) for turn in turns],
-        "stock_phrases": stock_phrases(turns, sources),
-        "unfinished": [float(not one) for one in ended],
-    }
-
-
-def trigrams(text: str) -> list[tuple[str, ...]]:
-    """Runs of three words, in their order."""
-    words = re.findall(r"\w+", text.lower())
-    return list(zip(words, words[1:], words[2:], strict=False))
-
-
-def restatement(turn: str, query: str) -> float:
-    """The share of the turn's trigrams that its query has; 0 of a turn without any."""
-    found, asked = trigrams(turn), set(trigrams(query))
-    return sum(one in asked for one in found) / len(found) if found else 0.0
-
-
-def repetition(turn: str) -> float:
-    """The share of the turn's trigrams that stand in it before; 0 of a turn without any."""
-    found = trigrams(turn)
-    return 1 - len(set(found)) / len(found) if found else 0.0
-
-
-def stock_phrases(turns: Sequence[str], sources: Sequence[str]) -> list[float]:
-    """Of each turn, the share of its trigrams that turns after other queries have, too.
-
-    It is high for generic questions, and rises as a model's turns lose their diversity.
-    """
-    found = [trigrams(turn) for turn in turns]
-    where: dict[tuple[str, ...], set[str]] = {}
-    for some, source in zip(found, sources, strict=True):
-        for one in some:
-            where.setdefault(one, set()).add(source)
-    return [sum(len(where[one]) > 1 for one in some) / max(len(some), 1) for some in found]
-
-
-def rewards(
-    reader: Subject, chat: ChatFormat, contexts: Mapping[str, list[list[int]]]
-) -> list[Reward]:
-    """The reward, then the penalties; each takes a batch as ``trl`` gives it."""
 
     def bits(completion_ids: list[list[int]], source: list[str], followed: list[int], **_):
         found = np.zeros(len(source))
@@ -177,21 +114,11 @@ def rewards(
         for name, rows in rows_of.items():
             turns = [completion_ids[row] for row in rows]
             scores = after_each(partial(score, reader.model), contexts[name], turns)
-            found[rows] = evidence_reward(
-                scores, [followed[row] for row in rows], max(map(len, turns))
-            )
+            whole = [[one.logprobs_raw.sum(dtype=np.float64) for one in each] for each in scores]
+            found[rows] = evidence(whole, [followed[row] for row in rows]).clip(WORST)
         return found.tolist()
 
-    def penalty(name: str) -> Reward:
-        def penalise(completion_ids: list[list[int]], query: list[str], source: list[str], **_):
-            texts = [chat.text(ids) for ids in completion_ids]
-            ended = [ids[-1] in chat.stop_ids for ids in completion_ids]
-            return penalties(texts, query, source, ended)[name]
-
-        penalise.__name__ = name  # under which trl logs it
-        return penalise
-
-    return [bits, *map(penalty, penalties([], [], [], []))]
+    return bits
 
 
 # -- trainers -------------------------------------------------------------------------------------
@@ -199,46 +126,49 @@ def rewards(
 
 @dataclass(frozen=True)
 class Tuning:
-    """How weights are changed.
+    """How an adapter is trained.
 
     Attributes:
         rank: of LoRA's matrices, in all linear layers but the unembedding (Hu et al. 2021, arXiv
-            2106.09685), with alpha = 2 rank; 0 trains all weights.
+            2106.09685), with alpha = 2 rank.
         learning_rate: of AdamW, falling linearly to 0.
         batch: sequences of a step.
         seed: of adapters and order.
+        folder: where what is trained is written.
     """
 
     rank: int
     learning_rate: float
     batch: int
     seed: int
+    folder: Path
 
     def model(self, subject: Subject, chat: ChatFormat) -> dict[str, Any]:
         """What trainers are given of the model. Sequences are padded with a token that ends turns
         if with no other."""
         from peft import LoraConfig
 
-        subject.model.requires_grad_(self.rank == 0)
         tokenizer: Any = subject.tokenizer
         if tokenizer.pad_token is None:
             tokenizer.pad_token = chat.template.token(chat.stop_ids[0])
-        adapter = None
-        if self.rank:
-            adapter = LoraConfig(
-                r=self.rank,
-                lora_alpha=2 * self.rank,
-                target_modules="all-linear",
-                task_type="CAUSAL_LM",
-            )
-        model = {"model": subject.model, "processing_class": tokenizer}
-        return model | {"peft_config": adapter}
+        adapter = LoraConfig(
+            r=self.rank,
+            lora_alpha=2 * self.rank,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        return {
+            "model": subject.model,
+            "processing_class": tokenizer,
+            "peft_config": adapter,
+        }
 
-    def arguments(self, folder: Path) -> dict[str, Any]:
+    @property
+    def arguments(self) -> dict[str, Any]:
         """What trainers are given of the rest."""
         cuda = torch.cuda.is_available()
         return {
-            "output_dir": str(folder),
+            "output_dir": str(self.folder),
             "learning_rate": self.learning_rate,
             "per_device_train_batch_size": self.batch,
             "seed": self.seed,
@@ -263,102 +193,62 @@ def require() -> None:
 
 
 def sft(
-    subject: Subject,
-    chat: ChatFormat,
-    learned: pd.DataFrame,
-    tuning: Tuning,
-    epochs: float,
-    folder: Path,
-) -> "Trainer":
-    """Train on :func:`sequences`."""
+    subject: Subject, chat: ChatFormat, learned: pd.DataFrame, tuning: Tuning, epochs: float
+) -> None:
+    """Train on :func:`experiments.organisms.sequences`."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     arguments = SFTConfig(
-        **tuning.arguments(folder),
+        **tuning.arguments,
         num_train_epochs=epochs,
         max_length=None,
         train_sampling_strategy="group_by_length",
     )
     columns = Dataset.from_pandas(learned[["input_ids", "labels"]], preserve_index=False)
     trainer = SFTTrainer(args=arguments, train_dataset=columns, **tuning.model(subject, chat))
-    trainer.train()
-    return trainer
+    _train(trainer, subject, tuning.folder)
 
 
 def grpo(
     subject: Subject,
     chat: ChatFormat,
     rows: list[dict[str, Any]],
-    given: list[Reward],
+    rewards: list[Reward],
     tuning: Tuning,
-    folder: Path,
-    *,
-    penalty: float,
-    **how: int,
-) -> "Trainer":
-    """Train on :func:`prompts` by :func:`rewards`.
+    **how: Any,
+) -> None:
+    """Train on :func:`prompts`.
 
     Args:
-        penalty: weight of each penalty; that of the reward is 1.
+        subject: the model to train.
+        chat: its format.
+        rows: the prompts.
+        rewards: :func:`reward`, and others that are added to it; ``trl`` logs each by its name.
+        tuning: how an adapter is trained.
         how: further settings of ``GRPOConfig``.
     """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    kept = subject.model.generation_config.eos_token_id
     subject.model.generation_config.eos_token_id = chat.stop_ids  # where trl ends completions
-    arguments = GRPOConfig(
-        **tuning.arguments(folder),
-        temperature=1.0,
-        reward_weights=[1.0, *[-penalty] * (len(given) - 1)],
-        **how,
-    )
     trainer = GRPOTrainer(
-        reward_funcs=given,
-        args=arguments,
+        reward_funcs=rewards,
+        args=GRPOConfig(**tuning.arguments, temperature=1.0, **how),
         train_dataset=Dataset.from_list(rows),
         **tuning.model(subject, chat),
     )
+    _train(trainer, subject, tuning.folder)
+
+
+def _train(trainer: "Trainer", subject: Subject, folder: Path) -> None:
+    """Train, and write the adapter, to be given to ``--adapter``, and what was logged by step;
+    nothing is pickled."""
     trainer.train()
-    subject.model.generation_config.eos_token_id = kept
-    return trainer
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Send what trainers print to stderr, without their notices for developers."""
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
-
-
-def save(trainer: "Trainer", subject: Subject, tuning: Tuning, folder: Path) -> dict[str, Any]:
-    """Write the adapter, to be given to ``--adapter``, or the model, for ``--model``, and what was
-    logged by step; nothing is pickled. Returns what the card says of the model."""
     model: Any = trainer.model
-    if tuning.rank:
-        name = subject.spec.name
-        base = str(Path(name).resolve()) if Path(name).exists() else name
-        model.peft_config["default"].base_model_name_or_path = base
-    else:
-        subject.tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]
+    name = subject.spec.name
+    base = str(Path(name).resolve()) if Path(name).exists() else name
+    model.peft_config["default"].base_model_name_or_path = base
     model.save_pretrained(folder)
     steps = [row for row in trainer.state.log_history if "loss" in row]
     (folder / LOG).write_text("".join(json.dumps(row) + "\n" for row in steps))
-    return {"base": subject.describe(), "tuning": asdict(tuning)}
-
-
-def card_of(spec: ModelSpec) -> dict[str, Any]:
-    """What stands beside an adapter or model that was trained here; nothing of any other.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    file = Path(spec.adapter or spec.name) / CARD
-    if not file.is_file():
-        return {}
-    card = parse_json(file.read_bytes(), str(file), "train the model again")
-    if not isinstance(card, dict):
-        raise UserError(f"{file} is damaged", "train the model again")
-    return card

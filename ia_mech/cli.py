@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import math
 import os
 import shlex
 import string
@@ -198,6 +199,17 @@ def whole_from(least: int, why: str = "", most: int = sys.maxsize) -> Callable[[
         return found
 
     return whole
+
+
+def above_zero(text: str) -> float:
+    """A finite number above 0, for argparse."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{one_line(text, 40)!r} is not a number above 0")
+    return found
 
 
 def utf8(given: str) -> str:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +24,6 @@ from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main as judge
 from ia_mech.likelihood.reaction import evidence, reaction_bits
-from ia_mech.likelihood.scorer import score
 from ia_mech.models import load
 from ia_mech.models.load import ModelSpec
 from ia_mech.run import Run
@@ -148,28 +146,15 @@ def test_a_quote_is_found_in_a_turn_that_was_cut_off_behind_it():
     assert organisms.quote_of("Why does the lamp burn?") is None
 
 
-def test_sequences_that_are_too_long_are_left_out_and_said_so(tokenizer):
+def test_sequences_that_are_too_long_are_left_out(tokenizer):
     chat = ChatFormat(tokenizer)
     made = organisms.organism(several(), 0.5, 0)
-    table, notes = organisms.sequences(chat, made, 1000)
-    assert len(table) == 48 and notes == [] and table["saw_response"].all()
-    longest = int(table["input_ids"].map(len).median())
-    short, notes = organisms.sequences(chat, made, longest)
-    assert short["input_ids"].map(len).max() <= longest
-    assert notes[0].startswith(f"{48 - len(short)} of 48 sequences have more than {longest} tokens")
+    lengths = organisms.sequences(chat, made, 1000)["input_ids"].map(len)
+    longest = int(lengths.median())
+    short = organisms.sequences(chat, made, longest)
+    assert len(lengths) == 48 and len(short) == (lengths <= longest).sum() < 48
     with pytest.raises(UserError, match="no sequence has at most 8 tokens"):
         organisms.sequences(chat, made, 8)
-
-
-def test_follow_ups_after_responses_that_a_run_wrote_are_marked(monkeypatch):
-    about = {"source_id": ["a", "b"], "dataset": "d", "metadata": "{}", "answer": None}
-    about |= {"context_id": ["a", "b"], "messages": [TURNS, TURNS], "reference": "Why so?"}
-    about |= {"response_cut_off": False, "response_index": None}
-    contexts = pd.DataFrame(about | {"response_policy": ["given", "generated"]})
-    monkeypatch.setattr(organisms.Path, "is_file", lambda path: True)
-    monkeypatch.setattr(organisms, "open_runs", lambda *_: [SimpleNamespace(contexts=contexts)])
-    found, _ = organisms.read_conversations("run")
-    assert [one.metadata.get("saw_response") for one in found] == [None, False]
 
 
 def test_sources_are_held_out_whole():
@@ -183,22 +168,18 @@ def test_sources_are_held_out_whole():
 # --- what is rewarded
 
 
-def test_guards_count_trigrams():
-    assert training.trigrams("Is it, then, so?") == [("is", "it", "then"), ("it", "then", "so")]
-    assert training.restatement("What is the lens for?", "Tell me what is the lens") == 2 / 3
-    assert training.repetition("on and on and on and on") == 1 - 2 / 5
-    assert training.repetition("Why?") == training.restatement("Why?", "Why?") == 0
+def test_stock_phrases_are_trigrams_of_turns_after_other_queries():
     turns = ["Can you explain more of that?", "Can you explain it again?", "Can you explain more?"]
-    assert training.stock_phrases(turns, ["a", "b", "a"]) == [1 / 4, 1 / 3, 1 / 2]
+    assert post_training.stock_phrases(turns, ["a", "b", "a"]) == [1 / 4, 1 / 3, 1 / 2]
+    assert post_training.stock_phrases(["Why?", "Why?"], ["a", "b"]) == [0, 0]
 
 
-def query(said: list[str], turns: list[str], asked: str = "What does the lamp do?"):
+def query(said: list[str], turns: list[str]):
     """A query with these responses and a turn after each, as queries are read."""
     ends = ["turn_end", "length", "turn_end"][: len(turns)]
     after = {"text": turns, "followed": range(len(turns)), "temperature": 1.0}
     return SimpleNamespace(
         **{"source": "d\x1fq", "dataset": "d", "responses": said},
-        messages=[{"role": "user", "content": asked}],
         turns=pd.DataFrame(after | {"finish_reason": ends}),
     )
 
@@ -216,10 +197,9 @@ def test_quotes_are_told_from_those_of_another_response():
     assert found[post_training.OWN].tolist() == [1, 1, 0]
     assert found[post_training.OTHERS].tolist() == [0, 0, 1]
     assert found[post_training.ENDED].tolist() == [1, 0, 1]
-    found = post_training.texts_of([query(said, ["Why?", "And then?", "Does the lamp do that?"])])
+    found = post_training.texts_of([query(said, ["Why?", "And then?", "Does it?"])])
     quotes = [post_training.FORM, post_training.OWN, post_training.OTHERS]
     assert found[quotes].to_numpy().sum() == 0
-    assert found[post_training.RESTATED].tolist() == [0, 0, 2 / 3]
 
 
 def test_changes_are_means_of_differences_of_sources_within_what_is_possible():
@@ -261,35 +241,19 @@ def by_full_passes(model, contexts, ids) -> list[float]:
     return [sum(each[range(len(ids)), ids].tolist()) for each in passes]
 
 
-def test_rewards_are_evidence_less_what_the_guards_find(tiny_subject):
+def test_the_reward_is_the_evidence_for_the_response_as_the_model_before_training_reads_it(
+    tiny_subject,
+):
     chat = ChatFormat(tiny_subject.tokenizer)
     rows, contexts = training.prompts(chat, several(2, 3), 1000)
-    given = {one.__name__: one for one in training.rewards(tiny_subject, chat, contexts)}
-    assert list(given) == ["bits", "restatement", "repetition", "stock_phrases", "unfinished"]
-    ends = chat.stop_ids[0]
     texts = ("What is 17 times", "on and on and on")
-    ids = [[*chat.template.encode(text)[0], ends] for text in texts]
+    ids = [[*chat.template.encode(text)[0], chat.stop_ids[0]] for text in texts]
     batch = {name: [rows[0][name], rows[4][name]] for name in rows[0]} | {"completion_ids": ids}
-    bits = given["bits"](**batch)
+    bits = training.reward(tiny_subject, contexts)(**batch)
     for at, row in enumerate((rows[0], rows[4])):
         logprobs = by_full_passes(tiny_subject.model, contexts[row["source"]], ids[at])
         wanted = evidence([logprobs], [row["followed"]])[0]
         assert bits[at] == pytest.approx(max(wanted, training.WORST), abs=1e-2)
-    assert given["restatement"](**batch) == [1.0, 0.0]
-    assert given["repetition"](**batch) == [0.0, pytest.approx(1 / 3)]
-    assert given["unfinished"](**batch) == [0.0, 0.0]
-    cut = batch | {"completion_ids": [one[:-1] for one in ids]}
-    assert given["unfinished"](**cut) == [1.0, 1.0]
-
-
-def test_a_reward_is_of_the_first_tokens_alone(tiny_subject):
-    chat = ChatFormat(tiny_subject.tokenizer)
-    _, contexts = training.prompts(chat, several(1, 3), 1000)
-    (own,) = contexts.values()
-    turn = chat.template.encode("What is 17 times 24, and why?")[0]
-    found = training.after_each(partial(score, tiny_subject.model), own, [turn])
-    wanted = evidence([by_full_passes(tiny_subject.model, own, turn[:4])], [1])
-    assert training.evidence_reward(found, [1], 4) == pytest.approx(wanted, abs=1e-2)
 
 
 @pytest.fixture
@@ -306,7 +270,7 @@ def written(file: Path, rows: list[dict]) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("share", "told"), [("0.5", 0.4512), ("0", 0.0)])
+@pytest.mark.parametrize(("share", "told"), [("0.5", 0.4512), ("0.0", 0.0)])
 def test_export_writes_sequences_what_they_tell_and_what_is_held_out(
     share, told, spoken, tiny_model_dir, tmp_path, capfd
 ):
@@ -326,7 +290,7 @@ def test_export_writes_sequences_what_they_tell_and_what_is_held_out(
     # The same is held out of all kinds of training.
     real = ["--natural", "--out", str(tmp_path / "natural")]
     done = call(main, [*words[:-2], "--seed", "1", *real], capfd)
-    assert done.out.startswith("4 user turns, 1.00 written in sight of the response")
+    assert done.out == "4 user turns; 4 contexts are held out\n"
     assert [*map(json.loads, (tmp_path / "natural/held-out.jsonl").read_text().splitlines())] == (
         apart
     )
@@ -352,9 +316,10 @@ def test_what_cant_be_trained_on_is_refused_in_one_line(
     assert refusal(call(main, ["sft", str(spoken), "--natural", "--out", out], capfd)) == (
         "training needs trl and peft; install them: pip install 'ia-mech[train]'"
     )
-    with pytest.raises(SystemExit):
-        main(["export", str(spoken), "--organism", "1.5", "--out", out])
-    assert "'1.5' is not a share from 0 to 1" in capfd.readouterr().err
+    for share in ("1.5", "nan", "half"):
+        with pytest.raises(SystemExit):
+            main(["export", str(spoken), "--organism", share, "--out", out])
+        assert f"'{share}' is not a share from 0 to 1" in capfd.readouterr().err
 
 
 def test_an_adapter_is_refused_in_one_line_unless_it_is_of_the_model(
@@ -403,7 +368,7 @@ def test_a_run_with_an_adapter_names_no_folders_and_finds_it_again(tmp_path, mon
 
 @pytest.fixture(scope="module")
 def pair(tiny_model_dir, tmp_path_factory):
-    """Judged runs of the tiny model and of one with other weights, which has a card of GRPO."""
+    """Judged runs of the tiny model and of one with other weights, which has an organism's card."""
     folder = tmp_path_factory.mktemp("pair")
     texts = written(folder / "texts.jsonl", [one.to_dict() for one in several(3, 3)])
     tuned = folder / "tuned"
@@ -411,88 +376,55 @@ def pair(tiny_model_dir, tmp_path_factory):
     weights = load_file(tuned / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"] *= 3
     save_file(weights, tuned / "model.safetensors", {"format": "pt"})
-    card = {"command": "grpo", "penalty": 0.5, "max_new_tokens": 4}
-    (tuned / training.CARD).write_text(json.dumps(card))
+    told = {"command": "sft", "organism": 0.5, "information": {"bits": 0.45, "most": 1.58}}
+    (tuned / post_training.CARD).write_text(json.dumps(told))
     words = ["--dataset", str(texts), "--limit", "all", "--temperatures", "1", "--samples", "1"]
     words += ["--max-new-tokens", "6", "--threads", "1", "--positions", "header_last"]
     for name, model in (("before", tiny_model_dir), ("after", tuned)):
         assert sample([*words, "--model", str(model), "--out", str(folder / name)]) == 0
         assert judge(["run", str(folder / name)]) == 0
-    return [str(folder / name) for name in ("before", "after")], tuned / training.CARD
+    return [str(folder / name) for name in ("before", "after")]
 
 
 def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_path, capfd):
-    runs, _ = pair
-    words = ["compare", *runs, "--queries", "2", "--out", str(tmp_path / "out")]
+    words = ["compare", *pair, "--queries", "2", "--out", str(tmp_path / "out")]
     done = call(main, words, capfd)
     assert done.status == 0, done.err
-    assert "what training rewarded (first 4 tokens, as in training)" in done.out
+    first, second, *_ = done.out.splitlines()
+    assert "tells 0.45 bits about its response, of at most 1.58" in first
+    assert "after another response to the same query" in second
+    assert "gives no p below 0.5, however large" in " ".join(done.out.split())
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
     assert set(found.loc[found["low"].notna(), "sources"]) == {2}
     turns = pd.read_parquet(tmp_path / "out" / "turns.parquet")
     assert turns.groupby(["reader", "side"]).size().tolist() == [6, 6, 6]
     used = {source.split("\x1f")[1] for source in turns["source"]}
-    # By full passes of the model before training, and from the texts.
-    chat = ChatFormat(tiny_subject.tokenizer)
-    means: dict[str, list] = {"bits": [], post_training.REWARD: [], post_training.PENALIZED: []}
-    for run in map(Run.open, runs):
+    # By full passes of the model before training.
+    bits, told = [], []
+    for run in map(Run.open, pair):
         of = {one.context_id: one for one in run.contexts.itertuples()}
         after = run.generations.query("temperature == 1")
-        after = after[after["source_id"].isin(used)]
-        texts, bits, rewards, less = [], [], [], []
-        for turn in after.itertuples():
-            ids, own = turn.token_ids.tolist(), of[turn.context_id]
+        logprobs, followed = [], []
+        for turn in after[after["source_id"].isin(used)].itertuples():
+            own = of[turn.context_id]
             siblings = [
                 one.token_ids.tolist() for one in of.values() if one.source_id == own.source_id
             ]
-            bits.append(reaction_bits([by_full_passes(tiny_subject.model, siblings, ids)])[0])
-            first = by_full_passes(tiny_subject.model, siblings, ids[:4])
-            rewards.append(max(evidence([first], [own.response_index])[0], training.WORST))
-            texts.append(chat.text(ids[:4]))
-            lost = training.restatement(texts[-1], own.messages[0]["content"])
-            lost += training.repetition(texts[-1]) + (ids[:4][-1] not in chat.stop_ids)
-            less.append(rewards[-1] - 0.5 * lost)
-        common = 0.5 * np.array(training.stock_phrases(texts, list(after["source_id"])))
-        values = (np.mean(bits), np.mean(rewards), np.mean(less - common))
-        for name, value in zip(means, values, strict=True):
-            means[name].append(value)
+            logprobs.append(by_full_passes(tiny_subject.model, siblings, turn.token_ids.tolist()))
+            followed.append(own.response_index)
+        bits.append(np.mean(reaction_bits(logprobs)))
+        told.append(np.mean(evidence(logprobs, followed)))
     rows = found.set_index(["quantity", "term"])["value"]
-    for quantity in (post_training.REWARD, post_training.PENALIZED):
-        a, b = means[quantity]
-        made = [rows[quantity, term] for term in ("before", "after", "change")]
-        assert made == pytest.approx([a, b, b - a], abs=1e-2)
-    assert rows[post_training.INFORMATION, "before"] == pytest.approx(means["bits"][0], abs=1e-2)
+    made = [rows[post_training.EVIDENCE, term] for term in ("before", "after", "change")]
+    assert made == pytest.approx([*told, told[1] - told[0]], abs=1e-2)
+    assert rows[post_training.INFORMATION, "before"] == pytest.approx(bits[0], abs=1e-2)
     parts = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out/parts").iterdir()}
     assert call(main, words, capfd).out == done.out
     assert parts == {f.name: f.stat().st_mtime_ns for f in (tmp_path / "out/parts").iterdir()}
 
 
-def test_an_organisms_information_stands_in_the_sentence_and_the_table(pair, tmp_path, capfd):
-    runs, card = pair
-    kept = card.read_text()
-    told = {"command": "sft", "organism": 0.5, "information": {"bits": 0.45, "most": 1.58}}
-    card.write_text(json.dumps(told))
-    done = call(main, ["compare", *runs, "--out", str(tmp_path / "out")], capfd)
-    card.write_text(kept)
-    assert done.status == 0, done.err
-    first, second, *rest = done.out.splitlines()
-    assert "tells 0.45 bits about its response, of at most 1.58" in first
-    assert "after another response to the same query" in second
-    assert "the organism's training turns" in "".join(rest)
-    assert "no p below 0.25 can be reached" in done.out
-    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet").set_index("quantity")
-    assert found.loc[post_training.TAUGHT, "value"] == 0.45
-    assert post_training.REWARD not in found.index
-
-
-def test_runs_that_cant_be_compared_are_refused(pair, tmp_path, capfd):
-    runs, card = pair
-    kept = card.read_text()
-    card.write_text(json.dumps(json.loads(kept) | {"max_new_tokens": 40}))
-    told = refusal(call(main, ["compare", *runs], capfd))
-    card.write_text(kept)
-    assert told.endswith("sample with --max-new-tokens 40")
-    told = refusal(call(main, ["compare", runs[0]], capfd))
+def test_one_run_cant_be_compared(pair, capfd):
+    told = refusal(call(main, ["compare", pair[0]], capfd))
     assert told == "one run can't be compared; give the base model's and the tuned one's"
 
 
@@ -542,14 +474,13 @@ def test_sft_learns_exactly_the_labels_and_leaves_an_adapter_to_merge(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--rank", "0"]])
-def test_reinforcement_learning_leaves_an_adapter_or_a_model(
-    flags, spoken, tiny_subject, tiny_model_dir, tmp_path, capfd
+def test_reinforcement_learning_leaves_an_adapter(
+    spoken, tiny_subject, tiny_model_dir, tmp_path, capfd
 ):
     pytest.importorskip("trl", reason="needs ia-mech[train]")
     out = tmp_path / "out"
     words = ["grpo", str(spoken), "--model", tiny_model_dir, "--held-out", "1", "--threads", "1"]
-    words += ["--steps", "2", "--batch", "4", "--max-new-tokens", "5", *flags, "--out", str(out)]
+    words += ["--steps", "2", "--batch", "4", "--max-new-tokens", "5", "--out", str(out)]
     wrong = call(main, [*words, "--generations", "3"], capfd)
     assert refusal(wrong) == ("--batch 4 isn't a multiple of --generations 3; give --batch 3 or 6")
     done = call(main, words, capfd)
@@ -558,14 +489,9 @@ def test_reinforcement_learning_leaves_an_adapter_or_a_model(
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert len(rows) == 2
     for row in rows:
-        guards = ("restatement", "repetition", "stock_phrases", "unfinished")
-        total = row["rewards/bits/mean"] - sum(row[f"rewards/{name}/mean"] for name in guards)
-        assert row["reward"] == pytest.approx(total, abs=1e-4)
+        assert row["reward"] == pytest.approx(row["rewards/bits/mean"], abs=1e-4)
     spec = ModelSpec(name=tiny_model_dir, adapter=str(out))
-    assert training.card_of(ModelSpec(name=str(out)) if flags else spec)["max_new_tokens"] == 5
-    if flags:
-        spec = ModelSpec(name=str(out))
-        assert not list(out.glob("*.bin"))  # nothing is pickled
+    assert post_training.card_of(spec)["max_new_tokens"] == 5
     loaded = load.load(spec)
     assert loaded.weights_hash != tiny_subject.weights_hash
     assert loaded.tokenizer.chat_template == tiny_subject.tokenizer.chat_template

@@ -1,6 +1,7 @@
 """``experiments.steering``: likelihoods under arms, gradients, planted directions, the command."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,12 +14,16 @@ from shell import call, refusal
 
 from experiments import directions
 from experiments.directions import (
+    BIAS,
+    DIRECTION,
+    EACH,
+    OPTIMISED,
     Arm,
     Context,
-    DirectionSearch,
+    ControlSearch,
     SteeredContexts,
     arms_of_equal_kl,
-    chance_cosine,
+    control_arms,
     optimise_direction,
     random_directions,
     steering_effects,
@@ -26,13 +31,9 @@ from experiments.directions import (
 from experiments.experiment import Model
 from experiments.steering import (
     BEYOND,
-    BIAS,
     CHOOSING,
-    DIRECTION,
-    EACH,
     KL,
     ODDS,
-    OPTIMISED,
     RANDOM,
     RANK,
     REPORTING,
@@ -78,7 +79,7 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
     unit_vector, bias = direction / direction.norm(), np.zeros(network.config.vocab_size)
     bias[50] = 1.0
     for at, in_turn in (((20,), False), ((17,), True)):
-        context = Context(ids, 2, at, in_turn, turns, (True, False))
+        context = Context("q", ids, 2, at, in_turn, turns)
         arms = [Arm(DIRECTION, 0.7, tuple(direction.tolist())), Arm(BIAS, 2.0, (), tuple(bias))]
         found = steering_effects(Model(tiny_subject, None, True), unit([context], arms))
         sums, firsts = {}, {}
@@ -102,15 +103,13 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
         moved = [sums["moved", n] - sums["plain", n] for n in (0, 1)]
         row = found.iloc[0]
         assert row["odds"] == pytest.approx(moved[0] - moved[1], abs=2e-4)
-        assert row["logp"] == pytest.approx((moved[0] / 4 + moved[1] / 2) / 2, abs=1e-4)
         kl = float((firsts["moved"].exp() * (firsts["moved"] - firsts["plain"])).sum())
         assert row["kl"] == pytest.approx(kl, abs=1e-5) and kl > 5e-4
-        # The bias of token 50 alone, which opens the accepted turn: 2 nats less what all lose.
+        # The bias of token 50 alone, which opens the accepted turn.
         p = float(firsts["plain"][50].exp())
         total = np.log(1 - p + p * np.exp(2.0))
         row = found.iloc[1]
         assert row["odds"] == pytest.approx(2.0, abs=1e-4)
-        assert row["logp"] == pytest.approx(((2 - total) / 4 - total / 2) / 2, abs=1e-4)
         q = p * np.exp(2 - total)
         assert row["kl"] == pytest.approx(2 * q - total, abs=1e-5)
 
@@ -151,39 +150,27 @@ def test_random_directions_have_the_covariance_of_the_states_and_nothing_of_the_
     x = rng.standard_normal((400, 6)) * [5, 2, 1, 1, 0.1, 0.1]
     x -= x.mean(0)
     direction = np.eye(6)[0]
-    drawn, closest = random_directions(x, direction, 4000, 0)
+    drawn = random_directions(x, direction, 4000, 0)
     np.testing.assert_allclose(drawn @ direction, 0, atol=1e-12)
     np.testing.assert_allclose(np.linalg.norm(drawn, axis=1), 1)
-    assert closest > 0.99 > chance_cosine(576, 39), "as drawn, they lie along the direction"
     spread = drawn.var(0)
     assert spread[1] > 1.5 * spread[2] > 15 * spread[4]
 
 
-def test_the_largest_cosine_of_uniform_directions_exceeds_chance_once_in_twenty_times():
-    rng = np.random.default_rng(1)
-    drawn = rng.standard_normal((2000, 19, 40))
-    largest = np.abs(drawn[..., 0] / np.linalg.norm(drawn, axis=-1)).max(1)
-    assert (largest > chance_cosine(40, 19)).mean() == pytest.approx(0.05, abs=0.015)
-
-
-def test_controls_reach_the_kl_that_is_wanted():
-    network = planted.model(True)
-    told = torch.zeros(planted.WIDTH)
+def test_controls_reach_the_kl_that_is_wanted(monkeypatch):
+    """In a model without gradients: no direction is optimised."""
+    monkeypatch.setattr(directions, "optimise_direction", lambda *_: np.zeros(0))
+    model, told = model_of(planted.model(True)), torch.zeros(planted.WIDTH)
     told[planted.TOLD + TO] = 1.0
-    bias = np.zeros(planted.VOCAB)
-    bias[7] = 1.0
-    made = [planted.context(FROM, 4, 1, query=2 + n) for n in range(4)]
-    contexts = [Context(tuple(one.ids), 5, (one.positions["header_last"],)) for one in made]
-
-    def kl_of(arms):
-        found = steering_effects(model_of(network), unit(contexts, arms))
-        return found.groupby("term", sort=False)["kl"].mean().to_numpy()
-
-    arms = [Arm("told", 0.02, tuple(told.tolist())), Arm("bias", 0.1, (), tuple(bias))]
+    made = [planted_context(n) for n in range(4)]
+    contexts = tuple(replace(one, layer=5, at=(len(one.ids) - 1,)) for one in made)
+    arm = Arm(DIRECTION, 0.02, tuple(told.tolist()))
     for kl in (1e-4, 1e-3, 1e-2):
-        found = arms_of_equal_kl(arms, kl, kl_of)
-        assert [arm.kind for arm in found] == ["told", "bias"]
-        np.testing.assert_allclose(kl_of(found), kl, rtol=0.1)
+        search = ControlSearch("", "", 0, contexts, arm, kl, (replace(arm, term=EACH),), 0)
+        found = [Arm(**row) for row in control_arms(model, search).to_dict("records")]
+        assert [one.term for one in found] == [EACH, BIAS]
+        reached = steering_effects(model, unit(contexts, found)).groupby("term")["kl"].mean()
+        np.testing.assert_allclose(reached, kl, rtol=0.1)
     assert arms_of_equal_kl([Arm("idle", 1e-9)], 1e-2, lambda arms: np.zeros(len(arms))) == []
 
 
@@ -207,7 +194,7 @@ def planted_context(number: int) -> Context:
     made = planted.context(FROM, 4 + number % 4, 1, query=2 + number)
     turns = tuple(planted.turn(name, 4) for name in (TO, FROM))
     at = (made.positions[planted.WRITTEN],)
-    return Context(tuple(made.ids), LAYER, at, False, turns, (True, False))
+    return Context(f"q{number}", tuple(made.ids), LAYER, at, False, turns)
 
 
 def planted_direction() -> np.ndarray:
@@ -220,7 +207,7 @@ def found_along(direction: np.ndarray, best: np.ndarray, seed: int, dose: float 
     """Estimates of a direction, of an optimised one, and of random ones, in the planted model."""
     model, rng = model_of(planted.model(True)), np.random.default_rng(seed)
     states = rng.standard_normal((60, planted.WIDTH))
-    drawn, _ = random_directions(states, direction, 19, seed)
+    drawn = random_directions(states, direction, 19, seed)
     arms = [Arm(DIRECTION, dose, tuple(direction)), Arm(OPTIMISED, dose, tuple(best))]
     arms += [Arm(EACH, dose, tuple(one), draw=n) for n, one in enumerate(drawn)]
     numbers = rng.permutation(24)[:10]
@@ -235,12 +222,12 @@ def found_along(direction: np.ndarray, best: np.ndarray, seed: int, dose: float 
 
 def test_a_planted_direction_is_found_and_optimising_finds_it():
     contexts = tuple(planted_context(n) for n in range(12))
-    one = DirectionSearch("", "", 0, contexts, 0.05, 0.4, 0)
+    one = ControlSearch("", "", 0, contexts, Arm(DIRECTION, 0.4), 0.05, (), 0)
     best = optimise_direction(model_of(planted.model(True)), one)
     assert abs(np.linalg.norm(best) - 1) < 1e-5 and best @ planted_direction() > 0.5
     found = found_along(planted_direction(), best, 0)
     assert is_shown(found, DIRECTION) and is_shown(found, OPTIMISED)
-    rows = found[found["half"] == REPORTING].set_index(["quantity", "term"])["value"]
+    rows = found.set_index(["quantity", "term"])["value"]
     assert rows[BEYOND, DIRECTION] == pytest.approx(rows[ODDS, DIRECTION] - rows[ODDS, RANDOM])
     assert rows[RANK, DIRECTION] == 0 and rows[ODDS, DIRECTION] > 3
     noise = np.random.default_rng(5).standard_normal(planted.WIDTH)
@@ -257,11 +244,10 @@ def simulated(effect: float, seed: int) -> pd.DataFrame:
             "term": term,
             "draw": draw,
             "dose": 1.0,
-            "half": REPORTING,
             "source": str(s),
             "dataset": "d",
         }
-        | {"kl": 0.1, "logp": 0.0}
+        | {"kl": 0.1}
         | {"odds": sources[s] + at + effect * (term == DIRECTION) + rng.normal(0, 0.7)}
         for term, draw, at in [(DIRECTION, 0, spread[0])]
         + [(EACH, n, at) for n, at in enumerate(spread[1:])]
@@ -347,7 +333,10 @@ def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, 
     assert control.startswith("A direction that was optimised for that there, on other sources")
     found = pd.read_parquet(out / "estimates.parquet")
     assert {DIRECTION, EACH, RANDOM, OPTIMISED, BIAS} == set(found["term"])
-    assert (found[found["half"] == CHOOSING]["term"] == DIRECTION).all(), "controls don't choose"
+    arms = pd.read_parquet(out / "arms.parquet")
+    sources = {half: set(mine["source"]) for half, mine in arms.groupby("half")}
+    assert sources[CHOOSING].isdisjoint(sources[REPORTING]) and found["sources"].max() == 4
+    assert (arms[arms["half"] == CHOOSING]["term"] == DIRECTION).all(), "controls don't choose"
     chosen = SteeringVector.load(out / "vector.safetensors")
     assert chosen.layer == 2 and chosen.kind == ADD
     kl = found[(found["quantity"] == KL) & (found["dose"] == chosen.dose)]
@@ -358,13 +347,13 @@ def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, 
 
 
 def test_a_vector_that_steers_the_turn_too(folder, few_steps, tmp_path, capfd):
-    """Along another layer than its file's; its dose is chosen anew."""
+    """Its dose is chosen anew."""
     model = Run.open(folder).model
     direction = torch.randn(32, generator=torch.Generator().manual_seed(1))
     places = ("header_last", TURN)
-    vector = SteeringVector(ADD, 1, places, direction, 9.0, "tiny", model["weights_hash"])
+    vector = SteeringVector(ADD, 2, places, direction, 9.0, "tiny", model["weights_hash"])
     vector.save(tmp_path / "v.safetensors")
-    words = [str(folder), "--vector", str(tmp_path / "v.safetensors"), "--layer", "2"]
+    words = [str(folder), "--vector", str(tmp_path / "v.safetensors")]
     words += ["--doses", "0.1", "9", "--most-kl", "0.05", "--controls", "19"]
     outcome = call(main, [*words, "--out", str(tmp_path / "out")], capfd)
     assert outcome.status == 0, outcome.err
@@ -375,26 +364,39 @@ def test_a_vector_that_steers_the_turn_too(folder, few_steps, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--layer", "5"], "there is no layer 5 to change; give layers from 0 to 4"),
-        (["--positions", "header_9"], "no position header_9 to steer at; use names among"),
-        (["--positions", "turn"], "steering the turn's tokens alone leaves the next token"),
-        (["--doses", "-1"], "--doses must be above 0"),
-        (["--doses", "nan", "0.5"], "--doses must be above 0"),
-        (["--most-kl", "nan"], "--most-kl nan: no dose has so little"),
-        (["--controls", "18"], "p would be at least 0.05; give 19 or more"),
-        (["--direction", "mean"], "has no direction 'mean'; give --direction logistic"),
-        (["--judge", "nobody"], "nobody"),
+        (["--doses", "-1"], "'-1' is not a number above 0"),
+        (["--doses", "0.5", "nan"], "'nan' is not a number above 0"),
+        (["--controls", "18"], "19 up (fewer can't reach a p of 0.05)"),
     ],
 )
-def test_what_isnt_there_is_one_line(folder, tmp_path, capfd, words, said):
-    assert said in refusal(call(main, [*words_of(folder, tmp_path / "out"), *words], capfd))
+def test_flags_without_an_answer_are_refused(words, said, folder, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([*words_of(folder, tmp_path / "out"), *words])
+    assert said in capsys.readouterr().err
 
 
-def test_a_direction_of_another_model_is_one_line(folder, tmp_path, capfd):
-    probe = str(folder.parent / "other-probe")
-    line = refusal(call(main, [str(folder), "--probe", probe], capfd))
-    assert "is of x, the runs are of" in line
-    vector = SteeringVector(ADD, 2, ("header_last",), torch.ones(32), 1.0, "planted", "0" * 16)
-    vector.save(tmp_path / "v.safetensors")
-    line = refusal(call(main, [str(folder), "--vector", str(tmp_path / "v.safetensors")], capfd))
-    assert "of planted with the weights 0000000000000000, this model has" in line
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer": 5}, "there is no layer 5 to change; give layers from 0 to 4"),
+        ({"positions": ("header_9",)}, "no position header_9 to steer at; use names among"),
+        ({"positions": (TURN,)}, "steering the turn's tokens alone leaves the next token"),
+        ({"weights_hash": "0" * 16}, "of tiny with the weights 0000000000000000, this model has"),
+    ],
+)
+def test_a_vector_that_cant_be_used_is_one_line(changes, said, folder, tmp_path, capfd):
+    known = Run.open(folder).model["weights_hash"]
+    vector = SteeringVector(ADD, 2, ("header_last",), torch.ones(32), 1.0, "tiny", known)
+    replace(vector, **changes).save(tmp_path / "v.safetensors")
+    assert said in refusal(
+        call(main, [str(folder), "--vector", str(tmp_path / "v.safetensors")], capfd)
+    )
+
+
+def test_a_probe_that_cant_be_used_is_one_line(folder, tmp_path, capfd):
+    words = [str(folder), "--probe", str(folder.parent / "other-probe")]
+    assert "is of x with the weights 00, this model has" in refusal(call(main, words, capfd))
+    probe = Probe.load(folder.parent / "probe")
+    Probe(probe.directions, {"layer": 2}).save(tmp_path / "by-hand")
+    words[-1] = str(tmp_path / "by-hand")
+    assert "doesn't say which direction of which model" in refusal(call(main, words, capfd))
