@@ -266,7 +266,7 @@ def few_sources(estimates: pd.DataFrame) -> list[str]:
     least = flipped.groupby("dataset", sort=False)["sources"].min()
     for dataset, count in least[2.0 ** (1 - least) >= LEAST_P].items():
         notes.append(
-            f"{dataset}: flipping the signs of {count} sources gives no p below "
+            f"{dataset}: with {count} of its sources alone, flipping their signs gives no p below "
             f"{2.0 ** (1 - count):.2g}, however large the effect."
         )
     return notes
