@@ -103,7 +103,7 @@ class Subject:
         }
 
 
-def text_config(config):
+def text_config(config: Any) -> Any:
     """The text part of a configuration (multimodal ones nest it)."""
     return config.get_text_config(decoder=True)
 
