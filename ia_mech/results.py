@@ -340,7 +340,7 @@ def show(result: Result, screen: "Console", *, full: bool = False) -> None:
     for note in result.notes:
         screen.print(f"note: {one_line(note)}", soft_wrap=True, markup=False)
     if left_out:
-        screen.print(f"{left_out} more tables with --full", soft_wrap=True, markup=False)
+        screen.print(f"--full prints more tables: {left_out}", soft_wrap=True, markup=False)
 
 
 def print_table(screen: "Console", table: Table) -> None:

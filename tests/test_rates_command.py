@@ -128,7 +128,7 @@ def test_the_verdict_comes_first_then_the_pooled_rows(run, rates):
     assert "can't be told: no query has siblings" in lines[0]
     assert lines[1].startswith("Judge fake: failed. Of 60 decoys the turns are genuine to the")
     assert lines[3].startswith("rates (95% intervals over sources)")
-    assert "by dataset" not in outcome.out and "more tables with --full" in outcome.out
+    assert "by dataset" not in outcome.out and "--full prints more tables" in outcome.out
     for note in ("over 6 comparisons and", "p by sign flip", "fewer than 24 sources", "a fake"):
         assert note in outcome.out
     assert lines[-1] == f"next: python -m ia_mech.report {run.path}"

@@ -85,6 +85,6 @@ def test_the_sentence_stands_before_the_tables_and_details_are_asked_for(capsys)
     said = capsys.readouterr().out
     order = [said.index(text) for text in ("In 0.25", "After another", "greedy", "few sources")]
     assert order == sorted(order)
-    assert "by dataset" not in said and "1 more tables with --full" in said
+    assert "by dataset" not in said and "--full prints more tables: 1" in said
     show(example_result(), console(), full=True)
     assert "[bold]x" in capsys.readouterr().out
