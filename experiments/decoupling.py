@@ -65,7 +65,7 @@ class Decoupling(Experiment):
     """
 
     name = "decoupling"
-    judged, loads, several_models = True, False, True
+    judged, loads, several_models, mixed = True, False, True, True
     columns = COLUMNS
 
     def read(self) -> None:

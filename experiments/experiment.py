@@ -123,6 +123,7 @@ class Experiment:
         judged: verdicts are used, so that a judge can be chosen.
         loads: ``measure`` uses the model; else it is given None, and no model is loaded.
         several_models: runs of several models may be given together.
+        mixed: runs that were decoded in different ways may be given together.
         perturbed: runs that hold perturbed contexts may be given.
         queries_used: how many queries at most, drawn by ``--seed``; None for all. If it is given,
             so is ``--queries``.
@@ -143,6 +144,7 @@ class Experiment:
     judged: ClassVar[bool] = False
     loads: ClassVar[bool] = True
     several_models: ClassVar[bool] = False
+    mixed: ClassVar[bool] = False
     perturbed: ClassVar[bool] = False
     queries_used: ClassVar[int | None] = None
     beside: ClassVar[str] = ""
@@ -303,6 +305,15 @@ class Experiment:
         """A folder of the results, for what is named so."""
         return self.folder / name.replace(" ", "_")
 
+    def _about_queries(self) -> list[str]:
+        """How many queries there are, and how many of their responses were cut off."""
+        if "queries" not in vars(self):  # never read
+            return []
+        complete = [each for query in self.queries for each in query.complete]
+        note = f"{len(self.queries)} queries, {len(complete)} responses"
+        cut = complete.count(False)
+        return [f"{note}, {cut} of them cut off at a token limit." if cut else f"{note}."]
+
     def measure_units(self, units: Iterable[Unit], phase: str = "") -> pd.DataFrame:
         """The rows of units one below the other, with ``source`` and ``dataset``.
 
@@ -460,10 +471,13 @@ class Experiment:
         Raises:
             UserError: says what is missing, or isn't allowed.
         """
+        from experiments.resample import same_settings
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 
         if not self.several_models:
             refuse_several_models(self.runs)
+        if not self.mixed:
+            same_settings(self.runs)
         if not self.perturbed:
             refuse_perturbed(self.runs)
         if self.judged:
@@ -513,7 +527,7 @@ class Experiment:
             estimates=found,
             tables=self.tables(found),
             figures={stem: figure.draw() for stem, figure in self.figures(found).items()},
-            notes=[*self.notes, *few_sources(found)],
+            notes=[*self._about_queries(), *self.notes, *few_sources(found)],
             about={"kind": self.name, "level": self.args.level} | gate | about_runs(used, judges),
             data={
                 stem: frame.assign(run=frame["run"].replace(names)) if "run" in frame else frame

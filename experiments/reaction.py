@@ -263,10 +263,7 @@ class Reaction(Experiment):
     # -- what is read and sampled -----------------------------------------------------------------
 
     def read(self) -> None:
-        from experiments.resample import same_settings
-
         args = self.args
-        same_settings(self.runs)
         count = max(len(query.contexts) for query in self.queries)
         self.used = [query for query in self.queries if len(query.contexts) == count]
         if fewer := len(self.queries) - len(self.used):
@@ -290,12 +287,11 @@ class Reaction(Experiment):
                 "sample more queries",
             )
         self.size, self.among = headline(self.used, args.among)
-        complete = [each for query in self.used for each in query.complete]
-        if cut := complete.count(False):
-            note = f"{cut} of {len(complete)} responses were cut off, which a turn can tell."
-            if not self.only_complete:
-                note += " Too few queries have two complete ones: the headline is of all responses."
-            self.notes.append(note)
+        if not self.only_complete:
+            self.notes.append(
+                "Too few queries have two complete responses: the headline is of all, and a turn "
+                "can tell that one was cut off."
+            )
 
         first = {q.source for q in subsample(self.queries, args.control_queries, args.seed)}
         having = [q for q in self.used if q.source in first]
