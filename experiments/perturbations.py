@@ -164,10 +164,10 @@ class Perturbations(Experiment):
     def changed_conversations(self) -> list[Conversation]:
         """Every conversation under every condition that changes it and can be made of it."""
         from experiments.resample import conversations_of
-        from experiments.swaps import Donors, donor_of
+        from experiments.swaps import Donors
 
-        own, seed = conversations_of(self.base), self.runs[0].settings["seed"]
-        donors = Donors([donor_of(one, self.chat.tokenizer) for one in own], seed)
+        own = conversations_of(self.base)
+        donors = Donors(own, self.chat.tokenizer, self.runs[0].settings["seed"])
         made = []
         for name in CONDITIONS:
             left_out: dict[str, int] = {}
@@ -195,7 +195,7 @@ class Perturbations(Experiment):
             others = donors.responses(order, 1)
             if not others:
                 raise UserError("there is no other response of the dataset", "")
-            swap = others[0].response
+            swap = others[0]
         key = stream_key(settings["seed"], own[order].id, STREAM - list(CONDITIONS).index(name))
         changed = apply_condition(own[order], name, np.random.default_rng(list(key)), swap)
         if changed is None:
