@@ -64,7 +64,7 @@ LESS = " less other turns'"  # after the same response at the same temperature
 DEEPER = f"gap where greedy leaves{LESS}"
 OTHERS = ("all others", "others but degenerate ones")
 TOKENS, MASS = "effective number of first tokens", "mass on openings"
-LENS, OVERTAKES = "log p by the lens", "layer where greedy overtakes"
+LENS, AHEAD = "log p by the lens", "greedy ahead for good"
 COLUMNS = {
     **dict.fromkeys(("dataset", "term", "outcome", "decoy"), "str"),
     **{"temperature": "float64", "layer": "Int64", "level": "float64", "events": "Int64"},
@@ -165,7 +165,11 @@ class TemperatureSweep(Experiment):
         self.grid = sorted({*GRID, *(t for t in sampled if t >= COLDEST)})
         self.decoys = judged.decoys
         self.turns = with_tokens(judged.turns, self.runs)
-        self.contexts = contexts_of(self.turns, self.runs)
+        greedy = self.turns[self.turns["temperature"] == 0].reset_index(drop=True)  # once each
+        self.contexts = greedy[["dataset", "source", "run"]].astype(object)
+        self.contexts = self.contexts.assign(
+            at=greedy["at"], greedy=[int(ids[0]) for ids in greedy["token_ids"]]
+        )
         self.notes += judged.notes
         if missing := int(self.turns["genuine"].isna().sum()):
             self.notes.append(f"{missing} of {len(self.turns)} turns were not assessed.")
@@ -289,15 +293,6 @@ class TemperatureSweep(Experiment):
             legend="Genuine turns' mean gap, nats, less that of other turns after the same "
             f"response at the same temperature. {tested}",
         )
-        made += tables_of(
-            f"the opening by layer, logit lens ({percent})",
-            found[once],
-            {OVERTAKES: ("layer", 1)},
-            index=("dataset",),
-            rows="contexts",
-            legend="Layer: from which on greedy's opening stays ahead of the best follow-up "
-            "opening (median; header_last).",
-        )
         first: dict[str, tuple[str, int | str]] = {
             "first token's entropy": ("entropy", 2),
             TOKENS: ("effective tokens", 1),
@@ -314,6 +309,19 @@ class TemperatureSweep(Experiment):
                 full=True,
             )
         )
+        if (found["quantity"] == AHEAD).any():
+            made.append(
+                table_of(
+                    f"greedy's opening by layer, logit lens ({percent})",
+                    all_datasets(found),
+                    {AHEAD: ("ahead for good", 2)},
+                    index=("layer",),
+                    rows="contexts",
+                    legend="From this layer on to the last, greedy's opening is likelier than the "
+                    "best follow-up opening (header_last).",
+                    full=True,
+                )
+            )
         return made
 
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
@@ -370,23 +378,13 @@ class TemperatureSweep(Experiment):
 
 
 def with_tokens(turns: pd.DataFrame, runs: "Sequence[Run]") -> pd.DataFrame:
-    """The turns with their tokens and what the model made of them."""
-    columns = [*KEY, "token_ids", "logprobs_raw", "ranks"]
-    tokens = pd.concat([run.generations[columns].assign(run=str(run.path)) for run in runs])
-    return turns.merge(tokens, on=["run", *KEY], how="left", validate="one_to_one")
-
-
-def contexts_of(turns: pd.DataFrame, runs: "Sequence[Run]") -> pd.DataFrame:
-    """Each context once: its greedy turn is there once, too."""
-    greedy = turns[turns["temperature"] == 0]
-    greedy = greedy.assign(greedy=[int(ids[0]) for ids in greedy["token_ids"]])
-    places = [
-        pd.DataFrame({"run": str(run.path), "context_id": names, "at": range(len(names))})
-        for run, names in ((run, run.contexts["context_id"].astype(object)) for run in runs)
-    ]
-    columns = ["run", "context_id", "dataset", "source", "greedy"]
-    greedy = greedy[columns].astype(dict.fromkeys(columns[:4], object))
-    return greedy.merge(pd.concat(places), on=["run", "context_id"], validate="one_to_one")
+    """The turns with their tokens, what the model made of them, and ``at``, their context's row."""
+    written = []
+    for run in runs:
+        row = {name: at for at, name in enumerate(run.contexts["context_id"])}
+        own = run.generations[[*KEY, "token_ids", "logprobs_raw", "ranks"]]
+        written.append(own.assign(run=str(run.path), at=own["context_id"].map(row).astype(int)))
+    return turns.merge(pd.concat(written), on=["run", *KEY], how="left", validate="one_to_one")
 
 
 # -- estimates -------------------------------------------------------------------------------------
@@ -460,8 +458,7 @@ def lens_estimates(group: Group, log_p: dict[str, np.ndarray]) -> Iterator[TidyE
         return
     for layer in range(log_p[GREEDY].shape[1]):
         ahead = np.where(np.isnan(first), np.nan, first <= layer)
-        yield group.mean("greedy ahead for good", ahead, proportion=True, layer=layer)
-    yield group.median(OVERTAKES, np.where(np.isfinite(first), first, np.nan))
+        yield group.mean(AHEAD, ahead, proportion=True, layer=layer)
 
 
 main = TemperatureSweep.main

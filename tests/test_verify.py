@@ -267,8 +267,6 @@ def test_a_checker_that_fails_leaves_the_verdict_open(monkeypatch):
         {"instruction_id_list": ["punctuation:no_comma"], "kwargs": []},
         {"instruction_id_list": [], "kwargs": []},
         {"instruction_id_list": "punctuation:no_comma", "kwargs": "{}"},
-        {"instruction_id_list": [3], "kwargs": [{}]},
-        {"instruction_id_list": ["punctuation:no_comma"], "kwargs": ["{}"]},
     ],
 )
 def test_metadata_without_instructions_in_that_form_have_no_verifier(metadata):
