@@ -197,7 +197,7 @@ class Decoupling(Experiment):
         return made
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return {"responses": self.responses.drop(columns=["source", "asked", "text"])}
+        return {"responses": self.responses.drop(columns=["name", "source", "asked", "text"])}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         assert self.gate is not None

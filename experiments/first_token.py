@@ -246,13 +246,12 @@ def best_of(log_p: np.ndarray, shares: np.ndarray) -> np.ndarray:
     return np.where(np.isneginf(best) | np.isnan(shares).any(1), np.nan, best)
 
 
-def overtaking_layer(greedy: np.ndarray, rival: np.ndarray) -> np.ndarray:
-    """From which layer on greedy's opening stays above its rival, to the last layer.
+def ahead_for_good(greedy: np.ndarray, rival: np.ndarray) -> np.ndarray:
+    """From which layers on greedy's opening stays above its rival, to the last layer.
 
-    Both are ``[contexts, layers]`` log-probabilities. The result is ``[contexts]``: the layer's
-    place from 0; infinite if it isn't above at the last layer, NaN where a layer has no value.
+    Both are ``[contexts, layers]`` log-probabilities, and so is the result: 1 from there on, 0
+    before; NaN for a context of which a layer has no value.
     """
-    ahead = greedy > rival
-    for_good = np.flip(np.logical_and.accumulate(np.flip(ahead, 1), axis=1), 1)
-    first = np.where(for_good[:, -1], for_good.argmax(1), np.inf)
-    return np.where((np.isnan(greedy) | np.isnan(rival)).any(1), np.nan, first)
+    ahead = np.flip(np.logical_and.accumulate(np.flip(greedy > rival, 1), axis=1), 1)
+    unknown = np.isnan(greedy) | np.isnan(rival)
+    return np.where(unknown.any(1, keepdims=True), np.nan, ahead)

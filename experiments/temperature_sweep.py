@@ -27,11 +27,11 @@ from experiments.experiment import Conclusion, Experiment
 from experiments.first_token import (
     BEST,
     GREEDY,
+    ahead_for_good,
     check_logits,
     first_token_curves,
     lens_curves,
     openings_of,
-    overtaking_layer,
 )
 from experiments.tables import sentence_of, tables_of, with_detectable
 from ia_mech.errors import UserError
@@ -453,12 +453,10 @@ def lens_estimates(group: Group, log_p: dict[str, np.ndarray]) -> Iterator[TidyE
         for layer in range(values.shape[1]):
             row = group.mean(LENS, values[:, layer], term=term, layer=layer)
             yield _clipped(row, -np.inf, 0)
-    first = overtaking_layer(log_p[GREEDY], log_p[BEST])
-    if np.isnan(first).all():
-        return
-    for layer in range(log_p[GREEDY].shape[1]):
-        ahead = np.where(np.isnan(first), np.nan, first <= layer)
-        yield group.mean(AHEAD, ahead, proportion=True, layer=layer)
+    ahead = ahead_for_good(log_p[GREEDY], log_p[BEST])
+    if not np.isnan(ahead).all():
+        for layer in range(ahead.shape[1]):
+            yield group.mean(AHEAD, ahead[:, layer], proportion=True, layer=layer)
 
 
 main = TemperatureSweep.main

@@ -18,11 +18,11 @@ from shell import call, refusal
 from experiments.first_token import (
     BEST,
     GREEDY,
+    ahead_for_good,
     best_of,
     curves,
     lens_curves,
     openings_of,
-    overtaking_layer,
 )
 from experiments.tables import estimates_of
 from experiments.temperature_sweep import (
@@ -199,7 +199,8 @@ def test_the_lens_reads_every_layer():
     assert found[BEST][:2, 0] == pytest.approx([20 - z] * 2, abs=1e-4)
     assert found[BEST][0, 2] == pytest.approx(-z, abs=1e-4)
     # Context 2 is ahead at layer 0, level at layer 1 (no lead), and ahead for good at layer 2.
-    assert overtaking_layer(found[GREEDY], found[BEST]).tolist() == [1, 2, 2]
+    ahead = ahead_for_good(found[GREEDY], found[BEST])
+    assert ahead.tolist() == [[0, 1, 1], [0, 0, 1], [0, 0, 1]]
 
 
 def test_what_greedy_opens_with_is_not_its_own_rival():
@@ -211,10 +212,11 @@ def test_what_greedy_opens_with_is_not_its_own_rival():
     assert best[0] == pytest.approx(LOG(0.2)) and np.isnan(best[1:]).all()
 
 
-def test_overtaking_is_for_good():
+def test_ahead_is_for_good():
     greedy = np.array([[1, 0, 1, 1], [0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [1, NAN, 1, 1]])
-    found = overtaking_layer(greedy, np.full(greedy.shape, 0.5))
-    np.testing.assert_array_equal(found, [2, np.inf, 0, 3, NAN])
+    found = ahead_for_good(greedy, np.full(greedy.shape, 0.5))
+    expected = [[0, 0, 1, 1], [0] * 4, [1] * 4, [0, 0, 0, 1], [NAN] * 4]
+    np.testing.assert_array_equal(found, expected)
 
 
 # -- estimates ------------------------------------------------------------------------------------
