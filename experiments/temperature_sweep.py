@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from ia_mech.results import Table
     from ia_mech.run import Run
 
-COLDEST = 0.3  # below, the half precision of stored logits shows
 GRID = (*(round(0.1 * step, 1) for step in range(3, 16)), 1.75, 2.0)
 GARBLED = "degenerate"
 RATE = "follow-up rate"
@@ -150,6 +149,7 @@ class TemperatureSweep(Experiment):
 
     def read(self) -> None:
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
+        from ia_mech.run.reader import EXACT_FROM
 
         judged = read_runs(self.runs, self.args.judge, NO_ANNOTATOR)
         sampled = sorted(set(judged.turns["temperature"]) - {0})
@@ -162,7 +162,7 @@ class TemperatureSweep(Experiment):
             )
         for run in self.runs:
             check_logits(run)
-        self.grid = sorted({*GRID, *(t for t in sampled if t >= COLDEST)})
+        self.grid = sorted({*GRID, *(t for t in sampled if t >= EXACT_FROM)})
         self.decoys = judged.decoys
         self.turns = with_tokens(judged.turns, self.runs)
         greedy = self.turns[self.turns["temperature"] == 0].reset_index(drop=True)  # once each
