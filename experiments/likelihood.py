@@ -397,7 +397,7 @@ class Likelihood(Experiment):
             "median rank where greedy leaves": ("rank there", 0),
             "best temperature": ("best T", 2),
         }
-        made += tables_of("the users' real follow-ups", plain, of_turns)
+        made += tables_of("the users' real follow-ups", plain, of_turns, index=("dataset",))
         rivals = {
             "follow-up beats": ("whole turn", 2),
             "follow-up beats per token": ("per token", 2),
