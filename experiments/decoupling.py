@@ -2,10 +2,10 @@
 
 Accuracy of responses and rate of genuine turns after them, on the same prompts, over models and
 within each. A response is checked by its gold answer (maths), by the instructions of its query
-(IFEval; IFBench where NLTK's data is there), or, if it is given, by a column ``correct`` of the
-data. Models are compared on the prompts that all of them have. Within a model the rate after right
-responses is compared with that after wrong ones by permuting queries. This says nothing about
-causes: easy prompts and complete responses may explain both.
+(IFEval), or, if it is given, by a column ``correct`` of the data. Models are compared on the
+prompts that all of them have. Within a model the rate after right responses is compared with that
+after wrong ones by permuting queries. This says nothing about causes: easy prompts and complete
+responses may explain both.
 
 Needs: judged runs with --response generate on such prompts, or with given responses and a column
 ``correct``. Cost: seconds; no language model is loaded.
@@ -21,12 +21,11 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment
 from experiments.tables import sentence_of, tables_of, with_detectable
-from experiments.verify import COLUMN, verifier_of, verify
+from experiments.verify import COLUMN, verify
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, holm_corrected
 from ia_mech.rates.compute import rates
@@ -58,10 +57,10 @@ class Decoupling(Experiment):
     """See the module.
 
     Attributes:
-        contexts: one row per context whose response can be verified, of prompts that all models
-            have: columns of ``Run.contexts``, ``model``, ``source``, ``query``, ``response`` and
-            ``row`` (that of its response: runs of other seeds hold the same one again).
-        responses: one row per response, with the verdict on it.
+        responses: one row per response that can be verified, of prompts that all models have:
+            ``model``, ``dataset``, ``source``, ``cut_off``, the texts, and the verdict on it
+            (:class:`experiments.verify.Correctness`). Runs of other seeds hold the same response
+            again; it counts once.
     """
 
     name = "decoupling"
@@ -72,37 +71,30 @@ class Decoupling(Experiment):
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 
         judged = read_runs(self.runs, self.args.judge, NO_ANNOTATOR)
-        self.notes += judged.notes
         contexts = pd.concat([contexts_of(run) for run in self.runs], ignore_index=True)
-        self.contexts = shared_prompts(
+        self.notes += judged.notes
+        contexts = shared_prompts(
             verifiable_contexts(with_model_names(contexts), self.notes), self.notes
         )
-        self.judged_turns = judged.turns
-
-    def rows(self) -> pd.DataFrame:
-        """A row per user turn: ``model``, ``dataset``, ``source``, ``temperature``, ``genuine``,
-        and ``correct`` and ``cut_off`` of the response that it follows."""
-        self.responses = verify_responses(self.contexts)
+        self.responses = contexts.drop_duplicates(["model", "source", "text"])
         if self.responses["correct"].isna().all():
             raise UserError(
                 f"none of the {len(self.responses)} responses could be verified: "
                 f"{unverified_reasons(self.responses)}",
-                "give runs of prompts that can be, or install what is missing",
-            )
-        of = self.contexts.set_index(["run", "context_id"])["row"]
-        keys = pd.MultiIndex.from_frame(self.judged_turns[["run", "context_id"]].astype(object))
-        turns = self.judged_turns[["temperature", "genuine"]].assign(row=of.reindex(keys).array)
-        columns = ["model", "dataset", "source", "correct", "cut_off"]
-        turns = turns.dropna(subset="row").join(self.responses[columns], on="row")
-        if turns["genuine"].isna().all():
-            raise UserError(
-                "the judge assessed no user turn after these responses",
-                "judge again, or choose another with --judge",
+                "give runs of prompts that can be",
             )
         self.notes += notes_of(self.responses)
-        if missing := int(turns["genuine"].isna().sum()):
-            self.notes.append(f"{missing} of {len(turns)} user turns were not assessed.")
-        return turns.reset_index(drop=True)
+        columns = ["run", "context_id", "model", "dataset", "source", "correct", "cut_off"]
+        turns = judged.turns[["run", "context_id", "temperature", "genuine"]]
+        turns = turns.astype({"run": object, "context_id": object})
+        self.turns = turns.merge(contexts[columns], on=["run", "context_id"])
+        if missing := int(self.turns["genuine"].isna().sum()):
+            self.notes.append(f"{missing} of {len(self.turns)} user turns were not assessed.")
+
+    def rows(self) -> pd.DataFrame:
+        """A row per user turn: ``model``, ``dataset``, ``source``, ``temperature``, ``genuine``,
+        and ``correct`` and ``cut_off`` of the response that it follows."""
+        return self.turns
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         """Holm-corrected over all tests of a quantity and of the same responses."""
@@ -117,15 +109,12 @@ class Decoupling(Experiment):
                 for model, own in responses[here].groupby("model"):
                     names = {"model": model, "dataset": dataset, "term": term}
                     group = Group(own["source"].to_numpy(), self.options, names)
-                    yielded = {ACCURACY: own["correct"], "unverified": own["correct"].isna()}
-                    for quantity, values in (yielded | {"cut off": own["cut_off"]}).items():
-                        found.append(group.mean(quantity, values, proportion=True))
+                    unverified = own["correct"].isna()
+                    found.append(group.mean(ACCURACY, own["correct"], proportion=True))
+                    found.append(group.mean("unverified", unverified, proportion=True))
+                    found.append(group.mean("cut off", own["cut_off"], proportion=True))
             for dataset, here in by_dataset(turns):
-                options: dict[str, Any] = {
-                    "dataset": dataset,
-                    "level": self.args.level,
-                    "term": term,
-                }
+                options = {"dataset": dataset, "term": term, "level": self.args.level}
                 found += rates(turns[here], ["model", "temperature"], quantity=RATE, **options)
             # Not pooled: datasets differ in accuracy and in rate, which would be an association.
             known = turns.dropna(subset=["correct", "genuine"])
@@ -208,7 +197,7 @@ class Decoupling(Experiment):
         return made
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return {"responses": self.responses.drop(columns="source")}
+        return {"responses": self.responses.drop(columns=["name", "source", "asked", "text"])}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         assert self.gate is not None
@@ -230,13 +219,10 @@ class Decoupling(Experiment):
 
 
 def contexts_of(run: "Run") -> pd.DataFrame:
-    """Contexts of a run with what verifying takes."""
+    """Contexts of a run with the verdicts on their responses."""
     frame = run.contexts
     messages = [list(messages) for messages in frame["messages"]]
-    metadata = [json.loads(text) for text in frame["metadata"]]
-    answers = frame["answer"].astype(object).where(frame["answer"].notna(), None)
-    given = (frame["response_policy"] != "generated").tolist()
-    return frame.assign(
+    frame = frame.assign(
         run=str(run.path),
         name=run.model["name"],
         weights_hash=run.model["weights_hash"],
@@ -248,15 +234,25 @@ def contexts_of(run: "Run") -> pd.DataFrame:
             "\x1f".join(turn["content"] for turn in turns[:-1] if turn["role"] != "system")
             for turns in messages
         ],
-        answer=answers,
-        metadata=metadata,
-        given=given,
-        verifier=[
-            verifier_of(answer, about, given=told)
-            for answer, about, told in zip(answers, metadata, given, strict=True)
-        ],
+        answer=frame["answer"].astype(object).where(frame["answer"].notna(), None),
+        given=frame["response_policy"] != "generated",
         cut_off=frame["response_cut_off"].fillna(False).astype(bool),
     )
+    verdicts = [
+        verify(
+            row.query,
+            row.response,
+            row.answer,
+            json.loads(row.metadata),
+            given=row.given,
+            cut_off=row.cut_off,
+        )
+        for row in frame.itertuples()
+    ]
+    texts = ["dataset", "source", "source_id", "text", "asked", "query", "response"]
+    kept = frame[["run", "context_id", "name", "weights_hash", *texts, "cut_off"]]
+    found = kept.assign(**pd.DataFrame(verdicts))
+    return found.assign(correct=found["correct"].astype(float))
 
 
 def with_model_names(contexts: pd.DataFrame) -> pd.DataFrame:
@@ -284,21 +280,18 @@ def verifiable_contexts(contexts: pd.DataFrame, notes: list[str]) -> pd.DataFram
 
 
 def shared_prompts(contexts: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
-    """The prompts of each dataset that all models have which have that dataset, with ``row``.
+    """The prompts of each dataset that all models have which have that dataset.
 
     Raises:
-        UserError: a prompt has several texts or gold answers, or models have none in common.
+        UserError: a prompt has several texts, or models have none in common.
     """
-    for column, what in (("asked", "text"), ("answer", "gold answer")):
-        texts = contexts.groupby("source")[column].nunique(dropna=False)
-        if (texts > 1).any():
-            own = contexts[contexts["source"] == texts.idxmax()]
-            first, other = own.iloc[0], own[own[column] != own[column].iloc[0]].iloc[0]
-            raise UserError(
-                f"prompt {first['source_id']!r} of {first['dataset']} has another {what} in "
-                f"{other['run']} than in {first['run']}",
-                "sample all runs from the same file",
-            )
+    texts = contexts.groupby("source")["asked"].transform("nunique")
+    if (texts > 1).any():
+        first = contexts[texts > 1].iloc[0]
+        raise UserError(
+            f"prompt {first['source_id']!r} of {first['dataset']} has several texts in these runs",
+            "sample all runs from the same file",
+        )
     models = contexts.groupby("dataset")["model"].transform("nunique")
     kept = contexts[contexts.groupby("source")["model"].transform("nunique") == models]
     compared = kept.groupby("dataset")["model"].nunique()
@@ -315,25 +308,7 @@ def shared_prompts(contexts: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
             notes.append(
                 f"{dataset}: the {common} of {own.nunique()} prompts that all models share."
             )
-    return kept.assign(row=kept.groupby(["model", "source", "text"], sort=False).ngroup())
-
-
-def verify_responses(contexts: pd.DataFrame) -> pd.DataFrame:
-    """One row per response, indexed by ``row``, with the verdict and what it rests on."""
-    responses = contexts.drop_duplicates("row").set_index("row")
-    found = [
-        verify(
-            row.query, row.response, row.answer, row.metadata, given=row.given, cut_off=row.cut_off
-        )
-        for row in responses.itertuples()
-    ]
-    kept = ["model", "dataset", "source", "source_id", "run", "context_id", "verifier", "cut_off"]
-    return responses[[*kept, "query", "response"]].assign(
-        correct=np.array([one.correct for one in found], dtype=float),
-        why=[one.why for one in found],
-        answer=[one.answer for one in found],
-        gold=[one.gold for one in found],
-    )
+    return kept
 
 
 def notes_of(responses: pd.DataFrame) -> list[str]:
@@ -348,13 +323,6 @@ def notes_of(responses: pd.DataFrame) -> list[str]:
                 f"{unknown} of {len(own)} responses of {dataset} count as neither right nor wrong: "
                 f"{unverified_reasons(own)}."
             )
-        for model, of in own.dropna(subset="correct").groupby("model")["correct"]:
-            if of.nunique() == 1:
-                what = "right" if of.iloc[0] else "wrong"
-                notes.append(
-                    f"{model} on {dataset}: all responses are {what}, so whether being right goes "
-                    "with following up can't be tested."
-                )
     if cut := int(responses["cut_off"].sum()):
         notes.append(
             f"{cut} of {len(responses)} responses were cut off by the token limit, which may be "

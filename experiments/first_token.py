@@ -1,13 +1,13 @@
 """The first token of a user turn: its distribution by temperature and by layer, and what it opens.
 
 From stored header logits and residual streams and the model's lens; no model is loaded. Columns of
-``contexts`` that name a run's rows are ``run`` (the number of the run), ``at`` (the row there),
-``source``, and ``greedy``, the token that opens the greedy turn.
+``contexts`` that name a run's rows are ``run`` (its folder), ``at`` (the row there), ``source``,
+and ``greedy``, the token that opens the greedy turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ia_mech.lens import Lens
     from ia_mech.run import Run
 
-COLDEST_STORED = 0.3  # below, the half precision of stored logits shows
 LOGITS = 2**23  # most held at a time: 32 MiB, and a few times that with what is made from them
 MOSTLY = 0.5  # from this share of genuine turns on, a token is a follow-up opening by itself
 HEADER_LAST = "header_last"  # where the first token of the user turn is predicted
@@ -37,19 +36,22 @@ OPENINGS = GREEDY, BEST = ("greedy's opening", "best follow-up opening")
 
 @dataclass(frozen=True)
 class Openings:
-    """How often which token opened what, by source.
+    """How often which token opened what: a row per source, a column per token id.
+
+    Columns are the tokens that opened a sampled turn of either kind, ascending.
 
     Attributes:
-        ids: ``[tokens]`` those that opened a sampled turn of either kind, ascending.
-        sources: the sources, as rows of the counts.
-        genuine: ``[sources, tokens]`` judged-genuine turns that a token opened.
-        restated: ``[sources, tokens]`` restatements (of query or response) that it opened.
+        genuine: judged-genuine turns that a token opened.
+        restated: restatements (of query or response) that it opened.
     """
 
-    ids: np.ndarray
-    sources: list[str]
-    genuine: np.ndarray
-    restated: np.ndarray
+    genuine: pd.DataFrame
+    restated: pd.DataFrame
+
+    @property
+    def ids(self) -> np.ndarray:
+        """``[tokens]`` of the columns."""
+        return self.genuine.columns.to_numpy(dtype=np.int64)
 
     def of_others(self, sources: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Which share of the turns that a token opens in other sources is genuine, or restated.
@@ -65,87 +67,53 @@ class Openings:
             ``[contexts, tokens]`` shares of genuine turns and of restatements; a row is NaN where
             no other source has a turn of the kind.
         """
-        number = {source: row for row, source in enumerate(self.sources)}
-        own = [number[source] for source in sources]
-        kinds = [counts.sum(0) - counts[own] for counts in (self.genuine, self.restated)]
+        kinds = [
+            of.sum().to_numpy() - of.loc[list(sources)].to_numpy()
+            for of in (self.genuine, self.restated)
+        ]
         total = np.maximum(kinds[0] + kinds[1], 1)  # nothing opened is a share of 0
-        shares = [counts / total for counts in kinds]
-        for share, counts in zip(shares, kinds, strict=True):
-            share[counts.sum(1) == 0] = np.nan
-        return shares[0], shares[1]
+        genuine, restated = (
+            np.where(of.sum(1, keepdims=True) > 0, of / total, np.nan) for of in kinds
+        )
+        return genuine, restated
 
 
 def openings_of(turns: pd.DataFrame) -> Openings:
     """Count the tokens that open sampled (not greedy) turns."""
     sampled = turns[turns["temperature"] > 0]
-    category = sampled["category"]
-    kinds = [of.to_numpy() for of in (category == GENUINE, category.isin(RESTATEMENTS))]
-    first = np.array([int(ids[0]) for ids in sampled["token_ids"]], dtype=np.int64)
+    first = sampled["token_ids"].map(lambda ids: int(ids[0])).astype(np.int64)
+    kinds = sampled["category"] == GENUINE, sampled["category"].isin(RESTATEMENTS)
     ids = np.unique(first[kinds[0] | kinds[1]])
     if not len(ids):  # a token that opened neither, so that shares are missing and not sums of none
-        ids = first[:1]
-    sources = sorted(turns["source"].unique())
-    row = np.searchsorted(sources, sampled["source"].to_numpy(dtype=str))
-    counts = np.zeros((2, len(sources), len(ids)))
-    for table, kind in zip(counts, kinds, strict=True):
-        np.add.at(table, (row[kind], np.searchsorted(ids, first[kind])), 1)
-    return Openings(ids, sources, counts[0], counts[1])
+        ids = np.unique(first[:1])
+    sources = sampled["source"].astype(object)
+    counts = (
+        pd.crosstab(sources[kind], first[kind]).reindex(
+            index=sorted(turns["source"].unique()), columns=ids, fill_value=0
+        )
+        for kind in kinds
+    )
+    return Openings(*counts)
 
 
 # -- the first token -------------------------------------------------------------------------------
 
 
-def check_logits(run: Run, lens: Lens | None, temperatures: Sequence[float]) -> None:
-    """Refuse a run without the first token's distribution at these temperatures.
+def check_logits(run: Run) -> None:
+    """Refuse a run without the first token's distribution.
 
     Raises:
-        UserError: it has no header logits and nothing to compute them from, or has them in half
-            precision and a temperature is below 0.3; its turns were made to begin with words.
+        UserError: it doesn't keep all header logits; its turns were made to begin with words.
     """
     if run.settings["opening"] is not None:
         raise UserError(
             f"the turns of {run.path} go on from --opening: {HEADER_LAST} doesn't predict them",
             "give a run without",
         )
-    if run.settings["header_logits"] == "full":
-        if min(temperatures) < COLDEST_STORED:
-            raise UserError(
-                f"the header logits of {run.path} are kept in half precision, too coarse for "
-                f"T = {min(temperatures):g}",
-                f"give --temperatures from {COLDEST_STORED} up",
-            )
-        return
-    missing = "header_last was not kept" if HEADER_LAST not in run.positions else "there is no lens"
-    if HEADER_LAST not in run.positions or lens is None:
+    if run.settings["header_logits"] != "full":
         raise UserError(
-            f"{run.path} has not all header logits, and {missing} to compute them",
-            "sample with --header-logits full on this machine",
+            f"{run.path} doesn't keep all header logits", "sample with --header-logits full"
         )
-
-
-def header_logits(
-    run: Run, contexts: Sequence[int], lens: Lens | None
-) -> Iterator[tuple[slice, Tensor]]:
-    """Logits at ``header_last`` of some rows of ``run.contexts``, a chunk at a time.
-
-    The run passes :func:`check_logits`. Where they aren't stored the last layer gives them exactly.
-
-    Yields:
-        Which of the contexts, and their logits ``[chunk, vocab]`` float32, up to a constant each.
-    """
-    import torch
-
-    size = max(1, LOGITS // run.model["vocab"])
-    chunks = [slice(start, start + size) for start in range(0, len(contexts), size)]
-    if run.settings["header_logits"] == "full":
-        kept = run.header_logits()
-        for rows in chunks:
-            yield rows, torch.stack([kept[int(at)] for at in contexts[rows]])
-        return
-    assert lens is not None  # as check_logits found
-    last = run.residuals(run.layers[-1], HEADER_LAST)[list(contexts)].float()
-    for rows in chunks:
-        yield rows, torch.cat(list(lens.logits_in_slices(last[rows])), dim=-1)
 
 
 def curves(
@@ -155,7 +123,7 @@ def curves(
     opening_ids: np.ndarray,
     shares: Sequence[np.ndarray],
 ) -> list[np.ndarray]:
-    """Entropy, turn-end mass, variation from T = 1, and the mass on each kind of opening.
+    """Entropy, turn-end mass, and the mass on each kind of opening.
 
     Args:
         logits: ``[contexts, vocab]`` at T = 1, up to a constant per context.
@@ -171,7 +139,6 @@ def curves(
     import torch
 
     logits = logits - logits.amax(-1, keepdim=True)
-    plain = logits.softmax(-1)
     columns: list[list[Tensor]] = []
     for t in temperatures:
         scaled = logits / t
@@ -183,7 +150,6 @@ def curves(
             [
                 scaled.logsumexp(-1) - expected,
                 probability[:, list(turn_ends)].sum(-1),
-                (probability - plain).abs().sum(-1) / 2,
                 *((opened * torch.from_numpy(share)).sum(-1) for share in shares),
             ]
         )
@@ -194,22 +160,22 @@ def curves(
 
 
 def first_token_curves(
-    runs: Sequence[Run],
-    contexts: pd.DataFrame,
-    openings: Openings,
-    temperatures: Sequence[float],
-    lens: Lens | None,
+    runs: Sequence[Run], contexts: pd.DataFrame, openings: Openings, temperatures: Sequence[float]
 ) -> dict[str, np.ndarray]:
-    """``[contexts, temperatures]`` arrays of :func:`curves`: ``entropy``, ``turn_end``,
-    ``variation``, and the mass on openings of ``genuine`` turns and of ``restated`` ones."""
-    names = ("entropy", "turn_end", "variation", "genuine", "restated")
+    """``[contexts, temperatures]`` arrays of :func:`curves`: ``entropy``, ``turn_end``, and the
+    mass on openings of ``genuine`` turns and of ``restated`` ones. Runs pass
+    :func:`check_logits`."""
+    import torch
+
+    names = ("entropy", "turn_end", "genuine", "restated")
     found = np.full((len(names), len(contexts), len(temperatures)), np.nan)
     shares = openings.of_others(contexts["source"])
     stops = sorted({int(i) for run in runs for i in run.record["identity"]["chat"]["stop_ids"]})
-    for number, run in enumerate(runs):
-        mine = np.flatnonzero(contexts["run"] == number)
-        for chunk, logits in header_logits(run, contexts["at"].to_numpy()[mine], lens):
-            here = mine[chunk]
+    for run in runs:
+        kept, mine = run.header_logits(), np.flatnonzero(contexts["run"] == str(run.path))
+        size = max(1, LOGITS // run.model["vocab"])
+        for here in (mine[start : start + size] for start in range(0, len(mine), size)):
+            logits = torch.stack([kept[int(at)] for at in contexts["at"].iloc[here]])
             own = [share[here] for share in shares]
             found[:, here] = curves(logits, temperatures, stops, openings.ids, own)
     return dict(zip(names, found, strict=True))
@@ -240,8 +206,8 @@ def lens_curves(
     bar = Bar()
     bar.start("logit lens", len(runs) * len(layers), unit="layer")
     try:
-        for number, run in enumerate(runs):
-            mine = np.flatnonzero(contexts["run"] == number)
+        for run in runs:
+            mine = np.flatnonzero(contexts["run"] == str(run.path))
             if HEADER_LAST not in run.positions or not len(mine):
                 continue
             at = torch.from_numpy(contexts["at"].to_numpy()[mine])
@@ -280,13 +246,12 @@ def best_of(log_p: np.ndarray, shares: np.ndarray) -> np.ndarray:
     return np.where(np.isneginf(best) | np.isnan(shares).any(1), np.nan, best)
 
 
-def overtaking_layer(greedy: np.ndarray, rival: np.ndarray) -> np.ndarray:
-    """From which layer on greedy's opening stays above its rival, to the last layer.
+def ahead_for_good(greedy: np.ndarray, rival: np.ndarray) -> np.ndarray:
+    """From which layers on greedy's opening stays above its rival, to the last layer.
 
-    Both are ``[contexts, layers]`` log-probabilities. The result is ``[contexts]``: the layer's
-    place from 0; infinite if it isn't above at the last layer, NaN where a layer has no value.
+    Both are ``[contexts, layers]`` log-probabilities, and so is the result: 1 from there on, 0
+    before; NaN for a context of which a layer has no value.
     """
-    ahead = greedy > rival
-    for_good = np.flip(np.logical_and.accumulate(np.flip(ahead, 1), axis=1), 1)
-    first = np.where(for_good[:, -1], for_good.argmax(1), np.inf)
-    return np.where((np.isnan(greedy) | np.isnan(rival)).any(1), np.nan, first)
+    ahead = np.flip(np.logical_and.accumulate(np.flip(greedy > rival, 1), axis=1), 1)
+    unknown = np.isnan(greedy) | np.isnan(rival)
+    return np.where(unknown.any(1, keepdims=True), np.nan, ahead)

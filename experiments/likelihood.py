@@ -17,7 +17,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from experiments.figures import Drawing
-    from ia_mech.chat.format import ChatFormat
+    from ia_mech.data.conversations import Conversation
     from ia_mech.results import Table
     from ia_mech.run import Run
 
@@ -52,75 +52,47 @@ LN2 = float(np.log(2.0))
 # -- what runs hold --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class References:
-    """Reference turns, as runs have scored them.
-
-    Attributes:
-        frame: one row per context with a reference turn: ``run``, ``context_id``, ``dataset``,
-            ``source`` (a key that holds across runs) and the stored columns.
-        temperatures: at which all runs scored, ascending.
-        curve: ``[references, temperatures]`` log-probability of the turn, with its turn-end where
-            the template has one, in nats.
-    """
-
-    frame: pd.DataFrame
-    temperatures: np.ndarray
-    curve: np.ndarray
-
-
 def with_run(run: "Run", frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of a run with ``run`` and a ``source`` that holds across runs."""
     source = frame["dataset"] + "\x1f" + frame["source_id"]
     return frame.assign(run=str(run.path), source=source)
 
 
-def references_of(runs: "Sequence[Run]") -> References | None:
-    """The references of runs; None if no context has one."""
-    contexts = pd.concat([with_run(run, run.contexts) for run in runs], ignore_index=True)
-    frame = contexts[contexts["reference_logprob"].notna()].reset_index(drop=True)
-    if frame.empty:
-        return None
-    temperatures = sorted(set.intersection(*({*run.score_temperatures} for run in runs)))
-    closed = bool(frame["reference_logprob_with_end"].notna().all())
-    name = "reference_logprob_tempered" + ("_with_end" if closed else "")
-    at = {str(run.path): [run.score_temperatures.index(t) for t in temperatures] for run in runs}
-    pairs = zip(frame[name], frame["run"], strict=True)
-    curve = np.array([np.asarray(values)[at[path]] for values, path in pairs])
-    return References(frame, np.array(temperatures), curve)
+def read_references(runs: "Sequence[Run]") -> tuple[pd.DataFrame, pd.DataFrame]:
+    """References after the responses that users saw, each once, as runs have scored them.
 
+    Responses that the model wrote give siblings only: what users really said answered other
+    responses than those.
 
-def read_references(runs: "Sequence[Run]") -> References:
-    """References after the responses that users saw.
-
-    Runs whose responses the model wrote give siblings only: what users really said answered
-    other responses than those.
+    Returns:
+        A row per context with its columns, ``run`` and ``source``; and with the same rows the
+        log-probability of the turn, with its turn-end where the template has one, in nats: a column
+        per temperature at which all runs scored, ascending.
 
     Raises:
-        UserError: no reference turn after a response of the data's; two runs that hold the same
-            references after the same contexts.
+        UserError: there is none.
     """
-    given = [run for run in runs if run.settings["response"] != "generate"]
-    found = references_of(given) if given else None
-    if found is not None:
-        kept = (found.frame["response_policy"] == "given").to_numpy()
-        frame = found.frame[kept].reset_index(drop=True)
-        found = replace(found, frame=frame, curve=found.curve[kept])
-    if found is None or found.frame.empty:
+    frames, curves = [], []
+    for run in runs:
+        frame = with_run(run, run.contexts)
+        given = frame["response_policy"] == "given"
+        frame = frame[given & frame["reference_logprob"].notna()]
+        if frame.empty:
+            continue
+        closed = frame["reference_logprob_with_end"].notna().all()
+        name = "reference_logprob_tempered" + ("_with_end" if closed else "")
+        frames.append(frame)
+        curves.append(pd.DataFrame(frame[name].tolist(), columns=[*run.score_temperatures]))
+    if not frames:
         raise UserError(
             "no context has what a user really said after the response that it holds",
             "give a run of conversations with a later user turn (--followup-column), sampled "
             "without --response generate",
         )
-    keys = found.frame[["token_ids", "reference_token_ids"]].map(tuple).agg(tuple, axis=1)
-    if (again := keys.duplicated()).any():
-        first = found.frame.loc[keys == keys[again].iloc[0], "run"].iloc[0]
-        other = found.frame.loc[again, "run"].iloc[0]
-        raise UserError(
-            f"{first} and {other} score {again.sum()} of the same follow-ups in the same contexts",
-            "give one of them",
-        )
-    return found
+    references = pd.concat(frames, ignore_index=True)
+    once = ~references.duplicated(["source", "text", "reference"])
+    curve = pd.concat(curves, join="inner", ignore_index=True).sort_index(axis=1)
+    return references[once].reset_index(drop=True), curve[once].reset_index(drop=True)
 
 
 # -- measure ---------------------------------------------------------------------------------------
@@ -140,106 +112,6 @@ class FollowUp(Unit):
     row: int
     contexts: tuple[tuple[str | None, tuple[int, ...]], ...]
     turns: tuple[tuple[str, tuple[int, ...], int], ...]
-
-
-def units_of(
-    runs: "Sequence[Run]",
-    references: References,
-    chat: "ChatFormat",
-    swaps: int,
-    limit: int | None,
-    seed: int,
-) -> tuple[list[FollowUp], list[str]]:
-    """What is to be scored, and a note for each kind that is left out somewhere.
-
-    Args:
-        runs: those of the references, and of siblings.
-        references: of :func:`read_references`.
-        chat: the model's format.
-        swaps: after how many responses to other queries.
-        limit: tokens that the model's context holds, or None.
-        seed: of the draws.
-    """
-    from experiments.changes import shuffle_sentences
-    from experiments.resample import conversations_of
-    from experiments.swaps import Donors, donor_of
-    from ia_mech.engine.sampling import stream_key
-
-    own = conversations_of(references.frame)
-    donors = Donors([donor_of(one, chat.tokenizer) for one in own], seed)
-    written: dict[str, list[str]] = {}
-    for run in runs:
-        frame = with_run(run, run.contexts)
-        for source, messages in zip(frame["source"], frame["messages"], strict=True):
-            written.setdefault(source, []).append(messages[-1]["content"])
-    end = () if chat.closing_id is None else (chat.closing_id,)
-    units, refused = [], {}
-    for row, (one, source) in enumerate(zip(own, references.frame["source"], strict=True)):
-        control = donors.reference(row)  # whose response is none of those swapped in
-        others = donors.responses(row, swaps, [control] if control else [])
-        texts = [(REFERENCE, one.reference or "")]
-        texts += [(CONTROL, control.reference)] if control and control.reference else []
-        texts += [(QUERY, one.query), (RESPONSE, one.response or ""), (CLOSING, CLOSING_TEXT)]
-        opened = chat.context(one.messages)
-        turns: list[tuple[str, tuple[int, ...], int]] = []
-        said: set[str] = set()
-        for name, text in texts:
-            text = text if name == REFERENCE else text.strip()
-            if not text or text in said:
-                continue
-            said.add(text)
-            try:
-                ids = chat.reference_ids(one.messages, opened, text)
-            except UserError as error:
-                refused[name] = error.problem
-                continue
-            turns.append((name, (*ids, *end), len(ids)))
-        siblings = [text for text in dict.fromkeys(written[source]) if text != one.response]
-        places = [(SIBLINGS, text) for text in siblings]
-        places += [(OTHERS, donor.response) for donor in others] + [(EMPTY, "")]
-        rng = np.random.default_rng(list(stream_key(seed, one.id, ORDER_STREAM)))
-        orders = dict.fromkeys(shuffle_sentences(one.response or "", rng) for _ in range(ORDERS))
-        places += [(SHUFFLED, text) for text in orders if text]  # one sentence has no order
-        longest = max(len(ids) for _, ids, _ in turns)
-        contexts: list[tuple[str | None, tuple[int, ...]]] = [(None, tuple(opened.ids))]
-        for kind, text in places:
-            try:
-                ids = chat.context(one.with_response(text).messages).ids
-            except UserError as error:
-                refused[kind] = error.problem
-                continue
-            if limit is not None and len(ids) + longest > limit:
-                refused[kind] = f"the model's context of {limit} tokens is too short"
-                continue
-            contexts.append((kind, tuple(ids)))
-        scored = sum(len(ids) for _, ids, _ in turns) + (len(contexts) - 1) * 2 * longest
-        tokens = scored + sum(len(ids) for _, ids in contexts)
-        units.append(FollowUp(source, one.dataset, tokens, row, tuple(contexts), tuple(turns)))
-    return units, [f"not scored everywhere: {kind}: {why}." for kind, why in refused.items()]
-
-
-def measure(model: Model, unit: FollowUp) -> pd.DataFrame:
-    """One row per turn and context: ``row``, ``turn``, ``tokens``, ``against`` (null after the
-    response itself), and the log-probabilities ``logprob`` (without turn-end) and ``whole``, in
-    nats at T = 1. Rivals are scored after the response itself alone."""
-    from ia_mech.engine.score import Turn
-
-    wanted = [
-        (at, *turn)
-        for at, (against, _) in enumerate(unit.contexts)
-        for turn in unit.turns
-        if against is None or turn[0] in (REFERENCE, CONTROL)
-    ]
-    contexts = [ids for _, ids in unit.contexts]
-    found = model.score(contexts, [Turn(at, ids) for at, _, ids, _ in wanted])
-    rows = []
-    for (at, name, _, tokens), one in zip(wanted, found, strict=True):
-        raw = one.logprobs_raw.astype(np.float64)
-        rows.append(
-            {"row": unit.row, "turn": name, "tokens": tokens, "against": unit.contexts[at][0]}
-            | {"logprob": float(raw[:tokens].sum()), "whole": float(raw.sum())}
-        )
-    return pd.DataFrame(rows)
 
 
 def contrasts_of(rows: pd.DataFrame) -> pd.DataFrame:
@@ -275,62 +147,33 @@ def contrasts_of(rows: pd.DataFrame) -> pd.DataFrame:
 # -- estimate --------------------------------------------------------------------------------------
 
 
-def estimates(
-    references: References,
-    rows: pd.DataFrame,
-    options: dict[str, Any],
-) -> Iterator[TidyEstimate]:
-    """Every estimate; ``options`` are ``level``, ``resamples`` and ``seed``.
-
-    Follow-ups that were written without the response are no part of all datasets together.
-    """
-    contrasts = contrasts_of(rows)
-    blind = references.frame["dataset"].isin(BLIND).to_numpy()
-    for dataset, here in by_dataset(references.frame):
-        if dataset == ALL and not blind.all():
-            here = here & ~blind
-        frame = references.frame[here]
-        name = dataset + UNSEEN * (dataset in BLIND)
-        group = Group(frame["source"].to_numpy(), options, {"dataset": name})
-        yield from _references(group, frame)
-        yield from by_temperature(group, references.curve[here], references.temperatures)
-        yield from _contrasts(group, contrasts, frame.index)
-        yield from _rivals(group, rows, frame.index)
-
-
 def _references(group: Group, references: pd.DataFrame) -> Iterator[TidyEstimate]:
     tokens = references["reference_token_ids"].map(len).to_numpy()
     filled = np.where(tokens > 0, tokens, np.nan)  # an empty turn has no token to speak of
     yield group.mean("bits per byte", references["reference_bits_per_byte"])
     yield group.mean("log p per token", references["reference_logprob"] / filled)
-    yield group.mean("log p", references["reference_logprob"])
-    yield group.mean("log p with turn-end", references["reference_logprob_with_end"])
     greedy = references["reference_greedy"].astype(float)
     yield group.mean("greedy writes it", greedy, proportion=True)
     until = group.mean("tokens until greedy leaves", references["reference_greedy_tokens"])
     yield replace(until, estimate=until.estimate.clip(0.0, np.inf))
-    left = references["reference_greedy_left_prob"]
-    yield group.mean("probability where greedy leaves", left, proportion=True)
     ranks = references["reference_greedy_left_rank"]
     if ranks.notna().any():
         yield group.median("median rank where greedy leaves", ranks)
 
 
-def by_temperature(
-    group: Group, curve: np.ndarray, temperatures: np.ndarray
-) -> Iterator[TidyEstimate]:
+def by_temperature(group: Group, curve: pd.DataFrame) -> Iterator[TidyEstimate]:
     """The mean log-probability of a whole turn by temperature, and where it is largest.
 
     Args:
         group: of the references.
-        curve: ``[references, temperatures]`` log-probabilities in nats.
-        temperatures: ascending.
+        curve: a row per reference, a column per temperature, ascending: log-probabilities in nats.
     """
-    for column, t in zip(curve.T, temperatures, strict=True):
-        yield group.mean("tempered log p", column, temperature=float(t))
+    for t in curve:
+        yield group.mean("tempered log p", curve[t], temperature=t)
+    temperatures, values = curve.columns.to_numpy(dtype=float), curve.to_numpy()
 
     def best(counts: np.ndarray) -> np.ndarray:
-        return temperatures[np.argmax(counts @ curve, axis=1)]
+        return temperatures[np.argmax(counts @ values, axis=1)]
 
     (estimate,) = cluster_bootstrap(best, group.sources, **group.options)
     if estimate.sources > 1:
@@ -353,8 +196,6 @@ def _contrasts(group: Group, contrasts: pd.DataFrame, index: pd.Index) -> Iterat
         if own["bits"].isna().all():
             continue
         yield group.mean("contrast, bits", own["bits"], term=against)
-        tokens = own["tokens"].where(own["tokens"] > 0).astype(float)
-        yield group.mean("contrast, bits per token", own["bits"] / tokens, term=against)
         if control["bits"].notna().any():
             yield group.mean("control's contrast, bits", control["bits"], term=against)
             less = own["bits"] - control["bits"]
@@ -383,76 +224,15 @@ def _rivals(group: Group, rows: pd.DataFrame, index: pd.Index) -> Iterator[TidyE
         yield group.mean("follow-up beats per token", beats, term=name, proportion=True)
 
 
-# -- show ------------------------------------------------------------------------------------------
-
-
-def tables(found: pd.DataFrame, level: float) -> "list[Table]":
-    """What the response accounts for first, then the follow-ups themselves, then rivals."""
-    plain = found[found["temperature"].isna()]
-    bits = {
-        "contrast, bits": ("follow-up", 2),
-        "control's contrast, bits": (CONTROL, 2),
-        "contrast less control's, bits": ("difference", 2),
-        "placebo's contrast, bits": ("placebo", 2),
-        "likeliest after its response": ("likeliest after its own", 2),
-        "likeliest after its response, by chance": ("by chance", 2),
-    }
-    percent = f"{100 * level:g}% intervals over sources"
-    made = tables_of(
-        f"bits in favour of the response that the user saw ({percent})",
-        plain,
-        bits,
-        index=("dataset", "term"),
-        legend="placebo: one of the other responses in its place.",
-    )
-    of_turns = {
-        "bits per byte": ("bits / byte", 2),
-        "log p per token": ("log p / token", 2),
-        "greedy writes it": ("greedy writes it", 2),
-        "tokens until greedy leaves": ("greedy tokens", 1),
-        "median rank where greedy leaves": ("rank there", 0),
-        "best temperature": ("best T", 2),
-    }
-    made += tables_of("the users' real follow-ups", plain, of_turns)
-    rivals = {
-        "follow-up beats": ("whole turn", 2),
-        "follow-up beats per token": ("per token", 2),
-    }
-    title = "share of contexts where the follow-up is likelier than"
-    return made + tables_of(title, plain, rivals, index=("dataset", "term"))
-
-
-def figures(found: pd.DataFrame, model: str) -> "Mapping[str, Drawing]":
-    """The figures by the stem of their files."""
-    from experiments.figures import Bars, Lines
-
-    curve = found[(found["quantity"] == "tempered log p") & found["temperature"].between(0.4, 2.0)]
-    made: dict[str, Drawing] = {
-        "temperature_curve": Lines(
-            f"{model} · real follow-ups",
-            "temperature",
-            "log p of the real follow-up, nats",
-            curve,
-            by="dataset",
-        )
-    }
-    names = {"contrast, bits": REFERENCE, "control's contrast, bits": CONTROL}
-    bits = all_datasets(found[found["quantity"].isin(list(names))])
-    if len(bits):
-        made["contrasts"] = Bars(
-            f"{model} · bits in favour of the response",
-            "bits in favour of the response that the user saw",
-            bits.assign(turn=bits["quantity"].map(names)),
-            by="turn",
-        )
-    return made
-
-
 # -- the experiment --------------------------------------------------------------------------------
 
 
 class Likelihood(Experiment):
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        references, curve: of :func:`read_references`.
+    """
 
     name = "likelihood"
 
@@ -467,28 +247,190 @@ class Likelihood(Experiment):
         )
 
     def read(self) -> None:
-        self.references = read_references(self.runs)
+        self.references, self.curve = read_references(self.runs)
 
     def units(self) -> list[FollowUp]:
-        limit, seed = self.context_limit, self.args.seed
-        units, refused = units_of(
-            self.runs, self.references, self.chat, self.args.swaps, limit, seed
-        )
-        self.notes += refused
+        """One per reference; a note for each kind of context or turn that is left out somewhere."""
+        from experiments.resample import conversations_of
+        from experiments.swaps import Donors
+
+        own = conversations_of(self.references)
+        donors = Donors(own, self.chat.tokenizer, self.args.seed)
+        written: dict[str, list[str]] = {}
+        for run in self.runs:
+            frame = with_run(run, run.contexts)
+            for source, messages in zip(frame["source"], frame["messages"], strict=True):
+                written.setdefault(source, []).append(messages[-1]["content"])
+        units: list[FollowUp] = []
+        refused: dict[str, str] = {}
+        for row, (one, source) in enumerate(zip(own, self.references["source"], strict=True)):
+            control = donors.reference(row)  # whose response is none of those swapped in
+            others = donors.responses(row, self.args.swaps, [control] if control else [])
+            turns = self._turns(one, (control and control.reference) or "", refused)
+            longest = max(len(ids) for _, ids, _ in turns)
+            contexts = self._contexts(one, written[source], others, longest, refused)
+            scored = sum(len(ids) for _, ids, _ in turns) + (len(contexts) - 1) * 2 * longest
+            tokens = scored + sum(len(ids) for _, ids in contexts)
+            units.append(FollowUp(source, one.dataset, tokens, row, tuple(contexts), tuple(turns)))
+        self.notes += [f"not scored everywhere: {kind}: {why}." for kind, why in refused.items()]
         return units
 
-    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        return measure(model, unit)
+    def _turns(
+        self, one: "Conversation", control: str, refused: dict[str, str]
+    ) -> list[tuple[str, tuple[int, ...], int]]:
+        """The follow-up, another conversation's (if any), and the rivals, no two alike."""
+        opened, closing = self.chat.context(one.messages), self.chat.closing_id
+        end = () if closing is None else (closing,)
+        texts = {REFERENCE: one.reference or "", CONTROL: control.strip()}
+        texts |= {QUERY: one.query.strip(), RESPONSE: (one.response or "").strip()}
+        turns: list[tuple[str, tuple[int, ...], int]] = []
+        said = {""}
+        for name, text in (texts | {CLOSING: CLOSING_TEXT}).items():
+            if text in said:
+                continue
+            said.add(text)
+            try:
+                ids = self.chat.reference_ids(one.messages, opened, text)
+            except UserError as error:
+                refused[name] = error.problem
+                continue
+            turns.append((name, (*ids, *end), len(ids)))
+        return turns
+
+    def _contexts(
+        self,
+        one: "Conversation",
+        written: list[str],
+        swapped: list[str],
+        longest: int,
+        refused: dict[str, str],
+    ) -> list[tuple[str | None, tuple[int, ...]]]:
+        """The conversation with its response, and with all that may stand in its place."""
+        from experiments.changes import shuffle_sentences
+        from ia_mech.engine.sampling import stream_key
+
+        own, limit = one.response or "", self.context_limit
+        rng = np.random.default_rng(list(stream_key(self.args.seed, one.id, ORDER_STREAM)))
+        orders = dict.fromkeys(shuffle_sentences(own, rng) for _ in range(ORDERS))
+        places = [(SIBLINGS, text) for text in dict.fromkeys(written) if text != one.response]
+        places += [(OTHERS, text) for text in swapped] + [(EMPTY, "")]
+        places += [(SHUFFLED, text) for text in orders if text]  # one sentence has no order
+        contexts: list[tuple[str | None, tuple[int, ...]]] = [
+            (None, tuple(self.chat.context(one.messages).ids))
+        ]
+        for kind, text in places:
+            try:
+                ids = self.chat.context(one.with_response(text).messages).ids
+            except UserError as error:
+                refused[kind] = error.problem
+                continue
+            if limit is not None and len(ids) + longest > limit:
+                refused[kind] = f"the model's context of {limit} tokens is too short"
+                continue
+            contexts.append((kind, tuple(ids)))
+        return contexts
+
+    def measure(self, model: Model, unit: FollowUp) -> pd.DataFrame:
+        """One row per turn and context: ``row``, ``turn``, ``tokens``, ``against`` (null after the
+        response itself), and the log-probabilities ``logprob`` (without turn-end) and ``whole``, in
+        nats at T = 1. Rivals are scored after the response itself alone."""
+        from ia_mech.engine.score import Turn
+
+        wanted = [
+            (at, *turn)
+            for at, (against, _) in enumerate(unit.contexts)
+            for turn in unit.turns
+            if against is None or turn[0] in (REFERENCE, CONTROL)
+        ]
+        contexts = [ids for _, ids in unit.contexts]
+        found = model.score(contexts, [Turn(at, ids) for at, _, ids, _ in wanted])
+        rows = []
+        for (at, name, _, tokens), one in zip(wanted, found, strict=True):
+            raw = one.logprobs_raw.astype(np.float64)
+            rows.append(
+                {"row": unit.row, "turn": name, "tokens": tokens, "against": unit.contexts[at][0]}
+                | {"logprob": float(raw[:tokens].sum()), "whole": float(raw.sum())}
+            )
+        return pd.DataFrame(rows)
 
     def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
+        """Follow-ups that were written without the response are no part of all datasets
+        together."""
         self.notes += notes_of(self.runs, rows)
-        return estimates(self.references, rows, self.options)
+        contrasts = contrasts_of(rows)
+        blind = self.references["dataset"].isin(BLIND).to_numpy()
+        for dataset, here in by_dataset(self.references):
+            if dataset == ALL and not blind.all():
+                here = here & ~blind
+            frame = self.references[here]
+            name = dataset + UNSEEN * (dataset in BLIND)
+            group = Group(frame["source"].to_numpy(), self.options, {"dataset": name})
+            yield from _references(group, frame)
+            yield from by_temperature(group, self.curve[here])
+            yield from _contrasts(group, contrasts, frame.index)
+            yield from _rivals(group, rows, frame.index)
 
     def tables(self, found: pd.DataFrame) -> "list[Table]":
-        return tables(found, self.args.level)
+        """What the response accounts for first, then the follow-ups themselves, then rivals."""
+        plain = found[found["temperature"].isna()]
+        bits = {
+            "contrast, bits": ("follow-up", 2),
+            "control's contrast, bits": (CONTROL, 2),
+            "contrast less control's, bits": ("difference", 2),
+            "placebo's contrast, bits": ("placebo", 2),
+            "likeliest after its response": ("likeliest after its own", 2),
+            "likeliest after its response, by chance": ("by chance", 2),
+        }
+        percent = f"{100 * self.args.level:g}% intervals over sources"
+        made = tables_of(
+            f"bits in favour of the response that the user saw ({percent})",
+            plain,
+            bits,
+            index=("dataset", "term"),
+            legend="placebo: one of the other responses in its place.",
+        )
+        of_turns = {
+            "bits per byte": ("bits / byte", 2),
+            "log p per token": ("log p / token", 2),
+            "greedy writes it": ("greedy writes it", 2),
+            "tokens until greedy leaves": ("greedy tokens", 1),
+            "median rank where greedy leaves": ("rank there", 0),
+            "best temperature": ("best T", 2),
+        }
+        made += tables_of("the users' real follow-ups", plain, of_turns, index=("dataset",))
+        rivals = {
+            "follow-up beats": ("whole turn", 2),
+            "follow-up beats per token": ("per token", 2),
+        }
+        title = "share of contexts where the follow-up is likelier than"
+        return made + tables_of(title, plain, rivals, index=("dataset", "term"))
 
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
-        return figures(found, self.runs[0].model["name"])
+        from experiments.figures import Bars, Lines
+
+        model = self.runs[0].model["name"]
+        curve = found[
+            (found["quantity"] == "tempered log p") & found["temperature"].between(0.4, 2.0)
+        ]
+        made: dict[str, Drawing] = {
+            "temperature_curve": Lines(
+                f"{model} · real follow-ups",
+                "temperature",
+                "log p of the real follow-up, nats",
+                curve,
+                by="dataset",
+            )
+        }
+        names = {"contrast, bits": REFERENCE, "control's contrast, bits": CONTROL}
+        bits = all_datasets(found[found["quantity"].isin(list(names))])
+        if len(bits):
+            made["contrasts"] = Bars(
+                f"{model} · bits in favour of the response",
+                "bits in favour of the response that the user saw",
+                bits.assign(turn=bits["quantity"].map(names)),
+                by="turn",
+            )
+        return made
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         return {"turns": rows}
@@ -497,7 +439,7 @@ class Likelihood(Experiment):
         bits = found[found["quantity"] == "contrast, bits"]
         kinds = [kind for kind in AGAINST if kind in set(bits["term"])]
         mine = found[found["term"] == kinds[0]] if kinds else found.iloc[:0]
-        seen = not self.references.frame["dataset"].isin(BLIND).all()
+        seen = not self.references["dataset"].isin(BLIND).all()
         whose = "users' real follow-ups" if seen else "follow-ups that were written without it"
         sentence = sentence_of(
             f"bits by which {whose} are likelier after the response in the data "

@@ -47,9 +47,8 @@ from ia_mech.estimates import (
     holm_corrected,
     paired_row,
 )
-from ia_mech.judge.rubric import ASSESSED, heading
 from ia_mech.rates.compute import rates
-from ia_mech.results import Table, label_of, table_of
+from ia_mech.results import Table, label_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,12 +65,12 @@ CONDITIONS = {  # → the header that is opened
     HEADER_ASSISTANT: "assistant",
 }
 STREAM = -3  # of the draws; samples and swaps have streams of their own
-HELD, GENUINE, PROFILE = "held", "genuine", "profile"  # outcomes
+HELD = "held"  # the outcome: genuine after the unchanged response
 RATE, DIFFERENCE = "rate", "difference"
 BITS = "log p of real follow-ups, bits"
 BITS_DIFFERENCE = f"{BITS}: difference"
 COLUMNS = {  # of estimates; ``events`` are the turns with the outcome
-    **dict.fromkeys(("dataset", "condition", "outcome", "category"), "str"),
+    **dict.fromkeys(("dataset", "condition", "outcome"), "str"),
     **{"temperature": "float64", "level": "float64", "events": "Int64"},
 }
 
@@ -164,10 +163,10 @@ class Perturbations(Experiment):
     def changed_conversations(self) -> list[Conversation]:
         """Every conversation under every condition that changes it and can be made of it."""
         from experiments.resample import conversations_of
-        from experiments.swaps import Donors, donor_of
+        from experiments.swaps import Donors
 
-        own, seed = conversations_of(self.base), self.runs[0].settings["seed"]
-        donors = Donors([donor_of(one, self.chat.tokenizer) for one in own], seed)
+        own = conversations_of(self.base)
+        donors = Donors(own, self.chat.tokenizer, self.runs[0].settings["seed"])
         made = []
         for name in CONDITIONS:
             left_out: dict[str, int] = {}
@@ -195,7 +194,7 @@ class Perturbations(Experiment):
             others = donors.responses(order, 1)
             if not others:
                 raise UserError("there is no other response of the dataset", "")
-            swap = others[0].response
+            swap = others[0]
         key = stream_key(settings["seed"], own[order].id, STREAM - list(CONDITIONS).index(name))
         changed = apply_condition(own[order], name, np.random.default_rng(list(key)), swap)
         if changed is None:
@@ -237,7 +236,7 @@ class Perturbations(Experiment):
         condition = pd.Categorical(names, [UNPERTURBED, *CONDITIONS], ordered=True)
         turns = turns.assign(condition=condition, held=np.where(own, turns["genuine"], found))
         texts = ["run", "context_id", "dataset", "source", "category"]
-        kept = [*texts, "condition", "temperature", "sample", GENUINE, HELD]
+        kept = [*texts, "condition", "temperature", "sample", "genuine", HELD]
         return turns[kept].astype(dict.fromkeys(texts, object))
 
     def _judge(self, run: "Run", judge: str) -> None:
@@ -288,31 +287,17 @@ class Perturbations(Experiment):
     # -- estimated --------------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        """Holm-corrected by outcome; all datasets together are a family of their own."""
+        """Holm-corrected by quantity; all datasets together are a family of their own."""
         found: list[TidyEstimate] = []
+        by, before = ["temperature", "condition"], {"condition": UNPERTURBED}
         for dataset, here in by_dataset(rows):
-            found += self._rates(rows[here], {"dataset": dataset, "level": self.args.level})
+            names = {"outcome": HELD, "dataset": dataset, "level": self.args.level}
+            found += rates(rows[here], by, **names)
+            found += rates(rows[here], by, before, within="source", seed=self.args.seed, **names)
         scored = self.follow_up_bits()
         for dataset, here in by_dataset(scored):
             found += self._likelihoods(scored[here], {"dataset": dataset})
-
-        def family(row: TidyEstimate) -> tuple:
-            return row.quantity, row.names.get("outcome"), row.names["dataset"] == ALL
-
-        return holm_corrected(found, family)
-
-    def _rates(self, turns: pd.DataFrame, names: dict[str, Any]) -> Iterator[TidyEstimate]:
-        by, before = ["temperature", "condition"], {"condition": UNPERTURBED}
-        for outcome in (HELD, GENUINE):
-            yield from rates(turns, by, outcome=outcome, **names)
-            yield from rates(
-                turns, by, before, outcome=outcome, within="source", seed=self.args.seed, **names
-            )
-        for category in ASSESSED:
-            of = (turns["category"] == category).astype(float).where(turns[GENUINE].notna())
-            yield from rates(
-                turns.assign(**{PROFILE: of}), by, outcome=PROFILE, category=category, **names
-            )
+        return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"] == ALL))
 
     def _likelihoods(self, scored: pd.DataFrame, names: dict[str, Any]) -> Iterator[TidyEstimate]:
         before = scored[scored["condition"] == UNPERTURBED]
@@ -333,10 +318,9 @@ class Perturbations(Experiment):
             "Less unchanged: paired by query, with Holm-corrected p. Shown if: the difference that "
             "would have been shown with 80% power."
         )
-        rows = with_detectable(found[found["outcome"] == HELD], DIFFERENCE)
         made = tables_of(
             f"follow-ups, held against the unchanged response ({percent})",
-            rows,
+            with_detectable(found, DIFFERENCE),
             {RATE: ("rate", 2), DIFFERENCE: ("less unchanged", 2), "detectable": ("shown if", 2)},
             index=("dataset", "temperature", "condition"),
             rows="turns",
@@ -351,17 +335,7 @@ class Perturbations(Experiment):
             rows="follow-ups",
             legend=f"Log p: of the same tokens at T = 1, a whole turn. {less}",
         )
-        profile = table_of(
-            "what the turns are, judged after what the model was given",
-            all_datasets(found[found["outcome"] == PROFILE]),
-            {category: (heading(category), 2) for category in ASSESSED},
-            index=("temperature", "condition"),
-            key="category",
-            rows="turns",
-            legend="Shares of the turns that the judge assessed, by its rubric.",
-            full=True,
-        )
-        return [*made, profile]
+        return made
 
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
         from experiments.figures import Bars
@@ -369,7 +343,7 @@ class Perturbations(Experiment):
 
         assert self.gate is not None
         model, pooled = self.runs[0].model["name"], all_datasets(found)
-        rows = pooled[(pooled["quantity"] == DIFFERENCE) & (pooled["outcome"] == HELD)]
+        rows = pooled[pooled["quantity"] == DIFFERENCE]
         made: dict[str, Drawing] = {
             "rates": Bars(
                 gate_title(model, self.gate),
@@ -394,10 +368,10 @@ class Perturbations(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         assert self.gate is not None
-        held = found[(found["quantity"] == DIFFERENCE) & (found["outcome"] == HELD)]
+        held = found[found["quantity"] == DIFFERENCE]
         bits = found[found["quantity"] == BITS_DIFFERENCE]
         options: dict[str, Any] = {"null": 0.0, "level": self.args.level}
-        said = []
+        said: list[str] = []
         for condition, words in {
             REMOVE: "without the response",
             SHUFFLE: "with its sentences in another order",
@@ -408,9 +382,6 @@ class Perturbations(Experiment):
                 sentence_of(f"{words} the held follow-up rate changes by", of_rate, **options)
             )
             said.append(sentence_of("log p of real follow-ups, in bits", of_bits, 1, **options))
-        said.append(
-            order_of(*(all_datasets(of[of["condition"] == SHUFFLE]) for of in (held, bits)))
-        )
         bare = sentence_of(
             "after the bare header, which shows no conversation, the held rate changes by",
             held[held["condition"] == HEADER_ONLY],
@@ -420,25 +391,6 @@ class Perturbations(Experiment):
             " ".join(text for text in said if text) or "Nothing could be compared.",
             f"{self.gate.sentence}. {bare}".strip(),
         )
-
-
-def order_of(held: pd.DataFrame, bits: pd.DataFrame) -> str:
-    """Whether rate and likelihood agree that the order of sentences matters.
-
-    Args:
-        held: differences of the held rate under ``shuffle``, by temperature.
-        bits: the difference of the real follow-ups' log p.
-    """
-    if not len(held) or not len(bits):
-        return ""
-    rate, likelihood = (bool(((of["low"] > 0) | (of["high"] < 0)).any()) for of in (held, bits))
-    if rate == likelihood:
-        return f"{'Both show' if rate else 'Neither shows'} that the order matters."
-    which, other = ("rate", "likelihood") if rate else ("likelihood", "rate")
-    return (
-        f"The {which} shows that the order matters, the {other} doesn't: the one is of what the "
-        "model writes, the other of what users wrote, and each shows effects of its own size only."
-    )
 
 
 main = Perturbations.main

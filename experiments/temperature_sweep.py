@@ -2,22 +2,19 @@
 
 - Rates of genuine turns and their floor by temperature, each also against greedy turns of the same
   queries.
-- The first token's distribution at any temperature, from the header's logits.
+- The first token's distribution at many temperatures, from the header's logits.
 - Where greedy decoding leaves each sampled turn, and whether genuine turns lie deeper than others
   after the same response at the same temperature.
-- At which temperature users' real follow-ups are likeliest.
 - From which layer on, by the logit lens at header_last, the token that opens the greedy turn stays
   ahead of those that open genuine turns of other queries.
 
-Needs: judged runs with two temperatures or more; the model's lens (its final norm and unembedding,
-which sampling writes), not the model. Cost: a minute for 100 contexts on a CPU.
+Needs: judged runs with two temperatures or more and all header logits; for the last point the
+model's lens (its final norm and unembedding, which sampling writes), not the model. Cost: a minute
+for 100 contexts on a CPU.
 
     python -m experiments.temperature_sweep cache/RUN
-    python -m experiments.temperature_sweep cache/RUN-A cache/RUN-B --temperatures 0.5 1 2
 """
 
-import argparse
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,13 +26,12 @@ import pandas as pd
 from experiments.experiment import Conclusion, Experiment
 from experiments.first_token import (
     BEST,
-    COLDEST_STORED,
     GREEDY,
+    ahead_for_good,
     check_logits,
     first_token_curves,
     lens_curves,
     openings_of,
-    overtaking_layer,
 )
 from experiments.tables import sentence_of, tables_of, with_detectable
 from ia_mech.errors import UserError
@@ -48,7 +44,6 @@ from ia_mech.estimates import (
     holm_corrected,
     paired_row,
 )
-from ia_mech.judge.rubric import ASSESSED, GENUINE, heading
 from ia_mech.rates.compute import rates
 from ia_mech.rates.gate import CONVERSATION
 from ia_mech.run.labels import KEY
@@ -57,19 +52,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from experiments.figures import Drawing
-    from experiments.likelihood import References
     from ia_mech.results import Table
     from ia_mech.run import Run
 
 GRID = (*(round(0.1 * step, 1) for step in range(3, 16)), 1.75, 2.0)
 GARBLED = "degenerate"
-RATE, FAILURE = "follow-up rate", "share of turns"
+RATE = "follow-up rate"
 RATE_DIFFERENCE = f"{RATE}: difference"
 LESS = " less other turns'"  # after the same response at the same temperature
 DEEPER = f"gap where greedy leaves{LESS}"
 OTHERS = ("all others", "others but degenerate ones")
 TOKENS, MASS = "effective number of first tokens", "mass on openings"
-LENS, OVERTAKES = "log p by the lens", "layer where greedy overtakes"
+LENS, AHEAD = "log p by the lens", "greedy ahead for good"
 COLUMNS = {
     **dict.fromkeys(("dataset", "term", "outcome", "decoy"), "str"),
     **{"temperature": "float64", "layer": "Int64", "level": "float64", "events": "Int64"},
@@ -134,55 +128,48 @@ def against_others(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, np.nda
 # -- the experiment --------------------------------------------------------------------------------
 
 
-def temperature(text: str) -> float:
-    """A temperature that a distribution can have, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.01 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature from 0.01 to 100")
-    return value
-
-
 class TemperatureSweep(Experiment):
     """See the module.
 
     Attributes:
         turns: one row per user turn: as ``JudgedTurns.turns``, with its tokens and what the model
             made of them.
-        contexts: one row per context: ``dataset``, ``source``, ``run`` (number of a run that has
-            it), ``at`` (its row there), ``greedy`` (the token that opens its greedy turn).
+        contexts: one row per context: ``dataset``, ``source``, ``run`` (a run that has it), ``at``
+            (its row there), ``greedy`` (the token that opens its greedy turn).
+        grid: temperatures of the first token.
         first: name → ``[contexts, temperatures]``, of the first token.
         log_p: name → ``[contexts, layers]`` by the lens, in nats; empty without a lens.
-        references: real follow-ups; None without any.
     """
 
     name = "temperature_sweep"
     judged, loads = True, False
     columns = COLUMNS
 
-    @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--temperatures",
-            nargs="+",
-            type=temperature,
-            metavar="T",
-            help="of the first token (default: 0.3, 0.4 … 1.5, 1.75, 2 and the sampled ones)",
-        )
-
     # -- read -------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        from ia_mech.lens import Lens, NoLens
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
+        from ia_mech.run.reader import EXACT_FROM
 
         judged = read_runs(self.runs, self.args.judge, NO_ANNOTATOR)
-        check_temperatures(judged.turns)
+        sampled = sorted(set(judged.turns["temperature"]) - {0})
+        if len(sampled) < 2:
+            at = f"at T = {sampled[0]:g} only" if sampled else "greedily only"
+            raise UserError(
+                f"user turns were sampled {at}: of one temperature there is no sweep",
+                "sample the same conversations with --temperatures 0.7 1 1.3, or give such a run "
+                "too",
+            )
+        for run in self.runs:
+            check_logits(run)
+        self.grid = sorted({*GRID, *(t for t in sampled if t >= EXACT_FROM)})
         self.decoys = judged.decoys
         self.turns = with_tokens(judged.turns, self.runs)
-        self.contexts = contexts_of(self.turns, self.runs)
+        greedy = self.turns[self.turns["temperature"] == 0].reset_index(drop=True)  # once each
+        self.contexts = greedy[["dataset", "source", "run"]].astype(object)
+        self.contexts = self.contexts.assign(
+            at=greedy["at"], greedy=[int(ids[0]) for ids in greedy["token_ids"]]
+        )
         self.notes += judged.notes
         if missing := int(self.turns["genuine"].isna().sum()):
             self.notes.append(f"{missing} of {len(self.turns)} turns were not assessed.")
@@ -191,28 +178,24 @@ class TemperatureSweep(Experiment):
                 f"{cut} of {len(self.turns)} turns come after a response that was cut off, another "
                 "stimulus: python -m ia_mech.rates --responses complete leaves them out."
             )
-        self.lens: Lens | None = None
-        try:
-            self.lens = Lens.load(self.runs[0].model["weights_hash"])
-        except NoLens as why:
-            self.notes.append(f"no logit lens: {why}.")
-        sampled = {t for t in self.turns["temperature"] if t >= COLDEST_STORED}
-        self.grid = sorted(set(self.args.temperatures or {*GRID, *sampled}))
-        for run in self.runs:
-            check_logits(run, self.lens, self.grid)
 
     def rows(self) -> pd.DataFrame:
         """A row per sampled turn that was assessed: of ``turns``, with :func:`leaving_point`."""
+        from ia_mech.lens import Lens, NoLens
+
         openings = openings_of(self.turns)
-        self.first = first_token_curves(self.runs, self.contexts, openings, self.grid, self.lens)
+        self.first = first_token_curves(self.runs, self.contexts, openings, self.grid)
         self.log_p: dict[str, np.ndarray] = {}
-        if self.lens is not None:
-            self.log_p = lens_curves(self.runs, self.contexts, openings, self.lens)
-        self.references = references(self.runs)
-        both = ((openings.genuine.sum(0) > 0) & (openings.restated.sum(0) > 0)).sum()
+        try:
+            lens = Lens.load(self.runs[0].model["weights_hash"])
+            self.log_p = lens_curves(self.runs, self.contexts, openings, lens)
+        except NoLens as why:
+            self.notes.append(f"no logit lens: {why}.")
+        opened = [of.sum() for of in (openings.genuine, openings.restated)]
         self.notes.append(
-            f"openings: {len(openings.ids)} tokens opened {openings.genuine.sum():.0f} genuine "
-            f"turns and {openings.restated.sum():.0f} restatements, {both} of them both kinds."
+            f"openings: {len(openings.ids)} tokens opened {opened[0].sum()} genuine turns and "
+            f"{opened[1].sum()} restatements, {((opened[0] > 0) & (opened[1] > 0)).sum()} of them "
+            "both kinds."
         )
         sampled = self.turns[self.turns["genuine"].notna() & (self.turns["temperature"] > 0)]
         greedy = {
@@ -230,64 +213,37 @@ class TemperatureSweep(Experiment):
     # -- estimated --------------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        """Holm-corrected in families: the rate, the failures, and genuine turns against others;
-        all datasets together are a family of their own in each."""
+        """Holm-corrected in families: the rate, and genuine turns against others; all datasets
+        together are a family of their own in each."""
         found: list[TidyEstimate] = []
-        turns = self.turns[self.turns["genuine"].notna()]
-        for dataset, here in by_dataset(turns):
-            decoys = self.decoys
-            own = decoys if dataset == ALL or decoys.empty else decoys[decoys["dataset"] == dataset]
-            found += self._rates(turns[here], own, {"dataset": dataset, "level": self.args.level})
+        for dataset, here in by_dataset(self.turns):
+            turns, by, greedy = self.turns[here], ["temperature"], {"temperature": 0.0}
+            decoys = self.decoys[(self.decoys["dataset"] == dataset) | (dataset == ALL)]
+            names: dict[str, Any] = {"dataset": dataset, "level": self.args.level}
+            found += rates(turns, by, quantity=RATE, **names)
+            options = {"within": "context", "seed": self.args.seed, **names}
+            found += rates(turns, by, greedy, quantity=RATE, **options)
+            found += rates(decoys, by, CONVERSATION, **names)
         for dataset, here in by_dataset(self.contexts):
-            group = Group(
-                self.contexts["source"].to_numpy()[here], self.options, {"dataset": dataset}
-            )
-            found += first_token(
-                group, {term: at[here] for term, at in self.first.items()}, self.grid
-            )
+            sources = self.contexts["source"].to_numpy()[here]
+            group = Group(sources, self.options, {"dataset": dataset})
+            first = {term: at[here] for term, at in self.first.items()}
+            found += first_token(group, first, self.grid)
             if self.log_p:
                 found += lens_estimates(group, {term: at[here] for term, at in self.log_p.items()})
         for dataset, here in by_dataset(rows):
             own = rows[here]
             group = Group(own["source"].to_numpy(), self.options, {"dataset": dataset})
             for t, at in own.groupby("temperature"):
-                names = {"temperature": float(t)}
-                found += depths(replace(group, names=group.names | names), at)
-                found += deeper(group, at, **names)
+                found += depths(group, at, temperature=float(t))
+                found += deeper(group, at, temperature=float(t))
             found += deeper(group, own)
-        found += self._references()
 
         def family(row: TidyEstimate) -> tuple:
             of = LESS if row.quantity.endswith(LESS) else row.quantity
             return of, row.names["dataset"] == ALL
 
         return holm_corrected(found, family)
-
-    def _rates(
-        self, turns: pd.DataFrame, decoys: pd.DataFrame, names: dict[str, Any]
-    ) -> Iterator[TidyEstimate]:
-        by, greedy, seed = ["temperature"], {"temperature": 0.0}, self.args.seed
-        yield from rates(turns, by, quantity=RATE, **names)
-        yield from rates(turns, by, greedy, quantity=RATE, seed=seed, **names)
-        if len(decoys):
-            yield from rates(decoys, by, CONVERSATION, **names)
-        for category in ASSESSED:
-            if category != GENUINE:
-                own = turns.assign(**{category: (turns["category"] == category).astype(float)})
-                options: dict[str, Any] = {"outcome": category, "quantity": FAILURE, **names}
-                yield from rates(own, by, **options)
-                yield from rates(own, by, greedy, seed=seed, **options)
-
-    def _references(self) -> Iterator[TidyEstimate]:
-        from experiments.likelihood import by_temperature
-
-        if self.references is None:
-            return
-        for dataset, here in by_dataset(self.references.frame):
-            sources = self.references.frame["source"].to_numpy()[here]
-            group = Group(sources, self.options, {"dataset": dataset})
-            curve, temperatures = self.references.curve[here], self.references.temperatures
-            yield from by_temperature(group, curve, temperatures)
 
     # -- shown ------------------------------------------------------------------------------------
 
@@ -337,19 +293,9 @@ class TemperatureSweep(Experiment):
             legend="Genuine turns' mean gap, nats, less that of other turns after the same "
             f"response at the same temperature. {tested}",
         )
-        made += tables_of(
-            f"over all temperatures ({percent})",
-            found[once],
-            {"best temperature": ("best T", 2), OVERTAKES: ("layer", 1)},
-            index=("dataset",),
-            rows="follow-ups",
-            legend="Best T: at which users' real follow-ups are likeliest. Layer: from which on "
-            "greedy's opening stays ahead of the best follow-up opening (median; header_last).",
-        )
         first: dict[str, tuple[str, int | str]] = {
             "first token's entropy": ("entropy", 2),
             TOKENS: ("effective tokens", 1),
-            "total variation from T = 1": ("variation", 2),
             "mass on turn-end": ("turn-end", ".0e"),
         }
         made.append(
@@ -358,22 +304,24 @@ class TemperatureSweep(Experiment):
                 all_datasets(found),
                 first,
                 rows="contexts",
-                legend="Entropy in nats; effective tokens: exp(entropy); variation: total "
-                "variation from T = 1; turn-end: probability of ending the turn at once.",
+                legend="Entropy in nats; effective tokens: exp(entropy); turn-end: probability of "
+                "ending the turn at once.",
                 full=True,
             )
         )
-        made.append(
-            table_of(
-                "what the other turns are",
-                all_datasets(found[found["quantity"] == FAILURE]),
-                {name: (heading(name), 2) for name in ASSESSED if name != GENUINE},
-                key="outcome",
-                rows="turns",
-                legend="Shares of the turns that the judge assessed, by its rubric.",
-                full=True,
+        if (found["quantity"] == AHEAD).any():
+            made.append(
+                table_of(
+                    f"greedy's opening by layer, logit lens ({percent})",
+                    all_datasets(found),
+                    {AHEAD: ("ahead for good", 2)},
+                    index=("layer",),
+                    rows="contexts",
+                    legend="From this layer on to the last, greedy's opening is likelier than the "
+                    "best follow-up opening (header_last).",
+                    full=True,
+                )
             )
-        )
         return made
 
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
@@ -391,7 +339,6 @@ class TemperatureSweep(Experiment):
         across, share = "temperature (0 = greedy)", "share of turns"
         made: dict[str, Drawing] = {
             "rates": Lines(title, across, share, rows_of(found, RATE), by="dataset", levels=floor),
-            "failures": Lines(title, across, share, rows_of(pooled, FAILURE), by="outcome"),
             "first_token": Lines(
                 title, "temperature", TOKENS, rows_of(found, TOKENS), by="dataset"
             ),
@@ -430,113 +377,54 @@ class TemperatureSweep(Experiment):
         return Conclusion(" ".join(text for text in said if text), f"{self.gate.sentence}.")
 
 
-def check_temperatures(turns: pd.DataFrame) -> None:
-    """Raise UserError if there is no curve, or one whose points are of different sources."""
-    found = turns.groupby("source", observed=True)["temperature"].agg(lambda t: frozenset(t) - {0})
-    every = sorted(frozenset().union(*found))
-    if len(every) < 2:
-        at = f"at T = {every[0]:g} only" if every else "greedily only"
-        raise UserError(
-            f"user turns were sampled {at}: of one temperature there is no sweep",
-            "sample the same conversations with --temperatures 0.7 1 1.3, or give such a run too",
-        )
-    odd = found[found != frozenset(every)]
-    if len(odd):
-        has = ", ".join(f"{t:g}" for t in sorted(odd.iloc[0])) or "greedy only"
-        raise UserError(
-            f"the runs don't match: {len(odd)} of {len(found)} sources lack a temperature "
-            f"(one has {has}, all together {', '.join(f'{t:g}' for t in every)})",
-            "give runs in which every source is sampled at the same temperatures",
-        )
-
-
 def with_tokens(turns: pd.DataFrame, runs: "Sequence[Run]") -> pd.DataFrame:
-    """The turns with their tokens and what the model made of them."""
-    columns = [*KEY, "token_ids", "logprobs_raw", "ranks"]
-    tokens = pd.concat([run.generations[columns].assign(run=str(run.path)) for run in runs])
-    return turns.merge(tokens, on=["run", *KEY], how="left", validate="one_to_one")
-
-
-def contexts_of(turns: pd.DataFrame, runs: "Sequence[Run]") -> pd.DataFrame:
-    """Each context once: its greedy turn is there once, too."""
-    greedy = turns[turns["temperature"] == 0]
-    rows = {
-        (str(run.path), name): (number, at)
-        for number, run in enumerate(runs)
-        for at, name in enumerate(run.contexts["context_id"])
-    }
-    places = [rows[key] for key in zip(greedy["run"], greedy["context_id"], strict=True)]
-    return pd.DataFrame(
-        {
-            "dataset": greedy["dataset"].to_numpy(dtype=object),
-            "source": greedy["source"].to_numpy(dtype=object),
-            "run": [run for run, _ in places],
-            "at": [at for _, at in places],
-            "greedy": [int(ids[0]) for ids in greedy["token_ids"]],
-        }
-    )
-
-
-def references(runs: "Sequence[Run]") -> "References | None":
-    """Scored real follow-ups, each once."""
-    from experiments.likelihood import references_of
-
-    found = references_of(runs)
-    if found is None:
-        return None
-    kept = ~found.frame.duplicated(["source", "context_id", "text"]).to_numpy()
-    frame = found.frame[kept].reset_index(drop=True)
-    return replace(found, frame=frame, curve=found.curve[kept])
+    """The turns with their tokens, what the model made of them, and ``at``, their context's row."""
+    written = []
+    for run in runs:
+        row = {name: at for at, name in enumerate(run.contexts["context_id"])}
+        own = run.generations[[*KEY, "token_ids", "logprobs_raw", "ranks"]]
+        written.append(own.assign(run=str(run.path), at=own["context_id"].map(row).astype(int)))
+    return turns.merge(pd.concat(written), on=["run", *KEY], how="left", validate="one_to_one")
 
 
 # -- estimates -------------------------------------------------------------------------------------
 
 
-def _mass(group: Group, quantity: str, values: Any, **names: Any) -> TidyEstimate:
-    """The mean of values between 0 and 1 that aren't events, nor made of events.
+def _clipped(row: TidyEstimate, low: float, high: float = np.inf) -> TidyEstimate:
+    """A mean whose values have these bounds.
 
-    A rate's interval assumes the variance of events, which is far more than probabilities have.
-    This is the interval of a mean, clipped to [0, 1].
+    Of probabilities, too: a rate's interval assumes the variance of events, which is far more than
+    theirs.
     """
-    row = group.mean(quantity, values, **names)
-    return replace(row, estimate=row.estimate.clip(0, 1))
+    return replace(row, estimate=row.estimate.clip(low, high))
 
 
 def first_token(
     group: Group, first: dict[str, np.ndarray], temperatures: Sequence[float]
 ) -> Iterator[TidyEstimate]:
-    """Of ``[contexts, temperatures]`` arrays, as :func:`curves` makes them."""
+    """Of ``[contexts, temperatures]`` arrays, as :func:`first_token_curves` makes them."""
     for column, t in enumerate(temperatures):
         at = {name: values[:, column] for name, values in first.items()}
         names: dict[str, Any] = {"temperature": float(t)}
-        entropy = group.mean("first token's entropy", at["entropy"], **names)
-        yield replace(entropy, estimate=entropy.estimate.clip(0))
-        tokens = group.mean(TOKENS, np.exp(at["entropy"]), **names)
-        yield replace(tokens, estimate=tokens.estimate.clip(1))
-        yield _mass(group, "mass on turn-end", at["turn_end"], **names)
-        yield _mass(group, "total variation from T = 1", at["variation"], **names)
+        yield _clipped(group.mean("first token's entropy", at["entropy"], **names), 0)
+        yield _clipped(group.mean(TOKENS, np.exp(at["entropy"]), **names), 1)
+        yield _clipped(group.mean("mass on turn-end", at["turn_end"], **names), 0, 1)
         for term in ("genuine", "restated"):
-            yield _mass(group, MASS, at[term], term=f"{term} turns' openings", **names)
+            mass = group.mean(MASS, at[term], term=f"{term} turns' openings", **names)
+            yield _clipped(mass, 0, 1)
         less = at["genuine"] - at["restated"]
-        row = group.mean("mass on openings, genuine less restated", less, **names)
-        yield replace(row, estimate=row.estimate.clip(-1, 1))
+        yield _clipped(group.mean(f"{MASS}, genuine less restated", less, **names), -1, 1)
 
 
-def depths(group: Group, turns: pd.DataFrame) -> Iterator[TidyEstimate]:
-    """Of genuine turns and of others: whether and where greedy leaves them, how far below it."""
+def depths(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
+    """Of genuine turns and of others: where greedy leaves them, and how far below it."""
     for kind, term in ((1.0, "genuine"), (0.0, "not genuine")):
         at = turns[turns["genuine"] == kind]
-        if at.empty:
-            continue
-        own = Group(at["source"].to_numpy(), group.options, group.names | {"term": term})
-        yield own.mean("first token is greedy's", at["follows"], proportion=True)
-        yield own.mean("greedy leaves it", at["leaves"], proportion=True)
-        yield own.median("token where greedy leaves", at["token"])
-        yield own.median("rank where greedy leaves", at["rank"])
-        yield _mass(own, "probability where greedy leaves", at["probability"])
-        gap = own.mean("gap where greedy leaves", at["gap"])
-        yield replace(gap, estimate=gap.estimate.clip(0))  # no token is likelier than greedy's
-        yield own.median("median gap where greedy leaves", at["gap"])
+        own = replace(group, sources=at["source"].to_numpy())
+        if len(at):
+            yield own.median("token where greedy leaves", at["token"], term=term, **names)
+            yield own.median("rank where greedy leaves", at["rank"], term=term, **names)
+            yield own.median("median gap where greedy leaves", at["gap"], term=term, **names)
 
 
 def deeper(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
@@ -564,14 +452,11 @@ def lens_estimates(group: Group, log_p: dict[str, np.ndarray]) -> Iterator[TidyE
     for term, values in log_p.items():
         for layer in range(values.shape[1]):
             row = group.mean(LENS, values[:, layer], term=term, layer=layer)
-            yield replace(row, estimate=row.estimate.clip(-np.inf, 0))
-    first = overtaking_layer(log_p[GREEDY], log_p[BEST])
-    if np.isnan(first).all():
-        return
-    for layer in range(log_p[GREEDY].shape[1]):
-        ahead = np.where(np.isnan(first), np.nan, first <= layer)
-        yield group.mean("greedy ahead for good", ahead, proportion=True, layer=layer)
-    yield group.median(OVERTAKES, np.where(np.isfinite(first), first, np.nan))
+            yield _clipped(row, -np.inf, 0)
+    ahead = ahead_for_good(log_p[GREEDY], log_p[BEST])
+    if not np.isnan(ahead).all():
+        for layer in range(ahead.shape[1]):
+            yield group.mean(AHEAD, ahead[:, layer], proportion=True, layer=layer)
 
 
 main = TemperatureSweep.main

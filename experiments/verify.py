@@ -2,33 +2,29 @@
 
 The data decide which. A given response is right if the data say so in a column ``correct``. One
 that the model wrote is checked by the instructions of its query, where the data hold
-``instruction_id_list`` and ``kwargs`` (IFEval, IFBench), else by a mathematical gold answer (GSM8K,
-MATH).
+``instruction_id_list`` and ``kwargs`` (as IFEval has them), else by a mathematical gold answer
+(GSM8K, MATH).
 
 Maths is checked by Hugging Face's ``math-verify``. It finds the answer in a text (after "final
 answer", in a box, else the last number or formula) and compares formulas rather than text: 1/2, 0.5
 and \\frac{1}{2} are equal, and so are 50% and both 50 and 0.5. :func:`clean_response` first
-removes what misleads it.
+removes what misleads it. It works in the main thread only, where it can limit its time.
 
-Instructions are checked by ``if-verifiable``, which holds the checkers of google-research's IFEval
-and of allenai's IFBench: the benchmarks' own, crude ones included ("answer in German" is followed
-by a response whose language can't be told). IFBench's download NLTK's data as they are imported,
-unless it is there: without it IFBench isn't verified, and nothing is downloaded.
+Instructions are checked by ``if-verifiable``, which holds the checkers of google-research's IFEval:
+the benchmark's own, crude ones included ("answer in German" is followed by a response whose
+language can't be told).
 """
 
 import logging
 import re
-import signal
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 MATHS, INSTRUCTIONS, COLUMN = "math-verify", "if-verifiable", "column correct"  # verifiers
 TOLD = {"true": True, "1": True, "false": False, "0": False}
-SECONDS = 5.0  # for one response
+SECONDS = 10  # for one formula; a comparison takes milliseconds
 
 
 @dataclass(frozen=True)
@@ -36,14 +32,14 @@ class Correctness:
     """Whether a response is right, and what that rests on.
 
     Attributes:
-        verifier: one of :func:`verifier_of`.
+        verifier: of :func:`verifier_of`; None if nothing says what is right.
         correct: whether it is; None if that couldn't be verified.
         why: in a few words.
         answer: what was read off the response, for maths.
         gold: what it was compared with, for maths.
     """
 
-    verifier: str
+    verifier: str | None
     correct: bool | None
     why: str
     answer: str | None = None
@@ -73,7 +69,6 @@ def verify(
     *,
     given: bool = False,
     cut_off: bool = False,
-    seconds: float = SECONDS,
 ) -> Correctness:
     """Whether a response is right.
 
@@ -86,64 +81,25 @@ def verify(
         metadata: of the conversation.
         given: the response is the data's, not the model's own.
         cut_off: the response was cut off by a token limit.
-        seconds: time limit, of the processor.
-
-    Raises:
-        ValueError: no verifier applies.
     """
-    name = verifier_of(answer, metadata, given=given)
-    if name is None:
-        raise ValueError("nothing says whether this response is right")
-    if name == COLUMN:
-        return Correctness(name, TOLD[str(metadata["correct"]).lower()], "as the data say")
-    text = response.rpartition("</think>")[2]
-    if name == INSTRUCTIONS:
-        import if_verifiable  # noqa: F401  # takes seconds that must not count towards the limit
+    from math_verify.errors import TimeoutException
+
+    name, text = verifier_of(answer, metadata, given=given), response.rpartition("</think>")[2]
     try:
-        with time_limit(seconds):
-            if name == MATHS:
-                assert answer is not None  # verifier_of says maths
-                return _maths(text, answer, cut_off=cut_off)
+        if name == COLUMN:
+            return Correctness(name, TOLD[str(metadata["correct"]).lower()], "as the data say")
+        if name == INSTRUCTIONS:
             return _instructions(query, text, metadata)
-    except TimedOut:
-        return Correctness(name, None, f"the verifier took more than {seconds:g} s")
+        if name == MATHS and answer is not None:
+            return _maths(text, answer, cut_off=cut_off)
+    except TimeoutException:
+        return Correctness(name, None, f"the verifier took more than {SECONDS} s")
     except Exception as error:  # two libraries raise anything on arbitrary text
         return Correctness(name, None, f"the verifier failed: {type(error).__name__}")
-
-
-class TimedOut(BaseException):
-    """The limit was reached. Not an ``Exception``, since verifiers catch those and go on."""
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Stop the block after so many seconds of processor time.
-
-    Processor time gives the same results on a busy machine. The limit is a signal, so it holds on
-    POSIX systems and in the main thread only. A profiling timer that is already set is cancelled.
-
-    Raises:
-        TimedOut: the limit was reached.
-    """
-    if not hasattr(signal, "SIGPROF") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_) -> None:
-        raise TimedOut
-
-    before = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+    return Correctness(None, None, "nothing says whether it is right")
 
 
 # -- maths -----------------------------------------------------------------------------------------
-
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its own timeout is off
 
 _MARKED = re.compile(r"^[ \t*]*####[ \t]*(\S.*)$", re.MULTILINE)  # GSM8K's way of giving an answer
 _STATED = re.compile(r"\\boxed|\banswer", re.IGNORECASE)
@@ -171,6 +127,7 @@ def gold_formulas(answer: str) -> tuple | None:
     ``\\text{}``. A sentence that mentions a number is none of these.
     """
     from math_verify import parse
+    from math_verify.errors import TimeoutException
 
     marked = _MARKED.findall(answer)
     text = (marked[-1] if marked else answer).strip()
@@ -183,8 +140,8 @@ def gold_formulas(answer: str) -> tuple | None:
             return None
         text = f"${text}$"
     try:
-        found = parse(text, parsing_timeout=None, raise_on_error=True)
-    except Exception:  # of many kinds, from three parsers
+        found = parse(text, parsing_timeout=SECONDS, raise_on_error=True)
+    except (Exception, TimeoutException):  # of many kinds, from three parsers
         return None
     # A text that couldn't be read as a formula comes back as a text alone.
     return tuple(found) if found and not isinstance(found[0], str) else None
@@ -220,9 +177,9 @@ def _maths(response: str, answer: str, *, cut_off: bool = False) -> Correctness:
     places = [("after ####", marked[-1])] if marked else []
     places.append(("in a box" if "\\boxed" in text else "as math-verify finds it", text))
     for place, part in places:
-        found = math_verify.parse(part, parsing_timeout=None, raise_on_error=True)
+        found = math_verify.parse(part, parsing_timeout=SECONDS, raise_on_error=True)
         if found:
-            right = math_verify.verify(wanted, found, timeout_seconds=None, raise_on_error=True)
+            right = math_verify.verify(wanted, found, timeout_seconds=SECONDS, raise_on_error=True)
             why = f"{'equal' if right else 'not equal'}; answer read {place}"
             return Correctness(MATHS, bool(right), why, answer=str(found[-1]), gold=str(wanted[-1]))
     return Correctness(
@@ -232,23 +189,11 @@ def _maths(response: str, answer: str, *, cut_off: bool = False) -> Correctness:
 
 # -- instructions ----------------------------------------------------------------------------------
 
-NLTK = "python -m nltk.downloader punkt punkt_tab stopwords averaged_perceptron_tagger_eng"
-_DATA = (
-    *("tokenizers/punkt", "tokenizers/punkt_tab"),
-    *("taggers/averaged_perceptron_tagger_eng", "corpora/stopwords"),
-)
-
 
 def has_instructions(metadata: Mapping[str, Any]) -> bool:
-    """Whether a conversation has instructions, in the form in which both datasets give them."""
+    """Whether a conversation has instructions, in the form in which IFEval gives them."""
     ids, kwargs = metadata.get("instruction_id_list"), metadata.get("kwargs")
-    return (
-        isinstance(ids, list)
-        and isinstance(kwargs, list)
-        and 0 < len(ids) == len(kwargs)
-        and all(isinstance(name, str) for name in ids)
-        and all(isinstance(given, dict | None) for given in kwargs)
-    )
+    return isinstance(ids, list) and isinstance(kwargs, list) and 0 < len(ids) == len(kwargs)
 
 
 def _instructions(query: str, response: str, metadata: Mapping[str, Any]) -> Correctness:
@@ -266,44 +211,23 @@ def _instructions(query: str, response: str, metadata: Mapping[str, Any]) -> Cor
         {key: value for key, value in (given or {}).items() if value is not None}
         for given in metadata["kwargs"]
     ]
-    benchmark, known = "ifeval", INSTRUCTION_DICT
-    if not set(ids) <= set(known):
-        if not nltk_is_there():
-            why = f"beyond IFEval: IFBench's verifiers need NLTK's data ({NLTK})"
-            return Correctness(INSTRUCTIONS, None, why)
-        from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT as IFBENCH
-
-        benchmark, known = "ifbench", IFBENCH
     for name, given in zip(ids, kwargs, strict=True):
-        if name not in known:
-            return Correctness(INSTRUCTIONS, None, f"{name}: no verifier knows this instruction")
+        if name not in INSTRUCTION_DICT:
+            return Correctness(INSTRUCTIONS, None, f"{name}: IFEval has no such instruction")
         # A checker draws a missing parameter at random.
-        missing = [key for key in known[name](name).get_instruction_args_keys() if key not in given]
-        if missing:
+        needed = INSTRUCTION_DICT[name](name).get_instruction_args_keys()
+        if missing := [key for key in needed if key not in given]:
             why = f"{name}: its parameter {missing[0]} is not in the data"
             return Correctness(INSTRUCTIONS, None, why)
     if not response.strip():
         return Correctness(INSTRUCTIONS, False, "an empty response")
     DetectorFactory.seed = 0  # language detection draws at random
-    level = logging.root.manager.disable
     logging.disable(logging.ERROR)  # a language that can't be told is logged with the whole text
     try:
-        sample = IFEvalSample("", query, ids, kwargs)  # IFBench's have the same fields
-        results, _ = evaluate_output_for_sample(benchmark, sample, response)
+        sample = IFEvalSample("", query, ids, kwargs)
+        results, _ = evaluate_output_for_sample("ifeval", sample, response)
     finally:
-        logging.disable(level)
+        logging.disable(logging.NOTSET)
     broken = [one.instruction_id for one in results if not one.strict_pass]
     why = f"violated: {', '.join(broken)}" if broken else "all followed"
     return Correctness(INSTRUCTIONS, not broken, why)
-
-
-def nltk_is_there() -> bool:
-    """Whether NLTK finds the data that IFBench's checkers need."""
-    import nltk
-
-    try:
-        for resource in _DATA:
-            nltk.data.find(resource)
-    except LookupError:
-        return False
-    return True

@@ -157,13 +157,12 @@ def test_the_association_has_its_closed_form(planted):
         assert row["detectable"] > 0
 
 
-@pytest.mark.parametrize(("right", "what"), [(4, "right"), (0, "wrong")])
-def test_where_all_are_alike_there_is_no_association_and_it_is_said(planted, right, what):
+@pytest.mark.parametrize("right", [4, 0])
+def test_where_all_are_alike_there_is_no_association_and_it_is_said(planted, right):
     made, found = measured(planted(sums(right, 4 - right)))
     row = one(found, DIFFERENCE, temperature=0.0)
     assert row[["value", "low", "high", "p", "p_holm"]].isna().all() and row["test"] is None
     assert one(found, ACCURACY)["value"] == right / 4
-    assert any(f"m on sums: all responses are {what}, so" in note for note in made.notes)
     sentence, control = made.conclude(found)
     assert "can't be told" in sentence and control
 
@@ -177,7 +176,7 @@ def test_cut_off_responses_are_told_apart(planted):
     ]
     made, found = measured(planted(prompts))
     assert made.responses["correct"].tolist() == [1, 0, 0, 1]
-    assert made.responses["why"][2] == "cut off before it states an answer"
+    assert made.responses["why"].iloc[2] == "cut off before it states an answer"
     assert one(found, ACCURACY)["value"] == one(found, "cut off")["value"] == 0.5
     complete = one(found, ACCURACY, term="complete responses")
     assert (complete["value"], complete["rows"]) == (0.5, 2)
@@ -288,16 +287,11 @@ UNKNOWN = {"metadata": {"instruction_id_list": ["no:such"], "kwargs": [{}]}, "an
         ([Prompt("c", **CHAT)], "nothing says which responses of chat are right; verifying takes"),
         (
             [Prompt("u0", **UNKNOWN), Prompt("u1", **UNKNOWN)],
-            "none of the 2 responses could be verified: beyond IFEval: IFBench's verifiers need",
-        ),
-        (
-            [Prompt("a", genuine={0.0: [None]}), Prompt("b", genuine={0.0: [1]}, policy="given")],
-            "the judge assessed no user turn after these responses; judge again, ",
+            "none of the 2 responses could be verified: no:such: IFEval has no such instruction",
         ),
     ],
 )
-def test_runs_that_say_nothing_of_accuracy_are_refused(planted, monkeypatch, prompts, line):
-    monkeypatch.setattr("experiments.verify.nltk_is_there", lambda: False)
+def test_runs_that_say_nothing_of_accuracy_are_refused(planted, prompts, line):
     with pytest.raises(UserError) as refused:
         measured(planted(prompts))
     assert str(refused.value).startswith(line)
@@ -308,8 +302,10 @@ def test_runs_that_say_nothing_of_accuracy_are_refused(planted, monkeypatch, pro
     [
         ([Prompt("s0", dataset="more")], "no prompts in common (one: sums, two: more)"),
         ([Prompt("t0")], "the models have no prompts in common (one: sums, two: sums)"),
-        ([Prompt("s0"), Prompt("s1", query="What is 9 times 3?")], "sums has another text in"),
-        ([Prompt("s0"), Prompt("s1", answer="27")], "'s1' of sums has another gold answer in"),
+        (
+            [Prompt("s0"), Prompt("s1", query="What is 9 times 3?")],
+            "'s1' of sums has several texts",
+        ),
     ],
 )
 def test_models_without_common_prompts_are_refused(planted, others, problem):

@@ -1,6 +1,7 @@
 """Likelihood of real follow-ups: what is scored, against forward passes, and estimates by hand."""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -24,9 +25,7 @@ from experiments.likelihood import (
     read_references,
 )
 from experiments.tables import estimates_of
-from ia_mech.collect.identity import build_chat, eos_ids
 from ia_mech.collect.job import collect
-from ia_mech.errors import UserError
 from ia_mech.run import Run
 from ia_mech.settings import Settings
 
@@ -60,16 +59,15 @@ def siblings(sampled) -> Run:
 
 @pytest.fixture(scope="module")
 def measured(plain, siblings, tiny_subject):
-    """Units, and what was scored of them."""
-    references = read_references([plain, siblings])
-    model = tiny_subject.model
-    settings = Settings.from_dict(plain.settings)
-    ids = eos_ids(model.generation_config, model.config)
-    chat = build_chat(settings, tiny_subject.tokenizer, ids)
-    units, refused = likelihood.units_of([plain, siblings], references, chat, 2, None, 0)
-    assert refused == []
-    rows = [likelihood.measure(Model(tiny_subject, chat, True), unit) for unit in units]
-    return references, units, pd.concat(rows, ignore_index=True)
+    """The experiment, its units, and what was scored of them."""
+    words = [str(plain.path), str(siblings.path), "--swaps", "2", "--resamples", "100"]
+    args = Likelihood.build_parser().parse_args(words)
+    one = Likelihood([plain, siblings], args, Path())
+    one.check()
+    units = one.units()
+    assert one.notes == []
+    rows = [one.measure(Model(tiny_subject, one.chat, True), unit) for unit in units]
+    return one, units, pd.concat(rows, ignore_index=True)
 
 
 # -- what is measured ------------------------------------------------------------------------------
@@ -95,10 +93,10 @@ def test_scores_equal_full_forward_passes(measured, tiny_subject):
 
 
 def test_what_replaces_a_response_is_another_one(measured, plain, siblings):
-    references, units, _ = measured
-    assert len(units) == len(references.frame) == 8
+    one, units, _ = measured
+    assert len(units) == len(one.references) == 8
     responses = dict(zip(plain.contexts["context_id"], plain.contexts["messages"], strict=True))
-    for unit, name in zip(units, references.frame["context_id"], strict=True):
+    for unit, name in zip(units, one.references["context_id"], strict=True):
         own = responses[name][-1]["content"]
         written = siblings.contexts[siblings.contexts["source_id"] == name]["messages"]
         others = {messages[-1]["content"] for messages in written} - {own}
@@ -146,14 +144,11 @@ def test_a_turn_to_which_all_responses_are_alike_has_no_contrast():
 
 
 def test_the_estimates_of_a_run_are_means_of_what_was_scored(measured):
-    references, _, rows = measured
-    options = {"level": 0.95, "resamples": 100, "seed": 0}
-    made = likelihood.estimates(references, rows, options)
-    found = estimates_of(made, Likelihood.columns, 0.95)
+    one, _, rows = measured
+    found = estimates_of(one.estimate(rows), Likelihood.columns, 0.95)
     assert set(found["dataset"]) == {"plain", "odd", "(all)"}
     found = found[found["dataset"] == "(all)"]
-    stored = references.frame
-    curve = np.stack(stored["reference_logprob_tempered_with_end"].to_list()).mean(0)
+    curve = np.stack(one.references["reference_logprob_tempered_with_end"].to_list()).mean(0)
     tempered = found[found["quantity"] == "tempered log p"]
     np.testing.assert_allclose(tempered["value"], curve)
     best = found[found["quantity"] == "best temperature"]["value"].item()
@@ -198,20 +193,22 @@ def test_the_command_scores_once_and_says_what_is_the_control(plain, siblings, t
     assert "count the topic, too. Add a run of --response generate" in alone
 
 
-def test_runs_that_cannot_be_used_are_refused(sampled, plain, siblings, capfd):
-    with pytest.raises(UserError, match=r"score \d+ of the same follow-ups in the same contexts"):
-        read_references([plain, sampled(seed=1)])
+def test_a_follow_up_that_two_runs_score_counts_once(plain, sampled):
+    alone, both = read_references([plain]), read_references([plain, sampled(seed=1)])
+    for one, other in zip(alone, both, strict=True):
+        pd.testing.assert_frame_equal(one, other)
+
+
+def test_runs_without_follow_ups_to_given_responses_are_refused(sampled, siblings, capfd):
     for runs in ([sampled([scored.CONVERSATIONS[3]])], [siblings]):
         line = refusal(call(main, [str(run.path) for run in runs], capfd))
         assert line.startswith("no context has what a user really said after the response")
 
 
 def test_follow_ups_written_without_the_response_are_marked_and_not_pooled(measured, monkeypatch):
-    references, _, rows = measured
+    one, _, rows = measured
     monkeypatch.setattr(likelihood, "BLIND", ("odd",))
-    options = {"level": 0.95, "resamples": 100, "seed": 0}
-    made = likelihood.estimates(references, rows, options)
-    found = estimates_of(made, Likelihood.columns, 0.95)
+    found = estimates_of(one.estimate(rows), Likelihood.columns, 0.95)
     own = found[(found["quantity"] == "contrast, bits") & (found["term"] == SIBLINGS)]
     values = own.set_index("dataset")["value"]
     assert set(values.index) == {"plain", "odd (response unseen)", "(all)"}

@@ -20,11 +20,9 @@ from experiments.perturbations import (
     BITS_DIFFERENCE,
     CONDITIONS,
     DIFFERENCE,
-    HELD,
     RATE,
     apply_condition,
     main,
-    order_of,
 )
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import context_and_reference
@@ -162,7 +160,7 @@ def test_rates_and_paired_differences_are_those_of_the_turns(turns, found):
     at = turns[turns["temperature"] == 1.0].assign(source=lambda f: f["context_id"].str[:2])
     for condition in ("swap", "shuffle"):
         own, none = (at[at["condition"] == name] for name in (condition, "none"))
-        of = {"condition": condition, "temperature": 1.0, "outcome": HELD}
+        of = {"condition": condition, "temperature": 1.0}
         row = pick(found, RATE, **of)
         mean = cluster_mean(own["held"], own["source"], proportion=True)
         assert (row["value"], row["low"], row["high"]) == (mean.value, mean.low, mean.high)
@@ -171,8 +169,6 @@ def test_rates_and_paired_differences_are_those_of_the_turns(turns, found):
         paired = paired_difference(own["held"], own["source"], none["held"], none["source"])
         assert (row["value"], row["p"]) == (paired.difference.value, paired.p)
         assert row["sources"] == own["source"].nunique()
-    profile = found[(found["outcome"] == "profile") & (found["temperature"] == 1.0)]
-    np.testing.assert_allclose(profile.groupby("condition")["value"].sum(), 1.0)
 
 
 def test_likelihoods_are_compared_in_bits_on_the_contexts_that_changed(plain, run, found):
@@ -191,24 +187,9 @@ def test_likelihoods_are_compared_in_bits_on_the_contexts_that_changed(plain, ru
 
 
 def test_tests_of_one_outcome_are_corrected_together(found):
-    for _, rows in found[found["p"].notna()].groupby(["quantity", "outcome"]):
+    for _, rows in found[found["p"].notna()].groupby("quantity"):
         np.testing.assert_allclose(rows["p_holm"], holm(rows["p"].to_numpy()))
     assert set(found.loc[found["p"].notna(), "quantity"]) == {DIFFERENCE, BITS_DIFFERENCE}
-
-
-@pytest.mark.parametrize(
-    ("rate", "bits", "end"),
-    [
-        ((-0.1, 0.1), (-0.5, 0.5), "Neither shows that the order matters."),
-        ((-0.3, -0.1), (-5, -1), "Both show that the order matters."),
-        ((-0.3, -0.1), (-0.5, 0.5), "the likelihood doesn't: "),
-        ((-0.1, 0.1), (-5, -1), "The likelihood shows that the order matters, the rate doesn't"),
-        ((np.nan, np.nan), (-0.5, 0.5), "Neither shows that the order matters."),
-    ],
-)
-def test_rate_and_likelihood_agree_on_the_order_or_the_text_says_so(rate, bits, end):
-    said = order_of(*(pd.DataFrame([{"low": low, "high": high}]) for low, high in (rate, bits)))
-    assert end in said
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -230,7 +211,7 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     assert files(plain.path) == base
     nulls = "with 80% power", "would have been shown"
     controls = "after the bare header", "judge rules: "
-    for said in (*nulls, *controls, "what the turns are", "shuffle is not made of all 9"):
+    for said in (*nulls, *controls, "shuffle is not made of all 9"):
         assert said in " ".join(outcome.out.lower().split()), outcome.out
 
 

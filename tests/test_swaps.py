@@ -3,14 +3,17 @@
 import numpy as np
 import pytest
 
-from experiments.swaps import REACH, Donor, Donors
+from experiments.swaps import REACH, Donors
+from ia_mech.data.conversations import Conversation
 
 
 def donor(number: int, tokens: int, *, dataset="d", source=None, response=None, reference="?"):
     name = f"c{number}"
     text = f"response {number}" if response is None else response
     said = f"and {number}?" if reference == "?" else reference
-    return Donor(name, source or name, dataset, text, tokens, said)
+    asked = {"role": "user", "content": "?"}, {"role": "assistant", "content": text}
+    about = {"tokens": tokens}
+    return Conversation(name, source or name, dataset, asked, said, metadata=about)
 
 
 THOSE = [
@@ -23,40 +26,49 @@ THOSE = [
 ]
 
 
+LENGTHS = {one.response: one.metadata["tokens"] for one in THOSE}
+
+
+def tokenizer(text: str, add_special_tokens: bool) -> dict:
+    return {"input_ids": [0] * LENGTHS[text]}
+
+
+def donors(seed: int, those=THOSE) -> Donors:
+    return Donors(those, tokenizer, seed)
+
+
 @pytest.mark.parametrize("count", [0, 1, 3, 50])
 def test_lenders_are_of_the_same_dataset_another_source_and_all_differ(count):
-    found = Donors(THOSE, 0).responses(5, count)
+    found = donors(0).responses(5, count)
     assert len(found) == min(count, 12)
-    texts = [one.response.strip() for one in found]
+    texts = [text.strip() for text in found]
     assert len(set(texts)) == len(texts) and "" not in texts and "response 5" not in texts
-    assert all(one.dataset == "d" and one.source_id != "c5" for one in found)
+    lenders = {one.response: one for one in THOSE if one.id != "c13"}
+    assert all(lenders[text].source_id != "c5" for text in found)
 
 
 def test_all_that_can_be_drawn_are_the_nearest_in_length():
-    drawn = {one.id for seed in range(200) for one in Donors(THOSE, seed).responses(5, 1)}
+    drawn = {text for seed in range(200) for text in donors(seed).responses(5, 1)}
     near = sorted(
-        (abs(one.tokens - 50), one.id)
+        (abs(one.metadata["tokens"] - 50), one.id, one.response)
         for one in THOSE
         if one.dataset == "d" and one.source_id != "c5" and one.response.strip()
     )
-    near = [name for _, name in near if name != "c4"][:REACH]  # c14 is nearer and says the same
+    near = [text for _, name, text in near if name != "c4"][:REACH]  # c14 is nearer, says the same
     assert drawn == set(near)
 
 
 def test_draws_depend_on_the_conversation_alone():
     order = np.random.default_rng(0).permutation(len(THOSE))
-    mixed = Donors([THOSE[n] for n in order], 0)
+    mixed = donors(0, [THOSE[n] for n in order])
     at = int(np.flatnonzero(order == 8)[0])
-    assert [one.id for one in mixed.responses(at, 2)] == [
-        one.id for one in Donors(THOSE, 0).responses(8, 2)
-    ]
+    assert mixed.responses(at, 2) == donors(0).responses(8, 2)
 
 
 def test_a_follow_up_is_anothers_and_of_none_that_lent_a_response():
     for seed in range(50):
-        donors = Donors(THOSE, seed)
-        found = donors.reference(5)
+        found = donors(seed).reference(5)
         assert found is not None and found.reference and found.dataset == "d"
         assert found.source_id != "c5"
-        assert found.source_id not in {one.source_id for one in donors.responses(5, 9, [found])}
-    assert Donors(THOSE[:1], 0).reference(0) is None
+        assert found.response not in donors(seed).responses(5, 9, [found])
+    assert donors(0, THOSE[:1]).reference(0) is None

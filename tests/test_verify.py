@@ -1,24 +1,19 @@
-"""Is a response right: maths, instructions of IFEval and IFBench, and what can't be verified."""
+"""Is a response right: maths, instructions of IFEval, and what can't be verified."""
 
 import json
-import signal
-import threading
 import time
 from pathlib import Path
 
 import math_verify
-import nltk
 import pytest
 
 from experiments.verify import (
     COLUMN,
     INSTRUCTIONS,
     MATHS,
-    TimedOut,
     clean_response,
     gold_formulas,
     has_instructions,
-    time_limit,
     verifier_of,
     verify,
 )
@@ -180,30 +175,12 @@ def test_a_parser_that_fails_leaves_the_verdict_open(monkeypatch):
     assert (found.correct, found.why) == (None, "the verifier failed: RecursionError")
 
 
-def test_a_response_that_takes_too_long_leaves_the_verdict_open():
-    started = time.process_time()
-    found = verify("", "The answer is \\boxed{9^{9^{9^{9}}}}", "18", {}, seconds=0.3)
-    assert (found.correct, found.why) == (None, "the verifier took more than 0.3 s")
-    assert time.process_time() - started < 3
-
-
-def test_a_limit_leaves_nothing_behind():
-    before = signal.getsignal(signal.SIGPROF)
-    with time_limit(5):
-        pass
-    with pytest.raises(TimedOut), time_limit(0.02):
-        while True:
-            pass
-    assert signal.getsignal(signal.SIGPROF) is before
-    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
-
-
-def test_outside_the_main_thread_there_is_no_limit_but_a_verdict():
-    found = []
-    thread = threading.Thread(target=lambda: found.append(correct("It is 18", "18")))
-    thread.start()
-    thread.join()
-    assert found == [True]
+def test_a_response_that_takes_too_long_leaves_the_verdict_open(monkeypatch):
+    monkeypatch.setattr("experiments.verify.SECONDS", 1)
+    started = time.monotonic()
+    found = verify("", "The answer is \\boxed{9^{9^{9^{9}}}}", "18", {})
+    assert (found.correct, found.why) == (None, "the verifier took more than 1 s")
+    assert time.monotonic() - started < 10
 
 
 # -- instructions --------------------------------------------------------------------------------
@@ -226,18 +203,6 @@ IFEVAL = {
     "punctuation:no_comma": ({}, "no comma here", "yes, here"),
     "startend:quotation": ({}, '"All of it"', '"Some" of it'),
 }
-
-
-@pytest.fixture(autouse=True)
-def without_nltk_data(monkeypatch):
-    """Whatever this machine has: tests say what there is; and nothing may be downloaded."""
-
-    def refused(*_, **__):
-        raise AssertionError("a download")
-
-    monkeypatch.setattr(nltk, "download", refused)
-    monkeypatch.setattr(nltk.data, "path", [])
-    nltk.data.clear_cache()
 
 
 def data(*ids: str, **kwargs) -> dict:
@@ -268,25 +233,14 @@ def test_a_response_is_right_if_all_instructions_are_followed():
     assert (one.correct, one.why) == (False, "violated: startend:quotation")
 
 
-def test_ifbench_is_verified_where_the_data_is_there_and_nothing_is_downloaded(
-    tmp_path, monkeypatch
-):
-    asked = data("count:numbers", numbers={"N": 2})
-    found = verify(QUERY, "From 3 to 14.", None, asked)
-    assert found.correct is None and "IFBench's verifiers need NLTK's data" in found.why
-    for name in ("tokenizers/punkt", "tokenizers/punkt_tab", "corpora/stopwords"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "taggers" / "averaged_perceptron_tagger_eng").mkdir(parents=True)
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    assert verify(QUERY, "From 3 to 14.", None, asked).correct is True
-    assert verify(QUERY, "From 3 to 14 by 2.", None, asked).correct is False
-    found = verify(QUERY, "one 2", None, data("count:numbers", numbers={"N": None}))
-    assert (found.correct, found.why) == (
-        None,
-        "count:numbers: its parameter N is not in the data",
-    )
-    found = verify(QUERY, "no comma", None, data("punctuation:no_comma", "new:thing"))
-    assert found.correct is None and "no verifier knows this instruction" in found.why
+def test_an_instruction_that_no_checker_can_check_leaves_the_verdict_open():
+    given = data("keywords:existence", existence={"keywords": None})
+    for asked, why in (
+        (given, "keywords:existence: its parameter keywords is not in the data"),
+        (data("punctuation:no_comma", "new:thing"), "new:thing: IFEval has no such instruction"),
+    ):
+        found = verify(QUERY, "no comma", None, asked)
+        assert (found.correct, found.why) == (None, why)
 
 
 def test_a_language_that_cannot_be_told_is_not_logged(capfd):
@@ -294,26 +248,15 @@ def test_a_language_that_cannot_be_told_is_not_logged(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_checker_that_fails_or_never_ends_leaves_the_verdict_open(monkeypatch):
+def test_a_checker_that_fails_leaves_the_verdict_open(monkeypatch):
     from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
 
     def fails(*_):
         raise IndexError("out of range")
 
-    def hangs(*_):
-        while True:
-            try:
-                sum(range(1000))
-            except Exception:  # as a library would
-                continue
-
-    kind = INSTRUCTION_DICT["punctuation:no_comma"]
-    monkeypatch.setattr(kind, "check_following", fails)
+    monkeypatch.setattr(INSTRUCTION_DICT["punctuation:no_comma"], "check_following", fails)
     found = verify(QUERY, "anything", None, data("punctuation:no_comma"))
     assert (found.correct, found.why) == (None, "the verifier failed: IndexError")
-    monkeypatch.setattr(kind, "check_following", hangs)
-    found = verify(QUERY, "anything", None, data("punctuation:no_comma"), seconds=0.1)
-    assert (found.correct, found.why) == (None, "the verifier took more than 0.1 s")
 
 
 @pytest.mark.parametrize(
@@ -324,15 +267,13 @@ def test_a_checker_that_fails_or_never_ends_leaves_the_verdict_open(monkeypatch)
         {"instruction_id_list": ["punctuation:no_comma"], "kwargs": []},
         {"instruction_id_list": [], "kwargs": []},
         {"instruction_id_list": "punctuation:no_comma", "kwargs": "{}"},
-        {"instruction_id_list": [3], "kwargs": [{}]},
-        {"instruction_id_list": ["punctuation:no_comma"], "kwargs": ["{}"]},
     ],
 )
 def test_metadata_without_instructions_in_that_form_have_no_verifier(metadata):
     assert not has_instructions(metadata)
     assert verifier_of(None, metadata, given=False) is None
-    with pytest.raises(ValueError, match="nothing says whether this response is right"):
-        verify(QUERY, "anything", None, metadata)
+    found = verify(QUERY, "anything", None, metadata)
+    assert (found.verifier, found.correct) == (None, None)
 
 
 def test_of_given_responses_the_column_tells_and_of_written_ones_it_does_not():
