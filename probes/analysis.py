@@ -35,16 +35,6 @@ from probes.targets import Outcome
 
 NEVER = -2.0  # below any correlation
 
-MEASURES = {
-    "auroc": "a random positive turn's context outranks a random negative turn's",
-    "auroc_of_rates": "AUROC of the contexts' observed rates: more than any probe can reach",
-    "average_precision": "average precision",
-    "prevalence": "average precision of a probe that knows nothing",
-    "spearman": "Spearman's rank correlation with the rate",
-    "deviance_explained": "binomial deviance explained, against a rate per run",
-}
-UNTRAINED = ("auroc_of_rates", "prevalence")  # measures without a probe
-
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -205,7 +195,8 @@ class Headline:
         weights: ``[folds, d_model]`` of those probes, on hidden states as they are.
         penalty: for all contexts at ``layer`` and ``position``: the median of what the inner loops
             chose.
-        measures: name → estimate, see :data:`MEASURES`.
+        auroc: of these scores.
+        auroc_of_rates: of the contexts' observed rates: more than any probe can reach.
         chance: share of the variance of scores that is chance in training, mean of ``picked``;
             intervals are widened by it (:meth:`ia_mech.stats.ResampledScore.with_training`).
     """
@@ -216,7 +207,8 @@ class Headline:
     scores: np.ndarray
     weights: np.ndarray
     penalty: float
-    measures: dict[str, Estimate]
+    auroc: Estimate
+    auroc_of_rates: Estimate
     chance: float
 
 
@@ -467,6 +459,7 @@ class _Analyser:
     ) -> tuple[Headline, ResampledScore]:
         """From what was found ``[layers][positions]``; and its AUROC on every resample."""
         scores, chance = self._chosen(tested, found)
+        auroc = self.scores.auroc(scores)
         weights = []  # fitted again: keeping those of every layer and position would take too much
         for fold, (layer, position) in enumerate(tested.picked):
             train, penalty = self.design.rows_outside(fold), found[layer][position].penalties[fold]
@@ -481,38 +474,11 @@ class _Analyser:
             scores,
             np.array(weights),
             float(np.median(found[layer][position].penalties)),
-            self._measures(scores, chance),
+            auroc.with_training(chance).estimate(),
+            self.scores.auroc(self.outcome.rate).estimate(),
             chance,
         )
-        return headline, self.scores.auroc(scores)
-
-    def _measures(self, scores: np.ndarray, chance: float) -> dict[str, Estimate]:
-        found = {
-            "auroc": self.scores.auroc(scores),
-            "auroc_of_rates": self.scores.auroc(self.outcome.rate),
-            "average_precision": self.scores.average_precision(scores),
-            "prevalence": self.scores.prevalence(),
-            "spearman": self.scores.spearman(scores),
-            "deviance_explained": self.scores.deviance_explained(
-                expit(scores), self._rates_of_runs()
-            ),
-        }
-        return {
-            name: found[name].with_training(0.0 if name in UNTRAINED else chance).estimate()
-            for name in MEASURES
-        }
-
-    def _rates_of_runs(self) -> np.ndarray:
-        """``[contexts]`` rate of a context's run outside its fold."""
-        known, count = np.empty(len(self.outcome)), self.design.run_count
-        for fold in range(self.design.fold_count):
-            train, rows = self.design.rows_outside(fold), self.design.rows_of(fold)
-            of_run = self.outcome.runs[train]
-            k = np.bincount(of_run, self.outcome.positives[train], count)
-            n = np.bincount(of_run, self.outcome.trials[train], count)
-            rate = np.where(n > 0, k / np.maximum(n, 1), k.sum() / n.sum())
-            known[rows] = rate[self.outcome.runs[rows]]
-        return known
+        return headline, auroc
 
     # -- controls ---------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from ia_mech.run.labels import check_name
 from ia_mech.run.layout import refuse_unwritable
 from ia_mech.stats import Estimate
 from probes import figures
-from probes.analysis import MEASURES, Analysis, RandomBlocks, Settings
+from probes.analysis import Analysis, RandomBlocks, Settings
 from probes.card import Probe, directions
 from probes.dataset import ProbeSet
 from probes.figures import LEVEL
@@ -95,7 +95,7 @@ def conclude(
     sure = analysis.settings.level >= COVERAGE
     as_well = [one for one in analysis.random_blocks if not one.difference.low > 0]
     beyond = readable and sure and not as_well and gain is not None and bool(gain.saved.low > 0)
-    auroc = round(analysis.headline.measures["auroc"].value, 2)  # as it is shown
+    auroc = round(analysis.headline.auroc.value, 2)  # as it is shown
     tasks = [one for one in analysis.compared if one.kind == "control task"]
     chance = next((task for task in tasks if round(task.auroc.value, 2) >= auroc), None)
     can = f"{what[:1].upper()}{what[1:]} can be read from the hidden states"
@@ -145,7 +145,7 @@ def conclude(
 
 
 def _numbers(analysis: Analysis) -> str:
-    tested, auroc = analysis.tested, analysis.headline.measures["auroc"]
+    tested, auroc = analysis.tested, analysis.headline.auroc
     p = ""
     if tested.permutations:
         p = f", p {p_text(tested.p)} (selection replayed; of the heat map, family-wise, p "
@@ -236,9 +236,9 @@ def estimates(analysis: Analysis) -> pd.DataFrame:
       tested), ``null_band_95`` (95% quantile of the permuted statistics there), ``p_family``
       (family-wise), ``p_best`` (of the model confidence set), ``selected_in_folds`` (share of the
       outer folds that chose it); and with a control, ``auroc_cell`` of random blocks.
-    - the headline, which is the selection procedure and so has no layer or position: the names in
-      :data:`probes.analysis.MEASURES`, ``statistic_headline``, ``null_band_95_headline`` and
-      ``p_headline`` (the selection replayed).
+    - the headline, which is the selection procedure and so has no layer or position: ``auroc``,
+      ``auroc_of_rates`` (of the observed rates, more than any probe can reach),
+      ``statistic_headline``, ``null_band_95_headline`` and ``p_headline`` (the selection replayed).
     - a control: ``auroc_control``; of the control task also ``auroc_oracle``; of random blocks also
       ``auroc_less_control`` (the headline's less theirs).
     - the readout of output, text and the ends of query and response: ``auroc_base``, ``auroc_full``
@@ -271,8 +271,8 @@ def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
         estimate = Estimate(float(value), np.nan, np.nan, outcome.source_count, method)
         return row(quantity, estimate, p, **names)
 
-    for name, estimate in headline.measures.items():
-        yield interval(name, estimate)
+    yield interval("auroc", headline.auroc)
+    yield interval("auroc_of_rates", headline.auroc_of_rates)
     band = np.quantile(tested.null, 0.95) if tested.permutations else np.nan
     yield plain("statistic_headline", tested.value, "closed form", tested.p)
     yield plain("null_band_95_headline", band, permuted)
@@ -336,17 +336,13 @@ def predictions(analysis: Analysis) -> pd.DataFrame:
 
 
 def tables(analysis: Analysis) -> list[Table]:
-    """The headline's measures, its controls, and the heat map."""
-    level = f"{100 * analysis.settings.level:g}%"
-    scores = Table(
-        f"The headline's scores [{level} intervals over sources]",
-        ["score", "value", "what"],
-        [
-            [name.replace("_", " "), estimate.text(3), MEASURES[name]]
-            for name, estimate in analysis.headline.measures.items()
-        ],
-    )
-    rows = [[one.name, one.auroc.text(), one.what] for one in analysis.compared]
+    """The headline with its controls, and the heat map."""
+    level, headline = f"{100 * analysis.settings.level:g}%", analysis.headline
+    rows = [
+        ["headline", headline.auroc.text(), "hidden states, chosen inside the training folds"],
+        ["rates", headline.auroc_of_rates.text(), "the observed ones: more than a probe can reach"],
+    ]
+    rows += [[one.name, one.auroc.text(), one.what] for one in analysis.compared]
     for one in analysis.compared:
         if one.oracle is not None:
             rows.append(["  of its rates", one.oracle.text(), "what a probe that knows them has"])
@@ -355,8 +351,10 @@ def tables(analysis: Analysis) -> list[Table]:
         base = "output, text, and states at the ends of query and response"
         rows.append(["base", analysis.beyond.base.text(), base])
         rows.append(["  + hidden", analysis.beyond.full.text(), "and the headline's states"])
-    controls = Table(
-        f"What a probe reads elsewhere: AUROC [{level}]", ["control", "AUROC", "what"], rows
+    scores = Table(
+        f"AUROC of the headline and of its controls [{level} intervals over sources]",
+        ["read", "AUROC", "what"],
+        rows,
     )
     cells = [
         [str(layer), *(_cell(analysis, i, j) for j in range(len(analysis.positions)))]
@@ -370,7 +368,7 @@ def tables(analysis: Analysis) -> list[Table]:
         f"{tested}° in the {level} confidence set of the best (held-out log loss)",
         full=True,
     )
-    return [scores, *([controls] if rows else []), heat_map]
+    return [scores, heat_map]
 
 
 def _cell(analysis: Analysis, i: int, j: int) -> str:

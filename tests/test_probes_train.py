@@ -83,7 +83,7 @@ def test_it_finds_what_was_planted_and_keeps_it(run, planted, capfd, monkeypatch
     assert result.sentence == card["sentence"] and "beyond" not in result.sentence.split(".")[0]
     for text in (result.sentence, result.control):
         assert text in said.out  # in one line each, whatever the screen's width
-    assert len(result.tables) == 3 and "AUROC by layer" not in said.out
+    assert len(result.tables) == 2 and "AUROC by layer" not in said.out
     numbers = result.estimates.set_index("quantity")
     assert numbers.loc["p_headline", "value"] == 1 / 40
     auroc = numbers.loc["auroc"]
