@@ -425,11 +425,8 @@ def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
         UserError: hidden states can't be read.
     """
     frame = data.contexts
-    given = data.embeddings
     text = [
-        lsa(frame["text"].tolist())
-        if given is None
-        else Baseline("text", _standardised(given), "the given embeddings of the context"),
+        lsa(frame["text"].tolist()),
         lengths(
             frame["prompt_tokens"],
             frame["response_tokens"],

@@ -61,8 +61,6 @@ class ProbeSet:
         within: ``run`` or ``dataset``: what contexts must share to be compared, besides their
             perturbation. Each gets an intercept, and labels are permuted within it.
         gate: whether the judge can tell a turn's own conversation from another; None without one.
-        embeddings: ``[contexts, width]`` of the texts, in place of latent semantic analysis; or
-            None.
     """
 
     runs: list[Run]
@@ -76,7 +74,6 @@ class ProbeSet:
     width: int
     within: str = RUN
     gate: Gate | None = None
-    embeddings: np.ndarray | None = None
     has_ends: bool = False
 
     def __len__(self) -> int:
@@ -171,7 +168,6 @@ def read(
     within: str = RUN,
     *,
     reaction: Path | None = None,
-    embeddings: Path | None = None,
 ) -> ProbeSet:
     """Read judged runs; for the target ``reaction``, runs with a table of reaction bits.
 
@@ -184,8 +180,6 @@ def read(
         within: ``run`` or ``dataset``, see :class:`ProbeSet`.
         reaction: folder that ``python -m experiments.reaction`` wrote, see
             :func:`probes.reaction.read_bits`.
-        embeddings: of the texts, see :attr:`ProbeSet.embeddings`: Parquet with the columns
-            ``context_id`` and ``embedding`` (a list of numbers).
 
     Raises:
         UserError: what :func:`ia_mech.rates.read_runs` refuses (unfinished, not judged, …); models
@@ -241,33 +235,9 @@ def read(
         width=runs[0].model["d_model"],
         within=within,
         gate=gate,
-        embeddings=None if embeddings is None else _embeddings(embeddings, kept["context_id"]),
         has_ends=all({*ENDS} <= {*run.positions} for run in runs)
         and all(index_of(at, name) is not None for at in where for name in ENDS),
     )
-
-
-def _embeddings(file: Path, contexts: pd.Series) -> np.ndarray:
-    """``[contexts, width]`` from a user's file."""
-    remedy = "give Parquet with columns context_id and embedding (a list of numbers)"
-    try:
-        table = pd.read_parquet(file, columns=["context_id", "embedding"])
-    except (OSError, ValueError, KeyError):
-        raise UserError(f"{file} can't be read as embeddings", remedy) from None
-    given = table.drop_duplicates("context_id").set_index("context_id")["embedding"]
-    lacking = contexts[~contexts.isin(given.index)]
-    if len(lacking):
-        raise UserError(
-            f"{file} lacks {len(lacking)} of {len(contexts)} contexts, such as {lacking.iloc[0]}",
-            "embed every context",
-        )
-    try:
-        found = np.array(given.loc[contexts].tolist(), dtype=float)
-    except (ValueError, TypeError):
-        found = np.empty(0)
-    if found.ndim != 2 or not found.size or not np.isfinite(found).all():
-        raise UserError(f"{file} holds embeddings that are not finite or differ in length", remedy)
-    return found
 
 
 # -- is there enough? -----------------------------------------------------------------------------

@@ -11,7 +11,6 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -444,9 +443,6 @@ def about(kind: str, data: ProbeSet, settings: Settings, **more: Any) -> dict[st
             "within": data.within,
             "positions": data.positions,
             "layers": list(data.layers),
-            "embeddings": None
-            if data.embeddings is None
-            else sha256(data.embeddings.tobytes()).hexdigest()[:16],
             **{k: v for k, v in asdict(settings).items() if k != "workers"},
             **more,
         },

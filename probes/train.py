@@ -59,13 +59,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="RUN",
         help="of sample --random-blocks on the same conversations: what needs no trained blocks?",
     )
-    parser.add_argument(
-        "--embeddings",
-        type=path_of,
-        metavar="FILE",
-        help="of the contexts' texts, as the text control (Parquet: context_id, embedding; "
-        "default: latent semantic analysis)",
-    )
     return parser
 
 
@@ -194,7 +187,6 @@ def _train(args: argparse.Namespace) -> None:
         *chosen_places(args),
         args.within,
         reaction=args.reaction,
-        embeddings=args.embeddings,
     )
     twins = with_random_blocks(data, args.random_blocks)
     random = [run.identity_digest for twin in twins.values() for run in twin.runs]

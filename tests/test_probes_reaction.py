@@ -145,26 +145,3 @@ def test_the_command_finds_it_without_a_judge(run, tmp_path, capfd):
     assert "python -m experiments.reaction" in refusal(call(train.main, words, capfd))
     elsewhere = [*words, "--reaction", str(tmp_path / "nowhere")]
     assert "nowhere/turns.parquet is missing" in refusal(call(train.main, elsewhere, capfd))
-
-
-def test_embeddings_of_a_user_take_the_place_of_the_text_control(run, tmp_path, capfd):
-    folder = written(table_of(run, 1.0), tmp_path / "found")
-    rng = np.random.default_rng(1)
-    ids = run.contexts["context_id"]
-    given = pd.DataFrame({"context_id": ids, "embedding": list(rng.normal(size=(160, 3)))})
-    file = tmp_path / "embeddings.parquet"
-    given[::-1].to_parquet(file)
-    data = read([run], target="reaction", reaction=folder, embeddings=file)
-    np.testing.assert_array_equal(data.embeddings, np.array(given["embedding"].tolist()))
-    wrong = {
-        "lacks 1 of 160 contexts": given[1:],
-        "not finite or differ in length": given.assign(
-            embedding=[[1.0] * (i % 3) for i in range(160)]
-        ),
-        "can't be read as embeddings": given.rename(columns={"embedding": "vector"}),
-    }
-    for problem, table in wrong.items():
-        table.to_parquet(file)
-        words = [str(run.path), "--target", "reaction", "--reaction", str(folder)]
-        said = call(train.main, [*words, "--embeddings", str(file)], capfd)
-        assert problem in refusal(said)
