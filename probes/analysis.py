@@ -75,13 +75,6 @@ class Arrays:
     positions: Sequence[str]
     conversation: np.ndarray | None = None
 
-    def __post_init__(self) -> None:
-        if self.states.ndim != 4 or self.states.shape[2] != len(self.positions):
-            raise ValueError(
-                f"states have shape {self.states.shape}, not [layers, contexts, positions, d_model]"
-                f" with {len(self.positions)} positions"
-            )
-
     @property
     def layers(self) -> Sequence[int]:
         return range(len(self.states))

@@ -9,7 +9,6 @@ The card is written last and names the hash of its weights, so that files of two
 aren't taken for one.
 """
 
-import json
 import platform
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,7 +32,6 @@ from ia_mech.run.integrity import read_json, replace_file, write_json
 from probes.fit.solvers import Features, logistic_path, project
 from probes.targets import Outcome
 
-FORMAT = 1
 WEIGHTS, CARD = "probe.safetensors", "card.json"
 AS_THEY_ARE, CENTRED = "states as they are", "states less the mean of their query's contexts"
 DIRECTIONS = ("logistic", "mass-mean")
@@ -72,14 +70,10 @@ def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str,
         penalty: of half the squared weights on states whose mean squared norm is 1.
 
     Raises:
-        ValueError: states aren't finite or don't differ, or rates don't differ in any run.
+        ValueError: states don't differ in any run.
     """
     states = np.asarray(states, dtype=float)
-    if not np.isfinite(states).all():
-        raise ValueError("hidden states hold NaN or infinity")
     runs, k, n = outcome.runs, outcome.positives, outcome.trials
-    if all(np.ptp(outcome.rate[runs == run]) == 0 for run in np.unique(runs)):
-        raise ValueError("all rates are alike, so there is nothing to learn")
     rows = np.arange(len(states))
     projection = project(Features.from_states(states), rows, rows[:0], runs)
     centred, run_count = projection.train, int(runs.max()) + 1
@@ -207,42 +201,25 @@ class Probe:
         return self.directions[name]
 
     @property
-    def files(self) -> dict[str, Callable[[Path], None]]:
-        """Name → what writes the file. The card gets the format, the numbers of the directions, and
-        the software that fitted them (kept from a loaded card).
-
-        Raises:
-            TypeError, ValueError: the card isn't plain JSON.
-        """
+    def files(self) -> dict[str, Callable[[Path], Any]]:
+        """Name → what writes the file. The card gets the numbers of the directions and the software
+        that fitted them, which a loaded card keeps."""
         tensors = {f"weights_{name}": along.weights for name, along in self.directions.items()}
         content = save({name: np.ascontiguousarray(w, np.float32) for name, w in tensors.items()})
         about = {name: asdict(along) for name, along in self.directions.items()}
         for facts in about.values():
             facts["width"] = len(facts.pop("weights"))
-        card = {"software": _software(), **self.card, "format": FORMAT, "directions": about}
+        card = {"software": _software(), **self.card, "directions": about}
         card["weights"] = {"file": WEIGHTS, "sha256": sha256(content).hexdigest()}
-        json.dumps(card, allow_nan=False)  # to fail before anything is written
-
-        def write_weights(file: Path) -> None:
-            file.write_bytes(content)
-
-        def write_card(file: Path) -> None:
-            write_json(file, card)
-
-        return {WEIGHTS: write_weights, CARD: write_card}
+        return {
+            WEIGHTS: lambda file: file.write_bytes(content),
+            CARD: lambda file: write_json(file, card),
+        }
 
     def save(self, folder: str | Path) -> None:
-        """Write the two files, each replaced atomically, the card last.
-
-        Raises:
-            UserError: the folder is a file.
-            TypeError, ValueError: the card isn't plain JSON; nothing is written.
-        """
+        """Write the two files, each replaced atomically, the card last."""
         folder, files = Path(folder), self.files
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise UserError(f"{folder} is not a folder", "give another name") from None
+        folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / WEIGHTS, files[WEIGHTS])
         files[CARD](folder / CARD)
 
@@ -251,7 +228,7 @@ class Probe:
         """The probe of a folder, or of one of its two files.
 
         Raises:
-            UserError: a file is missing, damaged, of another format or of another probe.
+            UserError: a file is missing, damaged or of another probe.
         """
         path = Path(path)
         folder = path.parent if path.name in (WEIGHTS, CARD) else path
@@ -260,17 +237,7 @@ class Probe:
                 raise UserError(f"{path} is not a probe (no {name})", "give a probe's folder")
         again = "write the probe again with probes.train"
         try:
-            card = read_json(folder / CARD)
-            form = card["format"]
-        except (ValueError, TypeError, KeyError):
-            raise UserError(f"{folder / CARD} is damaged", again) from None
-        if form != FORMAT:
-            raise UserError(
-                f"{folder / CARD} has format {form}, this version reads {FORMAT}",
-                "read it with the version of ia_mech that wrote it",
-            )
-        content = (folder / WEIGHTS).read_bytes()
-        try:
+            card, content = read_json(folder / CARD), (folder / WEIGHTS).read_bytes()
             if sha256(content).hexdigest() != card["weights"]["sha256"]:
                 raise UserError(f"{folder / WEIGHTS} is damaged or not of its {CARD}", again)
             tensors = load(content)

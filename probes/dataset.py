@@ -243,50 +243,33 @@ def read(
 # -- is there enough? -----------------------------------------------------------------------------
 
 
-def check_enough(
-    outcome: Outcome, target: Target, folds: int = 5, minimum: int = MIN_SOURCES
-) -> None:
+def check_enough(outcome: Outcome, target: Target) -> None:
     """Refuse outcomes that no probe can be trained and tested on.
 
     Args:
         outcome: k of n per context.
         target: names what is missing in messages.
-        folds: at least so many sources of either kind are needed.
-        minimum: sources with a positive turn, and with a negative one.
 
     Raises:
-        UserError: there is one source, all rates are equal, or there are too few sources.
+        UserError: the contexts of every run have equal rates, or there are too few sources.
     """
-    positive = target.positive
-    sources, needed = outcome.source_count, max(minimum, folds)
-    if sources == 1:
-        raise UserError(
-            f"all {len(outcome)} contexts come from one source; a probe is tested on sources that "
-            "it wasn't trained on",
-            f"sample contexts of many sources (at least {needed})",
-        )
-    if np.ptp(outcome.rate) == 0:
-        rate = outcome.rate[0]
-        same = {0: f"no context has {positive}", 1: f"all turns of every context are {positive}"}
-        raise UserError(
-            same.get(rate, f"every context has the same rate of {positive}, {rate:.2f}")
-            + ": there is nothing to predict",
-            "choose another --target, or sample at other temperatures or more turns per context",
-        )
+    positive, sources = target.positive, outcome.source_count
     # A run whose contexts all have the same rate has nothing to predict.
     varies = np.array([np.ptp(outcome.rate[outcome.runs == run]) > 0 for run in outcome.runs])
     if not varies.any():
+        rates = ", ".join(f"{rate:.2f}" for rate in np.unique(outcome.rate))
         raise UserError(
-            f"within each run (or dataset) all contexts have the same rate of {positive}: there is "
-            "nothing to predict, as only contexts of the same are compared",
-            "choose another --target or --within, or sample at other temperatures",
+            f"all contexts of a run (or dataset) have the same rate of {positive} ({rates}): there "
+            "is nothing to predict, as only contexts of the same are compared",
+            "choose another --target or --within, or sample at other temperatures or more turns "
+            "per context",
         )
     with_positive = len(set(outcome.sources[(outcome.positives > 0) & varies]))
     with_negative = len(set(outcome.sources[(outcome.negatives > 0) & varies]))
     few, what = min((with_positive, positive), (with_negative, target.negative))
-    if few >= needed:
+    if few >= MIN_SOURCES:
         moving = movable_sources(outcome)
-        if moving < needed:
+        if moving < MIN_SOURCES:
             raise UserError(
                 f"only {moving} of {sources} sources can change places with another one, as the "
                 "others have other numbers of contexts per run or perturbation: there is too "
@@ -296,13 +279,13 @@ def check_enough(
         return
     comparable = len(set(outcome.sources[varies]))
     where = " in runs or datasets where rates differ" if comparable < sources else ""
-    enough = math.ceil(comparable * needed / few / 10) * 10
+    enough = math.ceil(comparable * MIN_SOURCES / few / 10) * 10
     others = ", more turns per context, or at other temperatures"
     if few == comparable or target.kind == LATENT:
         others = ""  # more turns wouldn't give more sources of that kind
     raise UserError(
         f"only {few} source{' has' if few == 1 else 's have'} {what} (of {comparable}{where}); "
-        f"probes need {needed} with one and {needed} without",
+        f"probes need {MIN_SOURCES} with one and {MIN_SOURCES} without",
         f"sample contexts of about {enough} sources at this rate{others}",
     )
 

@@ -380,54 +380,41 @@ def _cell(analysis: Analysis, i: int, j: int) -> str:
 # -- the result -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where an analysis goes.
+def free_folder(
+    about: dict[str, Any], home: Path, name: str | None = None, replace: bool = False
+) -> Path:
+    """A folder that an analysis may write: a new one, one with the same analysis (given the same
+    again), or one with another if it is to be replaced.
 
-    Attributes:
-        folder: of the result.
+    Args:
         about: what decides the result; see :class:`ia_mech.results.Result`.
+        home: the run to keep it in.
+        name: of the folder; made from kind, target and judge if not given.
+        replace: allow to replace an analysis of other settings.
+
+    Raises:
+        UserError: a name that no file can have, one that is taken, or a run that can't be written
+            to.
     """
-
-    folder: Path
-    about: dict[str, Any]
-
-    @classmethod
-    def free(
-        cls, about: dict[str, Any], home: Path, name: str | None = None, replace: bool = False
-    ) -> "Place":
-        """A folder that this analysis may write: a new one, one with the same analysis (given the
-        same again), or one with another if it is to be replaced.
-
-        Args:
-            about: what decides the result.
-            home: the run to keep it in.
-            name: of the folder; made from kind, target and judge if not given.
-            replace: allow to replace an analysis of other settings.
-
-        Raises:
-            UserError: a name that no file can have, one that is taken, or a run that can't be
-                written to.
-        """
-        if name is None:
-            settings = about["settings"]
-            parts = [about["kind"], settings["target"].replace("@", "-at-"), about["judge"]]
-            name = "-".join(part for part in parts if part)
-        folder = folder_of(home, check_name(name))
-        refuse_unwritable(folder, "give a copy of the run")
-        if (folder / RESULT).exists() and not replace:
-            before = read(folder).about
-            keys = ("kind", "identities", "judge", "settings")
-            differing = [key for key in keys if before.get(key) != about[key]]
-            if differing == ["settings"]:
-                old, new = dict(before["settings"]), about["settings"]
-                differing = [key for key in new if old.get(key) != new[key]]
-            if differing:
-                raise UserError(
-                    f"{folder} holds an analysis that differs in {', '.join(differing)}",
-                    "give another --out, or --replace",
-                )
-        return cls(folder, about)
+    if name is None:
+        settings = about["settings"]
+        parts = [about["kind"], settings["target"].replace("@", "-at-"), about["judge"]]
+        name = "-".join(part for part in parts if part)
+    folder = folder_of(home, check_name(name))
+    refuse_unwritable(folder, "give a copy of the run")
+    if (folder / RESULT).exists() and not replace:
+        before = read(folder).about
+        keys = ("kind", "identities", "judge", "settings")
+        differing = [key for key in keys if before.get(key) != about[key]]
+        if differing == ["settings"]:
+            old, new = dict(before["settings"]), about["settings"]
+            differing = [key for key in new if old.get(key) != new[key]]
+        if differing:
+            raise UserError(
+                f"{folder} holds an analysis that differs in {', '.join(differing)}",
+                "give another --out, or --replace",
+            )
+    return folder
 
 
 def about(kind: str, data: ProbeSet, settings: Settings, **more: Any) -> dict[str, Any]:
@@ -456,20 +443,20 @@ def _labels_digest(data: ProbeSet, number: int) -> str:
     return f"{int(hashes.sum()):016x}"[-16:]
 
 
-def result_of(analysis: Analysis, data: ProbeSet, place: Place) -> Result:
+def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: str) -> Result:
     """What is shown and kept of an analysis, the probe that is fitted on all contexts included."""
     target, headline = data.target, analysis.headline
     within = " within datasets" if data.within == "dataset" else ""
     said = conclude(analysis, target.words + within, data.labelled_by)
-    name = dict.fromkeys(run.model["name"] for run in data.runs)
-    title = f"{', '.join(name)} · {target.name} · {data.labelled_by}"
+    models = dict.fromkeys(run.model["name"] for run in data.runs)
+    title = f"{', '.join(models)} · {target.name} · {data.labelled_by}"
     names = data.contexts[["run", "context_id", "dataset"]].assign(
         run=data.contexts["run"].map(lambda number: data.runs[number].name),
         source=data.contexts["source"].str.replace("\0", "/"),
     )
     notes = [f"{target.name}: {target.describe()}", _data_note(analysis, data), *data.notes]
     found = Result(
-        name=place.folder.name,
+        name=name,
         question=f"Where can {target.words}{within} be read from the hidden states?",
         sentence=said.sentence,
         control=said.control,
@@ -480,7 +467,7 @@ def result_of(analysis: Analysis, data: ProbeSet, place: Place) -> Result:
             "layer_curve": figures.layer_curve(analysis, title),
         },
         notes=[*notes, *analysis.notes],
-        about=place.about,
+        about=about,
         data={"predictions": pd.concat([names, predictions(analysis)], axis=1)},
         files={},
     )

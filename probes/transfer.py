@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from probes.analysis import Settings
     from probes.cross_evaluate import Entry
     from probes.dataset import ProbeSet
-    from probes.show import Place
 
 STAR = 0.05  # Holm-adjusted p values below it are marked
 
@@ -83,9 +82,10 @@ def _transfer(args: argparse.Namespace) -> None:
     )
     units = units_of(data)
     about = show.about("transfer", data, settings)
-    place = show.Place.free(about, args.runs[0], args.out, args.replace)
+    folder = show.free_folder(about, args.runs[0], args.out, args.replace)
     entries, notes = cross_evaluate(data, data.outcome, units, settings, Bar())
-    write_and_show(_result(entries, data, notes, place, settings), place.folder, args.full)
+    result = _result(entries, data, notes, settings, about, folder.name)
+    write_and_show(result, folder, args.full)
 
 
 def units_of(data: "ProbeSet") -> dict[str, "np.ndarray"]:
@@ -126,8 +126,9 @@ def _result(
     entries: list["Entry"],
     data: "ProbeSet",
     notes: list[str],
-    place: "Place",
     settings: "Settings",
+    about: dict[str, Any],
+    name: str,
 ) -> "Result":
     from ia_mech.results import Result
 
@@ -136,7 +137,7 @@ def _result(
     starred = sum(entry.p_holm < STAR for entry in others)
     best, least = (f(others, key=lambda entry: entry.auroc.value) for f in (max, min))
     return Result(
-        name=place.folder.name,
+        name=name,
         question=f"Does a probe of {data.target.words}, trained on one {by}, work on another?",
         sentence=f"Of {len(others)} probes tested on another {by} than they were trained on, "
         f"{starred} read it above chance (p < {STAR:g} after Holm's method); their AUROC is "
@@ -153,7 +154,7 @@ def _result(
             *data.notes,
             *notes,
         ],
-        about=place.about,
+        about=about,
     )
 
 

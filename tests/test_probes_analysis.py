@@ -209,8 +209,8 @@ def test_states_of_other_contexts_or_positions_are_refused():
     states = np.zeros((2, 50, 1, 4))
     with pytest.raises(ValueError, match=r"shape \(50, 1, 4\); .* begins with \(40, 1\)"):
         analyse(Arrays(states, ["a"]), outcome)
-    with pytest.raises(ValueError, match="with 2 positions"):
-        Arrays(states, ["a", "b"])
+    with pytest.raises(ValueError, match=r"begins with \(40, 2\)"):
+        analyse(Arrays(states[:, :40], ["a", "b"]), outcome)
 
 
 def test_without_permutations_there_is_no_p_value():

@@ -95,10 +95,9 @@ def test_larger_means_more_follow_ups(name, sign, runs):
     assert sign * probe.directions[name].weights[0] > 0
 
 
-@pytest.mark.parametrize("features", [np.ones((200, WIDTH)), np.full((200, WIDTH), np.nan)])
-def test_hidden_states_without_a_direction_are_refused(features):
-    with pytest.raises(ValueError, match=r"differ|NaN"):
-        directions(features, contexts()[1], 1.0)
+def test_hidden_states_without_a_direction_are_refused():
+    with pytest.raises(ValueError, match="differ"):
+        directions(np.ones((200, WIDTH)), contexts()[1], 1.0)
 
 
 # -- scores ---------------------------------------------------------------------------------------
@@ -184,7 +183,6 @@ def test_the_files_are_what_others_can_read(fitted, saved):
     tensors = load_file(saved / "probe.safetensors")
     assert set(tensors) == {"weights_logistic", "weights_mass-mean"}
     card = json.loads((saved / "card.json").read_text())
-    assert card["format"] == 1
     along = fitted[2].directions["mass-mean"]
     assert card["directions"]["mass-mean"] == {
         "name": "mass-mean",
@@ -207,14 +205,6 @@ def test_a_loaded_probe_keeps_the_software_that_fitted_it(saved, tmp_path):
     assert Probe.load(tmp_path / "again").card == card
 
 
-@pytest.mark.parametrize("value", [float("nan"), np.float32(1), {1, 2}])
-def test_a_card_that_is_not_json_leaves_the_old_probe_alone(fitted, saved, value):
-    before = {file.name: file.read_bytes() for file in saved.iterdir()}
-    with pytest.raises((TypeError, ValueError)):
-        Probe(fitted[2].directions, {"auroc": value}).save(saved)
-    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
-
-
 def test_a_stop_between_the_two_files_is_noticed(fitted, saved, monkeypatch):
     features, outcome, _ = fitted
     other = Probe(directions(features, outcome, 10.0), {"layer": 3})
@@ -227,14 +217,6 @@ def test_a_stop_between_the_two_files_is_noticed(fitted, saved, monkeypatch):
         other.save(saved)
     with pytest.raises(UserError, match="not of its card"):
         Probe.load(saved)
-
-
-def test_a_file_in_the_place_of_the_folder_is_refused(fitted, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    for name in ("file", "file/below"):
-        with pytest.raises(UserError, match="is not a folder"):
-            fitted[2].save(tmp_path / name)
-    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["card.json", "probe.safetensors"])
@@ -252,15 +234,11 @@ def test_what_is_no_probe_at_all_is_refused(saved, tmp_path):
             Probe.load(path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "null", "{}", '{"format": 1}', "\udcff"])
+@pytest.mark.parametrize("content", ["{", "[]", "null", "{}", "\udcff"])
 def test_a_damaged_card_is_refused(saved, content):
     (saved / "card.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(UserError, match="damaged"):
         Probe.load(saved)
-
-
-def another_format(card, weights):
-    card["format"] = 2
 
 
 def another_width(card, weights):
@@ -292,7 +270,6 @@ def flipped_bit(card, weights):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (another_format, "format 2, this version reads 1"),
         (another_width, rf"shape \[{WIDTH}\], its card says {WIDTH + 1}"),
         (without_a_number, "damaged"),
         (without_weights, "weights_mass-mean"),

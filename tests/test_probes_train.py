@@ -261,7 +261,7 @@ def in_progress(run: Path) -> None:
     ("change", "words", "problem", "remedy"),
     [
         (lambda run: shutil.rmtree(run / "judgements"), [], "has not been judged", "judge run"),
-        (all_alike, [], "no context has a genuine follow-up", "choose another --target"),
+        (all_alike, [], "rate of a genuine follow-up (0.00)", "choose another --target"),
         (few_positive, [], "of 80); probes need 20 with one", "sample contexts of about"),
         (not_a_number, [], "layer 2 at header_last holds NaN", "--dtype"),
         (damaged, [], "is damaged", "wrote it again"),
@@ -298,4 +298,4 @@ def test_runs_of_two_models_are_refused(run, tmp_path, capfd):
 
 def test_one_source_is_refused(tmp_path, capfd):
     only = write(plant(Plan("none", contexts=30, per_source=30)), tmp_path / "run")
-    assert "come from one source" in refusal(probe([only.path], capfd))
+    assert "only 1 source has" in refusal(probe([only.path], capfd))
