@@ -10,7 +10,7 @@ aren't taken for one.
 """
 
 import platform
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import version
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import ArrayLike
 from safetensors import SafetensorError
@@ -33,7 +32,6 @@ from probes.fit.solvers import Features, logistic_path, project
 from probes.targets import Outcome
 
 WEIGHTS, CARD = "probe.safetensors", "card.json"
-AS_THEY_ARE, CENTRED = "states as they are", "states less the mean of their query's contexts"
 DIRECTIONS = ("logistic", "mass-mean")
 
 
@@ -113,16 +111,8 @@ class Probe:
         place = f"layer {self.card.get('layer')} at {self.card.get('position')}"
         return f"Probe({place}, directions {', '.join(self.directions)})"
 
-    @property
-    def centred(self) -> bool:
-        """Whether it was fitted on states less their query's mean, as for the target reaction."""
-        return self.card.get("fitted_on") == CENTRED
-
     def score(
-        self,
-        residuals: np.ndarray | Tensor,
-        direction: str = "logistic",
-        queries: Sequence[Hashable] | None = None,
+        self, residuals: np.ndarray | Tensor, direction: str = "logistic"
     ) -> np.ndarray | Tensor:
         """Projections less the threshold, in units of the residual stream; 0 at the base rate.
 
@@ -131,15 +121,12 @@ class Probe:
         Args:
             residuals: ``[…, d]`` of any float type, an array or a tensor on any device.
             direction: which.
-            queries: ``[contexts]`` the query of each context, for a probe that compares the
-                contexts of a query (:attr:`centred`); residuals are ``[contexts, d]`` then.
 
         Returns:
             ``[…]`` float32, of the same kind and on the same device.
 
         Raises:
-            UserError: there is no such direction; queries are lacking, not one per context, or one
-                has a single context; or they are given to a probe of states as they are.
+            UserError: there is no such direction.
             ValueError: the residuals have another width.
         """
         along = self._direction(direction)
@@ -148,49 +135,14 @@ class Probe:
             raise ValueError(f"the probe is for width {width}, the residuals have shape {shape}")
         if isinstance(residuals, Tensor):
             weights = torch.as_tensor(along.weights, device=residuals.device)
-            projected: Any = residuals.float() @ weights
-        else:
-            projected = np.asarray(residuals).astype(np.float32) @ along.weights
-        means = self._means(projected, queries)
-        if isinstance(means, np.ndarray) and isinstance(projected, Tensor):
-            means = torch.as_tensor(means, device=projected.device)
-        return projected - means - along.threshold
-
-    def _means(self, projected: Any, queries: Sequence[Hashable] | None) -> Any:
-        """What to take off projections: each query's mean, or 0."""
-        if queries is None and not self.centred:
-            return 0.0
-        if queries is None:
-            raise UserError(
-                "the probe was fitted on states less their query's mean, and compares the contexts "
-                "of a query",
-                "give queries, the query of each context",
-            )
-        if not self.centred:
-            raise UserError("the probe was fitted on states as they are", "leave out queries")
-        values = np.asarray(projected.cpu() if isinstance(projected, Tensor) else projected)
-        index, names = pd.factorize(np.asarray(queries, dtype=object))
-        if index.shape != values.shape:
-            raise UserError(
-                f"{len(index)} queries are given for residuals of shape {[*values.shape, '…']}",
-                "give one query per context",
-            )
-        counts = np.bincount(index)
-        if (counts < 2).any():
-            raise UserError(
-                f"the query {names[counts.argmin()]} has one context, which can't be compared",
-                "score several contexts of each query together",
-            )
-        return (np.bincount(index, values) / counts)[index].astype(np.float32)
+            return residuals.float() @ weights - along.threshold
+        return np.asarray(residuals).astype(np.float32) @ along.weights - along.threshold
 
     def probability(
-        self,
-        residuals: np.ndarray | Tensor,
-        direction: str = "logistic",
-        queries: Sequence[Hashable] | None = None,
+        self, residuals: np.ndarray | Tensor, direction: str = "logistic"
     ) -> np.ndarray | Tensor:
         """``[…]`` float32 predicted rate of follow-ups; see :meth:`score` for the rest."""
-        along, scores = self._direction(direction), self.score(residuals, direction, queries)
+        along, scores = self._direction(direction), self.score(residuals, direction)
         log_odds = along.slope * scores + along.base_log_odds
         return log_odds.sigmoid() if isinstance(log_odds, Tensor) else expit(log_odds)
 

@@ -413,10 +413,6 @@ def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
             f"no states at {' and '.join(ENDS)}, so nothing can be said to go beyond them: some "
             "runs did not keep them, or some contexts lack them"
         )
-    text, output = (
-        [replace(one, features=data.comparable(one.features)) for one in those]
-        for those in (text, output)
-    )
     kinds = Types(
         types(frame["response_tokens"], frame["opening"]),
         types(frame["prompt_tokens"], pd.factorize(frame["asked"])[0]),

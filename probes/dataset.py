@@ -19,23 +19,12 @@ from ia_mech.errors import UserError
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import NO_ANNOTATOR, open_runs, read_runs
 from ia_mech.run import Run
-from probes.card import AS_THEY_ARE, CENTRED
 from probes.fit.folds import movable_sources
-from probes.reaction import check_reliable, read_bits
-from probes.targets import (
-    GROUNDED,
-    LATENT,
-    REACTION,
-    Outcome,
-    Target,
-    counts_of,
-    parse_target,
-)
+from probes.targets import GROUNDED, LATENT, Outcome, Target, counts_of, parse_target
 
 MIN_SOURCES = 20  # with a positive turn, and with a negative one
 RUN, DATASET = "run", "dataset"
 ENDS = ("query_end", "response_end")  # what the conversation says is read there
-_ROUNDING = 1e-4  # states of one query that differ less, relative to their size, don't differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +33,7 @@ class ProbeSet:
 
     Attributes:
         runs: the runs, in the given order.
-        judge: whose verdicts the outcomes are made from; empty for the target ``reaction``.
+        judge: whose verdicts the outcomes are made from.
         record: who the judge is.
         target: what is predicted.
         contexts: one row per context: ``run`` (index into ``runs``), ``row`` (in
@@ -60,7 +49,7 @@ class ProbeSet:
         width: d_model.
         within: ``run`` or ``dataset``: what contexts must share to be compared, besides their
             perturbation. Each gets an intercept, and labels are permuted within it.
-        gate: whether the judge can tell a turn's own conversation from another; None without one.
+        gate: whether the judge can tell a turn's own conversation from another.
     """
 
     runs: list[Run]
@@ -72,8 +61,8 @@ class ProbeSet:
     notes: list[str]
     layers: Sequence[int]
     width: int
+    gate: Gate
     within: str = RUN
-    gate: Gate | None = None
     has_ends: bool = False
 
     def __len__(self) -> int:
@@ -90,33 +79,10 @@ class ProbeSet:
     @property
     def labelled_by(self) -> str:
         """Where the outcomes come from, for conclusions, captions and names of figures."""
-        return f"judge {self.gate}" if self.gate else "reaction bits"
-
-    @property
-    def states_are(self) -> str:
-        """What :meth:`layer` gives, in words for a probe's card."""
-        return CENTRED if self.target.kind == REACTION else AS_THEY_ARE
-
-    def comparable(self, features: np.ndarray) -> np.ndarray:
-        """``[contexts, …, d]`` features as probes get them: less their query's mean for the target
-        ``reaction``, which compares the responses of a query.
-
-        What is left where a query's features are all the same, but for rounding, is 0.
-        """
-        if self.target.kind != REACTION:
-            return features
-        query = pd.factorize(self.contexts["source"])[0]
-        mean = np.stack([features[query == number].mean(0) for number in range(query.max() + 1)])
-        less = features - mean[query]
-        left, all_of_it = (
-            np.sqrt(np.mean(np.square(x, dtype=float), axis=(0, -1), keepdims=True))
-            for x in (less, features)
-        )
-        return np.where(left > _ROUNDING * all_of_it, less, np.zeros_like(less))
+        return f"judge {self.gate}"
 
     def layer(self, layer: int) -> np.ndarray:
-        """Hidden states at one layer, ``[contexts, positions, d_model]`` float32, made
-        :meth:`comparable`.
+        """Hidden states at one layer, ``[contexts, positions, d_model]`` float32.
 
         Raises:
             UserError: no such layer, a value that isn't finite, or a file that can't be read.
@@ -133,7 +99,7 @@ class ProbeSet:
             mine = np.flatnonzero(self.contexts["run"] == number)
             for at, position in enumerate(positions):
                 states[mine, at] = self.states(number, layer, position)
-        return self.comparable(states)
+        return states
 
     def states(self, number: int, layer: int, position: str) -> np.ndarray:
         """Hidden states of one run's contexts, ``[contexts of the run, d_model]`` float32.
@@ -166,10 +132,8 @@ def read(
     positions: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     within: str = RUN,
-    *,
-    reaction: Path | None = None,
 ) -> ProbeSet:
-    """Read judged runs; for the target ``reaction``, runs with a table of reaction bits.
+    """Read judged runs.
 
     Args:
         runs: folders, or runs that are open.
@@ -178,36 +142,28 @@ def read(
         positions: only these; all that were kept if not given.
         layers: only these; all if not given.
         within: ``run`` or ``dataset``, see :class:`ProbeSet`.
-        reaction: folder that ``python -m experiments.reaction`` wrote, see
-            :func:`probes.reaction.read_bits`.
 
     Raises:
         UserError: what :func:`ia_mech.rates.read_runs` refuses (unfinished, not judged, …); models
             of different sizes; an unknown target, position or layer; no context with an outcome,
             or no position that all of them have.
     """
-    wanted = parse_target(target)
-    if wanted.kind == REACTION:
-        runs, judge, record = open_runs(runs), "", {}
-        turns = read_bits(runs, reaction)
-        notes, gate = [check_reliable(turns)], None
-    else:
-        judged = read_runs(runs, judge, NO_ANNOTATOR)
-        runs, judge, record, turns = judged.runs, judged.judge, judged.record, judged.turns
-        outcome = GROUNDED if wanted.kind == GROUNDED else "genuine"
-        if outcome not in judged.gates:
-            raise UserError(
-                f"judge {judge!r} doesn't test whether turns are grounded",
-                "choose another --target, or another judge",
-            )
-        gate = judged.gates[outcome]
-        notes = [*judged.notes, f"{gate.sentence}."]
+    wanted, judged = parse_target(target), read_runs(runs, judge, NO_ANNOTATOR)
+    runs = judged.runs
+    outcome = GROUNDED if wanted.kind == GROUNDED else "genuine"
+    if outcome not in judged.gates:
+        raise UserError(
+            f"judge {judged.judge!r} doesn't test whether turns are grounded",
+            "choose another --target, or another judge",
+        )
+    gate = judged.gates[outcome]
+    notes = [*judged.notes, f"{gate.sentence}."]
     _check_same_size(runs)
     contexts = pd.concat([_contexts(run, number) for number, run in enumerate(runs)])
     keys = pd.MultiIndex.from_arrays(
         [contexts["run"].map(lambda number: str(runs[number].path)), contexts["context_id"]]
     )
-    counts = counts_of(wanted, turns).reindex(keys)
+    counts = counts_of(wanted, judged.turns).reindex(keys)
     there = counts["n"].notna().to_numpy()
     if not there.any():
         raise UserError(
@@ -225,8 +181,8 @@ def read(
     where = kept.pop("positions")
     return ProbeSet(
         runs=runs,
-        judge=judge,
-        record=record,
+        judge=judged.judge,
+        record=judged.record,
         target=wanted,
         positions=_common_positions(runs, where, positions, notes),
         contexts=kept,

@@ -502,7 +502,6 @@ def _card(analysis: Analysis, data: ProbeSet, found: Result) -> dict[str, Any]:
         "layer": headline.layer,
         "position": headline.position,
         "layer_convention": LAYERS,
-        "fitted_on": data.states_are,
         "penalty": headline.penalty,
         "target": data.target.describe(),
         "sentence": found.sentence,

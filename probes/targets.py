@@ -86,10 +86,9 @@ class Outcome:
 FAILURES: tuple[str, ...] = tuple(name for name in ASSESSED if name != GENUINE)
 KEYS = ["run", "context_id"]  # a context of one run
 RATE, GREEDY, LATENT, CATEGORY = "rate", "greedy", "latent", "category"
-GROUNDED, REACTION = "grounded", "reaction"
+GROUNDED = "grounded"
 CHOICES = (
-    f"give rate, rate@T, greedy, latent or, as rates, {GROUNDED}, {REACTION} or one of "
-    f"{', '.join(FAILURES)}"
+    f"give rate, rate@T, greedy, latent or, as rates, {GROUNDED} or one of {', '.join(FAILURES)}"
 )
 
 
@@ -98,7 +97,7 @@ class Target:
     """A target, as :func:`parse_target` makes it.
 
     Attributes:
-        kind: ``rate``, ``grounded``, ``greedy``, ``latent``, ``reaction`` or ``category``.
+        kind: ``rate``, ``grounded``, ``greedy``, ``latent`` or ``category``.
         temperature: the one whose turns count; None for all above 0.
         category: of the rubric, for the kind ``category``.
     """
@@ -120,8 +119,6 @@ class Target:
             return "a genuine follow-up among the samples only"
         if self.kind == GROUNDED:
             return "a genuine and grounded turn"
-        if self.kind == REACTION:
-            return "a turn of more reaction bits than its query's median"
         return f"a turn of {self.category}" if self.category else "a genuine follow-up"
 
     @property
@@ -138,11 +135,8 @@ class Target:
             return "whether the greedy turn is a genuine follow-up"
         if self.kind == LATENT:
             return "whether any sample is a genuine follow-up where the greedy turn is not"
-        what = {
-            GROUNDED: "the rate of genuine and grounded turns",
-            REACTION: "which of a query's responses leave the clearest trace in the turns",
-        }.get(self.kind, "the follow-up rate")
-        what = f"the rate of {self.category}" if self.category else what
+        what = f"the rate of {self.category}" if self.category else "the follow-up rate"
+        what = "the rate of genuine and grounded turns" if self.kind == GROUNDED else what
         return what if self.temperature is None else f"{what} at T = {self.temperature:g}"
 
     def describe(self) -> str:
@@ -154,15 +148,10 @@ class Target:
                 "k is 1 if a sampled turn is a genuine follow-up and 0 if none is, of n = 1; "
                 "contexts whose greedy turn is one are left out."
             )
-        what = {
-            GROUNDED: "are genuine and grounded",
-            REACTION: "have more bits, from the second token on, than the median turn of their "
-            "query at their temperature",
-        }.get(self.kind, "are genuine follow-ups")
-        what = f"are {self.category}" if self.category else what
+        what = f"are {self.category}" if self.category else "are genuine follow-ups"
+        what = "are genuine and grounded" if self.kind == GROUNDED else what
         at = "above temperature 0" if self.temperature is None else f"at T = {self.temperature:g}"
-        turns = "turns" if self.kind == REACTION else "assessed turns"
-        return f"k of the n {turns} that were sampled {at} {what}."
+        return f"k of the n assessed turns that were sampled {at} {what}."
 
 
 def parse_target(text: str) -> Target:
@@ -172,7 +161,7 @@ def parse_target(text: str) -> Target:
         UserError: there is no such target, or its temperature isn't a number above 0.
     """
     name, at, temperature = text.strip().partition("@")
-    rates = (RATE, GROUNDED, REACTION)
+    rates = (RATE, GROUNDED)
     if name not in (*rates, GREEDY, LATENT, *FAILURES):
         raise UserError(f"unknown target {text!r}", CHOICES)
     if name in (GREEDY, LATENT):
@@ -190,8 +179,7 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
         target: what to predict.
         turns: one row per turn with ``run``, ``context_id``, ``temperature``, ``category`` and
             ``genuine`` (NaN where not assessed), as ``JudgedTurns.turns``; for ``grounded`` also
-            ``grounded`` (likewise). For ``reaction`` ``positive``, as
-            :func:`probes.reaction.read_bits` gives it, in place of these.
+            ``grounded`` (likewise).
 
     Returns:
         ``k`` and ``n`` per (``run``, ``context_id``). Contexts with no assessed turn that counts
@@ -201,8 +189,6 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
         UserError: no turn was sampled at the target's temperature.
     """
     _check_sampled(target, turns)
-    if target.kind == REACTION:
-        return _shares(target, turns, turns["positive"])
     if target.kind == GROUNDED:
         turns = turns[turns["grounded"].notna()]
     assessed = turns[turns["genuine"].notna()]

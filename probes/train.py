@@ -84,13 +84,7 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
         "--target",
         default="rate",
         metavar="T",
-        help="rate, rate@T, grounded, reaction, greedy, latent, or a failure category",
-    )
-    parser.add_argument(
-        "--reaction",
-        type=path_of,
-        metavar="FOLDER",
-        help="of experiments.reaction (default: cache/RUN-reaction)",
+        help="rate, rate@T, grounded, greedy, latent, or a failure category",
     )
     parser.add_argument(
         "--positions",
@@ -186,7 +180,6 @@ def _train(args: argparse.Namespace) -> None:
         args.target,
         *chosen_places(args),
         args.within,
-        reaction=args.reaction,
     )
     twins = with_random_blocks(data, args.random_blocks)
     random = [run.identity_digest for twin in twins.values() for run in twin.runs]

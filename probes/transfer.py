@@ -78,7 +78,6 @@ def _transfer(args: argparse.Namespace) -> None:
         args.target,
         *chosen_places(args),
         args.within,
-        reaction=args.reaction,
     )
     units = units_of(data)
     about = show.about("transfer", data, settings)

@@ -15,7 +15,7 @@ from sklearn.linear_model import LogisticRegression
 
 from ia_mech.errors import UserError
 from ia_mech.run.integrity import read_json, write_json
-from probes.card import CENTRED, DIRECTIONS, Probe, directions
+from probes.card import DIRECTIONS, Probe, directions
 from probes.targets import Outcome
 
 WIDTH = 24
@@ -129,28 +129,6 @@ def test_what_a_probe_cannot_score_is_refused(fitted):
             probe.score(wrong)
     with pytest.raises(ValueError, match=r"shape \(\)"):
         probe.score(torch.tensor(1.0))
-
-
-def test_a_probe_of_centred_states_centres_what_it_scores_or_refuses(fitted):
-    """Of states as they are it would score the query, which it knows nothing of."""
-    features, _, plain = fitted
-    probe = Probe(plain.directions, {"fitted_on": CENTRED})
-    queries = [f"q{at // 2}" for at in range(200)]
-    far = features + 100 * np.repeat(np.random.default_rng(1).normal(size=(100, WIDTH)), 2, axis=0)
-    centred = far - far.reshape(100, 2, WIDTH).mean(1).repeat(2, axis=0)
-    expected = plain.score(centred)
-    for given in (far, torch.tensor(far)):
-        np.testing.assert_allclose(probe.score(given, queries=queries), expected, atol=1e-3)
-        chance = probe.probability(given, queries=queries)
-        np.testing.assert_allclose(chance, plain.probability(centred), atol=1e-3)
-        with pytest.raises(UserError, match=r"less their query's mean.*give queries"):
-            probe.score(given)
-        with pytest.raises(UserError, match="one query per context"):
-            probe.probability(given, queries=queries[1:])
-        with pytest.raises(UserError, match="the query alone has one context"):
-            probe.score(given, queries=["alone", *queries[1:]])
-        with pytest.raises(UserError, match="leave out queries"):
-            plain.score(given, queries=queries)
 
 
 # -- on disk --------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_it_finds_what_was_planted_and_keeps_it(run, planted, capfd, monkeypatch
 
     card = json.loads((folder / "card.json").read_text())
     assert card["position"] == "header_last" and abs(card["layer"] - 3) <= 1
-    assert card["fitted_on"] == "states as they are" and len(card["training_sources"]) == 80
+    assert len(card["training_sources"]) == 80
     result = read(folder)
     assert result.about["kind"] == "probe" and result.about["judge"] == "planted"
     assert result.sentence == card["sentence"] and "beyond" not in result.sentence.split(".")[0]
