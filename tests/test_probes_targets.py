@@ -94,7 +94,7 @@ def test_targets_have_a_name_and_say_what_they_are():
         ("", "unknown target ''"),
         (GENUINE, "unknown target"),
         (CANNOT_ASSESS, "unknown target"),
-        ("rate@0", "use greedy"),
+        ("rate@0", "above 0"),
         (f"{NEW}@0.0", "above 0"),
         ("rate@", "'' is not a temperature"),
         ("rate@warm", "'warm' is not a temperature"),
