@@ -454,16 +454,17 @@ class _Analyser:
         scores, chance = self._chosen(tested, found)
         auroc = self.scores.auroc(scores)
         weights = []  # fitted again: keeping those of every layer and position would take too much
+        picked = [(self.layers[at], self.positions[where]) for at, where in tested.picked]
         for fold, (layer, position) in enumerate(tested.picked):
             train, penalty = self.design.rows_outside(fold), found[layer][position].penalties[fold]
-            states = Features.from_states(self.hidden.layer(self.layers[layer])[:, position])
+            states = Features.from_states(self._states(*picked[fold]))
             at = project(states, train, train[:1], self.outcome.runs)
             weights.append(at.weights(fit(at, self.design, penalty).weights))
         layer, position = tested.headline
         headline = Headline(
             self.layers[layer],
             self.positions[position],
-            [(self.layers[at], self.positions[where]) for at, where in tested.picked],
+            picked,
             scores,
             np.array(weights),
             float(np.median(found[layer][position].penalties)),
@@ -495,9 +496,7 @@ class _Analyser:
         """AUROC on random functions of the types, where each fold's headline probe reads; and of a
         probe that knows their rates."""
         places = {
-            place: Features.from_states(
-                self.hidden.layer(place[0])[:, self.positions.index(place[1])]
-            )
+            place: Features.from_states(self._states(*place))
             for place in dict.fromkeys(headline.picked)
         }
 
@@ -525,18 +524,15 @@ class _Analyser:
     # -- beyond output, text, and the ends of query and response ----------------------------------
 
     def _beyond(self, controls: Controls, headline: Headline) -> IncrementalValue | None:
-        places = dict.fromkeys(headline.picked)
-        ends = {layer: self.hidden.ends(layer) for layer, _ in places}
+        ends = {layer: self.hidden.ends(layer) for layer, _ in headline.picked}
         known = {layer: states for layer, states in ends.items() if states is not None}
         if not (controls.output and controls.text and len(known) == len(ends)):
             return None
+        # States at the ends are in the base as they are, and add nothing.
         hidden = {
-            (layer, position): self.hidden.layer(layer)[:, self.positions.index(position)]
-            for layer, position in places
+            place: self._states(*place) * (place[1] not in ENDS)
+            for place in dict.fromkeys(headline.picked)
         }
-        for place, states in hidden.items():
-            if place[1] in ENDS:  # these are in the base as they are, and add nothing
-                hidden[place] = np.zeros_like(states)
         self.progress.start("beyond output and text", self.design.fold_count)
         found = incremental_scores(
             [_side_by_side(controls.output), _side_by_side(controls.text)],
@@ -558,6 +554,10 @@ class _Analyser:
         )
 
     # -- reading and computing --------------------------------------------------------------------
+
+    def _states(self, layer: int, position: str) -> np.ndarray:
+        """``[contexts, d_model]``."""
+        return self.hidden.layer(layer)[:, self.positions.index(position)]
 
     def _all_features(self, hidden: HiddenStates) -> Iterator[Features]:
         """Layers first; a layer is read when its first position is needed."""

@@ -159,8 +159,8 @@ class Probe:
         tensors = {f"weights_{name}": along.weights for name, along in self.directions.items()}
         content = save({name: np.ascontiguousarray(w, np.float32) for name, w in tensors.items()})
         about = {name: asdict(along) for name, along in self.directions.items()}
-        for facts in about.values():
-            facts["width"] = len(facts.pop("weights"))
+        for numbers in about.values():
+            del numbers["weights"]
         card = {"software": _software(), **self.card, "directions": about}
         card["weights"] = {"file": WEIGHTS, "sha256": sha256(content).hexdigest()}
         return {
@@ -193,14 +193,10 @@ class Probe:
             if sha256(content).hexdigest() != card["weights"]["sha256"]:
                 raise UserError(f"{folder / WEIGHTS} is damaged or not of its {CARD}", again)
             tensors = load(content)
-            found = {}
-            for name, facts in card["directions"].items():
-                weights = tensors[f"weights_{name}"]
-                if weights.shape != (facts["width"],):
-                    problem = f"has shape {list(weights.shape)}, its card says {facts['width']}"
-                    raise UserError(f"direction {name} in {folder / WEIGHTS} {problem}", again)
-                numbers = (float(facts[k]) for k in ("threshold", "slope", "base_log_odds"))
-                found[name] = Direction(name, weights, *numbers)
+            found = {
+                name: Direction(weights=tensors[f"weights_{name}"], **facts)
+                for name, facts in card["directions"].items()
+            }
         except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"the probe in {folder} is damaged ({error!r})", again) from None
         return cls(found, card)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,7 +33,6 @@ class ProbeSet:
     Attributes:
         runs: the runs, in the given order.
         judge: whose verdicts the outcomes are made from.
-        record: who the judge is.
         target: what is predicted.
         contexts: one row per context: ``run`` (index into ``runs``), ``row`` (in
             ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (a key that
@@ -54,7 +52,6 @@ class ProbeSet:
 
     runs: list[Run]
     judge: str
-    record: dict[str, Any]
     target: Target
     contexts: pd.DataFrame
     positions: list[str]
@@ -182,7 +179,6 @@ def read(
     return ProbeSet(
         runs=runs,
         judge=judged.judge,
-        record=judged.record,
         target=wanted,
         positions=_common_positions(runs, where, positions, notes),
         contexts=kept,

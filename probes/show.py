@@ -20,7 +20,7 @@ from scipy.special import expit
 from scipy.stats import norm
 
 from ia_mech.errors import UserError
-from ia_mech.estimates import TidyEstimate, frame_of
+from ia_mech.estimates import TidyEstimate, frame_of, p_value
 from ia_mech.results import RESULT, Result, Table, about_runs, folder_of, read
 from ia_mech.run.labels import check_name
 from ia_mech.run.layout import refuse_unwritable
@@ -124,7 +124,8 @@ def conclude(
     if gain is not None:
         held.append(
             f"Added to {READOUT} (AUROC {gain.base.value:.2f}), the hidden states save "
-            f"{percent(gain.saved)} of its held-out deviance, AUROC {signed(gain.gain)}."
+            f"{gain.saved.text(1, sign=True, percent=True)} of its held-out deviance, AUROC "
+            f"{gain.gain.text(sign=True)}."
         )
         if readable and not beyond:
             size = len(analysis.outcome), analysis.headline.weights.shape[1]
@@ -147,8 +148,8 @@ def _numbers(analysis: Analysis) -> str:
     tested, auroc = analysis.tested, analysis.headline.auroc
     p = ""
     if tested.permutations:
-        p = f", p {p_text(tested.p)} (selection replayed; of the heat map, family-wise, p "
-        p += f"{p_text(float(tested.p_family.min()))})"
+        p = f", {p_value(tested.p)} (selection replayed; of the heat map, family-wise, "
+        p += f"{p_value(float(tested.p_family.min()))})"
     count, level = int(analysis.among_best.sum()), f"{100 * analysis.settings.level:g}%"
     told = f"{count} of {analysis.among_best.size} layers × positions can't be told from the best"
     if count == analysis.among_best.size:
@@ -193,34 +194,9 @@ def _random(one: RandomBlocks) -> str:
     less = "less well than" if one.difference.low > 0 else "as well as"
     return (
         f"Random blocks ({one.name}) are read {less} the model's: AUROC {one.auroc.text()}, the "
-        f"headline less that {signed(one.difference)}; at {better} of {cells} layers × positions "
-        "they are read at least as well."
+        f"headline less that {one.difference.text(sign=True)}; at {better} of {cells} layers × "
+        "positions they are read at least as well."
     )
-
-
-# -- numbers in words -----------------------------------------------------------------------------
-
-
-def p_text(p: float) -> str:
-    """``= 0.012``, or ``< 0.001``."""
-    return "–" if np.isnan(p) else "< 0.001" if p < 0.001 else f"= {p:.3f}"
-
-
-def signed(estimate: Estimate, digits: int = 2) -> str:
-    """``+0.12 [-0.02, +0.25]``."""
-    if np.isnan(estimate.value):
-        return "–"
-    # The sign of an end decides the conclusion, so -0.00 keeps its sign.
-    value, low, high = (f"{x:+.{digits}f}" for x in (estimate.value, estimate.low, estimate.high))
-    return f"{value} [–]" if np.isnan(estimate.low) else f"{value} [{low}, {high}]"
-
-
-def percent(estimate: Estimate) -> str:
-    """``+1.2% [-0.3, +2.5]``."""
-    ends = (
-        "–" if np.isnan(estimate.low) else f"{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}"
-    )
-    return f"{100 * estimate.value:+.1f}% [{ends}]"
 
 
 # -- every number ---------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ What needs torch or pandas is imported late, so that ``--help`` and a mistyped f
 """
 
 import argparse
-import math
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -142,7 +141,8 @@ def _result(
         f"{starred} read it above chance (p < {STAR:g} after Holm's method); their AUROC is "
         f"{least.auroc.text()} ({least.trained} → {least.tested}) to {best.auroc.text()} "
         f"({best.trained} → {best.tested}).",
-        control=f"p is from {settings.permutations} permutations of the training labels (whole "
+        control="Layer, position and penalty were chosen by cross-validation within the training "
+        f"contexts; p is from {settings.permutations} permutations of the training labels (whole "
         "sources), choice and training replayed by ridge regression. "
         f"Labels: {data.labelled_by}.",
         estimates=_estimates(entries),
@@ -198,30 +198,28 @@ def _table(entries: list["Entry"], settings: "Settings") -> "Table":
 
 def _explained(entries: list["Entry"], data: "ProbeSet", settings: "Settings") -> list[str]:
     """What an entry means, and what else a reader has to know."""
-    tests = sum(not math.isnan(entry.p) for entry in entries)
     lines = [
         "An entry: how often the context of a random positive turn scores higher than that of a "
         f"random negative one of the same {data.within}, by the row's probe, among the column's "
         "contexts (0.5: chance). The interval is over the sources tested, given the trained "
         "probes.",
-        "Layer, position and penalty were chosen by cross-validation within the training contexts.",
     ]
     if any(len(entry.picked) > 1 for entry in entries):
         lines.append(
             f"Where training and test share sources, {settings.folds} probes were cross-fitted by "
             "folds of whole sources, and the tested labels are permuted with those trained on."
         )
-    models = dict.fromkeys(run.model["weights_hash"] for run in data.runs)
-    if len(models) > 1:
+    models = len({run.model["weights_hash"] for run in data.runs})
+    if models > 1:
         lines.append(
-            f"the runs are of {len(models)} models: a direction in one need not mean the same in "
+            f"the runs are of {models} models: a direction in one need not mean the same in "
             "another."
         )
-    if tests >= STAR * (settings.permutations + 1):
-        enough = 100 * (int(tests / STAR) // 100 + 1)
+    if len(entries) >= STAR * (settings.permutations + 1):
+        enough = 100 * (int(len(entries) / STAR) // 100 + 1)
         lines.append(
-            f"{settings.permutations} permutations can't give a * among {tests} entries; give "
-            f"--permutations {enough}."
+            f"{settings.permutations} permutations can't give a * among {len(entries)} entries; "
+            f"give --permutations {enough}."
         )
     mixed = (data.contexts.groupby("run")["dataset"].nunique() > 1).any()
     if mixed and data.within == _unit(data) == "run":

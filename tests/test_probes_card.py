@@ -167,7 +167,6 @@ def test_the_files_are_what_others_can_read(fitted, saved):
         "threshold": along.threshold,
         "slope": along.slope,
         "base_log_odds": along.base_log_odds,
-        "width": WIDTH,
     }
     assert card["software"]["scipy"] == scipy.__version__
     assert card["software"]["numpy"] == np.__version__
@@ -219,10 +218,6 @@ def test_a_damaged_card_is_refused(saved, content):
         Probe.load(saved)
 
 
-def another_width(card, weights):
-    card["directions"]["logistic"]["width"] = WIDTH + 1
-
-
 def without_a_number(card, weights):
     del card["directions"]["mass-mean"]["threshold"]
 
@@ -248,7 +243,6 @@ def flipped_bit(card, weights):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (another_width, rf"shape \[{WIDTH}\], its card says {WIDTH + 1}"),
         (without_a_number, "damaged"),
         (without_weights, "weights_mass-mean"),
         (another_kind_of_file, "damaged"),
