@@ -427,10 +427,8 @@ def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
 
 def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:
     """The state that all next-token logits are linear in, and summaries; or why there are none."""
-    numbers = list(data.contexts["run"].unique())
-    runs = [data.runs[number] for number in numbers]
-    lacking = [run for run in runs if HEADER_LAST not in run.positions]
-    if lacking:
+    runs = [data.runs[number] for number in data.contexts["run"].unique()]
+    if lacking := [run for run in runs if HEADER_LAST not in run.positions]:
         return [], f"{HEADER_LAST} was not kept in {lacking[0].name}"
     if opened := [run for run in runs if run.settings["opening"] is not None]:
         return [], f"{HEADER_LAST} doesn't predict turns that go on from words ({opened[0].name})"
@@ -438,9 +436,7 @@ def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:
         lens = Lens.load(runs[0].model["weights_hash"])
     except NoLens as missing:
         return [], str(missing)
-    last = np.concatenate([data.states(n, data.runs[n].layers[-1], HEADER_LAST) for n in numbers])
-    order = [np.flatnonzero(data.contexts["run"] == number) for number in numbers]
-    last = torch.from_numpy(last[np.argsort(np.concatenate(order), kind="stable")])
+    last = torch.from_numpy(data.at(runs[0].layers[-1], [HEADER_LAST])[:, 0])
     ends = {int(token) for run in runs for token in run.record["identity"]["chat"]["stop_ids"]}
     temperatures = {t for run in runs for t in run.settings["temperatures"] if t > 0}
     summaries = output_summaries(lens, last, sorted(ends), sorted(temperatures))

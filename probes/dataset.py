@@ -79,46 +79,37 @@ class ProbeSet:
         return f"judge {self.gate}"
 
     def layer(self, layer: int) -> np.ndarray:
-        """Hidden states at one layer, ``[contexts, positions, d_model]`` float32.
+        """``[contexts, positions, d_model]`` hidden states at one layer, see :meth:`at`."""
+        return self.at(layer, self.positions)
+
+    def ends(self, layer: int) -> np.ndarray | None:
+        """``[contexts, 2 d_model]`` likewise at :data:`ENDS`, side by side; None without them."""
+        return self.at(layer, ENDS).reshape(len(self), -1) if self.has_ends else None
+
+    def at(self, layer: int, positions: Sequence[str]) -> np.ndarray:
+        """Hidden states, ``[contexts, positions, d_model]`` float32.
+
+        Args:
+            layer: any that the runs have.
+            positions: any that every run kept.
 
         Raises:
             UserError: no such layer, a value that isn't finite, or a file that can't be read.
         """
-        return self._at(layer, self.positions)
-
-    def ends(self, layer: int) -> np.ndarray | None:
-        """``[contexts, 2 d_model]`` likewise at :data:`ENDS`, side by side; None without them."""
-        return self._at(layer, ENDS).reshape(len(self), -1) if self.has_ends else None
-
-    def _at(self, layer: int, positions: Sequence[str]) -> np.ndarray:
         states = np.empty((len(self), len(positions), self.width), dtype=np.float32)
-        for number in self.contexts["run"].unique():
-            mine = np.flatnonzero(self.contexts["run"] == number)
+        for number, frame in self.contexts.groupby("run"):
+            run = self.runs[number]
             for at, position in enumerate(positions):
-                states[mine, at] = self.states(number, layer, position)
-        return states
-
-    def states(self, number: int, layer: int, position: str) -> np.ndarray:
-        """Hidden states of one run's contexts, ``[contexts of the run, d_model]`` float32.
-
-        Args:
-            number: index into ``runs``.
-            layer: any that the run has.
-            position: any that the run kept.
-
-        Raises:
-            UserError: as :meth:`layer`.
-        """
-        run, frame = self.runs[number], self.contexts[self.contexts["run"] == number]
-        states = run.residuals(layer, position).float().numpy()[frame["row"]]
-        finite = np.isfinite(states).all(axis=1)
-        if not finite.all():
-            context = frame["context_id"].iloc[int(np.argmin(finite))]
-            raise UserError(
-                f"layer {layer} at {position} holds NaN or infinity for context {context} of "
-                f"{run.path}",
-                "give the command that wrote the run again or else with another --dtype",
-            )
+                found = run.residuals(layer, position).float().numpy()[frame["row"]]
+                finite = np.isfinite(found).all(axis=1)
+                if not finite.all():
+                    context = frame["context_id"].iloc[int(np.argmin(finite))]
+                    raise UserError(
+                        f"layer {layer} at {position} holds NaN or infinity for context {context} "
+                        f"of {run.path}",
+                        "give the command that wrote the run again or else with another --dtype",
+                    )
+                states[frame.index, at] = found
         return states
 
 
@@ -264,53 +255,38 @@ def with_random_blocks(data: ProbeSet, runs: Sequence[str | Path | Run]) -> dict
 
     Args:
         data: of the model itself.
-        runs: made by ``sample --random-blocks``, equally many for each run of ``data``.
+        runs: made by ``sample --random-blocks``; each holds all contexts of ``data``.
 
     Returns:
-        By a name for tables. Of several runs of ``data``, each has the first of its own in the
-        first set, and so on.
+        By a name for tables.
 
     Raises:
-        UserError: a run without random blocks, or of another model; without the states or the
-            conversations of one of ``data``'s; or a run has more of them than another.
+        UserError: a run without random blocks, of a model of another size, or without the positions
+            or the contexts of ``data``.
     """
-    found: list[list[tuple[Run, np.ndarray]]] = [[] for _ in data.runs]
+    twins = {}
     for run in open_runs(runs):
         if run.model.get("random_blocks") is None:
             raise UserError(
                 f"{run.path} is of a model as it was trained",
                 "sample it with --random-blocks SEED, on the same conversations",
             )
-        _check_same_size([*data.runs, run])
+        _check_same_size([data.runs[0], run])
         if lacking := sorted({*data.positions} - {*run.positions}):
             raise UserError(
                 f"{run.path} lacks the position {', '.join(lacking)}", "sample it with --positions"
             )
         rows = {tuple(ids): row for row, ids in enumerate(run.contexts["token_ids"])}
-        for number in range(len(data.runs)):
-            own = data.contexts.loc[data.contexts["run"] == number, "token_ids"]
-            at = [rows.get(tuple(ids)) for ids in own]
-            if None not in at:
-                found[number].append((run, np.array(at)))
-                break
-        else:
+        at = [rows.get(tuple(ids)) for ids in data.contexts["token_ids"]]
+        if None in at:
             raise UserError(
                 f"{run.path} lacks contexts of {', '.join(str(r.path) for r in data.runs)}",
                 "sample it on the same conversations, responses included",
             )
-    if len({len(those) for those in found}) > 1:
-        raise UserError(
-            "the runs don't have equally many runs with random blocks",
-            "give as many for each",
+        contexts = data.contexts.assign(run=0, row=at)
+        twins[f"random blocks {run.model['random_blocks']}"] = replace(
+            data, runs=[run], contexts=contexts
         )
-    twins = {}
-    for those in zip(*found, strict=True):
-        row = np.empty(len(data), dtype=int)
-        for number, (_, at) in enumerate(those):
-            row[(data.contexts["run"] == number).to_numpy()] = at
-        name = "random blocks " + ", ".join(str(run.model["random_blocks"]) for run, _ in those)
-        own = [run for run, _ in those]
-        twins[name] = replace(data, runs=own, contexts=data.contexts.assign(row=row))
     return twins
 
 
