@@ -380,7 +380,7 @@ def free_folder(
     refuse_unwritable(folder, "give a copy of the run")
     if (folder / RESULT).exists() and not replace:
         before = read(folder).about
-        keys = ("kind", "identities", "judge", "settings")
+        keys = ("kind", "identities", "judge", "labels", "settings")
         differing = [key for key in keys if before.get(key) != about[key]]
         if differing == ["settings"]:
             old, new = dict(before["settings"]), about["settings"]
@@ -397,12 +397,11 @@ def about(kind: str, data: ProbeSet, settings: Settings, **more: Any) -> dict[st
     """What decides a result, as plain JSON; without the number of threads."""
     return {
         "kind": kind,
-        **about_runs(data.runs),
+        **about_runs(data.runs, [data.judge]),
         "judge": data.judge,
         "gate": data.labelled_by,
         "settings": {
             "target": data.target.name,
-            "labels": [_labels_digest(data, number) for number in range(len(data.runs))],
             "within": data.within,
             "positions": data.positions,
             "layers": list(data.layers),
@@ -410,13 +409,6 @@ def about(kind: str, data: ProbeSet, settings: Settings, **more: Any) -> dict[st
             **more,
         },
     }
-
-
-def _labels_digest(data: ProbeSet, number: int) -> str:
-    """Of a run's outcomes: which contexts, k and n."""
-    own = data.contexts.loc[data.contexts["run"] == number]
-    hashes = pd.util.hash_pandas_object(own[["context_id", "positives", "trials"]], index=False)
-    return f"{int(hashes.sum()):016x}"[-16:]
 
 
 def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: str) -> Result:

@@ -136,6 +136,8 @@ def test_the_same_again_is_the_same_and_other_settings_need_a_word(run, capfd):
     assert files(run) == before
     assert probe([*words, "--seed", "1", "--replace"], capfd).status == 0
     assert files(run) != before
+    few_positive(run)
+    assert "differs in labels" in refusal(probe([*words, "--seed", "1"], capfd))
 
 
 def test_without_a_lens_nothing_is_said_to_go_beyond_the_output(run, tmp_path, capfd):
