@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import ArrayLike
 
 from ia_mech.run.integrity import replace_file
 from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, holm, paired_difference
@@ -73,14 +74,16 @@ class Group:
     options: dict[str, Any]
     names: dict[str, Any] = field(default_factory=dict)
 
-    def mean(self, quantity: str, values, *, proportion: bool = False, **names) -> TidyEstimate:
+    def mean(
+        self, quantity: str, values: ArrayLike, *, proportion: bool = False, **names: Any
+    ) -> TidyEstimate:
         """The mean of ``[rows]`` values with its interval; NaN is left out."""
         values = np.asarray(values, dtype=float)
         level = self.options["level"]
         estimate = cluster_mean(values, self.sources, proportion=proportion, level=level)
         return self.row(quantity, estimate, int((~np.isnan(values)).sum()), **names)
 
-    def median(self, quantity: str, values, **names) -> TidyEstimate:
+    def median(self, quantity: str, values: ArrayLike, **names: Any) -> TidyEstimate:
         """The median of ``[rows]`` values with a cluster-bootstrap interval; NaN is left out."""
         values = np.asarray(values, dtype=float)
         kept = ~np.isnan(values)
@@ -106,14 +109,20 @@ class Group:
         *,
         p: float = np.nan,
         test: str | None = None,
-        **names,
+        **names: Any,
     ) -> TidyEstimate:
         """An estimate that was made elsewhere, under the group's names and ``names``."""
         return TidyEstimate(quantity, self.names | names, rows, estimate, p, test or None)
 
 
 def paired_row(
-    group: Group, quantity: str, values, sources, baseline, baseline_sources, **names
+    group: Group,
+    quantity: str,
+    values: ArrayLike,
+    sources: Iterable[Hashable],
+    baseline: ArrayLike,
+    baseline_sources: Iterable[Hashable],
+    **names: Any,
 ) -> TidyEstimate:
     """Mean over sources of one condition less another, with its test; the source is the pair.
 
@@ -266,7 +275,7 @@ def few_sources(estimates: pd.DataFrame) -> list[str]:
     least = flipped.groupby("dataset", sort=False)["sources"].min()
     for dataset, count in least[2.0 ** (1 - least) >= LEAST_P].items():
         notes.append(
-            f"{dataset}: flipping the signs of {count} sources gives no p below "
+            f"{dataset}: with {count} of its sources alone, flipping their signs gives no p below "
             f"{2.0 ** (1 - count):.2g}, however large the effect."
         )
     return notes

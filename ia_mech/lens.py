@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -116,7 +117,7 @@ class Lens:
             ) from None
 
 
-def _hash(weights_hash: str, settings: dict, tensors: dict[str, Tensor]) -> str:
+def _hash(weights_hash: str, settings: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     """Of everything that :meth:`Lens.load` reads, and of the weights that it belongs to."""
     content = xxhash.xxh3_128(json.dumps([weights_hash, settings], sort_keys=True).encode())
     for name in TENSORS:
@@ -166,7 +167,7 @@ def _is_whole(weights_hash: str) -> bool:
 
 
 @torch.inference_mode()
-def _read_off(model) -> Lens | None:
+def _read_off(model: Any) -> Lens | None:
     norm, head = find_final_norm(model), model.get_output_embeddings()
     eps = next(
         (

@@ -203,7 +203,7 @@ def requested(monkeypatch) -> list[tuple[str, dict]]:
 @pytest.mark.parametrize("function", [load, load_tokenizer_and_config])
 def test_a_hub_model_is_asked_for_by_its_revision(requested, function, spec, kwargs):
     text = refusal(function, spec)
-    assert text.startswith(f"model '{spec.name}' could not be loaded (nothing there); use --model ")
+    assert text.startswith(f"model '{spec.name}' could not be loaded (nothing there); name ")
     # Tests may not reach the hub; with it out of reach only the local cache is looked into.
     assert requested == [(spec.name, kwargs | {"local_files_only": True})]
 
@@ -299,7 +299,7 @@ def test_weights_that_are_not_used_are_mentioned(checkpoint, tiny_subject, capfd
 
 def test_what_can_not_be_run_is_one_line(tiny_model_dir, tiny_subject, monkeypatch):
     text = refusal(load, ModelSpec(name=tiny_model_dir, device="cpu", attention="nope"))
-    assert "nope" in text and "; leave out --attention, or use --model" in text
+    assert "nope" in text and "; leave out --attention, or name " in text
 
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

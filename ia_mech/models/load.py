@@ -103,7 +103,7 @@ class Subject:
         }
 
 
-def text_config(config):
+def text_config(config: Any) -> Any:
     """The text part of a configuration (multimodal ones nest it)."""
     return config.get_text_config(decoder=True)
 
@@ -485,6 +485,6 @@ def _remedy(spec: ModelSpec) -> str:
         return f"remove {embedded.directory(spec.name)}, so that the next command makes it again"
     attention = "leave out --attention, or " if spec.attention != "auto" else ""
     return (
-        f"{attention}use --model {' or '.join(embedded.MODELS)} (embedded), a whole local "
+        f"{attention}name {' or '.join(embedded.MODELS)} (embedded), a whole local "
         "directory, a GGUF file, or a hub id that this machine can reach (HF_TOKEN for gated ones)"
     )

@@ -1,11 +1,13 @@
 """The dataset card of a run: a folder that is uploaded as it is can be browsed on the hub."""
 
+from typing import Any
+
 from ia_mech.run import layout
 
 _TYPES = {"int32": "int", "int64": "int", "double": "float", "bool": "yes or no", "string": "text"}
 
 
-def card(record: dict, contexts: int) -> str:
+def card(record: dict[str, Any], contexts: int) -> str:
     """``README.md`` of a finished run, with the hub's configuration of its two tables.
 
     Args:
@@ -74,13 +76,13 @@ def card(record: dict, contexts: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _opening(settings: dict) -> str:
+def _opening(settings: dict[str, Any]) -> str:
     """The words that turns were made to begin with, if any."""
     words = settings["opening"]
     return f" Every turn goes on from the words `{words}`, which its text lacks." if words else ""
 
 
-def _responses(record: dict) -> str:
+def _responses(record: dict[str, Any]) -> str:
     """Whose responses the contexts hold, if not the data's."""
     if not record["parts"]["responses"]:
         return ""
@@ -107,7 +109,7 @@ def _configs() -> list[str]:
     ]
 
 
-def _columns(table: str, schema) -> list[str]:
+def _columns(table: str, schema: Any) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for field in schema:
         kinds.setdefault(_TYPES.get(str(field.type), "nested"), []).append(f"`{field.name}`")

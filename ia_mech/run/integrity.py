@@ -39,7 +39,7 @@ _MANIFEST: dict[str, Any] = {
 _FILE: dict[str, Any] = {"bytes": int, HASH: str}
 
 
-def read_record(path: Path) -> tuple[dict, str]:
+def read_record(path: Path) -> tuple[dict[str, Any], str]:
     """``run.json`` of a run, and the hash of its bytes.
 
     Raises:
@@ -53,7 +53,7 @@ def read_record(path: Path) -> tuple[dict, str]:
     return record, content_hash(file)
 
 
-def read_manifest(file: Path, run: str) -> dict:
+def read_manifest(file: Path, run: str) -> dict[str, Any]:
     """A manifest of a run.
 
     Args:
@@ -81,7 +81,7 @@ def read_manifest(file: Path, run: str) -> dict:
     return manifest
 
 
-def _read(file: Path, shape: dict[str, Any], remedy: str) -> dict:
+def _read(file: Path, shape: dict[str, Any], remedy: str) -> dict[str, Any]:
     try:
         value = read_json(file)
     except ValueError as error:
@@ -123,7 +123,7 @@ def _damaged(file: Path, problem: str, remedy: str) -> UserError:
 # -- identities ----------------------------------------------------------------------------------
 
 
-def without_folders(known: dict) -> dict:
+def without_folders(known: dict[str, Any]) -> dict[str, Any]:
     """An identity with the last part of each path of this machine: runs are shared.
 
     Args:
@@ -138,12 +138,14 @@ def without_folders(known: dict) -> dict:
     return known
 
 
-def differences(there: dict, wanted: dict) -> dict[str, str]:
+def differences(there: dict[str, Any], wanted: dict[str, Any]) -> dict[str, str]:
     """Where two identities differ: both values, by a dotted name."""
     return dict(_differences(there, wanted))
 
 
-def _differences(there: dict, wanted: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _differences(
+    there: dict[str, Any], wanted: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, str]]:
     for key in sorted({*there, *wanted}):
         a, b = there.get(key), wanted.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
@@ -153,7 +155,7 @@ def _differences(there: dict, wanted: dict, prefix: str = "") -> Iterator[tuple[
             yield f"{prefix}{key}", "differs" if "sha256" in key or "hash" in key else values
 
 
-def _short(value) -> str:
+def _short(value: Any) -> str:
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     text = {"None": "not set", "True": "set", "False": "not set"}.get(text, text)
     return text if len(text) <= 40 else text[:37] + "…"
@@ -173,7 +175,7 @@ def facts_of(path: Path) -> dict[str, int | str]:
     return {"bytes": path.stat().st_size, HASH: content_hash(path)}
 
 
-def damage(root: Path, files: dict[str, dict], *, content: bool) -> str | None:
+def damage(root: Path, files: dict[str, dict[str, Any]], *, content: bool) -> str | None:
     """What is wrong with files, or None.
 
     Args:
@@ -195,7 +197,7 @@ def damage(root: Path, files: dict[str, dict], *, content: bool) -> str | None:
 # -- reading and replacing files -----------------------------------------------------------------
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object.
 
     Raises:
@@ -210,7 +212,7 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     """Replace a JSON file atomically: a reader sees the old one or the new one, never a half."""
     text = json.dumps(value, indent=1, ensure_ascii=False)
     replace_file(path, lambda scratch: scratch.write_bytes(text.encode()))

@@ -175,11 +175,15 @@ class Labels:
         """
         return self._content(kind, name, [])[1]
 
-    def write_judgements(self, judge: str, rows: Iterable[dict], record: dict[str, Any]) -> Path:
+    def write_judgements(
+        self, judge: str, rows: Iterable[dict[str, Any]], record: dict[str, Any]
+    ) -> Path:
         """Replace the verdicts of a judge; ``record`` says who it is (its identity, no keys)."""
         return self._write("judgements", judge, rows, JUDGEMENTS, record)
 
-    def write_annotations(self, annotator: str, rows: list[dict], record: dict[str, Any]) -> Path:
+    def write_annotations(
+        self, annotator: str, rows: list[dict[str, Any]], record: dict[str, Any]
+    ) -> Path:
         """Replace the labels of an annotator."""
         return self._write("annotations", annotator, rows, ANNOTATIONS, record)
 
@@ -305,7 +309,12 @@ class Labels:
         return f"python -m ia_mech.judge run {path} --judge … --name {name} --replace"
 
     def _write(
-        self, kind: str, name: str, rows: Iterable[dict], schema: pa.Schema, record: dict[str, Any]
+        self,
+        kind: str,
+        name: str,
+        rows: Iterable[dict[str, Any]],
+        schema: pa.Schema,
+        record: dict[str, Any],
     ) -> Path:
         path = self._file(kind, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -322,7 +331,7 @@ class Labels:
         return path
 
 
-def _parts(rows: Iterable[dict]) -> Iterator[list[dict]]:
+def _parts(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     rows = iter(rows)
     while part := list(islice(rows, ROWS)):
         yield part

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -45,7 +45,7 @@ class Query:
     turns: pd.DataFrame
 
     @property
-    def messages(self) -> list[dict]:
+    def messages(self) -> list[dict[str, Any]]:
         """Up to and including the query."""
         return [dict(message) for message in self.contexts["messages"].iloc[0][:-1]]
 

@@ -45,8 +45,8 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.record, digest = integrity.read_record(self.path)
-        self.sessions: list[dict] = []
-        self._parts: dict[tuple[str, str], dict] = {}  # by kind and name
+        self.sessions: list[dict[str, Any]] = []
+        self._parts: dict[tuple[str, str], dict[str, Any]] = {}  # by kind and name
         for file in sorted(self.path.glob("manifest*.json")):
             if not file.is_file():
                 continue
@@ -84,7 +84,7 @@ class Run:
         """Its folder's name: what files say of a run, which may be shared and moved."""
         return self.path.resolve().name
 
-    def parts(self, kind: str) -> list[dict]:
+    def parts(self, kind: str) -> list[dict[str, Any]]:
         """The parts of a kind that are whole, in the order of the run, as manifests have them."""
         return [self._parts[key] for key in sorted(self._parts) if key[0] == kind]
 
@@ -94,7 +94,7 @@ class Run:
         return self.record["identity"]["settings"]
 
     @property
-    def model(self) -> dict:
+    def model(self) -> dict[str, Any]:
         """What the run knows of the subject model: name, hash of its weights, sizes, dtype."""
         return self.record["identity"]["model"]
 
@@ -299,7 +299,7 @@ class Run:
         found = [torch.cat([self._residuals(part, one, at) for part in parts]) for one in layers]
         return torch.stack(found, dim=1) if layer is None else found[0]
 
-    def _residuals(self, part: dict, layer: int, at: int | slice) -> "Tensor":
+    def _residuals(self, part: dict[str, Any], layer: int, at: int | slice) -> "Tensor":
         file = self._file(part, layout.residuals_file(layer, part["name"]))
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -352,7 +352,7 @@ class Run:
 
     # -- reading ------------------------------------------------------------------------------
 
-    def _finished_parts(self) -> list[dict]:
+    def _finished_parts(self) -> list[dict[str, Any]]:
         """The parts with contexts, in the order of the run."""
         parts = [part for part in self.parts("contexts") if part["contexts"]]
         if not parts:
@@ -361,7 +361,7 @@ class Run:
             raise UserError(f"{self.path} holds no {lacking}", remedy)
         return parts
 
-    def _file(self, part: dict, name: str) -> Path:
+    def _file(self, part: dict[str, Any], name: str) -> Path:
         """The path of one of a part's files; its content is compared the first time."""
         if name not in part["files"]:
             raise self._damaged(part, f"{name} is not among its files")
@@ -373,7 +373,7 @@ class Run:
             self._compared.add(name)
         return self.path / name
 
-    def _check(self, part: dict, files: dict, *, content: bool) -> None:
+    def _check(self, part: dict[str, Any], files: dict[str, Any], *, content: bool) -> None:
         problem = integrity.damage(self.path, files, content=content)
         if problem is not None:
             raise self._damaged(part, problem)
@@ -382,7 +382,7 @@ class Run:
         self,
         table: str,
         columns: Collection[str] | None = None,
-        parts: Sequence[dict] | None = None,
+        parts: Sequence[dict[str, Any]] | None = None,
     ) -> pa.Table:
         """Rows of ``contexts`` or ``generations``, with these columns or all.
 
@@ -395,7 +395,9 @@ class Run:
         ]
         return pa.concat_tables(tables).unify_dictionaries()
 
-    def _read(self, part: dict, name: str, columns: Collection[str] | None = None) -> pa.Table:
+    def _read(
+        self, part: dict[str, Any], name: str, columns: Collection[str] | None = None
+    ) -> pa.Table:
         path, chosen = self._file(part, name), {}
         if columns is not None:
             chosen = {"columns": list(columns), "read_dictionary": layout.NAMES}
@@ -404,7 +406,7 @@ class Run:
         except (pa.ArrowException, OSError) as error:
             raise self._damaged(part, error) from None
 
-    def _damaged(self, part: dict, problem: object) -> UserError:
+    def _damaged(self, part: dict[str, Any], problem: object) -> UserError:
         return UserError(
             f"part {part['name']} of {self.path} is damaged: {problem}",
             "run the command that wrote it again: it computes that part again",

@@ -54,7 +54,7 @@ class RunWriter:
     def __init__(
         self,
         path: Path,
-        record: dict,
+        record: dict[str, Any],
         shard: tuple[int, int] = (1, 1),
         name_of: Callable[[str], str] = str,
     ) -> None:
@@ -92,7 +92,7 @@ class RunWriter:
     def __enter__(self) -> "RunWriter":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- what is there ------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class RunWriter:
         """
         return {part["name"]: part["contexts"] for part in Run(self.path).parts(kind)}
 
-    def read_responses(self, names: Collection[str] | None = None) -> dict[int, dict]:
+    def read_responses(self, names: Collection[str] | None = None) -> dict[int, dict[str, Any]]:
         """The responses written so far, by the order of their contexts.
 
         Args:
@@ -114,24 +114,26 @@ class RunWriter:
         return {row["order"]: row for row in Run(self.path).responses_of(names).to_pylist()}
 
     @property
-    def sessions(self) -> list[dict]:
+    def sessions(self) -> list[dict[str, Any]]:
         """When, on what machine and with what notes processes wrote this manifest."""
         return self._manifest["sessions"]
 
-    def start_session(self, facts: dict) -> None:
+    def start_session(self, facts: dict[str, Any]) -> None:
         """Note in the manifest that a process began to write, and on what machine."""
         begun = {"begun": datetime.now(UTC).isoformat(timespec="seconds")}
         self.sessions.append(begun | facts)
         self._write_manifest()
 
-    def note(self, name: str, value) -> None:
+    def note(self, name: str, value: Any) -> None:
         """Add a fact, as it is now, to this session's entry in the manifest."""
         self.sessions[-1][name] = copy.deepcopy(value)
         self._write_manifest()
 
     # -- parts --------------------------------------------------------------------------------
 
-    def add_responses(self, name: str, rows: list[dict], batch_rows: int | None = None) -> None:
+    def add_responses(
+        self, name: str, rows: list[dict[str, Any]], batch_rows: int | None = None
+    ) -> None:
         """Write a part of responses; ``batch_rows`` as for :meth:`add_contexts`."""
         files = {}
         if rows:
@@ -191,7 +193,7 @@ class RunWriter:
     # -- files --------------------------------------------------------------------------------
 
     def _add(
-        self, kind: str, name: str, contexts: int, files: dict, batch_rows: int | None
+        self, kind: str, name: str, contexts: int, files: dict[str, Any], batch_rows: int | None
     ) -> None:
         # Also the folders that hold these folders, which may be new.
         for folder in {self.path / parent for file in files for parent in Path(file).parents}:
@@ -202,10 +204,12 @@ class RunWriter:
         self._manifest["parts"].append(part)
         self._write_manifest()
 
-    def _write_table(self, file: str, table: pa.Table) -> dict:
+    def _write_table(self, file: str, table: pa.Table) -> dict[str, Any]:
         return self._write(file, lambda path: pq.write_table(table, path, compression="zstd"))
 
-    def _write_tensors(self, file: str, tensors: "dict[str, Tensor]", names: dict) -> dict:
+    def _write_tensors(
+        self, file: str, tensors: "dict[str, Tensor]", names: dict[str, Any]
+    ) -> dict[str, Any]:
         """A safetensors file. Row k of every tensor is of the k-th context of ``names``.
 
         The names are one JSON text: safetensors writes several in a random order, and two writers
@@ -214,7 +218,7 @@ class RunWriter:
         metadata = {layout.METADATA: json.dumps(names)}
         return self._write(file, lambda path: _save(tensors, path, metadata))
 
-    def _write(self, file: str, write: Callable[[Path], None]) -> dict:
+    def _write(self, file: str, write: Callable[[Path], None]) -> dict[str, Any]:
         path = self.path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = layout.scratch_file(path, self._shard)
@@ -254,7 +258,7 @@ def _save(tensors: "dict[str, Tensor]", path: Path, metadata: dict[str, str]) ->
 
 
 def refuse_another(
-    path: Path, there: dict, wanted: dict, name_of: Callable[[str], str] = str
+    path: Path, there: dict[str, Any], wanted: dict[str, Any], name_of: Callable[[str], str] = str
 ) -> None:
     """Refuse to go on with a run of another identity, or of other parts.
 

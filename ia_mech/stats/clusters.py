@@ -1,6 +1,7 @@
 """Means, rates and any other statistic of rows, with intervals over sources."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -150,7 +151,7 @@ def cluster_statistic(
     statistic: Callable[[dict[str, np.ndarray], np.ndarray], float],
     columns: Mapping[str, ArrayLike],
     sources: Iterable[Hashable],
-    **options,
+    **options: Any,
 ) -> Estimate:
     """:func:`cluster_bootstrap` of a statistic that is called once per resample.
 
