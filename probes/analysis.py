@@ -35,16 +35,6 @@ from probes.targets import Outcome
 
 NEVER = -2.0  # below any correlation
 
-MEASURES = {
-    "auroc": "a random positive turn's context outranks a random negative turn's",
-    "auroc_of_rates": "AUROC of the contexts' observed rates: more than any probe can reach",
-    "average_precision": "average precision",
-    "prevalence": "average precision of a probe that knows nothing",
-    "spearman": "Spearman's rank correlation with the rate",
-    "deviance_explained": "binomial deviance explained, against a rate per run",
-}
-UNTRAINED = ("auroc_of_rates", "prevalence")  # measures without a probe
-
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -84,13 +74,6 @@ class Arrays:
     states: np.ndarray
     positions: Sequence[str]
     conversation: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        if self.states.ndim != 4 or self.states.shape[2] != len(self.positions):
-            raise ValueError(
-                f"states have shape {self.states.shape}, not [layers, contexts, positions, d_model]"
-                f" with {len(self.positions)} positions"
-            )
 
     @property
     def layers(self) -> Sequence[int]:
@@ -205,7 +188,8 @@ class Headline:
         weights: ``[folds, d_model]`` of those probes, on hidden states as they are.
         penalty: for all contexts at ``layer`` and ``position``: the median of what the inner loops
             chose.
-        measures: name → estimate, see :data:`MEASURES`.
+        auroc: of these scores.
+        auroc_of_rates: of the contexts' observed rates: more than any probe can reach.
         chance: share of the variance of scores that is chance in training, mean of ``picked``;
             intervals are widened by it (:meth:`ia_mech.stats.ResampledScore.with_training`).
     """
@@ -216,7 +200,8 @@ class Headline:
     scores: np.ndarray
     weights: np.ndarray
     penalty: float
-    measures: dict[str, Estimate]
+    auroc: Estimate
+    auroc_of_rates: Estimate
     chance: float
 
 
@@ -467,52 +452,27 @@ class _Analyser:
     ) -> tuple[Headline, ResampledScore]:
         """From what was found ``[layers][positions]``; and its AUROC on every resample."""
         scores, chance = self._chosen(tested, found)
+        auroc = self.scores.auroc(scores)
         weights = []  # fitted again: keeping those of every layer and position would take too much
+        picked = [(self.layers[at], self.positions[where]) for at, where in tested.picked]
         for fold, (layer, position) in enumerate(tested.picked):
             train, penalty = self.design.rows_outside(fold), found[layer][position].penalties[fold]
-            states = Features.from_states(self.hidden.layer(self.layers[layer])[:, position])
+            states = Features.from_states(self._states(*picked[fold]))
             at = project(states, train, train[:1], self.outcome.runs)
             weights.append(at.weights(fit(at, self.design, penalty).weights))
         layer, position = tested.headline
         headline = Headline(
             self.layers[layer],
             self.positions[position],
-            [(self.layers[at], self.positions[where]) for at, where in tested.picked],
+            picked,
             scores,
             np.array(weights),
             float(np.median(found[layer][position].penalties)),
-            self._measures(scores, chance),
+            auroc.with_training(chance).estimate(),
+            self.scores.auroc(self.outcome.rate).estimate(),
             chance,
         )
-        return headline, self.scores.auroc(scores)
-
-    def _measures(self, scores: np.ndarray, chance: float) -> dict[str, Estimate]:
-        found = {
-            "auroc": self.scores.auroc(scores),
-            "auroc_of_rates": self.scores.auroc(self.outcome.rate),
-            "average_precision": self.scores.average_precision(scores),
-            "prevalence": self.scores.prevalence(),
-            "spearman": self.scores.spearman(scores),
-            "deviance_explained": self.scores.deviance_explained(
-                expit(scores), self._rates_of_runs()
-            ),
-        }
-        return {
-            name: found[name].with_training(0.0 if name in UNTRAINED else chance).estimate()
-            for name in MEASURES
-        }
-
-    def _rates_of_runs(self) -> np.ndarray:
-        """``[contexts]`` rate of a context's run outside its fold."""
-        known, count = np.empty(len(self.outcome)), self.design.run_count
-        for fold in range(self.design.fold_count):
-            train, rows = self.design.rows_outside(fold), self.design.rows_of(fold)
-            of_run = self.outcome.runs[train]
-            k = np.bincount(of_run, self.outcome.positives[train], count)
-            n = np.bincount(of_run, self.outcome.trials[train], count)
-            rate = np.where(n > 0, k / np.maximum(n, 1), k.sum() / n.sum())
-            known[rows] = rate[self.outcome.runs[rows]]
-        return known
+        return headline, auroc
 
     # -- controls ---------------------------------------------------------------------------------
 
@@ -536,9 +496,7 @@ class _Analyser:
         """AUROC on random functions of the types, where each fold's headline probe reads; and of a
         probe that knows their rates."""
         places = {
-            place: Features.from_states(
-                self.hidden.layer(place[0])[:, self.positions.index(place[1])]
-            )
+            place: Features.from_states(self._states(*place))
             for place in dict.fromkeys(headline.picked)
         }
 
@@ -566,18 +524,15 @@ class _Analyser:
     # -- beyond output, text, and the ends of query and response ----------------------------------
 
     def _beyond(self, controls: Controls, headline: Headline) -> IncrementalValue | None:
-        places = dict.fromkeys(headline.picked)
-        ends = {layer: self.hidden.ends(layer) for layer, _ in places}
+        ends = {layer: self.hidden.ends(layer) for layer, _ in headline.picked}
         known = {layer: states for layer, states in ends.items() if states is not None}
         if not (controls.output and controls.text and len(known) == len(ends)):
             return None
+        # States at the ends are in the base as they are, and add nothing.
         hidden = {
-            (layer, position): self.hidden.layer(layer)[:, self.positions.index(position)]
-            for layer, position in places
+            place: self._states(*place) * (place[1] not in ENDS)
+            for place in dict.fromkeys(headline.picked)
         }
-        for place, states in hidden.items():
-            if place[1] in ENDS:  # these are in the base as they are, and add nothing
-                hidden[place] = np.zeros_like(states)
         self.progress.start("beyond output and text", self.design.fold_count)
         found = incremental_scores(
             [_side_by_side(controls.output), _side_by_side(controls.text)],
@@ -599,6 +554,10 @@ class _Analyser:
         )
 
     # -- reading and computing --------------------------------------------------------------------
+
+    def _states(self, layer: int, position: str) -> np.ndarray:
+        """``[contexts, d_model]``."""
+        return self.hidden.layer(layer)[:, self.positions.index(position)]
 
     def _all_features(self, hidden: HiddenStates) -> Iterator[Features]:
         """Layers first; a layer is read when its first position is needed."""

@@ -9,9 +9,8 @@ The card is written last and names the hash of its weights, so that files of two
 aren't taken for one.
 """
 
-import json
 import platform
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import version
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import ArrayLike
 from safetensors import SafetensorError
@@ -33,9 +31,7 @@ from ia_mech.run.integrity import read_json, replace_file, write_json
 from probes.fit.solvers import Features, logistic_path, project
 from probes.targets import Outcome
 
-FORMAT = 1
 WEIGHTS, CARD = "probe.safetensors", "card.json"
-AS_THEY_ARE, CENTRED = "states as they are", "states less the mean of their query's contexts"
 DIRECTIONS = ("logistic", "mass-mean")
 
 
@@ -72,14 +68,10 @@ def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str,
         penalty: of half the squared weights on states whose mean squared norm is 1.
 
     Raises:
-        ValueError: states aren't finite or don't differ, or rates don't differ in any run.
+        ValueError: states don't differ in any run.
     """
     states = np.asarray(states, dtype=float)
-    if not np.isfinite(states).all():
-        raise ValueError("hidden states hold NaN or infinity")
     runs, k, n = outcome.runs, outcome.positives, outcome.trials
-    if all(np.ptp(outcome.rate[runs == run]) == 0 for run in np.unique(runs)):
-        raise ValueError("all rates are alike, so there is nothing to learn")
     rows = np.arange(len(states))
     projection = project(Features.from_states(states), rows, rows[:0], runs)
     centred, run_count = projection.train, int(runs.max()) + 1
@@ -119,16 +111,8 @@ class Probe:
         place = f"layer {self.card.get('layer')} at {self.card.get('position')}"
         return f"Probe({place}, directions {', '.join(self.directions)})"
 
-    @property
-    def centred(self) -> bool:
-        """Whether it was fitted on states less their query's mean, as for the target reaction."""
-        return self.card.get("fitted_on") == CENTRED
-
     def score(
-        self,
-        residuals: np.ndarray | Tensor,
-        direction: str = "logistic",
-        queries: Sequence[Hashable] | None = None,
+        self, residuals: np.ndarray | Tensor, direction: str = "logistic"
     ) -> np.ndarray | Tensor:
         """Projections less the threshold, in units of the residual stream; 0 at the base rate.
 
@@ -137,15 +121,12 @@ class Probe:
         Args:
             residuals: ``[…, d]`` of any float type, an array or a tensor on any device.
             direction: which.
-            queries: ``[contexts]`` the query of each context, for a probe that compares the
-                contexts of a query (:attr:`centred`); residuals are ``[contexts, d]`` then.
 
         Returns:
             ``[…]`` float32, of the same kind and on the same device.
 
         Raises:
-            UserError: there is no such direction; queries are lacking, not one per context, or one
-                has a single context; or they are given to a probe of states as they are.
+            UserError: there is no such direction.
             ValueError: the residuals have another width.
         """
         along = self._direction(direction)
@@ -154,49 +135,14 @@ class Probe:
             raise ValueError(f"the probe is for width {width}, the residuals have shape {shape}")
         if isinstance(residuals, Tensor):
             weights = torch.as_tensor(along.weights, device=residuals.device)
-            projected: Any = residuals.float() @ weights
-        else:
-            projected = np.asarray(residuals).astype(np.float32) @ along.weights
-        means = self._means(projected, queries)
-        if isinstance(means, np.ndarray) and isinstance(projected, Tensor):
-            means = torch.as_tensor(means, device=projected.device)
-        return projected - means - along.threshold
-
-    def _means(self, projected: Any, queries: Sequence[Hashable] | None) -> Any:
-        """What to take off projections: each query's mean, or 0."""
-        if queries is None and not self.centred:
-            return 0.0
-        if queries is None:
-            raise UserError(
-                "the probe was fitted on states less their query's mean, and compares the contexts "
-                "of a query",
-                "give queries, the query of each context",
-            )
-        if not self.centred:
-            raise UserError("the probe was fitted on states as they are", "leave out queries")
-        values = np.asarray(projected.cpu() if isinstance(projected, Tensor) else projected)
-        index, names = pd.factorize(np.asarray(queries, dtype=object))
-        if index.shape != values.shape:
-            raise UserError(
-                f"{len(index)} queries are given for residuals of shape {[*values.shape, '…']}",
-                "give one query per context",
-            )
-        counts = np.bincount(index)
-        if (counts < 2).any():
-            raise UserError(
-                f"the query {names[counts.argmin()]} has one context, which can't be compared",
-                "score several contexts of each query together",
-            )
-        return (np.bincount(index, values) / counts)[index].astype(np.float32)
+            return residuals.float() @ weights - along.threshold
+        return np.asarray(residuals).astype(np.float32) @ along.weights - along.threshold
 
     def probability(
-        self,
-        residuals: np.ndarray | Tensor,
-        direction: str = "logistic",
-        queries: Sequence[Hashable] | None = None,
+        self, residuals: np.ndarray | Tensor, direction: str = "logistic"
     ) -> np.ndarray | Tensor:
         """``[…]`` float32 predicted rate of follow-ups; see :meth:`score` for the rest."""
-        along, scores = self._direction(direction), self.score(residuals, direction, queries)
+        along, scores = self._direction(direction), self.score(residuals, direction)
         log_odds = along.slope * scores + along.base_log_odds
         return log_odds.sigmoid() if isinstance(log_odds, Tensor) else expit(log_odds)
 
@@ -207,42 +153,25 @@ class Probe:
         return self.directions[name]
 
     @property
-    def files(self) -> dict[str, Callable[[Path], None]]:
-        """Name → what writes the file. The card gets the format, the numbers of the directions, and
-        the software that fitted them (kept from a loaded card).
-
-        Raises:
-            TypeError, ValueError: the card isn't plain JSON.
-        """
+    def files(self) -> dict[str, Callable[[Path], Any]]:
+        """Name → what writes the file. The card gets the numbers of the directions and the software
+        that fitted them, which a loaded card keeps."""
         tensors = {f"weights_{name}": along.weights for name, along in self.directions.items()}
         content = save({name: np.ascontiguousarray(w, np.float32) for name, w in tensors.items()})
         about = {name: asdict(along) for name, along in self.directions.items()}
-        for facts in about.values():
-            facts["width"] = len(facts.pop("weights"))
-        card = {"software": _software(), **self.card, "format": FORMAT, "directions": about}
+        for numbers in about.values():
+            del numbers["weights"]
+        card = {"software": _software(), **self.card, "directions": about}
         card["weights"] = {"file": WEIGHTS, "sha256": sha256(content).hexdigest()}
-        json.dumps(card, allow_nan=False)  # to fail before anything is written
-
-        def write_weights(file: Path) -> None:
-            file.write_bytes(content)
-
-        def write_card(file: Path) -> None:
-            write_json(file, card)
-
-        return {WEIGHTS: write_weights, CARD: write_card}
+        return {
+            WEIGHTS: lambda file: file.write_bytes(content),
+            CARD: lambda file: write_json(file, card),
+        }
 
     def save(self, folder: str | Path) -> None:
-        """Write the two files, each replaced atomically, the card last.
-
-        Raises:
-            UserError: the folder is a file.
-            TypeError, ValueError: the card isn't plain JSON; nothing is written.
-        """
+        """Write the two files, each replaced atomically, the card last."""
         folder, files = Path(folder), self.files
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise UserError(f"{folder} is not a folder", "give another name") from None
+        folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / WEIGHTS, files[WEIGHTS])
         files[CARD](folder / CARD)
 
@@ -251,7 +180,7 @@ class Probe:
         """The probe of a folder, or of one of its two files.
 
         Raises:
-            UserError: a file is missing, damaged, of another format or of another probe.
+            UserError: a file is missing, damaged or of another probe.
         """
         path = Path(path)
         folder = path.parent if path.name in (WEIGHTS, CARD) else path
@@ -260,28 +189,14 @@ class Probe:
                 raise UserError(f"{path} is not a probe (no {name})", "give a probe's folder")
         again = "write the probe again with probes.train"
         try:
-            card = read_json(folder / CARD)
-            form = card["format"]
-        except (ValueError, TypeError, KeyError):
-            raise UserError(f"{folder / CARD} is damaged", again) from None
-        if form != FORMAT:
-            raise UserError(
-                f"{folder / CARD} has format {form}, this version reads {FORMAT}",
-                "read it with the version of ia_mech that wrote it",
-            )
-        content = (folder / WEIGHTS).read_bytes()
-        try:
+            card, content = read_json(folder / CARD), (folder / WEIGHTS).read_bytes()
             if sha256(content).hexdigest() != card["weights"]["sha256"]:
                 raise UserError(f"{folder / WEIGHTS} is damaged or not of its {CARD}", again)
             tensors = load(content)
-            found = {}
-            for name, facts in card["directions"].items():
-                weights = tensors[f"weights_{name}"]
-                if weights.shape != (facts["width"],):
-                    problem = f"has shape {list(weights.shape)}, its card says {facts['width']}"
-                    raise UserError(f"direction {name} in {folder / WEIGHTS} {problem}", again)
-                numbers = (float(facts[k]) for k in ("threshold", "slope", "base_log_odds"))
-                found[name] = Direction(name, weights, *numbers)
+            found = {
+                name: Direction(weights=tensors[f"weights_{name}"], **facts)
+                for name, facts in card["directions"].items()
+            }
         except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"the probe in {folder} is damaged ({error!r})", again) from None
         return cls(found, card)

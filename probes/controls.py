@@ -31,7 +31,6 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from torch import Tensor
 
 from ia_mech.lens import Lens, NoLens
-from ia_mech.run import Run
 from probes.dataset import ENDS, ProbeSet
 from probes.targets import Outcome
 
@@ -126,18 +125,10 @@ def lengths(
     Args:
         prompt_tokens, response_tokens, context_tokens: ``[contexts]`` numbers of tokens.
         cut_off: ``[contexts]`` whether the response ended at the limit of tokens.
-
-    Raises:
-        ValueError: a length is negative or missing, or there is not one entry per context.
     """
-    columns = [np.asarray(c, float) for c in (prompt_tokens, response_tokens, context_tokens)]
-    cut = np.asarray(cut_off, float)
-    if len({c.shape for c in (*columns, cut)}) > 1 or cut.ndim != 1:
-        raise ValueError("lengths and cut_off must have one entry per context")
-    if not all((c >= 0).all() for c in columns):
-        raise ValueError("lengths must be 0 or more")
-    logs = _standardised(np.log1p(np.stack(columns, axis=1)))  # a response may be empty
-    features = _standardised(np.column_stack([logs, logs**2, cut]))
+    tokens = np.column_stack([prompt_tokens, response_tokens, context_tokens])
+    logs = _standardised(np.log1p(tokens.astype(float)))  # a response may be empty
+    features = _standardised(np.column_stack([logs, logs**2, cut_off]))
     return Baseline("lengths", features, "lengths of prompt, response and context; cut off or not")
 
 
@@ -157,7 +148,7 @@ def dataset_id(datasets: ArrayLike, runs: ArrayLike) -> Baseline:
 # -- the model's output ----------------------------------------------------------------------------
 
 
-def output_state(lens: Lens, residual: Tensor | np.ndarray) -> Baseline:
+def output_state(lens: Lens, residual: Tensor) -> Baseline:
     """The final norm of the last layer: the model's own output distribution, linearly.
 
     Every next-token logit is linear in it (up to a softcap), so that a probe on it reads whatever
@@ -166,17 +157,14 @@ def output_state(lens: Lens, residual: Tensor | np.ndarray) -> Baseline:
     Args:
         lens: of the model.
         residual: ``[contexts, d_model]`` last layer at ``header_last``, before the final norm.
-
-    Raises:
-        ValueError: the residual is not finite.
     """
-    features = lens.norm(_finite(residual)).double().numpy()
+    features = lens.norm(residual).double().numpy()
     return Baseline("output", features, "the model's output state, final_norm(last layer)")
 
 
 def output_summaries(
     lens: Lens,
-    residual: Tensor | np.ndarray,
+    residual: Tensor,
     turn_end_ids: Sequence[int],
     temperatures: Sequence[float],
 ) -> Baseline:
@@ -190,19 +178,14 @@ def output_summaries(
         residual: ``[contexts, d_model]`` last layer at ``header_last``, before the final norm.
         turn_end_ids: tokens that end a turn; if there are none, that summary is left out.
         temperatures: those the run was sampled at, above 0.
-
-    Raises:
-        ValueError: a temperature is not above 0, or the residual is not finite.
     """
-    if not all(0 < t < np.inf for t in temperatures):
-        raise ValueError("temperatures must be above 0")
     others = [t for t in dict.fromkeys(temperatures) if t != 1]
     step = max(1, _VALUES // len(lens.unembedding))
     chunks = [
         _summaries(
             torch.cat(list(lens.logits_in_slices(rows)), dim=-1), sorted(set(turn_end_ids)), others
         )
-        for rows in _finite(residual).split(step)
+        for rows in residual.split(step)
     ]
     features = _standardised(torch.cat(chunks).double().numpy())
     what = "entropy, top tokens and turn-end mass of the model's next-token distribution"
@@ -223,13 +206,6 @@ def _standardised(columns: np.ndarray) -> np.ndarray:
         return np.zeros((len(columns), 1))
     kept = columns[:, varies]
     return (kept - kept.mean(axis=0)) / deviation[varies]
-
-
-def _finite(residual: Tensor | np.ndarray) -> Tensor:
-    residual = torch.as_tensor(residual).detach()
-    if not residual.isfinite().all():
-        raise ValueError("the residual stream has NaN or infinite values")
-    return residual
 
 
 def _summaries(logits: Tensor, turn_end_ids: list[int], temperatures: list[float]) -> Tensor:
@@ -263,13 +239,8 @@ def types(tokens: ArrayLike, opening: ArrayLike) -> np.ndarray:
 
     Returns:
         ``[contexts]`` types, numbered from 0 without gaps.
-
-    Raises:
-        ValueError: lengths and openings differ in number.
     """
-    tokens, opening = np.asarray(tokens, dtype=float), np.asarray(opening)
-    if tokens.shape != opening.shape or tokens.ndim != 1:
-        raise ValueError("lengths and openings must have one entry per context")
+    tokens = np.asarray(tokens, dtype=float)
     length = np.searchsorted(np.quantile(tokens, [0.25, 0.5, 0.75]), tokens)
     _, index, counts = np.unique(opening, return_inverse=True, return_counts=True)
     rank = np.empty(len(counts), dtype=int)
@@ -351,8 +322,6 @@ def control_outcomes(
         ValueError: rates differ no more than chance makes them, types don't differ in any run, or
             almost no turn is positive or negative.
     """
-    if not types.response.shape == types.query.shape == outcome.trials.shape:
-        raise ValueError("types must have one entry per context")
     between, within = variances(outcome)
     if max(between, within) <= 0:
         raise ValueError("contexts' rates differ no more than chance has few turns differ")
@@ -425,11 +394,8 @@ def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
         UserError: hidden states can't be read.
     """
     frame = data.contexts
-    given = data.embeddings
     text = [
-        lsa(frame["text"].tolist())
-        if given is None
-        else Baseline("text", _standardised(given), "the given embeddings of the context"),
+        lsa(frame["text"].tolist()),
         lengths(
             frame["prompt_tokens"],
             frame["response_tokens"],
@@ -447,10 +413,6 @@ def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
             f"no states at {' and '.join(ENDS)}, so nothing can be said to go beyond them: some "
             "runs did not keep them, or some contexts lack them"
         )
-    text, output = (
-        [replace(one, features=data.comparable(one.features)) for one in those]
-        for those in (text, output)
-    )
     kinds = Types(
         types(frame["response_tokens"], frame["opening"]),
         types(frame["prompt_tokens"], pd.factorize(frame["asked"])[0]),
@@ -463,33 +425,18 @@ def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
     return Controls(text, output, kinds, missing)
 
 
-def lens_of(run: Run) -> tuple[Lens | None, str | None]:
-    """The lens of a run's model; or None, and why there is none.
-
-    Raises:
-        UserError: its file is damaged.
-    """
-    try:
-        return Lens.load(run.model["weights_hash"]), None
-    except NoLens as missing:
-        return None, str(missing)
-
-
 def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:
     """The state that all next-token logits are linear in, and summaries; or why there are none."""
-    numbers = list(data.contexts["run"].unique())
-    runs = [data.runs[number] for number in numbers]
-    lacking = [run for run in runs if HEADER_LAST not in run.positions]
-    if lacking:
+    runs = [data.runs[number] for number in data.contexts["run"].unique()]
+    if lacking := [run for run in runs if HEADER_LAST not in run.positions]:
         return [], f"{HEADER_LAST} was not kept in {lacking[0].name}"
     if opened := [run for run in runs if run.settings["opening"] is not None]:
         return [], f"{HEADER_LAST} doesn't predict turns that go on from words ({opened[0].name})"
-    lens, why = lens_of(runs[0])
-    if lens is None:
-        return [], why
-    last = np.concatenate([data.states(n, data.runs[n].layers[-1], HEADER_LAST) for n in numbers])
-    order = [np.flatnonzero(data.contexts["run"] == number) for number in numbers]
-    last = last[np.argsort(np.concatenate(order), kind="stable")]
+    try:
+        lens = Lens.load(runs[0].model["weights_hash"])
+    except NoLens as missing:
+        return [], str(missing)
+    last = torch.from_numpy(data.at(runs[0].layers[-1], [HEADER_LAST])[:, 0])
     ends = {int(token) for run in runs for token in run.record["identity"]["chat"]["stop_ids"]}
     temperatures = {t for run in runs for t in run.settings["temperatures"] if t > 0}
     summaries = output_summaries(lens, last, sorted(ends), sorted(temperatures))

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,23 +18,12 @@ from ia_mech.errors import UserError
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import NO_ANNOTATOR, open_runs, read_runs
 from ia_mech.run import Run
-from probes.card import AS_THEY_ARE, CENTRED
 from probes.fit.folds import movable_sources
-from probes.reaction import check_reliable, read_bits
-from probes.targets import (
-    GROUNDED,
-    LATENT,
-    REACTION,
-    Outcome,
-    Target,
-    counts_of,
-    parse_target,
-)
+from probes.targets import GROUNDED, LATENT, Outcome, Target, counts_of, parse_target
 
 MIN_SOURCES = 20  # with a positive turn, and with a negative one
 RUN, DATASET = "run", "dataset"
 ENDS = ("query_end", "response_end")  # what the conversation says is read there
-_ROUNDING = 1e-4  # states of one query that differ less, relative to their size, don't differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +32,7 @@ class ProbeSet:
 
     Attributes:
         runs: the runs, in the given order.
-        judge: whose verdicts the outcomes are made from; empty for the target ``reaction``.
-        record: who the judge is.
+        judge: whose verdicts the outcomes are made from.
         target: what is predicted.
         contexts: one row per context: ``run`` (index into ``runs``), ``row`` (in
             ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (a key that
@@ -60,23 +47,19 @@ class ProbeSet:
         width: d_model.
         within: ``run`` or ``dataset``: what contexts must share to be compared, besides their
             perturbation. Each gets an intercept, and labels are permuted within it.
-        gate: whether the judge can tell a turn's own conversation from another; None without one.
-        embeddings: ``[contexts, width]`` of the texts, in place of latent semantic analysis; or
-            None.
+        gate: whether the judge can tell a turn's own conversation from another.
     """
 
     runs: list[Run]
     judge: str
-    record: dict[str, Any]
     target: Target
     contexts: pd.DataFrame
     positions: list[str]
     notes: list[str]
     layers: Sequence[int]
     width: int
+    gate: Gate
     within: str = RUN
-    gate: Gate | None = None
-    embeddings: np.ndarray | None = None
     has_ends: bool = False
 
     def __len__(self) -> int:
@@ -93,72 +76,40 @@ class ProbeSet:
     @property
     def labelled_by(self) -> str:
         """Where the outcomes come from, for conclusions, captions and names of figures."""
-        return f"judge {self.gate}" if self.gate else "reaction bits"
-
-    @property
-    def states_are(self) -> str:
-        """What :meth:`layer` gives, in words for a probe's card."""
-        return CENTRED if self.target.kind == REACTION else AS_THEY_ARE
-
-    def comparable(self, features: np.ndarray) -> np.ndarray:
-        """``[contexts, …, d]`` features as probes get them: less their query's mean for the target
-        ``reaction``, which compares the responses of a query.
-
-        What is left where a query's features are all the same, but for rounding, is 0.
-        """
-        if self.target.kind != REACTION:
-            return features
-        query = pd.factorize(self.contexts["source"])[0]
-        mean = np.stack([features[query == number].mean(0) for number in range(query.max() + 1)])
-        less = features - mean[query]
-        left, all_of_it = (
-            np.sqrt(np.mean(np.square(x, dtype=float), axis=(0, -1), keepdims=True))
-            for x in (less, features)
-        )
-        return np.where(left > _ROUNDING * all_of_it, less, np.zeros_like(less))
+        return f"judge {self.gate}"
 
     def layer(self, layer: int) -> np.ndarray:
-        """Hidden states at one layer, ``[contexts, positions, d_model]`` float32, made
-        :meth:`comparable`.
+        """``[contexts, positions, d_model]`` hidden states at one layer, see :meth:`at`."""
+        return self.at(layer, self.positions)
+
+    def ends(self, layer: int) -> np.ndarray | None:
+        """``[contexts, 2 d_model]`` likewise at :data:`ENDS`, side by side; None without them."""
+        return self.at(layer, ENDS).reshape(len(self), -1) if self.has_ends else None
+
+    def at(self, layer: int, positions: Sequence[str]) -> np.ndarray:
+        """Hidden states, ``[contexts, positions, d_model]`` float32.
+
+        Args:
+            layer: any that the runs have.
+            positions: any that every run kept.
 
         Raises:
             UserError: no such layer, a value that isn't finite, or a file that can't be read.
         """
-        return self._at(layer, self.positions)
-
-    def ends(self, layer: int) -> np.ndarray | None:
-        """``[contexts, 2 d_model]`` likewise at :data:`ENDS`, side by side; None without them."""
-        return self._at(layer, ENDS).reshape(len(self), -1) if self.has_ends else None
-
-    def _at(self, layer: int, positions: Sequence[str]) -> np.ndarray:
         states = np.empty((len(self), len(positions), self.width), dtype=np.float32)
-        for number in self.contexts["run"].unique():
-            mine = np.flatnonzero(self.contexts["run"] == number)
+        for number, frame in self.contexts.groupby("run"):
+            run = self.runs[number]
             for at, position in enumerate(positions):
-                states[mine, at] = self.states(number, layer, position)
-        return self.comparable(states)
-
-    def states(self, number: int, layer: int, position: str) -> np.ndarray:
-        """Hidden states of one run's contexts, ``[contexts of the run, d_model]`` float32.
-
-        Args:
-            number: index into ``runs``.
-            layer: any that the run has.
-            position: any that the run kept.
-
-        Raises:
-            UserError: as :meth:`layer`.
-        """
-        run, frame = self.runs[number], self.contexts[self.contexts["run"] == number]
-        states = run.residuals(layer, position).float().numpy()[frame["row"]]
-        finite = np.isfinite(states).all(axis=1)
-        if not finite.all():
-            context = frame["context_id"].iloc[int(np.argmin(finite))]
-            raise UserError(
-                f"layer {layer} at {position} holds NaN or infinity for context {context} of "
-                f"{run.path}",
-                "give the command that wrote the run again or else with another --dtype",
-            )
+                found = run.residuals(layer, position).float().numpy()[frame["row"]]
+                finite = np.isfinite(found).all(axis=1)
+                if not finite.all():
+                    context = frame["context_id"].iloc[int(np.argmin(finite))]
+                    raise UserError(
+                        f"layer {layer} at {position} holds NaN or infinity for context {context} "
+                        f"of {run.path}",
+                        "give the command that wrote the run again or else with another --dtype",
+                    )
+                states[frame.index, at] = found
         return states
 
 
@@ -169,11 +120,8 @@ def read(
     positions: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     within: str = RUN,
-    *,
-    reaction: Path | None = None,
-    embeddings: Path | None = None,
 ) -> ProbeSet:
-    """Read judged runs; for the target ``reaction``, runs with a table of reaction bits.
+    """Read judged runs.
 
     Args:
         runs: folders, or runs that are open.
@@ -182,38 +130,28 @@ def read(
         positions: only these; all that were kept if not given.
         layers: only these; all if not given.
         within: ``run`` or ``dataset``, see :class:`ProbeSet`.
-        reaction: folder that ``python -m experiments.reaction`` wrote, see
-            :func:`probes.reaction.read_bits`.
-        embeddings: of the texts, see :attr:`ProbeSet.embeddings`: Parquet with the columns
-            ``context_id`` and ``embedding`` (a list of numbers).
 
     Raises:
         UserError: what :func:`ia_mech.rates.read_runs` refuses (unfinished, not judged, …); models
             of different sizes; an unknown target, position or layer; no context with an outcome,
             or no position that all of them have.
     """
-    wanted = parse_target(target)
-    if wanted.kind == REACTION:
-        runs, judge, record = open_runs(runs), "", {}
-        turns = read_bits(runs, reaction)
-        notes, gate = [check_reliable(turns)], None
-    else:
-        judged = read_runs(runs, judge, NO_ANNOTATOR)
-        runs, judge, record, turns = judged.runs, judged.judge, judged.record, judged.turns
-        outcome = GROUNDED if wanted.kind == GROUNDED else "genuine"
-        if outcome not in judged.gates:
-            raise UserError(
-                f"judge {judge!r} doesn't test whether turns are grounded",
-                "choose another --target, or another judge",
-            )
-        gate = judged.gates[outcome]
-        notes = [*judged.notes, f"{gate.sentence}."]
+    wanted, judged = parse_target(target), read_runs(runs, judge, NO_ANNOTATOR)
+    runs = judged.runs
+    outcome = GROUNDED if wanted.kind == GROUNDED else "genuine"
+    if outcome not in judged.gates:
+        raise UserError(
+            f"judge {judged.judge!r} doesn't test whether turns are grounded",
+            "choose another --target, or another judge",
+        )
+    gate = judged.gates[outcome]
+    notes = [*judged.notes, f"{gate.sentence}."]
     _check_same_size(runs)
     contexts = pd.concat([_contexts(run, number) for number, run in enumerate(runs)])
     keys = pd.MultiIndex.from_arrays(
         [contexts["run"].map(lambda number: str(runs[number].path)), contexts["context_id"]]
     )
-    counts = counts_of(wanted, turns).reindex(keys)
+    counts = counts_of(wanted, judged.turns).reindex(keys)
     there = counts["n"].notna().to_numpy()
     if not there.any():
         raise UserError(
@@ -231,8 +169,7 @@ def read(
     where = kept.pop("positions")
     return ProbeSet(
         runs=runs,
-        judge=judge,
-        record=record,
+        judge=judged.judge,
         target=wanted,
         positions=_common_positions(runs, where, positions, notes),
         contexts=kept,
@@ -241,82 +178,41 @@ def read(
         width=runs[0].model["d_model"],
         within=within,
         gate=gate,
-        embeddings=None if embeddings is None else _embeddings(embeddings, kept["context_id"]),
         has_ends=all({*ENDS} <= {*run.positions} for run in runs)
         and all(index_of(at, name) is not None for at in where for name in ENDS),
     )
 
 
-def _embeddings(file: Path, contexts: pd.Series) -> np.ndarray:
-    """``[contexts, width]`` from a user's file."""
-    remedy = "give Parquet with columns context_id and embedding (a list of numbers)"
-    try:
-        table = pd.read_parquet(file, columns=["context_id", "embedding"])
-    except (OSError, ValueError, KeyError):
-        raise UserError(f"{file} can't be read as embeddings", remedy) from None
-    given = table.drop_duplicates("context_id").set_index("context_id")["embedding"]
-    lacking = contexts[~contexts.isin(given.index)]
-    if len(lacking):
-        raise UserError(
-            f"{file} lacks {len(lacking)} of {len(contexts)} contexts, such as {lacking.iloc[0]}",
-            "embed every context",
-        )
-    try:
-        found = np.array(given.loc[contexts].tolist(), dtype=float)
-    except (ValueError, TypeError):
-        found = np.empty(0)
-    if found.ndim != 2 or not found.size or not np.isfinite(found).all():
-        raise UserError(f"{file} holds embeddings that are not finite or differ in length", remedy)
-    return found
-
-
 # -- is there enough? -----------------------------------------------------------------------------
 
 
-def check_enough(
-    outcome: Outcome, target: Target, folds: int = 5, minimum: int = MIN_SOURCES
-) -> None:
+def check_enough(outcome: Outcome, target: Target) -> None:
     """Refuse outcomes that no probe can be trained and tested on.
 
     Args:
         outcome: k of n per context.
         target: names what is missing in messages.
-        folds: at least so many sources of either kind are needed.
-        minimum: sources with a positive turn, and with a negative one.
 
     Raises:
-        UserError: there is one source, all rates are equal, or there are too few sources.
+        UserError: the contexts of every run have equal rates, or there are too few sources.
     """
-    positive = target.positive
-    sources, needed = outcome.source_count, max(minimum, folds)
-    if sources == 1:
-        raise UserError(
-            f"all {len(outcome)} contexts come from one source; a probe is tested on sources that "
-            "it wasn't trained on",
-            f"sample contexts of many sources (at least {needed})",
-        )
-    if np.ptp(outcome.rate) == 0:
-        rate = outcome.rate[0]
-        same = {0: f"no context has {positive}", 1: f"all turns of every context are {positive}"}
-        raise UserError(
-            same.get(rate, f"every context has the same rate of {positive}, {rate:.2f}")
-            + ": there is nothing to predict",
-            "choose another --target, or sample at other temperatures or more turns per context",
-        )
+    positive, sources = target.positive, outcome.source_count
     # A run whose contexts all have the same rate has nothing to predict.
     varies = np.array([np.ptp(outcome.rate[outcome.runs == run]) > 0 for run in outcome.runs])
     if not varies.any():
+        rates = ", ".join(f"{rate:.2f}" for rate in np.unique(outcome.rate))
         raise UserError(
-            f"within each run (or dataset) all contexts have the same rate of {positive}: there is "
-            "nothing to predict, as only contexts of the same are compared",
-            "choose another --target or --within, or sample at other temperatures",
+            f"all contexts of a run (or dataset) have the same rate of {positive} ({rates}): there "
+            "is nothing to predict, as only contexts of the same are compared",
+            "choose another --target or --within, or sample at other temperatures or more turns "
+            "per context",
         )
     with_positive = len(set(outcome.sources[(outcome.positives > 0) & varies]))
     with_negative = len(set(outcome.sources[(outcome.negatives > 0) & varies]))
     few, what = min((with_positive, positive), (with_negative, target.negative))
-    if few >= needed:
+    if few >= MIN_SOURCES:
         moving = movable_sources(outcome)
-        if moving < needed:
+        if moving < MIN_SOURCES:
             raise UserError(
                 f"only {moving} of {sources} sources can change places with another one, as the "
                 "others have other numbers of contexts per run or perturbation: there is too "
@@ -326,13 +222,13 @@ def check_enough(
         return
     comparable = len(set(outcome.sources[varies]))
     where = " in runs or datasets where rates differ" if comparable < sources else ""
-    enough = math.ceil(comparable * needed / few / 10) * 10
+    enough = math.ceil(comparable * MIN_SOURCES / few / 10) * 10
     others = ", more turns per context, or at other temperatures"
     if few == comparable or target.kind == LATENT:
         others = ""  # more turns wouldn't give more sources of that kind
     raise UserError(
         f"only {few} source{' has' if few == 1 else 's have'} {what} (of {comparable}{where}); "
-        f"probes need {needed} with one and {needed} without",
+        f"probes need {MIN_SOURCES} with one and {MIN_SOURCES} without",
         f"sample contexts of about {enough} sources at this rate{others}",
     )
 
@@ -359,53 +255,38 @@ def with_random_blocks(data: ProbeSet, runs: Sequence[str | Path | Run]) -> dict
 
     Args:
         data: of the model itself.
-        runs: made by ``sample --random-blocks``, equally many for each run of ``data``.
+        runs: made by ``sample --random-blocks``; each holds all contexts of ``data``.
 
     Returns:
-        By a name for tables. Of several runs of ``data``, each has the first of its own in the
-        first set, and so on.
+        By a name for tables.
 
     Raises:
-        UserError: a run without random blocks, or of another model; without the states or the
-            conversations of one of ``data``'s; or a run has more of them than another.
+        UserError: a run without random blocks, of a model of another size, or without the positions
+            or the contexts of ``data``.
     """
-    found: list[list[tuple[Run, np.ndarray]]] = [[] for _ in data.runs]
+    twins = {}
     for run in open_runs(runs):
         if run.model.get("random_blocks") is None:
             raise UserError(
                 f"{run.path} is of a model as it was trained",
                 "sample it with --random-blocks SEED, on the same conversations",
             )
-        _check_same_size([*data.runs, run])
+        _check_same_size([data.runs[0], run])
         if lacking := sorted({*data.positions} - {*run.positions}):
             raise UserError(
                 f"{run.path} lacks the position {', '.join(lacking)}", "sample it with --positions"
             )
         rows = {tuple(ids): row for row, ids in enumerate(run.contexts["token_ids"])}
-        for number in range(len(data.runs)):
-            own = data.contexts.loc[data.contexts["run"] == number, "token_ids"]
-            at = [rows.get(tuple(ids)) for ids in own]
-            if None not in at:
-                found[number].append((run, np.array(at)))
-                break
-        else:
+        at = [rows.get(tuple(ids)) for ids in data.contexts["token_ids"]]
+        if None in at:
             raise UserError(
                 f"{run.path} lacks contexts of {', '.join(str(r.path) for r in data.runs)}",
                 "sample it on the same conversations, responses included",
             )
-    if len({len(those) for those in found}) > 1:
-        raise UserError(
-            "the runs don't have equally many runs with random blocks",
-            "give as many for each",
+        contexts = data.contexts.assign(run=0, row=at)
+        twins[f"random blocks {run.model['random_blocks']}"] = replace(
+            data, runs=[run], contexts=contexts
         )
-    twins = {}
-    for those in zip(*found, strict=True):
-        row = np.empty(len(data), dtype=int)
-        for number, (_, at) in enumerate(those):
-            row[(data.contexts["run"] == number).to_numpy()] = at
-        name = "random blocks " + ", ".join(str(run.model["random_blocks"]) for run, _ in those)
-        own = [run for run, _ in those]
-        twins[name] = replace(data, runs=own, contexts=data.contexts.assign(row=row))
     return twins
 
 

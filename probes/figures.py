@@ -222,6 +222,6 @@ def _control_lines(axes: Axes, analysis: Analysis) -> list[Line2D]:
 
 def _headline_line(axes: Axes, analysis: Analysis) -> Line2D:
     """The selection procedure's score, which is of no single layer."""
-    auroc = analysis.headline.measures["auroc"]
+    auroc = analysis.headline.auroc
     label = f"headline (layer and position chosen in each fold): {auroc.text()}"
     return axes.axhline(auroc.value, color="black", linewidth=1.3, zorder=1.9, label=label)

@@ -11,7 +11,6 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,13 @@ from scipy.special import expit
 from scipy.stats import norm
 
 from ia_mech.errors import UserError
-from ia_mech.estimates import TidyEstimate, frame_of
+from ia_mech.estimates import TidyEstimate, frame_of, p_value
 from ia_mech.results import RESULT, Result, Table, about_runs, folder_of, read
 from ia_mech.run.labels import check_name
 from ia_mech.run.layout import refuse_unwritable
 from ia_mech.stats import Estimate
 from probes import figures
-from probes.analysis import MEASURES, Analysis, RandomBlocks, Settings
+from probes.analysis import Analysis, RandomBlocks, Settings
 from probes.card import Probe, directions
 from probes.dataset import ProbeSet
 from probes.figures import LEVEL
@@ -95,7 +94,7 @@ def conclude(
     sure = analysis.settings.level >= COVERAGE
     as_well = [one for one in analysis.random_blocks if not one.difference.low > 0]
     beyond = readable and sure and not as_well and gain is not None and bool(gain.saved.low > 0)
-    auroc = round(analysis.headline.measures["auroc"].value, 2)  # as it is shown
+    auroc = round(analysis.headline.auroc.value, 2)  # as it is shown
     tasks = [one for one in analysis.compared if one.kind == "control task"]
     chance = next((task for task in tasks if round(task.auroc.value, 2) >= auroc), None)
     can = f"{what[:1].upper()}{what[1:]} can be read from the hidden states"
@@ -125,7 +124,8 @@ def conclude(
     if gain is not None:
         held.append(
             f"Added to {READOUT} (AUROC {gain.base.value:.2f}), the hidden states save "
-            f"{percent(gain.saved)} of its held-out deviance, AUROC {signed(gain.gain)}."
+            f"{gain.saved.text(1, sign=True, percent=True)} of its held-out deviance, AUROC "
+            f"{gain.gain.text(sign=True)}."
         )
         if readable and not beyond:
             size = len(analysis.outcome), analysis.headline.weights.shape[1]
@@ -145,11 +145,11 @@ def conclude(
 
 
 def _numbers(analysis: Analysis) -> str:
-    tested, auroc = analysis.tested, analysis.headline.measures["auroc"]
+    tested, auroc = analysis.tested, analysis.headline.auroc
     p = ""
     if tested.permutations:
-        p = f", p {p_text(tested.p)} (selection replayed; of the heat map, family-wise, p "
-        p += f"{p_text(float(tested.p_family.min()))})"
+        p = f", {p_value(tested.p)} (selection replayed; of the heat map, family-wise, "
+        p += f"{p_value(float(tested.p_family.min()))})"
     count, level = int(analysis.among_best.sum()), f"{100 * analysis.settings.level:g}%"
     told = f"{count} of {analysis.among_best.size} layers × positions can't be told from the best"
     if count == analysis.among_best.size:
@@ -194,34 +194,9 @@ def _random(one: RandomBlocks) -> str:
     less = "less well than" if one.difference.low > 0 else "as well as"
     return (
         f"Random blocks ({one.name}) are read {less} the model's: AUROC {one.auroc.text()}, the "
-        f"headline less that {signed(one.difference)}; at {better} of {cells} layers × positions "
-        "they are read at least as well."
+        f"headline less that {one.difference.text(sign=True)}; at {better} of {cells} layers × "
+        "positions they are read at least as well."
     )
-
-
-# -- numbers in words -----------------------------------------------------------------------------
-
-
-def p_text(p: float) -> str:
-    """``= 0.012``, or ``< 0.001``."""
-    return "–" if np.isnan(p) else "< 0.001" if p < 0.001 else f"= {p:.3f}"
-
-
-def signed(estimate: Estimate, digits: int = 2) -> str:
-    """``+0.12 [-0.02, +0.25]``."""
-    if np.isnan(estimate.value):
-        return "–"
-    # The sign of an end decides the conclusion, so -0.00 keeps its sign.
-    value, low, high = (f"{x:+.{digits}f}" for x in (estimate.value, estimate.low, estimate.high))
-    return f"{value} [–]" if np.isnan(estimate.low) else f"{value} [{low}, {high}]"
-
-
-def percent(estimate: Estimate) -> str:
-    """``+1.2% [-0.3, +2.5]``."""
-    ends = (
-        "–" if np.isnan(estimate.low) else f"{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}"
-    )
-    return f"{100 * estimate.value:+.1f}% [{ends}]"
 
 
 # -- every number ---------------------------------------------------------------------------------
@@ -236,9 +211,9 @@ def estimates(analysis: Analysis) -> pd.DataFrame:
       tested), ``null_band_95`` (95% quantile of the permuted statistics there), ``p_family``
       (family-wise), ``p_best`` (of the model confidence set), ``selected_in_folds`` (share of the
       outer folds that chose it); and with a control, ``auroc_cell`` of random blocks.
-    - the headline, which is the selection procedure and so has no layer or position: the names in
-      :data:`probes.analysis.MEASURES`, ``statistic_headline``, ``null_band_95_headline`` and
-      ``p_headline`` (the selection replayed).
+    - the headline, which is the selection procedure and so has no layer or position: ``auroc``,
+      ``auroc_of_rates`` (of the observed rates, more than any probe can reach),
+      ``statistic_headline``, ``null_band_95_headline`` and ``p_headline`` (the selection replayed).
     - a control: ``auroc_control``; of the control task also ``auroc_oracle``; of random blocks also
       ``auroc_less_control`` (the headline's less theirs).
     - the readout of output, text and the ends of query and response: ``auroc_base``, ``auroc_full``
@@ -271,8 +246,8 @@ def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
         estimate = Estimate(float(value), np.nan, np.nan, outcome.source_count, method)
         return row(quantity, estimate, p, **names)
 
-    for name, estimate in headline.measures.items():
-        yield interval(name, estimate)
+    yield interval("auroc", headline.auroc)
+    yield interval("auroc_of_rates", headline.auroc_of_rates)
     band = np.quantile(tested.null, 0.95) if tested.permutations else np.nan
     yield plain("statistic_headline", tested.value, "closed form", tested.p)
     yield plain("null_band_95_headline", band, permuted)
@@ -336,17 +311,13 @@ def predictions(analysis: Analysis) -> pd.DataFrame:
 
 
 def tables(analysis: Analysis) -> list[Table]:
-    """The headline's measures, its controls, and the heat map."""
-    level = f"{100 * analysis.settings.level:g}%"
-    scores = Table(
-        f"The headline's scores [{level} intervals over sources]",
-        ["score", "value", "what"],
-        [
-            [name.replace("_", " "), estimate.text(3), MEASURES[name]]
-            for name, estimate in analysis.headline.measures.items()
-        ],
-    )
-    rows = [[one.name, one.auroc.text(), one.what] for one in analysis.compared]
+    """The headline with its controls, and the heat map."""
+    level, headline = f"{100 * analysis.settings.level:g}%", analysis.headline
+    rows = [
+        ["headline", headline.auroc.text(), "hidden states, chosen inside the training folds"],
+        ["rates", headline.auroc_of_rates.text(), "the observed ones: more than a probe can reach"],
+    ]
+    rows += [[one.name, one.auroc.text(), one.what] for one in analysis.compared]
     for one in analysis.compared:
         if one.oracle is not None:
             rows.append(["  of its rates", one.oracle.text(), "what a probe that knows them has"])
@@ -355,8 +326,10 @@ def tables(analysis: Analysis) -> list[Table]:
         base = "output, text, and states at the ends of query and response"
         rows.append(["base", analysis.beyond.base.text(), base])
         rows.append(["  + hidden", analysis.beyond.full.text(), "and the headline's states"])
-    controls = Table(
-        f"What a probe reads elsewhere: AUROC [{level}]", ["control", "AUROC", "what"], rows
+    scores = Table(
+        f"AUROC of the headline and of its controls [{level} intervals over sources]",
+        ["read", "AUROC", "what"],
+        rows,
     )
     cells = [
         [str(layer), *(_cell(analysis, i, j) for j in range(len(analysis.positions)))]
@@ -370,7 +343,7 @@ def tables(analysis: Analysis) -> list[Table]:
         f"{tested}° in the {level} confidence set of the best (held-out log loss)",
         full=True,
     )
-    return [scores, *([controls] if rows else []), heat_map]
+    return [scores, heat_map]
 
 
 def _cell(analysis: Analysis, i: int, j: int) -> str:
@@ -383,99 +356,75 @@ def _cell(analysis: Analysis, i: int, j: int) -> str:
 # -- the result -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where an analysis goes.
+def free_folder(
+    about: dict[str, Any], home: Path, name: str | None = None, replace: bool = False
+) -> Path:
+    """A folder that an analysis may write: a new one, one with the same analysis (given the same
+    again), or one with another if it is to be replaced.
 
-    Attributes:
-        folder: of the result.
+    Args:
         about: what decides the result; see :class:`ia_mech.results.Result`.
+        home: the run to keep it in.
+        name: of the folder; made from kind, target and judge if not given.
+        replace: allow to replace an analysis of other settings.
+
+    Raises:
+        UserError: a name that no file can have, one that is taken, or a run that can't be written
+            to.
     """
-
-    folder: Path
-    about: dict[str, Any]
-
-    @classmethod
-    def free(
-        cls, about: dict[str, Any], home: Path, name: str | None = None, replace: bool = False
-    ) -> "Place":
-        """A folder that this analysis may write: a new one, one with the same analysis (given the
-        same again), or one with another if it is to be replaced.
-
-        Args:
-            about: what decides the result.
-            home: the run to keep it in.
-            name: of the folder; made from kind, target and judge if not given.
-            replace: allow to replace an analysis of other settings.
-
-        Raises:
-            UserError: a name that no file can have, one that is taken, or a run that can't be
-                written to.
-        """
-        if name is None:
-            settings = about["settings"]
-            parts = [about["kind"], settings["target"].replace("@", "-at-"), about["judge"]]
-            name = "-".join(part for part in parts if part)
-        folder = folder_of(home, check_name(name))
-        refuse_unwritable(folder, "give a copy of the run")
-        if (folder / RESULT).exists() and not replace:
-            before = read(folder).about
-            keys = ("kind", "identities", "judge", "settings")
-            differing = [key for key in keys if before.get(key) != about[key]]
-            if differing == ["settings"]:
-                old, new = dict(before["settings"]), about["settings"]
-                differing = [key for key in new if old.get(key) != new[key]]
-            if differing:
-                raise UserError(
-                    f"{folder} holds an analysis that differs in {', '.join(differing)}",
-                    "give another --out, or --replace",
-                )
-        return cls(folder, about)
+    if name is None:
+        settings = about["settings"]
+        parts = [about["kind"], settings["target"].replace("@", "-at-"), about["judge"]]
+        name = "-".join(part for part in parts if part)
+    folder = folder_of(home, check_name(name))
+    refuse_unwritable(folder, "give a copy of the run")
+    if (folder / RESULT).exists() and not replace:
+        before = read(folder).about
+        keys = ("kind", "identities", "judge", "labels", "settings")
+        differing = [key for key in keys if before.get(key) != about[key]]
+        if differing == ["settings"]:
+            old, new = dict(before["settings"]), about["settings"]
+            differing = [key for key in new if old.get(key) != new[key]]
+        if differing:
+            raise UserError(
+                f"{folder} holds an analysis that differs in {', '.join(differing)}",
+                "give another --out, or --replace",
+            )
+    return folder
 
 
 def about(kind: str, data: ProbeSet, settings: Settings, **more: Any) -> dict[str, Any]:
     """What decides a result, as plain JSON; without the number of threads."""
     return {
         "kind": kind,
-        **about_runs(data.runs),
+        **about_runs(data.runs, [data.judge]),
         "judge": data.judge,
         "gate": data.labelled_by,
         "settings": {
             "target": data.target.name,
-            "labels": [_labels_digest(data, number) for number in range(len(data.runs))],
             "within": data.within,
             "positions": data.positions,
             "layers": list(data.layers),
-            "embeddings": None
-            if data.embeddings is None
-            else sha256(data.embeddings.tobytes()).hexdigest()[:16],
             **{k: v for k, v in asdict(settings).items() if k != "workers"},
             **more,
         },
     }
 
 
-def _labels_digest(data: ProbeSet, number: int) -> str:
-    """Of a run's outcomes: which contexts, k and n."""
-    own = data.contexts.loc[data.contexts["run"] == number]
-    hashes = pd.util.hash_pandas_object(own[["context_id", "positives", "trials"]], index=False)
-    return f"{int(hashes.sum()):016x}"[-16:]
-
-
-def result_of(analysis: Analysis, data: ProbeSet, place: Place) -> Result:
+def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: str) -> Result:
     """What is shown and kept of an analysis, the probe that is fitted on all contexts included."""
     target, headline = data.target, analysis.headline
     within = " within datasets" if data.within == "dataset" else ""
     said = conclude(analysis, target.words + within, data.labelled_by)
-    name = dict.fromkeys(run.model["name"] for run in data.runs)
-    title = f"{', '.join(name)} · {target.name} · {data.labelled_by}"
+    models = dict.fromkeys(run.model["name"] for run in data.runs)
+    title = f"{', '.join(models)} · {target.name} · {data.labelled_by}"
     names = data.contexts[["run", "context_id", "dataset"]].assign(
         run=data.contexts["run"].map(lambda number: data.runs[number].name),
         source=data.contexts["source"].str.replace("\0", "/"),
     )
     notes = [f"{target.name}: {target.describe()}", _data_note(analysis, data), *data.notes]
     found = Result(
-        name=place.folder.name,
+        name=name,
         question=f"Where can {target.words}{within} be read from the hidden states?",
         sentence=said.sentence,
         control=said.control,
@@ -486,7 +435,7 @@ def result_of(analysis: Analysis, data: ProbeSet, place: Place) -> Result:
             "layer_curve": figures.layer_curve(analysis, title),
         },
         notes=[*notes, *analysis.notes],
-        about=place.about,
+        about=about,
         data={"predictions": pd.concat([names, predictions(analysis)], axis=1)},
         files={},
     )
@@ -521,7 +470,6 @@ def _card(analysis: Analysis, data: ProbeSet, found: Result) -> dict[str, Any]:
         "layer": headline.layer,
         "position": headline.position,
         "layer_convention": LAYERS,
-        "fitted_on": data.states_are,
         "penalty": headline.penalty,
         "target": data.target.describe(),
         "sentence": found.sentence,

@@ -85,12 +85,32 @@ class Outcome:
 
 FAILURES: tuple[str, ...] = tuple(name for name in ASSESSED if name != GENUINE)
 KEYS = ["run", "context_id"]  # a context of one run
-RATE, GREEDY, LATENT, CATEGORY = "rate", "greedy", "latent", "category"
-GROUNDED, REACTION = "grounded", "reaction"
+RATE, GROUNDED, GREEDY, LATENT = "rate", "grounded", "greedy", "latent"
 CHOICES = (
-    f"give rate, rate@T, greedy, latent or, as rates, {GROUNDED}, {REACTION} or one of "
-    f"{', '.join(FAILURES)}"
+    f"give rate, rate@T, greedy, latent or, as rates, {GROUNDED} or one of {', '.join(FAILURES)}"
 )
+# What a positive turn or context is called, the subject of a sentence about the target, and what
+# its turns are, of rates, or what k and n are, of the other targets.
+_WORDS = {
+    RATE: ("a genuine follow-up", "the follow-up rate", "are genuine follow-ups"),
+    GROUNDED: (
+        "a genuine and grounded turn",
+        "the rate of genuine and grounded turns",
+        "are genuine and grounded",
+    ),
+    **{name: (f"a turn of {name}", f"the rate of {name}", f"are {name}") for name in FAILURES},
+    GREEDY: (
+        "a genuine follow-up",
+        "whether the greedy turn is a genuine follow-up",
+        "k is 1 if the greedy turn is a genuine follow-up and 0 if not, of n = 1.",
+    ),
+    LATENT: (
+        "a genuine follow-up among the samples only",
+        "whether any sample is a genuine follow-up where the greedy turn is not",
+        "k is 1 if a sampled turn is a genuine follow-up and 0 if none is, of n = 1; contexts "
+        "whose greedy turn is one are left out.",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -98,31 +118,23 @@ class Target:
     """A target, as :func:`parse_target` makes it.
 
     Attributes:
-        kind: ``rate``, ``grounded``, ``greedy``, ``latent``, ``reaction`` or ``category``.
+        kind: ``rate``, ``grounded``, ``greedy``, ``latent`` or a failure category, whose rate is
+            predicted.
         temperature: the one whose turns count; None for all above 0.
-        category: of the rubric, for the kind ``category``.
     """
 
     kind: str
     temperature: float | None = None
-    category: str | None = None
 
     @property
     def name(self) -> str:
         """As ``--target`` takes it."""
-        name = self.category or self.kind
-        return name if self.temperature is None else f"{name}@{self.temperature:g}"
+        return self.kind if self.temperature is None else f"{self.kind}@{self.temperature:g}"
 
     @property
     def positive(self) -> str:
         """What a positive turn or context is called, with its article."""
-        if self.kind == LATENT:
-            return "a genuine follow-up among the samples only"
-        if self.kind == GROUNDED:
-            return "a genuine and grounded turn"
-        if self.kind == REACTION:
-            return "a turn of more reaction bits than its query's median"
-        return f"a turn of {self.category}" if self.category else "a genuine follow-up"
+        return _WORDS[self.kind][0]
 
     @property
     def negative(self) -> str:
@@ -134,35 +146,16 @@ class Target:
     @property
     def words(self) -> str:
         """The subject of a sentence about it."""
-        if self.kind == GREEDY:
-            return "whether the greedy turn is a genuine follow-up"
-        if self.kind == LATENT:
-            return "whether any sample is a genuine follow-up where the greedy turn is not"
-        what = {
-            GROUNDED: "the rate of genuine and grounded turns",
-            REACTION: "which of a query's responses leave the clearest trace in the turns",
-        }.get(self.kind, "the follow-up rate")
-        what = f"the rate of {self.category}" if self.category else what
+        what = _WORDS[self.kind][1]
         return what if self.temperature is None else f"{what} at T = {self.temperature:g}"
 
     def describe(self) -> str:
         """One sentence: what k and n are."""
-        if self.kind == GREEDY:
-            return "k is 1 if the greedy turn is a genuine follow-up and 0 if not, of n = 1."
-        if self.kind == LATENT:
-            return (
-                "k is 1 if a sampled turn is a genuine follow-up and 0 if none is, of n = 1; "
-                "contexts whose greedy turn is one are left out."
-            )
-        what = {
-            GROUNDED: "are genuine and grounded",
-            REACTION: "have more bits, from the second token on, than the median turn of their "
-            "query at their temperature",
-        }.get(self.kind, "are genuine follow-ups")
-        what = f"are {self.category}" if self.category else what
+        what = _WORDS[self.kind][2]
+        if self.kind in (GREEDY, LATENT):
+            return what
         at = "above temperature 0" if self.temperature is None else f"at T = {self.temperature:g}"
-        turns = "turns" if self.kind == REACTION else "assessed turns"
-        return f"k of the n {turns} that were sampled {at} {what}."
+        return f"k of the n assessed turns that were sampled {at} {what}."
 
 
 def parse_target(text: str) -> Target:
@@ -171,16 +164,23 @@ def parse_target(text: str) -> Target:
     Raises:
         UserError: there is no such target, or its temperature isn't a number above 0.
     """
-    name, at, temperature = text.strip().partition("@")
-    rates = (RATE, GROUNDED, REACTION)
-    if name not in (*rates, GREEDY, LATENT, *FAILURES):
+    name, at, given = text.strip().partition("@")
+    if name not in _WORDS:
         raise UserError(f"unknown target {text!r}", CHOICES)
-    if name in (GREEDY, LATENT):
-        if at:
-            raise UserError(f"target {text!r}: {name} has no temperature", f"give {name} alone")
+    if not at:
         return Target(name)
-    warmth = _temperature(text, name, temperature) if at else None
-    return Target(name, warmth) if name in rates else Target(CATEGORY, warmth, name)
+    if name in (GREEDY, LATENT):
+        raise UserError(f"target {text!r}: {name} has no temperature", f"give {name} alone")
+    try:
+        temperature = float(given)
+    except ValueError:
+        temperature = math.nan
+    if not 0 < temperature < math.inf:
+        raise UserError(
+            f"target {text!r}: {given!r} is not a temperature above 0",
+            f"give a number, as in {name}@0.7",
+        )
+    return Target(name, temperature)
 
 
 def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
@@ -190,8 +190,7 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
         target: what to predict.
         turns: one row per turn with ``run``, ``context_id``, ``temperature``, ``category`` and
             ``genuine`` (NaN where not assessed), as ``JudgedTurns.turns``; for ``grounded`` also
-            ``grounded`` (likewise). For ``reaction`` ``positive``, as
-            :func:`probes.reaction.read_bits` gives it, in place of these.
+            ``grounded`` (likewise).
 
     Returns:
         ``k`` and ``n`` per (``run``, ``context_id``). Contexts with no assessed turn that counts
@@ -200,9 +199,13 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
     Raises:
         UserError: no turn was sampled at the target's temperature.
     """
-    _check_sampled(target, turns)
-    if target.kind == REACTION:
-        return _shares(target, turns, turns["positive"])
+    if target.temperature is not None:
+        there = sorted({t for t in turns["temperature"] if t > 0})
+        if target.temperature not in there:
+            raise UserError(
+                f"no turn was sampled at temperature {target.temperature:g}",
+                f"give {' or '.join(f'{target.kind}@{t:g}' for t in there) or 'greedy'}",
+            )
     if target.kind == GROUNDED:
         turns = turns[turns["grounded"].notna()]
     assessed = turns[turns["genuine"].notna()]
@@ -213,45 +216,10 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
         kept = any_genuine[any_genuine.index.isin(failed_greedy.index[failed_greedy])]
         return pd.DataFrame({"k": kept.astype(int), "n": 1}, index=kept.index)
     chosen = greedy if target.kind == GREEDY else sampled
-    positive = chosen["category"].eq(target.category or GENUINE)
+    if target.temperature is not None:
+        chosen = chosen[chosen["temperature"] == target.temperature]
+    positive = chosen["category"].eq(target.kind if target.kind in FAILURES else GENUINE)
     if target.kind == GROUNDED:
         positive = chosen["grounded"].eq(1)
-    return _shares(target, chosen, positive)
-
-
-def _shares(target: Target, turns: pd.DataFrame, positive: pd.Series) -> pd.DataFrame:
-    """k and n of turns at the target's temperature."""
-    if target.temperature is not None:
-        at = turns["temperature"] == target.temperature
-        turns, positive = turns[at], positive[at]
-    by_context = positive.groupby([turns[key] for key in KEYS])
+    by_context = positive.groupby([chosen[key] for key in KEYS])
     return pd.DataFrame({"k": by_context.sum().astype(int), "n": by_context.size()})
-
-
-def _temperature(text: str, name: str, given: str) -> float:
-    try:
-        value = float(given)
-    except ValueError:
-        value = math.nan
-    if value == 0:
-        raise UserError(
-            f"target {text!r}: temperature 0 has one turn, the greedy one",
-            "use greedy" if name == RATE else f"give a temperature above 0, as in {name}@1",
-        )
-    if not 0 < value < math.inf:
-        raise UserError(
-            f"target {text!r}: {given!r} is not a temperature", f"give a number, as in {name}@0.7"
-        )
-    return value
-
-
-def _check_sampled(target: Target, turns: pd.DataFrame) -> None:
-    if target.temperature is None:
-        return
-    there = sorted({t for t in turns["temperature"] if t > 0})
-    if target.temperature not in there:
-        name = target.name.partition("@")[0]
-        raise UserError(
-            f"no turn was sampled at temperature {target.temperature:g}",
-            f"give {' or '.join(f'{name}@{t:g}' for t in there) or 'greedy'}",
-        )

@@ -59,13 +59,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="RUN",
         help="of sample --random-blocks on the same conversations: what needs no trained blocks?",
     )
-    parser.add_argument(
-        "--embeddings",
-        type=path_of,
-        metavar="FILE",
-        help="of the contexts' texts, as the text control (Parquet: context_id, embedding; "
-        "default: latent semantic analysis)",
-    )
     return parser
 
 
@@ -91,13 +84,7 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
         "--target",
         default="rate",
         metavar="T",
-        help="rate, rate@T, grounded, reaction, greedy, latent, or a failure category",
-    )
-    parser.add_argument(
-        "--reaction",
-        type=path_of,
-        metavar="FOLDER",
-        help="of experiments.reaction (default: cache/RUN-reaction)",
+        help="rate, rate@T, grounded, greedy, latent, or a failure category",
     )
     parser.add_argument(
         "--positions",
@@ -193,17 +180,15 @@ def _train(args: argparse.Namespace) -> None:
         args.target,
         *chosen_places(args),
         args.within,
-        reaction=args.reaction,
-        embeddings=args.embeddings,
     )
     twins = with_random_blocks(data, args.random_blocks)
     random = [run.identity_digest for twin in twins.values() for run in twin.runs]
     about = show.about("probe", data, settings, random_blocks=random)
-    place = show.Place.free(about, args.runs[0], args.out, args.replace)
-    check_enough(data.outcome, data.target, settings.folds)
+    folder = show.free_folder(about, args.runs[0], args.out, args.replace)
+    check_enough(data.outcome, data.target)
     controls = controls_of(data, settings.seed)
     analysis = analyse(data, data.outcome, controls, settings, Bar(), twins)
-    write_and_show(show.result_of(analysis, data, place), place.folder, args.full)
+    write_and_show(show.result_of(analysis, data, about, folder.name), folder, args.full)
 
 
 def write_and_show(result: "Result", folder: Path, full: bool) -> None:

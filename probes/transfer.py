@@ -4,7 +4,6 @@ What needs torch or pandas is imported late, so that ``--help`` and a mistyped f
 """
 
 import argparse
-import math
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,29 +20,27 @@ from probes.train import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
     from pandas import DataFrame
 
     from ia_mech.results import Result, Table
     from probes.analysis import Settings
-    from probes.cross_evaluate import Entry, Unit
+    from probes.cross_evaluate import Entry
     from probes.dataset import ProbeSet
-    from probes.show import Place
 
 STAR = 0.05  # Holm-adjusted p values below it are marked
 
 DESCRIPTION = """\
 Train probes on one run and test them on another. Rows of the matrix are what a probe was trained
-on, columns what it was tested on; "all others" is trained on every unit but the one tested. Units
-are the runs or, of a single run, its datasets. Runs must be of models with equal hidden size and
-number of blocks. The result is kept in RUN/results/NAME of the first run. No language model is
-loaded. docs/probes.md explains the method.
+on, columns what it was tested on. Units are the runs or, of a single run, its datasets. Runs must
+be of models with equal hidden size and number of blocks. The result is kept in RUN/results/NAME of
+the first run. No language model is loaded. docs/probes.md explains the method.
 """
 
 EPILOG = """\
 examples:
   python -m probes.transfer cache/RUN-A cache/RUN-B cache/RUN-C
   python -m probes.transfer cache/RUN --layers 10-20 --positions header_last
-  python -m probes.transfer cache/RUN-A cache/RUN-B --by dataset --out by-dataset
 """
 
 
@@ -56,12 +53,6 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     add_subject(parser)
-    parser.add_argument(
-        "--by",
-        choices=("run", "dataset"),
-        metavar="WHAT",
-        help="units: run or dataset (default: run if several are given)",
-    )
     add_statistics(parser)
     add_result(parser)
     return parser
@@ -86,41 +77,44 @@ def _transfer(args: argparse.Namespace) -> None:
         args.target,
         *chosen_places(args),
         args.within,
-        reaction=args.reaction,
     )
-    by = args.by or ("run" if len(data.runs) > 1 else "dataset")
-    units = units_of(data, by)
-    about = show.about("transfer", data, settings, by=by)
-    place = show.Place.free(about, args.runs[0], args.out, args.replace)
+    units = units_of(data)
+    about = show.about("transfer", data, settings)
+    folder = show.free_folder(about, args.runs[0], args.out, args.replace)
     entries, notes = cross_evaluate(data, data.outcome, units, settings, Bar())
-    write_and_show(_result(entries, units, data, notes, place, settings), place.folder, args.full)
+    result = _result(entries, data, notes, settings, about, folder.name)
+    write_and_show(result, folder, args.full)
 
 
-def units_of(data: "ProbeSet", by: str) -> list["Unit"]:
-    """The runs, named by their folders (by their paths where two are alike), or the datasets.
+def units_of(data: "ProbeSet") -> dict[str, "np.ndarray"]:
+    """Name → rows of the runs or, of a single run, of its datasets. Runs are named by their
+    folders, with their number where two are alike.
 
     Raises:
         UserError: there is only one with an outcome.
     """
     import numpy as np
 
-    from probes.cross_evaluate import Unit
-
-    of = data.contexts["dataset" if by == "dataset" else "run"]
-    names = {str(name): str(name) for name in of.unique()}
-    if by == "run":
+    of = data.contexts["dataset"]
+    if len(data.runs) > 1:
         folders = [run.name for run in data.runs]
-        for number, folder in enumerate(folders):
-            alone = folders.count(folder) == 1
-            names[str(number)] = folder if alone else f"{folder} ({number + 1})"
-    values = of.astype(str)
-    found = [Unit(names[value], np.flatnonzero(values == value)) for value in values.unique()]
-    if len(found) < 2:
+        names = {
+            number: folder if folders.count(folder) == 1 else f"{folder} ({number + 1})"
+            for number, folder in enumerate(folders)
+        }
+        of = data.contexts["run"].map(names)
+    units = {name: np.flatnonzero(of == name) for name in of.unique()}
+    if len(units) < 2:
         raise UserError(
-            f"there is one {by} with an outcome, {found[0].name}: nothing to carry over to",
-            "give several runs" if by == "run" else "give several runs, or one of several datasets",
+            f"there is one {_unit(data)} with an outcome, {next(iter(units))}: nothing to carry "
+            "over to",
+            "give several runs, or one of several datasets",
         )
-    return found
+    return units
+
+
+def _unit(data: "ProbeSet") -> str:
+    return "run" if len(data.runs) > 1 else "dataset"
 
 
 # -- the result -----------------------------------------------------------------------------------
@@ -128,37 +122,38 @@ def units_of(data: "ProbeSet", by: str) -> list["Unit"]:
 
 def _result(
     entries: list["Entry"],
-    units: list["Unit"],
     data: "ProbeSet",
     notes: list[str],
-    place: "Place",
     settings: "Settings",
+    about: dict[str, Any],
+    name: str,
 ) -> "Result":
     from ia_mech.results import Result
 
-    by = place.about["settings"]["by"]
+    by = _unit(data)
     others = [entry for entry in entries if entry.trained != entry.tested]
     starred = sum(entry.p_holm < STAR for entry in others)
     best, least = (f(others, key=lambda entry: entry.auroc.value) for f in (max, min))
     return Result(
-        name=place.folder.name,
+        name=name,
         question=f"Does a probe of {data.target.words}, trained on one {by}, work on another?",
         sentence=f"Of {len(others)} probes tested on another {by} than they were trained on, "
         f"{starred} read it above chance (p < {STAR:g} after Holm's method); their AUROC is "
         f"{least.auroc.text()} ({least.trained} → {least.tested}) to {best.auroc.text()} "
         f"({best.trained} → {best.tested}).",
-        control=f"p is from {settings.permutations} permutations of the training labels (whole "
+        control="Layer, position and penalty were chosen by cross-validation within the training "
+        f"contexts; p is from {settings.permutations} permutations of the training labels (whole "
         "sources), choice and training replayed by ridge regression. "
         f"Labels: {data.labelled_by}.",
         estimates=_estimates(entries),
-        tables=[_table(entries, units, settings)],
+        tables=[_table(entries, settings)],
         notes=[
             f"target {data.target.name}: {data.target.describe()}",
-            *_explained(entries, data, by, settings),
+            *_explained(entries, data, settings),
             *data.notes,
             *notes,
         ],
-        about=place.about,
+        about=about,
     )
 
 
@@ -179,21 +174,18 @@ def _estimates(entries: list["Entry"]) -> "DataFrame":
     return frame_of(rows, names | counts)
 
 
-def _table(entries: list["Entry"], units: list["Unit"], settings: "Settings") -> "Table":
+def _table(entries: list["Entry"], settings: "Settings") -> "Table":
     """Rows trained on, columns tested on; what the probe of a row reads is named once."""
     from ia_mech.results import Table
 
-    tested = [unit.name for unit in units if any(e.tested == unit.name for e in entries)]
+    tested = list(dict.fromkeys(entry.tested for entry in entries))
     rows = []
     for trained in dict.fromkeys(entry.trained for entry in entries):
         row = {entry.tested: entry for entry in entries if entry.trained == trained}
         places = {place for entry in row.values() for place in entry.picked}
         reads = "{} {}".format(*places.pop()) if len(places) == 1 else "its own in each"
         cells = [
-            row[name].auroc.text() + ("*" if row[name].p_holm < STAR else " ")
-            if name in row
-            else "–"
-            for name in tested
+            row[name].auroc.text() + ("*" if row[name].p_holm < STAR else " ") for name in tested
         ]
         rows.append([trained, reads, *cells])
     return Table(
@@ -204,40 +196,36 @@ def _table(entries: list["Entry"], units: list["Unit"], settings: "Settings") ->
     )
 
 
-def _explained(
-    entries: list["Entry"], data: "ProbeSet", by: str, settings: "Settings"
-) -> list[str]:
+def _explained(entries: list["Entry"], data: "ProbeSet", settings: "Settings") -> list[str]:
     """What an entry means, and what else a reader has to know."""
-    tests = sum(not math.isnan(entry.p) for entry in entries)
     lines = [
         "An entry: how often the context of a random positive turn scores higher than that of a "
         f"random negative one of the same {data.within}, by the row's probe, among the column's "
         "contexts (0.5: chance). The interval is over the sources tested, given the trained "
         "probes.",
-        "Layer, position and penalty were chosen by cross-validation within the training contexts.",
     ]
     if any(len(entry.picked) > 1 for entry in entries):
         lines.append(
             f"Where training and test share sources, {settings.folds} probes were cross-fitted by "
             "folds of whole sources, and the tested labels are permuted with those trained on."
         )
-    models = dict.fromkeys(run.model["weights_hash"] for run in data.runs)
-    if len(models) > 1:
+    models = len({run.model["weights_hash"] for run in data.runs})
+    if models > 1:
         lines.append(
-            f"the runs are of {len(models)} models: a direction in one need not mean the same in "
+            f"the runs are of {models} models: a direction in one need not mean the same in "
             "another."
         )
-    if tests >= STAR * (settings.permutations + 1):
-        enough = 100 * (int(tests / STAR) // 100 + 1)
+    if len(entries) >= STAR * (settings.permutations + 1):
+        enough = 100 * (int(len(entries) / STAR) // 100 + 1)
         lines.append(
-            f"{settings.permutations} permutations can't give a * among {tests} entries; give "
-            f"--permutations {enough}."
+            f"{settings.permutations} permutations can't give a * among {len(entries)} entries; "
+            f"give --permutations {enough}."
         )
     mixed = (data.contexts.groupby("run")["dataset"].nunique() > 1).any()
-    if mixed and data.within == by == "run":
+    if mixed and data.within == _unit(data) == "run":
         lines.append(
             "Some runs hold several datasets, whose contexts are compared with each other too: a "
-            "probe that only tells datasets apart can score. --by dataset compares within them."
+            "probe that only tells datasets apart can score. --within dataset compares within them."
         )
     return lines
 

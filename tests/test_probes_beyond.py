@@ -111,13 +111,13 @@ def test_a_copy_of_the_output_is_never_beyond_it_and_a_signal_of_its_own_is(kind
     assert (found.beyond.saved.low > 0) == expected
     own = next(one.auroc.value for one in found.compared if one.kind == "output")
     if kind == "loud-copy":  # though alone it is read better
-        assert found.headline.measures["auroc"].value > own
+        assert found.headline.auroc.value > own
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_words_that_leak_into_every_state_are_read_but_never_beyond(seed):
     found, _ = analysed("leak", seed)
-    assert found.headline.measures["auroc"].low > 0.6
+    assert found.headline.auroc.low > 0.6
     assert not found.beyond.saved.low > 0
 
 

@@ -15,7 +15,7 @@ from sklearn.linear_model import LogisticRegression
 
 from ia_mech.errors import UserError
 from ia_mech.run.integrity import read_json, write_json
-from probes.card import CENTRED, DIRECTIONS, Probe, directions
+from probes.card import DIRECTIONS, Probe, directions
 from probes.targets import Outcome
 
 WIDTH = 24
@@ -95,10 +95,9 @@ def test_larger_means_more_follow_ups(name, sign, runs):
     assert sign * probe.directions[name].weights[0] > 0
 
 
-@pytest.mark.parametrize("features", [np.ones((200, WIDTH)), np.full((200, WIDTH), np.nan)])
-def test_hidden_states_without_a_direction_are_refused(features):
-    with pytest.raises(ValueError, match=r"differ|NaN"):
-        directions(features, contexts()[1], 1.0)
+def test_hidden_states_without_a_direction_are_refused():
+    with pytest.raises(ValueError, match="differ"):
+        directions(np.ones((200, WIDTH)), contexts()[1], 1.0)
 
 
 # -- scores ---------------------------------------------------------------------------------------
@@ -132,28 +131,6 @@ def test_what_a_probe_cannot_score_is_refused(fitted):
         probe.score(torch.tensor(1.0))
 
 
-def test_a_probe_of_centred_states_centres_what_it_scores_or_refuses(fitted):
-    """Of states as they are it would score the query, which it knows nothing of."""
-    features, _, plain = fitted
-    probe = Probe(plain.directions, {"fitted_on": CENTRED})
-    queries = [f"q{at // 2}" for at in range(200)]
-    far = features + 100 * np.repeat(np.random.default_rng(1).normal(size=(100, WIDTH)), 2, axis=0)
-    centred = far - far.reshape(100, 2, WIDTH).mean(1).repeat(2, axis=0)
-    expected = plain.score(centred)
-    for given in (far, torch.tensor(far)):
-        np.testing.assert_allclose(probe.score(given, queries=queries), expected, atol=1e-3)
-        chance = probe.probability(given, queries=queries)
-        np.testing.assert_allclose(chance, plain.probability(centred), atol=1e-3)
-        with pytest.raises(UserError, match=r"less their query's mean.*give queries"):
-            probe.score(given)
-        with pytest.raises(UserError, match="one query per context"):
-            probe.probability(given, queries=queries[1:])
-        with pytest.raises(UserError, match="the query alone has one context"):
-            probe.score(given, queries=["alone", *queries[1:]])
-        with pytest.raises(UserError, match="leave out queries"):
-            plain.score(given, queries=queries)
-
-
 # -- on disk --------------------------------------------------------------------------------------
 
 
@@ -184,14 +161,12 @@ def test_the_files_are_what_others_can_read(fitted, saved):
     tensors = load_file(saved / "probe.safetensors")
     assert set(tensors) == {"weights_logistic", "weights_mass-mean"}
     card = json.loads((saved / "card.json").read_text())
-    assert card["format"] == 1
     along = fitted[2].directions["mass-mean"]
     assert card["directions"]["mass-mean"] == {
         "name": "mass-mean",
         "threshold": along.threshold,
         "slope": along.slope,
         "base_log_odds": along.base_log_odds,
-        "width": WIDTH,
     }
     assert card["software"]["scipy"] == scipy.__version__
     assert card["software"]["numpy"] == np.__version__
@@ -207,14 +182,6 @@ def test_a_loaded_probe_keeps_the_software_that_fitted_it(saved, tmp_path):
     assert Probe.load(tmp_path / "again").card == card
 
 
-@pytest.mark.parametrize("value", [float("nan"), np.float32(1), {1, 2}])
-def test_a_card_that_is_not_json_leaves_the_old_probe_alone(fitted, saved, value):
-    before = {file.name: file.read_bytes() for file in saved.iterdir()}
-    with pytest.raises((TypeError, ValueError)):
-        Probe(fitted[2].directions, {"auroc": value}).save(saved)
-    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
-
-
 def test_a_stop_between_the_two_files_is_noticed(fitted, saved, monkeypatch):
     features, outcome, _ = fitted
     other = Probe(directions(features, outcome, 10.0), {"layer": 3})
@@ -227,14 +194,6 @@ def test_a_stop_between_the_two_files_is_noticed(fitted, saved, monkeypatch):
         other.save(saved)
     with pytest.raises(UserError, match="not of its card"):
         Probe.load(saved)
-
-
-def test_a_file_in_the_place_of_the_folder_is_refused(fitted, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    for name in ("file", "file/below"):
-        with pytest.raises(UserError, match="is not a folder"):
-            fitted[2].save(tmp_path / name)
-    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["card.json", "probe.safetensors"])
@@ -252,19 +211,11 @@ def test_what_is_no_probe_at_all_is_refused(saved, tmp_path):
             Probe.load(path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "null", "{}", '{"format": 1}', "\udcff"])
+@pytest.mark.parametrize("content", ["{", "[]", "null", "{}", "\udcff"])
 def test_a_damaged_card_is_refused(saved, content):
     (saved / "card.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(UserError, match="damaged"):
         Probe.load(saved)
-
-
-def another_format(card, weights):
-    card["format"] = 2
-
-
-def another_width(card, weights):
-    card["directions"]["logistic"]["width"] = WIDTH + 1
 
 
 def without_a_number(card, weights):
@@ -292,8 +243,6 @@ def flipped_bit(card, weights):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (another_format, "format 2, this version reads 1"),
-        (another_width, rf"shape \[{WIDTH}\], its card says {WIDTH + 1}"),
         (without_a_number, "damaged"),
         (without_weights, "weights_mass-mean"),
         (another_kind_of_file, "damaged"),

@@ -77,7 +77,7 @@ def test_targets_have_a_name_and_say_what_they_are():
         parse_target("rate@0.70").name == "rate@0.7"
         and parse_target("new_topic@1").name == "new_topic@1"
     )
-    names = ["rate", "greedy", "latent", "rate@0.7", "grounded", "reaction@1", *FAILURES]
+    names = ["rate", "greedy", "latent", "rate@0.7", "grounded", *FAILURES]
     assert [parse_target(name).name for name in names] == names
     assert len({parse_target(name).describe() for name in names}) == len(names)
     assert len({parse_target(name).positive for name in names}) == len(names) - 2
@@ -94,7 +94,7 @@ def test_targets_have_a_name_and_say_what_they_are():
         ("", "unknown target ''"),
         (GENUINE, "unknown target"),
         (CANNOT_ASSESS, "unknown target"),
-        ("rate@0", "use greedy"),
+        ("rate@0", "above 0"),
         (f"{NEW}@0.0", "above 0"),
         ("rate@", "'' is not a temperature"),
         ("rate@warm", "'warm' is not a temperature"),

@@ -14,7 +14,7 @@ from ia_mech.stats import holm
 from probes import cross_evaluate as module
 from probes import transfer
 from probes.analysis import Arrays, Settings
-from probes.cross_evaluate import OTHERS, Unit, cross_evaluate
+from probes.cross_evaluate import cross_evaluate
 from probes.targets import Outcome
 
 QUICK = Settings(permutations=49, resamples=200)
@@ -36,9 +36,9 @@ def made(directions, contexts=60, seed=0, strength=2.5, prompts=None):
     number = len(directions)
     states = rng.normal(size=(2, number * contexts, 2, WIDTH))
     hope = rng.normal(size=number * contexts)
-    units = [Unit(f"u{i}", np.arange(i * contexts, (i + 1) * contexts)) for i in range(number)]
-    for unit, axis in zip(units, directions, strict=True):
-        states[1, unit.rows, 1, axis] += strength * hope[unit.rows]
+    units = {f"u{i}": np.arange(i * contexts, (i + 1) * contexts) for i in range(number)}
+    for rows, axis in zip(units.values(), directions, strict=True):
+        states[1, rows, 1, axis] += strength * hope[rows]
     k = rng.binomial(TRIALS, 1 / (1 + np.exp(-2.5 * hope)))
     of = np.arange(number) if prompts is None else np.asarray(prompts)
     sources = (of[:, None] * contexts + np.arange(contexts)).ravel()
@@ -62,9 +62,9 @@ def test_a_shared_direction_carries_over_and_another_does_not():
     settings = Settings(permutations=399, resamples=200)
     entries, notes = cross_evaluate(*made([0, 0, 5]), settings)
     found = by_pair(entries)
-    assert not notes and len(found) == 12
+    assert not notes and len(found) == 9
     alike = [found[pair] for pair in [("u0", "u1"), ("u1", "u0"), ("u0", "u0"), ("u2", "u2")]]
-    for entry in [*alike, found[OTHERS, "u0"]]:
+    for entry in alike:
         assert entry.auroc.low > 0.65 and entry.p < 0.05
         assert entry.usual == (1, "b")
     for pair in [("u0", "u2"), ("u1", "u2"), ("u2", "u0"), ("u2", "u1")]:
@@ -73,15 +73,13 @@ def test_a_shared_direction_carries_over_and_another_does_not():
         assert found[pair].p > 0.02 and found[pair].p_holm > 0.05
     assert len(found["u0", "u1"].picked) == 1
     assert len(found["u0", "u0"].picked) == 5
-    assert (found[OTHERS, "u0"].train_contexts, found[OTHERS, "u0"].test_sources) == (120, 60)
+    assert (found["u1", "u0"].train_contexts, found["u1", "u0"].auroc.sources) == (60, 60)
 
 
-def test_one_probe_serves_all_units_that_share_nothing_with_it():
-    together = matrix(*made([0, 0, 5]))
+def test_an_entry_does_not_depend_on_the_others():
     hidden, outcome, units = made([0, 0, 5])
-    alone = matrix(hidden, outcome, units[:2])
-    assert OTHERS not in {trained for trained, _ in alone}
-    for pair, entry in alone.items():
+    together = matrix(hidden, outcome, units)
+    for pair, entry in matrix(hidden, outcome, cut(units, 60, 60)).items():
         assert together[pair].auroc == entry.auroc and together[pair].p == entry.p
 
 
@@ -111,7 +109,7 @@ def test_a_target_that_is_constant_per_source_is_not_read_from_its_source():
     topic = rng.normal(size=(100, WIDTH * 4))[sources]
     states = (topic + 0.1 * rng.normal(size=topic.shape))[None, :, None]
     outcome = Outcome.from_counts(label, np.ones(400), sources)
-    units = [Unit("one", np.arange(200)), Unit("two", np.arange(200, 400))]
+    units = {"one": np.arange(200), "two": np.arange(200, 400)}
     for entry in cross_evaluate(Arrays(states, ["a"]), outcome, units, QUICK)[0]:
         assert entry.auroc.low < 0.5 < entry.auroc.high and entry.p > 0.05
 
@@ -135,14 +133,14 @@ def test_no_source_is_on_both_sides(monkeypatch, prompts):
         assert not np.isin(outcome.sources[train], outcome.sources[test]).any()
     crossed = {(e.trained, e.tested) for e in entries if len(e.picked) > 1}
     apart = {("u0", "u0"), ("u1", "u1"), ("u2", "u2")}
-    same = {("u0", "u1"), ("u1", "u0"), (OTHERS, "u0"), (OTHERS, "u1")}
+    same = {("u0", "u1"), ("u1", "u0")}
     assert crossed == (apart | same if prompts == [0, 0, 1] else apart)
 
 
 def test_nothing_is_chosen_with_what_is_tested():
     """Other labels and states among the tested contexts leave the probe as it was."""
     hidden, outcome, units = made([0, 5])
-    rows = units[1].rows
+    rows = units["u1"]
     k = outcome.positives.copy()
     k[rows] = TRIALS - k[rows]
     flipped = Outcome.from_counts(k, outcome.trials, outcome.sources, outcome.runs)
@@ -178,17 +176,14 @@ def test_layers_are_read_once_and_the_chosen_once_more():
 
 
 def cut(units, *sizes):
-    return [Unit(u.name, u.rows[:size]) for u, size in zip(units, sizes, strict=True)]
+    """The first contexts of the first units."""
+    return {name: rows[:size] for (name, rows), size in zip(units.items(), sizes, strict=False)}
 
 
 def test_small_units_are_tested_on_only_or_left_out():
     hidden, outcome, units = made([0, 0, 0])
     entries, notes = cross_evaluate(hidden, outcome, cut(units, 60, 15, 5), QUICK)
-    assert {(e.trained, e.tested) for e in entries} == {
-        ("u0", "u0"),
-        ("u0", "u1"),
-        (OTHERS, "u1"),
-    }
+    assert {(e.trained, e.tested) for e in entries} == {("u0", "u0"), ("u0", "u1")}
     assert len(notes) == 2
     assert notes[0].startswith("u1: 1") and "not trained on by itself (20 of each" in notes[0]
     assert notes[1].startswith("u2: ") and "not tested on (10 of each" in notes[1]
@@ -197,7 +192,7 @@ def test_small_units_are_tested_on_only_or_left_out():
 def test_equal_rates_can_be_neither_trained_nor_tested_on():
     hidden, outcome, units = made([0, 0, 0])
     k = outcome.positives.copy()
-    k[units[2].rows] = 4
+    k[units["u2"]] = 4
     level = Outcome.from_counts(k, outcome.trials, outcome.sources, outcome.runs)
     entries, notes = cross_evaluate(hidden, level, units, QUICK)
     assert "u2" not in {name for e in entries for name in (e.trained, e.tested)}
@@ -250,7 +245,7 @@ def test_the_command_prints_a_matrix_and_keeps_it(runs, command, monkeypatch):
     assert "target rate: k of the n" in said.out and result.sentence in said.out
     assert "19 permutations can't give a * among 4 entries; give --permutations 100." in said.out
     assert "the runs are of 2 models" in said.out
-    assert result.about["kind"] == "transfer" and result.about["settings"]["by"] == "run"
+    assert result.about["kind"] == "transfer"
     (matrix,) = result.tables
     assert matrix.columns == ["trained on", "layer, position", "A[x]", "B"]
     rows = result.estimates.to_dict("records")
@@ -273,7 +268,6 @@ def test_the_command_prints_a_matrix_and_keeps_it(runs, command, monkeypatch):
     [
         (["RUN", "OTHER", "--target", "greedy"], "no unit of A[x], B can be tested"),
         (["RUN"], "there is one dataset with an outcome, planted"),
-        (["RUN", "--by", "run"], "there is one run with an outcome, A[x]"),
         (["RUN", "RUN"], "is given twice"),
         (["RUN", "gone"], "gone is not a run"),
         (["RUN", "--layers", "8-2"], "'8-2' is no layer"),

@@ -4,12 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
-from sklearn.metrics import (
-    average_precision_score,
-    log_loss,
-    roc_auc_score,
-)
+from sklearn.metrics import log_loss, roc_auc_score
 
 from ia_mech.stats import FoldScores, ResampledScore, auroc_columns
 from ia_mech.stats.resampling import resample_counts, source_index
@@ -99,11 +94,6 @@ def counted_auroc(d):
     return won / total
 
 
-def brute_precision(d):
-    labels, weights = d.turns()
-    return average_precision_score(labels, np.tile(d.scores, 2), sample_weight=weights)
-
-
 def brute_deviance(d):
     labels, weights = d.turns()
     model, null = (log_loss(labels, np.tile(p, 2), sample_weight=weights) for p in (d.p, d.null))
@@ -123,34 +113,13 @@ def by_fold(d, score, weight=None):
     return np.mean(means)
 
 
-def positives(d):
-    return d.k.sum()
-
-
-def spearman(d):
-    return spearmanr(d.scores, d.k / d.n).statistic
-
-
 CASES = {
     "auroc": (lambda f, d: f.auroc(d.scores), lambda d: by_fold(d, brute_auroc, pairs)),
-    "average precision": (
-        lambda f, d: f.average_precision(d.scores),
-        lambda d: by_fold(d, brute_precision, positives),
-    ),
-    "prevalence": (
-        lambda f, d: f.prevalence(),
-        lambda d: by_fold(d, lambda g: g.k.sum() / g.n.sum(), positives),
-    ),
     "deviance": (
         lambda f, d: f.deviance_explained(d.p, d.null),
         lambda d: by_fold(d, brute_deviance),
     ),
-    "spearman": (lambda f, d: f.spearman(d.scores), lambda d: by_fold(d, spearman, len_of)),
 }
-
-
-def len_of(d):
-    return len(d.k)
 
 
 @pytest.mark.parametrize("decimals", [None, 0], ids=["continuous", "ties"])
@@ -208,10 +177,9 @@ def test_a_mean_is_of_the_scores_that_a_resample_leaves_defined():
 def test_strata_are_not_compared():
     d = data()
     shifted = d.scores + 100 * d.strata
-    for score in ("auroc", "average_precision", "spearman"):
-        plain, moved = (getattr(d.fold_scores(), score)(s) for s in (d.scores, shifted))
-        assert plain.value == moved.value
-        np.testing.assert_array_equal(plain.replicates, moved.replicates)
+    plain, moved = (d.fold_scores().auroc(s) for s in (d.scores, shifted))
+    assert plain.value == moved.value
+    np.testing.assert_array_equal(plain.replicates, moved.replicates)
     pooled = d.fold_scores(strata=None)
     assert pooled.auroc(shifted).value != pooled.auroc(d.scores).value
     assert pooled.auroc(d.scores).value == pytest.approx(by_fold(d, brute_auroc), abs=1e-12)
@@ -283,13 +251,9 @@ def test_folds_without_a_value_are_left_out():
     folds, p = [0, 0, 1, 1, 2, 2], np.array([0.5, 0.2, 0.3, 0.4, 0.6, 0.7])
     scores = FoldScores(k, n, range(6), folds, resamples=50)
     assert scores.auroc(p).value == auroc(p[:2], k[:2], n[:2])
-    assert scores.average_precision(p).value == pytest.approx((2 / 3 + 1) / 2)
-    assert scores.prevalence().value == pytest.approx((1 / 3 + 1) / 2)
-    assert scores.spearman(p).value == pytest.approx(1)
-    none = FoldScores(np.zeros(6), n, range(6), folds, resamples=50)
-    for score in (none.auroc, none.average_precision, none.spearman):
-        assert np.isnan(score(p).value) and np.isnan(score(p).replicates).all()
-        assert score(p).estimate().method == "undefined"
+    none = FoldScores(np.zeros(6), n, range(6), folds, resamples=50).auroc(p)
+    assert np.isnan(none.value) and np.isnan(none.replicates).all()
+    assert none.estimate().method == "undefined"
 
 
 def test_probabilities_of_0_and_1_cost_no_infinite_deviance():
@@ -345,10 +309,13 @@ def test_impossible_predictions_are_refused():
     others = FoldScores(**GOOD, resamples=6)
     for call, problem in (
         (lambda: scores.auroc([1]), "score"),
-        (lambda: scores.spearman([1, np.nan]), "score"),
+        (lambda: scores.auroc([1, np.nan]), "score"),
         (lambda: scores.deviance_explained([0.1, 1.1], [0.5, 0.5]), "probabilities"),
-        (lambda: scores.prevalence() - others.prevalence(), "same resamples"),
-        (lambda: ResampledScore.mean([scores.prevalence(), others.prevalence()]), "same resamples"),
+        (lambda: scores.auroc([1, 0]) - others.auroc([1, 0]), "same resamples"),
+        (
+            lambda: ResampledScore.mean([scores.auroc([1, 0]), others.auroc([1, 0])]),
+            "same resamples",
+        ),
         (lambda: ResampledScore.mean([]), "at least one"),
         (lambda: auroc([1, np.nan], [1, 0], [1, 1]), "NaN"),
         (lambda: auroc([1, 2], [2, 0], [1, 1]), "between"),

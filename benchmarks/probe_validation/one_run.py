@@ -56,7 +56,7 @@ def try_one(kind: str, seed: int) -> RunFindings:
     if kind in BLOCKS:
         found, at = blocks.analysed(kind, seed)
         own = [one.auroc.value for one in found.compared if one.kind == "output"]
-        headline = found.headline.measures["auroc"].value
+        headline = found.headline.auroc.value
         return RunFindings(
             kind,
             beyond=found.beyond and bool(found.beyond.saved.low > 0),
@@ -77,7 +77,7 @@ def try_one(kind: str, seed: int) -> RunFindings:
         analysis = analyse(data, data.outcome, controls, settings)
     lens.unlink()
     headline, said = analysis.headline, conclude(analysis)
-    estimate, truth = headline.measures["auroc"], None
+    estimate, truth = headline.auroc, None
     if drawn in GAUSSIAN:
         probes = zip(headline.picked, headline.weights, strict=True)
         truth = float(np.mean([true_auroc(planted, *cell, weights) for cell, weights in probes]))

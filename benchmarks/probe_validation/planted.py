@@ -32,7 +32,7 @@ from ia_mech.settings import Settings
 
 NAME = "planted"
 GAUSSIAN = ("signal", "none", "output-common", "output-rare")  # true_auroc has a closed form
-KINDS = (*GAUSSIAN, "topic", "source-constant")
+KINDS = (*GAUSSIAN, "topic")
 COMMON_TOKEN, RARE_TOKEN = 20, 21  # of every lens
 
 _CONTENT = ("query_end", "response_end")  # text; the other positions are the template's own tokens
@@ -41,8 +41,6 @@ _LAST = "header_last"
 _GROWTH = 0.15  # noise variance that a block adds, per dimension; the embeddings' is 1
 _SIGNAL = 2.0  # standard deviation of the signal along its direction, relative to the noise there
 _TOPICS, _TOPIC_SIZE = 12, 4.0  # how many, length of their vectors; noise deviates by about 1.3
-_FINGERPRINT = 3.0  # standard deviation between sources, relative to that of embedding noise
-_LOW, _HIGH = 0.05, 0.95  # rates of "source-constant"
 _GRID = np.linspace(-8, 8, 401)  # of a standard normal variable, with the mass of each point
 _MASS = norm.pdf(_GRID) / norm.pdf(_GRID).sum()
 
@@ -62,14 +60,13 @@ class Plan:
         kind: where rates can be read from. ``signal``: a direction at one position, from one layer
             on. ``none``: nowhere. ``output-common``, ``output-rare``: only the logit of one token,
             often or never sampled. ``topic``: the text, and with it the states of all positions.
-            ``source-constant``: nowhere, but sources have a rate and a fingerprint each.
         per_source: contexts of a source; they share the rate, and the topic.
         samples: turns per context and temperature.
         layers: blocks; layer 0 are the embeddings.
         positions: those kept, ``header_last`` among them.
         oracle_auroc: probability that a positive turn's latent z is above a negative one's, within
-            (0.5, 1). "source-constant" has rates of 0.05 and 0.95 instead.
-        prevalence: mean rate, within (0.05, 0.95).
+            (0.5, 1).
+        prevalence: mean rate, within (0, 1).
         seed: of the world.
         draw: which contexts of the world.
     """
@@ -97,7 +94,7 @@ class Plan:
             "informative_layer": 1 <= self.informative_layer <= self.layers,
             "informative_position": self.informative_position in self.positions,
             "oracle_auroc": 0.5 < self.oracle_auroc < 1,
-            "prevalence": _LOW < self.prevalence < _HIGH,
+            "prevalence": 0 < self.prevalence < 1,
         }.items():
             if not right:
                 raise ValueError(f"a plan can't have {name} {getattr(self, name)!r}")
@@ -179,10 +176,6 @@ def plant(plan: Plan) -> Planted:
     if plan.kind == "topic":
         topics = rng.integers(_TOPICS, size=count)[sources]
         z, carried = topic_effects[topics], topic_vectors[topics]
-    elif plan.kind == "source-constant":
-        high = rng.random(count) < (plan.prevalence - _LOW) / (_HIGH - _LOW)
-        z = np.where(high, 1.0, -1.0)[sources]
-        carried = (_FINGERPRINT * rng.standard_normal((count, width)) @ root.T)[sources]
     else:
         z = rng.standard_normal(count)[sources]
     rates = _rates(plan, z)
@@ -234,9 +227,9 @@ def true_auroc(planted: Planted, layer: int, position: str, weights: np.ndarray)
 
 
 def _where(plan: Plan) -> np.ndarray:
-    """``[layers + 1, positions]`` 1 where states carry z, the topic or the source, else 0."""
+    """``[layers + 1, positions]`` 1 where states carry z or the topic, else 0."""
     where = np.zeros((plan.layers + 1, len(plan.positions)))
-    first = {"output-common": -1, "output-rare": -1, "source-constant": 1}
+    first = {"output-common": -1, "output-rare": -1}
     at = {"signal": plan.informative_position, "output-common": _LAST, "output-rare": _LAST}
     there = [at.get(plan.kind, name) == name for name in plan.positions]
     where[first.get(plan.kind, plan.informative_layer) :, there] = plan.kind != "none"
@@ -267,8 +260,6 @@ def _link(of_topics: bool, prevalence: float, auroc: float) -> tuple[float, floa
 
 def _rates(plan: Plan, z: np.ndarray) -> np.ndarray:
     """Probability of a positive turn at each z, same shape."""
-    if plan.kind == "source-constant":
-        return np.where(z > 0, _HIGH, _LOW)
     mean = plan.prevalence
     a, b = _link(plan.kind == "topic", mean, plan.oracle_auroc)
     if plan.kind != "none":

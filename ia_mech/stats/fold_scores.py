@@ -112,11 +112,6 @@ class ResampledScore:
             raise ValueError("scores don't come from the same resamples")
 
 
-def quotient(top: np.ndarray, bottom: np.ndarray) -> Part:
-    """Of two ``[contexts]`` columns, the sums to divide and to divide by."""
-    return lambda rows, counts: (top[rows] @ counts, bottom[rows] @ counts)
-
-
 class FoldScores:
     """Scores of predictions that were made out of fold, averaged over folds.
 
@@ -197,34 +192,22 @@ class FoldScores:
         Raises:
             ValueError: not one score per context, or one is NaN.
         """
-        column = self._column(scores)
+        column = as_column(scores, len(self._trials), "scores")
+        if np.isnan(column).any():
+            raise ValueError("a score is NaN")
         within = self._positives * self._negatives
 
         def part(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             k, rest = self._positives[rows], self._negatives[rows]
-            area, pairs = concordance(*curves(column[rows], k, rest, counts))
+            area, pairs = concordance(column[rows], k, rest, counts)
             own = within[rows] @ counts**2
             pairs = np.maximum(pairs - own, 0.0)
             return np.where(pairs > 0, area - own / 2, 0.0), pairs
 
-        return self._folded(self._descending(column), part, (0.0, 1.0))
-
-    def average_precision(self, scores: ArrayLike) -> ResampledScore:
-        """Average precision as in scikit-learn; strata count by their positive turns.
-
-        Args and errors are those of :meth:`auroc`.
-        """
-        return self._ranked(scores, precision_sum)
-
-    def prevalence(self) -> ResampledScore:
-        """Share of positives, averaged as is average precision: about what chance would reach."""
-
-        def part(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            positives, turns = self._positives[rows] @ counts, self._trials[rows] @ counts
-            share = np.divide(positives, turns, out=np.zeros_like(turns), where=turns > 0)
-            return positives * share, positives
-
-        return self._folded(self._groups, part)
+        descending = [
+            (f, rows[np.argsort(-column[rows], kind="stable")]) for f, rows in self._groups
+        ]
+        return self._folded(descending, part, (0.0, 1.0))
 
     def deviance_explained(
         self, probabilities: ArrayLike, null_probabilities: ArrayLike
@@ -242,54 +225,16 @@ class FoldScores:
         """
         null = self._deviance(null_probabilities)
         saved = null - self._deviance(probabilities)
-        return self._folded(self._groups, quotient(saved, null))
+        return self._folded(
+            self._groups, lambda rows, counts: (saved[rows] @ counts, null[rows] @ counts)
+        )
 
-    def spearman(self, scores: ArrayLike) -> ResampledScore:
-        """Rank correlation of score and rate k / n; strata count by their contexts.
-
-        Every context counts alike, however many turns it has. Strata in which either is constant
-        have no value and are left out.
-
-        Args and errors are those of :meth:`auroc`.
-        """
-        column, rate = self._column(scores), self._positives / self._trials
-
-        def part(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            correlation = rank_correlation(column[rows], rate[rows], counts)
-            contexts = np.where(np.isnan(correlation), 0.0, counts.sum(axis=0))
-            return contexts * np.nan_to_num(correlation), contexts
-
-        return self._folded(self._groups, part, (-1.0, 1.0))
-
-    def _column(self, scores: ArrayLike) -> np.ndarray:
-        column = as_column(scores, len(self._trials), "scores")
-        if np.isnan(column).any():
-            raise ValueError("a score is NaN")
-        return column
-
-    def _probabilities(self, probabilities: ArrayLike) -> np.ndarray:
+    def _deviance(self, probabilities: ArrayLike) -> np.ndarray:
         column = as_column(probabilities, len(self._trials), "probabilities")
         if not ((column >= 0) & (column <= 1)).all():
             raise ValueError("probabilities must lie between 0 and 1")
-        return column
-
-    def _deviance(self, probabilities: ArrayLike) -> np.ndarray:
-        p = np.clip(self._probabilities(probabilities), NARROW, 1 - NARROW)
+        p = np.clip(column, NARROW, 1 - NARROW)
         return -2 * (self._positives * np.log(p) + self._negatives * np.log1p(-p))
-
-    def _ranked(self, scores: ArrayLike, measure: Part) -> ResampledScore:
-        """A score made of :func:`curves`, whose sums the measure gives."""
-        column = self._column(scores)
-
-        def part(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            k, rest = self._positives[rows], self._negatives[rows]
-            return measure(*curves(column[rows], k, rest, counts))
-
-        return self._folded(self._descending(column), part, (0.0, 1.0))
-
-    def _descending(self, column: np.ndarray) -> list[Group]:
-        """Groups whose rows are in the order that :func:`curves` wants."""
-        return [(f, rows[np.argsort(-column[rows], kind="stable")]) for f, rows in self._groups]
 
     def _chunks(self, rows: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
         """Columns of draws, and how often each row occurs in them: ``[rows, columns]``."""
@@ -324,13 +269,12 @@ class FoldScores:
         return ResampledScore(float(means[0]), means[1:], sources, self._level, bounds)
 
 
-# -- one group of contexts, all resamples ----------------------------------------------------------
-
-
-def curves(
+def concordance(
     scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray, multiplicities: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Turns at or above each threshold: what ROC and precision-recall curves are made of.
+    """Pairs of a positive and a negative turn in the right order, ties one half, and all pairs.
+
+    The area under the ROC curve by the trapezoid rule, before it is divided.
 
     Args:
         scores: ``[n]`` in descending order; those that tie make one threshold.
@@ -339,58 +283,15 @@ def curves(
         multiplicities: ``[n, resamples]``.
 
     Returns:
-        Positive and negative turns, ``[thresholds + 1, resamples]`` each, from 0 to all.
+        ``[resamples]`` each.
     """
     ends = np.append(np.flatnonzero(scores[1:] != scores[:-1]), len(scores) - 1)
-    found = []
+    curves = []  # turns at or above each threshold, [thresholds + 1, resamples], from 0 to all
     for turns in (positives, negatives):
         sums = np.zeros((len(scores) + 1, multiplicities.shape[1]))
         np.multiply(turns[:, None], multiplicities, out=sums[1:])
         np.cumsum(sums[1:], axis=0, out=sums[1:])
-        found.append(sums if len(ends) == len(scores) else sums[np.append(0, ends + 1)])
-    return found[0], found[1]
-
-
-def concordance(hits: np.ndarray, misses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of a positive and a negative turn in the right order, ties one half, and all pairs.
-
-    The area under the ROC curve by the trapezoid rule, before it is divided. ``hits`` and
-    ``misses`` are the ``[thresholds + 1, resamples]`` positive and negative turns of
-    :func:`curves`, here and below.
-    """
+        curves.append(sums if len(ends) == len(scores) else sums[np.append(0, ends + 1)])
+    hits, misses = curves
     area = np.einsum("ir,ir->r", np.diff(misses, axis=0), hits[1:] + hits[:-1]) / 2
     return area, hits[-1] * misses[-1]
-
-
-def precision_sum(hits: np.ndarray, misses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sum over positive turns of the precision at their threshold, and how many there are.
-
-    The quotient is the average precision as scikit-learn defines it: not interpolated, ties are one
-    threshold. It is 1 if no turn is negative.
-    """
-    turns = hits[1:] + misses[1:]
-    precision = np.divide(hits[1:], turns, out=np.zeros_like(turns), where=turns > 0)
-    return np.einsum("ir,ir->r", np.diff(hits, axis=0), precision), hits[-1]
-
-
-def centred_ranks(values: np.ndarray, multiplicities: np.ndarray) -> np.ndarray:
-    """``[n, resamples]`` mid-ranks of ``[n]`` values among rows repeated so many times, centred."""
-    _, group = np.unique(values, return_inverse=True)
-    order = np.argsort(group, kind="stable")
-    starts = np.flatnonzero(np.diff(group[order], prepend=-1))
-    sizes = np.add.reduceat(multiplicities[order], starts, axis=0)
-    upto = np.cumsum(sizes, axis=0)
-    return (upto - sizes / 2 - upto[-1] / 2)[group]
-
-
-def rank_correlation(
-    first: np.ndarray, second: np.ndarray, multiplicities: np.ndarray
-) -> np.ndarray:
-    """``[resamples]`` Spearman's (1904) correlation of ``[n]`` values; NaN if one is constant."""
-    x, y = centred_ranks(first, multiplicities), centred_ranks(second, multiplicities)
-    weighted = x * multiplicities
-    spread = np.einsum("ir,ir->r", weighted, x)
-    spread *= np.einsum("ir,ir,ir->r", y, y, multiplicities)
-    products = np.einsum("ir,ir->r", weighted, y)
-    root = np.sqrt(spread)
-    return np.divide(products, root, out=np.full(len(root), np.nan), where=root > 0)
