@@ -471,13 +471,13 @@ class Experiment:
         Raises:
             UserError: says what is missing, or isn't allowed.
         """
-        from experiments.resample import same_settings
+        from experiments.resample import refuse_other_settings
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 
         if not self.several_models:
             refuse_several_models(self.runs)
         if not self.mixed:
-            same_settings(self.runs)
+            refuse_other_settings(self.runs)
         if not self.perturbed:
             refuse_perturbed(self.runs)
         if self.judged:

@@ -235,6 +235,7 @@ class Likelihood(Experiment):
     """
 
     name = "likelihood"
+    mixed = True
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:

@@ -351,8 +351,8 @@ class Locate(Hybrids):
             index=("temperature", "term", "layer"),
             rows="queries",
             legend=(
-                "p: Holm-corrected over the lines of a term. The query's tokens are the same in all. "
-                f"{OTHERS}: what is lost where a window is the recipient's."
+                "p: Holm-corrected over the lines of a term. The query's tokens are alike in all "
+                f"contexts. {OTHERS}: what is lost where a window is the recipient's."
             ),
         )
         del columns["share of expressed"]

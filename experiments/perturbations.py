@@ -139,11 +139,6 @@ class Perturbations(Experiment):
             help="turns per temperature, of those that the run has (default: 4)",
         )
 
-    def read(self) -> None:
-        from experiments.resample import same_settings
-
-        same_settings(self.runs)
-
     # -- sampled ----------------------------------------------------------------------------------
 
     def decoding(self) -> dict[str, Any]:

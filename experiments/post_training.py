@@ -315,7 +315,6 @@ class Compare(Experiment):
             UserError: others than two, of the same weights, over other contexts, or without
                 sampled turns.
         """
-        from experiments.resample import same_settings
         from ia_mech.models.load import recall
 
         if len(self.runs) != 2:
@@ -332,7 +331,7 @@ class Compare(Experiment):
                 f"{before.path} and {after.path} are over different contexts",
                 "sample both on the same conversations, with their responses given",
             )
-        at = same_settings(self.runs).temperatures
+        at = before.settings["temperatures"]
         if not at:
             raise UserError("the runs have no sampled turns", "sample with --temperatures 1")
         self.temperature = 1.0 if 1.0 in at else max(at)

@@ -136,8 +136,8 @@ def resample_run(
     return collect(settings, subject, out, Bar())
 
 
-def same_settings(runs: Sequence[Run]) -> Settings:
-    """The settings of the first of runs that were decoded alike.
+def refuse_other_settings(runs: Sequence[Run]) -> None:
+    """Refuse runs that weren't decoded alike.
 
     Raises:
         UserError: they differ in how, or in the chat settings.
@@ -150,7 +150,6 @@ def same_settings(runs: Sequence[Run]) -> Settings:
                 f"{first.path} and {run.path} differ in {', '.join(differ)}",
                 "give runs of the same settings",
             )
-    return Settings.from_dict(first.settings)
 
 
 def chat_of(run: Run, tokenizer: Any, stops: Sequence[int]) -> ChatFormat:

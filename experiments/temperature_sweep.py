@@ -142,7 +142,7 @@ class TemperatureSweep(Experiment):
     """
 
     name = "temperature_sweep"
-    judged, loads = True, False
+    judged, loads, mixed = True, False, True
     columns = COLUMNS
 
     # -- read -------------------------------------------------------------------------------------

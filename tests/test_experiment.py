@@ -220,6 +220,16 @@ def test_several_models_and_perturbed_contexts_are_refused_unless_declared(
     assert line == f"{merged.path} holds perturbed contexts; give the run that they were made from"
 
 
+def test_runs_that_were_decoded_in_different_ways_are_not_pooled(merged, copied, refused):
+    def change(record):
+        record["identity"]["settings"]["max_new_tokens"] += 1
+        record["identity"]["settings"]["seed"] += 1
+
+    other = copied("run.json", change)
+    line = refused(merged.path, other.path)
+    assert line.startswith(f"{merged.path} and {other.path} differ in max_new_tokens, seed")
+
+
 @pytest.mark.parametrize("words", [[], ["--level", "2"], ["--seed", "-1"], ["--resamples", "3"],
                                    ["--what"]])  # fmt: skip
 def test_mistyped_commands_are_refused_in_one_line(count, words):
@@ -258,6 +268,7 @@ def test_the_worked_experiment_measures_what_it_says(
     sentence, control = outcome.out.splitlines()[:2]
     assert sentence.startswith("Bits for the response that a turn followed: ")
     assert control.startswith("The same for a sibling that it did not follow: ")
+    assert "note: 3 queries, " in outcome.out
     means = []
     kept = first_words.build_parser().parse_args([str(siblings.path), "--queries", "3"])
     for query in first_words([siblings], kept, folder).queries:
