@@ -43,12 +43,14 @@ def usage() -> str:
 def version() -> str:
     """The version; in a checkout also its commit, and whether files differ from it."""
     root = Path(__file__).parent.parent
+    if not (root / ".git").exists():
+        return __version__
     command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     try:
         described = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):  # no git
         return __version__
-    return f"{__version__} ({described.strip()})" if (root / ".git").exists() else __version__
+    return f"{__version__} ({described.strip()})"
 
 
 def main(argv: list[str] | None = None) -> int:
