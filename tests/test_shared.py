@@ -329,7 +329,10 @@ def test_rows_with_borrowed_keys_are_decoded_as_passes_with_a_mask_per_head(arch
 
 @pytest.mark.parametrize("architecture", BORROWING)
 def test_who_borrows_from_himself_changes_nothing(architecture):
-    model = tiny.model(architecture)
+    # In float64: rows that borrow are gathered in another layout, and on some CPUs float32 rounds
+    # that by more than the tolerance. The usual experts don't know float64.
+    model = tiny.fresh(architecture).double()
+    model.set_experts_implementation("eager")
     groups = [prefilled(model, lengths) for lengths in GROUPS]
     every = some_heads(architecture)[2]
     scored = [
