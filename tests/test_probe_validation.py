@@ -11,6 +11,7 @@ from sklearn.metrics import roc_auc_score
 
 from benchmarks.probe_validation import __main__ as validate
 from benchmarks.probe_validation.__main__ import RUNS, shares, table
+from benchmarks.probe_validation.blocks import SIZES
 from benchmarks.probe_validation.one_run import RunFindings, try_one
 from benchmarks.probe_validation.planted import (
     COMMON_TOKEN,
@@ -260,7 +261,7 @@ def test_the_headline_lands_where_the_signal_is(found):
 
 @pytest.mark.slow
 def test_beyond_is_said_of_what_output_and_text_lack_and_of_nothing_else(found):
-    own = ("elsewhere", "complement")
+    own = ("elsewhere", "complement", *SIZES)
     assert not any(f.beyond for f in found if f.kind not in own)
     assert all(f.beyond for f in found if f.kind == "elsewhere")
     assert sum(f.beyond for f in found if f.kind == "complement") >= 7
@@ -299,7 +300,7 @@ def test_the_table_counts_runs(found):
     assert rows["none", "headline p ≤ 0.05"].sources == 8
     text = table(found, 60, 2)
     assert "| elsewhere | 2 | beyond output and text | near 1 | 1.000" in text
-    assert text.endswith("38 runs in 1 min with 2 processes.")
+    assert text.endswith("44 runs in 1 min with 2 processes.")
 
 
 def test_bad_input_is_one_line(tmp_path, capfd):

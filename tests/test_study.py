@@ -1,6 +1,7 @@
 """A whole study of a tiny model, its sentence and page; two studies side by side; ``ia-mech``."""
 
 import importlib
+import os
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import scored
+import torch
 from shell import call, refusal
 
 from experiments import compare, study
@@ -79,7 +81,9 @@ def test_killed_at_five_moments_it_comes_to_the_same_numbers(made, data, tiny_mo
         "run-elicit/prompt/run/contexts/*.parquet",
         "run-elicit/rows.parquet",
     ):
-        with subprocess.Popen([sys.executable, "-c", command, *words]) as process:
+        # As many threads as these tests have: with more, sums round differently.
+        alone = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        with subprocess.Popen([sys.executable, "-c", command, *words], env=alone) as process:
             while process.poll() is None and not any((tmp_path / "study").glob(written)):
                 time.sleep(0.005)
             process.kill()
@@ -155,6 +159,7 @@ def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, c
     line = refusal(call(compare.main, [str(made), str(other)], capfd))
     assert "two studies are of" in line
     assert "one study can't be compared" in refusal(call(compare.main, [str(made)], capfd))
+    assert "ia-mech report" in refusal(call(compare.main, [str(made / "run")] * 2, capfd))
     numbers = {"a": compare.numbers_of(made)}
     numbers["b"] = numbers["a"].assign(value=numbers["a"]["value"] + 0.25)
     found = list(compare.estimates(numbers, 0.95, 0))
