@@ -47,7 +47,10 @@ def numbers_of(study: Path) -> pd.DataFrame:
     located = study / "run" / "results" / "locate" / "queries.parquet"
     elicited = study / "run-elicit" / "rows.parquet"
     if not (located.is_file() and elicited.is_file()):
-        raise UserError(f"{study} is not a finished study", "make it with ia-mech study")
+        raise UserError(
+            f"{study} is not a finished study",
+            "make it with ia-mech study; ia-mech report RUN RUN shows runs side by side",
+        )
     bits = pd.read_parquet(located)
     turns = bits["temperature"].map(turns_of)
     bits = bits.assign(quantity=BITS, turns=turns, value=bits["bits"])
@@ -90,8 +93,8 @@ def estimates(
     from ia_mech.stats import cluster_mean, paired_difference
 
     keys = ["quantity", "term", "turns"]
-    first, *_ = numbers
     bounds = {EXCESS: (-1.0, 1.0), SHARE: (0.0, 1.0)}
+    first, *_ = numbers
     for key, _ in numbers[first].groupby(keys, sort=False):
         each = {
             model: frame[(frame[keys] == list(key)).all(axis=1)].set_index("source")["value"]
@@ -127,11 +130,12 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
     from ia_mech.results import Result, about_runs
     from ia_mech.run import Run
 
+    each = [numbers_of(study) for study in studies]
     runs = [Run.open(study / "run") for study in studies]
     models = [run.model["name"] for run in runs]
     if len(set(models)) < len(models):
         raise UserError(f"two studies are of {models[0]}", "give studies of different models")
-    numbers = {model: numbers_of(study) for model, study in zip(models, studies, strict=True)}
+    numbers = dict(zip(models, each, strict=True))
     shared = set.intersection(*(set(frame["source"]) for frame in numbers.values()))
     if len(shared) < 2:
         raise UserError("the studies share no queries", "make them with the same --dataset")

@@ -267,9 +267,9 @@ class Elicit(Experiment):
             columns,
             index=("dataset", "term"),
             rows="queries",
-            legend="After siblings: the same turns, shown after other responses to the same query. "
-            "Less greedy's: an arm's excess less that of greedy turns, paired by query; p: "
-            "Holm-corrected over arms.",
+            legend="Each query counts alike. After siblings: the same turns, shown after other "
+            "responses to the same query. Less greedy's: an arm's excess less that of greedy "
+            "turns, paired by query; p: Holm-corrected over arms.",
         )
 
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":

@@ -22,6 +22,7 @@ import ast
 import hashlib
 import inspect
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -436,13 +437,16 @@ class Experiment:
         parser.add_argument("--full", action="store_true", help="print all tables")
         add_threads(parser)
         add_intervals(parser.add_argument_group("intervals"), seed="what is drawn")
+        parser.set_defaults(command_line="")  # as it was given; empty where there was none
         return parser
 
     @classmethod
     def main(cls, argv: list[str] | None = None) -> int:
         """Run the command; returns the exit status."""
         tolerant_streams()
-        args = cls.build_parser().parse_args(argv)
+        parser = cls.build_parser()
+        args = parser.parse_args(argv)
+        args.command_line = command_line(parser, args)
         kept = "what was computed is kept; the same command goes on from there"
         return run_command(lambda: cls.command(args), lambda: kept, args.threads)
 
@@ -452,7 +456,7 @@ class Experiment:
         from experiments.tables import print_plan
         from ia_mech.display import console, with_style
         from ia_mech.rates.load import open_runs
-        from ia_mech.results import show, write
+        from ia_mech.results import kind_of, read, show, write
 
         runs = open_runs(args.runs)
         one = cls(runs, args, output_folder(cls, args.out, args.runs[0]))
@@ -461,9 +465,12 @@ class Experiment:
             print_plan(one.plan())
             return
         result = with_style(one.result)()
+        earlier = read(one.folder).about["command"] if kind_of(one.folder) else args.command_line
         write(result, one.folder)
         show(result, console(), full=args.full)  # after writing: a closed pipe costs no file
         print(f"wrote {one.folder}", file=sys.stderr)
+        if earlier != args.command_line:
+            print(f"this replaced the result of: {earlier}", file=sys.stderr)
 
     def check(self) -> None:
         """Refuse what can't be answered.
@@ -528,7 +535,10 @@ class Experiment:
             tables=self.tables(found),
             figures={stem: figure.draw() for stem, figure in self.figures(found).items()},
             notes=[*self._about_queries(), *self.notes, *few_sources(found)],
-            about={"kind": self.name, "level": self.args.level} | gate | about_runs(used, judges),
+            about={"kind": self.name, "level": self.args.level}
+            | {"command": self.args.command_line}
+            | gate
+            | about_runs(used, judges),
             data={
                 stem: frame.assign(run=frame["run"].replace(names)) if "run" in frame else frame
                 for stem, frame in self.data(rows).items()
@@ -553,6 +563,21 @@ def code_of(module: str) -> str:
     """What a module's code says, without comments and layout, as a short hash."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return hashlib.blake2b(ast.dump(tree).encode(), digest_size=8).hexdigest()
+
+
+def command_line(parser: Parser, args: argparse.Namespace) -> str:
+    """The command as a result keeps it: all that may change the result, and no folders of this
+    machine."""
+    words = [run.name for run in args.runs]
+    for name, value in vars(args).items():
+        if name in ("runs", "out", "dry_run", "full", "threads") or value == parser.get_default(
+            name
+        ):
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        words += [one.name if isinstance(one, Path) else str(one) for one in values]
+    return f"{parser.prog} {shlex.join(words)}"
 
 
 def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> Path:

@@ -388,7 +388,7 @@ class Likelihood(Experiment):
             plain,
             bits,
             index=("dataset", "term"),
-            legend="placebo: one of the other responses in its place.",
+            legend="Placebo: the contrast of a turn that followed another response, 0 on average.",
         )
         of_turns = {
             "bits per byte": ("bits / byte", 2),

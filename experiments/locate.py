@@ -402,8 +402,8 @@ class Locate(Hybrids):
 
 
 def strongest_windows(found: pd.DataFrame, layers: int) -> str:
-    """The windows that carry most, as other queries have them; an empty text without maps."""
-    chosen = found[(found["quantity"] == CHOSEN) & (found["term"] == WINDOW)]
+    """The windows that carry most, as other queries show it; an empty text where none is shown."""
+    chosen = found[(found["quantity"] == CHOSEN) & (found["term"] == WINDOW) & (found["low"] > 0)]
     last = step_of(layers) - 1
     return " and ".join(
         f"{row.layer}–{min(row.layer + last, layers)} ({estimate_of(row).text()})"

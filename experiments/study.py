@@ -272,8 +272,7 @@ def result(out: Path) -> "Result":
         estimates=found,
         tables=[*located.tables[:1], *elicited.tables[:1]],
         figures={
-            stem: with_style(drawing.draw)()
-            for stem, drawing in drawings(located.estimates, run.model["name"]).items()
+            "sites": with_style(drawings(located.estimates, run.model["name"])["sites"].draw)()
         },
         notes=list(dict.fromkeys([*located.notes, *elicited.notes])),
         about={"kind": NAME, **about_runs([run], [judge])},

@@ -125,6 +125,7 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     assert {name: after[name] for name in before} == before and Run.open(run.path).verify() == []
     found = read(folder)
     made = {"kind": "count", "runs": [run.name], "identities": [run.identity_digest]}
+    made |= {"command": f"python -m experiments.count {run.name}"}
     made |= {"level": 0.95, "judge": "me", "gate": "no decoys", "labellers": ["me"]}
     made["labels"] = {run.identity_digest: run.labels.digest(["me"])}
     assert found.about == made
@@ -218,6 +219,16 @@ def test_several_models_and_perturbed_contexts_are_refused_unless_declared(
     monkeypatch.setattr(Run, "contexts", property(lambda run: read(run).assign(perturbation="x")))
     line = refused(merged.path)
     assert line == f"{merged.path} holds perturbed contexts; give the run that they were made from"
+
+
+def test_a_result_of_other_flags_is_replaced_with_a_word(copied, count):
+    run = copied()
+    for words in ([], ["--full", "--threads", 1]):
+        assert "replaced" not in count(run.path, *words).err
+    line = f"this replaced the result of: python -m experiments.count {run.name}\n"
+    assert line in count(run.path, "--level", 0.9).err
+    about = read(run.path / "results" / "count").about
+    assert about["command"] == f"python -m experiments.count {run.name} --level 0.9"
 
 
 def test_runs_that_were_decoded_in_different_ways_are_not_pooled(merged, copied, refused):

@@ -110,15 +110,19 @@ def _part(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Part:
 
 
 def grouped(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Parts of one name and question together, in :data:`ORDER`."""
+    """Parts of one name and question together, in :data:`ORDER`; a figure is shown once."""
 
     def place(name: str) -> tuple[int, str]:
         rank = len(ORDER) + (name == LAST)
         return (ORDER.index(name) if name in ORDER else rank, name)
 
     found: dict[tuple[str, str], list[Part]] = {}
+    shown: set[str] = set()
     for part in sorted(parts, key=lambda part: place(part.name)):
-        found.setdefault((part.name, part.result.question), []).append(part)
+        pictures = [(name, picture) for name, picture in part.pictures if picture not in shown]
+        shown.update(picture for _, picture in pictures)
+        group = found.setdefault((part.name, part.result.question), [])
+        group.append(replace(part, pictures=pictures))
     return [
         {"id": f"s{at}", "name": name.replace("_", " "), "title": title, "parts": those}
         for at, ((name, title), those) in enumerate(found.items(), 1)
