@@ -565,7 +565,7 @@ def code_of(module: str) -> str:
     return hashlib.blake2b(ast.dump(tree).encode(), digest_size=8).hexdigest()
 
 
-def command_line(parser: Parser, args: argparse.Namespace) -> str:
+def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
     """The command as a result keeps it: all that may change the result, and no folders of this
     machine."""
     words = [run.name for run in args.runs]

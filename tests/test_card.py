@@ -76,6 +76,9 @@ def test_no_file_of_a_run_names_a_folder_of_this_machine(local, tmp_path, capfd)
     # Experiments find the model again, as long as it is there; and another of its name isn't it.
     assert subject_of(run).weights_hash == run.model["weights_hash"]
     assert recall(run.settings, "00").name == "my-model"
+    # The embedded model stays what it is, where its weights are known from a folder, too.
+    embedded = run.settings | {"model": "smollm2-135m-instruct"}
+    assert recall(embedded, run.model["weights_hash"]).name == "smollm2-135m-instruct"
     shutil.rmtree(tmp_path / "secret" / "my-model")
     assert recall(run.settings, run.model["weights_hash"]).name == "my-model"
 

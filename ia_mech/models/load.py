@@ -327,8 +327,11 @@ def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
     known = {f.name: settings[f.name] for f in fields(ModelSpec) if f.name in settings}
     spec = ModelSpec(**{**known, "name": settings["model"]})
     for field, note in PLACES.items():
-        file = _place_file(weights_hash, note)
-        if getattr(spec, field) and file.is_file() and Path(place := file.read_text()).exists():
+        file, recorded = _place_file(weights_hash, note), getattr(spec, field)
+        if recorded is None or not file.is_file():
+            continue
+        place = file.read_text()  # of another name if these weights were used from elsewhere, too
+        if place.endswith(f"/{recorded}") and Path(place).exists():
             spec = replace(spec, **cast(dict[str, Any], {field: place}))
     return spec
 
