@@ -18,7 +18,7 @@ from experiments.resample import subject_of
 from experiments.temperature_sweep import main as sweep
 from ia_mech.collect.command import main
 from ia_mech.judge.__main__ import main as judge
-from ia_mech.models.load import recall
+from ia_mech.models.load import ModelSpec, recall, remember
 from ia_mech.rates.__main__ import main as rates
 from ia_mech.report.__main__ import main as report
 from ia_mech.run import Run
@@ -79,6 +79,10 @@ def test_no_file_of_a_run_names_a_folder_of_this_machine(local, tmp_path, capfd)
     # The embedded model stays what it is, where its weights are known from a folder, too.
     embedded = run.settings | {"model": "smollm2-135m-instruct"}
     assert recall(embedded, run.model["weights_hash"]).name == "smollm2-135m-instruct"
+    # The same weights in a folder of another name don't hide it.
+    other = shutil.copytree(tmp_path / "secret" / "my-model", tmp_path / "secret" / "copy")
+    remember(ModelSpec(name=str(other)), run.model["weights_hash"])
+    assert recall(run.settings, run.model["weights_hash"]).name == words[words.index("--model") + 1]
     shutil.rmtree(tmp_path / "secret" / "my-model")
     assert recall(run.settings, run.model["weights_hash"]).name == "my-model"
 

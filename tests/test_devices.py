@@ -11,7 +11,7 @@ import copy
 import pytest
 import tiny
 import torch
-from contract import VECTOR, near_ties, prefilled, relative_l2, stepped
+from contract import LOGPROB, VECTOR, near_ties, prefilled, relative_l2, stepped
 from placed import Gpus, Placed
 
 import ia_mech.engine.sampling
@@ -100,7 +100,7 @@ def test_rows_and_scores_over_two_devices_equal_those_on_one(gpus):
         found.append((wrote, score(one, groups, turns, [0.5])))
     assert near_ties(cpu, LENGTHS, rows, found[0][0], found[1][0]) == 0
     for ours, theirs in zip(found[0][1], found[1][1], strict=True):
-        assert abs(ours.logprobs_raw - theirs.logprobs_raw).max() < 1e-5
+        assert abs(ours.logprobs_raw - theirs.logprobs_raw).max() < LOGPROB
 
 
 def test_a_tensor_on_another_device_is_noticed(gpus):

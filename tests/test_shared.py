@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from contract import MARGIN, masked_logits, prefilled, stepped
+from contract import LOGPROB, MARGIN, masked_logits, prefilled, stepped
 
 import ia_mech.engine.shared as shared
 from ia_mech.engine.check import check_engine
@@ -242,7 +242,6 @@ def test_a_cache_of_something_else_than_keys_is_found_out_and_copied():
 
 BORROWING = ("llama", "qwen3", "glm4_moe", "gemma3", "gpt_oss")
 GROUPS = ((23, 14, 5), (9, 30))  # tokens of contexts
-NATS = 1e-5
 
 
 def ids_of(context: int) -> list[int]:
@@ -306,7 +305,7 @@ def test_scores_with_borrowed_keys_equal_passes_with_a_mask_per_head(architectur
     moved = 0
     for turn, ours in zip(turns, score(model, groups, turns), strict=True):
         theirs = logprobs(by_one_pass(model, turn.context, turn.borrowed, turn.ids), turn.ids)
-        np.testing.assert_allclose(ours.logprobs_raw, theirs, rtol=0, atol=NATS)
+        np.testing.assert_allclose(ours.logprobs_raw, theirs, rtol=0, atol=LOGPROB)
         plain = logprobs(by_one_pass(model, turn.context, None, turn.ids), turn.ids)
         moved += np.abs(theirs - plain).max() > 1e-3
     assert moved == 6, "whoever borrows writes something else"
@@ -322,7 +321,7 @@ def test_rows_with_borrowed_keys_are_decoded_as_passes_with_a_mask_per_head(arch
     for row, ours in zip(rows, decoded, strict=True):
         logits = by_one_pass(model, row.context, row.borrowed, ours.token_ids)
         theirs = logprobs(logits, ours.token_ids)
-        np.testing.assert_allclose(ours.logprobs_raw, theirs, rtol=0, atol=NATS)
+        np.testing.assert_allclose(ours.logprobs_raw, theirs, rtol=0, atol=LOGPROB)
         best = logits.argmax(-1).numpy()
         assert ((best == ours.token_ids) | (ours.margins < MARGIN)).all()
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from contract import masked_logits
+from contract import LOGPROB, masked_logits
 
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.intervene import Replace
@@ -12,7 +12,6 @@ from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Borrowed, Engine
 from ia_mech.engine.splice import Hybrid, Piece, aligned, spliced
 
-NATS = 2e-5
 QUERY, AFTER = 9, 4  # tokens before the responses, which all contexts share, and after them
 RESPONSES = (6, 11, 3)
 ARCHITECTURES = ("llama", "qwen3", "glm4", "gpt_oss", "gemma3")
@@ -78,7 +77,7 @@ def test_turns_after_hybrids_equal_one_pass_with_a_mask_per_token(architecture, 
     found = score(model, [spliced(group, made)], turns)
     for one, turn, ours in zip(made, turns, found, strict=True):
         theirs = by_one_pass(model, one, list(turn.ids), after=after)
-        np.testing.assert_allclose(ours.logprobs_raw[1:], theirs, rtol=0, atol=NATS)
+        np.testing.assert_allclose(ours.logprobs_raw[1:], theirs, rtol=0, atol=LOGPROB)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -92,7 +91,7 @@ def test_heads_that_borrow_from_a_hybrid_equal_one_pass(architecture):
     turn = tiny.prompt(7, seed=5)
     (ours,) = score(model, [group, its], [Turn(0, turn, borrowed=Borrowed(3, heads))])
     np.testing.assert_allclose(
-        ours.logprobs_raw[1:], by_one_pass(model, one, turn, heads), rtol=0, atol=NATS
+        ours.logprobs_raw[1:], by_one_pass(model, one, turn, heads), rtol=0, atol=LOGPROB
     )
 
 
@@ -119,7 +118,7 @@ def test_contexts_that_end_together_score_as_they_do_alone(architecture):
             logits = model(torch.tensor([[*context, *turn.ids]])).logits[0, len(context) - 1 : -1]
         chosen = torch.tensor(list(turn.ids))[:, None]
         theirs = logits.double().log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
-        np.testing.assert_allclose(ours.logprobs_raw, theirs, rtol=0, atol=NATS)
+        np.testing.assert_allclose(ours.logprobs_raw, theirs, rtol=0, atol=LOGPROB)
 
 
 def test_states_put_into_a_turns_first_tokens_equal_those_of_a_pass_with_a_hook():
@@ -147,4 +146,4 @@ def test_states_put_into_a_turns_first_tokens_equal_those_of_a_pass_with_a_hook(
         handle.remove()
     chosen = torch.tensor(turn)[:, None]
     theirs = logits.double().log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
-    np.testing.assert_allclose(ours.logprobs_raw[AFTER:], theirs, rtol=0, atol=NATS)
+    np.testing.assert_allclose(ours.logprobs_raw[AFTER:], theirs, rtol=0, atol=LOGPROB)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from contract import LOGPROB
 from safetensors.torch import save_file
 from test_intervene import by_plain_hooks, hooks_of, vectors
 
@@ -24,7 +25,6 @@ from ia_mech.steering import ADD, KINDS, SteeringVector
 
 EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 LENGTHS, STEPS, DEPTH = (11, 17, 14), 10, 4  # sliding windows are 8 tokens
-TOLERANCE = 1e-5  # nats a token
 
 
 def steered_in(kind: str, layer: int, positions=(0,)) -> Add | ProjectOut:
@@ -76,7 +76,7 @@ def test_sampled_and_scored_rows_equal_full_passes_with_plain_hooks(architecture
         edit = by_hand(kind, layer, where)
         logits = by_plain_hooks(model, [*ids, *written[:-1]], edit)[length - 1 :].double()
         wanted = logits.log_softmax(-1).gather(-1, torch.tensor(written)[:, None])[:, 0]
-        np.testing.assert_allclose(own.logprobs_raw, wanted, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(own.logprobs_raw, wanted, rtol=0, atol=LOGPROB)
         if row.temperature == 0:
             top = logits.topk(2).values
             argmax = logits.argmax(-1).tolist()
@@ -84,7 +84,7 @@ def test_sampled_and_scored_rows_equal_full_passes_with_plain_hooks(architecture
                 assert token == best or margin < 1e-4
     turns = [Turn(i, own.token_ids.tolist(), rows[i].steered) for i, own in enumerate(found[:14])]
     for one, own in zip(score(model, groups, turns, [0.7]), found, strict=False):
-        np.testing.assert_allclose(one.logprobs_raw, own.logprobs_raw, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(one.logprobs_raw, own.logprobs_raw, rtol=0, atol=LOGPROB)
     plain = score(model, groups, [replace(turn, steered=()) for turn in turns])
     moved = [
         np.abs(one.logprobs_raw - own.logprobs_raw).max()
@@ -115,7 +115,7 @@ def test_dose_zero_and_unsteered_neighbours_draw_what_no_steering_draws(architec
     beside = run((), (strong,), ())
     for a, b in zip(beside[2:], plain[2:], strict=True):
         np.testing.assert_array_equal(a.token_ids, b.token_ids)
-        np.testing.assert_allclose(a.logprobs_raw, b.logprobs_raw, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(a.logprobs_raw, b.logprobs_raw, rtol=0, atol=LOGPROB)
     assert any((a.token_ids != b.token_ids).any() for a, b in zip(beside[:2], plain, strict=False))
 
 
@@ -244,7 +244,7 @@ def test_a_run_is_sampled_scored_and_captured_under_a_vector(configs, tiny_subje
         logits = by_plain_hooks(tiny_subject.model, [*ids, *written[:-1]], (2, change))
         wanted = logits[len(ids) - 1 :].double().log_softmax(-1)
         wanted = wanted.gather(-1, torch.tensor(written)[:, None])[:, 0]
-        np.testing.assert_allclose(row["logprobs_raw"], wanted, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(row["logprobs_raw"], wanted, rtol=0, atol=LOGPROB)
     captured = runs["steered"].residuals(2, "header_last")[0]
     plain = runs["plain"].residuals(2, "header_last")[0]
     moved = plain + 0.5 * plain.norm() * vector.direction / vector.direction.norm()

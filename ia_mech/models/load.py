@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 import warnings
@@ -26,7 +27,7 @@ from ia_mech.run.integrity import replace_file
 
 PROBE_SECONDS = 5
 ADAPTER = "adapter_config.json"
-PLACES = {"name": "path", "adapter": "adapter"}  # field of a spec → file that notes where it is
+PLACES = {"name": "path", "adapter": "adapter"}  # field of a spec → folder of notes on where it is
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -302,11 +303,12 @@ def _merged(spec: ModelSpec, model: PreTrainedModel) -> PreTrainedModel:
 def remember(spec: ModelSpec, weights_hash: str) -> None:
     """Note where a local model and its adapter are: a run records the weights, and no folders of
     this machine."""
-    for field, note in PLACES.items():
+    for field in PLACES:
         given = getattr(spec, field)
         if given is None or given in embedded.MODELS or not Path(given).expanduser().exists():
             continue
-        place, file = Path(given).expanduser().resolve(), _place_file(weights_hash, note)
+        place = Path(os.path.abspath(Path(given).expanduser()))
+        file = _note_of_place(weights_hash, field, str(place))
 
         def write(scratch: Path, place: Path = place) -> None:
             scratch.write_text(str(place))
@@ -321,23 +323,26 @@ def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
 
     Args:
         settings: of the run, without the folder of a local model.
-        weights_hash: of its weights; the folder of a local model is noted under it
-            (:func:`remember`).
+        weights_hash: of its weights; the folder of a local model is noted under it and under the
+            folder's name (:func:`remember`), since the same weights may be in several.
     """
     known = {f.name: settings[f.name] for f in fields(ModelSpec) if f.name in settings}
     spec = ModelSpec(**{**known, "name": settings["model"]})
-    for field, note in PLACES.items():
-        file, recorded = _place_file(weights_hash, note), getattr(spec, field)
-        if recorded is None or not file.is_file():
+    for field in PLACES:
+        recorded = getattr(spec, field)
+        if recorded is None or recorded in embedded.MODELS:
             continue
-        place = file.read_text()  # of another name if these weights were used from elsewhere, too
+        note = _note_of_place(weights_hash, field, recorded)
+        place = note.read_text() if note.is_file() else ""
+        # A hub's author/model isn't the local folder of that name.
         if place.endswith(f"/{recorded}") and Path(place).exists():
             spec = replace(spec, **cast(dict[str, Any], {field: place}))
     return spec
 
 
-def _place_file(weights_hash: str, note: str) -> Path:
-    return embedded.models_dir() / weights_hash / note
+def _note_of_place(weights_hash: str, field: str, place: str) -> Path:
+    """The file that says where a local model or adapter of this name is."""
+    return embedded.models_dir() / weights_hash / PLACES[field] / Path(place).name
 
 
 def same_model(name: str, revision: str | None, other: str, other_revision: str | None) -> bool:
