@@ -27,7 +27,7 @@ from ia_mech.run.integrity import replace_file
 
 PROBE_SECONDS = 5
 ADAPTER = "adapter_config.json"
-PLACES = {"name": "path", "adapter": "adapter"}  # field of a spec → folder of notes on where it is
+LOCAL = {"name": "models", "adapter": "adapters"}  # fields of a spec that may be folders
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -303,7 +303,7 @@ def _merged(spec: ModelSpec, model: PreTrainedModel) -> PreTrainedModel:
 def remember(spec: ModelSpec, weights_hash: str) -> None:
     """Note where a local model and its adapter are: a run records the weights, and no folders of
     this machine."""
-    for field in PLACES:
+    for field in LOCAL:
         given = getattr(spec, field)
         if given is None or given in embedded.MODELS or not Path(given).expanduser().exists():
             continue
@@ -328,7 +328,7 @@ def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
     """
     known = {f.name: settings[f.name] for f in fields(ModelSpec) if f.name in settings}
     spec = ModelSpec(**{**known, "name": settings["model"]})
-    for field in PLACES:
+    for field in LOCAL:
         recorded = getattr(spec, field)
         if recorded is None or recorded in embedded.MODELS:
             continue
@@ -342,7 +342,7 @@ def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
 
 def _note_of_place(weights_hash: str, field: str, place: str) -> Path:
     """The file that says where a local model or adapter of this name is."""
-    return embedded.models_dir() / weights_hash / PLACES[field] / Path(place).name
+    return embedded.models_dir() / weights_hash / "places" / LOCAL[field] / Path(place).name
 
 
 def same_model(name: str, revision: str | None, other: str, other_revision: str | None) -> bool:
