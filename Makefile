@@ -1,6 +1,6 @@
 # Two commands matter: `make sample` runs the main job, `make test` runs the tests.
 # `make demo` runs the main job, judges what it wrote, counts, and writes a report to open.
-# `make test-all` runs the slow tests, too; `make lint` checks style and types.
+# `make test-all` runs the slow tests, too; `make lint` checks style, types and spelling.
 # `make study` makes a whole study of the embedded model, in some two hours.
 # `make gpu-check` runs the tests that need a GPU and the benchmark; see docs/engine.md.
 # All create .venv and install on first use; later calls reuse it.
@@ -38,6 +38,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
 
 clean:
 	rm -rf $(VENV)
