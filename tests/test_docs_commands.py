@@ -24,20 +24,20 @@ PAGES = [
     *("docs/report.md", "docs/sampling.md", "docs/scale.md", "docs/steering.md", "docs/study.md"),
     "docs/results/data/README.md",
 ]
+PROBED = ("docs/probes.md", "docs/steering.md")
 NAMES = {  # what stands on a page → what this machine has
     "Qwen/Qwen3-0.6B": "smollm2-135m-instruct",
     "Qwen/Qwen3-4B": "smollm2-135m-instruct",
     "MODEL": "smollm2-135m-instruct",
     "gsm8k": "builtin",
-    "docs/results/data": str(ROOT / "docs/results/data"),
+    "FOLDER": "docs/results/data/smollm2-135m-instruct/run/results/locate",
 }
 SMALL = {  # what is added to a command; of a flag that is given twice the last counts
-    "ia_mech.sample": "--limit 4 --max-new-tokens 6 --samples 1",
-    "experiments.study": "--queries 4 --quick",
-    "experiments.likelihood": "--resamples 100",
-    "experiments.reaction": "--queries 3 --resamples 100",
-    "experiments.steering": "--queries 4 --resamples 100 --controls 19 --doses 0.5",
-    "ia_mech.judge run --judge hf": "--force",
+    "sample": "--limit 4 --max-new-tokens 6 --samples 1",
+    "study": "--queries 4 --quick",
+    "likelihood": "--resamples 100",
+    "reaction": "--queries 3 --resamples 100",
+    "steering": "--queries 4 --resamples 100 --controls 19 --doses 0.5",
 }
 ELSEWHERE = {  # commands that need what tests don't have
     "--judge llm": "a key; tests/test_judge_llm.py asks a stub server",
@@ -57,24 +57,26 @@ def program(module: str, *flags: str) -> list[str]:
     return [sys.executable, "-m", module, *shlex.split(" ".join(flags))]
 
 
+def judged_runs(folder: Path, flags: str) -> Path:
+    """A folder with a judged run and another one of the same conversations."""
+    for seed, name in enumerate(("RUN", "RUN-B")):
+        run(program("ia_mech.sample", flags, f"--seed {seed} --out {name}"), folder)
+        run(program("ia_mech.judge", f"run {name}"), folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory) -> Path:
-    """A run with enough follow-ups for a probe."""
-    folder = tmp_path_factory.mktemp("judged")
-    flags = "--limit 60 --temperatures 0.7 1 --samples 3 --max-new-tokens 16 --out RUN"
-    run(program("ia_mech.sample", flags), folder)
-    run(program("ia_mech.judge", "run RUN"), folder)
-    return folder / "RUN"
+def many(tmp_path_factory) -> Path:
+    """Runs with enough follow-ups for a probe."""
+    flags = "--limit 60 --temperatures 0.7 1 --samples 3 --max-new-tokens 16"
+    return judged_runs(tmp_path_factory.mktemp("many"), flags)
 
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory) -> Path:
-    """A run that takes seconds to judge, whoever judges."""
-    folder = tmp_path_factory.mktemp("few")
-    flags = "--limit 6 --temperatures 1 --samples 1 --max-new-tokens 8 --out RUN"
-    run(program("ia_mech.sample", flags), folder)
-    run(program("ia_mech.judge", "run RUN"), folder)
-    return folder / "RUN"
+    """Runs that take seconds to judge, whoever judges."""
+    flags = "--limit 6 --temperatures 1 --samples 1 --max-new-tokens 8"
+    return judged_runs(tmp_path_factory.mktemp("few"), flags)
 
 
 def commands(page: str) -> list[str]:
@@ -92,26 +94,28 @@ def in_small(line: str) -> list[str]:
     words = shlex.split(line, comments=True)
     if words[0] == "ia-mech":
         words = ["python", "-m", "ia_mech.console", *words[1:]]
-    text = " ".join(words).replace("console sample", "sample").replace("console ", "")
-    for command, flags in SMALL.items():
-        if "--help" not in words and all(part in text for part in command.split()):
-            words += flags.split()
+    name = words[3] if words[2] == "ia_mech.console" else words[2].rpartition(".")[2]
+    if "--help" not in words and "same.jsonl" not in words:  # all contexts of a run, once more
+        words += SMALL.get(name, "").split()
+    if "hf" in words:
+        words.append("--force")
     if "--responses" in words:
         words += shlex.split("--responses 3 --max-response-tokens 12")
     return [sys.executable, *words[1:]]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_of_a_page_ends_well(page, judged, few, tmp_path):
+def test_every_command_of_a_page_ends_well(page, request, tmp_path):
+    runs = request.getfixturevalue("many" if page in PROBED else "few")
     (tmp_path / "chats.jsonl").write_text(json.dumps(CHAT) + "\n")
     (tmp_path / "cache").mkdir()
-    made = " ".join(commands(page))
-    for name in ("RUN", "RUN-A", "RUN-B"):
-        if f"--out cache/{name} " not in f"{made} ":
-            source = judged if page in ("docs/probes.md", "docs/steering.md") else few
-            shutil.copytree(source, tmp_path / "cache" / name)
+    made = " ".join(commands(page)) + " "
+    for name, source in (("RUN", "RUN"), ("RUN-A", "RUN"), ("RUN-B", "RUN-B")):
+        if f"--out cache/{name} " not in made:
+            shutil.copytree(runs / source, tmp_path / "cache" / name)
     for study, model in (("A", "smollm2-135m-instruct"), ("B", "qwen2.5-coder-1.5b-instruct")):
-        data = ROOT / "docs/results/data" / model
-        shutil.copytree(data, tmp_path / "cache" / f"study-{study}")
+        data = f"docs/results/data/{model}"  # rates are written into the run
+        shutil.copytree(ROOT / data, tmp_path / data)
+        shutil.copytree(ROOT / data, tmp_path / "cache" / f"study-{study}")
     for line in commands(page):
         run(in_small(line), tmp_path)
