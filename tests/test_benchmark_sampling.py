@@ -20,7 +20,7 @@ from benchmarks.sampling.measure import CONTENDERS, Kind, measure
 from benchmarks.sampling.ours import differing
 from benchmarks.sampling.peers import ErrorLog, Generate, demand_complete, too_much
 from benchmarks.sampling.results import Results, gflops
-from benchmarks.sampling.tables import between_markers, full, of_model, peers_table
+from benchmarks.sampling.tables import between_markers, full, peers_table
 from benchmarks.sampling.workload import Contender, Size, Task, Workload, rows_of
 from ia_mech.engine.sampling import stream_key
 from ia_mech.errors import UserError
@@ -99,20 +99,6 @@ def test_on_a_gpu_ratios_are_of_all_pairs_and_the_table_says_how_each_ran(result
     assert shown[2] == "4.00 (1.50 … 10.00)" and shown[-1] == "shared \\| whole"
 
 
-def test_every_measurement_is_in_the_full_text(results):
-    text = full(results)
-    assert "EPYC, 2026-11-21 and 2026-11-22" in text and "static: pip install it" in text
-    assert "adds +1.5% (+1.0% … +2.0%) to a plain prefill (500 ms)" in text
-    assert "1.50 s of steps for 5 rows" in text
-    assert "the products' share is 0.50 at 20 rows (100 of 200 ms)." in text
-    assert row(text, "5 rows alone and among 20") == ["5", "2", "2.0e-05, 1.0e-06"]
-    # Decoding took 0.5, 1 and 2 s for 180 tokens; bytes alone take 0.6 s, operations 0.3.
-    assert "1 (0.5 … 2) s, 180 tokens/s" in text
-    assert "60% (30% … 120%) of the larger is reached" in text
-    results.records = results.records[:2]
-    assert len(of_model(results, "m")) == 2
-
-
 def test_saved_measurements_give_the_same_tables_and_files_go_together(results, tmp_path):
     saved, other = tmp_path / "saved.json", tmp_path / "other.json"
     results.save(saved)
@@ -127,13 +113,9 @@ def test_saved_measurements_give_the_same_tables_and_files_go_together(results, 
     replace(results, setting="another", sizes=sizes, records=[]).save(other)
     with pytest.raises(UserError, match="different settings"):
         Results.read([saved, other])
-
-
-@pytest.mark.parametrize("text", ["", "[1]", '{"rows": 3}', '{"sizes": {"m": {}}}'])
-def test_other_files_are_refused(tmp_path, text):
-    (tmp_path / "other.json").write_text(text)
+    other.write_text('{"sizes": {"m": {}}}')
     with pytest.raises(UserError, match="was not saved by --json"):
-        Results.read([tmp_path / "other.json"])
+        Results.read([other])
 
 
 def test_only_what_is_between_the_markers_is_replaced(results):
@@ -142,8 +124,6 @@ def test_only_what_is_between_the_markers_is_replaced(results):
     for broken in ("", "<!-- b -->", "<!-- /b --><!-- b -->", 2 * document):
         with pytest.raises(UserError, match="markers"):
             between_markers(broken, "new", "b")
-    for on_gpu in (False, True):  # the README has the place of both
-        assert "wanted" in command.with_tables(replace(results, on_gpu=on_gpu))
 
 
 def test_differing_rows_count_with_their_first_decision():
@@ -192,12 +172,10 @@ def test_the_least_work_by_hand(tied):
     assert computed == 9 * 2 * 20 * (56 + 6 * 6 * 13 + 3 * 35)
 
 
-PARENTS = ["req_0", "req_1"]
-FORKED = [f"{parent}{child}" for parent in PARENTS for child in ("__child#0", "__child#1", "")]
+def test_continuous_batching_must_have_written_everything():
+    parents = ["req_0", "req_1"]
+    names = [f"{parent}{child}" for parent in parents for child in ("__child#0", "__child#1", "")]
 
-
-@pytest.mark.parametrize("names", [PARENTS, FORKED], ids=["5.17", "5.23"])
-def test_continuous_batching_must_have_written_everything(names):
     def outputs(count: int, tokens: int = 3, error: str | None = None) -> dict:
         written = SimpleNamespace(error=error, generated_tokens=[7] * tokens)
         return dict.fromkeys(names[:count], written)
@@ -250,33 +228,28 @@ class Refused(Broken):
 
 
 def test_contenders_take_turns_and_one_that_fails_is_a_result(monkeypatch):
-    broken = Kind(Broken, counts="last")
-    monkeypatch.setitem(CONTENDERS, "generate", broken)
-    chosen = ("ours", "copies", "generate", "static", "ceilings")
+    monkeypatch.setitem(CONTENDERS, "generate", Kind(Broken, counts="last"))
     monkeypatch.setitem(CONTENDERS, "static", Kind(Refused))
-    task = Task("tiny", chosen, 2, SMALL, "cpu", "float32", 1)
-    setting, records = measure(task)
-    assert "float32 on cpu, torch" in setting
+    small = Size((1, 2), 24, 5, 3)
+    task = Task("tiny", ("ours", "copies", "generate", "static"), 2, small, "cpu", "float32", 1)
+    _, records = measure(task)
     order = [(one["contender"], one["contexts"]) for one in records if "values" in one]
-    turns = [("ours", 1), ("ours", 4), ("copies", 1), ("copies", 4)]
-    assert order == [*turns, ("ceilings", 1), *turns, ("differing", 4)]
+    turns = [("ours", 1), ("ours", 2), ("copies", 1), ("copies", 2)]
+    assert order == [*turns, *turns, ("differing", 2)]
     assert all(one["margins"] == [] for one in records[-1]["values"]["compared"])
-    assert records[2 + len(turns)]["failed"] == (
-        "RuntimeError: CUDA error: an illegal memory access"
-    )
-    assert [one["failed"] for one in records if one["contender"] == "static"] == ["no; never"] * 2
+    failed = {one["contender"]: one["failed"] for one in records if "failed" in one}
+    assert failed == {
+        "generate": "RuntimeError: CUDA error: an illegal memory access", "static": "no; never"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         (["--device", "cpu", "--models", "tiny", "qwen3-4b"], "takes hours on a CPU"),
-        (["--device", "gpu"], "not a device"),
         (["--read", "none.json"], "no file none.json"),
         (["--device", "cpu", "--json", "none/file"], "can't be written"),
         (["--device", "cpu", "--models", "tiny", "--write"], "mean nothing"),
-        (["--rounds", "0"], "not a whole number"),
-        (["--contenders", "vllm"], "invalid choice"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(words, problem, capfd, monkeypatch):

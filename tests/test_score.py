@@ -15,8 +15,9 @@ TURNS = [
 
 
 @pytest.mark.parametrize("architecture", tiny.FAMILIES)
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "copied"])
-@pytest.mark.parametrize("piece", [256, 5], ids=["whole", "in pieces"])
+@pytest.mark.parametrize(
+    ("share", "piece"), [(True, 5), (False, 256)], ids=["shared, in pieces", "copied, whole"]
+)
 def test_turns_of_several_groups_are_scored_as_in_full_passes(
     architecture, share, piece, monkeypatch
 ):

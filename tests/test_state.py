@@ -11,9 +11,6 @@ import ia_mech.engine.state
 from ia_mech.engine.shared import SharedLayer
 from ia_mech.engine.state import PADDING, Prefix, expand, prefill_all, similar_lengths
 
-EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-FAMILIES = pytest.mark.parametrize("architecture", tiny.FAMILIES)
-SHARE = pytest.mark.parametrize("share", [True, False], ids=["shared", "copied"])
 GROUPS = ((23, 14, 5), (3,), (30, 4))  # tokens of contexts; sliding windows are 8
 LENGTHS = [length for group in GROUPS for length in group]
 
@@ -47,29 +44,30 @@ def largest_difference(model, groups, contexts, steps, drops, *, share, capacity
     return worst
 
 
-@EACH
-@SHARE
+@pytest.mark.parametrize(
+    ("architecture", "share"),
+    [*((each, True) for each in tiny.ARCHITECTURES), *((each, False) for each in tiny.FAMILIES)],
+)
 def test_rows_of_several_groups_equal_rows_alone(architecture, share):
     """Groups and contexts of unequal length; rows end in every place, whole groups among them, and
     write more than there was room for."""
-    drops = {1: [3], 3: [6, 0, 7], 5: [1, 3], 6: [0]}
+    drops = {1: [3], 2: [6, 0, 7], 4: [1, 3], 5: [0]}
     off = largest_difference(
-        tiny.model(architecture), GROUPS, [0, 0, 1, 2, 2, 3, 4, 5, 5], 9, drops,
+        tiny.model(architecture), GROUPS, [0, 0, 1, 2, 2, 3, 4, 5, 5], 7, drops,
         share=share, capacity=4,
     )  # fmt: skip
     assert off <= VECTOR
 
 
-@FAMILIES
-@SHARE
-def test_prefixes_of_several_blocks_of_keys(architecture, share):
+@pytest.mark.parametrize("architecture", tiny.FAMILIES)
+def test_prefixes_of_several_blocks_of_keys(architecture):
     """Attention on CPUs goes through keys in blocks of 512."""
     model = tiny.model(architecture)
-    off = largest_difference(model, ((530, 517), (9,)), [0, 0, 1, 2], 3, {}, share=share)
+    off = largest_difference(model, ((530, 517), (9,)), [0, 0, 1, 2], 2, {}, share=True)
     assert off <= VECTOR
 
 
-@settings(derandomize=True, deadline=None, max_examples=8)
+@settings(derandomize=True, deadline=None, max_examples=5)
 @given(st.data())
 def test_rows_may_be_dropped_in_any_order(data):
     contexts = sorted(data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=12)))
