@@ -18,9 +18,9 @@ from benchmarks.sampling import __main__ as command
 from benchmarks.sampling.limits import least
 from benchmarks.sampling.measure import CONTENDERS, Kind, measure
 from benchmarks.sampling.ours import differing
-from benchmarks.sampling.peers import ErrorLog, Generate, demand_complete, too_much
+from benchmarks.sampling.peers import ErrorLog, Generate, demand_complete
 from benchmarks.sampling.results import Results, gflops
-from benchmarks.sampling.tables import between_markers, full, peers_table
+from benchmarks.sampling.tables import full, peers_table
 from benchmarks.sampling.workload import Contender, Size, Task, Workload, rows_of
 from ia_mech.engine.sampling import stream_key
 from ia_mech.errors import UserError
@@ -92,11 +92,9 @@ def test_ratios_are_taken_within_a_round_where_contenders_take_turns(results):
     assert row(shown, "the matrix products alone")[2] == "0.88 (0.88 … 0.88)"
 
 
-def test_on_a_gpu_ratios_are_of_all_pairs_and_the_table_says_how_each_ran(results):
+def test_on_a_gpu_ratios_are_of_all_pairs(results):
     results.on_gpu = True
     assert results.ratios([6.0, 8.0], [1.0, 2.0, 4.0]) == [6.0, 3.0, 1.5, 8.0, 4.0, 2.0]
-    shown = row(peers_table(results, "m"), "`generate`")
-    assert shown[2] == "4.00 (1.50 … 10.00)" and shown[-1] == "shared \\| whole"
 
 
 def test_saved_measurements_give_the_same_tables_and_files_go_together(results, tmp_path):
@@ -118,14 +116,6 @@ def test_saved_measurements_give_the_same_tables_and_files_go_together(results, 
         Results.read([other])
 
 
-def test_only_what_is_between_the_markers_is_replaced(results):
-    document = "# Speed\n\n<!-- b -->\nold\n<!-- /b -->\n\nmore\n"
-    assert between_markers(document, "new", "b") == document.replace("\nold\n", "\n\nnew\n\n")
-    for broken in ("", "<!-- b -->", "<!-- /b --><!-- b -->", 2 * document):
-        with pytest.raises(UserError, match="markers"):
-            between_markers(broken, "new", "b")
-
-
 def test_differing_rows_count_with_their_first_decision():
     def decoded(tokens: list[int], margins: list[float]) -> SimpleNamespace:
         return SimpleNamespace(token_ids=np.array(tokens), margins=np.array(margins))
@@ -133,8 +123,8 @@ def test_differing_rows_count_with_their_first_decision():
     one = [decoded([1, 2, 3], [1.0, 0.5, 2.0]), decoded([4, 5], [1.0, 1.0])]
     other = [decoded([1, 7, 8], [1.0, 0.25, 3.0]), decoded([4, 5], [1.0, 1.0])]
     written = {("ours", 1): one, ("ours", 4): [*other, *one]}
-    found = differing(SimpleNamespace(size=replace(SMALL, rows=2), written=written))
-    assert found == [{"what": "2 rows alone and among 8, shared", "rows": 2, "margins": [0.5]}]
+    (found,) = differing(SimpleNamespace(size=replace(SMALL, rows=2), written=written))
+    assert (found["rows"], found["margins"]) == (2, [0.5])
 
 
 def test_a_context_gets_greedy_and_as_many_samples_per_temperature():
@@ -194,26 +184,17 @@ def test_continuous_batching_must_have_written_everything():
 
 
 def test_generate_gets_half_as_many_contexts_until_they_fit(monkeypatch):
-    work = Workload(Task("tiny", (), 1, SMALL, "cpu", "float32", together=4))
-    one, calls, most = Generate(work, 4), [], 1
+    one, calls = Generate(Workload(Task("tiny", (), 1, SMALL, "cpu", "float32", together=4)), 4), []
 
     def call_with(ids, new_tokens) -> None:
         calls.append(len(ids))
-        if len(ids) > most:
+        if len(ids) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
 
     monkeypatch.setattr(one, "_call", call_with)
     one.warm_up()
     one.measure()
     assert calls == [4, 2, 1, 1, 1, 1, 1] and "1 contexts a call (4, 2 don't fit)" in one.notes
-    most = 0
-    with pytest.raises(MemoryError, match="not one context fits"):
-        one.warm_up()
-    with pytest.raises(ZeroDivisionError):
-        too_much(lambda: 1 / 0)
-    monkeypatch.setattr(work.model, "generate", lambda inputs, **_: inputs)
-    with pytest.raises(RuntimeError, match=r"tokens \(4, 24\), not \(20, 26\)"):
-        Generate(work, 4).warm_up()  # stopped early
 
 
 class Broken(Contender):

@@ -36,8 +36,18 @@ def model_of(architecture: str, dtype: torch.dtype) -> transformers.PreTrainedMo
     return copy.deepcopy(tiny.model(architecture)).to(dtype)
 
 
-@DTYPES
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        *((architecture, torch.float32) for architecture in tiny.ARCHITECTURES),
+        *((architecture, torch.bfloat16) for architecture in tiny.FAMILIES),
+        *(
+            pytest.param(architecture, dtype, marks=pytest.mark.slow)
+            for architecture in tiny.ARCHITECTURES
+            for dtype in (torch.bfloat16, torch.float16)
+        ),
+    ],
+)
 def test_models_that_are_computed_correctly_pass(architecture, dtype):
     engine = check_engine(model_of(architecture, dtype), IDS)
     assert len(engine.shared) == SHARED[architecture] and not engine.ignored
@@ -108,7 +118,7 @@ def test_a_loop_that_samples_from_another_rows_logits_is_found(architecture, dty
 
 
 @pytest.mark.parametrize("fault", ["no noise", "another step", "another stream", "temperature"])
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, *map(slow, (torch.bfloat16, torch.float16))])
 def test_another_sampling_rule_is_found(fault, dtype, monkeypatch):
     honest = loop.sample
 

@@ -120,13 +120,8 @@ def test_rows_of_a_padded_batch_are_changed_each_in_its_own_way(architecture):
         [],
     ]
     first = [n - max(lengths) for n in lengths]
-    with intervene(model, kinds, first) as touched:
+    with intervene(model, kinds, first):
         together = prefill(model, [Prefix(ids) for ids in prompts]).logits
-    assert sorted(touched) == [
-        (0, 2, (3,)),
-        (0, 2, (3,)),
-        (1, 2, (9, 10)),
-    ]
     for row, ids in enumerate(prompts):
         with intervene(model, [kinds[row]]):
             alone = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
@@ -171,7 +166,7 @@ def test_no_hook_is_left_whatever_happens():
     with pytest.raises(ZeroDivisionError), from_layer(model, 3, torch.zeros(1, CONTEXT, WIDTH)):
         raise ZeroDivisionError
     assert hooks_of(model) == before
-    with pytest.raises(RuntimeError, match="0 of 2 interventions"), intervene(model, [kinds]):
+    with pytest.raises(RuntimeError, match="layer 0 ran 0 times"), intervene(model, [kinds]):
         pass
     late = Replace(1, (CONTEXT,), vectors(1, seed=0))
     said = "position 23 isn't among the tokens 0 to 22"

@@ -7,6 +7,7 @@ from contract import VECTOR, prefilled, relative_l2, stepped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ia_mech.engine.shared
 import ia_mech.engine.state
 from ia_mech.engine.shared import SharedLayer
 from ia_mech.engine.state import PADDING, Prefix, expand, prefill_all, similar_lengths
@@ -15,7 +16,7 @@ GROUPS = ((23, 14, 5), (3,), (30, 4))  # tokens of contexts; sliding windows are
 LENGTHS = [length for group in GROUPS for length in group]
 
 
-def largest_difference(model, groups, contexts, steps, drops, *, share, capacity=0) -> float:
+def largest_difference(model, groups, contexts, steps, drops, *, share) -> float:
     """Relative L2 of the logits of rows against full passes of each row alone.
 
     Args:
@@ -23,7 +24,7 @@ def largest_difference(model, groups, contexts, steps, drops, *, share, capacity
         drops: step → rows that are dropped after it, counted as they then are.
     """
     groups = [prefilled(model, lengths) for lengths in groups]
-    state = expand(groups, contexts, capacity=capacity, share=share)
+    state = expand(groups, contexts, share=share)
     batch = list(range(len(contexts)))  # which row is where
     fed: list[list[int]] = [[] for _ in contexts]
     found: list[list[torch.Tensor]] = [[] for _ in contexts]
@@ -48,15 +49,13 @@ def largest_difference(model, groups, contexts, steps, drops, *, share, capacity
     ("architecture", "share"),
     [*((each, True) for each in tiny.ARCHITECTURES), *((each, False) for each in tiny.FAMILIES)],
 )
-def test_rows_of_several_groups_equal_rows_alone(architecture, share):
+def test_rows_of_several_groups_equal_rows_alone(architecture, share, monkeypatch):
     """Groups and contexts of unequal length; rows end in every place, whole groups among them, and
     write more than there was room for."""
+    monkeypatch.setattr(ia_mech.engine.shared, "ROOM", 3)
     drops = {1: [3], 2: [6, 0, 7], 4: [1, 3], 5: [0]}
-    off = largest_difference(
-        tiny.model(architecture), GROUPS, [0, 0, 1, 2, 2, 3, 4, 5, 5], 7, drops,
-        share=share, capacity=4,
-    )  # fmt: skip
-    assert off <= VECTOR
+    model, contexts = tiny.model(architecture), [0, 0, 1, 2, 2, 3, 4, 5, 5]
+    assert largest_difference(model, GROUPS, contexts, 7, drops, share=share) <= VECTOR
 
 
 @pytest.mark.parametrize("architecture", tiny.FAMILIES)
@@ -86,10 +85,11 @@ def test_few_rows_move_when_others_are_dropped():
     assert state.drop([3]) == [0, 1, 2]
 
 
-def test_a_prefix_is_in_memory_once():
+def test_a_prefix_is_in_memory_once(monkeypatch):
+    monkeypatch.setattr(ia_mech.engine.shared, "ROOM", 2)
     model = tiny.model("gemma3")  # of which the last layer has full attention
     group = prefilled(model, LENGTHS)
-    state = expand([group], [0, 0, 3, 5], capacity=2)
+    state = expand([group], [0, 0, 3, 5])
     for before, after in zip(group.state.cache.layers, state.cache.layers, strict=True):
         shared = isinstance(after, SharedLayer)
         keys = after.prefixes[0][0] if shared else after.keys
