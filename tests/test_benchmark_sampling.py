@@ -18,7 +18,7 @@ from benchmarks.sampling import __main__ as command
 from benchmarks.sampling.limits import least
 from benchmarks.sampling.measure import CONTENDERS, Kind, measure
 from benchmarks.sampling.ours import differing
-from benchmarks.sampling.peers import ErrorLog, Generate, demand_complete
+from benchmarks.sampling.peers import ErrorLog, Generate, check_complete
 from benchmarks.sampling.results import Results, gflops
 from benchmarks.sampling.tables import full, peers_table
 from benchmarks.sampling.workload import Contender, Size, Task, Workload, rows_of
@@ -172,7 +172,7 @@ def test_continuous_batching_must_have_written_everything():
 
     with ErrorLog() as errors:
         logging.getLogger("ContinuousBatchingLogger").error("failed during generation")
-    demand_complete(outputs(len(names)), 2, 3, 3, [])
+    check_complete(outputs(len(names)), 2, 3, 3, [])
     for results, logged, problem in (
         (outputs(len(names) - 1), [], f"{len(names) - 1} results, not {len(names)}"),
         (outputs(len(names), 2), [], "req_0.*: 2 tokens, not 3"),
@@ -180,7 +180,7 @@ def test_continuous_batching_must_have_written_everything():
         (outputs(len(names)), errors, "failed during generation"),
     ):
         with pytest.raises(RuntimeError, match=problem):
-            demand_complete(results, 2, 3, 3, logged)
+            check_complete(results, 2, 3, 3, logged)
 
 
 def test_generate_gets_half_as_many_contexts_until_they_fit(monkeypatch):

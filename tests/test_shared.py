@@ -88,7 +88,7 @@ def test_parts_that_see_nothing_count_for_nothing():
         assert torch.equal(far, normal(2, seed=2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_a_query_that_sees_nothing_has_a_log_sum_exp_of_minus_infinity(dtype, softcap):
     """With the kernel for CPUs and without; its neighbours aren't touched."""
@@ -287,22 +287,6 @@ def test_rows_with_borrowed_keys_are_decoded_as_passes_with_a_mask_per_head(arch
         np.testing.assert_allclose(ours.logprobs_raw, theirs, rtol=0, atol=LOGPROB)
         best = logits.argmax(-1).numpy()
         assert ((best == ours.token_ids) | (ours.margins < MARGIN)).all()
-
-
-@pytest.mark.parametrize("architecture", BORROWING)
-def test_who_borrows_from_himself_changes_nothing(architecture):
-    # In float64: rows that borrow are gathered in another layout, and on some CPUs float32 rounds
-    # that by more than the tolerance. The usual experts don't know float64.
-    model = tiny.fresh(architecture).double()
-    model.set_experts_implementation("eager")
-    groups = [prefilled(model, lengths) for lengths in GROUPS]
-    every = some_heads(architecture)[2]
-    scored = [
-        score(model, groups, [Turn(c, ids_of(2), borrowed=one(c)) for c in range(5)])
-        for one in (lambda c: None, lambda c: Borrowed(c, every))
-    ]
-    for plain, own in zip(*scored, strict=True):
-        np.testing.assert_allclose(plain.logprobs_raw, own.logprobs_raw, rtol=0, atol=1e-6)
 
 
 def test_what_cant_be_borrowed_is_refused():

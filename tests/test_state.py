@@ -79,12 +79,6 @@ def test_rows_may_be_dropped_in_any_order(data):
     assert largest_difference(model, GROUPS, contexts, 6, drops, share=share) <= VECTOR
 
 
-def test_few_rows_move_when_others_are_dropped():
-    state = expand([prefilled(tiny.model("llama"), (5,))], [0] * 6)
-    assert state.drop([1, 4]) == [0, 5, 2, 3]
-    assert state.drop([3]) == [0, 1, 2]
-
-
 def test_a_prefix_is_in_memory_once(monkeypatch):
     monkeypatch.setattr(ia_mech.engine.shared, "ROOM", 2)
     model = tiny.model("gemma3")  # of which the last layer has full attention
