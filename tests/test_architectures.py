@@ -25,7 +25,7 @@ from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import gumbel, stream_key
 from ia_mech.engine.score import Turn, score
-from ia_mech.engine.state import Prefix, prefill
+from ia_mech.engine.state import Prefilled, Prefix, prefill
 from ia_mech.errors import UserError
 
 LENGTHS = (23, 14, 5)  # sliding windows are 8 tokens in the models that have them
@@ -35,6 +35,11 @@ EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 
 def prefixes() -> list[Prefix]:
     return [Prefix(tiny.prompt(n, seed=n), (n - 4, n - 1, -1)) for n in LENGTHS]
+
+
+def groups_of(model) -> list[Prefilled]:
+    """Of two contexts and of one."""
+    return [prefill(model, prefixes()[:2]), prefill(model, prefixes()[2:])]
 
 
 def rows(context: int) -> list[Row]:
@@ -84,7 +89,7 @@ def test_rows_of_a_batch_follow_the_rule_on_the_logits_of_full_passes(architectu
     whatever else is in the batch."""
     model = tiny.model(architecture)
     wanted = [row for context in range(3) for row in rows(context)]
-    found = decode(model, [prefill(model, prefixes())], wanted, [tiny.EOS, *range(90, 97)], 12)
+    found = decode(model, groups_of(model), wanted, [tiny.EOS, *range(90, 97)], 12)
     assert len({len(one.token_ids) for one in found}) > 1, "rows end at different times"
     for row, ours in zip(wanted, found, strict=True):
         logits = full_logits(model, prefixes()[row.context].ids, ours.token_ids)
@@ -104,27 +109,25 @@ def test_rows_of_a_batch_follow_the_rule_on_the_logits_of_full_passes(architectu
         np.testing.assert_allclose(ours.margins, lead, rtol=0, atol=2 * LOGPROB / warmth)
 
 
-@EACH
-def test_scores_equal_a_full_forward_pass(architecture):
-    model = tiny.model(architecture)
-    prefilled = prefill(model, prefixes())
-    turns = [
-        Turn(0, tiny.prompt(9, seed=1)),
-        Turn(1, tiny.prompt(1, seed=2)),
-        Turn(2, tiny.prompt(15, seed=3)),
-        Turn(1, tiny.prompt(40, seed=4)),  # longer than its context
-        Turn(0, []),
+@pytest.mark.parametrize(
+    ("architecture", "share"),
+    [*((each, True) for each in tiny.ARCHITECTURES), *((each, False) for each in tiny.FAMILIES)],
+)
+@pytest.mark.parametrize("piece", [256, 5], ids=["whole", "in pieces"])
+def test_scores_equal_a_full_forward_pass(architecture, share, piece, monkeypatch):
+    monkeypatch.setattr("ia_mech.engine.score.LOGITS", piece * tiny.VOCAB)
+    model, tokens = tiny.model(architecture), []
+    turns = [  # one is longer than its context, one as short as can be, one is empty
+        Turn(context, tiny.prompt(length, seed=length))
+        for context, length in [(2, 15), (0, 9), (1, 1), (0, 11), (1, 40), (0, 0)]
     ]
-    for turn, scored in zip(turns, score(model, [prefilled], turns, [0.5, 2.0]), strict=True):
-        ids = prefixes()[turn.context].ids
-        assert len(scored.logprobs_raw) == len(turn.ids)
-        assert scored.logprobs_tempered.shape == (2, len(turn.ids))
-        if not turn.ids:
-            continue
-        logits = full_logits(model, ids, turn.ids)
+    scores = score(model, groups_of(model), turns, [0.5], share=share, on_tokens=tokens.append)
+    assert sum(tokens) == sum(len(turn.ids) for turn in turns)
+    for turn, scored in zip(turns, scores, strict=True):
+        assert scored.logprobs_tempered.shape == (1, len(turn.ids))
+        logits = full_logits(model, prefixes()[turn.context].ids, turn.ids)
         assert_logprobs(scored.logprobs_raw, logits, turn.ids)
         assert_logprobs(scored.logprobs_tempered[0], logits, turn.ids, 0.5)
-        assert_logprobs(scored.logprobs_tempered[1], logits, turn.ids, 2.0)
         assert_ranks(scored.ranks, logits, turn.ids)
         assert (scored.greedy == (scored.ranks == 1)).all()
 

@@ -1,8 +1,8 @@
-"""The loop: rows of several groups together, against each alone."""
+"""The loop: any mix of rows, groups and stops. What rows write is compared with full passes in
+``test_architectures.py``."""
 
 from itertools import pairwise
 
-import pytest
 import tiny
 from contract import near_ties, prefilled
 from hypothesis import given, settings
@@ -23,22 +23,6 @@ def groups_of(model, *cuts: int):
     return [prefilled(model, LENGTHS[a:b]) for a, b in pairwise(edges)]
 
 
-@pytest.mark.parametrize("architecture", tiny.FAMILIES)
-def test_rows_together_write_what_each_writes_alone(architecture):
-    """Shared, in groups and in one; alone with a copy of its context."""
-    model = tiny.model(architecture)
-    alone = []
-    for row in ROWS[::3]:
-        group = prefilled(model, [LENGTHS[row.context]])
-        one = Row(0, row.temperature, row.stream)
-        alone += decode(model, [group], [one], STOPS, 12, share=False)
-    lengths = {len(row.token_ids) for row in alone}
-    assert {1, 2} < lengths and len(lengths) > 4, "rows end at all times"
-    for cuts in ((3, 4), ()):
-        ours = decode(model, groups_of(model, *cuts), ROWS, STOPS, 12)
-        assert near_ties(model, LENGTHS, ROWS[::3], ours[::3], alone) <= 1
-
-
 @settings(derandomize=True, deadline=None, max_examples=6)
 @given(
     contexts=st.lists(st.integers(0, 7), min_size=1, max_size=24),
@@ -47,19 +31,19 @@ def test_rows_together_write_what_each_writes_alone(architecture):
     stops=st.sets(st.integers(3, tiny.VOCAB - 1), max_size=60),
 )
 def test_any_mix_of_contexts_groups_and_stops(contexts, cuts, most, stops):
-    model, told = tiny.model("llama"), []
+    model, steps = tiny.model("llama"), []
     rows = [Row(c, 0.5 * (i % 3), stream_key(0, "mix", i)) for i, c in enumerate(contexts)]
     ours = decode(
         model, groups_of(model, *sorted(cuts)), rows, stops, most,
-        on_step=lambda *numbers: told.append(numbers),
+        on_step=lambda *numbers: steps.append(numbers),
     )  # fmt: skip
     whole = decode(model, groups_of(model), rows, stops, most, share=False)
     assert near_ties(model, LENGTHS, rows, ours, whole) <= 1
     lengths = [len(row.token_ids) for row in ours]
-    for step, drew, ended in told:
+    for step, drew, ended in steps:
         assert drew == sum(length > step for length in lengths)
         assert ended == sum(length == step + 1 for length in lengths)
-    assert [step for step, *_ in told] == list(range(max(lengths)))
+    assert [step for step, *_ in steps] == list(range(max(lengths)))
     for row in ours:
         tokens = row.token_ids.tolist()
         assert not stops & set(tokens[:-1]) and len(tokens) <= most
@@ -69,11 +53,11 @@ def test_any_mix_of_contexts_groups_and_stops(contexts, cuts, most, stops):
 
 def test_one_token_and_rows_that_all_end_at_once():
     model = tiny.model("llama")
-    told: list[tuple[int, int, int]] = []
+    steps: list[tuple[int, int, int]] = []
     for stops, most, reason in (([], 1, "length"), (range(tiny.VOCAB), 9, "turn_end")):
         wrote = decode(
-            model, groups_of(model, 3), ROWS, stops, most, on_step=lambda *n: told.append(n)
+            model, groups_of(model, 3), ROWS, stops, most, on_step=lambda *n: steps.append(n)
         )
         assert {(len(row.token_ids), row.finish_reason) for row in wrote} == {(1, reason)}
-    assert told == [(0, len(ROWS), len(ROWS))] * 2
+    assert steps == [(0, len(ROWS), len(ROWS))] * 2
     assert decode(model, groups_of(model), [], [], 5) == []

@@ -106,28 +106,6 @@ def test_scores_under_residual_edits_equal_plain_hooks(architecture, temperature
     )
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss"])
-@torch.inference_mode()
-def test_rows_of_a_padded_batch_are_changed_each_in_its_own_way(architecture):
-    """Whole contexts of different lengths, padded on their left."""
-    model = tiny.model(architecture)
-    lengths = (17, 11, 14)
-    prompts = [tiny.prompt(n, seed=n) for n in lengths]
-    state = vectors(1, seed=1)
-    kinds = [
-        [Replace(2, (3,), state), Add(2, (3,), state[0], 0.3)],
-        [ProjectOut(2, (9, 10), state[0])],
-        [],
-    ]
-    first = [n - max(lengths) for n in lengths]
-    with intervene(model, kinds, first):
-        together = prefill(model, [Prefix(ids) for ids in prompts]).logits
-    for row, ids in enumerate(prompts):
-        with intervene(model, [kinds[row]]):
-            alone = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-        assert (together[row] - alone).norm() <= 1e-5 * alone.norm()
-
-
 @torch.inference_mode()
 def test_no_dose_and_own_states_change_no_bit():
     model = tiny.model("llama")

@@ -94,16 +94,6 @@ def test_heads_that_borrow_from_a_hybrid_equal_one_pass(architecture):
     )
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_hybrid_of_itself_is_the_context_to_the_bit(architecture):
-    model = tiny.model(architecture)
-    group = aligned(model, contexts())
-    its = spliced(group, [hybrid(n, n, n) for n in range(3)])
-    turns = [Turn(n, tiny.prompt(6, seed=n)) for n in range(3)]
-    for ours, theirs in zip(score(model, [its], turns), score(model, [group], turns), strict=True):
-        np.testing.assert_array_equal(ours.logprobs_raw, theirs.logprobs_raw)
-
-
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "glm4"])  # rotary in part
 def test_contexts_that_end_together_score_as_they_do_alone(architecture):
     """Rotary positions are relative: where a context begins doesn't matter."""
