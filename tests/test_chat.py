@@ -184,7 +184,6 @@ def test_positions_point_to_their_tokens(family):
     end = len(context.ids) - len(gap) - len(header)  # where the tail begins
     where = context.positions
     assert tuple(where) == c.position_names
-    assert tokens(c.tokenizer, [context.ids[where["query_end"]]]) == "?"
     assert where["query_end"] == max(
         i for i in range(end) if tokens(c.tokenizer, [context.ids[i]]) == "?"
     )
@@ -262,14 +261,9 @@ def test_thinking_is_dropped_as_the_template_drops_it_or_kept():
         assert context.positions["query_end"] is not None
         end = context.positions["response_end"]
         assert end == (len(context.ids) - len(c.tail_ids) - 1 if response else None)
-    earlier = kept.context(turns("a", "b", QUERY, RESPONSE))
-    assert earlier.text == (
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
-        + opened
-        + empty
-        + RESPONSE
-        + tail
-    )
+    earlier = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    context = kept.context(turns("a", "b", QUERY, RESPONSE))
+    assert context.text == earlier + opened + empty + RESPONSE + tail
 
 
 def test_a_system_message_goes_where_a_conversation_has_none():

@@ -72,18 +72,11 @@ def test_a_device_is_taken_by_name_or_refused(cuda, count, requested, expected):
         assert resolve_device(requested) == torch.device(expected)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "device", "expected"),
-    [
-        ("auto", "cpu", torch.float32),
-        ("auto", "cuda", "auto"),
-        ("float32", "cuda", torch.float32),
-        ("bfloat16", "cpu", torch.bfloat16),
-        ("float16", "cuda", torch.float16),
-    ],
-)
-def test_auto_is_float32_on_a_cpu_and_the_checkpoints_own_elsewhere(dtype, device, expected):
-    assert resolve_dtype(dtype, torch.device(device)) == expected
+def test_auto_is_float32_on_a_cpu_and_the_checkpoints_own_elsewhere():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert (resolve_dtype("auto", cpu), resolve_dtype("auto", gpu)) == (torch.float32, "auto")
+    assert resolve_dtype("float32", gpu) == torch.float32
+    assert resolve_dtype("bfloat16", cpu) == torch.bfloat16
 
 
 # -- a model as it is loaded ----------------------------------------------------------------------
@@ -97,25 +90,14 @@ def test_a_directory_is_loaded_for_inference(tiny_model_dir, tiny_subject, capfd
     assert not any(p.requires_grad for p in subject.model.parameters())
     assert subject.device == torch.device("cpu")
     assert subject.weights_hash == tiny_subject.weights_hash
-    assert subject.describe() == {
-        "name": tiny_model_dir,
-        "adapter": None,
-        "random_blocks": None,
-        "revision": None,
-        "commit": None,
-        "weights_hash": tiny_subject.weights_hash,
-        "architecture": "LlamaForCausalLM",
-        "layers": 4,
-        "d_model": 32,
-        "vocab": len(subject.tokenizer),
-        "dtype": "float32",
-        "device": "cpu",
-        "attention": "sdpa",
-    }
-    json.dumps(subject.describe())
+    about = subject.describe()
+    assert [about[name] for name in ("name", "architecture", "layers", "d_model", "dtype")] == [
+        tiny_model_dir, "LlamaForCausalLM", 4, 32, "float32"
+    ]  # fmt: skip
+    json.dumps(about)
     assert capfd.readouterr() == ("", "")
-    about = load(ModelSpec(tiny_model_dir, device="cpu", dtype="bfloat16", attention="eager"))
-    assert [about.describe()[name] for name in ("dtype", "attention")] == ["bfloat16", "eager"]
+    other = load(ModelSpec(tiny_model_dir, device="cpu", dtype="bfloat16", attention="eager"))
+    assert other.model.dtype == torch.bfloat16 and other.describe()["attention"] == "eager"
 
 
 def test_tokenizer_and_configuration_come_without_weights(checkpoint):

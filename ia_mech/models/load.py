@@ -231,15 +231,8 @@ def permute_blocks(model: PreTrainedModel, seed: int) -> None:
     Args:
         model: whose blocks are in a numbered list.
         seed: of the permutations, each of which depends on its tensor's name too.
-
-    Raises:
-        UserError: the model has no tensors in a numbered list.
     """
     numbered = [(n, p) for n, p in model.named_parameters() if re.search(r"\.\d+\.", n)]
-    if not numbered:
-        raise UserError(
-            f"the blocks of {type(model).__name__} could not be found", "leave out --random-blocks"
-        )
     for name, tensor in numbered:
         digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()
         random = torch.Generator().manual_seed(int.from_bytes(digest[:4]))
