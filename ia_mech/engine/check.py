@@ -70,14 +70,14 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = F
             engine = replace(engine, shared=(), why=error.problem)
     try:
         _check(model, list(ids), share=False)
-    except _Differs as error:
+    except _WrongNumbers as error:
         if not ignore:
             raise
         engine = replace(engine, ignored=error.problem)
     return engine
 
 
-class _Differs(UserError):
+class _WrongNumbers(UserError):
     """The model runs, and its numbers are others than in a full forward pass."""
 
 
@@ -147,7 +147,7 @@ class _Differences:
         for what, off in self.deviations.items():
             typical, worst = sorted(off)[(len(off) - 1) // 2], max(off)
             if not (typical <= allowed and worst <= (OUTLIER if half else allowed)):
-                raise _Differs(
+                raise _WrongNumbers(
                     f"{type(self.model).__name__} gives other logits in {what} than in a full "
                     f"forward pass (off by {worst:.2g} of the difference that one token makes)",
                     "use another architecture or --attention; --ignore-check goes on with them",
