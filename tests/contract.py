@@ -25,11 +25,6 @@ def relative_l2(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(((a - b).norm(dim=-1) / b.norm(dim=-1)).max())
 
 
-def logits_apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """How far any logit moves between two ways of computing, relative to its vector's L2 norm."""
-    return float(((a - b).abs().amax(-1) / b.norm(dim=-1)).max())
-
-
 def full_logits(model, prompt: list[int], turn) -> torch.Tensor:
     """``[tokens, vocab]`` that predict a turn after a prompt, by one pass without a cache."""
     ids = torch.tensor([[*prompt, *map(int, turn)]], device=model.device)
@@ -84,13 +79,6 @@ def assert_ranks(found, logits: torch.Tensor, turn) -> None:
     fewest = (logits > chosen + 2 * LOGIT).sum(-1).numpy() + 1
     most = (logits >= chosen - 2 * LOGIT).sum(-1).numpy()
     assert (fewest <= found).all() and (found <= most).all()
-
-
-def assert_same_scores(ours, theirs) -> None:
-    """Two :class:`ia_mech.engine.score.Scored` at T = 1 and 0.5."""
-    np.testing.assert_allclose(ours.logprobs_raw, theirs.logprobs_raw, rtol=0, atol=LOGPROB)
-    tempered = ours.logprobs_tempered, theirs.logprobs_tempered
-    np.testing.assert_allclose(*tempered, rtol=0, atol=LOGPROB / 0.5)
 
 
 def near_ties(model, lengths, rows, ours, theirs) -> int:

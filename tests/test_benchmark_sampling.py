@@ -18,9 +18,9 @@ from benchmarks.sampling import __main__ as command
 from benchmarks.sampling.limits import least
 from benchmarks.sampling.measure import CONTENDERS, Kind, measure
 from benchmarks.sampling.ours import differing
-from benchmarks.sampling.peers import ErrorLog, Generate, demand_complete, too_much
+from benchmarks.sampling.peers import ErrorLog, Generate, check_complete
 from benchmarks.sampling.results import Results, gflops
-from benchmarks.sampling.tables import between_markers, full, of_model, peers_table
+from benchmarks.sampling.tables import full, peers_table
 from benchmarks.sampling.workload import Contender, Size, Task, Workload, rows_of
 from ia_mech.engine.sampling import stream_key
 from ia_mech.errors import UserError
@@ -92,25 +92,9 @@ def test_ratios_are_taken_within_a_round_where_contenders_take_turns(results):
     assert row(shown, "the matrix products alone")[2] == "0.88 (0.88 … 0.88)"
 
 
-def test_on_a_gpu_ratios_are_of_all_pairs_and_the_table_says_how_each_ran(results):
+def test_on_a_gpu_ratios_are_of_all_pairs(results):
     results.on_gpu = True
     assert results.ratios([6.0, 8.0], [1.0, 2.0, 4.0]) == [6.0, 3.0, 1.5, 8.0, 4.0, 2.0]
-    shown = row(peers_table(results, "m"), "`generate`")
-    assert shown[2] == "4.00 (1.50 … 10.00)" and shown[-1] == "shared \\| whole"
-
-
-def test_every_measurement_is_in_the_full_text(results):
-    text = full(results)
-    assert "EPYC, 2026-11-21 and 2026-11-22" in text and "static: pip install it" in text
-    assert "adds +1.5% (+1.0% … +2.0%) to a plain prefill (500 ms)" in text
-    assert "1.50 s of steps for 5 rows" in text
-    assert "the products' share is 0.50 at 20 rows (100 of 200 ms)." in text
-    assert row(text, "5 rows alone and among 20") == ["5", "2", "2.0e-05, 1.0e-06"]
-    # Decoding took 0.5, 1 and 2 s for 180 tokens; bytes alone take 0.6 s, operations 0.3.
-    assert "1 (0.5 … 2) s, 180 tokens/s" in text
-    assert "60% (30% … 120%) of the larger is reached" in text
-    results.records = results.records[:2]
-    assert len(of_model(results, "m")) == 2
 
 
 def test_saved_measurements_give_the_same_tables_and_files_go_together(results, tmp_path):
@@ -127,23 +111,9 @@ def test_saved_measurements_give_the_same_tables_and_files_go_together(results, 
     replace(results, setting="another", sizes=sizes, records=[]).save(other)
     with pytest.raises(UserError, match="different settings"):
         Results.read([saved, other])
-
-
-@pytest.mark.parametrize("text", ["", "[1]", '{"rows": 3}', '{"sizes": {"m": {}}}'])
-def test_other_files_are_refused(tmp_path, text):
-    (tmp_path / "other.json").write_text(text)
+    other.write_text('{"sizes": {"m": {}}}')
     with pytest.raises(UserError, match="was not saved by --json"):
-        Results.read([tmp_path / "other.json"])
-
-
-def test_only_what_is_between_the_markers_is_replaced(results):
-    document = "# Speed\n\n<!-- b -->\nold\n<!-- /b -->\n\nmore\n"
-    assert between_markers(document, "new", "b") == document.replace("\nold\n", "\n\nnew\n\n")
-    for broken in ("", "<!-- b -->", "<!-- /b --><!-- b -->", 2 * document):
-        with pytest.raises(UserError, match="markers"):
-            between_markers(broken, "new", "b")
-    for on_gpu in (False, True):  # the README has the place of both
-        assert "wanted" in command.with_tables(replace(results, on_gpu=on_gpu))
+        Results.read([other])
 
 
 def test_differing_rows_count_with_their_first_decision():
@@ -153,8 +123,8 @@ def test_differing_rows_count_with_their_first_decision():
     one = [decoded([1, 2, 3], [1.0, 0.5, 2.0]), decoded([4, 5], [1.0, 1.0])]
     other = [decoded([1, 7, 8], [1.0, 0.25, 3.0]), decoded([4, 5], [1.0, 1.0])]
     written = {("ours", 1): one, ("ours", 4): [*other, *one]}
-    found = differing(SimpleNamespace(size=replace(SMALL, rows=2), written=written))
-    assert found == [{"what": "2 rows alone and among 8, shared", "rows": 2, "margins": [0.5]}]
+    (found,) = differing(SimpleNamespace(size=replace(SMALL, rows=2), written=written))
+    assert (found["rows"], found["margins"]) == (2, [0.5])
 
 
 def test_a_context_gets_greedy_and_as_many_samples_per_temperature():
@@ -192,19 +162,17 @@ def test_the_least_work_by_hand(tied):
     assert computed == 9 * 2 * 20 * (56 + 6 * 6 * 13 + 3 * 35)
 
 
-PARENTS = ["req_0", "req_1"]
-FORKED = [f"{parent}{child}" for parent in PARENTS for child in ("__child#0", "__child#1", "")]
+def test_continuous_batching_must_have_written_everything():
+    parents = ["req_0", "req_1"]
+    names = [f"{parent}{child}" for parent in parents for child in ("__child#0", "__child#1", "")]
 
-
-@pytest.mark.parametrize("names", [PARENTS, FORKED], ids=["5.17", "5.23"])
-def test_continuous_batching_must_have_written_everything(names):
     def outputs(count: int, tokens: int = 3, error: str | None = None) -> dict:
         written = SimpleNamespace(error=error, generated_tokens=[7] * tokens)
         return dict.fromkeys(names[:count], written)
 
     with ErrorLog() as errors:
         logging.getLogger("ContinuousBatchingLogger").error("failed during generation")
-    demand_complete(outputs(len(names)), 2, 3, 3, [])
+    check_complete(outputs(len(names)), 2, 3, 3, [])
     for results, logged, problem in (
         (outputs(len(names) - 1), [], f"{len(names) - 1} results, not {len(names)}"),
         (outputs(len(names), 2), [], "req_0.*: 2 tokens, not 3"),
@@ -212,30 +180,21 @@ def test_continuous_batching_must_have_written_everything(names):
         (outputs(len(names)), errors, "failed during generation"),
     ):
         with pytest.raises(RuntimeError, match=problem):
-            demand_complete(results, 2, 3, 3, logged)
+            check_complete(results, 2, 3, 3, logged)
 
 
 def test_generate_gets_half_as_many_contexts_until_they_fit(monkeypatch):
-    work = Workload(Task("tiny", (), 1, SMALL, "cpu", "float32", together=4))
-    one, calls, most = Generate(work, 4), [], 1
+    one, calls = Generate(Workload(Task("tiny", (), 1, SMALL, "cpu", "float32", together=4)), 4), []
 
     def call_with(ids, new_tokens) -> None:
         calls.append(len(ids))
-        if len(ids) > most:
+        if len(ids) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
 
     monkeypatch.setattr(one, "_call", call_with)
     one.warm_up()
     one.measure()
     assert calls == [4, 2, 1, 1, 1, 1, 1] and "1 contexts a call (4, 2 don't fit)" in one.notes
-    most = 0
-    with pytest.raises(MemoryError, match="not one context fits"):
-        one.warm_up()
-    with pytest.raises(ZeroDivisionError):
-        too_much(lambda: 1 / 0)
-    monkeypatch.setattr(work.model, "generate", lambda inputs, **_: inputs)
-    with pytest.raises(RuntimeError, match=r"tokens \(4, 24\), not \(20, 26\)"):
-        Generate(work, 4).warm_up()  # stopped early
 
 
 class Broken(Contender):
@@ -250,33 +209,28 @@ class Refused(Broken):
 
 
 def test_contenders_take_turns_and_one_that_fails_is_a_result(monkeypatch):
-    broken = Kind(Broken, counts="last")
-    monkeypatch.setitem(CONTENDERS, "generate", broken)
-    chosen = ("ours", "copies", "generate", "static", "ceilings")
+    monkeypatch.setitem(CONTENDERS, "generate", Kind(Broken, counts="last"))
     monkeypatch.setitem(CONTENDERS, "static", Kind(Refused))
-    task = Task("tiny", chosen, 2, SMALL, "cpu", "float32", 1)
-    setting, records = measure(task)
-    assert "float32 on cpu, torch" in setting
+    small = Size((1, 2), 24, 5, 3)
+    task = Task("tiny", ("ours", "copies", "generate", "static"), 2, small, "cpu", "float32", 1)
+    _, records = measure(task)
     order = [(one["contender"], one["contexts"]) for one in records if "values" in one]
-    turns = [("ours", 1), ("ours", 4), ("copies", 1), ("copies", 4)]
-    assert order == [*turns, ("ceilings", 1), *turns, ("differing", 4)]
+    turns = [("ours", 1), ("ours", 2), ("copies", 1), ("copies", 2)]
+    assert order == [*turns, *turns, ("differing", 2)]
     assert all(one["margins"] == [] for one in records[-1]["values"]["compared"])
-    assert records[2 + len(turns)]["failed"] == (
-        "RuntimeError: CUDA error: an illegal memory access"
-    )
-    assert [one["failed"] for one in records if one["contender"] == "static"] == ["no; never"] * 2
+    failed = {one["contender"]: one["failed"] for one in records if "failed" in one}
+    assert failed == {
+        "generate": "RuntimeError: CUDA error: an illegal memory access", "static": "no; never"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         (["--device", "cpu", "--models", "tiny", "qwen3-4b"], "takes hours on a CPU"),
-        (["--device", "gpu"], "not a device"),
         (["--read", "none.json"], "no file none.json"),
         (["--device", "cpu", "--json", "none/file"], "can't be written"),
         (["--device", "cpu", "--models", "tiny", "--write"], "mean nothing"),
-        (["--rounds", "0"], "not a whole number"),
-        (["--contenders", "vllm"], "invalid choice"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(words, problem, capfd, monkeypatch):

@@ -14,7 +14,6 @@ from transformers import ByT5Tokenizer
 from transformers.utils import chat_template_utils
 
 from ia_mech.chat.format import ChatFormat
-from ia_mech.chat.template import PINNED_DATE
 from ia_mech.errors import UserError
 
 NEWLINE, NEWLINES = "Ċ", "ĊĊ"  # as byte-level tokenizers write them
@@ -174,17 +173,6 @@ def test_header_tail_and_stops_are_derived(family):
     )
 
 
-def test_the_record_of_a_run_describes_the_format():
-    c = chat("glm4", system="Be brief.")
-    found = c.describe()
-    assert (found["template_hash"], found["system"]) == (c.template.hash, "Be brief.")
-    assert (found["thinking"], found["date"]) == ("template", PINNED_DATE)
-    assert (found["tail_ids"], found["turn_end_id"]) == (c.header_ids, None)
-    assert list(found["stop_ids"].values()) == FOUND["glm4"].stops.split()
-    assert list(found["response_stop_ids"].values()) == FOUND["glm4"].response_stops.split()
-    assert len(c.template.hash) == 16 and c.template.hash != chat("smollm2").template.hash
-
-
 # --- contexts
 
 
@@ -196,7 +184,6 @@ def test_positions_point_to_their_tokens(family):
     end = len(context.ids) - len(gap) - len(header)  # where the tail begins
     where = context.positions
     assert tuple(where) == c.position_names
-    assert tokens(c.tokenizer, [context.ids[where["query_end"]]]) == "?"
     assert where["query_end"] == max(
         i for i in range(end) if tokens(c.tokenizer, [context.ids[i]]) == "?"
     )
@@ -274,14 +261,9 @@ def test_thinking_is_dropped_as_the_template_drops_it_or_kept():
         assert context.positions["query_end"] is not None
         end = context.positions["response_end"]
         assert end == (len(context.ids) - len(c.tail_ids) - 1 if response else None)
-    earlier = kept.context(turns("a", "b", QUERY, RESPONSE))
-    assert earlier.text == (
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
-        + opened
-        + empty
-        + RESPONSE
-        + tail
-    )
+    earlier = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    context = kept.context(turns("a", "b", QUERY, RESPONSE))
+    assert context.text == earlier + opened + empty + RESPONSE + tail
 
 
 def test_a_system_message_goes_where_a_conversation_has_none():
@@ -302,9 +284,9 @@ def test_of_named_templates_the_default_is_used():
     named = ChatFormat(changed("smollm2", {"tool_use": "no", "default": template}))
     assert named.context(turns(QUERY, RESPONSE)) == chat("smollm2").context(turns(QUERY, RESPONSE))
     assert named.template.hash == chat("smollm2").template.hash
-    assert error_of(ChatFormat, changed("smollm2", {"tool_use": "no", "rag": template})) == (
-        "the tokenizer names none of its chat templates (tool_use, rag) default; "
-        "set tokenizer.chat_template to the one that chat uses"
+    no_default = changed("smollm2", {"tool_use": "no", "rag": template})
+    assert "names none of its chat templates (tool_use, rag) default" in error_of(
+        ChatFormat, no_default
     )
 
 
@@ -333,10 +315,7 @@ def test_a_reference_may_not_merge_with_the_header(family):
     messages = turns(QUERY, RESPONSE)
     context = c.context(messages)
     if family in ("qwen3", "glm4"):  # their newlines merge with one another
-        assert error_of(c.reference_ids, messages, context, "\nSo") == (
-            "the user turn '\\nSo' merges with the user header; "
-            "remove the white space it begins with"
-        )
+        assert "merges with the user header" in error_of(c.reference_ids, messages, context, "\nSo")
     else:
         ids = c.reference_ids(messages, context, "\nSo")
         whole = rendered(family, [*messages, *turns("\nSo")])
@@ -346,9 +325,7 @@ def test_a_reference_may_not_merge_with_the_header(family):
 # --- words that every turn is made to begin with
 
 
-@pytest.mark.parametrize(
-    "opening", ["Thanks. You say that", "One question:", "Wait, why", "谢谢。"]
-)
+@pytest.mark.parametrize("opening", ["Thanks. You say that", "谢谢。"])
 @pytest.mark.parametrize("family", FOUND)
 def test_an_opening_ends_the_context_as_the_template_holds_it_and_is_no_part_of_the_turn(
     family, opening
@@ -435,17 +412,6 @@ def test_what_no_format_can_be_derived_from_is_refused():
         assert problem in error_of(ChatFormat, tokenizer)
 
 
-def test_what_a_template_refuses_is_refused_with_its_reason():
-    c = chat("gemma3")
-    reason = "(Conversation roles must alternate between user and assistant); use conversations, or"
-    for call, messages, roles in (
-        (c.context, [*turns(QUERY), *turns(QUERY, RESPONSE)], "user/user/assistant/user"),
-        (c.prompt, [*turns(QUERY), *turns(QUERY)], "user/user"),
-    ):
-        said = error_of(call, messages)
-        assert said.startswith(f"the chat template refuses the roles {roles} {reason}")
-
-
 def test_a_turn_that_the_template_leaves_out_is_not_guessed():
     skips = (
         "{% for m in messages if m.content %}"
@@ -454,10 +420,7 @@ def test_a_turn_that_the_template_leaves_out_is_not_guessed():
     )
     c = ChatFormat(changed("smollm2", skips))
     assert c.context(turns(QUERY, RESPONSE)).ids[-5:] == c.tail_ids
-    assert error_of(c.context, turns(QUERY, "")) == (
-        "the assistant turn can't be found in the rendered dialogue; "
-        "remove template markup from its text"
-    )
+    assert "the assistant turn can't be found" in error_of(c.context, turns(QUERY, ""))
 
 
 # --- templates of other shapes
@@ -528,32 +491,6 @@ def test_a_printed_date_is_the_given_one_and_no_other_clock_is_asked(family, lin
     unpinned = tokenizer.apply_chat_template(messages, tokenize=False)
     assert "17 May 2031" in unpinned or "2031-05-17" in unpinned
     assert ChatFormat(tokenizer).context(messages) == want
-
-
-def test_every_way_to_write_a_date_is_pinned_and_the_rest_of_the_template_unchanged():
-    body = families.template("smollm2")
-    for code, want in {
-        "%Y-%m-%d": "2024-02-03",
-        "%d %B %Y": "03 February 2024",
-        "%-d.%-m.%y": "3.2.24",
-        "%A, %B %e, %Y": "Saturday, February  3, 2024",
-        "%F %H:%M:%S": "2024-02-03 00:00:00",
-        "%a %b %j %I %p": "Sat Feb 034 12 AM",
-    }.items():
-        macro = "{% macro today() %}{{ strftime_now('" + code + "') }}{% endmacro %}"
-        template = macro + "{% if strftime_now is defined %}{{ today() }}{% endif %}|" + body
-        c = ChatFormat(changed("smollm2", template), date="2024-02-03")
-        assert c.context(turns(QUERY, RESPONSE)).text.partition("|")[0] == want
-    # Jinja strips blanks that begin a line before a block, and a newline after one.
-    for start in ("  {% if 1 %}x{% endif %}", "\n\n", "\n  {% if 1 %}\ny{% endif %}", " {{ 'z' }}"):
-        template = (
-            start + body.replace("{#-", "{#") + "{% if 0 %}{{ strftime_now('%Y') }}{% endif %}"
-        )
-        c = ChatFormat(changed("smollm2", template))
-        messages = turns(QUERY, RESPONSE, "So.")
-        whole = c.tokenizer.apply_chat_template(messages, tokenize=False)
-        assert whole.startswith(c.context(messages[:2]).text)
-        assert c.header_text == "<|im_start|>user\n"
 
 
 # --- what was sampled

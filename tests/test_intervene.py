@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from contract import LOGPROB
+from contract import LOGPROB, VECTOR, relative_l2
 
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.intervene import Add, ProjectOut, Replace, from_layer, intervene
@@ -12,7 +12,6 @@ from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.likelihood.intervened import IntervenedTurns
 
-EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 CONTEXT, START, DEPTH = 23, 18, 4  # sliding windows are 8 tokens
 TURNS = (5, 9, 1)
 WIDTH = 32
@@ -64,14 +63,15 @@ def logprobs(logits: torch.Tensor, turn: list[int], temperature: float) -> np.nd
     return before.log_softmax(-1).gather(-1, torch.tensor(turn)[:, None])[:, 0].numpy()
 
 
-@EACH
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("architecture", "temperature"), [("llama", 1.0), *((each, 0.7) for each in tiny.ARCHITECTURES)]
+)
 def test_scores_under_residual_edits_equal_plain_hooks(architecture, temperature):
     """One batch holds rows of every turn, layer and kind; each is compared with a pass alone."""
     model = tiny.model(architecture)
     rows, plain = [], []
     for number in range(len(TURNS)):
-        for layer in range(DEPTH + 1):
+        for layer in (0, 1, DEPTH):
             states, direction = vectors(2, seed=layer), vectors(1, seed=9)[0]
 
             def put(hidden, states=states):
@@ -104,33 +104,6 @@ def test_scores_under_residual_edits_equal_plain_hooks(architecture, temperature
     assert len({round(float(one), 3) for one in moved}) > len(moved) / 2, (
         "edits that move something"
     )
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss"])
-@torch.inference_mode()
-def test_rows_of_a_padded_batch_are_changed_each_in_its_own_way(architecture):
-    """Whole contexts of different lengths, padded on their left."""
-    model = tiny.model(architecture)
-    lengths = (17, 11, 14)
-    prompts = [tiny.prompt(n, seed=n) for n in lengths]
-    state = vectors(1, seed=1)
-    kinds = [
-        [Replace(2, (3,), state), Add(2, (3,), state[0], 0.3)],
-        [ProjectOut(2, (9, 10), state[0])],
-        [],
-    ]
-    first = [n - max(lengths) for n in lengths]
-    with intervene(model, kinds, first) as touched:
-        together = prefill(model, [Prefix(ids) for ids in prompts]).logits
-    assert sorted(touched) == [
-        (0, 2, (3,)),
-        (0, 2, (3,)),
-        (1, 2, (9, 10)),
-    ]
-    for row, ids in enumerate(prompts):
-        with intervene(model, [kinds[row]]):
-            alone = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-        assert (together[row] - alone).norm() <= 1e-5 * alone.norm()
 
 
 @torch.inference_mode()
@@ -171,7 +144,7 @@ def test_no_hook_is_left_whatever_happens():
     with pytest.raises(ZeroDivisionError), from_layer(model, 3, torch.zeros(1, CONTEXT, WIDTH)):
         raise ZeroDivisionError
     assert hooks_of(model) == before
-    with pytest.raises(RuntimeError, match="0 of 2 interventions"), intervene(model, [kinds]):
+    with pytest.raises(RuntimeError, match="layer 0 ran 0 times"), intervene(model, [kinds]):
         pass
     late = Replace(1, (CONTEXT,), vectors(1, seed=0))
     said = "position 23 isn't among the tokens 0 to 22"
@@ -207,7 +180,7 @@ def test_what_selects_nothing_or_isnt_there_is_refused():
 
 @pytest.mark.slow  # TransformerLens takes long to import
 @torch.inference_mode()
-def test_a_patched_and_a_steered_pass_equal_transformer_lens(tmp_path, tokenizer):
+def test_captured_patched_and_steered_passes_equal_transformer_lens(tmp_path, tokenizer):
     from transformer_lens.model_bridge import TransformerBridge
 
     from ia_mech.models.bridge import hook_name
@@ -217,6 +190,10 @@ def test_a_patched_and_a_steered_pass_equal_transformer_lens(tmp_path, tokenizer
     tokenizer.save_pretrained(tmp_path)
     bridge = TransformerBridge.boot_transformers(str(tmp_path), device="cpu", dtype=torch.float32)
     ids, state = torch.tensor([context()]), vectors(1, seed=4)
+    _, cache = bridge.run_with_cache(ids)
+    kept = prefill(model, [Prefix(context(), (7, CONTEXT - 1))], find_blocks(model)).residuals[0]
+    for layer, states in enumerate(kept):
+        assert relative_l2(states, cache[hook_name(layer)][0, [7, CONTEXT - 1]]) <= VECTOR
     plain = model(ids, use_cache=False).logits[0]
     for layer in (0, 2):
         for kind in (Replace(layer, (7,), state), Add(layer, (7,), state[0], 0.8)):
@@ -230,5 +207,5 @@ def test_a_patched_and_a_steered_pass_equal_transformer_lens(tmp_path, tokenizer
             theirs = bridge.run_with_hooks(ids, fwd_hooks=[(hook_name(layer), change)])[0]
             with intervene(model, [[kind]]):
                 ours = model(ids, use_cache=False).logits[0]
-            assert ((ours - theirs).norm(dim=-1) <= 1e-5 * ours.norm(dim=-1)).all()
+            assert relative_l2(theirs, ours) <= VECTOR
             assert (ours - plain)[7:].norm() > 1e-2

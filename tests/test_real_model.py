@@ -12,18 +12,19 @@ from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.models.load import ModelSpec, load
 
-NEW_TOKENS = 16
+NEW_TOKENS = 12
+QWEN = "qwen2.5-coder-1.5b-instruct"
 
 
 @pytest.fixture(scope="module")
 def subject():
-    return load(ModelSpec())
+    return load(ModelSpec(device="cpu"))  # fetched at most once per user
 
 
 @pytest.fixture(scope="module")
 def contexts(subject):
     chat = ChatFormat(subject.tokenizer)
-    return [chat.context(c.messages) for c in open_conversations("builtin", limit=3)]
+    return [chat.context(c.messages) for c in open_conversations("builtin", limit=2)]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,7 @@ def test_greedy_user_turns_equal_generate(subject, contexts, prefilled):
         written = subject.model.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=settings
         )[0, len(context.ids) :].tolist()
-        same = row.token_ids.tolist() == written
-        if not same:  # only where rounding may decide
+        if row.token_ids.tolist() != written:  # only where rounding may decide
             length = min(len(written), len(row.token_ids))
             first = int(np.argmax(row.token_ids[:length] != np.array(written[:length])))
             assert row.margins[first] < 1e-4
@@ -60,3 +60,56 @@ def test_residuals_equal_hidden_states(subject, contexts, prefilled):
         assert error.max() <= 1e-5  # batched and padded against alone
         last = find_final_norm(subject.model)(kept[-1])
         assert (last - states[-1]).norm() / states[-1].norm() <= 1e-5
+
+
+# -- the models that they claim to be --------------------------------------------------------------
+
+
+def greedy(subject, question: str, most: int) -> str:
+    ids = subject.tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    written = subject.model.generate(**ids, max_new_tokens=most, do_sample=False)
+    return subject.tokenizer.decode(written[0, ids["input_ids"].shape[1] :])
+
+
+def test_the_default_model_answers_and_is_cut_into_tokens_like_the_original(subject):
+    tokenizer, model, about = subject.tokenizer, subject.model, subject.describe()
+    assert (about["layers"], about["d_model"], about["vocab"]) == (30, 576, 49152)
+    assert about["architecture"] == "LlamaForCausalLM" and about["dtype"] == "float32"
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+    # Digits are split off first, so that the line breaks before one stay together.
+    assert tokenizer.tokenize("\n\n1") == ["ĊĊ", "1"]
+    assert tokenizer.tokenize("\n\nA") == ["Ċ", "Ċ", "A"]
+    assert tokenizer.tokenize("in 2024") == ["in", "Ġ", "2", "0", "2", "4"]
+    assert tokenizer.decode(tokenizer("a\n\n1 b")["input_ids"]) == "a\n\n1 b"
+    assert "Paris" in greedy(subject, "What is the capital of France?", 12)
+
+
+@pytest.mark.slow
+def test_the_second_model_answers_and_is_cut_into_tokens_like_the_original():
+    real = load(ModelSpec(name=QWEN, device="cpu"))  # 8 GB of memory
+    tokenizer, model, about = real.tokenizer, real.model, real.describe()
+    assert (about["layers"], about["d_model"], about["vocab"]) == (28, 1536, 151936)
+    assert about["architecture"] == "Qwen2ForCausalLM" and about["dtype"] == "float32"
+    # The file has the embedding in 4 bits and the unembedding in 6: they aren't tied in it.
+    assert not torch.equal(
+        model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    )
+    assert tokenizer.eos_token == "<|im_end|>" and model.generation_config.eos_token_id == 151645
+
+    # The first ids are widely known; the rest follows from the expression that the file names.
+    assert tokenizer("Hello, world!")["input_ids"] == [9707, 11, 1879, 0]
+    assert tokenizer("<|im_start|>user\n")["input_ids"] == [151644, 872, 198]
+    assert tokenizer.tokenize("in 2024") == ["in", "Ġ", "2", "0", "2", "4"]
+    assert tokenizer.tokenize("a\n\n1") == ["a", "ĊĊ", "1"]
+    assert tokenizer.tokenize("I'll she's") == ["I", "'ll", "Ġshe", "'s"]
+    assert tokenizer("cafe\u0301")["input_ids"] == tokenizer("caf\u00e9")["input_ids"]
+    for text in ("你好,世界!1234", "x  =\t3;\r\n\n  y", "naïve ﬁ 🙂"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert greedy(real, "What is the capital of France?", 12).endswith("<|im_end|>")

@@ -130,7 +130,7 @@ def test_greedy_rows_take_the_first_largest_logit():
     assert sampled_tokens.logprob.item() == pytest.approx(float(logits.log_softmax(-1)[0, 1]))
 
 
-@pytest.mark.parametrize("vocab", [64, 6400, 6401])
+@pytest.mark.parametrize("vocab", [64, 6401])
 def test_the_largest_is_the_first_of_equal_ones_wherever_it_is(vocab):
     scores = torch.zeros(5, vocab)
     scores[1, vocab - 1] = scores[1, 63] = 2.0
@@ -142,8 +142,8 @@ def test_the_largest_is_the_first_of_equal_ones_wherever_it_is(vocab):
     assert torch.equal(best, scores.gather(-1, token))
 
 
-@pytest.mark.parametrize("spread", [1e-3, 3.0, 50.0])
-@pytest.mark.parametrize("temperature", [1e-3, 0.1, 0.7, 1.0, 1e3])
+@pytest.mark.parametrize("spread", [1e-3, 50.0])
+@pytest.mark.parametrize("temperature", [1e-3, 0.7, 1e3])
 def test_log_sums_of_exponentials_keep_their_bound(spread, temperature):
     """(ln(vocab) + 4) * 2**-23 nats, as the docstring derives it, for logits that are given."""
     vocab = 50_257

@@ -76,16 +76,6 @@ def test_a_log_sum_exp_is_that_of_the_scores():
         torch.testing.assert_close(total.double(), scores.logsumexp(-1), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("score", [-1e4, 0.0, 1e4])
-def test_the_merge_of_given_scores_in_float64(score):
-    averages = normal(2, seed=1), normal(2, seed=2)
-    totals = [torch.full((ROWS, KV_HEADS, 2), score), torch.full((ROWS, KV_HEADS, 2), score + 1.5)]
-    weights = torch.tensor([0.0, 1.5], dtype=torch.float64).softmax(0)
-    expected = weights[0] * averages[0].double() + weights[1] * averages[1].double()
-    merged = merge(*zip(averages, totals, strict=True))
-    assert (merged.double() - expected).abs().max() < 1e-6
-
-
 def test_parts_that_see_nothing_count_for_nothing():
     average, total = normal(2, seed=1), torch.zeros(ROWS, KV_HEADS, 2)
     nothing = torch.full_like(total, -torch.inf)
@@ -98,7 +88,7 @@ def test_parts_that_see_nothing_count_for_nothing():
         assert torch.equal(far, normal(2, seed=2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_a_query_that_sees_nothing_has_a_log_sum_exp_of_minus_infinity(dtype, softcap):
     """With the kernel for CPUs and without; its neighbours aren't touched."""
@@ -112,14 +102,6 @@ def test_a_query_that_sees_nothing_has_a_log_sum_exp_of_minus_infinity(dtype, so
     seen[1, :, 2] = False
     torch.testing.assert_close(average[seen], whole[0][seen])
     torch.testing.assert_close(total[seen], whole[1][seen])
-
-
-def test_sinks_only_take_weight_away():
-    average, total = normal(2, seed=1), torch.zeros(ROWS, KV_HEADS, 2)
-    nothing = torch.zeros_like(average), torch.full_like(total, -torch.inf)
-    merged = merge((average, total), nothing, torch.tensor([0.0, -1e4]))
-    torch.testing.assert_close(merged[:, 0], average[:, 0] / 2)
-    assert torch.equal(merged[:, 1], average[:, 1])
 
 
 def test_half_precision_is_merged_in_float32():
@@ -161,26 +143,6 @@ def test_layers_of_full_attention_are_shared(architecture):
     layers = expand([prefilled(model, LENGTHS)], [0, 1]).cache.layers
     found = [n for n, layer in enumerate(layers, start=1) if isinstance(layer, SharedLayer)]
     assert tuple(found) == SHARED[architecture]
-
-
-def test_what_a_run_records_names_the_layers():
-    assert Engine((1, 2, 3, 4), 4).name == "prefix shared in all 4 layers"
-    assert Engine((1, 2, 4), 4).name == "prefix shared in layers 1-2, 4 of 4, copied in others"
-    assert str(Engine((), 4, "other logits")) == "a copy of the prefix per row (other logits)"
-
-
-def test_a_group_whose_rows_have_all_ended_is_skipped(monkeypatch):
-    calls, honest = [], shared.attend
-    monkeypatch.setattr(shared, "attend", lambda *a, **k: calls.append(1) or honest(*a, **k))
-    model = tiny.model("llama")
-    state = expand([prefilled(model, LENGTHS[:2]), prefilled(model, LENGTHS[2:])], [0, 1, 2])
-    counts = []
-    for finished in ([], [2], []):
-        stepped(model, state, [3] * state.rows)
-        counts.append(len(calls))
-        calls.clear()
-        state.drop(finished)
-    assert counts == [12, 12, 8]  # of four layers: two groups and own tokens, then one group
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
@@ -240,7 +202,8 @@ def test_a_cache_of_something_else_than_keys_is_found_out_and_copied():
 
 # -- borrowed keys and values ----------------------------------------------------------------------
 
-BORROWING = ("llama", "qwen3", "glm4_moe", "gemma3", "gpt_oss")
+# Of the families that can, those whose heads differ in nothing from llama's are left out.
+BORROWING = ("llama", "gemma3", "gpt_oss")
 GROUPS = ((23, 14, 5), (9, 30))  # tokens of contexts
 
 
@@ -324,22 +287,6 @@ def test_rows_with_borrowed_keys_are_decoded_as_passes_with_a_mask_per_head(arch
         np.testing.assert_allclose(ours.logprobs_raw, theirs, rtol=0, atol=LOGPROB)
         best = logits.argmax(-1).numpy()
         assert ((best == ours.token_ids) | (ours.margins < MARGIN)).all()
-
-
-@pytest.mark.parametrize("architecture", BORROWING)
-def test_who_borrows_from_himself_changes_nothing(architecture):
-    # In float64: rows that borrow are gathered in another layout, and on some CPUs float32 rounds
-    # that by more than the tolerance. The usual experts don't know float64.
-    model = tiny.fresh(architecture).double()
-    model.set_experts_implementation("eager")
-    groups = [prefilled(model, lengths) for lengths in GROUPS]
-    every = some_heads(architecture)[2]
-    scored = [
-        score(model, groups, [Turn(c, ids_of(2), borrowed=one(c)) for c in range(5)])
-        for one in (lambda c: None, lambda c: Borrowed(c, every))
-    ]
-    for plain, own in zip(*scored, strict=True):
-        np.testing.assert_allclose(plain.logprobs_raw, own.logprobs_raw, rtol=0, atol=1e-6)
 
 
 def test_what_cant_be_borrowed_is_refused():

@@ -6,7 +6,6 @@ import tiny
 import torch
 from contract import LOGPROB, masked_logits
 
-from ia_mech.engine.check import check_engine
 from ia_mech.engine.intervene import Replace
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Borrowed, Engine
@@ -14,7 +13,7 @@ from ia_mech.engine.splice import Hybrid, Piece, aligned, spliced
 
 QUERY, AFTER = 9, 4  # tokens before the responses, which all contexts share, and after them
 RESPONSES = (6, 11, 3)
-ARCHITECTURES = ("llama", "qwen3", "glm4", "gpt_oss", "gemma3")
+ARCHITECTURES = ("llama", "gpt_oss", "gemma3")
 
 
 def contexts(after: int = AFTER) -> list[list[int]]:
@@ -95,24 +94,13 @@ def test_heads_that_borrow_from_a_hybrid_equal_one_pass(architecture):
     )
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_hybrid_of_itself_is_the_context_to_the_bit(architecture):
-    model = tiny.model(architecture)
-    group = aligned(model, contexts())
-    its = spliced(group, [hybrid(n, n, n) for n in range(3)])
-    turns = [Turn(n, tiny.prompt(6, seed=n)) for n in range(3)]
-    for ours, theirs in zip(score(model, [its], turns), score(model, [group], turns), strict=True):
-        np.testing.assert_array_equal(ours.logprobs_raw, theirs.logprobs_raw)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "glm4"])  # rotary in part
 def test_contexts_that_end_together_score_as_they_do_alone(architecture):
     """Rotary positions are relative: where a context begins doesn't matter."""
     model = tiny.model(architecture)
     group = aligned(model, contexts())
-    share = check_engine(model, tiny.prompt(48, seed=3)).share
     turns = [Turn(n, tiny.prompt(6, seed=n)) for n in range(3)]
-    for turn, ours in zip(turns, score(model, [group], turns, share=share), strict=True):
+    for turn, ours in zip(turns, score(model, [group], turns), strict=True):
         context = contexts()[turn.context]
         with torch.inference_mode():
             logits = model(torch.tensor([[*context, *turn.ids]])).logits[0, len(context) - 1 : -1]

@@ -17,7 +17,7 @@ def size(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("rows", [1, 13, 33, 64, 200])
+@pytest.mark.parametrize("rows", [1, 33, 200])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_equal_plain_ones_whatever_the_rows(size, rows, bias):
     torch.manual_seed(0)

@@ -189,8 +189,13 @@ def least(
     # A table of embeddings that isn't the head's as well is only looked up in.
     read = [p for p in model.parameters() if p is not table or p is head]
     weights = sum(p.numel() for p in read if p.ndim > 1)
-    attended = _held(cache, "keys") + _held(cache, "values")  # [contexts, kv_heads, tokens, dim]
-    recurrent, windows = _held(cache, "recurrent_states"), _held(cache, "conv_states")
+    attended = _tensors_named(cache, "keys") + _tensors_named(
+        cache, "values"
+    )  # [contexts, kv_heads, tokens, dim]
+    recurrent, windows = (
+        _tensors_named(cache, "recurrent_states"),
+        _tensors_named(cache, "conv_states"),
+    )
     token = sum(t.shape[1] * t.shape[-1] * t.element_size() for t in attended)
     moved = sum(p.nbytes for p in read) + token * (contexts * size.context_tokens + rows * own)
     of_row = sum(t[0].nbytes for t in recurrent + windows) + head.shape[0] * head.element_size()
@@ -202,10 +207,10 @@ def least(
     return steps * (moved + 2 * rows * of_row), steps * 2 * rows * (weights + scored + updated)
 
 
-def _held(cache: DynamicCache, name: str) -> list[Tensor]:
+def _tensors_named(cache: DynamicCache, name: str) -> list[Tensor]:
     """Tensors ``[contexts, …]`` of all layers that hold some by that name."""
-    found: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     for layer in cache.layers:
-        held = getattr(layer, name, None)
-        found += held.values() if isinstance(held, dict) else [held]
-    return [tensor for tensor in found if tensor is not None]
+        value = getattr(layer, name, None)
+        tensors += value.values() if isinstance(value, dict) else [value]
+    return [tensor for tensor in tensors if tensor is not None]

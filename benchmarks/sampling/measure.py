@@ -29,7 +29,7 @@ from benchmarks.sampling.workload import Contender, Size, Task, Workload, one_li
 from ia_mech.errors import UserError
 
 PACKAGES = (
-    "torch", "transformers", "transformer-lens", "llama-cpp-python", "flash-attn", "flash-attn-3",
+    "torch", "transformers", "transformer-lens", "flash-attn", "flash-attn-3",
     "flash-linear-attention", "causal-conv1d", "kernels",
 )  # fmt: skip
 

@@ -112,7 +112,7 @@ class Continuous(Contender):
                 generation_config=sampling_config(size.rows, new_tokens),
                 persistent_manager=True,
             )
-        demand_complete(results, self.contexts, size.rows, new_tokens, errors)
+        check_complete(results, self.contexts, size.rows, new_tokens, errors)
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # a failed kernel may have left a GPU unusable
@@ -148,20 +148,20 @@ class ErrorLog(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.found: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
     def __enter__(self) -> list[str]:
         logging.getLogger("ContinuousBatchingLogger").addHandler(self)
-        return self.found
+        return self.messages
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger("ContinuousBatchingLogger").removeHandler(self)
 
 
-def demand_complete(
+def check_complete(
     results: Mapping[str, Any], contexts: int, rows: int, new_tokens: int, errors: Sequence[str]
 ) -> None:
     """Continuous batching returns what it has, whatever went wrong: ``results`` by request.
@@ -193,7 +193,8 @@ class TransformerLens(Contender):
 
     def __init__(self, work: Workload, contexts: int) -> None:
         super().__init__(work, contexts)
-        demand_embedded(work)
+        if work.task.model != embedded.NAME:  # the others have random weights
+            raise UserError(f"{work.task.model} has no file to load", f"use {embedded.NAME}")
         try:
             from transformer_lens.model_bridge import TransformerBridge
         except ImportError as error:
@@ -217,9 +218,3 @@ class TransformerLens(Contender):
                 return_type="tokens",
                 verbose=False,
             )
-
-
-def demand_embedded(work: Workload) -> None:
-    """Raises UserError for models with random weights."""
-    if work.task.model != embedded.NAME:
-        raise UserError(f"{work.task.model} has no file to load", f"use {embedded.NAME}")

@@ -274,9 +274,10 @@ class ChatFormat:
                 "remove the conversation, or what its response ends with",
             )
         positions = dict.fromkeys(self.position_names)
-        asked, said = _tokens(offsets, *query), _tokens(offsets, *response)
-        positions["query_end"] = asked[-1] if asked else None
-        positions["response_end"] = said[-1] if said else None
+        query_tokens = _tokens_within(offsets, *query)
+        response_tokens = _tokens_within(offsets, *response)
+        positions["query_end"] = query_tokens[-1] if query_tokens else None
+        positions["response_end"] = response_tokens[-1] if response_tokens else None
         tail = len(ids) - len(self.tail_ids)
         if ids[tail:] == self.tail_ids:
             if self._turn_end is not None:
@@ -289,7 +290,7 @@ class ChatFormat:
         if self.opening_ids:
             text, ids = f"{text}{self._lead}{self.opening}", [*ids, *self.opening_ids]
             self._refuse_merged(f"{text} {MARK}", ids)
-        return ChatContext(text, ids, positions, asked, said)
+        return ChatContext(text, ids, positions, query_tokens, response_tokens)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation that ends with a query, with the assistant's turn opened.
@@ -315,9 +316,9 @@ class ChatFormat:
         whole = turn if opening is None else f"{opening} {turn}"
         dialogue = self._turns([*messages, message("user", whole)])
         start, end = self.template.span(dialogue, len(dialogue) - 1)
-        said = self.template.render(dialogue)[start:end]
-        said = self._lead + said if opening is None else said.removeprefix(opening)
-        ids = self.template.encode(context.text + said + self._closing_text)[0]
+        content = self.template.render(dialogue)[start:end]
+        content = self._lead + content if opening is None else content.removeprefix(opening)
+        ids = self.template.encode(context.text + content + self._closing_text)[0]
         if ids[: len(context.ids)] != context.ids:
             raise UserError(
                 f"the user turn {turn[:40]!r} merges with the user header",
@@ -336,8 +337,8 @@ class ChatFormat:
             UserError: the template opens a first user turn in another way than later ones, or
                 refuses it.
         """
-        said = [m for m in self._turns(messages) if m["role"] == "system"]
-        before, _ = self.template.around([*said, message("user", MARK)], len(said))
+        system = [m for m in self._turns(messages) if m["role"] == "system"]
+        before, _ = self.template.around([*system, message("user", MARK)], len(system))
         text = before.removesuffix(self._lead)
         ids, _ = self._tokenize_context(text)
         if not before.endswith(self._lead) or ids[-len(self.header_ids) :] != self.header_ids:
@@ -352,7 +353,7 @@ class ChatFormat:
 
         So is what stands between an opening and the words that go on from it.
         """
-        text = self.template.decode(_without_end(ids, self.stop_ids))
+        text = self.template.decode(_without_stop(ids, self.stop_ids))
         return text.removeprefix(self._lead) if self.opening is None else text.lstrip()
 
     def response_text(self, ids: Sequence[int]) -> str:
@@ -362,7 +363,7 @@ class ChatFormat:
         channel, with the analysis before it), and all from the first other mark of turns on: a
         response that never reached its final channel says nothing.
         """
-        text = self.template.decode(_without_end(ids, self.response_stop_ids))
+        text = self.template.decode(_without_stop(ids, self.response_stop_ids))
         query = [message("user", "What is it?")]
         opened = self.template.render(query, add_generation_prompt=True)
         before, _ = self.template.around([*query, message("assistant", MARK)], 1)
@@ -424,12 +425,12 @@ class ChatFormat:
         return ids[:count], offsets[:count]
 
 
-def _without_end(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
+def _without_stop(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
     ids = list(ids)
     return ids[:-1] if ids and ids[-1] in stop_ids else ids
 
 
-def _tokens(offsets: Sequence[tuple[int, int]], start: int, end: int) -> range:
+def _tokens_within(offsets: Sequence[tuple[int, int]], start: int, end: int) -> range:
     """Indices of the tokens that end within the characters ``start … end``.
 
     A token of spaces may be of no width: some tokenizers trim spaces off their offsets.

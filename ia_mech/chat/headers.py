@@ -28,11 +28,11 @@ def context_of(chat: ChatFormat, conversation: Conversation) -> ChatContext:
     if conversation.header == USER_HEADER:
         return regular
     if conversation.header == "alone":
-        return _alone(chat, conversation.messages)
+        return _bare_header_context(chat, conversation.messages)
     if conversation.header == "assistant":
-        return _assistant(chat, regular)
+        return _assistant_header_context(chat, regular)
     name = conversation.header.removeprefix("no_")
-    return _without(chat, regular, name)
+    return _context_without(chat, regular, name)
 
 
 def context_and_reference(
@@ -55,7 +55,7 @@ def context_and_reference(
     return context, chat.reference_ids(conversation.messages, regular, conversation.reference)
 
 
-def _alone(chat: ChatFormat, messages: Sequence[Message]) -> ChatContext:
+def _bare_header_context(chat: ChatFormat, messages: Sequence[Message]) -> ChatContext:
     ids = chat.bare_header(messages)
     positions: dict[str, int | None] = dict.fromkeys(chat.position_names)
     start = len(ids) - len(chat.header_ids)
@@ -64,7 +64,7 @@ def _alone(chat: ChatFormat, messages: Sequence[Message]) -> ChatContext:
     return ChatContext(chat.template.decode(ids), ids, positions)
 
 
-def _without(chat: ChatFormat, regular: ChatContext, name: str) -> ChatContext:
+def _context_without(chat: ChatFormat, regular: ChatContext, name: str) -> ChatContext:
     """The context less its turn end, or less all that stands between turn end and header."""
     end = regular.positions["turn_end"]
     header = regular.positions[_header_names(chat)[0]]
@@ -83,7 +83,7 @@ def _without(chat: ChatFormat, regular: ChatContext, name: str) -> ChatContext:
     return replace(regular, text=chat.template.decode(ids), ids=ids, positions=positions)
 
 
-def _assistant(chat: ChatFormat, regular: ChatContext) -> ChatContext:
+def _assistant_header_context(chat: ChatFormat, regular: ChatContext) -> ChatContext:
     """The context with an assistant header where the user header stood.
 
     The header is what the template writes between a query and its response: from the mark on that

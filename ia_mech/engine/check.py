@@ -70,14 +70,14 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = F
             engine = replace(engine, shared=(), why=error.problem)
     try:
         _check(model, list(ids), share=False)
-    except _Differs as error:
+    except _WrongNumbers as error:
         if not ignore:
             raise
         engine = replace(engine, ignored=error.problem)
     return engine
 
 
-class _Differs(UserError):
+class _WrongNumbers(UserError):
     """The model runs, and its numbers are others than in a full forward pass."""
 
 
@@ -85,7 +85,7 @@ def _check(model: PreTrainedModel, ids: list[int], share: bool) -> None:
     try:
         with torch.inference_mode(), _narrow_windows(model, ids[:TOKENS]):
             differences = _Differences(model, ids)
-            differences.of_engine(share)
+            differences.measure(share)
     except UserError:
         raise
     except Exception as error:  # whatever an architecture raises that isn't made for this
@@ -103,7 +103,7 @@ class _Differences:
     """What differs between the engine and full passes.
 
     Attributes:
-        found: what the engine did -> by how many displacements each row is off.
+        deviations: what the engine did -> by how many displacements each row is off.
 
     Raises:
         UserError: logits that aren't finite.
@@ -114,9 +114,10 @@ class _Differences:
         self.prompts, self.turn = [ids[:12], ids[12:17]], ids[17:TOKENS]
         # [turn + 2, vocab] each: row s + 1 follows on s tokens of the turn.
         self.full = [
-            _full(model, [[*prompt, *self.turn]])[0, len(prompt) - 2 :] for prompt in self.prompts
+            _full_pass(model, [[*prompt, *self.turn]])[0, len(prompt) - 2 :]
+            for prompt in self.prompts
         ]
-        self.found: dict[str, list[float]] = {}
+        self.deviations: dict[str, list[float]] = {}
         self.largest = 0.0  # of all differences of logits
         if not all(logits.isfinite().all() for logits in self.full):
             raise UserError(
@@ -128,40 +129,40 @@ class _Differences:
         prefixes = [Prefix(prompt, [len(prompt) - 1]) for prompt in self.prompts]
         self.prefilled = prefill(model, prefixes, find_blocks(model))
 
-    def of_engine(self, share: bool) -> None:
-        """Find those of everything that the engine does, with or without shared prefixes."""
+    def measure(self, share: bool) -> None:
+        """Measure those of everything that the engine does, with or without shared prefixes."""
         for context, logits in enumerate(self.prefilled.logits):
-            self._note("a left-padded batch", logits, context, 0)
+            self._compare_step("a left-padded batch", logits, context, 0)
         self._decode(share)
         self._score(share)
         self._sample(share)
         limit = context_limit(self.model.config)
         if share and (limit is None or limit > LONG + TOKENS):
-            self._lengthen(self.prefilled.state)
+            self._compare_long_prefix(self.prefilled.state)
 
     def refuse_large_ones(self) -> None:
         """Raise UserError if rows are off by more than rounding explains."""
         half = torch.finfo(self.model.dtype).bits < 32
         allowed = max(TOLERANCE, ROUNDINGS * torch.finfo(self.model.dtype).eps)
-        for what, off in self.found.items():
+        for what, off in self.deviations.items():
             typical, worst = sorted(off)[(len(off) - 1) // 2], max(off)
             if not (typical <= allowed and worst <= (OUTLIER if half else allowed)):
-                raise _Differs(
+                raise _WrongNumbers(
                     f"{type(self.model).__name__} gives other logits in {what} than in a full "
                     f"forward pass (off by {worst:.2g} of the difference that one token makes)",
                     "use another architecture or --attention; --ignore-check goes on with them",
                 )
 
-    def _note(self, what: str, ours: Tensor, context: int, step: int) -> None:
+    def _compare_step(self, what: str, ours: Tensor, context: int, step: int) -> None:
         """Compare logits ``[vocab]`` that follow on ``step`` tokens of the turn."""
         self._compare(what, ours, self.full[context][step : step + 3])
 
     def _compare(self, what: str, ours: Tensor, around: Tensor) -> None:
         """Compare logits ``[vocab]`` with the middle one of ``around`` ``[3, vocab]``."""
-        difference = float(_apart(ours, around[1]))
+        difference = float(_largest_difference(ours, around[1]))
         self.largest = max(self.largest, difference)
-        displacement = float(_apart(around[[0, 2]], around[1]).amin())
-        self.found.setdefault(what, []).append(difference / max(displacement, 1e-30))
+        displacement = float(_largest_difference(around[[0, 2]], around[1]).amin())
+        self.deviations.setdefault(what, []).append(difference / max(displacement, 1e-30))
 
     def _compare_logprobs(
         self, what: str, ours: np.ndarray, logits: Tensor, tokens: Sequence[int]
@@ -180,18 +181,18 @@ class _Differences:
             float((other - at[1]).abs().nan_to_num(torch.inf).sum())
             for other in (mine, at[0], at[2])
         )
-        self.found.setdefault(what, []).append(off / max(min(displaced), 1e-30))
+        self.deviations.setdefault(what, []).append(off / max(min(displaced), 1e-30))
 
     def _decode(self, share: bool) -> None:
         """The turn, token by token, by rows of both contexts, of which one was prefilled alone as
         well; then the first row is dropped."""
         alone = prefill(self.model, [Prefix(self.prompts[1])])
         groups, contexts = [self.prefilled, alone], [0, 1, 2]
-        state = expand(groups, contexts, capacity=STEPS + 1, share=share)
+        state = expand(groups, contexts, share=share)
         for step, token in enumerate(self.turn[: STEPS + 1], start=1):
             ours = _step(self.model, state, [token] * state.rows)
             for row, context in enumerate(contexts):
-                self._note("cached decoding", ours[row], min(context, 1), step)
+                self._compare_step("cached decoding", ours[row], min(context, 1), step)
             if step == STEPS:
                 contexts = [contexts[row] for row in state.drop([0])]
 
@@ -214,7 +215,7 @@ class _Differences:
         for context, prompt in enumerate(self.prompts):
             mine = slice(3 * context, 3 * context + 3)
             written = [[*prompt, *one.token_ids.tolist()] for one in decoded[mine]]
-            logits = _full(self.model, written)[:, len(prompt) - 2 :]
+            logits = _full_pass(self.model, written)[:, len(prompt) - 2 :]
             for compared in zip(rows[mine], decoded[mine], logits, strict=True):
                 self._compare_row(*compared)
 
@@ -235,12 +236,12 @@ class _Differences:
         most = (raw - right.logprob).abs().clamp(min=self.largest)
         close = right.margin <= 2 * most / warmth
         if not ((right.token == torch.tensor(tokens, device=self.device)) | close).all():
-            self.found[what].append(torch.inf)
+            self.deviations[what].append(torch.inf)
 
-    def _lengthen(self, state: State) -> None:
+    def _compare_long_prefix(self, state: State) -> None:
         """Rows that share a long prefix, against a row that has a copy of it."""
-        long = Prefilled(_repeated(state), self.prefilled.logits[:1], None)
-        shared = expand([long], [0] * QUERIES, capacity=STEPS)
+        long = Prefilled(_repeat_prefix(state), self.prefilled.logits[:1], None)
+        shared = expand([long], [0] * QUERIES)
         copied = expand([long], [0], share=False)
         right = [_step(self.model, copied, [token])[0] for token in self.turn[:3]]
         for token in self.turn[:2]:
@@ -255,17 +256,17 @@ def _step(model: PreTrainedModel, state: State, tokens: Sequence[int]) -> Tensor
     return forward(model, state, token, torch.ones_like(token))[:, -1]
 
 
-def _full(model: PreTrainedModel, ids: list[list[int]]) -> Tensor:
+def _full_pass(model: PreTrainedModel, ids: list[list[int]]) -> Tensor:
     """Logits ``[rows, tokens, vocab]`` float32 of one pass without cache, mask or padding."""
     return model(torch.tensor(ids, device=model.device), use_cache=False).logits.float()
 
 
-def _apart(a: Tensor, b: Tensor) -> Tensor:
+def _largest_difference(a: Tensor, b: Tensor) -> Tensor:
     """Largest difference along the last dimension; infinite where there is no number."""
     return (a - b).abs().nan_to_num(torch.inf).amax(-1)
 
 
-def _repeated(state: State) -> State:
+def _repeat_prefix(state: State) -> State:
     """The first context, which has no padding, with its keys and values repeated to more than
     :data:`LONG` tokens, as far as the layers' windows reach."""
     first = Prefilled(state, torch.zeros(len(state.mask), 0, device=state.mask.device), None)
@@ -300,10 +301,10 @@ def _narrow_windows(model: PreTrainedModel, ids: list[int]) -> Iterator[None]:
         for holder in holders:
             holder.sliding_window = to
 
-    before = _full(model, [ids])
+    before = _full_pass(model, [ids])
     try:
         narrow(WINDOW)
-        if torch.equal(_full(model, [ids]), before):  # it doesn't read them
+        if torch.equal(_full_pass(model, [ids]), before):  # it doesn't read them
             narrow(window)
         yield
     finally:

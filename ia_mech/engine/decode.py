@@ -90,8 +90,8 @@ def decode(
     logits = torch.cat([group.logits for group in groups])[[rows[row].context for row in batch]]
     state: State | None = None
     for step in range(max_new_tokens):
-        drawn = sample(logits, temperatures[batch], streams[batch], step)
-        tokens = record.add(batch, step, drawn)
+        draws = sample(logits, temperatures[batch], streams[batch], step)
+        tokens = record.add(batch, step, draws)
         ended = [at for at, token in enumerate(tokens) if token in stops]
         if step + 1 == max_new_tokens:
             ended = list(range(len(batch)))
@@ -105,21 +105,20 @@ def decode(
             state = expand(
                 groups,
                 [row.context for row in going],
-                capacity=max_new_tokens - 1,
                 share=share,
                 borrowed=[row.borrowed for row in going],
             )
         else:
             kept = state.drop(ended) if ended else list(range(len(batch)))
         batch = [batch[at] for at in kept]
-        token = drawn.token[kept][:, None]
+        token = draws.token[kept][:, None]
         with intervene(model, [rows[row].steered for row in batch]):
             logits = forward(model, state, token, torch.ones_like(token))[:, -1]
     return record.rows(stops)
 
 
 class _Record:
-    """What was drawn, row by row, as arrays ``[rows, max_new_tokens]``."""
+    """What was draws, row by row, as arrays ``[rows, max_new_tokens]``."""
 
     FIELDS = ("token", "logprob", "logprob_tempered", "rank", "margin")
 
@@ -132,10 +131,10 @@ class _Record:
             for name in self.FIELDS
         }
 
-    def add(self, rows: Sequence[int], step: int, drawn: Draw) -> list[int]:
+    def add(self, rows: Sequence[int], step: int, draws: Draw) -> list[int]:
         """Note a token for each of these rows; returns the tokens."""
         for name in self.FIELDS:
-            self.values[name][rows, step] = getattr(drawn, name).cpu().numpy()
+            self.values[name][rows, step] = getattr(draws, name).cpu().numpy()
         self.length[rows] = step + 1
         return self.values["token"][rows, step].tolist()
 

@@ -14,7 +14,6 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ class Replace:
     states: Tensor
 
     def __post_init__(self) -> None:
-        _check_some(self.positions)
+        _require_positions(self.positions)
         if self.states.ndim != 2 or len(self.states) != len(self.positions):
             raise ValueError(f"{len(self.positions)} positions, but {self.states.shape} states")
 
@@ -67,8 +66,8 @@ class Add:
     dose: float
 
     def __post_init__(self) -> None:
-        _check_some(self.positions)
-        _check_length(self.direction)
+        _require_positions(self.positions)
+        _require_direction(self.direction)
 
     def apply(self, own: Tensor) -> Tensor:
         """What takes the place of ``[positions, d_model]``."""
@@ -93,8 +92,8 @@ class ProjectOut:
     dose: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_some(self.positions)
-        _check_length(self.direction)
+        _require_positions(self.positions)
+        _require_direction(self.direction)
 
     def apply(self, own: Tensor) -> Tensor:
         """What takes the place of ``[positions, d_model]``."""
@@ -106,20 +105,12 @@ TokenwiseIntervention = Add | ProjectOut  # what can be done at any token alike
 Intervention = Replace | TokenwiseIntervention
 
 
-class Edit(NamedTuple):
-    """What an intervention changed: a row's states at positions of a layer."""
-
-    row: int
-    layer: int
-    positions: tuple[int, ...]
-
-
-def _check_some(positions: Sequence[int]) -> None:
+def _require_positions(positions: Sequence[int]) -> None:
     if not positions:
         raise UserError("an intervention selects no position", "select at least one position")
 
 
-def _check_length(direction: Tensor) -> None:
+def _require_direction(direction: Tensor) -> None:
     if not 0 < direction.norm() < torch.inf:
         raise UserError("the direction has no length", "give one that isn't zero")
 
@@ -150,7 +141,7 @@ def intervene(
     model: PreTrainedModel,
     rows: Sequence[Sequence[Intervention]],
     first: Sequence[int] | None = None,
-) -> Iterator[list[Edit]]:
+) -> Iterator[None]:
     """Intervene in the one forward pass that is made while this lasts.
 
     Args:
@@ -161,38 +152,34 @@ def intervene(
             computes whole contexts (the default), less than 0 where the row is padded on its left,
             more where the pass goes on from a cache.
 
-    Yields:
-        What was touched, as far as the pass has come.
-
     Raises:
         UserError: a layer isn't there; a token isn't in the pass.
-        RuntimeError: on leaving, if a layer didn't run.
+        RuntimeError: on leaving, if a layer didn't run once.
     """
     if not any(rows):
-        yield []
+        yield
         return
     begin = [0] * len(rows) if first is None else list(first)
     blocks = find_blocks(model)
-    touched: list[Edit] = []
     edits: dict[int, list[tuple[int, Intervention]]] = defaultdict(list)
     for row, interventions in enumerate(rows):
         for one in interventions:
             check_layers([one.layer], len(blocks))
             if not (isinstance(one, TokenwiseIntervention) and one.dose == 0):
                 edits[one.layer].append((row, one))
+    hooks = {layer: _StateHook(of_layer, begin) for layer, of_layer in edits.items()}
     handles = []
     try:
-        for layer, of_states in edits.items():
-            hook = _StateHook(of_states, begin, touched)
+        for layer, hook in hooks.items():
             handles.append(
                 blocks[layer - 1].register_forward_hook(hook.leave)
                 if layer
                 else blocks[0].register_forward_pre_hook(hook.enter, with_kwargs=True)
             )
-        yield touched
-        wanted = sum(map(len, edits.values()))
-        if len(touched) != wanted:
-            raise RuntimeError(f"{len(touched)} of {wanted} interventions took place")
+        yield
+        for layer, hook in hooks.items():
+            if hook.runs != 1:
+                raise RuntimeError(f"layer {layer} ran {hook.runs} times, expected once")
     finally:
         for handle in handles:
             handle.remove()
@@ -201,34 +188,32 @@ def intervene(
 class _StateHook:
     """Edits the residual stream of one layer."""
 
-    def __init__(
-        self, edits: list[tuple[int, Intervention]], first: list[int], touched: list[Edit]
-    ) -> None:
-        self.edits, self.first, self.touched = edits, first, touched
+    def __init__(self, edits: list[tuple[int, Intervention]], first: list[int]) -> None:
+        self.edits, self.first, self.runs = edits, first, 0
 
     def enter(self, _module, args, kwargs) -> tuple[tuple, dict]:
         """Before the first block: layer 0."""
         if args:
-            return (self._edited(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self._edited(kwargs["hidden_states"])}
+            return (self._edit(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self._edit(kwargs["hidden_states"])}
 
     def leave(self, _module, _args, output):
         """After a block."""
         if isinstance(output, tuple):
-            return (self._edited(output[0]), *output[1:])
-        return self._edited(output)
+            return (self._edit(output[0]), *output[1:])
+        return self._edit(output)
 
-    def _edited(self, hidden: Tensor) -> Tensor:
+    def _edit(self, hidden: Tensor) -> Tensor:
         new = hidden.clone()
         for row, one in self.edits:
             at = [position - self.first[row] for position in one.positions]
-            _check_inside(at, hidden.shape[1], self.first[row])
+            _require_computed(at, hidden.shape[1], self.first[row])
             new[row, at] = one.apply(new[row, at])
-            self.touched.append(Edit(row, one.layer, one.positions))
+        self.runs += 1
         return new
 
 
-def _check_inside(columns: list[int], width: int, first: int) -> None:
+def _require_computed(columns: list[int], width: int, first: int) -> None:
     for column in columns:
         if not 0 <= column < width:
             raise UserError(
@@ -251,11 +236,11 @@ def from_layer(model: PreTrainedModel, layer: int, states: Tensor) -> Iterator[N
     """
     skipped = list(find_blocks(model))[:layer]
 
-    def stand_in(hidden_states: Tensor, *_, **__) -> Tensor:
+    def skip(hidden_states: Tensor, *_, **__) -> Tensor:
         return states
 
     for block in skipped:
-        block.forward = stand_in
+        block.forward = skip
     try:
         yield
     finally:

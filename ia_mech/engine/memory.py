@@ -1,7 +1,6 @@
 """What to do when memory runs out: the same again with fewer rows at a time."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -65,11 +64,9 @@ class Backoff:
         """
         results: list[Result] = []
         while rest := items[len(results) :]:
-            results.extend(self.retry(partial(_of_first, function, rest), len(rest)))
+
+            def of_first(size: int, rest: Sequence[Item] = rest) -> Sequence[Result]:
+                return function(rest[:size])
+
+            results.extend(self.retry(of_first, len(rest)))
         return results
-
-
-def _of_first(
-    function: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], most: int
-) -> Sequence[Result]:
-    return function(items[:most])

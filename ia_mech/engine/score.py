@@ -118,8 +118,7 @@ def _score_pass(
         if done >= longest:
             break
         if state is None:
-            capacity = longest - 1
-            state = expand(groups, contexts, capacity=capacity, share=share, borrowed=borrowed)
+            state = expand(groups, contexts, share=share, borrowed=borrowed)
         fed = slice(done - 1, min(done - 1 + most, longest - 1))
         interventions = [
             [
@@ -130,7 +129,7 @@ def _score_pass(
         ]
         with intervene(model, interventions, [fed.start] * len(turns)):
             logits = forward(model, state, ids[:, fed], mask[:, fed], keep=0)
-    found = scores.cpu().numpy()
+    host = scores.cpu().numpy()
     return [
         Scored(
             logprobs_raw=own[0],
@@ -139,7 +138,7 @@ def _score_pass(
             greedy=own[-1].astype(bool),
         )
         for row, length in enumerate(lengths)
-        for own in [found[:, row, :length]]
+        for own in [host[:, row, :length]]
     ]
 
 
@@ -158,14 +157,14 @@ def _score_tokens(
         ``[3 + temperatures, tokens]`` float32, so that one transfer to the host has all:
         log-probabilities in nats at T = 1 and at each temperature, ranks, and 1 for the argmax.
     """
-    found = torch.empty(3 + len(temperatures), len(ids), device=logits.device)
+    scores = torch.empty(3 + len(temperatures), len(ids), device=logits.device)
     for part in cpu_slices(len(ids), logits.shape[-1], logits.device):
         (turn, at), token = where[part].unbind(-1), ids[part, None]
         one = logits[turn, at]
-        found[-1, part] = (one.argmax(-1, keepdim=True) == token)[:, 0].float()
+        scores[-1, part] = (one.argmax(-1, keepdim=True) == token)[:, 0].float()
         below = one.sub_(one.amax(-1, keepdim=True))
         chosen, scratch = below.gather(-1, token), torch.empty_like(below)
         for number, t in enumerate((1.0, *temperatures)):
-            found[number, part] = (chosen / t - log_sum_exp(below, t, out=scratch))[:, 0]
-        found[-2, part] = ranks(below, chosen, out=scratch).float()
-    return found
+            scores[number, part] = (chosen / t - log_sum_exp(below, t, out=scratch))[:, 0]
+        scores[-2, part] = ranks(below, chosen, out=scratch).float()
+    return scores

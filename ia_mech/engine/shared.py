@@ -11,7 +11,7 @@ The model's code isn't touched: ``transformers`` lets attention functions be reg
 the name is set in the model's configuration for the time of a forward pass.
 
 In this order: attention over parts (:func:`attend`, :func:`merge`), which row goes on from which
-context (:class:`Table`), the cache layer (:class:`SharedLayer`), its registration
+context (:class:`PrefixTable`), the cache layer (:class:`SharedLayer`), its registration
 (:func:`shared_attention`).
 """
 
@@ -31,6 +31,7 @@ from ia_mech.engine.sampling import LOG2_E
 from ia_mech.errors import UserError
 from ia_mech.models.load import text_config
 
+ROOM = 32  # tokens of its own that a row has room for at first; the room doubles when it is full
 FUSED = (torch.float32, torch.bfloat16, torch.float16)  # what PyTorch's kernel for CPUs takes
 
 
@@ -144,7 +145,7 @@ class Borrowed:
 
 
 @dataclass(frozen=True)
-class _Gathered:
+class _GroupRows:
     """The rows of one group's contexts.
 
     Attributes:
@@ -159,7 +160,7 @@ class _Gathered:
     bias: Tensor | None
 
 
-class Table:
+class PrefixTable:
     """Which row goes on from which context, as all shared layers of a cache see it.
 
     All rows of a batch have written the same number of tokens of their own.
@@ -186,14 +187,14 @@ class Table:
         self._contexts = list(contexts)
         self._borrowed = list(borrowed) or [None] * len(self._contexts)
         self.age, self.length = 0, max(mask.shape[1] for mask in masks)
-        self._forget()
+        self._drop_tensors()
 
     def __len__(self) -> int:
         return len(self._contexts)
 
-    def _forget(self) -> None:
+    def _drop_tensors(self) -> None:
         """Tensors are made anew when they are asked for."""
-        self._gathered: dict[torch.device, tuple[list[_Gathered | None], Tensor]] = {}
+        self._group_rows: dict[torch.device, tuple[list[_GroupRows | None], Tensor]] = {}
         self._causal: dict[tuple[torch.device, int, int], Tensor] = {}
 
     @property
@@ -205,9 +206,9 @@ class Table:
         """Only the given rows, in the given order."""
         self._contexts = [self._contexts[row] for row in index]
         self._borrowed = [self._borrowed[row] for row in index]
-        self._forget()
+        self._drop_tensors()
 
-    def gathered(self, device: torch.device) -> tuple[list[_Gathered | None], Tensor]:
+    def group_rows(self, device: torch.device) -> tuple[list[_GroupRows | None], Tensor]:
         """Where the rows of each group are, on a layer's device.
 
         Returns:
@@ -215,17 +216,17 @@ class Table:
             where, in the groups' attention ``[contexts * most]`` one below the other, that of each
             row to its own prefix is, and behind them that of each borrower to the other one.
         """
-        if device not in self._gathered:
-            self._gathered[device] = self._gather(device)
-        return self._gathered[device]
+        if device not in self._group_rows:
+            self._group_rows[device] = self._make_group_rows(device)
+        return self._group_rows[device]
 
-    def _gather(self, device: torch.device) -> tuple[list[_Gathered | None], Tensor]:
+    def _make_group_rows(self, device: torch.device) -> tuple[list[_GroupRows | None], Tensor]:
         pairs = list(enumerate(self._contexts))
         pairs += [(row, one.context) for row, one in self.borrowers]
         of: dict[int, list[int]] = {}  # context → places in pairs
         for place, (_, context) in enumerate(pairs):
             of.setdefault(context, []).append(place)
-        groups: list[_Gathered | None] = []
+        groups: list[_GroupRows | None] = []
         back, first, before = [0] * len(pairs), 0, 0
         for mask in self._masks:
             mine = [of.get(first + number, []) for number in range(len(mask))]
@@ -248,7 +249,7 @@ class Table:
                 hidden = (mask == 0)[:, None, None].to(device)
                 bias = torch.zeros(hidden.shape, dtype=self._dtype, device=device)
                 bias.masked_fill_(hidden, -torch.inf)
-            groups.append(_Gathered(contexts, rows.to(device), bias))
+            groups.append(_GroupRows(contexts, rows.to(device), bias))
         return groups, torch.tensor(back, device=device)
 
     def causal(self, new: int, device: torch.device) -> Tensor | None:
@@ -339,29 +340,26 @@ class SharedLayer(DynamicLayer):
     Args:
         prefixes: the same layer of each group that was prefilled, left as it is.
         table: of the batch, the same for all layers of a cache.
-        capacity: tokens of a row to make room for; the room grows where that is exceeded.
         number: of the layer, from 1.
     """
 
     keys: Tensor
     values: Tensor
 
-    def __init__(
-        self, prefixes: Sequence[DynamicLayer], table: Table, capacity: int, number: int
-    ) -> None:
+    def __init__(self, prefixes: Sequence[DynamicLayer], table: PrefixTable, number: int) -> None:
         super().__init__()
         self.prefixes = [held(layer) for layer in prefixes]
         self.table, self.number = table, number
         keys, values = self.prefixes[0]
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self._own = [
-            tensor.new_empty(len(table), tensor.shape[1], capacity, tensor.shape[-1])
+            tensor.new_empty(len(table), tensor.shape[1], ROOM, tensor.shape[-1])
             for tensor in (keys, values)
         ]
         self._waiting = False  # keys were handed out that no attention function has used yet
-        self._show(0)
+        self._set_views(0)
 
-    def _show(self, tokens: int) -> None:
+    def _set_views(self, tokens: int) -> None:
         self.keys, self.values = (own[: len(self.table), :, :tokens] for own in self._own)
 
     def update(
@@ -372,18 +370,18 @@ class SharedLayer(DynamicLayer):
         Raises:
             RuntimeError: the model's attention didn't use what was returned the last time.
         """
-        self.demand_attention()
+        self.check_used()
         start = self.table.age
         end = start + key_states.shape[2]
         for which, states in enumerate((key_states, value_states)):
             own = self._own[which]
             if end > own.shape[2]:
-                rows, heads, _, dim = own.shape
-                grown = own.new_empty(rows, heads, 2 * end, dim)
+                rows, heads, room, dim = own.shape
+                grown = own.new_empty(rows, heads, max(end, 2 * room), dim)
                 grown[:, :, :start] = own[:, :, :start]
                 self._own[which] = own = grown
             own[: len(states), :, start:end] = states
-        self._show(end)
+        self._set_views(end)
         self._waiting = True
         # A view that isn't kept, or the two would keep each other alive. It carries this layer,
         # since attention functions don't get the cache.
@@ -391,7 +389,7 @@ class SharedLayer(DynamicLayer):
         setattr(keys, ATTRIBUTE, self)
         return keys, self.values
 
-    def demand_attention(self) -> None:
+    def check_used(self) -> None:
         """Raises RuntimeError if keys were handed out that no attention function has used."""
         if self._waiting:
             raise RuntimeError(UNUSED)
@@ -411,7 +409,7 @@ class SharedLayer(DynamicLayer):
         )
         for own in self._own:
             own[to, :, :tokens] = own[source, :, :tokens]
-        self._show(tokens)
+        self._set_views(tokens)
 
     def attend(
         self,
@@ -444,7 +442,7 @@ class SharedLayer(DynamicLayer):
         self, query: Tensor, scaling: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
         """Attention of the rows over their contexts, as :func:`attend` returns it."""
-        groups, back = self.table.gathered(query.device)
+        groups, back = self.table.group_rows(query.device)
         rows, heads, new, dim = query.shape
         averages, totals = [], []
         for (keys, values), group in zip(self.prefixes, groups, strict=True):
@@ -531,7 +529,7 @@ def shared_attention(model: PreTrainedModel, cache: DynamicCache) -> Iterator[No
     try:
         yield
         for layer in shared:
-            layer.demand_attention()
+            layer.check_used()
     finally:
         config._attn_implementation = before
 
@@ -577,7 +575,6 @@ def _attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
-    position_bias: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention as ``transformers`` calls it, over a shared layer; ``[rows, new, heads, dim]``."""
@@ -586,8 +583,6 @@ def _attention(
         raise RuntimeError(UNUSED)
     if sliding_window is not None:
         raise NotImplementedError("the layer's keys aren't kept for this sliding window")
-    if position_bias is not None:
-        raise NotImplementedError("a shared layer knows no position bias")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = layer.attend(query, key, value, scaling, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None

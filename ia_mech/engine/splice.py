@@ -120,7 +120,7 @@ def spliced(group: Prefilled, hybrids: Sequence[Hybrid]) -> Prefilled:
     cache.layers = []
     for layer in group.state.cache.layers:
         if is_full(layer):
-            cache.layers.append(_taken(layer, row.to(device), column.to(device)))
+            cache.layers.append(_gather_tokens(layer, row.to(device), column.to(device)))
         else:
             cache.layers.append(rows_of([layer], [recipients], width))
     state = State(cache, real.to(device), group.state.position[recipients.to(device)])
@@ -128,7 +128,7 @@ def spliced(group: Prefilled, hybrids: Sequence[Hybrid]) -> Prefilled:
     return Prefilled(state, group.logits[last.to(device)], None)
 
 
-def _taken(layer, row: Tensor, column: Tensor):
+def _gather_tokens(layer, row: Tensor, column: Tensor):
     """A full-attention layer with the given tokens ``[hybrids, tokens]`` of its contexts."""
     twin = copy.copy(layer)
     # [hybrids, tokens, kv_heads, dim] → [hybrids, kv_heads, tokens, dim]

@@ -29,8 +29,8 @@ from ia_mech.engine.capture import ResidualCapture
 from ia_mech.engine.intervene import Intervention, intervene
 from ia_mech.engine.shared import (
     Borrowed,
+    PrefixTable,
     SharedLayer,
-    Table,
     check_borrowed,
     held,
     shared_attention,
@@ -75,7 +75,7 @@ class State:
     cache: DynamicCache
     mask: Tensor
     position: Tensor
-    table: Table | None = None
+    table: PrefixTable | None = None
 
     @property
     def rows(self) -> int:
@@ -267,7 +267,6 @@ def expand(
     groups: Sequence[Prefilled],
     contexts: Sequence[int],
     *,
-    capacity: int = 0,
     share: bool = True,
     borrowed: Sequence[Borrowed | None] = (),
 ) -> State:
@@ -276,7 +275,6 @@ def expand(
     Args:
         groups: prefilled contexts, counted through all groups.
         contexts: ``[rows]``; those of a group come before those of the next.
-        capacity: tokens that the rows of shared layers are going to write, if it is known.
         share: full-attention layers refer to the groups' keys and values instead of copying them.
         borrowed: what each row borrows, if any does; of any context of the groups.
 
@@ -285,13 +283,13 @@ def expand(
     """
     ends = list(accumulate(len(group.logits) for group in groups))
     firsts = [0, *ends]
-    of = [bisect(ends, context) for context in contexts]  # the group of each row
-    assert of == sorted(of)
-    used = sorted({*of, *(bisect(ends, one.context) for one in borrowed if one is not None)})
+    group_of = [bisect(ends, context) for context in contexts]  # of each row
+    assert group_of == sorted(group_of)
+    used = sorted({*group_of, *(bisect(ends, one.context) for one in borrowed if one is not None)})
     states = [groups[group].state for group in used]
     index = [
         torch.tensor(
-            [c - firsts[group] for c, its in zip(contexts, of, strict=True) if its == group]
+            [c - firsts[group] for c, own in zip(contexts, group_of, strict=True) if own == group]
         ).long()
         for group in used
     ]
@@ -311,7 +309,7 @@ def expand(
             if table is None:
                 kept = [number for group in used for number in range(firsts[group], ends[group])]
                 number_of = {context: at for at, context in enumerate(kept)}
-                table = Table(
+                table = PrefixTable(
                     [state.mask for state in states],
                     [number_of[context] for context in contexts],
                     [
@@ -320,7 +318,7 @@ def expand(
                     ],
                     held(layers[0])[0].dtype,
                 )
-            cache.layers.append(SharedLayer(layers, table, capacity, number))
+            cache.layers.append(SharedLayer(layers, table, number))
         else:
             cache.layers.append(rows_of(layers, index, length))
     check_borrowed(borrowed, cache.layers)

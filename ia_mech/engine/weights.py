@@ -45,7 +45,7 @@ def reordered_weights(model: nn.Module) -> Iterator[None]:
     :func:`ia_mech.models.load.whole_weight`, but the model can't be copied, saved or trained.
     """
     if model not in _copies or any(_version(m) != c.version for m, c in _copies[model].items()):
-        _copies[model] = _reordered(model)
+        _copies[model] = _reorder_all(model)
     mine = {m: c.forward for m, c in _copies[model].items() if "forward" not in vars(m)}
     # Through the dictionary, since this happens at every step and a module's own way is slow.
     for module, forward in mine.items():
@@ -64,7 +64,7 @@ def describe(model: nn.Module) -> str:
         return "reordered" if _copies[model] or replaced else "plain"
 
 
-def _reordered(model: nn.Module) -> dict[nn.Linear, _Copy]:
+def _reorder_all(model: nn.Module) -> dict[nn.Linear, _Copy]:
     """Reordered copies of the weights, after replacing them in a large model, which has none.
 
     None either where reordering can't be had.
@@ -96,7 +96,7 @@ def _replace(model: nn.Module, linears: set[nn.Linear]) -> None:
     for module in model.modules() if linears else ():
         if module in linears:
             module.weight = nn.Parameter(_reorder(module.weight), requires_grad=False)
-            module.forward = partial(_replaced, module)  # type: ignore[method-assign]
+            module.forward = partial(_forward_reordered, module)  # type: ignore[method-assign]
         # Weights are mapped from files, which stay in memory as long as anything is mapped to them.
         for parameter in module.parameters(recurse=False):
             if not parameter.is_mkldnn:
@@ -118,7 +118,7 @@ def _product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def _replaced(module: nn.Linear, x: Tensor) -> Tensor:
+def _forward_reordered(module: nn.Linear, x: Tensor) -> Tensor:
     """The forward of a layer whose weight was replaced; it may have been again, by a plain one."""
     weight = module.weight
     if not weight.is_mkldnn:

