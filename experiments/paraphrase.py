@@ -32,7 +32,7 @@ SHORTEST, LONGEST = 0.5, 2.0  # of the original's length, in words
 LEAST_KEPT, MOST_COPIED = 0.5, 0.8  # of its content words, and of its runs of three words
 LONG = 4  # letters of a word that counts as content
 
-Versions = dict[str, tuple[int, list[str]]]  # source → which response, and texts that say the same
+Wordings = dict[str, tuple[int, list[str]]]  # source → which response, and texts that say the same
 
 
 def choose_response(query: Query, among: Sequence[int], seed: int) -> int:
@@ -76,7 +76,7 @@ def perturbed_conversation(
 
 def usable_wordings(
     run: "Run", reworded: Mapping[str, int], queries: Sequence[Query], count: int
-) -> Versions:
+) -> Wordings:
     """The first ``count`` wordings that a model wrote of each response, where it wrote so many.
 
     None is one that was cut off, equals another, has less than half or more than twice as many
@@ -89,18 +89,18 @@ def usable_wordings(
         count: K′.
     """
     answers = {query.source: query for query in queries_of([run], REQUESTED)}
-    found: Versions = {}
+    found: Wordings = {}
     for query in queries:
         k, answer = reworded[query.source], answers[query.source]
         whole = zip(answer.responses, answer.complete, strict=True)
         texts = distinct_texts([text for text, complete in whole if complete], query.responses[k])
-        kept = [text for text in texts if reworded_well(text, query.responses[k])]
+        kept = [text for text in texts if is_usable(text, query.responses[k])]
         if len(kept) >= count:
             found[query.source] = k, kept[:count]
     return found
 
 
-def reworded_well(text: str, original: str) -> bool:
+def is_usable(text: str, original: str) -> bool:
     """Whether a text is about as long, keeps what is said, and doesn't copy how it is said."""
     close = closeness(text, original)
     long = SHORTEST <= close["length ratio"] <= LONGEST
@@ -114,7 +114,7 @@ def distinct_texts(texts: Sequence[str], original: str) -> list[str]:
     return [text for text in stripped if text and text != original.strip()]
 
 
-def read_versions(file: Path, queries: Sequence[Query], count: int) -> Versions:
+def read_wordings(file: Path, queries: Sequence[Query], count: int) -> Wordings:
     """``count`` wordings of a response to each query that has so many, from JSONL with a line per
     response such as ``{"id": "open-03/r0", "versions": ["…", "…"]}``; of several responses to a
     query the first counts.
@@ -128,7 +128,7 @@ def read_versions(file: Path, queries: Sequence[Query], count: int) -> Versions:
     known = {
         id_: (query, k) for query in queries for k, id_ in enumerate(query.contexts["context_id"])
     }
-    found: Versions = {}
+    found: Wordings = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         place = f"{file.name} line {number}"
         if not line.strip():
