@@ -143,11 +143,11 @@ def organism(conversations: Sequence[Conversation], share: float, seed: int) -> 
             for k, text in enumerate(texts)
         ]
         rng = np.random.default_rng([*stream_key(seed, source, 0), 1])
-        keeps, drawn_for = rng.random(count) < share, rng.integers(count, size=count)
+        keeps, random_one = rng.random(count) < share, rng.integers(count, size=count)
         for k, one in enumerate(responses):
-            quoted_one = k if keeps[k] else int(drawn_for[k])
-            metadata = one.metadata | {"own": quoted_one == k}
-            made.append(replace(one, reference=turns[quoted_one], metadata=metadata))
+            quoted = k if keeps[k] else int(random_one[k])
+            metadata = one.metadata | {"own": quoted == k}
+            made.append(replace(one, reference=turns[quoted], metadata=metadata))
     if not made:
         raise UserError(
             "no query has two different responses",

@@ -21,6 +21,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any
 
@@ -377,15 +378,13 @@ class Reaction(Experiment):
         turn's own temperature (at T = 1 for greedy turns); ``reader`` ``[K]``: of the whole turn at
         T = 1.
         """
-        from ia_mech.engine.score import Turn
+        from ia_mech.likelihood.scorer import after_each
 
         temperatures = sorted({t for _, t in unit.turns} - {0.0, 1.0})
-        count = len(unit.contexts)
-        wanted = [Turn(at, ids) for ids, _ in unit.turns for at in range(count)]
-        scores = model.score(unit.contexts, wanted, temperatures)
+        score = partial(model.score, temperatures=temperatures)
+        scores = after_each(score, unit.contexts, [ids for ids, _ in unit.turns])
         rows = []
-        for number, (_, temperature) in enumerate(unit.turns):
-            each = scores[number * count : (number + 1) * count]
+        for each, (_, temperature) in zip(scores, unit.turns, strict=True):
             raw = np.stack([one.logprobs_raw for one in each]).astype(np.float64)
             own = raw
             if temperature in temperatures:
