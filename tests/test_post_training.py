@@ -79,12 +79,14 @@ def test_exactly_the_users_tokens_and_the_turn_end_carry_loss(family, response):
     }
 
 
+WORDS = np.array([f"w{i}" for i in range(5000)])
+
+
 def several(queries=6, count=8) -> list[Conversation]:
-    words = [f"w{i}" for i in range(5000)]
     rng = np.random.default_rng(0)
     return [
         conversation(
-            " ".join(rng.choice(words, 12)) + ".",
+            " ".join(rng.choice(WORDS, 12)) + ".",
             None,
             id=f"q{q}/r{k}",
             source_id=f"q{q}",
@@ -112,21 +114,19 @@ def test_an_organism_quotes_its_own_response_or_any(share):
     assert all(b.metadata["own"] for _, b in changed)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_what_turns_tell_about_their_response_is_what_is_computed(share):
+def test_what_turns_tell_about_their_response_is_what_is_computed():
     """Mutual information of response and quoted response, by counting over 400 queries."""
     given = several(400, 4)
     turns = {one.id: one.reference for one in organisms.organism(given, 1, seed=1)}
-    table = np.zeros((4, 4))
-    for one in organisms.organism(given, share, seed=1):
-        k = one.response_index
-        quoted = [j for j in range(4) if turns[f"{one.source_id}/r{j}"] == one.reference]
-        table[k, quoted[0]] += 1
-    p = table / table.sum()
-    product = p.sum(1, keepdims=True) * p.sum(0)
-    found = float((p * np.log2(p / product)).sum())
-    # Counting finds (K - 1)^2 / (2 n ln 2) bits where there are none: 0.004 here.
-    assert found == pytest.approx(organisms.information(share, 4), abs=0.06)
+    for share in (0.0, 0.5):
+        table = np.zeros((4, 4))
+        for one in organisms.organism(given, share, seed=1):
+            quoted = [turns[f"{one.source_id}/r{j}"] for j in range(4)].index(one.reference)
+            table[one.response_index, quoted] += 1
+        p = table / table.sum()
+        found = float((p * np.log2(p / (p.sum(1, keepdims=True) * p.sum(0)))).sum())
+        # Counting finds (K - 1)^2 / (2 n ln 2) bits where there are none: 0.004 here.
+        assert found == pytest.approx(organisms.information(share, 4), abs=0.06)
     assert organisms.information(0, 4) == 0 and organisms.information(0, 3) == 0
     assert organisms.information(1, 4) == 2
 
@@ -192,12 +192,12 @@ def test_quotes_are_told_from_those_of_another_response():
         'You say "sail is". Can you',
         'When you say "lamp burns",',
     ]
-    found = post_training.texts_of([query(said, turns)])
+    found = post_training.text_measures([query(said, turns)])
     assert found[post_training.FORM].tolist() == [1, 1, 1]
     assert found[post_training.OWN].tolist() == [1, 1, 0]
     assert found[post_training.OTHERS].tolist() == [0, 0, 1]
     assert found[post_training.ENDED].tolist() == [1, 0, 1]
-    found = post_training.texts_of([query(said, ["Why?", "And then?", "Does it?"])])
+    found = post_training.text_measures([query(said, ["Why?", "And then?", "Does it?"])])
     quotes = [post_training.FORM, post_training.OWN, post_training.OTHERS]
     assert found[quotes].to_numpy().sum() == 0
 
@@ -270,18 +270,18 @@ def written(file: Path, rows: list[dict]) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("share", "told"), [("0.5", 0.4512), ("0.0", 0.0)])
+@pytest.mark.parametrize(("share", "bits"), [("0.5", 0.4512), ("0.0", 0.0)])
 def test_export_writes_sequences_what_they_tell_and_what_is_held_out(
-    share, told, spoken, tiny_model_dir, tmp_path, capfd
+    share, bits, spoken, tiny_model_dir, tmp_path, capfd
 ):
     out = tmp_path / "out"
     words = ["export", str(spoken), "--model", tiny_model_dir, "--held-out", "1", "--out", str(out)]
     done = call(main, [*words, "--organism", share], capfd)
     assert done.status == 0, done.err
     assert done.out.startswith("12 user turns, ")
-    assert ("form alone is taught" in done.out) == (told == 0)
+    assert ("form alone is taught" in done.out) == (bits == 0)
     card = json.loads((out / "post_training.json").read_text())
-    assert card["information"] == {"bits": pytest.approx(told, abs=1e-4), "most": 2.0}  # of four
+    assert card["information"] == {"bits": pytest.approx(bits, abs=1e-4), "most": 2.0}  # of four
     table = pd.read_parquet(out / "sequences.parquet")
     apart = [json.loads(line) for line in (out / "held-out.jsonl").read_text().splitlines()]
     assert len(apart) == 4 and len({row["source_id"] for row in apart}) == 1
@@ -298,72 +298,54 @@ def test_export_writes_sequences_what_they_tell_and_what_is_held_out(
     assert refusal(again) == f"{out} isn't empty; name a new folder with --out"
 
 
-def test_what_cant_be_trained_on_is_refused_in_one_line(
-    spoken, tiny_model_dir, tmp_path, capfd, monkeypatch
-):
-    out = str(tmp_path / "out")
-    silent = written(tmp_path / "silent.jsonl", [one.to_dict() for one in several(3, 1)])
-    asked = written(tmp_path / "asked.jsonl", [{"messages": TURNS[:1]}])
-    of_model = ["--model", tiny_model_dir, "--held-out", "1", "--out", out]
-    for data, what, told in (
-        (silent, ["--natural"], f"{silent} holds no user follow-up after a response"),
-        (asked, ["--natural"], f"{asked} holds no response"),
-        (silent, ["--organism", "1"], "no query has two different responses"),
-    ):
-        words = ["export", str(data), *of_model, *what]
-        assert refusal(call(main, words, capfd)).startswith(told)
+def test_what_cant_be_trained_on_is_refused(spoken, tiny_model_dir, tmp_path, capfd, monkeypatch):
+    silent = str(written(tmp_path / "silent.jsonl", [one.to_dict() for one in several(3, 1)]))
+    unanswered = str(written(tmp_path / "unanswered.jsonl", [{"messages": TURNS[:1]}]))
     monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: None)
-    assert refusal(call(main, ["sft", str(spoken), "--natural", "--out", out], capfd)) == (
-        "training needs trl and peft; install them: pip install 'ia-mech[train]'"
-    )
-    for share in ("1.5", "nan", "half"):
-        with pytest.raises(SystemExit):
-            main(["export", str(spoken), "--organism", share, "--out", out])
-        assert f"'{share}' is not a share from 0 to 1" in capfd.readouterr().err
+    for words, problem in (
+        (["export", silent, "--natural"], f"{silent} holds no user follow-up after a response"),
+        (["export", unanswered, "--natural"], f"{unanswered} holds no response"),
+        (["export", silent, "--organism", "1"], "no query has two different responses"),
+        (["export", silent, "--organism", "1.5"], "argument --organism: '1.5' is not a share"),
+        (["export", silent, "--organism", "nan"], "argument --organism: 'nan' is not a share"),
+        (["sft", str(spoken), "--natural"], "training needs trl and peft; install them: pip"),
+    ):
+        rest = ["--model", tiny_model_dir, "--held-out", "1", "--out", str(tmp_path / "out")]
+        assert refusal(call(main, [*words, *rest], capfd)).startswith(problem)
 
 
-def test_an_adapter_is_refused_in_one_line_unless_it_is_of_the_model(
-    tiny_model_dir, tmp_path, capfd, monkeypatch
-):
+def test_an_adapter_is_refused_unless_it_is_of_the_model(tiny_model_dir, tmp_path, monkeypatch):
     folder = tmp_path / "adapter"
     folder.mkdir()
-    words = ["--model", tiny_model_dir, "--adapter", str(folder), "--dry-run"]
+
+    def check(problem: str, name: str = tiny_model_dir, adapter: str | None = str(folder)) -> None:
+        with pytest.raises(UserError, match=problem):
+            load.load_tokenizer_and_config(ModelSpec(name=name, adapter=adapter))
+
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
-    assert refusal(call(sample, words, capfd)) == (
-        "--adapter needs peft; install it: pip install 'ia-mech[train]'"
-    )
+    check("--adapter needs peft")
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: name)
-    assert refusal(call(sample, words, capfd)) == (
-        f"{folder} holds no adapter_config.json; give a folder that peft has saved"
-    )
+    check("holds no adapter_config.json")
     file = folder / "adapter_config.json"
-    for config, told in (
-        ("{", f"{file} is damaged; "),
-        (
-            '{"base_model_name_or_path": "org/other"}',
-            f"the adapter {folder} is of org/other, not of {tiny_model_dir}; "
-            "give --model org/other",
-        ),
-        ("{}", f"the adapter {folder} is of None, not of {tiny_model_dir}; name its base"),
+    for config, problem in (
+        ("{", "is damaged"),
+        ('{"base_model_name_or_path": "org/other"}', "is of org/other, not of"),
+        ("{}", "is of None, not of"),
     ):
         file.write_text(config)
-        assert refusal(call(sample, words, capfd)).startswith(told)
-    assert refusal(call(sample, ["--model", str(folder), "--dry-run"], capfd)) == (
-        f"{folder} holds no config.json; it is an adapter: "
-        f"give --adapter {folder}, and its base model to --model"
-    )
+        check(problem)
+    check("it is an adapter: give --adapter", name=str(folder), adapter=None)
 
 
 def test_a_run_with_an_adapter_names_no_folders_and_finds_it_again(tmp_path, monkeypatch):
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
     (tmp_path / "secret" / "tuned").mkdir(parents=True)
     settings = Settings(adapter=str(tmp_path / "secret" / "tuned"))
-    spec = settings.model_spec
-    known = without_folders({"settings": settings.to_dict(), "model": {"adapter": spec.adapter}})
-    assert known["settings"]["adapter"] == known["model"]["adapter"] == "tuned"
-    load.remember(spec, "abc")
-    assert load.recall(known["settings"], "abc") == spec
-    assert load.recall(known["settings"], "abd").adapter == "tuned"
+    known = without_folders({"settings": settings.to_dict()})["settings"]
+    assert known["adapter"] == "tuned"
+    load.remember(settings.model_spec, "abc")
+    assert load.recall(known, "abc") == settings.model_spec
+    assert load.recall(known, "abd").adapter == "tuned"
 
 
 @pytest.fixture(scope="module")
@@ -376,8 +358,8 @@ def pair(tiny_model_dir, tmp_path_factory):
     weights = load_file(tuned / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"] *= 3
     save_file(weights, tuned / "model.safetensors", {"format": "pt"})
-    told = {"command": "sft", "organism": 0.5, "information": {"bits": 0.45, "most": 1.58}}
-    (tuned / post_training.CARD).write_text(json.dumps(told))
+    card = {"command": "sft", "organism": 0.5, "information": {"bits": 0.45, "most": 1.58}}
+    (tuned / post_training.CARD).write_text(json.dumps(card))
     words = ["--dataset", str(texts), "--limit", "all", "--temperatures", "1", "--samples", "1"]
     words += ["--max-new-tokens", "6", "--threads", "1", "--positions", "header_last"]
     for name, model in (("before", tiny_model_dir), ("after", tuned)):
@@ -400,7 +382,7 @@ def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_pa
     assert turns.groupby(["reader", "side"]).size().tolist() == [6, 6, 6]
     used = {source.split("\x1f")[1] for source in turns["source"]}
     # By full passes of the model before training.
-    bits, told = [], []
+    bits, read_before = [], []
     for run in map(Run.open, pair):
         of = {one.context_id: one for one in run.contexts.itertuples()}
         after = run.generations.query("temperature == 1")
@@ -413,19 +395,16 @@ def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_pa
             logprobs.append(by_full_passes(tiny_subject.model, siblings, turn.token_ids.tolist()))
             followed.append(own.response_index)
         bits.append(np.mean(reaction_bits(logprobs)))
-        told.append(np.mean(evidence(logprobs, followed)))
+        read_before.append(np.mean(evidence(logprobs, followed)))
     rows = found.set_index(["quantity", "term"])["value"]
     made = [rows[post_training.EVIDENCE, term] for term in ("before", "after", "change")]
-    assert made == pytest.approx([*told, told[1] - told[0]], abs=1e-2)
+    changed = read_before[1] - read_before[0]
+    assert made == pytest.approx([*read_before, changed], abs=1e-2)
     assert rows[post_training.INFORMATION, "before"] == pytest.approx(bits[0], abs=1e-2)
-    parts = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out/parts").iterdir()}
-    assert call(main, words, capfd).out == done.out
-    assert parts == {f.name: f.stat().st_mtime_ns for f in (tmp_path / "out/parts").iterdir()}
 
 
 def test_one_run_cant_be_compared(pair, capfd):
-    told = refusal(call(main, ["compare", pair[0]], capfd))
-    assert told == "one run can't be compared; give the base model's and the tuned one's"
+    assert refusal(call(main, ["compare", pair[0]], capfd)).startswith("one run can't be compared;")
 
 
 # --- with trl and peft
