@@ -139,7 +139,7 @@ def organism(conversations: Sequence[Conversation], share: float, seed: int) -> 
         count = len(responses)
         texts = [str(one.response) for one in responses]
         turns = [
-            _quoting(text, texts[:k] + texts[k + 1 :], f"{source}/{k}", seed)
+            _quoting_turn(text, texts[:k] + texts[k + 1 :], f"{source}/{k}", seed)
             for k, text in enumerate(texts)
         ]
         rng = np.random.default_rng([*stream_key(seed, source, 0), 1])
@@ -187,7 +187,7 @@ def taught_information(made: Iterable[Conversation], share: float) -> dict[str, 
     return dict(zip(("bits", "most"), map(float, bits), strict=True))
 
 
-def _quoting(response: str, others: Sequence[str], key: str, seed: int) -> str:
+def _quoting_turn(response: str, others: Sequence[str], key: str, seed: int) -> str:
     """A turn that quotes a phrase of the response, of those that the others don't have if it can
     be."""
     rng = np.random.default_rng([*stream_key(seed, key, 0), 2])

@@ -264,7 +264,7 @@ Turns = tuple[tuple[str, int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
-class ReadTurns(Unit):
+class ScoredTurns(Unit):
     """Turns after the responses to one query, read by one of the models.
 
     The model before training reads the turns of both, the tuned one its own.
@@ -335,7 +335,7 @@ class Compare(Experiment):
             for side, run in zip(SIDES, self.runs, strict=True)
         }
 
-    def units(self) -> list[ReadTurns]:
+    def units(self) -> list[ScoredTurns]:
         made = []
         for first, second in zip(*self.sides.values(), strict=True):
             turns = self.turns_of(BEFORE, first), self.turns_of(AFTER, second)
@@ -345,7 +345,7 @@ class Compare(Experiment):
                 scored = len(contexts) * sum(len(ids) for *_, ids in those)
                 about = first.source, first.dataset, sum(map(len, contexts)) + scored
                 weights = run.model["weights_hash"]
-                made.append(ReadTurns(*about, reader, weights, self.temperature, contexts, those))
+                made.append(ScoredTurns(*about, reader, weights, self.temperature, contexts, those))
         return made
 
     def turns_of(self, side: str, query: "Query") -> Turns:
@@ -406,8 +406,8 @@ class Compare(Experiment):
         turns = turns[turns["context_id"].isin(names)]
         used = [decoys[name].isin(turns["source"]) for name in ("source", "shown_source")]
         decoys = decoys[used[0] & used[1]]
-        called = {(CONVERSATION, "floor"): FLOOR, (CONVERSATION, "excess"): EXCESS}
-        called |= {(SIBLING, "excess"): OVER_SIBLING}
+        quantities = {(CONVERSATION, "floor"): FLOOR, (CONVERSATION, "excess"): EXCESS}
+        quantities |= {(SIBLING, "excess"): OVER_SIBLING}
         by = ["term", "temperature"]
         for dataset, here in by_dataset(turns):
             about = {"level": self.args.level, "seed": self.args.seed, "dataset": dataset}
@@ -417,7 +417,7 @@ class Compare(Experiment):
             among = decoys if dataset == ALL else decoys[decoys["dataset"] == dataset]
             for kind in (CONVERSATION, SIBLING):
                 for row in rates(among, ["term"], kind, **about):
-                    if name := called.get((kind, row.quantity)):
+                    if name := quantities.get((kind, row.quantity)):
                         yield replace(row, quantity=name)
             over = among[among["decoy"] == SIBLING].dropna(subset=["genuine", "own_genuine"])
             over = over.assign(over=(over["own_genuine"] - over["genuine"]).astype(float))

@@ -36,7 +36,7 @@ from experiments.paraphrase import (
     closeness,
     perturbed_conversation,
     read_wordings,
-    requests,
+    rewording_requests,
     usable_wordings,
 )
 from experiments.tables import sentence_of, tables_of
@@ -75,11 +75,11 @@ ALTERNATIVES, COMPLETE = "alternatives", "complete responses"
 WORDINGS, ASSISTANT = CONTROLS = ("wordings of one response", "assistant header")
 KINDS = {WORDINGS: "other_wording", ASSISTANT: "header_assistant"}  # of perturbation
 INFORMATION, SAME_QUERIES = "I_K, bits", "I_K on the same queries, bits"
-LESS = "I_K less the control's, bits"
-READABLE, GREEDY_LESS = "readable bits", "greedy turns' readable bits less these"
+DIFFERENCE = "I_K less the control's, bits"
+READABLE, GREEDY_DIFFERENCE = "readable bits", "greedy turns' readable bits less these"
 COPIED, BEYOND = "copy bits (lower bound)", "beyond copy, bits (upper bound)"
-DIFFER = "greedy turns that differ"
-CLOSENESS = ("words kept", "runs of three kept", "length ratio")
+DIFFERENT = "greedy turns that differ"
+CLOSENESS = ("words kept", "trigrams kept", "length ratio")
 MOST_RESPONSES = 4  # that headline and controls tell apart
 MOST_CONTROLLED = 60  # queries that have controls
 MOST_TOKENS = 24  # of the curve of bits by token
@@ -154,7 +154,7 @@ def information_of(
     return pd.Series(found, dtype=float)
 
 
-def means(turns: pd.DataFrame, values: Any) -> pd.Series:
+def mean_by_query(turns: pd.DataFrame, values: Any) -> pd.Series:
     """Values of turns → their mean by query."""
     count = len(turns["whole"].iloc[0])
     names, found = by_query(values, turns["followed"], turns["source"], count)
@@ -296,7 +296,7 @@ class Reaction(Experiment):
     def conversations(self) -> "Mapping[str, list[Conversation]]":
         made = {}
         if self.reworded:
-            made[REQUESTED] = requests(self.reworded, self.controlled)
+            made[REQUESTED] = rewording_requests(self.reworded, self.controlled)
         if self.wordings:
             made[WORDINGS] = self.control(WORDINGS)
         if self.controlled:
@@ -413,34 +413,34 @@ class Reaction(Experiment):
         main, count = self.turns, len(self.used[0].contexts)
         most = {fewer: float(np.log2(fewer)) for fewer in range(2, count + 1)}
         greedy = main[main["temperature"] == 0]
-        greedy_bits = means(greedy, greedy["readable_bits"])
+        greedy_bits = mean_by_query(greedy, greedy["readable_bits"])
         for temperature, turns in main.groupby("temperature"):
             names = {"temperature": temperature, "term": ALTERNATIVES, "responses": count}
-            held = means(turns, turns["readable_bits"])
-            yield QueryValues(READABLE, held, names, most=most[count])
+            readable = mean_by_query(turns, turns["readable_bits"])
+            yield QueryValues(READABLE, readable, names, most=most[count])
             if temperature == 0:
                 each = turns.groupby("source")["text"].agg(share_of_pairs_that_differ)
-                yield QueryValues(DIFFER, each, names, least=0, most=1)
+                yield QueryValues(DIFFERENT, each, names, least=0, most=1)
                 continue
-            yield QueryValues(GREEDY_LESS, greedy_bits, names, baseline=held)
-            identified = means(turns, turns["identified"])
+            yield QueryValues(GREEDY_DIFFERENCE, greedy_bits, names, baseline=readable)
+            identified = mean_by_query(turns, turns["identified"])
             yield QueryValues("identified", identified, names, least=0, most=1)
             for fewer, highest in most.items():
                 bits, labels = information_of(turns, fewer), names | {"responses": fewer}
                 yield QueryValues(INFORMATION, bits, labels, least=0, most=highest)
-            for term, theirs, ours in self.comparisons(arms, turns):
+            for term, bits, same in self.comparisons(arms, turns):
                 labels, highest = names | {"term": term, "responses": self.size}, most[self.size]
-                yield QueryValues(INFORMATION, theirs, labels, least=0, most=highest)
-                yield QueryValues(SAME_QUERIES, ours, labels, least=0, most=highest)
+                yield QueryValues(INFORMATION, bits, labels, least=0, most=highest)
+                yield QueryValues(SAME_QUERIES, same, labels, least=0, most=highest)
                 if term != COMPLETE:
-                    yield QueryValues(LESS, ours, labels, theirs, least=-highest, most=highest)
+                    yield QueryValues(DIFFERENCE, same, labels, bits, least=-highest, most=highest)
             for token in range(min(MOST_TOKENS, turns["bits_by_token"].map(len).max())):
                 # After a turn's end no token adds bits.
                 added = [one[token] if token < len(one) else 0.0 for one in turns["bits_by_token"]]
                 yield QueryValues(
-                    "bits by token", means(turns, added), names | {"token": token + 1}
+                    "bits by token", mean_by_query(turns, added), names | {"token": token + 1}
                 )
-            yield from self.copying(turns, names)
+            yield from self.values_of_copying(turns, names)
 
     def comparisons(
         self, arms: Mapping[str, pd.DataFrame], turns: pd.DataFrame
@@ -457,10 +457,12 @@ class Reaction(Experiment):
                 bits = information_of(own, size)
                 # The assistant's header stands after the first K′ responses, wordings are of one.
                 last = size if name == ASSISTANT else None
-                those = {source: compared[str(source)][:last] for source in bits.index}
-                yield name, bits, information_of(turns, size, those)
+                same = {source: compared[str(source)][:last] for source in bits.index}
+                yield name, bits, information_of(turns, size, same)
 
-    def copying(self, turns: pd.DataFrame, names: dict[str, Any]) -> Iterator[QueryValues]:
+    def values_of_copying(
+        self, turns: pd.DataFrame, names: dict[str, Any]
+    ) -> Iterator[QueryValues]:
         """Copy bits as groups of features are added in their order, and what is beyond them."""
         texts = turns.groupby("source")["text"]
         features = np.concatenate(
@@ -480,8 +482,8 @@ class Reaction(Experiment):
             columns += added
             copied = choice_bits(features[:, :, columns], *own, seed=seed).bits
             labels = names | {"term": group}
-            yield QueryValues(COPIED, means(turns, copied), labels, most=most)
-            beyond = means(turns, turns["reaction_bits"] - copied)
+            yield QueryValues(COPIED, mean_by_query(turns, copied), labels, most=most)
+            beyond = mean_by_query(turns, turns["reaction_bits"] - copied)
             yield QueryValues(BEYOND, beyond, labels, least=-most)
 
     def values_of_wordings(self) -> Iterator[QueryValues]:
@@ -528,7 +530,7 @@ class Reaction(Experiment):
             ),
             sentence_of(
                 "bits that one reader of all turns finds in greedy ones, less in sampled ones",
-                estimates[estimates["quantity"] == GREEDY_LESS],
+                estimates[estimates["quantity"] == GREEDY_DIFFERENCE],
                 null=0.0,
                 level=level,
             ),
@@ -537,7 +539,7 @@ class Reaction(Experiment):
         controls = [
             sentence_of(
                 f"bits more than with {self.size} wordings of one response",
-                wordings[wordings["quantity"] == LESS],
+                wordings[wordings["quantity"] == DIFFERENCE],
                 null=0.0,
                 level=level,
             ),
@@ -577,9 +579,9 @@ class Reaction(Experiment):
             [
                 (INFORMATION, "bits", 2),
                 (READABLE, "readable", 2),
-                (GREEDY_LESS, "greedy less these", "+.2f"),
+                (GREEDY_DIFFERENCE, "greedy less these", "+.2f"),
                 ("identified", f"identified (chance {1 / count:.2g})", 2),
-                (DIFFER, "differ", 2),
+                (DIFFERENT, "differ", 2),
             ],
             "readable: bits that one reader of all turns finds, a lower bound; greedy less these: "
             "readable bits of greedy turns less those of this line, by query; identified: how "
@@ -594,7 +596,7 @@ class Reaction(Experiment):
                 [
                     (SAME_QUERIES, self.kind_of_responses, 2),
                     (INFORMATION, name, 2),
-                    (LESS, "less", "+.2f"),
+                    (DIFFERENCE, "less", "+.2f"),
                 ],
                 f"bits of turns after {size} different responses, after the control's contexts to "
                 "the same queries, and the former less the latter.",
@@ -604,7 +606,7 @@ class Reaction(Experiment):
             estimates,
             [(name, name, 2) for name in CLOSENESS],
             "words kept: content words of the response that the text has, many if it says the "
-            "same; runs of three kept: likewise of three words in a row, few if it uses others; "
+            "same; trigrams kept: likewise of three words in a row, few if it uses others; "
             "length ratio: of the numbers of words; other responses: to the same query.",
             beside="term",
         )

@@ -273,10 +273,10 @@ def test_wordings_end_say_the_same_and_do_not_copy(folder):
 def test_closeness_tells_words_from_wording():
     original = "The red houses were built in 1950 by masons"
     same = closeness(original, original)
-    assert same == {"words kept": 1.0, "runs of three kept": 1.0, "length ratio": 1.0}
+    assert same == {"words kept": 1.0, "trigrams kept": 1.0, "length ratio": 1.0}
     reworded = closeness("Masons built them, red house by red house, in 1950", original)
     assert reworded["words kept"] == pytest.approx(4 / 5)  # were is gone
-    assert reworded["runs of three kept"] == 0 and reworded["length ratio"] == 10 / 9
+    assert reworded["trigrams kept"] == 0 and reworded["length ratio"] == 10 / 9
     assert closeness("Nothing", original)["words kept"] == 0
 
 
