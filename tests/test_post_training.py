@@ -27,8 +27,6 @@ from ia_mech.likelihood.reaction import evidence, reaction_bits
 from ia_mech.models import load
 from ia_mech.models.load import ModelSpec
 from ia_mech.run import Run
-from ia_mech.run.integrity import without_folders
-from ia_mech.settings import Settings
 
 TURNS = [
     {"role": "user", "content": "What is 17 times 24?"},
@@ -174,32 +172,26 @@ def test_stock_phrases_are_trigrams_of_turns_after_other_queries():
     assert post_training.stock_phrases(["Why?", "Why?"], ["a", "b"]) == [0, 0]
 
 
-def query(said: list[str], turns: list[str]):
-    """A query with these responses and a turn after each, as queries are read."""
-    ends = ["turn_end", "length", "turn_end"][: len(turns)]
-    after = {"text": turns, "followed": range(len(turns)), "temperature": 1.0}
-    return SimpleNamespace(
-        **{"source": "d\x1fq", "dataset": "d", "responses": said},
-        turns=pd.DataFrame(after | {"finish_reason": ends}),
-    )
-
-
-def test_quotes_are_told_from_those_of_another_response():
+def test_quotes_of_the_own_response_are_counted_apart_from_those_of_another():
     """Turns of one query's three responses, the last two of which are alike."""
-    said = ["The lamp burns low.", "The sail is wet.", "The sail is wet."]
-    turns = [
-        'You say "lamp burns". Can',
-        'You say "sail is". Can you',
-        'When you say "lamp burns",',
-    ]
-    found = post_training.text_measures([query(said, turns)])
-    assert found[post_training.FORM].tolist() == [1, 1, 1]
-    assert found[post_training.OWN].tolist() == [1, 1, 0]
-    assert found[post_training.OTHERS].tolist() == [0, 0, 1]
-    assert found[post_training.ENDED].tolist() == [1, 0, 1]
-    found = post_training.text_measures([query(said, ["Why?", "And then?", "Does it?"])])
-    quotes = [post_training.FORM, post_training.OWN, post_training.OTHERS]
-    assert found[quotes].to_numpy().sum() == 0
+    texts = ['You say "lamp burns". Can', 'You say "sail is". Can', 'When you say "lamp burns",']
+    turns = {
+        "text": [*texts, "Why?"],
+        "followed": [0, 1, 2, 0],
+        "temperature": 1.0,
+        "finish_reason": ["turn_end", "length", "turn_end", "length"],
+    }
+    query = SimpleNamespace(
+        source="d\x1fq",
+        dataset="d",
+        responses=["The lamp burns low.", "The sail is wet.", "The sail is wet."],
+        turns=pd.DataFrame(turns),
+    )
+    found = post_training.text_measures([query])
+    assert found[post_training.FORM].tolist() == [1, 1, 1, 0]
+    assert found[post_training.OWN].tolist() == [1, 1, 0, 0]
+    assert found[post_training.OTHERS].tolist() == [0, 0, 1, 0]
+    assert found[post_training.ENDED].tolist() == [1, 0, 1, 0]
 
 
 def test_changes_are_means_of_differences_of_sources_within_what_is_possible():
@@ -270,32 +262,27 @@ def written(file: Path, rows: list[dict]) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("share", "bits"), [("0.5", 0.4512), ("0.0", 0.0)])
 def test_export_writes_sequences_what_they_tell_and_what_is_held_out(
-    share, bits, spoken, tiny_model_dir, tmp_path, capfd
+    spoken, tiny_model_dir, tmp_path, capfd
 ):
     out = tmp_path / "out"
     words = ["export", str(spoken), "--model", tiny_model_dir, "--held-out", "1", "--out", str(out)]
-    done = call(main, [*words, "--organism", share], capfd)
+    done = call(main, [*words, "--organism", "0.5"], capfd)
     assert done.status == 0, done.err
     assert done.out.startswith("12 user turns, ")
-    assert ("form alone is taught" in done.out) == (bits == 0)
     card = json.loads((out / "post_training.json").read_text())
-    assert card["information"] == {"bits": pytest.approx(bits, abs=1e-4), "most": 2.0}  # of four
+    assert card["information"] == {"bits": pytest.approx(0.4512, abs=1e-4), "most": 2.0}  # of four
     table = pd.read_parquet(out / "sequences.parquet")
     apart = [json.loads(line) for line in (out / "held-out.jsonl").read_text().splitlines()]
-    assert len(apart) == 4 and len({row["source_id"] for row in apart}) == 1
-    assert apart[0]["source_id"] not in set(table["source_id"])
     assert [row["response_index"] for row in apart] == [0, 1, 2, 3]
+    assert {row["source_id"] for row in apart} == {"q0", "q1", "q2", "q3"} - set(table["source_id"])
     # The same is held out of all kinds of training.
-    real = ["--natural", "--out", str(tmp_path / "natural")]
-    done = call(main, [*words[:-2], "--seed", "1", *real], capfd)
+    real = ["--natural", "--seed", "1", "--out", str(tmp_path / "natural")]
+    done = call(main, [*words[:-2], *real], capfd)
     assert done.out == "4 user turns; 4 contexts are held out\n"
-    assert [*map(json.loads, (tmp_path / "natural/held-out.jsonl").read_text().splitlines())] == (
-        apart
-    )
-    again = call(main, [*words, "--natural"], capfd)
-    assert refusal(again) == f"{out} isn't empty; name a new folder with --out"
+    assert (tmp_path / "natural/held-out.jsonl").read_text() == (out / "held-out.jsonl").read_text()
+    again = refusal(call(main, [*words, "--natural"], capfd))
+    assert again.startswith(f"{out} isn't empty")
 
 
 def test_what_cant_be_trained_on_is_refused(spoken, tiny_model_dir, tmp_path, capfd, monkeypatch):
@@ -335,17 +322,6 @@ def test_an_adapter_is_refused_unless_it_is_of_the_model(tiny_model_dir, tmp_pat
         file.write_text(config)
         check(problem)
     check("it is an adapter: give --adapter", name=str(folder), adapter=None)
-
-
-def test_a_run_with_an_adapter_names_no_folders_and_finds_it_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "secret" / "tuned").mkdir(parents=True)
-    settings = Settings(adapter=str(tmp_path / "secret" / "tuned"))
-    known = without_folders({"settings": settings.to_dict()})["settings"]
-    assert known["adapter"] == "tuned"
-    load.remember(settings.model_spec, "abc")
-    assert load.recall(known, "abc") == settings.model_spec
-    assert load.recall(known, "abd").adapter == "tuned"
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.command import main as sample
 from ia_mech.engine.check import check_engine
 from ia_mech.errors import UserError
-from ia_mech.likelihood.reaction import reaction_bits
 from ia_mech.run import Run
 from ia_mech.run.queries import queries_of
 
@@ -57,15 +56,6 @@ def test_likelihoods_equal_those_of_full_passes(architecture):
             ]
             wanted = np.ravel(full) if name == "own" else np.sum(full, axis=1)
             np.testing.assert_allclose(row[name], wanted, **near)
-
-
-def test_identical_contexts_give_no_bits():
-    """As a control may have them, K identical responses tell nothing."""
-    same = (tuple(tiny.prompt(20, seed=1)),) * RESPONSES
-    turns = tuple((tuple(tiny.prompt(5, seed=n)), 1.0) for n in range(3))
-    unit = Turns("d\x1fq", "d", 1, "alternatives", same, turns)
-    found = Reaction([], None, None).measure(a_model("llama"), unit)
-    assert reaction_bits(np.stack(found["reader"].tolist())).max() < 1e-9
 
 
 # -- a run ----------------------------------------------------------------------------------------

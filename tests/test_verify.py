@@ -11,7 +11,6 @@ from experiments.verify import (
     COLUMN,
     INSTRUCTIONS,
     MATHS,
-    clean_response,
     gold_formulas,
     has_instructions,
     verifier_of,
@@ -148,27 +147,19 @@ def test_rows_of_public_datasets_have_their_verifier(name, verifier):
         assert verifier_of(parts.answer, parts.metadata, given=False) == verifier
 
 
-def test_nothing_else_is_cleared_away():
-    text = "1.5 and 2) or a-$x$-b, 3 * 4 ** 2?\nIn 1990. 7 came"
-    assert clean_response(text) == text.replace("**", "")
-    assert clean_response("1) a\n 2. b\n3.") == "a\nb\n3."
+def fails(*_, **__):
+    raise RecursionError
 
 
-@pytest.mark.parametrize("failure", ["parser", "time"])
-def test_a_parser_that_fails_or_takes_too_long_leaves_the_verdict_open(failure, monkeypatch):
-    def fails(*_, **__):
-        raise RecursionError
-
-    if failure == "parser":
-        monkeypatch.setattr(math_verify, "verify", fails)
-        response, why = "18", "the verifier failed: RecursionError"
-    else:
-        monkeypatch.setattr("experiments.verify.SECONDS", 1)
-        response, why = "\\boxed{9^{9^{9^{9}}}}", "the verifier took more than 1 s"
+def test_a_parser_that_fails_or_takes_too_long_leaves_the_verdict_open(monkeypatch):
+    monkeypatch.setattr("experiments.verify.SECONDS", 1)
     started = time.monotonic()
-    found = verify("", response, "18", {})
-    assert (found.correct, found.why) == (None, why)
+    found = verify("", "The answer is \\boxed{9^{9^{9^{9}}}}", "18", {})
+    assert (found.correct, found.why) == (None, "the verifier took more than 1 s")
     assert time.monotonic() - started < 10
+    monkeypatch.setattr(math_verify, "verify", fails)
+    found = verify("", "18", "18", {})
+    assert (found.correct, found.why) == (None, "the verifier failed: RecursionError")
 
 
 # -- instructions --------------------------------------------------------------------------------
@@ -232,12 +223,9 @@ def test_a_language_that_cannot_be_told_is_not_logged(capfd):
 def test_a_checker_that_fails_leaves_the_verdict_open(monkeypatch):
     from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
 
-    def fails(*_):
-        raise IndexError("out of range")
-
     monkeypatch.setattr(INSTRUCTION_DICT["punctuation:no_comma"], "check_following", fails)
     found = verify(QUERY, "anything", None, data("punctuation:no_comma"))
-    assert (found.correct, found.why) == (None, "the verifier failed: IndexError")
+    assert (found.correct, found.why) == (None, "the verifier failed: RecursionError")
 
 
 @pytest.mark.parametrize(
