@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 LOG = "log.jsonl"
-# Of LoRA's matrices, in all linear layers but the unembedding (Hu et al. 2021, arXiv 2106.09685).
+# Of LoRA's matrices, in all linear layers but the unembedding (Hu et al. 2021, arXiv 2106.09685);
+# alpha is twice that.
 RANK = 16
 WORST = -4.0  # bits: what a turn may lose by fitting another response; evidence has no lower bound
 
