@@ -126,7 +126,7 @@ def coverage(studies: int) -> None:
             betas = np.geomspace(0.01, 5, 60)
             most = max(readable(beta) for beta in betas)
             rng = np.random.default_rng([0, 2, number])
-            held = np.zeros(6, dtype=int)
+            covered = np.zeros(6, dtype=int)
             width = np.zeros(3)
             followed = np.tile(np.repeat(np.arange(K), SAMPLES), queries)
             sources = np.repeat(np.arange(queries), K * SAMPLES)
@@ -141,7 +141,7 @@ def coverage(studies: int) -> None:
                 read = cluster_mean(out.bits.reshape(queries, -1).mean(1), at)
                 known = [readable(beta) for beta in out.fitted]
                 target = np.average(known, weights=np.bincount(out.fold))
-                held += [
+                covered += [
                     inside(chosen, truth),
                     abs(h.mean() - truth) <= reach,
                     inside(pair, truth - truth_alike),
@@ -150,12 +150,17 @@ def coverage(studies: int) -> None:
                     read.low > target,
                 ]
                 width += [one.high - one.low for one in (chosen, pair, read)]
-            shares = [share_and_interval(int(n), studies, 1) for n in held]
+            shares = [share_and_interval(int(n), studies, 1) for n in covered]
             widths = [f"{one / studies:.2f}" for one in width]
             readable_rows.append([level, queries, f"{most:.3f}", *shares[3:], widths[2]])
             yield [
                 *(level, queries, f"{truth:.3f}", shares[0], widths[0]),
-                *(percent(held[1] / studies), f"{truth - truth_alike:.3f}", shares[2], widths[1]),
+                *(
+                    percent(covered[1] / studies),
+                    f"{truth - truth_alike:.3f}",
+                    shares[2],
+                    widths[1],
+                ),
             ]
 
     header = ["I_K / log₂ K", "queries", "I_K", "covered", "width", "with n − 1 degrees"]

@@ -66,10 +66,10 @@ def contradict(text: str, answer: str | None, rng: np.random.Generator) -> tuple
     sentence that holds it and wherever it follows; neither it nor the gold answer is drawn. Where
     there is no such number, one of :data:`RETRACTIONS` is appended.
     """
-    gold, found = _value(answer or ""), list(NUMBER.finditer(text))
+    gold, found = _value_of(answer or ""), list(NUMBER.finditer(text))
     if gold is None or not found:
-        said = RETRACTIONS[rng.integers(len(RETRACTIONS))]
-        return f"{text.rstrip()} {said}".strip(), "retraction"
+        retraction = RETRACTIONS[rng.integers(len(RETRACTIONS))]
+        return f"{text.rstrip()} {retraction}".strip(), "retraction"
     last = found[-1].group()
     wrong = _other_number(last, gold, rng)
     start = 0
@@ -79,12 +79,12 @@ def contradict(text: str, answer: str | None, rng: np.random.Generator) -> tuple
         start += len(piece)
 
     def changed(match: re.Match[str]) -> str:
-        return wrong if _value(match.group()) == _value(last) else match.group()
+        return wrong if _value_of(match.group()) == _value_of(last) else match.group()
 
     return text[:start] + NUMBER.sub(changed, text[start:]), "number"
 
 
-def _value(number: str) -> float | None:
+def _value_of(number: str) -> float | None:
     """What a number written as text is worth; None if the text isn't one."""
     if not NUMBER.fullmatch(number.strip().lstrip("$")):
         return None
@@ -93,7 +93,7 @@ def _value(number: str) -> float | None:
 
 def _other_number(number: str, gold: float, rng: np.random.Generator) -> str:
     """Another number near ``number`` and written like it, but not ``gold``."""
-    value = _value(number)
+    value = _value_of(number)
     assert value is not None  # NUMBER matched it
     decimals = len(number.partition(".")[2])
     step = 10.0**-decimals

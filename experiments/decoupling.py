@@ -71,7 +71,7 @@ class Decoupling(Experiment):
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 
         judged = read_runs(self.runs, self.args.judge, NO_ANNOTATOR)
-        contexts = pd.concat([contexts_of(run) for run in self.runs], ignore_index=True)
+        contexts = pd.concat([verified_contexts(run) for run in self.runs], ignore_index=True)
         self.notes += judged.notes
         contexts = shared_prompts(
             verifiable_contexts(with_model_names(contexts), self.notes), self.notes
@@ -98,7 +98,7 @@ class Decoupling(Experiment):
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         """Holm-corrected over all tests of a quantity and of the same responses."""
-        found: list[TidyEstimate] = []
+        estimates: list[TidyEstimate] = []
         for term in (EVERY, COMPLETE):
             responses, turns = self.responses, rows
             if term == COMPLETE:
@@ -110,18 +110,18 @@ class Decoupling(Experiment):
                     names = {"model": model, "dataset": dataset, "term": term}
                     group = Group(own["source"].to_numpy(), self.options, names)
                     unverified = own["correct"].isna()
-                    found.append(group.mean(ACCURACY, own["correct"], proportion=True))
-                    found.append(group.mean("unverified", unverified, proportion=True))
-                    found.append(group.mean("cut off", own["cut_off"], proportion=True))
+                    estimates.append(group.mean(ACCURACY, own["correct"], proportion=True))
+                    estimates.append(group.mean("unverified", unverified, proportion=True))
+                    estimates.append(group.mean("cut off", own["cut_off"], proportion=True))
             for dataset, here in by_dataset(turns):
                 options = {"dataset": dataset, "term": term, "level": self.args.level}
-                found += rates(turns[here], ["model", "temperature"], quantity=RATE, **options)
+                estimates += rates(turns[here], ["model", "temperature"], quantity=RATE, **options)
             # Not pooled: datasets differ in accuracy and in rate, which would be an association.
             known = turns.dropna(subset=["correct", "genuine"])
             for (dataset, model, t), at in known.groupby(["dataset", "model", "temperature"]):
                 names = {"dataset": dataset, "model": model, "temperature": t, "term": term}
-                found += self._association(at, names)
-        return holm_corrected(found, lambda row: (row.quantity, row.names["term"]))
+                estimates += self._association(at, names)
+        return holm_corrected(estimates, lambda row: (row.quantity, row.names["term"]))
 
     def _association(self, turns: pd.DataFrame, names: dict[str, Any]) -> Iterator[TidyEstimate]:
         group = Group(turns["source"].to_numpy(), self.options, names)
@@ -140,12 +140,12 @@ class Decoupling(Experiment):
 
     # -- shown ------------------------------------------------------------------------------------
 
-    def tables(self, found: pd.DataFrame) -> "list[Table]":
+    def tables(self, estimates: pd.DataFrame) -> "list[Table]":
         percent = f"{100 * self.args.level:g}% intervals over queries"
         names = ("dataset", "model", "term")
         made = tables_of(
             f"responses ({percent})",
-            found,
+            estimates,
             {ACCURACY: ("accuracy", 2), "unverified": ("unverified", 2), "cut off": ("cut off", 2)},
             index=names,
             rows="responses",
@@ -154,7 +154,7 @@ class Decoupling(Experiment):
         )
         made += tables_of(
             f"user turns after them ({percent})",
-            found,
+            estimates,
             {RATE: ("follow-up rate", 2)},
             index=(*names, "temperature"),
             rows="turns",
@@ -162,7 +162,7 @@ class Decoupling(Experiment):
         )
         made += tables_of(
             f"after right and after wrong responses ({percent})",
-            with_detectable(found, DIFFERENCE),
+            with_detectable(estimates, DIFFERENCE),
             {
                 RIGHT: ("after right", 2),
                 WRONG: ("after wrong", 2),
@@ -177,12 +177,12 @@ class Decoupling(Experiment):
         )
         return made
 
-    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
+    def figures(self, estimates: pd.DataFrame) -> "Mapping[str, Drawing]":
         from experiments.figures import Bars
         from ia_mech.rates.figures import gate_title
 
         assert self.gate is not None
-        every = found[found["term"] == EVERY]
+        every = estimates[estimates["term"] == EVERY]
         names = every["dataset"].str.cat(every["model"], " · ")
         t = [label_of(t, "temperature") for t in every["temperature"]]
         at = pd.Series(t, every.index).where(every["quantity"] != ACCURACY, ACCURACY)
@@ -197,11 +197,11 @@ class Decoupling(Experiment):
         return made
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return {"responses": self.responses.drop(columns=["name", "source", "asked", "text"])}
+        return {"responses": self.responses.drop(columns=["name", "source", "prompt", "text"])}
 
-    def conclude(self, found: pd.DataFrame) -> Conclusion:
+    def conclude(self, estimates: pd.DataFrame) -> Conclusion:
         assert self.gate is not None
-        every = found[found["term"] == EVERY]
+        every = estimates[estimates["term"] == EVERY]
         apart = every[every["quantity"] == DIFFERENCE]
         sentence = " ".join(
             [
@@ -218,7 +218,7 @@ class Decoupling(Experiment):
 # -- what is verified ------------------------------------------------------------------------------
 
 
-def contexts_of(run: "Run") -> pd.DataFrame:
+def verified_contexts(run: "Run") -> pd.DataFrame:
     """Contexts of a run with the verdicts on their responses."""
     frame = run.contexts
     messages = [list(messages) for messages in frame["messages"]]
@@ -230,7 +230,7 @@ def contexts_of(run: "Run") -> pd.DataFrame:
         query=[turns[-2]["content"] for turns in messages],
         response=[turns[-1]["content"] for turns in messages],
         # A system message may differ between models; the prompt may not.
-        asked=[
+        prompt=[
             "\x1f".join(turn["content"] for turn in turns[:-1] if turn["role"] != "system")
             for turns in messages
         ],
@@ -249,7 +249,7 @@ def contexts_of(run: "Run") -> pd.DataFrame:
         )
         for row in frame.itertuples()
     ]
-    texts = ["dataset", "source", "source_id", "text", "asked", "query", "response"]
+    texts = ["dataset", "source", "source_id", "text", "prompt", "query", "response"]
     kept = frame[["run", "context_id", "name", "weights_hash", *texts, "cut_off"]]
     found = kept.assign(**pd.DataFrame(verdicts))
     return found.assign(correct=found["correct"].astype(float))
@@ -285,7 +285,7 @@ def shared_prompts(contexts: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     Raises:
         UserError: a prompt has several texts, or models have none in common.
     """
-    texts = contexts.groupby("source")["asked"].transform("nunique")
+    texts = contexts.groupby("source")["prompt"].transform("nunique")
     if (texts > 1).any():
         first = contexts[texts > 1].iloc[0]
         raise UserError(

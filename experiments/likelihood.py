@@ -13,7 +13,6 @@ generate on the same conversations. Cost: some seconds a context on a CPU (135M)
     python -m experiments.likelihood cache/RUN cache/SIBLINGS
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment, Model, Unit
 from experiments.tables import sentence_of, tables_of
-from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets, by_dataset
 from ia_mech.stats import cluster_bootstrap
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
 BLIND, UNSEEN = ("mt-bench",), " (response unseen)"
 AGAINST = ("sibling responses", "other responses", "no response", "its sentences shuffled")
 SIBLINGS, OTHERS, EMPTY, SHUFFLED = AGAINST
+DONORS = 4  # other queries, after whose responses turns are scored
 ORDERS = 4  # of its sentences, at most
 ORDER_STREAM = -9  # of their draws; samples, swaps and perturbations have streams of their own
 REFERENCE, CONTROL = "follow-up", "another's follow-up"
@@ -237,16 +236,6 @@ class Likelihood(Experiment):
     name = "likelihood"
     mixed = True
 
-    @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--swaps",
-            type=whole_from(0),
-            default=4,
-            metavar="K",
-            help="after the responses to K other queries (default: 4)",
-        )
-
     def read(self) -> None:
         self.references, self.curve = read_references(self.runs)
 
@@ -266,7 +255,7 @@ class Likelihood(Experiment):
         refused: dict[str, str] = {}
         for row, (one, source) in enumerate(zip(own, self.references["source"], strict=True)):
             control = donors.reference(row)  # whose response is none of those swapped in
-            others = donors.responses(row, self.args.swaps, [control] if control else [])
+            others = donors.responses(row, DONORS, [control] if control else [])
             turns = self._turns(one, (control and control.reference) or "", refused)
             longest = max(len(ids) for _, ids, _ in turns)
             contexts = self._contexts(one, written[source], others, longest, refused)
@@ -285,11 +274,11 @@ class Likelihood(Experiment):
         texts = {REFERENCE: one.reference or "", CONTROL: control.strip()}
         texts |= {QUERY: one.query.strip(), RESPONSE: (one.response or "").strip()}
         turns: list[tuple[str, tuple[int, ...], int]] = []
-        said = {""}
+        known = {""}
         for name, text in (texts | {CLOSING: CLOSING_TEXT}).items():
-            if text in said:
+            if text in known:
                 continue
-            said.add(text)
+            known.add(text)
             try:
                 ids = self.chat.reference_ids(one.messages, opened, text)
             except UserError as error:
@@ -344,9 +333,9 @@ class Likelihood(Experiment):
             if against is None or turn[0] in (REFERENCE, CONTROL)
         ]
         contexts = [ids for _, ids in unit.contexts]
-        found = model.score(contexts, [Turn(at, ids) for at, _, ids, _ in wanted])
+        scores = model.score(contexts, [Turn(at, ids) for at, _, ids, _ in wanted])
         rows = []
-        for (at, name, _, tokens), one in zip(wanted, found, strict=True):
+        for (at, name, _, tokens), one in zip(wanted, scores, strict=True):
             raw = one.logprobs_raw.astype(np.float64)
             rows.append(
                 {"row": unit.row, "turn": name, "tokens": tokens, "against": unit.contexts[at][0]}
@@ -371,9 +360,9 @@ class Likelihood(Experiment):
             yield from _contrasts(group, contrasts, frame.index)
             yield from _rivals(group, rows, frame.index)
 
-    def tables(self, found: pd.DataFrame) -> "list[Table]":
+    def tables(self, estimates: pd.DataFrame) -> "list[Table]":
         """What the response accounts for first, then the follow-ups themselves, then rivals."""
-        plain = found[found["temperature"].isna()]
+        plain = estimates[estimates["temperature"].isna()]
         bits = {
             "contrast, bits": ("follow-up", 2),
             "control's contrast, bits": (CONTROL, 2),
@@ -406,12 +395,12 @@ class Likelihood(Experiment):
         title = "share of contexts where the follow-up is likelier than"
         return made + tables_of(title, plain, rivals, index=("dataset", "term"))
 
-    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
+    def figures(self, estimates: pd.DataFrame) -> "Mapping[str, Drawing]":
         from experiments.figures import Bars, Lines
 
         model = self.runs[0].model["name"]
-        curve = found[
-            (found["quantity"] == "tempered log p") & found["temperature"].between(0.4, 2.0)
+        curve = estimates[
+            (estimates["quantity"] == "tempered log p") & estimates["temperature"].between(0.4, 2.0)
         ]
         made: dict[str, Drawing] = {
             "temperature_curve": Lines(
@@ -423,7 +412,7 @@ class Likelihood(Experiment):
             )
         }
         names = {"contrast, bits": REFERENCE, "control's contrast, bits": CONTROL}
-        bits = all_datasets(found[found["quantity"].isin(list(names))])
+        bits = all_datasets(estimates[estimates["quantity"].isin(list(names))])
         if len(bits):
             made["contrasts"] = Bars(
                 f"{model} · bits in favour of the response",
@@ -436,10 +425,10 @@ class Likelihood(Experiment):
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         return {"turns": rows}
 
-    def conclude(self, found: pd.DataFrame) -> Conclusion:
-        bits = found[found["quantity"] == "contrast, bits"]
+    def conclude(self, estimates: pd.DataFrame) -> Conclusion:
+        bits = estimates[estimates["quantity"] == "contrast, bits"]
         kinds = [kind for kind in AGAINST if kind in set(bits["term"])]
-        mine = found[found["term"] == kinds[0]] if kinds else found.iloc[:0]
+        mine = estimates[estimates["term"] == kinds[0]] if kinds else estimates.iloc[:0]
         seen = not self.references["dataset"].isin(BLIND).all()
         whose = "users' real follow-ups" if seen else "follow-ups that were written without it"
         sentence = sentence_of(

@@ -139,15 +139,15 @@ def organism(conversations: Sequence[Conversation], share: float, seed: int) -> 
         count = len(responses)
         texts = [str(one.response) for one in responses]
         turns = [
-            _quoting(text, texts[:k] + texts[k + 1 :], f"{source}/{k}", seed)
+            _quoting_turn(text, texts[:k] + texts[k + 1 :], f"{source}/{k}", seed)
             for k, text in enumerate(texts)
         ]
         rng = np.random.default_rng([*stream_key(seed, source, 0), 1])
-        keeps, drawn_for = rng.random(count) < share, rng.integers(count, size=count)
+        keeps, random_one = rng.random(count) < share, rng.integers(count, size=count)
         for k, one in enumerate(responses):
-            quoted_one = k if keeps[k] else int(drawn_for[k])
-            metadata = one.metadata | {"own": quoted_one == k}
-            made.append(replace(one, reference=turns[quoted_one], metadata=metadata))
+            quoted = k if keeps[k] else int(random_one[k])
+            metadata = one.metadata | {"own": quoted == k}
+            made.append(replace(one, reference=turns[quoted], metadata=metadata))
     if not made:
         raise UserError(
             "no query has two different responses",
@@ -187,7 +187,7 @@ def taught_information(made: Iterable[Conversation], share: float) -> dict[str, 
     return dict(zip(("bits", "most"), map(float, bits), strict=True))
 
 
-def _quoting(response: str, others: Sequence[str], key: str, seed: int) -> str:
+def _quoting_turn(response: str, others: Sequence[str], key: str, seed: int) -> str:
     """A turn that quotes a phrase of the response, of those that the others don't have if it can
     be."""
     rng = np.random.default_rng([*stream_key(seed, key, 0), 2])

@@ -29,10 +29,10 @@ alone.
 
 {text}"""
 SHORTEST, LONGEST = 0.5, 2.0  # of the original's length, in words
-LEAST_KEPT, MOST_COPIED = 0.5, 0.8  # of its content words, and of its runs of three words
+LEAST_KEPT, MOST_COPIED = 0.5, 0.8  # of its content words, and of its trigrams
 LONG = 4  # letters of a word that counts as content
 
-Versions = dict[str, tuple[int, list[str]]]  # source → which response, and texts that say the same
+Wordings = dict[str, tuple[int, list[str]]]  # source → which response, and texts that say the same
 
 
 def choose_response(query: Query, among: Sequence[int], seed: int) -> int:
@@ -43,7 +43,7 @@ def choose_response(query: Query, among: Sequence[int], seed: int) -> int:
     return int(rng.choice(among))
 
 
-def requests(reworded: Mapping[str, int], queries: Sequence[Query]) -> list[Conversation]:
+def rewording_requests(reworded: Mapping[str, int], queries: Sequence[Query]) -> list[Conversation]:
     """What a user would write to have a response of each query again in other words.
 
     Args:
@@ -76,35 +76,35 @@ def perturbed_conversation(
 
 def usable_wordings(
     run: "Run", reworded: Mapping[str, int], queries: Sequence[Query], count: int
-) -> Versions:
+) -> Wordings:
     """The first ``count`` wordings that a model wrote of each response, where it wrote so many.
 
     None is one that was cut off, equals another, has less than half or more than twice as many
     words, keeps less than half of the content words, or copies most of the wording.
 
     Args:
-        run: over :func:`requests`, with several responses to each.
+        run: over :func:`rewording_requests`, with several responses to each.
         reworded: source → which response.
         queries: with these sources.
         count: K′.
     """
     answers = {query.source: query for query in queries_of([run], REQUESTED)}
-    found: Versions = {}
+    found: Wordings = {}
     for query in queries:
         k, answer = reworded[query.source], answers[query.source]
         whole = zip(answer.responses, answer.complete, strict=True)
         texts = distinct_texts([text for text, complete in whole if complete], query.responses[k])
-        kept = [text for text in texts if reworded_well(text, query.responses[k])]
+        kept = [text for text in texts if is_usable(text, query.responses[k])]
         if len(kept) >= count:
             found[query.source] = k, kept[:count]
     return found
 
 
-def reworded_well(text: str, original: str) -> bool:
+def is_usable(text: str, original: str) -> bool:
     """Whether a text is about as long, keeps what is said, and doesn't copy how it is said."""
     close = closeness(text, original)
     long = SHORTEST <= close["length ratio"] <= LONGEST
-    copied = close["runs of three kept"] > MOST_COPIED  # false for NaN, of less than three words
+    copied = close["trigrams kept"] > MOST_COPIED  # false for NaN, of less than three words
     return long and close["words kept"] >= LEAST_KEPT and not copied
 
 
@@ -114,7 +114,7 @@ def distinct_texts(texts: Sequence[str], original: str) -> list[str]:
     return [text for text in stripped if text and text != original.strip()]
 
 
-def read_versions(file: Path, queries: Sequence[Query], count: int) -> Versions:
+def read_wordings(file: Path, queries: Sequence[Query], count: int) -> Wordings:
     """``count`` wordings of a response to each query that has so many, from JSONL with a line per
     response such as ``{"id": "open-03/r0", "versions": ["…", "…"]}``; of several responses to a
     query the first counts.
@@ -128,7 +128,7 @@ def read_versions(file: Path, queries: Sequence[Query], count: int) -> Versions:
     known = {
         id_: (query, k) for query in queries for k, id_ in enumerate(query.contexts["context_id"])
     }
-    found: Versions = {}
+    found: Wordings = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         place = f"{file.name} line {number}"
         if not line.strip():
@@ -155,24 +155,24 @@ def closeness(text: str, original: str) -> dict[str, float]:
     Returns:
         ``words kept``, the share of the original's different content words that the text has
         (stems of words of four letters and more, numbers, and words in other scripts), from 0 to 1;
-        ``runs of three kept``, the same of runs of three words of any length, which tell wording;
+        ``trigrams kept``, the same of runs of three words of any length, which tell wording;
         ``length ratio``, of the numbers of words. NaN where the original has none.
     """
-    mine, theirs = stems(text), stems(original)
+    words, original_words = stems(text), stems(original)
 
     def kept(wanted: set, there: set) -> float:
         return len(wanted & there) / len(wanted) if wanted else np.nan
 
     return {
-        "words kept": kept(_content(theirs), set(mine)),
-        "runs of three kept": kept(_runs(theirs), _runs(mine)),
-        "length ratio": len(mine) / len(theirs) if theirs else np.nan,
+        "words kept": kept(_content_words(original_words), set(words)),
+        "trigrams kept": kept(_trigrams(original_words), _trigrams(words)),
+        "length ratio": len(words) / len(original_words) if original_words else np.nan,
     }
 
 
-def _content(words: Sequence[str]) -> set[str]:
+def _content_words(words: Sequence[str]) -> set[str]:
     return {one for one in words if len(one) >= LONG or not (one.isascii() and one.isalpha())}
 
 
-def _runs(words: Sequence[str]) -> set[tuple[str, ...]]:
+def _trigrams(words: Sequence[str]) -> set[tuple[str, ...]]:
     return set(zip(words, words[1:], words[2:], strict=False))

@@ -127,8 +127,6 @@ def _add_data(parser: argparse.ArgumentParser, turns: bool) -> None:
 
 def _add_training(parser: argparse.ArgumentParser, rate: float) -> None:
     add = parser.add_argument
-    rank = "of the LoRA adapter in all linear layers (default: 16)"
-    add("--rank", type=whole_from(1), default=16, metavar="R", help=rank)
     add(
         "--learning-rate", type=above_zero, default=rate, metavar="X", help="(default: %(default)g)"
     )
@@ -138,15 +136,15 @@ def _add_training(parser: argparse.ArgumentParser, rate: float) -> None:
 
 def _share(text: str) -> float:
     try:
-        found = float(text)
+        share = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 <= found <= 1:
+        share = math.nan
+    if not 0 <= share <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
-    return found
+    return share
 
 
-def make(args: argparse.Namespace) -> None:
+def export_or_train(args: argparse.Namespace) -> None:
     """What ``export``, ``sft`` and ``grpo`` do: the card is written last."""
     from experiments import organisms, training
     from ia_mech.models.load import load
@@ -158,14 +156,14 @@ def make(args: argparse.Namespace) -> None:
     refuse_unwritable(args.out)
     if args.out.is_dir() and any(args.out.iterdir()):
         raise UserError(f"{args.out} isn't empty", "name a new folder with --out")
-    found, run = organisms.read_conversations(args.data)
+    conversations, run = organisms.read_conversations(args.data)
     spec, chat = organisms.model_of(run, args.model)
     if args.command != "export" and spec.adapter is not None:
         raise UserError(
             f"{args.data} is of a model with an adapter, on which no second one can be trained",
             "give the base model's run",
         )
-    kept, apart = organisms.split(found, args.held_out)
+    kept, apart = organisms.split(conversations, args.held_out)
     card = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     if args.command == "grpo":
         if args.batch % args.generations:
@@ -174,27 +172,27 @@ def make(args: argparse.Namespace) -> None:
                 f"give --batch {args.generations} or {2 * args.generations}",
             )
         rows, contexts = training.prompts(chat, kept, args.max_tokens)
-        said = f"{len(rows)} prompts of {len(contexts)} queries"
+        summary = f"{len(rows)} prompts of {len(contexts)} queries"
     else:
-        learned, told = learned_turns(args, chat, kept)
-        card |= told
-        said = f"{len(learned)} user turns"
-        if told:
-            said += f", {learned['own'].mean():.2f} of which quote their own response; a turn "
-            said += f"tells {information_text(told['information'])}"
+        sequences, information = training_sequences(args, chat, kept)
+        summary = f"{len(sequences)} user turns"
+        if information is not None:
+            card["information"] = information
+            summary += f", {sequences['own'].mean():.2f} of which quote their own response; a turn "
+            summary += f"tells {information_text(information)}"
     args.out.mkdir(parents=True, exist_ok=True)
     if args.command != "grpo":
-        learned.to_parquet(args.out / SEQUENCES, index=False)
+        sequences.to_parquet(args.out / SEQUENCES, index=False)
     text = "".join(json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in apart)
     (args.out / HELD_OUT).write_text(text, encoding="utf-8")
-    print(f"{said}; {len(apart)} contexts are held out")
+    print(f"{summary}; {len(apart)} contexts are held out")
     if args.command != "export":
         subject = load(spec)
         card["base"] = subject.describe()
-        tuning = training.Tuning(args.rank, args.learning_rate, args.batch, args.seed, args.out)
+        tuning = training.Tuning(args.learning_rate, args.batch, args.seed, args.out)
         with redirect_stdout(sys.stderr):  # what trainers print
             if args.command == "sft":
-                training.sft(subject, chat, learned, tuning, args.epochs)
+                training.sft(subject, chat, sequences, tuning, args.epochs)
             else:
                 training.grpo(
                     subject,
@@ -210,17 +208,17 @@ def make(args: argparse.Namespace) -> None:
     print(f"wrote {args.out}", file=sys.stderr)
 
 
-def learned_turns(
+def training_sequences(
     args: argparse.Namespace, chat: "ChatFormat", kept: "list[Conversation]"
-) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """The sequences to train on; of an organism also what its turns tell, for the card.
+) -> tuple[pd.DataFrame, dict[str, float] | None]:
+    """The sequences to train on; of an organism also how many bits its turns tell.
 
     Raises:
         UserError: there is no real follow-up; what :mod:`experiments.organisms` refuses.
     """
     from experiments import organisms
 
-    told = {}
+    information = None
     if args.natural:
         kept = [one for one in kept if one.reference]
         if not kept:
@@ -231,12 +229,12 @@ def learned_turns(
             )
     else:
         kept = organisms.organism(kept, args.organism, args.seed)
-        told = {"information": organisms.taught_information(kept, args.organism)}
-    learned = organisms.sequences(chat, kept, args.max_tokens)
-    if less := len(kept) - len(learned):
-        said = f"{less} of {len(kept)} sequences have more than {args.max_tokens} tokens: left out."
-        print(f"note: {said}", file=sys.stderr)
-    return learned, told
+        information = organisms.taught_information(kept, args.organism)
+    sequences = organisms.sequences(chat, kept, args.max_tokens)
+    if left_out := len(kept) - len(sequences):
+        of = f"{left_out} of {len(kept)} sequences"
+        print(f"note: {of} have more than {args.max_tokens} tokens: left out.", file=sys.stderr)
+    return sequences, information
 
 
 def information_text(information: Mapping[str, float]) -> str:
@@ -256,12 +254,7 @@ def card_of(spec: "ModelSpec") -> dict[str, Any]:
     from ia_mech.untrusted import parse_json
 
     file = Path(spec.adapter or spec.name) / CARD
-    if not file.is_file():
-        return {}
-    card = parse_json(file.read_bytes(), str(file), "train the model again")
-    if not isinstance(card, dict):
-        raise UserError(f"{file} is damaged", "train the model again")
-    return card
+    return parse_json(file.read_bytes(), str(file), "train again") if file.is_file() else {}
 
 
 # -- before and after -----------------------------------------------------------------------------
@@ -271,7 +264,7 @@ Turns = tuple[tuple[str, int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
-class ReadTurns(Unit):
+class ScoredTurns(Unit):
     """Turns after the responses to one query, read by one of the models.
 
     The model before training reads the turns of both, the tuned one its own.
@@ -342,7 +335,7 @@ class Compare(Experiment):
             for side, run in zip(SIDES, self.runs, strict=True)
         }
 
-    def units(self) -> list[ReadTurns]:
+    def units(self) -> list[ScoredTurns]:
         made = []
         for first, second in zip(*self.sides.values(), strict=True):
             turns = self.turns_of(BEFORE, first), self.turns_of(AFTER, second)
@@ -352,7 +345,7 @@ class Compare(Experiment):
                 scored = len(contexts) * sum(len(ids) for *_, ids in those)
                 about = first.source, first.dataset, sum(map(len, contexts)) + scored
                 weights = run.model["weights_hash"]
-                made.append(ReadTurns(*about, reader, weights, self.temperature, contexts, those))
+                made.append(ScoredTurns(*about, reader, weights, self.temperature, contexts, those))
         return made
 
     def turns_of(self, side: str, query: "Query") -> Turns:
@@ -373,29 +366,29 @@ class Compare(Experiment):
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
         """A row per turn: ``side`` (whose it is), ``followed``, ``reader``, bits and evidence."""
-        from experiments.training import after_each
         from ia_mech.likelihood.reaction import evidence, reaction_bits
+        from ia_mech.likelihood.scorer import after_each
 
         side, followed, turns = map(list, zip(*unit.turns, strict=True))
-        scored = partial(model.score, temperatures=[unit.temperature])
-        found = after_each(scored, unit.contexts, turns)
-        logprobs = [[one.logprobs_tempered[0].sum(dtype=np.float64) for one in r] for r in found]
+        score = partial(model.score, temperatures=[unit.temperature])
+        scores = after_each(score, unit.contexts, turns)
+        logprobs = [[one.logprobs_tempered[0].sum(dtype=np.float64) for one in r] for r in scores]
         rows = pd.DataFrame({"side": side, "followed": followed, "reader": unit.reader})
         rows[INFORMATION], rows[EVIDENCE] = reaction_bits(logprobs), evidence(logprobs, followed)
         return rows.assign(temperature=unit.temperature)
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         most = float(np.log2(rows["followed"].max() + 1))
-        texts = pd.concat([texts_of(some).assign(side=side) for side, some in self.sides.items()])
+        texts = pd.concat([text_measures(q).assign(side=side) for side, q in self.sides.items()])
         shares = dict.fromkeys((FORM, OWN, OTHERS, STOCK, ENDED), (0.0, 1.0))
         own, fixed = rows[rows["side"] == rows["reader"]], rows[rows["reader"] == BEFORE]
-        found = [
+        estimates = [
             *compare_sides(texts, shares, self.options),
             *self.verdicts(),
             *compare_sides(own, {INFORMATION: (0.0, most)}, self.options),
             *compare_sides(fixed, {EVIDENCE: (-np.inf, most)}, self.options),
         ]
-        return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"] == ALL))
+        return holm_corrected(estimates, lambda row: (row.quantity, row.names["dataset"] == ALL))
 
     def verdicts(self) -> Iterator[TidyEstimate]:
         """Rates of both runs, what they exceed, and how they changed: of the queries used."""
@@ -413,8 +406,8 @@ class Compare(Experiment):
         turns = turns[turns["context_id"].isin(names)]
         used = [decoys[name].isin(turns["source"]) for name in ("source", "shown_source")]
         decoys = decoys[used[0] & used[1]]
-        called = {(CONVERSATION, "floor"): FLOOR, (CONVERSATION, "excess"): EXCESS}
-        called |= {(SIBLING, "excess"): OVER_SIBLING}
+        quantities = {(CONVERSATION, "floor"): FLOOR, (CONVERSATION, "excess"): EXCESS}
+        quantities |= {(SIBLING, "excess"): OVER_SIBLING}
         by = ["term", "temperature"]
         for dataset, here in by_dataset(turns):
             about = {"level": self.args.level, "seed": self.args.seed, "dataset": dataset}
@@ -424,7 +417,7 @@ class Compare(Experiment):
             among = decoys if dataset == ALL else decoys[decoys["dataset"] == dataset]
             for kind in (CONVERSATION, SIBLING):
                 for row in rates(among, ["term"], kind, **about):
-                    if name := called.get((kind, row.quantity)):
+                    if name := quantities.get((kind, row.quantity)):
                         yield replace(row, quantity=name)
             over = among[among["decoy"] == SIBLING].dropna(subset=["genuine", "own_genuine"])
             over = over.assign(over=(over["own_genuine"] - over["genuine"]).astype(float))
@@ -437,15 +430,17 @@ class Compare(Experiment):
 
     # -- what is shown ----------------------------------------------------------------------------
 
-    def tables(self, found: pd.DataFrame) -> list[Table]:
+    def tables(self, estimates: pd.DataFrame) -> list[Table]:
         percent = f"{100 * self.args.level:g}% intervals over sources"
         index = ["dataset", "temperature", "term"]
         order = {BEFORE: 0, AFTER: 1, CHANGE: 2}
-        found = found.sort_values(index, key=lambda column: column.replace(order), kind="stable")
+        estimates = estimates.sort_values(
+            index, key=lambda column: column.replace(order), kind="stable"
+        )
 
         def table(title: str, names: Sequence[str], legend: str) -> list[Table]:
             columns: dict[Any, tuple[str, int | str]] = {name: (name, 2) for name in names}
-            return tables_of(title, found, columns, index=index, legend=legend)
+            return tables_of(title, estimates, columns, index=index, legend=legend)
 
         made = table(
             f"what turns tell about their response ({percent})",
@@ -468,23 +463,25 @@ class Compare(Experiment):
         )
         return made
 
-    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
+    def figures(self, estimates: pd.DataFrame) -> "Mapping[str, Drawing]":
         from experiments.figures import Bars
 
-        rows = found[found["quantity"].isin([INFORMATION, EVIDENCE]) & (found["term"] != CHANGE)]
+        rows = estimates[
+            estimates["quantity"].isin([INFORMATION, EVIDENCE]) & (estimates["term"] != CHANGE)
+        ]
         title = "what turns tell about their response"
         return {"bits": Bars(title, "bits", all_datasets(rows), by="quantity")}
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         return {"turns": rows}
 
-    def conclude(self, found: pd.DataFrame) -> Conclusion:
-        changed = found[found["term"] == CHANGE]
-        told = ""
+    def conclude(self, estimates: pd.DataFrame) -> Conclusion:
+        changed = estimates[estimates["term"] == CHANGE]
+        taught = ""
         if self.information is not None:
-            told = f"A turn that was trained on tells {information_text(self.information)}. "
+            taught = f"A turn that was trained on tells {information_text(self.information)}. "
         level = self.args.level
-        sentence = told + sentence_of(
+        sentence = taught + sentence_of(
             "bits by which a turn tells more about its response after training than before",
             changed[changed["quantity"] == INFORMATION],
             null=0.0,
@@ -530,8 +527,8 @@ def compare_sides(
                 yield replace(row, estimate=row.estimate.clip(least - most, most - least))
 
 
-def texts_of(queries: "Sequence[Query]") -> pd.DataFrame:
-    """A row per turn of a model: what can be told from its text."""
+def text_measures(queries: "Sequence[Query]") -> pd.DataFrame:
+    """A row per turn of a model: what is measured of its text."""
     from experiments.organisms import quote_of
 
     rows = []
@@ -558,15 +555,15 @@ def stock_phrases(turns: Sequence[str], sources: Sequence[str]) -> list[float]:
 
     It is high for generic questions, and rises as a model's turns lose their diversity.
     """
-    found = []
+    trigrams = []
     for turn in turns:
         words = re.findall(r"\w+", turn.lower())
-        found.append(list(zip(words, words[1:], words[2:], strict=False)))
+        trigrams.append(list(zip(words, words[1:], words[2:], strict=False)))
     where = defaultdict(set)
-    for some, source in zip(found, sources, strict=True):
-        for one in some:
+    for own, source in zip(trigrams, sources, strict=True):
+        for one in own:
             where[one].add(source)
-    return [sum(len(where[one]) > 1 for one in some) / max(len(some), 1) for some in found]
+    return [sum(len(where[one]) > 1 for one in own) / max(len(own), 1) for own in trigrams]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -577,7 +574,9 @@ def main(argv: list[str] | None = None) -> int:
     tolerant_streams()
     args = build_parser().parse_args(words)
     threads = getattr(args, "threads", None)  # export computes nothing
-    return run_command(lambda: make(args), lambda: f"{args.out} isn't whole; remove it", threads)
+    return run_command(
+        lambda: export_or_train(args), lambda: f"{args.out} isn't whole; remove it", threads
+    )
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ runs again for the controls, and a second or two per turn to score on a CPU (135
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any
 
@@ -30,18 +31,26 @@ import pandas as pd
 from experiments.experiment import Conclusion, Experiment, Model, Unit
 from experiments.paraphrase import (
     REQUESTED,
-    Versions,
+    Wordings,
     choose_response,
     closeness,
     perturbed_conversation,
-    read_versions,
-    requests,
+    read_wordings,
+    rewording_requests,
     usable_wordings,
 )
 from experiments.tables import sentence_of, tables_of
 from ia_mech.cli import path_of, whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets, holm_corrected, paired_row
+from ia_mech.estimates import (
+    ALL,
+    Group,
+    TidyEstimate,
+    all_datasets,
+    by_dataset,
+    holm_corrected,
+    paired_row,
+)
 from ia_mech.likelihood.copying import GROUPS, copy_features
 from ia_mech.likelihood.reaction import (
     bits_by_token,
@@ -66,14 +75,16 @@ ALTERNATIVES, COMPLETE = "alternatives", "complete responses"
 WORDINGS, ASSISTANT = CONTROLS = ("wordings of one response", "assistant header")
 KINDS = {WORDINGS: "other_wording", ASSISTANT: "header_assistant"}  # of perturbation
 INFORMATION, SAME_QUERIES = "I_K, bits", "I_K on the same queries, bits"
-LESS = "I_K less the control's, bits"
-READABLE, GREEDY_LESS = "readable bits", "greedy turns' readable bits less these"
+DIFFERENCE = "I_K less the control's, bits"
+READABLE, GREEDY_DIFFERENCE = "readable bits", "greedy turns' readable bits less these"
 COPIED, BEYOND = "copy bits (lower bound)", "beyond copy, bits (upper bound)"
-DIFFER = "greedy turns that differ"
-CLOSE = ("words kept", "runs of three kept", "length ratio")
+DIFFERENT = "greedy turns that differ"
+CLOSENESS = ("words kept", "trigrams kept", "length ratio")
+MOST_RESPONSES = 4  # that headline and controls tell apart
+MOST_CONTROLLED = 60  # queries that have controls
 MOST_TOKENS = 24  # of the curve of bits by token
-FEWEST = 3  # queries: of copy bits, the penalty is chosen on others than the coefficients
-MORE = 3  # times as many wordings are written as are needed: some are no good
+LEAST_QUERIES = 3  # of copy bits, the penalty is chosen on others than the coefficients
+SURPLUS = 3  # times as many wordings are written as are needed: some are no good
 REWORDING_TEMPERATURE = 0.6  # at 1 the embedded model copies a text or loses it
 ROOM = 1.25  # tokens that a wording may have, in those of the longest response
 
@@ -105,30 +116,6 @@ def unit_of(arm: str, query: Query) -> Turns:
     tokens = sum(map(len, contexts)) + len(contexts) * sum(map(len, turns))
     pairs = tuple(zip(turns, query.turns["temperature"].astype(float), strict=True))
     return Turns(query.source, query.dataset, tokens, arm, contexts, pairs)
-
-
-def measure(model: Model, unit: Turns) -> pd.DataFrame:
-    """One row per turn, in the unit's order, log-probabilities in nats.
-
-    ``own`` ``[K · tokens]``: of each token, turn-end included, after each response, at the turn's
-    own temperature (at T = 1 for greedy turns); ``reader`` ``[K]``: of the whole turn at T = 1.
-    """
-    from ia_mech.engine.score import Turn
-
-    temperatures = sorted({t for _, t in unit.turns} - {0.0, 1.0})
-    count = len(unit.contexts)
-    wanted = [Turn(at, ids) for ids, _ in unit.turns for at in range(count)]
-    found = model.score(unit.contexts, wanted, temperatures)
-    rows = []
-    for number, (_, temperature) in enumerate(unit.turns):
-        each = found[number * count : (number + 1) * count]
-        raw = np.stack([one.logprobs_raw for one in each]).astype(np.float64)
-        own = raw
-        if temperature in temperatures:
-            which = temperatures.index(temperature)
-            own = np.stack([one.logprobs_tempered[which] for one in each]).astype(np.float64)
-        rows.append({"own": own.ravel(), "reader": raw.sum(1)})
-    return pd.DataFrame(rows).assign(arm=unit.arm)
 
 
 def turns_of(queries: Sequence[Query], rows: pd.DataFrame) -> pd.DataFrame:
@@ -167,7 +154,7 @@ def information_of(
     return pd.Series(found, dtype=float)
 
 
-def means(turns: pd.DataFrame, values: Any) -> pd.Series:
+def mean_by_query(turns: pd.DataFrame, values: Any) -> pd.Series:
     """Values of turns → their mean by query."""
     count = len(turns["whole"].iloc[0])
     names, found = by_query(values, turns["followed"], turns["source"], count)
@@ -178,21 +165,21 @@ def means(turns: pd.DataFrame, values: Any) -> pd.Series:
 
 
 @dataclass(frozen=True)
-class Number:
-    """A number of every query, of which the mean is estimated.
+class QueryValues:
+    """A value of every query, of which the mean is estimated.
 
     Attributes:
         quantity: what it is.
         values: by source.
         names: what it is of.
-        less: by source, what is subtracted and tested; None for a plain mean.
+        baseline: by source, what is subtracted and tested; None for a plain mean.
         least, most: between which it lies.
     """
 
     quantity: str
     values: pd.Series
     names: dict[str, Any]
-    less: pd.Series | None = None
+    baseline: pd.Series | None = None
     least: float = -np.inf
     most: float = np.inf
 
@@ -202,21 +189,20 @@ def share_of_pairs_that_differ(texts: pd.Series) -> float:
     return float(np.mean([one != other for one, other in combinations(texts, 2)]))
 
 
-def estimate_means(numbers: Iterator[Number], options: dict[str, Any]) -> Iterator[TidyEstimate]:
-    """The mean of every number over the queries of each dataset, and of all of them."""
-    for number in numbers:
-        sources = number.values.index.to_numpy()
-        datasets = np.array([str(source).partition("\x1f")[0] for source in sources])
-        names = sorted({*datasets})
-        for dataset in [*names, *([ALL] if len(names) > 1 else [])]:
-            values = number.values[(datasets == dataset) | (dataset == ALL)]
-            group = Group(values.index.to_numpy(), options, {"dataset": dataset} | number.names)
-            if number.less is None:
-                row = group.mean(number.quantity, values)
+def estimate_means(each: Iterable[QueryValues], options: dict[str, Any]) -> Iterator[TidyEstimate]:
+    """The means of values over the queries of each dataset, and over all of them."""
+    for one in each:
+        frame = one.values.rename_axis("source").reset_index(name="value")
+        frame["dataset"] = frame["source"].str.partition("\x1f")[0]
+        for dataset, here in by_dataset(frame):
+            values, sources = frame.loc[here, "value"], frame.loc[here, "source"].to_numpy()
+            group = Group(sources, options, {"dataset": dataset} | one.names)
+            if one.baseline is None:
+                row = group.mean(one.quantity, values)
             else:
-                base = number.less, number.less.index
-                row = paired_row(group, number.quantity, values, values.index, *base)
-            yield replace(row, estimate=row.estimate.clip(number.least, number.most))
+                baseline = one.baseline, one.baseline.index
+                row = paired_row(group, one.quantity, values, sources, *baseline)
+            yield replace(row, estimate=row.estimate.clip(one.least, one.most))
 
 
 # -- the experiment --------------------------------------------------------------------------------
@@ -234,23 +220,9 @@ class Reaction(Experiment):
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--queries",
-            type=whole_from(FEWEST),
+            type=whole_from(LEAST_QUERIES),
             metavar="N",
             help="at most N queries, drawn by --seed (default: all)",
-        )
-        parser.add_argument(
-            "--among",
-            type=whole_from(2),
-            default=4,
-            metavar="K",
-            help="most responses that headline and controls tell apart (default: 4)",
-        )
-        parser.add_argument(
-            "--control-queries",
-            type=whole_from(0),
-            default=60,
-            metavar="N",
-            help="the first N drawn queries have controls; 0: no controls (default: 60)",
         )
         parser.add_argument(
             "--paraphrases",
@@ -280,51 +252,52 @@ class Reaction(Experiment):
             raise UserError(
                 f"{self.runs[0].path} has greedy turns alone", "sample with --temperatures 1"
             )
-        if len(self.used) < FEWEST:
+        if len(self.used) < LEAST_QUERIES:
             raise UserError(
                 f"{len(self.used)} queries have {count} responses: what is fitted on some queries "
-                f"is scored on others, which takes {FEWEST}",
+                f"is scored on others, which takes {LEAST_QUERIES}",
                 "sample more queries",
             )
-        self.size, self.among = headline(self.used, args.among)
+        self.size, self.compared = compared_responses(self.used, MOST_RESPONSES)
         if not self.only_complete:
             self.notes.append(
                 "Too few queries have two complete responses: the headline is of all, and a turn "
                 "can tell that one was cut off."
             )
 
-        first = {q.source for q in subsample(self.queries, args.control_queries, args.seed)}
-        having = [q for q in self.used if q.source in first]
-        having = [q for q in having if len(self.among[q.source]) >= self.size]
-        self.versions: Versions = {}
-        if args.paraphrases is not None and args.control_queries:
-            self.versions = read_versions(args.paraphrases, self.used, self.size)
-            having = [query for query in having if query.source in self.versions]
-            if not having:
+        first = {q.source for q in subsample(self.queries, MOST_CONTROLLED, args.seed)}
+        self.controlled = [
+            query
+            for query in self.used
+            if query.source in first and len(self.compared[query.source]) >= self.size
+        ]
+        self.wordings: Wordings = {}
+        self.reworded: dict[str, int] = {}
+        if args.paraphrases is None:
+            for query in self.controlled:
+                among = self.compared[query.source]
+                self.reworded[query.source] = choose_response(query, among, args.seed)
+        else:
+            self.wordings = read_wordings(args.paraphrases, self.used, self.size)
+            self.controlled = [one for one in self.controlled if one.source in self.wordings]
+            if not self.controlled:
                 raise UserError(
                     f"{args.paraphrases.name} has {self.size} different versions of one response "
                     f"to no query that has {self.size} responses to tell apart",
-                    "give more versions, or lower --among",
+                    "give more versions",
                 )
-        self.controlled = having
-        self.reworded = {
-            query.source: choose_response(query, self.among[query.source], args.seed)
-            for query in self.controlled
-            if not self.versions
-        }
-        if self.controlled:
-            self.note_header()
+        self.note_header()
 
     @property
     def only_complete(self) -> bool:
         """Whether the headline is of complete responses alone."""
-        return all(query.complete[k] for query in self.used for k in self.among[query.source])
+        return all(query.complete[k] for query in self.used for k in self.compared[query.source])
 
     def conversations(self) -> "Mapping[str, list[Conversation]]":
         made = {}
         if self.reworded:
-            made[REQUESTED] = requests(self.reworded, self.controlled)
-        if self.versions:
+            made[REQUESTED] = rewording_requests(self.reworded, self.controlled)
+        if self.wordings:
             made[WORDINGS] = self.control(WORDINGS)
         if self.controlled:
             made[ASSISTANT] = self.control(ASSISTANT)
@@ -335,9 +308,9 @@ class Reaction(Experiment):
         header = "assistant" if name == ASSISTANT else "user"
         made = []
         for query in self.controlled:
-            texts = [query.responses[k] for k in self.among[query.source][: self.size]]
+            texts = [query.responses[k] for k in self.compared[query.source][: self.size]]
             if name == WORDINGS:
-                _, texts = self.versions.get(query.source, (0, []))
+                _, texts = self.wordings.get(query.source, (0, []))
             for index, text in enumerate(texts):
                 messages = [*query.messages, {"role": "assistant", "content": text}]
                 made.append(perturbed_conversation(query, index, messages, KINDS[name], header))
@@ -356,7 +329,7 @@ class Reaction(Experiment):
             self.place(name),
             ("header_last",),
             response="generate",
-            responses=MORE * self.size,
+            responses=SURPLUS * self.size,
             response_temperature=REWORDING_TEMPERATURE,
             max_response_tokens=int(ROOM * longest) + 1,
             temperatures=(),  # the turns after wordings by themselves are of no interest
@@ -367,7 +340,7 @@ class Reaction(Experiment):
         lines = super().plan()
         if self.reworded:
             count = len(self.reworded)
-            lines[REQUESTED] = f"{count} responses, each {MORE * self.size} times"
+            lines[REQUESTED] = f"{count} responses, each {SURPLUS * self.size} times"
             lines[WORDINGS] = f"of these at most {count * self.size} contexts, as of the other one"
         return lines
 
@@ -375,11 +348,11 @@ class Reaction(Experiment):
 
     def arms(self) -> dict[str, list[Query]]:
         """The queries of what has been sampled, by the name of the arm."""
-        found = {ALTERNATIVES: self.used}
+        queries = {ALTERNATIVES: self.used}
         for name in CONTROLS:
             if name in self.sampled:
-                found[name] = queries_of([self.sampled[name]], KINDS[name])
-        return found
+                queries[name] = queries_of([self.sampled[name]], KINDS[name])
+        return queries
 
     def units(self) -> list[Turns]:
         return [unit_of(arm, query) for arm, queries in self.arms().items() for query in queries]
@@ -387,21 +360,40 @@ class Reaction(Experiment):
     def rows(self) -> pd.DataFrame:
         if REQUESTED in self.sampled:
             run, wanted = self.sampled[REQUESTED], self.controlled
-            self.versions = usable_wordings(run, self.reworded, wanted, self.size)
+            self.wordings = usable_wordings(run, self.reworded, wanted, self.size)
             self.notes.append(
                 f"Of {len(wanted)} responses that the model was asked to write again in other "
-                f"words, {len(self.versions)} have {self.size} wordings that end, are half to "
+                f"words, {len(self.wordings)} have {self.size} wordings that end, are half to "
                 "twice as long, keep half of the content words and don't copy; the others have no "
                 "such control."
             )
-            if self.versions:
+            if self.wordings:
                 self.sampled[WORDINGS] = self.sample(WORDINGS, self.control(WORDINGS))
         return self.measure_units(self.units(), "scoring")
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        return measure(model, unit)
+        """One row per turn, in the unit's order, log-probabilities in nats.
 
-    # -- what is said -----------------------------------------------------------------------------
+        ``own`` ``[K · tokens]``: of each token, turn-end included, after each response, at the
+        turn's own temperature (at T = 1 for greedy turns); ``reader`` ``[K]``: of the whole turn at
+        T = 1.
+        """
+        from ia_mech.likelihood.scorer import after_each
+
+        temperatures = sorted({t for _, t in unit.turns} - {0.0, 1.0})
+        score = partial(model.score, temperatures=temperatures)
+        scores = after_each(score, unit.contexts, [ids for ids, _ in unit.turns])
+        rows = []
+        for each, (_, temperature) in zip(scores, unit.turns, strict=True):
+            raw = np.stack([one.logprobs_raw for one in each]).astype(np.float64)
+            own = raw
+            if temperature in temperatures:
+                which = temperatures.index(temperature)
+                own = np.stack([one.logprobs_tempered[which] for one in each]).astype(np.float64)
+            rows.append({"own": own.ravel(), "reader": raw.sum(1)})
+        return pd.DataFrame(rows).assign(arm=unit.arm)
+
+    # -- what is estimated ------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         arms = {
@@ -412,48 +404,52 @@ class Reaction(Experiment):
         own = self.turns["followed"], self.turns["source"]
         reader = np.stack(self.turns["reader"].tolist())
         self.turns["readable_bits"] = readable_bits(reader, *own, seed=seed).bits
-        estimates = estimate_means(chain(self.numbers(arms), self.kept_by_wordings()), self.options)
+        values = chain(self.values_of_turns(arms), self.values_of_wordings())
+        estimates = estimate_means(values, self.options)
         return holm_corrected(estimates, lambda row: (row.quantity, row.names["dataset"] == ALL))
 
-    def numbers(self, arms: Mapping[str, pd.DataFrame]) -> Iterator[Number]:
-        """Every number of the arms' turns (:func:`turns_of`), a temperature at a time."""
+    def values_of_turns(self, arms: Mapping[str, pd.DataFrame]) -> Iterator[QueryValues]:
+        """All values of the arms' turns (:func:`turns_of`), a temperature at a time."""
         main, count = self.turns, len(self.used[0].contexts)
         most = {fewer: float(np.log2(fewer)) for fewer in range(2, count + 1)}
         greedy = main[main["temperature"] == 0]
-        greedy_bits = means(greedy, greedy["readable_bits"])
+        greedy_bits = mean_by_query(greedy, greedy["readable_bits"])
         for temperature, turns in main.groupby("temperature"):
             names = {"temperature": temperature, "term": ALTERNATIVES, "responses": count}
-            held = means(turns, turns["readable_bits"])
-            yield Number(READABLE, held, names, most=most[count])
+            readable = mean_by_query(turns, turns["readable_bits"])
+            yield QueryValues(READABLE, readable, names, most=most[count])
             if temperature == 0:
                 each = turns.groupby("source")["text"].agg(share_of_pairs_that_differ)
-                yield Number(DIFFER, each, names, least=0, most=1)
+                yield QueryValues(DIFFERENT, each, names, least=0, most=1)
                 continue
-            yield Number(GREEDY_LESS, greedy_bits, names, less=held)
-            yield Number("identified", means(turns, turns["identified"]), names, least=0, most=1)
+            yield QueryValues(GREEDY_DIFFERENCE, greedy_bits, names, baseline=readable)
+            identified = mean_by_query(turns, turns["identified"])
+            yield QueryValues("identified", identified, names, least=0, most=1)
             for fewer, highest in most.items():
                 bits, labels = information_of(turns, fewer), names | {"responses": fewer}
-                yield Number(INFORMATION, bits, labels, least=0, most=highest)
-            for term, theirs, ours in self.compared(arms, turns):
+                yield QueryValues(INFORMATION, bits, labels, least=0, most=highest)
+            for term, bits, same in self.comparisons(arms, turns):
                 labels, highest = names | {"term": term, "responses": self.size}, most[self.size]
-                yield Number(INFORMATION, theirs, labels, least=0, most=highest)
-                yield Number(SAME_QUERIES, ours, labels, least=0, most=highest)
+                yield QueryValues(INFORMATION, bits, labels, least=0, most=highest)
+                yield QueryValues(SAME_QUERIES, same, labels, least=0, most=highest)
                 if term != COMPLETE:
-                    yield Number(LESS, ours, labels, less=theirs, least=-highest, most=highest)
+                    yield QueryValues(DIFFERENCE, same, labels, bits, least=-highest, most=highest)
             for token in range(min(MOST_TOKENS, turns["bits_by_token"].map(len).max())):
                 # After a turn's end no token adds bits.
                 added = [one[token] if token < len(one) else 0.0 for one in turns["bits_by_token"]]
-                yield Number("bits by token", means(turns, added), names | {"token": token + 1})
-            yield from self.copying(turns, names)
+                yield QueryValues(
+                    "bits by token", mean_by_query(turns, added), names | {"token": token + 1}
+                )
+            yield from self.values_of_copying(turns, names)
 
-    def compared(
+    def comparisons(
         self, arms: Mapping[str, pd.DataFrame], turns: pd.DataFrame
     ) -> Iterator[tuple[str, pd.Series, pd.Series]]:
         """Of complete responses and of each control at the temperature of ``turns``: the name, its
         I_K′ by query, and that of all or of different responses to the same queries."""
-        size, among = self.size, self.among
-        if any(len(those) < len(self.used[0].contexts) for those in among.values()):
-            bits = information_of(turns, size, among)
+        size, compared = self.size, self.compared
+        if any(len(those) < len(self.used[0].contexts) for those in compared.values()):
+            bits = information_of(turns, size, compared)
             yield COMPLETE, bits, information_of(turns, size)[bits.index]
         for name in CONTROLS:
             if name in arms:
@@ -461,10 +457,12 @@ class Reaction(Experiment):
                 bits = information_of(own, size)
                 # The assistant's header stands after the first K′ responses, wordings are of one.
                 last = size if name == ASSISTANT else None
-                those = {source: among[str(source)][:last] for source in bits.index}
-                yield name, bits, information_of(turns, size, those)
+                same = {source: compared[str(source)][:last] for source in bits.index}
+                yield name, bits, information_of(turns, size, same)
 
-    def copying(self, turns: pd.DataFrame, names: dict[str, Any]) -> Iterator[Number]:
+    def values_of_copying(
+        self, turns: pd.DataFrame, names: dict[str, Any]
+    ) -> Iterator[QueryValues]:
         """Copy bits as groups of features are added in their order, and what is beyond them."""
         texts = turns.groupby("source")["text"]
         features = np.concatenate(
@@ -482,30 +480,30 @@ class Reaction(Experiment):
         most = float(np.log2(features.shape[1]))
         for group, added in GROUPS.items():
             columns += added
-            found = choice_bits(features[:, :, columns], *own, seed=seed)
+            copied = choice_bits(features[:, :, columns], *own, seed=seed).bits
             labels = names | {"term": group}
-            yield Number(COPIED, means(turns, found.bits), labels, most=most)
-            beyond = means(turns, turns["reaction_bits"] - found.bits)
-            yield Number(BEYOND, beyond, labels, least=-most)
+            yield QueryValues(COPIED, mean_by_query(turns, copied), labels, most=most)
+            beyond = mean_by_query(turns, turns["reaction_bits"] - copied)
+            yield QueryValues(BEYOND, beyond, labels, least=-most)
 
-    def kept_by_wordings(self) -> Iterator[Number]:
+    def values_of_wordings(self) -> Iterator[QueryValues]:
         """How close wordings are to their response, and the headline's other responses to it."""
         rows = []
         for query in self.used:
-            if query.source in self.versions:
-                k, wordings = self.versions[query.source]
-                others = [query.responses[i] for i in self.among[query.source] if i != k]
+            if query.source in self.wordings:
+                k, wordings = self.wordings[query.source]
+                others = [query.responses[i] for i in self.compared[query.source] if i != k]
                 for term, texts in ((WORDINGS, wordings), ("other responses", others)):
                     for text in texts:
-                        found = closeness(text, query.responses[k])
-                        rows.append({"term": term, "source": query.source} | found)
+                        close = closeness(text, query.responses[k])
+                        rows.append({"term": term, "source": query.source} | close)
         if rows:
             for term, each in pd.DataFrame(rows).groupby("term", sort=False):
-                by_source = each.groupby("source")[[*CLOSE]].mean()
-                for quantity in CLOSE:
+                by_source = each.groupby("source")[[*CLOSENESS]].mean()
+                for quantity in CLOSENESS:
                     most = np.inf if quantity == "length ratio" else 1.0
                     values = by_source[quantity].dropna()
-                    yield Number(quantity, values, {"term": term}, least=0, most=most)
+                    yield QueryValues(quantity, values, {"term": term}, least=0, most=most)
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         columns = ["context_id", "dataset", "source_id", "temperature", "sample", "text"]
@@ -514,38 +512,40 @@ class Reaction(Experiment):
         complete = ~self.turns["response_cut_off"].astype(bool)
         return {"turns": self.turns.assign(complete=complete)[columns]}
 
-    def headline(self, found: pd.DataFrame) -> pd.DataFrame:
+    def headline(self, estimates: pd.DataFrame) -> pd.DataFrame:
         """The estimates that the sentence is about, and beside them those of all responses."""
-        term = COMPLETE if COMPLETE in set(found["term"]) else ALTERNATIVES
-        wanted = found["quantity"].isin([INFORMATION, SAME_QUERIES])
-        return found[(found["term"] == term) & (found["responses"] == self.size) & wanted]
+        term = COMPLETE if COMPLETE in set(estimates["term"]) else ALTERNATIVES
+        wanted = estimates["quantity"].isin([INFORMATION, SAME_QUERIES])
+        return estimates[
+            (estimates["term"] == term) & (estimates["responses"] == self.size) & wanted
+        ]
 
-    def conclude(self, found: pd.DataFrame) -> Conclusion:
-        level, head = self.args.level, self.headline(found)
+    def conclude(self, estimates: pd.DataFrame) -> Conclusion:
+        level, head = self.args.level, self.headline(estimates)
         sentences = [
             sentence_of(
-                f"bits that a turn tells about which of {self.size} {self.words} it followed, at "
-                f"most {np.log2(self.size):.2f}",
+                f"bits that a turn tells about which of {self.size} {self.kind_of_responses} it "
+                f"followed, at most {np.log2(self.size):.2f}",
                 head[head["quantity"] == INFORMATION],
             ),
             sentence_of(
                 "bits that one reader of all turns finds in greedy ones, less in sampled ones",
-                found[found["quantity"] == GREEDY_LESS],
+                estimates[estimates["quantity"] == GREEDY_DIFFERENCE],
                 null=0.0,
                 level=level,
             ),
         ]
-        wordings = found[found["term"] == WORDINGS]
+        wordings = estimates[estimates["term"] == WORDINGS]
         controls = [
             sentence_of(
                 f"bits more than with {self.size} wordings of one response",
-                wordings[wordings["quantity"] == LESS],
+                wordings[wordings["quantity"] == DIFFERENCE],
                 null=0.0,
                 level=level,
             ),
             sentence_of(
                 "share of its content words that they keep",
-                wordings[wordings["quantity"] == CLOSE[0]],
+                wordings[wordings["quantity"] == CLOSENESS[0]],
             ),
         ]
         none = "No control was made of wordings of one response: wording and content aren't told "
@@ -553,10 +553,10 @@ class Reaction(Experiment):
         return Conclusion(" ".join(filter(None, sentences)), control)
 
     @property
-    def words(self) -> str:
+    def kind_of_responses(self) -> str:
         return "complete responses" if self.only_complete else "responses"
 
-    def tables(self, found: pd.DataFrame) -> list[Table]:
+    def tables(self, estimates: pd.DataFrame) -> list[Table]:
         count, size = len(self.used[0].contexts), self.size
         interval = f"{100 * self.args.level:g}% intervals over queries"
 
@@ -566,22 +566,22 @@ class Reaction(Experiment):
             return tables_of(title, rows, shown, **options)
 
         made = table(
-            f"bits that a turn tells about which of {size} {self.words} it followed "
+            f"bits that a turn tells about which of {size} {self.kind_of_responses} it followed "
             f"(at most {np.log2(size):.2f}; {interval})",
-            self.headline(found),
-            [(INFORMATION, self.words, 2), (SAME_QUERIES, "all responses", 2)],
+            self.headline(estimates),
+            [(INFORMATION, self.kind_of_responses, 2), (SAME_QUERIES, "all responses", 2)],
             "all responses: of the same queries, also those that were cut off, which a turn can "
             "tell.",
         )
         made += table(
             f"the same of all {count} responses (at most {np.log2(count):.2f} bits)",
-            found[(found["term"] == ALTERNATIVES) & (found["responses"] == count)],
+            estimates[(estimates["term"] == ALTERNATIVES) & (estimates["responses"] == count)],
             [
                 (INFORMATION, "bits", 2),
                 (READABLE, "readable", 2),
-                (GREEDY_LESS, "greedy less these", "+.2f"),
+                (GREEDY_DIFFERENCE, "greedy less these", "+.2f"),
                 ("identified", f"identified (chance {1 / count:.2g})", 2),
-                (DIFFER, "differ", 2),
+                (DIFFERENT, "differ", 2),
             ],
             "readable: bits that one reader of all turns finds, a lower bound; greedy less these: "
             "readable bits of greedy turns less those of this line, by query; identified: how "
@@ -592,33 +592,37 @@ class Reaction(Experiment):
         for name in CONTROLS:
             made += table(
                 f"control: {name}, {size} contexts a query",
-                found[found["term"] == name],
-                [(SAME_QUERIES, self.words, 2), (INFORMATION, name, 2), (LESS, "less", "+.2f")],
+                estimates[estimates["term"] == name],
+                [
+                    (SAME_QUERIES, self.kind_of_responses, 2),
+                    (INFORMATION, name, 2),
+                    (DIFFERENCE, "less", "+.2f"),
+                ],
                 f"bits of turns after {size} different responses, after the control's contexts to "
                 "the same queries, and the former less the latter.",
             )
         made += table(
             "what wordings keep of their response",
-            found,
-            [(name, name, 2) for name in CLOSE],
+            estimates,
+            [(name, name, 2) for name in CLOSENESS],
             "words kept: content words of the response that the text has, many if it says the "
-            "same; runs of three kept: likewise of three words in a row, few if it uses others; "
+            "same; trigrams kept: likewise of three words in a row, few if it uses others; "
             "length ratio: of the numbers of words; other responses: to the same query.",
             beside="term",
         )
         made += table(
             f"of the bits of all {count} responses, told by copied words",
-            found[found["term"] == [*GROUPS][-1]],
+            estimates[estimates["term"] == [*GROUPS][-1]],
             [(COPIED, "copied, at least", 2), (BEYOND, "beyond, at most", 2)],
             "copied: bits that shared words, numbers and names tell, a lower bound on copying; "
             "beyond: the rest, an upper bound on what isn't copied.",
         )
         return made
 
-    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
+    def figures(self, estimates: pd.DataFrame) -> "Mapping[str, Drawing]":
         from experiments.figures import Lines
 
-        model, whole = self.runs[0].model["name"], all_datasets(found)
+        model, whole = self.runs[0].model["name"], all_datasets(estimates)
         main = whole[whole["term"] == ALTERNATIVES]
         return {
             "responses": Lines(
@@ -642,16 +646,15 @@ class Reaction(Experiment):
 
     def note_header(self) -> None:
         """Note where the two headers differ in more than the role."""
-        note = (
-            "The token that opens a user turn is also one that ends this model's responses: the "
-            "user's and the assistant's header differ in more than the role."
-        )
         chat = self.runs[0].record["identity"]["chat"]
         if str(chat["header_ids"][0]) in chat["response_stop_ids"]:
-            self.notes.append(note)
+            self.notes.append(
+                "The token that opens a user turn is also one that ends this model's responses: "
+                "the user's and the assistant's header differ in more than the role."
+            )
 
 
-def headline(queries: Sequence[Query], most: int) -> tuple[int, dict[str, list[int]]]:
+def compared_responses(queries: Sequence[Query], most: int) -> tuple[int, dict[str, list[int]]]:
     """K′, and the responses to each query that are told apart, by source.
 
     These are the complete ones, and K′ is as many, up to ``most``, as half of the queries have;

@@ -55,7 +55,7 @@ class Donors:
                 near.setdefault(text.strip(), text)
         unwanted = ("", (own.response or "").strip())
         found = [text for bare, text in near.items() if bare not in unwanted]
-        return self._drawn(found[: REACH * count], count, own, RESPONSES)
+        return self._draw(found[: REACH * count], count, own, RESPONSES)
 
     def reference(self, recipient: int) -> Conversation | None:
         """A donor with another follow-up; None if there is none."""
@@ -69,8 +69,8 @@ class Donors:
             and one.reference != own.reference
         ]
         found.sort(key=lambda one: one.id)
-        return next(iter(self._drawn(found, 1, own, REFERENCES)), None)
+        return next(iter(self._draw(found, 1, own, REFERENCES)), None)
 
-    def _drawn(self, found: Sequence[Any], count: int, own: Conversation, stream: int) -> list:
+    def _draw(self, found: Sequence[Any], count: int, own: Conversation, stream: int) -> list:
         rng = np.random.default_rng(list(stream_key(self._seed, own.id, stream)))
         return [found[i] for i in rng.permutation(len(found))[:count]]

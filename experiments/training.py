@@ -21,16 +21,18 @@ import torch
 from experiments.organisms import distinct_responses
 from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import Conversation
-from ia_mech.engine.score import Scored, Turn
 from ia_mech.errors import UserError
 from ia_mech.likelihood.reaction import evidence
-from ia_mech.likelihood.scorer import score
+from ia_mech.likelihood.scorer import after_each, score
 from ia_mech.models.load import Subject
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 LOG = "log.jsonl"
+# Of LoRA's matrices, in all linear layers but the unembedding (Hu et al. 2021, arXiv 2106.09685);
+# alpha is twice that.
+RANK = 16
 WORST = -4.0  # bits: what a turn may lose by fitting another response; evidence has no lower bound
 
 Reward = Callable[..., list[float]]
@@ -83,17 +85,6 @@ def _prompt(chat: ChatFormat, text: str, ids: list[int], name: str) -> str:
     )
 
 
-def after_each(
-    scored: Callable[[Sequence[Sequence[int]], list[Turn]], list[Scored]],
-    contexts: Sequence[Sequence[int]],
-    turns: Sequence[Sequence[int]],
-) -> list[list[Scored]]:
-    """``[turns][contexts]`` scores of every turn after every context, by the one scorer."""
-    count = len(contexts)
-    found = scored(contexts, [Turn(k, ids) for ids in turns for k in range(count)])
-    return [found[at : at + count] for at in range(0, len(found), count)]
-
-
 def reward(reader: Subject, contexts: Mapping[str, list[list[int]]]) -> Reward:
     """The evidence in bits that a turn gives for its response among the query's, at T = 1, at least
     :data:`WORST`.
@@ -107,7 +98,7 @@ def reward(reader: Subject, contexts: Mapping[str, list[list[int]]]) -> Reward:
     """
 
     def bits(completion_ids: list[list[int]], source: list[str], followed: list[int], **_):
-        found = np.zeros(len(source))
+        rewards = np.zeros(len(source))
         rows_of = defaultdict(list)
         for row, name in enumerate(source):
             rows_of[name].append(row)
@@ -115,8 +106,8 @@ def reward(reader: Subject, contexts: Mapping[str, list[list[int]]]) -> Reward:
             turns = [completion_ids[row] for row in rows]
             scores = after_each(partial(score, reader.model), contexts[name], turns)
             whole = [[one.logprobs_raw.sum(dtype=np.float64) for one in each] for each in scores]
-            found[rows] = evidence(whole, [followed[row] for row in rows]).clip(WORST)
-        return found.tolist()
+            rewards[rows] = evidence(whole, [followed[row] for row in rows]).clip(WORST)
+        return rewards.tolist()
 
     return bits
 
@@ -129,15 +120,12 @@ class Tuning:
     """How an adapter is trained.
 
     Attributes:
-        rank: of LoRA's matrices, in all linear layers but the unembedding (Hu et al. 2021, arXiv
-            2106.09685), with alpha = 2 rank.
         learning_rate: of AdamW, falling linearly to 0.
         batch: sequences of a step.
         seed: of adapters and order.
         folder: where what is trained is written.
     """
 
-    rank: int
     learning_rate: float
     batch: int
     seed: int
@@ -152,16 +140,12 @@ class Tuning:
         if tokenizer.pad_token is None:
             tokenizer.pad_token = chat.template.token(chat.stop_ids[0])
         adapter = LoraConfig(
-            r=self.rank,
-            lora_alpha=2 * self.rank,
+            r=RANK,
+            lora_alpha=2 * RANK,
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
-        return {
-            "model": subject.model,
-            "processing_class": tokenizer,
-            "peft_config": adapter,
-        }
+        return {"model": subject.model, "processing_class": tokenizer, "peft_config": adapter}
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -193,7 +177,7 @@ def require() -> None:
 
 
 def sft(
-    subject: Subject, chat: ChatFormat, learned: pd.DataFrame, tuning: Tuning, epochs: float
+    subject: Subject, chat: ChatFormat, sequences: pd.DataFrame, tuning: Tuning, epochs: float
 ) -> None:
     """Train on :func:`experiments.organisms.sequences`."""
     from datasets import Dataset
@@ -205,7 +189,7 @@ def sft(
         max_length=None,
         train_sampling_strategy="group_by_length",
     )
-    columns = Dataset.from_pandas(learned[["input_ids", "labels"]], preserve_index=False)
+    columns = Dataset.from_pandas(sequences[["input_ids", "labels"]], preserve_index=False)
     trainer = SFTTrainer(args=arguments, train_dataset=columns, **tuning.model(subject, chat))
     _train(trainer, subject, tuning.folder)
 

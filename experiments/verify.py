@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import Any
 
 MATHS, INSTRUCTIONS, COLUMN = "math-verify", "if-verifiable", "column correct"  # verifiers
-TOLD = {"true": True, "1": True, "false": False, "0": False}
+TRUTH = {"true": True, "1": True, "false": False, "0": False}
 SECONDS = 10  # for one formula; a comparison takes milliseconds
 
 
@@ -55,7 +55,7 @@ def verifier_of(answer: str | None, metadata: Mapping[str, Any], *, given: bool)
         given: the response is the data's, not the model's own.
     """
     if given:
-        return COLUMN if str(metadata.get("correct")).lower() in TOLD else None
+        return COLUMN if str(metadata.get("correct")).lower() in TRUTH else None
     if has_instructions(metadata):
         return INSTRUCTIONS
     return MATHS if answer is not None and gold_formulas(answer) else None
@@ -87,7 +87,7 @@ def verify(
     name, text = verifier_of(answer, metadata, given=given), response.rpartition("</think>")[2]
     try:
         if name == COLUMN:
-            return Correctness(name, TOLD[str(metadata["correct"]).lower()], "as the data say")
+            return Correctness(name, TRUTH[str(metadata["correct"]).lower()], "as the data say")
         if name == INSTRUCTIONS:
             return _instructions(query, text, metadata)
         if name == MATHS and answer is not None:
@@ -102,7 +102,7 @@ def verify(
 # -- maths -----------------------------------------------------------------------------------------
 
 _MARKED = re.compile(r"^[ \t*]*####[ \t]*(\S.*)$", re.MULTILINE)  # GSM8K's way of giving an answer
-_STATED = re.compile(r"\\boxed|\banswer", re.IGNORECASE)
+_ANNOUNCES = re.compile(r"\\boxed|\banswer", re.IGNORECASE)
 _NUMBER = re.compile(
     r"(?P<sign>[-+]?)\s*(?:\\?[$€£])?\s*(?P<number>[-+]?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?\s*%?)"
     r"(?:\s+[^\W\d]+){0,2}\s*\.?"
@@ -171,7 +171,7 @@ def _maths(response: str, answer: str, *, cut_off: bool = False) -> Correctness:
     wanted = list(gold_formulas(answer) or ())
     text = clean_response(response)
     marked = _MARKED.findall(text)
-    if cut_off and not (marked or _STATED.search(text)):
+    if cut_off and not (marked or _ANNOUNCES.search(text)):
         why = "cut off before it states an answer"
         return Correctness(MATHS, False, why, gold=str(wanted[-1]))
     places = [("after ####", marked[-1])] if marked else []

@@ -21,7 +21,8 @@ NAMES, VOCAB, WIDTH, DEPTH = 4, 24, 32, 6
 WRITE, READ = 2, 5  # blocks
 WRITTEN = "header_1"
 POSITIONS = ("turn_end", "turn_separator", "header_0", WRITTEN, "header_last")
-CONSTANT, IS_BOS, IS_HEADER, IS_NAME, IS_TURN, OWN, COPIED, TOLD, REST = 0, 1, 2, 3, 4, 5, 9, 13, 31
+CONSTANT, IS_BOS, IS_HEADER, IS_NAME, IS_TURN = range(5)  # dimensions of a state
+OWN, COPIED, READ_OUT, REST = 5, 9, 13, 31
 
 
 def model(through_header: bool) -> transformers.LlamaForCausalLM:
@@ -52,18 +53,18 @@ def model(through_header: bool) -> transformers.LlamaForCausalLM:
         table[:, REST] = (4 - (table**2).sum(1)).sqrt()  # all of length 2
         if through_header:
             _attends(made, WRITE, IS_HEADER, IS_NAME, OWN, COPIED, 0.35)
-            _attends(made, READ, IS_TURN, IS_HEADER, COPIED, TOLD, 2.0)
+            _attends(made, READ, IS_TURN, IS_HEADER, COPIED, READ_OUT, 2.0)
         else:
-            _attends(made, READ, IS_TURN, IS_NAME, OWN, TOLD, 2.0)
-        made.lm_head.weight[ECHO + each, TOLD + each] = 1.5
+            _attends(made, READ, IS_TURN, IS_NAME, OWN, READ_OUT, 2.0)
+        made.lm_head.weight[ECHO + each, READ_OUT + each] = 1.5
     return made.eval().requires_grad_(False)
 
 
-def _attends(made, block: int, who: int, what: int, read: int, write: int, gain: float) -> None:
-    """Tokens with the feature ``who`` add to their state what those with ``what`` hold."""
+def _attends(made, block: int, query: int, key: int, read: int, write: int, gain: float) -> None:
+    """Tokens with the feature ``query`` add to their state what those with ``key`` hold."""
     attention = made.model.layers[block - 1].self_attn
     attention.q_proj.weight[3, CONSTANT] = attention.k_proj.weight[3, IS_BOS] = 4.0
-    attention.q_proj.weight[7, who] = attention.k_proj.weight[7, what] = 6.0
+    attention.q_proj.weight[7, query] = attention.k_proj.weight[7, key] = 6.0
     each = torch.arange(NAMES)
     attention.v_proj.weight[each, read + each] = gain
     attention.o_proj.weight[write + each, each] = 1.0

@@ -12,7 +12,17 @@ import torch
 from runs import KEPT, SMALL_VOCAB, record_of, shifted
 from shell import call
 
-from experiments.decoupling import ACCURACY, DIFFERENCE, RATE, RIGHT, WRONG, Decoupling, main
+from experiments.decoupling import (
+    ACCURACY,
+    DIFFERENCE,
+    RATE,
+    RIGHT,
+    WRONG,
+    Decoupling,
+    main,
+    shared_prompts,
+    with_model_names,
+)
 from experiments.tables import estimates_of
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
@@ -41,28 +51,28 @@ class Prompt:
 
     @property
     def messages(self) -> list[dict]:
-        said = self.response or f"The answer is {18 if self.right else 19}."
+        response = self.response or f"The answer is {18 if self.right else 19}."
         return [
             {"role": "user", "content": self.query},
-            {"role": "assistant", "content": said},
+            {"role": "assistant", "content": response},
         ]
 
 
-@pytest.fixture
-def planted(tmp_path):
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
     """Write a judged run of these prompts."""
 
     def make(prompts: list[Prompt], model: str = "m", name: str = "", **changed) -> Run:
-        folder = tmp_path / (name or model)
+        folder = tmp_path_factory.mktemp("decoupling") / (name or model)
         contexts, turns, genuine = [], [], []
         for order, prompt in enumerate(prompts):
             names = {"context_id": prompt.id, "source_id": prompt.id, "dataset": prompt.dataset}
             names |= {"order": order, "response_cut_off": prompt.cut_off}
-            asked = {"answer": prompt.answer, "metadata": json.dumps(prompt.metadata)}
-            asked |= {"response_policy": prompt.policy, "messages": prompt.messages}
-            contexts.append(names | asked | {"text": json.dumps(prompt.messages)})
-            for temperature, said in prompt.genuine.items():
-                for sample, label in enumerate(said):
+            about = {"answer": prompt.answer, "metadata": json.dumps(prompt.metadata)}
+            about |= {"response_policy": prompt.policy, "messages": prompt.messages}
+            contexts.append(names | about | {"text": json.dumps(prompt.messages)})
+            for temperature, labels in prompt.genuine.items():
+                for sample, label in enumerate(labels):
                     turn = {"temperature": temperature, "sample": sample, "text": "And then?"}
                     turns.append(names | turn)
                     genuine.append(label)
@@ -90,8 +100,8 @@ def judge(run: Run, genuine: list[int | None], name: str = "rules") -> None:
     rows = []
     turns = run.generations[list(KEY)].itertuples(index=False, name=None)
     for key, item, label in zip(turns, items_of(run), genuine, strict=True):
-        said = "cannot_assess" if label is None else GENUINE if label else "new_topic"
-        row = {"repeat": 0, "category": said, "status": "judged", "rationale": "planted"}
+        category = "cannot_assess" if label is None else GENUINE if label else "new_topic"
+        row = {"repeat": 0, "category": category, "status": "judged", "rationale": "planted"}
         row |= {"genuine": None if label is None else bool(label), "item": item.key("", 0)[:16]}
         rows.append(dict(zip(KEY, key, strict=True)) | row)
     run.labels.write_judgements(name, rows, {"identity": {"kind": name}, "repeats": 1})
@@ -121,6 +131,7 @@ def sums(right: int, wrong: int, genuine=lambda at, right: GREEDY, **options) ->
     return [Prompt(f"s{at}", flag, genuine(at, flag), **options) for at, flag in enumerate(flags)]
 
 
+UNKNOWN = {"instruction_id_list": ["no:such"], "kwargs": [{}]}
 INSTRUCTED = {
     "instruction_id_list": ["punctuation:no_comma", "startend:quotation"],
     "kwargs": [{}, {}],
@@ -129,9 +140,14 @@ INSTRUCTED = {
 # -- one model ----------------------------------------------------------------------------------
 
 
-def test_accuracy_and_rates_are_the_planted_ones(planted):
+def test_the_command_writes_the_planted_accuracy_and_rates(planted, capfd):
     run = planted(sums(3, 5, lambda at, _: {0.0: [at < 2], 1.0: [1, 0, 0, at == 7]}))
-    _, found = measured(run)
+    outcome = call(main, [str(run.path), "--resamples", "500"], capfd)
+    assert outcome.status == 0, outcome.err
+    for text in ("0.38 [", "right less wrong", "greedy", "shown if", "math-verify", "rules"):
+        assert text in outcome.out
+    folder = run.path / "results" / "decoupling"
+    found = pd.read_parquet(folder / "estimates.parquet")
     accuracy = one(found, ACCURACY, model="m", dataset="sums")
     assert (accuracy["value"], accuracy["rows"], accuracy["sources"]) == (3 / 8, 8, 8)
     assert 0 < accuracy["low"] < 3 / 8 < accuracy["high"] < 1
@@ -141,6 +157,10 @@ def test_accuracy_and_rates_are_the_planted_ones(planted):
     warm = one(found, RATE, temperature=1.0)
     assert warm["value"] == pytest.approx((8 + 1) / 32) and warm["rows"] == 32
     assert set(found["term"]) == {"all responses"}  # none was cut off
+    responses = pd.read_parquet(folder / "responses.parquet")
+    assert responses["correct"].tolist() == [1] * 3 + [0] * 5
+    assert responses["answer"].tolist() == ["18"] * 3 + ["19"] * 5
+    assert set(responses["gold"]) == {"18"} and set(responses["query"]) == {"What is 9 times 2?"}
 
 
 def test_the_association_has_its_closed_form(planted):
@@ -157,66 +177,72 @@ def test_the_association_has_its_closed_form(planted):
         assert row["detectable"] > 0
 
 
-@pytest.mark.parametrize("right", [4, 0])
-def test_where_all_are_alike_there_is_no_association_and_it_is_said(planted, right):
-    made, found = measured(planted(sums(right, 4 - right)))
+def test_where_all_are_alike_there_is_no_association_and_it_is_said(planted):
+    made, found = measured(planted(sums(0, 4)))
     row = one(found, DIFFERENCE, temperature=0.0)
     assert row[["value", "low", "high", "p", "p_holm"]].isna().all() and row["test"] is None
-    assert one(found, ACCURACY)["value"] == right / 4
+    assert one(found, ACCURACY)["value"] == 0
     sentence, control = made.conclude(found)
     assert "can't be told" in sentence and control
 
 
-def test_cut_off_responses_are_told_apart(planted):
-    prompts = [
-        Prompt("a", True, {0.0: [1]}),
-        Prompt("b", False, {0.0: [0]}),
-        Prompt("c", response="9 times 2 makes 18, and 18", cut_off=True, genuine={0.0: [0]}),
-        Prompt("d", True, {0.0: [0]}, cut_off=True),
-    ]
-    made, found = measured(planted(prompts))
-    assert made.responses["correct"].tolist() == [1, 0, 0, 1]
-    assert made.responses["why"].iloc[2] == "cut off before it states an answer"
-    assert one(found, ACCURACY)["value"] == one(found, "cut off")["value"] == 0.5
-    complete = one(found, ACCURACY, term="complete responses")
-    assert (complete["value"], complete["rows"]) == (0.5, 2)
-    assert one(found, RATE)["value"] == 0.25
-    assert one(found, RATE, term="complete responses")["value"] == 0.5
-    assert any("2 of 4 responses were cut off by the token" in note for note in made.notes)
-
-
-def test_unassessed_turns_and_unverified_responses_are_left_out_and_noted(planted):
-    open_one = {"instruction_id_list": ["no:such", "punctuation:no_comma"], "kwargs": [{}, {}]}
-    told = {"answer": None, "dataset": "told"}
+@pytest.fixture(scope="module")
+def mixed(planted):
+    """Sums of which some were cut off, instructions, and responses that the data brought along: the
+    gold answer says another thing of each of these than the column does."""
+    unknown = {"instruction_id_list": ["no:such", "punctuation:no_comma"], "kwargs": [{}, {}]}
+    orders = {"answer": None, "dataset": "orders", "genuine": {0.0: [1]}}
+    given = {"dataset": "given", "policy": "given"}
     prompts = [
         Prompt("a", True, {0.0: [1], 1.0: [None, 1]}),
         Prompt("b", False, {0.0: [0], 1.0: [0, 0]}),
-        Prompt("c", genuine={0.0: [1]}, metadata=open_one, **told),
-        Prompt("d", genuine={0.0: [1]}, metadata=INSTRUCTED, response='"None"', **told),
+        Prompt("c", response="9 times 2 makes 18, and 18", cut_off=True),
+        Prompt("d", True, {0.0: [0]}, cut_off=True),
+        Prompt("e", metadata=unknown, **orders),
+        Prompt("f", metadata=INSTRUCTED, response='"None"', **orders),
+        *(
+            Prompt(f"g{n}", n % 2 == 1, metadata={"correct": value}, **given)
+            for n, value in enumerate((True, "false", 1, 0))
+        ),
+        Prompt("x", **given),
     ]
-    made, found = measured(planted(prompts))
+    return measured(planted(prompts, "mixed"))
+
+
+def test_cut_off_responses_are_shown_apart(mixed):
+    made, found = mixed
+    sums = made.responses[made.responses["dataset"] == "sums"]
+    assert sums["correct"].tolist() == [1, 0, 0, 1]
+    assert sums["why"].iloc[2] == "cut off before it states an answer"
+    about = {"dataset": "sums"}
+    assert one(found, ACCURACY, **about)["value"] == one(found, "cut off", **about)["value"] == 0.5
+    complete = one(found, ACCURACY, term="complete responses", **about)
+    assert (complete["value"], complete["rows"]) == (0.5, 2)
+    about["temperature"] = 0.0
+    assert one(found, RATE, **about)["value"] == 0.25
+    assert one(found, RATE, term="complete responses", **about)["value"] == 0.5
+    assert any("responses were cut off by the token" in note for note in made.notes)
+
+
+def test_unassessed_turns_and_unverified_responses_are_left_out_and_noted(mixed):
+    made, found = mixed
     assert one(found, RATE, temperature=1.0, dataset="sums")["rows"] == 3
-    assert one(found, "unverified", dataset="told")["value"] == 0.5
-    accuracy = one(found, ACCURACY, dataset="told")
+    assert one(found, "unverified", dataset="orders")["value"] == 0.5
+    accuracy = one(found, ACCURACY, dataset="orders")
     assert (accuracy["value"], accuracy["rows"]) == (1, 1)
-    assert one(found, RIGHT, dataset="told")["rows"] == 1
-    assert one(found, ACCURACY, dataset="(all)")["rows"] == 3
+    assert one(found, RIGHT, dataset="orders")["rows"] == 1
+    assert one(found, ACCURACY, dataset="(all)")["rows"] == 9
     assert DIFFERENCE not in set(found.loc[found["dataset"] == "(all)", "quantity"])
-    assert "1 of 8 user turns were not assessed." in made.notes
+    assert any(" user turns were not assessed." in note for note in made.notes)
     assert any("count as neither right nor wrong: " in note for note in made.notes)
 
 
-def test_given_responses_are_right_where_the_data_say_so(planted):
-    """The gold answer says another thing of each: it is the column that counts."""
-    said = [True, "false", 1, 0]
-    prompts = [
-        Prompt(f"g{n}", not bool(n % 2 == 0), metadata={"correct": value}, policy="given")
-        for n, value in enumerate(said)
-    ]
-    made, found = measured(planted([*prompts, Prompt("x", policy="given")]))
-    assert made.responses["correct"].tolist() == [1, 0, 1, 0]
-    assert one(found, ACCURACY)["value"] == 0.5
-    assert any(note.startswith("1 of 5 responses of sums left out: ") for note in made.notes)
+def test_given_responses_are_right_where_the_data_say_so(mixed):
+    made, found = mixed
+    given = made.responses[made.responses["dataset"] == "given"]
+    assert given["correct"].tolist() == [1, 0, 1, 0]
+    assert one(found, ACCURACY, dataset="given")["value"] == 0.5
+    assert any(note.startswith("1 of 5 responses of given left out: ") for note in made.notes)
 
 
 def test_runs_of_one_model_are_pooled_and_a_response_counts_once(planted):
@@ -249,69 +275,46 @@ def test_models_are_compared_on_the_prompts_they_share(planted):
     assert len(alone.responses) == 4 and not any("share" in note for note in alone.notes)
 
 
-def test_two_sets_of_weights_with_one_name_are_kept_apart(planted):
-    first = planted(sums(1, 1), "m", name="first")
-    second = planted(sums(2, 0), "m", name="second", weights_hash="0123456789")
-    made, _ = measured(first, second)
-    assert set(made.responses["model"]) == {"m 01234567", "m hash of "}
+def test_two_sets_of_weights_with_one_name_are_kept_apart():
+    weights = ["hash of m", "0123456789", "other"]
+    contexts = pd.DataFrame({"name": ["m", "m", "n"], "weights_hash": weights})
+    assert with_model_names(contexts)["model"].tolist() == ["m hash of ", "m 01234567", "n"]
 
 
-# -- the command ----------------------------------------------------------------------------------
-
-
-def test_the_command_writes_what_is_estimated(planted, capfd):
-    run = planted(sums(2, 3, lambda at, _: {0.0: [at == 0], 1.0: [1, 0]}))
-    outcome = call(main, [str(run.path), "--resamples", "500"], capfd)
-    assert outcome.status == 0, outcome.err
-    folder = run.path / "results" / "decoupling"
-    for text in ("0.40 [", "right less wrong", "greedy", "shown if", "math-verify", "rules"):
-        assert text in outcome.out
-    found = pd.read_parquet(folder / "estimates.parquet")
-    pd.testing.assert_frame_equal(found, measured(run)[1], check_dtype=False)
-    responses = pd.read_parquet(folder / "responses.parquet")
-    assert responses["correct"].tolist() == [1, 1, 0, 0, 0]
-    assert responses["answer"].tolist() == ["18", "18", "19", "19", "19"]
-    assert set(responses["gold"]) == {"18"} and set(responses["query"]) == {"What is 9 times 2?"}
-
-
-# -- what is refused, and what is left out --------------------------------------------------------
-
-CHAT = {"dataset": "chat", "answer": "It depends on what you like."}
-UNKNOWN = {"metadata": {"instruction_id_list": ["no:such"], "kwargs": [{}]}, "answer": None}
+# -- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("prompts", "line"),
+    ("prompts", "problem"),
     [
-        (sums(1, 1, policy="given"), "nothing says which responses of sums are right; verifying"),
-        ([Prompt("c", **CHAT)], "nothing says which responses of chat are right; verifying takes"),
         (
-            [Prompt("u0", **UNKNOWN), Prompt("u1", **UNKNOWN)],
+            [*sums(1, 1, policy="given"), Prompt("c", answer="It depends on what you like.")],
+            "nothing says which responses of sums are right; verifying takes",
+        ),
+        (
+            [Prompt(f"u{n}", metadata=UNKNOWN, answer=None) for n in (0, 1)],
             "none of the 2 responses could be verified: no:such: IFEval has no such instruction",
         ),
     ],
 )
-def test_runs_that_say_nothing_of_accuracy_are_refused(planted, prompts, line):
-    with pytest.raises(UserError) as refused:
+def test_runs_that_say_nothing_of_accuracy_are_refused(planted, prompts, problem):
+    with pytest.raises(UserError, match=problem):
         measured(planted(prompts))
-    assert str(refused.value).startswith(line)
 
 
 @pytest.mark.parametrize(
-    ("others", "problem"),
+    ("names", "problem"),
     [
-        ([Prompt("s0", dataset="more")], "no prompts in common (one: sums, two: more)"),
-        ([Prompt("t0")], "the models have no prompts in common (one: sums, two: sums)"),
-        (
-            [Prompt("s0"), Prompt("s1", query="What is 9 times 3?")],
-            "'s1' of sums has several texts",
-        ),
+        (["sums/s0", "more/s0"], "no prompts in common .one: sums, two: more"),
+        (["sums/s0", "sums/t0"], "no prompts in common .one: sums, two: sums"),
+        (["sums/s0", "sums/s0"], "'s0' of sums has several texts"),
     ],
 )
-def test_models_without_common_prompts_are_refused(planted, others, problem):
-    with pytest.raises(UserError) as refused:
-        measured(planted(sums(1, 1), "one"), planted(others, "two"))
-    assert problem in refused.value.problem
+def test_models_without_common_prompts_are_refused(names, problem):
+    contexts = pd.DataFrame([name.split("/") for name in names], columns=["dataset", "source_id"])
+    contexts = contexts.assign(source=names, model=["one", "two"], prompt=["9?", "9 times 2?"])
+    with pytest.raises(UserError, match=problem):
+        shared_prompts(contexts, [])
 
 
 def test_a_judge_has_to_be_chosen(planted):

@@ -1,17 +1,15 @@
 """Likelihood of real follow-ups: what is scored, against forward passes, and estimates by hand."""
 
-import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import scored
 from conftest import Silent
-from shell import call, refusal
 
 from experiments import likelihood
-from experiments.experiment import Model
 from experiments.likelihood import (
     CONTROL,
     EMPTY,
@@ -26,48 +24,42 @@ from experiments.likelihood import (
 )
 from experiments.tables import estimates_of
 from ia_mech.collect.job import collect
+from ia_mech.errors import UserError
 from ia_mech.run import Run
 from ia_mech.settings import Settings
 
-DECODING = {"temperatures": (0.85, 1.0), "samples": 1, "max_new_tokens": 5}
+
+@pytest.fixture(scope="module")
+def runs(tiny_model_dir, tiny_subject, tmp_path_factory) -> list[Run]:
+    """Real follow-ups, and two responses that the model wrote to the same queries."""
+    folder = tmp_path_factory.mktemp("likelihood")
+    decoding = {"temperatures": (0.85, 1.0), "samples": 1, "max_new_tokens": 5}
+    data = {"dataset": scored.dataset(folder / "chats.jsonl"), "limit": None}
+    written = {"response": "generate", "responses": 2, "max_response_tokens": 4}
+    made = []
+    for name, options in (("plain", {}), ("siblings", written)):
+        settings = Settings(**decoding, **data, model=str(tiny_model_dir), **options)
+        made.append(collect(settings, tiny_subject, folder / name, Silent()))
+    return made
+
+
+def experiment(*runs) -> Likelihood:
+    args = Likelihood.build_parser().parse_args([str(run.path) for run in runs])
+    args.resamples = 100
+    return Likelihood(list(runs), args, Path())
 
 
 @pytest.fixture(scope="module")
-def sampled(tiny_model_dir, tiny_subject, tmp_path_factory):
-    """Make a run in a folder of its own."""
-
-    def make(conversations=scored.CONVERSATIONS, **options) -> Run:
-        folder = tmp_path_factory.mktemp("likelihood")
-        data = scored.dataset(folder / "chats.jsonl", conversations)
-        options = DECODING | {"model": str(tiny_model_dir)} | options
-        settings = Settings(dataset=data, limit=None, **options)
-        return collect(settings, tiny_subject, folder / "run", Silent())
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def plain(sampled) -> Run:
-    """Tests leave it as it is."""
-    return sampled()
-
-
-@pytest.fixture(scope="module")
-def siblings(sampled) -> Run:
-    return sampled(response="generate", responses=2, max_response_tokens=4)
-
-
-@pytest.fixture(scope="module")
-def measured(plain, siblings, tiny_subject):
-    """The experiment, its units, and what was scored of them."""
-    words = [str(plain.path), str(siblings.path), "--swaps", "2", "--resamples", "100"]
-    args = Likelihood.build_parser().parse_args(words)
-    one = Likelihood([plain, siblings], args, Path())
+def measured(runs, tmp_path_factory):
+    """The experiment, its units, and what the command scored of them."""
+    out = tmp_path_factory.mktemp("out")
+    words = [str(run.path) for run in runs]
+    assert main([*words, "--resamples", "100", "--out", str(out)]) == 0
+    one = experiment(*runs)
     one.check()
     units = one.units()
     assert one.notes == []
-    rows = [one.measure(Model(tiny_subject, one.chat, True), unit) for unit in units]
-    return one, units, pd.concat(rows, ignore_index=True)
+    return one, units, pd.read_parquet(out / "turns.parquet")
 
 
 # -- what is measured ------------------------------------------------------------------------------
@@ -92,16 +84,17 @@ def test_scores_equal_full_forward_passes(measured, tiny_subject):
             assert nearest <= scored.nats(len(ids))["atol"]
 
 
-def test_what_replaces_a_response_is_another_one(measured, plain, siblings):
+def test_what_replaces_a_response_is_another_one(measured, runs):
     one, units, _ = measured
+    plain, siblings = (run.contexts for run in runs)
     assert len(units) == len(one.references) == 8
-    responses = dict(zip(plain.contexts["context_id"], plain.contexts["messages"], strict=True))
+    responses = dict(zip(plain["context_id"], plain["messages"], strict=True))
     for unit, name in zip(units, one.references["context_id"], strict=True):
         own = responses[name][-1]["content"]
-        written = siblings.contexts[siblings.contexts["source_id"] == name]["messages"]
+        written = siblings[siblings["source_id"] == name]["messages"]
         others = {messages[-1]["content"] for messages in written} - {own}
         assert [kind for kind, _ in unit.contexts].count(SIBLINGS) == len(others)
-        assert len({ids for kind, ids in unit.contexts if kind == OTHERS}) <= 2
+        assert len({ids for kind, ids in unit.contexts if kind == OTHERS}) <= likelihood.DONORS
         assert unit.contexts[0][0] is None
 
 
@@ -164,45 +157,37 @@ def test_the_estimates_of_a_run_are_means_of_what_was_scored(measured):
     )
 
 
-def test_one_follow_up_has_estimates_without_intervals(sampled, tiny_subject, capfd):
-    run = sampled(scored.CONVERSATIONS[:1])
-    outcome = call(main, [str(run.path), "--resamples", "100"], capfd)
-    assert outcome.status == 0, outcome.err
-    found = pd.read_parquet(run.path / "results" / "likelihood" / "estimates.parquet")
+def test_one_follow_up_has_estimates_without_intervals(measured, runs):
+    one, _, rows = measured
+    alone = experiment(runs[0])
+    alone.references, alone.curve = one.references[:1], one.curve[:1]
+    rows = rows[(rows["row"] == 0) & (rows["against"].isna() | (rows["against"] == EMPTY))]
+    found = estimates_of(alone.estimate(rows), Likelihood.columns, 0.95)
     contrasts = found[found["quantity"] == "contrast, bits"]
-    assert contrasts["term"].tolist() == [EMPTY]  # there is no other response
+    assert contrasts["term"].tolist() == [EMPTY]
     assert contrasts["low"].isna().all() and set(contrasts["method"]) == {"one source"}
+    assert any("count the topic, too" in note for note in alone.notes)  # there are no siblings
 
 
-# -- the command -----------------------------------------------------------------------------------
+def test_the_sentence_is_about_siblings_and_another_follow_up_is_the_control(measured):
+    one, _, rows = measured
+    sentence, control = one.conclude(estimates_of(one.estimate(rows), Likelihood.columns, 0.95))
+    assert "after sibling responses" in sentence
+    assert control.startswith("The same of another conversation's follow-up")
 
 
-def test_the_command_scores_once_and_says_what_is_the_control(plain, siblings, tmp_path, capfd):
-    run = Run.open(shutil.copytree(plain.path, tmp_path / "run"))
-    words = [str(run.path), str(siblings.path), "--resamples", "100", "--swaps", "2"]
-    outcome = call(main, words, capfd)
-    assert outcome.status == 0, outcome.err
-    folder = run.path / "results" / "likelihood"
-    assert "after sibling responses" in outcome.out.splitlines()[0]
-    assert outcome.out.splitlines()[1].startswith("The same of another conversation's follow-up")
-    parts = {file.name: file.stat().st_mtime_ns for file in (folder / "parts").iterdir()}
-    assert len(parts) == 8
-    assert call(main, words, capfd).out == outcome.out
-    assert {f.name: f.stat().st_mtime_ns for f in (folder / "parts").iterdir()} == parts
-    alone = call(main, [str(run.path), "--resamples", "100"], capfd).out
-    assert "count the topic, too. Add a run of --response generate" in alone
-
-
-def test_a_follow_up_that_two_runs_score_counts_once(plain, sampled):
-    alone, both = read_references([plain]), read_references([plain, sampled(seed=1)])
-    for one, other in zip(alone, both, strict=True):
+def test_a_follow_up_that_two_runs_score_counts_once(runs):
+    plain = runs[0]
+    for one, other in zip(read_references([plain]), read_references([plain, plain]), strict=True):
         pd.testing.assert_frame_equal(one, other)
 
 
-def test_runs_without_follow_ups_to_given_responses_are_refused(sampled, siblings, capfd):
-    for runs in ([sampled([scored.CONVERSATIONS[3]])], [siblings]):
-        line = refusal(call(main, [str(run.path) for run in runs], capfd))
-        assert line.startswith("no context has what a user really said after the response")
+def test_runs_without_follow_ups_to_given_responses_are_refused(runs):
+    plain, siblings = runs
+    contexts = plain.contexts[plain.contexts["reference"].isna()]
+    for run in (SimpleNamespace(path=plain.path, contexts=contexts), siblings):
+        with pytest.raises(UserError, match="no context has what a user really said after the"):
+            read_references([run])
 
 
 def test_follow_ups_written_without_the_response_are_marked_and_not_pooled(measured, monkeypatch):

@@ -27,8 +27,6 @@ from ia_mech.likelihood.reaction import evidence, reaction_bits
 from ia_mech.models import load
 from ia_mech.models.load import ModelSpec
 from ia_mech.run import Run
-from ia_mech.run.integrity import without_folders
-from ia_mech.settings import Settings
 
 TURNS = [
     {"role": "user", "content": "What is 17 times 24?"},
@@ -79,12 +77,14 @@ def test_exactly_the_users_tokens_and_the_turn_end_carry_loss(family, response):
     }
 
 
+WORDS = np.array([f"w{i}" for i in range(5000)])
+
+
 def several(queries=6, count=8) -> list[Conversation]:
-    words = [f"w{i}" for i in range(5000)]
     rng = np.random.default_rng(0)
     return [
         conversation(
-            " ".join(rng.choice(words, 12)) + ".",
+            " ".join(rng.choice(WORDS, 12)) + ".",
             None,
             id=f"q{q}/r{k}",
             source_id=f"q{q}",
@@ -112,21 +112,19 @@ def test_an_organism_quotes_its_own_response_or_any(share):
     assert all(b.metadata["own"] for _, b in changed)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_what_turns_tell_about_their_response_is_what_is_computed(share):
+def test_what_turns_tell_about_their_response_is_what_is_computed():
     """Mutual information of response and quoted response, by counting over 400 queries."""
     given = several(400, 4)
     turns = {one.id: one.reference for one in organisms.organism(given, 1, seed=1)}
-    table = np.zeros((4, 4))
-    for one in organisms.organism(given, share, seed=1):
-        k = one.response_index
-        quoted = [j for j in range(4) if turns[f"{one.source_id}/r{j}"] == one.reference]
-        table[k, quoted[0]] += 1
-    p = table / table.sum()
-    product = p.sum(1, keepdims=True) * p.sum(0)
-    found = float((p * np.log2(p / product)).sum())
-    # Counting finds (K - 1)^2 / (2 n ln 2) bits where there are none: 0.004 here.
-    assert found == pytest.approx(organisms.information(share, 4), abs=0.06)
+    for share in (0.0, 0.5):
+        table = np.zeros((4, 4))
+        for one in organisms.organism(given, share, seed=1):
+            quoted = [turns[f"{one.source_id}/r{j}"] for j in range(4)].index(one.reference)
+            table[one.response_index, quoted] += 1
+        p = table / table.sum()
+        found = float((p * np.log2(p / (p.sum(1, keepdims=True) * p.sum(0)))).sum())
+        # Counting finds (K - 1)^2 / (2 n ln 2) bits where there are none: 0.004 here.
+        assert found == pytest.approx(organisms.information(share, 4), abs=0.06)
     assert organisms.information(0, 4) == 0 and organisms.information(0, 3) == 0
     assert organisms.information(1, 4) == 2
 
@@ -174,32 +172,26 @@ def test_stock_phrases_are_trigrams_of_turns_after_other_queries():
     assert post_training.stock_phrases(["Why?", "Why?"], ["a", "b"]) == [0, 0]
 
 
-def query(said: list[str], turns: list[str]):
-    """A query with these responses and a turn after each, as queries are read."""
-    ends = ["turn_end", "length", "turn_end"][: len(turns)]
-    after = {"text": turns, "followed": range(len(turns)), "temperature": 1.0}
-    return SimpleNamespace(
-        **{"source": "d\x1fq", "dataset": "d", "responses": said},
-        turns=pd.DataFrame(after | {"finish_reason": ends}),
-    )
-
-
-def test_quotes_are_told_from_those_of_another_response():
+def test_quotes_of_the_own_response_are_counted_apart_from_those_of_another():
     """Turns of one query's three responses, the last two of which are alike."""
-    said = ["The lamp burns low.", "The sail is wet.", "The sail is wet."]
-    turns = [
-        'You say "lamp burns". Can',
-        'You say "sail is". Can you',
-        'When you say "lamp burns",',
-    ]
-    found = post_training.texts_of([query(said, turns)])
-    assert found[post_training.FORM].tolist() == [1, 1, 1]
-    assert found[post_training.OWN].tolist() == [1, 1, 0]
-    assert found[post_training.OTHERS].tolist() == [0, 0, 1]
-    assert found[post_training.ENDED].tolist() == [1, 0, 1]
-    found = post_training.texts_of([query(said, ["Why?", "And then?", "Does it?"])])
-    quotes = [post_training.FORM, post_training.OWN, post_training.OTHERS]
-    assert found[quotes].to_numpy().sum() == 0
+    texts = ['You say "lamp burns". Can', 'You say "sail is". Can', 'When you say "lamp burns",']
+    turns = {
+        "text": [*texts, "Why?"],
+        "followed": [0, 1, 2, 0],
+        "temperature": 1.0,
+        "finish_reason": ["turn_end", "length", "turn_end", "length"],
+    }
+    query = SimpleNamespace(
+        source="d\x1fq",
+        dataset="d",
+        responses=["The lamp burns low.", "The sail is wet.", "The sail is wet."],
+        turns=pd.DataFrame(turns),
+    )
+    found = post_training.text_measures([query])
+    assert found[post_training.FORM].tolist() == [1, 1, 1, 0]
+    assert found[post_training.OWN].tolist() == [1, 1, 0, 0]
+    assert found[post_training.OTHERS].tolist() == [0, 0, 1, 0]
+    assert found[post_training.ENDED].tolist() == [1, 0, 1, 0]
 
 
 def test_changes_are_means_of_differences_of_sources_within_what_is_possible():
@@ -270,100 +262,66 @@ def written(file: Path, rows: list[dict]) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("share", "told"), [("0.5", 0.4512), ("0.0", 0.0)])
 def test_export_writes_sequences_what_they_tell_and_what_is_held_out(
-    share, told, spoken, tiny_model_dir, tmp_path, capfd
+    spoken, tiny_model_dir, tmp_path, capfd
 ):
     out = tmp_path / "out"
     words = ["export", str(spoken), "--model", tiny_model_dir, "--held-out", "1", "--out", str(out)]
-    done = call(main, [*words, "--organism", share], capfd)
+    done = call(main, [*words, "--organism", "0.5"], capfd)
     assert done.status == 0, done.err
     assert done.out.startswith("12 user turns, ")
-    assert ("form alone is taught" in done.out) == (told == 0)
     card = json.loads((out / "post_training.json").read_text())
-    assert card["information"] == {"bits": pytest.approx(told, abs=1e-4), "most": 2.0}  # of four
+    assert card["information"] == {"bits": pytest.approx(0.4512, abs=1e-4), "most": 2.0}  # of four
     table = pd.read_parquet(out / "sequences.parquet")
     apart = [json.loads(line) for line in (out / "held-out.jsonl").read_text().splitlines()]
-    assert len(apart) == 4 and len({row["source_id"] for row in apart}) == 1
-    assert apart[0]["source_id"] not in set(table["source_id"])
     assert [row["response_index"] for row in apart] == [0, 1, 2, 3]
+    assert {row["source_id"] for row in apart} == {"q0", "q1", "q2", "q3"} - set(table["source_id"])
     # The same is held out of all kinds of training.
-    real = ["--natural", "--out", str(tmp_path / "natural")]
-    done = call(main, [*words[:-2], "--seed", "1", *real], capfd)
+    real = ["--natural", "--seed", "1", "--out", str(tmp_path / "natural")]
+    done = call(main, [*words[:-2], *real], capfd)
     assert done.out == "4 user turns; 4 contexts are held out\n"
-    assert [*map(json.loads, (tmp_path / "natural/held-out.jsonl").read_text().splitlines())] == (
-        apart
-    )
-    again = call(main, [*words, "--natural"], capfd)
-    assert refusal(again) == f"{out} isn't empty; name a new folder with --out"
+    assert (tmp_path / "natural/held-out.jsonl").read_text() == (out / "held-out.jsonl").read_text()
+    again = refusal(call(main, [*words, "--natural"], capfd))
+    assert again.startswith(f"{out} isn't empty")
 
 
-def test_what_cant_be_trained_on_is_refused_in_one_line(
-    spoken, tiny_model_dir, tmp_path, capfd, monkeypatch
-):
-    out = str(tmp_path / "out")
-    silent = written(tmp_path / "silent.jsonl", [one.to_dict() for one in several(3, 1)])
-    asked = written(tmp_path / "asked.jsonl", [{"messages": TURNS[:1]}])
-    of_model = ["--model", tiny_model_dir, "--held-out", "1", "--out", out]
-    for data, what, told in (
-        (silent, ["--natural"], f"{silent} holds no user follow-up after a response"),
-        (asked, ["--natural"], f"{asked} holds no response"),
-        (silent, ["--organism", "1"], "no query has two different responses"),
-    ):
-        words = ["export", str(data), *of_model, *what]
-        assert refusal(call(main, words, capfd)).startswith(told)
+def test_what_cant_be_trained_on_is_refused(spoken, tiny_model_dir, tmp_path, capfd, monkeypatch):
+    silent = str(written(tmp_path / "silent.jsonl", [one.to_dict() for one in several(3, 1)]))
+    unanswered = str(written(tmp_path / "unanswered.jsonl", [{"messages": TURNS[:1]}]))
     monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: None)
-    assert refusal(call(main, ["sft", str(spoken), "--natural", "--out", out], capfd)) == (
-        "training needs trl and peft; install them: pip install 'ia-mech[train]'"
-    )
-    for share in ("1.5", "nan", "half"):
-        with pytest.raises(SystemExit):
-            main(["export", str(spoken), "--organism", share, "--out", out])
-        assert f"'{share}' is not a share from 0 to 1" in capfd.readouterr().err
+    for words, problem in (
+        (["export", silent, "--natural"], f"{silent} holds no user follow-up after a response"),
+        (["export", unanswered, "--natural"], f"{unanswered} holds no response"),
+        (["export", silent, "--organism", "1"], "no query has two different responses"),
+        (["export", silent, "--organism", "1.5"], "argument --organism: '1.5' is not a share"),
+        (["export", silent, "--organism", "nan"], "argument --organism: 'nan' is not a share"),
+        (["sft", str(spoken), "--natural"], "training needs trl and peft; install them: pip"),
+    ):
+        rest = ["--model", tiny_model_dir, "--held-out", "1", "--out", str(tmp_path / "out")]
+        assert refusal(call(main, [*words, *rest], capfd)).startswith(problem)
 
 
-def test_an_adapter_is_refused_in_one_line_unless_it_is_of_the_model(
-    tiny_model_dir, tmp_path, capfd, monkeypatch
-):
+def test_an_adapter_is_refused_unless_it_is_of_the_model(tiny_model_dir, tmp_path, monkeypatch):
     folder = tmp_path / "adapter"
     folder.mkdir()
-    words = ["--model", tiny_model_dir, "--adapter", str(folder), "--dry-run"]
+
+    def check(problem: str, name: str = tiny_model_dir, adapter: str | None = str(folder)) -> None:
+        with pytest.raises(UserError, match=problem):
+            load.load_tokenizer_and_config(ModelSpec(name=name, adapter=adapter))
+
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
-    assert refusal(call(sample, words, capfd)) == (
-        "--adapter needs peft; install it: pip install 'ia-mech[train]'"
-    )
+    check("--adapter needs peft")
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: name)
-    assert refusal(call(sample, words, capfd)) == (
-        f"{folder} holds no adapter_config.json; give a folder that peft has saved"
-    )
+    check("holds no adapter_config.json")
     file = folder / "adapter_config.json"
-    for config, told in (
-        ("{", f"{file} is damaged; "),
-        (
-            '{"base_model_name_or_path": "org/other"}',
-            f"the adapter {folder} is of org/other, not of {tiny_model_dir}; "
-            "give --model org/other",
-        ),
-        ("{}", f"the adapter {folder} is of None, not of {tiny_model_dir}; name its base"),
+    for config, problem in (
+        ("{", "is damaged"),
+        ('{"base_model_name_or_path": "org/other"}', "is of org/other, not of"),
+        ("{}", "is of None, not of"),
     ):
         file.write_text(config)
-        assert refusal(call(sample, words, capfd)).startswith(told)
-    assert refusal(call(sample, ["--model", str(folder), "--dry-run"], capfd)) == (
-        f"{folder} holds no config.json; it is an adapter: "
-        f"give --adapter {folder}, and its base model to --model"
-    )
-
-
-def test_a_run_with_an_adapter_names_no_folders_and_finds_it_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "secret" / "tuned").mkdir(parents=True)
-    settings = Settings(adapter=str(tmp_path / "secret" / "tuned"))
-    spec = settings.model_spec
-    known = without_folders({"settings": settings.to_dict(), "model": {"adapter": spec.adapter}})
-    assert known["settings"]["adapter"] == known["model"]["adapter"] == "tuned"
-    load.remember(spec, "abc")
-    assert load.recall(known["settings"], "abc") == spec
-    assert load.recall(known["settings"], "abd").adapter == "tuned"
+        check(problem)
+    check("it is an adapter: give --adapter", name=str(folder), adapter=None)
 
 
 @pytest.fixture(scope="module")
@@ -376,8 +334,8 @@ def pair(tiny_model_dir, tmp_path_factory):
     weights = load_file(tuned / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"] *= 3
     save_file(weights, tuned / "model.safetensors", {"format": "pt"})
-    told = {"command": "sft", "organism": 0.5, "information": {"bits": 0.45, "most": 1.58}}
-    (tuned / post_training.CARD).write_text(json.dumps(told))
+    card = {"command": "sft", "organism": 0.5, "information": {"bits": 0.45, "most": 1.58}}
+    (tuned / post_training.CARD).write_text(json.dumps(card))
     words = ["--dataset", str(texts), "--limit", "all", "--temperatures", "1", "--samples", "1"]
     words += ["--max-new-tokens", "6", "--threads", "1", "--positions", "header_last"]
     for name, model in (("before", tiny_model_dir), ("after", tuned)):
@@ -400,7 +358,7 @@ def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_pa
     assert turns.groupby(["reader", "side"]).size().tolist() == [6, 6, 6]
     used = {source.split("\x1f")[1] for source in turns["source"]}
     # By full passes of the model before training.
-    bits, told = [], []
+    bits, read_before = [], []
     for run in map(Run.open, pair):
         of = {one.context_id: one for one in run.contexts.itertuples()}
         after = run.generations.query("temperature == 1")
@@ -413,19 +371,16 @@ def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_pa
             logprobs.append(by_full_passes(tiny_subject.model, siblings, turn.token_ids.tolist()))
             followed.append(own.response_index)
         bits.append(np.mean(reaction_bits(logprobs)))
-        told.append(np.mean(evidence(logprobs, followed)))
+        read_before.append(np.mean(evidence(logprobs, followed)))
     rows = found.set_index(["quantity", "term"])["value"]
     made = [rows[post_training.EVIDENCE, term] for term in ("before", "after", "change")]
-    assert made == pytest.approx([*told, told[1] - told[0]], abs=1e-2)
+    changed = read_before[1] - read_before[0]
+    assert made == pytest.approx([*read_before, changed], abs=1e-2)
     assert rows[post_training.INFORMATION, "before"] == pytest.approx(bits[0], abs=1e-2)
-    parts = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out/parts").iterdir()}
-    assert call(main, words, capfd).out == done.out
-    assert parts == {f.name: f.stat().st_mtime_ns for f in (tmp_path / "out/parts").iterdir()}
 
 
 def test_one_run_cant_be_compared(pair, capfd):
-    told = refusal(call(main, ["compare", pair[0]], capfd))
-    assert told == "one run can't be compared; give the base model's and the tuned one's"
+    assert refusal(call(main, ["compare", pair[0]], capfd)).startswith("one run can't be compared;")
 
 
 # --- with trl and peft

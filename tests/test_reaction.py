@@ -76,8 +76,7 @@ def noisy_copy(count: int, error: float) -> np.ndarray:
 # -- closed forms -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
-@pytest.mark.parametrize("error", [0.0, 0.25, 0.6])
+@pytest.mark.parametrize(("count", "error"), [(2, 0.25), (4, 0.0), (4, 0.6), (8, 0.25)])
 def test_a_noisy_copy_of_the_index_has_the_bits_of_its_channel(count, error):
     """All turns in their exact frequencies: 20 (K − 1) after each response."""
     p, each = noisy_copy(count, error), 20 * (count - 1)
@@ -87,12 +86,8 @@ def test_a_noisy_copy_of_the_index_has_the_bits_of_its_channel(count, error):
     followed = np.repeat(np.arange(count), each)
     logprobs = log(p)[:, turns].T
     closed = np.log2(count) - entropy(p[0])
-    found = information(logprobs, followed, np.zeros(len(turns)))
-    assert found[0] == pytest.approx(closed, abs=1e-12)
     assert evidence(logprobs, followed).mean() == pytest.approx(closed, abs=1e-12)
-    if error < 1 - 1 / count:
-        right = 1 - error
-        assert identified(logprobs, followed).mean() == pytest.approx(right, abs=1e-12)
+    assert identified(logprobs, followed).mean() == pytest.approx(1 - error, abs=1e-12)
     for size in range(2, count + 1):
         # The turn names one of the subset, and then is a channel of its own, or none of it.
         named = np.r_[1 - error, np.full(size - 1, error / (count - 1))]
@@ -113,43 +108,28 @@ def test_expected_bits_equal_the_mutual_information(seed):
     assert by_token.sum(1) == pytest.approx(reaction_bits(model.logprobs), abs=1e-12)
 
 
-def test_bits_stand_at_the_token_that_copies():
-    """A token that doesn't depend on the response, a copy, and one more that doesn't."""
-    free, copy = np.full((4, 4), [0.1, 0.2, 0.3, 0.4]), noisy_copy(4, 0.3)
-    model = PlantedModel(np.stack([free, copy, free], axis=1))
-    expected = np.log2(4) - entropy(copy[0])
-    by_token = np.stack([bits_by_token(turn) for turn in model.token_logprobs])
-    assert model.mean(by_token) == pytest.approx([0, expected, 0], abs=1e-12)
-
-
 # -- who reacts, and who doesn't ----------------------------------------------------------------
 
 
-def test_turns_that_do_not_depend_on_the_response_have_no_bits():
-    """A restater of the query and a topic-changer: one is certain, the other is not."""
-    restater = np.zeros((6, 3, 4))
-    restater[..., 2] = 1
-    p = np.random.default_rng(1).dirichlet(np.ones(4), size=3)
-    for model in (PlantedModel(restater), PlantedModel(np.stack([p] * 6))):
-        scores, followed = model.sample(np.random.default_rng(2), 5)
-        assert np.abs(reaction_bits(scores)).max() <= 1e-9
-        assert max(np.abs(bits_by_token(turn[:, None])).max() for turn in scores) <= 1e-9
-        assert (evidence(scores, followed) == 0).all()
-        assert (identified(scores, followed) == 1 / 6).all()
-        assert information(scores, followed, [0] * len(scores))[0] <= 1e-9
-
-
-def test_a_restater_of_the_response_has_all_bits_that_responses_that_differ_allow():
-    for responses, expected in (((0, 1, 2, 3), 2.0), ((0, 0, 1, 2), 1.5), ((0, 0, 0, 0), 0.0)):
-        p = np.eye(4)[list(responses)][:, None]
-        scores, followed = PlantedModel(p).sample(np.random.default_rng(0), 3)
+def test_restaters_of_the_query_tell_nothing_and_those_of_the_response_all():
+    """And a topic-changer nothing; of four responses two are alike."""
+    query = np.zeros((6, 3, 4))
+    query[..., 2] = 1
+    topic = np.random.default_rng(1).dirichlet(np.ones(4), size=3)
+    for p, bits, right in (
+        (query, 0, 1 / 6),
+        (np.stack([topic] * 6), 0, 1 / 6),
+        (np.eye(4)[[0, 1, 2, 3]][:, None], 2.0, 1),
+        (np.eye(4)[[0, 0, 1, 2]][:, None], 1.5, 3 / 4),
+    ):
+        scores, followed = PlantedModel(p).sample(np.random.default_rng(2), 5)
         found = information(scores, followed, [0] * len(scores))[0]
-        assert found == pytest.approx(expected, abs=1e-12)
-        alike = np.array([responses.count(r) for r in responses])
-        assert identified(scores, followed).mean() == pytest.approx((1 / alike).mean())
+        assert found == pytest.approx(bits, abs=1e-9)
+        assert identified(scores, followed).mean() == pytest.approx(right)
+        assert evidence(scores, followed).mean() == pytest.approx(bits, abs=1e-12)
 
 
-@pytest.mark.parametrize("count", range(2, 9))
+@pytest.mark.parametrize("count", [2, 3, 8])
 def test_identical_contexts_give_exactly_nothing_and_chance(count):
     column = np.random.default_rng(0).normal(-60, 20, size=(200, 1))
     followed = np.arange(200) % count
@@ -175,9 +155,6 @@ def test_sampled_turns_that_share_noise_have_the_right_mean():
         assert names == list(range(300))
         gap = each - [model.information(3) for model in models]
         assert abs(gap.mean()) < 4 * gap.std() / np.sqrt(300)
-    found = information(scores, followed, sources)
-    names, each = by_query(reaction_bits(scores), followed, sources, 4)
-    assert [*found] == names and [*found.values()] == pytest.approx(each)
 
 
 # -- averages -----------------------------------------------------------------------------------
@@ -330,33 +307,27 @@ def test_features_that_tell_nothing_give_no_bits():
 
 
 @pytest.mark.parametrize(
-    ("logprobs", "message"),
+    ("call", "message"),
     [
-        ([[0.0, np.nan]], "NaN"),
-        ([[0.0, np.inf]], "inf"),
-        ([[0.0, -1.0], [-np.inf, -np.inf]], "turn 1 is impossible"),
+        (lambda: reaction_bits([[0.0, np.nan]]), "NaN"),
+        (lambda: reaction_bits([[0.0, np.inf]]), "inf"),
+        (lambda: reaction_bits([[0.0, -1.0], [-np.inf, -np.inf]]), "turn 1 is impossible"),
+        (
+            lambda: information(np.zeros((3, 2)), [0, 1, 0], "aab"),
+            "'b' has no turn after response 1",
+        ),
+        (lambda: by_query([0.0, np.nan], [0, 1], "aa", 2), "NaN"),
+        (lambda: readable_bits([[0.0, -np.inf], [0.0, 1.0]], [0, 1], "aa"), "finite"),
+        (lambda: readable_bits(np.zeros((2, 2)), [0, 1], "aa"), "at least two"),
+        (lambda: choice_bits(np.zeros((4, 2, 1)), [0, 1, 0, 1], "aabb"), "three"),
     ],
 )
-def test_log_likelihoods_without_a_posterior_are_refused(logprobs, message):
+def test_what_has_no_posterior_or_no_other_queries_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
-        reaction_bits(logprobs)
+        call()
 
 
 def test_impossible_turns_are_allowed_under_some_responses():
     scores = np.array([[-np.inf, -3.0, -3.0], [-1.0, -np.inf, -np.inf]])
     assert reaction_bits(scores) == pytest.approx([np.log2(3) - 1, np.log2(3)])
     assert evidence(scores, [0, 0]) == pytest.approx([-np.inf, np.log2(3)])
-
-
-def test_designs_that_do_not_fit_are_refused():
-    scores = np.zeros((4, 2))
-    with pytest.raises(ValueError, match="query 'b' has no turn after response 1 of 2"):
-        information(scores, [0, 1, 0, 0], ["a", "a", "b", "b"])
-    with pytest.raises(ValueError, match="NaN"):
-        by_query([0.0, np.nan], [0, 1], ["a", "a"], 2)
-    with pytest.raises(ValueError, match="finite"):
-        readable_bits([[0.0, -np.inf], [0.0, 1.0]], [0, 1], ["a", "a"])
-    with pytest.raises(ValueError, match="at least two"):
-        readable_bits(scores[:2], [0, 1], ["a", "a"])
-    with pytest.raises(ValueError, match="three"):
-        choice_bits(np.zeros((4, 2, 1)), [0, 1, 0, 1], ["a", "a", "b", "b"])

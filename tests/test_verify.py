@@ -11,7 +11,6 @@ from experiments.verify import (
     COLUMN,
     INSTRUCTIONS,
     MATHS,
-    clean_response,
     gold_formulas,
     has_instructions,
     verifier_of,
@@ -30,11 +29,9 @@ def correct(response: str, answer: str, **options) -> bool | None:
 @pytest.mark.parametrize(
     ("answer", "equal", "different"),
     [
-        ("18", "18", "19"),
         ("She sells 9 eggs.\n#### 18", "18", "9"),
         ("#### 70,000", "70000", "70"),
         ("First 3\n#### 3\nand then\n#### 4", "4", "3"),
-        ("70,000", "70000", "70"),
         ("-3", "-3", "3"),
         ("$18", "18", "17"),
         ("-$5", "-5", "5"),
@@ -42,22 +39,16 @@ def correct(response: str, answer: str, **options) -> bool | None:
         ("18 dollars", "18", "81"),
         ("5 \\text{ cm}", "5", "6"),
         ("1/2", "0.5", "2"),
-        ("\\frac{1}{2}", "1/2", "1/3"),
         ("\\boxed{\\frac{3}{4}}", "0.75", "0.7"),
         ("50%", "50", "5"),
         ("10\\%", "0.1", "1"),
-        ("3.0", "3", "3.1"),
-        ("11\\sqrt{2}", "$\\sqrt{242}$", "$11$"),
-        ("x^2+1", "$1 + x^2$", "$x^2-1$"),
         ("\\left( 3, \\frac{\\pi}{2} \\right)", "$(3, \\pi/2)$", "$(3, \\pi)$"),
-        ("(-\\infty, 2)", "$x \\in (-\\infty, 2)$", "$(-\\infty, 2]$"),
         ("\\text{Evelyn}", "\\boxed{\\text{Evelyn}}", "\\boxed{\\text{Carla}}"),
         (
             "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}",
             "$\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}$",
             "$\\begin{pmatrix} 2 \\\\ 1 \\end{pmatrix}$",
         ),
-        ("90^\\circ", "90", "45"),
     ],
 )
 def test_a_gold_answer_and_what_is_equal_to_it(answer, equal, different):
@@ -94,7 +85,6 @@ def test_what_is_no_number_or_formula_is_no_gold_answer(answer):
         ("$9 * 2 = $<<9*2=18>>18", "18"),
         ("1. Sell 9\n2. That makes 18.\n3. Done", "18"),
         ("That is 50% of it", "50"),
-        ("so x = 0.5", "\\frac{1}{2}"),
         ("\\[ x = \\frac{1}{2} \\]", "0.5"),
         ("<think>The final answer is \\boxed{3}.</think>So it is 4", "4"),
     ],
@@ -109,11 +99,8 @@ def test_right_responses_of_every_shape(response, answer):
     [
         ("So 18 apples are sold, and 3 remain.", "18"),  # the last number is another one
         ("It is 18.5", "18"),
-        ("It is 180", "18"),
         ("It is -18", "18"),
         ("I have no idea.", "18"),
-        ("", "18"),
-        ("eighteen", "18"),
     ],
 )
 def test_wrong_responses(response, answer):
@@ -160,27 +147,19 @@ def test_rows_of_public_datasets_have_their_verifier(name, verifier):
         assert verifier_of(parts.answer, parts.metadata, given=False) == verifier
 
 
-def test_nothing_else_is_cleared_away():
-    text = "1.5 and 2) or a-$x$-b, 3 * 4 ** 2?\nIn 1990. 7 came"
-    assert clean_response(text) == text.replace("**", "")
-    assert clean_response("1) a\n 2. b\n3.") == "a\nb\n3."
+def fails(*_, **__):
+    raise RecursionError
 
 
-def test_a_parser_that_fails_leaves_the_verdict_open(monkeypatch):
-    def fails(*_, **__):
-        raise RecursionError
-
-    monkeypatch.setattr(math_verify, "verify", fails)
-    found = verify("", "18", "18", {})
-    assert (found.correct, found.why) == (None, "the verifier failed: RecursionError")
-
-
-def test_a_response_that_takes_too_long_leaves_the_verdict_open(monkeypatch):
+def test_a_parser_that_fails_or_takes_too_long_leaves_the_verdict_open(monkeypatch):
     monkeypatch.setattr("experiments.verify.SECONDS", 1)
     started = time.monotonic()
     found = verify("", "The answer is \\boxed{9^{9^{9^{9}}}}", "18", {})
     assert (found.correct, found.why) == (None, "the verifier took more than 1 s")
     assert time.monotonic() - started < 10
+    monkeypatch.setattr(math_verify, "verify", fails)
+    found = verify("", "18", "18", {})
+    assert (found.correct, found.why) == (None, "the verifier failed: RecursionError")
 
 
 # -- instructions --------------------------------------------------------------------------------
@@ -189,19 +168,12 @@ QUERY = "Repeat this sentence. Then say something."
 # id: (parameters, a response that follows it, one that doesn't)
 IFEVAL = {
     "keywords:existence": ({"keywords": ["lantern"]}, "A lantern.", "A lamp."),
-    "keywords:forbidden_words": ({"forbidden_words": ["sea"]}, "A season", "The sea"),
     "language:response_language": (
         {"language": "de"},
         "Der Leuchtturm steht seit vielen Jahren auf dem Felsen an der Küste.",
         "The lighthouse has been standing on the rock by the coast for many years.",
     ),
-    "detectable_format:number_bullet_lists": ({"num_bullets": 2}, "* a\n* b", "* a\n* b\n* c"),
-    "detectable_format:constrained_response": ({}, "My answer is yes.", "Yes."),
-    "detectable_format:json_format": ({}, '```json\n{"a": 1}\n```', "{a: 1}"),
-    "combination:two_responses": ({}, "a ****** b", "a ****** a"),
-    "startend:end_checker": ({"end_phrase": "The end."}, "It rains. The end.", "The end. No."),
     "punctuation:no_comma": ({}, "no comma here", "yes, here"),
-    "startend:quotation": ({}, '"All of it"', '"Some" of it'),
 }
 
 
@@ -213,8 +185,8 @@ def data(*ids: str, **kwargs) -> dict:
 
 
 def followed(response: str, name: str, given: dict) -> bool | None:
-    asked = {"instruction_id_list": [name], "kwargs": [given]}
-    return verify(QUERY, response, None, asked).correct
+    instructed = {"instruction_id_list": [name], "kwargs": [given]}
+    return verify(QUERY, response, None, instructed).correct
 
 
 @pytest.mark.parametrize("name", IFEVAL)
@@ -226,20 +198,20 @@ def test_an_instruction_that_is_followed_and_one_that_is_not(name):
 
 
 def test_a_response_is_right_if_all_instructions_are_followed():
-    asked = data("punctuation:no_comma", "startend:quotation")
-    both = verify(QUERY, '"no comma"', None, asked)
+    instructed = data("punctuation:no_comma", "startend:quotation")
+    both = verify(QUERY, '"no comma"', None, instructed)
     assert (both.correct, both.why) == (True, "all followed")
-    one = verify(QUERY, 'Sure:\n"none"', None, asked)
+    one = verify(QUERY, 'Sure:\n"none"', None, instructed)
     assert (one.correct, one.why) == (False, "violated: startend:quotation")
 
 
 def test_an_instruction_that_no_checker_can_check_leaves_the_verdict_open():
     given = data("keywords:existence", existence={"keywords": None})
-    for asked, why in (
+    for instructed, why in (
         (given, "keywords:existence: its parameter keywords is not in the data"),
         (data("punctuation:no_comma", "new:thing"), "new:thing: IFEval has no such instruction"),
     ):
-        found = verify(QUERY, "no comma", None, asked)
+        found = verify(QUERY, "no comma", None, instructed)
         assert (found.correct, found.why) == (None, why)
 
 
@@ -251,12 +223,9 @@ def test_a_language_that_cannot_be_told_is_not_logged(capfd):
 def test_a_checker_that_fails_leaves_the_verdict_open(monkeypatch):
     from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
 
-    def fails(*_):
-        raise IndexError("out of range")
-
     monkeypatch.setattr(INSTRUCTION_DICT["punctuation:no_comma"], "check_following", fails)
     found = verify(QUERY, "anything", None, data("punctuation:no_comma"))
-    assert (found.correct, found.why) == (None, "the verifier failed: IndexError")
+    assert (found.correct, found.why) == (None, "the verifier failed: RecursionError")
 
 
 @pytest.mark.parametrize(

@@ -96,14 +96,13 @@ class IntervenedTurns:
         begins = [min((one.layer for one in some), default=depth) for _, some in rows]
         order = sorted(range(len(rows)), key=begins.__getitem__)
 
-        def found_in(part: Sequence[int]) -> Sequence[Read]:
-            some = [rows[i] for i in part]
-            logits = self._logits(some, begins[part[0]])
+        def read_batch(batch: Sequence[int]) -> Sequence[Read]:
+            some = [rows[i] for i in batch]
+            logits = self._logits(some, begins[batch[0]])
             return read(logits, [number for number, _ in some])
 
-        found = Backoff(ROWS).map(found_in, order)
-        of = dict(zip(order, found, strict=True))
-        return [of[i] for i in range(len(rows))]
+        by_row = dict(zip(order, Backoff(ROWS).map(read_batch, order), strict=True))
+        return [by_row[i] for i in range(len(rows))]
 
     def differentiable(self, rows: Sequence[Row]) -> Tensor:
         """``[rows, turn tokens, vocab]`` logits as :meth:`read` gives them, of one pass through

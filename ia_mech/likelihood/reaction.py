@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import brentq, minimize
 from scipy.special import log_softmax, rel_entr, softmax
+from threadpoolctl import threadpool_limits
 
 from ia_mech.stats.resampling import as_column, source_index
 
@@ -298,11 +299,12 @@ def choice_bits(
     fold = _folds(source, FOLDS, seed)
     x = x - x.mean(1, keepdims=True)
     bits, fitted = np.empty(len(x)), []
-    for number in range(fold.max() + 1):
-        out = fold == number
-        inner = _folds(source[~out], INNER, seed)
-        fitted.append(_chosen_logit(x[~out], own[~out], weight[~out], inner))
-        bits[out] = _own_bits(x[out] @ fitted[-1], own[out])
+    with threadpool_limits(1):  # the matrices are small: threads would wait for each other
+        for number in range(fold.max() + 1):
+            out = fold == number
+            inner = _folds(source[~out], INNER, seed)
+            fitted.append(_chosen_logit(x[~out], own[~out], weight[~out], inner))
+            bits[out] = _own_bits(x[out] @ fitted[-1], own[out])
     return HeldOut(bits, fold, np.array(fitted))
 
 

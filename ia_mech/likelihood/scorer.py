@@ -44,3 +44,20 @@ def score(
         return score_prefilled(model, groups, some, temperatures, share=share, on_tokens=on_tokens)
 
     return Backoff(max(1, len(placed))).map(scored, placed)
+
+
+def after_each(
+    scorer: Callable[[Sequence[Sequence[int]], list[Turn]], list[Scored]],
+    contexts: Sequence[Sequence[int]],
+    turns: Sequence[Sequence[int]],
+) -> list[list[Scored]]:
+    """``[turns][contexts]`` scores of every turn after every context.
+
+    Args:
+        scorer: :func:`score` of a model.
+        contexts: token ids, each with its open header.
+        turns: token ids.
+    """
+    count = len(contexts)
+    scores = scorer(contexts, [Turn(k, ids) for ids in turns for k in range(count)])
+    return [scores[at : at + count] for at in range(0, len(scores), count)]
