@@ -79,9 +79,12 @@ def test_no_file_of_a_run_names_a_folder_of_this_machine(local, tmp_path, capfd)
     # The embedded model stays what it is, where its weights are known from a folder, too.
     embedded = run.settings | {"model": "smollm2-135m-instruct"}
     assert recall(embedded, run.model["weights_hash"]).name == "smollm2-135m-instruct"
-    # The same weights in a folder of another name don't hide it.
-    other = shutil.copytree(tmp_path / "secret" / "my-model", tmp_path / "secret" / "copy")
-    remember(ModelSpec(name=str(other)), run.model["weights_hash"])
+    # The same weights elsewhere don't hide it, nor where they have been.
+    model = tmp_path / "secret" / "my-model"
+    for other in (tmp_path / "secret" / "copy", tmp_path / "gone" / "my-model"):
+        shutil.copytree(model, other)
+        remember(ModelSpec(name=str(other)), run.model["weights_hash"])
+    shutil.rmtree(tmp_path / "gone")
     assert recall(run.settings, run.model["weights_hash"]).name == words[words.index("--model") + 1]
     shutil.rmtree(tmp_path / "secret" / "my-model")
     assert recall(run.settings, run.model["weights_hash"]).name == "my-model"

@@ -27,7 +27,6 @@ from ia_mech.run.integrity import replace_file
 
 PROBE_SECONDS = 5
 ADAPTER = "adapter_config.json"
-LOCAL = {"name": "models", "adapter": "adapters"}  # fields of a spec that may be folders
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -288,47 +287,46 @@ def _merge_adapter(spec: ModelSpec, model: PreTrainedModel) -> PreTrainedModel:
 
 def remember(spec: ModelSpec, weights_hash: str) -> None:
     """Note where a local model and its adapter are: a run records the weights, and no folders of
-    this machine."""
-    for field in LOCAL:
-        given = getattr(spec, field)
+    this machine. The same weights may be in several folders, so each has a note of its own."""
+    for given in (spec.name, spec.adapter):
         if given is None or given in embedded.MODELS or not Path(given).expanduser().exists():
             continue
-        place = Path(os.path.abspath(Path(given).expanduser()))
-        file = _note_of_place(weights_hash, field, str(place))
+        place = os.path.abspath(Path(given).expanduser())
+        note = _places(weights_hash) / hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
 
-        def write(scratch: Path, place: Path = place) -> None:
-            scratch.write_text(str(place))
+        def write(scratch: Path, place: str = place) -> None:
+            scratch.write_text(place)
 
         with contextlib.suppress(OSError):  # a cache that can't be written to
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(file, write)
+            note.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(note, write)
 
 
 def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
     """The model of a run, where it is on this machine.
 
     Args:
-        settings: of the run, without the folder of a local model.
-        weights_hash: of its weights; the folder of a local model is noted under it and under the
-            folder's name (:func:`remember`), since the same weights may be in several.
+        settings: of the run, in which a local model has only its folder's name.
+        weights_hash: of its weights, under which :func:`remember` has noted the folder.
     """
     known = {f.name: settings[f.name] for f in fields(ModelSpec) if f.name in settings}
     spec = ModelSpec(**{**known, "name": settings["model"]})
-    for field in LOCAL:
+    places = [note.read_text() for note in sorted(_places(weights_hash).glob("*"))]
+    for field in ("name", "adapter"):
         recorded = getattr(spec, field)
         if recorded is None or recorded in embedded.MODELS:
             continue
-        note = _note_of_place(weights_hash, field, recorded)
-        place = note.read_text() if note.is_file() else ""
-        # A hub's author/model isn't the local folder of that name.
-        if place.endswith(f"/{recorded}") and Path(place).exists():
-            spec = replace(spec, **cast(dict[str, Any], {field: place}))
+        for place in places:
+            # A hub's author/model isn't the local folder of that name.
+            if place.endswith(f"/{recorded}") and Path(place).exists():
+                spec = replace(spec, **cast(dict[str, Any], {field: place}))
+                break
     return spec
 
 
-def _note_of_place(weights_hash: str, field: str, place: str) -> Path:
-    """The file that says where a local model or adapter of this name is."""
-    return embedded.models_dir() / weights_hash / "places" / LOCAL[field] / Path(place).name
+def _places(weights_hash: str) -> Path:
+    """The folder of notes that say where these weights are."""
+    return embedded.models_dir() / weights_hash / "places"
 
 
 def same_model(name: str, revision: str | None, other: str, other_revision: str | None) -> bool:
