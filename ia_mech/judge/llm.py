@@ -10,6 +10,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
@@ -107,7 +108,7 @@ class LlmJudge(Judge):
         self.retries = retries
         self.price = price
         self.max_cost = max_cost
-        self._check(mode)
+        self._check_settings(mode)
         self.base_url = _address(base_url)
         is_openai = urlsplit(self.base_url).hostname == urlsplit(OPENAI).hostname
         self.api_key_env = api_key_env or (None if base_url and not is_openai else KEY)
@@ -155,23 +156,15 @@ class LlmJudge(Judge):
         verdicts = []
         for item in items:
             self._check_cost()
-            verdicts.append(self._ask(item))
+            verdicts.append(self._request(item))
             self._count(verdicts[-1])
         return verdicts
 
-    def messages(self, item: Item) -> list[dict[str, str]]:
-        """The dialogue that is sent for an item."""
-        return messages(item)
-
-    def read(self, completion: dict[str, Any]) -> Verdict:
-        """What a chat completion says of its item, without tokens, cost and the form's name."""
-        return read_completion(completion)
-
     # -- one request -----------------------------------------------------------------------------
 
-    def _ask(self, item: Item) -> Verdict:
+    def _request(self, item: Item) -> Verdict:
         mode = self._modes[0]
-        request = {"model": self.model, "messages": self.messages(item), **self.params}
+        request = {"model": self.model, "messages": messages(item), **self.params}
         if form := response_format(mode):
             request["response_format"] = form
         try:
@@ -186,24 +179,22 @@ class LlmJudge(Judge):
                 raise ValueError("no choices")
         except openai.APIStatusError as error:
             if form and _is_about_format(error):
-                self._fall_back(mode, self._shown(error))
-                return self._ask(item)
-            return self._refusal(error)
+                self._fall_back(mode, self._message_of(error))
+                return self._request(item)
+            return self._verdict_of(error)
         except openai.OpenAIError as error:
-            return Verdict(None, "unavailable", error=self._shown(error.__cause__ or error))
+            return Verdict(None, "unavailable", error=self._message_of(error.__cause__ or error))
         except (ValueError, LookupError, TypeError, RecursionError):
             start = body[:QUOTED].decode("utf-8", "replace")
-            return Verdict(
-                None, "unavailable", error=self._shown(f"not a chat completion: {start!r}")
-            )
-        found = self.read(completion)
+            message = self._message_of(f"not a chat completion: {start!r}")
+            return Verdict(None, "unavailable", error=message)
+        answer = read_completion(completion)
         tokens = _tokens(completion)
-        return Verdict(
-            found.category,
-            found.status,
-            rationale=self._masked(found.rationale),
-            mode=f"{mode}/{found.mode}" if found.mode else mode,
-            error=self._shown(found.error),
+        return replace(
+            answer,
+            rationale=self._without_key(answer.rationale),
+            mode=f"{mode}/{answer.mode}" if answer.mode else mode,
+            error=self._message_of(answer.error),
             prompt_tokens=tokens[0],
             completion_tokens=tokens[1],
             cost=self._dollars(*tokens) if self.price is not None and any(tokens) else None,
@@ -219,13 +210,13 @@ class LlmJudge(Judge):
             if self._modes[0] == mode:
                 self._modes.pop(0)
 
-    def _refusal(self, error: openai.APIStatusError) -> Verdict:
-        """What a refusal means for its item.
+    def _verdict_of(self, error: openai.APIStatusError) -> Verdict:
+        """The failure of one item.
 
         Raises:
-            UserError: it means that no item will get past.
+            UserError: every other item would fail, too.
         """
-        status, reason = error.status_code, self._shown(error)
+        status, reason = error.status_code, self._message_of(error)
         if status == 402 or error.code == "insufficient_quota":
             raise UserError(
                 f"{self.base_url} reports that the account has no credit left ({reason})",
@@ -240,9 +231,9 @@ class LlmJudge(Judge):
                 "--api-key-env",
             )
         if 300 <= status < 400:
-            there = self._shown(error.response.headers.get("location", "nowhere"))
+            target = self._message_of(error.response.headers.get("location", "nowhere"))
             raise UserError(
-                f"{self.base_url} redirects requests to {there}, where nothing is sent",
+                f"{self.base_url} redirects requests to {target}, where nothing is sent",
                 "give the other address with --base-url if it is the one meant",
             )
         if status == 404:
@@ -255,15 +246,16 @@ class LlmJudge(Judge):
         passing = status in (408, 409, 425, 429) or status >= 500
         return Verdict(None, "unavailable" if passing else "rejected", error=reason)
 
-    def _shown(self, problem: str | BaseException) -> str:
+    def _message_of(self, problem: str | BaseException) -> str:
         """What went wrong, on one line and without the key."""
+        text = problem
         if isinstance(problem, openai.APIStatusError):
             text = f"HTTP {problem.status_code}: {problem.response.text[:QUOTED]}"
-        else:
-            text = problem if isinstance(problem, str) else str(problem) or type(problem).__name__
-        return one_line(" ".join(self._masked(text).split()), QUOTED)
+        elif isinstance(problem, BaseException):
+            text = str(problem) or type(problem).__name__
+        return one_line(" ".join(self._without_key(text).split()), QUOTED)
 
-    def _masked(self, text: str) -> str:
+    def _without_key(self, text: str) -> str:
         return text if len(self._key) < LEAST_KEY else text.replace(self._key, "[key]")
 
     # -- all requests ------------------------------------------------------------------------------
@@ -323,32 +315,26 @@ class LlmJudge(Judge):
             )
         return key or NO_KEY
 
-    def _check(self, mode: str) -> None:
+    def _check_settings(self, mode: str) -> None:
         if mode not in ("auto", *MODES):
             raise UserError(f"no mode {mode!r}", f"use auto, {', '.join(MODES)}")
         for name, instead in OUR_PARAMS.items():
             if name in self.params:
                 raise UserError(f"--param {name} can't be set", f"use {instead}")
-        try:
-            json.dumps(self.params, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"--param: {error}", "give values that are JSON") from None
-        if not (math.isfinite(self.timeout) and self.timeout > 0):
-            raise UserError(f"--timeout {self.timeout:g} is no time", "use seconds above 0")
-        if self.price is not None and not all(math.isfinite(p) and p >= 0 for p in self.price):
+        for flag, value in (("--timeout", self.timeout), ("--max-cost", self.max_cost)):
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"{flag} {value:g} is not above 0", "use seconds or dollars")
+        if self.price is not None and not all(0 <= dollars < math.inf for dollars in self.price):
             raise UserError("--price can't be negative", "use dollars per million tokens")
-        if self.max_cost is not None:
-            if self.price is None:
-                raise UserError("--max-cost needs the price", "give --price IN OUT as well")
-            if not (math.isfinite(self.max_cost) and self.max_cost > 0):
-                raise UserError(f"--max-cost {self.max_cost:g} is no amount", "use dollars above 0")
+        if self.max_cost is not None and self.price is None:
+            raise UserError("--max-cost needs the price", "give --price IN OUT as well")
 
 
 def _address(base_url: str | None) -> str:
     """The address given, or ``$OPENAI_BASE_URL``, or OpenAI's.
 
     Raises:
-        UserError: it isn't an http address, or more than that: it is kept beside the verdicts.
+        UserError: it isn't an http address, or more than that: it is stored with the verdicts.
     """
     given = (base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI).strip()
     try:
@@ -380,4 +366,5 @@ def _tokens(completion: dict[str, Any]) -> tuple[int, int]:
     prompt, written = (counts.get(name) for name in ("prompt_tokens", "completion_tokens"))
     if type(prompt) is not int or type(written) is not int:  # True is an int, too
         return 0, 0
-    return (prompt, written) if 0 <= min(prompt, written) <= MOST_TOKENS else (0, 0)
+    possible = min(prompt, written) >= 0 and max(prompt, written) <= MOST_TOKENS
+    return (prompt, written) if possible else (0, 0)

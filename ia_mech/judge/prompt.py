@@ -11,7 +11,7 @@ Answers are read strictly: what isn't a verdict becomes a failure and is never g
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from ia_mech.cli import one_line
@@ -90,12 +90,10 @@ def system_message(*, names_only: bool = False) -> str:
 
 
 def encode(item: Item) -> str:
-    """An item as JSON on one line; ``json.loads`` gives its texts back."""
-    return json_line({"query": item.query, "response": item.response, "user_turn": item.turn})
-
-
-def json_line(texts: Mapping[str, str]) -> str:
-    """Named texts as a JSON object on one line, the brackets of control tokens escaped."""
+    """An item as JSON on one line, the brackets of control tokens escaped; ``json.loads`` gives
+    its texts back.
+    """
+    texts = {"query": item.query, "response": item.response, "user_turn": item.turn}
     line = json.dumps({name: clean(text) for name, text in texts.items()}, ensure_ascii=False)
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
 
@@ -145,25 +143,24 @@ def read_completion(completion: dict[str, Any]) -> Verdict:
     """
     choice = _object(next(iter(completion["choices"]), None))
     message, ended = _object(choice.get("message")), choice.get("finish_reason")
-    if refusal := text_of(message.get("refusal")):
+    if refusal := _text_of(message.get("refusal")):
         return Verdict(None, "refused", error=_quote(refusal))
     if ended == "content_filter":
         return Verdict(None, "filtered", error="the server's content filter ended the answer")
-    content = text_of(message.get("content"))
+    content = _text_of(message.get("content"))
     # vLLM calls the field reasoning, or reasoning_content before 0.12; others took up either.
-    reasoning = text_of(message.get("reasoning_content")) or text_of(message.get("reasoning"))
+    reasoning = _text_of(message.get("reasoning_content")) or _text_of(message.get("reasoning"))
     text, place = (content, "") if content.strip() else (reasoning, "reasoning")
     try:
-        found, whole = find_verdict(text)
+        answer, whole = find_verdict(text)
     except NoVerdict as problem:
         if ended == "length":
             return Verdict(None, "truncated", error=f"cut off by a token limit: {_quote(text)}")
         if not content.strip():
             return Verdict(None, "empty", error=f"the answer has no content {_quote(text)}".strip())
         return Verdict(None, "unparsable", error=f"{problem}: {_quote(text)}")
-    rationale = found.get("rationale")
-    rationale = clean(rationale)[:LONGEST_RATIONALE] if isinstance(rationale, str) else ""
-    return Verdict(found["category"], rationale=rationale, mode=place or ("" if whole else "text"))
+    rationale = clean(_text_of(answer.get("rationale")))[:LONGEST_RATIONALE]
+    return Verdict(answer["category"], rationale=rationale, mode=place or ("" if whole else "text"))
 
 
 def find_verdict(text: str) -> tuple[dict[str, Any], bool]:
@@ -216,7 +213,7 @@ def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def text_of(value: Any) -> str:
+def _text_of(value: Any) -> str:
     """Content as text; some servers send a list of parts."""
     if isinstance(value, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in value]
