@@ -94,7 +94,7 @@ def _add_run(commands) -> None:
         "they\ndid not follow); write judgements/<name>.parquet into it. Verdicts of language "
         "models are\nkept in cache/judgements/: none is paid for twice.",
     )
-    parser.set_defaults(function="ia_mech.judge.label:run")
+    parser.set_defaults(function="ia_mech.judge.label:command")
     parser.add_argument("run", type=path_of, help="a run's folder")
     _add_judge(parser)
     parser.add_argument("--name", help="of the verdicts (default: rules, or the model's name)")

@@ -32,6 +32,7 @@ from ia_mech.judge.verdict import FAILURES, JUDGED, Item, Judge, Verdict, identi
 from ia_mech.results import Table, print_table
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY, positions
+from ia_mech.untrusted import parse_json
 
 UNSEEN = "-unperturbed"  # ends the name of verdicts on responses that the model was not given
 
@@ -60,15 +61,19 @@ def same_judges(run: Run) -> list[str]:
     names: dict[str, list[str]] = {}
     for name in run.labels.judges:
         record = run.labels.record("judgements", name)
-        if identity := record.get("identity"):
-            told = identity_hash(identity | {"unperturbed": record.get("unperturbed", False)})
-            names.setdefault(told, []).append(name)
+        if "identity" in record:
+            names.setdefault(identity_hash(_decisive(record)), []).append(name)
     return [
         f"{' and '.join(same)} are one judge under several names in {run.path} (same kind and "
         "identity): that they agree is no evidence."
         for same in names.values()
         if len(same) > 1
     ]
+
+
+def _decisive(record: dict[str, Any]) -> dict[str, Any]:
+    """All that decides recorded verdicts: the judge, and which response it was shown."""
+    return record.get("identity", {}) | {"unperturbed": record.get("unperturbed", False)}
 
 
 def items_of(
@@ -95,18 +100,18 @@ def items_of(
         for context in contexts.itertuples(index=False):
             *_, query, response = (message["content"] for message in context.messages)
             if unperturbed and (context.perturbation or UNPERTURBED) != UNPERTURBED:
-                response = _unperturbed(run, context)
+                response = _unperturbed_response(run, context)
             shown[context.context_id] = query, response
-        written = zip(turns["context_id"], turns["text"], strict=True)
-        items += [Item(*shown[context], text) for context, text in written]
+        rows = zip(turns["context_id"], turns["text"], strict=True)
+        items += [Item(*shown[context], text) for context, text in rows]
     if decoys is None:
         return items
-    rows = zip(decoys["shown"], positions(run.turns, decoys), strict=True)
+    turns_of_decoys = positions(run.turns, decoys)
+    rows = zip(decoys["shown"], turns_of_decoys, strict=True)
     return items + [Item(*shown[context], items[row].turn) for context, row in rows]
 
 
-def _unperturbed(run: Run, context: Any) -> str:
-    """The response that a perturbed context had before."""
+def _unperturbed_response(run: Run, context: Any) -> str:
     before = json.loads(context.metadata).get(UNPERTURBED_RESPONSE)
     if before is None:
         raise UserError(
@@ -143,8 +148,9 @@ def judge_items(
     if judge.paid:
         opened = VerdictCache(judge.identity, cache_folder)
     with opened as cache:
-        found = {pair: cache.get(*pair) if cache else None for pair in wanted}
-        verdicts = {pair: verdict for pair, verdict in found.items() if verdict is not None}
+        verdicts: dict[Pair, Verdict] = {}
+        if cache is not None:
+            verdicts = {pair: kept for pair in wanted if (kept := cache.get(*pair))}
         cached = set(verdicts)
         missing = [pair for pair in wanted if pair not in cached]
         if cached:
@@ -154,20 +160,16 @@ def judge_items(
                 progress.say(estimate)
             progress.start("judging", len(missing), unit="turn")
             try:
-                _judge_missing(judge, missing, verdicts, cache, progress)
+                verdicts |= _judge_missing(judge, missing, cache, progress)
             finally:
                 progress.stop()
     return verdicts, cached
 
 
 def _judge_missing(
-    judge: Judge,
-    missing: list[Pair],
-    verdicts: dict[Pair, Verdict],
-    cache: VerdictCache | None,
-    progress: Progress,
-) -> None:
-    """Add the verdicts of ``missing``. The thread that received one stores it at once."""
+    judge: Judge, missing: list[Pair], cache: VerdictCache | None, progress: Progress
+) -> dict[Pair, Verdict]:
+    """The verdicts of ``missing``. The thread that received one stores it at once."""
     batches = [missing[at : at + judge.batch] for at in range(0, len(missing), judge.batch)]
     ended = threading.Event()
 
@@ -175,26 +177,22 @@ def _judge_missing(
         if ended.is_set():
             return {}
         try:
-            said = judge.judge([item for item, _ in batch])
-            if len(said) != len(batch) or not all(isinstance(one, Verdict) for one in said):
-                raise UserError(
-                    f"{type(judge).__name__} doesn't give one Verdict per item",
-                    "see docs/judging.md",
-                )
-            found = dict(zip(batch, said, strict=True))
-            for pair, verdict in found.items():
+            answers = judge.judge([item for item, _ in batch])
+            received = dict(zip(batch, answers, strict=True))
+            for pair, verdict in received.items():
                 if cache is not None and verdict.status not in FAILURES:
                     cache.put(*pair, verdict)
-            return found
+            return received
         except BaseException:
             ended.set()
             raise
 
+    verdicts: dict[Pair, Verdict] = {}
     tokens, cost, failures = 0, 0.0, 0
-    with _mapped(work, batches, judge.concurrency, ended) as received:
-        for found in received:
-            verdicts |= found
-            for verdict in found.values():
+    with _mapped(work, batches, judge.concurrency, ended) as parts:
+        for received in parts:
+            verdicts |= received
+            for verdict in received.values():
                 tokens += verdict.prompt_tokens + verdict.completion_tokens
                 cost += verdict.cost or 0.0
                 failures += verdict.status in FAILURES
@@ -202,6 +200,7 @@ def _judge_missing(
                 facts += [f"${cost:.4f}"] if cost else []
                 facts += [f"{failures} failed"] if failures else []
                 progress.advance(1, ", ".join(facts))
+    return verdicts
 
 
 @contextlib.contextmanager
@@ -227,7 +226,7 @@ def _mapped(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _per_source(judge: Judge, decoys: int | None) -> int | None:
+def _decoys_per_source(judge: Judge, decoys: int | None) -> int | None:
     """Turns of a source and temperature that a judge is shown as decoys; None for all.
 
     That is the default for a judge that is free; for one that is paid it is one.
@@ -261,11 +260,10 @@ def label_run(
     check_judged(run, unperturbed)
     # Before anything is paid for.
     layout.refuse_unwritable(run.path / "judgements", "judge a copy of the run")
-    per_source = _per_source(judge, decoys)
+    per_source = _decoys_per_source(judge, decoys)
     _check_replaced(run, judge, name, unperturbed, per_source, replace)
-    _check_contract(judge)
-    drawn = draw_decoys(run, per_source)
-    items = items_of(run, drawn, unperturbed=unperturbed)
+    plan = draw_decoys(run, per_source)
+    items = items_of(run, plan, unperturbed=unperturbed)
     # By their texts: so what has much in common, as items of one context do, stands together.
     ordered = sorted(set(items), key=lambda item: (item.query, item.response, item.turn))
     verdicts, cached = judge_items(ordered, judge, progress, **options)
@@ -279,18 +277,8 @@ def label_run(
         "caveat": judge.caveat,
     }
     turns = run.turns[list(KEY)].astype({"context_id": object}).assign(decoy=None, shown=None)
-    rows = _rows(pd.concat([turns, drawn]) if len(drawn) else turns, items, verdicts, cached)
+    rows = _rows(pd.concat([turns, plan]) if len(plan) else turns, items, verdicts, cached)
     return run.labels.write_judgements(name, rows, record)
-
-
-def _check_contract(judge: Judge) -> None:
-    """Raise UserError, before anything is judged, for an identity that can't be kept."""
-    try:
-        json.dumps(judge.identity, allow_nan=False)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{type(judge).__name__} has no identity that is JSON ({error})", "see docs/judging.md"
-        ) from None
 
 
 def _check_replaced(
@@ -311,8 +299,8 @@ def _check_replaced(
             f"{run.path} has verdicts named {name!r} with more decoys, which would be lost",
             "give no --decoys, another --name, or --replace",
         )
-    there = record.get("identity", {}) | {"unperturbed": record.get("unperturbed", False)}
-    mine = judge.identity | {"unperturbed": unperturbed}
+    there = _decisive(record)
+    mine = _decisive({"identity": judge.identity, "unperturbed": unperturbed})
     if identity_hash(there) != identity_hash(mine):
         changed = sorted(k for k in {*there, *mine} if there.get(k) != mine.get(k))
         raise UserError(
@@ -365,21 +353,21 @@ _ONLY = {
 }
 
 
-def run(args: argparse.Namespace) -> int:
+def command(args: argparse.Namespace) -> int:
     """``python -m ia_mech.judge run``; returns its exit status."""
-    there = Run.open(args.run)
+    run = Run.open(args.run)
     name = args.name or _default_name(args) + UNSEEN * args.unperturbed
-    there.labels.check_name("judgements", name)
-    check_judged(there, args.unperturbed)
-    judge = make_judge(args, there)
+    run.labels.check_name("judgements", name)
+    check_judged(run, args.unperturbed)
+    judge = make_judge(args, run)
     if args.dry_run:
-        drawn = draw_decoys(there, _per_source(judge, args.decoys))
-        items = items_of(there, drawn, unperturbed=args.unperturbed)
-        print_plan(judge, items, args, decoys=len(drawn))
+        plan = draw_decoys(run, _decoys_per_source(judge, args.decoys))
+        items = items_of(run, plan, unperturbed=args.unperturbed)
+        print_plan(judge, items, args, decoys=len(plan))
         return 0
     begun = time.monotonic()
     path = label_run(
-        there,
+        run,
         judge,
         name,
         Bar(),
@@ -388,8 +376,8 @@ def run(args: argparse.Namespace) -> int:
         unperturbed=args.unperturbed,
         repeats=args.repeats,
     )
-    rows = there.labels.judgements(name, _PRINTED)
-    decoys = there.labels.decoys(name, columns=_PRINTED)
+    rows = run.labels.judgements(name, _PRINTED)
+    decoys = run.labels.decoys(name, columns=_PRINTED)
     _print_verdicts(rows, decoys, name, time.monotonic() - begun)
     if judge.caveat:
         console().print(escape(judge.caveat), soft_wrap=True)
@@ -397,7 +385,7 @@ def run(args: argparse.Namespace) -> int:
     if not (rows["status"] == JUDGED).any():
         print("no turn could be judged, for the reasons above: fix them, then judge again")
         return NOTHING
-    chosen = f" --judge {shell_word(name)}" if len(there.labels.judges) > 1 else ""
+    chosen = f" --judge {shell_word(name)}" if len(run.labels.judges) > 1 else ""
     print(f"next: python -m ia_mech.rates {shell_word(args.run)}{chosen}")
     return 0
 
@@ -461,20 +449,23 @@ def _make_own(name: str, arguments: dict[str, Any]) -> Judge:
         sys.path.insert(0, "")  # a console script has its own folder there
     try:
         made = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise UserError(f"--judge {name}: there is no module {error.name}", "check it") from None
-    except AttributeError:
-        raise UserError(f"--judge {name}: {module} has no {attribute!r}", "check it") from None
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise UserError(f"--judge {name}: {error}", "check it") from error
     if not (isinstance(made, type) and issubclass(made, Judge)):
         raise UserError(
             f"--judge {name} is no subclass of ia_mech.judge.verdict.Judge", "see docs/judging.md"
         )
     try:
-        return made(**arguments)
+        judge = made(**arguments)
     except (TypeError, ValueError) as error:
-        raise UserError(f"--judge {name}: {error}", "give its arguments with --param") from None
+        raise UserError(f"--judge {name}: {error}", "give its arguments with --param") from error
+    try:
+        identity_hash(judge.identity)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"--judge {name} has no identity that is JSON ({error})", "see docs/judging.md"
+        ) from error
+    return judge
 
 
 def _make_hf(args: argparse.Namespace, run: Run | None) -> Judge:
@@ -488,7 +479,7 @@ def _make_hf(args: argparse.Namespace, run: Run | None) -> Judge:
     subject = None if run is None or args.force else run.model
     known = subject and same_model(args.model, None, subject["name"], subject.get("revision"))
     judge = None if known else HfJudge(args.model, **_given(args, "device"))
-    if judge is None or (subject and judge.is_subject(subject)):
+    if judge is None or (subject and subject["weights_hash"] == judge.identity["weights_hash"]):
         raise UserError(
             f"{args.model} is the subject model of {args.run}: it would judge its own turns",
             "give another --model, or --force",
@@ -509,8 +500,8 @@ def _params(pairs: list[str]) -> dict[str, Any]:
         if not equals or not key.isidentifier():
             raise UserError(f"--param {pair!r} isn't KEY=VALUE", "give for example temperature=0")
         try:
-            params[key] = json.loads(value)
-        except ValueError:
+            params[key] = parse_json(value, pair, "")
+        except UserError:
             params[key] = value
     return params
 

@@ -248,11 +248,12 @@ class LlmJudge(Judge):
 
     def _message_of(self, problem: str | BaseException) -> str:
         """What went wrong, on one line and without the key."""
-        text = problem
         if isinstance(problem, openai.APIStatusError):
             text = f"HTTP {problem.status_code}: {problem.response.text[:QUOTED]}"
         elif isinstance(problem, BaseException):
             text = str(problem) or type(problem).__name__
+        else:
+            text = problem
         return one_line(" ".join(self._without_key(text).split()), QUOTED)
 
     def _without_key(self, text: str) -> str:

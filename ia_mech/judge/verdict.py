@@ -122,5 +122,5 @@ class Judge:
 
 def identity_hash(identity: dict[str, Any]) -> str:
     """16 hex digits of a judge's identity."""
-    text = json.dumps(identity, sort_keys=True)
+    text = json.dumps(identity, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
