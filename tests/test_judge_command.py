@@ -22,7 +22,7 @@ from ia_mech.judge.rubric import (
     GENUINE,
     NAMES,
     ORDER,
-    SHORT,
+    heading,
 )
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.run import Run
@@ -126,14 +126,9 @@ def test_the_rules_judge_labels_every_turn(judge, run):
     assert lines[-3] == RulesJudge().caveat and "is a heuristic" in lines[-3]
     assert lines[-2] == f"verdicts: {run.path}/judgements/rules.parquet"
     assert lines[-1] == f"next: python -m ia_mech.rates {run.path}"
-    # The table counts each category by temperature.
-    table = cells(outcome.out)
-    assert [line[0] for line in table] == ["greedy", "0.7", "1"]
-    for line, temperature in zip(table, (0.0, 0.7, 1.0), strict=True):
-        at = rows[rows["temperature"] == temperature]["category"].tolist()
-        assert [int(cell) for cell in line[1:]] == [at.count(name) for name in ASSESSED]
-    head = " ".join(line for line in lines if line.startswith("┃"))
-    assert all(word in head for name in ASSESSED for word in SHORT[name].split())
+    counts = rows["category"].value_counts()
+    listed = [f"{heading(name)} {counts[name]}" for name in NAMES if name in counts]
+    assert f"categories: {', '.join(listed)}" in " ".join(lines)
 
 
 def test_a_dry_run_tells_what_a_server_would_be_asked_without_a_key(judge, run, tmp_path):
@@ -167,10 +162,9 @@ def test_a_servers_verdicts_are_paid_for_once(judge, run, monkeypatch, tmp_path)
     paid = f"{120 * asked} tokens, ${asked * 0.2:.4f}"
     assert f"{paid}\n" in first.out
     assert f"{paid} (${asked * 0.2:.4f} of it paid before)\n" in again.out
-    columns = zip(*(line[1:] for line in cells(again.out)), strict=True)
-    counts = [sum(map(int, column)) for column in columns]
-    assert counts[0] == rows["genuine"].sum() > 0 and sum(counts) == ROWS
-    assert counts[-1] == (rows["category"] == CANNOT_ASSESS).sum() > 0  # a column of its own
+    genuine, abstained = rows["genuine"].sum(), (rows["category"] == CANNOT_ASSESS).sum()
+    assert genuine and abstained and genuine + abstained == ROWS
+    assert f"categories: genuine {genuine}, can't assess {abstained}\n" in again.out
     kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not [content for content in kept if SECRET.encode() in content]
 

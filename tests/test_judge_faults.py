@@ -18,7 +18,7 @@ from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.label import judge_items
-from ia_mech.judge.llm import BREAKER
+from ia_mech.judge.llm import MOST_FAILURES
 from ia_mech.judge.verdict import Item
 
 WHOLE = completion().body
@@ -183,8 +183,8 @@ def gives_up(stub: StubServer, folder, **options) -> str:
 def test_a_server_that_fails_again_and_again_is_given_up(tmp_path):
     with StubServer(lambda *_: error(500, "out of memory")) as stub:
         line = gives_up(stub, tmp_path)
-    assert f"failed {BREAKER} times in a row, at last with: HTTP 500" in line
-    assert len(stub.turns) <= BREAKER + UNDER_WAY
+    assert f"failed {MOST_FAILURES} times in a row, at last with: HTTP 500" in line
+    assert len(stub.turns) <= MOST_FAILURES + UNDER_WAY
     line = gives_up(stub, tmp_path)  # it is gone
     assert "in a row" in line and "refused" in line and "check the server, --base-url" in line
 
@@ -193,14 +193,14 @@ def test_web_pages_end_the_run_even_after_answers(tmp_path):
     with StubServer(lambda _, n: Reply(200, "<html>") if n > 4 else completion()) as stub:
         assert "not a chat completion: '<html>'" in gives_up(stub, tmp_path)
     # Each of the last good answers may come after web pages that were sent later.
-    assert len(stub.bodies) <= 5 + 2 * UNDER_WAY + BREAKER
+    assert len(stub.bodies) <= 5 + 2 * UNDER_WAY + MOST_FAILURES
     assert max(stub.turns.values()) == 1
 
 
 def test_a_server_that_takes_no_item_at_all_is_given_up(tmp_path):
     with StubServer(lambda *_: error(400, "bad 'seed'")) as stub:
         assert "HTTP 400" in gives_up(stub, tmp_path)
-    assert len(stub.bodies) <= BREAKER + UNDER_WAY
+    assert len(stub.bodies) <= MOST_FAILURES + UNDER_WAY
     with StubServer(lambda body, n: error(400, "long") if n else completion()) as stub:
         judge = judge_for(stub, concurrency=1)
         verdicts, _ = judge_items(items(12), judge, Quiet(), cache_folder=tmp_path)

@@ -250,13 +250,3 @@ def test_items_come_in_batches_no_larger_than_a_judge_takes(label):
     rows = label(judge)
     assert sizes == [7] * (ALL // 7) + [ALL % 7] and len(judge.asked) == ALL
     assert rows["rationale"].tolist() == [f"turn {i}" for i in range(ROWS)]
-
-
-def test_fewer_decoys_take_none_away_without_a_word(run, label):
-    label(FakeJudge(paid=False), decoys=2)
-    before = len(run.labels.decoys("fake"))
-    with pytest.raises(UserError, match="with more decoys, which would be lost; give no --decoys"):
-        label(FakeJudge(paid=False), decoys=1)
-    assert len(run.labels.decoys("fake")) == before
-    label(FakeJudge(paid=False), decoys=1, replace=True)
-    assert len(run.labels.decoys("fake")) < before

@@ -26,14 +26,8 @@ from ia_mech.cli import NOTHING, one_line, shell_word
 from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
-from ia_mech.judge.label import (
-    check_finished,
-    items_of,
-    judge_items,
-    make_judge,
-    print_plan,
-    same_judges,
-)
+from ia_mech.judge.command import make_judge, print_plan
+from ia_mech.judge.label import check_finished, items_of, judge_items, same_judges
 from ia_mech.judge.labels import LabelSet, read_labels
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import RulesJudge
@@ -383,19 +377,19 @@ def _sheet(annotator: Labeller) -> str:
 
 def _chosen(run: Run, between: Sequence[str] | None) -> dict[str, str]:
     """The labellers to compare, by name: judge or annotator."""
-    there = dict.fromkeys(run.labels.judges, JUDGE)
-    there |= dict.fromkeys(run.labels.annotators, ANNOTATOR)
-    known = ", ".join(there) or "no labels"
+    kinds = dict.fromkeys(run.labels.judges, JUDGE)
+    kinds |= dict.fromkeys(run.labels.annotators, ANNOTATOR)
+    known = ", ".join(kinds) or "no labels"
     for name in between or ():
-        if name not in there:
+        if name not in kinds:
             raise UserError(f"{run.path} has no labels of {name!r}", f"choose from: {known}")
-    if len(there) < 2:
+    if len(kinds) < 2:
         judge = f"python -m ia_mech.judge run {shell_word(run.path)}"
         raise UserError(
             f"agreement needs two labellers, and {run.path} has {known}",
-            f"run: {judge}{' --judge llm or hf' if there else ''}, or export and import a sheet",
+            f"run: {judge}{' --judge llm or hf' if kinds else ''}, or export and import a sheet",
         )
-    chosen = {name: there[name] for name in between or there}
+    chosen = {name: kinds[name] for name in between or kinds}
     if len(chosen) < 2:
         raise UserError("agreement needs two different labellers", f"choose from: {known}")
     return chosen

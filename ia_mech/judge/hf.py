@@ -21,13 +21,11 @@ from ia_mech.judge.rubric import NAMES, rubric_hash
 from ia_mech.judge.verdict import Item, Judge, Verdict
 from ia_mech.models.load import ModelSpec, Subject, context_limit, load
 
-CHARACTERS_PER_TOKEN = 4  # of English prose, for estimates
-
 # An item without content: how likely the model finds each name regardless of the texts.
 CONTENT_FREE = Item("N/A", "N/A", "N/A")
 
 
-MARKS = "a", "7"  # texts that have no beginning in common
+UNLIKE_TEXTS = "a", "7"  # texts that have no beginning in common
 
 
 class TooLong(ValueError):
@@ -75,7 +73,9 @@ class HfJudge(Judge):
         self.model = model
         self._subject = subject or load(ModelSpec(name=model, device=device))
         self._template = ChatTemplate(self._subject.tokenizer)
-        self._rubric = _SharedPrefix(self._common_ids(*(Item(mark, "", "") for mark in MARKS)))
+        self._rubric = _SharedPrefix(
+            self._common_ids(*(Item(mark, "", "") for mark in UNLIKE_TEXTS))
+        )
         self._context: tuple[tuple[str, str], _SharedPrefix] | None = None  # of the last item
         self._share = check_engine(self._subject.model, self._rubric.ids[:64]).share
         self._answers = [self._answer_ids(name) for name in NAMES]
@@ -90,17 +90,6 @@ class HfJudge(Judge):
             "weights_hash": self._subject.weights_hash,
             "template": self._template.hash,
         }
-
-    def estimate(self, items: Sequence[Item]) -> str:
-        """Turns and tokens, on one line."""
-        contexts = {(item.query, item.response) for item in items}
-        rest = sum(len(prompt.messages(Item(*one, ""))[-1]["content"]) for one in contexts)
-        rest += sum(len(item.turn) + len(prompt.ENDING) for item in items)
-        return (
-            f"{len(items):,} turns through {self.model} on {self._subject.device.type}, about "
-            f"{rest // CHARACTERS_PER_TOKEN:,} tokens (characters / {CHARACTERS_PER_TOKEN}) after "
-            f"{len(self._rubric.ids):,} of the rubric, once"
-        )
 
     def judge(self, items: Sequence[Item]) -> list[Verdict]:
         """An item that is too long for the model, or for the device's memory, is ``rejected``."""
@@ -156,7 +145,7 @@ class HfJudge(Judge):
             self._rubric.state = prefill(self._subject.model, [Prefix(self._rubric.ids)])
         context = item.query, item.response
         if self._context is None or self._context[0] != context:
-            ids_of_context = self._common_ids(*(Item(*context, mark) for mark in MARKS))
+            ids_of_context = self._common_ids(*(Item(*context, mark) for mark in UNLIKE_TEXTS))
             state = self._continued(self._rubric, ids_of_context)
             self._context = context, _SharedPrefix(ids_of_context, state)
         return self._continued(self._context[1], ids)

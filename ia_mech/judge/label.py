@@ -2,37 +2,28 @@
 
 All items stand in one order that tells nothing about which are decoys. Rows of the same text in the
 same context share one verdict per repeat; verdicts of paid judges come from the cache where it has
-them. ``run`` is the subcommand of ``python -m ia_mech.judge``.
+them.
 """
 
-import argparse
 import contextlib
-import importlib
 import json
-import re
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.markup import escape
 
-from ia_mech.cli import NOTHING, one_line, shell_word
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE
-from ia_mech.display import Bar, Progress, console
+from ia_mech.display import Progress
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.decoys import draw_decoys
-from ia_mech.judge.rubric import ASSESSED, NAMES, SHORT, VERSION, rubric_hash
-from ia_mech.judge.verdict import FAILURES, JUDGED, Item, Judge, Verdict, identity_hash
-from ia_mech.results import Table, print_table
+from ia_mech.judge.rubric import VERSION, rubric_hash
+from ia_mech.judge.verdict import FAILURES, Item, Judge, Verdict, identity_hash
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY, positions
-from ia_mech.untrusted import parse_json
 
 UNSEEN = "-unperturbed"  # ends the name of verdicts on responses that the model was not given
 
@@ -62,7 +53,7 @@ def same_judges(run: Run) -> list[str]:
     for name in run.labels.judges:
         record = run.labels.record("judgements", name)
         if "identity" in record:
-            names.setdefault(identity_hash(_decisive(record)), []).append(name)
+            names.setdefault(identity_hash(_identity_of(record)), []).append(name)
     return [
         f"{' and '.join(same)} are one judge under several names in {run.path} (same kind and "
         "identity): that they agree is no evidence."
@@ -71,7 +62,7 @@ def same_judges(run: Run) -> list[str]:
     ]
 
 
-def _decisive(record: dict[str, Any]) -> dict[str, Any]:
+def _identity_of(record: dict[str, Any]) -> dict[str, Any]:
     """All that decides recorded verdicts: the judge, and which response it was shown."""
     return record.get("identity", {}) | {"unperturbed": record.get("unperturbed", False)}
 
@@ -189,7 +180,7 @@ def _judge_missing(
 
     verdicts: dict[Pair, Verdict] = {}
     tokens, cost, failures = 0, 0.0, 0
-    with _mapped(work, batches, judge.concurrency, ended) as parts:
+    with _map_in_threads(work, batches, judge.concurrency, ended) as parts:
         for received in parts:
             verdicts |= received
             for verdict in received.values():
@@ -204,7 +195,7 @@ def _judge_missing(
 
 
 @contextlib.contextmanager
-def _mapped(
+def _map_in_threads(
     work: Callable[[list[Pair]], dict[Pair, Verdict]],
     batches: list[list[Pair]],
     threads: int,
@@ -226,7 +217,7 @@ def _mapped(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _decoys_per_source(judge: Judge, decoys: int | None) -> int | None:
+def decoys_per_source(judge: Judge, decoys: int | None) -> int | None:
     """Turns of a source and temperature that a judge is shown as decoys; None for all.
 
     That is the default for a judge that is free; for one that is paid it is one.
@@ -260,8 +251,9 @@ def label_run(
     check_judged(run, unperturbed)
     # Before anything is paid for.
     layout.refuse_unwritable(run.path / "judgements", "judge a copy of the run")
-    per_source = _decoys_per_source(judge, decoys)
-    _check_replaced(run, judge, name, unperturbed, per_source, replace)
+    per_source = decoys_per_source(judge, decoys)
+    if name in run.labels.judges and not replace:
+        _check_same_judge(run, judge, name, unperturbed)
     plan = draw_decoys(run, per_source)
     items = items_of(run, plan, unperturbed=unperturbed)
     # By their texts: so what has much in common, as items of one context do, stands together.
@@ -281,28 +273,12 @@ def label_run(
     return run.labels.write_judgements(name, rows, record)
 
 
-def _check_replaced(
-    run: Run,
-    judge: Judge,
-    name: str,
-    unperturbed: bool,
-    per_source: int | None,
-    replace: bool,
-) -> None:
-    """Raise UserError if verdicts of that name are there that these may not replace."""
-    if name not in run.labels.judges or replace:
-        return
-    record = run.labels.record("judgements", name)
-    before = record.get("decoys_per_source")
-    if per_source is not None and (before is None or per_source < before):
-        raise UserError(
-            f"{run.path} has verdicts named {name!r} with more decoys, which would be lost",
-            "give no --decoys, another --name, or --replace",
-        )
-    there = _decisive(record)
-    mine = _decisive({"identity": judge.identity, "unperturbed": unperturbed})
-    if identity_hash(there) != identity_hash(mine):
-        changed = sorted(k for k in {*there, *mine} if there.get(k) != mine.get(k))
+def _check_same_judge(run: Run, judge: Judge, name: str, unperturbed: bool) -> None:
+    """Raise UserError unless the verdicts of that name are this judge's."""
+    before = _identity_of(run.labels.record("judgements", name))
+    now = _identity_of({"identity": judge.identity, "unperturbed": unperturbed})
+    if identity_hash(before) != identity_hash(now):
+        changed = sorted(k for k in {*before, *now} if before.get(k) != now.get(k))
         raise UserError(
             f"{run.path} has verdicts of another judge named {name!r} (differs in "
             f"{', '.join(changed)})",
@@ -338,211 +314,3 @@ def _rows(
                 row |= {"prompt_tokens": 0, "completion_tokens": 0}
                 row["cost"] = None if verdict.cost is None else 0.0
             yield row
-
-
-# -- from the command line ---------------------------------------------------------------------
-
-# Flags that are for some judges; those not given are the judge's own defaults. A judge of the
-# user's is "own".
-_SERVER = ("base_url", "api_key_env", "mode", "concurrency", "timeout", "retries", "max_cost")
-_ONLY = {
-    **dict.fromkeys((*_SERVER, "price"), ("llm",)),
-    **dict.fromkeys(("device", "force"), ("hf",)),
-    "model": ("llm", "hf"),
-    "param": ("llm", "module:Class"),
-}
-
-
-def command(args: argparse.Namespace) -> int:
-    """``python -m ia_mech.judge run``; returns its exit status."""
-    run = Run.open(args.run)
-    name = args.name or _default_name(args) + UNSEEN * args.unperturbed
-    run.labels.check_name("judgements", name)
-    check_judged(run, args.unperturbed)
-    judge = make_judge(args, run)
-    if args.dry_run:
-        plan = draw_decoys(run, _decoys_per_source(judge, args.decoys))
-        items = items_of(run, plan, unperturbed=args.unperturbed)
-        print_plan(judge, items, args, decoys=len(plan))
-        return 0
-    begun = time.monotonic()
-    path = label_run(
-        run,
-        judge,
-        name,
-        Bar(),
-        decoys=args.decoys,
-        replace=args.replace,
-        unperturbed=args.unperturbed,
-        repeats=args.repeats,
-    )
-    rows = run.labels.judgements(name, _PRINTED)
-    decoys = run.labels.decoys(name, columns=_PRINTED)
-    _print_verdicts(rows, decoys, name, time.monotonic() - begun)
-    if judge.caveat:
-        console().print(escape(judge.caveat), soft_wrap=True)
-    print(f"verdicts: {path}")
-    if not (rows["status"] == JUDGED).any():
-        print("no turn could be judged, for the reasons above: fix them, then judge again")
-        return NOTHING
-    chosen = f" --judge {shell_word(name)}" if len(run.labels.judges) > 1 else ""
-    print(f"next: python -m ia_mech.rates {shell_word(args.run)}{chosen}")
-    return 0
-
-
-def make_judge(args: argparse.Namespace, run: Run | None = None) -> Judge:
-    """The judge that the flags describe.
-
-    The subject model of the ``run`` that is to be judged is no judge of it.
-
-    Raises:
-        UserError: flags that don't go together, or a judge that can't be had.
-    """
-    _check_flags(args)
-    if args.judge == "rules":
-        from ia_mech.judge.rules import RulesJudge
-
-        return RulesJudge()
-    if args.judge == "hf":
-        return _make_hf(args, run)
-    if args.judge != "llm":
-        return _make_own(args.judge, _params(args.param))
-    from ia_mech.judge.llm import LlmJudge
-
-    return LlmJudge(
-        args.model,
-        params=_params(args.param),
-        price=tuple(args.price) if args.price else None,
-        **_given(args, *_SERVER),
-    )
-
-
-def print_plan(
-    judge: Judge, items: Sequence[Item], args: argparse.Namespace, *, decoys: int = 0
-) -> None:
-    """What ``--dry-run`` shows; ``decoys`` of the items are decoys."""
-    distinct = list(dict.fromkeys(items))
-    turns = f"{len(items) - decoys} user turns" + (f" and {decoys} decoys" if decoys else "")
-    print(f"{turns}, {len(distinct)} distinct, x {args.repeats}")
-    if estimate := judge.estimate(distinct * args.repeats):
-        print(f"{estimate} (before what the cache has)")
-
-
-def _check_flags(args: argparse.Namespace) -> None:
-    kind = "module:Class" if ":" in args.judge else args.judge
-    for flag, kinds in _ONLY.items():
-        value = getattr(args, flag)
-        given = value is not None and value is not False and value != []  # 0 is given
-        if given and kind not in kinds:
-            needed = " or ".join(f"--judge {kind}" for kind in kinds)
-            raise UserError(f"--{flag.replace('_', '-')} needs {needed}", "add it, or drop it")
-    if kind in _ONLY["model"] and not (args.model or "").strip():
-        raise UserError(f"--judge {kind} needs a model", "give --model NAME")
-    if kind in ("rules", "hf") and args.repeats > 1:
-        raise UserError(f"the {kind} judge answers the same each time", "drop --repeats")
-
-
-def _make_own(name: str, arguments: dict[str, Any]) -> Judge:
-    """A user's own judge, from the working folder or an installed package."""
-    module, _, attribute = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # a console script has its own folder there
-    try:
-        made = getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise UserError(f"--judge {name}: {error}", "check it") from error
-    if not (isinstance(made, type) and issubclass(made, Judge)):
-        raise UserError(
-            f"--judge {name} is no subclass of ia_mech.judge.verdict.Judge", "see docs/judging.md"
-        )
-    try:
-        judge = made(**arguments)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"--judge {name}: {error}", "give its arguments with --param") from error
-    try:
-        identity_hash(judge.identity)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"--judge {name} has no identity that is JSON ({error})", "see docs/judging.md"
-        ) from error
-    return judge
-
-
-def _make_hf(args: argparse.Namespace, run: Run | None) -> Judge:
-    """A local model; the run's subject only if forced.
-
-    The name is compared before anything is loaded, the weights after: another name may be a copy.
-    """
-    from ia_mech.judge.hf import HfJudge
-    from ia_mech.models.load import same_model
-
-    subject = None if run is None or args.force else run.model
-    known = subject and same_model(args.model, None, subject["name"], subject.get("revision"))
-    judge = None if known else HfJudge(args.model, **_given(args, "device"))
-    if judge is None or (subject and subject["weights_hash"] == judge.identity["weights_hash"]):
-        raise UserError(
-            f"{args.model} is the subject model of {args.run}: it would judge its own turns",
-            "give another --model, or --force",
-        )
-    return judge
-
-
-def _given(args: argparse.Namespace, *flags: str) -> dict[str, Any]:
-    """The flags that were given; the judge has defaults for the others."""
-    return {flag: value for flag in flags if (value := getattr(args, flag)) is not None}
-
-
-def _params(pairs: list[str]) -> dict[str, Any]:
-    """``["temperature=0"]`` as ``{"temperature": 0}``: values are JSON, or else text."""
-    params = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key.isidentifier():
-            raise UserError(f"--param {pair!r} isn't KEY=VALUE", "give for example temperature=0")
-        try:
-            params[key] = parse_json(value, pair, "")
-        except UserError:
-            params[key] = value
-    return params
-
-
-def _default_name(args: argparse.Namespace) -> str:
-    name = args.judge.partition(":")[2] or Path(args.model or args.judge).name
-    words = re.sub(r"[^A-Za-z0-9._-]", "-", name)
-    return words.strip("-._")[:100] or args.judge
-
-
-_PRINTED = [
-    *("temperature", "category", "status", "error", "item"),
-    *("prompt_tokens", "completion_tokens", "cost", "cached"),
-]  # columns of verdicts that are counted
-
-
-def _print_verdicts(rows: pd.DataFrame, decoys: pd.DataFrame, name: str, seconds: float) -> None:
-    """Counts of each category by temperature; the rates with intervals are another command's."""
-    screen = console()
-    failed = rows["status"] != JUDGED
-    categories = rows["category"].astype(object).mask(failed, "failed")
-    counts = pd.crosstab(rows["temperature"], categories)
-    shown = [c for c in (*NAMES, "failed") if c in ASSESSED or c in counts]
-    lines = [
-        [f"{temperature:g}" if temperature else "greedy", *map(str, line)]
-        for temperature, line in counts.reindex(columns=shown, fill_value=0).iterrows()
-    ]
-    heads = ["T", *(SHORT.get(category, category) for category in shown)]
-    print_table(screen, Table(f"verdicts of {name}, counted", heads, lines))
-    rows = pd.concat([rows, decoys]) if len(decoys) else rows
-    for status, part in rows[rows["status"] != JUDGED].groupby("status"):
-        errors = part["error"].value_counts()
-        listed = "; ".join(f"{one_line(error, 100)} ({n})" for error, n in errors.iloc[:3].items())
-        more = f"; {len(errors) - 3} other messages" if len(errors) > 3 else ""
-        screen.print(f"{len(part)} {status}: {escape(listed)}{more}", soft_wrap=True)
-    apart = f" ({len(decoys)} of them of decoys)" if len(decoys) else ""
-    paid = [f"{len(rows)} rows{apart}, {rows['item'].nunique()} distinct turns in {seconds:.0f} s"]
-    if tokens := rows["prompt_tokens"].sum() + rows["completion_tokens"].sum():
-        paid.append(f"{tokens} tokens")
-    if rows["cost"].notna().any():
-        before = rows["cost"][rows["cached"]].sum()
-        earlier = f" (${before:.4f} of it paid before)" if before else ""
-        paid.append(f"${rows['cost'].sum():.4f}{earlier}")
-    screen.print(", ".join(paid), soft_wrap=True)

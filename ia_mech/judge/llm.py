@@ -30,16 +30,18 @@ from ia_mech.judge.prompt import (
 from ia_mech.judge.rubric import rubric_hash
 from ia_mech.judge.verdict import Item, Judge, Verdict
 
-KEY = "OPENAI_API_KEY"  # goes to OpenAI, or to the server that $OPENAI_BASE_URL names with it
-OPENAI = "https://api.openai.com/v1"
+KEY_VARIABLE = (
+    "OPENAI_API_KEY"  # goes to OpenAI, or to the server that $OPENAI_BASE_URL names with it
+)
+OPENAI_URL = "https://api.openai.com/v1"
 NO_KEY = "no-key"  # what servers without keys are sent: the protocol wants one
-LEAST_KEY = 8  # characters of a key that is a secret; "EMPTY" and the like are none
-BREAKER = 8  # failures of the server in a row that end the judging
-QUOTED = 300  # characters of a server's message
+LEAST_KEY_LENGTH = 8  # characters of a key that is a secret; "EMPTY" and the like are none
+MOST_FAILURES = 8  # failures of the server in a row that end the judging
+LONGEST_MESSAGE = 300  # characters of a server's message
 MOST_TOKENS = 10**9  # of one request; a larger count is a server's mistake
 CHARACTERS_PER_TOKEN = 4  # of English prose, for estimates
 COMPLETION_TOKENS = 60  # of a one-sentence rationale and a name, for estimates
-OUR_PARAMS = {  # request parameters that are no --param, and what to use instead
+RESERVED_PARAMS = {  # request parameters that are no --param, and what to use instead
     "model": "--model",
     "messages": "nothing: the rubric is fixed",
     "response_format": "--mode",
@@ -110,8 +112,8 @@ class LlmJudge(Judge):
         self.max_cost = max_cost
         self._check_settings(mode)
         self.base_url = _address(base_url)
-        is_openai = urlsplit(self.base_url).hostname == urlsplit(OPENAI).hostname
-        self.api_key_env = api_key_env or (None if base_url and not is_openai else KEY)
+        is_openai = urlsplit(self.base_url).hostname == urlsplit(OPENAI_URL).hostname
+        self.api_key_env = api_key_env or (None if base_url and not is_openai else KEY_VARIABLE)
         self._needs_key = bool(api_key_env) or is_openai
         self._modes = list(MODES) if mode == "auto" else [mode]
         self.identity = {
@@ -185,7 +187,7 @@ class LlmJudge(Judge):
         except openai.OpenAIError as error:
             return Verdict(None, "unavailable", error=self._message_of(error.__cause__ or error))
         except (ValueError, LookupError, TypeError, RecursionError):
-            start = body[:QUOTED].decode("utf-8", "replace")
+            start = body[:LONGEST_MESSAGE].decode("utf-8", "replace")
             message = self._message_of(f"not a chat completion: {start!r}")
             return Verdict(None, "unavailable", error=message)
         answer = read_completion(completion)
@@ -249,15 +251,15 @@ class LlmJudge(Judge):
     def _message_of(self, problem: str | BaseException) -> str:
         """What went wrong, on one line and without the key."""
         if isinstance(problem, openai.APIStatusError):
-            text = f"HTTP {problem.status_code}: {problem.response.text[:QUOTED]}"
+            text = f"HTTP {problem.status_code}: {problem.response.text[:LONGEST_MESSAGE]}"
         elif isinstance(problem, BaseException):
             text = str(problem) or type(problem).__name__
         else:
             text = problem
-        return one_line(" ".join(self._without_key(text).split()), QUOTED)
+        return one_line(" ".join(self._without_key(text).split()), LONGEST_MESSAGE)
 
     def _without_key(self, text: str) -> str:
-        return text if len(self._key) < LEAST_KEY else text.replace(self._key, "[key]")
+        return text if len(self._key) < LEAST_KEY_LENGTH else text.replace(self._key, "[key]")
 
     # -- all requests ------------------------------------------------------------------------------
 
@@ -278,7 +280,7 @@ class LlmJudge(Judge):
             else:
                 self._failures = 0
                 self._answered |= verdict.status != "rejected"
-            if self._failures >= BREAKER:
+            if self._failures >= MOST_FAILURES:
                 raise UserError(
                     f"{self.base_url} failed {self._failures} times in a row, at last with: "
                     f"{verdict.error}",
@@ -319,7 +321,7 @@ class LlmJudge(Judge):
     def _check_settings(self, mode: str) -> None:
         if mode not in ("auto", *MODES):
             raise UserError(f"no mode {mode!r}", f"use auto, {', '.join(MODES)}")
-        for name, instead in OUR_PARAMS.items():
+        for name, instead in RESERVED_PARAMS.items():
             if name in self.params:
                 raise UserError(f"--param {name} can't be set", f"use {instead}")
         for flag, value in (("--timeout", self.timeout), ("--max-cost", self.max_cost)):
@@ -337,7 +339,7 @@ def _address(base_url: str | None) -> str:
     Raises:
         UserError: it isn't an http address, or more than that: it is stored with the verdicts.
     """
-    given = (base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI).strip()
+    given = (base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).strip()
     try:
         parts = urlsplit(given)
         usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
@@ -356,7 +358,7 @@ def _is_about_format(error: openai.APIStatusError) -> bool:
     """Whether a bad request is refused for its ``response_format``."""
     if error.status_code not in (400, 422) or error.code == "content_filter":
         return False
-    text = f"{error.param} {error.response.text[:QUOTED]}".lower()
+    text = f"{error.param} {error.response.text[:LONGEST_MESSAGE]}".lower()
     return any(word in text for word in FORMAT_WORDS)
 
 

@@ -58,7 +58,7 @@ SCHEMA = {
 
 # What begins a tag or a control token: <think>, </s>, <|im_end|>, <｜end▁of▁sentence｜>, [INST].
 # "3 < 4" and "[1, 2]" stay as they are.
-_CONTROL = re.compile(r"<(?=[^\s\d=<])|\[(?=/?[A-Za-z][A-Za-z_]*\])")
+_TOKEN_BRACKETS = re.compile(r"<(?=[^\s\d=<])|\[(?=/?[A-Za-z][A-Za-z_]*\])")
 
 
 def messages(item: Item, *, names_only: bool = False) -> list[dict[str, str]]:
@@ -78,7 +78,7 @@ def system_message(*, names_only: bool = False) -> str:
     definitions = "\n\n".join(f"{c.name}: {c.definition}" for c in CATEGORIES)
     examples = "\n\n".join(
         f"Item: {encode(Item(e.query, e.response, e.turn))}\n"
-        f"Answer: {c.name if names_only else _answer(e.why, c.name)}"
+        f"Answer: {c.name if names_only else _answer_line(e.why, c.name)}"
         for c in CATEGORIES
         for e in c.examples
     )
@@ -95,7 +95,7 @@ def encode(item: Item) -> str:
     """
     texts = {"query": item.query, "response": item.response, "user_turn": item.turn}
     line = json.dumps({name: clean(text) for name, text in texts.items()}, ensure_ascii=False)
-    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
+    return _TOKEN_BRACKETS.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
 
 
 def clean(text: str) -> str:
@@ -118,7 +118,7 @@ def prompt_hash(*, names_only: bool = False) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _answer(rationale: str, category: str) -> str:
+def _answer_line(rationale: str, category: str) -> str:
     return json.dumps({"rationale": rationale, "category": category}, ensure_ascii=False)
 
 
@@ -180,7 +180,7 @@ def find_verdict(text: str) -> tuple[dict[str, Any], bool]:
         if answer.startswith("<think>"):
             raise NoVerdict("thinking without an end")
     objects = list(_objects(answer))
-    verdicts = [found for found in objects if "category" in found]
+    verdicts = [value for value in objects if "category" in value]
     if len(verdicts) != 1:
         many = "more than one" if verdicts else "no"
         raise NoVerdict(f"{many} JSON object with a category")

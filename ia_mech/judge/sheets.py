@@ -43,12 +43,12 @@ from ia_mech.run import Run, integrity, layout
 from ia_mech.run.labels import KEY, check_name
 from ia_mech.untrusted import escape_unseen, parse_json, spreadsheet_safe, visible
 
-KEYS = "123456780"  # of the rubric's categories on the page
+PAGE_KEYS = "123456780"  # of the rubric's categories on the page
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
 ALL, FAILED = "all", "failed"  # strata that are no category: without a judge; no verdict
 DECOY = "decoy"  # the stratum of decoys, which are no sample of the run's turns
-DECOYS = 0.25  # of the number of turns: a fifth of the sheet
-LEAST = 5  # rows of a stratum, where it has so many
+DECOY_SHARE = 0.25  # of the number of turns: a fifth of the sheet
+LEAST_PER_STRATUM = 5  # rows of a stratum, where it has so many
 
 COLUMNS_READ = ("item", "category", "note")  # the last may be absent
 
@@ -101,7 +101,7 @@ def export_sheet(
     if n < len(sizes):
         raise UserError(
             f"--n {n} can't cover the {len(sizes)} strata by judge {by!r} ({', '.join(sizes)})",
-            f"give --n {len(sizes)} or more; {LEAST * len(sizes)} would be sensible",
+            f"give --n {len(sizes)} or more; {LEAST_PER_STRATUM * len(sizes)} would be sensible",
         )
     identity = run.identity_digest
     name = check_name(name or "sheet-" + _hash(identity, by, n, seed)[:8])
@@ -111,7 +111,7 @@ def export_sheet(
         rng.choice(np.flatnonzero(strata == stratum), count, replace=False)
         for stratum, count in sampled.items()
     ]
-    decoys = _sample_decoys(run, round(DECOYS * n), rng)
+    decoys = _sample_decoys(run, round(DECOY_SHARE * n), rng)
     items = items_of(run, decoys)
     keys = list(rows[list(KEY)].itertuples(index=False, name=None))
     lines: list[tuple[Item, str, dict[str, Any]]] = []  # texts, context shown, place in the run
@@ -161,11 +161,12 @@ def _sample_decoys(run: Run, count: int, rng: np.random.Generator) -> pd.DataFra
 def allocate(sizes: dict[str, int], n: int) -> dict[str, int]:
     """How many rows to draw of each stratum; they sum to n, which covers all strata.
 
-    At least :data:`LEAST` of each (fewer if it has fewer or n is short), the rest by the square
-    root of its size: between proportional, which would leave rare categories out, and equal, which
-    would give them most of the work. Rows are handed out one by one by Sainte-Laguë's method.
+    At least :data:`LEAST_PER_STRATUM` of each (fewer if it has fewer or n is short), the rest by
+    the square root of its size: between proportional, which would leave rare categories out, and
+    equal, which would give them most of the work. Rows are handed out one by one by Sainte-Laguë's
+    method.
     """
-    counts = {name: min(LEAST, size, n // len(sizes)) for name, size in sizes.items()}
+    counts = {name: min(LEAST_PER_STRATUM, size, n // len(sizes)) for name, size in sizes.items()}
     for _ in range(n - sum(counts.values())):
         left = [name for name in sizes if counts[name] < sizes[name]]
         counts[max(left, key=lambda name: math.sqrt(sizes[name]) / (2 * counts[name] + 1))] += 1
@@ -180,9 +181,7 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, ...]:
     """
     name = sheet.key["sheet"]
     if name in run.labels.sheets:
-        raise UserError(
-            f"{run.path} has a sheet named {name!r}", "give another --name, or another --seed"
-        )
+        raise UserError(f"{run.path} has a sheet named {name!r}", "give another --out and --seed")
     lines = [escape_unseen(json.dumps(row, ensure_ascii=False)) + "\n" for row in sheet.rows]
     forms = {
         "csv": csv_bytes(pd.DataFrame(sheet.rows, columns=COLUMNS)),
@@ -204,7 +203,7 @@ def _page(sheet: Sheet) -> str:
     ]
     choices = [
         {"name": category.name, "key": key, "short": category.definition.partition(".")[0] + "."}
-        for category, key in zip(CATEGORIES, KEYS, strict=True)
+        for category, key in zip(CATEGORIES, PAGE_KEYS, strict=True)
     ]
     data = packed({"sheet": sheet.key["sheet"], "rows": rows, "categories": choices})
     return rendered("annotate", data, title="Annotate user turns", rubric=CATEGORIES, order=ORDER)
@@ -464,8 +463,8 @@ def export_command(args: argparse.Namespace) -> None:
     out = args.out
     if out is not None:
         out = out.with_name(re.sub(r"\.(csv|jsonl|html)$", "", out.name))
-    name = args.name
-    if name is None and out is not None:
+    name = None
+    if out is not None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name).lstrip("._-") or None
     sheet = export_sheet(run, args.n, by=args.by, seed=args.seed, name=name)
     # Not the run's name: it holds the model's and the dataset's.
