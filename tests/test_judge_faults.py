@@ -134,13 +134,13 @@ AWAY = "http://elsewhere.invalid/v1/chat/completions"
 @pytest.mark.parametrize(
     ("reply", "fragment"),
     [
-        (error(401, f"no key {KEY[:12]}"), "refuses access"),
-        (error(402, f"{KEY} owes"), "no credit left"),
-        (error(429, KEY, code="insufficient_quota"), "no credit left"),
-        (error(404, f"no model {KEY}"), "knows no model"),
-        (Reply(301, Location=f"{AWAY}?{KEY}"), f"redirects requests to {AWAY}"),
-        (Reply(307, Location=f"{AWAY}?{KEY}"), f"redirects requests to {AWAY}"),
-        (Reply(307), "redirects requests to nowhere"),
+        (error(401, f"no key {KEY[:12]}"), "refuses requests (HTTP 401"),
+        (error(402, f"{KEY} owes"), "add credit"),
+        (error(429, KEY, code="insufficient_quota"), "add credit"),
+        (error(404, f"no model {KEY}"), "check --model"),
+        (Reply(301, Location=f"{AWAY}?{KEY}"), f"redirects them to {AWAY}"),
+        (Reply(307, Location=f"{AWAY}?{KEY}"), f"redirects them to {AWAY}"),
+        (Reply(307), "redirects them to nowhere"),
     ],
 )
 def test_what_no_turn_would_get_past_ends_the_judging(reply, fragment, tmp_path):

@@ -49,6 +49,13 @@ RESERVED_PARAMS = {  # request parameters that are no --param, and what to use i
     "n": "--repeats",
 }
 FORMAT_WORDS = ("format", "schema", "json", "structured", "guided", "grammar")
+_KEY_REMEDY = "set a key that is good for the model, or name its variable with --api-key-env"
+REMEDIES = {  # by HTTP status: what to do where every other request would be refused, too
+    401: _KEY_REMEDY,
+    402: "add credit to the account, then give the same command again; verdicts so far are kept",
+    403: _KEY_REMEDY,
+    404: "check --model, and --base-url (it usually ends in /v1)",
+}
 
 
 class LlmJudge(Judge):
@@ -132,21 +139,17 @@ class LlmJudge(Judge):
 
     def estimate(self, items: Sequence[Item]) -> str:
         """Requests, tokens and, where the price is known, dollars; on one line."""
-        if not items:
-            return ""
         rubric = len(system_message()) * len(items)
         rest = sum(len(messages(item)[-1]["content"]) for item in items)
         tokens = (rubric + rest) // CHARACTERS_PER_TOKEN
         written = COMPLETION_TOKENS * len(items)
-        line = (
+        dollars = f", about ${self._dollars(tokens, written):.2f}" if self.price else ""
+        return (
             f"{len(items):,} requests to {self.model}, about {tokens:,} prompt tokens (characters "
-            f"/ {CHARACTERS_PER_TOKEN}; {rubric / (rubric + rest):.0%} of them the rubric, the "
-            f"same every time) and {written:,} completion tokens ({COMPLETION_TOKENS} each; "
-            "reasoning models write many more)"
+            f"/ {CHARACTERS_PER_TOKEN}; most are the rubric, the same every time) and {written:,} "
+            f"completion tokens ({COMPLETION_TOKENS} each; reasoning models write many "
+            f"more){dollars}"
         )
-        if self.price is None:
-            return line
-        return f"{line}, about ${self._dollars(tokens, written):.2f}"
 
     def judge(self, items: Sequence[Item]) -> list[Verdict]:
         """One request per item; may be called from several threads.
@@ -218,35 +221,20 @@ class LlmJudge(Judge):
         Raises:
             UserError: every other item would fail, too.
         """
-        status, reason = error.status_code, self._message_of(error)
-        if status == 402 or error.code == "insufficient_quota":
-            raise UserError(
-                f"{self.base_url} reports that the account has no credit left ({reason})",
-                "add credit, then give the same command again; verdicts so far are kept",
-            )
-        if status == 401 or (status == 403 and not self._answered):
-            # The server's message about a wrong key may repeat a part of it: it isn't shown.
-            sent = f"the key in {self.api_key_env}" if self._key != NO_KEY else "no key was sent"
-            raise UserError(
-                f"{self.base_url} refuses access (HTTP {status}; {sent})",
-                f"set a key that is good for {self.model}, or name the variable that holds it with "
-                "--api-key-env",
-            )
+        status, message = error.status_code, self._message_of(error)
+        remedy = REMEDIES.get(402 if error.code == "insufficient_quota" else status)
         if 300 <= status < 400:
-            target = self._message_of(error.response.headers.get("location", "nowhere"))
-            raise UserError(
-                f"{self.base_url} redirects requests to {target}, where nothing is sent",
-                "give the other address with --base-url if it is the one meant",
-            )
-        if status == 404:
-            raise UserError(
-                f"{self.base_url} knows no model {self.model!r}, or no such path ({reason})",
-                "check --model, and --base-url (it usually ends in /v1)",
-            )
+            target = error.response.headers.get("location", "nowhere")
+            message = self._message_of(f"HTTP {status}: it redirects them to {target}")
+            remedy = "give the other address with --base-url if it is the one meant"
+        if status == 401:  # the server's words about a wrong key may repeat a part of it
+            message = f"HTTP 401; the key is that in {self.api_key_env or 'no variable'}"
+        if remedy and not (status == 403 and self._answered):
+            raise UserError(f"{self.base_url} refuses requests ({message})", remedy)
         if error.code == "content_filter":
-            return Verdict(None, "filtered", error=reason)
+            return Verdict(None, "filtered", error=message)
         passing = status in (408, 409, 425, 429) or status >= 500
-        return Verdict(None, "unavailable" if passing else "rejected", error=reason)
+        return Verdict(None, "unavailable" if passing else "rejected", error=message)
 
     def _message_of(self, problem: str | BaseException) -> str:
         """What went wrong, on one line and without the key."""
@@ -307,15 +295,11 @@ class LlmJudge(Judge):
         key = os.environ.get(self.api_key_env or "", "").strip()
         if not key and self._needs_key:
             raise UserError(
-                f"no key for {self.base_url}: the environment variable {self.api_key_env} is not "
-                "set",
+                f"no key for {self.base_url}: {self.api_key_env} is not set",
                 "set it, name another with --api-key-env, or give --base-url for a server of yours",
             )
         if not (key.isascii() and key.isprintable()):
-            raise UserError(
-                f"the environment variable {self.api_key_env} holds characters that no key has",
-                "set it to the key alone",
-            )
+            raise UserError(f"${self.api_key_env} holds characters that no key has", "set it again")
         return key or NO_KEY
 
     def _check_settings(self, mode: str) -> None:
