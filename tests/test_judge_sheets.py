@@ -341,7 +341,7 @@ BAD = [  # suffix and content of a file, where ITEM is one of the sheet; and wha
     (".csv", "item,note\nITEM,x\n", "has no column 'category'; keep the columns item, category, n"),
     (".csv", "item,category\nt00,generic\n", "annotations of another run: none of its 1 items"),
     (".csv", "item,category\nITEM,\n", "no row of .* has a category"),
-    (".csv", "item,category\nITEM,né\n", r"isn't UTF-8 \(byte 0xe9 in line 2\)"),
+    (".csv", "item,category\nITEM,né\n", "isn't UTF-8 in line 2; save it"),
     (".csv", 'item,category\n"t12', "isn't CSV "),
     (".csv", "item,category\na,b\na,b,c", "isn't CSV .*Expected 2 fields in line 3, saw 3"),
     (".jsonl", '{"item', "line 1 of .* is not JSON"),

@@ -371,8 +371,7 @@ def _text_of(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(
-            f"{path} isn't UTF-8 (byte {content[error.start]:#04x} in line {line})",
-            "save it as UTF-8 (in a spreadsheet: CSV UTF-8)",
+            f"{path} isn't UTF-8 in line {line}", "save it as UTF-8 (in a spreadsheet: CSV UTF-8)"
         ) from None
 
 
@@ -470,22 +469,18 @@ def export_command(args: argparse.Namespace) -> None:
     # Not the run's name: it holds the model's and the dataset's.
     out = out or run.path.resolve().parent / sheet.key["sheet"]
     files = write_sheet(run, sheet, out)
-    key = sheet.key
-    if key["judge"] is None:
-        print("no judge has judged this run: one stratum, so rare categories may hardly be seen")
-    else:
-        print(f"{key['n']} of {len(run.turns)} turns, by categories of {key['judge']['name']}:")
+    key, judge = sheet.key, sheet.key["judge"]
+    how = f"by categories of {judge['name']}" if judge else "in one stratum, as no judge judged it"
+    print(f"{key['n']} of {len(run.turns)} turns, {how}:")
     for stratum, count in key["strata"].items():
         print(f"  {stratum:<24}{count['drawn']:>5} of {count['rows']:>6}")
-    decoys = len(key["items"]) - key["n"]
-    if decoys:
+    if decoys := len(key["items"]) - key["n"]:
         print(f"  and {decoys} turns after contexts that they did not follow, as a control")
-    print(f"the key stays in the run, as sheet {key['sheet']!r}")
-    print("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
     for file in files:
         print(f"sheet: {file}")
-    print("fill in: category (and note, if you like); explained by: python -m ia_mech.judge rubric")
+    print("fill in category (and note), explained by: python -m ia_mech.judge rubric")
     print("or open the .html, which needs no network, and import the .json that it exports")
+    print("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
     words = f"{shell_word(args.run)} {shell_word(files[0])}"
     print(f"next: python -m ia_mech.judge import {words} --annotator NAME")
 
@@ -497,21 +492,17 @@ def import_command(args: argparse.Namespace) -> None:
     labels = Counter(run.labels.annotations(args.annotator)["category"])
     decoys = len(run.labels.decoys(args.annotator, "annotations"))
     strata = run.labels.record("annotations", args.annotator)["strata"]
-    count = labels.total()
-    drawn = sum(stratum["drawn"] for stratum in strata.values())
+    labelled, rows = labels.total(), sum(stratum["drawn"] for stratum in strata.values())
     listed = ", ".join(f"{name} {labels[name]}" for name in NAMES if labels[name])
-    print(f"{count} of {drawn} rows labelled by {one_line(args.annotator)}: {listed}")
+    print(f"{labelled} of {rows} rows labelled by {one_line(args.annotator)}: {listed}")
     if decoys:
         print(f"and {decoys} decoys; judge agreement shows how many of them are called genuine")
-    if count < drawn:
+    if labelled < rows:
         print(
-            f"{drawn - count} of the sheet's {drawn} rows have no category and are left out; the "
-            "others are taken for a random part of their strata"
+            "rows without a category are left out: the others count as a random part of a stratum"
         )
     if unseen := [name for name, stratum in strata.items() if not stratum["filled"]]:
-        print(
-            f"no label is of a turn that the judge calls {' or '.join(unseen)}: no figure will "
-            "cover such turns"
-        )
+        names = " or ".join(unseen)
+        print(f"no label is of a turn that the judge calls {names}: no figure covers such turns")
     print(f"labels: {path}")
     print(f"next: python -m ia_mech.judge agreement {shell_word(args.run)}")
