@@ -338,10 +338,3 @@ def test_one_judge_under_two_names_is_noted(run):
     note = "one and two are one judge under several names in "
     assert [line for line in read_runs([run], "three").notes if line.startswith(note)]
     assert [line.startswith(note) for line in same_judges(run)] == [True]
-
-
-def test_without_decoys_nothing_is_said_of_them(run):
-    plant(run, "one", [random_labels(0)])
-    plant(run, "two", [random_labels(1)])
-    found = agreement(run)
-    assert found.control == "" and set(found.estimates["decoy"]) == {""}

@@ -244,16 +244,6 @@ def test_turns_without_annotations_are_listed_with_their_verdicts(judge, tmp_pat
     assert lines[-1] == RulesJudge().caveat
 
 
-def test_files_as_other_programs_write_them_are_read(judge, tmp_path):
-    """A byte-order mark, Windows line ends, blank lines, bare line separators inside texts."""
-    content = "\ufeff" + "\r\n\r\n".join(
-        json.dumps(row(turn), ensure_ascii=False) for turn in ("", "a\u2028b\x85c", "日本")
-    )
-    (tmp_path / "turns.jsonl").write_bytes(content.encode())
-    outcome = judge("check", tmp_path / "turns.jsonl", "--dry-run")
-    assert outcome == (0, "3 user turns, 3 distinct, x 1\n", "")
-
-
 # -- rubric and help ----------------------------------------------------------------------------
 
 
@@ -306,35 +296,19 @@ def test_flags_that_cannot_be(refused, turns):
         assert refused("check", turns, *words.split()).startswith(fragment), words
 
 
-@pytest.fixture
-def unloaded(monkeypatch) -> None:
-    """No model may be loaded, and no hub asked."""
-
-    def load(*_):
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("ia_mech.judge.hf.load", load)
-    monkeypatch.setattr("ia_mech.models.load._hub_answers", load)
-
-
-def test_the_subject_model_is_refused_by_name_before_it_is_loaded(refused, run, unloaded):
-    model = run.model["name"]
-    assert refused("run", run.path, "--judge", "hf", "--model", model) == (
-        f"{model} is the subject model of {run.path}: it would judge its own turns; "
-        "give another --model, or --force"
-    )
-
-
-def test_the_subject_model_is_refused_under_another_name(
+def test_the_subject_model_is_refused_by_name_and_under_another(
     run, refused, judge, tiny_model_dir, tiny_subject, tmp_path, monkeypatch
 ):
+    words = ["run", run.path, "--judge", "hf", "--device", "cpu", "--dry-run", "--model"]
+    monkeypatch.setattr(prompt, "system_message", lambda *, names_only: "One of: generic")
+    with monkeypatch.context() as unloaded:
+        unloaded.setattr("ia_mech.judge.hf.load", None)
+        assert refused(*words, run.model["name"]).endswith("give another --model, or --force")
     described = tiny_subject.describe()
     run = rewritten(run.path, "run.json", lambda record: record["identity"].update(model=described))
     copy = shutil.copytree(tiny_model_dir, tmp_path / "copy")
-    monkeypatch.setattr(prompt, "system_message", lambda *, names_only: "One of: generic")
-    words = ["run", run.path, "--judge", "hf", "--model", copy, "--device", "cpu", "--dry-run"]
-    assert refused(*words).startswith(f"{copy} is the subject model of {run.path}: ")
-    outcome = judge(*words, "--force")
+    assert refused(*words, copy).startswith(f"{copy} is the subject model of {run.path}: ")
+    outcome = judge(*words, copy, "--force")
     assert outcome.status == 0, outcome.err
 
 

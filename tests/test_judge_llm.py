@@ -206,13 +206,6 @@ def test_settings_that_cannot_be(options, problem):
         LlmJudge(**{"model": "m"} | options)
 
 
-def test_the_estimate_says_how_it_was_made():
-    judge = LlmJudge("m", base_url="http://x/v1", price=(1.0, 2.0))
-    line = judge.estimate(items(1000))
-    assert line.startswith("1,000 requests to m, about 3,") and ", about $3." in line
-    assert "$" not in LlmJudge("m", base_url="http://x/v1").estimate(items(2))
-
-
 # -- the prompt -------------------------------------------------------------------------------
 
 INJECTIONS = [

@@ -99,19 +99,6 @@ def test_allocation_lies_between_proportional_and_equal():
     assert allocate({"only": 9}, 9) == {"only": 9}
 
 
-@pytest.mark.slow
-def test_every_row_of_a_stratum_is_as_likely(judged):
-    seen = Counter()
-    for seed in range(200):
-        for place in own(export_sheet(judged, 20, seed=seed)):
-            seen[place["stratum"], tuple(place[column] for column in KEY)] += 1
-    common = [count for (stratum, _), count in seen.items() if stratum == "prompt_restatement"]
-    probability = export_sheet(judged, 20).key["strata"]["prompt_restatement"]["drawn"] / 34
-    assert len(common) == 34
-    spread = 4.5 * (200 * probability * (1 - probability)) ** 0.5
-    assert all(abs(count - 200 * probability) < spread for count in common)
-
-
 def test_draws_repeat_and_sheets_are_independent(judged):
     assert export_sheet(judged, 20) == export_sheet(judged, 20)
     one, other = (export_sheet(judged, 20, name=name).key["items"] for name in ("one", "other"))

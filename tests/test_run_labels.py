@@ -1,6 +1,5 @@
 """What judges and people say of a run: files that come back as they were, or not at all."""
 
-import json
 import os
 import shutil
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from runs import files_under
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.run import Run
-from ia_mech.run.labels import ANNOTATIONS, JUDGEMENTS, KEY, Labels
+from ia_mech.run.labels import ANNOTATIONS, JUDGEMENTS, Labels
 
 WHO = {"identity": {"kind": "rules", "model": "ü"}, "repeats": 1}
 VERDICTS = [
@@ -53,39 +52,25 @@ def test_judgements_come_back_as_they_were_written(labels):
     assert path == labels.path / "judgements" / "rules.parquet"
     frame = labels.judgements("rules")
     assert list(frame.columns) == JUDGEMENTS.names
-    assert frame["context_id"].tolist() == ["c0", "c1", "c2", "c3"]
-    assert frame["temperature"].tolist() == [0.7 * i for i in range(4)]
-    assert frame["category"].tolist()[:3] == [GENUINE, "new_topic", CANNOT_ASSESS]
+    for (_, row), written in zip(frame.iterrows(), ROWS, strict=True):
+        assert row.dropna().to_dict().items() >= {k: v for k, v in written.items() if v}.items()
     assert frame["category"].isna().tolist() == [False, False, False, True]
-    assert frame["rationale"][0] == "asks “why”\n日本"
-    assert json.loads(frame["scores"][1]) == {"generic": 0.5}
-    assert frame["cost"][2] == 0.25 and frame["cost"].isna().sum() == 3
-    assert frame["error"][3] == "no" and frame["cached"][3]
+    assert frame["genuine"].dtype == "boolean" and frame["genuine"].mean() == 0.5
+    assert frame["genuine"].tolist() == [True, False, pd.NA, pd.NA]
+    # Again: rows and record are replaced.
+    labels.write_judgements("rules", ROWS[:1], {"identity": {}})
+    assert len(labels.judgements("rules")) == 1
+    assert labels.record("judgements", "rules") == {"identity": {}}
+    assert files_under(labels.path) == ["judgements/rules.parquet"]
 
 
-def test_genuine_is_nullable(labels):
-    labels.write_judgements("rules", ROWS, WHO)
-    genuine = labels.judgements("rules")["genuine"]
-    assert genuine.dtype == "boolean"
-    assert genuine.tolist() == [True, False, pd.NA, pd.NA]
-    assert genuine.mean() == 0.5
-    labels.write_annotations("anna", [LABELS[1]], {})
-    assert labels.annotations("anna")["genuine"].dtype == "boolean"
-    assert labels.annotations("anna")["genuine"].isna().all()
-
-
-def test_annotations_come_back_as_they_were_written(labels):
+def test_annotations_and_sheets_come_back_as_they_were_written(labels):
     path = labels.write_annotations("anna", LABELS, {"sheets": ["sheet-1"]})
     assert path == labels.path / "annotations" / "anna.parquet"
     frame = labels.annotations("anna")
-    assert list(frame.columns) == ANNOTATIONS.names
-    assert frame.iloc[0].dropna().to_dict() == LABELS[0]
-    assert frame[list(KEY)].iloc[1].tolist() == ["c1", 1.0, 3]
-    assert frame["note"].isna().tolist() == [False, True]
+    assert list(frame.columns) == ANNOTATIONS.names and frame["genuine"].dtype == "boolean"
+    assert [row.dropna().to_dict() for _, row in frame.iterrows()] == LABELS
     assert labels.record("annotations", "anna") == {"sheets": ["sheet-1"]}
-
-
-def test_sheets_come_back_as_they_were_written(labels):
     key = {"rows": [["c0", 0.0, 0]], "judge": "rules", "note": "日本"}
     path = labels.write_sheet("sheet-1", key)
     assert path == labels.path / "annotations" / "sheets" / "sheet-1.json"
@@ -160,14 +145,6 @@ def test_a_name_that_can_not_be_a_files_writes_nothing(labels):
 
 
 # -- replaced whole -----------------------------------------------------------------------------
-
-
-def test_writing_again_replaces_rows_and_record(labels):
-    labels.write_judgements("rules", ROWS, WHO)
-    labels.write_judgements("rules", ROWS[:1], {"identity": {}})
-    assert len(labels.judgements("rules")) == 1
-    assert labels.record("judgements", "rules") == {"identity": {}}
-    assert files_under(labels.path) == ["judgements/rules.parquet"]
 
 
 @pytest.mark.parametrize("step", ["write", "replace"])
