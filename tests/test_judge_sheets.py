@@ -291,20 +291,6 @@ def test_what_is_filled_in_counts_as_the_sample(judged, capsys):
     assert totals.to_dict() == pytest.approx({s: sizes[s] for s in totals.index})
 
 
-def test_an_item_that_stands_there_twice(judged):
-    sheet, files = exported(judged)
-    rows = filled_in(sheet)
-    file = save(files[0].with_name("twice.csv"), [*rows, rows[0], rows[1] | {"category": ""}])
-    import_sheet(judged, file, "anna")
-    assert len(judged.labels.annotations("anna")) == 30
-    save(file, [*rows, rows[0] | {"category": "degenerate"}])
-    problem = (
-        rf"row 40 of .*calls {rows[0]['item']} degenerate, and row 2 of .* genuine_follow_up; "
-    )
-    with pytest.raises(UserError, match=problem):
-        import_sheet(judged, file, "anna", replace=True)
-
-
 def test_labels_are_replaced_only_when_asked(judged):
     sheet, files = exported(judged)
     file = save(files[0].with_name("filled.csv"), filled_in(sheet))
@@ -324,6 +310,7 @@ BAD = [  # suffix and content of a file, where ITEM is one of the sheet; and wha
     (".csv", "item,category\nITEM,restatment\n", "row 2 of .* unknown category 'restatment'; cho"),
     (".csv", "item,category\nITEM,generic\nt00,generic", "row 3 of .* the item 't00'; keep the it"),
     (".csv", "item,category\nITEM,generic\n,generic", "row 3 of .* has the item ''"),
+    (".csv", "item,category\nITEM,generic\nITEM,\nITEM,new topic", "row 4 .* and row 2 .* generic"),
     (".csv", "item;category\nITEM;generic\n", "row 2 of .*: has no column 'item'; keep the column"),
     (".csv", "item,note\nITEM,x\n", "has no column 'category'; keep the columns item, category, n"),
     (".csv", "item,category\nt00,generic\n", "annotations of another run: none of its 1 items"),
@@ -364,16 +351,6 @@ def test_a_file_holds_one_sheet_and_an_annotator_is_not_named_like_a_judge(judge
         import_sheet(judged, file, "rules")
 
 
-def test_labels_of_turns_that_have_changed_are_refused(judged):
-    sheet, files = exported(judged)
-    file = save(files[0].with_name("filled.csv"), filled_in(sheet))
-    again = Run.open(judged.path)
-    again.generations["text"] += "!"
-    with pytest.raises(UserError, match=r"is of other turns: .*; export and annotate a new sheet"):
-        import_sheet(again, file, "anna")
-    assert judged.labels.annotators == []
-
-
 # -- files that appear together or not at all -----------------------------------------------------
 
 
@@ -398,21 +375,17 @@ def test_nothing_is_overwritten(judged, tmp_path):
 # -- the command line -----------------------------------------------------------------------------
 
 
-def test_export_and_import_say_what_they_did(judged, tmp_path, capsys):
+def test_the_commands_name_what_comes_next(judged, tmp_path, capsys):
     out = tmp_path / "for anna.csv"
     assert main(["export", str(judged.path), "--n", "30", "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "30 of 60 turns, by categories of rules:" in text
-    assert re.search(r"genuine_follow_up +5 of +7\n", text) and f"sheet: {out}\n" in text
+    assert "30 of 60 turns, by categories of rules:" in text and f"sheet: {out}\n" in text
     assert f"next: python -m ia_mech.judge import {judged.path} '{out}' --annotator NAME\n" in text
     assert judged.labels.sheets == ["for-anna"]
-
     rows = [{**row._asdict(), "category": "generic"} for row in read_sheet(out)]
     save(out, rows[:20], columns=("item", "category"))
     assert main(["import", str(judged.path), str(out), "--annotator", "anna"]) == 0
     text = capsys.readouterr().out
-    decoys = len(judged.labels.decoys("anna", "annotations"))
-    assert 0 < decoys < 8  # of the first 20 rows, as the order is random
-    count = 20 - decoys
-    assert f"{count} of 30 rows labelled by anna: generic {count}\nand {decoys} decoys; " in text
+    count = 20 - len(judged.labels.decoys("anna", "annotations"))
+    assert f"{count} of 30 rows labelled by anna: generic {count}\n" in text
     assert f"next: python -m ia_mech.judge agreement {judged.path}" in text
