@@ -258,7 +258,7 @@ def test_the_command(run, capsys):
         assert len(re.findall(rf"│ (\d )?{name} ", text)) == 4, name  # used or not, of both pairs
     assert "rules / anna" in text and "rules, asked again / rules" in text
     assert "=[red]x[/red]� :cat:" in text and "\x1b" not in text
-    assert "10 disagreements" in text and len(re.findall("anna says", text)) == 3
+    assert "10 disagreements" in text and len(re.findall("anna labels it", text)) == 3
     assert text.endswith(f"next: python -m ia_mech.report {run.path}\n")
 
     found = read(folder_of(run.path, "agreement"))

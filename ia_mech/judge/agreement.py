@@ -472,7 +472,7 @@ def _print_disagreements(
             if isinstance(label := row[f"{name}: label"], str):
                 why = row[f"{name}: why"]
                 reason = f": {one_line(why, 160)}" if isinstance(why, str) else ""
-                lines.append(f"{one_line(name, 40)} says {label}{reason}")
+                lines.append(f"{one_line(name, 40)} labels it {label}{reason}")
         place = f"{row['context_id']} · T = {row['temperature']:g} · {row['sample']}"
         for line in [*lines, one_line(place)]:
             screen.print(f"    {escape(line)}", soft_wrap=True)

@@ -31,7 +31,7 @@ def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
       that the turn followed, or like it was not. Responses that are worded alike count once, and
       one worded like the turn's own doesn't count.
 
-    A decoy is to be compared with what a judge says of the same turn after its own context: then
+    A decoy is to be compared with the verdict on the same turn after its own context: then
     what the judge likes about a turn, whatever its context, cancels. The draw is seeded by
     ``Run.identity_digest``, and the decoys of a smaller ``per_source`` are among those of a larger.
 

@@ -28,10 +28,6 @@ CONTENT_FREE = Item("N/A", "N/A", "N/A")
 UNLIKE_TEXTS = "a", "7"  # texts that have no beginning in common
 
 
-class TooLong(ValueError):
-    """An item's prompt doesn't fit into the model's context."""
-
-
 @dataclass
 class _SharedPrefix:
     """Tokens that several prompts begin with, and the model's state after them."""
@@ -54,7 +50,7 @@ class HfJudge(Judge):
     The rubric's part of a prompt is run through the model once, and query and response once for
     all turns of theirs that stand together. Items go one by one and unpadded, their nine answers as
     one right-padded batch, so a verdict doesn't depend on what else is judged. It is deterministic:
-    repeats are equal and say nothing.
+    repeats are equal.
 
     Args:
         model: hub id, local directory or GGUF file, as for sampling; it needs a chat template.
@@ -99,13 +95,14 @@ class HfJudge(Judge):
         """Log-probability of each name after the item's prompt, in nats; ``[categories]`` float64.
 
         Raises:
-            TooLong: the prompt is longer than the model's context.
+            UserError: the prompt is longer than the model's context.
         """
         ids = self._prompt_ids(item)
         limit = context_limit(self._subject.model.config)
         longest = max(len(answer) for answer in self._answers)
         if limit is not None and len(ids) + longest > limit:
-            raise TooLong(f"the prompt has {len(ids)} tokens, the model takes {limit}")
+            problem = f"the prompt has {len(ids)} tokens, the model takes {limit}"
+            raise UserError(problem, "use a model with a longer context")
         model = self._subject.model
         with torch.inference_mode():
             prefilled = self._prefilled(item, ids)
@@ -124,10 +121,10 @@ class HfJudge(Judge):
             if self._prior is None:
                 self._prior = self.log_likelihoods(CONTENT_FREE)
             logits = self.log_likelihoods(item) - self._prior
-        except TooLong as problem:
+        except UserError as problem:
             return Verdict(None, "rejected", error=str(problem))
-        except (RuntimeError, MemoryError, UserError) as error:
-            if not (isinstance(error, UserError) or is_out_of_memory(error)):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
                 raise
             return Verdict(None, "rejected", error="the item doesn't fit into the device's memory")
         scores = logits.softmax(-1).tolist()

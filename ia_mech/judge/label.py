@@ -1,6 +1,6 @@
 """Judge the user turns of a run and its decoys: each distinct item once, and never twice.
 
-All items stand in one order that tells nothing about which are decoys. Rows of the same text in the
+All items stand in one order, which doesn't depend on which are decoys. Rows of the same text in the
 same context share one verdict per repeat; verdicts of paid judges come from the cache where it has
 them.
 """

@@ -2,7 +2,7 @@
 
 The client retries by itself what may pass (server errors, rate limits, timeouts, broken
 connections). :mod:`ia_mech.judge.label` calls a judge from ``concurrency`` threads, each of which
-stores a verdict before it asks for the next.
+stores a verdict before it requests the next.
 """
 
 import json
@@ -88,8 +88,7 @@ class LlmJudge(Judge):
         timeout: seconds to wait for an answer, or for more of it.
         retries: how often a failed request is repeated at most.
         price: US dollars per million prompt and completion tokens.
-        max_cost: US dollars after which this judge asks for nothing more; the requests that are
-            under way then may go beyond it.
+        max_cost: US dollars after which nothing more is requested; open requests may go beyond it.
 
     Raises:
         UserError: a setting that can't be used.

@@ -1,4 +1,4 @@
-"""What a language model is asked, and how its answer is read.
+"""The prompt of a language model as a judge, and how its answer is read.
 
 The rubric comes first and is always the same, the item last, so that servers can reuse the rubric's
 part from request to request. The item is text that a model wrote, so it is carried as a JSON object
@@ -104,7 +104,7 @@ def clean(text: str) -> str:
 
 
 def response_format(mode: str) -> dict[str, Any] | None:
-    """The request parameter that asks for the answer's form; None in mode ``text``."""
+    """The request parameter for the answer's form; None in mode ``text``."""
     if mode == "json_schema":
         described = {"name": "verdict", "strict": True, "schema": SCHEMA}
         return {"type": "json_schema", "json_schema": described}
