@@ -31,7 +31,7 @@ from ia_mech.judge.label import check_finished, items_of, judge_items, same_judg
 from ia_mech.judge.labels import LabelSet, read_labels
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import RulesJudge
-from ia_mech.judge.sheets import json_objects, refuse_existing, write_new_files
+from ia_mech.judge.sheets import json_lines, refuse_existing, write_new_files
 from ia_mech.judge.verdict import JUDGED, Item
 from ia_mech.results import Result, Table, about_runs, folder_of, print_table, show, write
 from ia_mech.run import Run
@@ -553,7 +553,7 @@ def check(args: argparse.Namespace) -> int:
 def _read_turns(path: Path) -> list[dict[str, Any]]:
     """The rows of an annotated file; UserError names the line that isn't as it should be."""
     rows = []
-    for where, row in json_objects(path):
+    for where, row in json_lines(path):
         if not all(isinstance(row.get(key), str) for key in TEXTS):
             raise UserError(f"{where} lacks a text", f"each needs {', '.join(TEXTS)}")
         if row.get("category") and row["category"] not in NAMES:

@@ -350,7 +350,7 @@ def read_sheet(path: Path) -> list[SheetRow]:
     if path.is_file() and suffix not in (".csv", ".jsonl", ".json"):
         raise UserError(f"{path} is no .csv, .jsonl or .json", "save the sheet as CSV UTF-8")
     rows = []
-    for where, row in (_csv_rows if suffix == ".csv" else json_objects)(path):
+    for where, row in (_csv_rows if suffix == ".csv" else json_lines)(path):
         values = [row.get(column, "") for column in COLUMNS_READ]
         absent = [column for column in ("item", "category") if column not in row]
         if absent or not all(isinstance(value, str) for value in values):
@@ -375,7 +375,7 @@ def _text_of(path: Path) -> str:
         ) from None
 
 
-def json_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where it stands, object) of every line that isn't blank, or of the objects of one list.
 
     Raises:
