@@ -32,8 +32,7 @@ from ia_mech.untrusted import parse_json
 _PRINTED_COLUMNS = ["category", "status", "error", "item", "cached"]
 _PRINTED_COLUMNS += ["prompt_tokens", "completion_tokens", "cost"]
 
-# Flags that are for some judges; those not given are the judge's own defaults. A judge of the
-# user's is "own".
+# Flags that are for some judges; for those not given a judge has defaults.
 _SERVER_FLAGS = ("base_url", "api_key_env", "mode", "concurrency", "timeout", "retries", "max_cost")
 _JUDGES_OF_FLAG = {
     **dict.fromkeys((*_SERVER_FLAGS, "price"), ("llm",)),
