@@ -61,8 +61,8 @@ def common_stems() -> list[str]:
     """
     tokenizer = json.loads((embedded.directory() / "tokenizer.json").read_text("utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
-    found = (t[1:].lower() for t in sorted(vocabulary, key=vocabulary.get) if t.startswith("Ġ"))
-    kept = (w for w in found if w.isascii() and w.isalpha() and len(w) > 1)
+    tokens = (t[1:].lower() for t in sorted(vocabulary, key=vocabulary.get) if t.startswith("Ġ"))
+    kept = (w for w in tokens if w.isascii() and w.isalpha() and len(w) > 1)
     return list(dict.fromkeys(stem(w) for w in kept if w not in FUNCTION_WORDS))[:COMMON]
 
 
@@ -101,27 +101,27 @@ def pairs_of(turns: pd.DataFrame) -> Iterator[Pairs]:
     """Turns with their own and other contexts, row by row.
 
     The other conversation is of the same data set: sources are put in a random circle, anew for
-    every temperature, and each lends a context to the turns of the next, so that each lends once.
+    every temperature, and the turns of each are held against a context of the source before it.
     The conversation with a similar query has the query whose TF-IDF cosine with the turn's is
     largest. The other response is the next one to the same query.
     """
     yield OWN, turns, turns
     rng = np.random.default_rng(0)
     for _, group in turns.groupby(["set", "temperature"], dropna=False):
-        lent = dict(list(group.groupby("source")))
+        by_source = dict(list(group.groupby("source")))
         for _ in range(DRAWS):
-            circle = rng.permutation(sorted(lent))
-            lender = dict(zip(circle, np.roll(circle, 1), strict=True))
-            one = {source: rows.iloc[rng.integers(len(rows))] for source, rows in lent.items()}
-            yield OTHER, group, pd.DataFrame([one[lender[source]] for source in group["source"]])
+            circle = rng.permutation(sorted(by_source))
+            before = dict(zip(circle, np.roll(circle, 1), strict=True))
+            one = {source: rows.iloc[rng.integers(len(rows))] for source, rows in by_source.items()}
+            yield OTHER, group, pd.DataFrame([one[before[source]] for source in group["source"]])
     contexts = turns.drop_duplicates("context").set_index("context")
     for _, group in turns.groupby("set"):
         one = group.drop_duplicates("source").set_index("source")
         weights = TfidfVectorizer(stop_words="english", sublinear_tf=True).fit_transform(
             one["query"]
         )
-        alike = (weights @ weights.T).toarray() - 2 * np.eye(len(one))
-        nearest = dict(zip(one.index, one.index[alike.argmax(1)], strict=True))
+        similarity = (weights @ weights.T).toarray() - 2 * np.eye(len(one))
+        nearest = dict(zip(one.index, one.index[similarity.argmax(1)], strict=True))
         yield SIMILAR, group, one.loc[group["source"].map(nearest)]
     for _, same in contexts.groupby(["set", "source"]):
         if len(same) > 1:
@@ -203,7 +203,7 @@ def p_value(score: int, decoys: np.ndarray) -> float:
 COUNTED = ["sources", "decoys, p ≤ 0.05", "own turns, p ≤ 0.05", "genuine own turns, p ≤ 0.05"]
 
 
-def judged_with(scores: pd.DataFrame, decoys: np.ndarray) -> pd.DataFrame:
+def with_p_values(scores: pd.DataFrame, decoys: np.ndarray) -> pd.DataFrame:
     """The scores with ``small``, whether the p value is small, and ``grounded``, genuine too."""
     small = np.array([p_value(score, decoys) for score in scores["score"]])
     small = small <= GROUNDED_P
@@ -227,10 +227,10 @@ def counted(rows: pd.DataFrame) -> list[object]:
     ]
 
 
-def left_out(scores: pd.DataFrame) -> Iterator[list[object]]:
+def leave_one_set_out(scores: pd.DataFrame) -> Iterator[list[object]]:
     """Floor and power in each data set, with decoys of the three others alone."""
     for name in sorted(scores.loc[scores["part"] == CALIBRATION, "set"].unique()):
-        judged = judged_with(scores[scores["set"] == name], one_per_source(scores, name))
+        judged = with_p_values(scores[scores["set"] == name], one_per_source(scores, name))
         for part in (CALIBRATION, TEST):
             yield [name, part, *counted(judged[judged["part"] == part])]
 
@@ -267,11 +267,11 @@ def evaluate() -> None:
     """Print all tables, from the scores alone."""
     scores = pd.read_parquet(SCORES)
     decoys = one_per_source(scores)
-    judged = judged_with(scores, decoys)
+    judged = with_p_values(scores, decoys)
     smallest = min(score for score in set(decoys) if p_value(score, decoys) <= GROUNDED_P)
     print(f"{len(decoys)} decoys; p ≤ 0.05 from a score of {smallest} on.\n")
     print("### Data sets absent from the calibration\n")
-    table(["left out", "turns of", *COUNTED], left_out(scores), 8, "left out")
+    table(["left out", "turns of", *COUNTED], leave_one_set_out(scores), 8, "left out")
     print("### By temperature\n")
     table(["turns of", "T", *COUNTED], by_temperature(judged), 7, "temperature")
     header = ["held against", "turns", "p ≤ 0.05", "genuine", "grounded"]

@@ -1,7 +1,6 @@
 """A chat-completions server on loopback that answers as a test tells it to."""
 
 import contextlib
-import itertools
 import json
 import re
 import socket
@@ -9,7 +8,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -29,28 +28,13 @@ class Reply:
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
-class Moved(Reply):
-    """A redirect, followed by another reply to whoever comes to the other place."""
-
-    def __init__(self, status: int, location: str, then: Reply) -> None:
-        super().__init__(status, Location=location)
-        self.then = then
-
-
 class Wire:
-    """What stands on the wire after a request, whether it is HTTP or not; then the end.
+    """Bytes that are sent after a request, whether they are HTTP or not; then the connection is
+    closed, or reset."""
 
-    ``parts`` are bytes, and pauses in seconds; ``again`` are those that follow for ever. ``reset``
-    ends with a reset of the connection. ``sent`` counts the bytes that went out.
-    """
-
-    def __init__(
-        self, *parts: bytes | float, again: Sequence[bytes | float] = (), reset: bool = False
-    ) -> None:
-        self.parts = parts
-        self.again = again
+    def __init__(self, content: bytes = b"", *, reset: bool = False) -> None:
+        self.content = content
         self.reset = reset
-        self.sent = 0
 
 
 def completion(content: str | None = None, *, finish: str = "stop", **message) -> Reply:
@@ -141,9 +125,7 @@ class StubServer:
             def do_POST(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
                 body = json.loads(self.rfile.read(length) or b"{}")
-                reply = stub._receive(body, self.headers.get("Authorization"))
-                moved = isinstance(reply, Moved) and reply.headers["Location"].endswith(self.path)
-                self._send(reply.then if moved else reply)
+                self._send(stub._receive(body, self.headers.get("Authorization")))
 
             do_GET = do_POST  # what a 301 makes of it
 
@@ -170,13 +152,7 @@ class StubServer:
                     self.close_connection = True
 
             def _put(self, wire: Wire) -> None:
-                for part in itertools.chain(wire.parts, itertools.cycle(wire.again)):
-                    if not isinstance(part, bytes):
-                        if stub._end.wait(part):
-                            return
-                        continue
-                    self.wfile.write(part)
-                    wire.sent += len(part)
+                self.wfile.write(wire.content)
                 if wire.reset:
                     linger = struct.pack("ii", 1, 0)
                     self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -193,4 +169,4 @@ def item_of(body: dict) -> dict[str, str]:
 
 
 def turn_of(body: dict) -> str:
-    return item_of(body).get("user_turn", "")  # an item to be paraphrased has none
+    return item_of(body)["user_turn"]

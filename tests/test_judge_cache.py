@@ -46,7 +46,7 @@ def test_a_verdict_comes_back_as_it_was_and_texts_are_not_kept(tmp_path):
     assert len(cache.path.read_bytes().splitlines()) == 3 and "数学" not in cache.path.read_text()
 
 
-@pytest.mark.parametrize("cut", [1, 8, 36])
+@pytest.mark.parametrize("cut", [1, 36])
 def test_a_line_that_was_being_written_is_dropped_and_written_again(filled, tmp_path, cut):
     os.truncate(filled, filled.stat().st_size - cut)
     assert held(tmp_path) == [True, True, False]
@@ -56,9 +56,8 @@ def test_a_line_that_was_being_written_is_dropped_and_written_again(filled, tmp_
     assert all(json.loads(line) for line in filled.read_bytes().splitlines())
 
 
-@pytest.mark.parametrize("size", [0, 5])
-def test_a_file_without_a_whole_line_begins_anew(filled, tmp_path, size):
-    os.truncate(filled, size)
+def test_a_file_without_a_whole_line_begins_anew(filled, tmp_path):
+    os.truncate(filled, 5)
     assert held(tmp_path) == [False] * 3
     assert first_line(filled) == {"identity": {"kind": "x"}}
 
@@ -75,13 +74,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("damage", WRONG, ids=lambda line: line[:60].decode("latin-1"))
-def test_a_line_that_can_not_be_read_is_judged_again(filled, tmp_path, damage):
-    lines = filled.read_bytes().splitlines(keepends=True)
-    lines[2] = damage + b"\n"
-    filled.write_bytes(b"".join(lines))
+def test_lines_that_can_not_be_read_are_judged_again(filled, tmp_path):
+    first, *verdicts = filled.read_bytes().splitlines()
+    filled.write_bytes(b"\n".join([first, verdicts[0], *WRONG, verdicts[2]]) + b"\n")
     assert held(tmp_path) == [True, False, True]
     with VerdictCache({"kind": "x"}, tmp_path) as cache:
+        assert len(cache._verdicts) == 2
         cache.put(ITEMS[1], 0, VERDICT)
     assert held(tmp_path) == [True] * 3
 

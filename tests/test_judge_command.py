@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +22,9 @@ from ia_mech.judge.rubric import (
     GENUINE,
     NAMES,
     ORDER,
-    SHORT,
+    heading,
 )
 from ia_mech.judge.rules import RulesJudge
-from ia_mech.models.load import ModelSpec, load
 from ia_mech.run import Run
 
 COMMANDS = ("run", "check", "export", "import", "agreement", "rubric")
@@ -126,26 +126,19 @@ def test_the_rules_judge_labels_every_turn(judge, run):
     assert lines[-3] == RulesJudge().caveat and "is a heuristic" in lines[-3]
     assert lines[-2] == f"verdicts: {run.path}/judgements/rules.parquet"
     assert lines[-1] == f"next: python -m ia_mech.rates {run.path}"
-    # The table counts each category by temperature.
-    table = cells(outcome.out)
-    assert [line[0] for line in table] == ["greedy", "0.7", "1"]
-    for line, temperature in zip(table, (0.0, 0.7, 1.0), strict=True):
-        at = rows[rows["temperature"] == temperature]["category"].tolist()
-        assert [int(cell) for cell in line[1:]] == [at.count(name) for name in ASSESSED]
-    head = " ".join(line for line in lines if line.startswith("┃"))
-    assert all(word in head for name in ASSESSED for word in SHORT[name].split())
+    counts = rows["category"].value_counts()
+    listed = [f"{heading(name)} {counts[name]}" for name in NAMES if name in counts]
+    assert f"categories: {', '.join(listed)}" in " ".join(lines)
 
 
 def test_a_dry_run_tells_what_a_server_would_be_asked_without_a_key(judge, run, tmp_path):
     before = files(tmp_path)
     outcome = judge("run", run.path, *LLM, "--repeats", "3", "--dry-run", "--price", "1", "2")
     head, plan = outcome.out.splitlines()
-    distinct = int(
-        re.fullmatch(rf"{ROWS} user turns and {DECOYS} decoys, (\d+) distinct, x 3", head)[1]
-    )
-    expected = rf"{3 * distinct} requests to some-model, about .* about \$\d\.\d\d \(before what "
-    assert re.match(expected, plan) and outcome.status == 0 and outcome.err == ""
-    assert files(tmp_path) == before
+    expected = rf"{ROWS} user turns and {DECOYS} decoys, (\d+) distinct, x 3"
+    distinct = int(re.fullmatch(expected, head)[1])
+    assert plan.startswith(f"{3 * distinct} requests to some-model, about ") and "$" in plan
+    assert outcome.status == 0 and outcome.err == "" and files(tmp_path) == before
 
 
 LLM = ("--judge", "llm", "--model", "some-model")
@@ -169,40 +162,26 @@ def test_a_servers_verdicts_are_paid_for_once(judge, run, monkeypatch, tmp_path)
     paid = f"{120 * asked} tokens, ${asked * 0.2:.4f}"
     assert f"{paid}\n" in first.out
     assert f"{paid} (${asked * 0.2:.4f} of it paid before)\n" in again.out
-    assert f"{asked} verdicts from the cache\n" == again.err
-    columns = zip(*(line[1:] for line in cells(again.out)), strict=True)
-    counts = [sum(map(int, column)) for column in columns]
-    assert counts[0] == rows["genuine"].sum() > 0
-    assert counts[-1] == (rows["category"] == CANNOT_ASSESS).sum() > 0  # a column of its own
-    assert sum(counts) == ROWS and "heuristic" not in again.out
+    genuine, abstained = rows["genuine"].sum(), (rows["category"] == CANNOT_ASSESS).sum()
+    assert genuine and abstained and genuine + abstained == ROWS
+    assert f"categories: genuine {genuine}, can't assess {abstained}\n" in again.out
     kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not [content for content in kept if SECRET.encode() in content]
 
 
-def test_failures_are_counted_and_told(judge, run):
-    refusal = "I can't [bold]help[/bold]\x1b[2J"
-    with StubServer(
-        lambda body, n: completion(refusal=refusal) if n % 3 == 0 else verdict_reply(GENUINE)
-    ) as stub:
-        outcome = judge("run", run.path, *LLM, "--base-url", stub.url)
-    failed = (run.labels.judgements("some-model")["status"] == "refused").sum()
-    assert outcome.status == 0 and failed > 0
-    assert sum(int(line[-1]) for line in cells(outcome.out)) == failed
-    failed += (run.labels.decoys("some-model")["status"] == "refused").sum()
-    assert f"\n{failed} refused: I can't [bold]help[/bold]�[2J ({failed})\n" in outcome.out
-
-
 def test_a_run_without_a_usable_verdict_has_a_status_of_its_own(judge, run, turns, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
-    answers = ["hm", f"my key is {SECRET}"]
-    with StubServer(lambda body, n: completion(answers[n % 2])) as stub:
+    refusal = f"I, {SECRET}, can't [bold]help[/bold]\x1b[2J"
+    with StubServer(lambda *_: completion(refusal=refusal)) as stub:
         server = (*LLM, "--base-url", stub.url, "--api-key-env", "OPENAI_API_KEY")
         outcome = judge("run", run.path, *server)
         assert outcome.status == NOTHING == 3
         assert outcome.out.splitlines()[-1].startswith("no turn could be judged")
-        assert judge("run", run.path, *server, "--dry-run").status == 0
         assert judge("check", turns, *server).status == NOTHING
-    assert "my key is [key]" in outcome.out and SECRET[:8] not in outcome.out + outcome.err
+    # Failures are counted by their messages, decoys' among them.
+    failed = ROWS + DECOYS
+    line = f"\n{failed} refused: I, [key], can't [bold]help[/bold]�[2J ({failed})\n"
+    assert line in outcome.out and SECRET[:8] not in outcome.out + outcome.err
     kept = [path.read_bytes() for path in run.path.rglob("*.parquet")]
     assert not [content for content in kept if SECRET[:8].encode() in content]
 
@@ -210,7 +189,7 @@ def test_a_run_without_a_usable_verdict_has_a_status_of_its_own(judge, run, turn
 def test_the_toy_judge_of_the_docs(judge, run, tmp_path, monkeypatch):
     page = (Path(__file__).parents[1] / "docs" / "judging.md").read_text("utf-8")
     code = re.search(r"`toy.py`:\n\n```python\n(.*?)```", page, re.DOTALL)[1]
-    (tmp_path / "toy.py").write_text(code)
+    (tmp_path / "toy.py").write_text(f"{code}\n\nclass Bare(Judge):\n    pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     words = ["run", run.path, "--judge", "toy:Toy", "--param", "letters=4"]
@@ -222,6 +201,8 @@ def test_the_toy_judge_of_the_docs(judge, run, tmp_path, monkeypatch):
     assert record["identity"] == {"kind": "toy", "letters": 4}
     line = refusal(judge(*words[:-1], "words=4", "--name", "other"))
     assert "unexpected keyword argument 'words'; give its arguments with --param" in line
+    line = refusal(judge("run", run.path, "--judge", "toy:Bare"))
+    assert line.startswith("--judge toy:Bare has no identity that is JSON")
 
 
 # -- check --------------------------------------------------------------------------------------
@@ -231,7 +212,6 @@ def test_checking_annotated_turns_tells_how_well_the_judge_does(judge, annotated
     out = tmp_path / "verdicts.jsonl"
     outcome = judge("check", annotated, "--out", out)
     assert outcome.status == 0, outcome.err
-    assert judge("rubric").out.endswith(f"Where two fit, the first that applies: {ORDER}.\n")
     lines = outcome.out.splitlines()
     assert "rules against turns.jsonl" in lines
     assert lines[-2:] == [RulesJudge().caveat, f"verdicts: {out}"]
@@ -246,7 +226,12 @@ def test_checking_annotated_turns_tells_how_well_the_judge_does(judge, annotated
         assert given == row(turn, category=category, judge="rules")
         assert (verdict["category"], verdict["status"]) == (category, "judged")
         assert verdict["rationale"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["turns.jsonl", "verdicts.jsonl"]
+
+
+def test_the_rubric_is_printed(judge):
+    out = judge("rubric").out
+    assert all(name in out for name in NAMES)
+    assert out.endswith(f"Where two fit, the first that applies: {ORDER}.\n")
 
 
 def test_turns_without_annotations_are_listed_with_their_verdicts(judge, tmp_path):
@@ -257,16 +242,6 @@ def test_turns_without_annotations_are_listed_with_their_verdicts(judge, tmp_pat
     assert [line.rstrip() for line in lines[:-2]] == expected
     assert lines[-2][22:] == "�[2J� [bold]b[/bold] :cat:�⏎"
     assert lines[-1] == RulesJudge().caveat
-
-
-def test_files_as_other_programs_write_them_are_read(judge, tmp_path):
-    """A byte-order mark, Windows line ends, blank lines, bare line separators inside texts."""
-    content = "\ufeff" + "\r\n\r\n".join(
-        json.dumps(row(turn), ensure_ascii=False) for turn in ("", "a\u2028b\x85c", "日本")
-    )
-    (tmp_path / "turns.jsonl").write_bytes(content.encode())
-    outcome = judge("check", tmp_path / "turns.jsonl", "--dry-run")
-    assert outcome == (0, "3 user turns, 3 distinct, x 1\n", "")
 
 
 # -- rubric and help ----------------------------------------------------------------------------
@@ -289,87 +264,59 @@ def test_help_answers_without_loading_torch_or_openai(tmp_path):
     assert done.returncode == 0, done.stderr
     for command in COMMANDS:
         assert f"usage: python -m ia_mech.judge {command}" in done.stdout
-    assert "a heuristic, say so where you use it" in done.stdout
     assert not (tmp_path / "cache").exists()
 
 
 # -- what can't be ------------------------------------------------------------------------------
 
 
-SETTINGS = [
+REFUSALS = [  # flags of check; and what is said of them
     ("--repeats 0", "argument --repeats: '0' is not a whole number from 1 up"),
     ("--repeats 2", "the rules judge answers the same each time; drop --repeats"),
     ("--model gpt", "--model needs --judge llm or --judge hf; add it, or drop it"),
     ("--price 1 2", "--price needs --judge llm; add it, or drop it"),
     ("--max-cost 0", "--max-cost needs --judge llm; add it, or drop it"),
-    ("--concurrency 4", "--concurrency needs --judge llm; add it, or drop it"),
-    ("--device cpu", "--device needs --judge hf; add it, or drop it"),
     ("--judge llm --model m --force", "--force needs --judge hf; add it, or drop it"),
     ("--judge llm --model m --repeats 2", "check compares one verdict per turn; drop --repeats"),
     ("--judge llm", "--judge llm needs a model; give --model NAME"),
-    ("--judge hf", "--judge hf needs a model; give --model NAME"),
     ("--judge rule", "argument --judge: 'rule' is none of rules, llm, hf and MODULE:CLASS; see"),
     ("--judge :Toy", "argument --judge: ':Toy' is none of rules, llm, hf and MODULE:CLASS; see"),
-    ("--judge json:Toy", "--judge json:Toy: json has no 'Toy'; check it"),
+    ("--judge json:Toy", "--judge json:Toy: module 'json' has no attribute 'Toy'; check it"),
     ("--judge json:JSONDecoder", "--judge json:JSONDecoder is no subclass of ia_mech.judge.verd"),
-    ("--judge no_such.module:Toy", "--judge no_such.module:Toy: there is no module no_such; check"),
+    ("--judge no_such.module:Toy", "--judge no_such.module:Toy: No module named 'no_such'; check"),
     ("--judge json:Toy --model m", "--model needs --judge llm or --judge hf; add it, or drop it"),
     ("--judge llm --model m --param temperature", "--param 'temperature' isn't KEY=VALUE; give"),
     ("--judge llm --model m --param model=x", "--param model can't be set; use --model"),
     ("--judge llm --model m --max-cost 1", "--max-cost needs the price; give --price IN OUT as"),
-    ("--judge llm --model m --concurrency 0", "argument --concurrency: '0' is not a whole"),
-    ("--no-such-flag", "unrecognized arguments: --no-such-flag; see python -m ia_mech.judge"),
 ]
 
 
-@pytest.mark.parametrize(("words", "expected"), SETTINGS, ids=[words for words, _ in SETTINGS])
-def test_a_setting_that_cannot_be(refused, turns, words, expected):
-    assert refused("check", turns, *words.split()).startswith(expected)
+def test_flags_that_cannot_be(refused, turns):
+    for words, fragment in REFUSALS:
+        assert refused("check", turns, *words.split()).startswith(fragment), words
 
 
-@pytest.fixture
-def unloaded(monkeypatch) -> None:
-    """No model may be loaded, and no hub asked."""
-
-    def load(*_):
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("ia_mech.judge.hf.load", load)
-    monkeypatch.setattr("ia_mech.models.load._hub_answers", load)
-
-
-@pytest.mark.parametrize("words", ["", "--dry-run"])
-def test_the_subject_model_is_refused_by_name_before_it_is_loaded(refused, run, unloaded, words):
-    model = run.model["name"]
-    line = refused("run", run.path, "--judge", "hf", "--model", model, *words.split())
-    assert line == (
-        f"{model} is the subject model of {run.path}: it would judge its own turns; "
-        "give another --model, or --force"
-    )
-
-
-def test_the_subject_model_is_refused_under_another_name_and_dtype(
-    run, refused, judge, tiny_model_dir, tmp_path, monkeypatch
+def test_the_subject_model_is_refused_by_name_and_under_another(
+    run, refused, judge, tiny_model_dir, tiny_subject, tmp_path, monkeypatch
 ):
-    """The run has it in half precision, the judge takes a copy of its folder in full."""
-    half = load(ModelSpec(tiny_model_dir, dtype="bfloat16", device="cpu"))
-    described = half.describe()
-    run = rewritten(run.path, "run.json", lambda record: record["identity"].update(model=described))
-    copy = tmp_path / "copy"
-    half.model.save_pretrained(copy)
-    half.tokenizer.save_pretrained(copy)
+    words = ["run", run.path, "--judge", "hf", "--device", "cpu", "--dry-run", "--model"]
     monkeypatch.setattr(prompt, "system_message", lambda *, names_only: "One of: generic")
-    words = ["run", run.path, "--judge", "hf", "--model", copy, "--device", "cpu"]
-    assert refused(*words).startswith(f"{copy} is the subject model of {run.path}: ")
-    outcome = judge(*words, "--force")
+    with monkeypatch.context() as unloaded:
+        unloaded.setattr("ia_mech.judge.hf.load", None)
+        assert refused(*words, run.model["name"]).endswith("give another --model, or --force")
+    described = tiny_subject.describe()
+    run = rewritten(run.path, "run.json", lambda record: record["identity"].update(model=described))
+    copy = shutil.copytree(tiny_model_dir, tmp_path / "copy")
+    assert refused(*words, copy).startswith(f"{copy} is the subject model of {run.path}: ")
+    outcome = judge(*words, copy, "--force")
     assert outcome.status == 0, outcome.err
 
 
 GOOD = row("And then?", category=GENUINE)
-LINES = [
+LINES = [  # the second line of a file; and what is said of it
     ("{", "line 2 of {file} is not JSON (Expecting property name"),
     ("  \n{", "line 3 of {file} is not JSON (Expecting property name"),  # blank lines count
-    ("[]", "line 2 of {file} isn't a JSON object; correct that line"),
+    ("[]", "line 2 of {file} isn't a JSON object; correct it"),
     ({"query": QUERY, "user_turn": "x"}, "line 2 of {file} lacks a text; each needs query, resp"),
     (row(["list"]), "line 2 of {file} lacks a text; each needs "),
     (row("x", category="Generic"), "line 2 of {file}: no category 'Generic' in the rubric; give"),
@@ -377,19 +324,16 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "expected"), LINES)
-def test_a_line_that_cannot_be_is_named(refused, tmp_path, line, expected):
-    file = jsonl(tmp_path / "turns.jsonl", GOOD, line, GOOD)
-    assert refused("check", file).startswith(expected.format(file=file))
-
-
 def test_a_file_that_can_not_be_read_is_refused(refused, tmp_path):
     file = tmp_path / "turns.jsonl"
     assert refused("check", file) == f"there is no file {file}; check the path"
+    for line, fragment in LINES:
+        jsonl(file, GOOD, line, GOOD)
+        assert refused("check", file).startswith(fragment.format(file=file))
     file.write_text("\n \n")
     assert refused("check", file) == f"{file} holds no turn; give a JSON-lines file"
     file.write_bytes(b"\xff\xfe\x00")
-    assert refused("check", file).startswith(f"{file} isn't UTF-8 (byte 0xff in line 1); save")
+    assert refused("check", file).startswith(f"{file} isn't UTF-8 in line 1; save")
     file.write_text(json.dumps(row("x")))
     assert refused("check", tmp_path) == f"{tmp_path} is a folder; check the path"
     assert refused("check", file, "--out", file).startswith(f"{file} exists; give another --out")
@@ -418,14 +362,8 @@ def test_an_interrupt_says_what_is_kept(judge, run, monkeypatch):
     assert run.labels.judges == []
 
 
-def test_annotate_shows_its_own_commands(judge, capfd):
+def test_annotate_shows_its_own_commands(capfd):
     from ia_mech.annotate import main
 
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capfd.readouterr().out
-    assert "usage: python -m ia_mech.annotate" in text and "sheet.json --annotator" in text
-    assert "agreement" not in text.partition("examples:")[0] and "ia_mech.judge run" not in text
-    with pytest.raises(SystemExit):
-        main(["export", "--help"])
-    assert "usage: python -m ia_mech.annotate export" in capfd.readouterr().out
+    out = call(main, ["export", "--help"], capfd).out
+    assert "usage: python -m ia_mech.annotate export" in out

@@ -61,13 +61,14 @@ def test_what_ships_is_what_the_study_gives():
     assert len(grounding.ranks()) == study.COMMON and scores["score"].max() == study.COMMON + 1
 
 
-@pytest.mark.parametrize("name", ["builtin", "gsm8k", "ifbench", "mtbench"])
-def test_the_floor_holds_in_a_data_set_absent_from_the_calibration(name):
+def test_the_floor_holds_in_a_data_set_absent_from_the_calibration():
     scores = pd.read_parquet(study.SCORES)
-    judged = study.judged_with(scores[scores["set"] == name], study.one_per_source(scores, name))
-    for part in (study.CALIBRATION, study.TEST):
-        turns = judged[judged["part"] == part]
-        assert turns.loc[turns["kind"] == study.OTHER, "small"].mean() <= GROUNDED_P
-        assert turns.loc[turns["kind"] == study.OWN, "small"].mean() > 0.3
-    bare = judged[judged["part"] == study.BARE]
-    assert len(bare) == 480 and bare["small"].mean() <= GROUNDED_P
+    for name in ("builtin", "gsm8k", "ifbench", "mtbench"):
+        decoys = study.one_per_source(scores, name)
+        tested = study.with_p_values(scores[scores["set"] == name], decoys)
+        for part in (study.CALIBRATION, study.TEST):
+            turns = tested[tested["part"] == part]
+            assert turns.loc[turns["kind"] == study.OTHER, "small"].mean() <= GROUNDED_P
+            assert turns.loc[turns["kind"] == study.OWN, "small"].mean() > 0.3
+        bare = tested[tested["part"] == study.BARE]
+        assert len(bare) == 480 and bare["small"].mean() <= GROUNDED_P

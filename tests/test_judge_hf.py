@@ -6,14 +6,13 @@ import pytest
 import tiny
 import torch
 
-import ia_mech.models.load as models
 from ia_mech.errors import UserError
 from ia_mech.judge import hf, prompt
 from ia_mech.judge.hf import HfJudge
 from ia_mech.judge.rubric import NAMES
 from ia_mech.judge.verdict import Item
 from ia_mech.models import embedded
-from ia_mech.models.load import ModelSpec, load, same_model
+from ia_mech.models.load import same_model
 
 ITEMS = [
     Item("How does the lens work?", "It gathers the light.", "And the lamp?"),
@@ -62,15 +61,15 @@ def test_likelihoods_equal_plain_forward_passes(judge):
 def test_a_verdict_does_not_depend_on_what_else_is_judged(judge):
     """Nor on whether its context was judged just before."""
     other = Item(ITEMS[0].query, ITEMS[0].response, "What is a lens? Tell me more of it.")
-    asked = [ITEMS[0], other, *ITEMS[1:], ITEMS[0]]
-    together = judge.judge(asked)
-    for item, verdict in zip(asked, together, strict=True):
-        (single,) = HfJudge("tiny", subject=judge._subject).judge([item])
-        assert single.category == verdict.category
-        assert single.scores == pytest.approx(verdict.scores, abs=1e-5)
+    turns = [ITEMS[0], other, ITEMS[1]]
+    reverse = HfJudge("tiny", subject=judge._subject).judge(turns[::-1])[::-1]
+    for verdict, again in zip(judge.judge(turns), reverse, strict=True):
+        assert again.category == verdict.category
+        assert again.scores == pytest.approx(verdict.scores, abs=1e-5)
 
 
 def test_what_prompts_begin_with_alike_is_run_once(tokenizer, monkeypatch):
+    """Two turns after one long context; and an item that is too long for the model."""
     fed = []
     real = hf.forward
 
@@ -85,6 +84,10 @@ def test_what_prompts_begin_with_alike_is_run_once(tokenizer, monkeypatch):
     fed.clear()
     judge.judge([long, Item(long.query, long.response, "And the second?")])
     assert len(fed) == 2 and sum(fed) < len(judge._prompt_ids(long)) / 2
+    too_long, next_one = judge.judge([Item("word " * 5000, "", ""), ITEMS[0]])
+    assert (too_long.status, too_long.category) == ("rejected", None)
+    assert "tokens, the model takes 4096" in too_long.error
+    assert next_one.category in NAMES
 
 
 def test_scores_are_calibrated_probabilities_over_all_names(judge):
@@ -97,19 +100,9 @@ def test_scores_are_calibrated_probabilities_over_all_names(judge):
     assert list(free.scores.values()) == pytest.approx([1 / len(NAMES)] * len(NAMES), abs=1e-6)
 
 
-def test_an_item_that_is_too_long_is_rejected_and_the_next_is_not(tokenizer):
-    judge = HfJudge("tiny", subject=tiny.subject("llama", tokenizer))
-    long = Item("word " * 5000, "", "")
-    first, second = judge.judge([long, ITEMS[0]])
-    assert (first.status, first.category) == ("rejected", None)
-    assert "tokens, the model takes 4096" in first.error
-    assert second.category in NAMES
-
-
 def test_the_identity_names_the_weights(tiny_subject, tiny_model_dir):
     judge = HfJudge(tiny_model_dir, device="cpu")
     assert judge.identity["weights_hash"] == tiny_subject.weights_hash
-    assert judge.paid and "on cpu" in judge.estimate(ITEMS) and judge.estimate([]) == ""
 
 
 def test_templates_without_system_messages_get_all_in_the_users(tokenizer, monkeypatch):
@@ -128,20 +121,6 @@ def test_templates_without_system_messages_get_all_in_the_users(tokenizer, monke
 
 
 # -- the subject model --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_a_subject_is_known_in_another_dtype(tiny_model_dir, tokenizer, dtypes):
-    """The hash of the weights covers their dtype. A checkpoint in bfloat16 loses nothing."""
-    ran, judging = (load(ModelSpec(tiny_model_dir, dtype=dtype, device="cpu")) for dtype in dtypes)
-    if dtypes[1] == "bfloat16":
-        ran.model = ran.model.bfloat16().float()
-        ran.weights_hash = models.weights_hash(ran.model)
-    judge = HfJudge("elsewhere", subject=judging)
-    assert judge.identity["weights_hash"] != ran.weights_hash
-    assert judge.is_subject(ran.describe()) and judge.is_subject(judging.describe())
-    other = HfJudge("elsewhere", subject=tiny.subject("mistral", tokenizer))
-    assert not other.is_subject(ran.describe())
 
 
 QWEN = "qwen2.5-coder-1.5b-instruct"

@@ -12,7 +12,7 @@ from runs import CONTEXTS, planted, rewritten
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, VERSION, rubric_hash
-from ia_mech.judge.verdict import FAILURES, Item, Judge, Verdict, identity_hash
+from ia_mech.judge.verdict import FAILURES, Judge, Verdict, identity_hash
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -88,23 +88,16 @@ def test_neither_system_messages_nor_the_users_real_follow_up_are_shown(tmp_path
 
 
 def test_genuine_follows_from_the_category(label):
-    said = [Verdict(GENUINE), Verdict("new_topic", scores={"generic": 0.5}), Verdict(CANNOT_ASSESS)]
-    rows = label(FakeJudge(lambda item, _: said[int(item.turn[5:]) % 3]))
+    verdicts = [
+        Verdict(GENUINE, grounding=2.0),
+        Verdict("new_topic", scores={"generic": 0.5}),
+        Verdict(CANNOT_ASSESS),
+    ]
+    rows = label(FakeJudge(lambda item, _: verdicts[int(item.turn[5:]) % 3]))
     assert rows["category"].tolist() == [GENUINE, "new_topic", CANNOT_ASSESS] * (ROWS // 3)
     assert rows["genuine"].tolist() == [True, False, pd.NA] * (ROWS // 3)
     assert json.loads(rows["scores"][1]) == {"generic": 0.5} and rows["scores"].isna()[0]
-
-
-def test_failures_are_rows_without_a_category(label):
-    refused = Verdict(None, "refused", error="I won't", prompt_tokens=100, cost=0.25)
-    rows = label(
-        FakeJudge(lambda item, _: refused if item.turn.endswith("3") else genuine(item, 0))
-    )
-    failed = rows[rows["status"] == "refused"]
-    assert len(rows) == ROWS and len(failed) == 6
-    assert failed["category"].isna().all() and failed["genuine"].isna().all()
-    assert set(failed["error"]) == {"I won't"} and failed["cost"].sum() == 1.5
-    assert rows["genuine"].sum() == ROWS - 6
+    assert rows["grounding"].fillna(-1).tolist() == [2, -1, -1] * (ROWS // 3)
 
 
 # -- identical turns ----------------------------------------------------------------------------
@@ -123,12 +116,6 @@ def test_identical_turns_in_identical_contexts_are_judged_once(run, label):
     assert rows["completion_tokens"].tolist() == [7 * f for f in first]
     assert rows["cost"].tolist() == [0.25 * f for f in first]
     assert rows["cached"].tolist() == [not f for f in first]
-
-
-def test_texts_that_only_join_alike_are_different_items():
-    keys = {Item("a", "b", "c").key("j", 0), Item("ab", "", "c").key("j", 0)}
-    keys |= {Item("a", "b", "c").key("j", 1), Item("a", "b", "c").key("k", 0)}
-    assert len(keys) == 4
 
 
 # -- repeats ------------------------------------------------------------------------------------
@@ -176,22 +163,26 @@ def test_a_free_judge_is_not_cached(label, cache):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("status", FAILURES)
-def test_failures_are_not_kept_and_the_same_command_asks_again(run, label, cache, status):
-    """Of six turns, wherever they are shown."""
-    failed = {f"turn {number}" for number in range(6)}
+def test_failures_are_rows_that_are_not_kept_and_the_same_command_asks_again(label, cache):
+    """Of seven turns, wherever they are shown, each with its kind of failure."""
+    failed = {f"turn {number}": status for number, status in enumerate(FAILURES)}
     bad = FakeJudge(
         lambda item, n: (
-            Verdict(None, status, error="no") if item.turn in failed else genuine(item, n)
+            Verdict(None, failed[item.turn], error="no", cost=0.5)
+            if item.turn in failed
+            else genuine(item, n)
         )
     )
     rows = label(bad)
-    assert rows["status"].value_counts().to_dict() == {"judged": ROWS - 6, status: 6}
+    lost = rows[rows["status"] != "judged"]
+    assert lost["status"].tolist() == list(FAILURES) and rows["genuine"].sum() == ROWS - 7
+    assert lost["category"].isna().all() and lost["genuine"].isna().all()
+    assert set(lost["error"]) == {"no"} and lost["cost"].sum() == 3.5
     missing = len([item for item, _ in bad.asked if item.turn in failed])
     assert kept(bad, cache) == ALL - missing
     judge = FakeJudge()
     rows = label(judge)
-    assert {item.turn for item, _ in judge.asked} == failed and len(judge.asked) == missing
+    assert {item.turn for item, _ in judge.asked} == {*failed} and len(judge.asked) == missing
     assert rows["genuine"].all() and kept(judge, cache) == ALL
 
 
@@ -201,8 +192,7 @@ def test_failures_are_not_kept_and_the_same_command_asks_again(run, label, cache
 def test_an_unfinished_run_is_refused(run, cache):
     begun = rewritten(run.path, "manifest.json", lambda manifest: manifest.update(parts=[]))
     judge = FakeJudge()
-    expected = r"run is still being written or was interrupted \(0 of 1 parts\); let the comm"
-    with pytest.raises(UserError, match=expected):
+    with pytest.raises(UserError, match=r"still being written or was interrupted \(0 of 1 parts"):
         label_run(begun, judge, "fake", Recorded(), cache_folder=cache)
     assert judge.asked == [] and run.labels.judges == [] and not cache.exists()
 
@@ -211,11 +201,9 @@ def test_another_judge_under_the_same_name_is_refused_naming_what_differs(label,
     label(FakeJudge())
     before = (run.path / "judgements" / "fake.parquet").read_bytes()
     judge = FakeJudge(model="n", params={"top": 2}, seed=1)
-    expected = (
-        r"run has verdicts of another judge named 'fake' \(differs in model, params, seed\); "
-        r"give another --name, or --replace"
-    )
-    with pytest.raises(UserError, match=expected):
+    with pytest.raises(
+        UserError, match=r"another judge named 'fake' \(differs in model, params, s"
+    ):
         label(judge)
     assert judge.asked == [] and (run.path / "judgements" / "fake.parquet").read_bytes() == before
     rows = label(judge, replace=True)
@@ -242,16 +230,6 @@ def test_a_judge_that_gives_up_leaves_what_was_paid_for_and_no_file(label, run, 
     assert rows["cached"].sum() == 7 and rows["cost"].sum() == 0.25 * ALL
 
 
-def test_an_interrupt_keeps_what_was_paid_for(label, run, cache):
-    judge = FakeJudge()
-    with pytest.raises(KeyboardInterrupt):
-        label(judge, progress=Recorded(at=7))
-    assert kept(judge, cache) == len(judge.asked) == 7 and run.labels.judges == []
-    again = FakeJudge()
-    label(again)
-    assert len(again.asked) == ALL - 7
-
-
 def test_items_come_in_batches_no_larger_than_a_judge_takes(label):
     sizes = []
 
@@ -266,27 +244,3 @@ def test_items_come_in_batches_no_larger_than_a_judge_takes(label):
     rows = label(judge)
     assert sizes == [7] * (ALL // 7) + [ALL % 7] and len(judge.asked) == ALL
     assert rows["rationale"].tolist() == [f"turn {i}" for i in range(ROWS)]
-
-
-def test_fewer_decoys_take_none_away_without_a_word(run, label):
-    label(FakeJudge(paid=False), decoys=2)
-    before = len(run.labels.decoys("fake"))
-    with pytest.raises(UserError, match="with more decoys, which would be lost; give no --decoys"):
-        label(FakeJudge(paid=False), decoys=1)
-    assert len(run.labels.decoys("fake")) == before
-    label(FakeJudge(paid=False), decoys=1, replace=True)
-    assert len(run.labels.decoys("fake")) < before
-
-
-class Short(FakeJudge):
-    def judge(self, items) -> list[Verdict]:
-        return super().judge(items)[:-1]
-
-
-def test_a_judge_that_breaks_its_contract_is_one_line(label):
-    with pytest.raises(UserError, match="Short doesn't give one Verdict per item"):
-        label(Short())
-    asked = FakeJudge(odd={1, 2})
-    with pytest.raises(UserError, match="FakeJudge has no identity that is JSON"):
-        label(asked)
-    assert asked.asked == []

@@ -32,8 +32,8 @@ from ia_mech.run.labels import KEY
 from ia_mech.untrusted import spreadsheet_safe, visible
 
 # What the judge of these tests says of the run's 60 rows: strata of very different sizes.
-SAID = ["prompt_restatement"] * 34 + ["degenerate"] * 14 + [GENUINE] * 7 + ["new_topic"] * 2
-SAID += [CANNOT_ASSESS] + [None] * 2
+VERDICTS = ["prompt_restatement"] * 34 + ["degenerate"] * 14 + [GENUINE] * 7 + ["new_topic"] * 2
+VERDICTS += [CANNOT_ASSESS] + [None] * 2
 
 
 def spread(labels: list[str | None]) -> list[list[str | None]]:
@@ -43,7 +43,7 @@ def spread(labels: list[str | None]) -> list[list[str | None]]:
 
 @pytest.fixture
 def judged(run) -> Run:
-    plant(run, "rules", spread(SAID))
+    plant(run, "rules", spread(VERDICTS))
     return run
 
 
@@ -78,10 +78,10 @@ def save(path, rows, *, encoding="utf-8", columns=COLUMNS, **dialect):
 # -- drawing --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [6, 20, 60])
+@pytest.mark.parametrize("n", [6, 20])
 def test_weights_of_every_stratum_add_up_to_its_rows(judged, n):
     sheet = export_sheet(judged, n)
-    sizes = Counter(category or "failed" for category in SAID)
+    sizes = Counter(category or "failed" for category in VERDICTS)
     totals, drawn = Counter(), Counter()
     for place in own(sheet):
         totals[place["stratum"]] += 1 / place["inclusion_probability"]
@@ -99,19 +99,6 @@ def test_allocation_lies_between_proportional_and_equal():
     assert allocate({"only": 9}, 9) == {"only": 9}
 
 
-@pytest.mark.slow
-def test_every_row_of_a_stratum_is_as_likely(judged):
-    seen = Counter()
-    for seed in range(200):
-        for place in own(export_sheet(judged, 20, seed=seed)):
-            seen[place["stratum"], tuple(place[column] for column in KEY)] += 1
-    common = [count for (stratum, _), count in seen.items() if stratum == "prompt_restatement"]
-    probability = export_sheet(judged, 20).key["strata"]["prompt_restatement"]["drawn"] / 34
-    assert len(common) == 34
-    spread = 4.5 * (200 * probability * (1 - probability)) ** 0.5
-    assert all(abs(count - 200 * probability) < spread for count in common)
-
-
 def test_draws_repeat_and_sheets_are_independent(judged):
     assert export_sheet(judged, 20) == export_sheet(judged, 20)
     one, other = (export_sheet(judged, 20, name=name).key["items"] for name in ("one", "other"))
@@ -120,39 +107,32 @@ def test_draws_repeat_and_sheets_are_independent(judged):
     assert not one.keys() & other.keys()  # an item belongs to one sheet
 
 
-def test_without_a_judge_there_is_one_stratum(run):
+def test_which_judge_stratifies(run):
     sheet = export_sheet(run, 15)
     assert sheet.key["judge"] is None
     assert sheet.key["strata"] == {"all": {"rows": 60, "drawn": 15}}
     assert {p["inclusion_probability"] for p in own(sheet)} == {0.25}
-
-
-def test_which_judge_stratifies(run):
     plant(run, "first", spread([GENUINE, "generic"]))
     assert export_sheet(run, 10).key["judge"]["name"] == "first"
     plant(run, "second", spread(["generic"]))
     with pytest.raises(UserError, match=r"several judges \(first, second\); name the one"):
         export_sheet(run, 10)
     assert export_sheet(run, 10, by="second").key["strata"].keys() == {"generic"}
-    plant(run, "rules", spread(SAID))
+    plant(run, "rules", spread(VERDICTS))
     expected = {"name": "rules", "identity_hash": "hash of rules"}
     assert export_sheet(run, 10).key["judge"] == expected
     with pytest.raises(UserError, match="has no judgements of 'third'"):
         export_sheet(run, 10, by="third")
 
 
-@pytest.mark.parametrize(
-    ("n", "said"),
-    [
+def test_a_sheet_that_cannot_be_drawn(judged):
+    for n, fragment in (
         (0, "has 60 user turns; give --n from 1 to 60"),
-        (-3, "has 60 user turns; give --n from 1 to 60"),
         (61, r"\(60 takes them all\)"),
         (5, "can't cover the 6 strata by judge 'rules'"),
-    ],
-)
-def test_a_sheet_that_cannot_be_drawn(judged, n, said):
-    with pytest.raises(UserError, match=said):
-        export_sheet(judged, n)
+    ):
+        with pytest.raises(UserError, match=fragment):
+            export_sheet(judged, n)
 
 
 # -- what is shown --------------------------------------------------------------------------------
@@ -204,30 +184,6 @@ def test_the_page_holds_the_sheet_and_nothing_else(judged):
     )
 
 
-def test_the_pages_json_is_read_as_other_sheets_are(judged, tmp_path):
-    sheet, _ = exported(judged)
-    rows = filled_in(sheet, blank=4)
-    lines = tmp_path / "sheet.jsonl"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    exporting = [{name: row[name] for name in ("item", "category", "note")} for row in rows]
-    file = tmp_path / "sheet.json"
-    file.write_text(json.dumps(exporting, indent=1))
-    import_sheet(judged, lines, "anna")
-    import_sheet(judged, file, "bert")
-    anna, bert = (judged.labels.annotations(name) for name in ("anna", "bert"))
-    pd.testing.assert_frame_equal(anna, bert)
-    for content, problem in (
-        ("{}", "isn't a JSON list"),
-        ("[3]", "object 1 of .* isn't a JSON object"),
-        ("[{", "is not JSON"),
-        ('[{"item": "t", "note": ""}]', "has no column 'category'"),
-        ('[{"item": "t", "category": 3}]', "object 1 of .*category isn't a text"),
-    ):
-        file.write_text(content)
-        with pytest.raises(UserError, match=problem):
-            read_sheet(file)
-
-
 def test_a_cut_off_response_is_shown_as_one(judged):
     judged.contexts.loc[judged.contexts["context_id"] == "maths-01", "response_cut_off"] = True
     sheet = export_sheet(judged, 60)
@@ -237,78 +193,80 @@ def test_a_cut_off_response_is_shown_as_one(judged):
         assert row["response_complete"] is not cut
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["=1+1", "+1", "-1", "@SUM(A1)", " =1", "\t=1", "\n=1", "＝1+1", "－1", "\tx", "\r\nx"],
-)
-def test_a_cell_is_no_formula(text):
-    cell = spreadsheet_safe(text)
-    assert cell.startswith("'") and cell[1:] == text.replace("\r\n", "\n")
-
-
-def test_texts_survive_the_csv():
+def test_texts_survive_the_csv_and_none_is_a_formula():
     texts = ['a "quoted", one', "two\nlines\n\n", "a;b\tc", "Ünïcødé 🙂", "'=x", "", "1 = 2"]
     rows = [{"text": text, "number": 0.7} for text in texts]
     content = csv_bytes(pd.DataFrame(rows)).decode("utf-8-sig")
     back = list(csv.DictReader(io.StringIO(content, newline="")))
     assert [row["text"] for row in back] == texts
     assert spreadsheet_safe("a\x00b\rc\x1b") == "a�b\nc�"
+    for text in ("=1+1", "+1", "-1", "@SUM(A1)", " =1", "\n=1", "＝1+1", "－1", "\tx", "\r\nx"):
+        assert spreadsheet_safe(text) == "'" + text.replace("\r\n", "\n")
 
 
 # -- the way back ---------------------------------------------------------------------------------
 
 
-def _as_it_is(path, rows):
-    path.write_bytes(csv_bytes(pd.DataFrame(rows, columns=COLUMNS)))
-    return path
-
-
-def _jsonl(path, rows, encoding="utf-8", end="\n"):
+def _jsonl(path, rows):
     path = path.with_suffix(".jsonl")
-    text = "".join(json.dumps(row, ensure_ascii=False) + end for row in rows)
-    path.write_bytes((text + end).encode(encoding))
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows)
+    path.write_text(text, encoding="utf-8-sig", newline="")
     return path
 
 
-WAYS = {
-    "as it is": _as_it_is,
-    "quoted where needed, BOM": lambda p, rows: save(p, rows, encoding="utf-8-sig"),
-    "shuffled, without texts": lambda p, rows: save(
-        p, rows[::-1], columns=("note", "category", "item")
-    ),
-    "without notes": lambda p, rows: save(p, rows, columns=("item", "category")),
-    "jsonl with BOM": lambda p, rows: _jsonl(p, rows, "utf-8-sig", "\r\n"),
-}
+def _page_json(path, rows):
+    path = path.with_suffix(".json")
+    kept = [{name: row[name] for name in ("item", "category", "note")} for row in rows]
+    path.write_text(json.dumps(kept, indent=1))
+    return path
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_there_and_back(judged, way):
+WAYS = [
+    lambda p, rows: save(p, rows, encoding="utf-8-sig"),
+    lambda p, rows: save(p, rows[::-1], columns=("note", "category", "item")),
+    _jsonl,
+    _page_json,
+]
+
+
+def test_there_and_back(judged):
+    """Whatever program saved the sheet, and wherever it put the rows."""
     sheet, files = exported(judged)
     rows = filled_in(sheet)
-    file = WAYS[way](files[0].with_name("filled.csv"), rows)
-    import_sheet(judged, file, "anna")
-    labels = judged.labels.annotations("anna").set_index(list(KEY))
-    decoys = judged.labels.decoys("anna", "annotations").set_index(list(KEY))
+    for number, way in enumerate(WAYS):
+        file = way(files[0].with_name(f"filled-{number}.csv"), rows)
+        import_sheet(judged, file, f"anna-{number}")
+    first, *others = (
+        judged.labels.annotations(name).sort_values(list(KEY), ignore_index=True)
+        for name in judged.labels.annotators
+    )
+    assert len(others) == len(WAYS) - 1
+    for other in others:
+        pd.testing.assert_frame_equal(first, other)
+    labels = first.set_index(list(KEY))
+    decoys = judged.labels.decoys("anna-0", "annotations").set_index(list(KEY))
     assert len(labels) == 30 and len(decoys) == 8
     for row in rows:
         place = sheet.key["items"][row["item"]]
         of = decoys if "decoy" in place else labels
         label = of.loc[tuple(place[column] for column in KEY)]
-        assert [label[c] for c in ("decoy", "shown") if c in place] == [
-            place[c] for c in ("decoy", "shown") if c in place
-        ]
+        for column in {"decoy", "shown"} & place.keys():
+            assert label[column] == place[column]
         category = row["category"].strip().lower().replace(" ", "_").replace("-", "_")
         assert label["category"] == category
         assert (label["genuine"] is pd.NA) == (category == CANNOT_ASSESS)
         assert category == CANNOT_ASSESS or label["genuine"] == (category == GENUINE)
-        assert label["note"] == ("" if way == "without notes" else row["note"])
+        assert label["note"] == row["note"]
         assert label["stratum"] == place["stratum"] and label["sheet"] == sheet.key["sheet"]
         if "decoy" in place:
             assert pd.isna(label["inclusion_probability"])
         else:
             assert label["inclusion_probability"] == place["inclusion_probability"]
-    record = judged.labels.record("annotations", "anna")
+    record = judged.labels.record("annotations", "anna-0")
     assert record["sheet"] == sheet.key["sheet"] and record["judge"]["name"] == "rules"
+    save(files[0], rows, columns=("item", "category"))
+    import_sheet(judged, files[0], "without-notes")
+    assert set(judged.labels.annotations("without-notes")["note"]) == {""}
 
 
 def test_what_is_filled_in_counts_as_the_sample(judged, capsys):
@@ -328,21 +286,9 @@ def test_what_is_filled_in_counts_as_the_sample(judged, capsys):
     assert len(labels) == sum(
         bool(row["category"].strip()) and strata[row["item"]] != "decoy" for row in rows
     )
-    sizes = Counter(category or "failed" for category in SAID)
+    sizes = Counter(category or "failed" for category in VERDICTS)
     totals = (1 / labels["inclusion_probability"]).groupby(labels["stratum"]).sum()
     assert totals.to_dict() == pytest.approx({s: sizes[s] for s in totals.index})
-
-
-def test_an_item_that_stands_there_twice(judged):
-    sheet, files = exported(judged)
-    rows = filled_in(sheet)
-    file = save(files[0].with_name("twice.csv"), [*rows, rows[0], rows[1] | {"category": ""}])
-    import_sheet(judged, file, "anna")
-    assert len(judged.labels.annotations("anna")) == 30
-    save(file, [*rows, rows[0] | {"category": "degenerate"}])
-    said = rf"row 40 of .*calls {rows[0]['item']} degenerate, and row 2 of .* genuine_follow_up; "
-    with pytest.raises(UserError, match=said):
-        import_sheet(judged, file, "anna", replace=True)
 
 
 def test_labels_are_replaced_only_when_asked(judged):
@@ -360,98 +306,47 @@ def test_labels_are_replaced_only_when_asked(judged):
     assert (judged.path / "annotations/bert.parquet").read_bytes() == kept
 
 
-def _bad_cells(column, value, at=3):
-    def change(path, rows):
-        return save(path, [row | {column: value} if i == at else row for i, row in enumerate(rows)])
-
-    return change
-
-
-def _bad_text(change, suffix=".csv"):
-    def write(path, rows):
-        path = (save if suffix == ".csv" else _jsonl)(path, rows)
-        path.write_bytes(change(path.read_bytes()))
-        return path
-
-    return write
-
-
-BAD = {
-    "a near category": (
-        _bad_cells("category", "assistant_restatment"),
-        "row 5 of .* has the unknown category 'assistant_restatment'; choose from gen",
-    ),
-    "an unknown item": (_bad_cells("item", "t000000000000"), "row 5 .* the item 't000000000000'"),
-    "no item": (_bad_cells("item", ""), "row 5 of .* has the item ''"),
-    "semicolons": (
-        lambda p, rows: save(p, rows, delimiter=";"),
-        "(isn't CSV |has no column 'item')",
-    ),
-    "another run's": (
-        lambda p, rows: save(p, [r | {"item": f"t{i:012x}"} for i, r in enumerate(rows)]),
-        "holds annotations of another run: none of its 38 items",
-    ),
-    "nothing filled in": (
-        lambda p, rows: save(p, [r | {"category": ""} for r in rows]),
-        "no row of .* has a category",
-    ),
-    "no category column": (
-        lambda p, rows: save(p, rows, columns=("item", "note")),
-        "has no column 'category'; keep the columns item, category, note",
-    ),
-    "latin-1": (
-        _bad_text(lambda b: b + "né".encode("cp1252")),
-        r"isn't UTF-8 \(byte 0xe9 in line",
-    ),
-    "an open quote": (_bad_text(lambda b: b + b'"t12'), "isn't CSV "),
-    "too many cells": (
-        _bad_text(lambda b: b + b"a,b,c,d,e,f,g,h,i\r\n"),
-        "isn't CSV .*Expected 7 fields in line .* saw 9",
-    ),
-    "broken JSON": (
-        _bad_text(lambda b: b.replace(b'"item"', b'"item', 1), ".jsonl"),
-        "line 1 of .* is not JSON",
-    ),
-    "deep JSON": (_bad_text(lambda b: b"[" * 100_000, ".jsonl"), "line 1 of .* is not JSON"),
-    "no file": (lambda p, rows: p, "there is no file"),
-    "no file of that kind": (lambda p, rows: p / "none", "there is no file"),
-    "a folder": (lambda p, rows: p.parent, "is a folder; check the path"),
-}
+BAD = [  # suffix and content of a file, where ITEM is one of the sheet; and what is said of it
+    (".csv", "item,category\nITEM,restatment\n", "row 2 of .* unknown category 'restatment'; cho"),
+    (".csv", "item,category\nITEM,generic\nt00,generic", "row 3 of .* the item 't00'; keep the it"),
+    (".csv", "item,category\nITEM,generic\n,generic", "row 3 of .* has the item ''"),
+    (".csv", "item,category\nITEM,generic\nITEM,\nITEM,new topic", "row 4 .* and row 2 .* generic"),
+    (".csv", "item;category\nITEM;generic\n", "row 2 of .*: has no column 'item'; keep the column"),
+    (".csv", "item,note\nITEM,x\n", "has no column 'category'; keep the columns item, category, n"),
+    (".csv", "item,category\nt00,generic\n", "annotations of another run: none of its 1 items"),
+    (".csv", "item,category\nITEM,\n", "no row of .* has a category"),
+    (".csv", "item,category\nITEM,né\n", "isn't UTF-8 in line 2; save it"),
+    (".csv", 'item,category\n"t12', "isn't CSV "),
+    (".csv", "item,category\na,b\na,b,c", "isn't CSV .*Expected 2 fields in line 3, saw 3"),
+    (".jsonl", '{"item', "line 1 of .* is not JSON"),
+    (".jsonl", "[" * 100_000, "is not JSON"),
+    (".json", "[3]", "object 1 of .* isn't a JSON object"),
+    (".json", '[{"item": "ITEM"}]', "has no column 'category'"),
+    (".json", '[{"item": "ITEM", "category": 3}]', "a cell isn't a text"),
+    (".xlsx", "", r"is no .csv, .jsonl or .json; save the sheet as CSV"),
+    (".csv", None, "there is no file"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_sheets_are_refused_in_one_line_and_nothing_is_written(judged, capsys, case):
-    sheet, files = exported(judged)
-    change, said = BAD[case]
-    file = change(files[0].with_name("bad.csv"), filled_in(sheet))
+def test_bad_sheets_are_refused_in_one_line_and_nothing_is_written(judged, tmp_path, capsys):
+    sheet, _ = exported(judged)
     before = files_under(judged.path)
-    assert main(["import", str(judged.path), str(file), "--annotator", "anna"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and re.search(said, error), error
+    for number, (suffix, content, fragment) in enumerate(BAD):
+        file = tmp_path / f"bad-{number}{suffix}"
+        if content is not None:
+            file.write_bytes(content.replace("ITEM", sheet.rows[3]["item"]).encode("cp1252"))
+        assert main(["import", str(judged.path), str(file), "--annotator", "anna"]) == 2, fragment
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and re.search(fragment, error), (fragment, error)
     assert files_under(judged.path) == before
 
 
-def test_a_file_holds_one_sheet(judged):
+def test_a_file_holds_one_sheet_and_an_annotator_is_not_named_like_a_judge(judged):
     one, files = exported(judged, name="one")
     other, _ = exported(judged, name="other")
     file = save(files[0].with_name("both.csv"), filled_in(one) + filled_in(other))
     with pytest.raises(UserError, match="mixes the sheets one and other"):
         import_sheet(judged, file, "anna")
-
-
-def test_labels_of_turns_that_have_changed_are_refused(judged):
-    sheet, files = exported(judged)
-    file = save(files[0].with_name("filled.csv"), filled_in(sheet))
-    again = Run.open(judged.path)
-    again.generations["text"] += "!"
-    with pytest.raises(UserError, match=r"is of other turns: .*; export and annotate a new sheet"):
-        import_sheet(again, file, "anna")
-    assert judged.labels.annotators == []
-
-
-def test_an_annotator_is_not_named_like_a_judge(judged):
-    sheet, files = exported(judged)
-    file = save(files[0].with_name("filled.csv"), filled_in(sheet))
     with pytest.raises(UserError, match="has labels of a judge named 'rules'; give another name"):
         import_sheet(judged, file, "rules")
 
@@ -480,27 +375,17 @@ def test_nothing_is_overwritten(judged, tmp_path):
 # -- the command line -----------------------------------------------------------------------------
 
 
-def test_export_and_import_say_what_they_did(judged, tmp_path, capsys):
+def test_the_commands_name_what_comes_next(judged, tmp_path, capsys):
     out = tmp_path / "for anna.csv"
-    command = ["export", str(judged.path), "--n", "30", "--out", str(out)]
-    assert main(command) == 0
-    said = capsys.readouterr().out
-    assert "30 of 60 turns, by categories of rules:" in said
-    assert "  and 8 turns after contexts that they did not follow, as a control\n" in said
-    assert re.search(r"genuine_follow_up +5 of +7\n", said)
-    assert f"sheet: {out}\n" in said and "python -m ia_mech.judge rubric" in said
-    assert f"next: python -m ia_mech.judge import {judged.path} '{out}' --annotator NAME\n" in said
+    assert main(["export", str(judged.path), "--n", "30", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "30 of 60 turns, by categories of rules:" in text and f"sheet: {out}\n" in text
+    assert f"next: python -m ia_mech.judge import {judged.path} '{out}' --annotator NAME\n" in text
     assert judged.labels.sheets == ["for-anna"]
-    assert main(command) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
     rows = [{**row._asdict(), "category": "generic"} for row in read_sheet(out)]
     save(out, rows[:20], columns=("item", "category"))
     assert main(["import", str(judged.path), str(out), "--annotator", "anna"]) == 0
-    said = capsys.readouterr().out
-    decoys = len(judged.labels.decoys("anna", "annotations"))
-    assert 0 < decoys < 8  # of the first 20 rows, as the order is random
-    count = 20 - decoys
-    assert f"{count} of 30 rows labelled by anna: generic {count}\nand {decoys} decoys; " in said
-    assert f"{30 - count} of the sheet's 30 rows have no category" in said
-    assert f"next: python -m ia_mech.judge agreement {judged.path}" in said
+    text = capsys.readouterr().out
+    count = 20 - len(judged.labels.decoys("anna", "annotations"))
+    assert f"{count} of 30 rows labelled by anna: generic {count}\n" in text
+    assert f"next: python -m ia_mech.judge agreement {judged.path}" in text

@@ -94,21 +94,20 @@ def _add_run(commands) -> None:
         "they\ndid not follow); write judgements/<name>.parquet into it. Verdicts of language "
         "models are\nkept in cache/judgements/: none is paid for twice.",
     )
-    parser.set_defaults(function="ia_mech.judge.label:run")
-    parser.add_argument("run", type=path_of, help="a run's folder")
+    parser.set_defaults(function="ia_mech.judge.command:run_judge")
+    add = parser.add_argument
+    add("run", type=path_of, help="a run's folder")
     _add_judge(parser)
-    parser.add_argument("--name", help="of the verdicts (default: rules, or the model's name)")
-    parser.add_argument(
+    add("--name", help="of the verdicts (default: rules, or the model's name)")
+    add(
         "--decoys",
         type=whole_from(0),
         metavar="M",
-        help="turns of each source and temperature that are decoys, too (default: all, or 1 "
-        "for a judge that is paid)",
+        help="turns of each source and temperature that are decoys, too (default: all, or 1 for a "
+        "judge that is paid)",
     )
-    parser.add_argument(
-        "--replace", action="store_true", help="replace another judge's verdicts of that name"
-    )
-    parser.add_argument(
+    add("--replace", action="store_true", help="replace another judge's verdicts of that name")
+    add(
         "--unperturbed",
         action="store_true",
         help="show the judge the responses as they were before they were perturbed",
@@ -130,38 +129,30 @@ def _add_check(commands) -> None:
 
 
 def _add_judge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--judge",
         type=_judge,
         default="rules",
         help="rules: embedded heuristic (default); llm: a server's model; hf: a local model; "
         "MODULE:CLASS: your own (docs/judging.md)",
     )
-    parser.add_argument(
-        "--repeats",
-        type=whole_from(1),
-        default=1,
-        help="verdicts per turn, of --judge llm (default: 1)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what judging would take, and stop"
-    )
-    llm = parser.add_argument_group("language models (--judge llm)")
-    llm.add_argument("--model", help="the model's name at the server; for hf: hub id or directory")
-    llm.add_argument(
-        "--base-url", help="an OpenAI-compatible server (default: $OPENAI_BASE_URL, or OpenAI's)"
-    )
-    llm.add_argument(
+    add("--repeats", type=whole_from(1), default=1, help="verdicts per turn, of --judge llm")
+    add("--dry-run", action="store_true", help="print what judging would take, and stop")
+    add = parser.add_argument_group("language models (--judge llm)").add_argument
+    add("--model", help="the model's name at the server; for hf: hub id or directory")
+    add("--base-url", help="an OpenAI-compatible server (default: $OPENAI_BASE_URL, or OpenAI's)")
+    add(
         "--api-key-env",
         metavar="NAME",
         help="variable that holds the key (default: OPENAI_API_KEY; none with --base-url)",
     )
-    llm.add_argument(
+    add(
         "--mode",
         choices=["auto", "json_schema", "json_object", "text"],
         help="form of the answer; auto: the first that the server takes (default: auto)",
     )
-    llm.add_argument(
+    add(
         "--param",
         action="append",
         default=[],
@@ -169,32 +160,27 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
         help="a request parameter, such as temperature=0; no others are sent. For your own judge: "
         "an argument",
     )
-    llm.add_argument("--concurrency", type=whole_from(1), help="requests at a time (default: 8)")
-    llm.add_argument("--timeout", type=float, help="seconds for a request (default: 60)")
-    llm.add_argument(
-        "--retries",
-        type=whole_from(0),
-        help="of a request that the server couldn't answer (default: 5)",
-    )
-    llm.add_argument(
+    add("--concurrency", type=whole_from(1), help="requests at a time (default: 8)")
+    add("--timeout", type=float, help="seconds for a request (default: 60)")
+    add("--retries", type=whole_from(0), help="of a request that failed (default: 5)")
+    add(
         "--price",
         nargs=2,
         type=float,
         metavar=("IN", "OUT"),
         help="dollars per million prompt and completion tokens",
     )
-    llm.add_argument(
+    add(
         "--max-cost",
         type=float,
-        help="ask for nothing more after so many dollars; the requests that are under way then may "
-        "go beyond it",
+        help="send nothing more after so many dollars; open requests may go beyond it",
     )
-    hf = parser.add_argument_group("local models (--judge hf)")
-    hf.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
-    hf.add_argument(
+    group = parser.add_argument_group("local models (--judge hf)")
+    group.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
+    group.add_argument(
         "--force", action="store_true", help="let the subject model judge its own turns"
     )
-    add_threads(hf)
+    add_threads(group)
 
 
 def _judge(name: str) -> str:
@@ -214,25 +200,16 @@ def add_export(commands) -> None:
         "are mixed in. Nothing is\noverwritten.",
     )
     parser.set_defaults(function="ia_mech.judge.sheets:export_command")
-    parser.add_argument("run", type=path_of, help="a run's folder")
-    parser.add_argument(
-        "--n",
-        type=int,
-        default=200,
-        help="how many turns (default: 200); a quarter as many decoys are added",
-    )
-    parser.add_argument(
-        "--by", metavar="JUDGE", help="the judge to stratify by (default: the only one, or rules)"
-    )
-    parser.add_argument(
-        "--seed", type=whole_from(0), default=0, help="of the sampling (default: 0)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("run", type=path_of, help="a run's folder")
+    add("--n", type=int, default=200, help="turns (default: 200); a quarter as many decoys come on")
+    add("--by", metavar="JUDGE", help="whose verdicts stratify (default: the only one, or rules)")
+    add("--seed", type=whole_from(0), default=0, help="of the sampling (default: 0)")
+    add(
         "--out",
         type=path_of,
         help="the sheet without .csv, .jsonl or .html (default: a blind name beside the run)",
     )
-    parser.add_argument("--name", help="the sheet's name in the run (default: like the file's)")
 
 
 def add_import(commands) -> None:
@@ -244,12 +221,11 @@ def add_import(commands) -> None:
         "left out; one bad row and\nnothing is written. Only item, category and note are read.",
     )
     parser.set_defaults(function="ia_mech.judge.sheets:import_command")
-    parser.add_argument("run", type=path_of, help="the run that the sheet was exported from")
-    parser.add_argument("file", type=path_of, help="the sheet, .csv, .jsonl or .json")
-    parser.add_argument("--annotator", required=True, help="who filled it in; a name for the file")
-    parser.add_argument(
-        "--replace", action="store_true", help="replace labels of this annotator that are there"
-    )
+    add = parser.add_argument
+    add("run", type=path_of, help="the run that the sheet was exported from")
+    add("file", type=path_of, help="the sheet, .csv, .jsonl or .json")
+    add("--annotator", required=True, help="who filled it in; a name for the file")
+    add("--replace", action="store_true", help="replace labels of this annotator that are there")
 
 
 def _add_agreement(commands) -> None:
@@ -263,20 +239,16 @@ def _add_agreement(commands) -> None:
         "genuine. Written: results/agreement in the run.",
     )
     parser.set_defaults(function="ia_mech.judge.agreement:command")
-    parser.add_argument("run", type=path_of, help="a run's folder")
-    parser.add_argument(
-        "--between",
-        nargs="+",
-        metavar="NAME",
-        help="judges and annotators to compare (default: all there are)",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("run", type=path_of, help="a run's folder")
+    add("--between", nargs="+", metavar="NAME", help="judges and annotators (default: all)")
+    add(
         "--disagreements",
         type=whole_from(0),
         default=10,
         help="how many to show (default: 10; disagreements.parquet has all)",
     )
-    parser.add_argument("--full", action="store_true", help="show the tables of each pair, too")
+    add("--full", action="store_true", help="show the tables of each pair, too")
     add_threads(parser)
 
 

@@ -26,18 +26,12 @@ from ia_mech.cli import NOTHING, one_line, shell_word
 from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
-from ia_mech.judge.label import (
-    check_finished,
-    items_of,
-    judge_items,
-    make_judge,
-    print_plan,
-    same_judges,
-)
-from ia_mech.judge.labels import read_labels
+from ia_mech.judge.command import make_judge, print_plan
+from ia_mech.judge.label import check_finished, items_of, judge_items, same_judges
+from ia_mech.judge.labels import LabelSet, read_labels
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import RulesJudge
-from ia_mech.judge.sheets import json_lines, refuse_existing, write_files
+from ia_mech.judge.sheets import json_lines, refuse_existing, write_new_files
 from ia_mech.judge.verdict import JUDGED, Item
 from ia_mech.results import Result, Table, about_runs, folder_of, print_table, show, write
 from ia_mech.run import Run
@@ -101,12 +95,7 @@ def compare(
         prediction: ``[n]`` the labels to be measured.
         sources: ``[n]`` the source of each row, the unit of the intervals.
         weights: ``[n]`` how many rows each represents, as the inverse inclusion probability.
-
-    Raises:
-        ValueError: lengths differ, or a label isn't the rubric's.
     """
-    for label in {*truth, *prediction} - {*NAMES, None}:
-        raise ValueError(f"{label!r} is not a category of the rubric")
     rows = pd.DataFrame(
         {
             "truth": pd.Categorical(truth, NAMES),
@@ -134,16 +123,16 @@ def compare(
         figures["precision", name] = share(t == name, p == name)
         figures["recall", name] = share(p == name, t == name)
     apart = {
-        f"{word} in the {side}": int(of.sum())
+        f"{reason} in the {side}": int(left_out.sum())
         for side in ("truth", "prediction")
-        for word, of in (
+        for reason, left_out in (
             (CANNOT_ASSESS, rows[side] == CANNOT_ASSESS),
             ("no category", rows[side].isna()),
         )
     }
     return Comparison(
         matched=len(rows),
-        apart=", ".join(f"{words} {count}" for words, count in apart.items() if count),
+        apart=", ".join(f"{reason} {count}" for reason, count in apart.items() if count),
         n=len(kept),
         weight=float(weight.sum()),
         figures=figures,
@@ -176,25 +165,32 @@ def _kappas(
 
 @dataclass(frozen=True)
 class Labeller:
-    """A judge or annotator, laid out over all rows of ``run.turns``.
+    """A judge or annotator, whose labels are laid out over all rows of ``run.turns``.
 
     Attributes:
         name: in the run, where no judge and annotator have the same one.
         kind: ``judge`` or ``annotator``.
-        labelled: ``[rows]`` whether it has a label, or a failure, for the row.
-        categories: ``[rows]`` its categories; None where it failed and where it has no label.
-        frame: ``[rows]`` the columns of its file (of a judge, of its first repeat), NaN elsewhere.
-        repeats: ``[repeat][rows]`` categories of a judge; of an annotator empty.
-        decoys: its labels of decoys (:class:`ia_mech.judge.labels.LabelSet`).
+        labels: of a judge, those of its first repeat count.
     """
 
     name: str
     kind: str
-    labelled: np.ndarray
-    categories: np.ndarray
-    frame: pd.DataFrame
-    repeats: list[np.ndarray]
-    decoys: pd.DataFrame
+    labels: LabelSet
+
+    @property
+    def labelled(self) -> np.ndarray:
+        """``[rows]`` whether it has a label, or a failure, for the row."""
+        return self.labels.turns["context_id"].notna().to_numpy()
+
+    @property
+    def categories(self) -> np.ndarray:
+        """``[rows]`` its categories; None where it failed and where it has no label."""
+        return _categories(self.labels.turns)
+
+
+def _categories(labels: pd.DataFrame) -> np.ndarray:
+    column = labels["category"].astype(object)
+    return column.where(column.notna(), None).to_numpy()
 
 
 def labellers_of(run: Run, between: Sequence[str] | None = None) -> list[Labeller]:
@@ -204,7 +200,11 @@ def labellers_of(run: Run, between: Sequence[str] | None = None) -> list[Labelle
         UserError: an unfinished run, an unknown name, or fewer than two labellers.
     """
     check_finished(run)
-    return [_labeller(run, *chosen) for chosen in _chosen(run, between).items()]
+    kinds = {JUDGE: "judgements", ANNOTATOR: "annotations"}
+    return [
+        Labeller(name, kind, read_labels(run, kinds[kind], name))
+        for name, kind in _chosen(run, between).items()
+    ]
 
 
 def compare_pairs(run: Run, labellers: Sequence[Labeller]) -> dict[tuple[str, str], Comparison]:
@@ -221,35 +221,37 @@ def compare_pairs(run: Run, labellers: Sequence[Labeller]) -> dict[tuple[str, st
             first.categories[rows], second.categories[rows], sources[rows], weights
         )
     for one in labellers:
-        if len(one.repeats) > 1:
-            again = compare(one.repeats[0], one.repeats[1], sources)
-            pairs[one.name, f"{one.name}, asked again"] = again
+        if len(one.labels.repeats) > 1:
+            before, again = (_categories(labels) for labels in one.labels.repeats[:2])
+            pairs[one.name, f"{one.name}, asked again"] = compare(before, again, sources)
     return pairs
 
 
-def floors(run: Run, labeller: Labeller) -> Iterator[TidyEstimate]:
+def genuine_shares(run: Run, labeller: Labeller) -> Iterator[TidyEstimate]:
     """What a labeller calls genuine, of the turns and of the decoys that it put into a category.
 
     The turns are weighted by inverse inclusion probabilities. As in :mod:`ia_mech.rates`, decoys of
     a judge count only if the same turn is in a category after its own context, too.
     """
     sources = run.turns["source_id"].to_numpy(dtype=object)
+    categories = labeller.categories
     rows, weights = joint_rows([labeller])
-    assessed = np.isin(labeller.categories[rows], ASSESSED)
+    assessed = np.isin(categories[rows], ASSESSED)
     rows, weights = rows[assessed], weights[assessed]
-    genuine = labeller.categories[rows] == GENUINE
+    genuine = categories[rows] == GENUINE
     share = cluster_mean(genuine, sources[rows], proportion=True, weights=weights)
     names = {"prediction": labeller.name, "term": "genuine"}
     yield TidyEstimate("share", names, len(rows), share)
     source_of = run.contexts.set_index("context_id")["source_id"]
-    decoys = labeller.decoys[labeller.decoys["category"].isin(ASSESSED)]
+    decoys = labeller.labels.decoys
+    decoys = decoys[decoys["category"].isin(ASSESSED)]
     if labeller.kind == JUDGE:
-        decoys = decoys[np.isin(labeller.categories[decoys["row"]], ASSESSED)]
-    for kind, of in decoys.groupby("decoy"):
-        places = (of["shown"].map(source_of), of["context_id"].map(source_of))
-        called = (of["category"] == GENUINE).astype(float)
-        floor = dyadic_mean(called, *places, ends=(0, 1))
-        yield TidyEstimate("floor", names | {"decoy": kind}, len(of), floor)
+        decoys = decoys[np.isin(categories[decoys["row"]], ASSESSED)]
+    for kind, alike in decoys.groupby("decoy"):
+        ends = (alike["shown"].map(source_of), alike["context_id"].map(source_of))
+        genuine = (alike["category"] == GENUINE).astype(float)
+        floor = dyadic_mean(genuine, *ends, ends=(0, 1))
+        yield TidyEstimate("floor", names | {"decoy": kind}, len(alike), floor)
 
 
 def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
@@ -260,37 +262,33 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
     """
     labellers = labellers_of(run, between)
     pairs = compare_pairs(run, labellers)
-    called = [row for one in labellers for row in floors(run, one)]
-    found = [
-        TidyEstimate(quantity, {"truth": truth, "prediction": of, "term": what}, pair.n, figure)
-        for (truth, of), pair in pairs.items()
-        for (quantity, what), figure in pair.figures.items()
+    shares = [share for labeller in labellers for share in genuine_shares(run, labeller)]
+    estimates = [
+        TidyEstimate(quantity, {"truth": truth, "prediction": name, "term": term}, pair.n, figure)
+        for (truth, name), pair in pairs.items()
+        for (quantity, term), figure in pair.figures.items()
     ]
     kappas = [
-        f"{one_line(of)} against {one_line(truth)} {pair.figures['kappa', 'genuine'].text()} "
+        f"{one_line(name)} against {one_line(truth)} {pair.figures['kappa', 'genuine'].text()} "
         f"({pair.n} turns)"
-        for (truth, of), pair in pairs.items()
+        for (truth, name), pair in pairs.items()
     ]
-    shares = [
-        f"{one_line(row.names['prediction'])} {row.estimate.text()}"
-        for row in called
-        if row.names.get("decoy") == "conversation"
+    floors = [
+        f"{one_line(share.names['prediction'])} {share.estimate.text()}"
+        for share in shares
+        if share.names.get("decoy") == "conversation"
     ]
-    names = [one.name for one in labellers]
-    floor = "Of turns held against another conversation, these shares are called genuine"
+    names = [labeller.name for labeller in labellers]
+    control = "Of turns held against another conversation, these shares are called genuine"
     return Result(
         name="agreement",
         question="How far do judges and annotators agree?",
         sentence=f"Agreement beyond chance on genuine or not (Cohen's κ): {', '.join(kappas)}.",
-        control=f"{floor}: {', '.join(shares)}." if shares else "",
-        estimates=frame_of([*found, *called], _OF),
-        tables=_tables(pairs, called),
+        control=f"{control}: {', '.join(floors)}." if floors else "",
+        estimates=frame_of([*estimates, *shares], _OF),
+        tables=_tables(pairs, shares),
         notes=[note.replace(str(run.path), run.name) for note in same_judges(run)],
-        about={
-            "kind": "agreement",
-            **about_runs([run], names),
-            "settings": {"between": names},
-        },
+        about={"kind": "agreement", **about_runs([run], names), "settings": {"between": names}},
         data={"disagreements": disagreements(run, labellers)},
     )
 
@@ -311,7 +309,7 @@ def joint_rows(labellers: Sequence[Labeller]) -> tuple[np.ndarray, np.ndarray]:
     annotators = [labeller for labeller in labellers if labeller.kind == ANNOTATOR]
     for sheet in dict.fromkeys(_sheet(annotator) for annotator in annotators):
         same = [annotator for annotator in annotators if _sheet(annotator) == sheet]
-        own = same[0].frame[same[0].labelled]
+        own = same[0].labels.turns[same[0].labelled]
         shared = np.logical_and.reduce([annotator.labelled for annotator in same])
         probability = own["inclusion_probability"].fillna(1.0).astype(float)
         for _, cell in probability.groupby([own["stratum"].fillna(""), probability]):
@@ -344,23 +342,24 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
         {
             "judges_alone": assessed[annotators].isna().all(axis=1),
             "not_genuine": ~assessed.eq(GENUINE).any(axis=1),
-            "unsure": -np.max([_scores(x) for x in labellers], axis=0),
+            "unsure": -np.max([_certainty(x) for x in labellers], axis=0),
             "tie": np.random.default_rng(seed).random(len(table)),
         }
     )
     for x in labellers:
-        said = labels[x.name].where(labels[x.name].notna() | ~x.labelled, "failed")
-        table[f"{x.name}: label"] = said
+        shown = labels[x.name].where(labels[x.name].notna() | ~x.labelled, "failed")
+        table[f"{x.name}: label"] = shown
     for x in labellers:
-        why = x.frame["rationale" if x.kind == JUDGE else "note"]
+        why = x.labels.turns["rationale" if x.kind == JUDGE else "note"]
         table[f"{x.name}: why"] = why.astype(object).where(why.astype(bool) & why.notna(), None)
     differ = assessed.nunique(axis=1) >= 2
     return table.loc[order[differ].sort_values(list(order)).index]
 
 
-def _scores(labeller: Labeller) -> np.ndarray:
+def _certainty(labeller: Labeller) -> np.ndarray:
     """``[rows]`` the score that a judge gave its own category; 0 where it has none."""
-    scores = labeller.frame.get("scores", np.full(len(labeller.frame), None))
+    turns = labeller.labels.turns
+    scores = turns["scores"] if "scores" in turns else [None] * len(turns)
     return np.array(
         [
             json.loads(given).get(category) or 0.0
@@ -372,74 +371,65 @@ def _scores(labeller: Labeller) -> np.ndarray:
 
 
 def _sheet(annotator: Labeller) -> str:
-    sheets = annotator.frame.loc[annotator.labelled, "sheet"].dropna().unique()
+    sheets = annotator.labels.turns["sheet"].dropna().unique()
     return str(sheets[0]) if len(sheets) else f"none, of {annotator.name}"
 
 
 def _chosen(run: Run, between: Sequence[str] | None) -> dict[str, str]:
     """The labellers to compare, by name: judge or annotator."""
-    there = dict.fromkeys(run.labels.judges, JUDGE)
-    there |= dict.fromkeys(run.labels.annotators, ANNOTATOR)
-    known = ", ".join(there) or "no labels"
+    kinds = dict.fromkeys(run.labels.judges, JUDGE)
+    kinds |= dict.fromkeys(run.labels.annotators, ANNOTATOR)
+    known = ", ".join(kinds) or "no labels"
     for name in between or ():
-        if name not in there:
+        if name not in kinds:
             raise UserError(f"{run.path} has no labels of {name!r}", f"choose from: {known}")
-    if len(there) < 2:
+    if len(kinds) < 2:
         judge = f"python -m ia_mech.judge run {shell_word(run.path)}"
         raise UserError(
             f"agreement needs two labellers, and {run.path} has {known}",
-            f"run: {judge}{' --judge llm or hf' if there else ''}, or export and import a sheet",
+            f"run: {judge}{' --judge llm or hf' if kinds else ''}, or export and import a sheet",
         )
-    chosen = {name: there[name] for name in between or there}
+    chosen = {name: kinds[name] for name in between or kinds}
     if len(chosen) < 2:
         raise UserError("agreement needs two different labellers", f"choose from: {known}")
     return chosen
-
-
-def _labeller(run: Run, name: str, kind: str) -> Labeller:
-    said = read_labels(run, "judgements" if kind == JUDGE else "annotations", name)
-    columns = [part["category"].astype(object) for part in said.repeats]
-    categories = [column.where(column.notna(), None).to_numpy() for column in columns]
-    labelled = said.turns["context_id"].notna().to_numpy()
-    repeats = categories if kind == JUDGE else []
-    return Labeller(name, kind, labelled, categories[0], said.turns, repeats, said.decoys)
 
 
 # -- what is shown -----------------------------------------------------------------------------
 
 
 def _tables(
-    pairs: dict[tuple[str, str], Comparison], called: Sequence[TidyEstimate]
+    pairs: dict[tuple[str, str], Comparison], shares: Sequence[TidyEstimate]
 ) -> list[Table]:
     """All pairs, what is called genuine, and in full each pair."""
     rows = []
-    for (truth, of), pair in pairs.items():
+    for (truth, name), pair in pairs.items():
         shown = [("accuracy", "genuine"), ("balanced_accuracy", "genuine"), ("kappa", "genuine")]
-        figures = [pair.figures[name].text() for name in (*shown, ("kappa", "categories"))]
-        rows.append([f"{one_line(of)} / {one_line(truth)}", str(pair.n), f"{pair.weight:.0f}"])
-        rows[-1] += figures
+        figures = [pair.figures[figure].text() for figure in (*shown, ("kappa", "categories"))]
+        names = f"{one_line(name)} / {one_line(truth)}"
+        rows.append([names, str(pair.n), f"{pair.weight:.0f}", *figures])
     heads = ["pair", "n", "≈ rows", "agreement", "balanced accuracy", "κ", "κ of categories"]
     legend = (
         "genuine follow-ups against the rest, but for the last column. n: rows that both put into "
         "a category; ≈ rows: how many of the run's these represent, by which figures are weighted"
     )
     tables = [Table("agreement (95% intervals over sources)", heads, rows, legend)]
-    if any(row.quantity == "floor" for row in called):
-        after = {"": "their own context", "sibling": "another response"}
+    if any(share.quantity == "floor" for share in shares):
+        contexts = {"": "their own context", "sibling": "another response"}
         lines = []
-        for row in called:
-            kind = row.names.get("decoy", "")
-            what = after.get(kind, f"another {kind}")
-            name = one_line(row.names["prediction"])
-            lines.append([name, what, str(row.rows), row.estimate.text()])
+        for share in shares:
+            kind = share.names.get("decoy", "")
+            context = contexts.get(kind, f"another {kind}")
+            name = one_line(share.names["prediction"])
+            lines.append([name, context, str(share.rows), share.estimate.text()])
         heads = ["labeller", "turns after", "n", "genuine"]
         tables.append(Table("share called genuine", heads, lines))
-    for (truth, of), pair in pairs.items():
-        tables += pair_tables(f"{one_line(of)} against {one_line(truth)}", pair)
+    for (truth, name), pair in pairs.items():
+        tables += _pair_tables(f"{one_line(name)} against {one_line(truth)}", pair)
     return tables
 
 
-def pair_tables(title: str, pair: Comparison) -> list[Table]:
+def _pair_tables(title: str, pair: Comparison) -> list[Table]:
     """Precision and recall by category, and the confusion matrix in rows."""
     counts = pair.confusion
     lines = [
@@ -462,37 +452,31 @@ def pair_tables(title: str, pair: Comparison) -> list[Table]:
     ]
 
 
-def print_disagreements(
+def _print_disagreements(
     screen: Console, table: pd.DataFrame, names: Sequence[str], count: int
 ) -> None:
-    """The first few disagreements; rows of the same texts and labels are shown once."""
-    if table.empty:
-        screen.print("no disagreements")
-        return
-    columns = [*TEXTS, *(f"{name}: label" for name in names)]
-    alike = list(table.groupby(columns, sort=False, dropna=False))[:count]
+    """The first few disagreements; of rows with the same texts and labels the first."""
+    different = table.drop_duplicates([*TEXTS, *(f"{name}: label" for name in names)])
     screen.print(
-        f"[bold]{len(table)} disagreements[/], {sum(len(rows) for _, rows in alike)} of them shown "
-        "(annotators first, then genuine or not, then the judge's certainty)",
+        f"[bold]{len(table)} disagreements[/], {len(different)} of them different (annotators "
+        "first, then genuine or not, then the judge's certainty)",
         soft_wrap=True,
     )
-
-    def show(text: str, style: str | None = None) -> None:
-        screen.print(f"    {escape(text)}", style=style, soft_wrap=True)
-
-    for _, rows in alike:
-        first = rows.iloc[0]
-        show(f"query:     {one_line(first['query'], 90)}")
-        show(f"response:  {one_line(first['response'], 90)}")
-        show(f"user turn: {one_line(first['user_turn'], 300)}")
+    for row in different.head(count).to_dict("records"):
+        lines = [
+            f"query:     {one_line(row['query'], 90)}",
+            f"response:  {one_line(row['response'], 90)}",
+            f"user turn: {one_line(row['user_turn'], 300)}",
+        ]
         for name in names:
-            if isinstance(label := first[f"{name}: label"], str):
-                why = first[f"{name}: why"]
+            if isinstance(label := row[f"{name}: label"], str):
+                why = row[f"{name}: why"]
                 reason = f": {one_line(why, 160)}" if isinstance(why, str) else ""
-                show(f"{one_line(name, 40)} says {label}{reason}", "bold")
-        times = f" (×{len(rows)})" if len(rows) > 1 else ""
-        at = f"{first['context_id']} · T = {first['temperature']:g} · {first['sample']}"
-        show(f"{one_line(at)}{times}\n")
+                lines.append(f"{one_line(name, 40)} labels it {label}{reason}")
+        place = f"{row['context_id']} · T = {row['temperature']:g} · {row['sample']}"
+        for line in [*lines, one_line(place)]:
+            screen.print(f"    {escape(line)}", soft_wrap=True)
+        screen.print()
 
 
 # -- from the command line ---------------------------------------------------------------------
@@ -501,15 +485,15 @@ def print_disagreements(
 def command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge agreement``."""
     run = Run.open(args.run)
-    found = agreement(run, args.between)
-    folder = folder_of(run.path, found.name)
+    result = agreement(run, args.between)
+    folder = folder_of(run.path, result.name)
     refuse_unwritable(folder, "make the run writable")
-    write(found, folder)
+    write(result, folder)
     screen = console()
-    show(found, screen, full=args.full)
+    show(result, screen, full=args.full)
     screen.print()
-    names = found.about["settings"]["between"]
-    print_disagreements(screen, found.data["disagreements"], names, args.disagreements)
+    names = result.about["settings"]["between"]
+    _print_disagreements(screen, result.data["disagreements"], names, args.disagreements)
     screen.print(escape(f"wrote {shell_word(folder)}"), soft_wrap=True)
     screen.print(escape(f"next: python -m ia_mech.report {shell_word(args.run)}"), soft_wrap=True)
 
@@ -521,7 +505,7 @@ def check(args: argparse.Namespace) -> int:
     """
     rows = _read_turns(args.file)
     if args.out is not None:
-        refuse_existing([args.out])
+        refuse_existing(args.out)
     items = [Item(row["query"], row["response"], row["user_turn"]) for row in rows]
     judge = make_judge(args)
     if args.repeats > 1:
@@ -529,19 +513,18 @@ def check(args: argparse.Namespace) -> int:
     if args.dry_run:
         print_plan(judge, items, args)
         return 0
-    verdicts, _ = judge_items(items, judge, Bar())
-    found = [verdicts[item, 0] for item in items]
+    judged, _ = judge_items(items, judge, Bar())
+    verdicts = [judged[item, 0] for item in items]
     screen = console()
     annotated = [i for i, row in enumerate(rows) if row.get("category")]
     if annotated:
         comparison = compare(
             [rows[i]["category"] for i in annotated],
-            [found[i].category for i in annotated],
+            [verdicts[i].category for i in annotated],
             # A row without a source stands alone.
             [f"row {i}" if (s := rows[i].get("source_id")) is None else str(s) for i in annotated],
         )
-        pairs = {(args.file.name, args.judge): comparison}
-        for table in _tables(pairs, []):
+        for table in _tables({(args.file.name, args.judge): comparison}, []):
             print_table(screen, table)
         if isinstance(judge, RulesJudge) and (known := judge.fitted_on(items)):
             screen.print(
@@ -550,7 +533,7 @@ def check(args: argparse.Namespace) -> int:
                 soft_wrap=True,
             )
     else:
-        for row, verdict in zip(rows, found, strict=True):
+        for row, verdict in zip(rows, verdicts, strict=True):
             screen.print(
                 f"{verdict.category or verdict.status:<22}{escape(one_line(row['user_turn'], 90))}",
                 soft_wrap=True,
@@ -560,11 +543,11 @@ def check(args: argparse.Namespace) -> int:
     if args.out is not None:
         lines = [
             json.dumps(row | {"judge": args.judge, "verdict": verdict.to_json()}) + "\n"
-            for row, verdict in zip(rows, found, strict=True)
+            for row, verdict in zip(rows, verdicts, strict=True)
         ]
-        write_files({args.out: "".join(lines).encode()})
+        write_new_files({args.out: "".join(lines).encode()})
         print(f"verdicts: {args.out}")
-    return 0 if any(verdict.status == JUDGED for verdict in found) else NOTHING
+    return 0 if any(verdict.status == JUDGED for verdict in verdicts) else NOTHING
 
 
 def _read_turns(path: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 One append-only JSON-lines file per judge identity under ``cache/judgements/``: a changed rubric,
 model or setting is another identity and so another file. A line is flushed to the disk before its
 verdict is counted, so a kill loses at most what is in flight. One process writes at a time. A line
-that can't be read counts as none: its verdict is asked for again.
+that can't be read counts as none: its verdict is requested again.
 """
 
 import contextlib

@@ -31,7 +31,7 @@ def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
       that the turn followed, or like it was not. Responses that are worded alike count once, and
       one worded like the turn's own doesn't count.
 
-    A decoy is to be compared with what a judge says of the same turn after its own context: then
+    A decoy is to be compared with the verdict on the same turn after its own context: then
     what the judge likes about a turn, whatever its context, cancels. The draw is seeded by
     ``Run.identity_digest``, and the decoys of a smaller ``per_source`` are among those of a larger.
 
@@ -48,7 +48,7 @@ def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
     contexts = turns["context_id"].to_numpy()
     perturbation = turns["perturbation"].astype(object).fillna(UNPERTURBED)
     rng = np.random.default_rng(int(run.identity_digest, 16))
-    drawn: list[tuple[int, str, str]] = []  # row, kind, context shown
+    decoys: list[tuple[int, str, str]] = []  # row, kind, context shown
     strata = turns.groupby([turns["dataset"], perturbation, turns["temperature"]], observed=True)
     for _, stratum in sorted(strata.indices.items()):
         sources = turns["source_id"].iloc[stratum]
@@ -59,27 +59,27 @@ def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
             donors = list(dict.fromkeys(contexts[own[before]]))
             for rank, row in enumerate(own[source][:per_source]):
                 if source != before:
-                    drawn.append((row, CONVERSATION, donors[rank % len(donors)]))
-                drawn += [(row, SIBLING, other) for other in siblings[contexts[row]]]
-    rows, kinds, shown = zip(*drawn, strict=True) if drawn else ((), (), ())
+                    decoys.append((row, CONVERSATION, donors[rank % len(donors)]))
+                decoys += [(row, SIBLING, other) for other in siblings[contexts[row]]]
+    rows, kinds, shown = zip(*decoys, strict=True) if decoys else ((), (), ())
     keys = turns[list(KEY)].iloc[list(rows)].reset_index(drop=True)
     return keys.assign(decoy=pd.Series(kinds, dtype=object), shown=pd.Series(shown, dtype=object))
 
 
 def _siblings(run: Run) -> dict[str, list[str]]:
     """The contexts with another response to the same query, by context; see :func:`draw_decoys`."""
-    alike: dict[tuple, dict[str, list[str]]] = defaultdict(dict)  # per query: contexts by response
+    queries: dict[tuple, dict[str, list[str]]] = defaultdict(dict)  # contexts by response
     columns = ["context_id", "dataset", "source_id", "perturbation", "messages"]
     cut_off = run.contexts["response_cut_off"].fillna(False).astype(bool)
     rows = run.contexts[columns].assign(cut_off=cut_off)
     for row in rows.itertuples(index=False):
         *query, response = row.messages
-        asked = json.dumps([[message["role"], message["content"]] for message in query])
-        place = row.dataset, row.source_id, row.perturbation or UNPERTURBED, row.cut_off, asked
-        alike[place].setdefault(response["content"], []).append(row.context_id)
+        text = json.dumps([[message["role"], message["content"]] for message in query])
+        key = row.dataset, row.source_id, row.perturbation or UNPERTURBED, row.cut_off, text
+        queries[key].setdefault(response["content"], []).append(row.context_id)
     return {
         context: [others[0] for text, others in responses.items() if text != response]
-        for responses in alike.values()
+        for responses in queries.values()
         for response, contexts in responses.items()
         for context in contexts
     }

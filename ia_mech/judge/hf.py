@@ -7,7 +7,6 @@ verdict. So there is always one, and a probability for each category with it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 import torch
 
@@ -20,33 +19,21 @@ from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.judge import prompt
 from ia_mech.judge.rubric import NAMES, rubric_hash
 from ia_mech.judge.verdict import Item, Judge, Verdict
-from ia_mech.models.load import (
-    ModelSpec,
-    Subject,
-    context_limit,
-    load,
-    weights_hash,
-)
-
-CHARACTERS_PER_TOKEN = 4  # of English prose, for estimates
+from ia_mech.models.load import ModelSpec, Subject, context_limit, load
 
 # An item without content: how likely the model finds each name regardless of the texts.
 CONTENT_FREE = Item("N/A", "N/A", "N/A")
 
 
-class TooLong(ValueError):
-    """An item's prompt doesn't fit into the model's context."""
-
-
-MARKS = "a", "7"  # texts that have no beginning in common
+UNLIKE_TEXTS = "a", "7"  # texts that have no beginning in common
 
 
 @dataclass
-class _Begun:
-    """A beginning that prompts share: its tokens, and the state after them once it is needed."""
+class _SharedPrefix:
+    """Tokens that several prompts begin with, and the model's state after them."""
 
     ids: list[int]
-    state: Prefilled | None = None
+    state: Prefilled | None = None  # until it is needed
 
 
 class HfJudge(Judge):
@@ -63,7 +50,7 @@ class HfJudge(Judge):
     The rubric's part of a prompt is run through the model once, and query and response once for
     all turns of theirs that stand together. Items go one by one and unpadded, their nine answers as
     one right-padded batch, so a verdict doesn't depend on what else is judged. It is deterministic:
-    repeats are equal and say nothing.
+    repeats are equal.
 
     Args:
         model: hub id, local directory or GGUF file, as for sampling; it needs a chat template.
@@ -82,10 +69,11 @@ class HfJudge(Judge):
         self.model = model
         self._subject = subject or load(ModelSpec(name=model, device=device))
         self._template = ChatTemplate(self._subject.tokenizer)
-        self._rubric = _Begun(self._common_ids(*(Item(mark, "", "") for mark in MARKS)))
-        self._context: tuple[tuple[str, str], _Begun] | None = None  # of the last item
-        engine = check_engine(self._subject.model, self._rubric.ids[:64])
-        self._share = engine.share
+        self._rubric = _SharedPrefix(
+            self._common_ids(*(Item(mark, "", "") for mark in UNLIKE_TEXTS))
+        )
+        self._context: tuple[tuple[str, str], _SharedPrefix] | None = None  # of the last item
+        self._share = check_engine(self._subject.model, self._rubric.ids[:64]).share
         self._answers = [self._answer_ids(name) for name in NAMES]
         self._prior: torch.Tensor | None = None  # [categories], of the item without content
         self._backoff = Backoff(len(NAMES))
@@ -99,29 +87,6 @@ class HfJudge(Judge):
             "template": self._template.hash,
         }
 
-    def is_subject(self, model: dict[str, Any]) -> bool:
-        """Whether this judge has the weights that a run records of its ``model``, in any dtype."""
-        if model["weights_hash"] == self.identity["weights_hash"]:
-            return True
-        mine = self._subject.describe()
-        shape = ("architecture", "layers", "d_model", "vocab")
-        if model["dtype"] == mine["dtype"] or any(model[key] != mine[key] for key in shape):
-            return False
-        return model["weights_hash"] == weights_hash(self._subject.model, model["dtype"])
-
-    def estimate(self, items: Sequence[Item]) -> str:
-        """Turns and tokens, on one line."""
-        if not items:
-            return ""
-        contexts = {(item.query, item.response) for item in items}
-        rest = sum(len(prompt.messages(Item(*one, ""))[-1]["content"]) for one in contexts)
-        rest += sum(len(item.turn) + len(prompt.ENDING) for item in items)
-        return (
-            f"{len(items):,} turns through {self.model} on {self._subject.device.type}, about "
-            f"{rest // CHARACTERS_PER_TOKEN:,} tokens (characters / {CHARACTERS_PER_TOKEN}) after "
-            f"{len(self._rubric.ids):,} of the rubric, once"
-        )
-
     def judge(self, items: Sequence[Item]) -> list[Verdict]:
         """An item that is too long for the model, or for the device's memory, is ``rejected``."""
         return [self._verdict(item) for item in items]
@@ -130,13 +95,14 @@ class HfJudge(Judge):
         """Log-probability of each name after the item's prompt, in nats; ``[categories]`` float64.
 
         Raises:
-            TooLong: the prompt is longer than the model's context.
+            UserError: the prompt is longer than the model's context.
         """
         ids = self._prompt_ids(item)
         limit = context_limit(self._subject.model.config)
         longest = max(len(answer) for answer in self._answers)
         if limit is not None and len(ids) + longest > limit:
-            raise TooLong(f"the prompt has {len(ids)} tokens, the model takes {limit}")
+            problem = f"the prompt has {len(ids)} tokens, the model takes {limit}"
+            raise UserError(problem, "use a model with a longer context")
         model = self._subject.model
         with torch.inference_mode():
             prefilled = self._prefilled(item, ids)
@@ -155,10 +121,10 @@ class HfJudge(Judge):
             if self._prior is None:
                 self._prior = self.log_likelihoods(CONTENT_FREE)
             logits = self.log_likelihoods(item) - self._prior
-        except TooLong as problem:
+        except UserError as problem:
             return Verdict(None, "rejected", error=str(problem))
-        except (RuntimeError, MemoryError, UserError) as error:
-            if not (isinstance(error, UserError) or is_out_of_memory(error)):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
                 raise
             return Verdict(None, "rejected", error="the item doesn't fit into the device's memory")
         scores = logits.softmax(-1).tolist()
@@ -176,17 +142,17 @@ class HfJudge(Judge):
             self._rubric.state = prefill(self._subject.model, [Prefix(self._rubric.ids)])
         context = item.query, item.response
         if self._context is None or self._context[0] != context:
-            begun = _Begun(self._common_ids(*(Item(*context, mark) for mark in MARKS)))
-            begun.state = self._advanced(self._rubric, begun.ids)
-            self._context = context, begun
-        return self._advanced(self._context[1], ids)
+            ids_of_context = self._common_ids(*(Item(*context, mark) for mark in UNLIKE_TEXTS))
+            state = self._continued(self._rubric, ids_of_context)
+            self._context = context, _SharedPrefix(ids_of_context, state)
+        return self._continued(self._context[1], ids)
 
-    def _advanced(self, begun: "_Begun", ids: list[int]) -> Prefilled:
-        """The state after a prompt that goes on from another, which is left as it was."""
-        model, done = self._subject.model, len(begun.ids)
-        if begun.state is None or ids[:done] != begun.ids:  # tokens merged across the border
+    def _continued(self, prefix: _SharedPrefix, ids: list[int]) -> Prefilled:
+        """The state after a prompt that begins with a prefix, whose state is left as it was."""
+        model, done = self._subject.model, len(prefix.ids)
+        if prefix.state is None or ids[:done] != prefix.ids:  # tokens merged across the border
             return prefill(model, [Prefix(ids)])
-        state = expand([begun.state], [0], share=False)
+        state = expand([prefix.state], [0], share=False)
         rest = torch.tensor([ids[done:]], device=self._subject.device)
         return Prefilled(state, forward(model, state, rest, torch.ones_like(rest))[:, -1], None)
 

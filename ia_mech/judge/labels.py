@@ -1,4 +1,4 @@
-"""What a judge or an annotator says of a run, laid out over the run's turns."""
+"""The labels of a run by a judge or an annotator, laid out over the run's turns."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

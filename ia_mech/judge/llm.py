@@ -2,7 +2,7 @@
 
 The client retries by itself what may pass (server errors, rate limits, timeouts, broken
 connections). :mod:`ia_mech.judge.label` calls a judge from ``concurrency`` threads, each of which
-stores a verdict before it asks for the next.
+stores a verdict before it requests the next.
 """
 
 import json
@@ -10,6 +10,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,16 +30,18 @@ from ia_mech.judge.prompt import (
 from ia_mech.judge.rubric import rubric_hash
 from ia_mech.judge.verdict import Item, Judge, Verdict
 
-KEY = "OPENAI_API_KEY"  # goes to OpenAI, or to the server that $OPENAI_BASE_URL names with it
-OPENAI = "https://api.openai.com/v1"
+KEY_VARIABLE = (
+    "OPENAI_API_KEY"  # goes to OpenAI, or to the server that $OPENAI_BASE_URL names with it
+)
+OPENAI_URL = "https://api.openai.com/v1"
 NO_KEY = "no-key"  # what servers without keys are sent: the protocol wants one
-LEAST_KEY = 8  # characters of a key that is a secret; "EMPTY" and the like are none
-BREAKER = 8  # failures of the server in a row that end the judging
-QUOTED = 300  # characters of a server's message
+LEAST_KEY_LENGTH = 8  # characters of a key that is a secret; "EMPTY" and the like are none
+MOST_FAILURES = 8  # failures of the server in a row that end the judging
+LONGEST_MESSAGE = 300  # characters of a server's message
 MOST_TOKENS = 10**9  # of one request; a larger count is a server's mistake
 CHARACTERS_PER_TOKEN = 4  # of English prose, for estimates
 COMPLETION_TOKENS = 60  # of a one-sentence rationale and a name, for estimates
-OUR_PARAMS = {  # request parameters that are no --param, and what to use instead
+RESERVED_PARAMS = {  # request parameters that are no --param, and what to use instead
     "model": "--model",
     "messages": "nothing: the rubric is fixed",
     "response_format": "--mode",
@@ -46,6 +49,13 @@ OUR_PARAMS = {  # request parameters that are no --param, and what to use instea
     "n": "--repeats",
 }
 FORMAT_WORDS = ("format", "schema", "json", "structured", "guided", "grammar")
+_KEY_REMEDY = "set a key that is good for the model, or name its variable with --api-key-env"
+REMEDIES = {  # by HTTP status: what to do where every other request would be refused, too
+    401: _KEY_REMEDY,
+    402: "add credit to the account, then give the same command again; verdicts so far are kept",
+    403: _KEY_REMEDY,
+    404: "check --model, and --base-url (it usually ends in /v1)",
+}
 
 
 class LlmJudge(Judge):
@@ -78,8 +88,7 @@ class LlmJudge(Judge):
         timeout: seconds to wait for an answer, or for more of it.
         retries: how often a failed request is repeated at most.
         price: US dollars per million prompt and completion tokens.
-        max_cost: US dollars after which this judge asks for nothing more; the requests that are
-            under way then may go beyond it.
+        max_cost: US dollars after which nothing more is requested; open requests may go beyond it.
 
     Raises:
         UserError: a setting that can't be used.
@@ -107,10 +116,10 @@ class LlmJudge(Judge):
         self.retries = retries
         self.price = price
         self.max_cost = max_cost
-        self._check(mode)
+        self._check_settings(mode)
         self.base_url = _address(base_url)
-        is_openai = urlsplit(self.base_url).hostname == urlsplit(OPENAI).hostname
-        self.api_key_env = api_key_env or (None if base_url and not is_openai else KEY)
+        is_openai = urlsplit(self.base_url).hostname == urlsplit(OPENAI_URL).hostname
+        self.api_key_env = api_key_env or (None if base_url and not is_openai else KEY_VARIABLE)
         self._needs_key = bool(api_key_env) or is_openai
         self._modes = list(MODES) if mode == "auto" else [mode]
         self.identity = {
@@ -129,21 +138,17 @@ class LlmJudge(Judge):
 
     def estimate(self, items: Sequence[Item]) -> str:
         """Requests, tokens and, where the price is known, dollars; on one line."""
-        if not items:
-            return ""
         rubric = len(system_message()) * len(items)
         rest = sum(len(messages(item)[-1]["content"]) for item in items)
         tokens = (rubric + rest) // CHARACTERS_PER_TOKEN
         written = COMPLETION_TOKENS * len(items)
-        line = (
+        dollars = f", about ${self._dollars(tokens, written):.2f}" if self.price else ""
+        return (
             f"{len(items):,} requests to {self.model}, about {tokens:,} prompt tokens (characters "
-            f"/ {CHARACTERS_PER_TOKEN}; {rubric / (rubric + rest):.0%} of them the rubric, the "
-            f"same every time) and {written:,} completion tokens ({COMPLETION_TOKENS} each; "
-            "reasoning models write many more)"
+            f"/ {CHARACTERS_PER_TOKEN}; most are the rubric, the same every time) and {written:,} "
+            f"completion tokens ({COMPLETION_TOKENS} each; reasoning models write many "
+            f"more){dollars}"
         )
-        if self.price is None:
-            return line
-        return f"{line}, about ${self._dollars(tokens, written):.2f}"
 
     def judge(self, items: Sequence[Item]) -> list[Verdict]:
         """One request per item; may be called from several threads.
@@ -155,23 +160,15 @@ class LlmJudge(Judge):
         verdicts = []
         for item in items:
             self._check_cost()
-            verdicts.append(self._ask(item))
+            verdicts.append(self._request(item))
             self._count(verdicts[-1])
         return verdicts
 
-    def messages(self, item: Item) -> list[dict[str, str]]:
-        """The dialogue that is sent for an item."""
-        return messages(item)
-
-    def read(self, completion: dict[str, Any]) -> Verdict:
-        """What a chat completion says of its item, without tokens, cost and the form's name."""
-        return read_completion(completion)
-
     # -- one request -----------------------------------------------------------------------------
 
-    def _ask(self, item: Item) -> Verdict:
+    def _request(self, item: Item) -> Verdict:
         mode = self._modes[0]
-        request = {"model": self.model, "messages": self.messages(item), **self.params}
+        request = {"model": self.model, "messages": messages(item), **self.params}
         if form := response_format(mode):
             request["response_format"] = form
         try:
@@ -186,24 +183,22 @@ class LlmJudge(Judge):
                 raise ValueError("no choices")
         except openai.APIStatusError as error:
             if form and _is_about_format(error):
-                self._fall_back(mode, self._shown(error))
-                return self._ask(item)
-            return self._refusal(error)
+                self._fall_back(mode, self._message_of(error))
+                return self._request(item)
+            return self._verdict_of(error)
         except openai.OpenAIError as error:
-            return Verdict(None, "unavailable", error=self._shown(error.__cause__ or error))
+            return Verdict(None, "unavailable", error=self._message_of(error.__cause__ or error))
         except (ValueError, LookupError, TypeError, RecursionError):
-            start = body[:QUOTED].decode("utf-8", "replace")
-            return Verdict(
-                None, "unavailable", error=self._shown(f"not a chat completion: {start!r}")
-            )
-        found = self.read(completion)
+            start = body[:LONGEST_MESSAGE].decode("utf-8", "replace")
+            message = self._message_of(f"not a chat completion: {start!r}")
+            return Verdict(None, "unavailable", error=message)
+        answer = read_completion(completion)
         tokens = _tokens(completion)
-        return Verdict(
-            found.category,
-            found.status,
-            rationale=self._masked(found.rationale),
-            mode=f"{mode}/{found.mode}" if found.mode else mode,
-            error=self._shown(found.error),
+        return replace(
+            answer,
+            rationale=self._without_key(answer.rationale),
+            mode=f"{mode}/{answer.mode}" if answer.mode else mode,
+            error=self._message_of(answer.error),
             prompt_tokens=tokens[0],
             completion_tokens=tokens[1],
             cost=self._dollars(*tokens) if self.price is not None and any(tokens) else None,
@@ -219,52 +214,39 @@ class LlmJudge(Judge):
             if self._modes[0] == mode:
                 self._modes.pop(0)
 
-    def _refusal(self, error: openai.APIStatusError) -> Verdict:
-        """What a refusal means for its item.
+    def _verdict_of(self, error: openai.APIStatusError) -> Verdict:
+        """The failure of one item.
 
         Raises:
-            UserError: it means that no item will get past.
+            UserError: every other item would fail, too.
         """
-        status, reason = error.status_code, self._shown(error)
-        if status == 402 or error.code == "insufficient_quota":
-            raise UserError(
-                f"{self.base_url} reports that the account has no credit left ({reason})",
-                "add credit, then give the same command again; verdicts so far are kept",
-            )
-        if status == 401 or (status == 403 and not self._answered):
-            # The server's message about a wrong key may repeat a part of it: it isn't shown.
-            sent = f"the key in {self.api_key_env}" if self._key != NO_KEY else "no key was sent"
-            raise UserError(
-                f"{self.base_url} refuses access (HTTP {status}; {sent})",
-                f"set a key that is good for {self.model}, or name the variable that holds it with "
-                "--api-key-env",
-            )
+        status, message = error.status_code, self._message_of(error)
+        remedy = REMEDIES.get(402 if error.code == "insufficient_quota" else status)
         if 300 <= status < 400:
-            there = self._shown(error.response.headers.get("location", "nowhere"))
-            raise UserError(
-                f"{self.base_url} redirects requests to {there}, where nothing is sent",
-                "give the other address with --base-url if it is the one meant",
-            )
-        if status == 404:
-            raise UserError(
-                f"{self.base_url} knows no model {self.model!r}, or no such path ({reason})",
-                "check --model, and --base-url (it usually ends in /v1)",
-            )
+            target = error.response.headers.get("location", "nowhere")
+            message = self._message_of(f"HTTP {status}: it redirects them to {target}")
+            remedy = "give the other address with --base-url if it is the one meant"
+        if status == 401:  # the server's words about a wrong key may repeat a part of it
+            message = f"HTTP 401; the key is that in {self.api_key_env or 'no variable'}"
+        if remedy and not (status == 403 and self._answered):
+            raise UserError(f"{self.base_url} refuses requests ({message})", remedy)
         if error.code == "content_filter":
-            return Verdict(None, "filtered", error=reason)
+            return Verdict(None, "filtered", error=message)
         passing = status in (408, 409, 425, 429) or status >= 500
-        return Verdict(None, "unavailable" if passing else "rejected", error=reason)
+        return Verdict(None, "unavailable" if passing else "rejected", error=message)
 
-    def _shown(self, problem: str | BaseException) -> str:
+    def _message_of(self, problem: str | BaseException) -> str:
         """What went wrong, on one line and without the key."""
         if isinstance(problem, openai.APIStatusError):
-            text = f"HTTP {problem.status_code}: {problem.response.text[:QUOTED]}"
+            text = f"HTTP {problem.status_code}: {problem.response.text[:LONGEST_MESSAGE]}"
+        elif isinstance(problem, BaseException):
+            text = str(problem) or type(problem).__name__
         else:
-            text = problem if isinstance(problem, str) else str(problem) or type(problem).__name__
-        return one_line(" ".join(self._masked(text).split()), QUOTED)
+            text = problem
+        return one_line(" ".join(self._without_key(text).split()), LONGEST_MESSAGE)
 
-    def _masked(self, text: str) -> str:
-        return text if len(self._key) < LEAST_KEY else text.replace(self._key, "[key]")
+    def _without_key(self, text: str) -> str:
+        return text if len(self._key) < LEAST_KEY_LENGTH else text.replace(self._key, "[key]")
 
     # -- all requests ------------------------------------------------------------------------------
 
@@ -285,7 +267,7 @@ class LlmJudge(Judge):
             else:
                 self._failures = 0
                 self._answered |= verdict.status != "rejected"
-            if self._failures >= BREAKER:
+            if self._failures >= MOST_FAILURES:
                 raise UserError(
                     f"{self.base_url} failed {self._failures} times in a row, at last with: "
                     f"{verdict.error}",
@@ -312,45 +294,35 @@ class LlmJudge(Judge):
         key = os.environ.get(self.api_key_env or "", "").strip()
         if not key and self._needs_key:
             raise UserError(
-                f"no key for {self.base_url}: the environment variable {self.api_key_env} is not "
-                "set",
+                f"no key for {self.base_url}: {self.api_key_env} is not set",
                 "set it, name another with --api-key-env, or give --base-url for a server of yours",
             )
         if not (key.isascii() and key.isprintable()):
-            raise UserError(
-                f"the environment variable {self.api_key_env} holds characters that no key has",
-                "set it to the key alone",
-            )
+            raise UserError(f"${self.api_key_env} holds characters that no key has", "set it again")
         return key or NO_KEY
 
-    def _check(self, mode: str) -> None:
+    def _check_settings(self, mode: str) -> None:
         if mode not in ("auto", *MODES):
             raise UserError(f"no mode {mode!r}", f"use auto, {', '.join(MODES)}")
-        for name, instead in OUR_PARAMS.items():
+        for name, instead in RESERVED_PARAMS.items():
             if name in self.params:
                 raise UserError(f"--param {name} can't be set", f"use {instead}")
-        try:
-            json.dumps(self.params, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"--param: {error}", "give values that are JSON") from None
-        if not (math.isfinite(self.timeout) and self.timeout > 0):
-            raise UserError(f"--timeout {self.timeout:g} is no time", "use seconds above 0")
-        if self.price is not None and not all(math.isfinite(p) and p >= 0 for p in self.price):
+        for flag, value in (("--timeout", self.timeout), ("--max-cost", self.max_cost)):
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"{flag} {value:g} is not above 0", "use seconds or dollars")
+        if self.price is not None and not all(0 <= dollars < math.inf for dollars in self.price):
             raise UserError("--price can't be negative", "use dollars per million tokens")
-        if self.max_cost is not None:
-            if self.price is None:
-                raise UserError("--max-cost needs the price", "give --price IN OUT as well")
-            if not (math.isfinite(self.max_cost) and self.max_cost > 0):
-                raise UserError(f"--max-cost {self.max_cost:g} is no amount", "use dollars above 0")
+        if self.max_cost is not None and self.price is None:
+            raise UserError("--max-cost needs the price", "give --price IN OUT as well")
 
 
 def _address(base_url: str | None) -> str:
     """The address given, or ``$OPENAI_BASE_URL``, or OpenAI's.
 
     Raises:
-        UserError: it isn't an http address, or more than that: it is kept beside the verdicts.
+        UserError: it isn't an http address, or more than that: it is stored with the verdicts.
     """
-    given = (base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI).strip()
+    given = (base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).strip()
     try:
         parts = urlsplit(given)
         usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
@@ -369,7 +341,7 @@ def _is_about_format(error: openai.APIStatusError) -> bool:
     """Whether a bad request is refused for its ``response_format``."""
     if error.status_code not in (400, 422) or error.code == "content_filter":
         return False
-    text = f"{error.param} {error.response.text[:QUOTED]}".lower()
+    text = f"{error.param} {error.response.text[:LONGEST_MESSAGE]}".lower()
     return any(word in text for word in FORMAT_WORDS)
 
 
@@ -380,4 +352,5 @@ def _tokens(completion: dict[str, Any]) -> tuple[int, int]:
     prompt, written = (counts.get(name) for name in ("prompt_tokens", "completion_tokens"))
     if type(prompt) is not int or type(written) is not int:  # True is an int, too
         return 0, 0
-    return (prompt, written) if 0 <= min(prompt, written) <= MOST_TOKENS else (0, 0)
+    possible = min(prompt, written) >= 0 and max(prompt, written) <= MOST_TOKENS
+    return (prompt, written) if possible else (0, 0)

@@ -1,4 +1,4 @@
-"""What a language model is asked, and how its answer is read.
+"""The prompt of a language model as a judge, and how its answer is read.
 
 The rubric comes first and is always the same, the item last, so that servers can reuse the rubric's
 part from request to request. The item is text that a model wrote, so it is carried as a JSON object
@@ -11,7 +11,7 @@ Answers are read strictly: what isn't a verdict becomes a failure and is never g
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from ia_mech.cli import one_line
@@ -58,7 +58,7 @@ SCHEMA = {
 
 # What begins a tag or a control token: <think>, </s>, <|im_end|>, <｜end▁of▁sentence｜>, [INST].
 # "3 < 4" and "[1, 2]" stay as they are.
-_CONTROL = re.compile(r"<(?=[^\s\d=<])|\[(?=/?[A-Za-z][A-Za-z_]*\])")
+_TOKEN_BRACKETS = re.compile(r"<(?=[^\s\d=<])|\[(?=/?[A-Za-z][A-Za-z_]*\])")
 
 
 def messages(item: Item, *, names_only: bool = False) -> list[dict[str, str]]:
@@ -78,7 +78,7 @@ def system_message(*, names_only: bool = False) -> str:
     definitions = "\n\n".join(f"{c.name}: {c.definition}" for c in CATEGORIES)
     examples = "\n\n".join(
         f"Item: {encode(Item(e.query, e.response, e.turn))}\n"
-        f"Answer: {c.name if names_only else _answer(e.why, c.name)}"
+        f"Answer: {c.name if names_only else _answer_line(e.why, c.name)}"
         for c in CATEGORIES
         for e in c.examples
     )
@@ -90,14 +90,12 @@ def system_message(*, names_only: bool = False) -> str:
 
 
 def encode(item: Item) -> str:
-    """An item as JSON on one line; ``json.loads`` gives its texts back."""
-    return json_line({"query": item.query, "response": item.response, "user_turn": item.turn})
-
-
-def json_line(texts: Mapping[str, str]) -> str:
-    """Named texts as a JSON object on one line, the brackets of control tokens escaped."""
+    """An item as JSON on one line, the brackets of control tokens escaped; ``json.loads`` gives
+    its texts back.
+    """
+    texts = {"query": item.query, "response": item.response, "user_turn": item.turn}
     line = json.dumps({name: clean(text) for name, text in texts.items()}, ensure_ascii=False)
-    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
+    return _TOKEN_BRACKETS.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
 
 
 def clean(text: str) -> str:
@@ -106,7 +104,7 @@ def clean(text: str) -> str:
 
 
 def response_format(mode: str) -> dict[str, Any] | None:
-    """The request parameter that asks for the answer's form; None in mode ``text``."""
+    """The request parameter for the answer's form; None in mode ``text``."""
     if mode == "json_schema":
         described = {"name": "verdict", "strict": True, "schema": SCHEMA}
         return {"type": "json_schema", "json_schema": described}
@@ -120,7 +118,7 @@ def prompt_hash(*, names_only: bool = False) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _answer(rationale: str, category: str) -> str:
+def _answer_line(rationale: str, category: str) -> str:
     return json.dumps({"rationale": rationale, "category": category}, ensure_ascii=False)
 
 
@@ -145,25 +143,24 @@ def read_completion(completion: dict[str, Any]) -> Verdict:
     """
     choice = _object(next(iter(completion["choices"]), None))
     message, ended = _object(choice.get("message")), choice.get("finish_reason")
-    if refusal := text_of(message.get("refusal")):
+    if refusal := _text_of(message.get("refusal")):
         return Verdict(None, "refused", error=_quote(refusal))
     if ended == "content_filter":
         return Verdict(None, "filtered", error="the server's content filter ended the answer")
-    content = text_of(message.get("content"))
+    content = _text_of(message.get("content"))
     # vLLM calls the field reasoning, or reasoning_content before 0.12; others took up either.
-    reasoning = text_of(message.get("reasoning_content")) or text_of(message.get("reasoning"))
+    reasoning = _text_of(message.get("reasoning_content")) or _text_of(message.get("reasoning"))
     text, place = (content, "") if content.strip() else (reasoning, "reasoning")
     try:
-        found, whole = find_verdict(text)
+        answer, whole = find_verdict(text)
     except NoVerdict as problem:
         if ended == "length":
             return Verdict(None, "truncated", error=f"cut off by a token limit: {_quote(text)}")
         if not content.strip():
             return Verdict(None, "empty", error=f"the answer has no content {_quote(text)}".strip())
         return Verdict(None, "unparsable", error=f"{problem}: {_quote(text)}")
-    rationale = found.get("rationale")
-    rationale = clean(rationale)[:LONGEST_RATIONALE] if isinstance(rationale, str) else ""
-    return Verdict(found["category"], rationale=rationale, mode=place or ("" if whole else "text"))
+    rationale = clean(_text_of(answer.get("rationale")))[:LONGEST_RATIONALE]
+    return Verdict(answer["category"], rationale=rationale, mode=place or ("" if whole else "text"))
 
 
 def find_verdict(text: str) -> tuple[dict[str, Any], bool]:
@@ -183,7 +180,7 @@ def find_verdict(text: str) -> tuple[dict[str, Any], bool]:
         if answer.startswith("<think>"):
             raise NoVerdict("thinking without an end")
     objects = list(_objects(answer))
-    verdicts = [found for found in objects if "category" in found]
+    verdicts = [value for value in objects if "category" in value]
     if len(verdicts) != 1:
         many = "more than one" if verdicts else "no"
         raise NoVerdict(f"{many} JSON object with a category")
@@ -216,7 +213,7 @@ def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def text_of(value: Any) -> str:
+def _text_of(value: Any) -> str:
     """Content as text; some servers send a list of parts."""
     if isinstance(value, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in value]

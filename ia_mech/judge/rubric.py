@@ -210,23 +210,19 @@ CATEGORIES: tuple[Category, ...] = (
 NAMES: tuple[str, ...] = tuple(category.name for category in CATEGORIES)
 ASSESSED: tuple[str, ...] = tuple(name for name in NAMES if name != CANNOT_ASSESS)
 
-# Headings for tables, at most two lines of ten characters.
-SHORT = {
+_HEADINGS = {
     "genuine_follow_up": "genuine",
-    "prompt_restatement": "repeats\nquery",
-    "assistant_restatement": "repeats\nresponse",
-    "identity_leakage": "speaks as\nassistant",
+    "prompt_restatement": "repeats query",
+    "assistant_restatement": "repeats response",
+    "identity_leakage": "speaks as assistant",
     "meta_planning": "plans",
-    "new_topic": "new\ntopic",
-    "generic": "generic",
-    "degenerate": "degen-\nerate",
-    CANNOT_ASSESS: "can't\nassess",
+    CANNOT_ASSESS: "can't assess",
 }
 
 
 def heading(category: str) -> str:
-    """A category's heading on one line."""
-    return SHORT[category].replace("-\n", "").replace("\n", " ")
+    """A category's short name for tables."""
+    return _HEADINGS.get(category, category.replace("_", " "))
 
 
 # Where a turn fits two categories, the first that applies.

@@ -23,7 +23,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,15 +43,14 @@ from ia_mech.run import Run, integrity, layout
 from ia_mech.run.labels import KEY, check_name
 from ia_mech.untrusted import escape_unseen, parse_json, spreadsheet_safe, visible
 
-KEYS = "123456780"  # of the rubric's categories on the page
+PAGE_KEYS = "123456780"  # of the rubric's categories on the page
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
 ALL, FAILED = "all", "failed"  # strata that are no category: without a judge; no verdict
 DECOY = "decoy"  # the stratum of decoys, which are no sample of the run's turns
-DECOYS = 0.25  # of the number of turns: a fifth of the sheet
-LEAST = 5  # rows of a stratum, where it has so many
+DECOY_SHARE = 0.25  # of the number of turns: a fifth of the sheet
+LEAST_PER_STRATUM = 5  # rows of a stratum, where it has so many
 
-_NEEDED = ("item", "category")
-COLUMNS_READ = (*_NEEDED, "note")
+COLUMNS_READ = ("item", "category", "note")  # the last may be absent
 
 # -- drawing a sheet ---------------------------------------------------------------------------
 
@@ -102,34 +101,36 @@ def export_sheet(
     if n < len(sizes):
         raise UserError(
             f"--n {n} can't cover the {len(sizes)} strata by judge {by!r} ({', '.join(sizes)})",
-            f"give --n {len(sizes)} or more; {LEAST * len(sizes)} would be sensible",
+            f"give --n {len(sizes)} or more; {LEAST_PER_STRATUM * len(sizes)} would be sensible",
         )
     identity = run.identity_digest
     name = check_name(name or "sheet-" + _hash(identity, by, n, seed)[:8])
     rng = np.random.default_rng(int(_hash(identity, name, n, seed)[:16], 16))
-    drawn = allocate(sizes, n)
+    sampled = allocate(sizes, n)
     chosen = [
         rng.choice(np.flatnonzero(strata == stratum), count, replace=False)
-        for stratum, count in drawn.items()
+        for stratum, count in sampled.items()
     ]
-    cut_off = run.contexts.set_index("context_id")["response_cut_off"]
-    decoys = _drawn_decoys(run, round(DECOYS * n), rng)
+    decoys = _sample_decoys(run, round(DECOY_SHARE * n), rng)
     items = items_of(run, decoys)
     keys = list(rows[list(KEY)].itertuples(index=False, name=None))
     lines: list[tuple[Item, str, dict[str, Any]]] = []  # texts, context shown, place in the run
     for row in np.concatenate(chosen).tolist():
         stratum = str(strata[row])
-        chance = drawn[stratum] / sizes[stratum]
-        place = dict(zip(KEY, keys[row], strict=True)) | {"stratum": stratum}
-        lines.append((items[row], keys[row][0], place | {"inclusion_probability": chance}))
+        place = dict(zip(KEY, keys[row], strict=True)) | {
+            "stratum": stratum,
+            "inclusion_probability": sampled[stratum] / sizes[stratum],
+        }
+        lines.append((items[row], keys[row][0], place))
     for text, place in zip(items[len(rows) :], decoys.to_dict("records"), strict=True):
-        unweighted = {"stratum": DECOY, "inclusion_probability": None}
-        lines.append((text, place["shown"], place | unweighted))
-    sheet, known = [], {}
+        place |= {"stratum": DECOY, "inclusion_probability": None}
+        lines.append((text, place["shown"], place))
+    cut_off = run.contexts.set_index("context_id")["response_cut_off"]
+    sheet, places = [], {}
     for line in rng.permutation(len(lines)).tolist():
         text, shown, place = lines[line]
         item = item_id(identity, name, place)
-        known[item] = place
+        places[item] = place
         row = item, text.query, text.response, not cut_off[shown], text.turn, "", ""
         sheet.append(dict(zip(COLUMNS, row, strict=True)))
     judge = None
@@ -143,13 +144,13 @@ def export_sheet(
         "seed": seed,
         "n": n,
         "rubric": {"version": VERSION, "hash": rubric_hash()},
-        "strata": {s: {"rows": sizes[s], "drawn": drawn[s]} for s in sizes},
-        "items": known,
+        "strata": {s: {"rows": sizes[s], "drawn": sampled[s]} for s in sizes},
+        "items": places,
     }
     return Sheet(sheet, key)
 
 
-def _drawn_decoys(run: Run, count: int, rng: np.random.Generator) -> pd.DataFrame:
+def _sample_decoys(run: Run, count: int, rng: np.random.Generator) -> pd.DataFrame:
     """About so many of a run's decoys, of each kind there is alike."""
     every = draw_decoys(run, 1)
     kinds = [at for _, at in sorted(every.groupby("decoy").indices.items())]
@@ -160,15 +161,16 @@ def _drawn_decoys(run: Run, count: int, rng: np.random.Generator) -> pd.DataFram
 def allocate(sizes: dict[str, int], n: int) -> dict[str, int]:
     """How many rows to draw of each stratum; they sum to n, which covers all strata.
 
-    At least :data:`LEAST` of each (fewer if it has fewer or n is short), the rest by the square
-    root of its size: between proportional, which would leave rare categories out, and equal, which
-    would give them most of the work. Rows are handed out one by one by Sainte-Laguë's method.
+    At least :data:`LEAST_PER_STRATUM` of each (fewer if it has fewer or n is short), the rest by
+    the square root of its size: between proportional, which would leave rare categories out, and
+    equal, which would give them most of the work. Rows are handed out one by one by Sainte-Laguë's
+    method.
     """
-    drawn = {name: min(LEAST, size, n // len(sizes)) for name, size in sizes.items()}
-    for _ in range(n - sum(drawn.values())):
-        left = [name for name in sizes if drawn[name] < sizes[name]]
-        drawn[max(left, key=lambda name: math.sqrt(sizes[name]) / (2 * drawn[name] + 1))] += 1
-    return drawn
+    counts = {name: min(LEAST_PER_STRATUM, size, n // len(sizes)) for name, size in sizes.items()}
+    for _ in range(n - sum(counts.values())):
+        left = [name for name in sizes if counts[name] < sizes[name]]
+        counts[max(left, key=lambda name: math.sqrt(sizes[name]) / (2 * counts[name] + 1))] += 1
+    return counts
 
 
 def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, ...]:
@@ -179,9 +181,7 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, ...]:
     """
     name = sheet.key["sheet"]
     if name in run.labels.sheets:
-        raise UserError(
-            f"{run.path} has a sheet named {name!r}", "give another --name, or another --seed"
-        )
+        raise UserError(f"{run.path} has a sheet named {name!r}", "give another --out and --seed")
     lines = [escape_unseen(json.dumps(row, ensure_ascii=False)) + "\n" for row in sheet.rows]
     forms = {
         "csv": csv_bytes(pd.DataFrame(sheet.rows, columns=COLUMNS)),
@@ -189,7 +189,7 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, ...]:
         "html": _page(sheet).encode(),
     }
     contents = {out.with_name(f"{out.name}.{form}"): made for form, made in forms.items()}
-    write_files(contents)
+    write_new_files(contents)
     run.labels.write_sheet(name, sheet.key)
     return tuple(contents)
 
@@ -203,7 +203,7 @@ def _page(sheet: Sheet) -> str:
     ]
     choices = [
         {"name": category.name, "key": key, "short": category.definition.partition(".")[0] + "."}
-        for category, key in zip(CATEGORIES, KEYS, strict=True)
+        for category, key in zip(CATEGORIES, PAGE_KEYS, strict=True)
     ]
     data = packed({"sheet": sheet.key["sheet"], "rows": rows, "categories": choices})
     return rendered("annotate", data, title="Annotate user turns", rubric=CATEGORIES, order=ORDER)
@@ -255,21 +255,21 @@ def csv_bytes(table: pd.DataFrame) -> bytes:
     return text.encode("utf-8-sig")
 
 
-def refuse_existing(paths: Iterable[Path]) -> None:
-    """Raise UserError unless files can be written there that replace none."""
-    for path in paths:
-        layout.check_output(path)
-        if path.exists():
-            raise UserError(f"{path} exists", "give another --out, or remove it")
+def refuse_existing(path: Path) -> None:
+    """Raise UserError unless a file can be written there that replaces none."""
+    layout.check_output(path)
+    if path.exists():
+        raise UserError(f"{path} exists", "give another --out, or remove it")
 
 
-def write_files(contents: dict[Path, bytes]) -> None:
+def write_new_files(contents: dict[Path, bytes]) -> None:
     """Write files, each whole.
 
     Raises:
         UserError: one is there, or its folder isn't. None is written then.
     """
-    refuse_existing(contents)
+    for path in contents:
+        refuse_existing(path)
     for path, content in contents.items():
         integrity.replace_file(path, partial(_write_bytes, content))
 
@@ -349,17 +349,14 @@ def read_sheet(path: Path) -> list[SheetRow]:
     suffix = path.suffix.lower()
     if path.is_file() and suffix not in (".csv", ".jsonl", ".json"):
         raise UserError(f"{path} is no .csv, .jsonl or .json", "save the sheet as CSV UTF-8")
-    read = {".jsonl": json_lines, ".json": _json_list}.get(suffix, _csv_rows)
     rows = []
-    for where, row in read(path):
-        for column in COLUMNS_READ:
-            value = row.get(column, None if column in _NEEDED else "")
-            if not isinstance(value, str):
-                problem = f"has no column {column!r}" if value is None else f"{column} isn't a text"
-                raise UserError(
-                    f"{where}: {problem}", f"keep the columns {', '.join(COLUMNS_READ)}"
-                )
-        rows.append(SheetRow(where, *(row.get(column, "").strip() for column in COLUMNS_READ)))
+    for where, row in (_csv_rows if suffix == ".csv" else json_lines)(path):
+        values = [row.get(column, "") for column in COLUMNS_READ]
+        absent = [column for column in ("item", "category") if column not in row]
+        if absent or not all(isinstance(value, str) for value in values):
+            problem = f"has no column {absent[0]!r}" if absent else "a cell isn't a text"
+            raise UserError(f"{where}: {problem}", f"keep the columns {', '.join(COLUMNS_READ)}")
+        rows.append(SheetRow(where, *(value.strip() for value in values)))
     return rows
 
 
@@ -374,34 +371,28 @@ def _text_of(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(
-            f"{path} isn't UTF-8 (byte {content[error.start]:#04x} in line {line})",
-            "save it as UTF-8 (in a spreadsheet: CSV UTF-8)",
+            f"{path} isn't UTF-8 in line {line}", "save it as UTF-8 (in a spreadsheet: CSV UTF-8)"
         ) from None
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, object) of every line that isn't blank; UserError for what is no object."""
-    # Not splitlines(): a text may hold U+2028, which JSON needn't escape.
-    for number, line in enumerate(_text_of(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {path}"
-        value = parse_json(line, where, "correct that line")
-        if not isinstance(value, dict):
-            raise UserError(f"{where} isn't a JSON object", "correct that line")
-        yield where, value
+    """(where it stands, object) of every line that isn't blank, or of the objects of one list.
 
-
-def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, object) of every object of a JSON list; UserError for anything else."""
-    remedy = "give the file as the page exported it"
-    values = parse_json(_text_of(path), str(path), remedy)
-    if not isinstance(values, list):
-        raise UserError(f"{path} isn't a JSON list", remedy)
-    for number, value in enumerate(values, 1):
-        where = f"object {number} of {path}"
+    Raises:
+        UserError: what isn't JSON, or is no object.
+    """
+    text = _text_of(path)
+    if text.lstrip().startswith("["):  # as the page exports it
+        values = enumerate(parse_json(text, str(path), "correct it"), 1)
+        objects = ((f"object {number} of {path}", value) for number, value in values)
+    else:
+        # Not splitlines(): a text may hold U+2028, which JSON needn't escape.
+        lines = [(f"line {n} of {path}", line) for n, line in enumerate(text.split("\n"), 1)]
+        full = [(where, line) for where, line in lines if line.strip()]
+        objects = ((where, parse_json(line, where, "correct it")) for where, line in full)
+    for where, value in objects:
         if not isinstance(value, dict):
-            raise UserError(f"{where} isn't a JSON object", remedy)
+            raise UserError(f"{where} isn't a JSON object", "correct it")
         yield where, value
 
 
@@ -420,35 +411,32 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _sheet_of(run: Run, file: Path, rows: list[SheetRow]) -> tuple[str, dict[str, Any]]:
     """The sheet that a file's items belong to, and its key."""
-    if not rows:
-        raise UserError(f"{file} has no rows", "give the sheet that was filled in")
     sheets = {name: run.labels.sheet(name) for name in run.labels.sheets}
     items = {row.item for row in rows}
-    found = [name for name in sheets if items & sheets[name]["items"].keys()]
-    if not found:
+    fitting = [name for name in sheets if items & sheets[name]["items"].keys()]
+    if not fitting:
         raise UserError(
             f"{file} holds annotations of another run: none of its {len(items)} items is on a "
             f"sheet of {run.path} ({', '.join(sheets) or 'there is no sheet'})",
             "give the run that the sheet was exported from",
         )
-    if len(found) > 1:
+    if len(fitting) > 1:
         raise UserError(
-            f"{file} mixes the sheets {' and '.join(found)}, which are samples of their own",
+            f"{file} mixes the sheets {' and '.join(fitting)}, which are samples of their own",
             "import one file per sheet, each as an annotator of its own (anna-1, anna-2)",
         )
-    return found[0], sheets[found[0]]
+    return fitting[0], sheets[fitting[0]]
 
 
-def _labelled(rows: list[SheetRow], known: dict[str, Any]) -> dict[str, SheetRow]:
+def _labelled(rows: list[SheetRow], places: dict[str, Any]) -> dict[str, SheetRow]:
     """Rows with a category by item; UserError names the first that can't be."""
     labelled: dict[str, SheetRow] = {}
     for row in rows:
-        category = re.sub(r"[\s_-]+", "_", row.category.lower())
-        before = labelled.get(row.item)
-        if row.item not in known:
+        if row.item not in places:
             raise UserError(
                 f"{row.where} has the item {row.item!r}", "keep the items of the exported sheet"
             )
+        category = re.sub(r"[\s_-]+", "_", row.category.lower())
         if not category:
             continue
         if category not in NAMES:
@@ -456,12 +444,12 @@ def _labelled(rows: list[SheetRow], known: dict[str, Any]) -> dict[str, SheetRow
                 f"{row.where} has the unknown category {row.category[:60]!r}",
                 f"choose from {', '.join(NAMES)}",
             )
-        if before is not None and before.category != category:
+        first = labelled.setdefault(row.item, row._replace(category=category))
+        if first.category != category:
             raise UserError(
-                f"{row.where} calls {row.item} {category}, and {before.where} {before.category}",
+                f"{row.where} calls {row.item} {category}, and {first.where} {first.category}",
                 "keep one of the two",
             )
-        labelled.setdefault(row.item, row._replace(category=category))
     return labelled
 
 
@@ -474,29 +462,25 @@ def export_command(args: argparse.Namespace) -> None:
     out = args.out
     if out is not None:
         out = out.with_name(re.sub(r"\.(csv|jsonl|html)$", "", out.name))
-    name = args.name
-    if name is None and out is not None:
+    name = None
+    if out is not None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name).lstrip("._-") or None
     sheet = export_sheet(run, args.n, by=args.by, seed=args.seed, name=name)
     # Not the run's name: it holds the model's and the dataset's.
     out = out or run.path.resolve().parent / sheet.key["sheet"]
     files = write_sheet(run, sheet, out)
-    key = sheet.key
-    if key["judge"] is None:
-        print("no judge has judged this run: one stratum, so rare categories may hardly be seen")
-    else:
-        print(f"{key['n']} of {len(run.turns)} turns, by categories of {key['judge']['name']}:")
+    key, judge = sheet.key, sheet.key["judge"]
+    how = f"by categories of {judge['name']}" if judge else "in one stratum, as no judge judged it"
+    print(f"{key['n']} of {len(run.turns)} turns, {how}:")
     for stratum, count in key["strata"].items():
         print(f"  {stratum:<24}{count['drawn']:>5} of {count['rows']:>6}")
-    decoys = len(key["items"]) - key["n"]
-    if decoys:
+    if decoys := len(key["items"]) - key["n"]:
         print(f"  and {decoys} turns after contexts that they did not follow, as a control")
-    print(f"the key stays in the run, as sheet {key['sheet']!r}")
-    print("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
     for file in files:
         print(f"sheet: {file}")
-    print("fill in: category (and note, if you like); explained by: python -m ia_mech.judge rubric")
+    print("fill in category (and note), explained by: python -m ia_mech.judge rubric")
     print("or open the .html, which needs no network, and import the .json that it exports")
+    print("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
     words = f"{shell_word(args.run)} {shell_word(files[0])}"
     print(f"next: python -m ia_mech.judge import {words} --annotator NAME")
 
@@ -508,21 +492,17 @@ def import_command(args: argparse.Namespace) -> None:
     labels = Counter(run.labels.annotations(args.annotator)["category"])
     decoys = len(run.labels.decoys(args.annotator, "annotations"))
     strata = run.labels.record("annotations", args.annotator)["strata"]
-    count = labels.total()
-    drawn = sum(stratum["drawn"] for stratum in strata.values())
+    labelled, rows = labels.total(), sum(stratum["drawn"] for stratum in strata.values())
     listed = ", ".join(f"{name} {labels[name]}" for name in NAMES if labels[name])
-    print(f"{count} of {drawn} rows labelled by {one_line(args.annotator)}: {listed}")
+    print(f"{labelled} of {rows} rows labelled by {one_line(args.annotator)}: {listed}")
     if decoys:
         print(f"and {decoys} decoys; judge agreement shows how many of them are called genuine")
-    if count < drawn:
+    if labelled < rows:
         print(
-            f"{drawn - count} of the sheet's {drawn} rows have no category and are left out; the "
-            "others are taken for a random part of their strata"
+            "rows without a category are left out: the others count as a random part of a stratum"
         )
     if unseen := [name for name, stratum in strata.items() if not stratum["filled"]]:
-        print(
-            f"no label is of a turn that the judge calls {' or '.join(unseen)}: no figure will "
-            "cover such turns"
-        )
+        names = " or ".join(unseen)
+        print(f"no label is of a turn that the judge calls {names}: no figure covers such turns")
     print(f"labels: {path}")
     print(f"next: python -m ia_mech.judge agreement {shell_word(args.run)}")

@@ -1,4 +1,4 @@
-"""The contract of a judge: it is given an :class:`Item` and says a :class:`Verdict`."""
+"""The contract of a judge: an :class:`Item` in, a :class:`Verdict` out."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
 OUTCOMES = {"genuine": "genuine", "grounded": "genuine and grounded"}
 GROUNDED_P = 0.05
 JUDGED = "judged"  # the status of a verdict that names a category
-# The other statuses. Such verdicts aren't cached: the same command asks for them again.
+# The other statuses. Such verdicts aren't cached: the same command requests them again.
 FAILURES = ("refused", "filtered", "truncated", "empty", "unparsable", "rejected", "unavailable")
 
 
@@ -33,7 +33,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge says of one item.
+    """A judge's verdict on one item, or why there is none.
 
     Attributes:
         category: one of the rubric's names, ``cannot_assess`` included; None for a failure.
@@ -122,5 +122,5 @@ class Judge:
 
 def identity_hash(identity: dict[str, Any]) -> str:
     """16 hex digits of a judge's identity."""
-    text = json.dumps(identity, sort_keys=True)
+    text = json.dumps(identity, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

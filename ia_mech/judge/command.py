@@ -1,0 +1,223 @@
+"""``python -m ia_mech.judge run``, and the judge that a command's flags describe."""
+
+import argparse
+import importlib
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.markup import escape
+
+from ia_mech.cli import NOTHING, one_line, shell_word
+from ia_mech.display import Bar, console
+from ia_mech.errors import UserError
+from ia_mech.judge.decoys import draw_decoys
+from ia_mech.judge.label import (
+    UNSEEN,
+    check_judged,
+    decoys_per_source,
+    items_of,
+    label_run,
+)
+from ia_mech.judge.rubric import NAMES, heading
+from ia_mech.judge.verdict import JUDGED, Item, Judge, identity_hash
+from ia_mech.run import Run
+from ia_mech.untrusted import parse_json
+
+# Of verdicts; what is counted on the screen.
+_PRINTED_COLUMNS = ["category", "status", "error", "item", "cached"]
+_PRINTED_COLUMNS += ["prompt_tokens", "completion_tokens", "cost"]
+
+# Flags that are for some judges; for those not given a judge has defaults.
+_SERVER_FLAGS = ("base_url", "api_key_env", "mode", "concurrency", "timeout", "retries", "max_cost")
+_JUDGES_OF_FLAG = {
+    **dict.fromkeys((*_SERVER_FLAGS, "price"), ("llm",)),
+    **dict.fromkeys(("device", "force"), ("hf",)),
+    "model": ("llm", "hf"),
+    "param": ("llm", "module:Class"),
+}
+
+
+def run_judge(args: argparse.Namespace) -> int:
+    """``python -m ia_mech.judge run``; returns its exit status."""
+    run = Run.open(args.run)
+    name = args.name or _default_name(args) + UNSEEN * args.unperturbed
+    run.labels.check_name("judgements", name)
+    check_judged(run, args.unperturbed)
+    judge = make_judge(args, run)
+    if args.dry_run:
+        plan = draw_decoys(run, decoys_per_source(judge, args.decoys))
+        items = items_of(run, plan, unperturbed=args.unperturbed)
+        print_plan(judge, items, args, decoys=len(plan))
+        return 0
+    begun = time.monotonic()
+    path = label_run(
+        run,
+        judge,
+        name,
+        Bar(),
+        decoys=args.decoys,
+        replace=args.replace,
+        unperturbed=args.unperturbed,
+        repeats=args.repeats,
+    )
+    rows = run.labels.judgements(name, _PRINTED_COLUMNS)
+    decoys = run.labels.decoys(name, columns=_PRINTED_COLUMNS)
+    _print_verdicts(rows, decoys, time.monotonic() - begun)
+    if judge.caveat:
+        console().print(escape(judge.caveat), soft_wrap=True)
+    print(f"verdicts: {path}")
+    if not (rows["status"] == JUDGED).any():
+        print("no turn could be judged, for the reasons above: fix them, then judge again")
+        return NOTHING
+    chosen = f" --judge {shell_word(name)}" if len(run.labels.judges) > 1 else ""
+    print(f"next: python -m ia_mech.rates {shell_word(args.run)}{chosen}")
+    return 0
+
+
+def make_judge(args: argparse.Namespace, run: Run | None = None) -> Judge:
+    """The judge that the flags describe.
+
+    The subject model of the ``run`` that is to be judged is no judge of it.
+
+    Raises:
+        UserError: flags that don't go together, or a judge that can't be had.
+    """
+    _check_flags(args)
+    if args.judge == "rules":
+        from ia_mech.judge.rules import RulesJudge
+
+        return RulesJudge()
+    if args.judge == "hf":
+        return _make_hf(args, run)
+    if args.judge != "llm":
+        return _make_own(args.judge, _params(args.param))
+    from ia_mech.judge.llm import LlmJudge
+
+    return LlmJudge(
+        args.model,
+        params=_params(args.param),
+        price=tuple(args.price) if args.price else None,
+        **_given_flags(args, *_SERVER_FLAGS),
+    )
+
+
+def print_plan(
+    judge: Judge, items: Sequence[Item], args: argparse.Namespace, *, decoys: int = 0
+) -> None:
+    """What ``--dry-run`` shows; ``decoys`` of the items are decoys."""
+    distinct = list(dict.fromkeys(items))
+    turns = f"{len(items) - decoys} user turns" + (f" and {decoys} decoys" if decoys else "")
+    print(f"{turns}, {len(distinct)} distinct, x {args.repeats}")
+    if estimate := judge.estimate(distinct * args.repeats):
+        print(f"{estimate} (before what the cache has)")
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    kind = "module:Class" if ":" in args.judge else args.judge
+    for flag, kinds in _JUDGES_OF_FLAG.items():
+        value = getattr(args, flag)
+        given = value is not None and value is not False and value != []  # 0 is given
+        if given and kind not in kinds:
+            needed = " or ".join(f"--judge {kind}" for kind in kinds)
+            raise UserError(f"--{flag.replace('_', '-')} needs {needed}", "add it, or drop it")
+    if kind in _JUDGES_OF_FLAG["model"] and not (args.model or "").strip():
+        raise UserError(f"--judge {kind} needs a model", "give --model NAME")
+    if kind in ("rules", "hf") and args.repeats > 1:
+        raise UserError(f"the {kind} judge answers the same each time", "drop --repeats")
+
+
+def _make_own(name: str, arguments: dict[str, Any]) -> Judge:
+    """A user's own judge, from the working folder or an installed package."""
+    module, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a console script has its own folder there
+    try:
+        made = getattr(importlib.import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise UserError(f"--judge {name}: {error}", "check it") from error
+    if not (isinstance(made, type) and issubclass(made, Judge)):
+        raise UserError(
+            f"--judge {name} is no subclass of ia_mech.judge.verdict.Judge", "see docs/judging.md"
+        )
+    try:
+        judge = made(**arguments)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--judge {name}: {error}", "give its arguments with --param") from error
+    try:
+        identity_hash(judge.identity)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"--judge {name} has no identity that is JSON ({error})", "see docs/judging.md"
+        ) from error
+    return judge
+
+
+def _make_hf(args: argparse.Namespace, run: Run | None) -> Judge:
+    """A local model; the run's subject only if forced.
+
+    The name is compared before anything is loaded, the weights after: another name may be a copy.
+    """
+    from ia_mech.judge.hf import HfJudge
+    from ia_mech.models.load import same_model
+
+    subject = None if run is None or args.force else run.model
+    known = subject and same_model(args.model, None, subject["name"], subject.get("revision"))
+    judge = None if known else HfJudge(args.model, **_given_flags(args, "device"))
+    if judge is None or (subject and subject["weights_hash"] == judge.identity["weights_hash"]):
+        raise UserError(
+            f"{args.model} is the subject model of {args.run}: it would judge its own turns",
+            "give another --model, or --force",
+        )
+    return judge
+
+
+def _given_flags(args: argparse.Namespace, *flags: str) -> dict[str, Any]:
+    """The flags that were given; the judge has defaults for the others."""
+    return {flag: value for flag in flags if (value := getattr(args, flag)) is not None}
+
+
+def _params(pairs: list[str]) -> dict[str, Any]:
+    """``["temperature=0"]`` as ``{"temperature": 0}``: values are JSON, or else text."""
+    params = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise UserError(f"--param {pair!r} isn't KEY=VALUE", "give for example temperature=0")
+        try:
+            params[key] = parse_json(value, pair, "")
+        except UserError:
+            params[key] = value
+    return params
+
+
+def _default_name(args: argparse.Namespace) -> str:
+    name = args.judge.partition(":")[2] or Path(args.model or args.judge).name
+    words = re.sub(r"[^A-Za-z0-9._-]", "-", name)
+    return words.strip("-._")[:100] or args.judge
+
+
+def _print_verdicts(rows: pd.DataFrame, decoys: pd.DataFrame, seconds: float) -> None:
+    """How many turns are of each category, what failed, and what it cost."""
+    screen = console()
+    counts = rows["category"].value_counts()
+    listed = ", ".join(f"{heading(name)} {counts[name]}" for name in NAMES if name in counts)
+    screen.print(f"categories: {listed or 'none'}", soft_wrap=True)
+    rows = pd.concat([rows, decoys]) if len(decoys) else rows
+    for status, part in rows[rows["status"] != JUDGED].groupby("status"):
+        errors = part["error"].value_counts()
+        commonest = escape(one_line(errors.index[0], 100))
+        screen.print(f"{len(part)} {status}: {commonest} ({errors.iloc[0]})", soft_wrap=True)
+    apart = f" ({len(decoys)} of them of decoys)" if len(decoys) else ""
+    facts = [f"{len(rows)} rows{apart}, {rows['item'].nunique()} distinct turns in {seconds:.0f} s"]
+    if tokens := rows["prompt_tokens"].sum() + rows["completion_tokens"].sum():
+        facts.append(f"{tokens} tokens")
+    if rows["cost"].notna().any():
+        before = rows["cost"][rows["cached"]].sum()
+        earlier = f" (${before:.4f} of it paid before)" if before else ""
+        facts.append(f"${rows['cost'].sum():.4f}{earlier}")
+    screen.print(", ".join(facts), soft_wrap=True)
