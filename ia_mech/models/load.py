@@ -351,13 +351,11 @@ def _identifier(name: str, revision: str | None) -> tuple[str, str]:
     return name.lower(), revision or "main"
 
 
-def weights_hash(model: PreTrainedModel, dtype: str | None = None) -> str:
+def weights_hash(model: PreTrainedModel) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of what the model would save, 16 hex digits.
 
-    Of the weights as loaded: the same checkpoint in another dtype is another subject. With
-    ``dtype`` (a key of ``DTYPES``), of the weights as they would be in that.
+    Of the weights as loaded: the same checkpoint in another dtype is another subject.
     """
-    cast = DTYPES.get(dtype or "")
     items = sorted(model.state_dict().items())
     # Offloaded or reordered weights are made whole one at a time, or they might not fit.
     elsewhere = any(tensor.is_meta or tensor.is_mkldnn for _, tensor in items)
@@ -367,8 +365,6 @@ def weights_hash(model: PreTrainedModel, dtype: str | None = None) -> str:
         if elsewhere:
             path, _, own = name.rpartition(".")
             tensor = whole_weight(model.get_submodule(path), own)
-        if cast is not None and tensor.is_floating_point():
-            tensor = tensor.to(cast)
         tensor = tensor.detach().contiguous().cpu()
         h = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
         h.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
