@@ -1,7 +1,19 @@
 
-const AFTER = ["its own conversation", "another conversation (decoy)",
+// What a turn was shown after, from the turn's side; and what a decoy followed, from the context's.
+const SHOWN_AFTER = ["its own conversation", "another conversation (decoy)",
   "another response to its query (decoy)"];
+const FOLLOWED = [null, "decoy: followed another conversation",
+  "decoy: followed another response to this query"];
 const CONTEXTS = 10; // on a page
+
+for (const button of document.querySelectorAll("figure button")) {
+  button.addEventListener("click", () => {
+    const close = el("button", { type: "button" }, "close");
+    at("enlarged").replaceChildren(close, button.firstElementChild.cloneNode());
+    at("enlarged").showModal();
+  });
+}
+at("enlarged").addEventListener("click", () => at("enlarged").close());
 
 unpacked().then((data) => {
   const { contexts, turns } = data;
@@ -52,7 +64,7 @@ unpacked().then((data) => {
         (i) => values[i], (value) => (value ? "yes" : "no"));
     }
   }
-  choice("shown after", upwards(turns.decoy), (i) => turns.decoy[i], (k) => AFTER[k], 0);
+  choice("shown after", upwards(turns.decoy), (i) => turns.decoy[i], (k) => SHOWN_AFTER[k], 0);
   for (const [name, beyond] of [["bits from", (b, v) => b >= v], ["bits to", (b, v) => b <= v]]) {
     if (!bits) break;
     const input = el("input", { type: "number", step: "0.1" });
@@ -111,19 +123,20 @@ unpacked().then((data) => {
 
   function turn(i) {
     const why = [];
-    const said = judges.map((judge) => {
+    const labels = judges.map((judge) => {
       const { category, reason } = turns.labels[judge];
       const name = data.categories[category[i]];
+      const accepted = name === data.accepted;
       if (reason[i]) why.push(judges.length > 1 ? `${judge}: ${reason[i]}` : reason[i]);
-      return el("span", { class: name === data.accepted ? "accepted" : "" },
-        `${name === data.accepted ? "✓ " : ""}${words(name)}${by(judge)}`);
+      return el("span", { class: accepted ? "accepted" : "" },
+        `${accepted ? "✓ " : ""}${words(name)}${by(judge)}`);
     });
-    if (turns.decoy[i]) said.push(`after ${AFTER[turns.decoy[i]]}`);
-    if (bits && bits[i] !== null) said.push(`${bits[i].toFixed(2)} bits`);
+    if (turns.decoy[i]) labels.push(FOLLOWED[turns.decoy[i]]);
+    if (bits && bits[i] !== null) labels.push(`${bits[i].toFixed(2)} bits`);
     if (turns.logprob[i] !== null) why.push(`log p ${turns.logprob[i].toFixed(1)} at T = 1`);
-    const line = said.flatMap((part, k) => (k ? [" · ", part] : [part]));
+    const line = labels.flatMap((part, k) => (k ? [" · ", part] : [part]));
     if (why.length) line.push(el("span", { class: "why" }, judges.length ? "why" : "more"));
-    return el("div", { class: "turn" }, shaded(i), why.length
+    return el("div", { class: turns.decoy[i] ? "turn decoy" : "turn" }, shaded(i), why.length
       ? el("details", { class: "meta" }, el("summary", {}, ...line), ...why.map((part) => el("p", {}, part)))
       : el("div", { class: "meta" }, ...line));
   }
@@ -137,7 +150,7 @@ unpacked().then((data) => {
   function folded(title, those) {
     if (those.length === 0) return [];
     const fold = el("details", {}, el("summary", {}, `${those.length} ${title}`));
-    fold.addEventListener("toggle", () => { fold.append(columns(those)); mind(fold); }, { once: true });
+    fold.addEventListener("toggle", () => { fold.append(columns(those)); makeReachable(fold); }, { once: true });
     return [fold];
   }
 
@@ -163,7 +176,7 @@ unpacked().then((data) => {
   }
 
   // What scrolls can be reached by keyboard.
-  function mind(part) {
+  function makeReachable(part) {
     const boxes = [...part.querySelectorAll(".text")].filter((box) => box.scrollHeight > box.clientHeight);
     for (const box of boxes) box.tabIndex = 0;
   }
@@ -177,7 +190,7 @@ unpacked().then((data) => {
   function draw() {
     const shown = found.slice(first, first + CONTEXTS);
     rows.replaceChildren(...(shown.length ? shown.map(row) : [el("p", {}, "No turn passes these filters.")]));
-    mind(rows);
+    makeReachable(rows);
     at("previous").disabled = first === 0;
     at("next").disabled = first + CONTEXTS >= found.length;
     const number = (n) => n.toLocaleString("en");
@@ -231,9 +244,6 @@ unpacked().then((data) => {
   at("previous").addEventListener("click", () => turned(-CONTEXTS));
   at("next").addEventListener("click", () => turned(CONTEXTS));
   window.addEventListener("hashchange", follow);
-  window.addEventListener("beforeprint", () => {
-    for (const fold of document.querySelectorAll(".card details")) fold.open = true;
-  });
   filter();
   follow();
 });
