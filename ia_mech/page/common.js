@@ -12,11 +12,11 @@ function el(name, attributes, ...children) {
   return made;
 }
 
-const at = (id) => document.getElementById(id);
+const byId = (id) => document.getElementById(id);
 
 async function unpacked() {
-  const text = at("data").textContent.trim();
-  at("data").remove();
+  const text = byId("data").textContent.trim();
+  byId("data").remove();
   const raw = atob(text);
   const bytes = new Uint8Array(raw.length);
   for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);

@@ -9,11 +9,11 @@ const CONTEXTS = 10; // on a page
 for (const button of document.querySelectorAll("figure button")) {
   button.addEventListener("click", () => {
     const close = el("button", { type: "button" }, "close");
-    at("enlarged").replaceChildren(close, button.firstElementChild.cloneNode());
-    at("enlarged").showModal();
+    byId("enlarged").replaceChildren(close, button.firstElementChild.cloneNode());
+    byId("enlarged").showModal();
   });
 }
-at("enlarged").addEventListener("click", () => at("enlarged").close());
+byId("enlarged").addEventListener("click", () => byId("enlarged").close());
 
 unpacked().then((data) => {
   const { contexts, turns } = data;
@@ -27,7 +27,7 @@ unpacked().then((data) => {
   const upwards = (values) => [...new Set(values)].sort((a, b) => a - b);
 
   // -- filters: each has a control, and a test of a turn, or null where all pass ----------------
-  const form = at("filters");
+  const form = byId("filters");
   const filters = [];
 
   function choice(name, values, test, shown = String, first = null) {
@@ -45,22 +45,22 @@ unpacked().then((data) => {
   }
 
   const words = (category) => category.replaceAll("_", " ");
-  const by = (judge) => (judges.length > 1 ? ` by ${judge}` : "");
-  const of = (column) => (i) => contexts[column][turns.context[i]];
+  const byJudge = (judge) => (judges.length > 1 ? ` by ${judge}` : "");
+  const ofContext = (column) => (i) => contexts[column][turns.context[i]];
   const search = el("input", { type: "search" });
   form.append(el("label", {}, "text of turn or context", search));
   for (const judge of judges) {
     const codes = turns.labels[judge].category;
-    choice(`category${by(judge)}`, upwards(codes), (i) => codes[i], (k) => words(data.categories[k]));
+    choice(`category${byJudge(judge)}`, upwards(codes), (i) => codes[i], (k) => words(data.categories[k]));
   }
   choice("temperature", upwards(turns.temperature), (i) => turns.temperature[i], temperature);
-  choice("run", contexts.run, of("run"), (k) => data.runs[k]);
-  choice("dataset", upwards(contexts.dataset), of("dataset"), (k) => data.datasets[k]);
-  choice("response", upwards(contexts.response_index.filter((k) => k !== null)), of("response_index"));
+  choice("run", contexts.run, ofContext("run"), (k) => data.runs[k]);
+  choice("dataset", upwards(contexts.dataset), ofContext("dataset"), (k) => data.datasets[k]);
+  choice("response", upwards(contexts.response_index.filter((k) => k !== null)), ofContext("response_index"));
   for (const judge of judges) {
     for (const outcome of ["grounded", "dependent"]) {
       const values = turns.labels[judge][outcome] || [];
-      choice(`genuine and ${outcome}${by(judge)}`, [1, 0].filter((value) => values.includes(value)),
+      choice(`genuine and ${outcome}${byJudge(judge)}`, [1, 0].filter((value) => values.includes(value)),
         (i) => values[i], (value) => (value ? "yes" : "no"));
     }
   }
@@ -129,7 +129,7 @@ unpacked().then((data) => {
       const accepted = name === data.accepted;
       if (reason[i]) why.push(judges.length > 1 ? `${judge}: ${reason[i]}` : reason[i]);
       return el("span", { class: accepted ? "accepted" : "" },
-        `${accepted ? "✓ " : ""}${words(name)}${by(judge)}`);
+        `${accepted ? "✓ " : ""}${words(name)}${byJudge(judge)}`);
     });
     if (turns.decoy[i]) labels.push(FOLLOWED[turns.decoy[i]]);
     if (bits && bits[i] !== null) labels.push(`${bits[i].toFixed(2)} bits`);
@@ -141,16 +141,16 @@ unpacked().then((data) => {
       : el("div", { class: "meta" }, ...line));
   }
 
-  function columns(shown) {
-    return el("div", { class: "columns" }, ...upwards(shown.map((i) => turns.temperature[i])).map((t) =>
-      el("div", {}, el("h4", {}, temperature(t)), ...shown.filter((i) => turns.temperature[i] === t).map(turn))));
+  function columns(indices) {
+    return el("div", { class: "columns" }, ...upwards(indices.map((i) => turns.temperature[i])).map((t) =>
+      el("div", {}, el("h4", {}, temperature(t)), ...indices.filter((i) => turns.temperature[i] === t).map(turn))));
   }
 
   // Turns that are made elements when they are first looked at.
-  function folded(title, those) {
-    if (those.length === 0) return [];
-    const fold = el("details", {}, el("summary", {}, `${those.length} ${title}`));
-    fold.addEventListener("toggle", () => { fold.append(columns(those)); makeReachable(fold); }, { once: true });
+  function folded(title, indices) {
+    if (indices.length === 0) return [];
+    const fold = el("details", {}, el("summary", {}, `${indices.length} ${title}`));
+    fold.addEventListener("toggle", () => { fold.append(columns(indices)); makeReachable(fold); }, { once: true });
     return [fold];
   }
 
@@ -182,7 +182,7 @@ unpacked().then((data) => {
   }
 
   // -- the rows: a page of contexts with a turn that passes -------------------------------------
-  const rows = at("rows");
+  const rows = byId("rows");
   const passes = new Uint8Array(count);
   let found = [];
   let first = 0;
@@ -191,11 +191,11 @@ unpacked().then((data) => {
     const shown = found.slice(first, first + CONTEXTS);
     rows.replaceChildren(...(shown.length ? shown.map(row) : [el("p", {}, "No turn passes these filters.")]));
     makeReachable(rows);
-    at("previous").disabled = first === 0;
-    at("next").disabled = first + CONTEXTS >= found.length;
+    byId("previous").disabled = first === 0;
+    byId("next").disabled = first + CONTEXTS >= found.length;
     const number = (n) => n.toLocaleString("en");
     const turnsFound = passes.reduce((sum, pass) => sum + pass, 0);
-    at("count").textContent = (shown.length ? `${number(first + 1)}–${number(first + shown.length)} of ` : "")
+    byId("count").textContent = (shown.length ? `${number(first + 1)}–${number(first + shown.length)} of ` : "")
       + `${number(found.length)} contexts, ${number(turnsFound)} turns`;
   }
 
@@ -230,7 +230,7 @@ unpacked().then((data) => {
     }
     const k = found.indexOf(c);
     if (k < 0) {
-      at("count").textContent = "This page has no such context.";
+      byId("count").textContent = "This page has no such context.";
       return;
     }
     first = k - (k % CONTEXTS);
@@ -241,8 +241,8 @@ unpacked().then((data) => {
 
   form.addEventListener("input", (event) => (event.target === shading ? draw() : filter()));
   form.addEventListener("submit", (event) => event.preventDefault());
-  at("previous").addEventListener("click", () => turned(-CONTEXTS));
-  at("next").addEventListener("click", () => turned(CONTEXTS));
+  byId("previous").addEventListener("click", () => turned(-CONTEXTS));
+  byId("next").addEventListener("click", () => turned(CONTEXTS));
   window.addEventListener("hashchange", follow);
   filter();
   follow();

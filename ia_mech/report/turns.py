@@ -87,9 +87,7 @@ def browser(
             f"every run and dataset: all of them would take more than {limit / 1e6:g} MB. The "
             "numbers above are of all turns."
         )
-    unknown = [
-        visible(run.model["name"]) for run, of in zip(runs, lengths, strict=True) if of is None
-    ]
+    unknown = [run.model["name"] for run, of in zip(runs, lengths, strict=True) if of is None]
     if unknown:
         note += (
             f" Tokens of {', '.join(dict.fromkeys(unknown))} are not shaded, since the "
