@@ -142,6 +142,7 @@ def test_turns_and_decoys_stand_after_what_the_judge_was_shown(run):
     data = unpacked(render_report([run]))
     turns, contexts = data["turns"], data["contexts"]
     assert len(turns["text"]) == len(verdicts) > len(own) == 60
+    assert own["category"].nunique() > 1
     codes = turns["labels"]["rules"]["category"]
     assert expected == {
         (contexts["id"][turns["context"][i]], turns["temperature"][i], turns["text"][i],
@@ -183,8 +184,8 @@ def test_bits_and_outcomes_of_turns_come_from_results(judged):
     each = [[0.5, -0.25]] * len(turns)
     bits = turns.assign(reaction_bits=np.arange(len(turns)) / 8, bits_by_token=each)
     moons(folder_of(judged.path, "moons"), judged, turns=bits)
-    told = turns.assign(grounded=1.0, dependent=np.nan, run="run")
-    moons(folder_of(judged.path, "rates-rules"), judged, turns=told)
+    outcomes = turns.assign(grounded=1.0, dependent=np.nan, run="run")
+    moons(folder_of(judged.path, "rates-rules"), judged, turns=outcomes)
     found = unpacked(render_report([judged]))["turns"]
     assert found["bits"][::2] == pytest.approx(bits["reaction_bits"], abs=5e-4)
     assert set(found["bits"][1::2]) == {None} and found["token_bits"][:2] == [[0.5, -0.25], None]
@@ -258,13 +259,10 @@ def test_results_of_labels_that_were_replaced_say_so(judged):
 
 def test_long_estimates_are_cut_and_say_so():
     names = np.where(np.arange(500) < 450, "a", "(all)")
-    table = estimates_table(
-        pd.DataFrame({"value": np.arange(500.0), "term": "a", "dataset": names})
-    )
+    frame = pd.DataFrame({"value": np.arange(500.0), "term": "a", "dataset": names})
+    table = estimates_table(frame)
     assert [row[1] for row in table.rows] == ["(all)"] * 50 + ["a"] * 350
-    assert len(table.rows) == 400 and table.title.endswith(
-        "the first 400 of 500 rows; the file has all"
-    )
+    assert "the first 400 of 500 rows" in table.title
 
 
 # -- the turns ---------------------------------------------------------------------------------
@@ -272,10 +270,7 @@ def test_long_estimates_are_cut_and_say_so():
 
 def test_a_page_that_would_be_too_large_holds_a_sample_of_whole_contexts(judged):
     whole, words = browsers.browser([judged], ["run"], [[]])
-    assert words == (
-        f"60 turns after 12 contexts. Tokens of {judged.model['name']} are not shaded, since the "
-        "tokenizer is not on this machine."
-    )
+    assert words.startswith("60 turns after 12 contexts.") and "not shaded" in words
     small, words = browsers.browser([judged], ["run"], [[]], limit=len(whole) * 2 // 3)
     assert len(small) <= len(whole) * 2 // 3
     kept = json.loads(gzip.decompress(base64.b64decode(small)))
