@@ -23,8 +23,7 @@ BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment'
 OUTCOMES = ("grounded", DEPENDENT)  # columns of turns.parquet of rates
 VERDICT = [*KEY, "repeat", "category", "status", "rationale"]
 DECOY = (*KEY, "shown", "decoy")
-MAX_BYTES = 100_000_000  # of a page's data
-TRIAL = 100_000  # turns that are packed to see how many bytes turns take
+MAX_TOKENS = 10_000_000  # of the turns of a page: some 100 MB, which a browser can still take
 
 TokenLengths = Callable[[str, np.ndarray], list[int] | None]  # of a turn's text and token ids
 
@@ -33,12 +32,12 @@ def browser(
     runs: Sequence[Run],
     names: Sequence[str],
     folders: Sequence[Sequence[Path]],
-    limit: int = MAX_BYTES,
+    limit: int = MAX_TOKENS,
 ) -> tuple[str, str]:
     """The packed data of the turn browser, and a sentence on how much it holds.
 
-    Where all turns take more than ``limit`` bytes, whole contexts are drawn at random, of every run
-    and dataset the same share.
+    Where all turns may have more than ``limit`` tokens, whole contexts are drawn at random, of
+    every run and dataset the same share.
 
     Args:
         runs: the runs.
@@ -47,10 +46,10 @@ def browser(
             all runs that say they are of the run: from ``turns.parquet`` bits (``reaction_bits``,
             ``bits_by_token``), and of rates whether turns are grounded or dependent; from
             ``predictions.parquet`` a probe's ``probability``.
-        limit: bytes of the data.
+        limit: tokens of all turns, each as long as a turn may be.
 
     Raises:
-        UserError: no context fits the limit, or a table of a result is damaged.
+        UserError: a table of a result is damaged.
     """
     lengths = [_token_lengths(run) for run in runs]
     all_folders = list(dict.fromkeys(folder for of_run in folders for folder in of_run))
@@ -61,31 +60,26 @@ def browser(
         ]
     ).astype({"context_id": object, "dataset": object})
     count = sum(len(run.turns) for run in runs)
-    share, measured = min(1.0, TRIAL / count), False
-    while True:
-        drawn = contexts.groupby(["run", "dataset"]).sample(frac=share, random_state=0)
-        if drawn.empty:
-            raise UserError(f"not even one context fits a page of {limit} bytes", "show fewer runs")
-        kept = [set(drawn.loc[drawn["run"] == number, "context_id"]) for number in range(len(runs))]
-        frames = [
-            _frames(run, lengths[number], kept[number], all_folders, number)
-            for number, run in enumerate(runs)
-        ]
-        shown, turns = (pd.concat(of, ignore_index=True) for of in zip(*frames, strict=True))
-        shown = shown.sort_values("order", kind="stable")  # runs meet after each query
-        del frames
-        data = packed(columns_of(shown, turns, names))
-        if len(data) <= limit and (measured or share == 1):
-            break
-        share = min(1.0, share * limit / len(data) * (1 if measured else 0.95))
-        measured = True
+    tokens = sum(len(run.turns) * run.settings["max_new_tokens"] for run in runs)
+    share = min(1.0, limit / tokens)
+    drawn = contexts.groupby(["run", "dataset"]).sample(frac=share, random_state=0)
+    frames = [
+        _frames(run, of_run, set(drawn.loc[drawn["run"] == number, "context_id"]), all_folders)
+        for number, (run, of_run) in enumerate(zip(runs, lengths, strict=True))
+    ]
+    shown, turns = (
+        pd.concat([frame.assign(run=number) for number, frame in enumerate(of_runs)])
+        for of_runs in zip(*frames, strict=True)
+    )
+    shown = shown.sort_values("order", kind="stable")  # runs meet after each query
+    data = packed(columns_of(shown, turns, names))
     note = f"{count:,} turns after {len(contexts):,} contexts."
     if share < 1:
         note = (
             f"This page holds {(turns['decoy'] == '').sum():,} of {count:,} turns, those after "
             f"{len(shown):,} of {len(contexts):,} contexts, drawn at random with the same share of "
-            f"every run and dataset: all of them would take more than {limit / 1e6:g} MB. The "
-            "numbers above are of all turns."
+            f"every run and dataset, so that a browser can take it. The numbers above are of "
+            "all turns."
         )
     unknown = [run.model["name"] for run, of in zip(runs, lengths, strict=True) if of is None]
     if unknown:
@@ -97,7 +91,7 @@ def browser(
 
 
 def _frames(
-    run: Run, lengths: TokenLengths | None, kept: set[str], folders: Sequence[Path], number: int
+    run: Run, lengths: TokenLengths | None, kept: set[str], folders: Sequence[Path]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The ``kept`` contexts of a run, and the turns after them, with all that is known of each."""
     frames = []
@@ -113,12 +107,11 @@ def _frames(
         frames.append(
             (
                 contexts.drop(columns="messages").assign(
-                    run=number,
                     query=[_query(list(all_)[:-1]) for all_ in messages],
                     response=[all_[-1]["content"] for all_ in messages],
                 ),
                 turns.drop(columns="token_ids").assign(
-                    run=number, pieces=pd.Series(pieces, turns.index, dtype=object)
+                    pieces=pd.Series(pieces, turns.index, dtype=object)
                 ),
             )
         )
@@ -135,7 +128,7 @@ def _frames(
         verdicts = run.labels.judgements(judge, VERDICT)
         labels.append(_labels(verdicts[verdicts["context_id"].isin(kept)], judge, KEY))
         decoys.append(_labels(run.labels.decoys(judge), judge, DECOY))
-    texts = turns[[*KEY, "run", "text"]]
+    texts = turns[[*KEY, "text"]]
     for of_judge in labels:
         turns = turns.join(of_judge, on=list(KEY))
     for folder in folders:
