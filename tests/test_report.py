@@ -281,15 +281,15 @@ def test_a_page_that_would_be_too_large_holds_a_sample_of_whole_contexts(judged)
 
 
 def test_tokens_are_as_long_as_javascript_counts(judged, monkeypatch):
-    tokens = {0: "a ", 1: "😀", 2: " b", 3: "<end>"}
+    tokens = {0: "a ", 1: "😀", 2: " b\U000e0041", 3: "<end>"}  # the last letter is a tag
     fake = SimpleNamespace(decode=lambda ids, **_: tokens[ids[0]])
     monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda *_, **__: (fake, None))
     rows = judged.generations
-    rows["text"] = ["a 😀 b", *["a b"] * (len(rows) - 1)]
+    rows["text"] = ["".join(tokens[n] for n in range(3)), *["a b"] * (len(rows) - 1)]
     rows["token_ids"] = [np.array([0, 1, 2, 3])] * len(rows)
     data, note = browsers.browser([judged], ["run"], [[]])
     turns = json.loads(gzip.decompress(base64.b64decode(data)))["turns"]
-    assert turns["pieces"][turns["text"].index("a 😀 b")] == [2, 2, 2]  # an emoji is two units
+    assert turns["pieces"][turns["text"].index("a 😀 b�")] == [2, 2, 3]  # an emoji is two units
     assert turns["pieces"].count(None) == len(rows) - 1  # of texts that these aren't the tokens of
     assert "not shaded" not in note
 

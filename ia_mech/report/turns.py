@@ -178,8 +178,8 @@ def _joined(
 
 
 def _token_lengths(run: Run) -> TokenLengths | None:
-    """A function of a turn's text and ids: how many UTF-16 units of the text each token is; None
-    where tokens don't add up to the text.
+    """A function of a turn's text and ids: how many UTF-16 units of the shown text each token is;
+    None where tokens don't add up to the text.
 
     None without the model's tokenizer, which is not fetched: a page can be made where the model
     isn't.
@@ -203,7 +203,7 @@ def _token_lengths(run: Run) -> TokenLengths | None:
             part = piece(token)
             if not text.startswith(part, at):
                 return found if at == len(text) else None  # the turn's end isn't in its text
-            found.append(len(part.encode("utf-16-le")) // 2)
+            found.append(len(visible(part).encode("utf-16-le")) // 2)
             at += len(part)
         return found
 
