@@ -123,7 +123,7 @@ def test_filters_pages_and_permalinks(judged, opened):
     page.get_by_label("text of turn or context").fill("no turn says this")
     assert counted(page) == (0, 0) and "No turn passes" in page.locator("#rows").text_content()
     page.get_by_role("button", name="clear").click()
-    page.get_by_role("button", name="further contexts").click()
+    page.get_by_role("button", name="further").click()
     assert page.locator(".context h3").all_text_contents() == ids[10:]
     page.get_by_role("link", name=ids[11], exact=True).click()
     again = opened(content, page.evaluate("location.hash"))
@@ -170,7 +170,7 @@ def test_hostile_texts_do_nothing(run, opened):
         for row in page.locator(".context").all():
             assert row.locator(".turn").count() == 5
             row.get_by_text("why").first.click()
-        further = page.get_by_role("button", name="further contexts")
+        further = page.get_by_role("button", name="further")
         if further.is_enabled():
             further.click()
     assert page.evaluate("window.hacked") is None
