@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from judging import plant
-from test_report import HOSTILE, hostile, no_tokenizer, unpacked
+from test_report import CATEGORIES, HOSTILE, hostile, judged, moons, no_tokenizer, unpacked
 
 from ia_mech.judge.__main__ import main as judge_main
 from ia_mech.judge.rubric import GENUINE, NAMES
@@ -21,7 +21,8 @@ from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.page import packed, rendered
 from ia_mech.rates.__main__ import main as rates_main
 from ia_mech.report.__main__ import render_report
-from ia_mech.report.turns import _columns
+from ia_mech.report.turns import columns_of
+from ia_mech.results import Table, folder_of
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -31,8 +32,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
 ]
-CATEGORIES = [[GENUINE, "generic", "degenerate", "new_topic"][i * 7 % 4] for i in range(60)]
-__all__ = ["no_tokenizer"]  # a fixture that acts here, too
+__all__ = ["judged", "no_tokenizer"]  # fixtures of the report's tests
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +76,6 @@ def opened(browser, tmp_path) -> Iterator[Callable]:
     assert wrong == []
 
 
-@pytest.fixture
-def judged(run):
-    plant(run, "rules", [CATEGORIES])
-    return run
-
-
 def option(page, label: str, text: str) -> None:
     page.get_by_role("combobox", name=label, exact=True).select_option(text)
 
@@ -109,7 +103,7 @@ def test_filters_pages_and_permalinks(judged, opened):
     page = opened(content)
     assert counted(page) == (12, 60) and page.locator(".context").count() == 10
     accepted = judged.labels.judgements("rules")["category"] == GENUINE
-    assert page.locator(".turn .accepted").count() == accepted[:50].sum()
+    assert page.locator(".turn .accepted").count() == accepted[:50].sum() > 0
     option(page, "temperature", "T = 0.7")
     assert counted(page) == (12, 24)
     option(page, "category", "genuine follow up")
@@ -129,7 +123,7 @@ def test_filters_pages_and_permalinks(judged, opened):
     page.get_by_label("text of turn or context").fill("no turn says this")
     assert counted(page) == (0, 0) and "No turn passes" in page.locator("#rows").text_content()
     page.get_by_role("button", name="clear").click()
-    page.get_by_role("button", name="further contexts").click()
+    page.get_by_role("button", name="further").click()
     assert page.locator(".context h3").all_text_contents() == ids[10:]
     page.get_by_role("link", name=ids[11], exact=True).click()
     again = opened(content, page.evaluate("location.hash"))
@@ -148,7 +142,9 @@ def test_decoys_are_folded_and_can_be_chosen(run, opened):
     playwright.expect(row.locator(".turn")).to_have_count(5 + beneath)
     option(page, "shown after", "another conversation (decoy)")
     assert counted(page)[1] == (decoys["decoy"] == "conversation").sum() > 0
-    assert "after another conversation (decoy)" in page.locator(".turn .meta").first.text_content()
+    assert (
+        "decoy: followed another conversation" in page.locator(".turn .meta").first.text_content()
+    )
 
 
 def test_tokens_are_shaded_and_add_up(opened):
@@ -174,7 +170,7 @@ def test_hostile_texts_do_nothing(run, opened):
         for row in page.locator(".context").all():
             assert row.locator(".turn").count() == 5
             row.get_by_text("why").first.click()
-        further = page.get_by_role("button", name="further contexts")
+        further = page.get_by_role("button", name="further")
         if further.is_enabled():
             further.click()
     assert page.evaluate("window.hacked") is None
@@ -233,6 +229,17 @@ def test_annotations_make_the_round_trip(judged, opened, tmp_path):
     assert state.text_content() == f"0 of {len(items)} done"
 
 
+def test_a_figure_can_be_enlarged(judged, opened):
+    moons(folder_of(judged.path, "moons"), judged)
+    page = opened(render_report([judged]), viewport={"width": 390, "height": 844})
+    figure = page.locator("figure img")
+    assert figure.bounding_box()["width"] <= 390
+    figure.click()
+    assert page.locator("dialog img").bounding_box()["width"] > 800
+    page.get_by_role("button", name="close").click()
+    assert not page.locator("dialog").is_visible()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(judged, opened, tmp_path, scheme):
     *_, file = write_sheet(judged, export_sheet(judged, 12), tmp_path / "blind")
@@ -267,10 +274,15 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def rendered_turns(contexts: pd.DataFrame, turns: pd.DataFrame) -> str:
-    content = {"title": "t", "asked": "a", "groups": [], "several": False, "held": "h", "bare": []}
-    content["rubric"] = ()
-    data = packed(_columns(contexts, turns, ["run"]))
-    return rendered("report", data, **content, provenance=[], written="w")
+    """A page of turns alone."""
+    return rendered(
+        "report",
+        packed(columns_of(contexts, turns, ["run"])),
+        **dict.fromkeys(("title", "description", "turns_note", "version"), "t"),
+        **dict.fromkeys(("cards", "without_results", "rubric"), ()),
+        several=False,
+        provenance=Table("", [], []),
+    )
 
 
 @pytest.mark.parametrize(("contexts", "load", "filtering"), [(1250, 1.0, 0.2), (12_500, 4.0, 0.5)])

@@ -28,7 +28,7 @@ from ia_mech.page import packed, rendered
 from ia_mech.rates.__main__ import main as rates_main
 from ia_mech.report import turns as browsers
 from ia_mech.report.__main__ import main, render_report
-from ia_mech.report.contents import listed
+from ia_mech.report.contents import estimates_table
 from ia_mech.results import RESULT, Result, Table, folder_of, read, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
@@ -64,25 +64,25 @@ def unpacked(page: str) -> dict:
 
 
 def read_by_people(page: str) -> str:
-    """The text of a page, without its markup."""
-    return html.unescape(re.sub(r"<[^>]*>", "", page))
+    """The text of a page, without its markup and non-breaking spaces."""
+    return html.unescape(re.sub(r"<[^>]*>", "", page)).replace("\xa0", " ")
 
 
-def moons(folder: Path, *runs: Run, **data: pd.DataFrame) -> Path:
-    """A result of an analysis that the report has never heard of."""
+def moons(folder: Path, *runs: Run, text: str = "", **data: pd.DataFrame) -> Path:
+    """A result of an analysis that the report has never heard of; ``text`` stands everywhere."""
     frame = pd.DataFrame({"quantity": ["moons", "suns"], "value": [0.123456, 2.0], "term": "sky"})
     result = Result(
         name=folder.name,
-        question="How many moons?",
-        sentence="There are 0.12 moons.",
-        control="No moons by day.",
-        estimates=frame.assign(low=np.nan, p=np.nan, sources=3, dataset="d"),
+        question=f"How many moons?{text}",
+        sentence=f"There are 0.12 moons.{text}",
+        control=f"No moons by day.{text}",
+        estimates=frame.assign(low=np.nan, p=np.nan, sources=3, dataset=f"d{text}"),
         tables=[
-            Table("by night", ["T", "moons"], [["greedy", "7 moons"]], "moons: that were seen"),
-            Table("by day", ["T", "moons"], [["greedy", "no <b>moons</b>"]], full=True),
+            Table("by night", ["T", "moons"], [["greedy", f"7 moons{text}"]], "moons: as seen"),
+            Table("by day", ["T", f"moons{text}"], [["greedy", "no <b>moons</b>"]], full=True),
         ],
         figures={"orbit": Figure()},
-        notes=["a note <b>on</b> it"],
+        notes=[f"a note <b>on</b> it{text}"],
         about={"kind": "moons", "identities": [run.identity_digest for run in runs]},
         data=data,
     )
@@ -90,93 +90,79 @@ def moons(folder: Path, *runs: Run, **data: pd.DataFrame) -> Path:
     return folder
 
 
+def another(run: Run, folder: Path) -> Run:
+    """A copy of a run, of another seed."""
+    return rewritten(shutil.copytree(run.path, folder), "run.json", with_settings(seed=7))
+
+
 # -- what it says -----------------------------------------------------------------------------
 
 
-def test_numbers_are_those_of_the_result(judged, report):
-    assert rates_main([str(judged.path)]) == 0
-    outcome = report(judged.path)
+def test_commands_of_missing_results_are_said_and_run(run, report):
+    """From a sampled run to its rates, by the commands that are printed."""
+    mains = {"judge": judge_main, "rates": rates_main}
+    for labels in ([], ["rules"]):
+        outcome = report(run.path)
+        (line,) = [line for line in outcome.out.splitlines() if line.startswith("next: ")]
+        module, *words = line.removeprefix("next: python -m ia_mech.").split()
+        page = (run.path / "report.html").read_text()
+        assert f"python -m ia_mech.{module}" in page and "There are no results yet" in page
+        turns = unpacked(page)["turns"]
+        own = [text for text, decoy in zip(turns["text"], turns["decoy"], strict=True) if not decoy]
+        assert own == [visible(text) for text in run.generations["text"]]
+        assert list(turns["labels"]) == labels
+        assert mains[module](words) == 0
+    outcome = report(run.path)
     assert (outcome.status, outcome.err) == (0, "")
-    assert outcome.out == f"report: {judged.path / 'report.html'}\n"
-    page = (judged.path / "report.html").read_text()
-    found = read(folder_of(judged.path, "rates-rules"))
+    assert outcome.out == f"report: {run.path / 'report.html'}\n"
+    page = (run.path / "report.html").read_text()
+    found = read(folder_of(run.path, "rates-rules"))
     cells = {cell for table in found.tables for row in table.rows for cell in row}
     assert len(cells) > 20
     for text in (f"<td>{cell}</td>" for cell in cells):
         assert text.replace("'", "&#39;") in page
     for text in (found.sentence, found.control):
         assert text in read_by_people(page)
-    assert str(judged.path) not in page
-    assert Run.open(judged.path).verify() == []
+    assert str(run.path) not in page
+    assert Run.open(run.path).verify() == []
 
 
-def test_what_makes_missing_results_is_said_and_runs(run, report):
-    """From a sampled run to its rates, by the commands that are printed."""
-    mains = {"judge": judge_main, "rates": rates_main}
-    for _ in range(2):
-        outcome = report(run.path)
-        (line,) = [line for line in outcome.out.splitlines() if line.startswith("next: ")]
-        module, *words = line.removeprefix("next: python -m ia_mech.").split()
-        assert f"python -m ia_mech.{module}" in (run.path / "report.html").read_text()
-        assert mains[module](words) == 0
-    assert "next: " not in report(run.path).out
-
-
-def test_a_run_without_labels_is_shown_for_its_turns(run, report):
-    assert report(run.path).status == 0
-    page = (run.path / "report.html").read_text()
-    assert "There are no results yet" in page
-    data = unpacked(page)
-    assert data["turns"]["text"] == [visible(text) for text in run.generations["text"]]
-    assert data["turns"]["labels"] == {}
-
-
-def test_turns_keep_their_labels_and_contexts(judged):
-    data = unpacked(render_report([judged]))
-    turns, contexts = data["turns"], data["contexts"]
-    own = [contexts["id"][c] for c in turns["context"]]
-    assert own == judged.generations["context_id"].tolist()
-    said = [data["categories"][code] for code in turns["labels"]["rules"]["category"]]
-    labels = judged.labels.judgements("rules").set_index(list(KEY))["category"]
-    keys = judged.generations[list(KEY)].itertuples(index=False, name=None)
-    assert said == [labels[key] for key in keys]
-    messages = dict(zip(judged.contexts["context_id"], judged.contexts["messages"], strict=True))
-    for at, id_ in enumerate(contexts["id"]):
-        assert contexts["response"][at] == messages[id_][-1]["content"]
-
-
-def test_decoys_can_be_read_beneath_the_context_they_were_shown_after(run):
+def test_turns_and_decoys_stand_after_what_the_judge_was_shown(run):
     assert judge_main(["run", str(run.path)]) == 0
     run = Run.open(run.path)
-    data = unpacked(render_report([run]))
-    turns, ids = data["turns"], data["contexts"]["id"]
-    decoys = run.labels.decoys("rules")
-    count = len(run.generations)
-    assert turns["decoy"][:count] == [0] * count and len(turns["decoy"]) == count + len(decoys)
     texts = run.generations.set_index(list(KEY))["text"]
+    own = run.labels.judgements("rules").assign(decoy="")
+    own["shown"] = own["context_id"]
+    verdicts = pd.concat([own, run.labels.decoys("rules")])
     expected = {
         (row.shown, row.temperature, visible(texts[row.context_id, row.temperature, row.sample]),
          row.category, row.decoy)
-        for row in decoys.itertuples()
+        for row in verdicts.itertuples()
     }  # fmt: skip
-    kinds = ["", *KINDS]
+    data = unpacked(render_report([run]))
+    turns, contexts = data["turns"], data["contexts"]
+    assert len(turns["text"]) == len(verdicts) > len(own) == 60
+    assert own["category"].nunique() > 1
+    codes = turns["labels"]["rules"]["category"]
     assert expected == {
-        (ids[turns["context"][i]], turns["temperature"][i], turns["text"][i],
-         data["categories"][turns["labels"]["rules"]["category"][i]], kinds[turns["decoy"][i]])
-        for i in range(count, count + len(decoys))
+        (contexts["id"][turns["context"][i]], turns["temperature"][i], turns["text"][i],
+         data["categories"][codes[i]], ["", *KINDS][turns["decoy"][i]])
+        for i in range(len(verdicts))
     }  # fmt: skip
+    messages = dict(zip(run.contexts["context_id"], run.contexts["messages"], strict=True))
+    responses = [messages[id_][-1]["content"] for id_ in contexts["id"]]
+    assert contexts["response"] == responses
 
 
 # -- results --------------------------------------------------------------------------------------
 
 
-def test_a_result_that_it_has_never_seen(judged, report):
+def test_a_result_that_it_has_never_seen(judged):
     folder = moons(folder_of(judged.path, "moons"), judged)
-    assert report(judged.path).status == 0
-    page = (judged.path / "report.html").read_text()
+    page = render_report([judged])
     for words in ("How many moons?", "There are 0.12 moons.", "No moons by day.", "0.1235"):
         assert words in page
-    for words in ("a note &lt;b&gt;on", "no &lt;b&gt;moons", "moons: that were seen"):
+    for words in ("a note &lt;b&gt;on", "no &lt;b&gt;moons", "moons: as seen"):
         assert words in page
     assert "quantity" in page and "term: sky" in page  # alike in all rows: said once
     assert base64.b64encode((folder / "orbit.svg").read_bytes()).decode() in page
@@ -198,8 +184,8 @@ def test_bits_and_outcomes_of_turns_come_from_results(judged):
     each = [[0.5, -0.25]] * len(turns)
     bits = turns.assign(reaction_bits=np.arange(len(turns)) / 8, bits_by_token=each)
     moons(folder_of(judged.path, "moons"), judged, turns=bits)
-    told = turns.assign(grounded=1.0, dependent=np.nan, run="run")
-    moons(folder_of(judged.path, "rates-rules"), judged, turns=told)
+    outcomes = turns.assign(grounded=1.0, dependent=np.nan, run="run")
+    moons(folder_of(judged.path, "rates-rules"), judged, turns=outcomes)
     found = unpacked(render_report([judged]))["turns"]
     assert found["bits"][::2] == pytest.approx(bits["reaction_bits"], abs=5e-4)
     assert set(found["bits"][1::2]) == {None} and found["token_bits"][:2] == [[0.5, -0.25], None]
@@ -208,9 +194,7 @@ def test_bits_and_outcomes_of_turns_come_from_results(judged):
 
 def test_each_run_has_its_own_probabilities(judged, tmp_path):
     """A probe of two runs of the same conversations, whose contexts are named alike."""
-    other = rewritten(
-        shutil.copytree(judged.path, tmp_path / "other"), "run.json", with_settings(seed=7)
-    )
+    other = another(judged, tmp_path / "other")
     ids = judged.contexts["context_id"]
     predicted = pd.concat(
         [
@@ -229,93 +213,85 @@ def test_each_run_has_its_own_probabilities(judged, tmp_path):
 
 
 def test_two_runs_stand_side_by_side(judged, tmp_path):
-    other = shutil.copytree(judged.path, tmp_path / "other")
-    again = rewritten(other, "run.json", with_settings(seed=7))
-    plant(again, "rules", [CATEGORIES[::-1]])
-    for one in (judged, again):
-        assert rates_main([str(one.path)]) == 0
-    page = render_report([judged, again])
-    assert page.count('id="s1"') == 1 and page.count("<h3>other</h3>") == 1
+    other = another(judged, tmp_path / "other")
+    bare = another(judged, tmp_path / "bare")
+    shutil.rmtree(bare.path / "judgements")
+    for one in (judged, other):
+        moons(folder_of(one.path, "moons"), one)
+    page = render_report([judged, other, Run.open(bare.path)])
+    assert page.count('id="s1"') == 1 and 'id="s2"' not in page
+    assert re.findall("<h3>(.*?)</h3>", page) == ["run", "other"]
+    assert page.count("There are no results yet") == 1
+    assert "<b>bare.</b> There are no results yet" in page
     data = unpacked(page)
-    assert data["runs"] == ["run", "other"] and len(data["turns"]["text"]) == 120
+    assert data["runs"] == ["run", "other", "bare"] and len(data["turns"]["text"]) == 180
     contexts = data["contexts"]
-    assert contexts["run"] == [0, 1] * 12 and contexts["id"][::2] == contexts["id"][1::2]
+    assert contexts["run"] == [0, 1, 2] * 12 and contexts["id"][::3] == contexts["id"][1::3]
 
 
 def test_two_models_are_named_by_their_models_and_their_comparison_opens_the_page(judged, tmp_path):
-    def another(record):
+    def renamed(record):
         record["identity"]["model"]["name"] = "another"
 
-    other = rewritten(shutil.copytree(judged.path, tmp_path / "x" / "run"), "run.json", another)
-    plant(other, "rules", [CATEGORIES[::-1]])
+    other = rewritten(shutil.copytree(judged.path, tmp_path / "x" / "run"), "run.json", renamed)
     for one in (judged, other):
-        assert rates_main([str(one.path)]) == 0
-    both = moons(tmp_path / "both", judged, other)
-    about = {"kind": "compare", "identities": read(both).about["identities"]}
-    write(replace(read(both), name="compare", figures={}, about=about), tmp_path / "compare")
+        moons(folder_of(one.path, "moons"), one)
+    both = read(moons(tmp_path / "compare", judged, other))
+    shutil.rmtree(tmp_path / "compare")
+    about = {"kind": "compare", "identities": both.about["identities"]}
+    write(replace(both, question="Which?", figures={}, about=about), tmp_path / "compare")
     page = render_report([judged, other], [tmp_path / "compare"])
     names = [judged.model["name"], "another"]
     assert unpacked(page)["runs"] == names
-    assert re.findall("<h3>(.*?)</h3>", page) == names  # of rates; the comparison is of both
-    assert "<h1>How many moons?</h1>" in page and page.count("There are 0.12 moons.") == 1
+    assert re.findall("<h3>(.*?)</h3>", page) == names  # of moons; the comparison is of both
+    assert "<h1>Which?</h1>" in page and page.count("There are 0.12 moons.") == 3
 
 
-def test_of_two_runs_the_one_without_results_says_so(judged, tmp_path):
-    copy = shutil.copytree(judged.path, tmp_path / "bare")
-    shutil.rmtree(copy / "judgements")
-    assert rates_main([str(judged.path)]) == 0
-    page = render_report([judged, Run.open(copy)])
-    assert page.count("There are no results yet") == 1
-    assert "<b>bare.</b> There are no results yet" in page
+def test_results_of_labels_that_were_replaced_say_so(judged):
+    folder = moons(folder_of(judged.path, "moons"), judged)
+    about = {"kind": "moons", "labellers": ["rules"]}
+    for digest, old in ((judged.labels.digest(["rules"]), False), ("0" * 16, True)):
+        labels = {judged.identity_digest: digest}
+        write(replace(read(folder), figures={}, about=about | {"labels": labels}), folder)
+        page = render_report([judged])
+        assert ("labels that have been replaced since. There are 0.12 moons" in page) == old
 
 
 def test_long_estimates_are_cut_and_say_so():
     names = np.where(np.arange(500) < 450, "a", "(all)")
-    table = listed(pd.DataFrame({"value": np.arange(500.0), "term": "a", "dataset": names}))
+    frame = pd.DataFrame({"value": np.arange(500.0), "term": "a", "dataset": names})
+    table = estimates_table(frame)
     assert [row[1] for row in table.rows] == ["(all)"] * 50 + ["a"] * 350
-    assert len(table.rows) == 400 and table.title.endswith(
-        "the first 400 of 500 rows; the file has all"
-    )
+    assert "the first 400 of 500 rows" in table.title
 
 
-# -- size ---------------------------------------------------------------------------------------
+# -- the turns ---------------------------------------------------------------------------------
 
 
 def test_a_page_that_would_be_too_large_holds_a_sample_of_whole_contexts(judged):
-    whole, words = browsers.browser([judged], ["run"], [[]])
-    assert words == (
-        f"60 turns after 12 contexts. Tokens of {judged.model['name']} are not shaded, since the "
-        "tokenizer is not on this machine."
-    )
-    small, words = browsers.browser([judged], ["run"], [[]], most=len(whole) * 2 // 3)
-    assert len(small) <= len(whole) * 2 // 3
+    _, words = browsers.browser([judged], ["run"], [[]])
+    assert words.startswith("60 turns after 12 contexts.") and "not shaded" in words
+    limit = 40 * judged.settings["max_new_tokens"]  # of the tokens that 60 turns may have
+    small, words = browsers.browser([judged], ["run"], [[]], limit)
     kept = json.loads(gzip.decompress(base64.b64decode(small)))
     count = len(kept["contexts"]["id"])
-    assert 3 <= count < 12 and len(kept["turns"]["text"]) == 5 * count
-    assert words.startswith(f"This page holds {5 * count} of 60 turns")
+    assert count == 9 and len(kept["turns"]["text"]) == 45  # three of four in each dataset
+    assert words.startswith("This page holds 45 of 60 turns")
     assert len(set(kept["contexts"]["dataset"])) == judged.contexts["dataset"].nunique()
-    with pytest.raises(UserError, match="not even one context"):
-        browsers.browser([judged], ["run"], [[]], most=100)
 
 
-def test_tokens_add_up_to_the_text(judged, tokenizer, monkeypatch):
-    monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda *_, **__: (tokenizer, None))
-    assert "not shaded" not in browsers.browser([judged], ["run"], [[]])[1]
-    rows = judged.generations
-    cut = browsers._cutter(judged)
-    for text in rows["text"]:
-        ids = np.array(tokenizer.encode(text, add_special_tokens=False))
-        assert sum(cut(text, ids)) == len(text.encode("utf-16-le")) // 2
-
-
-def test_pieces_count_what_javascript_counts(tokenizer, monkeypatch):
-    text = "a 😀 b"
-    ids = np.array(tokenizer.encode("a b", add_special_tokens=False))
-    run = SimpleNamespace(settings={"model": "m"}, model={"weights_hash": "0"})
-    fake = SimpleNamespace(decode=lambda ids, **_: text if ids == [0] else tokenizer.decode(ids))
+def test_tokens_are_as_long_as_javascript_counts(judged, monkeypatch):
+    tokens = {0: "a ", 1: "😀", 2: " b\U000e0041", 3: "<end>"}  # the last letter is a tag
+    fake = SimpleNamespace(decode=lambda ids, **_: tokens[ids[0]])
     monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda *_, **__: (fake, None))
-    cut = browsers._cutter(run)
-    assert cut(text, np.array([0])) == [6] and sum(cut("a b", ids)) == 3
+    rows = judged.generations
+    rows["text"] = ["".join(tokens[n] for n in range(3)), *["a b"] * (len(rows) - 1)]
+    rows["token_ids"] = [np.array([0, 1, 2, 3])] * len(rows)
+    data, note = browsers.browser([judged], ["run"], [[]])
+    turns = json.loads(gzip.decompress(base64.b64decode(data)))["turns"]
+    assert turns["pieces"][turns["text"].index("a 😀 b�")] == [2, 2, 3]  # an emoji is two units
+    assert turns["pieces"].count(None) == len(rows) - 1  # of texts that these aren't the tokens of
+    assert "not shaded" not in note
 
 
 # -- texts stay texts ---------------------------------------------------------------------------
@@ -353,7 +329,7 @@ def hostile(run: Run) -> Run:
 def test_hostile_texts_are_inert(run):
     bad = hostile(run)
     plant(bad, "rules", [CATEGORIES])
-    assert rates_main([str(bad.path)]) == 0
+    moons(folder_of(bad.path, "moons"), bad, text="".join(HOSTILE))
     page = render_report([bad])
     outside = re.sub(r'id="data">.*?</script>', "", page, flags=re.S)
     assert outside.count("<script") == 2  # the data's and the script's own
@@ -403,14 +379,3 @@ def test_bad_input_ends_in_one_line(judged, report, tmp_path, capfd):
         (folder / RESULT).write_text(damage)
         assert f"the result in {folder} is damaged" in refusal(report(judged.path))
     assert not (judged.path / "report.html").exists()
-
-
-def test_results_of_labels_that_were_replaced_say_so(judged, report):
-    folder = moons(folder_of(judged.path, "moons"), judged)
-    about = {"kind": "moons", "labellers": ["rules"]}
-    for digest, old in ((judged.labels.digest(["rules"]), False), ("0" * 16, True)):
-        labels = {judged.identity_digest: digest}
-        write(replace(read(folder), figures={}, about=about | {"labels": labels}), folder)
-        assert report(judged.path).status == 0
-        page = (judged.path / "report.html").read_text()
-        assert ("labels that have been replaced since. There are 0.12 moons" in page) == old

@@ -11,7 +11,7 @@ unpacked().then((data) => {
   }
 
   function warn() {
-    at("problem").textContent =
+    byId("problem").textContent =
       "This browser keeps nothing for this page: export your work before you close it.";
   }
 
@@ -41,16 +41,16 @@ unpacked().then((data) => {
 
   function show() {
     const done = Object.keys(state.labels).length;
-    at("done").max = rows.length;
-    at("done").value = done;
+    byId("done").max = rows.length;
+    byId("done").value = done;
     const waiting = state.later.filter((item) => !(item in state.labels)).length;
-    at("state").textContent = `${done} of ${rows.length} done` + (waiting ? `, ${waiting} deferred` : "");
-    at("undo").disabled = state.steps.length === 0;
+    byId("state").textContent = `${done} of ${rows.length} done` + (waiting ? `, ${waiting} deferred` : "");
+    byId("undo").disabled = state.steps.length === 0;
     shown = current();
-    at("defer").disabled = at("note").disabled = !shown;
-    for (const button of at("choices").children) button.disabled = !shown;
-    at("note").value = shown ? state.notes[shown.item] || "" : "";
-    at("turn").replaceChildren(...(shown ? [
+    byId("defer").disabled = byId("note").disabled = !shown;
+    for (const button of byId("choices").children) button.disabled = !shown;
+    byId("note").value = shown ? state.notes[shown.item] || "" : "";
+    byId("turn").replaceChildren(...(shown ? [
       ...text("Query", shown.query),
       ...text(shown.response_complete ? "Response" : "Response (it was cut off)", shown.response),
       ...text("User turn", shown.user_turn),
@@ -100,23 +100,23 @@ unpacked().then((data) => {
     show();
   }
 
-  const keys = { u: undo, d: defer, e: save, n: () => at("note").focus() };
+  const keys = { u: undo, d: defer, e: save, n: () => byId("note").focus() };
   categories.forEach(({ name, key: pressed, short }) => {
     keys[pressed] = () => label(name);
-    at("choices").append(el("button", { type: "button", onclick: keys[pressed] },
+    byId("choices").append(el("button", { type: "button", onclick: keys[pressed] },
       el("kbd", {}, pressed), ` ${name.replaceAll("_", " ")}`, el("span", { class: "small" }, ` ${short}`)));
   });
   for (const [id, action] of Object.entries({ undo, defer, export: save, restart })) {
-    at(id).addEventListener("click", action);
+    byId(id).addEventListener("click", action);
   }
-  at("note").addEventListener("input", () => {
+  byId("note").addEventListener("input", () => {
     if (!shown) return;
-    state.notes[shown.item] = at("note").value;
+    state.notes[shown.item] = byId("note").value;
     keep();
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") at("note").blur();
-    if (event.target === at("note") || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key === "Escape") byId("note").blur();
+    if (event.target === byId("note") || event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.repeat || !(event.key in keys)) return;
     event.preventDefault();
     keys[event.key]();

@@ -12,14 +12,16 @@ function el(name, attributes, ...children) {
   return made;
 }
 
-const at = (id) => document.getElementById(id);
+const byId = (id) => document.getElementById(id);
 
+// The page's data. Its element goes when the page is about to be drawn: tests wait for that.
 async function unpacked() {
-  const text = at("data").textContent.trim();
-  at("data").remove();
-  const raw = atob(text);
+  const element = byId("data");
+  const raw = atob(element.textContent.trim());
   const bytes = new Uint8Array(raw.length);
   for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return JSON.parse(await new Response(stream).text());
+  const data = JSON.parse(await new Response(stream).text());
+  element.remove();
+  return data;
 }

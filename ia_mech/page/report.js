@@ -1,7 +1,19 @@
 
-const AFTER = ["its own conversation", "another conversation (decoy)",
+// What a turn was shown after, from the turn's side; and what a decoy followed, from the context's.
+const SHOWN_AFTER = ["its own conversation", "another conversation (decoy)",
   "another response to its query (decoy)"];
+const FOLLOWED = [null, "decoy: followed another conversation",
+  "decoy: followed another response to this query"];
 const CONTEXTS = 10; // on a page
+
+for (const button of document.querySelectorAll("figure button")) {
+  button.addEventListener("click", () => {
+    const close = el("button", { type: "button" }, "close");
+    byId("enlarged").replaceChildren(close, button.firstElementChild.cloneNode());
+    byId("enlarged").showModal();
+  });
+}
+byId("enlarged").addEventListener("click", () => byId("enlarged").close());
 
 unpacked().then((data) => {
   const { contexts, turns } = data;
@@ -15,7 +27,7 @@ unpacked().then((data) => {
   const upwards = (values) => [...new Set(values)].sort((a, b) => a - b);
 
   // -- filters: each has a control, and a test of a turn, or null where all pass ----------------
-  const form = at("filters");
+  const form = byId("filters");
   const filters = [];
 
   function choice(name, values, test, shown = String, first = null) {
@@ -33,26 +45,26 @@ unpacked().then((data) => {
   }
 
   const words = (category) => category.replaceAll("_", " ");
-  const by = (judge) => (judges.length > 1 ? ` by ${judge}` : "");
-  const of = (column) => (i) => contexts[column][turns.context[i]];
+  const byJudge = (judge) => (judges.length > 1 ? ` by ${judge}` : "");
+  const ofContext = (column) => (i) => contexts[column][turns.context[i]];
   const search = el("input", { type: "search" });
   form.append(el("label", {}, "text of turn or context", search));
   for (const judge of judges) {
     const codes = turns.labels[judge].category;
-    choice(`category${by(judge)}`, upwards(codes), (i) => codes[i], (k) => words(data.categories[k]));
+    choice(`category${byJudge(judge)}`, upwards(codes), (i) => codes[i], (k) => words(data.categories[k]));
   }
   choice("temperature", upwards(turns.temperature), (i) => turns.temperature[i], temperature);
-  choice("run", contexts.run, of("run"), (k) => data.runs[k]);
-  choice("dataset", upwards(contexts.dataset), of("dataset"), (k) => data.datasets[k]);
-  choice("response", upwards(contexts.response_index.filter((k) => k !== null)), of("response_index"));
+  choice("run", contexts.run, ofContext("run"), (k) => data.runs[k]);
+  choice("dataset", upwards(contexts.dataset), ofContext("dataset"), (k) => data.datasets[k]);
+  choice("response", upwards(contexts.response_index.filter((k) => k !== null)), ofContext("response_index"));
   for (const judge of judges) {
     for (const outcome of ["grounded", "dependent"]) {
       const values = turns.labels[judge][outcome] || [];
-      choice(`genuine and ${outcome}${by(judge)}`, [1, 0].filter((value) => values.includes(value)),
+      choice(`genuine and ${outcome}${byJudge(judge)}`, [1, 0].filter((value) => values.includes(value)),
         (i) => values[i], (value) => (value ? "yes" : "no"));
     }
   }
-  choice("shown after", upwards(turns.decoy), (i) => turns.decoy[i], (k) => AFTER[k], 0);
+  choice("shown after", upwards(turns.decoy), (i) => turns.decoy[i], (k) => SHOWN_AFTER[k], 0);
   for (const [name, beyond] of [["bits from", (b, v) => b >= v], ["bits to", (b, v) => b <= v]]) {
     if (!bits) break;
     const input = el("input", { type: "number", step: "0.1" });
@@ -111,33 +123,34 @@ unpacked().then((data) => {
 
   function turn(i) {
     const why = [];
-    const said = judges.map((judge) => {
+    const labels = judges.map((judge) => {
       const { category, reason } = turns.labels[judge];
       const name = data.categories[category[i]];
+      const accepted = name === data.accepted;
       if (reason[i]) why.push(judges.length > 1 ? `${judge}: ${reason[i]}` : reason[i]);
-      return el("span", { class: name === data.accepted ? "accepted" : "" },
-        `${name === data.accepted ? "✓ " : ""}${words(name)}${by(judge)}`);
+      return el("span", { class: accepted ? "accepted" : "" },
+        `${accepted ? "✓ " : ""}${words(name)}${byJudge(judge)}`);
     });
-    if (turns.decoy[i]) said.push(`after ${AFTER[turns.decoy[i]]}`);
-    if (bits && bits[i] !== null) said.push(`${bits[i].toFixed(2)} bits`);
+    if (turns.decoy[i]) labels.push(FOLLOWED[turns.decoy[i]]);
+    if (bits && bits[i] !== null) labels.push(`${bits[i].toFixed(2)} bits`);
     if (turns.logprob[i] !== null) why.push(`log p ${turns.logprob[i].toFixed(1)} at T = 1`);
-    const line = said.flatMap((part, k) => (k ? [" · ", part] : [part]));
+    const line = labels.flatMap((part, k) => (k ? [" · ", part] : [part]));
     if (why.length) line.push(el("span", { class: "why" }, judges.length ? "why" : "more"));
-    return el("div", { class: "turn" }, shaded(i), why.length
+    return el("div", { class: turns.decoy[i] ? "turn decoy" : "turn" }, shaded(i), why.length
       ? el("details", { class: "meta" }, el("summary", {}, ...line), ...why.map((part) => el("p", {}, part)))
       : el("div", { class: "meta" }, ...line));
   }
 
-  function columns(shown) {
-    return el("div", { class: "columns" }, ...upwards(shown.map((i) => turns.temperature[i])).map((t) =>
-      el("div", {}, el("h4", {}, temperature(t)), ...shown.filter((i) => turns.temperature[i] === t).map(turn))));
+  function columns(indices) {
+    return el("div", { class: "columns" }, ...upwards(indices.map((i) => turns.temperature[i])).map((t) =>
+      el("div", {}, el("h4", {}, temperature(t)), ...indices.filter((i) => turns.temperature[i] === t).map(turn))));
   }
 
   // Turns that are made elements when they are first looked at.
-  function folded(title, those) {
-    if (those.length === 0) return [];
-    const fold = el("details", {}, el("summary", {}, `${those.length} ${title}`));
-    fold.addEventListener("toggle", () => { fold.append(columns(those)); mind(fold); }, { once: true });
+  function folded(title, indices) {
+    if (indices.length === 0) return [];
+    const fold = el("details", {}, el("summary", {}, `${indices.length} ${title}`));
+    fold.addEventListener("toggle", () => { fold.append(columns(indices)); makeReachable(fold); }, { once: true });
     return [fold];
   }
 
@@ -163,13 +176,13 @@ unpacked().then((data) => {
   }
 
   // What scrolls can be reached by keyboard.
-  function mind(part) {
+  function makeReachable(part) {
     const boxes = [...part.querySelectorAll(".text")].filter((box) => box.scrollHeight > box.clientHeight);
     for (const box of boxes) box.tabIndex = 0;
   }
 
   // -- the rows: a page of contexts with a turn that passes -------------------------------------
-  const rows = at("rows");
+  const rows = byId("rows");
   const passes = new Uint8Array(count);
   let found = [];
   let first = 0;
@@ -177,12 +190,12 @@ unpacked().then((data) => {
   function draw() {
     const shown = found.slice(first, first + CONTEXTS);
     rows.replaceChildren(...(shown.length ? shown.map(row) : [el("p", {}, "No turn passes these filters.")]));
-    mind(rows);
-    at("previous").disabled = first === 0;
-    at("next").disabled = first + CONTEXTS >= found.length;
+    makeReachable(rows);
+    byId("previous").disabled = first === 0;
+    byId("next").disabled = first + CONTEXTS >= found.length;
     const number = (n) => n.toLocaleString("en");
     const turnsFound = passes.reduce((sum, pass) => sum + pass, 0);
-    at("count").textContent = (shown.length ? `${number(first + 1)}–${number(first + shown.length)} of ` : "")
+    byId("count").textContent = (shown.length ? `${number(first + 1)}–${number(first + shown.length)} of ` : "")
       + `${number(found.length)} contexts, ${number(turnsFound)} turns`;
   }
 
@@ -217,7 +230,7 @@ unpacked().then((data) => {
     }
     const k = found.indexOf(c);
     if (k < 0) {
-      at("count").textContent = "This page has no such context.";
+      byId("count").textContent = "This page has no such context.";
       return;
     }
     first = k - (k % CONTEXTS);
@@ -228,12 +241,9 @@ unpacked().then((data) => {
 
   form.addEventListener("input", (event) => (event.target === shading ? draw() : filter()));
   form.addEventListener("submit", (event) => event.preventDefault());
-  at("previous").addEventListener("click", () => turned(-CONTEXTS));
-  at("next").addEventListener("click", () => turned(CONTEXTS));
+  byId("previous").addEventListener("click", () => turned(-CONTEXTS));
+  byId("next").addEventListener("click", () => turned(CONTEXTS));
   window.addEventListener("hashchange", follow);
-  window.addEventListener("beforeprint", () => {
-    for (const fold of document.querySelectorAll(".card details")) fold.open = true;
-  });
   filter();
   follow();
 });

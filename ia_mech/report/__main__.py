@@ -94,13 +94,13 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     from ia_mech import __version__
     from ia_mech.judge.rubric import CATEGORIES
     from ia_mech.page import rendered
-    from ia_mech.report.contents import folders_of, grouped, parts_of, provenance
+    from ia_mech.report.contents import cards_of, folders_of, provenance
     from ia_mech.report.turns import browser
 
     names = _names(runs)
     folders = [folders_of(run, () if n else more) for n, run in enumerate(runs)]
-    groups = grouped(parts_of(runs, names, folders))
-    data, held = browser(runs, names, folders)
+    cards = cards_of(runs, names, folders)
+    data, turns_note = browser(runs, names, folders)
     models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
     turns = sum(len(run.turns) for run in runs)
     contexts = pd.concat([run.turns.drop_duplicates("context_id") for run in runs])
@@ -111,22 +111,20 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
         "report",
         data,
         title=models if models == ", ".join(names) else f"{models}: {', '.join(names)}",
-        asked=f"Given a query and an assistant's response, {models} wrote the next user turn: "
-        f"{turns:,} turns ({settings}) after {len(contexts):,} contexts, each a query with a "
+        description=f"Given a query and an assistant's response, {models} wrote the next user "
+        f"turn: {turns:,} turns ({settings}) after {len(contexts):,} contexts, each a query with a "
         f"response: {sources:,} queries from {', '.join(sorted(contexts['dataset'].unique()))}.",
         rubric=CATEGORIES,
-        groups=groups,
+        cards=cards,
         several=len(runs) > 1,
-        bare=[
+        without_results=[
             (name, "rates" if run.labels.judges else "judge run")
-            for run, name, of in zip(runs, names, folders, strict=True)
-            if not of
+            for run, name, of_run in zip(runs, names, folders, strict=True)
+            if not of_run
         ],
-        held=held,
-        provenance=[
-            table for run, name in zip(runs, names, strict=True) for table in provenance(run, name)
-        ],
-        written=f"Written by ia_mech {__version__}.",
+        turns_note=turns_note,
+        provenance=provenance(runs, names),
+        version=__version__,
     )
 
 

@@ -1,10 +1,11 @@
-"""What a report says: parts, each the result of one analysis of one run (:mod:`ia_mech.results`).
+"""What a report says: cards, one a question, with the answer of each run
+(:mod:`ia_mech.results`).
 
 Nothing is computed here, and nothing is known of an analysis but what its result says.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,18 @@ from ia_mech.rates.load import result_folders
 from ia_mech.results import Result, Table, read
 from ia_mech.run import Run
 
-# Questions in the order of reading; kinds that aren't named come after them, by name.
+# Kinds of results in the order of reading; others come after them, by name.
 ORDER = (
     *("compare", "study", "rates", "reaction", "locate", "elicit", "probe", "steering"),
     *("perturbations", "likelihood", "decoupling", "temperature_sweep"),
 )
 LAST = "agreement"
-ROWS = 400  # of estimates that a page lists; the file has all
+MAX_ESTIMATES = 400  # that a page lists; the file has all
 _INTERVAL = re.compile(r"(\[[-+−–\d.,% ]{3,40}\])")
 
 
 @dataclass(frozen=True)
-class Part:
+class Answer:
     """What one analysis says of one run, or of several.
 
     Attributes:
@@ -48,8 +49,8 @@ class Part:
     folder: str
 
     @property
-    def name(self) -> str:
-        """Of the question: parts of one name and question stand side by side."""
+    def kind(self) -> str:
+        """Of the analysis."""
         return str(self.result.about.get("kind", self.result.name))
 
     @property
@@ -63,6 +64,23 @@ class Part:
         return _INTERVAL.split(self.result.control or "none.")
 
 
+@dataclass(frozen=True)
+class Card:
+    """One question with the answers to it, which stand side by side.
+
+    Attributes:
+        id: of the element on the page.
+        name: the kind of analysis, in words.
+        question: what was asked.
+        answers: one a run.
+    """
+
+    id: str
+    name: str
+    question: str
+    answers: list[Answer]
+
+
 def folders_of(run: Run, more: Sequence[Path] = ()) -> list[Path]:
     """The folders with results on a run, and ``more``, each once.
 
@@ -72,61 +90,57 @@ def folders_of(run: Run, more: Sequence[Path] = ()) -> list[Path]:
     return list(dict.fromkeys([*result_folders(run), *(folder.resolve() for folder in more)]))
 
 
-def parts_of(
+def cards_of(
     runs: Sequence[Run], names: Sequence[str], folders: Sequence[Sequence[Path]]
-) -> list[Part]:
-    """The parts of runs; a result of several of them is one part.
+) -> list[Card]:
+    """The cards of a page, in :data:`ORDER`. A figure is shown once.
 
     Args:
         runs: the runs.
         names: what the page calls them.
-        folders: with results, by run.
+        folders: with results, by run. A result of several runs is one answer.
 
     Raises:
         UserError: a folder that holds no result, or a damaged one.
     """
-    parts: dict[Path, Part] = {}
-    for run, name, of_run in zip(runs, names, folders, strict=True):
-        for folder in of_run:
-            parts.setdefault(folder, _part(run, name, folder, runs))
-    return list(parts.values())
+    by_folder: dict[Path, Answer] = {}
+    for run, name, folders_of_run in zip(runs, names, folders, strict=True):
+        for folder in folders_of_run:
+            if folder not in by_folder:
+                by_folder[folder] = _answer(run, name, folder, runs)
+    cards: dict[tuple[str, str], list[Answer]] = {}
+    shown: set[str] = set()
+    for answer in sorted(by_folder.values(), key=lambda answer: _place(answer.kind)):
+        pictures = [(name, picture) for name, picture in answer.pictures if picture not in shown]
+        shown.update(picture for _, picture in pictures)
+        answers = cards.setdefault((answer.kind, answer.result.question), [])
+        answers.append(replace(answer, pictures=pictures))
+    return [
+        Card(f"s{at}", kind.replace("_", " "), question, answers)
+        for at, ((kind, question), answers) in enumerate(cards.items(), 1)
+    ]
 
 
-def _part(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Part:
-    found = read(folder)
-    kept = found.about.get("labels", {}).get(run.identity_digest)
-    if kept is not None and kept != run.labels.digest(found.about["labellers"]):
-        old = "These are results of labels that have been replaced since. "
-        found = replace(found, sentence=old + found.sentence)
+def _place(kind: str) -> tuple[int, str]:
+    unknown = len(ORDER) + (kind == LAST)
+    return (ORDER.index(kind) if kind in ORDER else unknown, kind)
+
+
+def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
+    result = read(folder)
+    kept = result.about.get("labels", {}).get(run.identity_digest)
+    if kept is not None and kept != run.labels.digest(result.about["labellers"]):
+        warning = "These are results of labels that have been replaced since. "
+        result = replace(result, sentence=warning + result.sentence)
     inside = run.path.resolve() in folder.resolve().parents
-    of = {one.identity_digest for one in runs} & set(found.about.get("identities", []))
-    return Part(
-        run=name if len(of) < 2 else "",
-        result=found,
-        pictures=[(stem.replace("_", " "), image(svg)) for stem, svg in found.figures.items()],
-        estimates=listed(found.estimates),
+    covered = {one.identity_digest for one in runs} & set(result.about.get("identities", []))
+    return Answer(
+        run=name if len(covered) < 2 else "",
+        result=result,
+        pictures=[(stem.replace("_", " "), image(svg)) for stem, svg in result.figures.items()],
+        estimates=estimates_table(result.estimates),
         folder="/".join(folder.parts[-2:]) if inside else folder.name,
     )
-
-
-def grouped(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Parts of one name and question together, in :data:`ORDER`; a figure is shown once."""
-
-    def place(name: str) -> tuple[int, str]:
-        rank = len(ORDER) + (name == LAST)
-        return (ORDER.index(name) if name in ORDER else rank, name)
-
-    found: dict[tuple[str, str], list[Part]] = {}
-    shown: set[str] = set()
-    for part in sorted(parts, key=lambda part: place(part.name)):
-        pictures = [(name, picture) for name, picture in part.pictures if picture not in shown]
-        shown.update(picture for _, picture in pictures)
-        group = found.setdefault((part.name, part.result.question), [])
-        group.append(replace(part, pictures=pictures))
-    return [
-        {"id": f"s{at}", "name": name.replace("_", " "), "title": title, "parts": those}
-        for at, ((name, title), those) in enumerate(found.items(), 1)
-    ]
 
 
 def missing(run: Run, folders: Sequence[Path]) -> list[str]:
@@ -141,27 +155,24 @@ def missing(run: Run, folders: Sequence[Path]) -> list[str]:
     ]
 
 
-def listed(frame: pd.DataFrame) -> Table:
+def estimates_table(frame: pd.DataFrame) -> Table:
     """Estimates as a table of texts, those of all datasets together first; what is alike in all
     rows goes into the title."""
     if "dataset" in frame:
         frame = frame.sort_values("dataset", key=lambda names: names != ALL, kind="stable")
-    kept = [name for name in frame if frame[name].astype(str).nunique() > 1]
-    same = [name for name in frame if name not in kept and frame[name].notna().any()]
-    words = [f"{name}: {_text(frame[name].iloc[0])}" for name in same] if len(frame) else []
-    if len(frame) > ROWS:
-        words.append(f"the first {ROWS} of {len(frame)} rows; the file has all")
-    rows = frame[kept].head(ROWS).itertuples(index=False, name=None)
-    return Table(" · ".join(words), kept, [[_text(cell) for cell in row] for row in rows])
+    columns = [name for name in frame if frame[name].astype(str).nunique() > 1]
+    alike = [name for name in frame if name not in columns and frame[name].notna().any()]
+    title = [f"{name}: {_text(frame[name].iloc[0])}" for name in alike]
+    if len(frame) > MAX_ESTIMATES:
+        title.append(f"the first {MAX_ESTIMATES} of {len(frame)} rows; the file has all")
+    rows = frame[columns].head(MAX_ESTIMATES).itertuples(index=False, name=None)
+    return Table(" · ".join(title), columns, [[_text(cell) for cell in row] for row in rows])
 
 
 def _text(cell: Any) -> str:
     if isinstance(cell, float):
         return "–" if np.isnan(cell) else f"{cell:.4g}"
     return "–" if cell is None or cell is pd.NA else str(cell)
-
-
-# -- where it comes from --------------------------------------------------------------------------
 
 
 def facts(run: Run) -> dict[str, str]:
@@ -192,14 +203,10 @@ def facts(run: Run) -> dict[str, str]:
     return found
 
 
-def provenance(run: Run, name: str) -> Iterator[Table]:
-    """What was sampled and with what, who judged, and which files the run has."""
-    yield Table(name, ["what", "is"], [list(fact) for fact in facts(run).items()])
-    folders: dict[str, list[int]] = {}
-    for file in sorted(path for path in run.path.rglob("*") if path.is_file()):
-        top = file.relative_to(run.path).parts
-        if top[0].startswith("."):
-            continue
-        folders.setdefault(top[0] + ("/" if len(top) > 1 else ""), []).append(file.stat().st_size)
-    rows = [[key, str(len(sizes)), f"{sum(sizes):,}"] for key, sizes in folders.items()]
-    yield Table(f"files of {name} (docs/run-format.md)", ["files", "number", "bytes"], rows)
+def provenance(runs: Sequence[Run], names: Sequence[str]) -> Table:
+    """The :func:`facts` of runs, a column for each."""
+    columns = [facts(run) for run in runs]
+    keys = dict.fromkeys(key for column in columns for key in column)
+    return Table(
+        "", ["what", *names], [[key, *(of.get(key, "–") for of in columns)] for key in keys]
+    )

@@ -1,6 +1,6 @@
 """The turns of runs as columns, for a page's browser."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,23 @@ from ia_mech.untrusted import visible
 CATEGORIES = [*NAMES, FAILED, "not judged"]
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
 OUTCOMES = ("grounded", DEPENDENT)  # columns of turns.parquet of rates
-SAID = [*KEY, "repeat", "category", "status", "rationale"]
+VERDICT = [*KEY, "repeat", "category", "status", "rationale"]
 DECOY = (*KEY, "shown", "decoy")
-MOST = 100_000_000  # bytes of a page's data
-FEW = 100_000  # turns that are packed to see how many bytes turns take
+MAX_TOKENS = 10_000_000  # of the turns of a page: some 100 MB, which a browser can still take
 
-Cutter = Callable[[str, np.ndarray], list[int] | None]  # of a turn's text and token ids
+TokenLengths = Callable[[str, np.ndarray], list[int] | None]  # of a turn's text and token ids
 
 
 def browser(
-    runs: Sequence[Run], names: Sequence[str], folders: Sequence[Sequence[Path]], most: int = MOST
+    runs: Sequence[Run],
+    names: Sequence[str],
+    folders: Sequence[Sequence[Path]],
+    limit: int = MAX_TOKENS,
 ) -> tuple[str, str]:
     """The packed data of the turn browser, and a sentence on how much it holds.
 
-    Where all turns take more than ``most`` bytes, whole contexts are drawn at random, of every run
-    and dataset the same share.
+    Where all turns may have more than ``limit`` tokens, whole contexts are drawn at random, of
+    every run and dataset the same share.
 
     Args:
         runs: the runs.
@@ -44,10 +46,13 @@ def browser(
             all runs that say they are of the run: from ``turns.parquet`` bits (``reaction_bits``,
             ``bits_by_token``), and of rates whether turns are grounded or dependent; from
             ``predictions.parquet`` a probe's ``probability``.
-        most: bytes.
+        limit: tokens of all turns, each as long as a turn may be.
+
+    Raises:
+        UserError: a table of a result is damaged.
     """
-    cutters = [_cutter(run) for run in runs]
-    every = list(dict.fromkeys(folder for of_run in folders for folder in of_run))
+    lengths = [_token_lengths(run) for run in runs]
+    all_folders = list(dict.fromkeys(folder for of_run in folders for folder in of_run))
     contexts = pd.concat(
         [
             run.turns.drop_duplicates("context_id")[["context_id", "dataset"]].assign(run=number)
@@ -55,41 +60,38 @@ def browser(
         ]
     ).astype({"context_id": object, "dataset": object})
     count = sum(len(run.turns) for run in runs)
-    share, measured = min(1.0, FEW / count), False
-    while True:
-        drawn = contexts.groupby(["run", "dataset"]).sample(frac=share, random_state=0)
-        if drawn.empty:
-            raise UserError(f"not even one context fits a page of {most} bytes", "show fewer runs")
-        kept = [set(drawn.loc[drawn["run"] == number, "context_id"]) for number in range(len(runs))]
-        several = zip(runs, cutters, kept, strict=True)
-        frames = [_frames(*of, every, number) for number, of in enumerate(several)]
-        shown, turns = (pd.concat(of, ignore_index=True) for of in zip(*frames, strict=True))
-        shown = shown.sort_values("order", kind="stable")  # what runs did after one query meets
-        del frames
-        data = packed(_columns(shown, turns, names))
-        if len(data) <= most and (measured or share == 1):
-            break
-        share = min(1.0, share * most / len(data) * (1 if measured else 0.95))
-        measured = True
-    words = f"{count:,} turns after {len(contexts):,} contexts."
+    tokens = sum(len(run.turns) * run.settings["max_new_tokens"] for run in runs)
+    share = min(1.0, limit / tokens)
+    drawn = contexts.groupby(["run", "dataset"]).sample(frac=share, random_state=0)
+    frames = [
+        _frames(run, of_run, set(drawn.loc[drawn["run"] == number, "context_id"]), all_folders)
+        for number, (run, of_run) in enumerate(zip(runs, lengths, strict=True))
+    ]
+    shown, turns = (
+        pd.concat([frame.assign(run=number) for number, frame in enumerate(of_runs)])
+        for of_runs in zip(*frames, strict=True)
+    )
+    shown = shown.sort_values("order", kind="stable")  # runs meet after each query
+    data = packed(columns_of(shown, turns, names))
+    note = f"{count:,} turns after {len(contexts):,} contexts."
     if share < 1:
-        words = (
+        note = (
             f"This page holds {(turns['decoy'] == '').sum():,} of {count:,} turns, those after "
             f"{len(shown):,} of {len(contexts):,} contexts, drawn at random with the same share of "
-            f"every run and dataset: all of them would take more than {most / 1e6:g} MB. The "
-            "numbers above are of all turns."
+            f"every run and dataset, so that a browser can take it. The numbers above are of "
+            "all turns."
         )
-    bare = [visible(run.model["name"]) for run, cut in zip(runs, cutters, strict=True) if not cut]
-    if bare:
-        words += (
-            f" Tokens of {', '.join(dict.fromkeys(bare))} are not shaded, since the tokenizer is "
-            "not on this machine."
+    unknown = [run.model["name"] for run, of in zip(runs, lengths, strict=True) if of is None]
+    if unknown:
+        note += (
+            f" Tokens of {', '.join(dict.fromkeys(unknown))} are not shaded, since the "
+            "tokenizer is not on this machine."
         )
-    return data, words
+    return data, note
 
 
 def _frames(
-    run: Run, cut: Cutter | None, kept: set[str], folders: Sequence[Path], number: int
+    run: Run, lengths: TokenLengths | None, kept: set[str], folders: Sequence[Path]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The ``kept`` contexts of a run, and the turns after them, with all that is known of each."""
     frames = []
@@ -100,17 +102,16 @@ def _frames(
         contexts = contexts[contexts["context_id"].isin(kept)]
         turns = turns[turns["context_id"].isin(kept)]
         cells = zip(turns["text"], turns["token_ids"], strict=True)
-        pieces = [cut(text, ids) if cut else None for text, ids in cells]
+        pieces = [lengths(text, ids) if lengths else None for text, ids in cells]
         messages = contexts["messages"]
         frames.append(
             (
                 contexts.drop(columns="messages").assign(
-                    run=number,
                     query=[_query(list(all_)[:-1]) for all_ in messages],
                     response=[all_[-1]["content"] for all_ in messages],
                 ),
                 turns.drop(columns="token_ids").assign(
-                    run=number, pieces=pd.Series(pieces, turns.index, dtype=object)
+                    pieces=pd.Series(pieces, turns.index, dtype=object)
                 ),
             )
         )
@@ -124,16 +125,19 @@ def _frames(
             contexts[f"probe {folder.name}"] = contexts["context_id"].map(of_context)
     labels, decoys = [], []
     for judge in run.labels.judges:
-        said = run.labels.judgements(judge, SAID)
-        labels.append(_said(said[said["context_id"].isin(kept)], judge, KEY))
-        decoys.append(_said(run.labels.decoys(judge), judge, DECOY))
-    texts = turns[[*KEY, "run", "text"]]
-    for said in labels:
-        turns = turns.join(said, on=list(KEY))
+        verdicts = run.labels.judgements(judge, VERDICT)
+        labels.append(_labels(verdicts[verdicts["context_id"].isin(kept)], judge, KEY))
+        decoys.append(_labels(run.labels.decoys(judge), judge, DECOY))
+    texts = turns[[*KEY, "text"]]
+    for of_judge in labels:
+        turns = turns.join(of_judge, on=list(KEY))
     for folder in folders:
-        turns = _with_bits(turns, table_of_run(folder, run, "turns", [*KEY, BITS]))
-    for judge in run.labels.judges:
-        turns = _with_outcomes(turns, judge, run, folders)
+        found = table_of_run(folder, run, "turns", [*KEY, BITS])
+        turns = _joined(turns, found, {BITS: BITS, TOKEN_BITS: TOKEN_BITS})
+        for judge in run.labels.judges:
+            if folder.name == f"rates-{judge}":
+                found = table_of_run(folder, run, "turns", [*KEY, *OUTCOMES])
+                turns = _joined(turns, found, {name: f"{name} {judge}" for name in OUTCOMES})
     turns = turns.assign(decoy="")
     if decoys:
         rows = pd.concat(decoys, axis=1).reset_index().merge(texts, on=list(KEY))
@@ -142,7 +146,7 @@ def _frames(
     return contexts, turns
 
 
-def _said(rows: pd.DataFrame, judge: str, key: Sequence[str]) -> pd.DataFrame:
+def _labels(rows: pd.DataFrame, judge: str, key: Sequence[str]) -> pd.DataFrame:
     """Category and reason of a judge's first verdicts."""
     rows = rows[rows["repeat"] == 0]
     rows = rows.astype({"context_id": object, "category": object}).set_index(list(key))
@@ -160,33 +164,22 @@ def _query(messages: list[dict[str, str]]) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
-def _with_bits(turns: pd.DataFrame, found: pd.DataFrame | None) -> pd.DataFrame:
-    """Bits of turns from a result's table; those of the last one that has some."""
+def _joined(
+    turns: pd.DataFrame, found: pd.DataFrame | None, columns: Mapping[str, str]
+) -> pd.DataFrame:
+    """Turns with ``columns`` of a result's table under new names; of results that have the same,
+    the last counts."""
     if found is None:
         return turns
-    found = found.drop_duplicates(list(KEY))
-    kept = [name for name in (BITS, TOKEN_BITS) if name in found]
-    return turns.drop(columns=kept, errors="ignore").merge(
-        found[[*KEY, *kept]], "left", on=list(KEY)
-    )
+    found = found.drop_duplicates(list(KEY)).rename(columns=columns)
+    kept = [name for name in columns.values() if name in found]
+    found = found[[*KEY, *kept]]
+    return turns.drop(columns=kept, errors="ignore").merge(found, "left", on=list(KEY))
 
 
-def _with_outcomes(
-    turns: pd.DataFrame, judge: str, run: Run, folders: Sequence[Path]
-) -> pd.DataFrame:
-    """Whether turns are grounded and dependent, from the rates of the judge."""
-    own = [folder for folder in folders if folder.name == f"rates-{judge}"]
-    for folder in own:
-        found = table_of_run(folder, run, "turns", [*KEY, *OUTCOMES])
-        if found is not None:
-            names = {name: f"{name} {judge}" for name in OUTCOMES}
-            told = found.drop_duplicates(list(KEY))[[*KEY, *OUTCOMES]].rename(columns=names)
-            return turns.merge(told, "left", on=list(KEY))
-    return turns
-
-
-def _cutter(run: Run) -> Cutter | None:
-    """Says how many UTF-16 units of its text each token of a turn is; None where it can't be told.
+def _token_lengths(run: Run) -> TokenLengths | None:
+    """A function of a turn's text and ids: how many UTF-16 units of the shown text each token is;
+    None where tokens don't add up to the text.
 
     None without the model's tokenizer, which is not fetched: a page can be made where the model
     isn't.
@@ -203,21 +196,21 @@ def _cutter(run: Run) -> Cutter | None:
             known[token] = tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return known[token]
 
-    def cut(text: str, ids: np.ndarray) -> list[int] | None:
-        lengths: list[int] = []
+    def lengths(text: str, ids: np.ndarray) -> list[int] | None:
+        found: list[int] = []
         at = 0
         for token in ids.tolist():
             part = piece(token)
             if not text.startswith(part, at):
-                return lengths if at == len(text) else None  # the turn's end isn't in its text
-            lengths.append(len(part.encode("utf-16-le")) // 2)
+                return found if at == len(text) else None  # the turn's end isn't in its text
+            found.append(len(visible(part).encode("utf-16-le")) // 2)
             at += len(part)
-        return lengths
+        return found
 
-    return cut
+    return lengths
 
 
-def _columns(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]) -> dict[str, Any]:
+def columns_of(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]) -> dict[str, Any]:
     """What the page's script reads: a list or iterator per column. Texts are made visible."""
     places = pd.MultiIndex.from_frame(contexts[["run", "context_id"]])
     datasets = sorted(contexts["dataset"].unique())
