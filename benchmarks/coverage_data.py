@@ -96,7 +96,7 @@ def decoyed(
     Args:
         rng: the generator.
         kind: ``conversation``, where the turn is the next source's in a random cycle, or
-            ``response``, where it is another turn of the same source.
+            ``sibling``, where it is another turn of the same source.
         sources: how many.
         rate: of turns after their own context.
         floor: of decoys.
@@ -115,7 +115,7 @@ def decoyed(
     turns = np.sqrt(0.4) * common[:, None] + np.sqrt(0.6) * rng.normal(
         size=(2, sources, temperatures)
     )
-    if kind == "response":
+    if kind == "sibling":
         lender, shown = context, turns[1][context, at]
     else:
         shown = turns[0][lender, at]

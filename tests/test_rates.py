@@ -120,9 +120,7 @@ def test_every_figure_can_be_restricted_to_one_kind_of_response():
         expected = estimates(replace(whole, turns=kept.assign(cut_off=False)))
         rows = estimates(part)
         assert POWERED in set(rows["quantity"])
-        pd.testing.assert_frame_equal(
-            rows, expected.assign(responses=responses), check_dtype=False
-        )
+        pd.testing.assert_frame_equal(rows, expected.assign(responses=responses), check_dtype=False)
         assert part.notes[-1].startswith(f"{len(kept)} of {len(turns)} user turns: those after")
         none = replace(whole, turns=turns.assign(cut_off=responses == "complete"))
         with pytest.raises(UserError, match=f"no user turn comes after a {responses} response"):

@@ -112,6 +112,6 @@ def covered(kind: str, sources: int, rate: float, floor: float, studies: int) ->
 
 def test_coverage_of_a_small_study():
     """Of 300 studies at 95%, fewer than 276 cover with probability 0.002 (binomial)."""
-    for kind in ("conversation", "response"):
+    for kind in ("conversation", "sibling"):
         assert covered(kind, 60, 0.2, 0.02, 300) >= 0.92
         assert covered(kind, 60, 0.6, 0.2, 300) >= 0.92
