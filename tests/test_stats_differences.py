@@ -133,23 +133,6 @@ def test_coverage_of_differences_of_rates(rate_a, rate_b):
     assert covered / trials > 0.93
 
 
-def against_none(events):
-    """Fifty sources with so many events in one condition and none in the other."""
-    return (np.arange(50) < events).astype(float), np.arange(50), np.zeros(50), np.arange(50)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: paired_difference([1, 2], ["a"], [1], ["a"]), "values_a must have 1 entries"),
-        (lambda: paired_difference([1], ["a"], [1], ["a"], permutations=0), "permutations"),
-    ],
-)
-def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def test_few_sources_do_not_give_tiny_p_values():
     """Four of eight sources move, one way: flips alone allow no p below 2 / 2^4."""
     greedy, sources = [1, 1, 1, 1, 0, 0, 0, 0], np.arange(8)
