@@ -216,15 +216,12 @@ def corrected(trials: int) -> None:
                     rng.random(len(index)) < source_rates(rng, 1 - specificity, 0.1, sources)[index]
                 )
                 verdict = np.where(truth, hits, alarms).astype(float)
-                at, inclusion = annotate(rng, verdict, choice)
-                notes = {
-                    "truth": truth[at].astype(float),
-                    "truth_prediction": verdict[at],
-                    "truth_sources": index[at],
-                }
-                found["pp"].append(prediction_powered(verdict, index, inclusion=inclusion, **notes))
+                at, chances = annotate(rng, verdict, choice)
+                known, inclusion = np.full(len(index), np.nan), np.full(len(index), np.nan)
+                known[at], inclusion[at] = truth[at], chances
+                found["pp"].append(prediction_powered(verdict, known, index, inclusion=inclusion))
                 found["alone"].append(
-                    cluster_mean(notes["truth"], index[at], weights=1 / inclusion, proportion=True)
+                    cluster_mean(truth[at], index[at], weights=1 / chances, proportion=True)
                 )
                 raw.append(verdict.mean())
             shown = []

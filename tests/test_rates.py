@@ -69,15 +69,8 @@ def one(rows: pd.DataFrame, quantity: str, temperature: float = 1.0, **more):
 
 def powered(turns: pd.DataFrame):
     """The corrected rate of these turns, by the function that has tests of its own."""
-    known = turns[turns["truth"].notna()]
-    return prediction_powered(
-        turns["genuine"],
-        turns["source"],
-        truth=known["truth"],
-        truth_prediction=known["genuine"],
-        truth_sources=known["source"],
-        inclusion=known["inclusion"],
-    )
+    columns = turns["genuine"], turns["truth"], turns["source"]
+    return prediction_powered(*columns, inclusion=turns["inclusion"])
 
 
 # -- rates ---------------------------------------------------------------------------------------
@@ -301,9 +294,10 @@ def test_above_a_floor_all_three_numbers_are_of_the_same_decoys():
     decoys["own_genuine"] = rng.choice([0.0, 1.0, np.nan], 60)
     rate, floor, excess = rates(decoys, ["temperature"], "conversation")
     both = decoys.dropna()
-    assert rate.estimate.value == both["own_genuine"].mean()
     assert floor.estimate.value == both["genuine"].mean()
     difference = both["own_genuine"] - both["genuine"]
+    turns = cluster_mean(both["own_genuine"], both["source"], proportion=True)
+    assert rate.estimate == turns
     assert excess.estimate == dyadic_mean(difference, both["source"], both["shown_source"])
     assert {row.rows for row in (rate, floor, excess)} == {len(both)}
     assert not list(rates(decoys, [], "sibling"))

@@ -274,11 +274,9 @@ def _corrected_rate(
     else:
         found = prediction_powered(
             assessed["genuine"],
+            assessed["truth"],
             assessed["source"],
-            truth=own["truth"],
-            truth_prediction=own["genuine"],
-            truth_sources=own["source"],
-            inclusion=own["inclusion"],
+            inclusion=assessed["inclusion"],
             level=level,
         )
     of = names | {"events": len(own)}
