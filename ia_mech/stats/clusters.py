@@ -1,13 +1,12 @@
 """Means, rates and any other statistic of rows, with intervals over sources."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 
-from ia_mech.stats.intervals import Estimate, check_level, rate_ends, student
+from ia_mech.stats.intervals import Estimate, check_level, rate_interval, student
 from ia_mech.stats.resampling import (
     CHUNK,
     as_column,
@@ -75,7 +74,7 @@ def cluster_mean(
         rows = row_weights.sum() ** 2 / (row_weights**2).sum()
         binary = bool(np.isin(column, (0, 1)).all())
         single = clusters == len(column) and bool((row_weights == row_weights[0]).all())
-        low, high, name = rate_ends(table, rows, binary and single, level)
+        low, high, name = rate_interval(table, rows, binary and single, level)
         return Estimate(value, low, high, clusters, name)
     if clusters == 1:
         return Estimate(value, np.nan, np.nan, 1, "one source")
@@ -145,28 +144,6 @@ def cluster_bootstrap(
         bootstrap_estimate(float(value), replicates, clusters, level)
         for value, replicates in zip(values, drawn.T, strict=True)
     ]
-
-
-def cluster_statistic(
-    statistic: Callable[[dict[str, np.ndarray], np.ndarray], float],
-    columns: Mapping[str, ArrayLike],
-    sources: Iterable[Hashable],
-    **options: Any,
-) -> Estimate:
-    """:func:`cluster_bootstrap` of a statistic that is called once per resample.
-
-    Args:
-        statistic: called with the columns and ``[n]`` float multiplicities of rows, gives one
-            number.
-        columns: name to ``[n]`` array.
-        sources: ``[n]`` the source of each row.
-        options: ``level``, ``resamples`` and ``seed``.
-    """
-    arrays = {name: np.asarray(column) for name, column in columns.items()}
-    (estimate,) = cluster_bootstrap(
-        lambda counts: [statistic(arrays, row) for row in counts], sources, **options
-    )
-    return estimate
 
 
 def _kinds(kinds: ArrayLike, rows: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ia_mech.stats.intervals import Estimate, check_level, clustered_wilson, rate_ends
+from ia_mech.stats.intervals import Estimate, check_level, clustered_wilson, rate_interval
 from ia_mech.stats.resampling import as_column, source_index
 
 # Columns of the table of sums per source: rows and the judge's positive verdicts; of annotated rows
@@ -70,7 +70,7 @@ def prediction_powered(
     by_truth = table[table[:, WEIGHT] > 0][:, [TRUE, WEIGHT]]
     events, weight = by_truth.sum(0)
     if events in (0, weight):
-        low, high, name = rate_ends(by_truth, weight, False, level)
+        low, high, name = rate_interval(by_truth, weight, False, level)
         return Estimate(float(events / weight), low, high, count, name)
     if count < 2:
         return Estimate(float(events / weight), np.nan, np.nan, count, "one source")

@@ -12,7 +12,7 @@ from ia_mech.stats.clusters import cluster_mean
 from ia_mech.stats.intervals import (
     Estimate,
     check_level,
-    rate_ends,
+    rate_interval,
     spread_between,
     student,
     zero_events_bound,
@@ -217,7 +217,7 @@ def _mover(a: Condition, b: Condition, level: float) -> tuple[float, float]:
     distances, r = [], _correlation(a.means, b.means)
     for condition in (a, b):
         rate, rows = float(condition.means.mean()), int(condition.rows.sum())
-        low, high, _ = rate_ends(condition.table, rows, condition.single, level)
+        low, high, _ = rate_interval(condition.table, rows, condition.single, level)
         distances.append((rate - low, high - rate))
     (low_a, high_a), (low_b, high_b) = distances
     difference = float(a.means.mean() - b.means.mean())

@@ -95,14 +95,14 @@ def source_permutation_p(
         raise ValueError("no source can change places with another; there is nothing to permute")
     rng, null = np.random.default_rng(seed), np.empty(permutations)
     for b in range(permutations):
-        giver = np.arange(count)
+        donor = np.arange(count)
         for members in movable:
-            giver[members] = rng.permutation(members)
+            donor[members] = rng.permutation(members)
         if constant:
-            permuted = labels[first[giver]][index]
+            permuted = labels[first[donor]][index]
         else:
             permuted = labels.copy()
-            for receiver, other in enumerate(giver):
+            for receiver, other in enumerate(donor):
                 permuted[rows[receiver]] = labels[rows[other]]
         null[b] = statistic(permuted)
     return float(permutation_p(statistic(labels), null))
