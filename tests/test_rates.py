@@ -10,7 +10,7 @@ import pytest
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
-from ia_mech.rates.compute import any_of_n, estimates, rates
+from ia_mech.rates.compute import estimates, pass_at_k, rates
 from ia_mech.rates.load import FAILED, JudgedTurns, restrict_responses
 from ia_mech.stats import cluster_mean, dyadic_mean, holm, paired_difference, prediction_powered
 
@@ -138,12 +138,12 @@ def test_models_of_one_name_perturbations_and_datasets_stand_apart():
 # -- any of n ------------------------------------------------------------------------------------
 
 
-def test_any_of_n_is_the_mean_over_all_subsets():
+def test_pass_at_k_is_the_mean_over_all_subsets():
     for samples in range(1, 8):
         for genuine in range(samples + 1):
             marks = [1] * genuine + [0] * (samples - genuine)
             for n in range(1, 9):
-                got = any_of_n([genuine], [samples], n)[0]
+                got = pass_at_k([genuine], [samples], n)[0]
                 if n > samples:
                     assert np.isnan(got)
                 else:

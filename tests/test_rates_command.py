@@ -183,13 +183,6 @@ def test_the_first_of_repeated_verdicts_counts(copy):
     assert any("2 verdicts per turn, the first is used" in note for note in judged.notes)
 
 
-def test_without_a_sheet_datasets_that_have_no_label_are_unlabelled(run):
-    annotate(run, rows=slice(0, 1))
-    turns = read_runs([run.path]).turns
-    known = set(turns.loc[turns["unlabelled"] == "", "dataset"])
-    assert known == {run.generations["dataset"].iloc[0]}
-
-
 def test_turns_of_the_judges_fit_are_counted_in_a_note(run, monkeypatch):
     items = [item.key("", 0)[:16] for item in items_of(run)]
     monkeypatch.setattr(load, "fitted_items", lambda: frozenset(items[:3]))

@@ -109,16 +109,3 @@ def test_where_there_is_no_interval():
     assert perfect.method == "no resample differs"
     (little,) = cluster_bootstrap(lambda c: 1 + 1e-9 * c[:, 0], range(9), resamples=20)
     assert little.low < little.high  # little is not nothing
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: cluster_bootstrap(len, ["a", "b"], [0]), "kinds must have 2 entries"),
-        (lambda: cluster_bootstrap(len, ["a", "b"], [0, 2], number=2), "there are 2 from 0"),
-        (lambda: cluster_bootstrap(len, ["a", None]), "source is missing"),
-    ],
-)
-def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

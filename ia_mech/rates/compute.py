@@ -83,7 +83,7 @@ def rates(
             yield from _above_floor(own, outcome, of | {"decoy": against}, level)
         elif any(group.get(name, value) != value for name, value in against.items()):
             like = {name: value for name, value in group.items() if name not in against}
-            base = rows[equal_in(rows, like | dict(against))]
+            base = rows[matching(rows, like | dict(against))]
             if within is not None:
                 both = set(own[within]) & set(base[within])
                 own, base = (part[part[within].isin(both)] for part in (own, base))
@@ -103,7 +103,7 @@ def _groups(rows: pd.DataFrame, by: Sequence[str]) -> Iterator[tuple[dict[str, A
         yield dict(zip(by, values, strict=True)), own
 
 
-def equal_in(rows: pd.DataFrame, values: Mapping[str, Any]) -> np.ndarray:
+def matching(rows: pd.DataFrame, values: Mapping[str, Any]) -> np.ndarray:
     """``[rows]`` whether a row has these values."""
     equal = np.ones(len(rows), dtype=bool)
     for name, value in values.items():
@@ -122,12 +122,12 @@ def _above_floor(
     pair = both["source"], both["shown_source"]
     floor = dyadic_mean(other, *pair, ends=(0, 1), level=level)
     excess = dyadic_mean(own - other, *pair, level=level)
-    for quantity, found, events in (
+    for quantity, estimate, events in (
         ("decoyed_rate", rate, int(own.sum())),
         ("floor", floor, int(other.sum())),
         ("excess", excess, pd.NA),
     ):
-        yield TidyEstimate(quantity, of | {"events": events}, len(both), found)
+        yield TidyEstimate(quantity, of | {"events": events}, len(both), estimate)
 
 
 def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
@@ -160,10 +160,10 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
           verdicts; of ``reach``, contexts. ``sources``: behind the estimate.
     """
     options = {"level": level, "seed": seed}
-    found: list[TidyEstimate] = []
+    rows: list[TidyEstimate] = []
     for subject, turns in judged.turns.groupby(SUBJECT, observed=True):
         names = dict(zip(SUBJECT, subject, strict=True))
-        decoys = judged.decoys[equal_in(judged.decoys, names)]
+        decoys = judged.decoys[matching(judged.decoys, names)]
         gates = judged.by_model[names["model"], names["weights_hash"]]
         words = {outcome: gate.word for outcome, gate in gates.items()}
         names |= {"judge": judged.judge, "responses": judged.responses}
@@ -172,28 +172,28 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
             among = decoys if dataset == ALL else decoys[decoys["dataset"] == dataset]
             for outcome, word in words.items():
                 about = {"outcome": outcome, **options, **of, "gate": word}
-                found += rates(own, ["temperature"], **about)
+                rows += rates(own, ["temperature"], **about)
                 for kind in KINDS:
-                    found += rates(among, ["temperature"], kind, **about)
-                    found += rates(among, (), kind, **about)
+                    rows += rates(among, ["temperature"], kind, **about)
+                    rows += rates(among, (), kind, **about)
             about = {**options, **of, "gate": words["genuine"]}
             if own[DEPENDENT].notna().any():
-                found += rates(own, ["temperature"], outcome=DEPENDENT, **about)
+                rows += rates(own, ["temperature"], outcome=DEPENDENT, **about)
             # Of pooled runs some may lack a temperature: their greedy turns are no baseline for it.
-            found += rates(own, ["temperature"], {"temperature": 0.0}, within="context", **about)
-            found += _profile(own, about)
+            rows += rates(own, ["temperature"], {"temperature": 0.0}, within="context", **about)
+            rows += _profile(own, about)
             if judged.responses == EVERY and own["cut_off"].any():
-                found += rates(own, ["temperature"], quantity="cut_off", outcome="cut_off", **about)
+                rows += rates(own, ["temperature"], quantity="cut_off", outcome="cut_off", **about)
                 complete = own[~own["cut_off"]]
-                found += rates(complete, ["temperature"], quantity="rate_complete", **about)
+                rows += rates(complete, ["temperature"], quantity="rate_complete", **about)
             for temperature, at in own.groupby("temperature"):
-                of_both = of | {"temperature": float(temperature), "level": level}
-                of_both |= {"outcome": "genuine", "gate": words["genuine"]}
+                of_group = of | {"temperature": float(temperature), "level": level}
+                of_group |= {"outcome": "genuine", "gate": words["genuine"]}
                 if temperature:
-                    found += _reach(at, of_both, level)
-                found += _corrected_rate(at, of_both, level, judged.annotator)
-    found = holm_corrected(found, lambda row: row.names["dataset"] == ALL)
-    return frame_of(found, NAMES)
+                    rows += _reach(at, of_group, level)
+                rows += _corrected_rate(at, of_group, level, judged.annotator)
+    rows = holm_corrected(rows, lambda row: row.names["dataset"] == ALL)
+    return frame_of(rows, NAMES)
 
 
 def _profile(turns: pd.DataFrame, about: dict[str, Any]) -> Iterator[TidyEstimate]:
@@ -210,7 +210,7 @@ def _profile(turns: pd.DataFrame, about: dict[str, Any]) -> Iterator[TidyEstimat
             yield replace(row, names=row.names | names)
 
 
-def any_of_n(genuine: np.ndarray, samples: np.ndarray, n: int) -> np.ndarray:
+def pass_at_k(genuine: np.ndarray, samples: np.ndarray, n: int) -> np.ndarray:
     """Chance that n samples, drawn from those there are, hold a genuine turn.
 
     ``1 - C(N - g, n) / C(N, n)``: the unbiased estimate of 1 - (1 - p)^n from g genuine turns among
@@ -246,7 +246,7 @@ def _reach(turns: pd.DataFrame, names: dict[str, Any], level: float) -> Iterator
         source=("source", "first"), genuine=("genuine", "sum"), samples=("genuine", "size")
     )
     for n in range(1, int(contexts["samples"].max() if len(contexts) else 0) + 1):
-        chance = any_of_n(contexts["genuine"].to_numpy(), contexts["samples"].to_numpy(), n)
+        chance = pass_at_k(contexts["genuine"].to_numpy(), contexts["samples"].to_numpy(), n)
         estimate = cluster_mean(chance, contexts["source"], proportion=True, level=level)
         there = int((contexts["samples"] >= n).sum())
         yield TidyEstimate("reach", names | {"n_samples": n}, there, estimate)
@@ -268,11 +268,11 @@ def _corrected_rate(
     missing = [text for text in assessed["unlabelled"].unique() if text]
     if missing:
         reason = f"undefined: no labels of {' and '.join(missing)}"
-        found = Estimate(np.nan, np.nan, np.nan, assessed["source"].nunique(), reason)
+        estimate = Estimate(np.nan, np.nan, np.nan, assessed["source"].nunique(), reason)
     elif len(own) < MIN_ANNOTATED or own["source"].nunique() < MIN_ANNOTATED_SOURCES:
         return
     else:
-        found = prediction_powered(
+        estimate = prediction_powered(
             assessed["genuine"],
             assessed["truth"],
             assessed["source"],
@@ -280,5 +280,5 @@ def _corrected_rate(
             level=level,
         )
     of = names | {"events": len(own)}
-    found = replace(found, method=f"{found.method}; truth: {annotator}")
-    yield TidyEstimate("rate_prediction_powered", of, len(assessed), found)
+    estimate = replace(estimate, method=f"{estimate.method}; truth: {annotator}")
+    yield TidyEstimate("rate_prediction_powered", of, len(assessed), estimate)

@@ -10,7 +10,7 @@ from ia_mech.judge.decoys import KINDS
 from ia_mech.judge.rubric import ASSESSED, heading
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.rates import figures
-from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, equal_in, estimates
+from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, estimates, matching
 from ia_mech.rates.gate import AFTER, FAILED, NO_DECOYS, PASSED, UNDECIDED, Gate
 from ia_mech.rates.load import DEPENDENT, EVERY, SUBJECT, JudgedTurns
 from ia_mech.results import Result, Table, about_runs, table_of
@@ -37,8 +37,8 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
         level: coverage of intervals. Gates are always decided at 95%.
         seed: of sign flips.
     """
-    found = estimates(judged, level=level, seed=seed)
-    whole = pd.concat([all_datasets(of) for _, of in found.groupby(SUBJECT, sort=False)])
+    rows = estimates(judged, level=level, seed=seed)
+    whole = pd.concat([all_datasets(of) for _, of in rows.groupby(SUBJECT, sort=False)])
     gates = [gate for of in judged.by_model.values() for gate in of.values()]
     names = {str(run.path): run.name for run in judged.runs}
     turns = judged.turns[["run", *KEY, "genuine", "grounded", DEPENDENT]]
@@ -49,10 +49,10 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
         question=QUESTION,
         sentence=" ".join(_sentence(judged, of) for _, of in whole.groupby(SUBJECT, sort=False)),
         control=" ".join(f"{_capital(gate.sentence)}." for gate in gates),
-        estimates=found,
-        tables=_tables(found, whole, gates, level),
+        estimates=rows,
+        tables=_tables(rows, whole, gates, level),
         figures=_figures(whole, judged),
-        notes=_notes(judged, found),
+        notes=_notes(judged, rows),
         about={
             "kind": "rates",
             **about_runs(judged.runs, [name for name in (judged.judge, judged.annotator) if name]),
@@ -77,7 +77,7 @@ def _capital(text: str) -> str:
 def _sentence(judged: JudgedTurns, of: pd.DataFrame) -> str:
     """What was found of one model and perturbation; ``of`` are its pooled rows."""
     first = of.iloc[0]
-    turns = judged.turns[equal_in(judged.turns, {name: first[name] for name in SUBJECT})]
+    turns = judged.turns[matching(judged.turns, {name: first[name] for name in SUBJECT})]
     gate = judged.by_model[first["model"], first["weights_hash"]]["genuine"]
     plain = of[(of["quantity"] == "rate") & (of["outcome"] == "genuine")]
     rates = ", ".join(
@@ -119,21 +119,21 @@ def _reaction(gate: Gate) -> str:
 
 
 def _tables(
-    found: pd.DataFrame, whole: pd.DataFrame, gates: list[Gate], level: float
+    rows: pd.DataFrame, whole: pd.DataFrame, gates: list[Gate], level: float
 ) -> list[Table]:
     """The pooled rates and the gates; in full by dataset, floors, the profile, reach, corrected
     rates."""
-    of_turns = found[found["decoy"].isna()]
+    of_turns = rows[rows["decoy"].isna()]
     tables = [
         _rate_table(f"rates ({100 * level:g}% intervals over sources)", whole),
         _gate_table(gates),
-        *(_floor_table(found, outcome, kind) for outcome in OUTCOMES for kind in KINDS),
+        *(_floor_table(rows, outcome, kind) for outcome in OUTCOMES for kind in KINDS),
         *_profile_tables(of_turns),
         _reach_table(of_turns),
         _corrected_table(of_turns),
     ]
-    if (found["dataset"] != whole["dataset"].iloc[0]).any():
-        tables.insert(2, _rate_table("rates by dataset", found, full=True))
+    if (rows["dataset"] != whole["dataset"].iloc[0]).any():
+        tables.insert(2, _rate_table("rates by dataset", rows, full=True))
     return [table for table in tables if table.rows]
 
 
@@ -176,8 +176,8 @@ def _gate_table(gates: list[Gate]) -> Table:
     )
 
 
-def _floor_table(found: pd.DataFrame, outcome: str, kind: str) -> Table:
-    own = found[(found["outcome"] == outcome) & (found["decoy"] == kind)]
+def _floor_table(rows: pd.DataFrame, outcome: str, kind: str) -> Table:
+    own = rows[(rows["outcome"] == outcome) & (rows["decoy"] == kind)]
     heads: Columns = {
         "decoyed_rate": ("rate", 2),
         "floor": ("floor", 2),
@@ -224,22 +224,22 @@ def _corrected_table(of_turns: pd.DataFrame) -> Table:
 
 
 def _figures(whole: pd.DataFrame, judged: JudgedTurns) -> dict:
-    found = {}
+    drawings = {}
     for number, (subject, of) in enumerate(whole.groupby(SUBJECT, sort=False), start=1):
         model, weights, perturbation = subject
         gate = judged.by_model[model, weights]["genuine"]
         more = "" if perturbation == "none" else f", {perturbation}"
         title = f"{one_line(model, 40)}{more}\njudge {gate}"
-        found["rates" if number == 1 else f"rates-{number}"] = figures.rates(of, title)
-    return found
+        drawings["rates" if number == 1 else f"rates-{number}"] = figures.rates(of, title)
+    return drawings
 
 
 # -- notes ----------------------------------------------------------------------------------------
 
 
-def _notes(judged: JudgedTurns, found: pd.DataFrame) -> list[str]:
+def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
     notes = []
-    tested = found[found["p"].notna()]
+    tested = rows[rows["p"].notna()]
     if len(tested):
         pooled = int((tested["dataset"] == "(all)").sum())
         own = len(tested) - pooled
@@ -249,7 +249,7 @@ def _notes(judged: JudgedTurns, found: pd.DataFrame) -> list[str]:
             f"Holm-corrected over {own} comparison{'' if own == 1 else 's'}{family}. Intervals are "
             "not corrected."
         )
-    if found["outcome"].eq(DEPENDENT).any():
+    if rows["outcome"].eq(DEPENDENT).any():
         notes.append(
             "dependent: genuine, and likelier after its own response than after all siblings of it "
             "together (results of experiments.reaction). Of turns that depend on no response, at "
@@ -257,8 +257,8 @@ def _notes(judged: JudgedTurns, found: pd.DataFrame) -> list[str]:
         )
     if judged.record.get("caveat"):
         notes.append(f"{judged.record['caveat']}.".replace("..", "."))
-    notes += few_sources(found)
-    powered = found[found["quantity"] == "rate_prediction_powered"]
+    notes += few_sources(rows)
+    powered = rows[rows["quantity"] == "rate_prediction_powered"]
     for reason in powered.loc[powered["value"].isna(), "method"].str.split(";").str[0].unique():
         notes.append(f"Some rates can't be corrected: {reason.removeprefix('undefined: ')}.")
     if judged.annotator and powered.empty:

@@ -118,16 +118,13 @@ def cluster_bootstrap(
         ``m`` estimates; one where the statistic gives ``[k]``.
 
     Raises:
-        ValueError: lengths differ, a kind isn't a number from 0 to ``number - 1``, a source is
-            missing, or an option is out of range.
+        ValueError: lengths differ, a kind isn't a number from 0 to ``number - 1``, or a source is
+            missing.
     """
     check_level(level)
     index, clusters = source_index(sources)
-    codes = np.arange(len(index)) if kinds is None else _kinds(kinds, len(index))
-    needed = int(codes.max(initial=-1)) + 1
-    width = needed if number is None else number
-    if needed > width:
-        raise ValueError(f"kinds hold {needed - 1}, but there are {width} from 0")
+    codes = np.arange(len(index)) if kinds is None else np.asarray(kinds, dtype=np.intp)
+    width = int(codes.max(initial=-1)) + 1 if number is None else number
     # Most sources have few of the kinds; the zeros needn't be stored.
     rows = (as_weights(weights, len(index)), (index, codes))
     table = csr_array(rows, shape=(max(clusters, 1), max(width, 1)))[:clusters, :width]
@@ -139,21 +136,11 @@ def cluster_bootstrap(
     if clusters < 2:
         reason = "one source" if clusters else "no values"
         return [Estimate(float(value), np.nan, np.nan, clusters, reason) for value in values]
-    drawn = np.concatenate([values_of(sums) for sums in _resampled(table, resamples, seed)])
+    replicates = np.concatenate([values_of(sums) for sums in _resampled(table, resamples, seed)])
     return [
-        bootstrap_estimate(float(value), replicates, clusters, level)
-        for value, replicates in zip(values, drawn.T, strict=True)
+        bootstrap_estimate(float(value), column, clusters, level)
+        for value, column in zip(values, replicates.T, strict=True)
     ]
-
-
-def _kinds(kinds: ArrayLike, rows: int) -> np.ndarray:
-    """``[rows]`` integers from 0, or ValueError."""
-    codes = np.asarray(kinds)
-    if codes.shape != (rows,):
-        raise ValueError(f"kinds must have {rows} entries, one per row, not shape {codes.shape}")
-    if rows and (codes.dtype.kind not in "iu" or codes.min() < 0):
-        raise ValueError("kinds must hold integers from 0")
-    return codes.astype(np.intp)
 
 
 def _resampled(table: csr_array, resamples: int, seed: int) -> Iterator[np.ndarray]:

@@ -121,7 +121,7 @@ def paired_difference(
       the share of sources that differ.
     - Between other means: Student's interval of the differences, as in :func:`cluster_mean`.
 
-    The p value, by what the conditions allow (``Paired.test`` names it):
+    The p value, by what the conditions allow (``PairedDifference.test`` names it):
 
     - If every source has as many rows in one condition as in the other, the conditions are
       exchangeable under no difference, and flipping the signs of whole sources is an exact test
@@ -150,8 +150,6 @@ def paired_difference(
         ValueError: lengths differ, or an option is out of range.
     """
     check_level(level)
-    if permutations < 1:
-        raise ValueError(f"permutations must be at least 1, not {permutations}")
     a, b = _conditions(values_a, sources_a, values_b, sources_b)
     differences, n = a.means - b.means, len(a.means)
     if n == 0:
@@ -264,7 +262,7 @@ def group_difference(
     its rows are alike.
 
     The p value is of the difference's size when labels change places between sources (Fisher 1935,
-    section 21; ``hypothesis.source_permutation_p``). It and the interval are made separately and
+    section 21; ``significance.source_permutation_p``). It and the interval are made separately and
     may disagree at the margin.
 
     Args:

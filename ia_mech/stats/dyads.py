@@ -105,9 +105,9 @@ def _disjoint(pairs: np.ndarray) -> int:
     """How many of ``[n, 2]`` pairs remain if each that shares a source with an earlier one is left
     out: at least half the largest number of disjoint pairs."""
     taken: set[int] = set()
-    found = 0
+    count = 0
     for pair in pairs.tolist():
         if taken.isdisjoint(pair):
             taken.update(pair)
-            found += 1
-    return found
+            count += 1
+    return count

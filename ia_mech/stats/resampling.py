@@ -73,8 +73,6 @@ def resample_counts(sources: int, resamples: int, seed: int) -> Iterator[np.ndar
     Yields:
         ``[chunk, sources]`` float counts; every row sums to ``sources``.
     """
-    if resamples < 1:
-        raise ValueError(f"resamples must be at least 1, not {resamples}")
     rng = np.random.default_rng(seed)
     chunk = max(1, CHUNK // sources)
     for start in range(0, resamples, chunk):
