@@ -17,7 +17,6 @@ from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.judge.verdict import Verdict
-from ia_mech.rates.compute import estimates
 from ia_mech.rates.gate import gate_of
 from ia_mech.rates.grounding import p_values
 from ia_mech.rates.load import JudgedTurns, read_runs
@@ -100,14 +99,9 @@ def test_gates_of_judges_that_look_at_different_things(run):
 
 def test_sentence_and_control_follow_the_gate(run):
     genuine = planted(run)
-    for accepts, word, shown in (
-        (lambda item: True, "failed", "react to their own response is not shown"),
-        (lambda item: item in genuine, "passed", "turns react to their own response: an excess"),
-    ):
-        judged = judged_by(run, lambda item, yes=accepts: GENUINE if yes(item) else NEW)
-        found = result(judged)
-        assert shown in found.sentence and f"planted: {word}" in found.control
-        assert set(found.estimates["gate"]) == {word}
+    found = result(judged_by(run, lambda item: GENUINE if item in genuine else NEW))
+    assert "turns react to their own response: an excess over siblings" in found.sentence
+    assert "planted: passed" in found.control and set(found.estimates["gate"]) == {"passed"}
 
 
 def test_verdicts_without_decoys_have_no_floor(run):
@@ -151,8 +145,6 @@ def test_a_models_gate_is_the_same_whatever_other_runs_are_named(run, merged, tm
         named = replace(gate, model=model, siblings=replace(gate.siblings, model=model))
         assert repr(gates[model]) == repr(named)
     assert both.gate == gates["second"]  # a claim about both rests on the worse one
-    words = estimates(both).groupby("model")["gate"].unique().map(list).to_dict()
-    assert words == {"planted": ["passed"], "second": ["failed"]}
 
 
 # -- rate, floor and excess -----------------------------------------------------------------------
@@ -194,7 +186,10 @@ def test_grounded_is_an_outcome_of_its_own(run):
     assert turns["grounded"].sum() == sum(number(item) % 4 > 0 for item in genuine)
     assert (turns.loc[turns["genuine"] == 0, "grounded"] == 0).all()
     assert judged.gates["genuine"].verdict == "failed" and judged.gates["grounded"].floor == 0
-    rates = estimates(judged).query("quantity == 'rate'")
+    found = result(judged)
+    assert "react to their own response is not shown" in found.sentence
+    rates = found.estimates.query("quantity == 'rate'")
+    assert rates["gate"].unique().tolist() == ["failed", judged.gates["grounded"].word]
     assert rates["outcome"].tolist() == ["genuine"] * 3 + ["grounded"] * 3
     none = judged_by(run, lambda item: GENUINE)
     assert none.outcomes == ["genuine"] and none.turns["grounded"].isna().all()

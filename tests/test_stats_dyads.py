@@ -106,6 +106,7 @@ def covered(kind: str, sources: int, rate: float, floor: float, studies: int) ->
     return inside / studies
 
 
+@pytest.mark.slow
 def test_coverage_of_a_small_study():
     """Of 300 studies at 95%, fewer than 276 cover with probability 0.002 (binomial)."""
     for kind in ("conversation", "sibling"):
