@@ -31,6 +31,7 @@ from benchmarks.coverage_data import (
     source_rates,
     table,
 )
+from ia_mech.judge.decoys import KINDS
 from ia_mech.stats import (
     Estimate,
     balanced_accuracy_of,
@@ -174,7 +175,7 @@ def decoys(trials: int) -> None:
     trials *= 2
     print(f"### Excess over decoys, 4 turns of each source: {trials} data sets a row\n")
     pairs = ((0.02, 0.02), (0.2, 0.02), (0.6, 0.02), (0.2, 0.2), (0.6, 0.2), (0.6, 0.6))
-    cells = list(product(("conversation", "sibling"), (20, 60, 100), pairs))
+    cells = list(product(KINDS, (20, 60, 100), pairs))
 
     def rows() -> Iterator[list[object]]:
         for number, (kind, sources, (rate, floor)) in enumerate(cells):
