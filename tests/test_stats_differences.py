@@ -43,12 +43,12 @@ def test_each_common_source_weighs_the_same():
     paired = paired_difference(
         [1, 1, 0, 0, 9, np.nan], list("aaabbc"), [0, 1, 1, 7], ["a", "b", "b", "d"]
     )
-    assert paired.sources == 2
+    assert paired.difference.sources == 2
     assert paired.difference.value == pytest.approx(((2 / 3 - 0) + (4.5 - 1)) / 2)
     alone = paired_difference([1.0], ["a"], [0.0], ["a"])
     assert np.isnan(alone.difference.low) and alone.difference.value == 1
     none = paired_difference([1.0], ["a"], [0.0], ["b"])
-    assert none.sources == 0 and np.isnan(none.p) and np.isnan(none.difference.value)
+    assert none.difference.sources == 0 and np.isnan(none.p) and np.isnan(none.difference.value)
 
 
 def test_mover_equals_its_definition():
