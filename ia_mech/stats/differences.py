@@ -210,12 +210,15 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 def _mover(a: Condition, b: Condition, level: float) -> tuple[float, float]:
     """MOVER's interval of a difference of rates on the same sources."""
-    rates = []
-    for condition in (a, b):
-        rows = int(condition.rows.sum())
-        low, high, _ = rate_interval(condition.table, rows, condition.single, level)
-        rates.append(Estimate(float(condition.means.mean()), low, high, len(condition.means)))
-    return mover(*rates, _correlation(a.means, b.means))
+    first, second = _rate(a, level), _rate(b, level)
+    return mover(first, second, _correlation(a.means, b.means))
+
+
+def _rate(condition: Condition, level: float) -> Estimate:
+    """The rate of one condition, every source weighing the same."""
+    rows, sources = int(condition.rows.sum()), len(condition.means)
+    low, high, method = rate_interval(condition.table, rows, condition.single, level)
+    return Estimate(float(condition.means.mean()), low, high, sources, method)
 
 
 def mover(first: Estimate, second: Estimate, correlation: float = 0.0) -> tuple[float, float]:
