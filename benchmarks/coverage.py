@@ -31,6 +31,7 @@ from benchmarks.coverage_data import (
     source_rates,
     table,
 )
+from ia_mech.judge.decoys import KINDS
 from ia_mech.stats import (
     Estimate,
     balanced_accuracy_of,
@@ -174,7 +175,7 @@ def decoys(trials: int) -> None:
     trials *= 2
     print(f"### Excess over decoys, 4 turns of each source: {trials} data sets a row\n")
     pairs = ((0.02, 0.02), (0.2, 0.02), (0.6, 0.02), (0.2, 0.2), (0.6, 0.2), (0.6, 0.6))
-    cells = list(product(("conversation", "sibling"), (20, 60, 100), pairs))
+    cells = list(product(KINDS, (20, 60, 100), pairs))
 
     def rows() -> Iterator[list[object]]:
         for number, (kind, sources, (rate, floor)) in enumerate(cells):
@@ -216,15 +217,12 @@ def corrected(trials: int) -> None:
                     rng.random(len(index)) < source_rates(rng, 1 - specificity, 0.1, sources)[index]
                 )
                 verdict = np.where(truth, hits, alarms).astype(float)
-                at, inclusion = annotate(rng, verdict, choice)
-                notes = {
-                    "truth": truth[at].astype(float),
-                    "truth_prediction": verdict[at],
-                    "truth_sources": index[at],
-                }
-                found["pp"].append(prediction_powered(verdict, index, inclusion=inclusion, **notes))
+                at, chances = annotate(rng, verdict, choice)
+                known, inclusion = np.full(len(index), np.nan), np.full(len(index), np.nan)
+                known[at], inclusion[at] = truth[at], chances
+                found["pp"].append(prediction_powered(verdict, known, index, inclusion=inclusion))
                 found["alone"].append(
-                    cluster_mean(notes["truth"], index[at], weights=1 / inclusion, proportion=True)
+                    cluster_mean(truth[at], index[at], weights=1 / chances, proportion=True)
                 )
                 raw.append(verdict.mean())
             shown = []

@@ -8,6 +8,8 @@ import numpy as np
 from scipy.special import betaincinv, ndtr, ndtri
 from scipy.stats import binomtest
 
+from ia_mech.judge.decoys import SIBLING
+
 UNEQUAL = (1, 2, 4, 8, 16, 17)
 
 
@@ -96,7 +98,7 @@ def decoyed(
     Args:
         rng: the generator.
         kind: ``conversation``, where the turn is the next source's in a random cycle, or
-            ``response``, where it is another turn of the same source.
+            ``sibling``, where it is another turn of the same source.
         sources: how many.
         rate: of turns after their own context.
         floor: of decoys.
@@ -109,23 +111,23 @@ def decoyed(
     """
     cycles = [rng.permutation(sources) for _ in range(temperatures)]
     context = np.concatenate(cycles)
-    lender = np.concatenate([np.roll(cycle, -1) for cycle in cycles])
+    source_of_turn = np.concatenate([np.roll(cycle, -1) for cycle in cycles])
     at, n = np.repeat(np.arange(temperatures), sources), sources * temperatures
     common, likes = rng.normal(size=(2, sources))
     turns = np.sqrt(0.4) * common[:, None] + np.sqrt(0.6) * rng.normal(
         size=(2, sources, temperatures)
     )
-    if kind == "response":
-        lender, shown = context, turns[1][context, at]
+    if kind == SIBLING:
+        source_of_turn, shown = context, turns[1][context, at]
     else:
-        shown = turns[0][lender, at]
+        shown = turns[0][source_of_turn, at]
     own, decoy = (
         np.sqrt(blind) * turn
         + np.sqrt(0.1) * likes[context]
         + np.sqrt(0.9 - blind) * rng.normal(size=n)
         for turn in (turns[0][context, at], shown)
     )
-    return (own < ndtri(rate)) * 1.0, (decoy < ndtri(floor)) * 1.0, context, lender
+    return (own < ndtri(rate)) * 1.0, (decoy < ndtri(floor)) * 1.0, context, source_of_turn
 
 
 def annotate(

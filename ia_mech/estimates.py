@@ -87,13 +87,13 @@ class Group:
         """The median of ``[rows]`` values with a cluster-bootstrap interval; NaN is left out."""
         values = np.asarray(values, dtype=float)
         kept = ~np.isnan(values)
-        found, codes = np.unique(values[kept], return_inverse=True)
+        distinct, codes = np.unique(values[kept], return_inverse=True)
 
         def middle(counts: np.ndarray) -> np.ndarray:
             reached = counts.cumsum(1)
             half = reached[:, -1:] / 2
-            # Of an even number of rows, the mean of the two in the middle.
-            return (found[(reached >= half).argmax(1)] + found[(reached > half).argmax(1)]) / 2
+            low, high = distinct[(reached >= half).argmax(1)], distinct[(reached > half).argmax(1)]
+            return (low + high) / 2  # of an even number of rows the two in the middle differ
 
         if not kept.any():
             return self.row(quantity, Estimate(np.nan, np.nan, np.nan, 0, "no values"), 0, **names)

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 _HEADS = {"temperature": "T"}  # columns that are called otherwise in a table
 RESULT, ESTIMATES = "result.json", "estimates.parquet"
-_SAID = ("question", "sentence", "control", "notes", "about")  # kept as they are
+# fields that result.json holds as they are
+_VERBATIM = ("question", "sentence", "control", "notes", "about")
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,14 @@ def about_runs(runs: "Sequence[Run]", labellers: Sequence[str] = ()) -> dict[str
         ``runs`` and ``identities``; with labellers also ``labellers`` and ``labels`` (the digest of
         what they say now, by run), so that a reader can tell whether labels were replaced since.
     """
-    found: dict[str, Any] = {
+    about: dict[str, Any] = {
         "runs": [run.name for run in runs],
         "identities": [run.identity_digest for run in runs],
     }
     if labellers:
-        found["labellers"] = list(labellers)
-        found["labels"] = {run.identity_digest: run.labels.digest(labellers) for run in runs}
-    return found
+        about["labellers"] = list(labellers)
+        about["labels"] = {run.identity_digest: run.labels.digest(labellers) for run in runs}
+    return about
 
 
 def table_of(
@@ -143,11 +144,11 @@ def table_of(
         legend: as of :class:`Table`.
         full: as of :class:`Table`.
     """
-    found = estimates[estimates[key].isin(list(columns))]
-    shown = {of: head for of, head in columns.items() if of in set(found[key])}
-    named = [name for name in index[:-1] if found[name].nunique(dropna=False) > 1] + [*index[-1:]]
+    kept = estimates[estimates[key].isin(list(columns))]
+    shown = {of: head for of, head in columns.items() if of in set(kept[key])}
+    named = [name for name in index[:-1] if kept[name].nunique(dropna=False) > 1] + [*index[-1:]]
     lines = []
-    for values, own in found.groupby(named, sort=False, dropna=False):
+    for values, own in kept.groupby(named, sort=False, dropna=False):
         by_key = {getattr(row, key): row for row in own.itertuples(index=False)}
         cells = [
             cell_of(by_key[of], digits) if of in by_key else "" for of, (_, digits) in shown.items()
@@ -213,7 +214,7 @@ def write(result: Result, folder: Path) -> None:
             save_figure(figure, scratch, stem)
         written = sorted(path.name for path in scratch.iterdir())
         record = {
-            **{name: getattr(result, name) for name in _SAID},
+            **{name: getattr(result, name) for name in _VERBATIM},
             "tables": [asdict(table) for table in result.tables],
             "figures": list(result.figures),
             "files": written,
@@ -248,7 +249,7 @@ def read(folder: Path) -> Result:
                 stem: (folder / f"{Path(stem).name}.svg").read_bytes() for stem in record["figures"]
             },
             estimates=pq.read_table(folder / ESTIMATES).to_pandas(),
-            **{name: record[name] for name in _SAID},
+            **{name: record[name] for name in _VERBATIM},
         )
     except (OSError, pa.ArrowException, KeyError, TypeError) as error:
         raise _damaged(folder, error) from None
@@ -275,13 +276,13 @@ def folders_of(run: Path, identity: str = "", places: Collection[Path] = ()) -> 
     Raises:
         UserError: one is damaged.
     """
-    found = [file.parent for file in sorted(run.glob(f"results/*/{RESULT}"))]
+    folders = [file.parent for file in sorted(run.glob(f"results/*/{RESULT}"))]
     for place in dict.fromkeys(path.resolve() for path in places):
         for folder in sorted(file.parent for file in place.glob(f"*/{RESULT}")):
             beside = folder.name.startswith(f"{run.resolve().name}-")
             if beside and identity in _record(folder)["about"].get("identities", []):
-                found.append(folder)
-    return found
+                folders.append(folder)
+    return folders
 
 
 def refuse_place(folder: Path) -> None:

@@ -25,12 +25,35 @@ def test_every_feature_is_in_one_group():
     assert sorted(i for group in GROUPS.values() for i in group) == list(range(len(FEATURES)))
 
 
-def test_what_few_responses_have_weighs_more_and_what_the_query_has_nothing():
-    found = np.expm1(features("lens polishing light")["shared_stems"])
-    # polish: 2 of 4 responses, 1 bit; light: 3 of 4, log2(4/3); lens is in the query.
-    light = np.log2(4 / 3)
-    assert found == pytest.approx([1 + light, 1, light, light])
-    assert not features("How does a lens work?")["shared_stems"].any()
+LIGHT = np.log2(4 / 3)  # "light" is in 3 of 4 responses
+
+
+@pytest.mark.parametrize(
+    ("feature", "turn", "weights"),  # the weight of what is shared with each response
+    [
+        # polish: 2 of 4 responses, 1 bit; lens is in the query.
+        ("shared_stems", "lens polishing light", [1 + LIGHT, 1, LIGHT, LIGHT]),
+        ("shared_stems", QUERY, [0, 0, 0, 0]),
+        # polish by, by newton; "a lens" stands in the query.
+        ("shared_bigrams", "Why was it polished by Newton? A lens again.", [0, 4, 0, 0]),
+        ("shared_trigrams", "Why was it polished by Newton? A lens again.", [0, 2, 0, 0]),
+        ("shared_numbers", "In 1704?", [0, 2, 0, 0]),
+        ("shared_numbers", "In 170?", [0, 0, 0, 0]),
+        ("shared_numbers", "17 04", [0, 0, 0, 0]),
+        ("shared_names", "Newton did?", [0, 2, 0, 0]),
+        ("shared_names", "And Galileo's?", [2, 0, 0, 0]),
+        ("shared_names", "newton did?", [0, 0, 0, 0]),
+        ("shared_names", "Glass and It", [0, 0, 0, 0]),  # they begin sentences
+        ("asked_words", "The eye is what?", [0, 0, 0, 0]),
+        ("asked_words", "What did you say of the eye?", [0, 0, 0, 0]),
+    ],
+)
+def test_what_few_responses_have_weighs_more_and_what_the_query_has_nothing(feature, turn, weights):
+    assert np.expm1(features(turn)[feature]) == pytest.approx(weights)
+
+
+def test_question_words_count_with_what_stands_beside_them():
+    assert np.expm1(features("What is the eye?")["asked_words"])[2] > 2  # "the" counts as well
 
 
 def test_share_of_response_is_of_its_different_stems():
@@ -38,32 +61,11 @@ def test_share_of_response_is_of_its_different_stems():
     assert found[3] == 1 and found[1] == pytest.approx(1 / 13)  # it is a piece of glass …
 
 
-def test_runs_of_two_and_three_are_those_the_query_has_not():
-    found = features("Why was it polished by Newton? A lens again.")
-    assert np.expm1(found["shared_bigrams"]) == pytest.approx([0, 4, 0, 0])  # polish by, by newton
-    assert np.expm1(found["shared_trigrams"]) == pytest.approx([0, 2, 0, 0])
-    # "a lens" stands in the query.
-
-
-def test_numbers_are_whole():
-    assert np.expm1(features("In 1704?")["shared_numbers"]) == pytest.approx([0, 2, 0, 0])
-    for other in ("In 170?", "17 04", "none"):
-        assert not features(other)["shared_numbers"].any()
+def test_numbers_are_whole_and_characters_are_words_where_no_spaces_are():
     found = features("1,000.5 it is", responses=("it costs 1,000.5.", "it costs 1 000"))
     assert np.expm1(found["shared_numbers"]) == pytest.approx([1, 0])
-
-
-def test_names_are_capitalised_within_a_sentence_of_the_response():
-    assert np.expm1(features("Newton did?")["shared_names"]) == pytest.approx([0, 2, 0, 0])
-    assert np.expm1(features("And Galileo's?")["shared_names"]) == pytest.approx([2, 0, 0, 0])
-    assert not features("newton did?")["shared_names"].any()
-    assert not features("Glass and It")["shared_names"].any()  # they begin sentences
-
-
-def test_question_words_count_with_what_stands_beside_them():
-    assert np.expm1(features("What is the eye?")["asked_words"])[2] > 2  # "the" counts as well
-    assert not features("The eye is what?")["asked_words"].any()
-    assert not features("What did you say of the eye?")["asked_words"].any()
+    found = features("光", "镜?", ("镜弯曲光", "玻璃"))
+    assert np.expm1(found["shared_stems"]) == pytest.approx([1, 0])
 
 
 def test_texts_that_share_nothing_and_empty_ones():
@@ -71,11 +73,6 @@ def test_texts_that_share_nothing_and_empty_ones():
         assert not any(column.any() for column in features(turn).values())
     assert copy_features([], QUERY, RESPONSES).shape == (0, 4, len(FEATURES))
     assert not copy_features(["x"], "", ["", ""]).any()
-
-
-def test_characters_are_words_where_no_spaces_are():
-    found = features("光", "镜?", ("镜弯曲光", "玻璃"))
-    assert np.expm1(found["shared_stems"]) == pytest.approx([1, 0])
 
 
 WORDS = ("stone river cloud tiger silver garden window winter copper island ladder meadow").split()  # noqa: SIM905

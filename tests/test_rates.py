@@ -10,7 +10,7 @@ import pytest
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
-from ia_mech.rates.compute import any_of_n, estimates, rates
+from ia_mech.rates.compute import estimates, pass_at_k, rates
 from ia_mech.rates.load import FAILED, JudgedTurns, restrict_responses
 from ia_mech.stats import cluster_mean, dyadic_mean, holm, paired_difference, prediction_powered
 
@@ -22,53 +22,55 @@ def judged(turns: list[tuple], **columns) -> JudgedTurns:
     """From (source, temperature, sample, category) rows; other columns as given for all."""
     frame = pd.DataFrame(turns, columns=["source", "temperature", "sample", "category"])
     defaults = {
-        "model": "m",
-        "weights_hash": "w",
-        "dataset": "d",
-        "perturbation": "none",
-        "cut_off": False,
-        "fitted": False,
-        "truth": np.nan,
-        "inclusion": np.nan,
-        "run": "cache/A",
-        "unlabelled": "",
-        "grounded": np.nan,
-        "dependent": np.nan,
+        **{"model": "m", "weights_hash": "w", "dataset": "d", "perturbation": "none"},
+        **{"run": "cache/A", "unlabelled": "", "cut_off": False, "fitted": False},
+        **dict.fromkeys(("truth", "inclusion", "grounded", "dependent"), np.nan),
     }
     for name, value in (defaults | columns).items():
         frame[name] = value
-    frame["context"] = frame.get("context", frame["source"])
+    frame["context"] = frame["source"]
     frame["temperature"] = frame["temperature"].astype(float)
     assessed = ~frame["category"].isin([FAILED, CANNOT_ASSESS])
     frame["genuine"] = (frame["category"] == GENUINE).astype(float).where(assessed)
     return JudgedTurns(frame, "planted", {}, "anna", [], [])
 
 
-def simulated(sources: int, rates: dict[float, float], samples: int, seed: int = 0) -> JudgedTurns:
-    """Genuine turns that come in clusters."""
+def erring(seed: int, sources: int = 100, samples: int = 6) -> tuple[JudgedTurns, float]:
+    """Turns of 20% genuine with a judge of 0.8 sensitivity and 0.9 specificity, a part of them
+    annotated, more of those it calls genuine; and the true rate."""
     rng = np.random.default_rng(seed)
-    turns = []
-    for source in range(sources):
-        lean = rng.normal()
-        for temperature, rate in rates.items():
-            for sample in range(samples if temperature else 1):
-                hit = rng.normal() * 0.8 + lean * 0.6 < np.quantile(rng.normal(size=999), rate)
-                turns.append((f"s{source:03d}", temperature, sample, GENUINE if hit else NEW))
-    return judged(turns)
+    count = sources * samples
+    chance = np.repeat(rng.beta(1, 4, size=sources), samples)
+    truth = rng.random(count) < chance
+    accepted = np.where(truth, rng.random(count) < 0.8, rng.random(count) < 0.1)
+    inclusion = np.where(accepted, 0.6, 0.2)
+    annotated = rng.random(count) < inclusion
+    turns = [
+        (f"s{i // samples:03d}", 1, i % samples, GENUINE if yes else NEW)
+        for i, yes in enumerate(accepted)
+    ]
+    known = np.where(annotated, truth.astype(float), np.nan)
+    inclusion = np.where(annotated, inclusion, np.nan)
+    return judged(turns, truth=known, inclusion=inclusion), truth.mean()
 
 
-def picked(rows: pd.DataFrame, quantity: str, temperature: float | None = 1.0, **more):
-    """The rows of that kind; temperature None is all temperatures together."""
-    at = rows["temperature"].isna() if temperature is None else rows["temperature"] == temperature
-    found = rows[(rows["quantity"] == quantity) & at]
+def picked(rows: pd.DataFrame, quantity: str, temperature: float = 1.0, **more):
+    """The rows of that kind."""
+    found = rows[(rows["quantity"] == quantity) & (rows["temperature"] == temperature)]
     for name, value in more.items():
         found = found[found[name] == value]
     return found
 
 
-def one(rows: pd.DataFrame, quantity: str, temperature: float | None = 1.0, **more):
+def one(rows: pd.DataFrame, quantity: str, temperature: float = 1.0, **more):
     (row,) = picked(rows, quantity, temperature, **more).itertuples(index=False)
     return row
+
+
+def powered(turns: pd.DataFrame):
+    """The corrected rate of these turns, by the function that has tests of its own."""
+    columns = turns["genuine"], turns["truth"], turns["source"]
+    return prediction_powered(*columns, inclusion=turns["inclusion"])
 
 
 # -- rates ---------------------------------------------------------------------------------------
@@ -76,59 +78,48 @@ def one(rows: pd.DataFrame, quantity: str, temperature: float | None = 1.0, **mo
 
 def test_rates_and_profile_are_the_counted_ones():
     turns = [("a", 0, 0, NEW), ("b", 0, 0, GENUINE)]
-    turns += [("a", 1, i, c) for i, c in enumerate([GENUINE, NEW, GENUINE])]
-    turns += [("b", 1, i, c) for i, c in enumerate([LOOP, NEW, GENUINE])]
-    rows = estimates(judged(turns))
+    turns += [("a", 1, i, c) for i, c in enumerate([GENUINE, NEW, GENUINE, CANNOT_ASSESS])]
+    turns += [("b", 1, i, c) for i, c in enumerate([LOOP, NEW, GENUINE, FAILED, CANNOT_ASSESS])]
+    rows = estimates(judged(turns), level=0.9)
     rate = one(rows, "rate")
-    assert (rate.value, rate.events, rate.rows) == (0.5, 3, 6)
-    assert rate.sources == 2
+    assert (rate.value, rate.events, rate.rows, rate.sources) == (0.5, 3, 6, 2)
+    expected = cluster_mean([1, 0, 1, 0, 0, 1], list("aaabbb"), proportion=True, level=0.9)
+    assert (rate.low, rate.high, rate.level) == (expected.low, expected.high, 0.9)
+    assert rate.method == expected.method
     shares = {name: one(rows, "category_share", category=name) for name in ASSESSED}
     assert {n: r.events for n, r in shares.items() if r.events} == {GENUINE: 3, NEW: 2, LOOP: 1}
     assert sum(row.value for row in shares.values()) == pytest.approx(1)
+    apart = [(row.events, row.rows) for row in (one(rows, CANNOT_ASSESS), one(rows, FAILED))]
+    assert apart == [(2, 9), (1, 9)]
     assert one(rows, "rate", 0.0).value == 0.5
-    expected = cluster_mean([1, 0, 1, 0, 0, 1], list("aaabbb"), proportion=True, level=0.9)
-    row = one(estimates(judged(turns), level=0.9), "rate")
-    assert (row.low, row.high, row.level) == (expected.low, expected.high, 0.9)
-    assert (row.sources, row.method) == (expected.sources, expected.method)
     assert not rows["quantity"].str.endswith("complete").any()
 
 
-def test_what_could_not_be_assessed_is_apart():
-    categories = [GENUINE, NEW, NEW, NEW, CANNOT_ASSESS, CANNOT_ASSESS, FAILED, GENUINE]
-    turns = [("a" if i < 4 else "b", 1, i % 4, c) for i, c in enumerate(categories)]
-    rows = estimates(judged(turns))
-    rate = one(rows, "rate")
-    assert (rate.value, rate.rows) == (2 / 5, 5)
-    assert (one(rows, CANNOT_ASSESS).events, one(rows, FAILED).events) == (2, 1)
-    assert one(rows, CANNOT_ASSESS).rows == 8
-    assert one(rows, "category_share", category=NEW).value == 3 / 5
-    rows = estimates(judged([(s, t, 0, FAILED) for s in "ab" for t in (0, 1)]))  # nothing assessed
+def test_where_nothing_was_assessed_there_is_no_rate():
+    rows = estimates(judged([(s, t, 0, FAILED) for s in "ab" for t in (0, 1)]))
     rate = one(rows, "rate")
     assert np.isnan(rate.value) and rate.rows == 0
     assert np.isnan(one(rows, "difference").p)
 
 
-@pytest.mark.parametrize("responses", ["complete", "cut-off"])
-def test_every_figure_can_be_restricted_to_one_kind_of_response(responses):
-    whole, annotated = simulated(30, {0: 0.2, 1: 0.5}, 4), erring(5)[0].turns
-    annotated["temperature"] = 1.0
-    turns = pd.concat([whole.turns, annotated.assign(dataset="y")], ignore_index=True)
-    turns["cut_off"] = turns["source"].str[-1].astype(int) < 3
+def test_every_figure_can_be_restricted_to_one_kind_of_response():
+    whole, _ = erring(5)
+    turns = whole.turns.assign(cut_off=whole.turns["source"].str[-1].astype(int) < 3)
+    turns.loc[turns["sample"] == 0, "temperature"] = 0.0
     whole = replace(whole, turns=turns)
-    part = restrict_responses(whole, responses)
-    rows = estimates(part)
-    assert set(rows["responses"]) == {responses}
-    kept = turns[turns["cut_off"] == (responses == "cut-off")]
-    bare = replace(whole, turns=kept.assign(cut_off=False))
-    expected = estimates(bare).assign(responses=responses)
-    pd.testing.assert_frame_equal(rows, expected, check_dtype=False)
-    assert part.notes[-1].startswith(f"{len(kept)} of {len(turns)} user turns: those after")
-    apart = one(estimates(whole), "rate_complete", dataset="d")
-    if responses == "complete":
-        assert apart.value == one(rows, "rate", dataset="d").value
-    none = replace(whole, turns=turns.assign(cut_off=responses == "complete"))
-    with pytest.raises(UserError, match=f"no user turn comes after a {responses} response"):
-        restrict_responses(none, responses)
+    for responses in ("complete", "cut-off"):
+        part = restrict_responses(whole, responses)
+        kept = turns[turns["cut_off"] == (responses == "cut-off")]
+        expected = estimates(replace(whole, turns=kept.assign(cut_off=False)))
+        rows = estimates(part)
+        assert POWERED in set(rows["quantity"])
+        pd.testing.assert_frame_equal(rows, expected.assign(responses=responses), check_dtype=False)
+        assert part.notes[-1].startswith(f"{len(kept)} of {len(turns)} user turns: those after")
+        none = replace(whole, turns=turns.assign(cut_off=responses == "complete"))
+        with pytest.raises(UserError, match=f"no user turn comes after a {responses} response"):
+            restrict_responses(none, responses)
+    complete = turns[~turns["cut_off"] & (turns["temperature"] == 1)]
+    assert one(estimates(whole), "rate_complete").value == complete["genuine"].mean()
 
 
 def test_models_of_one_name_perturbations_and_datasets_stand_apart():
@@ -144,15 +135,15 @@ def test_models_of_one_name_perturbations_and_datasets_stand_apart():
     assert values == [1, 0, pytest.approx(1 / 3)]
 
 
-# -- latent reach --------------------------------------------------------------------------------
+# -- any of n ------------------------------------------------------------------------------------
 
 
-def test_any_of_n_is_the_mean_over_all_subsets():
+def test_pass_at_k_is_the_mean_over_all_subsets():
     for samples in range(1, 8):
         for genuine in range(samples + 1):
             marks = [1] * genuine + [0] * (samples - genuine)
             for n in range(1, 9):
-                got = any_of_n([genuine], [samples], n)[0]
+                got = pass_at_k([genuine], [samples], n)[0]
                 if n > samples:
                     assert np.isnan(got)
                 else:
@@ -177,7 +168,15 @@ def test_reach_at_each_temperature():
 
 
 def test_differences_are_paired_by_source_and_corrected_over_all():
-    sample = simulated(25, {0: 0.1, 0.7: 0.3, 1: 0.6}, 3)
+    rng, turns = np.random.default_rng(0), []
+    for source in range(25):
+        lean = rng.uniform(-0.1, 0.1)
+        for temperature, rate, samples in ((0, 0.1, 1), (0.7, 0.3, 3), (1, 0.6, 3)):
+            for sample in range(samples):
+                category = GENUINE if rng.random() < rate + lean else NEW
+                turns.append((f"s{source:03d}", temperature, sample, category))
+    turns.append(("s099", 1, 0, GENUINE))  # without a greedy turn it doesn't count
+    sample = judged(turns)
     turns = sample.turns
     turns["dataset"] = np.where(turns["source"] < "s012", "x", "y")
     rows = estimates(sample)
@@ -185,6 +184,7 @@ def test_differences_are_paired_by_source_and_corrected_over_all():
     assert len(found) == 6  # two temperatures of x, y and both
     for row in found.itertuples():
         own = turns if row.dataset == ALL else turns[turns["dataset"] == row.dataset]
+        own = own[own["source"] != "s099"]
         columns = []
         for temperature in (row.temperature, 0):
             at = own[own["temperature"] == temperature]
@@ -199,80 +199,34 @@ def test_differences_are_paired_by_source_and_corrected_over_all():
     assert rows["p_holm"].notna().sum() == len(found)
 
 
-def test_a_difference_is_of_the_same_sources_only():
-    """c has no greedy turn that was assessed, and must not move the difference."""
-    turns = [("a", 0, 0, NEW), ("b", 0, 0, NEW), ("c", 0, 0, FAILED)]
-    turns += [("a", 1, 0, GENUINE), ("b", 1, 0, NEW), ("c", 1, 0, GENUINE)]
-    row = one(estimates(judged(turns)), "difference")
-    assert (row.value, row.sources) == (0.5, 2)
-
-
 # -- the judge's errors --------------------------------------------------------------------------
-
-
-def erring(seed: int, sources: int = 300, samples: int = 6) -> tuple[JudgedTurns, float]:
-    """Turns of 20% genuine with a judge of 0.8 sensitivity and 0.9 specificity, a part of them
-    annotated, more of those it calls genuine; and the true rate."""
-    rng = np.random.default_rng(seed)
-    count = sources * samples
-    chance = np.repeat(rng.beta(1, 4, size=sources), samples)
-    truth = rng.random(count) < chance
-    said = np.where(truth, rng.random(count) < 0.8, rng.random(count) < 0.1)
-    inclusion = np.where(said, 0.6, 0.2)
-    drawn = rng.random(count) < inclusion
-    turns = [
-        (f"s{i // samples:03d}", 1, i % samples, GENUINE if yes else NEW)
-        for i, yes in enumerate(said)
-    ]
-    sample = judged(turns, truth=np.where(drawn, truth.astype(float), np.nan), inclusion=inclusion)
-    sample.turns.loc[~drawn, "inclusion"] = np.nan
-    return sample, truth.mean()
 
 
 def test_corrected_rates_find_the_truth_behind_a_judge_that_errs():
     errors = []
     for seed in range(6):
-        sample, truth = erring(seed)
-        rows = estimates(sample)
-        errors.append([one(rows, name).value - truth for name in ("rate", POWERED)])
-    raw, powered = np.mean(errors, axis=0)
+        sample, truth = erring(seed, sources=300)
+        errors.append([sample.turns["genuine"].mean() - truth, powered(sample.turns).value - truth])
+    raw, corrected = np.mean(errors, axis=0)
     assert raw > 0.03  # 0.2 becomes 0.24
-    assert abs(powered) < 0.01
-    row = one(rows, POWERED)
+    assert abs(corrected) < 0.01
+    row, expected = one(estimates(sample), POWERED), powered(sample.turns)
+    assert (row.value, row.low, row.high) == (expected.value, expected.low, expected.high)
     assert row.low < truth < row.high and "anna" in row.method
-
-
-def test_inclusion_probabilities_reach_the_corrections():
-    sample, _ = erring(1)
-    at = sample.turns
-    own = at[at["truth"].notna()]
-    expected = prediction_powered(
-        at["genuine"],
-        at["source"],
-        truth=own["truth"],
-        truth_prediction=own["genuine"],
-        truth_sources=own["source"],
-        inclusion=own["inclusion"],
-    )
-    row = one(estimates(sample), POWERED)
-    assert [row.value, row.low, row.high] == pytest.approx(
-        [expected.value, expected.low, expected.high]
-    )
 
 
 def test_turns_that_the_judge_was_fitted_on_leave_the_corrections():
     sample, _ = erring(1)
-    known = sample.turns["source"] < "s020"
-    sample.turns["fitted"] = known
-    sample.turns.loc[known, "category"] = GENUINE  # what the judge says of them has no bearing
-    sample.turns.loc[known, ["genuine", "truth", "inclusion"]] = 1.0
-    rows = estimates(sample)
-    without, _ = erring(1)
-    expected = estimates(replace(without, turns=without.turns[~known].reset_index(drop=True)))
-    found, wanted = one(rows, POWERED), one(expected, POWERED)
-    for name in ("value", "low", "high", "events", "rows", "sources"):
-        assert getattr(found, name) == getattr(wanted, name), name
-    assert one(rows, "rate").value > one(expected, "rate").value
+    turns = sample.turns
+    known = turns["source"] < "s020"
+    expected = powered(turns[~known])
+    turns["fitted"] = known
+    turns.loc[known, "category"] = GENUINE  # what the judge says of them has no bearing
+    turns.loc[known, ["genuine", "truth", "inclusion"]] = 1.0
+    row = one(estimates(sample), POWERED)
+    assert (row.value, row.low, row.high) == (expected.value, expected.low, expected.high)
+    counts = turns.loc[~known, "truth"].notna().sum(), (~known).sum(), 80
+    assert (row.events, row.rows, row.sources) == counts
 
 
 def test_prediction_powered_needs_annotations_in_the_group():
@@ -290,7 +244,7 @@ def test_prediction_powered_needs_annotations_in_the_group():
 
 def test_no_corrected_rate_of_turns_that_nobody_could_label():
     """Dataset x of run A is annotated, y of run B not."""
-    sample, other = erring(2, sources=100)[0], erring(3, sources=100)[0]
+    sample, other = erring(2)[0], erring(3)[0]
     other.turns["truth"] = other.turns["inclusion"] = np.nan
     known = pd.concat([sample.turns, other.turns], ignore_index=True)
     known["dataset"] = np.repeat(["x", "y"], len(other.turns))
@@ -340,9 +294,10 @@ def test_above_a_floor_all_three_numbers_are_of_the_same_decoys():
     decoys["own_genuine"] = rng.choice([0.0, 1.0, np.nan], 60)
     rate, floor, excess = rates(decoys, ["temperature"], "conversation")
     both = decoys.dropna()
-    assert rate.estimate.value == both["own_genuine"].mean()
     assert floor.estimate.value == both["genuine"].mean()
     difference = both["own_genuine"] - both["genuine"]
+    turns = cluster_mean(both["own_genuine"], both["source"], proportion=True)
+    assert rate.estimate == turns
     assert excess.estimate == dyadic_mean(difference, both["source"], both["shown_source"])
     assert {row.rows for row in (rate, floor, excess)} == {len(both)}
     assert not list(rates(decoys, [], "sibling"))

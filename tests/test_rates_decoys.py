@@ -1,6 +1,5 @@
 """Rates beside their floor: what decoys say of a judge, and the words that follow from it."""
 
-import re
 import shutil
 from dataclasses import replace
 
@@ -18,7 +17,6 @@ from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.judge.verdict import Verdict
-from ia_mech.rates.compute import estimates
 from ia_mech.rates.gate import gate_of
 from ia_mech.rates.grounding import p_values
 from ia_mech.rates.load import JudgedTurns, read_runs
@@ -26,20 +24,15 @@ from ia_mech.rates.result import result
 from ia_mech.results import folder_of, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-from ia_mech.stats import dyadic_mean
 
 NEW = "new_topic"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Run:
-    return sampled(tmp_path_factory.mktemp("whole") / "run", [24])
-
-
-@pytest.fixture
-def run(whole, tmp_path) -> Run:
-    """A run whose turns all differ, after two responses to each of twelve queries."""
-    run = Run.open(shutil.copytree(whole.path, tmp_path / "run"))
+def run(tmp_path_factory) -> Run:
+    """A run whose turns all differ, after two responses to each of twelve queries; each test judges
+    it anew."""
+    run = sampled(tmp_path_factory.mktemp("decoys") / "run", [24])
     for frame in (run.generations, run.contexts):
         query = np.unique(frame["context_id"], return_inverse=True)[1] // 2
         frame["source_id"], frame["dataset"] = [f"q{n}" for n in query], "d"
@@ -57,17 +50,17 @@ def judged_by(run: Run, say) -> JudgedTurns:
     """The run as read after ``say`` (item → category or verdict) has judged it."""
 
     def verdict(item, _):
-        said = say(item)
-        return said if isinstance(said, Verdict) else Verdict(said)
+        answer = say(item)
+        return answer if isinstance(answer, Verdict) else Verdict(answer)
 
     label_run(run, FakeJudge(verdict, paid=False), "planted", Quiet(), replace=True)
     return read_runs([run])
 
 
 def planted(run: Run, share: float = 0.5) -> set:
-    """Such a share of the turns, drawn at random, with the contexts that they followed."""
-    drawn = np.random.default_rng(0).random(len(run.generations)) < share
-    return {item for item, so in zip(items_of(run), drawn, strict=True) if so}
+    """Such a share of the turns, chosen at random, with the contexts that they followed."""
+    chosen = np.random.default_rng(0).random(len(run.generations)) < share
+    return {item for item, so in zip(items_of(run), chosen, strict=True) if so}
 
 
 def number(item) -> int:
@@ -77,66 +70,38 @@ def number(item) -> int:
 # -- the gates ------------------------------------------------------------------------------------
 
 
-def test_a_judge_that_accepts_every_turn_fails_and_shows_no_reaction(run):
-    judged = judged_by(run, lambda item: GENUINE)
-    gate = judged.gate
-    assert (gate.rate, gate.floor, gate.decoys) == (1, 1, 120)
-    assert gate.excess.low < gate.excess.value == 0 < gate.excess.high
-    assert gate.verdict == gate.word == "failed" and str(gate) == "planted: failed"
-    assert gate.siblings.verdict == "undecided" and not gate.reacts
-    assert set(estimates(judged)["gate"]) == {"failed"}
-    assert "react to their own response is not shown" in result(judged).sentence
+def test_gates_of_judges_that_look_at_different_things(run):
+    """What each accepts → rate and floor, the gate, and whether a reaction is shown."""
+    genuine, asked = planted(run), {item.turn: item.query for item in items_of(run)}
+    first, rate = items_of(run)[0], len(genuine) / 120
+    most = np.mean([n % 7 > 0 for n in range(120)])
+    for accepts, numbers, verdict, reacts in (
+        (lambda item: True, (1, 1), "failed", False),
+        # What a judge likes about a turn cancels: every decoy is paired with its own turn.
+        (lambda item: number(item) % 4, (0.75, 0.75), "failed", False),
+        (
+            lambda item: item.query == asked[item.turn] and number(item) % 7,
+            *((most, 0), "passed", False),
+        ),
+        (lambda item: item in genuine, (rate, 0), "passed", True),
+        (lambda item: item in genuine or number(item) % 4 == 0, None, "undecided", True),
+        (lambda item: item == first, (1 / 120, 0), "undecided", False),  # one rare success
+    ):
+        gate = judged_by(run, lambda item, yes=accepts: GENUINE if yes(item) else NEW).gate
+        assert gate.decoys == 120 and (gate.verdict, gate.reacts) == (verdict, reacts)
+        assert numbers is None or (gate.rate, gate.floor) == pytest.approx(numbers)
+        assert gate.excess.value == pytest.approx(gate.rate - gate.floor)
+        assert gate.excess.low < gate.excess.value < gate.excess.high
+        decided = gate.margin.low > 0, gate.margin.high < 0
+        assert decided == (verdict == "passed", verdict == "failed")
+        assert gate.siblings.margin == gate.siblings.excess
 
 
-def test_a_judge_of_well_formed_turns_has_no_excess(run):
-    """What it likes about a turn cancels exactly: every decoy is paired with its own turn."""
-    judged = judged_by(run, lambda item: GENUINE if number(item) % 4 else NEW)
-    assert judged.gate.rate == judged.gate.floor == 0.75
-    assert judged.gate.excess.value == 0 and judged.gate.verdict == "failed"
-    excess = estimates(judged).query("quantity == 'excess'")
-    assert len(excess) == 8 and (excess["value"] == 0).all()
-    assert (excess["low"] < 0).all() and (excess["high"] > 0).all()
-
-
-def test_a_judge_of_the_query_alone_passes_and_shows_no_reaction(run):
-    asked = {item.turn: item.query for item in items_of(run)}
-    judged = judged_by(
-        run,
-        lambda item: GENUINE if item.query == asked[item.turn] and number(item) % 7 else NEW,
-    )
-    gate = judged.gate
-    assert gate.verdict == "passed" and gate.floor == 0
-    assert gate.siblings.floor == gate.rate and not gate.reacts
-    assert re.search(
-        r"react to their own response is not shown: an excess over siblings of \+0\.00 \[-",
-        result(judged).sentence,
-    )
-
-
-def test_a_judge_that_knows_the_response_shows_a_reaction(run):
+def test_sentence_and_control_follow_the_gate(run):
     genuine = planted(run)
-    judged = judged_by(run, lambda item: GENUINE if item in genuine else NEW)
-    gate = judged.gate
-    assert gate.floor == 0 and gate.rate == gate.excess.value == len(genuine) / 120
-    assert gate.verdict == "passed" and gate.margin.low > 0 and gate.reacts
-    assert gate.siblings.margin == gate.siblings.excess
-    found = result(judged)
-    assert (
-        "together turns react to their own response: an excess over siblings of +0.44 ["
-        in found.sentence
-    )
-    assert "planted: passed" in found.control and "Against siblings passed" in found.control
-
-
-def test_between_the_two_nothing_is_decided(run):
-    genuine = planted(run)
-    judged = judged_by(
-        run, lambda item: GENUINE if item in genuine or number(item) % 4 == 0 else NEW
-    )
-    assert judged.gate.margin.low < 0 < judged.gate.margin.high
-    assert judged.gate.word == "undecided (120 decoys)"
-    one = items_of(run)[0]  # nor does one rare success decide
-    assert judged_by(run, lambda item: GENUINE if item == one else NEW).gate.verdict == "undecided"
+    found = result(judged_by(run, lambda item: GENUINE if item in genuine else NEW))
+    assert "turns react to their own response: an excess over siblings" in found.sentence
+    assert "planted: passed" in found.control and set(found.estimates["gate"]) == {"passed"}
 
 
 def test_verdicts_without_decoys_have_no_floor(run):
@@ -146,9 +111,9 @@ def test_verdicts_without_decoys_have_no_floor(run):
     run.labels.write_judgements("planted", table.to_pylist(), {"identity": {"kind": "fake"}})
     judged = read_runs([run])
     assert judged.gate.word == "no decoys" and judged.decoys.empty
-    found = estimates(judged)
-    assert set(found["gate"]) == {"no decoys"} and found["decoy"].isna().all()
-    assert "floor is unknown" in result(judged).sentence
+    found = result(judged)
+    assert set(found.estimates["gate"]) == {"no decoys"} and found.estimates["decoy"].isna().all()
+    assert "floor is unknown" in found.sentence
 
 
 def test_perturbed_contexts_do_not_decide():
@@ -180,45 +145,27 @@ def test_a_models_gate_is_the_same_whatever_other_runs_are_named(run, merged, tm
         named = replace(gate, model=model, siblings=replace(gate.siblings, model=model))
         assert repr(gates[model]) == repr(named)
     assert both.gate == gates["second"]  # a claim about both rests on the worse one
-    words = estimates(both).groupby("model")["gate"].unique().map(list).to_dict()
-    assert words == {"planted": ["passed"], "second": ["failed"]}
 
 
 # -- rate, floor and excess -----------------------------------------------------------------------
 
 
 def test_a_pair_with_an_unassessed_verdict_leaves_and_is_counted(run):
-    drawn, items = draw_decoys(run), items_of(run)
-    conversations = np.flatnonzero(drawn["decoy"] == "conversation")
-    others = [items_of(run, drawn)[len(items) :][at] for at in conversations[-2:]]
+    decoys, items = draw_decoys(run), items_of(run)
+    conversations = np.flatnonzero(decoys["decoy"] == "conversation")
+    others = [items_of(run, decoys)[len(items) :][at] for at in conversations[-2:]]
     lost = {items[0], *others}  # the own turn of one conversation and one sibling; two decoys
     judged = judged_by(run, lambda item: CANNOT_ASSESS if item in lost else GENUINE)
     assert (judged.gate.decoys, judged.gate.siblings.decoys) == (117, 119)
     assert any(note.startswith("4 of 240 decoys are left out") for note in judged.notes)
 
 
-def test_the_interval_is_dyadic_over_both_sources(run):
-    rng = np.random.default_rng(0)
-    said = {}
-    judged = judged_by(run, lambda item: said.setdefault(item, rng.choice([GENUINE, NEW])))
-    for kind in ("conversation", "sibling"):
-        pairs = judged.decoys[judged.decoys["decoy"] == kind]
-        difference = pairs["own_genuine"] - pairs["genuine"]
-        expected = dyadic_mean(difference, pairs["source"], pairs["shown_source"])
-        rows = estimates(judged).query("quantity == 'excess' and decoy == @kind")
-        (row,) = rows[rows["temperature"].isna()].itertuples()
-        assert (row.value, row.low, row.high) == (expected.value, expected.low, expected.high)
-        assert row.value == pytest.approx(difference.mean())
-
-
 def test_decoys_stay_out_of_rates(run):
-    """Whatever a judge says of decoys, the rates of the run are the same."""
-    own = set(items_of(run))
-    found = []
+    """Whatever a judge says of decoys, the turns of the run are the same."""
+    own, found = set(items_of(run)), []
     for other in (GENUINE, NEW):
         judged = judged_by(run, lambda item, other=other: GENUINE if item in own else other)
-        rates = estimates(judged).query("decoy.isna()").drop(columns="gate")
-        found.append(rates.reset_index(drop=True))
+        found.append(judged.turns)
         assert len(judged.turns) == 120 and (judged.turns["genuine"] == 1).all()
     pd.testing.assert_frame_equal(*found)
 
@@ -239,7 +186,10 @@ def test_grounded_is_an_outcome_of_its_own(run):
     assert turns["grounded"].sum() == sum(number(item) % 4 > 0 for item in genuine)
     assert (turns.loc[turns["genuine"] == 0, "grounded"] == 0).all()
     assert judged.gates["genuine"].verdict == "failed" and judged.gates["grounded"].floor == 0
-    rates = estimates(judged).query("quantity == 'rate'")
+    found = result(judged)
+    assert "react to their own response is not shown" in found.sentence
+    rates = found.estimates.query("quantity == 'rate'")
+    assert rates["gate"].unique().tolist() == ["failed", judged.gates["grounded"].word]
     assert rates["outcome"].tolist() == ["genuine"] * 3 + ["grounded"] * 3
     none = judged_by(run, lambda item: GENUINE)
     assert none.outcomes == ["genuine"] and none.turns["grounded"].isna().all()
@@ -283,26 +233,25 @@ def test_p_leaves_the_turns_own_sources_out():
 # -- apt and dependent ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_bits_are_joined_with_verdicts_turn_by_turn(run, beside):
+def test_bits_are_joined_with_verdicts_turn_by_turn(run):
     """Evidence above 0 of 1 bit: the own response is likelier than its one sibling."""
     keys = run.generations[[*KEY, "source_id"]]
     evidence = np.where(keys["temperature"] > 0, np.where(keys["sample"] == 0, 0.9, -0.5), np.nan)
-    folder = folder_of(run.path, "reaction")
-    if beside:
-        folder = run.path.with_name("run-reaction")
     about = {"kind": "reaction", "identities": [run.identity_digest]}
     turns = keys.assign(evidence=evidence, run=run.name)
     twice = pd.concat([turns.assign(run="another", evidence=9.0), turns])
-    write(example_result(about=about, data={"turns": twice}), folder)
-    judged = judged_by(run, lambda item: GENUINE if number(item) % 3 else NEW)
-    own = judged.turns
-    expected = ((own["genuine"] == 1) & (own["sample"] == 0)).astype(float)
-    sampled = own["temperature"] > 0
-    assert own["dependent"][sampled].equals(expected[sampled])
-    assert own["dependent"][~sampled].isna().all()
-    found = estimates(judged).query("outcome == 'dependent' and temperature == 1")
-    assert found["value"].item() == pytest.approx(expected[own["temperature"] == 1].mean())
-    assert "and dependent" in result(judged).tables[0].columns
-    shutil.rmtree(folder)
+    judged_by(run, lambda item: GENUINE if number(item) % 3 else NEW)
+    for folder in (folder_of(run.path, "reaction"), run.path.with_name("run-reaction")):
+        write(example_result(about=about, data={"turns": twice}), folder)
+        judged = read_runs([run])
+        own = judged.turns
+        expected = ((own["genuine"] == 1) & (own["sample"] == 0)).astype(float)
+        sampled = own["temperature"] > 0
+        assert own["dependent"][sampled].equals(expected[sampled])
+        assert own["dependent"][~sampled].isna().all()
+        shutil.rmtree(folder)
+    found = result(judged)
+    rows = found.estimates.query("outcome == 'dependent' and temperature == 1")
+    assert rows["value"].item() == pytest.approx(expected[own["temperature"] == 1].mean())
+    assert "and dependent" in found.tables[0].columns
     assert read_runs([run]).turns["dependent"].isna().all()

@@ -65,22 +65,6 @@ def test_the_widened_level_makes_up_for_few_sources():
     assert widened_level(0.95, 2) < 1
 
 
-def test_blocks_of_resamples_change_nothing(monkeypatch):
-    table, sources, _ = raters(1)
-    cell = (table[:, 0] * LABELS + table[:, 1]).astype(int)
-
-    def counted(counts):
-        calls.append(len(counts))
-        return kappas(counts)
-
-    results, calls = [], []
-    for chunk in (1 << 18, 100, 7):  # 100 counts hold three resamples; 7 hold not even one
-        monkeypatch.setattr("ia_mech.stats.clusters.CHUNK", chunk)
-        results.append(cluster_bootstrap(counted, sources, cell, number=LABELS**2, resamples=50))
-    assert results == [results[0]] * 3
-    assert max(calls) == 50 and calls[-1] == 1
-
-
 def test_chunks_do_not_change_the_draws_and_bound_the_memory():
     table = np.random.default_rng(0).random((1000, 2))
     tracemalloc.start()
@@ -125,19 +109,3 @@ def test_where_there_is_no_interval():
     assert perfect.method == "no resample differs"
     (little,) = cluster_bootstrap(lambda c: 1 + 1e-9 * c[:, 0], range(9), resamples=20)
     assert little.low < little.high  # little is not nothing
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: cluster_bootstrap(len, ["a", "b"], [0]), "kinds must have 2 entries"),
-        (lambda: cluster_bootstrap(len, ["a", "b"], [0, -1]), "integers from 0"),
-        (lambda: cluster_bootstrap(len, ["a", "b"], [0, 2], number=2), "there are 2 from 0"),
-        (lambda: cluster_bootstrap(len, ["a", None]), "source is missing"),
-        (lambda: cluster_bootstrap(len, "ab", resamples=0), "resamples must"),
-        (lambda: cluster_bootstrap(len, "ab", level=95), "level must lie strictly"),
-    ],
-)
-def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -55,9 +55,3 @@ def test_it_holds_the_best_model_as_often_as_it_should():
         losses[1:] += 0.05  # so little that any of the others may look better
         held.append(model_confidence_set(losses, resamples=300)[0] > 0.05)
     assert np.mean(held) >= 0.93  # of 300 at 95%, fewer have a chance of 1 in 20
-
-
-@pytest.mark.parametrize("losses", [[], [[1.0]], [[1.0, np.nan]], [1.0, 2.0]])
-def test_what_are_no_losses_is_refused(losses):
-    with pytest.raises(ValueError, match=r"\[models, sources\]"):
-        model_confidence_set(losses)

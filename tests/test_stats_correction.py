@@ -7,7 +7,7 @@ from ia_mech.stats import cluster_mean, prediction_powered
 
 
 def judged_run(rng, rate, sensitivity=0.8, specificity=0.95, sources=80, rows=8, annotated=200):
-    """A run, its judge's verdicts, and annotations stratified by verdict: keyword arguments.
+    """Verdicts of a judge, annotations stratified by verdict (else NaN), sources, inclusion.
 
     Rates and both kinds of error differ between sources; half of the annotations go to rows judged
     1 and half to rows judged 0, as far as there are any.
@@ -21,37 +21,30 @@ def judged_run(rng, rate, sensitivity=0.8, specificity=0.95, sources=80, rows=8,
     said_yes = rng.random(len(index)) < per_source(sensitivity, 10)
     said_no = rng.random(len(index)) < per_source(specificity, 20)
     verdict = np.where(truth, said_yes, ~said_no).astype(float)
-    chosen, inclusion = [], np.empty(len(index))
+    known, inclusion = np.full(len(index), np.nan), np.full(len(index), np.nan)
     for value in (0, 1):
         rows_of = np.flatnonzero(verdict == value)
-        take = min(annotated // 2, len(rows_of))
-        inclusion[rows_of] = take / max(len(rows_of), 1)
-        chosen.append(rng.choice(rows_of, take, replace=False))
-    at = np.concatenate(chosen)
-    annotations = {
-        "truth": truth[at].astype(float),
-        "truth_prediction": verdict[at],
-        "truth_sources": index[at],
-    }
-    return verdict, index, annotations, inclusion[at]
+        at = rng.choice(rows_of, min(annotated // 2, len(rows_of)), replace=False)
+        known[at], inclusion[at] = truth[at], len(at) / len(rows_of)
+    return verdict, known, index, inclusion
 
 
-def powered_slowly(verdict, index, truth, said, where, weights):
+def powered_slowly(verdict, index, truth, judged, where, weights):
     """Estimate and linearised variance, source by source, each λ without the source's own rows."""
     sources = sorted({*index, *where})
-    mean, told = np.average(truth, weights=weights), np.average(said, weights=weights)
+    mean, accepted = np.average(truth, weights=weights), np.average(judged, weights=weights)
     everywhere = verdict.mean()
     first, second = {}, {}
     for s in sources:
         w, rows = weights * (where == s) / weights.sum(), (index == s) / len(index)
         first[s] = (w * (truth - mean)).sum()
-        second[s] = (w * (said - told)).sum() - (rows * (verdict - everywhere)).sum()
+        second[s] = (w * (judged - accepted)).sum() - (rows * (verdict - everywhere)).sum()
     tuned = {}
     for s in sources:
         rest = [other for other in sources if other != s]
         ratio = sum(first[o] * second[o] for o in rest) / sum(second[o] ** 2 for o in rest)
         tuned[s] = min(max(ratio, 0), 1)
-    of_notes = truth - np.array([tuned[s] for s in where]) * said
+    of_notes = truth - np.array([tuned[s] for s in where]) * judged
     of_rows = np.array([tuned[s] for s in index]) * verdict
     left, added = np.average(of_notes, weights=weights), of_rows.mean()
     squares = 0.0
@@ -63,9 +56,11 @@ def powered_slowly(verdict, index, truth, said, where, weights):
 
 def test_prediction_powered_equals_a_slow_reference():
     rng = np.random.default_rng(2)
-    verdict, index, annotations, inclusion = judged_run(rng, 0.3, sources=20, annotated=60)
-    fast = prediction_powered(verdict, index, **annotations, inclusion=inclusion)
-    value, variance = powered_slowly(verdict, index, *annotations.values(), 1 / inclusion)
+    verdict, known, index, inclusion = judged_run(rng, 0.3, sources=20, annotated=60)
+    fast = prediction_powered(verdict, known, index, inclusion=inclusion)
+    at = ~np.isnan(known)
+    notes = known[at], verdict[at], index[at], 1 / inclusion[at]
+    value, variance = powered_slowly(verdict, index, *notes)
     assert fast.value == pytest.approx(value, rel=1e-12)
     # Wilson's interval of the effective number of rows: its ends solve a quadratic equation.
     by_ends = fast.low * fast.high, fast.low + fast.high
@@ -80,16 +75,12 @@ def test_prediction_powered_is_as_good_as_the_judge(sensitivity, specificity):
     """With a useless judge the rate of the annotations, else an interval well within theirs."""
     rng, widths = np.random.default_rng(5), []
     for _ in range(20):
-        verdict, index, annotations, inclusion = judged_run(
+        verdict, known, index, inclusion = judged_run(
             rng, 0.4, sensitivity, specificity, annotated=80
         )
-        powered = prediction_powered(verdict, index, **annotations, inclusion=inclusion)
-        alone = cluster_mean(
-            annotations["truth"],
-            annotations["truth_sources"],
-            weights=1 / inclusion,
-            proportion=True,
-        )
+        powered = prediction_powered(verdict, known, index, inclusion=inclusion)
+        at = ~np.isnan(known)
+        alone = cluster_mean(known[at], index[at], weights=1 / inclusion[at], proportion=True)
         widths.append((powered.high - powered.low) / (alone.high - alone.low))
     assert (
         np.mean(widths) == pytest.approx(1, abs=0.03)
@@ -103,8 +94,8 @@ def test_corrected_rates_are_unbiased_and_covered(rate):
     """Sensitivity 0.8, specificity 0.95, both varying between sources; 200 annotations."""
     rng, found, raw = np.random.default_rng(4), [], []
     for _ in range(250):
-        verdict, index, annotations, inclusion = judged_run(rng, rate)
-        e = prediction_powered(verdict, index, **annotations, inclusion=inclusion)
+        verdict, known, index, inclusion = judged_run(rng, rate)
+        e = prediction_powered(verdict, known, index, inclusion=inclusion)
         found.append((e.value, e.low <= rate <= e.high))
         raw.append(verdict.mean())
     values, covered = np.array(found).T
@@ -117,44 +108,33 @@ def test_corrected_rates_are_unbiased_and_covered(rate):
 
 def test_errors_that_were_never_seen_are_not_taken_for_impossible():
     """60 annotations, all of them right: the judge may still err, and the interval says so."""
-    sources = np.repeat(np.arange(30), 2)
-    truth = np.tile([0.0, 1.0], 30)
-    verdict = np.tile([0.0, 1.0], 200)
-    annotations = {"truth": truth, "truth_prediction": truth, "truth_sources": sources}
-    rows = np.repeat(np.arange(100), 4)
-    found = prediction_powered(verdict, rows, **annotations, inclusion=np.full(60, 0.15))
+    verdict, rows = np.tile([0.0, 1.0], 200), np.repeat(np.arange(100), 4)
+    annotated = (rows < 30) & (np.arange(400) % 4 < 2)
+    known, inclusion = np.where(annotated, verdict, np.nan), np.full(400, 0.15)
+    found = prediction_powered(verdict, known, rows, inclusion=inclusion)
     assert found.value == 0.5
     assert found.low < 0.49 and found.high > 0.51
-    annotations |= {"truth": np.zeros(60), "truth_prediction": np.zeros(60)}
-    none = prediction_powered(np.zeros(400), rows, **annotations, inclusion=np.full(60, 0.15))
+    known = np.where(annotated, 0.0, np.nan)
+    none = prediction_powered(np.zeros(400), known, rows, inclusion=inclusion)
     assert none.value == 0 and none.low == 0
     assert 1 / 30 < none.high < 0.2  # about the rule of three on 30 annotated sources
 
 
 def test_estimates_stay_within_the_unit_interval():
-    annotations = {
-        "truth": [1, 1, 0, 0, 0, 0],
-        "truth_prediction": [1, 1, 1, 0, 0, 0],
-        "truth_sources": range(6),
-    }
-    found = prediction_powered(np.zeros(50), np.arange(50), **annotations, inclusion=np.ones(6))
+    verdict, known = np.zeros(56), np.full(56, np.nan)
+    verdict[:3], known[:6] = 1, [1, 1, 0, 0, 0, 0]
+    found = prediction_powered(verdict, known, np.arange(56), inclusion=np.ones(56))
     assert 0 < found.low < found.value < found.high < 1
-    nothing = prediction_powered(
-        [1, 0], ["a", "b"], truth=[], truth_prediction=[], truth_sources=[], inclusion=[]
-    )
+
+
+def test_where_there_is_no_corrected_rate():
+    one, nan = np.ones(2), np.full(2, np.nan)
+    nothing = prediction_powered([1, 0], nan, "ab", inclusion=one)
     assert np.isnan(nothing.value) and "no annotations" in nothing.method
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"truth": [1, 0, 1]}, "truth must have 2 entries"),
-        ({"truth": [1, 0.5]}, "truth must be 0, 1 or NaN"),
-        ({"inclusion": [0.0, 1.0]}, "inclusion probabilities must lie in"),
-        ({"level": 1.0}, "level must lie strictly"),
-    ],
-)
-def test_bad_input_is_named(changed, message):
-    good = {"truth": [1, 0], "truth_prediction": [1, 0], "truth_sources": ["a", "b"]}
-    with pytest.raises(ValueError, match=message):
-        prediction_powered([1, 0], ["a", "b"], **{**good, "inclusion": [1.0, 1.0], **changed})
+    assert "no rows" in prediction_powered(nan, one, "ab", inclusion=one).method
+    for truth, inclusion, message in (
+        ([1, 0.5], one, "truth must be 0, 1 or NaN"),
+        ([1, 0], [0.0, 1.0], "inclusion probabilities must lie in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prediction_powered([1, 0], truth, "ab", inclusion=inclusion)

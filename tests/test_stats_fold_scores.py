@@ -1,6 +1,6 @@
-"""Scores of predictions against scikit-learn, and their replicates against repeated rows."""
+"""Scores of predictions against their definitions, and replicates against repeated rows."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -31,16 +31,11 @@ class Data:
     context: np.ndarray
 
     def __getitem__(self, rows):
-        return Data(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+        return Data(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     @property
     def p(self):
         return 1 / (1 + np.exp(-self.scores))
-
-    def turns(self):
-        """Labels and weights of contexts doubled, positives first; use with ``np.tile(s, 2)``."""
-        labels = np.repeat([1, 0], len(self.k))
-        return labels, np.concatenate([self.k, self.n - self.k])
 
     def fold_scores(self, **options):
         strata = options.pop("strata", self.strata)
@@ -63,61 +58,39 @@ def data(seed=0, contexts=150, decimals=None):
     return Data(k, n, sources, sources % 4, strata, scores, null, np.arange(contexts))
 
 
-def own_pairs(d):
-    """Pairs of turns within a context; a repeat of a context is no other context."""
-    _, first, times = np.unique(d.context, return_index=True, return_counts=True)
-    return (times**2 * d.k[first] * (d.n - d.k)[first]).sum()
-
-
 def pairs(d):
-    """Of a positive and a negative turn of two contexts."""
-    return d.k.sum() * (d.n - d.k).sum() - own_pairs(d)
+    """``[contexts, contexts]`` pairs of a positive and a negative turn of two contexts; a repeat of
+    a context is no other context."""
+    return np.outer(d.k, d.n - d.k) * (d.context[:, None] != d.context)
 
 
-def brute_auroc(d):
-    """scikit-learn's, where turns of a context tie, without those pairs."""
-    labels, weights = d.turns()
-    area = roc_auc_score(labels, np.tile(d.scores, 2), sample_weight=weights)
-    own = own_pairs(d)
-    return (area * (pairs(d) + own) - own / 2) / pairs(d)
+def pairwise_auroc(d):
+    won = 0.5 + np.sign(d.scores[:, None] - d.scores) / 2
+    return (pairs(d) * won).sum() / pairs(d).sum()
 
 
-def counted_auroc(d):
-    """Pair by pair."""
-    won = total = 0.0
-    for i in range(len(d.k)):
-        for j in range(len(d.k)):
-            if d.context[i] != d.context[j]:
-                weight = d.k[i] * (d.n - d.k)[j]
-                total += weight
-                won += weight * (0.5 + np.sign(d.scores[i] - d.scores[j]) / 2)
-    return won / total
-
-
-def brute_deviance(d):
-    labels, weights = d.turns()
+def sklearn_deviance(d):
+    labels, weights = np.repeat([1, 0], len(d.k)), np.concatenate([d.k, d.n - d.k])
     model, null = (log_loss(labels, np.tile(p, 2), sample_weight=weights) for p in (d.p, d.null))
     return 1 - model / null
 
 
-def by_fold(d, score, weight=None):
-    """Mean over folds; within, mean over strata by weight, or all strata in one."""
+def by_fold(d, score, strata=True):
+    """Mean over folds; within, mean over strata weighted by pairs, or all strata in one."""
     means = []
     for fold in np.unique(d.folds):
         part = d[d.folds == fold]
-        if weight is None:
-            means.append(score(part))
-            continue
-        groups = [part[part.strata == s] for s in np.unique(part.strata)]
-        means.append(np.average([score(g) for g in groups], weights=[weight(g) for g in groups]))
+        groups = [part[part.strata == s] for s in np.unique(part.strata)] if strata else [part]
+        weights = [pairs(group).sum() for group in groups]
+        means.append(np.average([score(group) for group in groups], weights=weights))
     return np.mean(means)
 
 
 CASES = {
-    "auroc": (lambda f, d: f.auroc(d.scores), lambda d: by_fold(d, brute_auroc, pairs)),
+    "auroc": (lambda f, d: f.auroc(d.scores), lambda d: by_fold(d, pairwise_auroc)),
     "deviance": (
         lambda f, d: f.deviance_explained(d.p, d.null),
-        lambda d: by_fold(d, brute_deviance),
+        lambda d: by_fold(d, sklearn_deviance, strata=False),
     ),
 }
 
@@ -153,19 +126,13 @@ def test_differences_and_means_are_paired():
     np.testing.assert_allclose(mean.replicates, (good.replicates + bad.replicates) / 2)
 
 
-def test_chunks_change_nothing(monkeypatch):
+def test_scores_of_other_rows_of_the_same_sources_are_paired():
+    """The resamples depend on sources and seed only."""
     d = data()
-    whole = d.fold_scores().auroc(d.scores).replicates
-    monkeypatch.setattr("ia_mech.stats.fold_scores.CHUNK", 100)
-    np.testing.assert_array_equal(d.fold_scores().auroc(d.scores).replicates, whole)
-
-
-def test_resamples_depend_on_sources_and_seed_only():
-    """So that scores of other rows of the same sources are paired."""
-    d = data()
-    rows = np.concatenate([np.arange(len(d.k)), np.arange(0, len(d.k), 2)])[::-1]
-    np.testing.assert_array_equal(d.fold_scores()._draws, d[rows].fold_scores()._draws)
-    assert (d.fold_scores(seed=1)._draws != d.fold_scores()._draws).any()
+    again = d[np.arange(len(d.k))[::-1]]
+    first, second = d.fold_scores().auroc(d.scores), again.fold_scores().auroc(again.scores)
+    np.testing.assert_allclose(first.replicates, second.replicates)
+    assert (first.replicates != d.fold_scores(seed=1).auroc(d.scores).replicates).any()
 
 
 def test_a_mean_is_of_the_scores_that_a_resample_leaves_defined():
@@ -182,7 +149,8 @@ def test_strata_are_not_compared():
     np.testing.assert_array_equal(plain.replicates, moved.replicates)
     pooled = d.fold_scores(strata=None)
     assert pooled.auroc(shifted).value != pooled.auroc(d.scores).value
-    assert pooled.auroc(d.scores).value == pytest.approx(by_fold(d, brute_auroc), abs=1e-12)
+    expected = by_fold(d, pairwise_auroc, strata=False)
+    assert pooled.auroc(d.scores).value == pytest.approx(expected, abs=1e-12)
 
 
 def test_turns_of_one_context_are_not_compared():
@@ -196,13 +164,26 @@ def test_turns_of_one_context_are_not_compared():
     assert auroc([3, np.inf, -np.inf], k, n) == auroc([1, 2, 0], k, n)
 
 
-@pytest.mark.parametrize("decimals", [None, 0], ids=["continuous", "ties"])
-def test_pairs_are_counted(decimals):
-    """What the brute force above computes by scikit-learn, pair by pair; repeats are left out."""
-    d = data(contexts=40, decimals=decimals)
-    repeated = d[np.arange(60) % 40]
-    assert auroc(d.scores, d.k, d.n) == pytest.approx(counted_auroc(d), abs=1e-12)
-    assert brute_auroc(repeated) == pytest.approx(counted_auroc(repeated), abs=1e-12)
+@pytest.mark.parametrize("wide", [True, False])
+def test_columns_are_scored_one_by_one(wide):
+    """With outcomes of their own, or the same ones."""
+    rng = np.random.default_rng(1)
+    scores = rng.normal(size=(30, 6))
+    scores[:, 1] = scores[:, 1].round()
+    scores[:, 2] = 0
+    n, k = rng.integers(3, 7, size=(30, 6)), rng.integers(0, 4, size=(30, 6))
+    if not wide:
+        n, k = n[:, 0], k[:, 0]
+    found = auroc_columns(scores, k, n)
+    assert found.shape == (6,) and found[2] == 0.5
+    for j in range(6):
+        own = (k[:, j], n[:, j]) if wide else (k, n)
+        d = replace(data(contexts=30), k=own[0], n=own[1], scores=scores[:, j])
+        assert found[j] == pytest.approx(pairwise_auroc(d), abs=1e-12)
+    ones = np.tile([0, 1], 15)  # a row that has one turn is a row with a label
+    assert auroc(scores[:, 0], ones, np.ones(30)) == pytest.approx(
+        roc_auc_score(ones, scores[:, 0])
+    )
 
 
 def test_a_context_drawn_twice_is_no_other_context():
@@ -211,39 +192,6 @@ def test_a_context_drawn_twice_is_no_other_context():
     assert result.value == 1 and {0, 1, 2} <= set(counts[:, 0])
     for replicate, (first, second) in zip(result.replicates, counts, strict=True):
         assert replicate == 1 if first and second else np.isnan(replicate)
-    alone = FoldScores([3, 2], [4, 4], [0, 1], [0, 1], resamples=5).auroc([2, 1])
-    assert np.isnan(alone.value) and alone.estimate().method == "undefined"
-
-
-# -- replicates, stretched ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_chance_in_training_adds_its_share_of_the_variance(share):
-    d = data()
-    area = d.fold_scores(resamples=500).auroc(d.scores)
-    wider = area.with_training(share)
-    assert wider.replicates.var() == pytest.approx(area.replicates.var() * (1 + share))
-    assert wider.replicates.mean() == pytest.approx(area.replicates.mean())
-    order = np.argsort(area.replicates)
-    assert (np.diff(wider.replicates[order]) >= 0).all()
-    about = ("value", "sources", "level", "bounds")
-    assert all(getattr(wider, name) == getattr(area, name) for name in about)
-    was, now = area.estimate(), wider.estimate()
-    assert now.high - now.low == pytest.approx((was.high - was.low) * np.sqrt(1 + share))
-
-
-def test_scores_widened_for_training_stay_within_their_bounds():
-    replicates = np.array([0.2, 0.5, 0.9, 1.0, np.nan])
-    score = ResampledScore(0.7, replicates, 20, 0.95, (0.0, 1.0))
-    found = score.with_training(8).replicates  # three times as far from their mean of 0.65
-    np.testing.assert_allclose(found, [0, 0.2, 1, 1, np.nan], atol=1e-12)
-    free = replace(score, bounds=(-np.inf, np.inf)).with_training(8).replicates
-    np.testing.assert_allclose(free, [-0.7, 0.2, 1.4, 1.7, np.nan], atol=1e-12)
-    gain = (score - replace(score, replicates=1 - replicates)).with_training(80).replicates
-    assert np.nanmin(gain) == -1 and np.nanmax(gain) == 1
-    nothing = replace(score, replicates=np.full(5, np.nan))
-    assert np.isnan(nothing.with_training(1).replicates).all()
 
 
 def test_folds_without_a_value_are_left_out():
@@ -264,62 +212,50 @@ def test_probabilities_of_0_and_1_cost_no_infinite_deviance():
     )
 
 
-@pytest.mark.parametrize("wide", [True, False])
-def test_columns_are_scored_one_by_one(wide):
-    """With outcomes of their own, or the same ones."""
-    rng = np.random.default_rng(1)
-    scores = rng.normal(size=(30, 6))
-    scores[:, 1] = scores[:, 1].round()
-    scores[:, 2] = 0
-    n, k = rng.integers(3, 7, size=(30, 6)), rng.integers(0, 4, size=(30, 6))
-    if not wide:
-        n, k = n[:, 0], k[:, 0]
-    found = auroc_columns(scores, k, n)
-    assert found.shape == (6,) and found[2] == 0.5
-    for j in range(6):
-        own = (k[:, j], n[:, j]) if wide else (k, n)
-        d = replace(data(contexts=30), k=own[0], n=own[1], scores=scores[:, j])
-        assert found[j] == pytest.approx(brute_auroc(d), abs=1e-12)
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_chance_in_training_adds_its_share_of_the_variance(share):
+    d = data()
+    area = d.fold_scores(resamples=500).auroc(d.scores)
+    wider = area.with_training(share)
+    assert wider.value == area.value
+    assert wider.replicates.var() == pytest.approx(area.replicates.var() * (1 + share))
+    assert wider.replicates.mean() == pytest.approx(area.replicates.mean())
+    was, now = area.estimate(), wider.estimate()
+    assert now.high - now.low == pytest.approx((was.high - was.low) * np.sqrt(1 + share))
 
 
-GOOD = {"positives": [1, 0], "trials": [2, 1], "sources": [0, 1], "folds": [0, 0]}
+def test_scores_widened_for_training_stay_within_their_bounds():
+    replicates = np.array([0.2, 0.5, 0.9, 1.0, np.nan])
+    score = ResampledScore(0.7, replicates, 20, 0.95, (0.0, 1.0))
+    found = score.with_training(8).replicates  # three times as far from their mean of 0.65
+    np.testing.assert_allclose(found, [0, 0.2, 1, 1, np.nan], atol=1e-12)
+    free = replace(score, bounds=(-np.inf, np.inf)).with_training(8).replicates
+    np.testing.assert_allclose(free, [-0.7, 0.2, 1.4, 1.7, np.nan], atol=1e-12)
+    gain = (score - replace(score, replicates=1 - replicates)).with_training(80).replicates
+    assert np.nanmin(gain) == -1 and np.nanmax(gain) == 1
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_what_makes_no_score_is_refused():
+    good = {"positives": [1, 0], "trials": [2, 1], "sources": [0, 1], "folds": [0, 0]}
+    for change in (
         {"positives": [1, 0, 1]},
         {"sources": [0, None]},
         {"strata": [0]},
         {"positives": [3, 0]},
         {"positives": [np.nan, 0]},
-        {"trials": [2, 0]},
         {"level": 1},
-        {"resamples": 0},
-        {name: [] for name in GOOD},
-    ],
-)
-def test_impossible_data_are_refused(change):
-    with pytest.raises(ValueError):
-        FoldScores(**{**GOOD, **change})
-
-
-def test_impossible_predictions_are_refused():
-    scores = FoldScores(**GOOD, resamples=5)
-    others = FoldScores(**GOOD, resamples=6)
+        {name: [] for name in good},
+    ):
+        with pytest.raises(ValueError):
+            FoldScores(**{**good, **change})
+    scores, others = (FoldScores(**good, resamples=count) for count in (5, 6))
     for call, problem in (
         (lambda: scores.auroc([1]), "score"),
         (lambda: scores.auroc([1, np.nan]), "score"),
         (lambda: scores.deviance_explained([0.1, 1.1], [0.5, 0.5]), "probabilities"),
         (lambda: scores.auroc([1, 0]) - others.auroc([1, 0]), "same resamples"),
-        (
-            lambda: ResampledScore.mean([scores.auroc([1, 0]), others.auroc([1, 0])]),
-            "same resamples",
-        ),
-        (lambda: ResampledScore.mean([]), "at least one"),
         (lambda: auroc([1, np.nan], [1, 0], [1, 1]), "NaN"),
         (lambda: auroc([1, 2], [2, 0], [1, 1]), "between"),
-        (lambda: auroc_columns([[1.0, 2.0]], [[1]], [1]), "positives have shape"),
     ):
         with pytest.raises(ValueError, match=problem):
             call()

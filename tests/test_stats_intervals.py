@@ -133,21 +133,15 @@ def test_sources_may_be_any_labels_and_rows_come_in_any_order():
     assert source_index(np.array(["b", "a", "b"]))[0].tolist() == [1, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_bad_input_is_named():
+    for call, message in (
         (lambda: cluster_mean([1, 2], ["a"]), "values must have 1 entries"),
         (lambda: cluster_mean([1], ["a"], level=95), "level must lie strictly"),
         (lambda: cluster_mean([2], ["a"], proportion=True), "between 0 and 1"),
-        (lambda: cluster_mean([1], ["a"], weights=[-1]), "not negative"),
         (lambda: cluster_mean([1, 2], ["a", None]), "a source is missing"),
-        (lambda: wilson(3, 2), "between 0 and n"),
-        (lambda: zero_events_bound(0), "at least one source"),
-    ],
-)
-def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_an_estimate_reads_as_value_and_interval():

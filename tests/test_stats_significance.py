@@ -76,16 +76,6 @@ def test_an_undefined_statistic_has_no_p_and_counts_as_no_effect():
     assert np.isnan(found[0]) and found[1] == 2 / 4
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: holm([0.5, 1.5]), "between 0 and 1"),
-        (lambda: holm([[0.1]]), "one dimension"),
-        (lambda: source_permutation_p(len, [0, 1], "abc"), "2 labels but 3 rows"),
-        (lambda: source_permutation_p(len, [0, 1], "aa"), "nothing to permute"),
-        (lambda: source_permutation_p(len, [0, 1], "ab", permutations=0), "permutations must be"),
-    ],
-)
-def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_where_nothing_can_change_places_there_is_no_test():
+    with pytest.raises(ValueError, match="nothing to permute"):
+        source_permutation_p(len, [0, 1], "aa")

@@ -84,11 +84,11 @@ def _rates(args: argparse.Namespace) -> None:
     if args.out is not None:
         refuse_place(args.out)
     judged = read_runs(args.runs, args.judge, args.annotator, args.responses)
-    found = result(judged, level=args.level, seed=args.seed)
-    folder = args.out or folder_of(args.runs[0], found.name)
+    rates = result(judged, level=args.level, seed=args.seed)
+    folder = args.out or folder_of(args.runs[0], rates.name)
     refuse_unwritable(folder)
-    write(found, folder)
-    show(found, console(), full=args.full)
+    write(rates, folder)
+    show(rates, console(), full=args.full)
     print(f"wrote {shell_word(folder)}", file=sys.stderr)
     print(f"next: python -m ia_mech.report {' '.join(shell_word(run) for run in args.runs)}")
 

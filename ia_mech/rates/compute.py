@@ -76,25 +76,23 @@ def rates(
     for group, own in _groups(rows, by):
         of = names | group | {"outcome": outcome, "level": level}
         if against is None:
-            kept = own.dropna(subset=[outcome])
-            found = cluster_mean(kept[outcome], kept["source"], proportion=True, level=level)
-            of["events"] = int(kept[outcome].sum())
-            yield TidyEstimate(quantity, of, len(kept), found)
+            rate = cluster_mean(own[outcome], own["source"], proportion=True, level=level)
+            of["events"] = int(own[outcome].sum())
+            yield TidyEstimate(quantity, of, int(own[outcome].notna().sum()), rate)
         elif isinstance(against, str):
             yield from _above_floor(own, outcome, of | {"decoy": against}, level)
         elif any(group.get(name, value) != value for name, value in against.items()):
             like = {name: value for name, value in group.items() if name not in against}
-            base = rows[_equal(rows, like | dict(against))]
+            base = rows[matching(rows, like | dict(against))]
             if within is not None:
                 both = set(own[within]) & set(base[within])
                 own, base = (part[part[within].isin(both)] for part in (own, base))
             columns = own[outcome], own["source"], base[outcome], base["source"]
             pair = paired_difference(*columns, level=level, seed=seed)
             counted = int(own[outcome].notna().sum() + base[outcome].notna().sum())
-            of = of | {"events": pd.NA}
-            test = pair.test or None
             name = "difference" if quantity == "rate" else f"{quantity}: difference"
-            yield TidyEstimate(name, of, counted, pair.difference, pair.p, test)
+            of["events"] = pd.NA
+            yield TidyEstimate(name, of, counted, pair.difference, pair.p, pair.test or None)
 
 
 def _groups(rows: pd.DataFrame, by: Sequence[str]) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
@@ -105,28 +103,31 @@ def _groups(rows: pd.DataFrame, by: Sequence[str]) -> Iterator[tuple[dict[str, A
         yield dict(zip(by, values, strict=True)), own
 
 
-def _equal(rows: pd.DataFrame, values: Mapping[str, Any]) -> np.ndarray:
-    found = np.ones(len(rows), dtype=bool)
+def matching(rows: pd.DataFrame, values: Mapping[str, Any]) -> np.ndarray:
+    """``[rows]`` whether a row has these values."""
+    equal = np.ones(len(rows), dtype=bool)
     for name, value in values.items():
-        found &= (rows[name] == value).to_numpy()
-    return found
+        equal &= (rows[name] == value).to_numpy()
+    return equal
 
 
 def _above_floor(
     decoys: pd.DataFrame, outcome: str, of: dict[str, Any], level: float
 ) -> Iterator[TidyEstimate]:
-    """All three are of the decoys on which both verdicts say something."""
-    both = decoys.dropna(subset=[outcome, f"own_{outcome}"])
+    """All three are of the decoys with both verdicts."""
+    both = decoys[["source", "shown_source", outcome, f"own_{outcome}"]].dropna()
     own, other = both[f"own_{outcome}"].astype(float), both[outcome].astype(float)
-    for quantity, values, low in (
-        ("decoyed_rate", own, 0),
-        ("floor", other, 0),
-        ("excess", own - other, -1),
+    # The turns of decoys are turns: their rate has the interval of any other rate.
+    rate = cluster_mean(own, both["source"], proportion=True, level=level)
+    pair = both["source"], both["shown_source"]
+    floor = dyadic_mean(other, *pair, ends=(0, 1), level=level)
+    excess = dyadic_mean(own - other, *pair, level=level)
+    for quantity, estimate, events in (
+        ("decoyed_rate", rate, int(own.sum())),
+        ("floor", floor, int(other.sum())),
+        ("excess", excess, pd.NA),
     ):
-        shown = both["source" if quantity == "decoyed_rate" else "shown_source"]
-        found = dyadic_mean(values, both["source"], shown, ends=(low, 1), level=level)
-        events = pd.NA if quantity == "excess" else int(values.sum())
-        yield TidyEstimate(quantity, of | {"events": events}, len(both), found)
+        yield TidyEstimate(quantity, of | {"events": events}, len(both), estimate)
 
 
 def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
@@ -159,62 +160,57 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
           verdicts; of ``reach``, contexts. ``sources``: behind the estimate.
     """
     options = {"level": level, "seed": seed}
-    found: list[TidyEstimate] = []
+    rows: list[TidyEstimate] = []
     for subject, turns in judged.turns.groupby(SUBJECT, observed=True):
         names = dict(zip(SUBJECT, subject, strict=True))
-        decoys = judged.decoys[_equal(judged.decoys, names)]
+        decoys = judged.decoys[matching(judged.decoys, names)]
         gates = judged.by_model[names["model"], names["weights_hash"]]
         words = {outcome: gate.word for outcome, gate in gates.items()}
         names |= {"judge": judged.judge, "responses": judged.responses}
         for dataset, here in by_dataset(turns):
             of, own = names | {"dataset": dataset}, turns[here]
-            among = (
-                decoys if dataset == ALL or decoys.empty else decoys[decoys["dataset"] == dataset]
-            )
+            among = decoys if dataset == ALL else decoys[decoys["dataset"] == dataset]
             for outcome, word in words.items():
                 about = {"outcome": outcome, **options, **of, "gate": word}
-                found += rates(own, ["temperature"], **about)
+                rows += rates(own, ["temperature"], **about)
                 for kind in KINDS:
-                    found += rates(among, ["temperature"], kind, **about)
-                    found += rates(among, (), kind, **about)
+                    rows += rates(among, ["temperature"], kind, **about)
+                    rows += rates(among, (), kind, **about)
             about = {**options, **of, "gate": words["genuine"]}
             if own[DEPENDENT].notna().any():
-                found += rates(own, ["temperature"], outcome=DEPENDENT, **about)
+                rows += rates(own, ["temperature"], outcome=DEPENDENT, **about)
             # Of pooled runs some may lack a temperature: their greedy turns are no baseline for it.
-            found += rates(own, ["temperature"], {"temperature": 0.0}, within="context", **about)
-            found += _profile(own, about)
+            rows += rates(own, ["temperature"], {"temperature": 0.0}, within="context", **about)
+            rows += _profile(own, about)
             if judged.responses == EVERY and own["cut_off"].any():
-                found += rates(own, ["temperature"], quantity="cut_off", outcome="cut_off", **about)
+                rows += rates(own, ["temperature"], quantity="cut_off", outcome="cut_off", **about)
                 complete = own[~own["cut_off"]]
-                found += rates(complete, ["temperature"], quantity="rate_complete", **about)
+                rows += rates(complete, ["temperature"], quantity="rate_complete", **about)
             for temperature, at in own.groupby("temperature"):
-                of_both = of | {"temperature": float(temperature), "level": level}
-                of_both |= {"outcome": "genuine", "gate": words["genuine"]}
+                of_group = of | {"temperature": float(temperature), "level": level}
+                of_group |= {"outcome": "genuine", "gate": words["genuine"]}
                 if temperature:
-                    found += _reach(at, of_both, level)
-                found += _corrected_rate(at, of_both, level, judged.annotator)
-    found = holm_corrected(found, lambda row: row.names["dataset"] == ALL)
-    return frame_of(found, NAMES)
+                    rows += _reach(at, of_group, level)
+                rows += _corrected_rate(at, of_group, level, judged.annotator)
+    rows = holm_corrected(rows, lambda row: row.names["dataset"] == ALL)
+    return frame_of(rows, NAMES)
 
 
 def _profile(turns: pd.DataFrame, about: dict[str, Any]) -> Iterator[TidyEstimate]:
     """What the turns are: shares of categories among those assessed, and of the others."""
     assessed = turns["genuine"].notna()
-    for status in (CANNOT_ASSESS, FAILED):
-        marked = turns.assign(marked=(turns["category"] == status).astype(float))
-        for row in rates(marked, ["temperature"], outcome="marked", quantity=status, **about):
-            row.names["outcome"] = "genuine"
-            yield row
-    for category in ASSESSED:
-        marked = turns.assign(marked=(turns["category"] == category).astype(float).where(assessed))
-        for row in rates(
-            marked, ["temperature"], outcome="marked", quantity="category_share", **about
-        ):
-            row.names.update(outcome="genuine", category=category)
-            yield row
+    for category in (CANNOT_ASSESS, FAILED, *ASSESSED):
+        share = (turns["category"] == category).astype(float)
+        quantity, names = category, {"outcome": "genuine"}
+        if category in ASSESSED:
+            share = share.where(assessed)
+            quantity, names = "category_share", names | {"category": category}
+        marked = turns[["source", "temperature"]].assign(share=share)
+        for row in rates(marked, ["temperature"], outcome="share", quantity=quantity, **about):
+            yield replace(row, names=row.names | names)
 
 
-def any_of_n(genuine: np.ndarray, samples: np.ndarray, n: int) -> np.ndarray:
+def pass_at_k(genuine: np.ndarray, samples: np.ndarray, n: int) -> np.ndarray:
     """Chance that n samples, drawn from those there are, hold a genuine turn.
 
     ``1 - C(N - g, n) / C(N, n)``: the unbiased estimate of 1 - (1 - p)^n from g genuine turns among
@@ -250,7 +246,7 @@ def _reach(turns: pd.DataFrame, names: dict[str, Any], level: float) -> Iterator
         source=("source", "first"), genuine=("genuine", "sum"), samples=("genuine", "size")
     )
     for n in range(1, int(contexts["samples"].max() if len(contexts) else 0) + 1):
-        chance = any_of_n(contexts["genuine"].to_numpy(), contexts["samples"].to_numpy(), n)
+        chance = pass_at_k(contexts["genuine"].to_numpy(), contexts["samples"].to_numpy(), n)
         estimate = cluster_mean(chance, contexts["source"], proportion=True, level=level)
         there = int((contexts["samples"] >= n).sum())
         yield TidyEstimate("reach", names | {"n_samples": n}, there, estimate)
@@ -272,20 +268,17 @@ def _corrected_rate(
     missing = [text for text in assessed["unlabelled"].unique() if text]
     if missing:
         reason = f"undefined: no labels of {' and '.join(missing)}"
-        found = Estimate(np.nan, np.nan, np.nan, assessed["source"].nunique(), reason)
+        estimate = Estimate(np.nan, np.nan, np.nan, assessed["source"].nunique(), reason)
     elif len(own) < MIN_ANNOTATED or own["source"].nunique() < MIN_ANNOTATED_SOURCES:
         return
     else:
-        known = not own["inclusion"].isna().any()
-        found = prediction_powered(
+        estimate = prediction_powered(
             assessed["genuine"],
+            assessed["truth"],
             assessed["source"],
-            truth=own["truth"],
-            truth_prediction=own["genuine"],
-            truth_sources=own["source"],
-            inclusion=own["inclusion"] if known else np.ones(len(own)),
+            inclusion=assessed["inclusion"],
             level=level,
         )
     of = names | {"events": len(own)}
-    found = replace(found, method=f"{found.method}; truth: {annotator}")
-    yield TidyEstimate("rate_prediction_powered", of, len(assessed), found)
+    estimate = replace(estimate, method=f"{estimate.method}; truth: {annotator}")
+    yield TidyEstimate("rate_prediction_powered", of, len(assessed), estimate)

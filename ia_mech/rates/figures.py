@@ -11,8 +11,7 @@ from ia_mech.judge.rubric import ASSESSED, heading
 from ia_mech.rates.gate import CONVERSATION, Gate
 
 LINES = {  # quantities of the left panel: label, colour
-    "rate": ("rate, all turns", COLOURS[0]),
-    "decoyed_rate": ("rate, the decoys' turns", COLOURS[5]),
+    "rate": ("rate", COLOURS[0]),
     "floor": ("floor: after another conversation", COLOURS[1]),
     "excess": ("excess: rate less floor", COLOURS[2]),
 }

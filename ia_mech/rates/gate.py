@@ -78,16 +78,16 @@ class Gate:
     def sentence(self) -> str:
         """What the words rest on: of other conversations, and of siblings where there are any."""
         whose = f" on turns of {self.model}" if self.model else ""
-        if not self.decoys:
-            said = (
+        if self.decoys:
+            text = f"judge {self.judge}{whose}: {self.verdict}. {self.numbers}"
+        else:
+            text = (
                 f"the floor of judge {self.judge}{whose} is unknown: the run has no decoys "
                 "(they need two sources of a dataset)"
             )
-        else:
-            said = f"judge {self.judge}{whose}: {self.verdict}. {self.numbers}"
         if self.siblings is not None and self.siblings.decoys:
-            said += f". Against siblings {self.siblings.verdict}. {self.siblings.numbers}"
-        return said
+            text += f". Against siblings {self.siblings.verdict}. {self.siblings.numbers}"
+        return text
 
     @property
     def numbers(self) -> str:

@@ -38,10 +38,10 @@ def p_values(
         ``[n]``; NaN where there is no score, or where decoys of other sources are so few that no
         turn could reach ``GROUNDED_P``.
     """
-    found = np.full(len(scores), np.nan)
+    p = np.full(len(scores), np.nan)
     decoys = np.flatnonzero(null & ~np.isnan(scores))
     if not len(decoys):
-        return found
+        return p
     codes, _ = pd.factorize(np.r_[sources, shown])
     one, other = codes[: len(scores)], codes[len(scores) :]
     decoys = decoys[np.argsort(words[decoys], kind="stable")]
@@ -54,8 +54,8 @@ def p_values(
             against = np.sort(scores[near[apart]])
             above = len(against) - np.searchsorted(against, scores[those], side="left")
             if 1 / (1 + len(against)) <= GROUNDED_P:
-                found[those] = (1 + above) / (1 + len(against))
-    return found
+                p[those] = (1 + above) / (1 + len(against))
+    return p
 
 
 def _nearest(lengths: np.ndarray, length: float, count: int) -> slice:

@@ -36,7 +36,7 @@ from ia_mech.run.labels import KEY
 _VERDICT = ["repeat", "category", "status", "item", "grounding"]
 FAILED = "failed"  # the judge gave no category
 DEPENDENT = "dependent"  # genuine, and the own response is likelier than its siblings together
-EVERY, COMPLETE, CUT_OFF = RESPONSES = ("all", "complete", "cut-off")  # what turns come after
+EVERY, CUT_OFF = "all", "cut-off"  # responses that turns come after; the third is "complete"
 NO_ANNOTATOR = ""  # no annotator: annotations are not read
 _SAMPLING = (
     *("system", "thinking", "response", "date", "opening"),
@@ -56,19 +56,22 @@ class JudgedTurns:
     """What rates are computed from.
 
     Attributes:
-        turns: one row per user turn: ``model``, ``weights_hash``, ``dataset``, ``perturbation``,
-            ``source`` and ``context`` (keys that hold across runs), ``temperature``, ``sample``,
-            ``cut_off`` (it follows a cut-off response), ``category`` (a name of the rubric, or
-            ``failed``), and the outcomes, 1, 0 or NaN where not assessed: ``genuine``;
-            ``grounded``, genuine with a word of the conversation that turns held against others
-            seldom share (:mod:`ia_mech.rates.grounding`); ``dependent``, genuine with a likelihood
-            that favours the own response over all its siblings together. The last two are NaN
-            where the judge doesn't test it, or no bits were computed (``experiments.reaction``).
-            Of the annotator ``truth`` (likewise; NaN where not annotated) and ``inclusion`` (the
-            probability of being chosen for annotation). Of the run: ``run`` (its folder),
-            ``context_id`` (its own name of the context), ``fitted`` (the rules judge was fitted on
-            the turn) and ``unlabelled`` (what the annotator labelled nothing of, if the turn's run
-            or a stratum of its sheet is such; else empty). Names are categorical.
+        turns: one row per user turn; names are categorical.
+
+            - Of the run: ``run`` (its folder), ``model``, ``weights_hash``, ``dataset``,
+              ``perturbation``, ``source`` and ``context`` (keys that hold across runs),
+              ``context_id`` (the run's own name of the context), ``temperature``, ``sample``,
+              ``cut_off`` (it follows a cut-off response).
+            - Of the judge: ``category`` (a name of the rubric, or ``failed``), and the outcomes, 1,
+              0, or NaN where not assessed: ``genuine``; ``grounded``, genuine with a word of the
+              conversation that turns held against others seldom share
+              (:mod:`ia_mech.rates.grounding`); ``dependent``, genuine with a likelihood that
+              favours the own response over all its siblings together. The last two are NaN where
+              the judge doesn't test it, or no bits were computed (``experiments.reaction``).
+            - Of the annotator: ``truth`` (likewise; NaN where not annotated), ``inclusion`` (the
+              probability of being chosen for annotation), ``unlabelled`` (what the annotator
+              labelled nothing of, the turn's run or a stratum of it; else empty), ``fitted`` (the
+              rules judge was fitted on the turn).
         judge: the judge's name.
         record: who the judge is.
         annotator: whose labels are in ``truth``; None without any.
@@ -133,26 +136,23 @@ def open_runs(runs: Sequence[str | Path | Run]) -> list[Run]:
         runs: folders, or runs that are open.
 
     Raises:
-        UserError: not a run, an unfinished one, one given twice, a copy of another, or runs under
+        UserError: not a run, an unfinished one, one that another is a copy of, or runs under
             different interventions.
     """
-    paths = [run.path if isinstance(run, Run) else Path(run) for run in runs]
-    places = [path.resolve() for path in paths]
-    for at, place in enumerate(places):
-        if place in places[:at]:
-            raise UserError(f"{paths[at]} is given twice", "give each run once")
-    found = [run if isinstance(run, Run) else Run.open(run) for run in runs]
-    for at, run in enumerate(found):
+    opened = [run if isinstance(run, Run) else Run.open(run) for run in runs]
+    for at, run in enumerate(opened):
         check_finished(run)
-        same = [other for other in found[:at] if other.identity_digest == run.identity_digest]
-        if same:
-            raise UserError(f"{run.path} is a copy of {same[0].path}", "give each run once")
-        if _intervention(run) != _intervention(found[0]):  # a steered model is another model
+        for other in opened[:at]:
+            if other.identity_digest == run.identity_digest:
+                same = run.path.resolve() == other.path.resolve()
+                problem = "is given twice" if same else f"is a copy of {other.path}"
+                raise UserError(f"{run.path} {problem}", "give each run once")
+        if _intervention(run) != _intervention(opened[0]):  # a steered model is another model
             raise UserError(
-                f"{found[0].path} and {run.path} were not sampled under the same intervention",
+                f"{opened[0].path} and {run.path} were not sampled under the same intervention",
                 "give each in a command of its own",
             )
-    return found
+    return opened
 
 
 def _intervention(run: Run) -> str | None:
@@ -188,23 +188,23 @@ def read_runs(
     decoys: list[pd.DataFrame] = []
     earlier: list[tuple[Path, pd.MultiIndex]] = []
     for run in runs:
-        frame, drawn = _turns_and_decoys(run, judge)
-        frame[DEPENDENT] = _dependent(frame, runs, run)
-        _label(frame, run, annotator, judge)
-        turns.append(_without_repeated(frame, run, earlier) if len(runs) > 1 else frame)
-        decoys.append(drawn)
+        own, own_decoys = _turns_and_decoys(run, judge)
+        own[DEPENDENT] = _dependent(own, runs, run)
+        _add_annotations(own, run, annotator, judge)
+        turns.append(_without_repeated(own, run, earlier))
+        decoys.append(own_decoys)
     pooled = _pooled(turns).drop(columns="item")
     if pooled["genuine"].isna().all():
         raise UserError(
             f"{judge!r} assessed none of the {len(pooled)} user turns",
             "see why in the column status of its verdicts, and judge again",
         )
-    notes = _notes(runs, record, pooled, annotator)
+    notes = _notes(runs, record, pooled)
     without = [run.name for run, frame in zip(runs, decoys, strict=True) if frame.empty]
     if 0 < len(without) < len(runs):
         notes.append(f"no decoys in {', '.join(without)}: these verdicts have no floor.")
-    found = [frame for frame in decoys if len(frame)] or decoys[:1]
-    judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, decoys=_pooled(found))
+    some = [frame for frame in decoys if len(frame)] or decoys[:1]
+    judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, decoys=_pooled(some))
     judged = restrict_responses(judged, responses)
     return replace(judged, notes=judged.notes + _decoy_notes(judged))
 
@@ -212,12 +212,13 @@ def read_runs(
 def restrict_responses(judged: JudgedTurns, responses: str) -> JudgedTurns:
     """Only the turns after such responses, with a note of how many they are.
 
+    Args:
+        judged: the turns.
+        responses: ``all``, ``complete`` or ``cut-off``.
+
     Raises:
         UserError: there are none.
-        ValueError: ``responses`` isn't one of :data:`RESPONSES`.
     """
-    if responses not in RESPONSES:
-        raise ValueError(f"unknown responses {responses!r}; choose from {', '.join(RESPONSES)}")
     if responses == EVERY:
         return judged
     kept, decoys = (
@@ -247,18 +248,18 @@ def _choose_judge(runs: list[Run], judge: str | None) -> str:
                 f"{run.path} has not been judged",
                 f"run: python -m ia_mech.judge run {shell_word(run.path)}",
             )
-    names = sorted({name for run in runs for name in run.labels.judges})
-    if judge is not None:
-        for run in runs:
-            if judge not in run.labels.judges:
-                raise UserError(
-                    f"{run.path} has no verdicts of {judge!r}",
-                    f"give --judge one of: {', '.join(run.labels.judges)}",
-                )
-        return judge
-    if len(names) > 1:
-        raise UserError(f"there are verdicts of {', '.join(names)}", "choose one with --judge")
-    return names[0]
+    if judge is None:
+        names = sorted({name for run in runs for name in run.labels.judges})
+        if len(names) > 1:
+            raise UserError(f"there are verdicts of {', '.join(names)}", "choose one with --judge")
+        return names[0]
+    for run in runs:
+        if judge not in run.labels.judges:
+            raise UserError(
+                f"{run.path} has no verdicts of {judge!r}",
+                f"give --judge one of: {', '.join(run.labels.judges)}",
+            )
+    return judge
 
 
 def _same_judge(runs: list[Run], judge: str) -> dict[str, Any]:
@@ -302,17 +303,16 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 
 def _turns_and_decoys(run: Run, judge: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """``turns`` of :class:`JudgedTurns`, without labels but with ``item``, and its ``decoys``."""
-    said = read_labels(run, "judgements", judge, _VERDICT)
-    decoys = said.decoys
-    turns = _named(run).assign(item=said.turns["item"])
-    first = turns.drop_duplicates("context_id")
-    source_of = first.set_index("context_id")["source"].astype(object)
+    verdicts = read_labels(run, "judgements", judge, _VERDICT)
+    decoys = verdicts.decoys
+    turns = _sampled_turns(run).assign(item=verdicts.turns["item"])
     frame = turns[_OF_TURN].iloc[decoys["row"]].reset_index(drop=True)
     frame["decoy"] = decoys["decoy"].astype(object)
+    source_of = turns.drop_duplicates("context_id").set_index("context_id")["source"].astype(object)
     frame["shown_source"] = decoys["shown"].astype(object).map(source_of)
     unperturbed = run.labels.record("judgements", judge).get("unperturbed", False)
     items = items_of(run, decoys, unperturbed=unperturbed)
-    every = pd.concat([said.turns, decoys], ignore_index=True)
+    every = pd.concat([verdicts.turns, decoys], ignore_index=True)
     p = p_values(
         every["grounding"].to_numpy(dtype=float),
         np.array([len(item.turn.split()) for item in items]),
@@ -320,14 +320,14 @@ def _turns_and_decoys(run: Run, judge: str) -> tuple[pd.DataFrame, pd.DataFrame]
         pd.concat([turns["source"], frame["shown_source"]]).to_numpy(dtype=object),
         (every["decoy"] == CONVERSATION).to_numpy(),
     )
-    count, said_of = len(turns), _outcomes(every, p)
+    count, outcomes = len(turns), _outcomes(every, p)
     for name in OUTCOMES:
-        frame[name], frame[f"own_{name}"] = said_of[name][count:], said_of[name][decoys["row"]]
-    return turns.assign(**{name: of[:count] for name, of in said_of.items()}), frame
+        frame[name], frame[f"own_{name}"] = outcomes[name][count:], outcomes[name][decoys["row"]]
+    return turns.assign(**{name: values[:count] for name, values in outcomes.items()}), frame
 
 
-def _named(run: Run) -> pd.DataFrame:
-    """The columns of ``JudgedTurns.turns`` that say what was sampled. Texts are categorical."""
+def _sampled_turns(run: Run) -> pd.DataFrame:
+    """The columns of ``JudgedTurns.turns`` that name what was sampled."""
     turns = run.turns
     hashes = {
         context: hashlib.sha256(str(text).encode(errors="surrogatepass")).hexdigest()[:32]
@@ -335,33 +335,28 @@ def _named(run: Run) -> pd.DataFrame:
         for context, text in zip(contexts["context_id"], contexts["text"], strict=True)
     }
     first = turns.drop_duplicates("context_id")
-    sources = first["dataset"].astype(str) + "\0" + first["source_id"].astype(str)
     names = first["context_id"].astype(str)
-    contexts = sources + "\0" + names + "\0" + names.map(hashes)
-    place = np.empty(len(first), dtype=int)  # in ``first``, by category of context_id
-    place[first["context_id"].cat.codes] = np.arange(len(first))
-    place = place[turns["context_id"].cat.codes]
-
-    def per_context(values: pd.Series) -> pd.Categorical:
-        return pd.Categorical(values).take(place)
-
-    def same(value: str) -> pd.Categorical:
-        return pd.Categorical.from_codes(np.zeros(len(turns), dtype=np.int8), [value])
-
-    return pd.DataFrame(
+    sources = first["dataset"].astype(str) + "\0" + first["source_id"].astype(str)
+    contexts = pd.DataFrame(
         {
-            "run": same(str(run.path)),
-            "model": same(run.model["name"]),
-            "weights_hash": same(run.model["weights_hash"]),
-            "dataset": turns["dataset"],
-            "perturbation": per_context(first["perturbation"].astype(object).fillna("none")),
-            "source": per_context(sources),
-            "context": per_context(contexts),
-            "temperature": turns["temperature"],
-            "sample": turns["sample"],
-            "cut_off": turns["response_cut_off"].fillna(False).astype(bool),
-            "context_id": turns["context_id"],
+            "perturbation": first["perturbation"].astype(object).fillna("none"),
+            "source": sources,
+            "context": sources + "\0" + names + "\0" + names.map(hashes),
         }
+    ).astype("category")
+    of_turn = contexts.take(pd.Index(names).get_indexer(turns["context_id"]))
+    of_run = {
+        "run": str(run.path),
+        "model": run.model["name"],
+        "weights_hash": run.model["weights_hash"],
+    }
+    return of_turn.set_axis(turns.index).assign(
+        **{name: pd.Categorical.from_codes([0] * len(turns), [of_run[name]]) for name in of_run},
+        dataset=turns["dataset"],
+        temperature=turns["temperature"],
+        sample=turns["sample"],
+        cut_off=turns["response_cut_off"].fillna(False).astype(bool),
+        context_id=turns["context_id"],
     )
 
 
@@ -400,11 +395,10 @@ def _dependent(frame: pd.DataFrame, runs: list[Run], run: Run) -> np.ndarray:
             continue
         responses = table.groupby("source_id")["context_id"].transform("nunique")
         likelier = (table["evidence"] > np.log2(responses) - 1).where(table["evidence"].notna())
-        told = pd.Series(likelier.to_numpy(dtype=float), pd.MultiIndex.from_frame(table[list(KEY)]))
+        favoured = pd.Series(likelier.to_numpy(), pd.MultiIndex.from_frame(table[list(KEY)]))
         keys = pd.MultiIndex.from_frame(frame[list(KEY)].astype({"context_id": object}))
-        found = told[~told.index.duplicated()].reindex(keys).to_numpy()
-        genuine = frame["genuine"].to_numpy()
-        return np.where(np.isnan(found) | np.isnan(genuine), np.nan, found * genuine)
+        favoured = favoured[~favoured.index.duplicated()].reindex(keys)
+        return favoured.to_numpy(dtype=float) * frame["genuine"].to_numpy()
     return np.full(len(frame), np.nan)
 
 
@@ -441,8 +435,8 @@ def table_of_run(folder: Path, run: Run, stem: str, columns: Sequence[str]) -> p
     return table[table["run"] == run.name] if "run" in table else table
 
 
-def _label(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> None:
-    """Add what the annotator says."""
+def _add_annotations(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> None:
+    """Add the columns of the annotator, see :class:`JudgedTurns`."""
     frame["truth"] = frame["inclusion"] = np.nan
     frame["unlabelled"], frame["fitted"] = "", False
     if annotator is None:
@@ -456,22 +450,20 @@ def _label(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> 
     assessed = labels["category"].isin(ASSESSED)
     frame["truth"] = (labels["category"] == GENUINE).astype(float).where(assessed)
     frame["inclusion"] = labels["inclusion_probability"].astype(float)
-    strata = _strata_to_label(run, run.labels.record("annotations", annotator), judge)
     known = set(labels["stratum"][assessed])
-    if missing := [name for name in strata if name not in known]:
+    missing = [name for name in _strata_to_label(run, annotator, judge) if name not in known]
+    if missing:
         frame["unlabelled"] = f"the stratum {', '.join(missing)} of {run.name}"
-    elif not strata:  # labels that came without a sheet: whole datasets may have been left out
-        has = frame["truth"].notna().groupby(frame["dataset"], observed=True).transform("any")
-        frame["unlabelled"] = np.where(has, "", f"a dataset of {run.name}")
 
 
-def _strata_to_label(run: Run, record: dict[str, Any], judge: str) -> list[str]:
+def _strata_to_label(run: Run, annotator: str, judge: str) -> list[str]:
     """Strata of the annotator's sheet that have turns which may count in a rate by this judge.
 
     Where the strata are this judge's own categories, those that it didn't assess never count.
     """
-    strata = [name for name, of in (record.get("strata") or {}).items() if of.get("rows")]
-    by = record.get("judge") or {}
+    sheet = run.labels.record("annotations", annotator)
+    strata = [name for name, of in sheet.get("strata", {}).items() if of["rows"]]
+    by = sheet.get("judge") or {}
     verdicts = run.labels.record("judgements", judge).get("identity_hash")
     own = by.get("name") == judge and by.get("identity_hash") == verdicts
     return [name for name in strata if not (own and name in (FAILED, CANNOT_ASSESS))]
@@ -507,7 +499,7 @@ def _without_repeated(
 # -- what a reader has to know --------------------------------------------------------------------
 
 
-def _notes(runs: list[Run], record: dict, turns: pd.DataFrame, annotator: str | None) -> list[str]:
+def _notes(runs: list[Run], record: dict, turns: pd.DataFrame) -> list[str]:
     notes = [note for run in runs for note in same_judges(run)]
     notes += [
         f"{run.name} was sampled although the engine's check failed ({run.ignored_check})."
@@ -523,13 +515,12 @@ def _notes(runs: list[Run], record: dict, turns: pd.DataFrame, annotator: str | 
         notes.append(f"of the judge's {record['repeats']} verdicts per turn, the first is used.")
     if len(runs) > 1:
         notes.append(f"{len(runs)} runs; greedy turns that several of them hold count once.")
-    different = sorted({name for same in _by_model(runs) for name in differing_settings(same)})
+    models: dict[tuple, list[Run]] = {}
+    for run in runs:
+        models.setdefault((run.model["name"], run.model["weights_hash"]), []).append(run)
+    different = sorted({name for same in models.values() for name in _differing_settings(same)})
     if different:
         notes.append(f"runs that were pooled differ in {', '.join(different)}.")
-    if annotator and turns.loc[turns["truth"].notna(), "inclusion"].isna().any():
-        notes.append(
-            f"some labels of {annotator} have no inclusion probability: all are weighed alike."
-        )
     fitted = turns[turns["fitted"]]
     if len(fitted):
         notes.append(
@@ -550,14 +541,7 @@ def _decoy_notes(judged: JudgedTurns) -> list[str]:
     ]
 
 
-def _by_model(runs: list[Run]) -> list[list[Run]]:
-    found: dict[tuple, list[Run]] = {}
-    for run in runs:
-        found.setdefault((run.model["name"], run.model["weights_hash"]), []).append(run)
-    return list(found.values())
-
-
-def differing_settings(runs: list[Run]) -> list[str]:
+def _differing_settings(runs: list[Run]) -> list[str]:
     """Names of the settings that change what is sampled and in which these runs aren't alike."""
     settings = [
         {name: run.settings[name] for name in _SAMPLING} | {"dtype": run.model["dtype"]}

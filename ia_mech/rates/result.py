@@ -10,7 +10,7 @@ from ia_mech.judge.decoys import KINDS
 from ia_mech.judge.rubric import ASSESSED, heading
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.rates import figures
-from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, estimates
+from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, estimates, matching
 from ia_mech.rates.gate import AFTER, FAILED, NO_DECOYS, PASSED, UNDECIDED, Gate
 from ia_mech.rates.load import DEPENDENT, EVERY, SUBJECT, JudgedTurns
 from ia_mech.results import Result, Table, about_runs, table_of
@@ -37,8 +37,8 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
         level: coverage of intervals. Gates are always decided at 95%.
         seed: of sign flips.
     """
-    found = estimates(judged, level=level, seed=seed)
-    whole = pd.concat([all_datasets(of) for _, of in found.groupby(SUBJECT, sort=False)])
+    rows = estimates(judged, level=level, seed=seed)
+    whole = pd.concat([all_datasets(of) for _, of in rows.groupby(SUBJECT, sort=False)])
     gates = [gate for of in judged.by_model.values() for gate in of.values()]
     names = {str(run.path): run.name for run in judged.runs}
     turns = judged.turns[["run", *KEY, "genuine", "grounded", DEPENDENT]]
@@ -49,10 +49,10 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
         question=QUESTION,
         sentence=" ".join(_sentence(judged, of) for _, of in whole.groupby(SUBJECT, sort=False)),
         control=" ".join(f"{_capital(gate.sentence)}." for gate in gates),
-        estimates=found,
-        tables=_tables(found, whole, gates, level),
+        estimates=rows,
+        tables=_tables(rows, whole, gates, level),
         figures=_figures(whole, judged),
-        notes=_notes(judged, found),
+        notes=_notes(judged, rows),
         about={
             "kind": "rates",
             **about_runs(judged.runs, [name for name in (judged.judge, judged.annotator) if name]),
@@ -77,9 +77,7 @@ def _capital(text: str) -> str:
 def _sentence(judged: JudgedTurns, of: pd.DataFrame) -> str:
     """What was found of one model and perturbation; ``of`` are its pooled rows."""
     first = of.iloc[0]
-    turns = judged.turns
-    here = (turns[SUBJECT].astype(object) == [first[name] for name in SUBJECT]).all(axis=1)
-    turns = turns[here]
+    turns = judged.turns[matching(judged.turns, {name: first[name] for name in SUBJECT})]
     gate = judged.by_model[first["model"], first["weights_hash"]]["genuine"]
     plain = of[(of["quantity"] == "rate") & (of["outcome"] == "genuine")]
     rates = ", ".join(
@@ -121,56 +119,22 @@ def _reaction(gate: Gate) -> str:
 
 
 def _tables(
-    found: pd.DataFrame, whole: pd.DataFrame, gates: list[Gate], level: float
+    rows: pd.DataFrame, whole: pd.DataFrame, gates: list[Gate], level: float
 ) -> list[Table]:
-    """The pooled rates and the floors; in full by dataset, the profile, reach, corrected rates."""
-    percent = f"{100 * level:g}%"
-    of_turns = found[found["decoy"].isna()]
-    profile = of_turns[of_turns["quantity"] == "category_share"]
-    some = profile[profile["events"] > 0]["category"]
-    categories: Columns = {name: (heading(name), 2) for name in ASSESSED if name in set(some)}
-    apart: Columns = {"cannot_assess": ("can't assess", 2), "failed": ("judge failed", 2)}
-    lost = of_turns[of_turns["quantity"].isin(list(apart)) & (of_turns["events"] > 0)]
-    reach = of_turns[of_turns["quantity"] == "reach"]
-    reach = reach.assign(key="n = " + reach["n_samples"].astype(str))
-    shown = {1, 2, 4, 8, 16, 32, reach["n_samples"].max()}
-    reach = reach[reach["n_samples"].isin(shown)]
-    powered = of_turns[of_turns["quantity"] == "rate_prediction_powered"]
+    """The pooled rates and the gates; in full by dataset, floors, the profile, reach, corrected
+    rates."""
+    of_turns = rows[rows["decoy"].isna()]
     tables = [
-        _rate_table(f"rates ({percent} intervals over sources)", whole),
+        _rate_table(f"rates ({100 * level:g}% intervals over sources)", whole),
         _gate_table(gates),
+        *(_floor_table(rows, outcome, kind) for outcome in OUTCOMES for kind in KINDS),
+        *_profile_tables(of_turns),
+        _reach_table(of_turns),
+        _corrected_table(of_turns),
     ]
-    if (found["dataset"] != whole["dataset"].iloc[0]).any():
-        tables.append(_rate_table("rates by dataset", found, full=True))
-    tables += [
-        _floor_table(found, outcome, kind)
-        for outcome in OUTCOMES
-        for kind in KINDS
-        if ((found["outcome"] == outcome) & (found["decoy"] == kind)).any()
-    ]
-    title = "what the turns are: shares of those assessed"
-    options: dict[str, Any] = {"rows": "turns", "full": True}
-    tables.append(table_of(title, profile, categories, LINES, key="category", **options))
-    if len(lost):
-        tables.append(table_of("left out", lost, apart, LINES, **options))
-    if reach["n_samples"].max() > 1:
-        heads: Columns = {name: (name, 2) for name in reach["key"].unique()}
-        title = "contexts with a genuine turn among n samples"
-        legend = "unbiased over subsets of the samples (pass@k), of contexts with n of them"
-        options |= {"rows": "contexts", "key": "key", "legend": legend}
-        tables.append(table_of(title, reach, heads, LINES, **options))
-    if len(powered):
-        both = pd.concat([powered, of_turns[_genuine(of_turns)]])
-        both = both.sort_values(list(LINES), kind="stable")
-        heads = {"rate": ("by the judge", 2), "rate_prediction_powered": ("corrected", 2)}
-        tables.append(
-            table_of("rate, corrected by labels", both, heads, LINES, rows="turns", full=True)
-        )
-    return tables
-
-
-def _genuine(rows: pd.DataFrame) -> pd.Series:
-    return (rows["quantity"] == "rate") & (rows["outcome"] == "genuine")
+    if (rows["dataset"] != whole["dataset"].iloc[0]).any():
+        tables.insert(2, _rate_table("rates by dataset", rows, full=True))
+    return [table for table in tables if table.rows]
 
 
 def _rate_table(title: str, rows: pd.DataFrame, *, full: bool = False) -> Table:
@@ -187,10 +151,10 @@ def _rate_table(title: str, rows: pd.DataFrame, *, full: bool = False) -> Table:
     own = own.assign(key=own["outcome"].where(of_outcome, own["quantity"]))
     if full:
         heads["cut_off"] = ("cut off", 2)
-    legend = "grounded: with a word of the conversation that turns of others seldom share"
-    legend *= "grounded" in set(own["key"])
-    options: dict[str, Any] = {"rows": "turns", "legend": legend, "full": full}
-    return table_of(title, own, heads, LINES, key="key", **options)
+    legend = ""
+    if "grounded" in set(own["key"]):
+        legend = "grounded: with a word of the conversation that turns of others seldom share"
+    return table_of(title, own, heads, LINES, key="key", rows="turns", legend=legend, full=full)
 
 
 def _gate_table(gates: list[Gate]) -> Table:
@@ -198,7 +162,9 @@ def _gate_table(gates: list[Gate]) -> Table:
     for gate in gates:
         for one in (gate, gate.siblings):
             if one is not None and one.decoys:
-                name = f"{one.model} · " * bool(one.model) + OUTCOMES[one.outcome]
+                name = OUTCOMES[one.outcome]
+                if one.model:
+                    name = f"{one.model} · {name}"
                 numbers = [f"{one.rate:.2f}", f"{one.floor:.2f}", one.excess.text(sign=True)]
                 rows.append([name, AFTER[one.kind], str(one.decoys), *numbers, one.verdict])
     return Table(
@@ -210,8 +176,8 @@ def _gate_table(gates: list[Gate]) -> Table:
     )
 
 
-def _floor_table(found: pd.DataFrame, outcome: str, kind: str) -> Table:
-    own = found[(found["outcome"] == outcome) & (found["decoy"] == kind)]
+def _floor_table(rows: pd.DataFrame, outcome: str, kind: str) -> Table:
+    own = rows[(rows["outcome"] == outcome) & (rows["decoy"] == kind)]
     heads: Columns = {
         "decoyed_rate": ("rate", 2),
         "floor": ("floor", 2),
@@ -221,23 +187,59 @@ def _floor_table(found: pd.DataFrame, outcome: str, kind: str) -> Table:
     return table_of(title, own, heads, LINES, rows="decoys", full=True)
 
 
+def _profile_tables(of_turns: pd.DataFrame) -> list[Table]:
+    """Columns of categories that no turn has are left out."""
+    some = of_turns[of_turns["events"] > 0]
+    shares = of_turns[of_turns["quantity"] == "category_share"]
+    categories: Columns = {name: (heading(name), 2) for name in ASSESSED}
+    categories = {name: categories[name] for name in categories if name in set(some["category"])}
+    title = "what the turns are: shares of those assessed"
+    lost: Columns = {"cannot_assess": ("can't assess", 2), "failed": ("judge failed", 2)}
+    return [
+        table_of(title, shares, categories, LINES, key="category", rows="turns", full=True),
+        table_of("left out", some, lost, LINES, rows="turns", full=True),
+    ]
+
+
+def _reach_table(of_turns: pd.DataFrame) -> Table:
+    reach = of_turns[of_turns["quantity"] == "reach"]
+    most = reach["n_samples"].max()
+    reach = reach[reach["n_samples"].isin({1, 2, 4, 8, 16, 32, most}) & (most > 1)]
+    reach = reach.assign(key="n = " + reach["n_samples"].astype(str))
+    heads: Columns = {name: (name, 2) for name in reach["key"].unique()}
+    title = "contexts with a genuine turn among n samples"
+    legend = "unbiased over subsets of the samples (pass@k), of contexts with n of them"
+    options: dict[str, Any] = {"rows": "contexts", "key": "key", "legend": legend, "full": True}
+    return table_of(title, reach, heads, LINES, **options)
+
+
+def _corrected_table(of_turns: pd.DataFrame) -> Table:
+    """Beside the judge's rates, where there are corrected ones."""
+    powered = of_turns[of_turns["quantity"] == "rate_prediction_powered"]
+    rates = of_turns[(of_turns["quantity"] == "rate") & (of_turns["outcome"] == "genuine")]
+    both = pd.concat([powered, rates if len(powered) else rates[:0]])
+    both = both.sort_values(list(LINES), kind="stable")
+    heads: Columns = {"rate": ("by the judge", 2), "rate_prediction_powered": ("corrected", 2)}
+    return table_of("rate, corrected by labels", both, heads, LINES, rows="turns", full=True)
+
+
 def _figures(whole: pd.DataFrame, judged: JudgedTurns) -> dict:
-    found = {}
+    drawings = {}
     for number, (subject, of) in enumerate(whole.groupby(SUBJECT, sort=False), start=1):
         model, weights, perturbation = subject
         gate = judged.by_model[model, weights]["genuine"]
         more = "" if perturbation == "none" else f", {perturbation}"
         title = f"{one_line(model, 40)}{more}\njudge {gate}"
-        found["rates" if number == 1 else f"rates-{number}"] = figures.rates(of, title)
-    return found
+        drawings["rates" if number == 1 else f"rates-{number}"] = figures.rates(of, title)
+    return drawings
 
 
 # -- notes ----------------------------------------------------------------------------------------
 
 
-def _notes(judged: JudgedTurns, found: pd.DataFrame) -> list[str]:
+def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
     notes = []
-    tested = found[found["p"].notna()]
+    tested = rows[rows["p"].notna()]
     if len(tested):
         pooled = int((tested["dataset"] == "(all)").sum())
         own = len(tested) - pooled
@@ -247,7 +249,7 @@ def _notes(judged: JudgedTurns, found: pd.DataFrame) -> list[str]:
             f"Holm-corrected over {own} comparison{'' if own == 1 else 's'}{family}. Intervals are "
             "not corrected."
         )
-    if found["outcome"].eq(DEPENDENT).any():
+    if rows["outcome"].eq(DEPENDENT).any():
         notes.append(
             "dependent: genuine, and likelier after its own response than after all siblings of it "
             "together (results of experiments.reaction). Of turns that depend on no response, at "
@@ -255,8 +257,8 @@ def _notes(judged: JudgedTurns, found: pd.DataFrame) -> list[str]:
         )
     if judged.record.get("caveat"):
         notes.append(f"{judged.record['caveat']}.".replace("..", "."))
-    notes += few_sources(found)
-    powered = found[found["quantity"] == "rate_prediction_powered"]
+    notes += few_sources(rows)
+    powered = rows[rows["quantity"] == "rate_prediction_powered"]
     for reason in powered.loc[powered["value"].isna(), "method"].str.split(";").str[0].unique():
         notes.append(f"Some rates can't be corrected: {reason.removeprefix('undefined: ')}.")
     if judged.annotator and powered.empty:

@@ -8,7 +8,7 @@ keep their level.
 
 from ia_mech.stats.agreement import balanced_accuracy_of, confusion, kappa_of
 from ia_mech.stats.auroc import auroc_columns
-from ia_mech.stats.clusters import cluster_bootstrap, cluster_mean, cluster_statistic
+from ia_mech.stats.clusters import cluster_bootstrap, cluster_mean
 from ia_mech.stats.confidence_set import model_confidence_set
 from ia_mech.stats.correction import prediction_powered
 from ia_mech.stats.differences import (
@@ -32,7 +32,6 @@ __all__ = [
     "balanced_accuracy_of",
     "cluster_bootstrap",
     "cluster_mean",
-    "cluster_statistic",
     "confusion",
     "dyadic_mean",
     "group_difference",

@@ -1,8 +1,7 @@
 """How well two raters agree: confusion matrix, kappa, balanced accuracy.
 
-Rows may carry weights: inverse inclusion probabilities of a stratified sample, or the
-multiplicities of a resample, or their product. ``kappa_of`` and ``balanced_accuracy_of`` take the
-tables of many resamples at once, as ``cluster_bootstrap`` makes them; intervals come from there.
+``kappa_of`` and ``balanced_accuracy_of`` take the tables of many resamples at once, as
+``cluster_bootstrap`` makes them, with weighted cells or not; intervals come from there.
 """
 
 from collections.abc import Hashable, Sequence
@@ -10,44 +9,26 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ia_mech.stats.resampling import as_weights
-
 
 def confusion(
-    truth: Sequence[Hashable],
-    prediction: Sequence[Hashable],
-    categories: Sequence[Hashable],
-    weights: ArrayLike | None = None,
+    truth: Sequence[Hashable], prediction: Sequence[Hashable], categories: Sequence[Hashable]
 ) -> np.ndarray:
-    """Weight of every pair of labels.
+    """``[c, c]`` how many rows have each pair of labels, truth down and prediction across.
 
     Args:
         truth: ``[n]`` labels.
         prediction: ``[n]`` labels.
         categories: ``[c]`` all labels there may be; gives the order.
-        weights: ``[n]`` row weights; 1 where none are given.
-
-    Returns:
-        ``[c, c]`` sums of weights, truth down and prediction across.
 
     Raises:
-        ValueError: lengths differ or a label isn't a category.
+        ValueError: lengths differ.
+        KeyError: a label isn't a category.
     """
     position = {category: i for i, category in enumerate(categories)}
-    if len(position) != len(categories):
-        raise ValueError("categories must differ from each other")
-    unknown = [label for label in (*truth, *prediction) if label not in position]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} isn't a category")
-    rows, columns = (
-        np.array([position[label] for label in labels], dtype=np.intp)
-        for labels in (truth, prediction)
-    )
-    if len(rows) != len(columns):
-        raise ValueError(f"{len(rows)} rows of truth but {len(columns)} of prediction")
-    size = len(categories)
-    cells = np.bincount(rows * size + columns, as_weights(weights, len(rows)), size * size)
-    return cells.reshape(size, size)
+    table = np.zeros((len(position), len(position)))
+    for true, predicted in zip(truth, prediction, strict=True):
+        table[position[true], position[predicted]] += 1
+    return table
 
 
 def kappa_of(table: ArrayLike) -> np.ndarray:

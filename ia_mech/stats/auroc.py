@@ -44,16 +44,35 @@ def auroc_columns(scores: ArrayLike, positives: ArrayLike, trials: ArrayLike) ->
     rows = np.ascontiguousarray(table.T)
     order = np.argsort(rows, axis=1)
     rows, k, misses = (_in_order(values, order) for values in (rows.T, k, n - k))
-    after = np.cumsum(misses, axis=1)
-    middle = after - misses / 2
-    same = rows[:, 1:] == rows[:, :-1]
+    concordant, pairs = concordance(rows, k, misses)
+    own = np.einsum("ij,ij->i", k, misses)
+    concordant, pairs = concordant - own / 2, pairs - own
+    return np.divide(concordant, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
+
+
+def concordance(
+    scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of a positive and a negative turn in the right order, ties one half, and all pairs.
+
+    Those within a context are among both: it ties with itself.
+
+    Args:
+        scores: ``[m, n]`` in ascending order, or ``[1, n]`` for all columns.
+        positives: ``[m, n]`` positive turns, in the same order.
+        negatives: ``[m, n]`` negative turns.
+
+    Returns:
+        ``[m]`` each.
+    """
+    after = np.cumsum(negatives, axis=1)
+    middle = after - negatives / 2
+    same = np.broadcast_to(scores[:, 1:] == scores[:, :-1], (len(after), after.shape[1] - 1))
     tied = same.any(axis=1)
     if tied.any():
-        middle[tied] = _tied_middle(same[tied], after[tied], misses[tied])
-    own = np.einsum("ij,ij->i", k, misses)
-    pairs = k.sum(axis=1) * misses.sum(axis=1) - own
-    concordant = np.einsum("ij,ij->i", k, middle) - own / 2
-    return np.divide(concordant, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
+        middle[tied] = _tied_middle(same[tied], after[tied], negatives[tied])
+    pairs = positives.sum(axis=1) * negatives.sum(axis=1)
+    return np.einsum("ij,ij->i", positives, middle), pairs
 
 
 def _in_order(values: np.ndarray, order: np.ndarray) -> np.ndarray:

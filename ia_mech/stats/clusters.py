@@ -1,13 +1,12 @@
 """Means, rates and any other statistic of rows, with intervals over sources."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 
-from ia_mech.stats.intervals import Estimate, check_level, rate_ends, student
+from ia_mech.stats.intervals import Estimate, check_level, rate_interval, student
 from ia_mech.stats.resampling import (
     CHUNK,
     as_column,
@@ -75,7 +74,7 @@ def cluster_mean(
         rows = row_weights.sum() ** 2 / (row_weights**2).sum()
         binary = bool(np.isin(column, (0, 1)).all())
         single = clusters == len(column) and bool((row_weights == row_weights[0]).all())
-        low, high, name = rate_ends(table, rows, binary and single, level)
+        low, high, name = rate_interval(table, rows, binary and single, level)
         return Estimate(value, low, high, clusters, name)
     if clusters == 1:
         return Estimate(value, np.nan, np.nan, 1, "one source")
@@ -119,16 +118,13 @@ def cluster_bootstrap(
         ``m`` estimates; one where the statistic gives ``[k]``.
 
     Raises:
-        ValueError: lengths differ, a kind isn't a number from 0 to ``number - 1``, a source is
-            missing, or an option is out of range.
+        ValueError: lengths differ, a kind isn't a number from 0 to ``number - 1``, or a source is
+            missing.
     """
     check_level(level)
     index, clusters = source_index(sources)
-    codes = np.arange(len(index)) if kinds is None else _kinds(kinds, len(index))
-    needed = int(codes.max(initial=-1)) + 1
-    width = needed if number is None else number
-    if needed > width:
-        raise ValueError(f"kinds hold {needed - 1}, but there are {width} from 0")
+    codes = np.arange(len(index)) if kinds is None else np.asarray(kinds, dtype=np.intp)
+    width = int(codes.max(initial=-1)) + 1 if number is None else number
     # Most sources have few of the kinds; the zeros needn't be stored.
     rows = (as_weights(weights, len(index)), (index, codes))
     table = csr_array(rows, shape=(max(clusters, 1), max(width, 1)))[:clusters, :width]
@@ -140,43 +136,11 @@ def cluster_bootstrap(
     if clusters < 2:
         reason = "one source" if clusters else "no values"
         return [Estimate(float(value), np.nan, np.nan, clusters, reason) for value in values]
-    drawn = np.concatenate([values_of(sums) for sums in _resampled(table, resamples, seed)])
+    replicates = np.concatenate([values_of(sums) for sums in _resampled(table, resamples, seed)])
     return [
-        bootstrap_estimate(float(value), replicates, clusters, level)
-        for value, replicates in zip(values, drawn.T, strict=True)
+        bootstrap_estimate(float(value), column, clusters, level)
+        for value, column in zip(values, replicates.T, strict=True)
     ]
-
-
-def cluster_statistic(
-    statistic: Callable[[dict[str, np.ndarray], np.ndarray], float],
-    columns: Mapping[str, ArrayLike],
-    sources: Iterable[Hashable],
-    **options: Any,
-) -> Estimate:
-    """:func:`cluster_bootstrap` of a statistic that is called once per resample.
-
-    Args:
-        statistic: called with the columns and ``[n]`` float multiplicities of rows, gives one
-            number.
-        columns: name to ``[n]`` array.
-        sources: ``[n]`` the source of each row.
-        options: ``level``, ``resamples`` and ``seed``.
-    """
-    arrays = {name: np.asarray(column) for name, column in columns.items()}
-    (estimate,) = cluster_bootstrap(
-        lambda counts: [statistic(arrays, row) for row in counts], sources, **options
-    )
-    return estimate
-
-
-def _kinds(kinds: ArrayLike, rows: int) -> np.ndarray:
-    """``[rows]`` integers from 0, or ValueError."""
-    codes = np.asarray(kinds)
-    if codes.shape != (rows,):
-        raise ValueError(f"kinds must have {rows} entries, one per row, not shape {codes.shape}")
-    if rows and (codes.dtype.kind not in "iu" or codes.min() < 0):
-        raise ValueError("kinds must hold integers from 0")
-    return codes.astype(np.intp)
 
 
 def _resampled(table: csr_array, resamples: int, seed: int) -> Iterator[np.ndarray]:

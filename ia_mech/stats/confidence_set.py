@@ -42,13 +42,13 @@ def model_confidence_set(
     left, p, largest = np.arange(models), np.ones(models), 0.0
     while len(left) > 1:
         excess = mean[left] - mean[left].mean()
-        drawn = spread[:, left] - spread[:, left].mean(axis=1, keepdims=True)
-        error = np.sqrt((drawn**2).mean(axis=0))
+        deviations = spread[:, left] - spread[:, left].mean(axis=1, keepdims=True)
+        error = np.sqrt((deviations**2).mean(axis=0))
         differs = error > least
         scale = np.where(differs, error, np.inf)
         statistic = excess / scale
         worst = statistic.argmax()
-        reached = ((drawn / scale).max(axis=1) >= statistic[worst]).sum()
+        reached = ((deviations / scale).max(axis=1) >= statistic[worst]).sum()
         # A set is left out no sooner than the sets that hold it.
         largest = max(largest, (1 + reached) / (1 + resamples))
         p[left[worst]] = largest

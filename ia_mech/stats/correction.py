@@ -10,21 +10,19 @@ from collections.abc import Hashable, Iterable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ia_mech.stats.intervals import Estimate, check_level, clustered_wilson, rate_ends
+from ia_mech.stats.intervals import Estimate, check_level, clustered_wilson, rate_interval
 from ia_mech.stats.resampling import as_column, source_index
 
 # Columns of the table of sums per source: rows and the judge's positive verdicts; of annotated rows
 # the weights, those of positive annotations and those of positive verdicts.
-ROWS, POSITIVE, WEIGHT, TRUE, SAID = range(5)
+ROWS, POSITIVE, WEIGHT, TRUE, ACCEPTED = range(5)
 
 
 def prediction_powered(
     predicted: ArrayLike,
+    truth: ArrayLike,
     sources: Iterable[Hashable],
     *,
-    truth: ArrayLike,
-    truth_prediction: ArrayLike,
-    truth_sources: Iterable[Hashable],
     inclusion: ArrayLike,
     level: float = 0.95,
 ) -> Estimate:
@@ -49,12 +47,10 @@ def prediction_powered(
 
     Args:
         predicted: ``[n]`` the judge's verdict on every row, 0 or 1; NaN (no verdict) is left out.
+        truth: ``[n]`` the annotation of each row, 0 or 1; NaN where there is none.
         sources: ``[n]`` their sources.
-        truth: ``[m]`` the annotation of the annotated rows, 0 or 1; NaN is left out.
-        truth_prediction: ``[m]`` the judge's verdict on them.
-        truth_sources: ``[m]`` their sources; need not occur in ``sources``.
-        inclusion: ``[m]`` the probability with which each row was chosen for annotation, in (0, 1];
-            up to a common factor.
+        inclusion: ``[n]`` the probability with which a row was chosen for annotation, in (0, 1], up
+            to a common factor; of rows without an annotation it isn't looked at.
         level: coverage.
 
     Returns:
@@ -66,18 +62,15 @@ def prediction_powered(
             probability lies outside (0, 1].
     """
     check_level(level)
-    chances = as_column(inclusion, len(np.asarray(inclusion)), "inclusion")
-    if not ((chances > 0) & (chances <= 1)).all():
-        raise ValueError("inclusion probabilities must lie in (0, 1]")
-    table, count = _table(predicted, sources, truth, truth_prediction, truth_sources, 1 / chances)
-    totals = table.sum(0)
-    if not totals[ROWS] or not totals[WEIGHT]:
-        reason = "undefined: no annotations" if totals[ROWS] else "undefined: no rows"
+    table = _table(predicted, truth, sources, inclusion)
+    count, totals = len(table), table.sum(0)
+    if not totals[WEIGHT]:
+        reason = "undefined: no annotations" if count else "undefined: no rows"
         return Estimate(np.nan, np.nan, np.nan, count, reason)
     by_truth = table[table[:, WEIGHT] > 0][:, [TRUE, WEIGHT]]
     events, weight = by_truth.sum(0)
     if events in (0, weight):
-        low, high, name = rate_ends(by_truth, weight, False, level)
+        low, high, name = rate_interval(by_truth, weight, False, level)
         return Estimate(float(events / weight), low, high, count, name)
     if count < 2:
         return Estimate(float(events / weight), np.nan, np.nan, count, "one source")
@@ -102,7 +95,7 @@ def _tuned(table: np.ndarray) -> np.ndarray:
 def _powered(table: np.ndarray, tuned: np.ndarray) -> tuple[float, np.ndarray]:
     """The rate with each source's λ, and each source's influence on it; these sum to 0."""
     rows, verdicts, weights = table[:, ROWS], table[:, POSITIVE], table[:, WEIGHT]
-    left = table[:, TRUE] - tuned * table[:, SAID]
+    left = table[:, TRUE] - tuned * table[:, ACCEPTED]
     mean, added = left.sum() / weights.sum(), (tuned * verdicts).sum() / rows.sum()
     influence = (left - mean * weights) / weights.sum()
     influence += (tuned * verdicts - added * rows) / rows.sum()
@@ -110,30 +103,24 @@ def _powered(table: np.ndarray, tuned: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def _table(
-    predicted: ArrayLike,
-    sources: Iterable[Hashable],
-    truth: ArrayLike,
-    truth_prediction: ArrayLike,
-    truth_sources: Iterable[Hashable],
-    weights: np.ndarray,
-) -> tuple[np.ndarray, int]:
-    """``[all sources, 5]`` sums per source, and how many sources have rows."""
-    labels, truth_labels = list(sources), list(truth_sources)
-    index, count = source_index(labels + truth_labels)
-    verdicts = _binary(predicted, len(labels), "predicted")
-    actual = _binary(truth, len(truth_labels), "truth")
-    judged = _binary(truth_prediction, len(truth_labels), "truth_prediction")
-    both = ~np.isnan(actual + judged)
-    table = np.zeros((count, 5))
-    for column, at, values in (
-        (ROWS, index[: len(labels)], ~np.isnan(verdicts)),
-        (POSITIVE, index[: len(labels)], verdicts == 1),
-        (WEIGHT, index[len(labels) :], weights * both),
-        (TRUE, index[len(labels) :], weights * (both & (actual == 1))),
-        (SAID, index[len(labels) :], weights * (both & (judged == 1))),
-    ):
-        table[:, column] = np.bincount(at, values, minlength=count)
-    return table[table.any(1)], int((table[:, ROWS] > 0).sum())
+    predicted: ArrayLike, truth: ArrayLike, sources: Iterable[Hashable], inclusion: ArrayLike
+) -> np.ndarray:
+    """``[sources, 5]`` sums per source that has a verdict."""
+    index, count = source_index(sources)
+    verdicts, actual = (
+        _binary(predicted, len(index), "predicted"),
+        _binary(truth, len(index), "truth"),
+    )
+    judged = ~np.isnan(verdicts)
+    annotated = judged & ~np.isnan(actual)
+    chances = as_column(inclusion, len(index), "inclusion")[annotated]
+    if not ((chances > 0) & (chances <= 1)).all():
+        raise ValueError("inclusion probabilities must lie in (0, 1]")
+    weights = np.zeros(len(index))
+    weights[annotated] = 1 / chances
+    columns = judged, verdicts == 1, weights, weights * (actual == 1), weights * (verdicts == 1)
+    table = np.stack([np.bincount(index, column, count) for column in columns], axis=1)
+    return table[table[:, ROWS] > 0]
 
 
 def _binary(values: ArrayLike, rows: int, name: str) -> np.ndarray:

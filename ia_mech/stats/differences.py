@@ -12,7 +12,7 @@ from ia_mech.stats.clusters import cluster_mean
 from ia_mech.stats.intervals import (
     Estimate,
     check_level,
-    rate_ends,
+    rate_interval,
     spread_between,
     student,
     zero_events_bound,
@@ -30,14 +30,12 @@ class PairedDifference:
     Attributes:
         difference: first minus second, with its interval.
         p: two-sided p value of no difference; NaN without a common source.
-        sources: how many sources are in both conditions.
         test: how p was found: ``sign flip``, or the larger of it and an interval's: ``mover and
             sign flip``, ``student and sign flip``.
     """
 
     difference: Estimate
     p: float
-    sources: int
     test: str = ""
 
 
@@ -121,7 +119,7 @@ def paired_difference(
       the share of sources that differ.
     - Between other means: Student's interval of the differences, as in :func:`cluster_mean`.
 
-    The p value, by what the conditions allow (``Paired.test`` names it):
+    The p value, by what the conditions allow (``PairedDifference.test`` names it):
 
     - If every source has as many rows in one condition as in the other, the conditions are
       exchangeable under no difference, and flipping the signs of whole sources is an exact test
@@ -150,15 +148,13 @@ def paired_difference(
         ValueError: lengths differ, or an option is out of range.
     """
     check_level(level)
-    if permutations < 1:
-        raise ValueError(f"permutations must be at least 1, not {permutations}")
     a, b = _conditions(values_a, sources_a, values_b, sources_b)
     differences, n = a.means - b.means, len(a.means)
     if n == 0:
-        return PairedDifference(Estimate(np.nan, np.nan, np.nan, 0, "no common source"), np.nan, 0)
+        return PairedDifference(Estimate(np.nan, np.nan, np.nan, 0, "no common source"), np.nan)
     table = np.stack([differences, np.ones(n)], axis=1)
     p, test = _p_value(a, b, table, sign_flip_p(differences, permutations, seed))
-    return PairedDifference(_interval(a, b, table, level), p, n, test)
+    return PairedDifference(_interval(a, b, table, level), p, test)
 
 
 def _p_value(a: Condition, b: Condition, table: np.ndarray, flips: float) -> tuple[float, str]:
@@ -213,16 +209,25 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _mover(a: Condition, b: Condition, level: float) -> tuple[float, float]:
-    """Ends of the interval of a difference of rates from both rates' intervals."""
-    distances, r = [], _correlation(a.means, b.means)
-    for condition in (a, b):
-        rate, rows = float(condition.means.mean()), int(condition.rows.sum())
-        low, high, _ = rate_ends(condition.table, rows, condition.single, level)
-        distances.append((rate - low, high - rate))
-    (low_a, high_a), (low_b, high_b) = distances
-    difference = float(a.means.mean() - b.means.mean())
-    down = low_a**2 - 2 * r * low_a * high_b + high_b**2
-    up = high_a**2 - 2 * r * high_a * low_b + low_b**2
+    """MOVER's interval of a difference of rates on the same sources."""
+    first, second = _rate(a, level), _rate(b, level)
+    return mover(first, second, _correlation(a.means, b.means))
+
+
+def _rate(condition: Condition, level: float) -> Estimate:
+    """The rate of one condition, every source weighing the same."""
+    rows, sources = int(condition.rows.sum()), len(condition.means)
+    low, high, method = rate_interval(condition.table, rows, condition.single, level)
+    return Estimate(float(condition.means.mean()), low, high, sources, method)
+
+
+def mover(first: Estimate, second: Estimate, correlation: float = 0.0) -> tuple[float, float]:
+    """Ends of the interval of first less second, two rates, from their own intervals."""
+    low_a, high_a = first.value - first.low, first.high - first.value
+    low_b, high_b = second.value - second.low, second.high - second.value
+    down = low_a**2 - 2 * correlation * low_a * high_b + high_b**2
+    up = high_a**2 - 2 * correlation * high_a * low_b + low_b**2
+    difference = first.value - second.value
     low, high = difference - np.sqrt(max(down, 0)), difference + np.sqrt(max(up, 0))
     return float(max(low, -1)), float(min(high, 1))
 
@@ -264,7 +269,7 @@ def group_difference(
     its rows are alike.
 
     The p value is of the difference's size when labels change places between sources (Fisher 1935,
-    section 21; ``hypothesis.source_permutation_p``). It and the interval are made separately and
+    section 21; ``significance.source_permutation_p``). It and the interval are made separately and
     may disagree at the margin.
 
     Args:
@@ -291,14 +296,11 @@ def group_difference(
         nothing = Estimate(np.nan, np.nan, np.nan, count, "one group is empty")
         return GroupDifference(first, second, nothing, np.nan, "")
     difference = first.value - second.value
-    down = np.hypot(first.value - first.low, second.high - second.value)
-    up = np.hypot(first.high - first.value, second.value - second.low)
-    low, high = max(difference - down, -1.0), min(difference + up, 1.0)
 
     def size(permuted: np.ndarray) -> float:
         one = permuted == 1
         return float(abs(events[one].mean() - events[~one].mean()))
 
     p = source_permutation_p(size, groups, names, permutations=permutations, seed=seed)
-    estimate = Estimate(difference, low, high, count, "mover")
+    estimate = Estimate(difference, *mover(first, second), count, "mover")
     return GroupDifference(first, second, estimate, p, "permutation of sources")

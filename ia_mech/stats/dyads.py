@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
-from ia_mech.stats.intervals import Estimate, carried_freedom, check_level, zero_events_bound
+from ia_mech.stats.intervals import Estimate, check_level, degrees_of_freedom, zero_events_bound
 from ia_mech.stats.resampling import as_column, source_index
 
 
@@ -77,8 +77,8 @@ def dyadic_mean(
         low, high = value - bound * (value - ends[0]), value + bound * (ends[1] - value)
         return Estimate(value, low, high, sources, "exact, one-sided")
     variance = max(shared / (1 - pairs_shared), same / (1 - pairs_same)) / len(column) ** 2
-    reach = float(stdtrit(carried_freedom(squares), (1 + level) / 2) * np.sqrt(variance))
-    low, high = max(value - reach, ends[0]), min(value + reach, ends[1])
+    half = float(stdtrit(degrees_of_freedom(squares), (1 + level) / 2) * np.sqrt(variance))
+    low, high = max(value - half, ends[0]), min(value + half, ends[1])
     return Estimate(value, low, high, sources, "dyadic-robust student")
 
 
@@ -105,9 +105,9 @@ def _disjoint(pairs: np.ndarray) -> int:
     """How many of ``[n, 2]`` pairs remain if each that shares a source with an earlier one is left
     out: at least half the largest number of disjoint pairs."""
     taken: set[int] = set()
-    found = 0
+    count = 0
     for pair in pairs.tolist():
         if taken.isdisjoint(pair):
             taken.update(pair)
-            found += 1
-    return found
+            count += 1
+    return count

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ia_mech.stats.auroc import check_outcomes
+from ia_mech.stats.auroc import check_outcomes, concordance
 from ia_mech.stats.intervals import Estimate, check_level
 from ia_mech.stats.resampling import as_column, bootstrap_estimate, resample_counts, source_index
 
@@ -198,16 +198,17 @@ class FoldScores:
         within = self._positives * self._negatives
 
         def part(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            k, rest = self._positives[rows], self._negatives[rows]
-            area, pairs = concordance(column[rows], k, rest, counts)
+            times = np.ascontiguousarray(counts.T)
+            k, rest = times * self._positives[rows], times * self._negatives[rows]
+            area, pairs = concordance(column[None, rows], k, rest)
             own = within[rows] @ counts**2
             pairs = np.maximum(pairs - own, 0.0)
             return np.where(pairs > 0, area - own / 2, 0.0), pairs
 
-        descending = [
-            (f, rows[np.argsort(-column[rows], kind="stable")]) for f, rows in self._groups
+        ascending = [
+            (fold, rows[np.argsort(column[rows], kind="stable")]) for fold, rows in self._groups
         ]
-        return self._folded(descending, part, (0.0, 1.0))
+        return self._folded(ascending, part, (0.0, 1.0))
 
     def deviance_explained(
         self, probabilities: ArrayLike, null_probabilities: ArrayLike
@@ -267,31 +268,3 @@ class FoldScores:
         np.divide(quotients.sum(axis=0), number, out=means, where=number > 0)
         sources = len(self._draws)
         return ResampledScore(float(means[0]), means[1:], sources, self._level, bounds)
-
-
-def concordance(
-    scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray, multiplicities: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of a positive and a negative turn in the right order, ties one half, and all pairs.
-
-    The area under the ROC curve by the trapezoid rule, before it is divided.
-
-    Args:
-        scores: ``[n]`` in descending order; those that tie make one threshold.
-        positives: ``[n]`` positive turns.
-        negatives: ``[n]`` negative turns.
-        multiplicities: ``[n, resamples]``.
-
-    Returns:
-        ``[resamples]`` each.
-    """
-    ends = np.append(np.flatnonzero(scores[1:] != scores[:-1]), len(scores) - 1)
-    curves = []  # turns at or above each threshold, [thresholds + 1, resamples], from 0 to all
-    for turns in (positives, negatives):
-        sums = np.zeros((len(scores) + 1, multiplicities.shape[1]))
-        np.multiply(turns[:, None], multiplicities, out=sums[1:])
-        np.cumsum(sums[1:], axis=0, out=sums[1:])
-        curves.append(sums if len(ends) == len(scores) else sums[np.append(0, ends + 1)])
-    hits, misses = curves
-    area = np.einsum("ir,ir->r", np.diff(misses, axis=0), hits[1:] + hits[:-1]) / 2
-    return area, hits[-1] * misses[-1]

@@ -113,17 +113,11 @@ class Spread:
         mean: sum of weighted values over sum of weights.
         variance: of the mean, linearised and robust to any dependence within sources.
         freedom: degrees of freedom that the variance is worth.
-        sources: how many there are.
     """
 
     mean: float
     variance: float
     freedom: float
-    sources: int
-
-    def reach(self, level: float) -> float:
-        """Half the width of a Student interval."""
-        return float(stdtrit(self.freedom, (1 + level) / 2) * np.sqrt(self.variance))
 
 
 def spread_between(table: np.ndarray) -> Spread:
@@ -145,11 +139,11 @@ def spread_between(table: np.ndarray) -> Spread:
     squares = ((table[:, 0] - mean * table[:, 1]) / weight) ** 2
     variance = sources / (sources - 1) * float(squares.sum())
     if variance <= 1e-28 * mean**2:  # all sources alike, up to rounding
-        return Spread(mean, 0.0, sources - 1, sources)
-    return Spread(mean, variance, carried_freedom(squares), sources)
+        return Spread(mean, 0.0, sources - 1)
+    return Spread(mean, variance, degrees_of_freedom(squares))
 
 
-def carried_freedom(squares: np.ndarray) -> float:
+def degrees_of_freedom(squares: np.ndarray) -> float:
     """Degrees of freedom of a variance, ``[sources]`` squares of what each source adds to it; see
     :func:`spread_between`."""
     sources, total = len(squares), squares.sum()
@@ -167,7 +161,9 @@ def student(table: np.ndarray, level: float) -> tuple[float, float]:
         level: coverage.
     """
     spread = spread_between(table)
-    return spread.mean - spread.reach(level), spread.mean + spread.reach(level)
+    quantile = stdtrit(spread.freedom, (1 + level) / 2)
+    half = float(quantile * np.sqrt(spread.variance))
+    return spread.mean - half, spread.mean + half
 
 
 def clustered_wilson(table: np.ndarray, rows: float, level: float) -> tuple[float, float]:
@@ -194,7 +190,7 @@ def clustered_wilson(table: np.ndarray, rows: float, level: float) -> tuple[floa
     return wilson(rate * size, size, level)
 
 
-def rate_ends(
+def rate_interval(
     table: np.ndarray, rows: float, independent: bool, level: float
 ) -> tuple[float, float, str]:
     """The interval of a rate; see ``cluster_mean`` for which one it is.

@@ -13,18 +13,7 @@ from scipy.stats import norm, t
 
 from ia_mech.stats.intervals import Estimate
 
-NONE_DIFFERS = "no resample differs"
 CHUNK = 1 << 18  # counts per chunk: 2 MB, whatever the number of resamples
-
-
-def is_missing(label: Hashable) -> bool:
-    """None, NaN and pandas' NA (which can't be told to be unequal to itself, only to refuse)."""
-    if label is None:
-        return True
-    try:
-        return bool(label != label)
-    except TypeError:
-        return True
 
 
 def source_index(sources: Iterable[Hashable]) -> tuple[np.ndarray, int]:
@@ -46,7 +35,7 @@ def source_index(sources: Iterable[Hashable]) -> tuple[np.ndarray, int]:
         raise ValueError(f"sources must have one dimension, not {sources.ndim}")
     labels = sources.tolist() if hasattr(sources, "tolist") else list(sources)
     unique = list(dict.fromkeys(labels))
-    if any(is_missing(label) for label in unique):
+    if any(label is None or label != label for label in unique):
         raise ValueError("a source is missing (None or NaN)")
     with suppress(TypeError):  # kinds that don't compare keep the order in which they came
         unique.sort()
@@ -63,13 +52,13 @@ def as_column(values: ArrayLike, rows: int, name: str) -> np.ndarray:
     return column
 
 
-def as_weights(weights: ArrayLike | None, rows: int, name: str = "weights") -> np.ndarray:
+def as_weights(weights: ArrayLike | None, rows: int) -> np.ndarray:
     """``[rows]`` weights, 1 where none are given; ValueError if one is negative or not finite."""
     if weights is None:
         return np.ones(rows)
-    column = as_column(weights, rows, name)
+    column = as_column(weights, rows, "weights")
     if not (np.isfinite(column).all() and (column >= 0).all()):
-        raise ValueError(f"{name} must be finite and not negative")
+        raise ValueError("weights must be finite and not negative")
     return column
 
 
@@ -84,8 +73,6 @@ def resample_counts(sources: int, resamples: int, seed: int) -> Iterator[np.ndar
     Yields:
         ``[chunk, sources]`` float counts; every row sums to ``sources``.
     """
-    if resamples < 1:
-        raise ValueError(f"resamples must be at least 1, not {resamples}")
     rng = np.random.default_rng(seed)
     chunk = max(1, CHUNK // sources)
     for start in range(0, resamples, chunk):
@@ -146,7 +133,7 @@ def bootstrap_estimate(
     elif len(defined) < 0.9 * len(replicates):
         reason = "undefined in more than a tenth of resamples"
     elif all_alike(defined):
-        reason = NONE_DIFFERS
+        reason = "no resample differs"
     if reason:
         return Estimate(value, np.nan, np.nan, sources, reason)
     wide = widened_level(level, sources)

@@ -18,17 +18,10 @@ def holm(p_values: ArrayLike) -> np.ndarray:
 
     Returns:
         ``[m]`` adjusted p values in the given order; reject where they are below the level.
-
-    Raises:
-        ValueError: a p value lies outside [0, 1].
     """
     p = np.array(p_values, dtype=float)
-    if p.ndim != 1:
-        raise ValueError(f"p values must have one dimension, not {p.ndim}")
-    made = ~np.isnan(p)
-    if ((p[made] < 0) | (p[made] > 1)).any():
-        raise ValueError("p values must lie between 0 and 1")
-    order = np.flatnonzero(made)[np.argsort(p[made], kind="stable")]
+    made = np.flatnonzero(~np.isnan(p))
+    order = made[np.argsort(p[made], kind="stable")]
     p[order] = np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)).clip(max=1)
     return p
 
@@ -78,14 +71,10 @@ def source_permutation_p(
         seed: of the permutations.
 
     Raises:
-        ValueError: lengths differ, or no source can change places with another.
+        ValueError: no source can change places with another.
     """
     labels = np.asarray(labels)
     index, count = source_index(sources)
-    if len(labels) != len(index):
-        raise ValueError(f"{len(labels)} labels but {len(index)} rows with sources")
-    if permutations < 1:
-        raise ValueError(f"permutations must be at least 1, not {permutations}")
     rows = np.split(np.argsort(index, kind="stable"), np.cumsum(np.bincount(index))[:-1])
     first = np.array([r[0] for r in rows])
     constant = all((labels[r] == labels[r[0]]).all() for r in rows)
@@ -95,14 +84,14 @@ def source_permutation_p(
         raise ValueError("no source can change places with another; there is nothing to permute")
     rng, null = np.random.default_rng(seed), np.empty(permutations)
     for b in range(permutations):
-        giver = np.arange(count)
+        donor = np.arange(count)
         for members in movable:
-            giver[members] = rng.permutation(members)
+            donor[members] = rng.permutation(members)
         if constant:
-            permuted = labels[first[giver]][index]
+            permuted = labels[first[donor]][index]
         else:
             permuted = labels.copy()
-            for receiver, other in enumerate(giver):
+            for receiver, other in enumerate(donor):
                 permuted[rows[receiver]] = labels[rows[other]]
         null[b] = statistic(permuted)
     return float(permutation_p(statistic(labels), null))
