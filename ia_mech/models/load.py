@@ -311,7 +311,8 @@ def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
     """
     known = {f.name: settings[f.name] for f in fields(ModelSpec) if f.name in settings}
     spec = ModelSpec(**{**known, "name": settings["model"]})
-    places = [note.read_text() for note in sorted(_places(weights_hash).glob("*"))]
+    notes = sorted(_places(weights_hash).glob("*"), key=lambda note: note.stat().st_mtime_ns)
+    places = [note.read_text() for note in reversed(notes)]  # where it was used last comes first
     for field in ("name", "adapter"):
         recorded = getattr(spec, field)
         if recorded is None or recorded in embedded.MODELS:
