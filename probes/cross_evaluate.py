@@ -45,7 +45,7 @@ class Entry:
         p: how often probes of permuted labels reach this AUROC, by the closed form; NaN without
             permutations.
         p_holm: the same, adjusted over all entries.
-        picked: (layer, position) of each probe: one, or one per fold where sources are shared.
+        chosen: (layer, position) of each probe: one, or one per fold where sources are shared.
         train_contexts, train_sources, test_contexts: how many there are.
     """
 
@@ -54,15 +54,15 @@ class Entry:
     auroc: Estimate
     p: float
     p_holm: float
-    picked: list[tuple[int, str]]
+    chosen: list[tuple[int, str]]
     train_contexts: int
     train_sources: int
     test_contexts: int
 
     @property
-    def usual(self) -> tuple[int, str]:
+    def most_chosen(self) -> tuple[int, str]:
         """The layer and position that most of its probes read."""
-        return Counter(self.picked).most_common(1)[0][0]
+        return Counter(self.chosen).most_common(1)[0][0]
 
 
 def cross_evaluate(
@@ -118,7 +118,7 @@ def cross_evaluate(
                 auroc=auroc.with_training(1.0 if len(own) > 1 else 0.0).estimate(),
                 p=p[trained, tested],
                 p_holm=float(adjusted),
-                picked=[probe.place for probe in own],
+                chosen=[probe.place for probe in own],
                 train_contexts=len(train),
                 train_sources=len(set(outcome.sources[train])),
                 test_contexts=len(test),
@@ -133,11 +133,10 @@ def _pairs(
     """Names of what is trained and tested on, of every entry; and notes."""
     trained, tested, notes = [], [], []
     for name, rows in units.items():
-        of = outcome.sources[rows]
-        have = [len(set(of[k[rows] > 0])) for k in (outcome.positives, outcome.negatives)]
+        have = outcome.sources_of_either_kind(rows)
         lacks = f"{name}: {have[0]} sources with a positive turn, {have[1]} with a negative"
         if np.ptp(outcome.rate[rows]) == 0:
-            lacks, have = f"{name}: every context has the same rate", [0, 0]
+            lacks, have = f"{name}: every context has the same rate", (0, 0)
         if min(have) >= MIN_SOURCES:
             trained.append(name)
         if min(have) >= MIN_TESTED:

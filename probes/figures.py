@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
-from matplotlib.transforms import offset_copy
 
 from ia_mech.cli import one_line
 from ia_mech.display import COLOURS, with_style
@@ -22,7 +21,6 @@ from ia_mech.stats import Estimate
 from probes.analysis import Analysis
 
 LEVEL = 0.05  # of permutation tests
-NUMBERED = 12  # layers up to which cells hold their numbers
 REACH = 0.3  # of the colour map on either side of 0.5, in every figure: they can be compared
 LETTERS = 16  # of 8 points in an inch, about
 
@@ -49,8 +47,7 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
     """
     values = np.array([[cell.value for cell in row] for row in analysis.auroc])
     layers, positions = values.shape
-    numbered = layers <= NUMBERED
-    height = 2.3 + (0.33 * layers if numbered else min(0.19 * layers, 9))
+    height = 2.3 + min(0.19 * layers, 9)
     figure = Figure(figsize=(max(5.4, 2.6 + 0.85 * positions), height), layout="constrained")
     axes = figure.add_subplot()
     tested = not np.isnan(analysis.tested.p_family).all()
@@ -59,7 +56,7 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
         shown, origin="lower", aspect="auto", cmap="RdBu_r", vmin=0.5 - REACH, vmax=0.5 + REACH
     )
     axes.set_facecolor("0.85")  # cells without a value, or without significance
-    _mark_cells(figure, axes, analysis, values, shown, numbered)
+    _mark_cells(axes, analysis, shown)
     _name_axes(axes, analysis)
     look: dict[str, Any] = {"pad": 0.03, "fraction": 0.06, "aspect": 5 * height}
     bar = figure.colorbar(image, ax=axes, extend="both", **look)
@@ -70,23 +67,11 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
     return figure
 
 
-def _mark_cells(
-    figure: Figure,
-    axes: Axes,
-    analysis: Analysis,
-    values: np.ndarray,
-    shown: np.ndarray,
-    numbered: bool,
-) -> None:
-    """Numbers, dots (to the right of a number, if there are numbers) and the frame."""
-    beside = offset_copy(axes.transData, figure, x=15 if numbered else 0, units="points")
-    for (i, j), value in np.ndenumerate(values):
+def _mark_cells(axes: Axes, analysis: Analysis, shown: np.ndarray) -> None:
+    """Dots and the frame."""
+    for i, j in np.argwhere(analysis.among_best):
         ink = "white" if abs(shown[i, j] - 0.5) > 0.62 * REACH else "black"
-        if numbered:
-            number = "–" if np.isnan(value) else f"{value:.2f}"
-            axes.text(j, i, number, ha="center", va="center", color=ink, fontsize=8)
-        if analysis.among_best[i, j]:
-            axes.plot(j, i, "o", color=ink, markersize=3, transform=beside)
+        axes.plot(j, i, "o", color=ink, markersize=3)
     row = analysis.layers.index(analysis.headline.layer)
     column = analysis.positions.index(analysis.headline.position)
     axes.add_patch(
@@ -189,14 +174,14 @@ def _null(axes: Axes, analysis: Analysis, at: int) -> list[Artist]:
     band = axes.fill_between(
         analysis.layers,
         0.5,
-        tested.band[:, at],
+        tested.null_quantile[:, at],
         color="0.85",
         linewidth=0,
         zorder=0,
         label="null's 95% quantile (closed form)",
     )
     family = axes.axhline(
-        tested.family_band,
+        tested.family_quantile,
         color="0.3",
         linewidth=0.8,
         zorder=1.8,  # visible where a control, which is drawn thicker, has the same value
@@ -215,7 +200,7 @@ def _control_lines(axes: Axes, analysis: Analysis) -> list[Line2D]:
             zorder=1.5,
             **_CONTROLS[control.name],
         )
-        for control in analysis.compared
+        for control in analysis.controls
         if control.name in _CONTROLS
     ]
 

@@ -74,6 +74,13 @@ class Outcome:
         """``[contexts]`` share of positives."""
         return self.positives / self.trials
 
+    def sources_of_either_kind(self, rows: np.ndarray | slice = slice(None)) -> tuple[int, int]:
+        """How many sources have a positive turn among some contexts, and how many a negative."""
+        sources = self.sources[rows]
+        with_positive = sources[self.positives[rows] > 0]
+        with_negative = sources[self.negatives[rows] > 0]
+        return len(np.unique(with_positive)), len(np.unique(with_negative))
+
     def take(self, rows: np.ndarray) -> "Outcome":
         """Some contexts, with sources and runs renumbered."""
         return Outcome.from_counts(

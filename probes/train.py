@@ -184,8 +184,8 @@ def _train(args: argparse.Namespace) -> None:
     twins = with_random_blocks(data, args.random_blocks)
     random = [run.identity_digest for twin in twins.values() for run in twin.runs]
     about = show.about("probe", data, settings, random_blocks=random)
-    folder = show.free_folder(about, args.runs[0], args.out, args.replace)
-    check_enough(data.outcome, data.target)
+    folder = show.result_folder(about, args.runs[0], args.out, args.replace)
+    check_enough(data.outcome, data.target, data.other_targets)
     controls = controls_of(data, settings.seed)
     analysis = analyse(data, data.outcome, controls, settings, Bar(), twins)
     write_and_show(show.result_of(analysis, data, about, folder.name), folder, args.full)

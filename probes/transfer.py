@@ -80,7 +80,7 @@ def _transfer(args: argparse.Namespace) -> None:
     )
     units = units_of(data)
     about = show.about("transfer", data, settings)
-    folder = show.free_folder(about, args.runs[0], args.out, args.replace)
+    folder = show.result_folder(about, args.runs[0], args.out, args.replace)
     entries, notes = cross_evaluate(data, data.outcome, units, settings, Bar())
     result = _result(entries, data, notes, settings, about, folder.name)
     write_and_show(result, folder, args.full)
@@ -165,7 +165,7 @@ def _estimates(entries: list["Entry"]) -> "DataFrame":
     counts = dict.fromkeys(("layer", "train_contexts", "train_sources"), "Int64")
     rows = []
     for entry in entries:
-        layer, position = entry.usual
+        layer, position = entry.most_chosen
         of: dict[str, Any] = {"trained": entry.trained, "tested": entry.tested, "layer": layer}
         of |= {"position": position, "train_sources": entry.train_sources}
         of["train_contexts"] = entry.train_contexts
@@ -182,7 +182,7 @@ def _table(entries: list["Entry"], settings: "Settings") -> "Table":
     rows = []
     for trained in dict.fromkeys(entry.trained for entry in entries):
         row = {entry.tested: entry for entry in entries if entry.trained == trained}
-        places = {place for entry in row.values() for place in entry.picked}
+        places = {place for entry in row.values() for place in entry.chosen}
         reads = "{} {}".format(*places.pop()) if len(places) == 1 else "its own in each"
         cells = [
             row[name].auroc.text() + ("*" if row[name].p_holm < STAR else " ") for name in tested
@@ -204,7 +204,7 @@ def _explained(entries: list["Entry"], data: "ProbeSet", settings: "Settings") -
         "contexts (0.5: chance). The interval is over the sources tested, given the trained "
         "probes.",
     ]
-    if any(len(entry.picked) > 1 for entry in entries):
+    if any(len(entry.chosen) > 1 for entry in entries):
         lines.append(
             f"Where training and test share sources, {settings.folds} probes were cross-fitted by "
             "folds of whole sources, and the tested labels are permuted with those trained on."

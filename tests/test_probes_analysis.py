@@ -10,8 +10,8 @@ from sklearn.metrics import roc_auc_score
 from ia_mech.errors import UserError
 from probes import analysis
 from probes.analysis import Arrays, Settings, analyse, fold_scores
-from probes.controls import Baseline, Controls, Types
-from probes.fit.folds import against_permutations, make_folds, permutations, seeds_of
+from probes.controls import Baseline, Controls, TextTypes
+from probes.fit.folds import make_folds, permutations, seeds_of, select_and_test
 from probes.fit.nested_cv import Design, cross_validate
 from probes.fit.solvers import Features
 from probes.targets import Outcome
@@ -41,7 +41,7 @@ def controls(contexts=CONTEXTS):
         Baseline(name, rng.normal(size=(contexts, 3)), f"{name}'s") for name in ("tfidf", "ids")
     ]
     output = [Baseline("output", rng.normal(size=(contexts, 30)), "the model's own")]
-    kinds = Types(np.arange(contexts) // 7 % 6, np.arange(contexts) // 5 % 4)
+    kinds = TextTypes(np.arange(contexts) // 7 % 6, np.arange(contexts) // 5 % 4)
     return Controls(text, output, kinds, ["no lens"])
 
 
@@ -79,8 +79,8 @@ def slow_auroc(scores, outcome, folds):
 
 
 def test_scores_of_the_headline_are_those_of_the_cell_each_fold_picked(found):
-    for fold, (layer, position) in enumerate(found.headline.picked):
-        assert (layer, POSITIONS.index(position)) == tuple(found.tested.picked[fold])
+    for fold, (layer, position) in enumerate(found.headline.chosen):
+        assert (layer, POSITIONS.index(position)) == tuple(found.tested.chosen[fold])
         here = found.folds == fold
         own = found.cell_scores[layer, POSITIONS.index(position)]
         np.testing.assert_array_equal(found.headline.scores[here], own[here])
@@ -88,7 +88,7 @@ def test_scores_of_the_headline_are_those_of_the_cell_each_fold_picked(found):
 
 def test_weights_of_the_headline_give_its_scores_on_states_as_they_are(found):
     hidden, _ = planted(runs=2)
-    for fold, (layer, position) in enumerate(found.headline.picked):
+    for fold, (layer, position) in enumerate(found.headline.chosen):
         for run in range(2):
             here = (found.folds == fold) & (found.outcome.runs == run)
             states = hidden.layer(layer)[here, POSITIONS.index(position)].astype(float)
@@ -106,19 +106,19 @@ def test_aurocs_are_those_of_the_scores(found):
     for layer in range(LAYERS):
         for position in range(2):
             check(found.cell_scores[layer, position], found.auroc[layer][position])
-    for control in found.compared:
+    for control in found.controls:
         if control.scores is not None:
             check(control.scores, control.auroc)
 
 
 def test_controls_are_those_given_and_the_readout_of_both_kinds_is_compared(found):
-    names = [control.name for control in found.compared]
+    names = [control.name for control in found.controls]
     assert names == ["tfidf", "ids", "output", "control task"]
     beyond = found.beyond
     check = fold_scores(found.outcome, found.folds, SMALL)
-    assert beyond.base.value == check.auroc(beyond.found.base).value
+    assert beyond.base.value == check.auroc(beyond.scores.base).value
     assert beyond.gain.value == pytest.approx(beyond.full.value - beyond.base.value, abs=1e-12)
-    assert beyond.saved.low > 0 and beyond.gain.low > 0  # the controls are noise
+    assert beyond.deviance_saved.low > 0 and beyond.gain.low > 0  # the controls are noise
 
 
 def test_the_confidence_set_is_of_losses_by_source(found):
@@ -131,8 +131,8 @@ def test_the_confidence_set_is_of_losses_by_source(found):
 
 def test_a_signal_is_found_where_it_is_written(found):
     assert (found.headline.layer, found.headline.position) == (2, "end")
-    assert set(found.headline.picked) <= {(2, "end"), (3, "end")}
-    assert found.tested.p == 1 / 20  # the smallest there can be
+    assert set(found.headline.chosen) <= {(2, "end"), (3, "end")}
+    assert found.tested.headline_p == 1 / 20  # the smallest there can be
     assert (found.tested.p_family[2:, 1] == 1 / 20).all()
     assert (found.tested.p_family[:2] > 0.1).all() and (found.tested.p_family[:, 0] > 0.1).all()
     assert found.headline.auroc.low > 0.6
@@ -147,7 +147,7 @@ def test_states_that_are_the_same_everywhere_are_never_chosen():
         rng.binomial(8, 0.5, 40), np.full(40, 8), range(40), np.repeat([0, 1], 20)
     )
     found = analyse(Arrays(states, ["a", "b"]), outcome, settings=SMALL)
-    chosen = {(found.headline.layer, found.headline.position), *found.headline.picked}
+    chosen = {(found.headline.layer, found.headline.position), *found.headline.chosen}
     assert not chosen & {(0, "a"), (0, "b"), (1, "a")}
     with pytest.raises(UserError, match="the same in all contexts of a run; give other layers"):
         analyse(Arrays(states[:1], ["a", "b"]), outcome, settings=SMALL)
@@ -191,11 +191,11 @@ def test_labels_of_a_fold_do_not_influence_its_scores_or_its_choice(found, monke
     np.testing.assert_array_equal(found.headline.scores[tested], two.headline.scores[tested])
     np.testing.assert_array_equal(found.cell_scores[..., tested], two.cell_scores[..., tested])
     np.testing.assert_array_equal(found.headline.weights[1], two.headline.weights[1])
-    assert found.headline.picked[1] == two.headline.picked[1]
-    for before, after in zip(found.compared[:-1], two.compared[:-1], strict=True):
+    assert found.headline.chosen[1] == two.headline.chosen[1]
+    for before, after in zip(found.controls[:-1], two.controls[:-1], strict=True):
         np.testing.assert_array_equal(before.scores[tested], after.scores[tested])
     assert two.headline.auroc.value < found.headline.auroc.value - 0.1
-    assert np.isnan(two.tested.p) and np.isnan(two.tested.p_family).all()
+    assert np.isnan(two.tested.headline_p) and np.isnan(two.tested.p_family).all()
 
 
 def fingerprints(seed, count, per_source):
@@ -219,7 +219,7 @@ def test_telling_sources_apart_does_not_help_but_would_if_they_were_split(seed, 
     whole = analyse(hidden, Outcome.from_counts(positives, trials, sources), settings=settings)
     auroc = whole.headline.auroc
     assert auroc.low < 0.5 < auroc.high
-    assert whole.tested.p > 0.05
+    assert whole.tested.headline_p > 0.05
     by_context = Outcome.from_counts(positives, trials, np.arange(len(sources)))
     leaky = analyse(hidden, by_context, settings=settings)
     assert leaky.headline.auroc.low > 0.8
@@ -241,11 +241,11 @@ def test_labels_without_meaning_are_seldom_found(repeats, most):
         found = [cross_validate(features, design) for features in each]
         inner, outer = (
             np.array([getattr(one, name) for one in found]).reshape(2, 2, 3, -1)
-            for name in ("inner", "outer")
+            for name in ("inner_correlation", "outer_auroc")
         )
-        whole = np.array([one.whole for one in found]).reshape(2, 2)
-        tested = against_permutations(inner, outer, whole, 24, 36)
-        p.append([tested.p, tested.p_family.min()])
+        whole = np.array([one.whole_correlation for one in found]).reshape(2, 2)
+        tested = select_and_test(inner, outer, whole, 24, 36)
+        p.append([tested.headline_p, tested.p_family.min()])
     assert ((np.array(p) <= 0.1 + 1e-9).sum(0) <= most).all()
     # The mean of p values that are uniform on 0.05, 0.1, … 1, within three standard errors.
     assert (abs(np.mean(p, axis=0) - 0.525) < 3 * 0.288 / np.sqrt(repeats)).all()

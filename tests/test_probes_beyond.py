@@ -47,7 +47,7 @@ def test_what_hidden_states_add_is_found_out_of_fold(made, found):
     rate = made[1].outcome.rate
     assert np.corrcoef(found.full, rate)[0, 1] > np.corrcoef(found.base, rate)[0, 1] + 0.05
     assert all(ratio in RATIOS and ratio for ratio in found.ratios)
-    assert 0 < found.chance < 0.5
+    assert 0 < found.unreliability < 0.5
 
 
 def test_labels_and_choices_of_a_fold_do_not_influence_its_scores(made, found):
@@ -76,7 +76,7 @@ def test_states_without_a_difference_gain_nothing(made):
     (output, ends, _), design = made
     found = cross_fit(design, output, ends, np.ones((CONTEXTS, 5)))
     np.testing.assert_allclose(found.full, found.base, atol=1e-9)
-    assert not any(found.ratios) and found.chance == 0
+    assert not any(found.ratios) and found.unreliability == 0
 
 
 @pytest.mark.parametrize("width", [8, 300])
@@ -109,8 +109,8 @@ def test_the_residual_is_that_of_ridge_regression(width):
 )
 def test_a_copy_of_the_output_is_never_beyond_it_and_a_signal_of_its_own_is(kind, expected):
     found, _ = analysed(kind, 3)
-    assert (found.beyond.saved.low > 0) == expected
-    own = next(one.auroc.value for one in found.compared if one.kind == "output")
+    assert (found.beyond.deviance_saved.low > 0) == expected
+    own = next(one.auroc.value for one in found.controls if one.kind == "output")
     if kind == "loud-copy":  # though alone it is read better
         assert found.headline.auroc.value > own
 
@@ -121,7 +121,7 @@ def test_a_copy_of_the_output_is_never_beyond_it_and_a_signal_of_its_own_is(kind
 def test_words_that_leak_into_every_state_are_read_but_never_beyond(seed):
     found, _ = analysed("leak", seed)
     assert found.headline.auroc.low > 0.6
-    assert not found.beyond.saved.low > 0
+    assert not found.beyond.deviance_saved.low > 0
 
 
 def test_a_state_at_the_end_of_the_response_is_part_of_what_it_would_have_to_go_beyond():
@@ -133,8 +133,8 @@ def test_a_state_at_the_end_of_the_response_is_part_of_what_it_would_have_to_go_
     noise = Baseline("noise", rng.standard_normal((80, 3)), "noise")
     names = ["query_end", "response_end", "header_last"]
     found = analyse(Arrays(states, names), outcome, Controls([noise], [noise]), FEW)
-    assert set(found.headline.picked) == {(0, "response_end")}
-    np.testing.assert_array_equal(found.beyond.found.full, found.beyond.found.base)
+    assert set(found.headline.chosen) == {(0, "response_end")}
+    np.testing.assert_array_equal(found.beyond.scores.full, found.beyond.scores.base)
     assert found.beyond.base.value > 0.7
     only = analyse(Arrays(states[:, :, 1:], names[1:]), outcome, Controls([noise], [noise]), FEW)
     assert only.beyond is None  # without the query's end

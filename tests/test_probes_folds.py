@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from probes.fit.folds import against_permutations, choose, make_folds, movable_sources, permutations
+from probes.fit.folds import choose, exchangeable_sources, make_folds, permutations, select_and_test
 from probes.targets import Outcome
 
 DRAWS = 4_000  # the slow run draws five times as many
@@ -125,7 +125,7 @@ def test_labels_of_a_source_move_together_in_order_to_one_like_it(seed):
                 of_giver = (outcome.sources == giver) & (outcome.runs == run)
                 np.testing.assert_array_equal(given, np.flatnonzero(of_giver))
             moved |= {source} if giver != source else set()
-    assert len(moved) == movable_sources(outcome)
+    assert len(moved) == exchangeable_sources(outcome)
 
 
 @pytest.mark.parametrize("folds", [3, 5])
@@ -328,12 +328,12 @@ def test_many_choices_at_once_are_those_one_by_one():
 @pytest.mark.parametrize(("seed", "signal"), [(0, 0.0), (1, 0.1), (2, 0.3)])
 def test_everything_is_what_loops_find(seed, signal, dtype):
     inner, outer, whole = maps(seed, signal)
-    found = against_permutations(inner.astype(dtype), outer.astype(dtype), whole, INSIDE, SOURCES)
+    found = select_and_test(inner.astype(dtype), outer.astype(dtype), whole, INSIDE, SOURCES)
     headline, largest = [], []
     for column in range(1 + PERMUTATIONS):
         picked = [slow_choice(inner[:, :, fold, column], INSIDE) for fold in range(FOLDS)]
         if column == 0:
-            np.testing.assert_array_equal(found.picked, picked)
+            np.testing.assert_array_equal(found.chosen, picked)
         headline.append(np.mean([outer[*picked[f], f, column] for f in range(FOLDS)]))
         largest.append(
             max(outer[at, w, :, column].mean() for at in range(LAYERS) for w in range(3))
@@ -348,7 +348,7 @@ def test_everything_is_what_loops_find(seed, signal, dtype):
             assert found.p_family[layer, position] == slow_p(by_column[0], largest[1:])
             band = np.quantile(by_column[1:], 0.95)
             assert found.band[layer, position] == pytest.approx(band)
-    assert found.family_band == pytest.approx(np.quantile(largest[1:], 0.95))
+    assert found.family_quantile == pytest.approx(np.quantile(largest[1:], 0.95))
     assert found.headline == slow_choice(whole, SOURCES)
     assert found.permutations == PERMUTATIONS and found.null.shape == (PERMUTATIONS,)
     assert (found.p == 1 / (1 + PERMUTATIONS)) == (signal == 0.3)
@@ -363,7 +363,7 @@ def test_the_null_pays_for_the_selection():
         shared = rng.normal(0, 0.1, shape)
         inner, outer = shared + rng.normal(0, 0.1, shape), 0.5 + shared / 2
         whole = inner[..., 0].mean(2)
-        found = against_permutations(inner, outer, whole, INSIDE, SOURCES)
+        found = select_and_test(inner, outer, whole, INSIDE, SOURCES)
         p.append([found.p, found.p_family.min()])
     for rejected in (np.array(p) <= 0.1 + 1e-9).mean(0):
         assert 0.06 < rejected < 0.14
@@ -371,11 +371,11 @@ def test_the_null_pays_for_the_selection():
 
 def test_observed_labels_alone_have_no_p_value():
     inner, outer, whole = maps(signal=0.3)
-    found = against_permutations(inner[..., :1], outer[..., :1], whole, INSIDE, SOURCES)
-    full = against_permutations(inner, outer, whole, INSIDE, SOURCES)
+    found = select_and_test(inner[..., :1], outer[..., :1], whole, INSIDE, SOURCES)
+    full = select_and_test(inner, outer, whole, INSIDE, SOURCES)
     assert found.permutations == 0 and found.null.shape == (0,)
-    assert np.isnan(found.p) and np.isnan(found.family_band)
+    assert np.isnan(found.p) and np.isnan(found.family_quantile)
     assert np.isnan(found.p_family).all() and found.p_family.shape == (LAYERS, POSITIONS)
     assert np.isnan(found.band).all() and found.band.shape == (LAYERS, POSITIONS)
     assert (found.value, found.headline) == (full.value, full.headline)
-    np.testing.assert_array_equal(found.picked, full.picked)
+    np.testing.assert_array_equal(found.chosen, full.chosen)

@@ -14,7 +14,7 @@ from scipy.special import expit
 from ia_mech.stats import Estimate
 from probes import figures, show
 from probes.analysis import Arrays, ControlComparison, RandomBlocks, Settings, analyse
-from probes.controls import Baseline, Controls, Types
+from probes.controls import Baseline, Controls, TextTypes
 from probes.figures import LEVEL
 from probes.show import CONTROL_TASK, COVERAGE, RANDOM_BLOCKS, READOUT, conclude, power_of_beyond
 from probes.targets import Outcome
@@ -35,7 +35,7 @@ def analysis():
     controls = Controls(
         [Baseline(ODD, rng.normal(size=(CONTEXTS, 5)), "the words [/] of a context")],
         [Baseline("output", latent[:, None] + rng.normal(size=(CONTEXTS, 4)), "the output")],
-        Types(rng.integers(4, size=CONTEXTS), np.arange(CONTEXTS) % 40 % 5),
+        TextTypes(rng.integers(4, size=CONTEXTS), np.arange(CONTEXTS) % 40 % 5),
         ["no lengths [of anything]"],
     )
     sources = np.arange(CONTEXTS) % 40
@@ -53,7 +53,7 @@ def untested(analysis):
     """The same without permutations."""
     shape = analysis.tested.statistic.shape
     nothing = {"p_family": np.full(shape, np.nan), "band": np.full(shape, np.nan), "p": np.nan}
-    nothing |= {"family_band": np.nan, "null": np.empty(0)}
+    nothing |= {"family_quantile": np.nan, "null": np.empty(0)}
     return replace(analysis, tested=replace(analysis.tested, **nothing))
 
 
@@ -64,7 +64,7 @@ def test_rows_hold_every_estimate_once(analysis):
     frame = show.estimates(analysis)
     assert list(frame) == show.COLUMNS
     assert not frame.duplicated(show.KEY).any()
-    cells, controls = LAYERS * len(POSITIONS), len(analysis.compared)
+    cells, controls = LAYERS * len(POSITIONS), len(analysis.controls)
     per_cell = ["auroc_cell", "statistic", "null_band_95", "p_family", "p_best"]
     per_cell += ["selected_in_folds"]
     expected = {
@@ -97,14 +97,14 @@ def test_rows_hold_the_right_numbers(analysis):
         analysis.tested.statistic[5, 1],
         analysis.tested.p_family[5, 1],
     )
-    control = analysis.compared[1]
+    control = analysis.controls[1]
     own = frame.loc[("auroc_control", pd.NA, pd.NA, control.name)].squeeze()
     assert own["low"] == control.auroc.low
-    assert frame.loc["deviance_saved"]["low"].item() == analysis.beyond.saved.low
+    assert frame.loc["deviance_saved"]["low"].item() == analysis.beyond.deviance_saved.low
     shares = frame.loc["selected_in_folds"]["value"]
     assert shares.sum() == pytest.approx(1)
-    assert shares.max() == Counter(analysis.headline.picked).most_common(1)[0][1] / 5
-    assert frame.loc["p_headline"]["value"].item() == analysis.tested.p
+    assert shares.max() == Counter(analysis.headline.chosen).most_common(1)[0][1] / 5
+    assert frame.loc["p_headline"]["value"].item() == analysis.tested.headline_p
 
 
 def test_predictions(analysis):
@@ -113,7 +113,7 @@ def test_predictions(analysis):
     assert list(frame)[:5] == ["fold", "positives", "trials", "log_odds", "probability"]
     assert list(frame)[5:] == [f"control:{ODD}", "control:output", "base", "full"]
     assert np.array_equal(frame["probability"], expit(analysis.headline.scores))
-    assert np.array_equal(frame["control:output"], analysis.compared[1].scores)
+    assert np.array_equal(frame["control:output"], analysis.controls[1].scores)
     assert frame.groupby(analysis.outcome.sources)["fold"].nunique().eq(1).all()
 
 
@@ -161,7 +161,7 @@ def test_layer_curve(analysis):
     )
     assert "null's 95% quantile (closed form)" in texts
     assert "null's largest, 95% (family-wise)" in texts
-    shown = [c for c in analysis.compared if c.name in ("text", "output")]
+    shown = [c for c in analysis.controls if c.name in ("text", "output")]
     assert texts[-1:] == [f"{c.name}: {c.auroc.text()}" for c in shown]
     assert not any(ODD in text or "control task" in text for text in texts)
 
@@ -190,7 +190,7 @@ def test_without_permutations_nothing_is_said_of_them(untested):
     frame = show.estimates(untested).set_index("quantity")
     assert frame.loc[["p_family", "null_band_95", "p_headline"], "value"].isna().all()
     assert frame.loc[["auroc_cell", "statistic"], "value"].notna().all()
-    figure = figures.layer_curve(replace(untested, compared=[]), "rate")
+    figure = figures.layer_curve(replace(untested, controls=[]), "rate")
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert not any("null" in text for text in texts)
     figures.heat_map(untested, "rate").draw_without_rendering()
@@ -202,9 +202,9 @@ def test_tables_hold_scores_controls_and_every_cell(analysis):
     shown = {row[0]: row[1] for row in scores.rows}
     assert shown["headline"] == analysis.headline.auroc.text()
     assert shown["rates"] == analysis.headline.auroc_of_rates.text()
-    for control in analysis.compared:
+    for control in analysis.controls:
         assert shown[control.name] == control.auroc.text()
-    assert shown["  of its rates"] == analysis.compared[-1].oracle.text()
+    assert shown["  of its rates"] == analysis.controls[-1].oracle.text()
     assert shown["random blocks 1"] == analysis.random_blocks[0].auroc.text()
     assert shown["base"] == analysis.beyond.base.text()
     assert heat_map.full and heat_map.columns == ["layer", *POSITIONS]
@@ -273,14 +273,14 @@ def concluded(plain, analysis):
                     plain.tested,
                     p=p,
                     p_family=np.array([[family], [1.0]]),
-                    null=plain.tested.null[:permutations],
+                    null=plain.tested.headline_null[:permutations],
                     value=0.66,
                 ),
                 headline=replace(plain.headline, auroc=auroc),
                 p_best=np.array([[left_out], [1.0]]),
                 random_blocks=list(random),
                 beyond=beyond,
-                compared=[
+                controls=[
                     ControlComparison(
                         *names,
                         Estimate(control, 0.6, 0.8, 30, "percentile"),
@@ -392,11 +392,11 @@ def test_nothing_found(concluded, plain):
     assert untested.sentence.startswith("The rate was not tested: nothing is claimed without")
     found = concluded(MORE, p=0.0501)
     assert not found.readable and not found.beyond
-    reached = np.quantile(plain.tested.null, 0.95)
+    reached = np.quantile(plain.tested.headline_null, 0.95)
     assert found.sentence.startswith(
         "No evidence was found that the rate can be read from the hidden states."
     )
-    true = reached + 0.8416 * plain.tested.null.std()
+    true = reached + 0.8416 * plain.tested.headline_null.std()
     assert (
         "The closed form that is tested has 0.66; one in twenty permutations of the labels of "
         f"these 30 sources reaches {reached:.2f}, so that a true value of about {true:.2f} would "

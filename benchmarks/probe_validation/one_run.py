@@ -55,11 +55,11 @@ def try_one(kind: str, seed: int) -> RunFindings:
     """Plant and analyse one run; those of :mod:`blocks` as arrays, the others through files."""
     if kind in BLOCKS:
         found, at = blocks.analysed(kind, seed)
-        own = [one.auroc.value for one in found.compared if one.kind == "output"]
+        own = [one.auroc.value for one in found.controls if one.kind == "output"]
         headline = found.headline.auroc.value
         return RunFindings(
             kind,
-            beyond=found.beyond and bool(found.beyond.saved.low > 0),
+            beyond=found.beyond and bool(found.beyond.deviance_saved.low > 0),
             holds=bool(found.among_best[at]),
             size=float(found.among_best.mean()),
             apart=headline - own[0] if own else None,
@@ -79,7 +79,7 @@ def try_one(kind: str, seed: int) -> RunFindings:
     headline, said = analysis.headline, conclude(analysis)
     estimate, truth = headline.auroc, None
     if drawn in GAUSSIAN:
-        probes = zip(headline.picked, headline.weights, strict=True)
+        probes = zip(headline.chosen, headline.weights, strict=True)
         truth = float(np.mean([true_auroc(planted, *cell, weights) for cell, weights in probes]))
     at = plan.informative_layer, plan.positions.index(plan.informative_position)
     return RunFindings(
@@ -90,7 +90,7 @@ def try_one(kind: str, seed: int) -> RunFindings:
         landed=headline.position == plan.informative_position
         and abs(headline.layer - plan.informative_layer) <= 1,
         readable=said.readable,
-        headline_p=analysis.tested.p,
+        headline_p=analysis.tested.headline_p,
         family_p=float(analysis.tested.p_family.min()),
         covered=None if truth is None else bool(estimate.low <= truth <= estimate.high),
         auroc=estimate.value,
