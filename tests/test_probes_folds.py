@@ -141,16 +141,6 @@ def test_permuted_labels_are_stratified_as_the_observed_ones(folds):
             assert_dealt_evenly(there[members], fold[members], folds)
 
 
-def test_permutations_depend_on_the_seed_only():
-    outcome = mixed()
-    folds = make_folds(outcome)
-    some = np.array(list(permutations(outcome, folds, 5, 1)))
-    np.testing.assert_array_equal(some, list(permutations(outcome, folds, 5, 1)))
-    np.testing.assert_array_equal(some[:3], list(permutations(outcome, folds, 3, 1)))
-    assert (some != np.array(list(permutations(outcome, folds, 5, 2)))).any()
-    assert len({tuple(rows) for rows in some}) == 5
-
-
 # -- exactly the arrangements that could have led to these folds ----------------------------------
 
 
@@ -214,13 +204,13 @@ def test_exactly_what_could_have_led_to_the_folds_is_drawn_and_evenly(labels, fo
     assert_drawn(outcome, fold, expected, draws)
 
 
-@pytest.mark.parametrize("labels", [(0, 1, 2, 3, 4), (0, 0, 1, 3, 3)])
-def test_the_rule_enumerated_above_is_the_one_that_deals(labels):
-    outcome, folds = singles(labels), 3
+def test_the_rule_enumerated_above_is_the_one_that_deals():
+    labels, folds = (0, 0, 1, 3, 3), 3
+    outcome = singles(labels)
     every = {fold: chance_of(labels, fold, folds) for fold in product(range(folds), repeat=5)}
     assert sum(every.values()) == 1
     expected = {fold: float(chance) for fold, chance in every.items() if chance}
-    found = Counter(tuple(make_folds(outcome, folds, seed).tolist()) for seed in range(4000))
+    found = Counter(tuple(make_folds(outcome, folds, seed).tolist()) for seed in range(DRAWS))
     assert_frequencies(found, expected)
 
 
@@ -324,11 +314,10 @@ def test_many_choices_at_once_are_those_one_by_one():
 # -- the tests ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize(("seed", "signal"), [(0, 0.0), (1, 0.1), (2, 0.3)])
-def test_everything_is_what_loops_find(seed, signal, dtype):
+@pytest.mark.parametrize(("seed", "signal"), [(0, 0.0), (2, 0.3)])
+def test_everything_is_what_loops_find(seed, signal):
     inner, outer, whole = maps(seed, signal)
-    found = select_and_test(inner.astype(dtype), outer.astype(dtype), whole, INSIDE, SOURCES)
+    found = select_and_test(*(np.float32(one) for one in (inner, outer)), whole, INSIDE, SOURCES)
     headline, largest = [], []
     for column in range(1 + PERMUTATIONS):
         picked = [slow_choice(inner[:, :, fold, column], INSIDE) for fold in range(FOLDS)]
@@ -338,20 +327,20 @@ def test_everything_is_what_loops_find(seed, signal, dtype):
         largest.append(
             max(outer[at, w, :, column].mean() for at in range(LAYERS) for w in range(3))
         )
-    assert found.value == pytest.approx(headline[0])
-    np.testing.assert_allclose(found.null, headline[1:], rtol=1e-6)
-    assert found.p == slow_p(headline[0], headline[1:])
+    assert found.headline_statistic == pytest.approx(headline[0])
+    np.testing.assert_allclose(found.headline_null, headline[1:], rtol=1e-6)
+    assert found.headline_p == slow_p(headline[0], headline[1:])
     for layer in range(LAYERS):
         for position in range(POSITIONS):
             by_column = outer[layer, position].mean(0)
             assert found.statistic[layer, position] == pytest.approx(by_column[0])
             assert found.p_family[layer, position] == slow_p(by_column[0], largest[1:])
             band = np.quantile(by_column[1:], 0.95)
-            assert found.band[layer, position] == pytest.approx(band)
+            assert found.null_quantile[layer, position] == pytest.approx(band)
     assert found.family_quantile == pytest.approx(np.quantile(largest[1:], 0.95))
-    assert found.headline == slow_choice(whole, SOURCES)
-    assert found.permutations == PERMUTATIONS and found.null.shape == (PERMUTATIONS,)
-    assert (found.p == 1 / (1 + PERMUTATIONS)) == (signal == 0.3)
+    assert found.chosen_on_all == slow_choice(whole, SOURCES)
+    assert found.permutations == PERMUTATIONS and found.headline_null.shape == (PERMUTATIONS,)
+    assert (found.headline_p == 1 / (1 + PERMUTATIONS)) == (signal == 0.3)
 
 
 @pytest.mark.slow
@@ -364,7 +353,7 @@ def test_the_null_pays_for_the_selection():
         inner, outer = shared + rng.normal(0, 0.1, shape), 0.5 + shared / 2
         whole = inner[..., 0].mean(2)
         found = select_and_test(inner, outer, whole, INSIDE, SOURCES)
-        p.append([found.p, found.p_family.min()])
+        p.append([found.headline_p, found.p_family.min()])
     for rejected in (np.array(p) <= 0.1 + 1e-9).mean(0):
         assert 0.06 < rejected < 0.14
 
@@ -373,9 +362,12 @@ def test_observed_labels_alone_have_no_p_value():
     inner, outer, whole = maps(signal=0.3)
     found = select_and_test(inner[..., :1], outer[..., :1], whole, INSIDE, SOURCES)
     full = select_and_test(inner, outer, whole, INSIDE, SOURCES)
-    assert found.permutations == 0 and found.null.shape == (0,)
-    assert np.isnan(found.p) and np.isnan(found.family_quantile)
+    assert found.permutations == 0 and found.headline_null.shape == (0,)
+    assert np.isnan(found.headline_p) and np.isnan(found.family_quantile)
     assert np.isnan(found.p_family).all() and found.p_family.shape == (LAYERS, POSITIONS)
-    assert np.isnan(found.band).all() and found.band.shape == (LAYERS, POSITIONS)
-    assert (found.value, found.headline) == (full.value, full.headline)
+    assert np.isnan(found.null_quantile).all() and found.null_quantile.shape == (LAYERS, POSITIONS)
+    assert (found.headline_statistic, found.chosen_on_all) == (
+        full.headline_statistic,
+        full.chosen_on_all,
+    )
     np.testing.assert_array_equal(found.chosen, full.chosen)

@@ -14,7 +14,7 @@ from probes.fit.solvers import PENALTIES, Features
 from probes.targets import Outcome
 
 FOLDS, PERMUTATIONS = 5, 2
-MANY, FEW = (120, 10), (70, 100)  # contexts, features: the two ways to decompose
+MANY, FEW = (100, 10), (60, 80)  # contexts, features: the two ways to decompose
 SHAPES = pytest.mark.parametrize("shape", [MANY, FEW], ids=["n > d", "n < d"])
 
 
@@ -25,7 +25,7 @@ class Case:
     features: np.ndarray
     outcome: Outcome
     folds: np.ndarray
-    taken: list[np.ndarray]
+    label_rows: list[np.ndarray]
 
     def design(self):
         return Design.from_outcome(self.outcome, self.folds, tuple(self.label_rows))
@@ -184,14 +184,6 @@ def test_scores_and_penalties_are_those_of_nested_loops(shape, runs):
     np.testing.assert_allclose(found.scores, scores, atol=1e-3)
 
 
-def test_permutations_do_not_change_the_scores():
-    made = case(MANY)
-    found = made.run()
-    alone = cross_validate(Features.from_states(made.features), made.design().observed())
-    np.testing.assert_allclose(alone.scores, found.scores, atol=1e-12)
-    assert alone.unreliability == found.unreliability and alone.outer_auroc.shape[1] == 1
-
-
 def test_a_permutation_counts_as_if_its_labels_were_the_observed_ones():
     made = case(MANY, runs=2)
     found = made.run()
@@ -230,12 +222,12 @@ def test_constant_states_show_nothing(shape):
             assert expit(level) == pytest.approx(rate, abs=1e-4)
 
 
-@pytest.mark.parametrize("width", [3, 200], ids=["n > d", "n < d"])
+@pytest.mark.parametrize("width", [3, 100], ids=["n > d", "n < d"])
 def test_contexts_with_equal_states_tie(width):
     rng = np.random.default_rng(0)
-    kind = rng.integers(0, 3, 120)  # as where the state is that of a token: there are few
+    kind = rng.integers(0, 3, 80)  # as where the state is that of a token: there are few
     states = (rng.normal(size=(3, width)) * 3 + 5)[kind]
-    made = replace(case((120, width), runs=2, features=states), label_rows=[])
+    made = replace(case((80, width), runs=2, features=states), label_rows=[])
     groups = [(made.folds == f) & (made.outcome.runs == r) for f in range(FOLDS) for r in range(2)]
     _, outer, _ = reference_closed_form(made)
     found = made.run()
@@ -244,18 +236,10 @@ def test_contexts_with_equal_states_tie(width):
         assert len(set(found.scores[here])) == len(set(kind[here]))
 
 
-def test_a_run_that_a_split_does_not_train_on_is_scored_too():
-    made = case(MANY)
-    runs = (made.outcome.sources == made.outcome.sources[made.test_rows(1)[0]]).astype(int)
-    made = replace(made, outcome=replace(made.outcome, runs=runs), label_rows=[])
-    found = made.run()
-    assert np.isfinite(found.scores).all() and np.isfinite(found.inner_correlation).all()
-
-
 # -- chance in training ---------------------------------------------------------------------------
 
 
-def chance(strength, seed, contexts=200, width=40):
+def noise_share(strength, seed, contexts=200, width=20):
     """Of probes of a direction this strong, as a multiple of the noise along it."""
     rng = np.random.default_rng(seed)
     latent, run = rng.normal(size=contexts), np.arange(contexts) % 2
@@ -277,10 +261,10 @@ def chance(strength, seed, contexts=200, width=40):
 
 
 def test_without_a_signal_all_is_chance_in_training_and_with_a_strong_one_nothing():
-    nothing, strong = ([chance(s, seed) for seed in range(3)] for s in (0, 50))
+    nothing, strong = ([noise_share(s, seed) for seed in range(3)] for s in (0, 50))
     assert np.mean(nothing) > 0.85 and min(nothing) > 0.6
     assert max(strong) < 0.05
-    assert max(strong) < np.mean([chance(1, seed) for seed in range(3)]) < 0.8
+    assert max(strong) < np.mean([noise_share(1, seed) for seed in range(3)]) < 0.8
 
 
 # -- nothing leaks --------------------------------------------------------------------------------
@@ -301,11 +285,10 @@ def test_labels_of_a_fold_do_not_influence_its_scores(shape):
     assert abs(one.scores[~tested] - two.scores[~tested]).min() > 0
 
 
-@SHAPES
-def test_states_of_a_fold_do_not_influence_what_is_chosen_for_it(shape):
-    made = case(shape, runs=2)
+def test_states_of_a_fold_do_not_influence_what_is_chosen_for_it():
+    made = case(FEW, runs=2)
     tested = made.folds == 1
-    noise = np.random.default_rng(0).normal(size=shape) * 30
+    noise = np.random.default_rng(0).normal(size=FEW) * 30
     other = replace(made, features=np.where(tested[:, None], noise, made.features))
     one, two = made.run(), other.run()
     np.testing.assert_allclose(one.inner_correlation[1], two.inner_correlation[1], atol=1e-5)
