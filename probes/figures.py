@@ -40,10 +40,6 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
 
     Cells whose family-wise p value is above 0.05 are grey; a dot marks the confidence set of the
     best, a frame what the rule chooses on all contexts.
-
-    Args:
-        analysis: of one target.
-        title: what was probed.
     """
     values = np.array([[cell.value for cell in row] for row in analysis.auroc])
     layers, positions = values.shape
@@ -127,10 +123,6 @@ def layer_curve(analysis: Analysis, title: str) -> Figure:
 
     The null's bands are of the closed-form probes of the permutation tests, the curve is of
     logistic regression.
-
-    Args:
-        analysis: of one target.
-        title: what was probed.
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()

@@ -82,13 +82,8 @@ class Conclusion:
 def conclude(
     analysis: Analysis, what: str = "the follow-up rate", labelled_by: str = ""
 ) -> Conclusion:
-    """What the headline, its p values and its controls show.
-
-    Args:
-        analysis: of one target.
-        what: the target, in words.
-        labelled_by: where the outcomes come from, such as ``judge rules``.
-    """
+    """What the headline, its p values and its controls show of ``what``, the target in words, with
+    outcomes that are ``labelled_by``, say, a judge."""
     tested, gain = analysis.tested, analysis.beyond
     readable = bool(tested.headline_p <= LEVEL and tested.p_family.min() <= LEVEL)
     sure = analysis.settings.level >= COVERAGE

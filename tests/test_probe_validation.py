@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from shell import call, refusal
+from shell import call
 from sklearn.linear_model import Ridge
 from sklearn.metrics import roc_auc_score
 
 from benchmarks.probe_validation import __main__ as validate
-from benchmarks.probe_validation.__main__ import RUNS, shares, table
+from benchmarks.probe_validation.__main__ import RUNS
 from benchmarks.probe_validation.blocks import SIZES
 from benchmarks.probe_validation.one_run import RunFindings, try_one
 from benchmarks.probe_validation.planted import (
@@ -65,13 +65,6 @@ def test_the_labels_have_the_prevalence_and_the_oracle_auroc_that_were_asked_for
     planted = plant(small(kind, 20_000, prevalence=prevalence, oracle_auroc=oracle))
     assert planted.positives.mean() / 8 == pytest.approx(prevalence, abs=0.006)
     assert auroc(planted.z, planted) == pytest.approx(oracle, abs=0.02 if kind == "none" else 0.01)
-
-
-def test_contexts_of_a_source_share_their_rate():
-    for kind in KINDS:
-        planted = plant(small(kind, 100, per_source=4))
-        assert planted.sources.tolist() == [row // 4 for row in range(100)]
-        assert (planted.rates.reshape(25, 4) == planted.rates[::4, None]).all()
 
 
 def test_a_plan_is_reproducible_and_another_draw_is_of_the_same_world():
@@ -134,27 +127,17 @@ def test_a_linear_readout_finds_the_signal_where_it_is_and_nowhere_else(kind, fi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_only_the_token_s_logit_rises_with_the_latent(seed):
-    for kind, token in [("output-common", COMMON_TOKEN), ("output-rare", RARE_TOKEN)]:
-        planted = plant(Plan(kind, contexts=3000, seed=seed))
-        logits = planted.lens.logits(torch.from_numpy(states(planted, 7, "header_last"))).double()
-        correlation = [np.corrcoef(planted.z, column)[0, 1] for column in logits.T.numpy()]
-        assert correlation[token] > 0.7
-        assert np.abs(np.delete(correlation, token)).max() < 0.25
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_the_rare_token_is_hardly_ever_sampled_and_the_common_one_often(seed):
-    planted = plant(Plan("output-rare", contexts=3000, seed=seed))
-    logits = planted.lens.logits(torch.from_numpy(states(planted, 7, "header_last")))
+@pytest.mark.parametrize("kind", ["output-common", "output-rare"])
+def test_only_the_token_s_logit_rises_with_the_latent(kind):
+    planted = plant(Plan(kind, contexts=3000))
+    logits = planted.lens.logits(torch.from_numpy(states(planted, 7, "header_last"))).double()
+    token = COMMON_TOKEN if kind == "output-common" else RARE_TOKEN
+    correlation = [np.corrcoef(planted.z, column)[0, 1] for column in logits.T.numpy()]
+    assert correlation[token] > 0.7
+    assert np.abs(np.delete(correlation, token)).max() < 0.25
     probability = logits.softmax(-1)
-    assert probability[:, RARE_TOKEN].max() < 1e-4
+    assert probability[:, RARE_TOKEN].max() < (1e-4 if kind == "output-rare" else 1)
     assert probability[:, COMMON_TOKEN].mean() == pytest.approx(0.2, abs=0.03)
-    entropies = torch.special.entr(probability).sum(-1)
-    assert 2 < entropies.quantile(0.01) < entropies.quantile(0.99) < 4
-    assert abs(np.corrcoef(entropies, planted.z)[0, 1]) < 0.1
 
 
 # -- the run --------------------------------------------------------------------------------------
@@ -207,23 +190,6 @@ def test_a_written_context_is_one_that_a_template_could_have_made(tmp_path):
     expected = torch.special.entr(logits.softmax(-1)).sum(-1)
     np.testing.assert_allclose(contexts["first_token_entropy"], expected, rtol=1e-6)
     assert abs(np.corrcoef(contexts["response_tokens"], planted.z)[0, 1]) < 0.2
-
-
-# -- what can't be --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"kind": "signals"},
-        {"positions": ("header_last", "nowhere")},
-        {"informative_layer": 8},
-        {"oracle_auroc": 0.5},
-    ],
-)
-def test_impossible_plans_are_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Plan(**({"kind": "signal"} | wrong))
 
 
 # -- what the analysis finds in them --------------------------------------------------------------
@@ -279,22 +245,6 @@ def test_intervals_hold_what_they_estimate(found):
     # Of 16 at 95%, fewer than 13 have a chance of 1 in 140.
     assert sum(f.covered for f in known) >= 13
     assert abs(np.mean([f.auroc - f.truth for f in known])) < 0.02
-
-
-@pytest.mark.slow
-def test_the_table_counts_runs(found):
-    rows = {(kind, question): rate for kind, question, _, rate in shares(found)}
-    assert rows["topic", "beyond output and text"].value == 0
-    assert rows["none", "headline p ≤ 0.05"].sources == 8
-    text = table(found, 60, 2)
-    assert "| elsewhere | 2 | beyond output and text | near 1 | 1.000" in text
-    assert text.endswith("44 runs in 1 min with 2 processes.")
-
-
-def test_bad_input_is_one_line(tmp_path, capfd):
-    missing = str(tmp_path / "no" / "table.md")
-    assert "there is no folder" in refusal(call(validate.main, ["--write", missing], capfd))
-    assert "'0' is not a whole number" in refusal(call(validate.main, ["--of-each", "0"], capfd))
 
 
 @pytest.mark.slow

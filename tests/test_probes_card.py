@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from scipy.special import expit, logit
+from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 
 from ia_mech.errors import UserError
@@ -69,17 +69,6 @@ def test_a_direction_says_what_a_logistic_regression_says(fitted, name):
     log_odds = along.slope * probe.score(features, name) + along.base_log_odds
     np.testing.assert_allclose(log_odds, expected, atol=1e-3)
     np.testing.assert_allclose(probe.probability(features, name), expit(expected), atol=1e-3)
-
-
-@EACH
-def test_at_the_threshold_the_base_rate_is_predicted(fitted, name):
-    _, outcome, probe = fitted
-    along = probe.directions[name]
-    there = along.weights * np.float32(along.threshold)
-    base = outcome.positives.sum() / outcome.trials.sum()
-    assert probe.score(there, name) == pytest.approx(0, abs=1e-5)
-    assert probe.probability(there, name) == pytest.approx(base, abs=1e-5)
-    assert along.base_log_odds == pytest.approx(logit(base))
 
 
 @EACH

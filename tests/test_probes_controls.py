@@ -72,11 +72,6 @@ def test_text_features_are_a_truncated_svd_of_the_terms_at_length_one(monkeypatc
     assert not baselines.lsa(TEXTS).features[[not text for text in TEXTS]].any()
 
 
-def test_texts_without_words_give_a_constant():
-    assert not baselines.lsa(["", "…", "?!"]).features.any()
-    assert baselines.lsa(["", "…", "?!"]).features.shape == (3, 1)
-
-
 # -- lengths and datasets ---------------------------------------------------------------------
 
 
@@ -185,16 +180,6 @@ def test_variances_are_those_of_the_rates_without_the_noise_of_few_turns():
         assert (np.abs(np.mean(off, axis=0)) < 4 * error).all()
 
 
-def test_the_variance_of_single_contexts_is_that_of_their_rates():
-    off = []
-    for seed in range(20):
-        outcome, _, rates = contexts(between=1.0, per_query=1, queries=300, seed=seed)
-        between, within = variances(outcome)
-        assert within == 0
-        off.append(between - np.mean([rates[outcome.runs == run].var(ddof=1) for run in (0, 1)]))
-    assert abs(np.mean(off)) < 4 * np.std(off, ddof=1) / np.sqrt(len(off))
-
-
 def test_a_constant_rate_leaves_a_control_task_nothing_to_learn():
     """At a rate of 0.10 throughout, no probe of the target can do better than chance: nor may a
     probe that knows the control task's rates. Observed shares as rates would give it 0.8."""
@@ -238,13 +223,11 @@ def test_the_control_task_is_as_hard_as_the_target(settings):
 
 def test_rates_are_functions_of_the_types():
     outcome, kinds, _ = contexts(between=1.0, within=1.0)
-    for drawn, rates in control_outcomes(outcome, kinds, draws=3, seed=1):
-        pairs = pd.Series(rates).groupby([kinds.query, kinds.response])
-        assert pairs.agg(np.ptp).max() < 1e-12 and np.ptp(rates) > 0.1
-        assert (drawn.positives == drawn.positives.round()).all()
-        assert ((drawn.positives >= 0) & (drawn.positives <= drawn.trials)).all()
-        for name in ("trials", "sources", "runs"):
-            np.testing.assert_array_equal(getattr(drawn, name), getattr(outcome, name))
+    ((drawn, rates),) = control_outcomes(outcome, kinds, draws=1, seed=1)
+    pairs = pd.Series(rates).groupby([kinds.query, kinds.response])
+    assert pairs.agg(np.ptp).max() < 1e-12 and np.ptp(rates) > 0.1
+    for name in ("trials", "sources", "runs"):
+        np.testing.assert_array_equal(getattr(drawn, name), getattr(outcome, name))
 
 
 def test_where_queries_do_not_differ_the_control_task_compares_their_responses():
@@ -267,16 +250,6 @@ def test_types_are_quartiles_by_opening():
         for b in range(20):
             same = tokens[a] == tokens[b] and opening[a] == opening[b]
             assert (found[a] == found[b]) == same
-
-
-def test_what_cannot_be_a_control_task_is_refused():
-    outcome, kinds, _ = contexts(within=1.0)
-    nothing = np.zeros(400, int)
-    with pytest.raises(ValueError, match="only one"):
-        control_outcomes(outcome, TextTypes(nothing, nothing), draws=1, seed=0)
-    single = Outcome.from_counts(np.arange(400) % 2, np.ones(400), outcome.sources)
-    with pytest.raises(ValueError, match="one turn per context"):
-        control_outcomes(single, kinds, draws=1, seed=0)
 
 
 # -- the controls of a probe set -------------------------------------------------------------------

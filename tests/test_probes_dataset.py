@@ -74,21 +74,11 @@ def rewrite(run: Run, name: str, write) -> Run:
     return rehashed(run.path)
 
 
-def in_file(run: Run, row: int) -> int:
-    """Where in the file of a run of one part a context lies."""
-    (name,) = [name for name in files_under(run.path) if name.startswith("contexts/")]
-    return (
-        pq.read_table(run.path / name)["context_id"]
-        .to_pylist()
-        .index(run.contexts["context_id"][row])
-    )
-
-
-def change_residuals(run: Run, change, layer: str = "") -> Run:
+def change_residuals(run: Run, change) -> Run:
     def write(path: Path) -> None:
         save_file({"residuals": change(load_file(path)["residuals"])}, path)
 
-    return rewrite(run, f"residuals/{layer}", write)
+    return rewrite(run, "residuals/", write)
 
 
 @pytest.fixture
@@ -164,15 +154,14 @@ def test_chosen_positions_and_layers(copy):
     aligned(found)
 
 
-def with_column(run: Run, name: str, values: list) -> Run:
-    """Change a column of text of ``contexts``; ``values`` in the order of ``run.contexts``."""
-    given = dict(zip(run.contexts["context_id"], values, strict=True))
+def with_column(run: Run, name: str, change) -> Run:
+    """Change a column of ``contexts``; ``change`` maps number and value of each context."""
 
     def write(path: Path) -> None:
         table = pq.read_table(path)
-        column = pa.array([given[c] for c in table["context_id"].to_pylist()], pa.string())
-        at = table.column_names.index(name)
-        pq.write_table(table.set_column(at, table.schema.field(at), column), path)
+        values = [change(row, old) for row, old in enumerate(table[name].to_pylist())]
+        at, field = table.column_names.index(name), table.schema.field(name)
+        pq.write_table(table.set_column(at, field, pa.array(values, type=field.type)), path)
 
     return rewrite(run, "contexts/", write)
 
@@ -185,10 +174,9 @@ def same_strata(found: ProbeSet, *columns: str) -> bool:
 
 
 def test_within_datasets_those_of_one_dataset_only(copy, other):
-    kinds = [["none", "role-swap"][at % 2] for at in range(CONTEXTS)]
-    run = with_column(copy(), "perturbation", kinds)
-    first = with_column(run, "dataset", [f"set {at // 2 % 2}" for at in range(CONTEXTS)])
-    second = with_column(other, "dataset", [f"set {at // 6}" for at in range(CONTEXTS)])
+    run = with_column(copy(), "perturbation", lambda at, _: [None, "role-swap"][at % 2])
+    first = with_column(run, "dataset", lambda at, _: f"set {at // 2 % 2}")
+    second = with_column(other, "dataset", lambda at, _: f"set {at // 6}")
     found = read([first.path, second.path], within="dataset")
     assert found.within == "dataset"
     assert same_strata(found, "run", "dataset", "perturbation")
@@ -200,21 +188,14 @@ def test_within_datasets_those_of_one_dataset_only(copy, other):
 
 def lacking(run: Run, row: int, *names: str) -> Run:
     """Make a context lack positions, as the template would: null index, NaN state."""
-    at, row = [run.positions.index(name) for name in names], in_file(run, row)
-
-    def drop_index(path: Path) -> None:
-        table = pq.read_table(path)
-        values = table["positions"].to_pylist()
-        values[row] |= dict.fromkeys(names)
-        field = table.schema.field("positions")
-        column = table.column_names.index("positions")
-        pq.write_table(table.set_column(column, field, pa.array(values, type=field.type)), path)
+    nothing = dict.fromkeys(names)
 
     def drop_states(states: torch.Tensor) -> torch.Tensor:
-        states[row, at] = torch.nan
+        states[row, [run.positions.index(name) for name in names]] = torch.nan
         return states
 
-    return change_residuals(rewrite(run, "contexts/", drop_index), drop_states)
+    with_column(run, "positions", lambda at, old: old | nothing if at == row else old)
+    return change_residuals(run, drop_states)
 
 
 def test_a_position_that_some_context_lacks_is_left_out_with_a_note(copy):
@@ -244,16 +225,7 @@ def test_an_empty_response_has_no_opening(copy):
 def test_the_response_starts_where_the_template_ends(copy, tiny_subject, counted):
     """Also where more tokens were sampled than the context holds."""
     run = copy()
-
-    def write(path: Path) -> None:
-        table = pq.read_table(path)
-        values = [value + counted for value in table["response_tokens"].to_pylist()]
-        at = table.column_names.index("response_tokens")
-        pq.write_table(
-            table.set_column(at, table.schema.field(at), pa.array(values, pa.int32())), path
-        )
-
-    found = read([rewrite(run, "contexts/", write).path])
+    found = read([with_column(run, "response_tokens", lambda _, old: old + counted).path])
     decode = tiny_subject.tokenizer.decode
     for context in found.contexts.itertuples():
         messages = run.contexts["messages"][context.row]

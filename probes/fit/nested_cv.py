@@ -8,7 +8,7 @@ Selection and permutation tests use the closed form (ridge on the rates), which 
 product for all permutations; the reported scores are those of logistic regression.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -127,11 +127,10 @@ def cross_validate(features: Features, design: Design) -> CrossValidated:
     for fold in range(number):
         test = design.rows_of(fold)
         projection = project(features, design.rows_outside(fold), test, runs)
-        picked = np.empty((len(test), columns), dtype=np.float32)
-        for at, predicted in enumerate(ridge_predictions(projection, design)):
-            picked = np.where(best[fold] == at, predicted, picked)
-            whole[at] += correlation(predicted[:, :1], design, fold)[0] / number
-        outer[fold] = fold_auroc(picked, design, test)
+        predicted = ridge_predictions(projection, design)
+        for at, own in enumerate(predicted[..., :1]):
+            whole[at] += correlation(own, design, fold)[0] / number
+        outer[fold] = fold_auroc(with_penalties(predicted, best[fold]), design, test)
         chosen[fold] = loop.penalty(fold)
         raw = fit(projection, design, chosen[fold]).scores(projection.test, runs[test])
         scores[test] = np.round(raw, DIGITS)
@@ -246,13 +245,18 @@ class InnerLoop:
 # -- the closed form ------------------------------------------------------------------------------
 
 
-def ridge_predictions(projection: Projection, design: Design) -> Iterator[np.ndarray]:
-    """``[test, 1 + permutations]`` float32 for each penalty, up to a constant per run."""
+def ridge_predictions(projection: Projection, design: Design) -> np.ndarray:
+    """``[penalties, test, 1 + permutations]`` float32, up to a constant per run."""
     train = projection.train.astype(np.float32)
     projected = train.T @ design.rates[projection.rows]
-    for penalty in design.penalties:
-        shrunk = (projection.test / (projection.squares + penalty)).astype(np.float32)
-        yield shrunk @ projected
+    shrunk = (projection.test / (projection.squares + penalty) for penalty in design.penalties)
+    return np.stack([coordinates.astype(np.float32) @ projected for coordinates in shrunk])
+
+
+def with_penalties(predicted: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """``[test, columns]`` of :func:`ridge_predictions`, each column by the penalty (an index) that
+    was chosen for it."""
+    return np.take_along_axis(predicted, chosen[None, None], axis=0)[0]
 
 
 def correlation(predicted: np.ndarray, design: Design, fold: int) -> np.ndarray:
