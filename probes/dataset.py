@@ -213,7 +213,15 @@ def check_enough(outcome: Outcome, target: Target, others: Sequence[str] = ()) -
             or too few that can be permuted.
     """
     sources, kinds = outcome.source_count, (target.positive, target.negative)
-    few, lacking = min(zip(outcome.sources_of_either_kind(), kinds, strict=True))
+    needs = f"a probe needs {MIN_SOURCES} with one and {MIN_SOURCES} without"
+
+    def fewest(rows: np.ndarray | slice) -> tuple[int, str]:
+        """Sources of the rarer kind, and what there is of them."""
+        few, kind = min(zip(outcome.sources_of_either_kind(rows), kinds, strict=True))
+        have = f"only {few}" if few else "none"
+        return few, f"{have} of {sources} sources {'has' if few < 2 else 'have'} {kind}"
+
+    few, there = fewest(slice(None))
     if few < MIN_SOURCES:
         ways = [f"give --target {' or '.join(others)}"] if others else []
         if few:
@@ -223,20 +231,14 @@ def check_enough(outcome: Outcome, target: Target, others: Sequence[str] = ()) -
             ways.append("sample other conversations (--dataset)")
         if few < sources and target.kind not in (GREEDY, LATENT):
             ways.append("more turns of each (--samples, --temperatures)")
-        have = f"only {few}" if few else "none"
-        raise UserError(
-            f"{have} of {sources} sources {'has' if few < 2 else 'have'} {lacking}; a probe needs "
-            f"{MIN_SOURCES} with one and {MIN_SOURCES} without",
-            ", or ".join(ways),
-        )
+        raise UserError(f"{there}; {needs}", ", or ".join(ways))
     # A run whose contexts all have the same rate has nothing to predict.
     varies = np.array([np.ptp(outcome.rate[outcome.runs == run]) > 0 for run in outcome.runs])
-    few, lacking = min(zip(outcome.sources_of_either_kind(varies), kinds, strict=True))
+    few, there = fewest(varies)
     if few < MIN_SOURCES:
         raise UserError(
-            f"only {few} of {sources} sources have {lacking} in runs or datasets where rates "
-            f"differ, within which contexts are compared; a probe needs {MIN_SOURCES} with one and "
-            f"{MIN_SOURCES} without",
+            f"contexts are compared within a run or dataset, and where their rates differ {there}; "
+            f"{needs}",
             "give another --target or --within, or sample more turns of each (--samples)",
         )
     exchangeable = exchangeable_sources(outcome)

@@ -12,7 +12,7 @@ from sklearn.metrics import roc_auc_score
 from benchmarks.probe_validation import __main__ as validate
 from benchmarks.probe_validation.__main__ import RUNS
 from benchmarks.probe_validation.blocks import SIZES
-from benchmarks.probe_validation.one_run import RunFindings, try_one
+from benchmarks.probe_validation.one_run import RunFindings, analyse_planted
 from benchmarks.probe_validation.planted import (
     COMMON_TOKEN,
     KINDS,
@@ -201,7 +201,7 @@ def found(tmp_path_factory) -> list[RunFindings]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IA_MECH_CACHE", str(tmp_path_factory.mktemp("cache")))
         return [
-            try_one(kind, 500 + seed)
+            analyse_planted(kind, 500 + seed)
             for kind in RUNS
             for seed in range({"none": 8, "complement": 8, "set": 8}.get(kind, 2))
         ]
@@ -210,7 +210,7 @@ def found(tmp_path_factory) -> list[RunFindings]:
 @pytest.mark.slow
 def test_the_headline_lands_where_the_signal_is(found):
     planted = [f for f in found if f.kind in ("signal", "elsewhere")]
-    assert all(f.landed and f.readable for f in planted)
+    assert all(f.located and f.readable for f in planted)
 
 
 @pytest.mark.slow
@@ -220,14 +220,15 @@ def test_beyond_is_said_of_what_output_and_text_lack_and_of_nothing_else(found):
     assert all(f.beyond for f in found if f.kind == "elsewhere")
     assert sum(f.beyond for f in found if f.kind == "complement") >= 7
     assert all(f.readable for f in found if f.kind == "topic")
-    assert all(f.apart > 0 for f in found if f.kind == "loud-copy")
+    assert all(f.above_output > 0 for f in found if f.kind == "loud-copy")
 
 
 @pytest.mark.slow
 def test_the_confidence_set_holds_the_first_layer_and_is_small(found):
     planted = [f for f in found if f.kind == "set"]
-    assert sum(f.holds for f in planted) >= 7  # of 8 at 95%, fewer have a chance of 1 in 17
-    assert np.median([f.size for f in planted]) <= 0.25
+    # Of 8 at 95%, fewer have a chance of 1 in 17.
+    assert sum(f.set_holds_first for f in planted) >= 7
+    assert np.median([f.set_share for f in planted]) <= 0.25
 
 
 @pytest.mark.slow

@@ -332,7 +332,7 @@ def test_sources_count_where_rates_vary():
         if few == 20:
             check_enough(given, RATE)
             continue
-        words = f"only {few} of {len(k)} sources have .* where rates differ.* --within"
+        words = f"where their rates differ only {few} of {len(k)} sources have .* --within"
         with pytest.raises(UserError, match=words):
             check_enough(given, RATE)
 

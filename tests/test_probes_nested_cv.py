@@ -13,7 +13,7 @@ from probes.fit.nested_cv import Design, cross_validate, scores_in, unreliabilit
 from probes.fit.solvers import PENALTIES, Features
 from probes.targets import Outcome
 
-FOLDS, PERMUTATIONS = 5, 2
+FOLDS, PERMUTATIONS = 4, 2
 MANY, FEW = (100, 10), (60, 80)  # contexts, features: the two ways to decompose
 SHAPES = pytest.mark.parametrize("shape", [MANY, FEW], ids=["n > d", "n < d"])
 
@@ -108,7 +108,7 @@ def ridge(columns, runs, rate, train, penalty):
 
 
 def reference_scores(case):
-    """Log-odds and penalties, five outer folds of four inner ones."""
+    """Log-odds and penalties, each outer fold with the other folds as inner ones."""
     k, n, runs = case.outcome.positives, case.outcome.trials, case.outcome.runs
 
     def scores_on(train, penalty):
@@ -248,7 +248,7 @@ def noise_share(strength, seed, contexts=200, width=20):
     outcome = Outcome.from_counts(
         rng.binomial(8, expit(2 * latent - run)), np.full(contexts, 8), range(contexts), run
     )
-    design = Design.from_outcome(outcome, make_folds(outcome, FOLDS, seed))
+    design = Design.from_outcome(outcome, make_folds(outcome, 5, seed))
     states = Features.from_states(features)
     found = cross_validate(states, design)
 
