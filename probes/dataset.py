@@ -397,9 +397,9 @@ def _chosen_layers(there: range, wanted: Sequence[int] | None) -> Sequence[int]:
     if wanted is None:
         return there
     unknown = sorted(set(wanted) - set(there))
-    if unknown or not wanted:
+    if unknown:
         raise UserError(
-            f"no layer {', '.join(map(str, unknown))}" if unknown else "no layer was chosen",
+            f"no layer {', '.join(map(str, unknown))}",
             f"give some of 0 … {there[-1]} (0 = embeddings)",
         )
     return sorted(set(wanted))
