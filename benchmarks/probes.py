@@ -41,7 +41,7 @@ from threadpoolctl import threadpool_limits
 
 from ia_mech.display import Quiet
 from probes.analysis import Settings, analyse
-from probes.controls import Baseline, Controls, Types
+from probes.controls import Baseline, Controls, TextTypes
 from probes.fit.folds import make_folds, permutations
 from probes.fit.nested_cv import Design, cross_validate, fit, fit_path
 from probes.fit.solvers import Features, Fit, project
@@ -94,7 +94,7 @@ class RandomStates:
             [Baseline(name, rng.normal(size=(self.contexts, d)), "") for name, d in widths.items()]
             for widths in (text, {"output": self.width, "summaries": 8})
         )
-        types = Types(*rng.integers(20, size=(2, self.contexts)))
+        types = TextTypes(*rng.integers(20, size=(2, self.contexts)))
         return Controls(own, output, types)
 
 
@@ -231,7 +231,7 @@ def fits(cells: list[np.ndarray], design: Design) -> str:
 
 def null(cells: list[np.ndarray], design: Design, permuted: Design, every: int) -> str:
     """The permutations' cost, in closed form and by logistic regression."""
-    count, closed = len(permuted.taken) - 1, []
+    count, closed = len(permuted.label_rows) - 1, []
     for features in map(Features.from_states, cells):
         begun = process_time()
         cross_validate(features, permuted)
@@ -239,7 +239,7 @@ def null(cells: list[np.ndarray], design: Design, permuted: Design, every: int) 
         cross_validate(features, design)
         closed.append(2 * between - begun - process_time())
     cost = float(np.median(closed))
-    refitted = permuted.taken[1 : 1 + REFITTED]
+    refitted = permuted.label_rows[1 : 1 + REFITTED]
     drawn = [replace(design, outcome=design.outcome.take(taken)) for taken in refitted]
     spent = {"ours": [loop.total - loop.shared for loop in (ours(cells[0], d) for d in drawn)]}
     for name, options in PEERS.items():

@@ -18,16 +18,16 @@ from threadpoolctl import threadpool_limits
 from ia_mech.display import Progress, Quiet
 from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, FoldScores, ResampledScore, model_confidence_set
-from probes.controls import Baseline, Controls, Types, control_outcomes
+from probes.controls import Baseline, Controls, TextTypes, control_outcomes
 from probes.dataset import ENDS
 from probes.fit.beyond import IncrementalScores, centre_and_scale, incremental_scores
 from probes.fit.folds import (
     SelectionTests,
-    against_permutations,
+    exchangeable_sources,
     make_folds,
-    movable_sources,
     permutations,
     seeds_of,
+    select_and_test,
 )
 from probes.fit.nested_cv import CrossValidated, Design, cross_validate, fit, log_loss
 from probes.fit.solvers import Features, project
@@ -143,15 +143,15 @@ class IncrementalValue:
     at the ends of query and response.
 
     Attributes:
-        found: out-of-fold scores of both, see :mod:`probes.fit.beyond`.
-        saved: share of the deviance of the readout without hidden states that the one with them
-            saves on held-out sources.
+        scores: out of fold, of both, see :mod:`probes.fit.beyond`.
+        deviance_saved: share of the held-out deviance of the readout without hidden states that
+            the one with them saves.
         gain: AUROC of the one with hidden states less that of the one without.
         base, full: both AUROCs.
     """
 
-    found: IncrementalScores
-    saved: Estimate
+    scores: IncrementalScores
+    deviance_saved: Estimate
     gain: Estimate
     base: Estimate
     full: Estimate
@@ -166,14 +166,12 @@ class RandomBlocks:
         auroc: as the headline's.
         difference: the headline's AUROC less this, over the same resamples.
         cells: ``[layers, positions]`` AUROC of each layer and position by itself.
-        as_well: ``[layers, positions]`` whether that is at least the model's own.
     """
 
     name: str
     auroc: Estimate
     difference: Estimate
     cells: np.ndarray
-    as_well: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -183,26 +181,26 @@ class Headline:
 
     Attributes:
         layer, position: what the same rule chooses on all contexts, for the probe that is kept.
-        picked: (layer, position) that each outer fold chose.
+        chosen: (layer, position) that each outer fold chose.
         scores: ``[contexts]`` log-odds, each from the probe that its outer fold chose.
         weights: ``[folds, d_model]`` of those probes, on hidden states as they are.
         penalty: for all contexts at ``layer`` and ``position``: the median of what the inner loops
             chose.
         auroc: of these scores.
         auroc_of_rates: of the contexts' observed rates: more than any probe can reach.
-        chance: share of the variance of scores that is chance in training, mean of ``picked``;
-            intervals are widened by it (:meth:`ia_mech.stats.ResampledScore.with_training`).
+        unreliability: of the scores (:func:`probes.fit.nested_cv.unreliability`), mean over
+            ``chosen``; intervals are widened by it.
     """
 
     layer: int
     position: str
-    picked: list[tuple[int, str]]
+    chosen: list[tuple[int, str]]
     scores: np.ndarray
     weights: np.ndarray
     penalty: float
     auroc: Estimate
     auroc_of_rates: Estimate
-    chance: float
+    unreliability: float
 
 
 @dataclass(frozen=True)
@@ -218,7 +216,7 @@ class Analysis:
         p_best: ``[layers, positions]`` p values of the model confidence set: by held-out log loss,
             which layers and positions can't be told from the best.
         headline: the selection procedure's scores.
-        compared: controls.
+        controls: controls.
         beyond: what hidden states add to output, text and the states at the ends of query and
             response; None where one of these is lacking.
         random_blocks: one for each model with random blocks.
@@ -235,7 +233,7 @@ class Analysis:
     cell_scores: np.ndarray
     p_best: np.ndarray
     headline: Headline
-    compared: list[ControlComparison]
+    controls: list[ControlComparison]
     beyond: IncrementalValue | None
     random_blocks: list[RandomBlocks]
     notes: list[str]
@@ -272,8 +270,8 @@ def analyse(
             layers and positions.
 
     Raises:
-        ValueError: fewer sources than folds, no source can change places with another, or states
-            that are not of these contexts and positions.
+        ValueError: fewer sources than folds, or states that are not of these contexts and
+            positions.
         UserError: states that don't differ, and whatever reading them raises.
     """
     controls, settings = controls or Controls(), settings or Settings()
@@ -285,13 +283,12 @@ def analyse(
             f"({len(outcome)}, {len(hidden.positions)})"
         )
     notes = list(controls.missing)
-    moving, sources = movable_sources(outcome), outcome.source_count
-    if moving < 2:
-        raise ValueError("no source can change places with another; there is nothing to permute")
-    if moving < sources:
+    exchangeable, sources = exchangeable_sources(outcome), outcome.source_count
+    if exchangeable < sources:
         notes.append(
-            f"{moving} of {sources} sources can change places in permutations; the others, alone "
-            "in their number of contexts per run or perturbation, stay and make the tests weaker."
+            f"{exchangeable} of {sources} sources can change places in permutations; the others, "
+            "alone in their number of contexts per run or perturbation, stay and make the tests "
+            "weaker."
         )
     of_folds, of_permutations = seeds_of(settings.seed)
     folds = make_folds(outcome, settings.folds, of_folds)
@@ -350,12 +347,11 @@ class _Analyser:
     ) -> Analysis:
         found, tested = self._probed(self.hidden, self.design, "probes")
         each = [
-            [self.scores.auroc(one.scores).with_training(one.chance) for one in row]
+            [self.scores.auroc(one.scores).with_training(one.unreliability) for one in row]
             for row in found
         ]
-        headline, replicated = self._headline(tested, found)
+        headline, resampled = self._headline(tested, found)
         cell_scores = np.array([[one.scores for one in row] for row in found], dtype=np.float32)
-        own = np.array([[one.value for one in row] for row in each])
         return Analysis(
             self.settings,
             self.outcome,
@@ -365,12 +361,12 @@ class _Analyser:
             tested,
             [[one.estimate() for one in row] for row in each],
             cell_scores,
-            self._p_best(cell_scores, headline.chance),
+            self._p_best(cell_scores, headline.unreliability),
             headline,
-            self._compared(controls, headline),
+            self._controls(controls, headline),
             self._beyond(controls, headline),
             [
-                self._random_blocks(name, hidden, own, replicated)
+                self._random_blocks(name, hidden, resampled)
                 for name, hidden in random_blocks.items()
             ],
             notes,
@@ -384,16 +380,18 @@ class _Analyser:
         self.progress.start(phase, shape[0] * shape[1])
         every = self._all_features(hidden)
         found = list(self._map(lambda features: cross_validate(features, design), every))
-        if not any(one.differs for one in found):
+        differ = np.array([one.differs for one in found])
+        if not differ.any():
             raise UserError(
                 "hidden states at these layers and positions are the same in all contexts of a run",
                 "give other layers or positions",
             )
         # Where states don't differ, such as a header's tokens in layer 0, nothing is chosen.
-        inner = np.array([o.inner if o.differs else np.full_like(o.inner, NEVER) for o in found])
-        whole = np.array([o.whole if o.differs else NEVER for o in found])
-        outer = np.array([o.outer for o in found])
-        tested = against_permutations(
+        inner = np.array([one.inner_correlation for one in found])
+        whole = np.array([one.whole_correlation for one in found])
+        inner[~differ] = whole[~differ] = NEVER
+        outer = np.array([one.outer_auroc for one in found])
+        tested = select_and_test(
             inner.reshape(*shape, *inner.shape[1:]),
             outer.reshape(*shape, *outer.shape[1:]),
             whole.reshape(shape),
@@ -403,25 +401,23 @@ class _Analyser:
         return [found[at : at + shape[1]] for at in range(0, len(found), shape[1])], tested
 
     def _random_blocks(
-        self, name: str, hidden: HiddenStates, own: np.ndarray, headline: ResampledScore
+        self, name: str, hidden: HiddenStates, headline: ResampledScore
     ) -> RandomBlocks:
-        """Against ``own``, ``[layers, positions]`` AUROC of the model, and its headline's."""
+        """Against the headline's AUROC."""
         found, tested = self._probed(hidden, self.design.observed(), "random blocks")
-        scores, chance = self._chosen(tested, found)
+        scores, unreliability = self._chosen(tested, found)
         auroc = self.scores.auroc(scores)
         cells = np.array([[self.scores.auroc(one.scores).value for one in row] for row in found])
         # The two have chance in training of their own: all of the difference's variance may be.
         return RandomBlocks(
             name,
-            auroc.with_training(chance).estimate(),
+            auroc.with_training(unreliability).estimate(),
             (headline - auroc).with_training(1.0).estimate(),
             cells,
-            cells >= own,
         )
 
-    def _p_best(self, cell_scores: np.ndarray, chance: float) -> np.ndarray:
-        """p values of the model confidence set, chance in training taken into account as in the
-        headline's interval."""
+    def _p_best(self, cell_scores: np.ndarray, unreliability: float) -> np.ndarray:
+        """p values of the model confidence set, widened as the headline's interval is."""
         outcome, shape = self.outcome, cell_scores.shape[:2]
         flat = cell_scores.reshape(-1, len(outcome)).astype(float)
         losses = log_loss(flat, outcome.positives, outcome.trials)
@@ -431,7 +427,7 @@ class _Analyser:
             by_source,
             resamples=self.settings.resamples,
             seed=self.settings.seed,
-            stretch=float(np.sqrt(1 + chance)),
+            stretch=float(np.sqrt(1 + unreliability)),
         )
         return p.reshape(shape)
 
@@ -440,43 +436,43 @@ class _Analyser:
     def _chosen(
         self, tested: SelectionTests, found: list[list[CrossValidated]]
     ) -> tuple[np.ndarray, float]:
-        """``[contexts]`` scores of the probes that the folds chose; their chance in training."""
-        folds, picked = self.design.folds, [found[at][where] for at, where in tested.picked]
+        """``[contexts]`` scores of the probes that the folds chose; their unreliability."""
+        folds, chosen = self.design.folds, [found[at][where] for at, where in tested.chosen]
         # In single precision, as ``Analysis.cell_scores`` keeps them.
-        by_fold = np.array([one.scores for one in picked], dtype=np.float32).astype(float)
-        chance = float(np.mean([one.chance for one in picked]))
-        return by_fold[folds, np.arange(len(folds))], chance
+        by_fold = np.array([one.scores for one in chosen], dtype=np.float32).astype(float)
+        unreliability = float(np.mean([one.unreliability for one in chosen]))
+        return by_fold[folds, np.arange(len(folds))], unreliability
 
     def _headline(
         self, tested: SelectionTests, found: list[list[CrossValidated]]
     ) -> tuple[Headline, ResampledScore]:
         """From what was found ``[layers][positions]``; and its AUROC on every resample."""
-        scores, chance = self._chosen(tested, found)
+        scores, unreliability = self._chosen(tested, found)
         auroc = self.scores.auroc(scores)
         weights = []  # fitted again: keeping those of every layer and position would take too much
-        picked = [(self.layers[at], self.positions[where]) for at, where in tested.picked]
-        for fold, (layer, position) in enumerate(tested.picked):
+        chosen = [(self.layers[at], self.positions[where]) for at, where in tested.chosen]
+        for fold, (layer, position) in enumerate(tested.chosen):
             train, penalty = self.design.rows_outside(fold), found[layer][position].penalties[fold]
-            states = Features.from_states(self._states(*picked[fold]))
+            states = Features.from_states(self._states(*chosen[fold]))
             at = project(states, train, train[:1], self.outcome.runs)
             weights.append(at.weights(fit(at, self.design, penalty).weights))
-        layer, position = tested.headline
+        layer, position = tested.chosen_on_all
         headline = Headline(
             self.layers[layer],
             self.positions[position],
-            picked,
+            chosen,
             scores,
             np.array(weights),
             float(np.median(found[layer][position].penalties)),
-            auroc.with_training(chance).estimate(),
+            auroc.with_training(unreliability).estimate(),
             self.scores.auroc(self.outcome.rate).estimate(),
-            chance,
+            unreliability,
         )
         return headline, auroc
 
     # -- controls ---------------------------------------------------------------------------------
 
-    def _compared(self, controls: Controls, headline: Headline) -> list[ControlComparison]:
+    def _controls(self, controls: Controls, headline: Headline) -> list[ControlComparison]:
         named = [("text", b) for b in controls.text] + [("output", b) for b in controls.output]
         draws = self.settings.control_draws if controls.types is not None else 0
         self.progress.start("controls", len(named) + draws)
@@ -484,7 +480,7 @@ class _Analyser:
         each = (Features.from_states(baseline.features) for _, baseline in named)
         probed = self._map(lambda features: cross_validate(features, observed), each)
         for (kind, control), one in zip(named, probed, strict=True):
-            own = self.scores.auroc(one.scores).with_training(one.chance).estimate()
+            own = self.scores.auroc(one.scores).with_training(one.unreliability).estimate()
             found.append(ControlComparison(control.name, control.what, kind, own, one.scores))
         if controls.types is not None and draws:
             own, oracle = self._control_task(controls.types, headline)
@@ -492,12 +488,12 @@ class _Analyser:
             found.append(ControlComparison("control task", what, "control task", own, None, oracle))
         return found
 
-    def _control_task(self, types: Types, headline: Headline) -> tuple[Estimate, Estimate]:
+    def _control_task(self, types: TextTypes, headline: Headline) -> tuple[Estimate, Estimate]:
         """AUROC on random functions of the types, where each fold's headline probe reads; and of a
         probe that knows their rates."""
         places = {
             place: Features.from_states(self._states(*place))
-            for place in dict.fromkeys(headline.picked)
+            for place in dict.fromkeys(headline.chosen)
         }
 
         def probe(
@@ -507,11 +503,11 @@ class _Analyser:
             design = Design.from_outcome(outcome, self.design.folds)
             scores, chances = np.empty(len(outcome)), []
             for place, features in places.items():
-                picked = np.array([other == place for other in headline.picked])
+                picked = np.array([other == place for other in headline.chosen])
                 here = picked[self.design.folds]
                 one = cross_validate(features, design)
                 scores[here] = one.scores[here]
-                chances.append(one.chance)
+                chances.append(one.unreliability)
             measured = fold_scores(outcome, design.folds, self.settings)
             return measured.auroc(scores), measured.auroc(rates), float(np.mean(chances))
 
@@ -524,20 +520,20 @@ class _Analyser:
     # -- beyond output, text, and the ends of query and response ----------------------------------
 
     def _beyond(self, controls: Controls, headline: Headline) -> IncrementalValue | None:
-        ends = {layer: self.hidden.ends(layer) for layer, _ in headline.picked}
+        ends = {layer: self.hidden.ends(layer) for layer, _ in headline.chosen}
         known = {layer: states for layer, states in ends.items() if states is not None}
         if not (controls.output and controls.text and len(known) == len(ends)):
             return None
         # States at the ends are in the base as they are, and add nothing.
         hidden = {
             place: self._states(*place) * (place[1] not in ENDS)
-            for place in dict.fromkeys(headline.picked)
+            for place in dict.fromkeys(headline.chosen)
         }
         self.progress.start("beyond output and text", self.design.fold_count)
         found = incremental_scores(
             [_side_by_side(controls.output), _side_by_side(controls.text)],
-            [known[layer] for layer, _ in headline.picked],
-            [hidden[place] for place in headline.picked],
+            [known[layer] for layer, _ in headline.chosen],
+            [hidden[place] for place in headline.chosen],
             self.design.observed(),
             self._map,
         )
@@ -547,8 +543,8 @@ class _Analyser:
         # difference's share is known.
         return IncrementalValue(
             found,
-            saved.with_training(found.chance).estimate(),
-            (full - base).with_training(found.chance).estimate(),
+            saved.with_training(found.unreliability).estimate(),
+            (full - base).with_training(found.unreliability).estimate(),
             base.with_training(1.0).estimate(),
             full.with_training(1.0).estimate(),
         )

@@ -17,20 +17,33 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from threadpoolctl import threadpool_limits
 
 from ia_mech.display import Progress, Quiet
 from ia_mech.errors import UserError
+from ia_mech.estimates import TidyEstimate, frame_of
+from ia_mech.results import Result, Table
 from ia_mech.stats import Estimate, holm, permutation_p
 from probes.analysis import HiddenStates, Settings, fold_scores
-from probes.dataset import MIN_SOURCES
+from probes.dataset import MIN_SOURCES, ProbeSet
 from probes.fit.folds import choose, make_folds, permutations, seeds_of
-from probes.fit.nested_cv import Design, InnerLoop, correlation, fit, fold_auroc, ridge_predictions
+from probes.fit.nested_cv import (
+    Design,
+    InnerLoop,
+    correlation,
+    fit,
+    fold_auroc,
+    ridge_predictions,
+    with_penalties,
+)
 from probes.fit.solvers import Features, project
 from probes.targets import Outcome
 
+STAR = 0.05  # Holm-adjusted p values below it are marked
 MIN_TESTED = 10  # sources with a positive turn, and with a negative one, in what is tested on
 
 
@@ -45,7 +58,7 @@ class Entry:
         p: how often probes of permuted labels reach this AUROC, by the closed form; NaN without
             permutations.
         p_holm: the same, adjusted over all entries.
-        picked: (layer, position) of each probe: one, or one per fold where sources are shared.
+        chosen: (layer, position) of each probe: one, or one per fold where sources are shared.
         train_contexts, train_sources, test_contexts: how many there are.
     """
 
@@ -54,15 +67,15 @@ class Entry:
     auroc: Estimate
     p: float
     p_holm: float
-    picked: list[tuple[int, str]]
+    chosen: list[tuple[int, str]]
     train_contexts: int
     train_sources: int
     test_contexts: int
 
     @property
-    def usual(self) -> tuple[int, str]:
+    def most_chosen(self) -> tuple[int, str]:
         """The layer and position that most of its probes read."""
-        return Counter(self.picked).most_common(1)[0][0]
+        return Counter(self.chosen).most_common(1)[0][0]
 
 
 def cross_evaluate(
@@ -118,7 +131,7 @@ def cross_evaluate(
                 auroc=auroc.with_training(1.0 if len(own) > 1 else 0.0).estimate(),
                 p=p[trained, tested],
                 p_holm=float(adjusted),
-                picked=[probe.place for probe in own],
+                chosen=[probe.place for probe in own],
                 train_contexts=len(train),
                 train_sources=len(set(outcome.sources[train])),
                 test_contexts=len(test),
@@ -133,11 +146,10 @@ def _pairs(
     """Names of what is trained and tested on, of every entry; and notes."""
     trained, tested, notes = [], [], []
     for name, rows in units.items():
-        of = outcome.sources[rows]
-        have = [len(set(of[k[rows] > 0])) for k in (outcome.positives, outcome.negatives)]
+        have = outcome.sources_of_either_kind(rows)
         lacks = f"{name}: {have[0]} sources with a positive turn, {have[1]} with a negative"
         if np.ptp(outcome.rate[rows]) == 0:
-            lacks, have = f"{name}: every context has the same rate", [0, 0]
+            lacks, have = f"{name}: every context has the same rate", (0, 0)
         if min(have) >= MIN_SOURCES:
             trained.append(name)
         if min(have) >= MIN_TESTED:
@@ -155,6 +167,35 @@ def _pairs(
             "sample contexts of more sources, or choose another --target",
         )
     return pairs, notes
+
+
+def units_of(data: ProbeSet) -> dict[str, np.ndarray]:
+    """Name → rows of the runs or, of a single run, of its datasets. Runs are named by their
+    folders, with their number where two are alike.
+
+    Raises:
+        UserError: there is only one with an outcome.
+    """
+    of = data.contexts["dataset"]
+    if len(data.runs) > 1:
+        folders = [run.name for run in data.runs]
+        names = {
+            number: folder if folders.count(folder) == 1 else f"{folder} ({number + 1})"
+            for number, folder in enumerate(folders)
+        }
+        of = data.contexts["run"].map(names)
+    units = {name: np.flatnonzero(of == name) for name in of.unique()}
+    if len(units) < 2:
+        raise UserError(
+            f"there is one {_unit(data)} with an outcome, {next(iter(units))}: nothing to carry "
+            "over to",
+            "give several runs, or one of several datasets",
+        )
+    return units
+
+
+def _unit(data: ProbeSet) -> str:
+    return "run" if len(data.runs) > 1 else "dataset"
 
 
 # -- probes ---------------------------------------------------------------------------------------
@@ -259,12 +300,9 @@ def _closed_form(features: Features, probe: _Probe) -> tuple[np.ndarray, np.ndar
         projection = project(features, train, test, runs)
         for at, predicted in enumerate(ridge_predictions(projection, design)):
             inner[at] += correlation(predicted, design, number) / len(probe.inside)
-    best = inner.argmax(0)
     projection = project(features, probe.train, probe.tested, runs)
-    picked = np.empty((len(probe.tested), columns), dtype=np.float32)
-    for at, predicted in enumerate(ridge_predictions(projection, design)):
-        picked = np.where(best == at, predicted, picked)
-    return inner.max(0), fold_auroc(picked, design, probe.tested)
+    predicted = with_penalties(ridge_predictions(projection, design), inner.argmax(0))
+    return inner.max(0), fold_auroc(predicted, design, probe.tested)
 
 
 def _score(hidden: HiddenStates, probes: list[_Probe], progress: Progress) -> None:
@@ -284,3 +322,110 @@ def _score(hidden: HiddenStates, probes: list[_Probe], progress: Progress) -> No
             fitted = fit(projection, design, loop.penalty(probe.held))
             probe.scores = fitted.scores(projection.test, runs[probe.tested])
             progress.advance()
+
+
+# -- the result -----------------------------------------------------------------------------------
+
+
+def result_of(
+    entries: list[Entry],
+    data: ProbeSet,
+    notes: list[str],
+    settings: Settings,
+    about: dict[str, Any],
+    name: str,
+) -> Result:
+    by = _unit(data)
+    others = [entry for entry in entries if entry.trained != entry.tested]
+    starred = sum(entry.p_holm < STAR for entry in others)
+    best, least = (f(others, key=lambda entry: entry.auroc.value) for f in (max, min))
+    return Result(
+        name=name,
+        question=f"Does a probe of {data.target.words}, trained on one {by}, work on another?",
+        sentence=f"Of {len(others)} probes tested on another {by} than they were trained on, "
+        f"{starred} read it above chance (p < {STAR:g} after Holm's method); their AUROC is "
+        f"{least.auroc.text()} ({least.trained} → {least.tested}) to {best.auroc.text()} "
+        f"({best.trained} → {best.tested}).",
+        control="Layer, position and penalty were chosen by cross-validation within the training "
+        f"contexts; p is from {settings.permutations} permutations of the training labels (whole "
+        "sources), choice and training replayed by ridge regression. "
+        f"Labels: {data.labelled_by}.",
+        estimates=_estimates(entries),
+        tables=[_table(entries, settings)],
+        notes=[
+            f"target {data.target.name}: {data.target.describe()}",
+            *_explained(entries, data, settings),
+            *data.notes,
+            *notes,
+        ],
+        about=about,
+    )
+
+
+def _estimates(entries: list[Entry]) -> pd.DataFrame:
+    """One row per entry; ``layer`` and ``position`` are those that most of its probes read."""
+    names = dict.fromkeys(("trained", "tested", "position"), "string")
+    counts = dict.fromkeys(("layer", "train_contexts", "train_sources"), "Int64")
+    rows = []
+    for entry in entries:
+        layer, position = entry.most_chosen
+        of: dict[str, Any] = {"trained": entry.trained, "tested": entry.tested, "layer": layer}
+        of |= {"position": position, "train_sources": entry.train_sources}
+        of["train_contexts"] = entry.train_contexts
+        one = TidyEstimate("auroc", of, entry.test_contexts, entry.auroc, entry.p)
+        rows.append(replace(one, p_holm=entry.p_holm))
+    return frame_of(rows, names | counts)
+
+
+def _table(entries: list[Entry], settings: Settings) -> Table:
+    """Rows trained on, columns tested on; what the probe of a row reads is named once."""
+    tested = list(dict.fromkeys(entry.tested for entry in entries))
+    rows = []
+    for trained in dict.fromkeys(entry.trained for entry in entries):
+        row = {entry.tested: entry for entry in entries if entry.trained == trained}
+        places = {place for entry in row.values() for place in entry.chosen}
+        reads = "{} {}".format(*places.pop()) if len(places) == 1 else "its own in each"
+        cells = [
+            row[name].auroc.text() + ("*" if row[name].p_holm < STAR else " ") for name in tested
+        ]
+        rows.append([trained, reads, *cells])
+    return Table(
+        f"AUROC, trained on ↓ tested on → [{settings.level * 100:g}% intervals]",
+        ["trained on", "layer, position", *tested],
+        rows,
+        f"* p < {STAR:g} after Holm's method over {len(entries)} entries",
+    )
+
+
+def _explained(entries: list[Entry], data: ProbeSet, settings: Settings) -> list[str]:
+    """What an entry means, and what else a reader has to know."""
+    lines = [
+        "An entry: how often the context of a random positive turn scores higher than that of a "
+        f"random negative one of the same {data.within}, by the row's probe, among the column's "
+        "contexts (0.5: chance). The interval is over the sources tested, given the trained "
+        "probes.",
+    ]
+    if any(len(entry.chosen) > 1 for entry in entries):
+        lines.append(
+            f"Where training and test share sources, {settings.folds} probes were cross-fitted by "
+            "folds of whole sources, and the tested labels are permuted with those trained on."
+        )
+    models = len({run.model["weights_hash"] for run in data.runs})
+    if models > 1:
+        lines.append(
+            f"the runs are of {models} models: a direction in one need not mean the same in "
+            "another."
+        )
+    if len(entries) >= STAR * (settings.permutations + 1):
+        enough = 100 * (int(len(entries) / STAR) // 100 + 1)
+        lines.append(
+            f"{settings.permutations} permutations can't give a * among {len(entries)} entries; "
+            f"give --permutations {enough}."
+        )
+    mixed = (data.contexts.groupby("run")["dataset"].nunique() > 1).any()
+    if mixed and data.within == _unit(data) == "run":
+        lines.append(
+            "Some runs hold several datasets, whose contexts are compared with each other too: a "
+            "probe that only tells datasets apart can score. --within dataset compares within them."
+        )
+    return lines

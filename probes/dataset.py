@@ -18,8 +18,19 @@ from ia_mech.errors import UserError
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import NO_ANNOTATOR, open_runs, read_runs
 from ia_mech.run import Run
-from probes.fit.folds import movable_sources
-from probes.targets import GROUNDED, LATENT, Outcome, Target, counts_of, parse_target
+from probes.fit.folds import exchangeable_sources
+from probes.targets import (
+    FAILURES,
+    GREEDY,
+    GROUNDED,
+    KEYS,
+    LATENT,
+    RATE,
+    Outcome,
+    Target,
+    counts_of,
+    parse_target,
+)
 
 MIN_SOURCES = 20  # with a positive turn, and with a negative one
 RUN, DATASET = "run", "dataset"
@@ -38,8 +49,8 @@ class ProbeSet:
             ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (a key that
             holds across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (all
             before the response), ``response_tokens`` (as the model read it), ``context_tokens``,
-            ``cut_off``, ``token_ids``, ``opening`` (id of the response's first token, -1 if it is
-            empty), ``asked`` (the query's first word), ``positives`` and ``trials``.
+            ``cut_off``, ``token_ids``, ``first_token`` (id of the response's first one, -1 if it is
+            empty), ``first_word`` (of the query), ``positives`` and ``trials``.
         positions: names of the positions that every context has, in storage order.
         has_ends: every run kept the states at :data:`ENDS`, and every context has both.
         notes: what a reader has to know of how all this was put together.
@@ -48,6 +59,7 @@ class ProbeSet:
         within: ``run`` or ``dataset``: what contexts must share to be compared, besides their
             perturbation. Each gets an intercept, and labels are permuted within it.
         gate: whether the judge can tell a turn's own conversation from another.
+        other_targets: those that have enough sources, should this one not.
     """
 
     runs: list[Run]
@@ -59,6 +71,7 @@ class ProbeSet:
     layers: Sequence[int]
     width: int
     gate: Gate
+    other_targets: list[str]
     within: str = RUN
     has_ends: bool = False
 
@@ -178,6 +191,7 @@ def read(
         width=runs[0].model["d_model"],
         within=within,
         gate=gate,
+        other_targets=targets_with_enough(judged.turns),
         has_ends=all({*ENDS} <= {*run.positions} for run in runs)
         and all(index_of(at, name) is not None for at in where for name in ENDS),
     )
@@ -186,51 +200,67 @@ def read(
 # -- is there enough? -----------------------------------------------------------------------------
 
 
-def check_enough(outcome: Outcome, target: Target) -> None:
+def check_enough(outcome: Outcome, target: Target, others: Sequence[str] = ()) -> None:
     """Refuse outcomes that no probe can be trained and tested on.
 
     Args:
         outcome: k of n per context.
-        target: names what is missing in messages.
+        target: what k counts.
+        others: targets that could be given instead, see :func:`targets_with_enough`.
 
     Raises:
-        UserError: the contexts of every run have equal rates, or there are too few sources.
+        UserError: too few sources with a positive turn or without one, too few where rates differ,
+            or too few that can be permuted.
     """
-    positive, sources = target.positive, outcome.source_count
+    sources, kinds = outcome.source_count, (target.positive, target.negative)
+    needs = f"a probe needs {MIN_SOURCES} with one and {MIN_SOURCES} without"
+
+    def fewest(rows: np.ndarray | slice) -> tuple[int, str]:
+        """Sources of the rarer kind, and what there is of them."""
+        few, kind = min(zip(outcome.sources_of_either_kind(rows), kinds, strict=True))
+        have = f"only {few}" if few else "none"
+        return few, f"{have} of {sources} sources {'has' if few < 2 else 'have'} {kind}"
+
+    few, there = fewest(slice(None))
+    if few < MIN_SOURCES:
+        ways = [f"give --target {' or '.join(others)}"] if others else []
+        if few:
+            enough = math.ceil(sources * MIN_SOURCES / few / 10) * 10
+            ways.append(f"sample about {enough} sources at this rate (--limit)")
+        else:
+            ways.append("sample other conversations (--dataset)")
+        if few < sources and target.kind not in (GREEDY, LATENT):
+            ways.append("more turns of each (--samples, --temperatures)")
+        raise UserError(f"{there}; {needs}", ", or ".join(ways))
     # A run whose contexts all have the same rate has nothing to predict.
     varies = np.array([np.ptp(outcome.rate[outcome.runs == run]) > 0 for run in outcome.runs])
-    if not varies.any():
-        rates = ", ".join(f"{rate:.2f}" for rate in np.unique(outcome.rate))
+    few, there = fewest(varies)
+    if few < MIN_SOURCES:
         raise UserError(
-            f"all contexts of a run (or dataset) have the same rate of {positive} ({rates}): there "
-            "is nothing to predict, as only contexts of the same are compared",
-            "choose another --target or --within, or sample at other temperatures or more turns "
-            "per context",
+            f"contexts are compared within a run or dataset, and where their rates differ {there}; "
+            f"{needs}",
+            "give another --target or --within, or sample more turns of each (--samples)",
         )
-    with_positive = len(set(outcome.sources[(outcome.positives > 0) & varies]))
-    with_negative = len(set(outcome.sources[(outcome.negatives > 0) & varies]))
-    few, what = min((with_positive, positive), (with_negative, target.negative))
-    if few >= MIN_SOURCES:
-        moving = movable_sources(outcome)
-        if moving < MIN_SOURCES:
-            raise UserError(
-                f"only {moving} of {sources} sources can change places with another one, as the "
-                "others have other numbers of contexts per run or perturbation: there is too "
-                "little to permute",
-                "give runs whose sources have equally many contexts",
-            )
-        return
-    comparable = len(set(outcome.sources[varies]))
-    where = " in runs or datasets where rates differ" if comparable < sources else ""
-    enough = math.ceil(comparable * MIN_SOURCES / few / 10) * 10
-    others = ", more turns per context, or at other temperatures"
-    if few == comparable or target.kind == LATENT:
-        others = ""  # more turns wouldn't give more sources of that kind
-    raise UserError(
-        f"only {few} source{' has' if few == 1 else 's have'} {what} (of {comparable}{where}); "
-        f"probes need {MIN_SOURCES} with one and {MIN_SOURCES} without",
-        f"sample contexts of about {enough} sources at this rate{others}",
-    )
+    exchangeable = exchangeable_sources(outcome)
+    if exchangeable < MIN_SOURCES:
+        raise UserError(
+            f"only {exchangeable} of {sources} sources can change places with another one, as the "
+            "others have other numbers of contexts per run or perturbation: there is too little to "
+            "permute",
+            "give runs whose sources have equally many contexts",
+        )
+
+
+def targets_with_enough(turns: pd.DataFrame) -> list[str]:
+    """Targets with enough sources of either kind, of ``JudgedTurns.turns``."""
+    source_of, found = turns.groupby(KEYS, observed=True)["source"].first(), []
+    for name in (RATE, GREEDY, LATENT, *FAILURES):
+        counts = counts_of(Target(name), turns)
+        if len(counts):
+            own = Outcome.from_counts(counts["k"], counts["n"], source_of[counts.index])
+            if min(own.sources_of_either_kind()) >= MIN_SOURCES:
+                found.append(name)
+    return found
 
 
 # -- random blocks --------------------------------------------------------------------------------
@@ -367,9 +397,9 @@ def _chosen_layers(there: range, wanted: Sequence[int] | None) -> Sequence[int]:
     if wanted is None:
         return there
     unknown = sorted(set(wanted) - set(there))
-    if unknown or not wanted:
+    if unknown:
         raise UserError(
-            f"no layer {', '.join(map(str, unknown))}" if unknown else "no layer was chosen",
+            f"no layer {', '.join(map(str, unknown))}",
             f"give some of 0 … {there[-1]} (0 = embeddings)",
         )
     return sorted(set(wanted))
@@ -438,8 +468,8 @@ def _contexts(run: Run, number: int) -> pd.DataFrame:
             "context_tokens": own["context_tokens"].astype(int),
             "cut_off": own["response_cut_off"].fillna(False).astype(bool),
             "token_ids": token_ids,
-            "opening": [-1 if e is None else int(ids[f]) for ids, f, e in spans],
-            "asked": [_first_word(messages) for messages in own["messages"]],
+            "first_token": [-1 if e is None else int(ids[f]) for ids, f, e in spans],
+            "first_word": [_first_word(messages) for messages in own["messages"]],
             "positions": own["positions"],
         }
     )

@@ -3,7 +3,6 @@
 Figures are made without pyplot, so that nothing outside them changes.
 """
 
-from collections.abc import Sequence
 from textwrap import fill
 from typing import Any
 
@@ -14,15 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
-from matplotlib.transforms import offset_copy
 
 from ia_mech.cli import one_line
 from ia_mech.display import COLOURS, with_style
-from ia_mech.stats import Estimate
 from probes.analysis import Analysis
 
 LEVEL = 0.05  # of permutation tests
-NUMBERED = 12  # layers up to which cells hold their numbers
 REACH = 0.3  # of the colour map on either side of 0.5, in every figure: they can be compared
 LETTERS = 16  # of 8 points in an inch, about
 
@@ -42,15 +38,10 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
 
     Cells whose family-wise p value is above 0.05 are grey; a dot marks the confidence set of the
     best, a frame what the rule chooses on all contexts.
-
-    Args:
-        analysis: of one target.
-        title: what was probed.
     """
     values = np.array([[cell.value for cell in row] for row in analysis.auroc])
     layers, positions = values.shape
-    numbered = layers <= NUMBERED
-    height = 2.3 + (0.33 * layers if numbered else min(0.19 * layers, 9))
+    height = 2.3 + min(0.19 * layers, 9)
     figure = Figure(figsize=(max(5.4, 2.6 + 0.85 * positions), height), layout="constrained")
     axes = figure.add_subplot()
     tested = not np.isnan(analysis.tested.p_family).all()
@@ -59,34 +50,22 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
         shown, origin="lower", aspect="auto", cmap="RdBu_r", vmin=0.5 - REACH, vmax=0.5 + REACH
     )
     axes.set_facecolor("0.85")  # cells without a value, or without significance
-    _mark_cells(figure, axes, analysis, values, shown, numbered)
+    _mark_cells(axes, analysis, shown)
     _name_axes(axes, analysis)
     look: dict[str, Any] = {"pad": 0.03, "fraction": 0.06, "aspect": 5 * height}
     bar = figure.colorbar(image, ax=axes, extend="both", **look)
     bar.set_label("AUROC (0.5 = chance)")
     bar.outline.set_linewidth(0.7)
-    _head(figure, axes, _facts(analysis), title)
+    _head(figure, axes, analysis, title)
     _explain_marks(figure, analysis, tested)
     return figure
 
 
-def _mark_cells(
-    figure: Figure,
-    axes: Axes,
-    analysis: Analysis,
-    values: np.ndarray,
-    shown: np.ndarray,
-    numbered: bool,
-) -> None:
-    """Numbers, dots (to the right of a number, if there are numbers) and the frame."""
-    beside = offset_copy(axes.transData, figure, x=15 if numbered else 0, units="points")
-    for (i, j), value in np.ndenumerate(values):
+def _mark_cells(axes: Axes, analysis: Analysis, shown: np.ndarray) -> None:
+    """Dots and the frame."""
+    for i, j in np.argwhere(analysis.among_best):
         ink = "white" if abs(shown[i, j] - 0.5) > 0.62 * REACH else "black"
-        if numbered:
-            number = "–" if np.isnan(value) else f"{value:.2f}"
-            axes.text(j, i, number, ha="center", va="center", color=ink, fontsize=8)
-        if analysis.among_best[i, j]:
-            axes.plot(j, i, "o", color=ink, markersize=3, transform=beside)
+        axes.plot(j, i, "o", color=ink, markersize=3)
     row = analysis.layers.index(analysis.headline.layer)
     column = analysis.positions.index(analysis.headline.position)
     axes.add_patch(
@@ -119,16 +98,15 @@ def _explain_marks(figure: Figure, analysis: Analysis, tested: bool) -> None:
     figure.legend(marks.values(), marks.keys(), loc="outside lower center", **look)
 
 
-def _facts(analysis: Analysis) -> str:
-    counts = len(analysis.outcome), analysis.outcome.source_count, analysis.tested.permutations
-    return "{} contexts of {} sources · {} permutations".format(*counts)
-
-
-def _head(figure: Figure, axes: Axes, facts: str, title: str) -> None:
+def _head(figure: Figure, axes: Axes, analysis: Analysis, title: str) -> None:
     """The title, and below it what the numbers are from."""
     letters = int((figure.get_figwidth() - 0.9) * LETTERS)
     title = fill(one_line(title), int(0.65 * letters))  # in larger letters
     figure.suptitle(title, fontsize=11, fontweight="bold")
+    facts = (
+        f"{len(analysis.outcome)} contexts of {analysis.outcome.source_count} sources · "
+        f"{analysis.tested.permutations} permutations"
+    )
     axes.set_title(fill(facts, letters), fontsize=8, color="0.3")
 
 
@@ -142,86 +120,41 @@ def layer_curve(analysis: Analysis, title: str) -> Figure:
 
     The null's bands are of the closed-form probes of the permutation tests, the curve is of
     logistic regression.
-
-    Args:
-        analysis: of one target.
-        title: what was probed.
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    at = analysis.positions.index(analysis.headline.position)
+    headline, tested = analysis.headline, analysis.tested
+    at, layers = analysis.positions.index(headline.position), analysis.layers
     curve = [row[at] for row in analysis.auroc]
-    level = f"{100 * analysis.settings.level:g}%"
-    own = [
-        _headline_line(axes, analysis),
-        _with_band(axes, analysis.layers, curve, f"each layer by itself, {level} interval"),
-        *_null(axes, analysis, at),
-    ]
-    controls = _control_lines(axes, analysis)
+    low, high = [cell.low for cell in curve], [cell.high for cell in curve]
+    axes.fill_between(layers, low, high, color=BLUE, alpha=0.2, linewidth=0, zorder=2)
+    # The headline is the selection procedure's score, which is of no single layer.
+    label = f"headline (layer and position chosen in each fold): {headline.auroc.text()}"
+    line: dict[str, Any] = {"color": "black", "linewidth": 1.3, "zorder": 1.9}
+    handles: list[Artist] = [axes.axhline(headline.auroc.value, label=label, **line)]
+    label = f"each layer by itself, {100 * analysis.settings.level:g}% interval"
+    line = {"color": BLUE, "markersize": 3, "linewidth": 1.5}
+    handles += axes.plot(layers, [cell.value for cell in curve], "o-", label=label, **line)
+    if tested.permutations:
+        band: dict[str, Any] = {"color": "0.85", "linewidth": 0, "zorder": 0}
+        band["label"] = "null's 95% quantile (closed form)"
+        handles.append(axes.fill_between(layers, 0.5, tested.null_quantile[:, at], **band))
+        # Visible where a control, which is drawn thicker, has the same value.
+        line = {"color": "0.3", "linewidth": 0.8, "zorder": 1.8}
+        line["label"] = "null's largest, 95% (family-wise)"
+        handles.append(axes.axhline(tested.family_quantile, **line))
+    for control in analysis.controls:
+        if control.name in _CONTROLS:  # the others are in the estimates
+            line = {"linewidth": 1.3, "zorder": 1.5, **_CONTROLS[control.name]}
+            label = f"{control.name}: {control.auroc.text()}"
+            handles.append(axes.axhline(control.auroc.value, label=label, **line))
     axes.axhline(0.5, color="black", linewidth=0.7, zorder=1)
-    axes.set_ylabel(f"AUROC at {one_line(analysis.headline.position, 24)}")
+    axes.set_ylabel(f"AUROC at {one_line(headline.position, 24)}")
     axes.set_xlabel("layer (0 = embeddings)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10], integer=True))
-    _head(figure, axes, _facts(analysis), title)
+    _head(figure, axes, analysis, title)
     look: dict[str, Any] = {"fontsize": 7.5, "handlelength": 2.6, "columnspacing": 1.5}
-    handles = [*own, *controls]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, **look)
     return figure
-
-
-def _with_band(
-    axes: Axes, layers: Sequence[int], estimates: Sequence[Estimate], label: str
-) -> Line2D:
-    """A line through estimates, their intervals as a band."""
-    low, high = [e.low for e in estimates], [e.high for e in estimates]
-    axes.fill_between(layers, low, high, color=BLUE, alpha=0.2, linewidth=0, zorder=2)
-    values = [e.value for e in estimates]
-    line = axes.plot(layers, values, "o-", color=BLUE, markersize=3, linewidth=1.5, label=label)
-    return line[0]
-
-
-def _null(axes: Axes, analysis: Analysis, at: int) -> list[Artist]:
-    tested = analysis.tested
-    if not tested.permutations:
-        return []
-    band = axes.fill_between(
-        analysis.layers,
-        0.5,
-        tested.band[:, at],
-        color="0.85",
-        linewidth=0,
-        zorder=0,
-        label="null's 95% quantile (closed form)",
-    )
-    family = axes.axhline(
-        tested.family_band,
-        color="0.3",
-        linewidth=0.8,
-        zorder=1.8,  # visible where a control, which is drawn thicker, has the same value
-        label="null's largest, 95% (family-wise)",
-    )
-    return [band, family]
-
-
-def _control_lines(axes: Axes, analysis: Analysis) -> list[Line2D]:
-    """The output's and the text's own probe; the other controls are in the estimates."""
-    return [
-        axes.axhline(
-            control.auroc.value,
-            label=f"{control.name}: {control.auroc.text()}",
-            linewidth=1.3,
-            zorder=1.5,
-            **_CONTROLS[control.name],
-        )
-        for control in analysis.compared
-        if control.name in _CONTROLS
-    ]
-
-
-def _headline_line(axes: Axes, analysis: Analysis) -> Line2D:
-    """The selection procedure's score, which is of no single layer."""
-    auroc = analysis.headline.auroc
-    label = f"headline (layer and position chosen in each fold): {auroc.text()}"
-    return axes.axhline(auroc.value, color="black", linewidth=1.3, zorder=1.9, label=label)

@@ -45,7 +45,7 @@ PLANTED = (
     (480, 576, 7, 7),
     (120, 576, 2, 7),
 )
-OFTEN = 0.8  # power that is called enough
+POWER = 0.8  # power that is called enough
 KEY = ["quantity", "layer", "position", "control"]  # no two rows have the same
 COLUMNS = [*KEY, "value", "low", "high", "p", "sources", "contexts", "level", "method"]
 _DTYPES = {
@@ -82,95 +82,93 @@ class Conclusion:
 def conclude(
     analysis: Analysis, what: str = "the follow-up rate", labelled_by: str = ""
 ) -> Conclusion:
-    """What the headline, its p values and its controls show.
-
-    Args:
-        analysis: of one target.
-        what: the target, in words.
-        labelled_by: where the outcomes come from, such as ``judge rules``.
-    """
+    """What the headline, its p values and its controls show of ``what``, the target in words, with
+    outcomes that are ``labelled_by``, say, a judge."""
     tested, gain = analysis.tested, analysis.beyond
-    readable = bool(tested.p <= LEVEL and tested.p_family.min() <= LEVEL)
+    readable = bool(tested.headline_p <= LEVEL and tested.p_family.min() <= LEVEL)
     sure = analysis.settings.level >= COVERAGE
     as_well = [one for one in analysis.random_blocks if not one.difference.low > 0]
-    beyond = readable and sure and not as_well and gain is not None and bool(gain.saved.low > 0)
+    beyond = (
+        readable and sure and not as_well and gain is not None and bool(gain.deviance_saved.low > 0)
+    )
     auroc = round(analysis.headline.auroc.value, 2)  # as it is shown
-    tasks = [one for one in analysis.compared if one.kind == "control task"]
-    chance = next((task for task in tasks if round(task.auroc.value, 2) >= auroc), None)
-    can = f"{what[:1].upper()}{what[1:]} can be read from the hidden states"
+    tasks = [one for one in analysis.controls if one.kind == "control task"]
+    subject = what[:1].upper() + what[1:]
+    can = f"{subject} can be read from the hidden states"
     if not tested.permutations:
-        said = [f"{what[:1].upper()}{what[1:]} was not tested: nothing is claimed without "
-                "permutations."]  # fmt: skip
+        verdict = f"{subject} was not tested: nothing is claimed without permutations."
     elif not readable:
-        said = [f"No evidence was found that {what} can be read from the hidden states."]
+        verdict = f"No evidence was found that {what} can be read from the hidden states."
     elif as_well:
-        said = [
+        verdict = (
             f"{can}, but from those of {RANDOM_BLOCKS} as well: it is not shown that the model "
             "computes anything of it."
-        ]
+        )
     elif beyond:
-        said = [f"{can}, beyond {READOUT}."]
-    elif chance is not None:
-        said = [f"{can}, but no better than {CONTROL_TASK}: it is not shown that they represent "
-                "it."]  # fmt: skip
+        verdict = f"{can}, beyond {READOUT}."
+    elif any(round(task.auroc.value, 2) >= auroc for task in tasks):
+        verdict = (
+            f"{can}, but no better than {CONTROL_TASK}: it is not shown that they represent it."
+        )
     elif gain is None:
-        said = [f"{can}; whether beyond {READOUT} can't be told without these controls."]
+        verdict = f"{can}; whether beyond {READOUT} can't be told without these controls."
     else:
-        said = [f"{can}; that they tell more than {READOUT} is not shown."]
-    said.append(_numbers(analysis))
+        verdict = f"{can}; that they tell more than {READOUT} is not shown."
+    sentences = [verdict, _numbers(analysis)]
     if tested.permutations and not readable:
-        said.append(_power(analysis))
-    held = []
+        sentences.append(_power(analysis))
+    controls = []
     if gain is not None:
-        held.append(
+        controls.append(
             f"Added to {READOUT} (AUROC {gain.base.value:.2f}), the hidden states save "
-            f"{gain.saved.text(1, sign=True, percent=True)} of its held-out deviance, AUROC "
-            f"{gain.gain.text(sign=True)}."
+            f"{gain.deviance_saved.text(1, sign=True, percent=True)} of its held-out deviance, "
+            f"AUROC {gain.gain.text(sign=True)}."
         )
         if readable and not beyond:
             size = len(analysis.outcome), analysis.headline.weights.shape[1]
-            held.append(power_of_beyond(*size))
+            controls.append(power_of_beyond(*size))
         if not sure:
-            held.append(f"Beyond is never said of intervals below {COVERAGE:.0%}.")
+            controls.append(f"Beyond is never said of intervals below {COVERAGE:.0%}.")
     for task in tasks:
         known = "–" if task.oracle is None else f"{task.oracle.value:.2f}"
-        held.append(
+        controls.append(
             f"The control task has AUROC {task.auroc.text()}, of {known} for a probe that knows "
             "its rates."
         )
-    held += [_random(one) for one in analysis.random_blocks]
+    own = np.array([[cell.value for cell in row] for row in analysis.auroc])
+    controls += [_random(one, own) for one in analysis.random_blocks]
     if labelled_by:
-        held.append(f"Labels: {labelled_by}.")
-    return Conclusion(readable, beyond, " ".join(said), " ".join(held))
+        controls.append(f"Labels: {labelled_by}.")
+    return Conclusion(readable, beyond, " ".join(sentences), " ".join(controls))
 
 
 def _numbers(analysis: Analysis) -> str:
     tested, auroc = analysis.tested, analysis.headline.auroc
     p = ""
     if tested.permutations:
-        p = f", {p_value(tested.p)} (selection replayed; of the heat map, family-wise, "
+        p = f", {p_value(tested.headline_p)} (selection replayed; of the heat map, family-wise, "
         p += f"{p_value(float(tested.p_family.min()))})"
     count, level = int(analysis.among_best.sum()), f"{100 * analysis.settings.level:g}%"
-    told = f"{count} of {analysis.among_best.size} layers × positions can't be told from the best"
+    best = f"{count} of {analysis.among_best.size} layers × positions can't be told from the best"
     if count == analysis.among_best.size:
-        told = f"no layer or position stands out: none of {count} pairs can be told from the best"
+        best = f"no layer or position stands out: none of {count} pairs can be told from the best"
     return (
         f"Probes whose layer and position are chosen inside the training folds have AUROC "
-        f"{auroc.text()}{p}; {told} ({level} confidence set)."
+        f"{auroc.text()}{p}; {best} ({level} confidence set)."
     )
 
 
 def _power(analysis: Analysis) -> str:
     """What would have been found."""
     tested, sources = analysis.tested, analysis.outcome.source_count
-    reached = float(np.quantile(tested.null, 0.95))
+    reached = float(np.quantile(tested.headline_null, 0.95))
     # In four of five data sets an estimate is above its mean less 0.84 standard deviations; the
     # spread is that under permutation.
-    found = reached + float(norm.ppf(OFTEN)) * float(tested.null.std())
+    found = reached + float(norm.ppf(POWER)) * float(tested.headline_null.std())
     return (
-        f"The closed form that is tested has {tested.value:.2f}; one in twenty permutations of the "
-        f"labels of these {sources} sources reaches {reached:.2f}, so that a true value of about "
-        f"{found:.2f} would be found in four of five such data sets."
+        f"The closed form that is tested has {tested.headline_statistic:.2f}; one in twenty "
+        f"permutations of the labels of these {sources} sources reaches {reached:.2f}, so that a "
+        f"true value of about {found:.2f} would be found in four of five such data sets."
     )
 
 
@@ -181,7 +179,7 @@ def power_of_beyond(contexts: int, features: int) -> str:
     )
     ratio = np.log(features / contexts)
     nearest = min(PLANTED, key=lambda one: abs(np.log(one[1] / one[0]) - ratio))
-    likely = "would probably" if nearest[2] >= OFTEN * nearest[3] else "may well not"
+    likely = "would probably" if nearest[2] >= POWER * nearest[3] else "may well not"
     return (
         f"Planted hidden states that add as much as the output tells were found in {known}; these "
         f"are {contexts} contexts with {features} features, where such an addition {likely} be "
@@ -189,8 +187,9 @@ def power_of_beyond(contexts: int, features: int) -> str:
     )
 
 
-def _random(one: RandomBlocks) -> str:
-    better, cells = int(one.as_well.sum()), one.as_well.size
+def _random(one: RandomBlocks, own: np.ndarray) -> str:
+    """``own``: ``[layers, positions]`` AUROC of the model itself."""
+    better, cells = int((one.cells >= own).sum()), own.size
     less = "less well than" if one.difference.low > 0 else "as well as"
     return (
         f"Random blocks ({one.name}) are read {less} the model's: AUROC {one.auroc.text()}, the "
@@ -248,12 +247,12 @@ def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
 
     yield interval("auroc", headline.auroc)
     yield interval("auroc_of_rates", headline.auroc_of_rates)
-    band = np.quantile(tested.null, 0.95) if tested.permutations else np.nan
-    yield plain("statistic_headline", tested.value, "closed form", tested.p)
+    band = np.quantile(tested.headline_null, 0.95) if tested.permutations else np.nan
+    yield plain("statistic_headline", tested.headline_statistic, "closed form", tested.headline_p)
     yield plain("null_band_95_headline", band, permuted)
     replayed = f"{permuted}, selection replayed"
-    yield plain("p_headline", tested.p, replayed, tested.p)
-    for control in analysis.compared:
+    yield plain("p_headline", tested.headline_p, replayed, tested.headline_p)
+    for control in analysis.controls:
         yield interval("auroc_control", control.auroc, control=control.name)
         if control.oracle is not None:
             yield interval("auroc_oracle", control.oracle, control=control.name)
@@ -264,22 +263,22 @@ def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
         yield interval("auroc_base", analysis.beyond.base)
         yield interval("auroc_full", analysis.beyond.full)
         yield interval("auroc_gain", analysis.beyond.gain)
-        yield interval("deviance_saved", analysis.beyond.saved)
-    picked = Counter(headline.picked)
+        yield interval("deviance_saved", analysis.beyond.deviance_saved)
+    picked = Counter(headline.chosen)
     for i, layer in enumerate(analysis.layers):
         for j, position in enumerate(analysis.positions):
             at: dict[str, Any] = {"layer": layer, "position": position}
             p = tested.p_family[i, j]
-            share = picked[layer, position] / len(headline.picked)
+            share = picked[layer, position] / len(headline.chosen)
             yield interval("auroc_cell", analysis.auroc[i][j], **at)
             yield plain("statistic", tested.statistic[i, j], "closed form", p, **at)
-            yield plain("null_band_95", tested.band[i, j], permuted, **at)
+            yield plain("null_band_95", tested.null_quantile[i, j], permuted, **at)
             yield plain("p_family", p, permuted, p, **at)
             yield plain("p_best", analysis.p_best[i, j], "model confidence set", **at)
             yield plain("selected_in_folds", share, "inner folds", **at)
             for one in analysis.random_blocks:
                 yield plain("auroc_cell", one.cells[i, j], "", control=one.name, **at)
-    yield plain("null_band_95_family", tested.family_band, permuted)
+    yield plain("null_band_95_family", tested.family_quantile, permuted)
 
 
 def predictions(analysis: Analysis) -> pd.DataFrame:
@@ -299,11 +298,11 @@ def predictions(analysis: Analysis) -> pd.DataFrame:
         "log_odds": scores,
         "probability": expit(scores),
     }
-    for control in analysis.compared:
+    for control in analysis.controls:
         if control.scores is not None:
             columns[f"control:{control.name}"] = control.scores
     if analysis.beyond is not None:
-        columns |= {"base": analysis.beyond.found.base, "full": analysis.beyond.found.full}
+        columns |= {"base": analysis.beyond.scores.base, "full": analysis.beyond.scores.full}
     return pd.DataFrame(columns)
 
 
@@ -317,8 +316,8 @@ def tables(analysis: Analysis) -> list[Table]:
         ["headline", headline.auroc.text(), "hidden states, chosen inside the training folds"],
         ["rates", headline.auroc_of_rates.text(), "the observed ones: more than a probe can reach"],
     ]
-    rows += [[one.name, one.auroc.text(), one.what] for one in analysis.compared]
-    for one in analysis.compared:
+    rows += [[one.name, one.auroc.text(), one.what] for one in analysis.controls]
+    for one in analysis.controls:
         if one.oracle is not None:
             rows.append(["  of its rates", one.oracle.text(), "what a probe that knows them has"])
     rows += [[one.name, one.auroc.text(), RANDOM_BLOCKS] for one in analysis.random_blocks]
@@ -356,7 +355,7 @@ def _cell(analysis: Analysis, i: int, j: int) -> str:
 # -- the result -----------------------------------------------------------------------------------
 
 
-def free_folder(
+def result_folder(
     about: dict[str, Any], home: Path, name: str | None = None, replace: bool = False
 ) -> Path:
     """A folder that an analysis may write: a new one, one with the same analysis (given the same
@@ -415,7 +414,7 @@ def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: s
     """What is shown and kept of an analysis, the probe that is fitted on all contexts included."""
     target, headline = data.target, analysis.headline
     within = " within datasets" if data.within == "dataset" else ""
-    said = conclude(analysis, target.words + within, data.labelled_by)
+    conclusion = conclude(analysis, target.words + within, data.labelled_by)
     models = dict.fromkeys(run.model["name"] for run in data.runs)
     title = f"{', '.join(models)} · {target.name} · {data.labelled_by}"
     names = data.contexts[["run", "context_id", "dataset"]].assign(
@@ -426,8 +425,8 @@ def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: s
     found = Result(
         name=name,
         question=f"Where can {target.words}{within} be read from the hidden states?",
-        sentence=said.sentence,
-        control=said.control,
+        sentence=conclusion.sentence,
+        control=conclusion.control,
         estimates=estimates(analysis),
         tables=tables(analysis),
         figures={
@@ -449,7 +448,7 @@ def _data_note(analysis: Analysis, data: ProbeSet) -> str:
     share = outcome.positives.sum() / outcome.trials.sum()
     by_fold = ", ".join(
         f"layer {layer} {position} ×{times}"
-        for (layer, position), times in Counter(headline.picked).most_common()
+        for (layer, position), times in Counter(headline.chosen).most_common()
     )
     return (
         f"{len(outcome)} contexts of {outcome.source_count} sources, {round(outcome.trials.sum())} "

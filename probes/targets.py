@@ -3,6 +3,7 @@
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -74,6 +75,13 @@ class Outcome:
         """``[contexts]`` share of positives."""
         return self.positives / self.trials
 
+    def sources_of_either_kind(self, rows: np.ndarray | slice = slice(None)) -> tuple[int, int]:
+        """How many sources have a positive turn among some contexts, and how many a negative."""
+        sources = self.sources[rows]
+        with_positive = sources[self.positives[rows] > 0]
+        with_negative = sources[self.negatives[rows] > 0]
+        return len(np.unique(with_positive)), len(np.unique(with_negative))
+
     def take(self, rows: np.ndarray) -> "Outcome":
         """Some contexts, with sources and runs renumbered."""
         return Outcome.from_counts(
@@ -89,22 +97,33 @@ RATE, GROUNDED, GREEDY, LATENT = "rate", "grounded", "greedy", "latent"
 CHOICES = (
     f"give rate, rate@T, greedy, latent or, as rates, {GROUNDED} or one of {', '.join(FAILURES)}"
 )
-# What a positive turn or context is called, the subject of a sentence about the target, and what
-# its turns are, of rates, or what k and n are, of the other targets.
+
+
+class _Words(NamedTuple):
+    """How a kind of target is spoken of: what a positive turn or context is called, the subject of
+    a sentence about it, and what is counted (of rates, what the turns are)."""
+
+    positive: str
+    subject: str
+    counted: str
+
+
 _WORDS = {
-    RATE: ("a genuine follow-up", "the follow-up rate", "are genuine follow-ups"),
-    GROUNDED: (
+    RATE: _Words("a genuine follow-up", "the follow-up rate", "are genuine follow-ups"),
+    GROUNDED: _Words(
         "a genuine and grounded turn",
         "the rate of genuine and grounded turns",
         "are genuine and grounded",
     ),
-    **{name: (f"a turn of {name}", f"the rate of {name}", f"are {name}") for name in FAILURES},
-    GREEDY: (
+    **{
+        name: _Words(f"a turn of {name}", f"the rate of {name}", f"are {name}") for name in FAILURES
+    },
+    GREEDY: _Words(
         "a genuine follow-up",
         "whether the greedy turn is a genuine follow-up",
         "k is 1 if the greedy turn is a genuine follow-up and 0 if not, of n = 1.",
     ),
-    LATENT: (
+    LATENT: _Words(
         "a genuine follow-up among the samples only",
         "whether any sample is a genuine follow-up where the greedy turn is not",
         "k is 1 if a sampled turn is a genuine follow-up and 0 if none is, of n = 1; contexts "
@@ -134,7 +153,7 @@ class Target:
     @property
     def positive(self) -> str:
         """What a positive turn or context is called, with its article."""
-        return _WORDS[self.kind][0]
+        return _WORDS[self.kind].positive
 
     @property
     def negative(self) -> str:
@@ -146,12 +165,12 @@ class Target:
     @property
     def words(self) -> str:
         """The subject of a sentence about it."""
-        what = _WORDS[self.kind][1]
+        what = _WORDS[self.kind].subject
         return what if self.temperature is None else f"{what} at T = {self.temperature:g}"
 
     def describe(self) -> str:
         """One sentence: what k and n are."""
-        what = _WORDS[self.kind][2]
+        what = _WORDS[self.kind].counted
         if self.kind in (GREEDY, LATENT):
             return what
         at = "above temperature 0" if self.temperature is None else f"at T = {self.temperature:g}"

@@ -42,15 +42,7 @@ Judge a run first: python -m ia_mech.judge run cache/RUN
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = Parser(
-        prog="python -m probes.train",
-        usage="%(prog)s RUN [RUN ...] [options]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
-    add_subject(parser)
-    add_statistics(parser)
-    add_result(parser)
+    parser = parser_of("probes.train", DESCRIPTION, EPILOG)
     parser.add_argument(
         "--random-blocks",
         nargs="+",
@@ -62,8 +54,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_result(parser: argparse.ArgumentParser) -> None:
-    """What becomes of the result."""
+def parser_of(module: str, description: str, epilog: str) -> Parser:
+    """What both commands take: runs, judge, target, positions, layers, statistics, result."""
+    prog, usage = f"python -m {module}", "%(prog)s RUN [RUN ...] [options]"
+    parser = Parser(prog=prog, usage=usage, description=description, epilog=epilog)
+    add_subject(parser)
+    numbers = parser.add_argument_group("statistics")
+    numbers.add_argument(
+        "--permutations",
+        type=whole_from(19, "fewer can't reach p = 0.05"),
+        default=1000,
+        metavar="N",
+        help="of whole sources (default: 1000)",
+    )
+    add_intervals(numbers, seed="folds, permutations and resampling")
     parser.add_argument(
         "--out", metavar="NAME", help="of the folder in RUN/results (default: target and judge)"
     )
@@ -71,6 +75,7 @@ def add_result(parser: argparse.ArgumentParser) -> None:
         "--replace", action="store_true", help="replace an analysis of other settings there"
     )
     parser.add_argument("--full", action="store_true", help="print all tables")
+    return parser
 
 
 def add_subject(parser: argparse.ArgumentParser) -> None:
@@ -108,19 +113,6 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="compare contexts of one run, or of one dataset (default: run)",
     )
-
-
-def add_statistics(parser: argparse.ArgumentParser) -> None:
-    """Permutations, resamples, level and seed."""
-    numbers = parser.add_argument_group("statistics")
-    numbers.add_argument(
-        "--permutations",
-        type=whole_from(19, "fewer can't reach p = 0.05"),
-        default=1000,
-        metavar="N",
-        help="of whole sources (default: 1000)",
-    )
-    add_intervals(numbers, seed="folds, permutations and resampling")
 
 
 def layers(text: str) -> list[int] | None:
@@ -174,18 +166,12 @@ def _train(args: argparse.Namespace) -> None:
     runs = open_runs(args.runs)
     check_one_model(runs)
     runs.sort(key=lambda run: (run.identity_digest, str(run.path)))
-    data = read(
-        runs,
-        args.judge,
-        args.target,
-        *chosen_places(args),
-        args.within,
-    )
+    data = read(runs, args.judge, args.target, *chosen_places(args), args.within)
     twins = with_random_blocks(data, args.random_blocks)
     random = [run.identity_digest for twin in twins.values() for run in twin.runs]
     about = show.about("probe", data, settings, random_blocks=random)
-    folder = show.free_folder(about, args.runs[0], args.out, args.replace)
-    check_enough(data.outcome, data.target)
+    folder = show.result_folder(about, args.runs[0], args.out, args.replace)
+    check_enough(data.outcome, data.target, data.other_targets)
     controls = controls_of(data, settings.seed)
     analysis = analyse(data, data.outcome, controls, settings, Bar(), twins)
     write_and_show(show.result_of(analysis, data, about, folder.name), folder, args.full)

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from shell import call, refusal
+from shell import call
 from sklearn.linear_model import Ridge
 from sklearn.metrics import roc_auc_score
 
 from benchmarks.probe_validation import __main__ as validate
-from benchmarks.probe_validation.__main__ import RUNS, shares, table
+from benchmarks.probe_validation.__main__ import RUNS
 from benchmarks.probe_validation.blocks import SIZES
-from benchmarks.probe_validation.one_run import RunFindings, try_one
+from benchmarks.probe_validation.one_run import RunFindings, analyse_planted
 from benchmarks.probe_validation.planted import (
     COMMON_TOKEN,
     KINDS,
@@ -65,13 +65,6 @@ def test_the_labels_have_the_prevalence_and_the_oracle_auroc_that_were_asked_for
     planted = plant(small(kind, 20_000, prevalence=prevalence, oracle_auroc=oracle))
     assert planted.positives.mean() / 8 == pytest.approx(prevalence, abs=0.006)
     assert auroc(planted.z, planted) == pytest.approx(oracle, abs=0.02 if kind == "none" else 0.01)
-
-
-def test_contexts_of_a_source_share_their_rate():
-    for kind in KINDS:
-        planted = plant(small(kind, 100, per_source=4))
-        assert planted.sources.tolist() == [row // 4 for row in range(100)]
-        assert (planted.rates.reshape(25, 4) == planted.rates[::4, None]).all()
 
 
 def test_a_plan_is_reproducible_and_another_draw_is_of_the_same_world():
@@ -130,40 +123,21 @@ def test_a_linear_readout_finds_the_signal_where_it_is_and_nowhere_else(kind, fi
                 assert expected == pytest.approx(0.5, abs=1e-9)
 
 
-def test_the_signal_can_be_planted_elsewhere():
-    plan = Plan("signal", informative_layer=2, informative_position="response_end", contexts=1000)
-    found = plant(plan).slopes.any(axis=-1)
-    wanted = [
-        [layer >= 2 and name == "response_end" for name in plan.positions] for layer in range(8)
-    ]
-    assert found.tolist() == wanted
-
-
 # -- the lens -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_only_the_token_s_logit_rises_with_the_latent(seed):
-    for kind, token in [("output-common", COMMON_TOKEN), ("output-rare", RARE_TOKEN)]:
-        planted = plant(Plan(kind, contexts=3000, seed=seed))
-        logits = planted.lens.logits(torch.from_numpy(states(planted, 7, "header_last"))).double()
-        correlation = [np.corrcoef(planted.z, column)[0, 1] for column in logits.T.numpy()]
-        assert correlation[token] > 0.7
-        assert np.abs(np.delete(correlation, token)).max() < 0.25
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_the_rare_token_is_hardly_ever_sampled_and_the_common_one_often(seed):
-    planted = plant(Plan("output-rare", contexts=3000, seed=seed))
-    logits = planted.lens.logits(torch.from_numpy(states(planted, 7, "header_last")))
+@pytest.mark.parametrize("kind", ["output-common", "output-rare"])
+def test_only_the_token_s_logit_rises_with_the_latent(kind):
+    planted = plant(Plan(kind, contexts=3000))
+    logits = planted.lens.logits(torch.from_numpy(states(planted, 7, "header_last"))).double()
+    token = COMMON_TOKEN if kind == "output-common" else RARE_TOKEN
+    correlation = [np.corrcoef(planted.z, column)[0, 1] for column in logits.T.numpy()]
+    assert correlation[token] > 0.7
+    assert np.abs(np.delete(correlation, token)).max() < 0.25
     probability = logits.softmax(-1)
-    assert probability[:, RARE_TOKEN].max() < 1e-4
+    assert probability[:, RARE_TOKEN].max() < (1e-4 if kind == "output-rare" else 1)
     assert probability[:, COMMON_TOKEN].mean() == pytest.approx(0.2, abs=0.03)
-    entropies = torch.special.entr(probability).sum(-1)
-    assert 2 < entropies.quantile(0.01) < entropies.quantile(0.99) < 4
-    assert abs(np.corrcoef(entropies, planted.z)[0, 1]) < 0.1
 
 
 # -- the run --------------------------------------------------------------------------------------
@@ -199,7 +173,7 @@ def test_a_written_run_is_whole_and_has_the_planted_counts(kind, tmp_path):
 
 
 def test_a_written_context_is_one_that_a_template_could_have_made(tmp_path):
-    planted = plant(Plan("signal"))
+    planted = plant(Plan("signal", contexts=60))
     contexts = write(planted, tmp_path / "run").contexts
     assert contexts["context_id"].is_unique and contexts["text"].is_unique
     openers = []
@@ -218,26 +192,6 @@ def test_a_written_context_is_one_that_a_template_could_have_made(tmp_path):
     assert abs(np.corrcoef(contexts["response_tokens"], planted.z)[0, 1]) < 0.2
 
 
-# -- what can't be --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"kind": "signals"},
-        {"positions": ("response_end",)},
-        {"positions": ("header_last", "nowhere")},
-        {"informative_layer": 8},
-        {"informative_position": "nowhere"},
-        {"oracle_auroc": 0.5},
-        {"prevalence": 1.0},
-    ],
-)
-def test_impossible_plans_are_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Plan(**({"kind": "signal"} | wrong))
-
-
 # -- what the analysis finds in them --------------------------------------------------------------
 
 
@@ -247,7 +201,7 @@ def found(tmp_path_factory) -> list[RunFindings]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IA_MECH_CACHE", str(tmp_path_factory.mktemp("cache")))
         return [
-            try_one(kind, 500 + seed)
+            analyse_planted(kind, 500 + seed)
             for kind in RUNS
             for seed in range({"none": 8, "complement": 8, "set": 8}.get(kind, 2))
         ]
@@ -256,7 +210,7 @@ def found(tmp_path_factory) -> list[RunFindings]:
 @pytest.mark.slow
 def test_the_headline_lands_where_the_signal_is(found):
     planted = [f for f in found if f.kind in ("signal", "elsewhere")]
-    assert all(f.landed and f.readable for f in planted)
+    assert all(f.located and f.readable for f in planted)
 
 
 @pytest.mark.slow
@@ -266,14 +220,15 @@ def test_beyond_is_said_of_what_output_and_text_lack_and_of_nothing_else(found):
     assert all(f.beyond for f in found if f.kind == "elsewhere")
     assert sum(f.beyond for f in found if f.kind == "complement") >= 7
     assert all(f.readable for f in found if f.kind == "topic")
-    assert all(f.apart > 0 for f in found if f.kind == "loud-copy")
+    assert all(f.above_output > 0 for f in found if f.kind == "loud-copy")
 
 
 @pytest.mark.slow
 def test_the_confidence_set_holds_the_first_layer_and_is_small(found):
     planted = [f for f in found if f.kind == "set"]
-    assert sum(f.holds for f in planted) >= 7  # of 8 at 95%, fewer have a chance of 1 in 17
-    assert np.median([f.size for f in planted]) <= 0.25
+    # Of 8 at 95%, fewer have a chance of 1 in 17.
+    assert sum(f.set_holds_first for f in planted) >= 7
+    assert np.median([f.set_share for f in planted]) <= 0.25
 
 
 @pytest.mark.slow
@@ -291,22 +246,6 @@ def test_intervals_hold_what_they_estimate(found):
     # Of 16 at 95%, fewer than 13 have a chance of 1 in 140.
     assert sum(f.covered for f in known) >= 13
     assert abs(np.mean([f.auroc - f.truth for f in known])) < 0.02
-
-
-@pytest.mark.slow
-def test_the_table_counts_runs(found):
-    rows = {(kind, question): rate for kind, question, _, rate in shares(found)}
-    assert rows["topic", "beyond output and text"].value == 0
-    assert rows["none", "headline p ≤ 0.05"].sources == 8
-    text = table(found, 60, 2)
-    assert "| elsewhere | 2 | beyond output and text | near 1 | 1.000" in text
-    assert text.endswith("44 runs in 1 min with 2 processes.")
-
-
-def test_bad_input_is_one_line(tmp_path, capfd):
-    missing = str(tmp_path / "no" / "table.md")
-    assert "there is no folder" in refusal(call(validate.main, ["--write", missing], capfd))
-    assert "'0' is not a whole number" in refusal(call(validate.main, ["--of-each", "0"], capfd))
 
 
 @pytest.mark.slow

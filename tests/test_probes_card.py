@@ -1,20 +1,18 @@
 """A probe to keep: what its directions mean, and that it comes back from disk as it was."""
 
 import json
-import os
-import platform
+from dataclasses import asdict
 from hashlib import sha256
 
 import numpy as np
 import pytest
-import scipy
 import torch
 from safetensors.numpy import load_file, save_file
-from scipy.special import expit, logit
+from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 
 from ia_mech.errors import UserError
-from ia_mech.run.integrity import read_json, write_json
+from ia_mech.run.integrity import write_json
 from probes.card import DIRECTIONS, Probe, directions
 from probes.targets import Outcome
 
@@ -74,30 +72,13 @@ def test_a_direction_says_what_a_logistic_regression_says(fitted, name):
 
 
 @EACH
-def test_at_the_threshold_the_base_rate_is_predicted(fitted, name):
-    _, outcome, probe = fitted
-    along = probe.directions[name]
-    there = along.weights * np.float32(along.threshold)
-    base = outcome.positives.sum() / outcome.trials.sum()
-    assert probe.score(there, name) == pytest.approx(0, abs=1e-5)
-    assert probe.probability(there, name) == pytest.approx(base, abs=1e-5)
-    assert along.base_log_odds == pytest.approx(logit(base))
-
-
-@EACH
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("runs", [1, 3])
-def test_larger_means_more_follow_ups(name, sign, runs):
-    features, outcome = contexts(runs, sign)
+def test_larger_means_more_follow_ups(name, sign):
+    features, outcome = contexts(3, sign)
     probe = Probe(directions(features, outcome, 0.1), {})
     scores = probe.score(features, name)
     assert np.corrcoef(scores, outcome.rate)[0, 1] > 0.2
     assert sign * probe.directions[name].weights[0] > 0
-
-
-def test_hidden_states_without_a_direction_are_refused():
-    with pytest.raises(ValueError, match="differ"):
-        directions(np.ones((200, WIDTH)), contexts()[1], 1.0)
 
 
 # -- scores ---------------------------------------------------------------------------------------
@@ -122,13 +103,8 @@ def test_what_a_probe_cannot_score_is_refused(fitted):
     features, _, probe = fitted
     with pytest.raises(UserError, match="'up'; choose from logistic, mass-mean"):
         probe.score(features, "up")
-    with pytest.raises(UserError, match="'up'"):
-        probe.probability(features, "up")
-    for wrong in (features[:, :-1], torch.ones(3, WIDTH - 1)):
-        with pytest.raises(ValueError, match=rf"width {WIDTH}.*{WIDTH - 1}"):
-            probe.score(wrong)
-    with pytest.raises(ValueError, match=r"shape \(\)"):
-        probe.score(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=rf"width {WIDTH}.*{WIDTH - 1}"):
+        probe.score(features[:, :-1])
 
 
 # -- on disk --------------------------------------------------------------------------------------
@@ -157,29 +133,13 @@ def test_a_probe_comes_back_as_it_was(fitted, saved, file):
 
 
 def test_the_files_are_what_others_can_read(fitted, saved):
-    assert sorted(os.listdir(saved)) == ["card.json", "probe.safetensors"]
     tensors = load_file(saved / "probe.safetensors")
     assert set(tensors) == {"weights_logistic", "weights_mass-mean"}
     card = json.loads((saved / "card.json").read_text())
-    along = fitted[2].directions["mass-mean"]
-    assert card["directions"]["mass-mean"] == {
-        "name": "mass-mean",
-        "threshold": along.threshold,
-        "slope": along.slope,
-        "base_log_odds": along.base_log_odds,
-    }
-    assert card["software"]["scipy"] == scipy.__version__
+    along = asdict(fitted[2].directions["mass-mean"])
+    del along["weights"]
+    assert card["directions"]["mass-mean"] == along
     assert card["software"]["numpy"] == np.__version__
-    assert card["software"]["python"] == platform.python_version()
-    assert card["software"]["ia_mech"]
-
-
-def test_a_loaded_probe_keeps_the_software_that_fitted_it(saved, tmp_path):
-    card = read_json(saved / "card.json")
-    card["software"]["numpy"] = "1.0"
-    write_json(saved / "card.json", card)
-    Probe.load(saved).save(tmp_path / "again")
-    assert Probe.load(tmp_path / "again").card == card
 
 
 def test_a_stop_between_the_two_files_is_noticed(fitted, saved, monkeypatch):
@@ -196,22 +156,14 @@ def test_a_stop_between_the_two_files_is_noticed(fitted, saved, monkeypatch):
         Probe.load(saved)
 
 
-@pytest.mark.parametrize("name", ["card.json", "probe.safetensors"])
-def test_a_missing_file_is_named(saved, name):
-    (saved / name).unlink()
-    for path in (saved, saved / name):
-        with pytest.raises(UserError, match=f"no {name}"):
-            Probe.load(path)
-
-
-def test_what_is_no_probe_at_all_is_refused(saved, tmp_path):
-    (saved / "other.txt").write_text("")
-    for path in (tmp_path, tmp_path / "nothing", saved / "other.txt"):
+def test_what_is_no_probe_is_refused(saved, tmp_path):
+    (saved / "card.json").unlink()
+    for path in (saved, tmp_path / "nothing"):
         with pytest.raises(UserError, match="is not a probe"):
             Probe.load(path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "null", "{}", "\udcff"])
+@pytest.mark.parametrize("content", ["{", "[]", "\udcff"])
 def test_a_damaged_card_is_refused(saved, content):
     (saved / "card.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(UserError, match="damaged"):
@@ -229,11 +181,6 @@ def without_weights(card, weights):
     card["weights"]["sha256"] = sha256(weights.read_bytes()).hexdigest()
 
 
-def another_kind_of_file(card, weights):
-    weights.write_bytes(b"pickled, say")
-    card["weights"]["sha256"] = sha256(weights.read_bytes()).hexdigest()
-
-
 def flipped_bit(card, weights):
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
@@ -245,7 +192,6 @@ def flipped_bit(card, weights):
     [
         (without_a_number, "damaged"),
         (without_weights, "weights_mass-mean"),
-        (another_kind_of_file, "damaged"),
         (flipped_bit, "damaged"),
     ],
 )

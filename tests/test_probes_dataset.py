@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,7 +20,7 @@ from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.judge.verdict import Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-from probes.dataset import ProbeSet, check_enough, read
+from probes.dataset import ProbeSet, check_enough, read, targets_with_enough
 from probes.targets import Outcome, parse_target
 
 NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
@@ -73,21 +74,11 @@ def rewrite(run: Run, name: str, write) -> Run:
     return rehashed(run.path)
 
 
-def in_file(run: Run, row: int) -> int:
-    """Where in the file of a run of one part a context lies."""
-    (name,) = [name for name in files_under(run.path) if name.startswith("contexts/")]
-    return (
-        pq.read_table(run.path / name)["context_id"]
-        .to_pylist()
-        .index(run.contexts["context_id"][row])
-    )
-
-
-def change_residuals(run: Run, change, layer: str = "") -> Run:
+def change_residuals(run: Run, change) -> Run:
     def write(path: Path) -> None:
         save_file({"residuals": change(load_file(path)["residuals"])}, path)
 
-    return rewrite(run, f"residuals/{layer}", write)
+    return rewrite(run, "residuals/", write)
 
 
 @pytest.fixture
@@ -112,12 +103,14 @@ def aligned(found: ProbeSet) -> None:
         states = found.layer(layer)
         assert states.dtype == np.float32
         assert states.shape == (len(found), len(found.positions), found.width)
-        for state, context in zip(states, found.contexts.itertuples(), strict=True):
-            run = found.runs[context.run]
-            row = run.contexts["context_id"].tolist().index(context.context_id)
-            assert row == context.row
+        for number, frame in found.contexts.groupby("run"):
+            run = found.runs[number]
+            ids = run.contexts["context_id"].tolist()
+            rows = [ids.index(context) for context in frame["context_id"]]
+            assert frame["row"].tolist() == rows
             for at, position in enumerate(found.positions):
-                np.testing.assert_array_equal(state[at], run.residuals(layer, position)[row])
+                own = run.residuals(layer, position)[rows]
+                np.testing.assert_array_equal(states[frame.index, at], own)
 
 
 def test_rows_are_the_contexts_with_an_outcome(copy):
@@ -159,21 +152,16 @@ def test_chosen_positions_and_layers(copy):
     found = read([run.path], positions=["header_last", "response_end"], layers=[3, 0, 3])
     assert found.positions == ["response_end", "header_last"] and list(found.layers) == [0, 3]
     aligned(found)
-    with pytest.raises(UserError, match=r"position nowhere was not kept .* header_last"):
-        read([run.path], positions=["header_last", "nowhere"])
-    with pytest.raises(UserError, match=f"no layer 77; give some of 0 … {LAYERS - 1}"):
-        read([run.path], layers=[1, 77])
 
 
-def with_column(run: Run, name: str, values: list) -> Run:
-    """Change a column of text of ``contexts``; ``values`` in the order of ``run.contexts``."""
-    given = dict(zip(run.contexts["context_id"], values, strict=True))
+def with_column(run: Run, name: str, change) -> Run:
+    """Change a column of ``contexts``; ``change`` maps number and value of each context."""
 
     def write(path: Path) -> None:
         table = pq.read_table(path)
-        column = pa.array([given[c] for c in table["context_id"].to_pylist()], pa.string())
-        at = table.column_names.index(name)
-        pq.write_table(table.set_column(at, table.schema.field(at), column), path)
+        values = [change(row, old) for row, old in enumerate(table[name].to_pylist())]
+        at, field = table.column_names.index(name), table.schema.field(name)
+        pq.write_table(table.set_column(at, field, pa.array(values, type=field.type)), path)
 
     return rewrite(run, "contexts/", write)
 
@@ -185,22 +173,10 @@ def same_strata(found: ProbeSet, *columns: str) -> bool:
     return len(set(shared)) == len(set(strata)) == len(set(zip(shared, strata, strict=True)))
 
 
-def test_contexts_of_one_run_and_perturbation_are_compared(copy, other):
-    kinds = [["none", "role-swap", None][at % 3] for at in range(CONTEXTS)]
-    run = with_column(copy(), "perturbation", kinds)
-    found = read([run.path, other.path])
-    said = found.contexts.loc[found.contexts["run"] == 0, "perturbation"].tolist()
-    assert said == [kinds[row] or "none" for row in range(CONTEXTS) if row != 5]
-    assert found.contexts["perturbation"].notna().all()
-    assert same_strata(found, "run", "perturbation")
-    assert len(set(found.outcome.runs)) == 3 and found.within == "run"
-
-
 def test_within_datasets_those_of_one_dataset_only(copy, other):
-    kinds = [["none", "role-swap"][at % 2] for at in range(CONTEXTS)]
-    run = with_column(copy(), "perturbation", kinds)
-    first = with_column(run, "dataset", [f"set {at // 2 % 2}" for at in range(CONTEXTS)])
-    second = with_column(other, "dataset", [f"set {at // 6}" for at in range(CONTEXTS)])
+    run = with_column(copy(), "perturbation", lambda at, _: [None, "role-swap"][at % 2])
+    first = with_column(run, "dataset", lambda at, _: f"set {at // 2 % 2}")
+    second = with_column(other, "dataset", lambda at, _: f"set {at // 6}")
     found = read([first.path, second.path], within="dataset")
     assert found.within == "dataset"
     assert same_strata(found, "run", "dataset", "perturbation")
@@ -212,21 +188,14 @@ def test_within_datasets_those_of_one_dataset_only(copy, other):
 
 def lacking(run: Run, row: int, *names: str) -> Run:
     """Make a context lack positions, as the template would: null index, NaN state."""
-    at, row = [run.positions.index(name) for name in names], in_file(run, row)
-
-    def drop_index(path: Path) -> None:
-        table = pq.read_table(path)
-        values = table["positions"].to_pylist()
-        values[row] |= dict.fromkeys(names)
-        field = table.schema.field("positions")
-        column = table.column_names.index("positions")
-        pq.write_table(table.set_column(column, field, pa.array(values, type=field.type)), path)
+    nothing = dict.fromkeys(names)
 
     def drop_states(states: torch.Tensor) -> torch.Tensor:
-        states[row, at] = torch.nan
+        states[row, [run.positions.index(name) for name in names]] = torch.nan
         return states
 
-    return change_residuals(rewrite(run, "contexts/", drop_index), drop_states)
+    with_column(run, "positions", lambda at, old: old | nothing if at == row else old)
+    return change_residuals(run, drop_states)
 
 
 def test_a_position_that_some_context_lacks_is_left_out_with_a_note(copy):
@@ -248,7 +217,7 @@ def test_an_empty_response_has_no_opening(copy):
     frame = read([run.path]).contexts
     tail = run.record["identity"]["chat"]["tail_ids"]
     first = frame.iloc[0]
-    assert (first["opening"], first["response_tokens"]) == (-1, 0)
+    assert (first["first_token"], first["response_tokens"]) == (-1, 0)
     assert first["prompt_tokens"] == first["context_tokens"] - len(tail)
 
 
@@ -256,76 +225,27 @@ def test_an_empty_response_has_no_opening(copy):
 def test_the_response_starts_where_the_template_ends(copy, tiny_subject, counted):
     """Also where more tokens were sampled than the context holds."""
     run = copy()
-
-    def write(path: Path) -> None:
-        table = pq.read_table(path)
-        values = [value + counted for value in table["response_tokens"].to_pylist()]
-        at = table.column_names.index("response_tokens")
-        pq.write_table(
-            table.set_column(at, table.schema.field(at), pa.array(values, pa.int32())), path
-        )
-
-    found = read([rewrite(run, "contexts/", write).path])
+    found = read([with_column(run, "response_tokens", lambda _, old: old + counted).path])
     decode = tiny_subject.tokenizer.decode
     for context in found.contexts.itertuples():
         messages = run.contexts["messages"][context.row]
         start, end = context.prompt_tokens, context.prompt_tokens + context.response_tokens
         assert decode(context.token_ids[start:end]).strip() == messages[-1]["content"].strip()
-        assert context.opening == context.token_ids[start]
+        assert context.first_token == context.token_ids[start]
 
 
 # -- refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_states_that_are_not_finite_are_refused(copy, value):
+def test_models_of_other_sizes_are_refused(copy, other):
     run = copy()
-
-    def spoil(states: torch.Tensor) -> torch.Tensor:
-        states[in_file(run, 4), -1, 0] = value
-        return states
-
-    change_residuals(run, spoil, "layer_03")
-    found = read([run.path])
-    assert np.isfinite(found.layer(2)).all()
-    context = run.contexts["context_id"][4]
-    words = f"layer 3 at header_last holds NaN or infinity for context {context} of {run.path}"
-    with pytest.raises(UserError, match=words):
-        found.layer(3)
-
-
-def test_a_damaged_file_is_refused(copy):
-    run = copy()
-    found = read([run.path])
-    (name,) = [name for name in files_under(run.path) if name.startswith("residuals/layer_03")]
-    content = (run.path / name).read_bytes()
-    for damaged in (bytes([255] * 8) + content[8:], content[:100], None):
-        (run.path / name).unlink() if damaged is None else (run.path / name).write_bytes(damaged)
-        with pytest.raises(UserError, match=f"is damaged: .*{name}") as refusal:
-            found.layer(3)
-        assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [({"d_model": 8}, "hidden size: .* and 8"), ({"layers": 9}, "number of blocks: 4 and 9")],
-)
-def test_models_of_other_sizes_are_refused(copy, other, change, words):
-    run = copy()
-    with pytest.raises(UserError, match=words) as refusal:
-        read([run.path, with_record(other, **change).path])
-    assert str(run.path) in str(refusal.value) and str(other.path) in str(refusal.value)
+    with pytest.raises(UserError, match="number of blocks: 4 and 9"):
+        read([run.path, with_record(other, layers=9).path])
 
 
 def test_the_target_grounded_needs_a_judge_that_tests_it(copy):
     with pytest.raises(UserError, match="judge 'rules' doesn't test whether turns are grounded"):
         read([copy()], target="grounded")
-
-
-def test_the_gate_of_the_judge_goes_with_the_labels(copy):
-    found = read([copy()])
-    assert found.labelled_by == "judge rules: no decoys"
-    assert any("is unknown: the run has no decoys" in note for note in found.notes)
 
 
 def test_a_judge_that_looks_at_the_turn_alone_fails_its_gate(merged, tmp_path):
@@ -363,52 +283,56 @@ def test_enough_sources_of_either_kind_pass():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "target", "others", "words"),
     [
         (
-            outcome(7, 17),
-            "only 7 sources have a genuine follow-up (of 24); probes need 20 with one and 20 "
-            "without; sample contexts of about 70 sources at this rate, more turns per context",
-        ),
-        (outcome(22, 1), "only 1 source has a turn other than a genuine follow-up (of 23)"),
-        (outcome(1, 1, 9), "sample contexts of about 30 sources at this rate, more"),
-        (outcome(0, 1, 11), "only 11 sources have a genuine follow-up (of 12)"),
-        (
             outcome(0, 30),
-            "the same rate of a genuine follow-up (0.00): there is nothing to predict",
+            "rate",
+            ["new_topic"],
+            ["none of 30 sources has a genuine", "; give --target new_topic"],
         ),
-        (outcome(0, 0, 30), "the same rate of a genuine follow-up (0.50): there is nothing"),
-        (Outcome.from_counts([0, 1], [1, 1], ["a", "a"]), "only 1 source has a genuine follow-up"),
+        (
+            outcome(30, 0),
+            "rate",
+            [],
+            ["none of 30 sources has a turn other than", "--temperatures)"],
+        ),
+        (outcome(7, 17), "rate", [], ["only 7 of 24", "about 70 sources", "(--samples"]),
+        (outcome(22, 1), "rate", [], ["only 1 of 23 sources has a turn other than"]),
+        (outcome(0, 1, 11), "rate", [], ["only 11 of 12 sources have a genuine follow-up"]),
+        (outcome(64, 3), "latent", [], ["only 3 of 67", "no genuine follow-up in any turn"]),
     ],
 )
-def test_too_little_is_refused_and_what_would_be_enough_is_said(given, words):
+def test_too_little_is_refused_and_what_to_do_is_said(given, target, others, words):
     with pytest.raises(UserError) as refusal:
-        check_enough(given, RATE)
-    assert words in str(refusal.value)
+        check_enough(given, parse_target(target), others)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+    # More turns of a context give no more latent ones.
+    assert ("--samples" in str(refusal.value)) == (target == "rate")
 
 
-def test_rates_must_vary_where_contexts_are_compared():
-    apart = Outcome.from_counts([2] * 25 + [0] * 25, [2] * 50, np.arange(50), [0] * 25 + [1] * 25)
-    words = r"the same rate of a genuine follow-up \(0.00, 1.00\): there is nothing to predict"
-    with pytest.raises(UserError, match=words) as refusal:
-        check_enough(apart, RATE)
-    assert "choose another --target or --within" in str(refusal.value)
-    check_enough(
-        Outcome.from_counts(apart.positives, apart.trials, apart.sources), RATE
-    )  # as one run
+def test_the_targets_that_have_enough_are_named():
+    """20 sources have genuine samples, all have others; greedy turns are all alike."""
+    kinds = [GENUINE, NEW, "degenerate"]
+    rows = [
+        {"run": "A", "context_id": str(at), "source": str(at), "temperature": t, "category": kind}
+        for at in range(40)
+        for t, kind in [(0.0, NEW), (1.0, kinds[at % 2]), (1.0, kinds[1 + at % 2])]
+    ]
+    turns = pd.DataFrame(rows).assign(genuine=lambda frame: (frame["category"] == GENUINE) * 1.0)
+    assert targets_with_enough(turns) == ["rate", "latent", "new_topic", "degenerate"]
 
 
 def test_sources_count_where_rates_vary():
     """Whatever a run has of which nothing can be told."""
-    constant, level = [1] * 40, 5
-    for few in (19, 20):
-        k = constant + [2] * few + [0] * few
-        runs = [level] * 40 + [7] * (2 * few)
+    for few in (5, 19, 20):
+        k = [2] * 40 + [0] * 40 + [2] * few + [0] * few
+        runs = [4] * 40 + [5] * 40 + [7] * (2 * few)
         given = Outcome.from_counts(k, [2] * len(k), np.arange(len(k)), runs)
         if few == 20:
             check_enough(given, RATE)
             continue
-        words = r"only 19 sources have .* \(of 38 in runs or datasets where rates differ\)"
+        words = f"where their rates differ only {few} of {len(k)} sources have .* --within"
         with pytest.raises(UserError, match=words):
             check_enough(given, RATE)
 
@@ -422,17 +346,5 @@ def test_sources_must_be_able_to_change_places():
         return Outcome.from_counts(k, np.full(len(k), 2), sources)
 
     check_enough(uneven(20), RATE)
-    for alike, can in ((19, 19), (2, 2), (1, 0), (0, 0)):
-        words = f"only {can} of {30 + alike} sources can change places with another one"
-        with pytest.raises(UserError, match=words) as refusal:
-            check_enough(uneven(alike), RATE)
-        assert "give runs whose sources have equally many contexts" in str(refusal.value)
-
-
-def test_of_the_latent_target_too_few_negatives_are_contexts_without_any_follow_up():
-    with pytest.raises(UserError) as refusal:
-        check_enough(outcome(64, 3), parse_target("latent"))
-    assert str(refusal.value) == (
-        "only 3 sources have no genuine follow-up in any turn (of 67); probes need 20 with one and "
-        "20 without; sample contexts of about 450 sources at this rate"
-    )
+    with pytest.raises(UserError, match="only 19 of 49 sources can change places with another"):
+        check_enough(uneven(19), RATE)

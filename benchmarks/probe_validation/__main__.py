@@ -16,7 +16,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.probe_validation.blocks import BLOCKS, SIZES
-from benchmarks.probe_validation.one_run import RunFindings, try_one, work_alone
+from benchmarks.probe_validation.one_run import RunFindings, analyse_planted, work_alone
 from ia_mech.cli import Parser, run_command, tolerant_streams, whole_from
 from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, cluster_mean
@@ -68,7 +68,7 @@ def shares(found: list[RunFindings]) -> list[tuple[str, str, str, Estimate]]:
     """(planted, question, what should be, share of runs with its exact interval) for a table."""
     rows = []
 
-    def ask(kind: str, question: str, wanted: str, given: Iterable[bool | None]) -> None:
+    def add_row(kind: str, question: str, wanted: str, given: Iterable[bool | None]) -> None:
         answers = [answer for answer in given if answer is not None]
         if answers:
             rate = cluster_mean(
@@ -80,22 +80,23 @@ def shares(found: list[RunFindings]) -> list[tuple[str, str, str, Estimate]]:
         here = [f for f in found if f.kind == kind]
         if kind in ("signal", "elsewhere"):
             place = "headline within one layer, at the position"
-            ask(kind, place, "0.90 or more", (f.landed for f in here))
+            add_row(kind, place, "0.90 or more", (f.located for f in here))
         if kind == "none":
             wanted = "0.05"
             smallest = [f.family_p for f in here if f.family_p is not None]
-            ask(kind, "family-wise p ≤ 0.05", wanted, (p <= 0.05 for p in smallest))
-            ask(kind, "headline p ≤ 0.05", wanted, (f.readable for f in here))
+            add_row(kind, "family-wise p ≤ 0.05", wanted, (p <= 0.05 for p in smallest))
+            add_row(kind, "headline p ≤ 0.05", wanted, (f.readable for f in here))
         else:
-            ask(kind, "readable", "near 1", (f.readable for f in here))
+            add_row(kind, "readable", "near 1", (f.readable for f in here))
         wanted = {
             "elsewhere": "near 1",
             "complement": "0.90 or more",
             **dict.fromkeys(SIZES, "what it is: power"),
         }.get(kind, "0.05 or less")
-        ask(kind, "beyond output and text", wanted, (f.beyond for f in here))
-        ask(kind, "interval holds the true AUROC", "0.92 to 0.98", (f.covered for f in here))
-        ask(kind, "confidence set holds the first layer", "0.93 or more", (f.holds for f in here))
+        add_row(kind, "beyond output and text", wanted, (f.beyond for f in here))
+        add_row(kind, "interval holds the true AUROC", "0.92 to 0.98", (f.covered for f in here))
+        holds = (f.set_holds_first for f in here)
+        add_row(kind, "confidence set holds the first layer", "0.93 or more", holds)
     return rows
 
 
@@ -110,22 +111,20 @@ def table(found: list[RunFindings], seconds: float, workers: int) -> str:
     lines.append("")
     for kind in RUNS:
         here = [f for f in found if f.kind == kind]
-        said = {
-            "mean AUROC estimated": _of(np.mean, (f.auroc for f in here)),
-            "true": _of(np.mean, (f.truth for f in here)),
-            "AUROC less the output's own": _of(np.mean, (f.apart for f in here)),
-            "median share of cells in the confidence set": _of(np.median, (f.size for f in here)),
-        }
+        summaries = (
+            ("mean AUROC estimated", np.mean, [f.auroc for f in here]),
+            ("true", np.mean, [f.truth for f in here]),
+            ("AUROC less the output's own", np.mean, [f.above_output for f in here]),
+            ("median share of cells in the confidence set", np.median, [f.set_share for f in here]),
+        )
+        shown = []
+        for what, summary, values in summaries:
+            known = [value for value in values if value is not None]
+            shown += [f"{what} {summary(known):.3f}"] if known else []
         if here:
-            told = (f"{what} {value:.3f}" for what, value in said.items() if value is not None)
-            lines.append(f"- {kind}: {', '.join(told)}")
+            lines.append(f"- {kind}: {', '.join(shown)}")
     lines.append(f"\n{len(found)} runs in {seconds / 60:.0f} min with {workers} processes.")
     return "\n".join(lines)
-
-
-def _of(summary: Callable, values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(summary(known)) if known else None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -171,7 +170,7 @@ def _validate(args: argparse.Namespace) -> None:
         with pool:
             try:
                 seeds = range(args.seed, args.seed + len(kinds))
-                for one in pool.map(try_one, kinds, seeds):
+                for one in pool.map(analyse_planted, kinds, seeds):
                     found.append(one)
                     bar.advance()
             finally:

@@ -26,43 +26,43 @@ class RunFindings:
 
     Attributes:
         beyond: hidden states tell more than a linear readout of first-token state and text.
-        holds: the confidence set holds the first informative layer at its position.
-        size: layers × positions in the confidence set, as a share of all.
-        landed: the headline is at the planted position and within one layer of the first
+        set_holds_first: the confidence set holds the first informative layer at its position.
+        set_share: layers × positions in the confidence set, as a share of all.
+        located: the headline is at the planted position and within one layer of the first
             informative one.
         readable: the headline's p is at most 0.05.
         headline_p, family_p: of the headline, and the smallest of the heat map.
         covered: the headline's interval holds the true AUROC of its probes.
         auroc, truth: estimate, and mean true AUROC of the probes it is of.
-        apart: AUROC of the headline less that of the output's own probe.
+        above_output: AUROC of the headline less that of the output's own probe.
     """
 
     kind: str
     beyond: bool | None = None
-    holds: bool | None = None
-    size: float | None = None
-    landed: bool | None = None
+    set_holds_first: bool | None = None
+    set_share: float | None = None
+    located: bool | None = None
     readable: bool | None = None
     headline_p: float | None = None
     family_p: float | None = None
     covered: bool | None = None
     auroc: float | None = None
     truth: float | None = None
-    apart: float | None = None
+    above_output: float | None = None
 
 
-def try_one(kind: str, seed: int) -> RunFindings:
+def analyse_planted(kind: str, seed: int) -> RunFindings:
     """Plant and analyse one run; those of :mod:`blocks` as arrays, the others through files."""
     if kind in BLOCKS:
         found, at = blocks.analysed(kind, seed)
-        own = [one.auroc.value for one in found.compared if one.kind == "output"]
+        own = [one.auroc.value for one in found.controls if one.kind == "output"]
         headline = found.headline.auroc.value
         return RunFindings(
             kind,
-            beyond=found.beyond and bool(found.beyond.saved.low > 0),
-            holds=bool(found.among_best[at]),
-            size=float(found.among_best.mean()),
-            apart=headline - own[0] if own else None,
+            beyond=found.beyond and bool(found.beyond.deviance_saved.low > 0),
+            set_holds_first=bool(found.among_best[at]),
+            set_share=float(found.among_best.mean()),
+            above_output=headline - own[0] if own else None,
         )
     position = "turn_end" if kind == "elsewhere" else "header_last"
     drawn = "signal" if kind == "elsewhere" else kind
@@ -76,21 +76,21 @@ def try_one(kind: str, seed: int) -> RunFindings:
         settings = Settings(permutations=199, resamples=1000, control_draws=1, workers=1)
         analysis = analyse(data, data.outcome, controls, settings)
     lens.unlink()
-    headline, said = analysis.headline, conclude(analysis)
+    headline, conclusion = analysis.headline, conclude(analysis)
     estimate, truth = headline.auroc, None
     if drawn in GAUSSIAN:
-        probes = zip(headline.picked, headline.weights, strict=True)
+        probes = zip(headline.chosen, headline.weights, strict=True)
         truth = float(np.mean([true_auroc(planted, *cell, weights) for cell, weights in probes]))
     at = plan.informative_layer, plan.positions.index(plan.informative_position)
     return RunFindings(
         kind,
-        beyond=said.beyond,
-        holds=bool(analysis.among_best[at]) if drawn == "signal" else None,
-        size=float(analysis.among_best.mean()),
-        landed=headline.position == plan.informative_position
+        beyond=conclusion.beyond,
+        set_holds_first=bool(analysis.among_best[at]) if drawn == "signal" else None,
+        set_share=float(analysis.among_best.mean()),
+        located=headline.position == plan.informative_position
         and abs(headline.layer - plan.informative_layer) <= 1,
-        readable=said.readable,
-        headline_p=analysis.tested.p,
+        readable=conclusion.readable,
+        headline_p=analysis.tested.headline_p,
         family_p=float(analysis.tested.p_family.min()),
         covered=None if truth is None else bool(estimate.low <= truth <= estimate.high),
         auroc=estimate.value,

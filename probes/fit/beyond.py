@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from probes.fit.nested_cv import Design, InnerLoop, chance_in_training, scores_in
+from probes.fit.nested_cv import Design, InnerLoop, scores_in, unreliability
 from probes.fit.solvers import Features, project
 
 RATIOS = (0.0, 0.1, 1.0, 10.0)  # of a further block's inner products to the first block's
@@ -38,14 +38,13 @@ class IncrementalScores:
         base: ``[contexts]`` log-odds from the base blocks.
         full: ``[contexts]`` log-odds from these and the hidden states.
         ratios: what each outer fold's inner loop chose for the hidden states; 0 leaves them out.
-        chance: share of the variance of ``full - base`` that is chance in training, see
-            :func:`probes.fit.nested_cv.chance_in_training`.
+        unreliability: of ``full - base``, see :func:`probes.fit.nested_cv.unreliability`.
     """
 
     base: np.ndarray
     full: np.ndarray
     ratios: list[float]
-    chance: float
+    unreliability: float
 
 
 def incremental_scores(
@@ -92,7 +91,7 @@ def incremental_scores(
     for fold in range(design.fold_count):
         rows = design.rows_of(fold)
         base[rows], full[rows] = both(fold, design.rows_outside(fold))
-    return IncrementalScores(base, full, list(ratios), chance_in_training(design, difference))
+    return IncrementalScores(base, full, list(ratios), unreliability(design, difference))
 
 
 def centre_and_scale(block: np.ndarray) -> np.ndarray:

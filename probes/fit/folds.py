@@ -29,29 +29,29 @@ class SelectionTests:
     Attributes:
         statistic: AUROC of the closed-form probes, mean over outer folds.
         p_family: family-wise p value: how often the largest statistic of a permutation reaches it.
-        band: the 95% quantile of the permuted statistics of each layer and position.
-        family_band: the 95% quantile of the largest.
-        picked: ``[folds, 2]`` layer and position (as indices) that each outer fold's inner loop
+        null_quantile: the 95% quantile of the permuted statistics of each layer and position.
+        family_quantile: the 95% quantile of the largest.
+        chosen: ``[folds, 2]`` layer and position (as indices) that each outer fold's inner loop
             chose.
-        headline: layer and position (as indices) chosen on all contexts.
-        value: the headline's statistic: each outer fold scores what was chosen for it.
-        p: its p value, with the selection replayed under each permutation.
-        null: ``[permutations]`` the headline's statistic under each.
+        chosen_on_all: layer and position (as indices) chosen on all contexts.
+        headline_statistic: each outer fold scores what was chosen for it.
+        headline_p: its p value, with the selection replayed under each permutation.
+        headline_null: ``[permutations]`` the headline's statistic under each.
     """
 
     statistic: np.ndarray
     p_family: np.ndarray
-    band: np.ndarray
-    family_band: float
-    picked: np.ndarray
-    headline: tuple[int, int]
-    value: float
-    p: float
-    null: np.ndarray
+    null_quantile: np.ndarray
+    family_quantile: float
+    chosen: np.ndarray
+    chosen_on_all: tuple[int, int]
+    headline_statistic: float
+    headline_p: float
+    headline_null: np.ndarray
 
     @property
     def permutations(self) -> int:
-        return len(self.null)
+        return len(self.headline_null)
 
 
 def choose(correlations: np.ndarray, sources: int) -> tuple[np.ndarray, np.ndarray]:
@@ -83,7 +83,7 @@ def choose(correlations: np.ndarray, sources: int) -> tuple[np.ndarray, np.ndarr
     return layer.reshape(rest), position.reshape(rest)
 
 
-def against_permutations(
+def select_and_test(
     inner: np.ndarray, outer: np.ndarray, whole: np.ndarray, sources_inside: int, sources: int
 ) -> SelectionTests:
     """Select the headline and test everything against permutations.
@@ -106,13 +106,13 @@ def against_permutations(
     return SelectionTests(
         statistic=observed,
         p_family=_p(observed, largest.reshape(-1, 1, 1)),
-        band=_quantile(null),
-        family_band=float(_quantile(largest)),
-        picked=np.stack([layer[:, 0], position[:, 0]], axis=1),
-        headline=(int(at[0][0]), int(at[1][0])),
-        value=float(headline[0]),
-        p=float(_p(headline[0], headline[1:])),
-        null=headline[1:],
+        null_quantile=_quantile(null),
+        family_quantile=float(_quantile(largest)),
+        chosen=np.stack([layer[:, 0], position[:, 0]], axis=1),
+        chosen_on_all=(int(at[0][0]), int(at[1][0])),
+        headline_statistic=float(headline[0]),
+        headline_p=float(_p(headline[0], headline[1:])),
+        headline_null=headline[1:],
     )
 
 
@@ -216,7 +216,7 @@ def permutations(
         yield taken
 
 
-def movable_sources(outcome: Outcome) -> int:
+def exchangeable_sources(outcome: Outcome) -> int:
     """How many sources can change places with another one."""
     return sum(len(members) for members in _classes(outcome) if len(members) > 1)
 

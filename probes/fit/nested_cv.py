@@ -8,7 +8,7 @@ Selection and permutation tests use the closed form (ridge on the rates), which 
 product for all permutations; the reported scores are those of logistic regression.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -31,13 +31,13 @@ class Design:
     Attributes:
         outcome: k of n per context.
         folds: ``[contexts]`` fold of each.
-        taken: ``[1 + permutations, contexts]`` whose labels a context gets; row 0 is its own.
+        label_rows: ``[1 + permutations, contexts]`` whose labels a context gets; row 0 is its own.
         penalties: falling.
     """
 
     outcome: Outcome
     folds: np.ndarray
-    taken: np.ndarray
+    label_rows: np.ndarray
     penalties: tuple[float, ...] = PENALTIES
 
     @classmethod
@@ -49,7 +49,7 @@ class Design:
 
     def observed(self) -> "Design":
         """The same without permutations."""
-        return replace(self, taken=self.taken[:1])
+        return replace(self, label_rows=self.label_rows[:1])
 
     @property
     def fold_count(self) -> int:
@@ -62,7 +62,7 @@ class Design:
     @cached_property
     def rates(self) -> np.ndarray:
         """``[contexts, 1 + permutations]`` float32."""
-        return self.outcome.rate[self.taken].T.astype(np.float32)
+        return self.outcome.rate[self.label_rows].T.astype(np.float32)
 
     @cached_property
     def standard(self) -> dict[int, np.ndarray]:
@@ -85,24 +85,22 @@ class CrossValidated:
     """What nested cross-validation finds at one layer and position.
 
     Attributes:
-        inner: ``[folds, 1 + permutations]`` float32, for each outer fold the best penalty's
-            correlation with the rates, mean over inner folds; by the closed form.
-        outer: ``[folds, 1 + permutations]`` float32, AUROC in the outer fold with that penalty.
-        whole: correlation over all folds of the best penalty; the selection on all contexts uses
-            it.
+        inner_correlation: ``[folds, 1 + permutations]`` float32, for each outer fold the best
+            penalty's correlation with the rates, mean over inner folds; by the closed form.
+        outer_auroc: ``[folds, 1 + permutations]`` float32, in the outer fold with that penalty.
+        whole_correlation: over all folds, of the best penalty, for the selection on all contexts.
         scores: ``[contexts]`` log-odds, each from the logistic probe of its outer fold.
         penalties: ``[folds]`` that probe's penalty, by the inner loop.
-        chance: share of the variance of the scores that is chance in training, see
-            :func:`chance_in_training`.
+        unreliability: of the scores, see :func:`unreliability`.
         differs: whether any two contexts of a run have different states.
     """
 
-    inner: np.ndarray
-    outer: np.ndarray
-    whole: float
+    inner_correlation: np.ndarray
+    outer_auroc: np.ndarray
+    whole_correlation: float
     scores: np.ndarray
     penalties: np.ndarray
-    chance: float
+    unreliability: float
     differs: bool
 
 
@@ -129,11 +127,10 @@ def cross_validate(features: Features, design: Design) -> CrossValidated:
     for fold in range(number):
         test = design.rows_of(fold)
         projection = project(features, design.rows_outside(fold), test, runs)
-        picked = np.empty((len(test), columns), dtype=np.float32)
-        for at, predicted in enumerate(ridge_predictions(projection, design)):
-            picked = np.where(best[fold] == at, predicted, picked)
-            whole[at] += correlation(predicted[:, :1], design, fold)[0] / number
-        outer[fold] = fold_auroc(picked, design, test)
+        predicted = ridge_predictions(projection, design)
+        for at, own in enumerate(predicted[..., :1]):
+            whole[at] += correlation(own, design, fold)[0] / number
+        outer[fold] = fold_auroc(with_penalties(predicted, best[fold]), design, test)
         chosen[fold] = loop.penalty(fold)
         raw = fit(projection, design, chosen[fold]).scores(projection.test, runs[test])
         scores[test] = np.round(raw, DIGITS)
@@ -141,18 +138,25 @@ def cross_validate(features: Features, design: Design) -> CrossValidated:
     def by_half(fold: int, train: np.ndarray) -> np.ndarray:
         return scores_in(features, design, fold, train, chosen[fold])
 
-    chance = chance_in_training(design, by_half)
     by_run = (features.centred[runs == run] for run in np.unique(runs))
-    differs = any((states != states[0]).any() for states in by_run)
-    return CrossValidated(inner.max(1), outer, float(whole.max()), scores, chosen, chance, differs)
+    return CrossValidated(
+        inner_correlation=inner.max(1),
+        outer_auroc=outer,
+        whole_correlation=float(whole.max()),
+        scores=scores,
+        penalties=chosen,
+        unreliability=unreliability(design, by_half),
+        differs=any((states != states[0]).any() for states in by_run),
+    )
 
 
-def chance_in_training(design: Design, predict: Callable[[int, np.ndarray], np.ndarray]) -> float:
-    """How much of the scores of new contexts depends on which contexts happened to train.
+def unreliability(design: Design, predict: Callable[[int, np.ndarray], np.ndarray]) -> float:
+    """Share of the variance of new contexts' scores that is chance in training: one less their
+    reliability.
 
     For each outer fold two probes are trained on one half each of the other folds, which share no
     source, and their scores in that fold are correlated within runs. Stepped up to the whole
-    training set (Spearman–Brown) that is the reliability of the scores; the rest is chance. Folds
+    training set (Spearman–Brown) that is the reliability of the scores. Folds
     that both halves score alike throughout say nothing of it.
 
     Args:
@@ -241,13 +245,18 @@ class InnerLoop:
 # -- the closed form ------------------------------------------------------------------------------
 
 
-def ridge_predictions(projection: Projection, design: Design) -> Iterator[np.ndarray]:
-    """``[test, 1 + permutations]`` float32 for each penalty, up to a constant per run."""
+def ridge_predictions(projection: Projection, design: Design) -> np.ndarray:
+    """``[penalties, test, 1 + permutations]`` float32, up to a constant per run."""
     train = projection.train.astype(np.float32)
     projected = train.T @ design.rates[projection.rows]
-    for penalty in design.penalties:
-        shrunk = (projection.test / (projection.squares + penalty)).astype(np.float32)
-        yield shrunk @ projected
+    shrunk = (projection.test / (projection.squares + penalty) for penalty in design.penalties)
+    return np.stack([coordinates.astype(np.float32) @ projected for coordinates in shrunk])
+
+
+def with_penalties(predicted: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """``[test, columns]`` of :func:`ridge_predictions`, each column by the penalty (an index) that
+    was chosen for it."""
+    return np.take_along_axis(predicted, chosen[None, None], axis=0)[0]
 
 
 def correlation(predicted: np.ndarray, design: Design, fold: int) -> np.ndarray:
@@ -265,7 +274,10 @@ def fold_auroc(scores: np.ndarray, design: Design, rows: np.ndarray) -> np.ndarr
     outcome = design.outcome
     largest = np.abs(scores).max(0)
     scores = np.round(scores / np.where(largest > 0, largest, 1), SHARE_DIGITS)
-    k, n = outcome.positives[design.taken[:, rows]].T, outcome.trials[design.taken[:, rows]].T
+    k, n = (
+        outcome.positives[design.label_rows[:, rows]].T,
+        outcome.trials[design.label_rows[:, rows]].T,
+    )
     won, total = np.zeros(k.shape[1]), np.zeros(k.shape[1])
     for run in np.unique(outcome.runs[rows]):
         here = outcome.runs[rows] == run
