@@ -12,33 +12,40 @@ from shell import call, refusal
 
 from experiments.experiment import Model
 from experiments.hybrids import (
-    AFTER,
-    BOTH,
-    FIRST,
+    AFTER_RESPONSE,
+    ALL_LAYERS,
     HEAD,
     HEADER,
-    LAST,
-    OTHERS,
+    HEADER_FIRST,
+    HEADER_LAST,
     OWN,
     QUERY,
     RESPONSE,
+    RESPONSE_AND_HEADER,
     SCORES,
     SITES,
-    TOTAL,
     WINDOW,
+    WITHOUT_WINDOW,
     WRITTEN,
-    Measured,
-    Siblings,
-    step_of,
-    windows_of,
+    SiblingContexts,
+    SiteScorer,
+    layer_windows,
+    window_size,
 )
-from experiments.locate import accepted_bits, estimates, halves, main, query_bits_of, with_own
+from experiments.locate import (
+    accepted_bits,
+    estimates,
+    halves,
+    main,
+    query_bits_of,
+    with_own_scores,
+)
 from ia_mech.likelihood.carried import CEILING, bits_by_query
 
 QUERIES = 8
 
 
-def unit(query: int, react: bool = True) -> Siblings:
+def unit(query: int, react: bool = True) -> SiblingContexts:
     """A query with four responses that name themselves, and turns that repeat that name, or another
     one."""
     rng = np.random.default_rng([query, 5])
@@ -53,7 +60,7 @@ def unit(query: int, react: bool = True) -> Siblings:
         turns.append((k, 1.0, 0, planted.turn(name, 4)))
     first = contexts[0].positions["header_0"] - contexts[0].response.stop
     last = contexts[0].positions["header_last"] + 1 - contexts[0].response.stop
-    return Siblings(
+    return SiblingContexts(
         f"q{query}",
         "planted",
         0,
@@ -80,8 +87,8 @@ def measured(through_header: bool, react: bool = True) -> pd.DataFrame:
     parts = []
     for number in range(QUERIES):
         one = unit(number, react)
-        parts.append(Measured(model, one).table().assign(source=one.source))
-    return with_own(pd.concat(parts, ignore_index=True))
+        parts.append(SiteScorer(model, one).table().assign(source=one.source))
+    return with_own_scores(pd.concat(parts, ignore_index=True))
 
 
 def carried(rows: pd.DataFrame) -> dict:
@@ -97,21 +104,21 @@ def carried(rows: pd.DataFrame) -> dict:
 def test_the_planted_route_carries_all_that_is_expressed_and_no_other_site_anything(through_header):
     found = carried(measured(through_header))
     assert found[OWN] > 1.0
-    routes = {HEADER, AFTER} if through_header else {RESPONSE}
+    routes = {HEADER, AFTER_RESPONSE} if through_header else {RESPONSE}
     for site in SITES:
         wanted = found[OWN] if site in routes else 0.0
         assert found[site] == pytest.approx(wanted, abs=0.02), site
     # What follows is computed anew: the window whose block reads the response carries everything,
     # and all others together nothing. Of a third of the turns, so that β stays a little smaller.
-    assert found[TOTAL] == pytest.approx(found[OWN], abs=0.06)
+    assert found[ALL_LAYERS] == pytest.approx(found[OWN], abs=0.06)
     reads = planted.WRITE if through_header else planted.READ
-    for window in windows_of(planted.DEPTH):
+    for window in layer_windows(planted.DEPTH):
         inside, outside = (found[OWN], 0.0) if reads in window else (0.0, found[OWN])
         assert found[WINDOW, window[0]] == pytest.approx(inside, abs=0.06)
         assert found[HEAD, window[0], 0] == found[WINDOW, window[0]]  # there is one
-        assert found[OTHERS, window[0]] == pytest.approx(outside, abs=0.06)
-    for site in (FIRST, LAST):  # the name is written into the token between these
-        assert found[site, step_of(planted.DEPTH)] == pytest.approx(0.0, abs=0.02)
+        assert found[WITHOUT_WINDOW, window[0]] == pytest.approx(outside, abs=0.06)
+    for site in (HEADER_FIRST, HEADER_LAST):  # the name is written into the token between these
+        assert found[site, window_size(planted.DEPTH)] == pytest.approx(0.0, abs=0.02)
 
 
 @pytest.mark.parametrize("through_header", [True, False])
@@ -120,7 +127,7 @@ def test_turns_that_are_written_after_a_hybrid_tell_the_response_that_its_route_
 ):
     rows = measured(through_header)
     found = carried(rows[rows["temperature"] == 0])
-    routes = {OWN, BOTH, HEADER if through_header else RESPONSE}
+    routes = {OWN, RESPONSE_AND_HEADER, HEADER if through_header else RESPONSE}
     for site in WRITTEN:
         told = found[site]
         assert (told > 1.0) if site.removeprefix("written: ") in routes else (told < 0.02), site
@@ -159,9 +166,9 @@ def test_estimates_have_the_share_the_test_and_the_windows_chosen_on_other_queri
     bits = {key[1:]: row.estimate.value for key, row in less.items() if key[0] == "bits"}
     for (quantity, site, layer), row in less.items():
         if quantity == "bits, less with all layers":
-            apart = bits[site, layer] - bits[TOTAL, None]
-            assert row.estimate.value == pytest.approx(apart) and site == OTHERS
-    assert less["bits, less with all layers", OTHERS, planted.READ].estimate.value < -1.0
+            apart = bits[site, layer] - bits[ALL_LAYERS, None]
+            assert row.estimate.value == pytest.approx(apart) and site == WITHOUT_WINDOW
+    assert less["bits, less with all layers", WITHOUT_WINDOW, planted.READ].estimate.value < -1.0
     chosen = [row for row in found if row.quantity == "bits, chosen on other queries"]
     of = halves([f"q{number}" for number in range(QUERIES)], 0)
     assert {row.names["layer"] for row in chosen if row.names["term"] == WINDOW} >= {planted.READ}
@@ -210,7 +217,16 @@ def test_the_command_measures_expressed_as_full_passes_do(siblings, tiny_subject
     assert " of 1.58 bits about which of 3 responses they followed" in outcome.out.splitlines()[0]
     assert "two siblings whose states are put in alike" in outcome.out.splitlines()[1]
     rows = pd.read_parquet(out / "rows.parquet")
-    assert set(rows["site"]) >= {OWN, *SITES, WINDOW, OTHERS, TOTAL, FIRST, LAST, *WRITTEN}
+    assert set(rows["site"]) >= {
+        OWN,
+        *SITES,
+        WINDOW,
+        WITHOUT_WINDOW,
+        ALL_LAYERS,
+        HEADER_FIRST,
+        HEADER_LAST,
+        *WRITTEN,
+    }
     query = siblings.queries()[0]
     own = rows[(rows["site"] == OWN) & (rows["source"] == query.source)]
     for row in own.itertuples():

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.planted_locate import NULLS, TRUE, measure_study, simulate_study
 from benchmarks.planted_routes import GREEDY, KINDS, SAMPLED
 from experiments.hybrids import HEADER, OWN, QUERY, RESPONSE, SCORES
-from experiments.locate import query_bits_of, with_own
+from experiments.locate import query_bits_of, with_own_scores
 from experiments.study import latent_sentence
 
 QUERIES = 6
@@ -20,7 +20,7 @@ def rows_of(name: str, wordings: bool = False) -> pd.DataFrame:
     """What is measured where every turn that can follows its response, and no weight has noise."""
     kind = KINDS[name]
     kind = replace(kind, follows=float(bool(kind.carries)))
-    return with_own(measure_study(kind, 0, QUERIES, 0.0, wordings=wordings))
+    return with_own_scores(measure_study(kind, 0, QUERIES, 0.0, wordings=wordings))
 
 
 def bits(rows: pd.DataFrame, temperature: float = SAMPLED) -> dict[str, float]:

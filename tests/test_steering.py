@@ -16,14 +16,14 @@ from experiments import directions
 from experiments.directions import (
     BIAS,
     DIRECTION,
-    EACH,
     OPTIMISED,
+    RANDOM,
     Arm,
-    Context,
     ControlSearch,
-    SteeredContexts,
+    ScoredQuery,
+    SteeredContext,
     arms_of_equal_kl,
-    control_arms,
+    find_controls,
     optimise_direction,
     random_directions,
     steering_effects,
@@ -34,7 +34,7 @@ from experiments.steering import (
     CHOOSING,
     KL,
     ODDS,
-    RANDOM,
+    RANDOM_MEAN,
     RANK,
     REPORTING,
     Steering,
@@ -64,8 +64,8 @@ def model_of(network) -> Model:
     return Model(SimpleNamespace(model=network), None, True)
 
 
-def unit(contexts, arms) -> SteeredContexts:
-    return SteeredContexts("q", "d", 0, REPORTING, tuple(contexts), tuple(arms))
+def unit(contexts, arms) -> ScoredQuery:
+    return ScoredQuery("q", "d", 0, REPORTING, tuple(contexts), tuple(arms))
 
 
 # -- likelihoods and gradients against independent computations --------------------------------
@@ -79,7 +79,7 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
     unit_vector, bias = direction / direction.norm(), np.zeros(network.config.vocab_size)
     bias[50] = 1.0
     for at, in_turn in (((20,), False), ((17,), True)):
-        context = Context("q", ids, 2, at, in_turn, turns)
+        context = SteeredContext("q", ids, 2, at, in_turn, turns)
         arms = [Arm(DIRECTION, 0.7, tuple(direction.tolist())), Arm(BIAS, 2.0, (), tuple(bias))]
         found = steering_effects(Model(tiny_subject, None, True), unit([context], arms))
         sums, firsts = {}, {}
@@ -102,14 +102,14 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
                 firsts[name] = log[len(ids) - 1]
         moved = [sums["moved", n] - sums["plain", n] for n in (0, 1)]
         row = found.iloc[0]
-        assert row["odds"] == pytest.approx(moved[0] - moved[1], abs=2e-4)
+        assert row["log_odds"] == pytest.approx(moved[0] - moved[1], abs=2e-4)
         kl = float((firsts["moved"].exp() * (firsts["moved"] - firsts["plain"])).sum())
         assert row["kl"] == pytest.approx(kl, abs=1e-5) and kl > 5e-4
         # The bias of token 50 alone, which opens the accepted turn.
         p = float(firsts["plain"][50].exp())
         total = np.log(1 - p + p * np.exp(2.0))
         row = found.iloc[1]
-        assert row["odds"] == pytest.approx(2.0, abs=1e-4)
+        assert row["log_odds"] == pytest.approx(2.0, abs=1e-4)
         q = p * np.exp(2 - total)
         assert row["kl"] == pytest.approx(2 * q - total, abs=1e-5)
 
@@ -166,9 +166,9 @@ def test_controls_reach_the_kl_that_is_wanted(monkeypatch):
     contexts = tuple(replace(one, layer=5, at=(len(one.ids) - 1,)) for one in made)
     arm = Arm(DIRECTION, 0.02, tuple(told.tolist()))
     for kl in (1e-4, 1e-3, 1e-2):
-        search = ControlSearch("", "", 0, contexts, arm, kl, (replace(arm, term=EACH),), 0)
-        found = [Arm(**row) for row in control_arms(model, search).to_dict("records")]
-        assert [one.term for one in found] == [EACH, BIAS]
+        search = ControlSearch("", "", 0, contexts, arm, kl, (replace(arm, term=RANDOM),), 0)
+        found = [Arm(**row) for row in find_controls(model, search).to_dict("records")]
+        assert [one.term for one in found] == [RANDOM, BIAS]
         reached = steering_effects(model, unit(contexts, found)).groupby("term")["kl"].mean()
         np.testing.assert_allclose(reached, kl, rtol=0.1)
     assert arms_of_equal_kl([Arm("idle", 1e-9)], 1e-2, lambda arms: np.zeros(len(arms))) == []
@@ -177,7 +177,7 @@ def test_controls_reach_the_kl_that_is_wanted(monkeypatch):
 def test_the_dose_is_chosen_within_the_kl():
     rows = pd.DataFrame(
         [
-            {"source": source, "dose": dose, "odds": odds, "kl": kl}
+            {"source": source, "dose": dose, "log_odds": odds, "kl": kl}
             for source in "ab"
             for dose, odds, kl in ((0.1, 1, 0.1), (0.2, 3, 0.4), (0.4, 8, 2.0))
         ]
@@ -189,12 +189,12 @@ def test_the_dose_is_chosen_within_the_kl():
 # -- planted truths --------------------------------------------------------------------------------
 
 
-def planted_context(number: int) -> Context:
+def planted_context(number: int) -> SteeredContext:
     """The context's own turn isn't accepted; that of another name is."""
     made = planted.context(FROM, 4 + number % 4, 1, query=2 + number)
     turns = tuple(planted.turn(name, 4) for name in (TO, FROM))
     at = (made.positions[planted.WRITTEN],)
-    return Context(f"q{number}", tuple(made.ids), LAYER, at, False, turns)
+    return SteeredContext(f"q{number}", tuple(made.ids), LAYER, at, False, turns)
 
 
 def planted_direction() -> np.ndarray:
@@ -209,7 +209,7 @@ def found_along(direction: np.ndarray, best: np.ndarray, seed: int, dose: float 
     states = rng.standard_normal((60, planted.WIDTH))
     drawn = random_directions(states, direction, 19, seed)
     arms = [Arm(DIRECTION, dose, tuple(direction)), Arm(OPTIMISED, dose, tuple(best))]
-    arms += [Arm(EACH, dose, tuple(one), draw=n) for n, one in enumerate(drawn)]
+    arms += [Arm(RANDOM, dose, tuple(one), draw=n) for n, one in enumerate(drawn)]
     numbers = rng.permutation(24)[:10]
     parts = [
         steering_effects(model, unit([planted_context(n)], arms)).assign(source=str(n), dataset="d")
@@ -228,7 +228,7 @@ def test_a_planted_direction_is_found_and_optimising_finds_it():
     found = found_along(planted_direction(), best, 0)
     assert is_shown(found, DIRECTION) and is_shown(found, OPTIMISED)
     rows = found.set_index(["quantity", "term"])["value"]
-    assert rows[BEYOND, DIRECTION] == pytest.approx(rows[ODDS, DIRECTION] - rows[ODDS, RANDOM])
+    assert rows[BEYOND, DIRECTION] == pytest.approx(rows[ODDS, DIRECTION] - rows[ODDS, RANDOM_MEAN])
     assert rows[RANK, DIRECTION] == 0 and rows[ODDS, DIRECTION] > 3
     noise = np.random.default_rng(5).standard_normal(planted.WIDTH)
     assert not is_shown(found_along(noise / np.linalg.norm(noise), best, 1), DIRECTION)
@@ -248,9 +248,9 @@ def simulated(effect: float, seed: int) -> pd.DataFrame:
             "dataset": "d",
         }
         | {"kl": 0.1}
-        | {"odds": sources[s] + at + effect * (term == DIRECTION) + rng.normal(0, 0.7)}
+        | {"log_odds": sources[s] + at + effect * (term == DIRECTION) + rng.normal(0, 0.7)}
         for term, draw, at in [(DIRECTION, 0, spread[0])]
-        + [(EACH, n, at) for n, at in enumerate(spread[1:])]
+        + [(RANDOM, n, at) for n, at in enumerate(spread[1:])]
         for s in range(20)
     ]
     return estimates_of(estimates(pd.DataFrame(rows), 1.0, OPTIONS), Steering.columns, 0.95)
@@ -332,7 +332,7 @@ def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, 
     assert "random directions reach it" in sentence and "the least there can be: 0.050" in sentence
     assert control.startswith("A direction that was optimised for that there, on other sources")
     found = pd.read_parquet(out / "estimates.parquet")
-    assert {DIRECTION, EACH, RANDOM, OPTIMISED, BIAS} == set(found["term"])
+    assert {DIRECTION, RANDOM, RANDOM_MEAN, OPTIMISED, BIAS} == set(found["term"])
     arms = pd.read_parquet(out / "arms.parquet")
     sources = {half: set(mine["source"]) for half, mine in arms.groupby("half")}
     assert sources[CHOOSING].isdisjoint(sources[REPORTING]) and found["sources"].max() == 4
