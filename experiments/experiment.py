@@ -25,7 +25,8 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -131,7 +132,6 @@ class Experiment:
         loads: ``measure`` uses the model; else it is given None, and no model is loaded.
         several_models: runs of several models may be given together.
         mixed: runs that were decoded in different ways may be given together.
-        perturbed: runs that hold perturbed contexts may be given.
         queries_used: how many queries at most, drawn by ``--seed``; None for all. If it is given,
             so is ``--queries``.
         beside: results go to ``cache/<first run>-<this>``, not into the run: they hold runs.
@@ -152,7 +152,6 @@ class Experiment:
     loads: ClassVar[bool] = True
     several_models: ClassVar[bool] = False
     mixed: ClassVar[bool] = False
-    perturbed: ClassVar[bool] = False
     queries_used: ClassVar[int | None] = None
     beside: ClassVar[str] = ""
     columns: ClassVar[Mapping[str, str]] = {
@@ -491,17 +490,11 @@ class Experiment:
         if args.dry_run:
             print_plan(one.plan())
             return
-        one.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with FileLock(one.folder / LOCK, timeout=0):
-                result = with_style(one.result)()
-                known = kind_of(one.folder)
-                earlier = read(one.folder).about["command"] if known else args.command_line
-                write(result, one.folder)
-        except Timeout:
-            raise UserError(
-                f"another command is writing to {one.folder}", "wait for it, or give another --out"
-            ) from None
+        with only_writer(one.folder):
+            result = with_style(one.result)()
+            known = kind_of(one.folder)
+            earlier = read(one.folder).about["command"] if known else args.command_line
+            write(result, one.folder)
         show(result, console(), full=args.full)  # after writing: a closed pipe costs no file
         print(f"wrote {one.folder}", file=sys.stderr)
         if earlier != args.command_line:
@@ -520,8 +513,7 @@ class Experiment:
             refuse_several_models(self.runs)
         if not self.mixed:
             refuse_other_settings(self.runs)
-        if not self.perturbed:
-            refuse_perturbed(self.runs)
+        refuse_perturbed(self.runs)
         if self.judged:
             self.gate = read_runs(self.runs, self.args.judge, NO_ANNOTATOR).gate
         self.read()
@@ -613,6 +605,31 @@ def code_of(module: str) -> str:
     """What a module's code says, without comments and layout, as a short hash."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return hashlib.blake2b(ast.dump(tree).encode(), digest_size=8).hexdigest()
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep other commands from writing results to a folder; none is left that holds nothing.
+
+    Raises:
+        UserError: another command writes to it.
+    """
+    new = not folder.is_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"another command is writing to {folder}", "wait for it, or give another --out"
+        ) from None
+    try:
+        yield
+    finally:
+        (folder / LOCK).unlink(missing_ok=True)
+        lock.release()
+        if new and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def show_own_lines(error: Exception, file: Path) -> int:

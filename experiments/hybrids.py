@@ -330,13 +330,20 @@ class SiteScorer:
         self._rows.append(row | dict(zip(SCORES, each, strict=True)) | more)
 
 
-def tokens_scored(unit: SiblingContexts) -> int:
-    """That are scored or written for a query, about; heads are counted as two a window."""
-    turns = len(unit.turns) * CANDIDATES // RESPONSES * CANDIDATES  # of a recipient, and scored
-    scored = len(unit.recipients) * turns * len(SITES)
-    scored += min(len(unit.recipients), 2) * turns
-    windows, states = len(layer_windows(unit.layers)), unit.layers // window_size(unit.layers)
+def tokens_scored(turns: int, recipients: int, maps: Sequence[str], layers: int, after: int) -> int:
+    """That are scored or written for a query, about; heads are counted as two a window.
+
+    Args:
+        turns: of the four responses together.
+        recipients: how many.
+        maps: which of :data:`MAPS`.
+        layers: of the model.
+        after: tokens between a response and its turn.
+    """
+    each = turns * CANDIDATES // RESPONSES * CANDIDATES  # of a recipient
+    scored = each * (recipients * len(SITES) + min(recipients, 2))
+    windows, states = len(layer_windows(layers)), layers // window_size(layers)
     cells = {WINDOWS: 2 * windows, HEADS: 2 * windows, STATES: 2 * states}
-    mapped = sum(cells.get(name, 0) for name in unit.maps) * CANDIDATES**2
-    written = (RESPONSES + 1) * 2 * CANDIDATES * len(WRITTEN) if WRITING in unit.maps else 0
-    return (scored + written) * TOKENS + mapped * (TOKENS + len(unit.after))
+    mapped = sum(cells.get(name, 0) for name in maps) * CANDIDATES**2
+    written = (RESPONSES + 1) * 2 * CANDIDATES * len(WRITTEN) if WRITING in maps else 0
+    return (scored + written) * TOKENS + mapped * (TOKENS + after)

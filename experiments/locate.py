@@ -404,7 +404,8 @@ class Locate(Experiment):
                 self._recipients(query.source), sorted(self.args.maps),
                 min(temperatures, default=0.0), layers, self.args.seed,
             )  # fmt: skip
-            yield replace(unit, tokens=tokens_scored(unit))
+            size = len(turns), len(unit.recipients), unit.maps, layers, len(unit.after)
+            yield replace(unit, tokens=tokens_scored(*size))
         if few:
             self.notes.append(
                 f"{few} of {len(self.queries)} queries lack {RESPONSES} different responses "

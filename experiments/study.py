@@ -34,7 +34,6 @@ from experiments.hybrids import (
     QUERY,
     RESPONSE,
     RESPONSES,
-    SiblingContexts,
     tokens_scored,
 )
 from experiments.locate import (
@@ -108,6 +107,8 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     arms = len(TEMPERATURES) * args.samples + 1
     length = TYPICAL + RESPONSE_TOKENS
     elicited = 2 * contexts  # under a prompt, and after an opening
+    turns = RESPONSES * (1 + len(TEMPERATURES))  # of a query, that are scored after hybrids
+    located = tokens_scored(turns, args.recipients, args.maps, LAYERS, 0)
     sample = ["--model", args.model, "--dataset", args.dataset, "--limit", str(args.queries)]
     sample += ["--response", "generate", "--responses", str(RESPONSES)]
     sample += ["--response-temperature", "1", "--max-response-tokens", str(RESPONSE_TOKENS)]
@@ -128,7 +129,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
             "locate",
             "experiments.locate",
             [run, *locate],
-            (args.queries * (located_tokens(args) + RESPONSES * length), 0),
+            (args.queries * (located + RESPONSES * length), 0),
         ),
         Stage(
             "elicit",
@@ -156,18 +157,6 @@ def stages(args: argparse.Namespace) -> list[Stage]:
         if stage.name != "judge":  # it is on a CPU, and has no such flag
             stage.words.extend(threads)
     return found
-
-
-def located_tokens(args: argparse.Namespace) -> int:
-    """That the stage ``locate`` scores for a query, about."""
-    turns: list[tuple[int, float, int, tuple[int, ...]]] = [
-        (k, t, 0, ()) for k in range(RESPONSES) for t in (0.0, *TEMPERATURES)
-    ]
-    recipients = list(range(args.recipients))
-    unit = SiblingContexts(
-        "", "", 0, [()], [0], [0], (0, 0), [], turns, recipients, args.maps, 0.0, LAYERS
-    )
-    return tokens_scored(unit)
 
 
 # -- how long it takes -----------------------------------------------------------------------------
@@ -449,7 +438,7 @@ def study(model: str, **options: Any) -> "Result":
 
     Args:
         model: an embedded model, a hub id or a folder.
-        options: the command's flags: ``queries=20``, ``quick=True``, ``out="cache/mine"``, …
+        options: the command's flags: ``queries=20``, ``quick=True``, ``maps=["windows"]``, …
 
     Returns:
         Its result: ``sentence``, ``control``, ``estimates``, ``tables``.
@@ -463,11 +452,13 @@ def study(model: str, **options: Any) -> "Result":
         if value is True:
             words.append(flag)
         elif value is not None and value is not False:
-            words += [flag, str(value)]
+            words += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
+    from ia_mech.results import folder_of, read
+
     args = with_defaults(build_parser().parse_args(words))
     if status := _study(args):
         raise UserError(f"the study ended with status {status}", "see what its last stage said")
-    return result(args.out)
+    return read(folder_of(args.out / "run", NAME))
 
 
 if __name__ == "__main__":
