@@ -220,8 +220,9 @@ def found_along(direction: np.ndarray, best: np.ndarray, seed: int, dose: float 
     )
 
 
-def test_a_planted_direction_is_found_and_optimising_finds_it():
-    contexts = tuple(planted_context(n) for n in range(12))
+def test_a_planted_direction_is_found_and_optimising_finds_it(monkeypatch):
+    monkeypatch.setattr(directions, "STEPS", 15)
+    contexts = tuple(planted_context(n) for n in range(6))
     one = ControlSearch("", "", 0, contexts, Arm(DIRECTION, 0.4), 0.05, (), 0)
     best = optimise_direction(model_of(planted.model(True)), one)
     assert abs(np.linalg.norm(best) - 1) < 1e-5 and best @ planted_direction() > 0.5
@@ -239,20 +240,12 @@ def simulated(effect: float, seed: int) -> pd.DataFrame:
     20 sources, whose spread is that of 20 nats of noise in a turn."""
     rng = np.random.default_rng(seed)
     sources, spread = rng.normal(0, 1, 20), rng.normal(0, 0.3, 40)
-    rows = [
-        {
-            "term": term,
-            "draw": draw,
-            "dose": 1.0,
-            "source": str(s),
-            "dataset": "d",
-        }
-        | {"kl": 0.1}
-        | {"log_odds": sources[s] + at + effect * (term == DIRECTION) + rng.normal(0, 0.7)}
-        for term, draw, at in [(DIRECTION, 0, spread[0])]
-        + [(RANDOM, n, at) for n, at in enumerate(spread[1:])]
-        for s in range(20)
-    ]
+    arms = [(DIRECTION, 0, spread[0])] + [(RANDOM, n, at) for n, at in enumerate(spread[1:])]
+    rows = []
+    for term, draw, at in arms:
+        moved = sources + at + effect * (term == DIRECTION) + rng.normal(0, 0.7, 20)
+        names = {"term": term, "draw": draw, "dose": 1.0, "dataset": "d", "kl": 0.1}
+        rows += [names | {"source": str(s), "log_odds": odds} for s, odds in enumerate(moved)]
     return estimates_of(estimates(pd.DataFrame(rows), 1.0, OPTIONS), Steering.columns, 0.95)
 
 
@@ -279,11 +272,11 @@ def test_planted_effects_are_found_in_95_percent_and_random_ones_called_in_5():
 
 @pytest.fixture(scope="module")
 def folder(tiny_model_dir, tmp_path_factory):
-    """A judged run of two responses to each of eight queries, and two probes."""
+    """A judged run of two responses to each of six queries, and two probes."""
     place = tmp_path_factory.mktemp("steering")
     file = place / "several.jsonl"
     with file.open("w") as lines:
-        for i in range(8):
+        for i in range(6):
             row = {"id": f"q{i}", "question": f"What is {i}?"}
             row["responses"] = [f"It is {i}. That is all.", f"Ask me about {i}."]
             lines.write(json.dumps(row) + "\n")
@@ -335,7 +328,7 @@ def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, 
     assert {DIRECTION, RANDOM, RANDOM_MEAN, OPTIMISED, BIAS} == set(found["term"])
     arms = pd.read_parquet(out / "arms.parquet")
     sources = {half: set(mine["source"]) for half, mine in arms.groupby("half")}
-    assert sources[CHOOSING].isdisjoint(sources[REPORTING]) and found["sources"].max() == 4
+    assert sources[CHOOSING].isdisjoint(sources[REPORTING]) and found["sources"].max() == 3
     assert (arms[arms["half"] == CHOOSING]["term"] == DIRECTION).all(), "controls don't choose"
     chosen = SteeringVector.load(out / "vector.safetensors")
     assert chosen.layer == 2 and chosen.kind == ADD
@@ -353,50 +346,33 @@ def test_a_vector_that_steers_the_turn_too(folder, few_steps, tmp_path, capfd):
     places = ("header_last", TURN)
     vector = SteeringVector(ADD, 2, places, direction, 9.0, "tiny", model["weights_hash"])
     vector.save(tmp_path / "v.safetensors")
-    words = [str(folder), "--vector", str(tmp_path / "v.safetensors")]
+    words = [str(folder), "--vector", str(tmp_path / "v.safetensors"), "--queries", "4"]
     words += ["--doses", "0.1", "9", "--most-kl", "0.05", "--controls", "19"]
-    outcome = call(main, [*words, "--out", str(tmp_path / "out")], capfd)
+    outcome = call(main, [*words, "--resamples", "100", "--out", str(tmp_path / "out")], capfd)
     assert outcome.status == 0, outcome.err
     chosen = SteeringVector.load(tmp_path / "out" / "vector.safetensors")
     assert (chosen.layer, chosen.positions) == (2, places) and chosen.dose == 0.1
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--doses", "-1"], "'-1' is not a number above 0"),
-        (["--doses", "0.5", "nan"], "'nan' is not a number above 0"),
-        (["--controls", "18"], "19 up (fewer can't reach a p of 0.05)"),
-    ],
-)
-def test_flags_without_an_answer_are_refused(words, said, folder, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([*words_of(folder, tmp_path / "out"), *words])
-    assert said in capsys.readouterr().err
+def test_what_cant_be_used_is_refused_in_a_line(folder, tmp_path, capfd):
+    def refused(*words: str) -> str:
+        return refusal(call(main, [str(folder), *words], capfd))
 
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+    probe = str(folder.parent / "probe")
+    assert "'-1' is not a number above 0" in refused("--probe", probe, "--doses", "-1")
+    assert "(fewer can't reach a p of 0.05)" in refused("--probe", probe, "--controls", "18")
+    other = str(folder.parent / "other-probe")
+    assert "is of x with the weights 00, this model has" in refused("--probe", other)
+    Probe(Probe.load(probe).directions, {"layer": 2}).save(tmp_path / "by-hand")
+    line = refused("--probe", str(tmp_path / "by-hand"))
+    assert "doesn't say which direction of which model" in line
+    known = Run.open(folder).model["weights_hash"]
+    vector = SteeringVector(ADD, 2, ("header_last",), torch.ones(32), 1.0, "tiny", known)
+    for changes, said in (
         ({"layer": 5}, "there is no layer 5 to change; give layers from 0 to 4"),
         ({"positions": ("header_9",)}, "no position header_9 to steer at; use names among"),
         ({"positions": (TURN,)}, "steering the turn's tokens alone leaves the next token"),
         ({"weights_hash": "0" * 16}, "of tiny with the weights 0000000000000000, this model has"),
-    ],
-)
-def test_a_vector_that_cant_be_used_is_one_line(changes, said, folder, tmp_path, capfd):
-    known = Run.open(folder).model["weights_hash"]
-    vector = SteeringVector(ADD, 2, ("header_last",), torch.ones(32), 1.0, "tiny", known)
-    replace(vector, **changes).save(tmp_path / "v.safetensors")
-    assert said in refusal(
-        call(main, [str(folder), "--vector", str(tmp_path / "v.safetensors")], capfd)
-    )
-
-
-def test_a_probe_that_cant_be_used_is_one_line(folder, tmp_path, capfd):
-    words = [str(folder), "--probe", str(folder.parent / "other-probe")]
-    assert "is of x with the weights 00, this model has" in refusal(call(main, words, capfd))
-    probe = Probe.load(folder.parent / "probe")
-    Probe(probe.directions, {"layer": 2}).save(tmp_path / "by-hand")
-    words[-1] = str(tmp_path / "by-hand")
-    assert "doesn't say which direction of which model" in refusal(call(main, words, capfd))
+    ):
+        replace(vector, **changes).save(tmp_path / "v.safetensors")
+        assert said in refused("--vector", str(tmp_path / "v.safetensors"))
