@@ -149,12 +149,19 @@ def arm_effects(
 
     plain = run.read([(turn, ()) for turn in range(len(run.turns))], read)
     before, first = np.array([one for one, _ in plain]), plain[0][1]
+    rows = [
+        row
+        for arm in arms
+        if not arm.bias
+        for row in context.steered_rows(torch.tensor(arm.direction), arm.dose)
+    ]
+    steered = iter(run.read(rows, read))  # of all arms together: a pass has room for many rows
     for arm in arms:
         if arm.bias:
             after = (first + arm.dose * torch.tensor(arm.bias).double()).log_softmax(-1)
             moved = (after - first)[[turn[0] for turn in run.turns]].numpy()
         else:
-            scored = run.read(context.steered_rows(torch.tensor(arm.direction), arm.dose), read)
+            scored = [next(steered) for _ in run.turns]
             moved, after = np.array([one for one, _ in scored]) - before, scored[0][1]
         yield moved, after - first, max(float(divergence(after, first)), 0.0)
 

@@ -11,6 +11,7 @@ import pytest
 import scored
 import torch
 import transformers
+from runs import rewritten
 from runs import sampled as make_run
 from safetensors.torch import load_file
 from shell import call, refusal
@@ -328,19 +329,6 @@ def cache(tiny_subject, tmp_path_factory):
         yield folder
 
 
-@pytest.fixture(scope="module")
-def sampled(cache, tiny_subject, tmp_path_factory):
-    """Make a judged run in a folder of its own."""
-
-    def make(conversations=CHATS, **options) -> Run:
-        folder = tmp_path_factory.mktemp("sweep")
-        data = scored.dataset(folder / "chats.jsonl", conversations)
-        settings = Settings(dataset=data, limit=None, **DECODING | options)
-        return judged(make_run(settings, tiny_subject, folder / "run"))
-
-    return make
-
-
 def judged(run: Run, judge: str = "planted", kinds=KINDS) -> Run:
     """Sample k is of the kind k; greedy turns are the first."""
     verdicts = []
@@ -355,9 +343,12 @@ def judged(run: Run, judge: str = "planted", kinds=KINDS) -> Run:
 
 
 @pytest.fixture(scope="module")
-def plain(sampled) -> Run:
-    """With header logits; tests leave it as it is."""
-    return sampled()
+def plain(cache, tiny_subject, tmp_path_factory) -> Run:
+    """A judged run with header logits; tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("sweep")
+    data = scored.dataset(folder / "chats.jsonl", CHATS)
+    settings = Settings(dataset=data, limit=None, **DECODING)
+    return judged(make_run(settings, tiny_subject, folder / "run"))
 
 
 @pytest.fixture
@@ -368,7 +359,7 @@ def copied(plain, tmp_path):
     return make
 
 
-def swept(run: Run) -> tuple[TemperatureSweep, pd.DataFrame]:
+def sweep_of(run: Run) -> tuple[TemperatureSweep, pd.DataFrame]:
     """The experiment on a run, measured, and its estimates."""
     args = TemperatureSweep.build_parser().parse_args([str(run.path), "--resamples", "100"])
     one = TemperatureSweep([run], args, Path())
@@ -376,16 +367,15 @@ def swept(run: Run) -> tuple[TemperatureSweep, pd.DataFrame]:
     return one, estimates_of(one.estimate(one.rows()), one.columns, 0.95)
 
 
-def test_the_entropy_of_stored_logits_is_that_of_the_model(plain):
-    one, _ = swept(plain)
-    own = plain.contexts["first_token_entropy_tempered"].tolist()
+def test_what_is_read_of_stored_logits_and_of_the_last_layer_is_the_model(plain):
+    args = TemperatureSweep.build_parser().parse_args([str(plain.path)])
+    one = TemperatureSweep([plain], args, Path())
+    one.check()
+    one.rows()
+    entropy = plain.contexts["first_token_entropy_tempered"].tolist()
     for at, t in enumerate(DECODING["temperatures"]):
         found = one.first["entropy"][:, one.grid.index(t)]
-        assert found.tolist() == pytest.approx([row[at] for row in own], abs=5e-3)
-
-
-def test_the_last_layer_of_the_lens_is_the_model(plain):
-    one, _ = swept(plain)
+        assert found.tolist() == pytest.approx([row[at] for row in entropy], abs=5e-3)
     said = [plain.header_logits().log_probs(at) for at in one.contexts["at"]]
     own = [p[token].item() for p, token in zip(said, one.contexts["greedy"], strict=True)]
     assert one.log_p[GREEDY][:, -1].tolist() == pytest.approx(own, abs=5e-3)
@@ -415,14 +405,11 @@ def test_without_the_model_only_its_lens_is_needed(copied, cache, capfd, monkeyp
     assert left["rank"].tolist() == ranks
     made = pd.read_parquet(folder / "estimates.parquet")
     first = made[made["quantity"] == "first token's entropy"]
-    assert set(first["temperature"]) == {*GRID}
-    assert made["detectable"].notna().any()
-    for said in ("greedy", "Less greedy's", "judge planted"):
-        assert said in outcome.out
+    assert set(first["temperature"]) == {*GRID} and made["detectable"].notna().any()
 
 
 def test_turns_without_follow_ups_have_rates_and_no_openings(copied):
-    _, made = swept(judged(copied(), kinds=("degenerate",)))
+    _, made = sweep_of(judged(copied(), kinds=("degenerate",)))
     assert made[made["quantity"] == "mass on openings"]["value"].isna().all()
     lens = made[made["quantity"] == "log p by the lens"].set_index("term")["value"]
     assert lens[GREEDY].notna().all() and lens[BEST].isna().all()
@@ -430,22 +417,26 @@ def test_turns_without_follow_ups_have_rates_and_no_openings(copied):
 
 def test_without_a_lens_the_rest_is_there_and_a_note(plain, monkeypatch, tmp_path):
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "empty"))
-    one, found = swept(plain)
+    one, found = sweep_of(plain)
     assert one.log_p == {} and any("no logit lens: no lens for the" in note for note in one.notes)
     assert len(found[found["quantity"] == DEEPER])
 
 
-def test_runs_that_make_no_sweep_are_refused(copied, sampled, capfd):
-    def refused(*runs: Run) -> str:
-        return refusal(call(main, [str(run.path) for run in runs], capfd))
-
-    line = refused(sampled(CHATS[:2], temperatures=(1.0,)))
-    assert "at T = 1 only: of one temperature there is no sweep" in line
-    assert "doesn't keep all header logits; sample with" in refused(
-        sampled(CHATS[:2], header_logits="5")
-    )
-    line = refused(sampled(CHATS[:2], opening="Wait,"))
-    assert "go on from --opening: header_last doesn't predict them; give a run without" in line
+def test_runs_that_make_no_sweep_are_refused(copied, capfd):
     run = copied()
+
+    def refused(**changed) -> str:
+        rewritten(run.path, "run.json", lambda one: one["identity"]["settings"].update(changed))
+        return refusal(call(main, [str(run.path)], capfd))
+
+    assert "doesn't keep all header logits; sample with" in refused(header_logits="5")
+    assert "go on from --opening: header_last doesn't predict" in refused(opening="Wait,")
     shutil.rmtree(run.path / "judgements")
-    assert "has not been judged; run: python" in refused(Run.open(run.path))
+    assert "has not been judged; run: python" in refused()
+
+
+def test_one_temperature_is_no_sweep(tiny_subject, tmp_path, capfd):
+    data = scored.dataset(tmp_path / "chats.jsonl", CHATS[:2])
+    settings = Settings(dataset=data, limit=None, **DECODING | {"temperatures": (1.0,)})
+    run = judged(make_run(settings, tiny_subject, tmp_path / "run"))
+    assert "at T = 1 only: of one temperature" in refusal(call(main, [str(run.path)], capfd))
