@@ -1,7 +1,6 @@
 """What a temperature sweep computes: closed forms on planted logits, and runs of a tiny model."""
 
 import shutil
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -220,98 +219,6 @@ def test_ahead_is_for_good():
     np.testing.assert_array_equal(found, expected)
 
 
-# -- estimates ------------------------------------------------------------------------------------
-
-ARGS = Namespace(level=0.95, resamples=200, seed=0)
-
-
-@pytest.fixture(scope="module")
-def simulated() -> tuple[TemperatureSweep, pd.DataFrame, pd.DataFrame]:
-    """An experiment with random turns, its hidden turns, and its estimates."""
-    rng = np.random.default_rng(0)
-    turns = []
-    for number in range(24):
-        dataset = "even" if number % 2 else "odd"
-        for t, samples in ((0.0, 1), (0.7, 3), (1.0, 3)):
-            for _ in range(samples):
-                weights = np.array([0.2 + t / 3, 0.5 - t / 3, 0.3])
-                category = rng.choice([GENUINE, QUERY, LOOP], p=weights / weights.sum())
-                turns.append(turn(f"s{number:02d}", t, str(category), dataset=dataset))
-    turns[5] |= {"category": "cannot_assess", "genuine": NAN}
-    one = TemperatureSweep([], ARGS, Path())
-    one.turns = pd.DataFrame(turns)
-    one.contexts = one.turns[one.turns["temperature"] == 0].reset_index(drop=True)
-    one.grid, one.log_p = [0.5, 1.0], {}
-    one.decoys = pd.DataFrame(columns=["dataset", "decoy", "temperature"])
-    names = ("entropy", "turn_end", "genuine", "restated")
-    one.first = {name: rng.random((24, 2)) for name in names}
-    left = one.turns[(one.turns["temperature"] > 0) & one.turns["genuine"].notna()]
-    left = left.reset_index(drop=True)
-    for name in ("token", "rank", "probability", "gap"):
-        left[name] = rng.random(len(left)) + (name == "rank")
-    left["token"] = np.ceil(left["token"] * 3)
-    left = left.assign(follows=(left["token"] > 1).astype(float), leaves=1.0)
-    return one, left, estimates_of(one.estimate(left), one.columns, 0.95)
-
-
-def picked(made: pd.DataFrame, quantity: str, **names) -> pd.DataFrame:
-    for name, value in ({"quantity": quantity} | names).items():
-        made = made[made[name] == value]
-    return made
-
-
-def test_rates_and_differences_from_greedy_are_those_of_the_library(simulated):
-    one, _, made = simulated
-    turns = one.turns[one.turns["genuine"].notna()]
-    at, before = (turns[turns["temperature"] == t] for t in (0.7, 0.0))
-    of = {"dataset": "(all)", "temperature": 0.7}
-    rate = cluster_mean(at["genuine"], at["source"], proportion=True)
-    row = picked(made, RATE, **of).iloc[0]
-    assert row[["value", "low", "high"]].tolist() == [rate.value, rate.low, rate.high]
-    paired = paired_difference(at["genuine"], at["source"], before["genuine"], before["source"])
-    row = picked(made, RATE_DIFFERENCE, **of)
-    ends = paired.difference.value, paired.difference.low, paired.difference.high, paired.p
-    assert tuple(row[["value", "low", "high", "p"]].iloc[0]) == ends
-
-
-def test_masses_and_depths_are_those_of_their_contexts_and_turns(simulated):
-    one, left, made = simulated
-    less = one.first["genuine"][:, 0] - one.first["restated"][:, 0]
-    expected = cluster_mean(less, one.contexts["source"])
-    row = picked(made, "mass on openings, genuine less restated", dataset="(all)").iloc[0]
-    assert row[["value", "low", "high"]].tolist() == [expected.value, expected.low, expected.high]
-    bounded = made[made["quantity"] == "mass on turn-end"]
-    assert len(bounded) == 6 and bounded[["low", "high"]].stack().between(0, 1).all()
-    at = left[left["temperature"] == 1.0]
-    own = made[(made["dataset"] == "(all)") & (made["temperature"] == 1.0)].set_index("quantity")
-    kind = own[own["term"] == "genuine"]
-    median = at.loc[at["genuine"] == 1, "rank"].median()
-    assert kind.loc["rank where greedy leaves", "value"] == pytest.approx(median)
-    apart = own.loc[DEEPER].set_index("term")["value"]
-    formed = at[at["category"] != GARBLED]
-    assert 0 < len(formed) < len(at)
-    for of, rows in {"all others": at, "others but degenerate ones": formed}.items():
-        means = rows.pivot_table(index="context", columns="genuine", values="gap").dropna()
-        assert apart[of] == pytest.approx((means[1.0] - means[0.0]).mean())
-
-
-def test_tests_are_corrected_in_families(simulated):
-    _, _, made = simulated
-    families = {
-        "rate": [RATE_DIFFERENCE],
-        "others": [q for q in set(made["quantity"]) if q.endswith("less other turns'")],
-    }
-    assert len(families["others"]) == 4
-    tested = 0
-    for quantities in families.values():
-        rows = made[made["quantity"].isin(quantities)]
-        for of in (rows["dataset"] == "(all)", rows["dataset"] != "(all)"):
-            own = rows[of]
-            tested += own["p"].notna().sum()
-            np.testing.assert_allclose(own["p_holm"], holm(own["p"].to_numpy()))
-    assert tested == made["p"].notna().sum() > 25
-
-
 # -- runs of a tiny model --------------------------------------------------------------------------
 
 DECODING = {"temperatures": (0.4, 1.2), "samples": 3, "max_new_tokens": 6}
@@ -359,19 +266,28 @@ def copied(plain, tmp_path):
     return make
 
 
-def sweep_of(run: Run) -> tuple[TemperatureSweep, pd.DataFrame]:
-    """The experiment on a run, measured, and its estimates."""
+def sweep_of(run: Run) -> tuple[TemperatureSweep, pd.DataFrame, pd.DataFrame]:
+    """The experiment on a run, what it measured, and its estimates."""
     args = TemperatureSweep.build_parser().parse_args([str(run.path), "--resamples", "100"])
     one = TemperatureSweep([run], args, Path())
     one.check()
-    return one, estimates_of(one.estimate(one.rows()), one.columns, 0.95)
+    rows = one.rows()
+    return one, rows, estimates_of(one.estimate(rows), one.columns, 0.95)
 
 
-def test_what_is_read_of_stored_logits_and_of_the_last_layer_is_the_model(plain):
-    args = TemperatureSweep.build_parser().parse_args([str(plain.path)])
-    one = TemperatureSweep([plain], args, Path())
-    one.check()
-    one.rows()
+@pytest.fixture(scope="module")
+def swept(plain):
+    return sweep_of(plain)
+
+
+def picked(made: pd.DataFrame, quantity: str, **names) -> pd.DataFrame:
+    for name, value in ({"quantity": quantity} | names).items():
+        made = made[made[name] == value]
+    return made
+
+
+def test_what_is_read_of_stored_logits_and_of_the_last_layer_is_the_model(plain, swept):
+    one, _, _ = swept
     entropy = plain.contexts["first_token_entropy_tempered"].tolist()
     for at, t in enumerate(DECODING["temperatures"]):
         found = one.first["entropy"][:, one.grid.index(t)]
@@ -380,6 +296,49 @@ def test_what_is_read_of_stored_logits_and_of_the_last_layer_is_the_model(plain)
     own = [p[token].item() for p, token in zip(said, one.contexts["greedy"], strict=True)]
     assert one.log_p[GREEDY][:, -1].tolist() == pytest.approx(own, abs=5e-3)
     assert own == pytest.approx([p.max().item() for p in said], abs=5e-3)
+
+
+def test_rates_masses_and_depths_are_those_of_their_turns(swept):
+    one, left, made = swept
+    at, before = (one.turns[one.turns["temperature"] == t] for t in (1.2, 0.0))
+    of = {"dataset": "(all)", "temperature": 1.2}
+    rate = cluster_mean(at["genuine"], at["source"], proportion=True)
+    row = picked(made, RATE, **of).iloc[0]
+    assert row[["value", "low", "high"]].tolist() == [rate.value, rate.low, rate.high]
+    paired = paired_difference(at["genuine"], at["source"], before["genuine"], before["source"])
+    row = picked(made, RATE_DIFFERENCE, **of)
+    ends = paired.difference.value, paired.difference.low, paired.difference.high, paired.p
+    assert tuple(row[["value", "low", "high", "p"]].iloc[0]) == ends
+    less = one.first["genuine"][:, 0] - one.first["restated"][:, 0]
+    expected = cluster_mean(less, one.contexts["source"])
+    row = picked(made, "mass on openings, genuine less restated", dataset="(all)").iloc[0]
+    assert row[["value", "low", "high"]].tolist() == [expected.value, expected.low, expected.high]
+    bounded = made[made["quantity"] == "mass on turn-end"]
+    assert bounded[["low", "high"]].stack().between(0, 1).all()
+    at = left[left["temperature"] == 1.2]
+    own = made[(made["dataset"] == "(all)") & (made["temperature"] == 1.2)].set_index("quantity")
+    kind = own[own["term"] == "genuine"]
+    median = at.loc[at["genuine"] == 1, "rank"].median()
+    assert kind.loc["rank where greedy leaves", "value"] == pytest.approx(median)
+    apart = own.loc[DEEPER].set_index("term")["value"]
+    formed = at[at["category"] != GARBLED]
+    assert 0 < len(formed) < len(at)
+    for term, rows in {"all others": at, "others but degenerate ones": formed}.items():
+        means = rows.pivot_table(index="context", columns="genuine", values="gap").dropna()
+        assert apart[term] == pytest.approx((means[1.0] - means[0.0]).mean())
+
+
+def test_tests_are_corrected_in_families(swept):
+    _, _, made = swept
+    others = [name for name in set(made["quantity"]) if name.endswith("less other turns'")]
+    assert len(others) == 4
+    tested = 0
+    for quantities in ([RATE_DIFFERENCE], others):
+        rows = made[made["quantity"].isin(quantities)]
+        for of in (rows["dataset"] == "(all)", rows["dataset"] != "(all)"):
+            tested += rows.loc[of, "p"].notna().sum()
+            np.testing.assert_allclose(rows.loc[of, "p_holm"], holm(rows.loc[of, "p"].to_numpy()))
+    assert tested == made["p"].notna().sum() > 25
 
 
 def test_without_the_model_only_its_lens_is_needed(copied, cache, capfd, monkeypatch):
@@ -409,7 +368,7 @@ def test_without_the_model_only_its_lens_is_needed(copied, cache, capfd, monkeyp
 
 
 def test_turns_without_follow_ups_have_rates_and_no_openings(copied):
-    _, made = sweep_of(judged(copied(), kinds=("degenerate",)))
+    *_, made = sweep_of(judged(copied(), kinds=("degenerate",)))
     assert made[made["quantity"] == "mass on openings"]["value"].isna().all()
     lens = made[made["quantity"] == "log p by the lens"].set_index("term")["value"]
     assert lens[GREEDY].notna().all() and lens[BEST].isna().all()
@@ -417,7 +376,7 @@ def test_turns_without_follow_ups_have_rates_and_no_openings(copied):
 
 def test_without_a_lens_the_rest_is_there_and_a_note(plain, monkeypatch, tmp_path):
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "empty"))
-    one, found = sweep_of(plain)
+    one, _, found = sweep_of(plain)
     assert one.log_p == {} and any("no logit lens: no lens for the" in note for note in one.notes)
     assert len(found[found["quantity"] == DEEPER])
 
