@@ -59,12 +59,12 @@ def numbers_of(study: Path) -> pd.DataFrame:
     bits = bits.assign(quantity=BITS, turns=turns, value=bits["bits"])
     arms = pd.read_parquet(elicited)
     arms = arms.assign(quantity=EXCESS, term="turns", turns=arms["arm"], value=arms[EXCESS])
-    judged = shares(Run.open(study / "run"), read(study / "run-elicit").about["judge"])
+    judged = category_shares(Run.open(study / "run"), read(study / "run-elicit").about["judge"])
     columns = ["quantity", "term", "turns", "source", "value"]
     return pd.concat([bits[columns], arms[columns], judged[columns]], ignore_index=True)
 
 
-def shares(run: "Run", judge: str) -> pd.DataFrame:
+def category_shares(run: "Run", judge: str) -> pd.DataFrame:
     """What a judge takes the turns of a run for: the share of each category by query."""
     from ia_mech.judge.rubric import NAMES
 

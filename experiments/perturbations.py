@@ -167,7 +167,7 @@ class Perturbations(Experiment):
             left_out: dict[str, int] = {}
             for order in range(len(own)):
                 try:
-                    made.append(self._made(own, order, name, donors))
+                    made.append(self._changed(own, order, name, donors))
                 except UserError as error:
                     left_out[error.problem] = left_out.get(error.problem, 0) + 1
             if left_out:
@@ -177,7 +177,7 @@ class Perturbations(Experiment):
             raise UserError("none of these conversations can be changed", "give other runs")
         return made
 
-    def _made(
+    def _changed(
         self, own: Sequence[Conversation], order: int, name: str, donors: "Donors"
     ) -> Conversation:
         """A conversation under a condition; UserError if it can't be made, or is too long."""
@@ -217,7 +217,7 @@ class Perturbations(Experiment):
         (run,), judge = self.sampled.values(), self.gate.judge
         for unperturbed in (False, True):  # after what the model was given, and after what it was
             judge_alike(self.runs[0], [run], judge, unperturbed=unperturbed)
-        self._note(run)
+        self._note_changes(run)
         turns = read_runs([*self.runs, run], judge, NO_ANNOTATOR).turns
         like = self.decoding()
         alike = turns["temperature"].isin([0.0, *like["temperatures"]])
@@ -236,7 +236,7 @@ class Perturbations(Experiment):
         kept = [*texts, "condition", "temperature", "sample", "genuine", HELD]
         return turns[kept].astype(dict.fromkeys(texts, object))
 
-    def _note(self, run: "Run") -> None:
+    def _note_changes(self, run: "Run") -> None:
         how = run.contexts["metadata"].map(lambda text: json.loads(text)["how"])
         ways = how[run.contexts["perturbation"] == CONTRADICT].value_counts()
         counts = ", ".join(f"{way} {count}" for way, count in ways.items())

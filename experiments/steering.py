@@ -44,7 +44,7 @@ from experiments.directions import (
 )
 from experiments.experiment import Conclusion, Experiment, Model, Unit
 from experiments.tables import sentence_of, tables_of
-from ia_mech.cli import above_zero, path_of, whole_from
+from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row
 from ia_mech.stats import Estimate, permutation_p
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from probes.card import Probe
 
 DOSES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
+CONTROLS = 39  # random directions
 LEAST, SIGNIFICANT = 19, 0.05  # random directions with which such a p can be reached
 RESPONSES = 3  # most contexts of a query
 TOKENS = 24  # of a turn: nearly all of the bits come before (docs/reaction.md)
@@ -106,12 +107,12 @@ def estimates(rows: pd.DataFrame, dose: float, options: dict[str, Any]) -> Itera
             yield replace(kl, estimate=kl.estimate.clip(0.0))
             yield group.mean(ODDS, arm["log_odds"])
             if term in (OPTIMISED, BIAS) or (term == DIRECTION and at == dose):
-                yield from _beyond_random(
+                yield from _differences_from_random(
                     arm["log_odds"], drawn["log_odds"], random["log_odds"], group
                 )
 
 
-def _beyond_random(
+def _differences_from_random(
     arm: pd.Series, drawn: pd.Series, random: pd.Series, group: Group
 ) -> Iterator[TidyEstimate]:
     """An arm's log-odds by source against those of the random directions: their mean, and each."""
@@ -244,13 +245,6 @@ class Steering(Experiment):
             metavar="NATS",
             help="the dose is chosen among those of at most this KL at the header (default: 0.5)",
         )
-        parser.add_argument(
-            "--controls",
-            type=whole_from(LEAST, f"fewer can't reach a p of {SIGNIFICANT}"),
-            default=39,
-            metavar="N",
-            help=f"random directions, at least {LEAST} (default: 39)",
-        )
 
     # -- read -------------------------------------------------------------------------------------
 
@@ -367,7 +361,7 @@ class Steering(Experiment):
     def search_unit(self, dose: float, kl: float) -> ControlSearch:
         """The controls of a dose with this KL, on the half that chooses."""
         along = self.vector.direction.double().numpy()
-        drawn = random_directions(self.states, along, self.args.controls, self.args.seed)
+        drawn = random_directions(self.states, along, CONTROLS, self.args.seed)
         random = tuple(
             Arm(RANDOM, dose, tuple(one.tolist()), draw=n) for n, one in enumerate(drawn)
         )
@@ -404,7 +398,7 @@ class Steering(Experiment):
                 f"{reached} random directions reach the KL of dose {dose:g} ({kl:.2g} nats)",
                 "give other --doses, or another layer or position",
             )
-        if less := self.args.controls + 2 - len(arms):
+        if less := CONTROLS + 2 - len(arms):
             self.notes.append(
                 f"{less} controls are left out: they don't reach the KL of the dose, or the "
                 "model's passes have no gradient to optimise along."
@@ -435,7 +429,7 @@ class Steering(Experiment):
             },
             index=("dataset", "term"),
             legend=f"log-odds: change, in nats, of those of {self.outcome} turns against others; "
-            f"beyond random: less the mean of {self.args.controls} random directions; reached by: "
+            f"beyond random: less the mean of {CONTROLS} random directions; reached by: "
             "the share of these that change them as much; KL: of the first token's distribution, "
             "in nats.",
         )

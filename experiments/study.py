@@ -162,7 +162,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
 # -- how long it takes -----------------------------------------------------------------------------
 
 
-def pace(model: str) -> tuple[float, float]:
+def measured_pace(model: str) -> tuple[float, float]:
     """Tokens a second that a model reads, and writes with many rows: measured with a few."""
     from ia_mech.collect.identity import build_chat, eos_ids, probe_ids
     from ia_mech.engine.check import check_engine
@@ -186,12 +186,12 @@ def pace(model: str) -> tuple[float, float]:
     return read, 32 * 5 / (time.perf_counter() - begun)
 
 
-def stage_seconds(stage: Stage, read: float, write: float) -> float:
+def seconds_of(stage: Stage, read: float, write: float) -> float:
     """That a stage takes at a pace."""
     return stage.tokens[0] / read + stage.tokens[1] / write
 
 
-def fit(args: argparse.Namespace, read: float, write: float) -> argparse.Namespace:
+def fit_into_hours(args: argparse.Namespace, read: float, write: float) -> argparse.Namespace:
     """The same study with as much as fits into ``--hours``: fewer samples first, then fewer
     queries.
 
@@ -200,7 +200,7 @@ def fit(args: argparse.Namespace, read: float, write: float) -> argparse.Namespa
     """
 
     def hours() -> float:
-        return sum(stage_seconds(one, read, write) for one in stages(args)) / 3600
+        return sum(seconds_of(one, read, write) for one in stages(args)) / 3600
 
     while args.samples > 1 and hours() > args.hours:
         args.samples -= 1
@@ -390,9 +390,9 @@ def _study(args: argparse.Namespace) -> int | None:
         settings = Run(args.out / "run").settings
         args.queries, args.samples, args.hours = settings["limit"], settings["samples"], None
     if args.hours is not None or args.dry_run:
-        read, written = pace(args.model)
+        read, written = measured_pace(args.model)
         if args.hours is not None:
-            args = fit(args, read, written)
+            args = fit_into_hours(args, read, written)
         if args.dry_run:
             _print_plan(args, read, written)
             return None
@@ -405,14 +405,14 @@ def _study(args: argparse.Namespace) -> int | None:
     write(found, folder_of(args.out / "run", NAME))
     page = importlib.import_module("ia_mech.report.__main__")
     status = page.main(
-        [str(args.out / "run"), "--results", *_beside(args.out), "--out",
+        [str(args.out / "run"), "--results", *_results_beside(args.out), "--out",
          str(args.out / "report.html")]
     )  # fmt: skip
     show(found, console())
     return status
 
 
-def _beside(out: Path) -> list[str]:
+def _results_beside(out: Path) -> list[str]:
     places = [out / f"run-{name}" for name in ("reaction", "elicit")]
     return [str(place) for place in places if place.is_dir()]
 
@@ -422,7 +422,7 @@ def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
     lines["queries"] = f"{args.queries}, {RESPONSES} responses, {args.samples} samples"
     total = 0.0
     for stage in stages(args):
-        took = stage_seconds(stage, read, write)
+        took = seconds_of(stage, read, write)
         total += took
         lines[stage.name] = (
             f"reads {stage.tokens[0]:,}, writes {stage.tokens[1]:,} tokens, {took / 60:.0f} minutes"

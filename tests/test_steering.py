@@ -12,7 +12,7 @@ import tiny
 import torch
 from shell import call, refusal
 
-from experiments import directions
+from experiments import directions, steering
 from experiments.directions import (
     BIAS,
     DIRECTION,
@@ -305,16 +305,17 @@ def folder(tiny_model_dir, tmp_path_factory):
 
 
 @pytest.fixture
-def few_steps(monkeypatch):
+def small(monkeypatch):
     monkeypatch.setattr(directions, "STEPS", 2)
+    monkeypatch.setattr(steering, "CONTROLS", 19)
 
 
 def words_of(folder, out) -> list[str]:
     words = [str(folder), "--probe", str(folder.parent / "probe"), "--doses", "0.2", "0.4"]
-    return [*words, "--controls", "19", "--out", str(out), "--resamples", "100"]
+    return [*words, "--out", str(out), "--resamples", "100"]
 
 
-def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, few_steps, capfd):
+def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, small, capfd):
     out = folder.parent / "steering"
     words = words_of(folder, out)
     assert "units of" in call(main, [*words, "--dry-run"], capfd).out and not out.exists()
@@ -339,7 +340,7 @@ def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, 
     assert {file: file.stat().st_mtime_ns for file in (out / "parts").iterdir()} == kept
 
 
-def test_a_vector_that_steers_the_turn_too(folder, few_steps, tmp_path, capfd):
+def test_a_vector_that_steers_the_turn_too(folder, small, tmp_path, capfd):
     """Its dose is chosen anew."""
     model = Run.open(folder).model
     direction = torch.randn(32, generator=torch.Generator().manual_seed(1))
@@ -347,7 +348,7 @@ def test_a_vector_that_steers_the_turn_too(folder, few_steps, tmp_path, capfd):
     vector = SteeringVector(ADD, 2, places, direction, 9.0, "tiny", model["weights_hash"])
     vector.save(tmp_path / "v.safetensors")
     words = [str(folder), "--vector", str(tmp_path / "v.safetensors"), "--queries", "4"]
-    words += ["--doses", "0.1", "9", "--most-kl", "0.05", "--controls", "19"]
+    words += ["--doses", "0.1", "9", "--most-kl", "0.05"]
     outcome = call(main, [*words, "--resamples", "100", "--out", str(tmp_path / "out")], capfd)
     assert outcome.status == 0, outcome.err
     chosen = SteeringVector.load(tmp_path / "out" / "vector.safetensors")
@@ -360,7 +361,6 @@ def test_what_cant_be_used_is_refused_in_a_line(folder, tmp_path, capfd):
 
     probe = str(folder.parent / "probe")
     assert "'-1' is not a number above 0" in refused("--probe", probe, "--doses", "-1")
-    assert "(fewer can't reach a p of 0.05)" in refused("--probe", probe, "--controls", "18")
     other = str(folder.parent / "other-probe")
     assert "is of x with the weights 00, this model has" in refused("--probe", other)
     Probe(Probe.load(probe).directions, {"layer": 2}).save(tmp_path / "by-hand")

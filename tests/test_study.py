@@ -63,7 +63,7 @@ def test_a_second_call_computes_nothing_again(made, data, tiny_model_dir, monkey
     """Also with --hours: what was begun stays as it is, at whatever pace."""
     monkeypatch.setattr(study, "RESPONSE_TOKENS", 5)
     monkeypatch.setattr(study, "TURN_TOKENS", 6)
-    monkeypatch.setattr(study, "pace", lambda model: (1e-3, 1e-3))
+    monkeypatch.setattr(study, "measured_pace", lambda model: (1e-3, 1e-3))
     parts = {path: path.stat().st_mtime_ns for path in made.rglob("part*")}
     before = read(made / STUDY).sentence
     options = {"dataset": data, "quick": True, "maps": ["windows"], "hours": 1, "out": made}
@@ -101,14 +101,14 @@ def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir,
     for name in ("pace", "sample", "judge", "locate", "elicit", "probes", "all"):
         assert f"\n{name} " in f"\n{outcome.out}"
     args = study.with_defaults(study.build_parser().parse_args(["m", "--hours", "1"]))
-    whole = sum(study.stage_seconds(one, 500, 50) for one in study.stages(args))
+    whole = sum(study.seconds_of(one, 500, 50) for one in study.stages(args))
     args.hours = whole / 3600 / 2
-    fewer = study.fit(args, 500, 50)
+    fewer = study.fit_into_hours(args, 500, 50)
     assert fewer.samples < 4 and fewer.queries <= 60
-    assert sum(study.stage_seconds(one, 500, 50) for one in study.stages(fewer)) <= whole / 2
+    assert sum(study.seconds_of(one, 500, 50) for one in study.stages(fewer)) <= whole / 2
     args = study.with_defaults(study.build_parser().parse_args(["m", "--hours", "0.01"]))
     with pytest.raises(Exception, match="hours are too few"):
-        study.fit(args, 500, 50)
+        study.fit_into_hours(args, 500, 50)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from experiments.first_token import (
     BEST,
     GREEDY,
     ahead_for_good,
-    best_of,
-    curves,
+    best_opening,
+    first_token_masses,
     lens_curves,
     openings_of,
 )
@@ -74,7 +74,9 @@ def test_two_levels_of_logits_have_a_closed_form_at_every_temperature():
     logits[1] += 40.0  # a constant changes nothing
     shares = [np.zeros((2, 2)), np.array([[1.0, 0.0], [0.25, 0.5]])]
     temperatures = [0.25, 1.0, 4.0]
-    entropy, ends, none, opened = curves(logits, temperatures, [0, k], np.array([1, k + 1]), shares)
+    entropy, ends, none, opened = first_token_masses(
+        logits, temperatures, [0, k], np.array([1, k + 1]), shares
+    )
     for at, t in enumerate(temperatures):
         z = k * np.exp(a / t) + n
         high, low = np.exp(a / t) / z, 1 / z
@@ -208,7 +210,7 @@ def test_what_greedy_opens_with_is_not_its_own_rival():
     assert found[BEST][1, 0] == pytest.approx(20 - z, abs=1e-4)
     assert found[BEST][0, 0] == pytest.approx(-z, abs=1e-4)  # token 2, not its own token 1
     said = np.log([[0.5, 0.2, 0.3]] * 3)
-    best = best_of(said, np.array([[0.0, 1.0, 0.25], [0.0, 0.0, 0.0], [NAN, NAN, NAN]]))
+    best = best_opening(said, np.array([[0.0, 1.0, 0.25], [0.0, 0.0, 0.0], [NAN, NAN, NAN]]))
     assert best[0] == pytest.approx(LOG(0.2)) and np.isnan(best[1:]).all()
 
 
