@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import scored
 from filelock import FileLock
-from runs import rewritten
+from runs import rewritten, with_settings
 from shell import call, files, refusal
 
 from experiments.experiment import Conclusion, Experiment, output_folder
@@ -197,11 +197,7 @@ def test_runs_that_cannot_be_used_together_are_refused(
     assert "is still being written or was interrupted" in refused(unfinished.path)
     for nothing in (tmp_path, tmp_path / "nowhere"):
         assert "is not a run" in refused(nothing)
-
-    def longer(record):
-        record["identity"]["settings"]["max_new_tokens"] += 1
-
-    other = copied("run.json", longer)
+    other = copied("run.json", with_settings(max_new_tokens=99))
     assert "differ in max_new_tokens" in refused(merged.path, other.path)
     model = {"name": "other", "weights_hash": "0"}
     other = copied("run.json", lambda record: record["identity"]["model"].update(model))

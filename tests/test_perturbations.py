@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import scored
 from conftest import Silent
-from runs import rewritten
+from runs import rewritten, with_settings
 from shell import call, files, refusal
 
 from experiments import changes
@@ -212,8 +212,7 @@ def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folde
     bare, colder = (shutil.copytree(plain.path, tmp_path / name) for name in ("bare", "colder"))
     shutil.rmtree(bare / "judgements")
     assert refused(bare, *out).startswith(f"{bare} has not been judged; run: python -m")
-    cold = {"temperatures": [0.5, 0.9]}
-    rewritten(colder, "run.json", lambda record: record["identity"]["settings"].update(cold))
+    rewritten(colder, "run.json", with_settings(temperatures=[0.5, 0.9]))
     assert "differ in temperatures" in refused(plain.path, colder, *out)
     assert not (tmp_path / "out").exists()
     holds = "holds other conversations, or other conditions, than these; give another --out"

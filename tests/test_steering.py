@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from shell import call, refusal
+from test_temperature_sweep import judged
 
 from experiments import directions, steering
 from experiments.directions import (
@@ -47,11 +48,9 @@ from experiments.tables import estimates_of
 from ia_mech.collect.command import main as sample
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.intervene import Add
-from ia_mech.judge.label import items_of
-from ia_mech.judge.rubric import GENUINE, NAMES
+from ia_mech.judge.rubric import GENUINE
 from ia_mech.likelihood.intervened import IntervenedTurns
 from ia_mech.run import Run
-from ia_mech.run.labels import KEY
 from ia_mech.steering import ADD, TURN, SteeringVector
 from probes.card import Direction, Probe
 
@@ -283,17 +282,7 @@ def folder(tiny_model_dir, tmp_path_factory):
     out = place / "run"
     words = ["--model", tiny_model_dir, "--dataset", str(file), "--out", str(out)]
     assert sample([*words, "--samples", "2", "--temperatures", "1", "--max-new-tokens", "5"]) == 0
-    run = Run.open(out)
-    other = next(name for name in NAMES if name != GENUINE)
-    verdicts = []
-    for key, item in zip(
-        run.generations[list(KEY)].itertuples(index=False, name=None), items_of(run), strict=True
-    ):
-        category = (GENUINE, other)[key[2] % 2]
-        verdict = {"repeat": 0, "category": category, "genuine": category == GENUINE}
-        verdict |= {"status": "judged", "rationale": "planted", "item": item.key("", 0)[:16]}
-        verdicts.append(dict(zip(KEY, key, strict=True)) | verdict)
-    run.labels.write_judgements("planted", verdicts, {"identity": {"kind": "p"}, "repeats": 1})
+    run = judged(Run.open(out), (GENUINE, "degenerate"))
     weights = np.random.default_rng(0).standard_normal(32)
     unit_vector = (weights / np.linalg.norm(weights)).astype(np.float32)
     along = {"logistic": Direction("logistic", unit_vector, 0.0, 1.0, 0.0)}

@@ -10,7 +10,7 @@ import pytest
 import scored
 import torch
 import transformers
-from runs import rewritten
+from runs import rewritten, with_settings
 from runs import sampled as make_run
 from safetensors.torch import load_file
 from shell import call, refusal
@@ -238,8 +238,8 @@ def cache(tiny_subject, tmp_path_factory):
         yield folder
 
 
-def judged(run: Run, judge: str = "planted", kinds=KINDS) -> Run:
-    """Sample k is of the kind k; greedy turns are the first."""
+def judged(run: Run, kinds=KINDS) -> Run:
+    """Sample k is of the kind k by the only judge; greedy turns are of the first."""
     verdicts = []
     keys = run.generations[list(KEY)].itertuples(index=False, name=None)
     for key, item in zip(keys, items_of(run), strict=True):
@@ -247,7 +247,7 @@ def judged(run: Run, judge: str = "planted", kinds=KINDS) -> Run:
         verdict = {"repeat": 0, "category": category, "genuine": category == GENUINE}
         verdict |= {"status": "judged", "rationale": "planted", "item": item.key("", 0)[:16]}
         verdicts.append(dict(zip(KEY, key, strict=True)) | verdict)
-    run.labels.write_judgements(judge, verdicts, {"identity": {"kind": judge}, "repeats": 1})
+    run.labels.write_judgements("planted", verdicts, {"identity": {"kind": "p"}, "repeats": 1})
     return run
 
 
@@ -387,7 +387,7 @@ def test_runs_that_make_no_sweep_are_refused(copied, capfd):
     run = copied()
 
     def refused(**changed) -> str:
-        rewritten(run.path, "run.json", lambda one: one["identity"]["settings"].update(changed))
+        rewritten(run.path, "run.json", with_settings(**changed))
         return refusal(call(main, [str(run.path)], capfd))
 
     assert "doesn't keep all header logits; sample with" in refused(header_logits="5")
