@@ -369,6 +369,8 @@ class Experiment:
         """The rows of a unit, stored or measured now."""
         from experiments.parts import computed_once
 
+        named = " ".join(unit.source.split("\x1f"))  # dataset and query
+
         def measure() -> pd.DataFrame:
             model = None
             if self.loads:
@@ -377,11 +379,11 @@ class Experiment:
             try:
                 rows = self.measure(model, unit)
             except Exception as error:
-                error.add_note(f"This was of {unit.source!r}; units before it are kept.")
+                error.add_note(f"This was of {named!r}; units before it are kept.")
                 raise
             if not isinstance(rows, pd.DataFrame) or rows.empty:
                 raise UserError(
-                    f"measure() of {self.name} gave no rows of {unit.source!r}",
+                    f"measure() of {self.name} gave no rows of {named!r}",
                     "return a table with at least one row",
                 )
             return rows
