@@ -32,8 +32,26 @@ from benchmarks.coverage_data import table
 from benchmarks.planted_routes import DEPTH, DIRECT, GREEDY, KINDS, SAMPLED, Kind, model, siblings
 from experiments import elicit
 from experiments.experiment import Model
-from experiments.hybrids import HEADER, OWN, QUERY, RESPONSE, WINDOW, Measured, windows_of
-from experiments.locate import CHOSEN, Estimator, Locate, estimates, query_bits_of, with_own
+from experiments.hybrids import (
+    HEADER,
+    OWN,
+    QUERY,
+    RESPONSE,
+    WINDOW,
+    SiteScorer,
+    layer_windows,
+)
+from experiments.locate import (
+    ABOVE_TENTH,
+    BITS,
+    CHOSEN,
+    Estimator,
+    Locate,
+    estimates,
+    query_bits_of,
+    whole_site_bits,
+    with_own_scores,
+)
 from experiments.study import latent_sentence
 from ia_mech.estimates import TidyEstimate, frame_of
 from ia_mech.likelihood.carried import QueryBits
@@ -44,7 +62,6 @@ NOISE = 0.01  # spread of what is added to every weight; what is planted is 0.25
 POWER = 2.8  # standard errors of an effect that is shown with a power of 80%
 OPTIONS = {"level": 0.95, "resamples": 400, "seed": 0}
 RULE = "rule"
-BITS, ABOVE = "bits", "bits above a tenth of expressed"
 BEYOND = "bits beyond wordings"
 WORDED = ("wording only", "header")  # kinds whose wordings are measured, too
 
@@ -55,28 +72,28 @@ WORDED = ("wording only", "header")  # kinds whose wordings are measured, too
 def measure_study(
     kind: Kind, seed: int, queries: int, noise: float = NOISE, *, wordings: bool = False
 ) -> pd.DataFrame:
-    """What is measured of a study's queries: ``Measured.table`` with its ``source``."""
+    """Scores of a study's queries, with ``source`` and the scores after own contexts."""
     subject = Namespace(model=model(kind, seed, noise))
     rng = np.random.default_rng([seed, wordings])
     parts = []
     for number in range(queries):
         unit = siblings(kind, rng, f"q{number:03d}", wordings)
-        parts.append(Measured(Model(subject, None, share=True), unit).table())
+        parts.append(SiteScorer(Model(subject, None, share=True), unit).table())
         parts[-1]["source"] = unit.source
-    return pd.concat(parts, ignore_index=True)
+    return with_own_scores(pd.concat(parts, ignore_index=True))
 
 
 def study_estimates(kind: Kind, seed: int, queries: int, noise: float = NOISE) -> pd.DataFrame:
     """Every estimate of one study."""
     rows = measure_study(kind, seed, queries, noise)
-    found = list(estimates(rows, OPTIONS))
+    found = estimates(rows, whole_site_bits(rows, OPTIONS["seed"]), OPTIONS)
     if kind.name in WORDED:
         worded = measure_study(kind, seed, queries, noise, wordings=True)
         both = [
             query_bits_of(
                 one[(one["site"] == OWN) & (one["temperature"] == SAMPLED)], OPTIONS["seed"]
             )
-            for one in map(with_own, (rows, worded))
+            for one in (rows, worded)
         ]
         found.append(Estimator(OPTIONS).difference(BEYOND, *both, term=OWN))
     return frame_of(found, Locate.columns)
@@ -101,7 +118,7 @@ def wrong_claims(kind: Kind, found: pd.DataFrame) -> list[str]:
         said.append("latent")
     for site in (RESPONSE, HEADER):
         shown = site_estimate(found, BITS, site).low > 0
-        nothing = not shown or site_estimate(found, ABOVE, site).high < 0
+        nothing = not shown or site_estimate(found, ABOVE_TENTH, site).high < 0
         if not (shown if site in kind.carries else nothing):
             said.append(site)
     if kind.windows:
@@ -109,9 +126,9 @@ def wrong_claims(kind: Kind, found: pd.DataFrame) -> list[str]:
         carrying = {
             layer
             for layer, window in windows.loc[CHOSEN].iterrows()
-            if window["low"] > 0 and windows.loc[(ABOVE, layer), "high"] >= 0
+            if window["low"] > 0 and windows.loc[(ABOVE_TENTH, layer), "high"] >= 0
         }
-        if carrying != {window[0] for window in windows_of(DEPTH) if DIRECT in window}:
+        if carrying != {window[0] for window in layer_windows(DEPTH) if DIRECT in window}:
             said.append("window")
     if kind.name in WORDED and (site_estimate(found, BEYOND, OWN).low > 0) != (
         kind.name != WORDED[0]

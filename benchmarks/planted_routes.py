@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 
-from experiments.hybrids import HEADER, OWN, RESPONSE, WINDOWS, Siblings
+from experiments.hybrids import HEADER, OWN, RESPONSE, WINDOWS, SiblingContexts
 
 NAMES, LENGTH = 4, 4  # contents and wordings; words of a turn after its first
 BOS, FILLER, FILLERS, NAME, WORDING = 1, 2, 8, 10, 14
@@ -187,7 +187,9 @@ def _matches(made, block: int, read: int, write: int, count: int, gain: float) -
 # -- queries ---------------------------------------------------------------------------------------
 
 
-def siblings(kind: Kind, rng: np.random.Generator, name: str, wordings: bool = False) -> Siblings:
+def siblings(
+    kind: Kind, rng: np.random.Generator, name: str, wordings: bool = False
+) -> SiblingContexts:
     """A query with four responses, and a turn after each.
 
     Args:
@@ -218,7 +220,7 @@ def siblings(kind: Kind, rng: np.random.Generator, name: str, wordings: bool = F
             said = int(own) if follows else int(rng.integers(NAMES))
             ids = (OPENING if opened else OPENER, *[ECHO + said] * LENGTH)
             turns.append((k, temperature, 0, ids))
-    return Siblings(
+    return SiblingContexts(
         name, "planted", 0, contexts, starts, stops, (2, 5),
         [f"{name}-{k}" for k in range(NAMES)], turns, worded.tolist(),
         [WINDOWS] if kind.windows else [], SAMPLED, DEPTH,

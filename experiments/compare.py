@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ia_mech.cli import Parser, add_intervals, path_of, run_command, tolerant_streams
+from ia_mech.cli import Parser, path_of, run_command, tolerant_streams
 from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,25 +43,28 @@ def numbers_of(study: Path) -> pd.DataFrame:
     """
     from ia_mech.results import read
     from ia_mech.run import Run
+    from ia_mech.run.layout import RUN
 
     located = study / "run" / "results" / "locate" / "queries.parquet"
     elicited = study / "run-elicit" / "rows.parquet"
-    if not (located.is_file() and elicited.is_file()):
+    if (study / RUN).is_file():
         raise UserError(
-            f"{study} is not a finished study",
-            "make it with ia-mech study; ia-mech report RUN RUN shows runs side by side",
+            f"{study} is a run, not a study",
+            "give folders that ia-mech study has written; ia-mech report shows runs side by side",
         )
+    if not (located.is_file() and elicited.is_file()):
+        raise UserError(f"{study} is not a finished study", "make it with ia-mech study")
     bits = pd.read_parquet(located)
     turns = bits["temperature"].map(turns_of)
     bits = bits.assign(quantity=BITS, turns=turns, value=bits["bits"])
     arms = pd.read_parquet(elicited)
     arms = arms.assign(quantity=EXCESS, term="turns", turns=arms["arm"], value=arms[EXCESS])
-    judged = shares(Run.open(study / "run"), read(study / "run-elicit").about["judge"])
+    judged = category_shares(Run.open(study / "run"), read(study / "run-elicit").about["judge"])
     columns = ["quantity", "term", "turns", "source", "value"]
     return pd.concat([bits[columns], arms[columns], judged[columns]], ignore_index=True)
 
 
-def shares(run: "Run", judge: str) -> pd.DataFrame:
+def category_shares(run: "Run", judge: str) -> pd.DataFrame:
     """What a judge takes the turns of a run for: the share of each category by query."""
     from ia_mech.judge.rubric import NAMES
 
@@ -83,9 +86,7 @@ def turns_of(temperature: float) -> str:
     return SAMPLED if np.isnan(temperature) else arm_name(temperature)
 
 
-def estimates(
-    numbers: dict[str, pd.DataFrame], level: float, seed: int
-) -> "Iterator[TidyEstimate]":
+def estimates(numbers: dict[str, pd.DataFrame]) -> "Iterator[TidyEstimate]":
     """Each model's mean over the queries of which all models have this number, and its difference
     from the first model's.
     """
@@ -105,20 +106,18 @@ def estimates(
         for model in numbers:
             values, names = together[model], {"dataset": ALL, "term": term, "turns": turns}
             names["model"] = model
-            found = cluster_mean(values, values.index, level=level)
+            found = cluster_mean(values, values.index)
             if quantity in bounds:
                 found = found.clip(*bounds[quantity])
             yield TidyEstimate(quantity, names, len(values), found)
             if model != first and len(values):
                 base = together[first]
-                pair = paired_difference(
-                    values, values.index, base, base.index, level=level, seed=seed
-                )
+                pair = paired_difference(values, values.index, base, base.index)
                 less = f"{quantity}, less"
                 yield TidyEstimate(less, names, len(values), pair.difference, pair.p, pair.test)
 
 
-def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
+def result(studies: Sequence[Path]) -> "Result":
     """The comparison.
 
     Raises:
@@ -140,7 +139,7 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
     if len(shared) < 2:
         raise UserError("the studies share no queries", "make them with the same --dataset")
     columns = {"dataset": "str", "model": "str", "term": "str", "turns": "str"}
-    found = frame_of(estimates(numbers, level, seed), columns)
+    found = frame_of(estimates(numbers), columns)
     found["temperature"] = np.nan
     tables = []
     for quantity, title in (
@@ -164,10 +163,7 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
         control=" ".join(
             [
                 sentence_of(
-                    f"the same queries, less {models[0]}",
-                    less[less["turns"] == SAMPLED],
-                    null=0.0,
-                    level=level,
+                    f"the same queries, less {models[0]}", less[less["turns"] == SAMPLED], null=0.0
                 ),
                 "Within each study every number is held against siblings.",
             ]
@@ -175,7 +171,7 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
         estimates=found,
         tables=tables,
         figures={stem: with_style(each.draw)() for stem, each in drawings(found, runs).items()},
-        about={"kind": NAME, "level": level, **about_runs(runs)},
+        about={"kind": NAME, **about_runs(runs)},
     )
 
 
@@ -206,7 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(
         prog="python -m experiments.compare",
-        usage="%(prog)s STUDY STUDY [STUDY …] [options]",
+        usage="%(prog)s STUDY STUDY [STUDY …] [--out DIR]",
         description=(__doc__ or "").strip(),
     )
     parser.add_argument("studies", nargs="+", type=path_of, metavar="STUDY", help="its folder")
@@ -214,7 +210,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--out", type=path_of, metavar="DIR",
         help="where results and page go (default: cache/compare-NAMES)",
     )  # fmt: skip
-    add_intervals(parser.add_argument_group("intervals"), seed="sign flips")
     return parser
 
 
@@ -235,7 +230,7 @@ def _compare(args: argparse.Namespace) -> int:
     names = "-".join(study.resolve().name.removeprefix("study-") for study in args.studies)
     out = args.out or cache_dir() / f"compare-{names}"
     refuse_place(out)
-    found = result(args.studies, args.level, args.seed)
+    found = result(args.studies)
     write(found, out)
     page = importlib.import_module("ia_mech.report.__main__")
     runs = [str(study / "run") for study in args.studies]

@@ -18,14 +18,14 @@ from ia_mech.errors import is_out_of_memory
 from ia_mech.likelihood.intervened import IntervenedTurns, Row
 
 DIRECTION, OPTIMISED, BIAS = "the direction", "optimised by gradient", "bias of the first token"
-EACH = "random direction"
+RANDOM = "random direction"
 STEPS, BATCH, RATE = 60, 8, 0.1  # steps of Adam, contexts of each, most change of a unit vector
-FAR = 4  # times its first dose, or a fourth: as far as that of an optimised direction goes
-ROUNDS, NEAR = 6, 0.1  # of the search for a KL; how near it has to come, relatively
+MOST_DOSE = 4  # times its first dose, or a fourth: as far as that of an optimised direction goes
+ROUNDS, KL_TOLERANCE = 6, 0.1  # of the search for a dose; how near its KL has to come, relatively
 
 
 @dataclass(frozen=True)
-class Context:
+class SteeredContext:
     """A context with two turns that were sampled after it, and where the model is steered.
 
     Attributes:
@@ -50,7 +50,7 @@ class Context:
         return min(*self.at, len(self.ids) - 1)
 
     @property
-    def rows(self) -> int:
+    def recomputed(self) -> int:
         """How many tokens are computed again for all turns."""
         header = len(self.ids) - self.start
         return sum(header + len(turn) - 1 for turn in self.turns)
@@ -90,11 +90,11 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class SteeredContexts(Unit):
+class ScoredQuery(Unit):
     """A query's contexts, scored under arms; ``half`` of the queries it is in."""
 
     half: str
-    contexts: tuple[Context, ...]
+    contexts: tuple[SteeredContext, ...]
     arms: tuple[Arm, ...]
 
 
@@ -110,14 +110,14 @@ class ControlSearch(Unit):
         seed: of the optimised one.
     """
 
-    contexts: tuple[Context, ...]
+    contexts: tuple[SteeredContext, ...]
     arm: Arm
     kl: float
     random: tuple[Arm, ...]
     seed: int
 
 
-def read_off(logits: Tensor, turns: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+def log_probabilities(logits: Tensor, turns: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """``[rows]`` log-probabilities of turns, and ``[rows, vocab]`` of the first token, in nats.
 
     Args:
@@ -137,45 +137,52 @@ def divergence(first: Tensor, plain: Tensor) -> Tensor:
     return (first.exp() * (first - plain)).sum()
 
 
-def changes(
-    context: Context, run: IntervenedTurns, arms: Sequence[Arm]
+def arm_effects(
+    context: SteeredContext, run: IntervenedTurns, arms: Sequence[Arm]
 ) -> Iterator[tuple[np.ndarray, Tensor, float]]:
     """What each arm changes, in nats: ``[turns]`` log-probabilities of turns, ``[vocab]`` those of
     the first token; and its KL at the header."""
 
     def read(logits: Tensor, turns: Sequence[int]) -> list[tuple[float, Tensor]]:
-        sums, first = read_off(logits, [run.turns[turn] for turn in turns])
+        sums, first = log_probabilities(logits, [run.turns[turn] for turn in turns])
         return list(zip(sums.tolist(), first.double().cpu(), strict=True))
 
     plain = run.read([(turn, ()) for turn in range(len(run.turns))], read)
     before, first = np.array([one for one, _ in plain]), plain[0][1]
+    rows = [
+        row
+        for arm in arms
+        if not arm.bias
+        for row in context.steered_rows(torch.tensor(arm.direction), arm.dose)
+    ]
+    steered = iter(run.read(rows, read))  # of all arms together: a pass has room for many rows
     for arm in arms:
         if arm.bias:
             after = (first + arm.dose * torch.tensor(arm.bias).double()).log_softmax(-1)
             moved = (after - first)[[turn[0] for turn in run.turns]].numpy()
         else:
-            scored = run.read(context.steered_rows(torch.tensor(arm.direction), arm.dose), read)
+            scored = [next(steered) for _ in run.turns]
             moved, after = np.array([one for one, _ in scored]) - before, scored[0][1]
         yield moved, after - first, max(float(divergence(after, first)), 0.0)
 
 
-def steering_effects(model: Model, unit: SteeredContexts) -> pd.DataFrame:
+def steering_effects(model: Model, unit: ScoredQuery) -> pd.DataFrame:
     """What arms change: a row per context and arm.
 
     Returns:
         ``term``, ``draw``, ``dose``, ``half``, ``context`` (its number), and in nats ``kl`` at the
-        header and ``odds``: the change of the log-odds of accepted turns.
+        header and ``log_odds``: the change of the log-odds of accepted turns.
     """
     found = []
     for number, context in enumerate(unit.contexts):
-        effects = changes(context, context.intervened_turns(model), unit.arms)
+        effects = arm_effects(context, context.intervened_turns(model), unit.arms)
         for arm, (moved, _, kl) in zip(unit.arms, effects, strict=True):
             row = {"term": arm.term, "draw": arm.draw, "dose": arm.dose, "half": unit.half}
-            found.append(row | {"context": number, "kl": kl, "odds": moved[0] - moved[1]})
+            found.append(row | {"context": number, "kl": kl, "log_odds": moved[0] - moved[1]})
     return pd.DataFrame(found)
 
 
-def control_arms(model: Model, unit: ControlSearch) -> pd.DataFrame:
+def find_controls(model: Model, unit: ControlSearch) -> pd.DataFrame:
     """Controls of one KL at the header: random directions, an optimised one, and a bias.
 
     The bias is the mean change that the arm makes to the first token's log-probabilities. Each
@@ -192,14 +199,14 @@ def control_arms(model: Model, unit: ControlSearch) -> pd.DataFrame:
     # Of the first token alone: a turn whose one token doesn't matter.
     firsts = [replace(one, turns=((0,),)) for one in unit.contexts]
     runs = [(one, one.intervened_turns(model)) for one in firsts]
-    moved = [one.numpy() for each in runs for _, one, _ in changes(*each, [unit.arm])]
+    moved = [one.numpy() for each in runs for _, one, _ in arm_effects(*each, [unit.arm])]
     arms.append(Arm(BIAS, 1.0, bias=tuple(np.mean(moved, axis=0).tolist())))
 
     def kl_of(some: Sequence[Arm]) -> np.ndarray:
         rows = [
             {"arm": n, "source": context.source, "kl": kl}
             for context, run in runs
-            for n, (_, _, kl) in enumerate(changes(context, run, some))
+            for n, (_, _, kl) in enumerate(arm_effects(context, run, some))
         ]
         each = pd.DataFrame(rows).groupby(["arm", "source"])["kl"].mean()
         return each.groupby("arm").mean().to_numpy()
@@ -223,7 +230,9 @@ def optimise_direction(model: Model, unit: ControlSearch) -> np.ndarray:
     draw = torch.Generator().manual_seed(unit.seed)
     with torch.no_grad():
         plain = [
-            read_off(run.differentiable([(n, ()) for n in range(len(run.turns))]), run.turns)
+            log_probabilities(
+                run.differentiable([(n, ()) for n in range(len(run.turns))]), run.turns
+            )
             for run in runs
         ]
 
@@ -233,7 +242,7 @@ def optimise_direction(model: Model, unit: ControlSearch) -> np.ndarray:
         for i in some:
             before, first = plain[i]
             rows = contexts[i].steered_rows(along.to(before), dose)
-            after, moved = read_off(runs[i].differentiable(rows), runs[i].turns)
+            after, moved = log_probabilities(runs[i].differentiable(rows), runs[i].turns)
             odds.append((after - before)[0] - (after - before)[1])
             cost.append(divergence(moved[0], first[0]))
         return torch.stack(odds).mean(), torch.stack(cost).mean()
@@ -257,7 +266,7 @@ def optimise_direction(model: Model, unit: ControlSearch) -> np.ndarray:
         with torch.no_grad():
             along /= along.norm()
         near *= float(np.clip((kl / max(cost.item(), 1e-9)) ** 0.5, 0.5, 2.0))
-        near = float(np.clip(near, dose / FAR, dose * FAR))
+        near = float(np.clip(near, dose / MOST_DOSE, dose * MOST_DOSE))
     return along.detach().numpy()
 
 
@@ -305,7 +314,7 @@ def arms_of_equal_kl(
         if not left:
             break
         for n, value in zip(list(left), kl_of(list(left.values())), strict=True):
-            if abs(value - kl) <= NEAR * kl:
+            if abs(value - kl) <= KL_TOLERANCE * kl:
                 found[n] = left.pop(n)
             else:
                 by = np.clip(np.sqrt(kl / max(value, 1e-12)), 1 / 8, 8)

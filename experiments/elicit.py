@@ -165,15 +165,18 @@ class Elicit(Experiment):
     def sample(self, name: str, conversations: "list[Conversation]") -> "Run":
         from experiments.resample import resample_run
 
-        positions, options = ("header_last",), self.ways[name] | self.decoding()
-        return resample_run(self.runs[0], conversations, self.place(name), positions, **options)
+        changes = self.ways[name] | self.decoding()
+        return resample_run(
+            self.runs[0], conversations, self.place(name), ("header_last",), **changes
+        )
 
     def rows(self) -> pd.DataFrame:
+        from experiments.resample import judge_alike
         from ia_mech.judge.decoys import SIBLING
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 
         assert self.gate is not None
-        self._judge()
+        judge_alike(self.runs[0], list(self.sampled.values()), self.gate.judge)
         parts = []
         for way, runs in {"": self.runs, **{k: [run] for k, run in self.sampled.items()}}.items():
             decoys = read_runs(runs, self.gate.judge, NO_ANNOTATOR).decoys
@@ -188,26 +191,6 @@ class Elicit(Experiment):
                 f"{shell_word(self.runs[0].path)} --replace",
             )
         return rates_by_query(rows, self.args.outcome)
-
-    def _judge(self) -> None:
-        from ia_mech.display import Bar
-        from ia_mech.judge.label import label_run
-        from ia_mech.judge.rules import RulesJudge
-        from ia_mech.judge.verdict import identity_hash
-
-        assert self.gate is not None
-        judge, rules = self.gate.judge, RulesJudge()
-        todo = [run for run in self.sampled.values() if judge not in run.labels.judges]
-        own = self.runs[0].labels.record("judgements", judge).get("identity", {})
-        if todo and identity_hash(own) != identity_hash(rules.identity):
-            raise UserError(
-                f"{' and '.join(str(run.path) for run in todo)}: not judged by {judge!r} yet",
-                f"run python -m ia_mech.judge run {shell_word(todo[0].path)} --name {judge} with "
-                f"the flags that judged {self.runs[0].path}, the same of others, then this "
-                "command again",
-            )
-        for run in todo:
-            label_run(run, rules, judge, Bar())
 
     def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         level = self.args.level

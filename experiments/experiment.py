@@ -24,18 +24,22 @@ import inspect
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import pandas as pd
+from filelock import FileLock, Timeout
 
 from ia_mech.cli import (
     Parser,
     add_intervals,
     add_threads,
+    one_line,
     path_of,
     run_command,
     tolerant_streams,
@@ -54,6 +58,9 @@ if TYPE_CHECKING:
     from ia_mech.results import Result, Table
     from ia_mech.run import Run
     from ia_mech.run.queries import Query
+
+
+LOCK = ".lock"  # of the one command that writes to a folder of results
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,6 @@ class Experiment:
         loads: ``measure`` uses the model; else it is given None, and no model is loaded.
         several_models: runs of several models may be given together.
         mixed: runs that were decoded in different ways may be given together.
-        perturbed: runs that hold perturbed contexts may be given.
         queries_used: how many queries at most, drawn by ``--seed``; None for all. If it is given,
             so is ``--queries``.
         beside: results go to ``cache/<first run>-<this>``, not into the run: they hold runs.
@@ -146,7 +152,6 @@ class Experiment:
     loads: ClassVar[bool] = True
     several_models: ClassVar[bool] = False
     mixed: ClassVar[bool] = False
-    perturbed: ClassVar[bool] = False
     queries_used: ClassVar[int | None] = None
     beside: ClassVar[str] = ""
     columns: ClassVar[Mapping[str, str]] = {
@@ -194,7 +199,7 @@ class Experiment:
 
         ``model`` is a :class:`Model`.
         """
-        raise NotImplementedError
+        raise self._lacks("measure")
 
     def rows(self) -> pd.DataFrame:
         """All rows. One that measures in several steps calls :meth:`measure_units` for each."""
@@ -202,7 +207,7 @@ class Experiment:
 
     def estimate(self, rows: pd.DataFrame) -> "Iterable[TidyEstimate]":
         """The estimates."""
-        raise NotImplementedError
+        raise self._lacks("estimate")
 
     def tables(self, found: pd.DataFrame) -> "list[Table]":
         """The tables of the estimates, the most important first."""
@@ -222,7 +227,10 @@ class Experiment:
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         """The sentence and its control."""
-        raise NotImplementedError
+        raise self._lacks("conclude")
+
+    def _lacks(self, method: str) -> UserError:
+        return UserError(f"{self.name} has no method {method}()", "write one (docs/experiments.md)")
 
     # -- what an experiment uses ------------------------------------------------------------------
 
@@ -326,9 +334,9 @@ class Experiment:
         """
         from ia_mech.display import Bar
 
-        units = self._some(units)
-        if kept := self._kept(units):
-            print(f"{kept} of {len(units)} units were measured before", file=sys.stderr)
+        units = self._at_least_one(units)
+        if stored := self._stored(units):
+            print(f"{stored} of {len(units)} units were measured before", file=sys.stderr)
         bar, parts = Bar(), []
         total = sum(unit.tokens for unit in units)
         bar.start(phase or f"measuring, {self.name}", total, unit="token")
@@ -341,14 +349,14 @@ class Experiment:
                     ticked += tokens
                     bar.advance(tokens)
 
-                rows = self._measured(unit, tick)
+                rows = self._rows_of(unit, tick)
                 bar.advance(max(unit.tokens - ticked, 0))
                 parts.append(rows.assign(source=unit.source, dataset=unit.dataset))
         finally:
             bar.stop()
         return pd.concat(parts, ignore_index=True)
 
-    def _some(self, units: Iterable[Unit]) -> list[Unit]:
+    def _at_least_one(self, units: Iterable[Unit]) -> list[Unit]:
         found = list(units)
         if not found:
             raise UserError(
@@ -357,8 +365,11 @@ class Experiment:
             )
         return found
 
-    def _measured(self, unit: Unit, tick: Callable[[int], None]) -> pd.DataFrame:
+    def _rows_of(self, unit: Unit, tick: Callable[[int], None]) -> pd.DataFrame:
+        """The rows of a unit, stored or measured now."""
         from experiments.parts import computed_once
+
+        named = " ".join(unit.source.split("\x1f"))  # dataset and query
 
         def measure() -> pd.DataFrame:
             model = None
@@ -367,11 +378,14 @@ class Experiment:
                 model.on_tokens = tick
             try:
                 rows = self.measure(model, unit)
-                if not isinstance(rows, pd.DataFrame) or rows.empty:
-                    raise ValueError(f"measure() of {self.name} gave no rows")
             except Exception as error:
-                error.add_note(f"This was of {unit.source!r}; units before it are kept.")
+                error.add_note(f"This was of {named!r}; units before it are kept.")
                 raise
+            if not isinstance(rows, pd.DataFrame) or rows.empty:
+                raise UserError(
+                    f"measure() of {self.name} gave no rows of {named!r}",
+                    "return a table with at least one row",
+                )
             return rows
 
         return computed_once(self._parts, self._key(unit), measure)
@@ -386,7 +400,8 @@ class Experiment:
         weights = self.runs[0].model["weights_hash"]
         return [self.name, sorted(code), weights, type(unit).__name__, asdict(unit)]
 
-    def _kept(self, units: Sequence[Unit]) -> int:
+    def _stored(self, units: Sequence[Unit]) -> int:
+        """How many units were measured before."""
         from experiments.parts import is_kept
 
         return sum(is_kept(self._parts, self._key(unit)) for unit in units)
@@ -404,11 +419,19 @@ class Experiment:
         return " ".join(re.split(r"(?<=[?.])\s", cls.help(), maxsplit=1)[0].split())
 
     @classmethod
+    def file(cls) -> Path:
+        """The file that it is written in."""
+        return Path(inspect.getfile(cls)).resolve()
+
+    @classmethod
+    def is_of_a_user(cls) -> bool:
+        """Whether it isn't among this project's own experiments."""
+        return cls.file().parent != Path(__file__).resolve().parent
+
+    @classmethod
     def build_parser(cls) -> argparse.ArgumentParser:
         """The command line."""
-        module = f"-m experiments.{cls.name}"
-        if cls.__module__ == "__main__" and sys.modules["__main__"].__spec__ is None:
-            module = sys.argv[0]  # a file of the user's
+        module = cls.file().name if cls.is_of_a_user() else f"-m experiments.{cls.name}"
         parser = Parser(
             prog=f"python {module}",
             usage="%(prog)s RUN [RUN …] [options]",
@@ -448,7 +471,12 @@ class Experiment:
         args = parser.parse_args(argv)
         args.command_line = command_line(parser, args)
         kept = "what was computed is kept; the same command goes on from there"
-        return run_command(lambda: cls.command(args), lambda: kept, args.threads)
+        try:
+            return run_command(lambda: cls.command(args), lambda: kept, args.threads)
+        except Exception as error:
+            if not cls.is_of_a_user():
+                raise
+            return show_own_lines(error, cls.file())
 
     @classmethod
     def command(cls, args: argparse.Namespace) -> None:
@@ -464,9 +492,11 @@ class Experiment:
         if args.dry_run:
             print_plan(one.plan())
             return
-        result = with_style(one.result)()
-        earlier = read(one.folder).about["command"] if kind_of(one.folder) else args.command_line
-        write(result, one.folder)
+        with only_writer(one.folder):
+            result = with_style(one.result)()
+            known = kind_of(one.folder)
+            earlier = read(one.folder).about["command"] if known else args.command_line
+            write(result, one.folder)
         show(result, console(), full=args.full)  # after writing: a closed pipe costs no file
         print(f"wrote {one.folder}", file=sys.stderr)
         if earlier != args.command_line:
@@ -485,8 +515,7 @@ class Experiment:
             refuse_several_models(self.runs)
         if not self.mixed:
             refuse_other_settings(self.runs)
-        if not self.perturbed:
-            refuse_perturbed(self.runs)
+        refuse_perturbed(self.runs)
         if self.judged:
             self.gate = read_runs(self.runs, self.args.judge, NO_ANNOTATOR).gate
         self.read()
@@ -499,12 +528,12 @@ class Experiment:
         for name, those in self.conversations().items():
             lines[name] = f"{len(those)} contexts to sample {per_context + 1} turns after each"
         if type(self).units is not Experiment.units:
-            units = self._some(self.units())
+            units = self._at_least_one(self.units())
             tokens = sum(unit.tokens for unit in units)
             queries = len({unit.source for unit in units})
             lines["to measure"] = (
                 f"{len(units)} units of {queries} queries, about {tokens:,} tokens; "
-                f"{self._kept(units)} are measured already"
+                f"{self._stored(units)} are measured already"
             )
         return lines or {"to compute": "nothing: the runs hold all that is read"}
 
@@ -517,11 +546,26 @@ class Experiment:
         for name, those in self.conversations().items():
             self.sampled[name] = self.sample(name, those)
         rows = self.rows()
-        found = estimates_of(self.estimate(rows), self.columns, self.args.level)
+        estimates = list(self.estimate(rows))
+        if unknown := {name for one in estimates for name in one.names} - set(self.columns):
+            raise UserError(
+                f"estimate() of {self.name} names {', '.join(sorted(unknown))}, which isn't among "
+                f"its columns ({', '.join(self.columns)})",
+                "add it to the class attribute columns",
+            )
+        found = estimates_of(estimates, self.columns, self.args.level)
         sentence, control = self.conclude(found)
         if not sentence or not control:
-            lacks = "control" if sentence else "sentence"
-            raise ValueError(f"conclude() of {self.name} gave no {lacks}: is there no estimate?")
+            raise UserError(
+                f"conclude() of {self.name} gave no {'control' if sentence else 'sentence'}",
+                "a result has both; is there no estimate?",
+            )
+        figures, data, files = self.figures(found), self.data(rows), self.files()
+        for name in (*figures, *data, *files):
+            if Path(name).name != name:
+                raise UserError(
+                    f"{self.name} calls a figure or file {name!r}", "give a name without a slash"
+                )
         judges = [] if self.gate is None else [self.gate.judge]
         gate = {} if self.gate is None else {"judge": self.gate.judge, "gate": self.gate.word}
         used = [*self.runs, *self.sampled.values()]
@@ -533,7 +577,7 @@ class Experiment:
             control=control,
             estimates=found,
             tables=self.tables(found),
-            figures={stem: figure.draw() for stem, figure in self.figures(found).items()},
+            figures={stem: figure.draw() for stem, figure in figures.items()},
             notes=[*self._about_queries(), *self.notes, *few_sources(found)],
             about={"kind": self.name, "level": self.args.level}
             | {"command": self.args.command_line}
@@ -541,9 +585,9 @@ class Experiment:
             | about_runs(used, judges),
             data={
                 stem: frame.assign(run=frame["run"].replace(names)) if "run" in frame else frame
-                for stem, frame in self.data(rows).items()
+                for stem, frame in data.items()
             },
-            files=self.files(),
+            files=files,
         )
 
 
@@ -563,6 +607,46 @@ def code_of(module: str) -> str:
     """What a module's code says, without comments and layout, as a short hash."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return hashlib.blake2b(ast.dump(tree).encode(), digest_size=8).hexdigest()
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep other commands from writing results to a folder; none is left that holds nothing.
+
+    Raises:
+        UserError: another command writes to it.
+    """
+    new = not folder.is_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"another command is writing to {folder}", "wait for it, or give another --out"
+        ) from None
+    try:
+        yield
+    finally:
+        (folder / LOCK).unlink(missing_ok=True)
+        lock.release()
+        if new and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def show_own_lines(error: Exception, file: Path) -> int:
+    """Print where in a user's file an exception came from, without the lines of libraries; returns
+    the exit status of a bug. An exception that passed through no line of the file is raised again.
+    """
+    stack = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in stack if Path(frame.filename).resolve() == file]
+    if not own:
+        raise error
+    where = f"{file.name}, line {own[-1].lineno}, in {own[-1].name}"
+    what = ". ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    print("".join(traceback.format_list(own)), end="", file=sys.stderr)
+    print(f"error: {where}: {one_line(what)}", file=sys.stderr)
+    return 1
 
 
 def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
@@ -603,7 +687,11 @@ def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> P
     owner = kind_of(folder)
     if owner not in (None, cls.name):
         raise UserError(f"{folder} holds results of {owner}", "name another folder with --out")
-    if owner is None and folder.is_dir() and any(path.is_file() for path in folder.iterdir()):
+    if (
+        owner is None
+        and folder.is_dir()
+        and any(path.is_file() and path.name != LOCK for path in folder.iterdir())
+    ):
         raise UserError(f"{folder} holds other files", "name another folder with --out")
     return folder
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ia_mech.run import Run
 
 LOGITS = 2**23  # most held at a time: 32 MiB, and a few times that with what is made from them
-MOSTLY = 0.5  # from this share of genuine turns on, a token is a follow-up opening by itself
+LEAST_GENUINE = 0.5  # from this share of genuine turns on, a token is a follow-up opening by itself
 HEADER_LAST = "header_last"  # where the first token of the user turn is predicted
 RESTATEMENTS = ("prompt_restatement", "assistant_restatement")
 OPENINGS = GREEDY, BEST = ("greedy's opening", "best follow-up opening")
@@ -116,7 +116,7 @@ def check_logits(run: Run) -> None:
         )
 
 
-def curves(
+def first_token_masses(
     logits: Tensor,
     temperatures: Sequence[float],
     turn_ends: Sequence[int],
@@ -162,8 +162,8 @@ def curves(
 def first_token_curves(
     runs: Sequence[Run], contexts: pd.DataFrame, openings: Openings, temperatures: Sequence[float]
 ) -> dict[str, np.ndarray]:
-    """``[contexts, temperatures]`` arrays of :func:`curves`: ``entropy``, ``turn_end``, and the
-    mass on openings of ``genuine`` turns and of ``restated`` ones. Runs pass
+    """``[contexts, temperatures]`` arrays of :func:`first_token_masses`: ``entropy``, ``turn_end``,
+    and the mass on openings of ``genuine`` turns and of ``restated`` ones. Runs pass
     :func:`check_logits`."""
     import torch
 
@@ -177,7 +177,7 @@ def first_token_curves(
         for here in (mine[start : start + size] for start in range(0, len(mine), size)):
             logits = torch.stack([kept[int(at)] for at in contexts["at"].iloc[here]])
             own = [share[here] for share in shares]
-            found[:, here] = curves(logits, temperatures, stops, openings.ids, own)
+            found[:, here] = first_token_masses(logits, temperatures, stops, openings.ids, own)
     return dict(zip(names, found, strict=True))
 
 
@@ -214,7 +214,7 @@ def lens_curves(
             for layer in layers:
                 log_p = log_probs(lens, run.residuals(layer, HEADER_LAST)[at], ids)
                 found[0, mine, layer] = log_p[np.arange(len(mine)), column[mine]]
-                found[1, mine, layer] = best_of(log_p, shares[mine])
+                found[1, mine, layer] = best_opening(log_p, shares[mine])
                 bar.advance()
     finally:
         bar.stop()
@@ -234,15 +234,15 @@ def log_probs(lens: Lens, residual: Tensor, ids: np.ndarray) -> np.ndarray:
     return (few.logits(residual) - total[:, None]).double().numpy()
 
 
-def best_of(log_p: np.ndarray, shares: np.ndarray) -> np.ndarray:
+def best_opening(log_p: np.ndarray, shares: np.ndarray) -> np.ndarray:
     """``[contexts]``: log-probability of the likeliest follow-up opening.
 
     Args:
         log_p: ``[contexts, tokens]`` log-probabilities.
         shares: ``[contexts, tokens]`` how many of the turns that a token opens are genuine; those
-            of :data:`MOSTLY` and more count. NaN gives NaN, and so does a context without one.
+            of :data:`LEAST_GENUINE` and more count. NaN gives NaN, as does a context without one.
     """
-    best = np.where(shares >= MOSTLY, log_p, -np.inf).max(1)
+    best = np.where(shares >= LEAST_GENUINE, log_p, -np.inf).max(1)
     return np.where(np.isneginf(best) | np.isnan(shares).any(1), np.nan, best)
 
 

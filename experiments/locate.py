@@ -23,86 +23,132 @@ Cost: about 30,000 tokens a query with all four recipients and the usual maps; -
     python -m experiments.locate cache/RUN --recipients 1 --maps windows   # a larger model
 """
 
+import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from experiments.experiment import Conclusion, Experiment
+from experiments.experiment import Conclusion, Experiment, Model
 from experiments.hybrids import (
-    AFTER,
-    FIRST,
+    AFTER_RESPONSE,
+    ALL_LAYERS,
     HEAD,
     HEADER,
-    LAST,
-    OTHERS,
+    HEADER_FIRST,
+    HEADER_LAST,
+    MAPS,
     OWN,
     QUERY,
-    RECIPIENT,
+    RECIPIENT_SCORE,
     RESPONSE,
+    RESPONSES,
     SCORES,
     SITES,
-    TOTAL,
+    STATES,
+    TOKENS,
     WINDOW,
+    WINDOWS,
+    WITHOUT_WINDOW,
+    WRITING,
     WRITTEN,
-    Hybrids,
-    step_of,
+    SiblingContexts,
+    SiteScorer,
+    tokens_scored,
+    window_size,
 )
 from experiments.tables import tables_of
-from ia_mech.estimates import ALL, TidyEstimate, all_datasets, estimate_of, holm_corrected
+from ia_mech.estimates import (
+    ALL,
+    Group,
+    TidyEstimate,
+    all_datasets,
+    estimate_of,
+    holm_corrected,
+    paired_row,
+)
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits, bits_by_query
-from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, paired_difference
+from ia_mech.stats import cluster_bootstrap, cluster_mean
 
 if TYPE_CHECKING:
     from experiments.figures import Drawing
     from ia_mech.results import Table
 
-WHOLES = (OWN, *SITES)  # sites whose bits have no layers
-WHOLE = [f"whole_{number}" for number in range(CANDIDATES)]  # after the candidates' own contexts
-CHOSEN = "bits, chosen on other queries"
+OWN_SCORES = [f"own_score_{number}" for number in range(CANDIDATES)]  # after own contexts
+BITS, HITS, SHARE = "bits", "own is likeliest", "share of expressed"
+ABOVE_TENTH, CHOSEN = "bits above a tenth of expressed", "bits, chosen on other queries"
 # Paired by query. The query's tokens are the same in all candidates: a control.
 LESS_GREEDY, LESS_ALL_LAYERS = "bits, less greedy's", "bits, less with all layers"
 LESS_QUERY, HITS_LESS_QUERY = "bits, less the query's", "own is likeliest, less the query's"
 MORE_ACCEPTED = "bits of accepted turns, less those of others"
+AFTER_RECIPIENT = "likelier after the recipient"
 EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
-CELLS = (WINDOW, OTHERS, HEAD, FIRST, LAST)  # of maps, by layer
+MAP_SITES = (WINDOW, WITHOUT_WINDOW, HEAD, HEADER_FIRST, HEADER_LAST)  # by layer
 RANKING, REPORTING = "ranking half", "reporting half"
 GREEDY, SAMPLED = "greedy", "sampled"  # the latter: of all temperatures above 0 together
+BitsBySite = dict[float | None, dict[str, QueryBits]]  # by temperature (None: sampled) and site
 
 
-# -- estimate --------------------------------------------------------------------------------------
+# -- bits of queries -------------------------------------------------------------------------------
 
 
-def with_own(rows: pd.DataFrame) -> pd.DataFrame:
+def with_own_scores(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows with the scores of their turns after the candidates' own contexts, too.
 
     Turns that were written after hybrids have no others.
     """
     keys = ["source", "recipient", "followed", "temperature", "sample"]
     own = rows.loc[rows["site"] == OWN, [*keys, *SCORES]]
-    own = own.rename(columns=dict(zip(SCORES, WHOLE, strict=True)))
-    found = rows.drop(columns=WHOLE, errors="ignore").merge(own, on=keys, how="left")
+    own = own.rename(columns=dict(zip(SCORES, OWN_SCORES, strict=True)))
+    found = rows.merge(own, on=keys, how="left")
     written = found["site"].isin(WRITTEN)
-    found.loc[written, WHOLE] = found.loc[written, SCORES].to_numpy()
+    found.loc[written, OWN_SCORES] = found.loc[written, SCORES].to_numpy()
     return found
 
 
 def query_bits_of(rows: pd.DataFrame, seed: int) -> QueryBits | None:
-    """What rows of one site, of :func:`with_own`, tell; None of fewer than two queries with turns
-    of all candidates."""
+    """What rows of one site, of :func:`with_own_scores`, tell; None of fewer than two queries with
+    turns of all candidates."""
     rows = balanced_queries(rows)
     if rows["source"].nunique() < 2:
         return None
     each = rows[SCORES].to_numpy(), rows["own"].to_numpy(), rows["source"]
-    return bits_by_query(*each, rows[WHOLE].to_numpy(), seed=seed)
+    return bits_by_query(*each, rows[OWN_SCORES].to_numpy(), seed=seed)
 
 
 def balanced_queries(rows: pd.DataFrame) -> pd.DataFrame:
     """Those of queries that have turns of all candidates."""
     return rows[rows.groupby("source")["own"].transform("nunique") == CANDIDATES]
+
+
+def whole_site_bits(rows: pd.DataFrame, seed: int) -> BitsBySite:
+    """What whole sites tell: temperature (None: all sampled turns) → site → bits of queries.
+
+    ``rows`` are those of :func:`with_own_scores`.
+    """
+    found: BitsBySite = {}
+    for t in [*sorted(set(rows["temperature"])), None]:
+        here = rows[rows["temperature"] > 0 if t is None else rows["temperature"] == t]
+        sites = {site: query_bits_of(here[here["site"] == site], seed) for site in (OWN, *SITES)}
+        found[t] = {site: bits for site, bits in sites.items() if bits is not None}
+    return found
+
+
+def query_table(whole: BitsBySite) -> pd.DataFrame:
+    """Bits of whole sites by query: ``term``, ``temperature`` (missing: all sampled turns),
+    ``source``, ``bits`` and ``hits``."""
+    found = [pd.DataFrame()]
+    for t, sites in whole.items():
+        for site, one in sites.items():
+            table = {"source": one.queries, "bits": one.bits, "hits": one.hits, "term": site}
+            found.append(pd.DataFrame(table).assign(temperature=np.nan if t is None else t))
+    return pd.concat(found, ignore_index=True)
+
+
+# -- estimate --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -112,57 +158,114 @@ class Estimator:
     options: dict[str, Any]
 
     def mean(self, quantity: str, found: QueryBits, **names: Any) -> TidyEstimate:
-        estimate = cluster_mean(found.bits, found.queries, level=self.options["level"])
-        return self._row(quantity, estimate.clip(-np.inf, CEILING), found, names)
+        row = self._group(found, names).mean(quantity, found.bits)
+        return replace(row, estimate=row.estimate.clip(-np.inf, CEILING))
 
     def hits(self, found: QueryBits, **names: Any) -> TidyEstimate:
         """How often the own candidate is the likeliest, against the third that chance gives."""
+        group, queries = self._group(found, names), found.queries
         more = (found.hits - 1 / CANDIDATES).round(9)  # thirds that were added up are no signs
-        options = {name: self.options[name] for name in ("level", "seed")}
-        pair = paired_difference(more, found.queries, np.zeros(len(more)), found.queries, **options)
-        level = self.options["level"]
-        estimate = cluster_mean(found.hits, found.queries, level=level).clip(0, 1)
-        names = {"dataset": ALL} | names
-        return TidyEstimate("own is likeliest", names, len(found.hits), estimate, pair.p, pair.test)
+        test = paired_row(group, HITS, more, queries, np.zeros(len(more)), queries)
+        return replace(test, estimate=group.mean(HITS, found.hits).estimate.clip(0, 1))
 
     def share(self, found: QueryBits, expressed: QueryBits, **names: Any) -> Iterator[TidyEstimate]:
         """What a site carries as a share of what is expressed in the same queries, and the bits
         by which it is more than :data:`EQUIVALENT` of it."""
-        expressed = expressed.only(found.queries)
+        group, expressed = self._group(found, names), expressed.only(found.queries)
         if cluster_mean(expressed.bits, expressed.queries).low > 0:
 
             def ratio(counts: np.ndarray) -> np.ndarray:
                 return (counts @ found.bits) / (counts @ expressed.bits)
 
             (estimate,) = cluster_bootstrap(ratio, found.queries, **self.options)
-            yield self._row("share of expressed", estimate, found, names)
-        more = found.bits - EQUIVALENT * expressed.bits
-        estimate = cluster_mean(more, found.queries, level=self.options["level"])
-        yield self._row("bits above a tenth of expressed", estimate, found, names)
-
-    def rate(self, quantity: str, events: pd.Series, sources: pd.Series, **names) -> TidyEstimate:
-        """How often something is so."""
-        level = self.options["level"]
-        found = cluster_mean(events.astype(float), sources, proportion=True, level=level)
-        return TidyEstimate(quantity, {"dataset": ALL} | names, len(events), found)
+            yield group.row(SHARE, estimate, len(found.bits))
+        yield group.mean(ABOVE_TENTH, found.bits - EQUIVALENT * expressed.bits)
 
     def difference(
         self, quantity: str, found: QueryBits, base: QueryBits, **names: Any
     ) -> TidyEstimate:
         """Bits, or hits, less those of another arm or site in the same queries."""
-        options = {name: self.options[name] for name in ("level", "seed")}
-        mine, other = (
-            (one.hits if quantity == HITS_LESS_QUERY else one.bits, one.queries)
-            for one in (found, base)
-        )
-        pair = paired_difference(*mine, *other, **options)
-        names = {"dataset": ALL} | names
-        return TidyEstimate(quantity, names, len(found.bits), pair.difference, pair.p, pair.test)
+        of = "hits" if quantity == HITS_LESS_QUERY else "bits"
+        pairs = getattr(found, of), found.queries, getattr(base, of), base.queries
+        return paired_row(self._group(found, names), quantity, *pairs)
 
-    def _row(
-        self, quantity: str, estimate: Estimate, found: QueryBits, names: dict
-    ) -> TidyEstimate:
-        return TidyEstimate(quantity, {"dataset": ALL} | names, len(found.bits), estimate)
+    def _group(self, found: QueryBits, names: dict[str, Any]) -> Group:
+        return Group(np.array(found.queries), self.options, {"dataset": ALL} | names)
+
+
+def estimates(
+    rows: pd.DataFrame,
+    whole: BitsBySite,
+    options: dict[str, Any],
+) -> list[TidyEstimate]:
+    """Every estimate.
+
+    Args:
+        rows: of :func:`with_own_scores`.
+        whole: of :func:`whole_site_bits`.
+        options: ``level``, ``resamples`` and ``seed``.
+    """
+    found = [*whole_site_estimates(whole, options), *map_estimates(rows, whole, options)]
+    differences = (LESS_QUERY, HITS_LESS_QUERY, LESS_GREEDY, LESS_ALL_LAYERS)
+
+    def family(row: TidyEstimate) -> tuple[str, str]:
+        return row.quantity, row.names["term"]
+
+    tested = [row for row in found if row.quantity in differences]
+    return [row for row in found if row.quantity not in differences] + holm_corrected(
+        tested, family
+    )
+
+
+def whole_site_estimates(whole: BitsBySite, options: dict[str, Any]) -> Iterator[TidyEstimate]:
+    """What is expressed, and what sites carry, by temperature and of all sampled turns."""
+    estimator = Estimator(options)
+    greedy = whole.get(0.0, {}).get(OWN)
+    for t, sites in whole.items():
+        names: dict[str, Any] = {"temperature": np.nan if t is None else t}
+        for site, bits in sites.items():
+            yield estimator.mean(BITS, bits, term=site, **names)
+            yield estimator.hits(bits, term=site, **names)
+            if site != OWN and OWN in sites:
+                yield from estimator.share(bits, sites[OWN], term=site, **names)
+            if site in (HEADER, AFTER_RESPONSE, RESPONSE) and QUERY in sites:
+                for quantity in (LESS_QUERY, HITS_LESS_QUERY):
+                    yield estimator.difference(quantity, bits, sites[QUERY], term=site, **names)
+        if t != 0 and greedy is not None and OWN in sites:
+            yield estimator.difference(LESS_GREEDY, sites[OWN], greedy, term=OWN, **names)
+
+
+def map_estimates(
+    rows: pd.DataFrame,
+    whole: BitsBySite,
+    options: dict[str, Any],
+) -> Iterator[TidyEstimate]:
+    """What cells of maps carry, turns written after hybrids, and the strongest cells."""
+    estimator, seed = Estimator(options), options["seed"]
+    all_layers = query_bits_of(rows[rows["site"] == ALL_LAYERS], seed)
+    mapped = rows[rows["site"].isin([ALL_LAYERS, *MAP_SITES, *WRITTEN])]
+    for place, cell in mapped.groupby(["site", "layer", "head", "temperature"], sort=False):
+        found = query_bits_of(cell, seed)
+        if found is None:
+            continue
+        site, layer, head, t = place
+        names = {"term": site, "temperature": t} | cell_columns(layer, head)
+        yield estimator.mean(BITS, found, **names)
+        yield estimator.hits(found, **names)
+        if site == WITHOUT_WINDOW and all_layers is not None:
+            yield estimator.difference(LESS_ALL_LAYERS, found, all_layers, **names)
+        if site in WRITTEN:
+            own = cell[SCORES].to_numpy()[np.arange(len(cell)), cell["own"]]
+            group = Group(cell["source"].to_numpy(), options, {"dataset": ALL} | names)
+            more = (cell[RECIPIENT_SCORE] > own).astype(float)
+            yield group.mean(AFTER_RECIPIENT, more, proportion=True)
+    for site in (WINDOW, HEAD):
+        yield from strongest_cells(mapped[mapped["site"] == site], whole, estimator)
+
+
+def cell_columns(layer: int, head: int) -> dict[str, int]:
+    """The columns that name a cell of a map; a whole site has none."""
+    return {name: at for name, at in (("layer", layer), ("head", head)) if at >= 0}
 
 
 def halves(queries: Sequence[str], seed: int) -> dict[str, str]:
@@ -172,96 +275,28 @@ def halves(queries: Sequence[str], seed: int) -> dict[str, str]:
     return {names[at]: (RANKING, REPORTING)[place % 2] for place, at in enumerate(order)}
 
 
-def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
-    """Every estimate."""
-    estimator, seed, rows = Estimator(options), options["seed"], with_own(rows)
-    arms = {t: rows["temperature"] == t for t in sorted(set(rows["temperature"]))}
-    sampled = rows["temperature"] > 0
-    expressed: dict[Any, QueryBits] = {}
-    differences: list[TidyEstimate] = []
-    for arm, here in [*arms.items(), (None, sampled)]:
-        names = {"temperature": np.nan if arm is None else arm}
-        every = {site: query_bits_of(rows[here & (rows["site"] == site)], seed) for site in WHOLES}
-        there = {site: bits for site, bits in every.items() if bits is not None}
-        for site, bits in there.items():
-            yield estimator.mean("bits", bits, term=site, **names)
-            yield estimator.hits(bits, term=site, **names)
-            if site == OWN:
-                expressed[arm] = bits
-            elif arm in expressed:
-                yield from estimator.share(bits, expressed[arm], term=site, **names)
-            if QUERY in there and site in (HEADER, AFTER, RESPONSE):
-                differences += [
-                    estimator.difference(quantity, bits, there[QUERY], term=site, **names)
-                    for quantity in (LESS_QUERY, HITS_LESS_QUERY)
-                ]
-        if arm != 0 and 0.0 in expressed and arm in expressed:
-            less = estimator.difference(
-                LESS_GREEDY, expressed[arm], expressed[0.0], term=OWN, **names
-            )
-            differences.append(less)
-    mapped = rows[rows["site"].isin([TOTAL, *CELLS, *WRITTEN])]
-    total = query_bits_of(mapped[mapped["site"] == TOTAL], seed)
-    for (site, layer, head, t), cell in mapped.groupby(
-        ["site", "layer", "head", "temperature"], sort=False
-    ):
-        found = query_bits_of(cell, seed)
-        if found is None:
-            continue
-        names = {"term": site, "temperature": t} | cell_names(layer, head)
-        yield estimator.mean("bits", found, **names)
-        yield estimator.hits(found, **names)
-        if site == OTHERS and total is not None:
-            differences.append(estimator.difference(LESS_ALL_LAYERS, found, total, **names))
-        if site in WRITTEN:
-            more = cell[RECIPIENT] > cell[SCORES].to_numpy()[np.arange(len(cell)), cell["own"]]
-            yield estimator.rate("likelier after the recipient", more, cell["source"], **names)
-    yield from holm_corrected(differences, lambda row: (row.quantity, row.names["term"]))
-    for site in (WINDOW, HEAD):
-        yield from strongest_cells(mapped[mapped["site"] == site], expressed, estimator)
-
-
-def cell_names(layer: int, head: int) -> dict[str, int]:
-    """The columns that name a cell of a map; a whole site has none."""
-    return {name: at for name, at in (("layer", layer), ("head", head)) if at >= 0}
-
-
-def query_table(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
-    """What whole sites tell of each query: ``term``, ``temperature`` (missing: all sampled turns),
-    ``source``, ``bits`` and ``hits``."""
-    found, rows = [], with_own(rows)
-    for t in [*sorted(set(rows["temperature"])), np.nan]:
-        here = rows["temperature"] > 0 if np.isnan(t) else rows["temperature"] == t
-        for site in (OWN, *SITES):
-            one = query_bits_of(rows[here & (rows["site"] == site)], seed)
-            if one is not None:
-                table = {"source": one.queries, "bits": one.bits, "hits": one.hits}
-                found.append(pd.DataFrame(table).assign(term=site, temperature=t))
-    return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
-
-
 def strongest_cells(
-    cells: pd.DataFrame, expressed: Mapping[Any, QueryBits], estimator: Estimator
+    cells: pd.DataFrame,
+    whole: BitsBySite,
+    estimator: Estimator,
 ) -> Iterator[TidyEstimate]:
     """The two cells that carry most in one half of the queries, as the other half has them."""
-    half_of = halves(list(cells["source"]), estimator.options["seed"])
-    half = cells["source"].map(half_of)
+    seed = estimator.options["seed"]
+    half = cells["source"].map(halves(list(cells["source"]), seed))
     ranked = {}
     for place, cell in cells[half == RANKING].groupby(["layer", "head"]):
-        found = query_bits_of(cell, estimator.options["seed"])
+        found = query_bits_of(cell, seed)
         if found is not None:
             ranked[place] = found.bits.mean()
-    for layer, head in sorted(sorted(ranked, key=lambda one: -ranked[one])[:2]):
+    for layer, head in sorted(sorted(ranked, key=lambda place: -ranked[place])[:2]):
         here = (cells["layer"] == layer) & (cells["head"] == head)
         cell = cells[(half == REPORTING) & here]
-        found = query_bits_of(cell, estimator.options["seed"])
+        found = query_bits_of(cell, seed)
         if found is not None:
-            temperature = cell["temperature"].iloc[0]
-            names = {"term": cell["site"].iloc[0], "temperature": temperature} | cell_names(
-                layer, head
-            )
+            t = cell["temperature"].iloc[0]
+            names = {"term": cell["site"].iloc[0], "temperature": t} | cell_columns(layer, head)
             yield estimator.mean(CHOSEN, found, **names)
-            yield from estimator.share(found, expressed[temperature], **names)
+            yield from estimator.share(found, whole[t][OWN], **names)
 
 
 def accepted_bits(
@@ -270,12 +305,12 @@ def accepted_bits(
     """How much of what sampled turns express is in turns that a judge accepts.
 
     Args:
-        rows: of :meth:`experiments.hybrids.Measured.table`, with ``source``.
+        rows: of :meth:`experiments.hybrids.SiteScorer.table`, with ``source``.
         verdicts: ``context_id``, ``temperature``, ``sample`` and ``accepted``; turns that weren't
             assessed are left out.
         options: ``level``, ``resamples`` and ``seed``.
     """
-    own = balanced_queries(with_own(rows[(rows["site"] == OWN) & (rows["temperature"] > 0)]))
+    own = balanced_queries(with_own_scores(rows[(rows["site"] == OWN) & (rows["temperature"] > 0)]))
     found = query_bits_of(own, options["seed"])
     if found is None:
         return
@@ -302,27 +337,113 @@ def accepted_bits(
 # -- the experiment --------------------------------------------------------------------------------
 
 
-class Locate(Hybrids):
-    """See the module."""
+class Locate(Experiment):
+    """See the module.
+
+    Attributes:
+        whole: what whole sites tell of each query (:func:`whole_site_bits`), once estimated.
+    """
 
     name = "locate"
+    siblings = True
+    queries_used = 60
     columns: ClassVar[Mapping[str, str]] = {
         **Experiment.columns,
         "layer": "Int64",
         "head": "Int64",
     }
 
-    def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
-        return estimates(rows, self.options)
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--maps",
+            nargs="*",
+            choices=MAPS,
+            default=[WINDOWS, STATES, WRITING],
+            metavar="MAP",
+            help=f"which of {', '.join(MAPS)}; nothing: whole sites alone (default: all but heads)",
+        )
+        parser.add_argument(
+            "--recipients",
+            type=int,
+            choices=range(1, RESPONSES + 1),
+            default=RESPONSES,
+            metavar="N",
+            help=f"responses to a query that are recipients, 1 to {RESPONSES}: fewer take less "
+            f"time and give wider intervals (default: {RESPONSES})",
+        )
+
+    def units(self) -> Iterator[SiblingContexts]:
+        few = 0
+        temperatures = [t for t in self.runs[0].settings["temperatures"] if t > 0]
+        for query in self.queries:
+            texts = query.responses
+            distinct = [k for k, text in enumerate(texts) if texts.index(text) == k]
+            chosen = distinct[:RESPONSES]
+            placed = [self._placed(query.messages, texts[k]) for k in chosen]
+            whole = len(chosen) == RESPONSES and all(each is not None for each in placed)
+            if not whole or not set(chosen) <= set(query.turns["followed"]):
+                few += 1
+                continue
+            contexts = [query.token_ids[k] for k in chosen]
+            starts, stops, headers = (list(each) for each in zip(*placed, strict=True))
+            if len({ids[stop:] for ids, stop in zip(contexts, stops, strict=True)}) > 1:
+                few += 1  # what follows the response isn't the same in all
+                continue
+            turns = [
+                (chosen.index(followed), float(t), int(sample), tuple(ids[:TOKENS].tolist()))
+                for followed, t, sample, ids in query.turns[
+                    ["followed", "temperature", "sample", "token_ids"]
+                ].itertuples(index=False)
+                if followed in chosen and sample == 0
+            ]
+            layers = self.runs[0].model["layers"]
+            unit = SiblingContexts(
+                query.source, query.dataset, 0, contexts, starts, stops, headers[0],
+                query.contexts["context_id"].iloc[chosen].tolist(), turns,
+                self._recipients(query.source), sorted(self.args.maps),
+                min(temperatures, default=0.0), layers, self.args.seed,
+            )  # fmt: skip
+            size = len(turns), len(unit.recipients), unit.maps, layers, len(unit.after)
+            yield replace(unit, tokens=tokens_scored(*size))
+        if few:
+            self.notes.append(
+                f"{few} of {len(self.queries)} queries lack {RESPONSES} different responses "
+                "with a turn after each, and are left out."
+            )
+
+    def _placed(self, messages: list[dict], response: str) -> tuple | None:
+        """Where the response begins and ends, and the header counted from there; None of an empty
+        response."""
+        found = self.chat.context([*messages, {"role": "assistant", "content": response}])
+        first, last = found.positions["header_0"], found.positions["header_last"]
+        if not found.response or first is None or last is None:
+            return None
+        stop = found.response.stop
+        return found.response.start, stop, (first - stop, last + 1 - stop)
+
+    def _recipients(self, source: str) -> list[int]:
+        from ia_mech.engine.sampling import stream_key
+
+        rng = np.random.default_rng(list(stream_key(self.args.seed, source, 0)))
+        return rng.permutation(RESPONSES)[: self.args.recipients].tolist()
+
+    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
+        return SiteScorer(model, unit).table()
+
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        scored = with_own_scores(rows)
+        self.whole = whole_site_bits(scored, self.args.seed)
+        return estimates(scored, self.whole, self.options)
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return {"rows": rows, "queries": query_table(rows, self.args.seed)}
+        return {"rows": rows, "queries": query_table(self.whole)}
 
     def tables(self, found: pd.DataFrame) -> "list[Table]":
         columns: dict[str, tuple[str, int | str]] = {
-            "bits": ("bits", 2),
-            "own is likeliest": ("own likeliest (chance 0.33)", 2),
-            "share of expressed": ("share", 2),
+            BITS: ("bits", 2),
+            HITS: ("own likeliest (chance 0.33)", 2),
+            SHARE: ("share", 2),
         }
         title = (
             f"bits about which of {CANDIDATES} responses a turn followed (at most {CEILING:.2f})"
@@ -352,20 +473,19 @@ class Locate(Hybrids):
             rows="queries",
             legend=(
                 "p: Holm-corrected over the lines of a term. The query's tokens are alike in all "
-                f"contexts. {OTHERS}: what is lost where a window is the recipient's."
+                f"contexts. {WITHOUT_WINDOW}: what is lost where a window is the recipient's."
             ),
         )
-        del columns["share of expressed"]
-        again = {"likelier after the recipient": ("likelier after the recipient", 2)}
+        del columns[SHARE]
         made += tables_of(
             "turns that the model writes after hybrids: do they tell the candidate?",
             found[found["term"].isin(WRITTEN)],
-            columns | again,
+            columns | {AFTER_RECIPIENT: (AFTER_RECIPIENT, 2)},
             index=("temperature", "term"),
             rows="queries",
             legend="What is named is the candidate's, everything else the recipient's.",
         )
-        for site in (TOTAL, *CELLS):
+        for site in (ALL_LAYERS, *MAP_SITES):
             mine = found[(found["term"] == site) & found["quantity"].isin(list(columns))]
             made += tables_of(
                 f"carried by {site}",
@@ -384,19 +504,19 @@ class Locate(Hybrids):
         lookup = Lookup(found)
         name = self.runs[0].model["name"]
         sentence = (
-            f"{name}'s sampled turns tell {lookup('bits', OWN)} of {CEILING:.2f} bits about which "
-            f"of {CANDIDATES} responses they followed, greedy ones {lookup('bits', OWN, 0.0)}"
+            f"{name}'s sampled turns tell {lookup(BITS, OWN)} of {CEILING:.2f} bits about which "
+            f"of {CANDIDATES} responses they followed, greedy ones {lookup(BITS, OWN, 0.0)}"
         )
         for site in (RESPONSE, HEADER):
-            share = lookup("share of expressed", site)
+            share = lookup(SHARE, site)
             sentence += (
-                f"; {lookup('bits', site)} ({share}) through the keys and values of the {site}"
+                f"; {lookup(BITS, site)} ({share}) through the keys and values of the {site}"
             )
         if windows := strongest_windows(found, self.runs[0].model["layers"]):
             sentence += f", of the response's layers most in {windows}"
         control = (
             "Each number is held against two siblings whose states are put in alike; keys and "
-            f"values of the query, the same tokens in all siblings, carry {lookup('bits', QUERY)}."
+            f"values of the query, the same tokens in all siblings, carry {lookup(BITS, QUERY)}."
         )
         return Conclusion(f"{sentence}.", control)
 
@@ -404,7 +524,7 @@ class Locate(Hybrids):
 def strongest_windows(found: pd.DataFrame, layers: int) -> str:
     """The windows that carry most, as other queries show it; an empty text where none is shown."""
     chosen = found[(found["quantity"] == CHOSEN) & (found["term"] == WINDOW) & (found["low"] > 0)]
-    last = step_of(layers) - 1
+    last = window_size(layers) - 1
     return " and ".join(
         f"{row.layer}–{min(row.layer + last, layers)} ({estimate_of(row).text()})"
         for row in chosen.itertuples()
@@ -415,7 +535,7 @@ def drawings(found: pd.DataFrame, model: str) -> "dict[str, Drawing]":
     """What is expressed and carried, by site and by layer, from the estimates."""
     from experiments.figures import Bars, HeatMap, Lines
 
-    bits = found[found["quantity"] == "bits"]
+    bits = found[found["quantity"] == BITS]
     whole = bits[bits["term"].isin([OWN, *SITES]) & bits["layer"].isna()]
     names = [GREEDY if t == 0 else SAMPLED if np.isnan(t) else f"T = {t:g}"
              for t in whole["temperature"]]  # fmt: skip
@@ -424,7 +544,7 @@ def drawings(found: pd.DataFrame, model: str) -> "dict[str, Drawing]":
             f"{model} · expressed and carried", "bits", whole.assign(turns=names), by="turns"
         )
     }
-    cells = bits[bits["term"].isin(CELLS)]
+    cells = bits[bits["term"].isin(MAP_SITES)]
     if len(mapped := cells[cells["head"].isna()]):
         own = whole[(whole["term"] == OWN) & whole["temperature"].eq(mapped["temperature"].iloc[0])]
         levels = {"expressed": float(own["value"].iloc[0]), "": 0.0}

@@ -12,6 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ia_mech.errors import UserError
 from ia_mech.run.integrity import replace_file
 
 
@@ -47,4 +48,5 @@ def _file(folder: Path, key: Any) -> Path:
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    raise TypeError(f"a unit holds a {type(value).__name__}, which JSON has no word for")
+    kind = type(value).__name__
+    raise UserError(f"a unit holds a {kind}", "hold numbers, texts and lists, which JSON can keep")

@@ -30,7 +30,7 @@ import pandas as pd
 from experiments.changes import contradict, shuffle_sentences
 from experiments.experiment import Conclusion, Experiment
 from experiments.tables import sentence_of, tables_of, with_detectable
-from ia_mech.cli import shell_word, whole_from
+from ia_mech.cli import whole_from
 from ia_mech.data.conversations import (
     UNPERTURBED,
     UNPERTURBED_RESPONSE,
@@ -167,7 +167,7 @@ class Perturbations(Experiment):
             left_out: dict[str, int] = {}
             for order in range(len(own)):
                 try:
-                    made.append(self._made(own, order, name, donors))
+                    made.append(self._changed(own, order, name, donors))
                 except UserError as error:
                     left_out[error.problem] = left_out.get(error.problem, 0) + 1
             if left_out:
@@ -177,7 +177,7 @@ class Perturbations(Experiment):
             raise UserError("none of these conversations can be changed", "give other runs")
         return made
 
-    def _made(
+    def _changed(
         self, own: Sequence[Conversation], order: int, name: str, donors: "Donors"
     ) -> Conversation:
         """A conversation under a condition; UserError if it can't be made, or is too long."""
@@ -209,13 +209,15 @@ class Perturbations(Experiment):
         """The turns before and after: ``run``, ``context_id``, ``dataset``, ``source``,
         ``condition``, ``temperature``, ``sample``, ``category``, ``genuine`` and ``held`` (1, 0 or
         NaN)."""
+        from experiments.resample import judge_alike
         from ia_mech.judge.label import UNSEEN
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 
         assert self.gate is not None  # this is a judged experiment
         (run,), judge = self.sampled.values(), self.gate.judge
-        self._judge(run, judge)
-        self._note(run)
+        for unperturbed in (False, True):  # after what the model was given, and after what it was
+            judge_alike(self.runs[0], [run], judge, unperturbed=unperturbed)
+        self._note_changes(run)
         turns = read_runs([*self.runs, run], judge, NO_ANNOTATOR).turns
         like = self.decoding()
         alike = turns["temperature"].isin([0.0, *like["temperatures"]])
@@ -234,29 +236,7 @@ class Perturbations(Experiment):
         kept = [*texts, "condition", "temperature", "sample", "genuine", HELD]
         return turns[kept].astype(dict.fromkeys(texts, object))
 
-    def _judge(self, run: "Run", judge: str) -> None:
-        """See that the judge of the unchanged turns has judged the others, in both ways."""
-        from ia_mech.display import Bar
-        from ia_mech.judge.label import UNSEEN, label_run
-        from ia_mech.judge.rules import RulesJudge
-        from ia_mech.judge.verdict import identity_hash
-
-        first, rules = self.runs[0], RulesJudge()
-        own = first.labels.record("judgements", judge).get("identity", {})
-        for name, unperturbed in ((judge, False), (judge + UNSEEN, True)):
-            if name in run.labels.judges:
-                continue
-            if identity_hash(own) != identity_hash(rules.identity):
-                flag = " --unperturbed" if unperturbed else ""
-                against = " against the unchanged responses" if unperturbed else ""
-                raise UserError(
-                    f"{run.path} has not been judged by {judge!r}{against}",
-                    f"run python -m ia_mech.judge run {shell_word(run.path)} --name {name}{flag} "
-                    f"with the flags that judged {first.path}, then this command again",
-                )
-            label_run(run, rules, name, Bar(), unperturbed=unperturbed)
-
-    def _note(self, run: "Run") -> None:
+    def _note_changes(self, run: "Run") -> None:
         how = run.contexts["metadata"].map(lambda text: json.loads(text)["how"])
         ways = how[run.contexts["perturbation"] == CONTRADICT].value_counts()
         counts = ", ".join(f"{way} {count}" for way, count in ways.items())

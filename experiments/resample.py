@@ -1,4 +1,4 @@
-"""Sample changed conversations with the model and the settings of a run.
+"""Sample and judge changed conversations with the model, the settings and the judge of a run.
 
 The changed conversations are written to ``conversations.jsonl`` in the experiment's folder, and
 sampled to ``run/`` there, which is a run like any other and goes on where it was interrupted.
@@ -13,11 +13,15 @@ from typing import Any
 import pandas as pd
 
 from ia_mech.chat.format import ChatFormat
+from ia_mech.cli import shell_word
 from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
+from ia_mech.judge.label import UNSEEN, label_run
+from ia_mech.judge.rules import RulesJudge
+from ia_mech.judge.verdict import identity_hash
 from ia_mech.models.load import Subject, load, recall
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.integrity import without_folders
@@ -178,3 +182,33 @@ def subject_of(run: Run) -> Subject:
             "give --model of the same weights, or sample the run again",
         )
     return subject
+
+
+def judge_alike(first: Run, runs: Sequence[Run], judge: str, *, unperturbed: bool = False) -> None:
+    """Have runs labelled by the judge of a first one.
+
+    Args:
+        first: labelled by that judge.
+        runs: labelled here by the rules judge, if they aren't yet.
+        judge: its name.
+        unperturbed: turns are shown after the unchanged responses; then the name has another end.
+
+    Raises:
+        UserError: it is another judge, which the user has to run.
+    """
+    name = judge + UNSEEN if unperturbed else judge
+    todo = [run for run in runs if name not in run.labels.judges]
+    own, rules = first.labels.record("judgements", judge).get("identity", {}), RulesJudge()
+    if todo and identity_hash(own) != identity_hash(rules.identity):
+        against = " against the unchanged responses" if unperturbed else ""
+        commands = " and ".join(
+            f"python -m ia_mech.judge run {shell_word(run.path)} --name {name}"
+            + (" --unperturbed" if unperturbed else "")
+            for run in todo
+        )
+        raise UserError(
+            f"{' and '.join(str(run.path) for run in todo)}: not judged by {judge!r}{against}",
+            f"run {commands} with the flags that judged {first.path}, then this command again",
+        )
+    for run in todo:
+        label_run(run, rules, name, Bar(), unperturbed=unperturbed)

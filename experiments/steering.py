@@ -31,20 +31,20 @@ from experiments.directions import (
     BATCH,
     BIAS,
     DIRECTION,
-    EACH,
     OPTIMISED,
+    RANDOM,
     STEPS,
     Arm,
-    Context,
     ControlSearch,
-    SteeredContexts,
-    control_arms,
+    ScoredQuery,
+    SteeredContext,
+    find_controls,
     random_directions,
     steering_effects,
 )
 from experiments.experiment import Conclusion, Experiment, Model, Unit
 from experiments.tables import sentence_of, tables_of
-from ia_mech.cli import above_zero, path_of, whole_from
+from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row
 from ia_mech.stats import Estimate, permutation_p
@@ -57,11 +57,12 @@ if TYPE_CHECKING:
     from probes.card import Probe
 
 DOSES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
+CONTROLS = 39  # random directions
 LEAST, SIGNIFICANT = 19, 0.05  # random directions with which such a p can be reached
 RESPONSES = 3  # most contexts of a query
 TOKENS = 24  # of a turn: nearly all of the bits come before (docs/reaction.md)
 CHOOSING, REPORTING = "choosing", "reporting"  # halves of the sources
-RANDOM = "random directions"  # their mean
+RANDOM_MEAN = "random directions"  # their mean
 KL, ODDS = "KL at the header", "log-odds, change"
 BEYOND, RANK = "log-odds, change beyond random directions'", "share of random directions that reach"
 ARM = ["term", "draw", "dose"]
@@ -79,10 +80,10 @@ def chosen_dose(rows: pd.DataFrame, most_kl: float) -> float:
         rows: of :func:`steering_effects`, of one direction and the sources that choose.
         most_kl: in nats.
     """
-    each = rows.groupby(["dose", "source"])[["odds", "kl"]].mean()
+    each = rows.groupby(["dose", "source"])[["log_odds", "kl"]].mean()
     of = each.groupby("dose").mean()
     within = of[of["kl"] <= most_kl]
-    return float(of.index.min() if within.empty else within["odds"].idxmax())
+    return float(of.index.min() if within.empty else within["log_odds"].idxmax())
 
 
 def estimates(rows: pd.DataFrame, dose: float, options: dict[str, Any]) -> Iterator[TidyEstimate]:
@@ -95,21 +96,23 @@ def estimates(rows: pd.DataFrame, dose: float, options: dict[str, Any]) -> Itera
         options: ``level``, ``resamples`` and ``seed``.
     """
     for dataset, here in by_dataset(rows):
-        means = rows[here].groupby([*ARM, "source"], sort=False)[["kl", "odds"]].mean()
-        drawn = means.xs(EACH, level="term")
+        means = rows[here].groupby([*ARM, "source"], sort=False)[["kl", "log_odds"]].mean()
+        drawn = means.xs(RANDOM, level="term")
         random = drawn.groupby("source", sort=False).mean()
         arms = {tuple(key): arm.droplevel(ARM) for key, arm in means.groupby(ARM, sort=False)}
-        for (term, draw, at), arm in [*arms.items(), ((RANDOM, None, None), random)]:
+        for (term, draw, at), arm in [*arms.items(), ((RANDOM_MEAN, None, None), random)]:
             names = {"dataset": dataset, "term": term, "draw": draw, "dose": at}
             group = Group(arm.index.to_numpy(), options, names)
             kl = group.mean(KL, arm["kl"])
             yield replace(kl, estimate=kl.estimate.clip(0.0))
-            yield group.mean(ODDS, arm["odds"])
+            yield group.mean(ODDS, arm["log_odds"])
             if term in (OPTIMISED, BIAS) or (term == DIRECTION and at == dose):
-                yield from _beyond_random(arm["odds"], drawn["odds"], random["odds"], group)
+                yield from _differences_from_random(
+                    arm["log_odds"], drawn["log_odds"], random["log_odds"], group
+                )
 
 
-def _beyond_random(
+def _differences_from_random(
     arm: pd.Series, drawn: pd.Series, random: pd.Series, group: Group
 ) -> Iterator[TidyEstimate]:
     """An arm's log-odds by source against those of the random directions: their mean, and each."""
@@ -176,7 +179,9 @@ def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
         ) from None
 
 
-def contexts_of(query: "Query", labels: pd.Series, vector: SteeringVector) -> tuple[Context, ...]:
+def contexts_of(
+    query: "Query", labels: pd.Series, vector: SteeringVector
+) -> tuple[SteeredContext, ...]:
     """A query's contexts after which the judge accepts a turn and another not, with one of each.
 
     Args:
@@ -202,7 +207,7 @@ def contexts_of(query: "Query", labels: pd.Series, vector: SteeringVector) -> tu
         at = sorted({at for one in vector.at_context(places) for at in one.positions})
         ids = tuple(tuple(ids.tolist()[:TOKENS]) for ids in mine["token_ids"])
         site = vector.layer, tuple(at), TURN in vector.positions
-        found.append(Context(query.source, query.token_ids[k], *site, ids))
+        found.append(SteeredContext(query.source, query.token_ids[k], *site, ids))
     return tuple(found[:RESPONSES])
 
 
@@ -239,13 +244,6 @@ class Steering(Experiment):
             default=0.5,
             metavar="NATS",
             help="the dose is chosen among those of at most this KL at the header (default: 0.5)",
-        )
-        parser.add_argument(
-            "--controls",
-            type=whole_from(LEAST, f"fewer can't reach a p of {SIGNIFICANT}"),
-            default=39,
-            metavar="N",
-            help=f"random directions, at least {LEAST} (default: 39)",
         )
 
     # -- read -------------------------------------------------------------------------------------
@@ -285,7 +283,7 @@ class Steering(Experiment):
             )
         return vector, outcome
 
-    def _contexts(self) -> "list[tuple[Query, str, tuple[Context, ...]]]":
+    def _contexts(self) -> "list[tuple[Query, str, tuple[SteeredContext, ...]]]":
         """The queries with turns to compare, of each its half and its contexts.
 
         Raises:
@@ -341,7 +339,7 @@ class Steering(Experiment):
         search = self.search_unit(1.0, self.args.most_kl)
         return [*self.dose_units(), search, *self.scoring_units(REPORTING, search.random)]
 
-    def dose_units(self) -> list[SteeredContexts]:
+    def dose_units(self) -> list[ScoredQuery]:
         """All queries under all doses of the direction."""
         arms = [self.direction_arm(dose) for dose in sorted(set(self.args.doses))]
         return [*self.scoring_units(CHOOSING, arms), *self.scoring_units(REPORTING, arms)]
@@ -350,30 +348,32 @@ class Steering(Experiment):
         """The direction at a dose."""
         return Arm(DIRECTION, dose, tuple(self.vector.direction.tolist()))
 
-    def scoring_units(self, half: str, arms: Sequence[Arm]) -> list[SteeredContexts]:
+    def scoring_units(self, half: str, arms: Sequence[Arm]) -> list[ScoredQuery]:
         """The queries of a half under arms."""
         found = []
         for query, own, contexts in self.used:
             if own == half:
-                tokens = sum(one.start + one.rows * (len(arms) + 2) for one in contexts)
+                tokens = sum(one.start + one.recomputed * (len(arms) + 2) for one in contexts)
                 names = query.source, query.dataset, tokens, half
-                found.append(SteeredContexts(*names, contexts, tuple(arms)))
+                found.append(ScoredQuery(*names, contexts, tuple(arms)))
         return found
 
     def search_unit(self, dose: float, kl: float) -> ControlSearch:
         """The controls of a dose with this KL, on the half that chooses."""
         along = self.vector.direction.double().numpy()
-        drawn = random_directions(self.states, along, self.args.controls, self.args.seed)
-        random = tuple(Arm(EACH, dose, tuple(one.tolist()), draw=n) for n, one in enumerate(drawn))
+        drawn = random_directions(self.states, along, CONTROLS, self.args.seed)
+        random = tuple(
+            Arm(RANDOM, dose, tuple(one.tolist()), draw=n) for n, one in enumerate(drawn)
+        )
         contexts = tuple(one for _, half, some in self.used if half == CHOOSING for one in some)
-        tokens = sum(2 * one.start + one.rows * 3 for one in contexts)
-        tokens += STEPS * min(BATCH, len(contexts)) * contexts[0].rows
+        tokens = sum(2 * one.start + one.recomputed * 3 for one in contexts)
+        tokens += STEPS * min(BATCH, len(contexts)) * contexts[0].recomputed
         tokens += 3 * len(random) * sum(len(one.ids) - one.start for one in contexts)
         names = "all that choose", "", tokens
         return ControlSearch(*names, contexts, self.direction_arm(dose), kl, random, self.args.seed)
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        run = steering_effects if isinstance(unit, SteeredContexts) else control_arms
+        run = steering_effects if isinstance(unit, ScoredQuery) else find_controls
         return run(model, unit)
 
     def rows(self) -> pd.DataFrame:
@@ -393,12 +393,12 @@ class Steering(Experiment):
             for one in made.itertuples()
         ]
         best = [np.array(arm.direction) for arm in arms if arm.term == OPTIMISED]
-        if (reached := sum(arm.term == EACH for arm in arms)) < LEAST:
+        if (reached := sum(arm.term == RANDOM for arm in arms)) < LEAST:
             raise UserError(
                 f"{reached} random directions reach the KL of dose {dose:g} ({kl:.2g} nats)",
                 "give other --doses, or another layer or position",
             )
-        if less := self.args.controls + 2 - len(arms):
+        if less := CONTROLS + 2 - len(arms):
             self.notes.append(
                 f"{less} controls are left out: they don't reach the KL of the dose, or the "
                 "model's passes have no gradient to optimise along."
@@ -420,7 +420,7 @@ class Steering(Experiment):
         own = found["term"] == DIRECTION
         made = tables_of(
             f"what moves the turns, at the KL of dose {self.vector.dose:g} ({here})",
-            found[self._alike(found) & (found["term"] != EACH)],
+            found[self._alike(found) & (found["term"] != RANDOM)],
             {
                 ODDS: ("log-odds", 2),
                 BEYOND: ("beyond random", 2),
@@ -429,7 +429,7 @@ class Steering(Experiment):
             },
             index=("dataset", "term"),
             legend=f"log-odds: change, in nats, of those of {self.outcome} turns against others; "
-            f"beyond random: less the mean of {self.args.controls} random directions; reached by: "
+            f"beyond random: less the mean of {CONTROLS} random directions; reached by: "
             "the share of these that change them as much; KL: of the first token's distribution, "
             "in nats.",
         )
@@ -447,7 +447,7 @@ class Steering(Experiment):
 
         title = f"{self.runs[0].model['name']} · directions of the same KL"
         rows = all_datasets(found[(found["quantity"] == ODDS) & self._alike(found)])
-        rows[["low", "high"]] = rows[["low", "high"]].where(rows["term"] != EACH)
+        rows[["low", "high"]] = rows[["low", "high"]].where(rows["term"] != RANDOM)
         return {"controls": Bars(title, "log-odds of accepted turns, change, nats", rows)}
 
     def _alike(self, found: pd.DataFrame) -> pd.Series:

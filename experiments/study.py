@@ -25,7 +25,28 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from experiments.hybrids import HEADS, MAPS, SIBLINGS, Siblings, tokens_of
+from experiments.elicit import BEST, EXCESS, GAP, GREEDY, TEMPERATURE
+from experiments.hybrids import (
+    HEADER,
+    HEADS,
+    MAPS,
+    OWN,
+    QUERY,
+    RESPONSE,
+    RESPONSES,
+    tokens_scored,
+)
+from experiments.locate import (
+    BITS,
+    EQUIVALENT,
+    HITS,
+    SHARE,
+    Locate,
+    Lookup,
+    accepted_bits,
+    drawings,
+    strongest_windows,
+)
 from experiments.tables import estimates_of, print_plan
 from ia_mech.cli import (
     Parser,
@@ -37,6 +58,7 @@ from ia_mech.cli import (
     whole_from,
 )
 from ia_mech.errors import UserError
+from ia_mech.likelihood.carried import CEILING
 
 if TYPE_CHECKING:
     from ia_mech.results import Result
@@ -81,12 +103,14 @@ class Stage:
 def stages(args: argparse.Namespace) -> list[Stage]:
     """The commands of a study, in order."""
     run = str(args.out / "run")
-    contexts = args.queries * args.responses
+    contexts = args.queries * RESPONSES
     arms = len(TEMPERATURES) * args.samples + 1
     length = TYPICAL + RESPONSE_TOKENS
     elicited = 2 * contexts  # under a prompt, and after an opening
+    turns = RESPONSES * (1 + len(TEMPERATURES))  # of a query, that are scored after hybrids
+    located = tokens_scored(turns, args.recipients, args.maps, LAYERS, 0)
     sample = ["--model", args.model, "--dataset", args.dataset, "--limit", str(args.queries)]
-    sample += ["--response", "generate", "--responses", str(args.responses)]
+    sample += ["--response", "generate", "--responses", str(RESPONSES)]
     sample += ["--response-temperature", "1", "--max-response-tokens", str(RESPONSE_TOKENS)]
     sample += ["--temperatures", *map(str, TEMPERATURES), "--samples", str(args.samples)]
     sample += ["--max-new-tokens", str(TURN_TOKENS), "--out", run]
@@ -105,7 +129,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
             "locate",
             "experiments.locate",
             [run, *locate],
-            (args.queries * (located_tokens(args) + args.responses * length), 0),
+            (args.queries * (located + RESPONSES * length), 0),
         ),
         Stage(
             "elicit",
@@ -121,7 +145,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
                 "experiments.reaction",
                 [run, "--out", f"{run}-reaction"],
                 (
-                    contexts * arms * TURN_TOKENS * args.responses,
+                    contexts * arms * TURN_TOKENS * RESPONSES,
                     contexts * arms * TURN_TOKENS // 2,
                 ),
             )
@@ -135,22 +159,10 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     return found
 
 
-def located_tokens(args: argparse.Namespace) -> int:
-    """That the stage ``locate`` scores for a query, about."""
-    turns: list[tuple[int, float, int, tuple[int, ...]]] = [
-        (k, t, 0, ()) for k in range(SIBLINGS) for t in (0.0, *TEMPERATURES)
-    ]
-    recipients = list(range(args.recipients))
-    unit = Siblings(
-        "", "", 0, [()], [0], [0], (0, 0), [], turns, recipients, args.maps, 0.0, LAYERS
-    )
-    return tokens_of(unit)
-
-
 # -- how long it takes -----------------------------------------------------------------------------
 
 
-def pace(model: str) -> tuple[float, float]:
+def measured_pace(model: str) -> tuple[float, float]:
     """Tokens a second that a model reads, and writes with many rows: measured with a few."""
     from ia_mech.collect.identity import build_chat, eos_ids, probe_ids
     from ia_mech.engine.check import check_engine
@@ -174,12 +186,12 @@ def pace(model: str) -> tuple[float, float]:
     return read, 32 * 5 / (time.perf_counter() - begun)
 
 
-def stage_seconds(stage: Stage, read: float, write: float) -> float:
+def seconds_of(stage: Stage, read: float, write: float) -> float:
     """That a stage takes at a pace."""
     return stage.tokens[0] / read + stage.tokens[1] / write
 
 
-def fit(args: argparse.Namespace, read: float, write: float) -> argparse.Namespace:
+def fit_into_hours(args: argparse.Namespace, read: float, write: float) -> argparse.Namespace:
     """The same study with as much as fits into ``--hours``: fewer samples first, then fewer
     queries.
 
@@ -188,7 +200,7 @@ def fit(args: argparse.Namespace, read: float, write: float) -> argparse.Namespa
     """
 
     def hours() -> float:
-        return sum(stage_seconds(one, read, write) for one in stages(args)) / 3600
+        return sum(seconds_of(one, read, write) for one in stages(args)) / 3600
 
     while args.samples > 1 and hours() > args.hours:
         args.samples -= 1
@@ -215,19 +227,7 @@ def result(out: Path) -> "Result":
     Raises:
         UserError: a stage has no result yet.
     """
-    from experiments.elicit import BEST, EXCESS, GAP, GREEDY
-    from experiments.locate import (
-        HEADER,
-        OWN,
-        RESPONSE,
-        Locate,
-        Lookup,
-        accepted_bits,
-        drawings,
-        strongest_windows,
-    )
     from ia_mech.display import with_style
-    from ia_mech.likelihood.carried import CEILING
     from ia_mech.results import Result, about_runs, folder_of, kind_of, read
     from ia_mech.run import Run
 
@@ -247,12 +247,12 @@ def result(out: Path) -> "Result":
     told, accepted = Lookup(located.estimates), Lookup(elicited.estimates)
 
     def carried(site: str) -> str:
-        return f"{told('bits', site)} (share {told('share of expressed', site)})"
+        return f"{told(BITS, site)} (share {told(SHARE, site)})"
 
     windows = strongest_windows(located.estimates, run.model["layers"])
     sentence = (
-        f"{run.model['name']}'s turns tell {told('bits', OWN)} of {CEILING:.2f} bits about their "
-        f"response, greedy ones {told('bits', OWN, 0.0)}; {carried(RESPONSE)} arrive through the "
+        f"{run.model['name']}'s turns tell {told(BITS, OWN)} of {CEILING:.2f} bits about their "
+        f"response, greedy ones {told(BITS, OWN, 0.0)}; {carried(RESPONSE)} arrive through the "
         f"response's keys and values{f', mostly layers {windows}' if windows else ''}, "
         f"{carried(HEADER)} through the header's. A judge accepts "
         f"{accepted(EXCESS, GREEDY)} of greedy turns beyond siblings, and under the best other arm "
@@ -261,7 +261,7 @@ def result(out: Path) -> "Result":
     wording = out / "run-reaction"
     control = [
         "Every number is held against siblings, other responses to the same query.",
-        latent_sentence(found, told("bits", HEADER, 0.0)),
+        latent_sentence(found, told(BITS, HEADER, 0.0)),
         read(wording).control if kind_of(wording) else UNWORDED,
     ]
     return Result(
@@ -292,16 +292,11 @@ def latent_sentence(found: pd.DataFrame, header: str) -> str:
         found: estimates of the stages ``locate`` and ``elicit``, by ``stage``.
         header: what greedy turns carry there, as text.
     """
-    from experiments.elicit import GAP, TEMPERATURE
-    from experiments.hybrids import HEADER, OWN, QUERY
-    from experiments.locate import EQUIVALENT
-
     whole = found[(found["stage"] == "locate") & found["layer"].isna()]
     names = ["quantity", "term", "temperature"]  # 0: greedy turns, -1: all sampled ones
     told = whole.assign(temperature=whole["temperature"].fillna(-1)).set_index(names)
-    bits, hits = "bits", "own is likeliest"
-    needed = [(bits, HEADER, 0), (bits, HEADER, -1), (bits, OWN, -1), (hits, HEADER, 0),
-              (hits, QUERY, 0)]  # fmt: skip
+    needed = [(BITS, HEADER, 0), (BITS, HEADER, -1), (BITS, OWN, -1), (HITS, HEADER, 0),
+              (HITS, QUERY, 0)]  # fmt: skip
     gap = found[(found["quantity"] == GAP) & (found["term"] == TEMPERATURE)]
     if gap.empty or not all(one in told.index for one in needed):
         return "Whether anything is latent can't be told."
@@ -333,9 +328,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="of the queries (default: 60 built-in ones)",
     )  # fmt: skip
     parser.add_argument("--queries", type=whole_from(4), metavar="N", help="(default: 60)")
-    parser.add_argument(
-        "--responses", type=whole_from(4), default=4, metavar="K", help="to each (default: 4)"
-    )
     parser.add_argument(
         "--samples", type=whole_from(1), metavar="N",
         help="turns per context and temperature (default: 4)",
@@ -398,9 +390,9 @@ def _study(args: argparse.Namespace) -> int | None:
         settings = Run(args.out / "run").settings
         args.queries, args.samples, args.hours = settings["limit"], settings["samples"], None
     if args.hours is not None or args.dry_run:
-        read, written = pace(args.model)
+        read, written = measured_pace(args.model)
         if args.hours is not None:
-            args = fit(args, read, written)
+            args = fit_into_hours(args, read, written)
         if args.dry_run:
             _print_plan(args, read, written)
             return None
@@ -413,24 +405,24 @@ def _study(args: argparse.Namespace) -> int | None:
     write(found, folder_of(args.out / "run", NAME))
     page = importlib.import_module("ia_mech.report.__main__")
     status = page.main(
-        [str(args.out / "run"), "--results", *_beside(args.out), "--out",
+        [str(args.out / "run"), "--results", *_results_beside(args.out), "--out",
          str(args.out / "report.html")]
     )  # fmt: skip
     show(found, console())
     return status
 
 
-def _beside(out: Path) -> list[str]:
+def _results_beside(out: Path) -> list[str]:
     places = [out / f"run-{name}" for name in ("reaction", "elicit")]
     return [str(place) for place in places if place.is_dir()]
 
 
 def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
     lines = {"pace": f"reads {read:.0f}, writes {write:.0f} tokens a second, as measured now"}
-    lines["queries"] = f"{args.queries}, {args.responses} responses, {args.samples} samples"
+    lines["queries"] = f"{args.queries}, {RESPONSES} responses, {args.samples} samples"
     total = 0.0
     for stage in stages(args):
-        took = stage_seconds(stage, read, write)
+        took = seconds_of(stage, read, write)
         total += took
         lines[stage.name] = (
             f"reads {stage.tokens[0]:,}, writes {stage.tokens[1]:,} tokens, {took / 60:.0f} minutes"
@@ -446,7 +438,7 @@ def study(model: str, **options: Any) -> "Result":
 
     Args:
         model: an embedded model, a hub id or a folder.
-        options: the command's flags: ``queries=20``, ``quick=True``, ``out="cache/mine"``, …
+        options: the command's flags: ``queries=20``, ``quick=True``, ``maps=["windows"]``, …
 
     Returns:
         Its result: ``sentence``, ``control``, ``estimates``, ``tables``.
@@ -460,11 +452,13 @@ def study(model: str, **options: Any) -> "Result":
         if value is True:
             words.append(flag)
         elif value is not None and value is not False:
-            words += [flag, str(value)]
+            words += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
+    from ia_mech.results import folder_of, read
+
     args = with_defaults(build_parser().parse_args(words))
     if status := _study(args):
         raise UserError(f"the study ended with status {status}", "see what its last stage said")
-    return result(args.out)
+    return read(folder_of(args.out / "run", NAME))
 
 
 if __name__ == "__main__":

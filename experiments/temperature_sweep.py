@@ -61,7 +61,7 @@ RATE = "follow-up rate"
 RATE_DIFFERENCE = f"{RATE}: difference"
 LESS = " less other turns'"  # after the same response at the same temperature
 DEEPER = f"gap where greedy leaves{LESS}"
-OTHERS = ("all others", "others but degenerate ones")
+OTHER_TURNS = ("all others", "others but degenerate ones")
 TOKENS, MASS = "effective number of first tokens", "mass on openings"
 LENS, AHEAD = "log p by the lens", "greedy ahead for good"
 COLUMNS = {
@@ -164,7 +164,7 @@ class TemperatureSweep(Experiment):
             check_logits(run)
         self.grid = sorted({*GRID, *(t for t in sampled if t >= EXACT_FROM)})
         self.decoys = judged.decoys
-        self.turns = with_tokens(judged.turns, self.runs)
+        self.turns = with_token_scores(judged.turns, self.runs)
         greedy = self.turns[self.turns["temperature"] == 0].reset_index(drop=True)  # once each
         self.contexts = greedy[["dataset", "source", "run"]].astype(object)
         self.contexts = self.contexts.assign(
@@ -228,16 +228,16 @@ class TemperatureSweep(Experiment):
             sources = self.contexts["source"].to_numpy()[here]
             group = Group(sources, self.options, {"dataset": dataset})
             first = {term: at[here] for term, at in self.first.items()}
-            found += first_token(group, first, self.grid)
+            found += first_token_estimates(group, first, self.grid)
             if self.log_p:
                 found += lens_estimates(group, {term: at[here] for term, at in self.log_p.items()})
         for dataset, here in by_dataset(rows):
             own = rows[here]
             group = Group(own["source"].to_numpy(), self.options, {"dataset": dataset})
             for t, at in own.groupby("temperature"):
-                found += depths(group, at, temperature=float(t))
-                found += deeper(group, at, temperature=float(t))
-            found += deeper(group, own)
+                found += depth_estimates(group, at, temperature=float(t))
+                found += depth_differences(group, at, temperature=float(t))
+            found += depth_differences(group, own)
 
         def family(row: TidyEstimate) -> tuple:
             of = LESS if row.quantity.endswith(LESS) else row.quantity
@@ -363,7 +363,7 @@ class TemperatureSweep(Experiment):
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         assert self.gate is not None
         options: dict[str, Any] = {"null": 0.0, "level": self.args.level}
-        deep = found[(found["quantity"] == DEEPER) & (found["term"] == OTHERS[0])]
+        deep = found[(found["quantity"] == DEEPER) & (found["term"] == OTHER_TURNS[0])]
         said = [
             sentence_of(f"{RATE} by temperature", found[found["quantity"] == RATE]),
             sentence_of("less greedy's", found[found["quantity"] == RATE_DIFFERENCE], **options),
@@ -377,7 +377,7 @@ class TemperatureSweep(Experiment):
         return Conclusion(" ".join(text for text in said if text), f"{self.gate.sentence}.")
 
 
-def with_tokens(turns: pd.DataFrame, runs: "Sequence[Run]") -> pd.DataFrame:
+def with_token_scores(turns: pd.DataFrame, runs: "Sequence[Run]") -> pd.DataFrame:
     """The turns with their tokens, what the model made of them, and ``at``, their context's row."""
     written = []
     for run in runs:
@@ -399,7 +399,7 @@ def _clipped(row: TidyEstimate, low: float, high: float = np.inf) -> TidyEstimat
     return replace(row, estimate=row.estimate.clip(low, high))
 
 
-def first_token(
+def first_token_estimates(
     group: Group, first: dict[str, np.ndarray], temperatures: Sequence[float]
 ) -> Iterator[TidyEstimate]:
     """Of ``[contexts, temperatures]`` arrays, as :func:`first_token_curves` makes them."""
@@ -416,7 +416,7 @@ def first_token(
         yield _clipped(group.mean(f"{MASS}, genuine less restated", less, **names), -1, 1)
 
 
-def depths(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
+def depth_estimates(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
     """Of genuine turns and of others: where greedy leaves them, and how far below it."""
     for kind, term in ((1.0, "genuine"), (0.0, "not genuine")):
         at = turns[turns["genuine"] == kind]
@@ -427,13 +427,13 @@ def depths(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEsti
             yield own.median("median gap where greedy leaves", at["gap"], term=term, **names)
 
 
-def deeper(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
+def depth_differences(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
     """Genuine turns less the others of the same context and temperature, and whether that is 0.
 
     Noise that leads far from greedy also garbles, and what is garbled isn't genuine. So genuine
     turns are also compared with the well-formed others alone.
     """
-    for term, rows in zip(OTHERS, (turns, turns[turns["category"] != GARBLED]), strict=True):
+    for term, rows in zip(OTHER_TURNS, (turns, turns[turns["category"] != GARBLED]), strict=True):
         columns = {
             "first token is greedy's": rows["follows"],
             "token where greedy leaves": rows["token"],

@@ -69,49 +69,37 @@ def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings
 
 def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, capfd):
     run = Run.open(shutil.copytree(siblings.path, tmp_path / "run"))
-    words = [str(run.path), "--out", str(tmp_path / "out"), "--resamples", "100"]
-    line = refusal(call(main, words, capfd))
-    assert "has not been judged" in line
+    out, file = tmp_path / "out", tmp_path / "vector.safetensors"
+    vector = ("add", 1, ("header_last", "turn"), torch.ones(run.model["d_model"]), 0.5, "tiny")
+    SteeringVector(*vector, run.model["weights_hash"]).save(file)
+    words = [str(run.path), "--out", str(out), "--resamples", "100", "--intervention", str(file)]
+    assert "has not been judged" in refusal(call(main, words, capfd))
     label_run(run, RulesJudge(), "rules", Silent())
     planned = call(main, [*words, "--dry-run"], capfd)
-    assert planned.status == 0 and not (tmp_path / "out").exists()
-    arms = [f"{way}{t}" for way in ("", "prompt, ", "opening, ") for t in (GREEDY, "T = 1")]
-    assert "; ".join(arms) in " ".join(planned.out.split())
+    ways = ("", "prompt, ", "opening, ", "steering, ")
+    arms = [f"{way}{t}" for way in ways for t in (GREEDY, "T = 1")]
+    assert planned.status == 0 and "; ".join(arms) in " ".join(planned.out.split())
     line = refusal(call(main, [*words, "--opening", "Thanks. "], capfd))
-    assert "has white space at its ends" in line and not (tmp_path / "out").exists()
+    assert "has white space at its ends" in line
+    SteeringVector(*vector, "another").save(tmp_path / "other.safetensors")
+    other = [*words[:-1], str(tmp_path / "other.safetensors")]
+    assert "another" in refusal(call(main, other, capfd)) and not out.exists()
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
     assert "The best arm, chosen on other queries, adds" in outcome.out.splitlines()[0]
-    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
+    found = pd.read_parquet(out / "estimates.parquet")
     assert set(found["term"]) == {*arms, "best arm", "best temperature"}
     by_arm = found.set_index(["quantity", "term"])["value"]
     for arm in set(arms) - {GREEDY}:  # every query has turns of all arms
         apart = by_arm[EXCESS, arm] - by_arm[EXCESS, GREEDY]
         assert by_arm["excess, less greedy's", arm] == pytest.approx(apart)
-    prompted = Run.open(tmp_path / "out" / "prompt" / "run")
+    prompted, opened, steered = (
+        Run.open(out / way / "run") for way in ("prompt", "opening", "steering")
+    )
     assert prompted.settings["system"] and prompted.labels.judges == ["rules"]
-    opened = Run.open(tmp_path / "out" / "opening" / "run")
     assert opened.settings["opening"] == OPENING and opened.settings["system"] is None
     ends = [one["text"].rpartition("user\n")[2] for _, one in opened.contexts.iterrows()]
     assert set(ends) == {OPENING}
+    assert steered.record["identity"]["intervention"] == SteeringVector.load(file).sha256
     again = call(main, words, capfd)
     assert (again.status, again.out) == (0, outcome.out)
-
-
-def test_a_steering_vector_is_a_further_arm(siblings, tmp_path, capfd):
-    run = Run.open(shutil.copytree(siblings.path, tmp_path / "run"))
-    label_run(run, RulesJudge(), "rules", Silent())
-    direction = torch.ones(run.model["d_model"])
-    file = tmp_path / "vector.safetensors"
-    words = [str(run.path), "--out", str(tmp_path / "out"), "--resamples", "100"]
-    words += ["--intervention", str(file)]
-    made = ("add", 1, ("header_last", "turn"), direction, 0.5, "tiny")
-    SteeringVector(*made, "another").save(file)
-    assert "another" in refusal(call(main, words, capfd))
-    SteeringVector(*made, run.model["weights_hash"]).save(file)
-    outcome = call(main, words, capfd)
-    assert outcome.status == 0, outcome.err
-    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
-    assert {"steering, greedy", "steering, T = 1"} <= set(found["term"])
-    steered = Run.open(tmp_path / "out" / "steering" / "run")
-    assert steered.record["identity"]["intervention"] == SteeringVector.load(file).sha256

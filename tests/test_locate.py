@@ -10,84 +10,96 @@ import pytest
 import scored
 from shell import call, refusal
 
+from experiments import hybrids
 from experiments.experiment import Model
 from experiments.hybrids import (
-    AFTER,
-    BOTH,
-    FIRST,
+    AFTER_RESPONSE,
+    ALL_LAYERS,
     HEAD,
     HEADER,
-    LAST,
-    OTHERS,
+    HEADER_FIRST,
+    HEADER_LAST,
     OWN,
     QUERY,
     RESPONSE,
+    RESPONSE_AND_HEADER,
     SCORES,
     SITES,
-    TOTAL,
     WINDOW,
+    WITHOUT_WINDOW,
     WRITTEN,
-    Measured,
-    Siblings,
-    step_of,
-    windows_of,
+    SiblingContexts,
+    SiteScorer,
+    layer_windows,
+    window_size,
 )
-from experiments.locate import accepted_bits, estimates, halves, main, query_bits_of, with_own
+from experiments.locate import (
+    accepted_bits,
+    estimates,
+    halves,
+    main,
+    query_bits_of,
+    whole_site_bits,
+    with_own_scores,
+)
 from ia_mech.likelihood.carried import CEILING, bits_by_query
 
 QUERIES = 8
+OPTIONS = {"level": 0.95, "resamples": 200, "seed": 0}
 
 
-def unit(query: int, react: bool = True) -> Siblings:
+@pytest.fixture(scope="module", autouse=True)
+def _short_turns():
+    """Turns that are written after hybrids needn't be longer than those that are given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrids, "TOKENS", 6)
+        yield
+
+
+def unit(query: int, react: bool = True) -> SiblingContexts:
     """A query with four responses that name themselves, and turns that repeat that name, or another
     one."""
     rng = np.random.default_rng([query, 5])
-    lengths = planted.lengths(query)
     contexts = [
-        planted.context(name, n, int(rng.integers(n)), query=3 + query % 3)
-        for name, n in enumerate(lengths)
+        planted.context(name, length, int(rng.integers(length)), query=3 + query % 3)
+        for name, length in enumerate(planted.lengths(query))
     ]
-    turns = []
-    for k in range(planted.NAMES):
-        name = k if react else int(rng.integers(planted.NAMES))
-        turns.append((k, 1.0, 0, planted.turn(name, 4)))
-    first = contexts[0].positions["header_0"] - contexts[0].response.stop
-    last = contexts[0].positions["header_last"] + 1 - contexts[0].response.stop
-    return Siblings(
-        f"q{query}",
-        "planted",
-        0,
-        [tuple(one.ids) for one in contexts],
-        [one.response.start for one in contexts],
-        [one.response.stop for one in contexts],
-        (first, last),
-        [f"q{query}-{name}" for name in range(planted.NAMES)],
-        turns,
-        [(query + i) % planted.NAMES for i in range(planted.NAMES)],
-        ["windows", "heads", "states", "written"],
-        1.0,
-        planted.DEPTH,
+    names = range(planted.NAMES)
+    said = [k if react else int(rng.integers(planted.NAMES)) for k in names]
+    at, stop = contexts[0].positions, contexts[0].response.stop
+    return SiblingContexts(
+        source=f"q{query}",
+        dataset="planted",
+        tokens=0,
+        contexts=[tuple(one.ids) for one in contexts],
+        starts=[one.response.start for one in contexts],
+        stops=[one.response.stop for one in contexts],
+        header=(at["header_0"] - stop, at["header_last"] + 1 - stop),
+        context_ids=[f"q{query}-{name}" for name in names],
+        turns=[(k, 1.0, 0, planted.turn(name, 4)) for k, name in enumerate(said)],
+        recipients=[(query + i) % planted.NAMES for i in names],
+        maps=["windows", "heads", "states", "written"] if react else ["windows", "states"],
+        mapped=1.0,
+        layers=planted.DEPTH,
     )
 
 
 @cache  # no test changes the rows
 def measured(through_header: bool, react: bool = True) -> pd.DataFrame:
     model = Model(
-        SimpleNamespace(model=planted.model(through_header)),
-        SimpleNamespace(stop_ids=[0]),
-        share=True,
+        SimpleNamespace(model=planted.model(through_header)), SimpleNamespace(stop_ids=[]), True
     )
     parts = []
-    for number in range(QUERIES):
-        one = unit(number, react)
-        parts.append(Measured(model, one).table().assign(source=one.source))
-    return with_own(pd.concat(parts, ignore_index=True))
+    for query in range(QUERIES):
+        rows = SiteScorer(model, unit(query, react)).table()
+        parts.append(rows.assign(source=f"q{query}"))
+    return pd.concat(parts, ignore_index=True)
 
 
 def carried(rows: pd.DataFrame) -> dict:
     """Mean bits by site, and by site, layer and head in maps."""
     found = {}
-    for (site, layer, head), cell in rows.groupby(["site", "layer", "head"]):
+    for (site, layer, head), cell in with_own_scores(rows).groupby(["site", "layer", "head"]):
         place = [at for at in (layer, head) if at >= 0]
         found[(site, *place) if place else site] = query_bits_of(cell, 0).bits.mean()
     return found
@@ -95,73 +107,59 @@ def carried(rows: pd.DataFrame) -> dict:
 
 @pytest.mark.parametrize("through_header", [True, False])
 def test_the_planted_route_carries_all_that_is_expressed_and_no_other_site_anything(through_header):
-    found = carried(measured(through_header))
+    rows = measured(through_header)
+    found = carried(rows[~rows["site"].isin(WRITTEN)])
     assert found[OWN] > 1.0
-    routes = {HEADER, AFTER} if through_header else {RESPONSE}
+    routes = {HEADER, AFTER_RESPONSE} if through_header else {RESPONSE}
     for site in SITES:
         wanted = found[OWN] if site in routes else 0.0
         assert found[site] == pytest.approx(wanted, abs=0.02), site
     # What follows is computed anew: the window whose block reads the response carries everything,
     # and all others together nothing. Of a third of the turns, so that β stays a little smaller.
-    assert found[TOTAL] == pytest.approx(found[OWN], abs=0.06)
+    assert found[ALL_LAYERS] == pytest.approx(found[OWN], abs=0.06)
     reads = planted.WRITE if through_header else planted.READ
-    for window in windows_of(planted.DEPTH):
+    for window in layer_windows(planted.DEPTH):
         inside, outside = (found[OWN], 0.0) if reads in window else (0.0, found[OWN])
         assert found[WINDOW, window[0]] == pytest.approx(inside, abs=0.06)
         assert found[HEAD, window[0], 0] == found[WINDOW, window[0]]  # there is one
-        assert found[OTHERS, window[0]] == pytest.approx(outside, abs=0.06)
-    for site in (FIRST, LAST):  # the name is written into the token between these
-        assert found[site, step_of(planted.DEPTH)] == pytest.approx(0.0, abs=0.02)
-
-
-@pytest.mark.parametrize("through_header", [True, False])
-def test_turns_that_are_written_after_a_hybrid_tell_the_response_that_its_route_is_of(
-    through_header,
-):
-    rows = measured(through_header)
-    found = carried(rows[rows["temperature"] == 0])
-    routes = {OWN, BOTH, HEADER if through_header else RESPONSE}
-    for site in WRITTEN:
-        told = found[site]
-        assert (told > 1.0) if site.removeprefix("written: ") in routes else (told < 0.02), site
+        assert found[WITHOUT_WINDOW, window[0]] == pytest.approx(outside, abs=0.06)
+    for site in (HEADER_FIRST, HEADER_LAST):  # the name is written into the token between these
+        assert found[site, window_size(planted.DEPTH)] == pytest.approx(0.0, abs=0.02)
+    # Greedy turns that the model writes after a hybrid tell the response that its route is of.
+    told = carried(rows[rows["site"].isin(WRITTEN) & (rows["temperature"] == 0)])
+    routes = {OWN, RESPONSE_AND_HEADER, HEADER if through_header else RESPONSE}
+    for site, bits in told.items():
+        assert (bits > 1.0) if site.removeprefix("written: ") in routes else (bits < 0.02), site
 
 
 def test_turns_that_do_not_react_tell_nothing_and_no_site_carries_anything():
     """The turn repeats a name that was drawn by itself: held-out bits are 0 or below."""
-    rows = measured(through_header=True, react=False)
-    found = carried(rows[~rows["site"].isin(WRITTEN)])  # those the model writes itself
-    assert max(found.values()) < 0.15
+    assert max(carried(measured(through_header=True, react=False)).values()) < 0.15
 
 
 def test_estimates_have_the_share_the_test_and_the_windows_chosen_on_other_queries():
-    rows = measured(through_header=False).assign(temperature=1.0)
-    options = {"level": 0.95, "resamples": 200, "seed": 0}
-    found = list(estimates(rows, options))
-    share = {
-        row.names["term"]: row.estimate.value
-        for row in found
-        if row.quantity == "share of expressed" and np.isnan(row.names["temperature"])
-    }
+    rows = with_own_scores(measured(through_header=False))
+    found = estimates(rows, whole_site_bits(rows, 0), OPTIONS)
+    sampled = {
+        (row.quantity, row.names["term"]): row for row in found
+        if np.isnan(row.names["temperature"])
+    }  # fmt: skip
+    share = {site: sampled["share of expressed", site].estimate.value for site in SITES}
     assert share[RESPONSE] == pytest.approx(1.0, abs=0.02)
     assert share[HEADER] == pytest.approx(0.0, abs=0.02)
-    hits = {
-        row.names["term"]: row for row in found
-        if row.quantity == "own is likeliest" and np.isnan(row.names["temperature"])
-    }  # fmt: skip
-    assert hits[OWN].estimate.value == 1.0 and hits[OWN].p < 0.05
-    assert hits[QUERY].estimate.value == pytest.approx(1 / 3) and hits[QUERY].p > 0.05
-    less = {
-        (row.quantity, row.names["term"], row.names.get("layer")): row for row in found
-        if not row.names["temperature"] < 1.0
-    }  # fmt: skip
+    own, query = sampled["own is likeliest", OWN], sampled["own is likeliest", QUERY]
+    assert own.estimate.value == 1.0 and own.p < 0.05
+    assert query.estimate.value == pytest.approx(1 / 3) and query.p > 0.05
     for quantity in ("bits, less the query's", "own is likeliest, less the query's"):
-        assert less[quantity, RESPONSE, None].p_holm < 0.05 < less[quantity, HEADER, None].p_holm
-    bits = {key[1:]: row.estimate.value for key, row in less.items() if key[0] == "bits"}
-    for (quantity, site, layer), row in less.items():
-        if quantity == "bits, less with all layers":
-            apart = bits[site, layer] - bits[TOTAL, None]
-            assert row.estimate.value == pytest.approx(apart) and site == OTHERS
-    assert less["bits, less with all layers", OTHERS, planted.READ].estimate.value < -1.0
+        assert sampled[quantity, RESPONSE].p_holm < 0.05 < sampled[quantity, HEADER].p_holm
+    cells = {
+        (row.quantity, row.names["term"], row.names.get("layer")): row.estimate.value
+        for row in found if row.names["temperature"] == 1.0
+    }  # fmt: skip
+    for window in layer_windows(planted.DEPTH):
+        less = cells["bits", WITHOUT_WINDOW, window[0]] - cells["bits", ALL_LAYERS, None]
+        at = "bits, less with all layers", WITHOUT_WINDOW, window[0]
+        assert cells[at] == pytest.approx(less) and (cells[at] < -1.0) == (planted.READ in window)
     chosen = [row for row in found if row.quantity == "bits, chosen on other queries"]
     of = halves([f"q{number}" for number in range(QUERIES)], 0)
     assert {row.names["layer"] for row in chosen if row.names["term"] == WINDOW} >= {planted.READ}
@@ -173,8 +171,7 @@ def test_bits_of_accepted_turns_are_those_that_an_own_count_gives():
     own = rows[rows["site"] == OWN]
     turns = own[["context_id", "temperature", "sample"]].drop_duplicates()
     verdicts = turns.assign(accepted=np.arange(len(turns)) % 3 == 0)
-    options = {"level": 0.95, "resamples": 200, "seed": 0}
-    found = {row.quantity: row.estimate.value for row in accepted_bits(rows, verdicts, options)}
+    found = {row.quantity: row.estimate.value for row in accepted_bits(rows, verdicts, OPTIONS)}
     bits = bits_by_query(own[SCORES].to_numpy(), own["own"].to_numpy(), own["source"]).each
     accepted = own["context_id"].map(verdicts.set_index("context_id")["accepted"]).to_numpy()
     assert found["share of turns accepted"] == pytest.approx(accepted.mean())
@@ -192,31 +189,30 @@ def test_told_is_the_information_of_turns_that_are_drawn_from_their_scores():
     scores, own, queries = [], [], []
     for query, table in enumerate(logp):
         for k in range(3):
-            turn = rng.choice(6, p=np.exp(table[k]))
-            scores.append(table[:, turn])
+            scores.append(table[:, rng.choice(6, p=np.exp(table[k]))])
             own.append(k)
             queries.append(query)
-    p = np.exp(logp)
-    exact = (p * (logp - np.log(p.mean(1, keepdims=True)))).sum(-1).mean() / np.log(2)
+    exact = (np.exp(logp) * (logp - np.log(np.exp(logp).mean(1, keepdims=True)))).sum(-1).mean()
     found = bits_by_query(np.array(scores), np.array(own), queries)
-    assert found.bits.mean() == pytest.approx(exact, abs=4 * found.bits.std() / np.sqrt(2000))
+    error = found.bits.std() / np.sqrt(2000)
+    assert found.bits.mean() == pytest.approx(exact / np.log(2), abs=4 * error)
     assert found.hits.mean() > 0.45 and found.bits.max() <= CEILING
 
 
 def test_the_command_measures_expressed_as_full_passes_do(siblings, tiny_subject, tmp_path, capfd):
     out = tmp_path / "out"
-    outcome = call(main, [str(siblings.path), "--out", str(out), "--full"], capfd)
+    words = [str(siblings.path), "--out", str(out), "--queries", "3", "--resamples", "100"]
+    outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
     assert " of 1.58 bits about which of 3 responses they followed" in outcome.out.splitlines()[0]
-    assert "two siblings whose states are put in alike" in outcome.out.splitlines()[1]
     rows = pd.read_parquet(out / "rows.parquet")
-    assert set(rows["site"]) >= {OWN, *SITES, WINDOW, OTHERS, TOTAL, FIRST, LAST, *WRITTEN}
-    query = siblings.queries()[0]
+    maps = {WINDOW, WITHOUT_WINDOW, ALL_LAYERS, HEADER_FIRST, HEADER_LAST}
+    assert set(rows["site"]) == {OWN, *SITES, *maps, *WRITTEN}
+    query = next(one for one in siblings.queries() if one.source in set(rows["source"]))
     own = rows[(rows["site"] == OWN) & (rows["source"] == query.source)]
+    turns = query.turns.set_index(["followed", "sample", "temperature"])["token_ids"]
     for row in own.itertuples():
-        turns = query.turns
-        turn = turns[(turns["followed"] == row.followed) & (turns["sample"] == 0)
-                     & (turns["temperature"] == row.temperature)]["token_ids"].item()  # fmt: skip
+        turn = turns[row.followed, 0, row.temperature]
         candidates = [j for j in range(4) if j != row.recipient]
         assert candidates[row.own] == row.followed
         for number, j in enumerate(candidates):

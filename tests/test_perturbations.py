@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import scored
 from conftest import Silent
+from runs import rewritten, with_settings
 from shell import call, files, refusal
 
 from experiments import changes
@@ -40,26 +41,14 @@ CHATS = [one | {"of": "plain"} for one in scored.CONVERSATIONS]
 
 
 @pytest.fixture(scope="module")
-def sampled(tiny_subject, tiny_model_dir, tmp_path_factory):
-    """Make a judged run of the tiny model, as the command line would."""
-
-    def make(conversations=CHATS, judge: bool = True, **options) -> Run:
-        folder = tmp_path_factory.mktemp("base")
-        options = DECODING | {"model": tiny_model_dir} | options
-        data = scored.dataset(folder / "chats.jsonl", conversations)
-        settings = Settings(dataset=data, limit=None, **options)
-        run = collect(settings, tiny_subject, folder / "run", Silent())
-        if judge:
-            label_run(run, RulesJudge(), "rules", Quiet())
-        return run
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def plain(sampled) -> Run:
-    """Judged, unperturbed; tests leave it as it is."""
-    return sampled()
+def plain(tiny_subject, tiny_model_dir, tmp_path_factory) -> Run:
+    """Judged, unperturbed, as the command line would make it; tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("base")
+    data = scored.dataset(folder / "chats.jsonl", CHATS)
+    settings = Settings(dataset=data, limit=None, model=tiny_model_dir, **DECODING)
+    run = collect(settings, tiny_subject, folder / "run", Silent())
+    label_run(run, RulesJudge(), "rules", Quiet())
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +129,8 @@ def test_both_verdicts_are_read_as_what_they_are(plain, run, turns):
             ]
             said = [judge.verdict(item).genuine for item in items]
             assert own[column].tolist() == [float(s) for s in said]
+    assert run.labels.judges == ["rules", "rules" + UNSEEN]
+    assert run.labels.record("judgements", "rules" + UNSEEN)["unperturbed"] is True
     unchanged = turns[turns["condition"] == "none"]
     assert unchanged["held"].tolist() == unchanged["genuine"].tolist()
     assert len(unchanged) == len(plain.contexts) * 3 and set(unchanged["temperature"]) == {0, 1}
@@ -184,9 +175,7 @@ def test_likelihoods_are_compared_in_bits_on_the_contexts_that_changed(plain, ru
         row = pick(found, BITS_DIFFERENCE, condition=condition)
         assert row["value"] == pytest.approx((own - before).mean())
         assert row["sources"] == len(own)
-
-
-def test_tests_of_one_outcome_are_corrected_together(found):
+    # Tests of one quantity are corrected together.
     for _, rows in found[found["p"].notna()].groupby("quantity"):
         np.testing.assert_allclose(rows["p_holm"], holm(rows["p"].to_numpy()))
     assert set(found.loc[found["p"].notna(), "quantity"]) == {DIFFERENCE, BITS_DIFFERENCE}
@@ -209,28 +198,22 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     tables = {name for name in before if name.endswith((".parquet", ".jsonl"))}
     assert tables <= set(after) and all(after[name] == before[name] for name in tables)
     assert files(plain.path) == base
-    nulls = "with 80% power", "would have been shown"
-    controls = "after the bare header", "judge rules: "
-    for said in (*nulls, *controls, "shuffle is not made of all 9"):
-        assert said in " ".join(outcome.out.lower().split()), outcome.out
+    for said in ("with 80% power", "after the bare header", "judge rules: "):
+        assert said in outcome.out.lower(), outcome.out
 
 
-def test_a_dry_run_says_how_much_and_writes_nothing(perturb, plain, tmp_path):
-    out = tmp_path / "out"
-    outcome = perturb(plain.path, "--out", out, "--dry-run", "--queries", "3")
-    assert outcome.status == 0 and not out.exists()
-    assert re.search(r"1\d contexts to sample 4 turns after each", outcome.out), outcome.out
-
-
-def test_bad_input_is_refused_in_a_line(perturb, sampled, plain, folder, tmp_path):
+def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folder, tmp_path):
     def refused(*words) -> str:
         return refusal(perturb(*words))
 
-    bare = sampled(CHATS[:2], judge=False)
     out = ("--out", tmp_path / "out")
-    assert refused(bare.path, *out).startswith(f"{bare.path} has not been judged; run: python -m")
-    colder = sampled(CHATS[2:4], temperatures=(0.5,))
-    assert "differ in temperatures" in refused(plain.path, colder.path, *out)
+    planned = perturb(plain.path, *out, "--dry-run", "--queries", "3")
+    assert planned.status == 0 and " contexts to sample 4 turns after each" in planned.out
+    bare, colder = (shutil.copytree(plain.path, tmp_path / name) for name in ("bare", "colder"))
+    shutil.rmtree(bare / "judgements")
+    assert refused(bare, *out).startswith(f"{bare} has not been judged; run: python -m")
+    rewritten(colder, "run.json", with_settings(temperatures=[0.5, 0.9]))
+    assert "differ in temperatures" in refused(plain.path, colder, *out)
     assert not (tmp_path / "out").exists()
     holds = "holds other conversations, or other conditions, than these; give another --out"
     file = folder / "conditions" / "conversations.jsonl"
@@ -248,13 +231,8 @@ def test_another_judge_has_to_be_run_by_its_user(perturb, plain, folder, tmp_pat
     base.labels.write_judgements("gpt", labels, record)
     copy = shutil.copytree(folder, tmp_path / "copy")
     line = refusal(perturb(base.path, "--judge", "gpt", "--out", copy, "--samples", "2"))
-    assert "has not been judged by 'gpt'; run python -m ia_mech.judge run " in line
+    assert "not judged by 'gpt'; run python -m ia_mech.judge run " in line
     assert " --name gpt with the flags that judged " in line
-
-
-def test_what_was_judged_twice_is_named_so(run):
-    assert run.labels.judges == ["rules", "rules" + UNSEEN]
-    assert run.labels.record("judgements", "rules" + UNSEEN)["unperturbed"] is True
 
 
 # -- sentences ------------------------------------------------------------------------------------
@@ -275,17 +253,14 @@ def builtin() -> list[Conversation]:
     return list(open_conversations("builtin"))
 
 
-def test_a_code_block_is_one_sentence():
-    code = "```python\nx = 1\ny = 2. + 3\n```\n"
-    assert any("x = 1\ny = 2" in one for one in sentences(f"Run this:\n\n{code}It prints 5."))
-
-
 @pytest.mark.parametrize(
     "text", ["", " ", "\n\n", "a", " a. ", "\n\na. b.\n\n\nc", TEXT, "é…\r\nb"]
 )
 def test_sentences_joined_are_the_text(text):
     assert "".join(sentences(text)) == text
     assert all(one.strip() for one in sentences(text)) or not text.strip()
+    code = "```python\nx = 1\ny = 2. + 3\n```\n"  # is one sentence
+    assert any("x = 1\ny = 2" in one for one in sentences(f"{text}\n\n{code}It prints 5."))
 
 
 def test_shuffling_keeps_sentences_and_white_space_and_changes_the_order(builtin):
@@ -296,10 +271,8 @@ def test_shuffling_keeps_sentences_and_white_space_and_changes_the_order(builtin
         assert before == after and changed != text
         assert text.count("\n") == changed.count("\n")
     assert shuffle_sentences("A b.\n\nC d.", rng()) == "C d.\n\nA b."
-    assert (
-        shuffle_sentences("Only one.", rng()) is None
-        and shuffle_sentences("Yes.\nYes.", rng()) is None
-    )
+    assert shuffle_sentences("Only one.", rng()) is None
+    assert shuffle_sentences("Yes.\nYes.", rng()) is None
 
 
 # -- contradiction --------------------------------------------------------------------------------
@@ -315,9 +288,7 @@ def test_the_final_number_becomes_another_one_and_nothing_else_changes():
         said = tail.removesuffix(".").split(" boxes, or ")
         assert said[0] == said[1] and said[0] not in ("15", "18.0") and int(said[0]) >= 0
 
-
-def test_a_wrong_answer_is_never_the_gold_one():
-    """Where the response is wrong already, it must not become right."""
+    # Where the response is wrong already, it must not become right.
     drawn = {contradict("It is 4.", "5", rng(seed))[0] for seed in range(300)}
     assert len(drawn) > 1 and not drawn & {"It is 4.", "It is 5."}
 

@@ -11,19 +11,20 @@ import pytest
 import tiny
 import torch
 from shell import call, refusal
+from test_temperature_sweep import judged
 
-from experiments import directions
+from experiments import directions, steering
 from experiments.directions import (
     BIAS,
     DIRECTION,
-    EACH,
     OPTIMISED,
+    RANDOM,
     Arm,
-    Context,
     ControlSearch,
-    SteeredContexts,
+    ScoredQuery,
+    SteeredContext,
     arms_of_equal_kl,
-    control_arms,
+    find_controls,
     optimise_direction,
     random_directions,
     steering_effects,
@@ -34,7 +35,7 @@ from experiments.steering import (
     CHOOSING,
     KL,
     ODDS,
-    RANDOM,
+    RANDOM_MEAN,
     RANK,
     REPORTING,
     Steering,
@@ -47,11 +48,9 @@ from experiments.tables import estimates_of
 from ia_mech.collect.command import main as sample
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.intervene import Add
-from ia_mech.judge.label import items_of
-from ia_mech.judge.rubric import GENUINE, NAMES
+from ia_mech.judge.rubric import GENUINE
 from ia_mech.likelihood.intervened import IntervenedTurns
 from ia_mech.run import Run
-from ia_mech.run.labels import KEY
 from ia_mech.steering import ADD, TURN, SteeringVector
 from probes.card import Direction, Probe
 
@@ -64,8 +63,8 @@ def model_of(network) -> Model:
     return Model(SimpleNamespace(model=network), None, True)
 
 
-def unit(contexts, arms) -> SteeredContexts:
-    return SteeredContexts("q", "d", 0, REPORTING, tuple(contexts), tuple(arms))
+def unit(contexts, arms) -> ScoredQuery:
+    return ScoredQuery("q", "d", 0, REPORTING, tuple(contexts), tuple(arms))
 
 
 # -- likelihoods and gradients against independent computations --------------------------------
@@ -79,7 +78,7 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
     unit_vector, bias = direction / direction.norm(), np.zeros(network.config.vocab_size)
     bias[50] = 1.0
     for at, in_turn in (((20,), False), ((17,), True)):
-        context = Context("q", ids, 2, at, in_turn, turns)
+        context = SteeredContext("q", ids, 2, at, in_turn, turns)
         arms = [Arm(DIRECTION, 0.7, tuple(direction.tolist())), Arm(BIAS, 2.0, (), tuple(bias))]
         found = steering_effects(Model(tiny_subject, None, True), unit([context], arms))
         sums, firsts = {}, {}
@@ -102,14 +101,14 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
                 firsts[name] = log[len(ids) - 1]
         moved = [sums["moved", n] - sums["plain", n] for n in (0, 1)]
         row = found.iloc[0]
-        assert row["odds"] == pytest.approx(moved[0] - moved[1], abs=2e-4)
+        assert row["log_odds"] == pytest.approx(moved[0] - moved[1], abs=2e-4)
         kl = float((firsts["moved"].exp() * (firsts["moved"] - firsts["plain"])).sum())
         assert row["kl"] == pytest.approx(kl, abs=1e-5) and kl > 5e-4
         # The bias of token 50 alone, which opens the accepted turn.
         p = float(firsts["plain"][50].exp())
         total = np.log(1 - p + p * np.exp(2.0))
         row = found.iloc[1]
-        assert row["odds"] == pytest.approx(2.0, abs=1e-4)
+        assert row["log_odds"] == pytest.approx(2.0, abs=1e-4)
         q = p * np.exp(2 - total)
         assert row["kl"] == pytest.approx(2 * q - total, abs=1e-5)
 
@@ -166,9 +165,9 @@ def test_controls_reach_the_kl_that_is_wanted(monkeypatch):
     contexts = tuple(replace(one, layer=5, at=(len(one.ids) - 1,)) for one in made)
     arm = Arm(DIRECTION, 0.02, tuple(told.tolist()))
     for kl in (1e-4, 1e-3, 1e-2):
-        search = ControlSearch("", "", 0, contexts, arm, kl, (replace(arm, term=EACH),), 0)
-        found = [Arm(**row) for row in control_arms(model, search).to_dict("records")]
-        assert [one.term for one in found] == [EACH, BIAS]
+        search = ControlSearch("", "", 0, contexts, arm, kl, (replace(arm, term=RANDOM),), 0)
+        found = [Arm(**row) for row in find_controls(model, search).to_dict("records")]
+        assert [one.term for one in found] == [RANDOM, BIAS]
         reached = steering_effects(model, unit(contexts, found)).groupby("term")["kl"].mean()
         np.testing.assert_allclose(reached, kl, rtol=0.1)
     assert arms_of_equal_kl([Arm("idle", 1e-9)], 1e-2, lambda arms: np.zeros(len(arms))) == []
@@ -177,7 +176,7 @@ def test_controls_reach_the_kl_that_is_wanted(monkeypatch):
 def test_the_dose_is_chosen_within_the_kl():
     rows = pd.DataFrame(
         [
-            {"source": source, "dose": dose, "odds": odds, "kl": kl}
+            {"source": source, "dose": dose, "log_odds": odds, "kl": kl}
             for source in "ab"
             for dose, odds, kl in ((0.1, 1, 0.1), (0.2, 3, 0.4), (0.4, 8, 2.0))
         ]
@@ -189,12 +188,12 @@ def test_the_dose_is_chosen_within_the_kl():
 # -- planted truths --------------------------------------------------------------------------------
 
 
-def planted_context(number: int) -> Context:
+def planted_context(number: int) -> SteeredContext:
     """The context's own turn isn't accepted; that of another name is."""
     made = planted.context(FROM, 4 + number % 4, 1, query=2 + number)
     turns = tuple(planted.turn(name, 4) for name in (TO, FROM))
     at = (made.positions[planted.WRITTEN],)
-    return Context(f"q{number}", tuple(made.ids), LAYER, at, False, turns)
+    return SteeredContext(f"q{number}", tuple(made.ids), LAYER, at, False, turns)
 
 
 def planted_direction() -> np.ndarray:
@@ -209,7 +208,7 @@ def found_along(direction: np.ndarray, best: np.ndarray, seed: int, dose: float 
     states = rng.standard_normal((60, planted.WIDTH))
     drawn = random_directions(states, direction, 19, seed)
     arms = [Arm(DIRECTION, dose, tuple(direction)), Arm(OPTIMISED, dose, tuple(best))]
-    arms += [Arm(EACH, dose, tuple(one), draw=n) for n, one in enumerate(drawn)]
+    arms += [Arm(RANDOM, dose, tuple(one), draw=n) for n, one in enumerate(drawn)]
     numbers = rng.permutation(24)[:10]
     parts = [
         steering_effects(model, unit([planted_context(n)], arms)).assign(source=str(n), dataset="d")
@@ -220,15 +219,16 @@ def found_along(direction: np.ndarray, best: np.ndarray, seed: int, dose: float 
     )
 
 
-def test_a_planted_direction_is_found_and_optimising_finds_it():
-    contexts = tuple(planted_context(n) for n in range(12))
+def test_a_planted_direction_is_found_and_optimising_finds_it(monkeypatch):
+    monkeypatch.setattr(directions, "STEPS", 15)
+    contexts = tuple(planted_context(n) for n in range(6))
     one = ControlSearch("", "", 0, contexts, Arm(DIRECTION, 0.4), 0.05, (), 0)
     best = optimise_direction(model_of(planted.model(True)), one)
     assert abs(np.linalg.norm(best) - 1) < 1e-5 and best @ planted_direction() > 0.5
     found = found_along(planted_direction(), best, 0)
     assert is_shown(found, DIRECTION) and is_shown(found, OPTIMISED)
     rows = found.set_index(["quantity", "term"])["value"]
-    assert rows[BEYOND, DIRECTION] == pytest.approx(rows[ODDS, DIRECTION] - rows[ODDS, RANDOM])
+    assert rows[BEYOND, DIRECTION] == pytest.approx(rows[ODDS, DIRECTION] - rows[ODDS, RANDOM_MEAN])
     assert rows[RANK, DIRECTION] == 0 and rows[ODDS, DIRECTION] > 3
     noise = np.random.default_rng(5).standard_normal(planted.WIDTH)
     assert not is_shown(found_along(noise / np.linalg.norm(noise), best, 1), DIRECTION)
@@ -239,20 +239,12 @@ def simulated(effect: float, seed: int) -> pd.DataFrame:
     20 sources, whose spread is that of 20 nats of noise in a turn."""
     rng = np.random.default_rng(seed)
     sources, spread = rng.normal(0, 1, 20), rng.normal(0, 0.3, 40)
-    rows = [
-        {
-            "term": term,
-            "draw": draw,
-            "dose": 1.0,
-            "source": str(s),
-            "dataset": "d",
-        }
-        | {"kl": 0.1}
-        | {"odds": sources[s] + at + effect * (term == DIRECTION) + rng.normal(0, 0.7)}
-        for term, draw, at in [(DIRECTION, 0, spread[0])]
-        + [(EACH, n, at) for n, at in enumerate(spread[1:])]
-        for s in range(20)
-    ]
+    arms = [(DIRECTION, 0, spread[0])] + [(RANDOM, n, at) for n, at in enumerate(spread[1:])]
+    rows = []
+    for term, draw, at in arms:
+        moved = sources + at + effect * (term == DIRECTION) + rng.normal(0, 0.7, 20)
+        names = {"term": term, "draw": draw, "dose": 1.0, "dataset": "d", "kl": 0.1}
+        rows += [names | {"source": str(s), "log_odds": odds} for s, odds in enumerate(moved)]
     return estimates_of(estimates(pd.DataFrame(rows), 1.0, OPTIONS), Steering.columns, 0.95)
 
 
@@ -279,28 +271,18 @@ def test_planted_effects_are_found_in_95_percent_and_random_ones_called_in_5():
 
 @pytest.fixture(scope="module")
 def folder(tiny_model_dir, tmp_path_factory):
-    """A judged run of two responses to each of eight queries, and two probes."""
+    """A judged run of two responses to each of six queries, and two probes."""
     place = tmp_path_factory.mktemp("steering")
     file = place / "several.jsonl"
     with file.open("w") as lines:
-        for i in range(8):
+        for i in range(6):
             row = {"id": f"q{i}", "question": f"What is {i}?"}
             row["responses"] = [f"It is {i}. That is all.", f"Ask me about {i}."]
             lines.write(json.dumps(row) + "\n")
     out = place / "run"
     words = ["--model", tiny_model_dir, "--dataset", str(file), "--out", str(out)]
     assert sample([*words, "--samples", "2", "--temperatures", "1", "--max-new-tokens", "5"]) == 0
-    run = Run.open(out)
-    other = next(name for name in NAMES if name != GENUINE)
-    verdicts = []
-    for key, item in zip(
-        run.generations[list(KEY)].itertuples(index=False, name=None), items_of(run), strict=True
-    ):
-        category = (GENUINE, other)[key[2] % 2]
-        verdict = {"repeat": 0, "category": category, "genuine": category == GENUINE}
-        verdict |= {"status": "judged", "rationale": "planted", "item": item.key("", 0)[:16]}
-        verdicts.append(dict(zip(KEY, key, strict=True)) | verdict)
-    run.labels.write_judgements("planted", verdicts, {"identity": {"kind": "p"}, "repeats": 1})
+    run = judged(Run.open(out), (GENUINE, "degenerate"))
     weights = np.random.default_rng(0).standard_normal(32)
     unit_vector = (weights / np.linalg.norm(weights)).astype(np.float32)
     along = {"logistic": Direction("logistic", unit_vector, 0.0, 1.0, 0.0)}
@@ -312,16 +294,17 @@ def folder(tiny_model_dir, tmp_path_factory):
 
 
 @pytest.fixture
-def few_steps(monkeypatch):
+def small(monkeypatch):
     monkeypatch.setattr(directions, "STEPS", 2)
+    monkeypatch.setattr(steering, "CONTROLS", 19)
 
 
 def words_of(folder, out) -> list[str]:
     words = [str(folder), "--probe", str(folder.parent / "probe"), "--doses", "0.2", "0.4"]
-    return [*words, "--controls", "19", "--out", str(out), "--resamples", "100"]
+    return [*words, "--out", str(out), "--resamples", "100"]
 
 
-def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, few_steps, capfd):
+def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, small, capfd):
     out = folder.parent / "steering"
     words = words_of(folder, out)
     assert "units of" in call(main, [*words, "--dry-run"], capfd).out and not out.exists()
@@ -332,10 +315,10 @@ def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, 
     assert "random directions reach it" in sentence and "the least there can be: 0.050" in sentence
     assert control.startswith("A direction that was optimised for that there, on other sources")
     found = pd.read_parquet(out / "estimates.parquet")
-    assert {DIRECTION, EACH, RANDOM, OPTIMISED, BIAS} == set(found["term"])
+    assert {DIRECTION, RANDOM, RANDOM_MEAN, OPTIMISED, BIAS} == set(found["term"])
     arms = pd.read_parquet(out / "arms.parquet")
     sources = {half: set(mine["source"]) for half, mine in arms.groupby("half")}
-    assert sources[CHOOSING].isdisjoint(sources[REPORTING]) and found["sources"].max() == 4
+    assert sources[CHOOSING].isdisjoint(sources[REPORTING]) and found["sources"].max() == 3
     assert (arms[arms["half"] == CHOOSING]["term"] == DIRECTION).all(), "controls don't choose"
     chosen = SteeringVector.load(out / "vector.safetensors")
     assert chosen.layer == 2 and chosen.kind == ADD
@@ -346,57 +329,39 @@ def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, 
     assert {file: file.stat().st_mtime_ns for file in (out / "parts").iterdir()} == kept
 
 
-def test_a_vector_that_steers_the_turn_too(folder, few_steps, tmp_path, capfd):
+def test_a_vector_that_steers_the_turn_too(folder, small, tmp_path, capfd):
     """Its dose is chosen anew."""
     model = Run.open(folder).model
     direction = torch.randn(32, generator=torch.Generator().manual_seed(1))
     places = ("header_last", TURN)
     vector = SteeringVector(ADD, 2, places, direction, 9.0, "tiny", model["weights_hash"])
     vector.save(tmp_path / "v.safetensors")
-    words = [str(folder), "--vector", str(tmp_path / "v.safetensors")]
-    words += ["--doses", "0.1", "9", "--most-kl", "0.05", "--controls", "19"]
-    outcome = call(main, [*words, "--out", str(tmp_path / "out")], capfd)
+    words = [str(folder), "--vector", str(tmp_path / "v.safetensors"), "--queries", "4"]
+    words += ["--doses", "0.1", "9", "--most-kl", "0.05"]
+    outcome = call(main, [*words, "--resamples", "100", "--out", str(tmp_path / "out")], capfd)
     assert outcome.status == 0, outcome.err
     chosen = SteeringVector.load(tmp_path / "out" / "vector.safetensors")
     assert (chosen.layer, chosen.positions) == (2, places) and chosen.dose == 0.1
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--doses", "-1"], "'-1' is not a number above 0"),
-        (["--doses", "0.5", "nan"], "'nan' is not a number above 0"),
-        (["--controls", "18"], "19 up (fewer can't reach a p of 0.05)"),
-    ],
-)
-def test_flags_without_an_answer_are_refused(words, said, folder, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([*words_of(folder, tmp_path / "out"), *words])
-    assert said in capsys.readouterr().err
+def test_what_cant_be_used_is_refused_in_a_line(folder, tmp_path, capfd):
+    def refused(*words: str) -> str:
+        return refusal(call(main, [str(folder), *words], capfd))
 
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+    probe = str(folder.parent / "probe")
+    assert "'-1' is not a number above 0" in refused("--probe", probe, "--doses", "-1")
+    other = str(folder.parent / "other-probe")
+    assert "is of x with the weights 00, this model has" in refused("--probe", other)
+    Probe(Probe.load(probe).directions, {"layer": 2}).save(tmp_path / "by-hand")
+    line = refused("--probe", str(tmp_path / "by-hand"))
+    assert "doesn't say which direction of which model" in line
+    known = Run.open(folder).model["weights_hash"]
+    vector = SteeringVector(ADD, 2, ("header_last",), torch.ones(32), 1.0, "tiny", known)
+    for changes, said in (
         ({"layer": 5}, "there is no layer 5 to change; give layers from 0 to 4"),
         ({"positions": ("header_9",)}, "no position header_9 to steer at; use names among"),
         ({"positions": (TURN,)}, "steering the turn's tokens alone leaves the next token"),
         ({"weights_hash": "0" * 16}, "of tiny with the weights 0000000000000000, this model has"),
-    ],
-)
-def test_a_vector_that_cant_be_used_is_one_line(changes, said, folder, tmp_path, capfd):
-    known = Run.open(folder).model["weights_hash"]
-    vector = SteeringVector(ADD, 2, ("header_last",), torch.ones(32), 1.0, "tiny", known)
-    replace(vector, **changes).save(tmp_path / "v.safetensors")
-    assert said in refusal(
-        call(main, [str(folder), "--vector", str(tmp_path / "v.safetensors")], capfd)
-    )
-
-
-def test_a_probe_that_cant_be_used_is_one_line(folder, tmp_path, capfd):
-    words = [str(folder), "--probe", str(folder.parent / "other-probe")]
-    assert "is of x with the weights 00, this model has" in refusal(call(main, words, capfd))
-    probe = Probe.load(folder.parent / "probe")
-    Probe(probe.directions, {"layer": 2}).save(tmp_path / "by-hand")
-    words[-1] = str(tmp_path / "by-hand")
-    assert "doesn't say which direction of which model" in refusal(call(main, words, capfd))
+    ):
+        replace(vector, **changes).save(tmp_path / "v.safetensors")
+        assert said in refused("--vector", str(tmp_path / "v.safetensors"))

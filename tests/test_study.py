@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import scored
 import torch
+from runs import rewritten
 from shell import call, refusal
 
 from experiments import compare, study
@@ -46,7 +47,7 @@ def finished(model: str, data: str, out: Path) -> Path:
     return out
 
 
-def test_a_study_ends_with_one_sentence_its_control_and_a_page(made, capfd):
+def test_a_study_ends_with_one_sentence_its_control_and_a_page(made):
     found = read(made / STUDY)
     assert "of 1.58 bits about their response" in found.sentence
     assert "arrive through the response's keys and values" in found.sentence
@@ -58,15 +59,16 @@ def test_a_study_ends_with_one_sentence_its_control_and_a_page(made, capfd):
     assert found.sentence.partition(" tell ")[2][:60] in page
 
 
-def test_a_second_call_computes_nothing_again(made, data, tiny_model_dir, capfd, monkeypatch):
+def test_a_second_call_computes_nothing_again(made, data, tiny_model_dir, monkeypatch):
+    """Also with --hours: what was begun stays as it is, at whatever pace."""
     monkeypatch.setattr(study, "RESPONSE_TOKENS", 5)
     monkeypatch.setattr(study, "TURN_TOKENS", 6)
+    monkeypatch.setattr(study, "measured_pace", lambda model: (1e-3, 1e-3))
     parts = {path: path.stat().st_mtime_ns for path in made.rglob("part*")}
     before = read(made / STUDY).sentence
-    words = [str(tiny_model_dir), "--dataset", data, *SETTINGS]
-    assert call(study.main, [*words, "--out", str(made)], capfd).status == 0
+    options = {"dataset": data, "quick": True, "maps": ["windows"], "hours": 1, "out": made}
+    assert study.study(tiny_model_dir, **options).sentence == before
     assert {path: path.stat().st_mtime_ns for path in made.rglob("part*")} == parts
-    assert read(made / STUDY).sentence == before
 
 
 @pytest.mark.slow
@@ -94,39 +96,32 @@ def test_killed_at_five_moments_it_comes_to_the_same_numbers(made, data, tiny_mo
 
 
 def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir, capfd, tmp_path):
-    words = [str(tiny_model_dir), "--dry-run", "--out", str(tmp_path / "no")]
-    outcome = call(study.main, words, capfd)
+    outcome = call(study.main, [tiny_model_dir, "--dry-run", "--out", f"{tmp_path}/no"], capfd)
     assert outcome.status == 0 and not (tmp_path / "no").exists()
     for name in ("pace", "sample", "judge", "locate", "elicit", "probes", "all"):
         assert f"\n{name} " in f"\n{outcome.out}"
     args = study.with_defaults(study.build_parser().parse_args(["m", "--hours", "1"]))
-    whole = sum(study.stage_seconds(one, 500, 50) for one in study.stages(args))
+    whole = sum(study.seconds_of(one, 500, 50) for one in study.stages(args))
     args.hours = whole / 3600 / 2
-    fewer = study.fit(args, 500, 50)
+    fewer = study.fit_into_hours(args, 500, 50)
     assert fewer.samples < 4 and fewer.queries <= 60
-    assert sum(study.stage_seconds(one, 500, 50) for one in study.stages(fewer)) <= whole / 2
+    assert sum(study.seconds_of(one, 500, 50) for one in study.stages(fewer)) <= whole / 2
     args = study.with_defaults(study.build_parser().parse_args(["m", "--hours", "0.01"]))
     with pytest.raises(Exception, match="hours are too few"):
-        study.fit(args, 500, 50)
+        study.fit_into_hours(args, 500, 50)
 
 
 @pytest.mark.parametrize(
-    ("high", "low", "hits", "gap", "said"),
+    ("high", "low", "hits", "gap", "latent"),
     [
-        (0.08, 0.2, 0.3, 0.1, "Latent at the header"),
-        (0.10, 0.2, 0.3, 0.1, "Nothing is shown to be latent"),  # greedy may carry a tenth
-        (0.08, 0.05, 0.3, 0.1, "Nothing is shown to be latent"),  # nothing carries more than greedy
-        (0.08, 0.2, 0.4, 0.1, "Nothing is shown to be latent"),  # greedy ones are told, beyond bits
-        (
-            0.08,
-            0.2,
-            0.3,
-            -0.1,
-            "Nothing is shown to be latent",
-        ),  # nor accepted more often
+        (0.08, 0.2, 0.3, 0.1, True),
+        (0.10, 0.2, 0.3, 0.1, False),  # greedy turns may carry a tenth
+        (0.08, 0.05, 0.3, 0.1, False),  # nothing carries more than greedy turns
+        (0.08, 0.2, 0.4, 0.1, False),  # greedy ones are told, beyond bits
+        (0.08, 0.2, 0.3, -0.1, False),  # nor are sampled turns accepted more often
     ],
 )
-def test_latent_is_said_only_if_all_four_hold(high, low, hits, gap, said):
+def test_latent_is_said_only_if_all_four_hold(high, low, hits, gap, latent):
     site = {"stage": "locate", "layer": pd.NA, "sources": 60}
     rows = [
         {"quantity": "bits", "term": "header", "temperature": 0.0, "low": -0.1, "high": high},
@@ -136,53 +131,37 @@ def test_latent_is_said_only_if_all_four_hold(high, low, hits, gap, said):
         {"quantity": "own is likeliest", "term": "query", "temperature": 0.0, "high": 0.35},
     ]
     rows = [site | row for row in rows]
-    for term, low in (("best temperature", gap), ("best arm", 0.3)):
-        rows.append({"stage": "elicit", "term": term, "quantity": "elicitation gap", "low": low})
+    for term, least in (("best temperature", gap), ("best arm", 0.3)):
+        rows.append({"stage": "elicit", "term": term, "quantity": "elicitation gap", "low": least})
     found = pd.DataFrame(rows)
-    assert study.latent_sentence(found, "0.00").startswith(said)
-    few = study.latent_sentence(found.assign(sources=49), "0.00")
-    assert few == "Whether anything is latent isn't told of fewer than 50 queries."
-    assert study.latent_sentence(found[1:], "0.00") == "Whether anything is latent can't be told."
-
-
-def test_hours_given_again_leave_what_was_begun_as_it_is(made, data, tiny_model_dir, monkeypatch):
-    asked = []
-    monkeypatch.setattr(study, "pace", lambda model: (1e-3, 1e-3))
-    monkeypatch.setattr(study, "stages", lambda args: asked.append(args) or [])
-    words = [str(tiny_model_dir), "--dataset", data, "--hours", "1", "--out", str(made)]
-    assert study.main(words) == 0
-    assert (asked[-1].queries, asked[-1].samples) == (5, 1)
+    assert study.latent_sentence(found, "0.00").startswith("Latent at the header") == latent
+    for unknown in (found.assign(sources=49), found[1:]):  # too few queries, or a number lacks
+        assert study.latent_sentence(unknown, "0.00").startswith("Whether anything is latent ")
 
 
 def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, capfd):
+    """With one of another model, in which all bits are a quarter more."""
     other = Path(shutil.copytree(made, tmp_path / "other"))
-    line = refusal(call(compare.main, [str(made), str(other)], capfd))
-    assert "two studies are of" in line
+    assert "two studies are of" in refusal(call(compare.main, [str(made), str(other)], capfd))
     assert "one study can't be compared" in refusal(call(compare.main, [str(made)], capfd))
-    assert "ia-mech report" in refusal(call(compare.main, [str(made / "run")] * 2, capfd))
-    numbers = {"a": compare.numbers_of(made)}
-    numbers["b"] = numbers["a"].assign(value=numbers["a"]["value"] + 0.25)
-    found = list(compare.estimates(numbers, 0.95, 0))
-    less = [row.estimate.value for row in found if row.quantity == "bits, less"]
-    assert less and np.allclose(less, 0.25)
-
-
-def test_a_comparison_has_both_models_numbers_figures_and_a_page(
-    made, data, tiny_model_dir, tmp_path, capfd
-):
-    model = shutil.copytree(tiny_model_dir, tmp_path / "other")
-    other = finished(str(model), data, tmp_path / "study")
+    assert "is a run, not a study" in refusal(call(compare.main, [str(made / "run")] * 2, capfd))
+    model = {"name": "other"}
+    rewritten(other / "run", "run.json", lambda record: record["identity"]["model"].update(model))
+    file = other / "run" / "results" / "locate" / "queries.parquet"
+    bits = pd.read_parquet(file)
+    bits[bits["source"] != bits["source"].iloc[0]].assign(bits=bits["bits"] + 0.25).to_parquet(file)
     words = [str(made), str(other), "--out", str(tmp_path / "both")]
     assert call(compare.main, words, capfd).status == 0
     found = read(tmp_path / "both")
-    assert {"models", "layers"} == set(found.figures)
-    assert found.sentence.count("other") == 1
+    assert {"models", "layers"} == set(found.figures) and found.sentence.count("other") == 1
     less = found.estimates[found.estimates["quantity"].str.endswith(", less")]
-    assert len(less) and (less["model"] == "other").all()
-    assert np.allclose(less["value"], 0) and (less["p"].dropna() == 1).all()
+    assert (less["model"] == "other").all()
+    of_bits = less["quantity"] == "bits, less"
+    assert np.allclose(less.loc[of_bits, "value"], 0.25) and of_bits.any()
+    assert (less.loc[of_bits, "sources"] == bits["source"].nunique() - 1).all()
+    assert np.allclose(less.loc[~of_bits, "value"], 0)
     shares = found.estimates[found.estimates["quantity"] == compare.SHARE]
-    each = shares.groupby(["model", "turns"])["value"].sum()
-    assert np.allclose(each, 1)
+    assert np.allclose(shares.groupby(["model", "turns"])["value"].sum(), 1)
     page = (tmp_path / "both" / "report.html").read_text("utf-8")
     assert found.sentence.partition(":")[0] in page
 

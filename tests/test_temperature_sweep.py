@@ -1,7 +1,6 @@
 """What a temperature sweep computes: closed forms on planted logits, and runs of a tiny model."""
 
 import shutil
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import pytest
 import scored
 import torch
 import transformers
+from runs import rewritten, with_settings
 from runs import sampled as make_run
 from safetensors.torch import load_file
 from shell import call, refusal
@@ -19,8 +19,8 @@ from experiments.first_token import (
     BEST,
     GREEDY,
     ahead_for_good,
-    best_of,
-    curves,
+    best_opening,
+    first_token_masses,
     lens_curves,
     openings_of,
 )
@@ -74,7 +74,9 @@ def test_two_levels_of_logits_have_a_closed_form_at_every_temperature():
     logits[1] += 40.0  # a constant changes nothing
     shares = [np.zeros((2, 2)), np.array([[1.0, 0.0], [0.25, 0.5]])]
     temperatures = [0.25, 1.0, 4.0]
-    entropy, ends, none, opened = curves(logits, temperatures, [0, k], np.array([1, k + 1]), shares)
+    entropy, ends, none, opened = first_token_masses(
+        logits, temperatures, [0, k], np.array([1, k + 1]), shares
+    )
     for at, t in enumerate(temperatures):
         z = k * np.exp(a / t) + n
         high, low = np.exp(a / t) / z, 1 / z
@@ -208,7 +210,7 @@ def test_what_greedy_opens_with_is_not_its_own_rival():
     assert found[BEST][1, 0] == pytest.approx(20 - z, abs=1e-4)
     assert found[BEST][0, 0] == pytest.approx(-z, abs=1e-4)  # token 2, not its own token 1
     said = np.log([[0.5, 0.2, 0.3]] * 3)
-    best = best_of(said, np.array([[0.0, 1.0, 0.25], [0.0, 0.0, 0.0], [NAN, NAN, NAN]]))
+    best = best_opening(said, np.array([[0.0, 1.0, 0.25], [0.0, 0.0, 0.0], [NAN, NAN, NAN]]))
     assert best[0] == pytest.approx(LOG(0.2)) and np.isnan(best[1:]).all()
 
 
@@ -217,98 +219,6 @@ def test_ahead_is_for_good():
     found = ahead_for_good(greedy, np.full(greedy.shape, 0.5))
     expected = [[0, 0, 1, 1], [0] * 4, [1] * 4, [0, 0, 0, 1], [NAN] * 4]
     np.testing.assert_array_equal(found, expected)
-
-
-# -- estimates ------------------------------------------------------------------------------------
-
-ARGS = Namespace(level=0.95, resamples=200, seed=0)
-
-
-@pytest.fixture(scope="module")
-def simulated() -> tuple[TemperatureSweep, pd.DataFrame, pd.DataFrame]:
-    """An experiment with random turns, its hidden turns, and its estimates."""
-    rng = np.random.default_rng(0)
-    turns = []
-    for number in range(24):
-        dataset = "even" if number % 2 else "odd"
-        for t, samples in ((0.0, 1), (0.7, 3), (1.0, 3)):
-            for _ in range(samples):
-                weights = np.array([0.2 + t / 3, 0.5 - t / 3, 0.3])
-                category = rng.choice([GENUINE, QUERY, LOOP], p=weights / weights.sum())
-                turns.append(turn(f"s{number:02d}", t, str(category), dataset=dataset))
-    turns[5] |= {"category": "cannot_assess", "genuine": NAN}
-    one = TemperatureSweep([], ARGS, Path())
-    one.turns = pd.DataFrame(turns)
-    one.contexts = one.turns[one.turns["temperature"] == 0].reset_index(drop=True)
-    one.grid, one.log_p = [0.5, 1.0], {}
-    one.decoys = pd.DataFrame(columns=["dataset", "decoy", "temperature"])
-    names = ("entropy", "turn_end", "genuine", "restated")
-    one.first = {name: rng.random((24, 2)) for name in names}
-    left = one.turns[(one.turns["temperature"] > 0) & one.turns["genuine"].notna()]
-    left = left.reset_index(drop=True)
-    for name in ("token", "rank", "probability", "gap"):
-        left[name] = rng.random(len(left)) + (name == "rank")
-    left["token"] = np.ceil(left["token"] * 3)
-    left = left.assign(follows=(left["token"] > 1).astype(float), leaves=1.0)
-    return one, left, estimates_of(one.estimate(left), one.columns, 0.95)
-
-
-def picked(made: pd.DataFrame, quantity: str, **names) -> pd.DataFrame:
-    for name, value in ({"quantity": quantity} | names).items():
-        made = made[made[name] == value]
-    return made
-
-
-def test_rates_and_differences_from_greedy_are_those_of_the_library(simulated):
-    one, _, made = simulated
-    turns = one.turns[one.turns["genuine"].notna()]
-    at, before = (turns[turns["temperature"] == t] for t in (0.7, 0.0))
-    of = {"dataset": "(all)", "temperature": 0.7}
-    rate = cluster_mean(at["genuine"], at["source"], proportion=True)
-    row = picked(made, RATE, **of).iloc[0]
-    assert row[["value", "low", "high"]].tolist() == [rate.value, rate.low, rate.high]
-    paired = paired_difference(at["genuine"], at["source"], before["genuine"], before["source"])
-    row = picked(made, RATE_DIFFERENCE, **of)
-    ends = paired.difference.value, paired.difference.low, paired.difference.high, paired.p
-    assert tuple(row[["value", "low", "high", "p"]].iloc[0]) == ends
-
-
-def test_masses_and_depths_are_those_of_their_contexts_and_turns(simulated):
-    one, left, made = simulated
-    less = one.first["genuine"][:, 0] - one.first["restated"][:, 0]
-    expected = cluster_mean(less, one.contexts["source"])
-    row = picked(made, "mass on openings, genuine less restated", dataset="(all)").iloc[0]
-    assert row[["value", "low", "high"]].tolist() == [expected.value, expected.low, expected.high]
-    bounded = made[made["quantity"] == "mass on turn-end"]
-    assert len(bounded) == 6 and bounded[["low", "high"]].stack().between(0, 1).all()
-    at = left[left["temperature"] == 1.0]
-    own = made[(made["dataset"] == "(all)") & (made["temperature"] == 1.0)].set_index("quantity")
-    kind = own[own["term"] == "genuine"]
-    median = at.loc[at["genuine"] == 1, "rank"].median()
-    assert kind.loc["rank where greedy leaves", "value"] == pytest.approx(median)
-    apart = own.loc[DEEPER].set_index("term")["value"]
-    formed = at[at["category"] != GARBLED]
-    assert 0 < len(formed) < len(at)
-    for of, rows in {"all others": at, "others but degenerate ones": formed}.items():
-        means = rows.pivot_table(index="context", columns="genuine", values="gap").dropna()
-        assert apart[of] == pytest.approx((means[1.0] - means[0.0]).mean())
-
-
-def test_tests_are_corrected_in_families(simulated):
-    _, _, made = simulated
-    families = {
-        "rate": [RATE_DIFFERENCE],
-        "others": [q for q in set(made["quantity"]) if q.endswith("less other turns'")],
-    }
-    assert len(families["others"]) == 4
-    tested = 0
-    for quantities in families.values():
-        rows = made[made["quantity"].isin(quantities)]
-        for of in (rows["dataset"] == "(all)", rows["dataset"] != "(all)"):
-            own = rows[of]
-            tested += own["p"].notna().sum()
-            np.testing.assert_allclose(own["p_holm"], holm(own["p"].to_numpy()))
-    assert tested == made["p"].notna().sum() > 25
 
 
 # -- runs of a tiny model --------------------------------------------------------------------------
@@ -328,21 +238,8 @@ def cache(tiny_subject, tmp_path_factory):
         yield folder
 
 
-@pytest.fixture(scope="module")
-def sampled(cache, tiny_subject, tmp_path_factory):
-    """Make a judged run in a folder of its own."""
-
-    def make(conversations=CHATS, **options) -> Run:
-        folder = tmp_path_factory.mktemp("sweep")
-        data = scored.dataset(folder / "chats.jsonl", conversations)
-        settings = Settings(dataset=data, limit=None, **DECODING | options)
-        return judged(make_run(settings, tiny_subject, folder / "run"))
-
-    return make
-
-
-def judged(run: Run, judge: str = "planted", kinds=KINDS) -> Run:
-    """Sample k is of the kind k; greedy turns are the first."""
+def judged(run: Run, kinds=KINDS) -> Run:
+    """Sample k is of the kind k by the only judge; greedy turns are of the first."""
     verdicts = []
     keys = run.generations[list(KEY)].itertuples(index=False, name=None)
     for key, item in zip(keys, items_of(run), strict=True):
@@ -350,14 +247,17 @@ def judged(run: Run, judge: str = "planted", kinds=KINDS) -> Run:
         verdict = {"repeat": 0, "category": category, "genuine": category == GENUINE}
         verdict |= {"status": "judged", "rationale": "planted", "item": item.key("", 0)[:16]}
         verdicts.append(dict(zip(KEY, key, strict=True)) | verdict)
-    run.labels.write_judgements(judge, verdicts, {"identity": {"kind": judge}, "repeats": 1})
+    run.labels.write_judgements("planted", verdicts, {"identity": {"kind": "p"}, "repeats": 1})
     return run
 
 
 @pytest.fixture(scope="module")
-def plain(sampled) -> Run:
-    """With header logits; tests leave it as it is."""
-    return sampled()
+def plain(cache, tiny_subject, tmp_path_factory) -> Run:
+    """A judged run with header logits; tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("sweep")
+    data = scored.dataset(folder / "chats.jsonl", CHATS)
+    settings = Settings(dataset=data, limit=None, **DECODING)
+    return judged(make_run(settings, tiny_subject, folder / "run"))
 
 
 @pytest.fixture
@@ -368,28 +268,79 @@ def copied(plain, tmp_path):
     return make
 
 
-def swept(run: Run) -> tuple[TemperatureSweep, pd.DataFrame]:
-    """The experiment on a run, measured, and its estimates."""
+def sweep_of(run: Run) -> tuple[TemperatureSweep, pd.DataFrame, pd.DataFrame]:
+    """The experiment on a run, what it measured, and its estimates."""
     args = TemperatureSweep.build_parser().parse_args([str(run.path), "--resamples", "100"])
     one = TemperatureSweep([run], args, Path())
     one.check()
-    return one, estimates_of(one.estimate(one.rows()), one.columns, 0.95)
+    rows = one.rows()
+    return one, rows, estimates_of(one.estimate(rows), one.columns, 0.95)
 
 
-def test_the_entropy_of_stored_logits_is_that_of_the_model(plain):
-    one, _ = swept(plain)
-    own = plain.contexts["first_token_entropy_tempered"].tolist()
+@pytest.fixture(scope="module")
+def swept(plain):
+    return sweep_of(plain)
+
+
+def picked(made: pd.DataFrame, quantity: str, **names) -> pd.DataFrame:
+    for name, value in ({"quantity": quantity} | names).items():
+        made = made[made[name] == value]
+    return made
+
+
+def test_what_is_read_of_stored_logits_and_of_the_last_layer_is_the_model(plain, swept):
+    one, _, _ = swept
+    entropy = plain.contexts["first_token_entropy_tempered"].tolist()
     for at, t in enumerate(DECODING["temperatures"]):
         found = one.first["entropy"][:, one.grid.index(t)]
-        assert found.tolist() == pytest.approx([row[at] for row in own], abs=5e-3)
-
-
-def test_the_last_layer_of_the_lens_is_the_model(plain):
-    one, _ = swept(plain)
+        assert found.tolist() == pytest.approx([row[at] for row in entropy], abs=5e-3)
     said = [plain.header_logits().log_probs(at) for at in one.contexts["at"]]
     own = [p[token].item() for p, token in zip(said, one.contexts["greedy"], strict=True)]
     assert one.log_p[GREEDY][:, -1].tolist() == pytest.approx(own, abs=5e-3)
     assert own == pytest.approx([p.max().item() for p in said], abs=5e-3)
+
+
+def test_rates_masses_and_depths_are_those_of_their_turns(swept):
+    one, left, made = swept
+    at, before = (one.turns[one.turns["temperature"] == t] for t in (1.2, 0.0))
+    of = {"dataset": "(all)", "temperature": 1.2}
+    rate = cluster_mean(at["genuine"], at["source"], proportion=True)
+    row = picked(made, RATE, **of).iloc[0]
+    assert row[["value", "low", "high"]].tolist() == [rate.value, rate.low, rate.high]
+    paired = paired_difference(at["genuine"], at["source"], before["genuine"], before["source"])
+    row = picked(made, RATE_DIFFERENCE, **of)
+    ends = paired.difference.value, paired.difference.low, paired.difference.high, paired.p
+    assert tuple(row[["value", "low", "high", "p"]].iloc[0]) == ends
+    less = one.first["genuine"][:, 0] - one.first["restated"][:, 0]
+    expected = cluster_mean(less, one.contexts["source"])
+    row = picked(made, "mass on openings, genuine less restated", dataset="(all)").iloc[0]
+    assert row[["value", "low", "high"]].tolist() == [expected.value, expected.low, expected.high]
+    bounded = made[made["quantity"] == "mass on turn-end"]
+    assert bounded[["low", "high"]].stack().between(0, 1).all()
+    at = left[left["temperature"] == 1.2]
+    own = made[(made["dataset"] == "(all)") & (made["temperature"] == 1.2)].set_index("quantity")
+    kind = own[own["term"] == "genuine"]
+    median = at.loc[at["genuine"] == 1, "rank"].median()
+    assert kind.loc["rank where greedy leaves", "value"] == pytest.approx(median)
+    apart = own.loc[DEEPER].set_index("term")["value"]
+    formed = at[at["category"] != GARBLED]
+    assert 0 < len(formed) < len(at)
+    for term, rows in {"all others": at, "others but degenerate ones": formed}.items():
+        means = rows.pivot_table(index="context", columns="genuine", values="gap").dropna()
+        assert apart[term] == pytest.approx((means[1.0] - means[0.0]).mean())
+
+
+def test_tests_are_corrected_in_families(swept):
+    _, _, made = swept
+    others = [name for name in set(made["quantity"]) if name.endswith("less other turns'")]
+    assert len(others) == 4
+    tested = 0
+    for quantities in ([RATE_DIFFERENCE], others):
+        rows = made[made["quantity"].isin(quantities)]
+        for of in (rows["dataset"] == "(all)", rows["dataset"] != "(all)"):
+            tested += rows.loc[of, "p"].notna().sum()
+            np.testing.assert_allclose(rows.loc[of, "p_holm"], holm(rows.loc[of, "p"].to_numpy()))
+    assert tested == made["p"].notna().sum() > 25
 
 
 def test_without_the_model_only_its_lens_is_needed(copied, cache, capfd, monkeypatch):
@@ -415,14 +366,11 @@ def test_without_the_model_only_its_lens_is_needed(copied, cache, capfd, monkeyp
     assert left["rank"].tolist() == ranks
     made = pd.read_parquet(folder / "estimates.parquet")
     first = made[made["quantity"] == "first token's entropy"]
-    assert set(first["temperature"]) == {*GRID}
-    assert made["detectable"].notna().any()
-    for said in ("greedy", "Less greedy's", "judge planted"):
-        assert said in outcome.out
+    assert set(first["temperature"]) == {*GRID} and made["detectable"].notna().any()
 
 
 def test_turns_without_follow_ups_have_rates_and_no_openings(copied):
-    _, made = swept(judged(copied(), kinds=("degenerate",)))
+    *_, made = sweep_of(judged(copied(), kinds=("degenerate",)))
     assert made[made["quantity"] == "mass on openings"]["value"].isna().all()
     lens = made[made["quantity"] == "log p by the lens"].set_index("term")["value"]
     assert lens[GREEDY].notna().all() and lens[BEST].isna().all()
@@ -430,22 +378,26 @@ def test_turns_without_follow_ups_have_rates_and_no_openings(copied):
 
 def test_without_a_lens_the_rest_is_there_and_a_note(plain, monkeypatch, tmp_path):
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "empty"))
-    one, found = swept(plain)
+    one, _, found = sweep_of(plain)
     assert one.log_p == {} and any("no logit lens: no lens for the" in note for note in one.notes)
     assert len(found[found["quantity"] == DEEPER])
 
 
-def test_runs_that_make_no_sweep_are_refused(copied, sampled, capfd):
-    def refused(*runs: Run) -> str:
-        return refusal(call(main, [str(run.path) for run in runs], capfd))
-
-    line = refused(sampled(CHATS[:2], temperatures=(1.0,)))
-    assert "at T = 1 only: of one temperature there is no sweep" in line
-    assert "doesn't keep all header logits; sample with" in refused(
-        sampled(CHATS[:2], header_logits="5")
-    )
-    line = refused(sampled(CHATS[:2], opening="Wait,"))
-    assert "go on from --opening: header_last doesn't predict them; give a run without" in line
+def test_runs_that_make_no_sweep_are_refused(copied, capfd):
     run = copied()
+
+    def refused(**changed) -> str:
+        rewritten(run.path, "run.json", with_settings(**changed))
+        return refusal(call(main, [str(run.path)], capfd))
+
+    assert "doesn't keep all header logits; sample with" in refused(header_logits="5")
+    assert "go on from --opening: header_last doesn't predict" in refused(opening="Wait,")
     shutil.rmtree(run.path / "judgements")
-    assert "has not been judged; run: python" in refused(Run.open(run.path))
+    assert "has not been judged; run: python" in refused()
+
+
+def test_one_temperature_is_no_sweep(tiny_subject, tmp_path, capfd):
+    data = scored.dataset(tmp_path / "chats.jsonl", CHATS[:2])
+    settings = Settings(dataset=data, limit=None, **DECODING | {"temperatures": (1.0,)})
+    run = judged(make_run(settings, tiny_subject, tmp_path / "run"))
+    assert "at T = 1 only: of one temperature" in refusal(call(main, [str(run.path)], capfd))
