@@ -20,12 +20,6 @@ READERS = {
 }
 
 
-@pytest.fixture
-def judged(run, capfd) -> Run:
-    assert call(judge, ["run", str(run.path)], capfd).status == 0
-    return run
-
-
 def flip(path, at: int, bit: int = 0) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1 << bit
@@ -54,10 +48,12 @@ def test_a_file_of_another_size_is_found_when_the_run_is_opened(run):
 
 
 @pytest.mark.parametrize("file", [file for file in READERS if file.endswith(".parquet")])
-@pytest.mark.parametrize("command", [rates, lambda words: judge(["run", *words, "--replace"])])
-def test_commands_end_with_one_line(judged, file, command, capfd):
-    flip(judged.path / file, 40)
-    assert f"the content of {file}" in refusal(call(command, [str(judged.path)], capfd))
+def test_commands_end_with_one_line(run, file, capfd):
+    run.labels.write_judgements("rules", [], {})
+    flip(run.path / file, 40)
+    for command, words in ((rates, []), (judge, ["run", "--replace"])):
+        line = refusal(call(command, [*words, str(run.path)], capfd))
+        assert f"the content of {file}" in line
 
 
 def test_a_file_is_compared_once(run, monkeypatch):
@@ -147,21 +143,21 @@ def test_what_is_not_a_run_is_refused(tmp_path):
 # -- labels ---------------------------------------------------------------------------------------
 
 
-def test_labels_of_another_run_are_refused(judged, tmp_path):
-    other = shutil.copytree(judged.path, tmp_path / "other")
-    rewritten(other, "run.json", with_settings(seed=1))  # labels made its own
-    shutil.copy(judged.path / "judgements/rules.parquet", other / "judgements/rules.parquet")
-    labels = Run.open(other).labels
-    for read in (labels.judgements, lambda name: labels.record("judgements", name)):
+def test_labels_of_another_run_or_under_another_name_are_refused(run, tmp_path):
+    labels = tmp_path / "rules.parquet"
+    run.labels.write_judgements("rules", [], {})
+    shutil.copy(run.path / "judgements/rules.parquet", labels)
+    shutil.copy(labels, run.path / "judgements/strict.parquet")
+    again = run.labels
+    with pytest.raises(UserError, match=r"strict\.parquet can't be read \(it holds the judgements"):
+        again.judgements("strict")
+    (run.path / "judgements/strict.parquet").unlink()
+    rewritten(run.path, "run.json", with_settings(seed=1))  # labels made its own
+    shutil.copy(labels, run.path / "judgements/rules.parquet")
+    other = Run.open(run.path).labels
+    for read in (other.judgements, lambda name: other.record("judgements", name)):
         with pytest.raises(UserError, match=r"rules\.parquet can't be read \(it is of another run"):
             read("rules")
-
-
-def test_labels_under_another_name_are_refused(judged, capfd):
-    folder = judged.path / "judgements"
-    shutil.copy(folder / "rules.parquet", folder / "strict.parquet")
-    line = refusal(call(rates, [str(judged.path), "--judge", "strict"], capfd))
-    assert line.startswith(f"{folder}/strict.parquet can't be read (it holds the judgements of ")
 
 
 # -- identities -----------------------------------------------------------------------------------
