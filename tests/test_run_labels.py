@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from types import SimpleNamespace
 
 import pandas as pd
@@ -32,21 +31,7 @@ LABELS = [
     | {"note": "sicher", "sheet": "sheet-1", "stratum": "generic", "inclusion_probability": 0.125},
     {"context_id": "c1", "temperature": 1.0, "sample": 3, "category": CANNOT_ASSESS},
 ]
-BAD_NAMES = [
-    "",
-    ".",
-    "..",
-    "../x",
-    "a/b",
-    "a\\b",
-    ".hidden",
-    "-x",
-    "_x",
-    "a b",
-    "a\n",
-    "é",
-    "a" * 101,
-]
+BAD_NAMES = ["", ".", "..", "../x", "a/b", "a\\b", ".hidden", "-x", "_x", "a b", "a\n", "é"]
 
 
 @pytest.fixture
@@ -144,11 +129,7 @@ def test_the_digest_of_turns_tells_texts_apart(merged):
     assert changed.turns_digest != whole.turns_digest
 
 
-# -- what is there ------------------------------------------------------------------------------
-
-
-def test_labels_leave_the_rest_of_the_run_as_it_was(merged, tmp_path):
-    run = Run.open(shutil.copytree(merged.path, tmp_path / "run"))
+def test_labels_leave_the_rest_of_the_run_as_it_was(merged, run):
     before = files_under(run.path)
     run.labels.write_judgements("rules", ROWS, WHO)
     run.labels.write_annotations("anna", LABELS, {})
@@ -161,7 +142,7 @@ def test_labels_leave_the_rest_of_the_run_as_it_was(merged, tmp_path):
 # -- names --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", BAD_NAMES)
+@pytest.mark.parametrize("name", [*BAD_NAMES, "a" * 101])
 def test_a_name_that_can_not_be_a_files_writes_nothing(labels, name):
     for write in (
         lambda: labels.write_judgements(name, ROWS, WHO),
@@ -223,37 +204,21 @@ def test_an_unknown_judge_is_refused_naming_those_there(labels):
             read("gpt")
 
 
-@pytest.mark.parametrize("damage", [b"not Parquet", "cut"])
-def test_a_file_that_is_not_parquet_is_refused_by_name(labels, damage):
-    path = labels.write_judgements("rules", ROWS, WHO)
-    whole = path.read_bytes()
-    content = {"cut": whole[:-20], "flipped": whole[:-40] + b"\xff" * 30 + whole[-10:]}
-    path.write_bytes(content.get(damage, damage))
-    shutil.copytree(labels.path / "judgements", labels.path / "annotations")
-    for read in (labels.judgements, lambda name: labels.record("judgements", name)):
-        with pytest.raises(
-            UserError, match=r"(?s)judgements/rules\.parquet can't be read \(.*remo"
-        ):
-            read("rules")
-    for read in (labels.annotations, lambda name: labels.record("annotations", name)):
-        with pytest.raises(
-            UserError, match=r"(?s)annotations/rules\.parquet can't be read \(.*rem"
-        ):
-            read("rules")
-
-
-def test_a_table_of_something_else_is_refused_by_name(labels):
-    folder = labels.path / "annotations"
-    folder.mkdir()
-    pq.write_table(pa.table({"context_id": ["c0"], "genuine": [True]}), folder / "mine.parquet")
-    with pytest.raises(UserError, match=r"mine\.parquet can't be read \("):
-        labels.annotations("mine")
-
-
-def test_a_record_that_is_no_object_is_refused_by_name(labels):
+def test_a_file_that_is_not_of_these_labels_is_refused_by_name(labels):
     path = labels.write_judgements("rules", ROWS, WHO)
     table = pq.read_table(path)
-    for record in ("3", "[]", "{}", "no JSON"):
-        pq.write_table(table.replace_schema_metadata({"ia_mech": record}), path)
-        with pytest.raises(UserError, match=r"rules\.parquet can't be read \("):
-            labels.judgements("rules")
+    others = [pa.table({"context_id": ["c0"], "genuine": [True]})]
+    others += [table.replace_schema_metadata({"ia_mech": text}) for text in ("3", "[]", "{}", "no")]
+    contents = [b"not Parquet", path.read_bytes()[:-20]]
+    for other in others:
+        pq.write_table(other, path)
+        contents.append(path.read_bytes())
+    (labels.path / "annotations").mkdir()
+    for content in contents:
+        for kind in ("judgements", "annotations"):
+            (labels.path / kind / "rules.parquet").write_bytes(content)
+            said = rf"(?s){kind}/rules\.parquet can't be read \(.*; remove it and run: python"
+            with pytest.raises(UserError, match=said):
+                getattr(labels, kind)("rules")
+            with pytest.raises(UserError, match=said):
+                labels.record(kind, "rules")
