@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from conftest import Silent
 from runs import sampled
 from shell import call
 from transformers import GenerationConfig
@@ -180,21 +179,21 @@ def test_memory_running_out_is_said_recorded_in_its_parts_and_survived(
 def test_responses_and_prefills_that_are_too_large_are_halved(
     tiny_subject, tmp_path, progress, monkeypatch
 ):
-    settings = replace(SETTINGS, response="generate", max_response_tokens=4)
+    settings = replace(SETTINGS, limit=3, response="generate", max_response_tokens=4)
     honest = job.prefill_all
 
     def limited(model, prefixes, *others):
-        if len(prefixes) > 2:
+        if len(prefixes) > 1:
             raise MemoryError
         return honest(model, prefixes, *others)
 
     monkeypatch.setattr(job, "prefill_all", limited)
     run = job.collect(settings, tiny_subject, tmp_path / "run", progress)
-    assert run.complete and len(run.generations) == 6 * 5
-    assert [part["batch_rows"] for part in run.parts("responses")] == [1]  # of 6, 3 and 1
+    assert run.complete and len(run.generations) == 3 * 5
+    assert [part["batch_rows"] for part in run.parts("responses")] == [1]
     monkeypatch.setattr(job, "decode", tight(job.decode, 0))
     with pytest.raises(UserError, match="out of memory with a batch of one; use a smaller model"):
-        sampled(SETTINGS, tiny_subject, tmp_path / "none")
+        sampled(settings, tiny_subject, tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -315,11 +314,10 @@ def test_a_failed_check_is_refused_or_recorded_and_shown_wherever_results_are(
 # -- resuming --------------------------------------------------------------------------------------
 
 
-class Stop(Silent):
+class Stop(Quiet):
     """A progress during which somebody presses Ctrl-C once so many parts are written."""
 
     def __init__(self, parts: int) -> None:
-        super().__init__()
         self.parts = parts
 
     def advance(self, steps: int = 1, note: str = "") -> None:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import unicodedata
 from pathlib import Path
 
 import pytest
@@ -357,28 +356,6 @@ def test_paths_are_quoted_for_a_shell_on_one_line():
     done = subprocess.run(["bash", "-c", f"printf '%s\\0' {' '.join(found)}"], capture_output=True)
     read = [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]]
     assert read == [*paths[:-1], "./-x"]
-
-
-EVIL = "\x1b[31mred\x07 \x1b]0;title\x9c\r\x00 \u202eleft [bold]bold[/bold] :cat: \\"
-
-
-def controls(text: str) -> set[str]:
-    return {c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp")} - {"\n"}
-
-
-def test_control_characters_of_texts_do_not_reach_the_terminal(sample, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "ia_mech.chat.format.ChatFormat.text", lambda self, ids: EVIL + "\nsecond\u2028"
-    )
-    evil = question(id=EVIL, question=EVIL, answer=EVIL, dataset="set [red]", reference="Why?")
-    outcome = sample("--dataset", rows(tmp_path / "chats.jsonl", evil))
-    assert outcome.status == 0
-    assert controls(outcome.out) == set()
-    assert controls(outcome.err) <= {"\r"}
-    (turn,) = re.findall(r"^    user turn: (.*)$", outcome.out, re.MULTILINE)
-    # Nothing is interpreted either: markup and emoji names are what the model wrote.
-    assert turn == "�[31mred� �]0;title��� �left [bold]bold[/bold] :cat: \\⏎second�"
-    assert tables(outcome.out)[1][0]["dataset"] == "set [red]"
 
 
 def test_a_lens_that_cannot_be_written_does_not_cost_the_run(sample, monkeypatch):

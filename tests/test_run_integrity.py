@@ -10,7 +10,7 @@ from shell import call, refusal
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main as judge
 from ia_mech.rates.__main__ import main as rates
-from ia_mech.run import Run, integrity, layout
+from ia_mech.run import Run, integrity
 
 READERS = {
     "contexts/part-00000.parquet": lambda run: run.contexts,
@@ -40,13 +40,6 @@ def test_a_flipped_bit_is_found_when_the_file_is_read(run, file, read):
             read_other(damaged)
 
 
-def test_a_file_of_another_size_is_found_when_the_run_is_opened(run):
-    path = run.path / layout.residuals_file(2, "00000")
-    path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(UserError, match=r"part 00000 of .*layer_02/00000.* bytes"):
-        Run.open(run.path)
-
-
 @pytest.mark.parametrize("file", [file for file in READERS if file.endswith(".parquet")])
 def test_commands_end_with_one_line(run, file, capfd):
     run.labels.write_judgements("rules", [], {})
@@ -72,9 +65,7 @@ def test_a_file_is_compared_once(run, monkeypatch):
 GONE = object()
 RECORDS = [
     (("format",), 2, r"run.json has format 2, this version reads 3"),
-    (("format",), GONE, "run.json is damaged .it lacks format"),
     (("identity", "settings"), None, "run.json is damaged .identity.settings is"),
-    (("identity",), [], "run.json is damaged .identity is no dict"),
     (("identity", "model", "layers"), str(LAYERS), "run.json is damaged .identity.model.layers is"),
     (("identity", "model"), GONE, "run.json is damaged .it lacks identity.model"),
     (("identity", "positions", 0), 7, "run.json is damaged .identity.positions.0 is"),
@@ -84,9 +75,7 @@ RECORDS = [
 FILES = ("parts", 0, "files", "contexts/part-00000.parquet")
 MANIFESTS = [
     (("format",), 99, "manifest.json has format 99, this version reads 3"),
-    (("run",), GONE, "manifest.json is damaged .it lacks run"),
     (("run",), "00", "run.json is not the one that manifest.json belongs to"),
-    (("parts",), {}, "manifest.json is damaged .parts is no list"),
     (("parts", 0, "name"), GONE, r"manifest.json is damaged .it lacks parts\.0\.name"),
     (("parts", 0, "contexts"), True, r"manifest.json is damaged .parts\.0\.contexts is 'True'"),
     ((*FILES, "bytes"), "many", "manifest.json is damaged .files.contexts/part-00000.parquet.byt"),

@@ -15,7 +15,6 @@ import torch
 from runs import (
     PARTS,
     RECORD,
-    add_part,
     contexts_table,
     files_named,
     files_under,
@@ -32,22 +31,17 @@ from ia_mech.run import Run, RunWriter, layout, writer
 NAMES = layout.part_names(len(PARTS))
 
 
-def test_a_part_is_entered_with_its_files_and_its_contexts(by_hand):
+def test_a_part_is_entered_with_its_files_contexts_and_rows(tmp_path, by_hand):
     manifest = json.loads((by_hand.path / "manifest.json").read_text())
     assert [part["name"] for part in manifest["parts"]] == NAMES
     assert [part["contexts"] for part in manifest["parts"]] == [len(part) for part in PARTS]
     assert manifest["parts"][2]["files"] == {}  # of a part without contexts
     rest = {"run.json", "manifest.json", "README.md", ".lock"}
     assert {*files_under(by_hand.path)} == {*files_named(by_hand.path)} | rest
-
-
-def test_sessions_and_fewer_rows_are_noted(tmp_path):
     with RunWriter(tmp_path / "run", RECORD) as run:
         run.start_session({"machine": "a"})
         run.note("rate", 2)
-        run.add_contexts(
-            NAMES[0], contexts_table([]), generations_table([]), None, None, batch_rows=64
-        )
+        run.add_contexts(NAMES[0], contexts_table([]), generations_table([]), None, None, 64)
     read = Run.open(tmp_path / "run")
     (session,) = read.sessions
     assert (session["machine"], session["rate"]) == ("a", 2) and session["begun"]
@@ -239,12 +233,3 @@ def test_what_the_kernel_refuses_to_write_is_an_oserror(tmp_path, vocab, text, f
         assert not (run.path / file).exists() and run.finished_parts("contexts") == {}
         run.add_contexts(NAMES[0], *stored)
     assert Run.open(tmp_path / "run").verify() == []
-
-
-def test_a_part_without_residuals_or_logits_has_no_such_files(tmp_path):
-    with RunWriter(tmp_path / "run", RECORD) as run:
-        add_part(run, 0, change=lambda stored: stored.__setitem__(slice(2, 4), [None, None]))
-    assert files_named(tmp_path / "run") == [
-        "contexts/part-00000.parquet",
-        "generations/part-00000.parquet",
-    ]

@@ -5,6 +5,7 @@ import decimal
 import io
 import json
 import random
+import re
 from collections import Counter
 from datetime import date
 from pathlib import Path
@@ -253,7 +254,12 @@ def test_names_that_cannot_be_printed_are_refused(tmp_path, name):
         open_conversations(str(file))
 
 
-def test_what_is_unseen_is_kept_in_the_run_and_shown_nowhere(tiny_model_dir, tmp_path, capfd):
+def test_what_is_unseen_is_kept_in_the_run_and_shown_nowhere(
+    tiny_model_dir, tmp_path, capfd, monkeypatch
+):
+    # Nothing is interpreted either: markup and names of emoji are what the model wrote.
+    turn = f"{UNSEEN}[bold]bold[/bold] :cat: \\"
+    monkeypatch.setattr("ia_mech.chat.format.ChatFormat.text", lambda self, ids: turn)
     said = f"What{UNSEEN} is{SEEN} it?"
     rows = [
         {"id": f"={UNSEEN}{i}", "prompt": said, "response": f"={said}", "extra": {UNSEEN: said}}
@@ -265,6 +271,8 @@ def test_what_is_unseen_is_kept_in_the_run_and_shown_nowhere(tiny_model_dir, tmp
     words += ["--max-new-tokens", "4", "--out", str(tmp_path / "run")]
     shown = [call(command.main, words, capfd)]
     run = shown[0].run
+    (line, *_) = re.findall(r"^    user turn: (.*)$", shown[0].out, re.MULTILINE)
+    assert line == "�" * len(UNSEEN) + "[bold]bold[/bold] :cat: \\"
     shown.append(call(judge.main, ["run", str(run.path)], capfd))
     words = [str(run.path), "--judge", "rules", "--full"]
     shown.append(call(rates.main, words, capfd))

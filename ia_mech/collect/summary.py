@@ -153,7 +153,7 @@ def _say_skipped(rows: Sequence[str]) -> None:
 
 
 def _say(line: str) -> None:
-    console().print(escape(one_line(line)), soft_wrap=True)
+    console().print(one_line(line), markup=False, soft_wrap=True)
 
 
 # What the names of the tables' columns mean, where they are shown.
