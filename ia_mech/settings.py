@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
 MOST = 1_000_000  # samples of a temperature, and tokens of a turn: rows are planned as lists
+Shard = tuple[int, int]  # one of the shares of a run: its number, from 1, and of how many
+WHOLE: Shard = (1, 1)
 SEE_HELP = "see python -m ia_mech.sample --help"
 
 # Groups of the help, in its order.
@@ -278,7 +280,7 @@ class Settings:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Settings":
-        """Settings by name, for callers from Python.
+        """Settings by name: of a caller from Python, or of ``run.json`` (:meth:`to_dict`).
 
         Raises:
             TypeError: there is no such setting; all are named.
@@ -290,11 +292,6 @@ class Settings:
                 f"there is no setting {', '.join(map(repr, unknown))}; there are {', '.join(names)}"
             )
         return cls(**given)
-
-    @classmethod
-    def from_dict(cls, kept: Mapping[str, Any]) -> "Settings":
-        """The settings that ``run.json`` holds, as :meth:`to_dict` made them."""
-        return cls.read(kept)
 
     def to_dict(self) -> dict[str, Any]:
         """What ``run.json`` holds: every setting by its name, as JSON has it."""

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from runs import LAYERS, rewritten, with_settings
+from runs import rewritten, with_settings
 from shell import call, refusal
 
 from ia_mech.errors import UserError
@@ -63,32 +63,27 @@ def test_a_file_is_compared_once(run, monkeypatch):
 # -- run.json and manifest.json -------------------------------------------------------------------
 
 GONE = object()
-RECORDS = [
-    (("format",), 2, r"run.json has format 2, this version reads 3"),
-    (("identity", "settings"), None, "run.json is damaged .identity.settings is"),
-    (("identity", "model", "layers"), str(LAYERS), "run.json is damaged .identity.model.layers is"),
-    (("identity", "model"), GONE, "run.json is damaged .it lacks identity.model"),
-    (("identity", "positions", 0), 7, "run.json is damaged .identity.positions.0 is"),
-    (("parts", "contexts"), -1, "run.json is damaged .parts.contexts is"),
-    (("identity", "settings", "seed"), 5, "run.json is not the one that manifest.json belongs to"),
-]
 FILES = ("parts", 0, "files", "contexts/part-00000.parquet")
-MANIFESTS = [
-    (("format",), 99, "manifest.json has format 99, this version reads 3"),
-    (("run",), "00", "run.json is not the one that manifest.json belongs to"),
-    (("parts", 0, "name"), GONE, r"manifest.json is damaged .it lacks parts\.0\.name"),
-    (("parts", 0, "contexts"), True, r"manifest.json is damaged .parts\.0\.contexts is 'True'"),
-    ((*FILES, "bytes"), "many", "manifest.json is damaged .files.contexts/part-00000.parquet.byt"),
-    ((*FILES,), GONE, "contexts/part-00000.parquet is not among its files"),
-    (("sessions",), [7], r"manifest.json is damaged .sessions\.0 is '7'"),
+CHANGES = [
+    ("run.json", ("format",), 2, r"run.json has format 2, this version reads 3"),
+    ("run.json", ("identity",), GONE, "run.json is damaged .it lacks identity"),
+    ("run.json", ("identity", "model"), GONE, "run.json is not the one that manifest.json"),
+    ("run.json", ("identity", "settings", "seed"), 5, "run.json is not the one that manifest.json"),
+    ("manifest.json", ("format",), 99, "manifest.json has format 99, this version reads 3"),
+    ("manifest.json", ("run",), "00", "run.json is not the one that manifest.json belongs to"),
+    ("manifest.json", ("parts",), GONE, "manifest.json is damaged .it lacks parts"),
+    ("manifest.json", ("parts", 0, "name"), GONE, "manifest.json is damaged .'name'"),
+    ("manifest.json", ("parts", 0, "contexts"), True, "manifest.json is damaged .part 00000 has"),
+    ("manifest.json", (*FILES, "bytes"), "many", "contexts/part-00000.parquet has .* bytes, many"),
+    ("manifest.json", FILES, GONE, "contexts/part-00000.parquet is not among its files"),
+    ("manifest.json", ("sessions",), [7], "manifest.json is damaged .a session is no object"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("file", "path", "new", "said"),
-    [("run.json", *row) for row in RECORDS] + [("manifest.json", *row) for row in MANIFESTS],
-)
-def test_a_json_file_that_is_not_as_it_was_written_is_one_line(run, capfd, file, path, new, said):
+@pytest.mark.parametrize(("file", "path", "new", "expected"), CHANGES)
+def test_a_json_file_that_is_not_as_it_was_written_is_one_line(
+    run, capfd, file, path, new, expected
+):
     whole = json.loads((run.path / file).read_text())
     place = whole
     for key in path[:-1]:
@@ -98,7 +93,7 @@ def test_a_json_file_that_is_not_as_it_was_written_is_one_line(run, capfd, file,
     else:
         place[path[-1]] = new
     (run.path / file).write_text(json.dumps(whole))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=expected):
         Run.open(run.path).contexts  # noqa: B018
     assert refusal(call(lambda words: judge(["run", *words]), [str(run.path)], capfd))
 

@@ -38,7 +38,7 @@ def test_the_folder_holds_what_is_documented_and_nothing_else(merged):
     expected += ["header_logits/00000.safetensors"]
     expected += [f"residuals/layer_{layer:02d}/00000.safetensors" for layer in range(LAYERS)]
     assert files_under(merged.path) == sorted(expected)
-    assert merged.complete and merged.responses_complete
+    assert merged.complete
     assert merged.counts == {"responses": 0, "contexts": CONTEXTS}
     assert merged.positions == list(chat().position_names) and merged.layers == range(LAYERS)
     assert merged.settings["temperatures"] == [0.7, 1.0] == merged.score_temperatures

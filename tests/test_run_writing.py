@@ -59,15 +59,13 @@ def test_responses_are_parts_of_their_own(tmp_path):
 
     with RunWriter(tmp_path / "run", record, (1, 2)) as run:
         run.add_responses("00000", [response(0), response(1)])
-        assert not Run.open(tmp_path / "run").responses_complete
+        assert not Run.open(tmp_path / "run").complete
         with RunWriter(tmp_path / "run", record, (2, 2)) as other:
             other.add_responses("00001", [response(2)])
         assert run.finished_parts("responses") == {"00000": 2, "00001": 1}
-        assert run.read_responses() == {order: response(order) for order in range(3)}
-        assert run.read_responses(["00001"]) == {2: response(2)}
     read = Run.open(tmp_path / "run")
-    assert read.responses_complete and not read.complete
-    assert read.responses["response"].tolist() == ["r0", "r1", "r2"]
+    assert read.counts == {"responses": 3, "contexts": 0} and not read.complete
+    assert read.responses.to_dict("records") == [response(order) for order in range(3)]
 
 
 # -- shards -------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ header logits, all sampled rows and the scores of reference turns.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import context_and_reference
+from ia_mech.cli import using_threads
 from ia_mech.collect.identity import (
     build_chat,
     differences,
@@ -29,10 +30,8 @@ from ia_mech.collect.identity import (
     probe_ids,
 )
 from ia_mech.collect.parts import (
-    WHOLE,
     Inputs,
     Parts,
-    Shard,
     Survey,
     check_disk,
     check_model,
@@ -60,13 +59,9 @@ from ia_mech.engine.state import Prefilled, Prefix, prefill_all
 from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.likelihood.reference import scored_temperatures
-from ia_mech.models.load import (
-    Subject,
-    load,
-    remember,
-)
+from ia_mech.models.load import Subject, load, remember
 from ia_mech.run import Run, RunWriter, integrity, layout
-from ia_mech.settings import Settings
+from ia_mech.settings import WHOLE, Settings, Shard
 
 
 def make_run(
@@ -89,7 +84,7 @@ def make_run(
     Other arguments and Raises: see :func:`collect`.
     """
     inputs = check_without_weights(settings, out)
-    with _threads(threads or _threads_before(out, shard)):
+    with using_threads(threads or _threads_before(out, shard)):
         subject = load(settings.model_spec)
         run = collect(settings, subject, out, progress, inputs=inputs, shard=shard)
         if run.counts["contexts"]:
@@ -100,17 +95,6 @@ def make_run(
             if problem:
                 progress.say(f"note: no offline lens for this model: {problem}")
     return run
-
-
-@contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Compute with so many threads for a while; None changes nothing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _threads_before(out: Path, shard: Shard) -> int | None:
@@ -364,7 +348,8 @@ class _Job:
         lengths = dict(enumerate(self.survey.lengths))
         parts = self.parts.contexts
         work = self._work("user turns", parts, self.contexts, lengths, each, most, "row")
-        written = self.writer.read_responses() if self.survey.prompts else {}
+        responses = Run(self.writer.path).responses.to_dict("records")
+        written = {row["order"]: row for row in responses}
         for name, orders in self.contexts.items():
             work.begin(name)
             prepared = [self._prepared(order, written.get(order)) for order in orders]

@@ -34,14 +34,11 @@ from ia_mech.models.load import (
 from ia_mech.run import Run, layout
 from ia_mech.run.integrity import without_folders
 from ia_mech.run.writer import refuse_another
-from ia_mech.settings import Settings
+from ia_mech.settings import WHOLE, Settings, Shard
 from ia_mech.steering import SteeringVector
 
 BATCH_ROWS = {"cpu": 384, "cuda": 1024}  # rows decoded together; a GPU's number is an estimate
 HELD = {"cpu": 2**32, "cuda": 2**34}  # bytes of keys and values that a part may take
-WHOLE = (1, 1)  # the only shard
-
-Shard = tuple[int, int]  # number, from 1, and of how many
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,6 @@ def open_inputs(settings: Settings, out: Path) -> Inputs:
     layout.refuse_unwritable(out, "give another --out or set IA_MECH_CACHE")
     if out.is_dir() and layout.holds_other_files(out):
         raise UserError(f"{out} holds files but no run", "give an empty or new folder as --out")
-    vector = settings.intervention
     source = open_conversations(
         settings.dataset,
         limit=settings.limit,
@@ -76,10 +72,8 @@ def open_inputs(settings: Settings, out: Path) -> Inputs:
         subset=settings.subset,
         skip_unusable=settings.skip_unusable,
     )
-    return Inputs(
-        source,
-        None if vector is None else SteeringVector.load(vector),
-    )
+    file = settings.intervention
+    return Inputs(source, None if file is None else SteeringVector.load(file))
 
 
 def kept_positions(settings: Settings, chat: ChatFormat) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from ia_mech.cli import one_line, shell_word
 from ia_mech.collect.parts import Plan, size_text, too_few
 from ia_mech.display import console
 from ia_mech.run import Run, layout
-from ia_mech.settings import Settings
+from ia_mech.settings import Settings, Shard
 from ia_mech.stats import cluster_mean
 
 LISTED = 10  # skipped rows that are named
@@ -164,7 +164,7 @@ LEGEND = {
 }
 
 
-def print_shard(run: Run, shard: tuple[int, int]) -> None:
+def print_shard(run: Run, shard: Shard) -> None:
     """A shard that is done, of a run of which other parts are lacking."""
     found = ", ".join(f"{count} {kind}" for kind, count in run.counts.items())
     _say(f"shard {shard[0]}/{shard[1]} is done; with the others' {run.path} holds {found}")
