@@ -255,7 +255,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            self._set(one.name, _read(one, getattr(self, one.name)))
+            self._set(one.name, _field_value(one, getattr(self, one.name)))
         if len(set(self.temperatures)) < len(self.temperatures):
             raise UserError(
                 f"a temperature is given twice ({' '.join(map(str, self.temperatures))})",
@@ -353,7 +353,7 @@ class Settings:
         return embedded.cache_dir() / "-".join(words).lower()
 
 
-def _read(setting: Any, value: Any) -> Any:
+def _field_value(setting: Any, value: Any) -> Any:
     """The value of a field of :class:`Settings`, whatever it was given as."""
     flag: Flag = setting.metadata["flag"]
     if value is None:
@@ -362,10 +362,10 @@ def _read(setting: Any, value: Any) -> Any:
         if not isinstance(value, bool):
             raise UserError(f"{setting.name}={_shown(value)}", "give True or False")
         return value
-    return read_value(setting.name, value, flag.parse, several=flag.several)
+    return parse_value(setting.name, value, flag.parse, several=flag.several)
 
 
-def read_value(name: str, value: Any, parse: Callable[[str], Any], several: bool = False) -> Any:
+def parse_value(name: str, value: Any, parse: Callable[[str], Any], several: bool = False) -> Any:
     """What the command line would make of a value.
 
     Args:

@@ -188,7 +188,7 @@ def _work(err: Path, words: list[str], pen: int, environment: dict[str, str]) ->
 def _report_to(pen: int) -> None:
     """Write when the flags are read and the command begins, and when it begins a part."""
     from ia_mech import cli
-    from ia_mech.collect.progress import Work
+    from ia_mech.collect.progress import PhaseProgress
 
     def reported(function, what: str):
         def report_first(*arguments):
@@ -197,7 +197,8 @@ def _report_to(pen: int) -> None:
 
         return report_first
 
-    cli._status, Work.begin = reported(cli._status, "b"), reported(Work.begin, PART)
+    cli._status = reported(cli._status, "b")
+    PhaseProgress.begin = reported(PhaseProgress.begin, PART)
 
 
 if __name__ == "__main__":

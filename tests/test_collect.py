@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 import ia_mech.collect.job as job
 from ia_mech.collect.command import main
-from ia_mech.collect.parts import HELD, Survey, plan_parts
+from ia_mech.collect.parts import MAX_CACHE_BYTES, Survey, plan_parts
 from ia_mech.collect.summary import print_run
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
@@ -100,7 +100,7 @@ def test_a_part_fills_a_batch_and_a_part_of_responses_serves_whole_ones(tiny_sub
 def test_a_part_holds_no_more_than_memory_is_set_aside_for(tiny_subject):
     config = tiny_subject.model.config
     a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    length = HELD["cpu"] // a_token // 2
+    length = MAX_CACHE_BYTES["cpu"] // a_token // 2
     plan = plan_parts(survey_of([length, 30, 30, length, length]), SETTINGS, config, 4)
     assert list(plan.contexts.values()) == [[0, 1, 2], [3], [4]]
 
@@ -124,13 +124,13 @@ def test_a_part_is_planned_computed_and_written_as_one(
     tiny_subject, tmp_path, monkeypatch, progress
 ):
     settings = replace(SETTINGS, limit=5, response="generate", max_response_tokens=4)
-    honest, computed = job._Job._run, []
+    honest, computed = job._Job._compute, []
 
     def counted(self, work, contexts, limit):
         computed.append([one.order for one in contexts])
         return honest(self, work, contexts, limit)
 
-    monkeypatch.setattr(job._Job, "_run", counted)
+    monkeypatch.setattr(job._Job, "_compute", counted)
     run = sampled(settings, tiny_subject, tmp_path / "run")
     assert computed == [[0, 1, 2], [3, 4]]
     assert [frame["order"].tolist() for frame, _ in run.windows()] == computed

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ia_mech import cli
 from ia_mech.cli import Parser, path_of, run_command, tolerant_streams
 from ia_mech.errors import UserError
-from ia_mech.settings import FIRST, RUN, WHOLE, Flag, Settings, Shard, default_text, read_value
+from ia_mech.settings import FIRST, RUN, WHOLE, Flag, Settings, Shard, default_text, parse_value
 
 if TYPE_CHECKING:
     from ia_mech.display import Progress
@@ -183,7 +183,7 @@ def sample(
 
 
 def _argument(name: str, value: Any, parse: Callable[[str], Any]) -> Any:
-    return None if value is None else read_value(name, value, parse)
+    return None if value is None else parse_value(name, value, parse)
 
 
 def _kept(out: Path | None) -> str:

@@ -140,7 +140,7 @@ def content_hash(path: Path) -> str:
         return hashlib.file_digest(handle, xxhash.xxh3_128).hexdigest()
 
 
-def facts_of(path: Path) -> dict[str, int | str]:
+def size_and_hash(path: Path) -> dict[str, int | str]:
     """What a manifest says of a file: its size and its hash."""
     return {"bytes": path.stat().st_size, HASH: content_hash(path)}
 
@@ -150,7 +150,7 @@ def damage(root: Path, files: dict[str, dict[str, Any]], *, content: bool) -> st
 
     Args:
         root: the folder that they are named from.
-        files: name -> size and hash as :func:`facts_of` gave them.
+        files: name -> size and hash as :func:`size_and_hash` gave them.
         content: compare the hash of every file, not only its size.
     """
     for name, expected in files.items():

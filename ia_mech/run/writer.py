@@ -216,7 +216,7 @@ class RunWriter:
         scratch = layout.scratch_file(path, self._shard)
         write(scratch)
         integrity.fsync_file(scratch)
-        facts = integrity.facts_of(scratch)
+        facts = integrity.size_and_hash(scratch)
         os.replace(scratch, path)
         return facts
 
@@ -265,9 +265,9 @@ def refuse_another(
     """
     differing = integrity.differences(there["identity"], wanted["identity"])
     # What follows from the settings is left out where they explain it.
-    asked = {name: v for name, v in differing.items() if name.startswith("settings.")}
+    settings = {name: v for name, v in differing.items() if name.startswith("settings.")}
     differing = (
-        asked
+        settings
         or differing
         or integrity.differences({"parts": there["parts"]}, {"parts": wanted["parts"]})
     )
