@@ -65,7 +65,7 @@ class Forks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | threads | offline,
+            env=os.environ | threads | offline | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )
 
     def __enter__(self) -> "Forks":
