@@ -36,13 +36,13 @@ from ia_mech.collect.parts import (
     check_disk,
     check_model,
     check_without_weights,
+    fewer_conversations_note,
     flag_of,
     kept_positions,
     open_inputs,
     plan_parts,
     run_bytes,
     survey,
-    too_few,
     without_response,
 )
 from ia_mech.collect.progress import PhaseProgress
@@ -150,7 +150,7 @@ def collect(
     try:
         check_disk(needed, out)
         with RunWriter(out, record, shard, flag_of) as writer:
-            if problem := too_few(settings, surveyed.dataset_conversations):
+            if problem := fewer_conversations_note(settings, surveyed.dataset_conversations):
                 progress.say(f"note: {problem}")
             remember(settings.model_spec, subject.weights_hash)
             _Job(settings, inputs, subject, chat, engine, surveyed, mine, writer, progress).work()

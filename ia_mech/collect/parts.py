@@ -227,7 +227,7 @@ def _alternatives(source: Iterable[Conversation], settings: Settings) -> Iterato
                 "use --response given, or give each query once",
             )
         if several:
-            yield from map(conversation.alternative, range(settings.responses))
+            yield from map(conversation.with_response_index, range(settings.responses))
         else:
             yield conversation
 
@@ -318,7 +318,7 @@ def plan_parts(
     batch_rows = settings.batch_rows or BATCH_ROWS[device]
     rows = len(settings.rows())
     room = MAX_CACHE_BYTES[device] // _cache_bytes(model_config, dtype_bytes)  # tokens
-    most = evenly(len(surveyed.lengths), max(1, batch_rows // rows))
+    most = even_size(len(surveyed.lengths), max(1, batch_rows // rows))
     contexts: list[list[int]] = []
     held = 0
     for order, length in enumerate(surveyed.lengths):
@@ -332,7 +332,7 @@ def plan_parts(
     if surveyed.prompts:
         longest = max(surveyed.prompts.values()) + settings.max_response_tokens
         response_rows = max(1, min(batch_rows, room // longest))
-        together = evenly(len(contexts), max(1, response_rows // most))
+        together = even_size(len(contexts), max(1, response_rows // most))
         responses = [
             [order for part in contexts[start : start + together] for order in part]
             for start in range(0, len(contexts), together)
@@ -340,7 +340,7 @@ def plan_parts(
     return Parts(_named(contexts), _named(responses), batch_rows, response_rows)
 
 
-def evenly(count: int, most: int) -> int:
+def even_size(count: int, most: int) -> int:
     """The size of equal parts of ``count`` items, at most ``most`` each."""
     return -(-count // max(1, -(-count // most)))
 
@@ -502,7 +502,7 @@ def check_disk(needed: int, out: Path) -> None:
         )
 
 
-def too_few(settings: Settings, count: int) -> str:
+def fewer_conversations_note(settings: Settings, count: int) -> str:
     """What to say of a dataset that has fewer conversations than were asked for; else nothing."""
     if settings.limit is None or count >= settings.limit:
         return ""

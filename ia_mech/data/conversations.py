@@ -82,7 +82,7 @@ class Conversation:
         kept = self.messages if self.response is None else self.messages[:-1]
         return replace(self, messages=(*kept, {"role": "assistant", "content": text}))
 
-    def alternative(self, index: int) -> "Conversation":
+    def with_response_index(self, index: int) -> "Conversation":
         """The same query with another response, yet to be given: number ``index`` of several."""
         return replace(self, id=f"{self.id}/r{index}", response_index=index)
 
@@ -249,7 +249,8 @@ def _with_each(
     if conversation.response is not None:
         raise UserError(f"{place}: a response and a list of responses", "leave out one of them")
     return [
-        conversation.alternative(index).with_response(text) for index, text in enumerate(responses)
+        conversation.with_response_index(index).with_response(text)
+        for index, text in enumerate(responses)
     ]
 
 
