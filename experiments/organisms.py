@@ -84,7 +84,7 @@ def model_of(run: Run | None, name: str | None) -> tuple[ModelSpec, ChatFormat]:
     else:
         spec = ModelSpec() if run is None else recall(run.settings, run.model["weights_hash"])
     tokenizer, config = load_tokenizer_and_config(spec)
-    settings = Settings() if run is None else Settings.from_dict(run.settings)
+    settings = Settings() if run is None else Settings.read(run.settings)
     return spec, build_chat(settings, tokenizer, eos_ids(None, config))
 
 

@@ -158,7 +158,7 @@ def refuse_other_settings(runs: Sequence[Run]) -> None:
 
 def chat_of(run: Run, tokenizer: Any, stops: Sequence[int]) -> ChatFormat:
     """A tokenizer's chat format with the chat settings of a run; ``stops`` end a response."""
-    return build_chat(Settings.from_dict(run.settings), tokenizer, stops)
+    return build_chat(Settings.read(run.settings), tokenizer, stops)
 
 
 def subject_of(run: Run) -> Subject:

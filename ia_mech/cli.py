@@ -74,26 +74,19 @@ def run_command(
 def _status(body: Callable[[], int | None], interrupted: Callable[[], str]) -> int:
     try:
         return body() or 0
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; {interrupted()}", file=sys.stderr, flush=True)
+        return 130
     except BrokenPipeError:
         raise
-    except (Exception, KeyboardInterrupt) as error:
-        if _is_interrupt(error):
-            print(f"\ninterrupted; {interrupted()}", file=sys.stderr, flush=True)
-            return 130
-        if isinstance(error, UserError):
-            return refuse(str(error))
+    except UserError as error:
+        return refuse(str(error))
+    except Exception as error:
         if lacking := exhaustion(error):
             return refuse(str(lacking))
         if isinstance(error, OSError):
             return refuse(f"{error}; check the path, its permissions and its disk")
         raise
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C was pressed; libraries turn it into errors of their own."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def _closed_pipe() -> int:

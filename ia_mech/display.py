@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from string import ascii_lowercase
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 from rich.segment import Segment
@@ -62,7 +61,6 @@ def console(width: int = 100) -> Console:
     return made
 
 
-@runtime_checkable
 class Progress(Protocol):
     """How a long computation reports what it does. A run has several phases, one after another."""
 
@@ -218,14 +216,7 @@ def list_names(axes: Axes, names: Sequence[str]) -> None:
     axes.invert_yaxis()
 
 
-def svg_of(figure: Figure, stem: str) -> bytes:
-    """A figure as SVG: the same bytes for the same figure and stem."""
-    content = io.BytesIO()
-    _save(figure, content, "svg", stem)
-    return content.getvalue()
-
-
-def _save(figure: Figure, to: Any, kind: str, stem: str) -> None:
+def _save(path: Path, figure: Figure, kind: str, stem: str) -> None:
     """Write a figure as one of :data:`KINDS`, its panels lettered if there are several."""
     from matplotlib import rc_context
 
@@ -241,7 +232,7 @@ def _save(figure: Figure, to: Any, kind: str, stem: str) -> None:
     }
     # Ticks are only made now. Ids in an SVG are random without a salt.
     with rc_context({**STYLE, "svg.hashsalt": stem}):
-        figure.savefig(to, format=kind, dpi=150, metadata=undated[kind])
+        figure.savefig(path, format=kind, dpi=150, metadata=undated[kind])
 
 
 def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
@@ -262,5 +253,5 @@ def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
 
     paths = [Path(folder) / f"{stem}.{kind}" for kind in KINDS]
     for kind, path in zip(KINDS, paths, strict=True):
-        replace_file(path, partial(_save, figure, kind=kind, stem=stem))
+        replace_file(path, partial(_save, figure=figure, kind=kind, stem=stem))
     return paths

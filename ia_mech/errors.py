@@ -40,7 +40,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):  # torch.OutOfMemoryError is one
         return False
-    if any(text in str(error) for text in _NO_MEMORY):
+    if any(phrase in str(error) for phrase in _NO_MEMORY):
         return True
     before = error.__cause__ or error.__context__
     return before is not None and is_out_of_memory(before)
@@ -48,11 +48,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def exhaustion(error: BaseException) -> UserError | None:
     """What the machine lacks: memory, space, files or threads. None: it is another error."""
-    said = " ".join(str(error).split())[:200]
+    text = " ".join(str(error).split())[:200]
     if is_out_of_memory(error):
         return UserError(
-            f"there is no memory left ({said or type(error).__name__})",
+            f"there is no memory left ({text or type(error).__name__})",
             "free memory, or use smaller batches, fewer runs or another --device",
         )
-    remedy = next((remedy for text, remedy in _REMEDIES.items() if text in said), None)
-    return None if remedy is None else UserError(said, remedy)
+    remedy = next((remedy for phrase, remedy in _REMEDIES.items() if phrase in text), None)
+    return None if remedy is None else UserError(text, remedy)

@@ -143,7 +143,7 @@ def save_lens(subject: Subject, ids: list[int]) -> str | None:
     """
     if _is_whole(subject.weights_hash):
         return None
-    lens = _read_off(subject.model)
+    lens = _lens_of(subject.model)
     if lens is None:
         return "its final norm is of an unknown kind"
     result = prefill(subject.model, [Prefix(ids, [len(ids) - 1])], find_blocks(subject.model))
@@ -167,7 +167,7 @@ def _is_whole(weights_hash: str) -> bool:
 
 
 @torch.inference_mode()
-def _read_off(model: Any) -> Lens | None:
+def _lens_of(model: Any) -> Lens | None:
     norm, head = find_final_norm(model), model.get_output_embeddings()
     eps = next(
         (

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
 MOST = 1_000_000  # samples of a temperature, and tokens of a turn: rows are planned as lists
+Shard = tuple[int, int]  # one of the shares of a run: its number, from 1, and of how many
+WHOLE: Shard = (1, 1)
 SEE_HELP = "see python -m ia_mech.sample --help"
 
 # Groups of the help, in its order.
@@ -253,7 +255,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            self._set(one.name, _read(one, getattr(self, one.name)))
+            self._set(one.name, _field_value(one, getattr(self, one.name)))
         if len(set(self.temperatures)) < len(self.temperatures):
             raise UserError(
                 f"a temperature is given twice ({' '.join(map(str, self.temperatures))})",
@@ -278,7 +280,7 @@ class Settings:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Settings":
-        """Settings by name, for callers from Python.
+        """Settings by name: of a caller from Python, or of ``run.json`` (:meth:`to_dict`).
 
         Raises:
             TypeError: there is no such setting; all are named.
@@ -290,11 +292,6 @@ class Settings:
                 f"there is no setting {', '.join(map(repr, unknown))}; there are {', '.join(names)}"
             )
         return cls(**given)
-
-    @classmethod
-    def from_dict(cls, kept: Mapping[str, Any]) -> "Settings":
-        """The settings that ``run.json`` holds, as :meth:`to_dict` made them."""
-        return cls.read(kept)
 
     def to_dict(self) -> dict[str, Any]:
         """What ``run.json`` holds: every setting by its name, as JSON has it."""
@@ -356,7 +353,7 @@ class Settings:
         return embedded.cache_dir() / "-".join(words).lower()
 
 
-def _read(setting: Any, value: Any) -> Any:
+def _field_value(setting: Any, value: Any) -> Any:
     """The value of a field of :class:`Settings`, whatever it was given as."""
     flag: Flag = setting.metadata["flag"]
     if value is None:
@@ -365,10 +362,10 @@ def _read(setting: Any, value: Any) -> Any:
         if not isinstance(value, bool):
             raise UserError(f"{setting.name}={_shown(value)}", "give True or False")
         return value
-    return read_value(setting.name, value, flag.parse, several=flag.several)
+    return parse_value(setting.name, value, flag.parse, several=flag.several)
 
 
-def read_value(name: str, value: Any, parse: Callable[[str], Any], several: bool = False) -> Any:
+def parse_value(name: str, value: Any, parse: Callable[[str], Any], several: bool = False) -> Any:
     """What the command line would make of a value.
 
     Args:

@@ -60,7 +60,7 @@ class SteeringVector:
             raise UserError("a steering vector without a position", f"name one, such as {TURN}")
         if not isfinite(self.dose):
             raise UserError(f"a steering vector of dose {self.dose}", "give a finite one")
-        self._edit()  # refuses a direction without length
+        self._intervention()  # refuses a direction without length
 
     def __str__(self) -> str:
         when = [*["prefill"] * (set(self.positions) != {TURN}), *["decoding"] * bool(self.at_turn)]
@@ -69,14 +69,14 @@ class SteeringVector:
             f"({' and '.join(when)})"
         )
 
-    def _edit(self) -> TokenwiseIntervention:
+    def _intervention(self) -> TokenwiseIntervention:
         made = Add if self.kind == ADD else ProjectOut
         return made(self.layer, (0,), self.direction, self.dose)
 
     @property
     def at_turn(self) -> tuple[TokenwiseIntervention, ...]:
         """What happens at each token of the turn."""
-        return (self._edit(),) if TURN in self.positions else ()
+        return (self._intervention(),) if TURN in self.positions else ()
 
     def at_context(self, places: Mapping[str, int | None]) -> tuple[TokenwiseIntervention, ...]:
         """What happens in a context.
@@ -94,7 +94,7 @@ class SteeringVector:
                 "name other positions, or leave the conversation out",
             )
         at = tuple(index for name in named if (index := places[name]) is not None)
-        return (replace(self._edit(), positions=at),) if at else ()
+        return (replace(self._intervention(), positions=at),) if at else ()
 
     def check(self, layers: int, width: int, names: Sequence[str]) -> None:
         """Refuse a model that lacks what is to be changed.

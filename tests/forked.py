@@ -15,10 +15,11 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-PART = "a part"  # is what a fork says when it begins to compute one
+PART = "a part"  # what a fork writes when it begins to compute one
 
 # What each command imports, most of it late.
 MODULES = {
@@ -50,7 +51,8 @@ class Ended(NamedTuple):
 
 
 class Forks:
-    """The process that forks, as the tests see it; ``folder`` is for the output of the commands.
+    """The process that forks, as the tests see it; ``folder`` is for what the commands write
+    to stderr.
 
     A context manager.
     """
@@ -63,7 +65,7 @@ class Forks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | threads | offline,
+            env=os.environ | threads | offline | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )
 
     def __enter__(self) -> "Forks":
@@ -87,12 +89,24 @@ class Forks:
             number: of that signal.
             environment: added to the environment.
         """
-        asked = {"words": [str(word) for word in words], "after": after, "number": int(number)}
+        (ended,) = self.run_together([words], after=after, number=number, **environment)
+        return ended
+
+    def run_together(
+        self,
+        commands: Sequence[Sequence[object]],
+        after: float | None = None,
+        number: int = signal.SIGKILL,
+        **environment: str,
+    ) -> list[Ended]:
+        """Run several at once; arguments as for :meth:`run`."""
+        request = {"commands": [[str(word) for word in words] for words in commands]}
+        request |= {"after": after, "number": int(number), "environment": environment}
         pen, reader = self._process.stdin, self._process.stdout
         assert pen is not None and reader is not None
-        pen.write(json.dumps(asked | {"environment": environment}) + "\n")
+        pen.write(json.dumps(request) + "\n")
         pen.flush()
-        return Ended(**json.loads(reader.readline()))
+        return [Ended(**ended) for ended in json.loads(reader.readline())]
 
 
 # -- the process that forks -----------------------------------------------------------------------
@@ -104,23 +118,32 @@ def serve(folder: Path) -> NoReturn:
 
     torch.set_num_threads(1)  # a fork has no other threads
     for line in sys.stdin:
-        asked = json.loads(line)
-        for name in MODULES[asked["words"][0]]:
+        request = json.loads(line)
+        commands, environment = request["commands"], request["environment"]
+        for name in MODULES[commands[0][0]]:
             importlib.import_module(name)
-        print(json.dumps(_attended(folder, **asked)._asdict()), flush=True)
+        begun = [
+            _begin(folder / f"stderr-{k}", words, environment) for k, words in enumerate(commands)
+        ]
+        ended = [_attend(*one, request["after"], request["number"])._asdict() for one in begun]
+        print(json.dumps(ended), flush=True)
     os._exit(0)  # unloading takes longer
 
 
-def _attended(
-    folder: Path, words: list[str], after: float | None, number: int, environment: dict[str, str]
-) -> Ended:
+def _begin(err: Path, words: list[str], environment: dict[str, str]) -> tuple[int, int, Path]:
+    """Fork: the child, and what it writes to: a pipe, and a file for its stderr."""
     reader, pen = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _work(folder, words, pen, environment)
+        _work(err, words, pen, environment)
     os.close(pen)
-    said = os.read(reader, 1)  # it begins
+    return child, reader, err
+
+
+def _attend(child: int, reader: int, err: Path, after: float | None, number: int) -> Ended:
+    """Wait for a child to end, and perhaps end it."""
+    written = os.read(reader, 1)  # it begins
     begun = time.monotonic()
     until = None if after is None else begun + after
     while True:
@@ -132,24 +155,24 @@ def _attended(
         more = os.read(reader, 65536)
         if not more:  # it is gone
             break
-        said += more
+        written += more
     seconds = time.monotonic() - begun
     os.close(reader)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    err = (folder / "stderr").read_text("utf-8", errors="replace")
-    return Ended(status, seconds, said.decode().count(PART), err)
+    text = err.read_text("utf-8", errors="replace")
+    return Ended(status, seconds, written.decode().count(PART), text)
 
 
-def _work(folder: Path, words: list[str], pen: int, environment: dict[str, str]) -> NoReturn:
+def _work(err: Path, words: list[str], pen: int, environment: dict[str, str]) -> NoReturn:
     """In the fork: run the command line, and never return."""
     status = 1
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for stream, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         os.environ.update(environment)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _tell(pen)
+        _report_to(pen)
         sys.argv = words
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     except SystemExit as ended:
@@ -162,19 +185,20 @@ def _work(folder: Path, words: list[str], pen: int, environment: dict[str, str])
     os._exit(status)
 
 
-def _tell(pen: int) -> None:
-    """Tell when the flags are read and the command begins, and when it begins a part."""
+def _report_to(pen: int) -> None:
+    """Write when the flags are read and the command begins, and when it begins a part."""
     from ia_mech import cli
-    from ia_mech.collect.progress import Work
+    from ia_mech.collect.progress import PhaseProgress
 
-    def telling(function, what: str):
-        def telling_first(*arguments):
+    def reported(function, what: str):
+        def report_first(*arguments):
             os.write(pen, f"{what}\n".encode())
             return function(*arguments)
 
-        return telling_first
+        return report_first
 
-    cli._status, Work.begin = telling(cli._status, "b"), telling(Work.begin, PART)
+    cli._status = reported(cli._status, "b")
+    PhaseProgress.begin = reported(PhaseProgress.begin, PART)
 
 
 if __name__ == "__main__":

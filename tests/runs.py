@@ -180,7 +180,7 @@ def rehashed(root: Path) -> Run:
         manifest = integrity.read_json(file)
         manifest["run"] = integrity.content_hash(root / layout.RUN)
         for part in manifest["parts"]:
-            part["files"] = {name: integrity.facts_of(root / name) for name in part["files"]}
+            part["files"] = {name: integrity.size_and_hash(root / name) for name in part["files"]}
         integrity.write_json(file, manifest)
     return Run.open(root)
 

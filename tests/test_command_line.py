@@ -5,10 +5,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import unicodedata
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from shell import Outcome, call, files, refusal
 
 from ia_mech.cli import NOTHING, STATUSES, Parser, run_command, shell_word
 from ia_mech.collect import command as command_line
+from ia_mech.collect.summary import print_run
 from ia_mech.console import COMMANDS
 from ia_mech.run import Run, RunWriter
 
@@ -29,15 +28,6 @@ def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "80")
     return tmp_path / "cache"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads only cost time in a model as small as this one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -76,92 +66,80 @@ def question(**changes) -> dict:
     return {"id": "q1", "question": "What is 17 times 24?", "answer": "408."} | changes
 
 
-# -- models that can't be -------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
+
+REFUSED = {  # words, in which {tmp} is a folder with the files below: the beginning of the line
+    "--dataset gsm9k": "no dataset 'gsm9k' (there are builtin, builtin:maths, ",
+    "--dataset {tmp}/none.jsonl": "no file {tmp}/none.jsonl; give the path of an existing file",
+    "--dataset {tmp}/text.jsonl": "text.jsonl line 1 is not JSON (Expecting",
+    "--dataset {tmp}/blank.jsonl": "dataset blank has no rows; give one that has",
+    "--header-logits 99999": "--header-logits 99999: the model has 803 logits; give full, or",
+    "--device gpu": "--device 'gpu' is not a device; use auto, cpu, cuda or cuda:N",
+    "--device cuda": "no CUDA device is available here; use --device cpu",
+    "--device cuda:1": "no CUDA device is available here; use --device cpu",
+    "--intervention v.safetensors": "there is no steering vector v.safetensors; write it",
+    "--split train": "builtin has no splits, subsets or revisions; leave out --split",
+    "--revision v2": "--revision v2: ",
+    "--id-column key": "builtin_maths.jsonl line 1: no column 'key' (found: id, dataset,",
+    "--limit 1 --max-new-tokens 4000": "conversation maths-01: it needs 44",
+    "--positions header_9": "--positions header_9: this model's template has no such position; "
+    "give all, header, or names among query_end, response_end, turn_end, turn_separator, header_0,",
+    "--out {tmp}/text.jsonl": "{tmp}/text.jsonl is a file; give another --out or set IA_MECH_CACHE",
+    "--out {tmp}/text.jsonl/a/run": "{tmp}/text.jsonl is a file; give another --out",
+    "--out {tmp}/thesis": "{tmp}/thesis holds files but no run; give an empty or new folder as",
+    "--out {tmp}/run/sub": "{tmp}/run/sub lies inside the run {tmp}/run; write it somewhere else",
+    "--out {tmp}/link/sub": "{tmp}/link/sub lies inside the run {tmp}/run; write it somewhere else",
+    "--out /proc/foo": "/proc is not writable (No such file or directory); give another --out",
+}
 
 
-# -- data that can't be ---------------------------------------------------------------------------
+@pytest.fixture
+def odd_files(tmp_path, merged) -> Path:
+    (tmp_path / "text.jsonl").write_text("not JSON\n")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("mine")
+    shutil.copytree(merged.path, tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    return tmp_path
 
 
-def test_an_unknown_dataset_with_close_names(refused):
-    line = refused("--dataset", "gsm9k")
-    assert line.startswith("no dataset 'gsm9k' (there are builtin, builtin:maths, ")
-    assert "did you mean gsm8k?" in line and line.endswith("or a hub id org/name")
+@pytest.mark.parametrize(("words", "expected"), REFUSED.items(), ids=REFUSED)
+def test_what_does_not_go_with_data_model_machine_or_folder_is_one_line(
+    refused, odd_files, monkeypatch, words, expected
+):
+    if "/proc" in words and not Path("/proc/self").exists():
+        pytest.skip("there is no /proc")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    line = refused(*words.format(tmp=odd_files).split())
+    assert line.startswith(expected.format(tmp=odd_files))
 
 
-def test_files_that_hold_no_conversations(refused, tmp_path):
-    file = tmp_path / "chats.jsonl"
-    assert refused("--dataset", file) == f"no file {file}; give the path of an existing file"
-    file.write_text("not JSON\n")
-    assert refused("--dataset", file).startswith("chats.jsonl line 1 is not JSON (Expecting")
-    file.write_bytes(b"\xff\xfe\x00")
-    assert "is not JSON (not UTF-8 text: byte 0xff at 1)" in refused("--dataset", file)
-    file.write_text("")
-    assert refused("--dataset", file) == "dataset chats has no rows; give one that has"
-    file.write_text("\n\n")
-    assert refused("--dataset", file) == "dataset chats has no rows; give one that has"
-    line = refused("--dataset", rows(file, {"foo": 1, "bar": 2}))
-    assert line.startswith("chats.jsonl line 1: columns not recognised (found: foo, bar); name ")
-
-
-def test_a_dataset_that_cannot_be_opened(refused, monkeypatch):
+def test_what_the_machine_refuses_is_one_line(refused, monkeypatch):
     def denied(*_, **__):
         raise PermissionError(13, "Permission denied", "chats.jsonl")
 
-    monkeypatch.setattr("ia_mech.collect.parts.open_conversations", denied)
-    line = refused()
-    assert "Permission denied: 'chats.jsonl'; check the path, its permissions and its disk" in line
-
-
-# -- settings that can't be -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--header-logits 99999", "--header-logits 99999: the model has 803 logits; give full, or"),
-        ("--device gpu", "--device 'gpu' is not a device; use auto, cpu, cuda or cuda:N"),
-        ("--intervention v.safetensors", "there is no steering vector v.safetensors; write it"),
-        ("--split train", "builtin has no splits, subsets or revisions; leave out --split"),
-        ("--revision v2", "--revision v2: "),
-        ("--id-column key", "builtin_maths.jsonl line 1: no column 'key' (found: id, dataset,"),
-        ("--limit 1 --max-new-tokens 4000", "conversation maths-01: it needs 44"),
-        (
-            "--positions header_9",
-            "--positions header_9: this model's template has no such position; give all, header, "
-            "or names among query_end, response_end, turn_end, turn_separator, header_0,",
-        ),
-    ],
-)
-def test_a_setting_that_does_not_go_with_model_data_or_machine(refused, words, expected):
-    assert refused(*words.split()).startswith(expected)
-
-
-def test_cuda_on_a_machine_without(refused, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for device in ("cuda", "cuda:1"):
-        expected = "no CUDA device is available here; use --device cpu"
-        assert refused("--device", device) == expected
-        assert refused("--device", device, "--dry-run") == expected
+    with monkeypatch.context() as patch:
+        patch.setattr("ia_mech.collect.parts.open_conversations", denied)
+        expected = "Permission denied: 'chats.jsonl'; check the path, its permissions and its disk"
+        assert expected in refused()
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1000))
+    assert re.match(r"the run needs about .* free; free some space, lower --limit", refused())
 
 
 @pytest.mark.parametrize(
     "words",
-    [
-        "--dataset gsm9k",
-        "--device gpu",
-        "--out {file}",
-        "--intervention {file}",
-        "--samples 0",
-    ],
+    ["--dataset gsm9k", "--device gpu", "--out {file}", "--intervention {file}", "--samples 0"],
 )
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry"])
 def test_what_needs_no_model_is_checked_before_anything_is_fetched(
-    refused, monkeypatch, tmp_path, words, dry
+    refused, monkeypatch, tmp_path, words
 ):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("ia_mech.models.embedded.directory", None)
-    words = words.format(file=tmp_path / "file", none=tmp_path / "none").split()
-    refused("--model", "smollm2-135m-instruct", *words, *dry)
+    words = words.format(file=tmp_path / "file").split()
+    refused("--model", "smollm2-135m-instruct", *words)
+    refused("--model", "smollm2-135m-instruct", *words, "--dry-run")
 
 
 def test_what_needs_no_weights_is_checked_before_they_are_loaded(refused, monkeypatch):
@@ -169,59 +147,11 @@ def test_what_needs_no_weights_is_checked_before_they_are_loaded(refused, monkey
     refused("--positions", "nowhere")
 
 
-# -- folders that can't be ------------------------------------------------------------------------
-
-
-def test_a_full_disk(refused, monkeypatch):
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1000))
-    line = refused()
-    assert (
-        line.startswith("the run needs about ") and " free; free some space, lower --limit" in line
-    )
-
-
-def test_a_file_as_out(refused, tmp_path):
-    file = tmp_path / "file"
-    file.write_text("mine")
-    for out in (file, file / "run", file / "a" / "run"):
-        line = refused("--out", out)
-        assert line == f"{file} is a file; give another --out or set IA_MECH_CACHE"
-
-
-def test_foreign_files_in_out(refused, tmp_path):
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter.txt").write_text("mine")
-    line = refused("--out", tmp_path / "thesis")
-    assert line == f"{tmp_path}/thesis holds files but no run; give an empty or new folder as --out"
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry"])
-def test_an_out_where_not_even_root_can_write(refused, dry):
-    line = refused("--out", "/proc/foo", *dry)
-    assert line.startswith("/proc is not writable (No such file or directory); give another --out")
-
-
-def test_an_out_within_a_run(sample, refused, tmp_path):
-    sample("--out", tmp_path / "run")
-    (tmp_path / "link").symlink_to(tmp_path / "run")
-    for inside in (tmp_path / "run" / "sub", tmp_path / "link" / "generations" / "sub"):
-        line = refused("--out", inside)
-        assert line == f"{inside} lies inside the run {tmp_path}/run; write it somewhere else"
-
-
 # -- dry runs -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--limit 6 --samples 2 --temperatures 0.5 1 1.5 --max-new-tokens 8 --header-logits 10",
-        "--limit 24 --samples 1 --temperatures 1 --max-new-tokens 4",
-    ],
-)
-def test_a_dry_run_writes_nothing_and_says_what_a_run_then_writes(sample, tmp_path, words):
+def test_a_dry_run_writes_nothing_and_says_what_a_run_then_writes(sample, tmp_path):
+    words = "--limit 6 --samples 2 --temperatures 0.5 1 1.5 --max-new-tokens 8 --header-logits 10"
     outcome = sample(*words.split(), "--dry-run", small=False)
     assert outcome.status == 0 and outcome.err == ""
     assert list(tmp_path.iterdir()) == []
@@ -242,29 +172,22 @@ def test_a_dry_run_writes_nothing_and_says_what_a_run_then_writes(sample, tmp_pa
     assert abs(size - written) <= 0.3 * written
 
 
-def test_fewer_conversations_than_asked_for_are_said(sample, tmp_path):
-    data = rows(tmp_path / "chats.jsonl", question())
-    note = f"note: {data} has fewer conversations than --limit 3: 1"
-    assert note in sample("--dataset", data, "--dry-run").out.splitlines()
-    assert note in sample("--dataset", data).err.splitlines()
-    assert "note:" not in sample("--dataset", data, "--limit", "1").err
-
-
-def test_output_that_is_not_read_to_the_end_is_no_error(tiny_model_dir, tmp_path):
-    words = ["--model", tiny_model_dir, "--out", str(tmp_path / "run"), *SMALL]
-    command = [sys.executable, "-m", "ia_mech.sample", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.close()  # as `| head -0` does
-        said = process.stderr.read().decode()
-        assert process.wait() == 141
-    assert "error" not in said and "Traceback" not in said and "Exception" not in said
-    assert Run.open(tmp_path / "run").complete
+def test_output_that_is_not_read_to_the_end_is_no_error():
+    """Of Python's own print, and of the console that prints tables."""
+    code = "import sys; from ia_mech.cli import run_command; from ia_mech.display import console; "
+    code += "sys.exit(run_command(lambda: {}('text'), str))"
+    for write in ("print", "console().print"):
+        command = [sys.executable, "-c", code.format(write)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            process.stdout.close()  # as `| head -0` does
+            assert process.stderr.read() == b""
+            assert process.wait() == 141
 
 
 # -- runs that are there already ------------------------------------------------------------------
 
 
-MANY = ["--limit", "8", "--batch-rows", "4"]  # four parts
+MANY = ["--limit", "6", "--batch-rows", "4"]  # three parts, of two contexts each
 
 
 def stopped(monkeypatch, after: int, before_it=lambda: None) -> list[str]:
@@ -283,56 +206,53 @@ def stopped(monkeypatch, after: int, before_it=lambda: None) -> list[str]:
     return written
 
 
-@pytest.mark.parametrize("kept", [0, 1])
-def test_an_interrupted_run_says_what_is_kept_and_goes_on(sample, monkeypatch, tmp_path, kept):
+def test_an_interrupted_run_says_what_is_kept_and_goes_on(sample, monkeypatch, tmp_path):
     out = tmp_path / "run"
+    command = (*MANY, "--out", out)
 
     def there() -> str:
-        outcome = sample(*MANY, "--out", out, "--dry-run")
+        outcome = sample(*command, "--dry-run")
         assert outcome.status == 0, outcome.err
         return re.search(r"^of this already there +(.*)$", outcome.out, re.MULTILINE)[1]
 
     assert there() == "nothing"
-    with monkeypatch.context() as patch:
-        stopped(patch, kept)
-        outcome = sample(*MANY, "--out", out)
-    assert outcome.status == 130 and outcome.out == "" and "Traceback" not in outcome.err
-    run = Run.open(out)
-    count = run.counts["contexts"]
-    assert not run.complete and bool(count) == bool(kept)
-    assert outcome.err.splitlines()[-1] == (
-        f"interrupted; kept in {out}: {count} contexts; the same command goes on from there"
-        if kept
-        else "interrupted; nothing was kept; the same command begins again"
-    )
-    assert there() == f"0 responses, {count} contexts"
+    for kept, line in (
+        (0, "nothing was kept; the same command begins again"),
+        (1, f"kept in {out}: 2 contexts; the same command goes on from there"),
+    ):
+        with monkeypatch.context() as patch:
+            stopped(patch, kept)
+            outcome = sample(*command)
+        assert outcome.status == 130 and outcome.out == "" and "Traceback" not in outcome.err
+        assert outcome.err.splitlines()[-1] == f"interrupted; {line}"
+        assert there() == f"0 responses, {2 * kept} contexts"
     with monkeypatch.context() as patch:
         written = stopped(patch, -1)
-        assert sample(*MANY, "--out", out).run.complete
-    assert len(written) == run.record["parts"]["contexts"] - kept
+        run = sample(*command).run
+    assert run.complete and len(written) == run.record["parts"]["contexts"] - 1
     assert there() == "all of it: nothing would be computed again"
 
     # The same command again computes nothing; another one is refused with the flags that differ.
     before = files(tmp_path)
-    outcome = sample(*MANY, "--out", out)
+    outcome = sample(*command)
     assert f"{out} was finished before; nothing was computed again" in outcome.err.splitlines()
     for dry in ([], ["--dry-run"]):
-        outcome = sample(*MANY, "--out", out, "--samples", "2", "--seed", "7", *dry)
+        outcome = sample(*command, "--samples", "2", "--seed", "7", *dry)
         line = refusal(outcome._replace(err=outcome.err.splitlines()[-1] + "\n"))
         assert "--samples is 1 there, 2 here, --seed is 0 there, 7 here; " in line
     assert files(tmp_path) == before
 
 
-def test_a_damaged_part_is_computed_again(sample, tmp_path):
-    out = tmp_path / "run"
-    digest = sample("--out", out).run.digest()
-    damaged = next((out / "residuals" / "layer_02").iterdir())
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
-    again = sample("--out", out)
-    assert again.run.complete and again.run.digest() == digest
-    assert str(damaged.relative_to(out)) in again.err
+@pytest.mark.parametrize("damage", [b"", b'{"parts": 3}'])
+def test_an_interrupted_run_whose_manifest_is_damaged_says_so(
+    sample, monkeypatch, tmp_path, damage
+):
+    file = tmp_path / "run" / "manifest.json"
+    stopped(monkeypatch, 0, lambda: file.write_bytes(damage))
+    outcome = sample("--out", file.parent)
+    assert outcome.status == 130 and "Traceback" not in outcome.err
+    assert outcome.err.splitlines()[-1].startswith(f"interrupted; {file} is damaged")
+    assert refusal(sample("--out", file.parent)).startswith(f"{file} is damaged")
 
 
 def test_rows_that_cannot_be_used_are_refused_or_skipped_counted_and_listed(
@@ -345,18 +265,19 @@ def test_rows_that_cannot_be_used_are_refused_or_skipped_counted_and_listed(
         outcome = sample("--dataset", data, "--skip-unusable", *words)
         notes = [line for line in outcome.out.splitlines() if line.startswith("note: skipped, ")]
         assert len(notes) == 2 and "line 1" in notes[0] and "line 3" in notes[1]
+        fewer = f"note: {data} has fewer conversations than --limit 3: 1"
+        assert fewer in (outcome.out + outcome.err).splitlines()
     assert outcome.run.contexts["context_id"].tolist() == ["q1"]
 
 
 def test_a_shard_says_what_is_lacking(sample, tmp_path):
     out = tmp_path / "run"
-    first = sample(*MANY, "--out", out, "--shard", "1/2")
+    first = sample("--batch-rows", "2", "--out", out, "--shard", "1/2")
     assert first.status == 0, first.err
     lines = first.out.splitlines()
     assert lines[0].startswith(f"shard 1/2 is done; with the others' {out} holds ")
     assert re.match(r"parts of contexts that are lacking: \d+ of \d+ \(", lines[1])
     assert lines[-1].startswith("next: the same command with another --shard")
-    assert sample(*MANY, "--out", out, "--shard", "2/2").run.complete
 
 
 # -- what a run says ------------------------------------------------------------------------------
@@ -392,36 +313,28 @@ def test_every_share_has_an_interval(sample):
             assert re.fullmatch(r"-?\d+\.\d\d \[-?\d+\.\d\d, -?\d+\.\d\d\]", row[column])
 
 
-def explained(out: str) -> list[str]:
-    """The names that the line below the tables explains."""
-    (line,) = [line for line in out.splitlines() if line.startswith("log p: ")]
-    return re.findall(r"(?:^|(?<=\. ))([a-z ]+):", line)
-
-
-def test_only_columns_that_are_there_are_explained(sample, tmp_path):
-    own = ["log p", "entropy"]
-    assert explained(sample("--limit", "1").out) == [*own, "greedy writes"]
-    assert explained(sample("--dataset", rows(tmp_path / "chats.jsonl", question())).out) == own
-
-
-def test_responses_that_are_cut_off_are_counted(sample):
+def test_responses_that_are_cut_off_are_marked_and_counted(sample):
     outcome = sample("--response", "generate", "--max-response-tokens", "3")
-    cut = outcome.run.contexts["response_cut_off"]
-    assert cut.any()
+    run = outcome.run
+    cut = run.contexts.set_index("context_id")["response_cut_off"]
+    assert cut.any() and (run.contexts["response_tokens"] <= 3).all()
+    assert (run.generations["response_cut_off"] == run.generations["context_id"].map(cut)).all()
     assert f"{cut.sum()} of 3 responses were cut off at 3 tokens: a cut-off " in outcome.out
     heads = re.findall(r"^  (\S+) · (greedy|T = 1)$", outcome.out, re.MULTILINE)
-    assert [name for name, _ in heads] == outcome.run.contexts["context_id"].tolist()
+    assert [name for name, _ in heads] == run.contexts["context_id"].tolist()
 
 
 @pytest.mark.parametrize(
     "folder", ["run", 'it\'s a "$HOME" run', "two  lines\n\\x and a tab\t", "-r é"]
 )
-def test_the_commands_that_are_suggested_work(sample, capfd, tmp_path, folder):
-    outcome = sample("--positions", "response_end", "--out", tmp_path / folder)
-    words = in_bash(re.search(r"^read it: (.*)$", outcome.out, re.MULTILINE)[1])
+def test_the_commands_that_are_suggested_work(merged, capfd, tmp_path, folder):
+    path = shutil.copytree(merged.path, tmp_path / folder)
+    print_run(Run.open(path))
+    out = capfd.readouterr().out
+    words = in_bash(re.search(r"^read it: (.*)$", out, re.MULTILINE)[1])
     assert words[:2] == ["python", "-c"] and len(words) == 3
-    judge = in_bash(re.search(r"^next: (.*)$", outcome.out, re.MULTILINE)[1])
-    assert judge == ["python", "-m", "ia_mech.judge", "run", str(tmp_path / folder)]
+    judge = in_bash(re.search(r"^next: (.*)$", out, re.MULTILINE)[1])
+    assert judge == ["python", "-m", "ia_mech.judge", "run", str(path)]
     exec(words[2], {})
     assert re.search(r"torch.Size\(\[.*32\]\)\n$", capfd.readouterr().out)
 
@@ -444,28 +357,6 @@ def test_paths_are_quoted_for_a_shell_on_one_line():
     assert read == [*paths[:-1], "./-x"]
 
 
-EVIL = "\x1b[31mred\x07 \x1b]0;title\x9c\r\x00 \u202eleft [bold]bold[/bold] :cat: \\"
-
-
-def controls(text: str) -> set[str]:
-    return {c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp")} - {"\n"}
-
-
-def test_control_characters_of_texts_do_not_reach_the_terminal(sample, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "ia_mech.chat.format.ChatFormat.text", lambda self, ids: EVIL + "\nsecond\u2028"
-    )
-    evil = question(id=EVIL, question=EVIL, answer=EVIL, dataset="set [red]", reference="Why?")
-    outcome = sample("--dataset", rows(tmp_path / "chats.jsonl", evil))
-    assert outcome.status == 0
-    assert controls(outcome.out) == set()
-    assert controls(outcome.err) <= {"\r"}
-    (turn,) = re.findall(r"^    user turn: (.*)$", outcome.out, re.MULTILINE)
-    # Nothing is interpreted either: markup and emoji names are what the model wrote.
-    assert turn == "�[31mred� �]0;title��� �left [bold]bold[/bold] :cat: \\⏎second�"
-    assert tables(outcome.out)[1][0]["dataset"] == "set [red]"
-
-
 def test_a_lens_that_cannot_be_written_does_not_cost_the_run(sample, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -482,11 +373,15 @@ def test_a_lens_that_cannot_be_written_does_not_cost_the_run(sample, monkeypatch
 def test_a_run_in_three_lines(tiny_model_dir, tmp_path, capfd):
     from ia_mech import Run, sample
 
+    before = torch.get_num_threads()
     settings = {"limit": 3, "samples": 1, "temperatures": [0.7, 1.0], "max_new_tokens": 4}
-    run = sample(tmp_path / "run", model=tiny_model_dir, positions=["header"], **settings)
+    settings |= {"model": tiny_model_dir, "positions": ["header"]}
+    run = sample(tmp_path / "run", threads=before + 1, **settings)
     assert isinstance(run, Run) and run.complete and run.path == tmp_path / "run"
     assert capfd.readouterr() == ("", "")
     assert run.settings["temperatures"] == [0.7, 1.0] and len(run.generations) == 9
+    # Threads are recorded and set back; another number of them is no other run.
+    assert run.sessions[0]["threads"] == before + 1 and torch.get_num_threads() == before
     # The command with the same settings finds it finished.
     words = "--limit 3 --samples 1 --temperatures 0.7 1 --max-new-tokens 4 --positions header"
     words = ["--model", tiny_model_dir, *words.split(), "--out", str(tmp_path / "run")]
@@ -504,47 +399,6 @@ def test_the_function_and_the_command_have_one_name():
     assert ia_mech.sample is command_line.sample and ia_mech.Run is Run
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ia_mech.nothing  # noqa: B018
-
-
-def test_threads_are_recorded_and_set_back(tiny_model_dir, tmp_path):
-    before = torch.get_num_threads()
-    settings = {"model": tiny_model_dir, "limit": 1, "max_new_tokens": 2, "samples": 1}
-    run = command_line.sample(tmp_path / "run", threads=before + 1, **settings)
-    assert torch.get_num_threads() == before
-    sessions = json.loads((run.path / "manifest.json").read_text())["sessions"]
-    assert sessions[0]["threads"] == before + 1
-    assert run.path == command_line.sample(tmp_path / "run", threads=before, **settings).path
-
-
-def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own_is_an_interrupt(capsys):
-    def importing() -> None:
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            raise ImportError("initialization failed") from None
-
-    assert run_command(importing, lambda: "nothing was kept") == 130
-    assert capsys.readouterr().err == "\ninterrupted; nothing was kept\n"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [b"", b"{", b"[]", b'{"parts": 3}', b'{"parts": [{"kind": "x"}]}', b"\xff", b"[" * 100_000],
-    ids=lambda damage: repr(damage[:12]),
-)
-def test_an_interrupted_run_whose_manifest_is_damaged_says_so(
-    sample, monkeypatch, tmp_path, damage
-):
-    out = tmp_path / "run"
-
-    stopped(monkeypatch, 0, lambda: (out / "manifest.json").write_bytes(damage))
-    outcome = sample("--out", out)
-    assert outcome.status == 130 and "Traceback" not in outcome.err
-    file = out / "manifest.json"
-    told = f"interrupted; {file} can't be read; the same command says what is wrong with it"
-    assert outcome.err.splitlines()[-1] == told
-    assert refusal(sample("--out", out)).startswith(f"{file} is damaged")
 
 
 def test_a_command_may_say_that_nothing_usable_came_out():

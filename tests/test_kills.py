@@ -30,6 +30,9 @@ GENERATED = [
     *("--temperatures", 1, "--samples", 1, "--max-new-tokens", 4),
 ]
 GIVEN = ["--temperatures", 0.7, 1, "--samples", 2, "--max-new-tokens", 6, "--batch-rows", 10]
+LEFTOVER = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "nowhere"}
+LEFTOVER |= {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_ARRAY_TASK_ID": "3"}
+LEFTOVER |= {"SLURM_ARRAY_TASK_COUNT": "8", "SLURM_ARRAY_TASK_MIN": "0"}
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["^C", "TERM"])
 
 
@@ -119,6 +122,19 @@ def test_a_run_killed_again_and_again_loses_a_part_each_time_and_nothing_else(
     stop_sampling(Sampling(forks, tiny_model_dir, tmp_path, "--limit", 6, *GENERATED), 2, "few")
 
 
+def test_two_shards_at_once_make_the_run(forks, tiny_model_dir, tmp_path):
+    """Whatever variables a scheduler left in the environment."""
+    settings = ["--limit", 6, *GENERATED]
+    sampling = Sampling(forks, tiny_model_dir, tmp_path, *settings)
+    both = [[*sampling.words, "--shard", f"{k}/2", "--out", tmp_path / "run"] for k in (1, 2)]
+    for ended in forks.run_together(both, **LEFTOVER, IA_MECH_CACHE=str(tmp_path)):
+        assert ended.status == 0, ended.err
+    run = Run.open(tmp_path / "run")
+    assert run.complete and run.verify() == [] and run.digest() == sampling.digest
+    names = sorted(path.name for path in run.path.glob("manifest*"))
+    assert names == ["manifest-1-of-2.json", "manifest-2-of-2.json"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
@@ -205,14 +221,14 @@ def stop_judging(judging: Judging, stops: int, seed: str, number: int = signal.S
                 if not was_stopped(ended, number):
                     break
                 done, stopped = done + 1, stopped + 1
-                asked = requests(stub)
-                paid.append({item: asked[item] for item in judging.paid(name)})
-            asked = requests(stub)
+                made = requests(stub)
+                paid.append({item: made[item] for item in judging.paid(name)})
+            made = requests(stub)
         assert verdicts(judging.folder / name).equals(expected)
-        assert set(asked) == set(once)
+        assert set(made) == set(once)
         for then in paid:
-            assert {item: asked[item] for item in then} == then, "judged, and asked for again"
-        surplus = asked.total() - once.total()
+            assert {item: made[item] for item in then} == then, "judged, and requested again"
+        surplus = made.total() - once.total()
         assert surplus <= CONCURRENCY * stopped
         again += surplus
         (cache,) = (judging.folder / name / "cache").rglob("*.jsonl")

@@ -70,23 +70,28 @@ def test_a_response_is_what_its_own_noise_draws_from_the_model(run, tiny_subject
         assert chat.response_text(alone.token_ids.tolist()) == row["messages"][-1]["content"]
 
 
-def test_fewer_responses_are_the_first_of_more(run, tiny_subject, tmp_path, progress):
+def test_fewer_responses_are_the_first_of_more_and_share_a_prefill(
+    run, tiny_subject, tmp_path, progress, monkeypatch
+):
+    prefilled: list[int] = []
+    honest = job.prefill_all
+
+    def counted(model, prefixes, blocks, *others):
+        if blocks is None:  # of queries: nothing is captured
+            prefilled.append(len(prefixes))
+        return honest(model, prefixes, blocks, *others)
+
+    monkeypatch.setattr(job, "prefill_all", counted)
     fewer = collect(replace(SETTINGS, responses=2), tiny_subject, tmp_path / "fewer", progress)
     more = run.contexts[run.contexts["response_index"] < 2]
     assert more["text"].tolist() == fewer.contexts["text"].tolist()
+    assert prefilled == [3]
 
 
 def test_no_response_shares_its_noise_with_a_turn():
     keys = [response_stream_key(0, s, k) for s in ("a", "b") for k in range(50)]
     keys += [stream_key(0, s, k) for s in ("a", "b", "response") for k in range(50)]
     assert len(set(keys)) == len(keys)
-
-
-def test_greedy_responses_are_as_before(tiny_subject, tmp_path, progress):
-    one = replace(SETTINGS, responses=1, response_temperature=0.0)
-    contexts = collect(one, tiny_subject, tmp_path / "run", progress).contexts
-    assert contexts["context_id"].tolist() == ["maths-01", "instructions-01", "open-01"]
-    assert contexts["response_index"].isna().all()
 
 
 def test_data_may_hold_several_responses(tiny_subject, tmp_path, progress):
@@ -111,14 +116,10 @@ def test_data_may_hold_several_responses(tiny_subject, tmp_path, progress):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match="line 2: a response and a list of responses"):
         list(open_conversations(str(file)))
-
-
-@pytest.mark.parametrize("responses", [["x", 3], "text", []])
-def test_other_lists_of_responses_are_refused(responses, tmp_path):
-    file = tmp_path / "odd.jsonl"
-    file.write_text(json.dumps({"question": "Why?", "responses": responses}) + "\n")
-    with pytest.raises(UserError, match="line 1: the responses are not a list of texts"):
-        open_conversations(str(file))
+    for other in (["x", 3], "text", []):
+        file.write_text(json.dumps({"question": "Why?", "responses": other}) + "\n")
+        with pytest.raises(UserError, match="line 1: the responses are not a list of texts"):
+            open_conversations(str(file))
 
 
 def test_flags_about_responses_without_one_to_write_are_refused(tiny_subject, tmp_path, progress):
@@ -136,31 +137,15 @@ def test_a_conversation_with_a_response_index_is_read_back(tmp_path):
 
 def test_judge_and_rates_count_sources(run):
     label_run(run, RulesJudge(), "rules", Quiet())
-    data = read_runs([run])
-    found = estimates(data)
-    assert found["sources"].max() == 3  # of nine contexts
-
-
-def test_prefilled_once_the_query_serves_all_its_responses(tiny_subject, tmp_path, monkeypatch):
-    seen: list[int] = []
-    honest = job.prefill_all
-
-    def counted(model, prefixes, blocks, *others):
-        if blocks is None:
-            seen.append(len(prefixes))
-        return honest(model, prefixes, blocks, *others)
-
-    monkeypatch.setattr(job, "prefill_all", counted)
-    collect(SETTINGS, tiny_subject, tmp_path / "run", Quiet())
-    assert seen == [3]
+    assert estimates(read_runs([run]))["sources"].max() == 3  # of nine contexts
 
 
 def test_responses_are_written_in_parts_of_their_own_wider_than_contexts(tiny_subject, tmp_path):
-    settings = replace(SETTINGS, limit=6, batch_rows=9)  # three contexts, or nine responses
+    settings = replace(SETTINGS, batch_rows=6)  # two contexts, or six responses
     run = collect(settings, tiny_subject, tmp_path / "run", Quiet())
-    assert [part["contexts"] for part in run.parts("responses")] == [9, 9]
-    assert [part["contexts"] for part in run.parts("contexts")] == [3] * 6
-    assert run.responses["order"].tolist() == list(range(18))
+    assert [part["contexts"] for part in run.parts("responses")] == [6, 3]
+    assert [part["contexts"] for part in run.parts("contexts")] == [2, 2, 2, 2, 1]
+    assert run.responses["order"].tolist() == list(range(9))
     written = run.contexts["messages"].map(lambda messages: messages[-1]["content"])
     assert written.tolist() == run.responses["response"].tolist()
     assert run.contexts["response_tokens"].tolist() == run.responses["tokens"].tolist()

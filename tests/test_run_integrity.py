@@ -4,13 +4,13 @@ import json
 import shutil
 
 import pytest
-from runs import LAYERS, rewritten, with_settings
+from runs import rewritten, with_settings
 from shell import call, refusal
 
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main as judge
 from ia_mech.rates.__main__ import main as rates
-from ia_mech.run import Run, integrity, layout
+from ia_mech.run import Run, integrity
 
 READERS = {
     "contexts/part-00000.parquet": lambda run: run.contexts,
@@ -18,12 +18,6 @@ READERS = {
     "header_logits/00000.safetensors": lambda run: run.header_logits(),
     "residuals/layer_01/00000.safetensors": lambda run: run.residuals(1, "header_last"),
 }
-
-
-@pytest.fixture
-def judged(run, capfd) -> Run:
-    assert call(judge, ["run", str(run.path)], capfd).status == 0
-    return run
 
 
 def flip(path, at: int, bit: int = 0) -> None:
@@ -46,18 +40,13 @@ def test_a_flipped_bit_is_found_when_the_file_is_read(run, file, read):
             read_other(damaged)
 
 
-def test_a_file_of_another_size_is_found_when_the_run_is_opened(run):
-    path = run.path / layout.residuals_file(2, "00000")
-    path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(UserError, match=r"part 00000 of .*layer_02/00000.* bytes"):
-        Run.open(run.path)
-
-
 @pytest.mark.parametrize("file", [file for file in READERS if file.endswith(".parquet")])
-@pytest.mark.parametrize("command", [rates, lambda words: judge(["run", *words, "--replace"])])
-def test_commands_end_with_one_line(judged, file, command, capfd):
-    flip(judged.path / file, 40)
-    assert f"the content of {file}" in refusal(call(command, [str(judged.path)], capfd))
+def test_commands_end_with_one_line(run, file, capfd):
+    run.labels.write_judgements("rules", [], {})
+    flip(run.path / file, 40)
+    for command, words in ((rates, []), (judge, ["run", "--replace"])):
+        line = refusal(call(command, [*words, str(run.path)], capfd))
+        assert f"the content of {file}" in line
 
 
 def test_a_file_is_compared_once(run, monkeypatch):
@@ -74,36 +63,27 @@ def test_a_file_is_compared_once(run, monkeypatch):
 # -- run.json and manifest.json -------------------------------------------------------------------
 
 GONE = object()
-RECORDS = [
-    (("format",), 2, r"run.json has format 2, this version reads 3"),
-    (("format",), GONE, "run.json is damaged .it lacks format"),
-    (("identity", "settings"), None, "run.json is damaged .identity.settings is"),
-    (("identity",), [], "run.json is damaged .identity is no dict"),
-    (("identity", "model", "layers"), str(LAYERS), "run.json is damaged .identity.model.layers is"),
-    (("identity", "model"), GONE, "run.json is damaged .it lacks identity.model"),
-    (("identity", "positions", 0), 7, "run.json is damaged .identity.positions.0 is"),
-    (("parts", "contexts"), -1, "run.json is damaged .parts.contexts is"),
-    (("identity", "settings", "seed"), 5, "run.json is not the one that manifest.json belongs to"),
-]
 FILES = ("parts", 0, "files", "contexts/part-00000.parquet")
-MANIFESTS = [
-    (("format",), 99, "manifest.json has format 99, this version reads 3"),
-    (("run",), GONE, "manifest.json is damaged .it lacks run"),
-    (("run",), "00", "run.json is not the one that manifest.json belongs to"),
-    (("parts",), {}, "manifest.json is damaged .parts is no list"),
-    (("parts", 0, "name"), GONE, r"manifest.json is damaged .it lacks parts\.0\.name"),
-    (("parts", 0, "contexts"), True, r"manifest.json is damaged .parts\.0\.contexts is 'True'"),
-    ((*FILES, "bytes"), "many", "manifest.json is damaged .files.contexts/part-00000.parquet.byt"),
-    ((*FILES,), GONE, "contexts/part-00000.parquet is not among its files"),
-    (("sessions",), [7], r"manifest.json is damaged .sessions\.0 is '7'"),
+CHANGES = [
+    ("run.json", ("format",), 2, r"run.json has format 2, this version reads 3"),
+    ("run.json", ("identity",), GONE, "run.json is damaged .it lacks identity"),
+    ("run.json", ("identity", "model"), GONE, "run.json is not the one that manifest.json"),
+    ("run.json", ("identity", "settings", "seed"), 5, "run.json is not the one that manifest.json"),
+    ("manifest.json", ("format",), 99, "manifest.json has format 99, this version reads 3"),
+    ("manifest.json", ("run",), "00", "run.json is not the one that manifest.json belongs to"),
+    ("manifest.json", ("parts",), GONE, "manifest.json is damaged .it lacks parts"),
+    ("manifest.json", ("parts", 0, "name"), GONE, "manifest.json is damaged .'name'"),
+    ("manifest.json", ("parts", 0, "contexts"), True, "manifest.json is damaged .part 00000 has"),
+    ("manifest.json", (*FILES, "bytes"), "many", "contexts/part-00000.parquet has .* bytes, many"),
+    ("manifest.json", FILES, GONE, "contexts/part-00000.parquet is not among its files"),
+    ("manifest.json", ("sessions",), [7], "manifest.json is damaged .a session is no object"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("file", "path", "new", "said"),
-    [("run.json", *row) for row in RECORDS] + [("manifest.json", *row) for row in MANIFESTS],
-)
-def test_a_json_file_that_is_not_as_it_was_written_is_one_line(run, capfd, file, path, new, said):
+@pytest.mark.parametrize(("file", "path", "new", "expected"), CHANGES)
+def test_a_json_file_that_is_not_as_it_was_written_is_one_line(
+    run, capfd, file, path, new, expected
+):
     whole = json.loads((run.path / file).read_text())
     place = whole
     for key in path[:-1]:
@@ -113,7 +93,7 @@ def test_a_json_file_that_is_not_as_it_was_written_is_one_line(run, capfd, file,
     else:
         place[path[-1]] = new
     (run.path / file).write_text(json.dumps(whole))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=expected):
         Run.open(run.path).contexts  # noqa: B018
     assert refusal(call(lambda words: judge(["run", *words]), [str(run.path)], capfd))
 
@@ -147,21 +127,21 @@ def test_what_is_not_a_run_is_refused(tmp_path):
 # -- labels ---------------------------------------------------------------------------------------
 
 
-def test_labels_of_another_run_are_refused(judged, tmp_path):
-    other = shutil.copytree(judged.path, tmp_path / "other")
-    rewritten(other, "run.json", with_settings(seed=1))  # labels made its own
-    shutil.copy(judged.path / "judgements/rules.parquet", other / "judgements/rules.parquet")
-    labels = Run.open(other).labels
-    for read in (labels.judgements, lambda name: labels.record("judgements", name)):
+def test_labels_of_another_run_or_under_another_name_are_refused(run, tmp_path):
+    labels = tmp_path / "rules.parquet"
+    run.labels.write_judgements("rules", [], {})
+    shutil.copy(run.path / "judgements/rules.parquet", labels)
+    shutil.copy(labels, run.path / "judgements/strict.parquet")
+    again = run.labels
+    with pytest.raises(UserError, match=r"strict\.parquet can't be read \(it holds the judgements"):
+        again.judgements("strict")
+    (run.path / "judgements/strict.parquet").unlink()
+    rewritten(run.path, "run.json", with_settings(seed=1))  # labels made its own
+    shutil.copy(labels, run.path / "judgements/rules.parquet")
+    other = Run.open(run.path).labels
+    for read in (other.judgements, lambda name: other.record("judgements", name)):
         with pytest.raises(UserError, match=r"rules\.parquet can't be read \(it is of another run"):
             read("rules")
-
-
-def test_labels_under_another_name_are_refused(judged, capfd):
-    folder = judged.path / "judgements"
-    shutil.copy(folder / "rules.parquet", folder / "strict.parquet")
-    line = refusal(call(rates, [str(judged.path), "--judge", "strict"], capfd))
-    assert line.startswith(f"{folder}/strict.parquet can't be read (it holds the judgements of ")
 
 
 # -- identities -----------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import shutil
 import warnings
 import zipfile
 
-import datasets
 import pandas as pd
 import pytest
 import torch
@@ -39,34 +38,18 @@ def test_the_folder_holds_what_is_documented_and_nothing_else(merged):
     expected += ["header_logits/00000.safetensors"]
     expected += [f"residuals/layer_{layer:02d}/00000.safetensors" for layer in range(LAYERS)]
     assert files_under(merged.path) == sorted(expected)
-    assert merged.complete and merged.responses_complete
+    assert merged.complete
     assert merged.counts == {"responses": 0, "contexts": CONTEXTS}
     assert merged.positions == list(chat().position_names) and merged.layers == range(LAYERS)
     assert merged.settings["temperatures"] == [0.7, 1.0] == merged.score_temperatures
     assert [session["machine"] for session in merged.sessions] == ["planted"]
 
 
-@pytest.mark.parametrize("kind", ["contexts", "generations"])
-def test_parquet_opens_in_pandas_and_in_datasets(parted, kind, tmp_path):
-    files = sorted(str(f) for f in (parted.path / kind).iterdir())
-    theirs = datasets.load_dataset(
-        "parquet", data_files=files, split="train", cache_dir=str(tmp_path)
-    )
-    frames = pd.concat([pd.read_parquet(f) for f in files])
-    ours = parted.contexts if kind == "contexts" else parted.generations
-    assert theirs.column_names == list(frames.columns) == list(ours.columns)
-    assert len(theirs) == len(frames) == len(ours) == CONTEXTS * (1 if kind == "contexts" else 5)
-    assert theirs["context_id"][:] == frames["context_id"].tolist() == ours["context_id"].tolist()
-
-
 def test_safetensors_open_by_themselves(merged):
     with safe_open(merged.path / "residuals/layer_03/00000.safetensors", "pt") as tensors:
         assert list(tensors.keys()) == ["residuals"]
-        assert tensors.get_slice("residuals").get_shape() == [
-            CONTEXTS,
-            len(merged.positions),
-            WIDTH,
-        ]
+        shape = tensors.get_slice("residuals").get_shape()
+        assert shape == [CONTEXTS, len(merged.positions), WIDTH]
         metadata = json.loads(tensors.metadata()["names"])
     assert metadata["positions"] == merged.positions
     assert metadata["contexts"] == merged.contexts["context_id"].tolist()
@@ -114,7 +97,12 @@ def test_residuals_are_the_stored_tensors_with_the_axes_that_were_asked_for(by_h
     assert missing.nonzero()[:, 0].tolist() == [1, 4, 7]
 
 
-def test_a_layer_is_read_without_the_others(by_hand):
+def test_a_layer_is_read_without_the_others_and_unknown_ones_are_refused(by_hand):
+    for layer in (2, -1):
+        with pytest.raises(UserError, match=rf"layer {layer} is not in .*by-hand; give 0 … 1"):
+            by_hand.residuals(layer, "header_last")
+    with pytest.raises(UserError, match=r"'query_end' was not kept .* response_end, header_last"):
+        by_hand.residuals(0, "query_end")
     for file in (by_hand.path / "residuals/layer_00").iterdir():
         file.unlink()
     assert by_hand.residuals(1, "header_last").shape == (8, 3)
@@ -131,14 +119,6 @@ def test_a_copy_without_tensors_is_read_but_for_these(merged, tmp_path):
     (copy / "residuals").mkdir()  # a folder that is there holds all of its files
     with pytest.raises(UserError, match="safetensors is missing"):
         Run.open(copy)
-
-
-def test_unknown_layers_and_positions_are_refused(by_hand):
-    for layer in (2, -1):
-        with pytest.raises(UserError, match=rf"layer {layer} is not in .*by-hand; give 0 … 1"):
-            by_hand.residuals(layer, "header_last")
-    with pytest.raises(UserError, match=r"'query_end' was not kept .* response_end, header_last"):
-        by_hand.residuals(0, "query_end")
 
 
 def test_a_run_without_a_finished_part_says_so(tmp_path):
@@ -288,6 +268,14 @@ def test_the_digest_changes_with_any_one_value(by_hand, tmp_path):
     def column(table: int, name: str, value):
         return lambda s: s.__setitem__(table, with_column(name, value)(s[table]))
 
+    def moved(first: str, second: str):
+        def change(stored) -> None:
+            texts = [first, second, *stored[1]["text"].to_pylist()[2:]]
+            at = stored[1].column_names.index("text")
+            stored[1] = stored[1].set_column(at, "text", [texts])
+
+        return change
+
     changes = {
         "flag": column(0, "reference_greedy", True),
         "false": column(0, "reference_greedy", False),  # it was null
@@ -296,6 +284,9 @@ def test_the_digest_changes_with_any_one_value(by_hand, tmp_path):
         "messages": column(0, "messages", [{"role": "user", "content": ""}]),
         "positions": column(0, "positions", {"response_end": 3, "header_last": None}),
         "text": column(1, "text", "another"),
+        "text moved": moved("ab", "c"),
+        "text moved on": moved("a", "bc"),
+        "text moved whole": moved("abc", ""),
         "no logprobs": column(1, "logprobs_raw", []),
         "logprobs": column(1, "logprobs_raw", [0.5]),
         "cut elsewhere": column(1, "logprobs_raw", [0.0]),
@@ -307,20 +298,3 @@ def test_the_digest_changes_with_any_one_value(by_hand, tmp_path):
     }
     digests["none"] = by_hand.digest()
     assert len(set(digests.values())) == len(digests)
-
-
-def test_text_that_moves_from_one_row_to_the_next_is_another_digest(tmp_path):
-    def two(first: str, second: str):
-        def change(stored) -> None:
-            texts = stored[1]["text"].to_pylist()
-            column = [first, second, *texts[2:]]
-            at = stored[1].column_names.index("text")
-            stored[1] = stored[1].set_column(at, "text", [column])
-
-        return change
-
-    digests = {
-        write_by_hand(tmp_path / f"{a}-{b}", two(a, b)).digest()
-        for a, b in [("ab", "c"), ("a", "bc"), ("abc", "")]
-    }
-    assert len(digests) == 3

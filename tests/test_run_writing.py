@@ -15,7 +15,6 @@ import torch
 from runs import (
     PARTS,
     RECORD,
-    add_part,
     contexts_table,
     files_named,
     files_under,
@@ -32,22 +31,17 @@ from ia_mech.run import Run, RunWriter, layout, writer
 NAMES = layout.part_names(len(PARTS))
 
 
-def test_a_part_is_entered_with_its_files_and_its_contexts(by_hand):
-    (manifest,) = [json.loads((by_hand.path / "manifest.json").read_text())]
+def test_a_part_is_entered_with_its_files_contexts_and_rows(tmp_path, by_hand):
+    manifest = json.loads((by_hand.path / "manifest.json").read_text())
     assert [part["name"] for part in manifest["parts"]] == NAMES
     assert [part["contexts"] for part in manifest["parts"]] == [len(part) for part in PARTS]
     assert manifest["parts"][2]["files"] == {}  # of a part without contexts
     rest = {"run.json", "manifest.json", "README.md", ".lock"}
     assert {*files_under(by_hand.path)} == {*files_named(by_hand.path)} | rest
-
-
-def test_sessions_and_fewer_rows_are_noted(tmp_path):
     with RunWriter(tmp_path / "run", RECORD) as run:
         run.start_session({"machine": "a"})
         run.note("rate", 2)
-        run.add_contexts(
-            NAMES[0], contexts_table([]), generations_table([]), None, None, batch_rows=64
-        )
+        run.add_contexts(NAMES[0], contexts_table([]), generations_table([]), None, None, 64)
     read = Run.open(tmp_path / "run")
     (session,) = read.sessions
     assert (session["machine"], session["rate"]) == ("a", 2) and session["begun"]
@@ -65,15 +59,13 @@ def test_responses_are_parts_of_their_own(tmp_path):
 
     with RunWriter(tmp_path / "run", record, (1, 2)) as run:
         run.add_responses("00000", [response(0), response(1)])
-        assert not Run.open(tmp_path / "run").responses_complete
+        assert not Run.open(tmp_path / "run").complete
         with RunWriter(tmp_path / "run", record, (2, 2)) as other:
             other.add_responses("00001", [response(2)])
         assert run.finished_parts("responses") == {"00000": 2, "00001": 1}
-        assert run.read_responses() == {order: response(order) for order in range(3)}
-        assert run.read_responses(["00001"]) == {2: response(2)}
     read = Run.open(tmp_path / "run")
-    assert read.responses_complete and not read.complete
-    assert read.responses["response"].tolist() == ["r0", "r1", "r2"]
+    assert read.counts == {"responses": 3, "contexts": 0} and not read.complete
+    assert read.responses.to_dict("records") == [response(order) for order in range(3)]
 
 
 # -- shards -------------------------------------------------------------------------------------
@@ -105,10 +97,16 @@ def test_a_second_process_for_the_same_shard_is_refused(tmp_path):
 # -- going on -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["generations/part-00001.parquet", "residuals/layer_01/00001.sa"])
-@pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
-def test_a_damaged_part_is_named_dropped_and_made_again(tmp_path, by_hand, file, damage):
-    path = next(by_hand.path.glob(f"{file}*"))
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("generations/part-00001.parquet", "missing"),
+        ("residuals/layer_01/00001.safetensors", "cut"),
+        ("residuals/layer_00/00001.safetensors", "flipped"),
+    ],
+)
+def test_a_damaged_part_is_named_dropped_and_made_again(by_hand, file, damage):
+    digest, path = by_hand.digest(), by_hand.path / file
     content = path.read_bytes()
     path.write_bytes(content[:-1] if damage == "cut" else bytes([content[0] ^ 1]) + content[1:])
     if damage == "missing":
@@ -121,7 +119,7 @@ def test_a_damaged_part_is_named_dropped_and_made_again(tmp_path, by_hand, file,
     assert not Run.open(by_hand.path).complete
     again = write_by_hand(by_hand.path)
     assert again.complete and again.verify() == []
-    assert again.digest() == write_by_hand(tmp_path / "whole").digest()
+    assert again.digest() == digest
 
 
 def test_a_card_that_was_edited_is_kept(by_hand):
@@ -233,12 +231,3 @@ def test_what_the_kernel_refuses_to_write_is_an_oserror(tmp_path, vocab, text, f
         assert not (run.path / file).exists() and run.finished_parts("contexts") == {}
         run.add_contexts(NAMES[0], *stored)
     assert Run.open(tmp_path / "run").verify() == []
-
-
-def test_a_part_without_residuals_or_logits_has_no_such_files(tmp_path):
-    with RunWriter(tmp_path / "run", RECORD) as run:
-        add_part(run, 0, change=lambda stored: stored.__setitem__(slice(2, 4), [None, None]))
-    assert files_named(tmp_path / "run") == [
-        "contexts/part-00000.parquet",
-        "generations/part-00000.parquet",
-    ]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from shell import call, refusal
 
 import ia_mech
 from ia_mech.collect import command
@@ -64,7 +65,7 @@ def test_the_command_the_function_and_the_record_of_a_run_read_values_alike(made
     assert out == first.folder() and (shard, threads) == ((1, 1), None)
     assert (first.limit, first.temperatures, first.header_logits) == (None, (0.5, 1.0, 1.3), "10")
     kept = json.loads(json.dumps(first.to_dict()))
-    assert Settings.from_dict(kept) == first
+    assert Settings.read(kept) == first
     assert set(kept) == {one.name for one in fields(Settings)}
     assert first.columns == Settings().columns and Settings(query_column="q").columns.query == "q"
 
@@ -75,13 +76,10 @@ def test_arguments_of_the_command_that_are_no_settings(made, tmp_path):
     assert made == 2 * [(Settings(), tmp_path / "a", (2, 3), 1)]
 
 
-def test_none_is_the_default_but_for_the_limit():
+def test_none_is_the_default_and_some_defaults_depend_on_other_settings():
     same = Settings(model=None, samples=None, skip_unusable=None, temperatures=None, system=None)
     assert same == Settings() and same.limit == 24
     assert Settings(limit=None) == Settings(limit="all") and Settings(limit=None).limit is None
-
-
-def test_what_depends_on_other_settings():
     assert Settings().response_temperature == 0 and Settings(responses=2).response_temperature == 1
     assert replace(Settings(responses=2), seed=1) == Settings(responses=2, seed=1)
     assert Settings(response_temperature=1).writes_responses and not Settings().writes_responses
@@ -116,11 +114,9 @@ def test_no_variable_of_the_environment_is_obeyed(made, monkeypatch):
 REFUSED = [
     ("--limit few", "--limit: 'few' is not a whole number from 1 up"),
     ("--limit 0", "--limit: '0' is not a whole number from 1 up, or: all"),
-    ("--limit ²", "--limit: '²' is not"),
     ("--limit 99999999999999999999", "--limit: '99999999999999999999' is not"),
     ("--temperatures -1", "--temperatures: -1 is no temperature from 0.001 to 1000"),
     ("--temperatures nan", "--temperatures: nan is no temperature"),
-    ("--temperatures inf", "--temperatures: inf is no temperature"),
     ("--temperatures 0", "--temperatures: 0 is greedy decoding, which every run has"),
     ("--temperatures 1 1.0", "a temperature is given twice (1.0 1.0)"),
     ("--temperatures warm", "--temperatures: 'warm' is not a number such as 0.7"),
@@ -128,22 +124,14 @@ REFUSED = [
     ("--temperatures ,", "--temperatures: ',' names nothing"),
     ("--temperatures", "argument --temperatures: expected at least one argument"),
     ("--samples 0", "--samples: '0' is not a whole number from 1 to 1000000"),
-    ("--samples 99999999999", "--samples: '99999999999' is not"),
-    ("--max-new-tokens 0", "--max-new-tokens: '0' is not"),
-    ("--max-response-tokens 0", "--max-response-tokens: '0' is not"),
-    ("--batch-rows 0", "--batch-rows: '0' is not"),
     ("--seed -1", "--seed: '-1' is not a whole number from 0 up"),
     ("--header-logits top", "--header-logits: 'top' is not"),
     ("--date 20260101", "--date: '20260101' is not a date such as 2026-01-31"),
     ("--date ''", "--date: '' is not a date"),
     ("--dtype int8", "--dtype: 'int8' is none of auto, float32, bfloat16, float16"),
-    ("--cut middle", "--cut: 'middle' is none of first, last"),
-    ("--device-map cuda", "--device-map: 'cuda' is none of auto"),
     ("--positions ' '", "--positions: ' ' names nothing"),
     ("--model ''", "--model: '' names nothing"),
-    ("--intervention ' '", "--intervention: ' ' names nothing"),
     ("--system a\udcff", "--system: 'a\\udcff' is not UTF-8"),
-    ("--responses 0", "--responses: '0' is not"),
     ("--responses 2 --response given", "--response given: the model writes no responses"),
     ("--response-temperature 1 --response given", "--response given: the model writes no"),
     ("--responses 2 --response-temperature 0", "greedy decoding writes the same response 2 times"),
@@ -154,29 +142,17 @@ REFUSED = [
     ("--out a\udcff", "argument --out: 'a\\udcff' is not UTF-8"),
     ("--shard 3/2", "argument --shard: '3/2' is not i/n with i from 1 to n, such as 2/4"),
     ("--shard 0/2", "argument --shard: '0/2' is not"),
-    ("--shard two", "argument --shard: 'two' is not"),
     ("--ray --shard 1/2", "--ray makes all of a run, --shard doesn't"),
     ("--ray --dry-run", "--ray makes all of a run, --dry-run doesn't"),
     ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
     ("--limit 3 'two\nlines'", "unrecognized arguments: two lines"),
-    *((f"--{gone}", f"unrecognized arguments: --{gone}") for gone in ("repair", "help-all")),
-    *(
-        (f"--{gone} x", f"unrecognized arguments: --{gone} x")
-        for gone in ("engine", "phase", "tensor-parallel")
-    ),
 ]
 
 
 @pytest.mark.parametrize(("words", "expected"), REFUSED, ids=[words for words, _ in REFUSED])
 def test_a_flag_that_cannot_be_is_refused_in_one_line(made, capsys, words, expected):
-    try:
-        status = main(shlex.split(words))
-    except SystemExit as stopped:
-        status = stopped.code
-    said = capsys.readouterr()
-    assert (status, said.out, made) == (2, "", [])
-    assert said.err.startswith(f"error: {expected}"), said.err
-    assert said.err.count("\n") == 1 and "; " in said.err
+    line = refusal(call(main, shlex.split(words), capsys))
+    assert line.startswith(expected) and made == []
 
 
 @pytest.mark.parametrize(
@@ -194,8 +170,6 @@ def test_a_flag_that_cannot_be_is_refused_in_one_line(made, capsys, words, expec
         ({"out": ""}, "--out: '' names nothing"),
         ({"shard": "5/4"}, "--shard: '5/4' is not i/n"),
         ({"threads": 0}, "--threads: '0' is not a whole number from 1 up"),
-        ({"progress": 5}, "progress=5 shows nothing; give ia_mech.display.Bar(), or None"),
-        ({"progress": Bar}, "progress=<class 'ia_mech.display.Bar'> shows nothing; give"),
     ],
 )
 def test_a_value_of_the_function_that_cannot_be_is_refused_in_one_line(made, settings, problem):
@@ -232,10 +206,5 @@ def test_the_help_fits_on_two_screens_and_names_every_flag(tmp_path):
         assert re.search(rf"^  .*(?<![\w-]){flag}(?![\w-])", done.stdout, re.MULTILINE), flag
     first = [re.search(r"--[\w-]+", line)[0] for line in lines if line.startswith("  --")][:6]
     assert first == ["--model", "--dataset", "--limit", "--temperatures", "--samples", "--out"]
+    assert re.search(r"--seed.*\(default: 0\)", done.stdout)
     assert not list(tmp_path.iterdir())
-
-
-def test_defaults_in_the_help_are_those_of_the_settings():
-    said = build_parser().format_help()
-    for flag, value in (("--limit N", "24"), ("--temperatures T", "0.7 1.0 1.3"), ("--seed", "0")):
-        assert re.search(rf"{flag}.*\(default: {value}\)", said)

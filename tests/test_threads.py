@@ -1,5 +1,6 @@
 """How threads wait, and ``--threads``."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -14,26 +15,20 @@ VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 SHOW = f"import {{}}, os, sys; print(*map(os.environ.get, {VARIABLES}), 'torch' in sys.modules)"
 
 
-@pytest.mark.parametrize("package", ["ia_mech", "probes", "experiments", "benchmarks"])
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [
-        ({}, ["PASSIVE", "1000"]),
-        ({"OMP_WAIT_POLICY": "x"}, ["x", "None"]),
-        ({"GOMP_SPINCOUNT": "7"}, ["PASSIVE", "7"]),
-    ],
-)
-def test_idle_threads_soon_sleep_unless_the_user_says_otherwise(package, given, kept):
-    """The policy is read when torch is loaded, so it has to be set before."""
+def waiting(package: str, given: dict[str, str]) -> list[str]:
+    """Both variables after the import of a package, and whether torch was loaded with it."""
     environment = {k: v for k, v in os.environ.items() if k not in VARIABLES} | given
-    ended = subprocess.run(
-        [sys.executable, "-c", SHOW.format(package)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ended.stdout.split() == [*kept, "False"]
+    command = [sys.executable, "-c", SHOW.format(package)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return ended.stdout.split()
+
+
+def test_idle_threads_soon_sleep_unless_the_user_says_otherwise():
+    """The policy is read when torch is loaded, so it has to be set before."""
+    for package in ("ia_mech", "probes", "experiments", "benchmarks"):
+        assert waiting(package, {}) == ["PASSIVE", "1000", "False"]
+    assert waiting("ia_mech", {"OMP_WAIT_POLICY": "x"}) == ["x", "None", "False"]
+    assert waiting("ia_mech", {"GOMP_SPINCOUNT": "7"}) == ["PASSIVE", "7", "False"]
 
 
 def seen() -> list:
@@ -64,16 +59,16 @@ def test_torch_that_a_command_loads_is_not_left_with_its_threads(monkeypatch):
     assert numbers == [5] and os.environ["OMP_NUM_THREADS"] == "5"
 
 
-COMMANDS = ["ia_mech.judge run", "ia_mech.judge agreement", "ia_mech.rates", "ia_mech.sample"]
-COMMANDS += ["probes.train", "probes.transfer", "experiments.reaction", "experiments.likelihood"]
+COMMANDS = ["ia_mech.judge.__main__ run", "ia_mech.judge.__main__ agreement"]
+COMMANDS += ["ia_mech.rates.__main__", "ia_mech.collect.command", "probes.train", "probes.transfer"]
+COMMANDS += ["experiments.reaction", "experiments.likelihood"]
 COMMANDS += ["experiments.post_training sft", "experiments.post_training compare"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_that_compute_take_threads(command):
-    ended = subprocess.run(
-        [sys.executable, "-m", *command.split(), "--threads", "0", "--help"],
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 2 and "--threads: '0' is not a whole number" in ended.stderr
+def test_commands_that_compute_take_threads(command, capsys):
+    module, *words = command.split()
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(module).main([*words, "--threads", "0", "--help"])
+    assert stopped.value.code == 2
+    assert "--threads: '0' is not a whole number" in capsys.readouterr().err

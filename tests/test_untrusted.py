@@ -5,7 +5,7 @@ import decimal
 import io
 import json
 import random
-import unicodedata
+import re
 from collections import Counter
 from datetime import date
 from pathlib import Path
@@ -46,28 +46,14 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize(("text", "reason"), HOSTILE.values(), ids=HOSTILE)
-def test_json_that_is_not_taken(text, reason):
+def test_json_that_is_not_taken(text, reason, tmp_path):
+    """Whoever reads it names file and line."""
     with pytest.raises(UserError) as refused:
         parse_json(text, "a.jsonl line 3", "correct it")
-    said = str(refused.value)
-    assert said.startswith(f"a.jsonl line 3 is not JSON ({reason}") and said.endswith(
-        "; correct it"
-    )
-    assert "\n" not in said and len(said) < 200
-
-
-def test_json_that_is_taken():
-    assert parse_json('\ufeff{"a": "\\ud83d\\ude00 \\\\ud83d"}'.encode(), "", "") == {
-        "a": "😀 \\ud83d"
-    }
-    assert parse_json('{"a": [1, null, 1.5]}', "", "") == {"a": [1, None, 1.5]}
-
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_whoever_reads_json_names_file_and_line(case, tmp_path):
-    hostile = HOSTILE[case][0]
-    if isinstance(hostile, str):
-        hostile = hostile.encode()
+    line = str(refused.value)
+    assert line.startswith(f"a.jsonl line 3 is not JSON ({reason}")
+    assert line.endswith("; correct it") and "\n" not in line and len(line) < 200
+    hostile = text if isinstance(text, bytes) else text.encode()
     lines, array = tmp_path / "data.jsonl", tmp_path / "data.json"
     lines.write_bytes(b'{"prompt": "a"}\n' + hostile + b"\n")
     array.write_bytes(b"[" + hostile + b"]")
@@ -78,6 +64,13 @@ def test_whoever_reads_json_names_file_and_line(case, tmp_path):
     if b"\xff" not in hostile:  # these two decode the whole file first
         with pytest.raises(UserError, match=r"line 2 of .*data.jsonl is not JSON \(.*; correct"):
             list(json_lines(lines))
+
+
+def test_json_that_is_taken():
+    assert parse_json('\ufeff{"a": "\\ud83d\\ude00 \\\\ud83d"}'.encode(), "", "") == {
+        "a": "😀 \\ud83d"
+    }
+    assert parse_json('{"a": [1, null, 1.5]}', "", "") == {"a": [1, None, 1.5]}
 
 
 def test_a_deeply_nested_verdict_is_no_verdict(tmp_path):
@@ -141,18 +134,14 @@ def test_odd_parquet_columns(tmp_path, column, kept):
     json.dumps(only.to_dict(), allow_nan=False)
 
 
-def test_gaps_in_columns_of_numbers_are_gaps(tmp_path):
-    path = tmp_path / "gaps.parquet"
-    nothing = pa.array([float("nan")])
-    pq.write_table(pa.table({"prompt": ["q"], "id": nothing, "answer": nothing}), path)
+def test_gaps_and_columns_that_are_there_twice(tmp_path):
+    path = tmp_path / "odd.parquet"
+    gap = pa.array([float("nan")])
+    pq.write_table(pa.table({"prompt": ["q"], "id": gap, "answer": gap}), path)
     (only,) = open_conversations(str(path))
-    assert (only.id, only.answer) == ("gaps-00001", None)
-
-
-def test_a_column_that_is_there_twice_is_refused(tmp_path):
-    path = tmp_path / "twice.parquet"
+    assert (only.id, only.answer) == ("odd-00001", None)
     pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["prompt"] * 2), path)
-    with pytest.raises(UserError, match=r"twice.parquet has several columns named 'prompt'; "):
+    with pytest.raises(UserError, match=r"odd.parquet has several columns named 'prompt'; "):
         open_conversations(str(path))
 
 
@@ -189,12 +178,11 @@ def _whole() -> dict[str, bytes]:
 
 
 def _damaged(content: bytes, rng: random.Random) -> bytes:
-    if rng.random() < 0.05:
-        return rng.randbytes(rng.randrange(200))
+    """A few places of a file with bits flipped, pieces put in, overwritten, left out or cut off."""
     damaged = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         at = rng.randrange(len(damaged) + 1)
-        match rng.choice("ffffirrrdtc"):
+        match rng.choice("ffffirrrdt"):
             case "f" if at < len(damaged):
                 damaged[at] ^= 1 << rng.randrange(8)
             case "i":
@@ -205,8 +193,6 @@ def _damaged(content: bytes, rng: random.Random) -> bytes:
                 del damaged[at : at + rng.randrange(1, 30)]
             case "t":
                 del damaged[at:]
-            case "c":
-                damaged += damaged[:at]
     return bytes(damaged)
 
 
@@ -231,38 +217,32 @@ def _load_damaged(folder: Path, seeds: range) -> Counter:
     return outcomes
 
 
-def test_a_damaged_dataset_is_read_or_refused(tmp_path):
-    outcomes = _load_damaged(tmp_path, range(200))
-    assert outcomes["refused"] > 100 and outcomes["read"] > 5
-
-
-@pytest.mark.slow
-def test_many_damaged_datasets_are_read_or_refused(tmp_path):
-    outcomes = _load_damaged(tmp_path, range(200, 10_200))
-    assert outcomes["refused"] > 5000 and outcomes["read"] > 250
+@pytest.mark.parametrize(
+    "seeds", [range(200), pytest.param(range(200, 10_200), marks=pytest.mark.slow)]
+)
+def test_a_damaged_dataset_is_read_or_refused(tmp_path, seeds):
+    outcomes = _load_damaged(tmp_path, seeds)
+    assert outcomes["refused"] > len(seeds) / 2 and outcomes["read"] > len(seeds) / 40
 
 
 # -- what is shown --------------------------------------------------------------------------------
 
 UNSEEN = "\x00\x07\x1b\x7f\x85\x9b\u00ad\u061c\u200b\u200e"
-UNSEEN += "\u2028\u2029\u202e\u2060\u2066\ufeff\U000e0041"
+UNSEEN += "\u2028\u2029\u202e\u2060\u2066\ufeff\U000e0041"  # of Cc, Cf, Zl and Zp
 SEEN = "a\n\té\u00a0\u3000क\u094d\u200dष 👩\u200d🔬 \ue000"
 
 
-def test_only_what_cannot_be_seen_is_replaced():
+def test_only_what_cannot_be_seen_is_replaced(capsys):
     assert visible(SEEN) == escape_unseen(SEEN) == SEEN
     assert visible(f"a{UNSEEN}b") == f"a{'�' * len(UNSEEN)}b"
     assert spreadsheet_safe(f"a{UNSEEN}b") == visible(f"a{UNSEEN}b")
+    console().print(f"a{UNSEEN}b", style="bold")
+    out = capsys.readouterr().out
+    assert out == visible(out) and out.startswith("a�") and out.endswith("�b\n")
     line = json.dumps({"text": UNSEEN + SEEN}, ensure_ascii=False)
     assert escape_unseen(line) != line
     assert json.loads(escape_unseen(line)) == json.loads(line)
     assert visible(escape_unseen(line)) == escape_unseen(line)
-
-
-def test_the_console_prints_nothing_unseen(capsys):
-    console().print(f"a{UNSEEN}b", style="bold")
-    out = capsys.readouterr().out
-    assert out == visible(out) and out.startswith("a�") and out.endswith("�b\n")
 
 
 @pytest.mark.parametrize("name", ["dataset", "perturbation"])
@@ -274,11 +254,12 @@ def test_names_that_cannot_be_printed_are_refused(tmp_path, name):
         open_conversations(str(file))
 
 
-def test_the_characters_of_these_tests_are_what_they_should_be():
-    assert {unicodedata.category(c) for c in UNSEEN} == {"Cc", "Cf", "Zl", "Zp"}
-
-
-def test_what_is_unseen_is_kept_in_the_run_and_shown_nowhere(tiny_model_dir, tmp_path, capfd):
+def test_what_is_unseen_is_kept_in_the_run_and_shown_nowhere(
+    tiny_model_dir, tmp_path, capfd, monkeypatch
+):
+    # Nothing is interpreted either: markup and names of emoji are what the model wrote.
+    turn = f"{UNSEEN}[bold]bold[/bold] :cat: \\"
+    monkeypatch.setattr("ia_mech.chat.format.ChatFormat.text", lambda self, ids: turn)
     said = f"What{UNSEEN} is{SEEN} it?"
     rows = [
         {"id": f"={UNSEEN}{i}", "prompt": said, "response": f"={said}", "extra": {UNSEEN: said}}
@@ -290,6 +271,8 @@ def test_what_is_unseen_is_kept_in_the_run_and_shown_nowhere(tiny_model_dir, tmp
     words += ["--max-new-tokens", "4", "--out", str(tmp_path / "run")]
     shown = [call(command.main, words, capfd)]
     run = shown[0].run
+    (line, *_) = re.findall(r"^    user turn: (.*)$", shown[0].out, re.MULTILINE)
+    assert line == "�" * len(UNSEEN) + "[bold]bold[/bold] :cat: \\"
     shown.append(call(judge.main, ["run", str(run.path)], capfd))
     words = [str(run.path), "--judge", "rules", "--full"]
     shown.append(call(rates.main, words, capfd))

@@ -5,16 +5,16 @@ late, so that ``--help`` and a mistyped flag answer at once.
 """
 
 import argparse
-import json
 import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ia_mech.cli import Parser, one_line, path_of, run_command, threads, tolerant_streams
+from ia_mech import cli
+from ia_mech.cli import Parser, path_of, run_command, tolerant_streams
 from ia_mech.errors import UserError
-from ia_mech.settings import FIRST, RUN, Flag, Settings, default_text, read_value
+from ia_mech.settings import FIRST, RUN, WHOLE, Flag, Settings, Shard, default_text, parse_value
 
 if TYPE_CHECKING:
     from ia_mech.display import Progress
@@ -34,8 +34,6 @@ examples:
   python -m ia_mech.sample --dataset chats.jsonl --limit all           your own conversations
   python -m ia_mech.sample --model Qwen/Qwen3-0.6B --dataset gsm8k --response generate
 """
-
-WHOLE = (1, 1)  # the one shard of one
 
 
 def build_parser() -> Parser:
@@ -72,7 +70,7 @@ def build_parser() -> Parser:
     )
     add = groups[RUN].add_argument
     add("--dry-run", action="store_true", help="print what would be done and written, and stop")
-    add("--threads", type=threads, metavar="N", help="on a CPU (default: all cores, or as before)")
+    add("--threads", type=cli.threads, metavar="N", help="on a CPU (default: all, or as before)")
     add(
         "--shard",
         type=shard_of,
@@ -91,7 +89,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def shard_of(text: str) -> tuple[int, int]:
+def shard_of(text: str) -> Shard:
     """``2/4`` as (2, 4), for argparse."""
     found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
@@ -139,7 +137,7 @@ def _make(settings: Settings, out: Path, args: argparse.Namespace) -> None:
         print_shard(run, args.shard)
 
 
-def _dry_run(settings: Settings, out: Path, shard: tuple[int, int]) -> None:
+def _dry_run(settings: Settings, out: Path, shard: Shard) -> None:
     from ia_mech.collect.parts import dry_run
     from ia_mech.collect.summary import print_plan
 
@@ -163,8 +161,8 @@ def sample(
         shard: ``"2/4"`` makes the second of four shares of the run.
         threads: on a CPU; None for those that the run was begun with, or all cores.
         settings: the command's flags with underscores, and their values: ``limit=6``,
-            ``dataset="chats.jsonl"``, ``temperatures=[0.7, 1.0]``, ``contrasts=True``. None is the
-            default, but ``limit=None`` is all conversations, as is ``limit="all"``.
+            ``dataset="chats.jsonl"``, ``temperatures=[0.7, 1.0]``. None is the default, but
+            ``limit=None`` is all conversations, as is ``limit="all"``.
 
     Returns:
         The run; of a shard, with what all shards have made so far.
@@ -173,43 +171,33 @@ def sample(
         TypeError: there is no such setting.
         UserError: a value, data, a model or a folder that can't be used.
     """
-    from ia_mech.display import Progress, Quiet
-
-    if progress is None:
-        progress = Quiet()
-    elif isinstance(progress, type) or not isinstance(progress, Progress):
-        raise UserError(
-            f"progress={one_line(repr(progress), 60)} shows nothing",
-            "give ia_mech.display.Bar(), or None",
-        )
-    asked = Settings.read(settings)
-    folder = _argument("out", out, path_of) or asked.folder()
-    piece = _argument("shard", shard, shard_of) or WHOLE
-    count = _argument("threads", threads, _threads)
+    chosen = Settings.read(settings)
+    folder = _argument("out", out, path_of) or chosen.folder()
+    share = _argument("shard", shard, shard_of) or WHOLE
+    count = _argument("threads", threads, cli.threads)
 
     from ia_mech.collect.job import make_run
+    from ia_mech.display import Quiet
 
-    return make_run(asked, folder, progress, shard=piece, threads=count)
-
-
-_threads = threads  # which sample() has an argument of the same name for
+    return make_run(chosen, folder, progress or Quiet(), shard=share, threads=count)
 
 
 def _argument(name: str, value: Any, parse: Callable[[str], Any]) -> Any:
-    return None if value is None else read_value(name, value, parse)
+    return None if value is None else parse_value(name, value, parse)
 
 
 def _kept(out: Path | None) -> str:
     """What an interrupted run has on the disk."""
-    done = {"responses": 0, "contexts": 0}
-    # Without ia_mech.run, which imports torch: perhaps its import was interrupted.
-    for manifest in [] if out is None else sorted(out.glob("manifest*.json")):
-        try:
-            for part in json.loads(manifest.read_text("utf-8"))["parts"]:
-                done[part["kind"]] += part["contexts"]
-        except Exception:  # damaged
-            return f"{manifest} can't be read; the same command says what is wrong with it"
-    if not any(done.values()):
-        return "nothing was kept; the same command begins again"
-    kept = ", ".join(f"{count} {kind}" for kind, count in done.items() if count)
+    from ia_mech.run import Run, layout
+
+    nothing = "nothing was kept; the same command begins again"
+    if out is None or not (out / layout.RUN).exists():
+        return nothing
+    try:
+        counts = Run(out).counts
+    except UserError as error:
+        return str(error)
+    if not any(counts.values()):
+        return nothing
+    kept = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     return f"kept in {out}: {kept}; the same command goes on from there"

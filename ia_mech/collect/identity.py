@@ -44,14 +44,14 @@ def eos_ids(generation_config: Any, model_config: Any) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def identity(subject: Subject, chat: ChatFormat, engine: Engine, asked_for: dict) -> dict:
-    """What two runs must share to be one run; ``asked_for`` is its part from
-    :func:`identity_asked_for`."""
+def identity(subject: Subject, chat: ChatFormat, engine: Engine, requested: dict) -> dict:
+    """What two runs must share to be one run; ``requested`` is its part from
+    :func:`requested_identity`."""
     known = {"model": subject.describe(), "engine": engine.name, "chat": chat.describe()}
-    return without_folders(json.loads(json.dumps(known)) | asked_for)
+    return without_folders(json.loads(json.dumps(known)) | requested)
 
 
-def identity_asked_for(
+def requested_identity(
     settings: Settings,
     positions: Sequence[str],
     conversations: dict,
@@ -97,7 +97,7 @@ def machine(subject: Subject) -> dict:
     }
 
 
-def differences(before: dict, now: dict) -> str:
+def machine_changes(before: dict, now: dict) -> str:
     """What a session's record has otherwise than :func:`machine` has it now; empty if nothing."""
     return ", ".join(
         f"{name} {before.get(name)} → {value}"

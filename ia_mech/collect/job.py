@@ -7,7 +7,7 @@ header logits, all sampled rows and the scores of reference turns.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,34 +19,33 @@ from torch import Tensor
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import context_and_reference
+from ia_mech.cli import using_threads
 from ia_mech.collect.identity import (
     build_chat,
-    differences,
     eos_ids,
     identity,
-    identity_asked_for,
     machine,
+    machine_changes,
     probe_ids,
+    requested_identity,
 )
 from ia_mech.collect.parts import (
-    WHOLE,
     Inputs,
     Parts,
-    Shard,
     Survey,
     check_disk,
     check_model,
     check_without_weights,
+    fewer_conversations_note,
     flag_of,
     kept_positions,
     open_inputs,
     plan_parts,
     run_bytes,
     survey,
-    too_few,
     without_response,
 )
-from ia_mech.collect.progress import Work
+from ia_mech.collect.progress import PhaseProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext, tables
 from ia_mech.display import Progress
 from ia_mech.engine.capture import find_blocks
@@ -60,13 +59,9 @@ from ia_mech.engine.state import Prefilled, Prefix, prefill_all
 from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.likelihood.reference import scored_temperatures
-from ia_mech.models.load import (
-    Subject,
-    load,
-    remember,
-)
+from ia_mech.models.load import Subject, load, remember
 from ia_mech.run import Run, RunWriter, integrity, layout
-from ia_mech.settings import Settings
+from ia_mech.settings import WHOLE, Settings, Shard
 
 
 def make_run(
@@ -89,7 +84,7 @@ def make_run(
     Other arguments and Raises: see :func:`collect`.
     """
     inputs = check_without_weights(settings, out)
-    with _threads(threads or _threads_before(out, shard)):
+    with using_threads(threads or _threads_before(out, shard)):
         subject = load(settings.model_spec)
         run = collect(settings, subject, out, progress, inputs=inputs, shard=shard)
         if run.counts["contexts"]:
@@ -100,17 +95,6 @@ def make_run(
             if problem:
                 progress.say(f"note: no offline lens for this model: {problem}")
     return run
-
-
-@contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Compute with so many threads for a while; None changes nothing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _threads_before(out: Path, shard: Shard) -> int | None:
@@ -137,7 +121,7 @@ def collect(
         subject: its model.
         out: the run's folder.
         progress: shows what is done.
-        inputs: what :func:`ia_mech.collect.parts.open_inputs` found, if it was called.
+        inputs: what :func:`ia_mech.collect.parts.open_inputs` returned, if it was called.
         shard: which shard of the run to make, and of how many.
 
     Raises:
@@ -150,26 +134,26 @@ def collect(
     if inputs.vector is not None:
         inputs.vector.check_weights(subject.weights_hash)
     engine = check_engine(model, probe_ids(chat), ignore=settings.ignore_check)
-    found = survey(inputs, settings, chat, model.config)
-    parts = plan_parts(found, settings, model.config, model.dtype.itemsize)
+    surveyed = survey(inputs, settings, chat, model.config)
+    parts = plan_parts(surveyed, settings, model.config, model.dtype.itemsize)
     settings = replace(settings, batch_rows=parts.batch_rows)
     positions = kept_positions(settings, chat)
-    asked = identity_asked_for(settings, positions, found.facts, inputs.vector)
+    requested = requested_identity(settings, positions, surveyed.facts, inputs.vector)
     record = {
-        "identity": identity(subject, chat, engine, asked),
+        "identity": identity(subject, chat, engine, requested),
         "parts": parts.counts,
-        "source": inputs.source.description | {"dataset": asked["settings"]["dataset"]},
+        "source": inputs.source.description | {"dataset": requested["settings"]["dataset"]},
     }
     mine = parts.of_shard(shard)
-    lengths = [found.lengths[order] for part in mine.contexts.values() for order in part]
+    lengths = [surveyed.lengths[order] for part in mine.contexts.values() for order in part]
     needed = run_bytes(settings, positions, model.config, model.dtype.itemsize, lengths)
     try:
         check_disk(needed, out)
         with RunWriter(out, record, shard, flag_of) as writer:
-            if problem := too_few(settings, found.read):
+            if problem := fewer_conversations_note(settings, surveyed.dataset_conversations):
                 progress.say(f"note: {problem}")
             remember(settings.model_spec, subject.weights_hash)
-            _Job(settings, inputs, subject, chat, engine, found, mine, writer, progress).work()
+            _Job(settings, inputs, subject, chat, engine, surveyed, mine, writer, progress).work()
     except BrokenPipeError:  # of the progress, not of the run
         raise
     except OSError as error:
@@ -192,17 +176,17 @@ class _Job:
         subject: Subject,
         chat: ChatFormat,
         engine: Engine,
-        found: Survey,
+        surveyed: Survey,
         parts: Parts,
         writer: RunWriter,
         progress: Progress,
     ) -> None:
         self.settings, self.inputs, self.subject, self.chat = settings, inputs, subject, chat
-        self.engine, self.survey, self.parts = engine, found, parts
+        self.engine, self.survey, self.parts = engine, surveyed, parts
         self.writer, self.progress = writer, progress
         self.blocks = find_blocks(subject.model)
         self.positions = kept_positions(settings, chat)
-        self.width = Backoff(parts.batch_rows, self._batch_shrank)
+        self.backoff = Backoff(parts.batch_rows, self._batch_shrank)
         self.left_out: list[str] = []
 
     def _batch_shrank(self, size: int) -> None:
@@ -212,7 +196,7 @@ class _Job:
     def _batch_rows(self) -> int | None:
         """The most rows of a batch where memory allowed fewer than asked for: rounding depends on
         it."""
-        return self.width.limit if self.width.limit < self.parts.batch_rows else None
+        return self.backoff.limit if self.backoff.limit < self.parts.batch_rows else None
 
     def work(self) -> None:
         """Compute and write what isn't there yet."""
@@ -223,10 +207,10 @@ class _Job:
         if not self.responses and not self.contexts:
             here = self.writer.path
             done = here if Run(here).complete else f"this shard of {here}"
-            said = f"{done} was finished before; nothing was computed again"
+            line = f"{done} was finished before; nothing was computed again"
             if not self.parts.responses and not self.parts.contexts:
-                said = f"this shard has no part of {here}: the run has fewer parts than shards"
-            self.progress.say(said)
+                line = f"this shard has no part of {here}: the run has fewer parts than shards"
+            self.progress.say(line)
             self.writer.finish()
             return
         self._begin_session()
@@ -247,7 +231,7 @@ class _Job:
     def _begin_session(self) -> None:
         here, say = machine(self.subject), self.progress.say
         before = self.writer.sessions or Run(self.writer.path).sessions
-        if before and (changed := differences(before[-1], here)):
+        if before and (changed := machine_changes(before[-1], here)):
             say(
                 f"note: {changed} since this run was last worked on; rows computed now may round "
                 "differently"
@@ -277,7 +261,7 @@ class _Job:
             if value:
                 self.writer.note(name, value)
 
-    def _work(
+    def _start_phase(
         self,
         phase: str,
         parts: dict[str, list[int]],
@@ -286,7 +270,7 @@ class _Job:
         rows: int,
         most: int,
         unit: str,
-    ) -> Work:
+    ) -> PhaseProgress:
         """The progress of a phase: contexts of these ``lengths`` with so many rows each."""
         sizes = {
             name: (rows * len(orders), sum(lengths[order] for order in orders))
@@ -295,7 +279,7 @@ class _Job:
         before = [size for name, size in sizes.items() if name not in todo]
         done = sum(size[0] for size in before), sum(size[1] for size in before)
         left = {name: sizes[name] for name in todo}
-        return Work(self.progress, phase, left, done, most, unit)
+        return PhaseProgress(self.progress, phase, left, done, most, unit)
 
     # -- responses ------------------------------------------------------------------------------
 
@@ -304,25 +288,25 @@ class _Job:
         orders = {
             name: [i for i in part if i in prompts] for name, part in self.parts.responses.items()
         }
-        work = self._work("responses", orders, self.responses, prompts, 1, most, "response")
+        work = self._start_phase("responses", orders, self.responses, prompts, 1, most, "response")
         for name in self.responses:
             work.begin(name)
             respond = partial(self._respond, work, orders[name])
-            rows = self.width.retry(respond, max(1, len(orders[name])))
+            rows = self.backoff.retry(respond, max(1, len(orders[name])))
             self.writer.add_responses(name, rows, self._batch_rows)
             work.end()
         self.progress.stop()
 
-    def _respond(self, work: Work, orders: Sequence[int], limit: int) -> list[dict]:
+    def _respond(self, work: PhaseProgress, orders: Sequence[int], limit: int) -> list[dict]:
         """Responses to conversations: greedy ones, as ``generate(do_sample=False)`` writes them, or
         samples. Several to one query share its prefill."""
         limit = min(limit, self.parts.response_rows)
-        found: list[dict] = []
+        responses: list[dict] = []
         for start in range(0, len(orders), limit):
-            found += self._respond_together(work, orders[start : start + limit])
-        return found
+            responses += self._respond_together(work, orders[start : start + limit])
+        return responses
 
-    def _respond_together(self, work: Work, orders: Sequence[int]) -> list[dict]:
+    def _respond_together(self, work: PhaseProgress, orders: Sequence[int]) -> list[dict]:
         settings, model = self.settings, self.subject.model
         conversations = [self.survey.conversations[order] for order in orders]
         ids = [tuple(self.chat.prompt(without_response(one))) for one in conversations]
@@ -363,20 +347,21 @@ class _Job:
         each, most = len(self.settings.rows()), self.settings.max_new_tokens
         lengths = dict(enumerate(self.survey.lengths))
         parts = self.parts.contexts
-        work = self._work("user turns", parts, self.contexts, lengths, each, most, "row")
-        written = self.writer.read_responses() if self.survey.prompts else {}
+        work = self._start_phase("user turns", parts, self.contexts, lengths, each, most, "row")
+        responses = Run(self.writer.path).responses.to_dict("records")
+        written = {row["order"]: row for row in responses}
         for name, orders in self.contexts.items():
             work.begin(name)
-            prepared = [self._prepared(order, written.get(order)) for order in orders]
+            prepared = [self._prepare(order, written.get(order)) for order in orders]
             contexts = [one for one in prepared if one is not None]
-            compute = partial(self._run, work, contexts)
-            results = self.width.retry(compute, max(1, each * len(contexts)))
+            compute = partial(self._compute, work, contexts)
+            results = self.backoff.retry(compute, max(1, each * len(contexts)))
             self.writer.add_contexts(
                 name, *tables(contexts, results, self.settings, self.chat), self._batch_rows
             )
             work.end()
 
-    def _prepared(self, order: int, written: dict | None) -> PreparedContext | None:
+    def _prepare(self, order: int, written: dict | None) -> PreparedContext | None:
         """A conversation ready for the engine; None where its written response can't be used.
 
         Given responses were checked before anything was written. One that the model wrote may be
@@ -400,16 +385,18 @@ class _Job:
         at_turn = vector.at_turn if vector else ()
         return PreparedContext(order, conversation, written, context, turn, steered, at_turn)
 
-    def _run(self, work: Work, contexts: list[PreparedContext], limit: int) -> list[ContextResult]:
+    def _compute(
+        self, work: PhaseProgress, contexts: list[PreparedContext], limit: int
+    ) -> list[ContextResult]:
         """Results of contexts; as many are held together as ``limit`` rows are of."""
         together = max(1, limit // len(self.settings.rows()))
-        found: list[ContextResult] = []
+        results: list[ContextResult] = []
         for start in range(0, len(contexts), together):
-            found += self._run_together(work, contexts[start : start + together], limit)
-        return found
+            results += self._compute_together(work, contexts[start : start + together], limit)
+        return results
 
-    def _run_together(
-        self, work: Work, contexts: list[PreparedContext], limit: int
+    def _compute_together(
+        self, work: PhaseProgress, contexts: list[PreparedContext], limit: int
     ) -> list[ContextResult]:
         """Prefill contexts; score and sample from that."""
         settings, model, grid = self.settings, self.subject.model, self.settings.rows()
@@ -440,7 +427,7 @@ class _Job:
             )
         logits = torch.cat([group.logits.cpu() for group in groups])
         residuals = torch.cat([cast(Tensor, group.residuals).cpu() for group in groups])
-        found: dict[int, ContextResult] = {}
+        results: dict[int, ContextResult] = {}
         for at, number in enumerate(order):
             if logits[at].isnan().any():
                 raise UserError(
@@ -448,9 +435,9 @@ class _Job:
                     f"{contexts[number].conversation.id} in {self.subject.describe()['dtype']}",
                     "use --dtype bfloat16 or float32 and another --out",
                 )
-            mine = decoded[at * len(grid) : (at + 1) * len(grid)]
-            found[number] = ContextResult(mine, scored.get(at), logits[at], residuals[at])
-        return [found[number] for number in range(len(contexts))]
+            own = decoded[at * len(grid) : (at + 1) * len(grid)]
+            results[number] = ContextResult(own, scored.get(at), logits[at], residuals[at])
+        return [results[number] for number in range(len(contexts))]
 
     def _prefix(self, context: PreparedContext) -> Prefix:
         at = [context.chat.positions[name] for name in self.positions]
@@ -458,7 +445,7 @@ class _Job:
         return Prefix(context.chat.ids, places, context.at_context)
 
     def _references(
-        self, groups: list[Prefilled], members: list[PreparedContext], work: Work
+        self, groups: list[Prefilled], members: list[PreparedContext], work: PhaseProgress
     ) -> dict[int, Scored]:
         """Scores of the users' real follow-ups, by the number of their context."""
         end = [] if self.chat.closing_id is None else [self.chat.closing_id]
@@ -467,7 +454,7 @@ class _Job:
             for number, context in enumerate(members)
             if context.reference_ids is not None
         ]
-        found = score(
+        scores = score(
             self.subject.model,
             groups,
             turns,
@@ -475,4 +462,4 @@ class _Job:
             share=self.engine.share,
             on_tokens=work.scored,
         )
-        return {turn.context: one for turn, one in zip(turns, found, strict=True)}
+        return {turn.context: one for turn, one in zip(turns, scores, strict=True)}

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import context_and_reference
-from ia_mech.collect.identity import build_chat, identity_asked_for
+from ia_mech.collect.identity import build_chat, requested_identity
 from ia_mech.data.conversations import Conversation, ConversationSource, open_conversations
 from ia_mech.errors import UserError
 from ia_mech.models.load import (
@@ -34,14 +34,11 @@ from ia_mech.models.load import (
 from ia_mech.run import Run, layout
 from ia_mech.run.integrity import without_folders
 from ia_mech.run.writer import refuse_another
-from ia_mech.settings import Settings
+from ia_mech.settings import WHOLE, Settings, Shard
 from ia_mech.steering import SteeringVector
 
 BATCH_ROWS = {"cpu": 384, "cuda": 1024}  # rows decoded together; a GPU's number is an estimate
-HELD = {"cpu": 2**32, "cuda": 2**34}  # bytes of keys and values that a part may take
-WHOLE = (1, 1)  # the only shard
-
-Shard = tuple[int, int]  # number, from 1, and of how many
+MAX_CACHE_BYTES = {"cpu": 2**32, "cuda": 2**34}  # bytes of keys and values that a part may take
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,6 @@ def open_inputs(settings: Settings, out: Path) -> Inputs:
     layout.refuse_unwritable(out, "give another --out or set IA_MECH_CACHE")
     if out.is_dir() and layout.holds_other_files(out):
         raise UserError(f"{out} holds files but no run", "give an empty or new folder as --out")
-    vector = settings.intervention
     source = open_conversations(
         settings.dataset,
         limit=settings.limit,
@@ -76,10 +72,8 @@ def open_inputs(settings: Settings, out: Path) -> Inputs:
         subset=settings.subset,
         skip_unusable=settings.skip_unusable,
     )
-    return Inputs(
-        source,
-        None if vector is None else SteeringVector.load(vector),
-    )
+    file = settings.intervention
+    return Inputs(source, None if file is None else SteeringVector.load(file))
 
 
 def kept_positions(settings: Settings, chat: ChatFormat) -> tuple[str, ...]:
@@ -160,7 +154,8 @@ class Survey:
         conversations: one per context, in the run's order.
         lengths: tokens of each context, at its longest where the response is still to be written.
         prompts: tokens of the prompt of each response that is still to be written, by order.
-        read: how many conversations the dataset gave, each of which may become several contexts.
+        dataset_conversations: how many conversations the dataset gave, each of which may become
+            several contexts.
         skipped: one line for each that can't be used, where these are to be skipped.
     """
 
@@ -168,7 +163,7 @@ class Survey:
     conversations: list[Conversation]
     lengths: list[int]
     prompts: dict[int, int]
-    read: int
+    dataset_conversations: int
     skipped: list[str]
 
 
@@ -181,8 +176,8 @@ def survey(
         UserError: a missing response, a context longer than the model's, or a refusing template,
             where such conversations aren't to be skipped.
     """
-    found = Survey({}, [], [], {}, 0, [])
-    read: set[str] = set()
+    surveyed = Survey({}, [], [], {}, 0, [])
+    ids: set[str] = set()  # in the dataset
     for conversation in _alternatives(inputs.source, settings):
         try:
             length, prompt = _lengths(conversation, settings, chat, inputs, model_config)
@@ -190,31 +185,32 @@ def survey(
             problem = f"conversation {conversation.id}: {error.problem}"
             if not settings.skip_unusable:
                 raise UserError(problem, error.remedy) from error
-            found.skipped.append(problem)
+            surveyed.skipped.append(problem)
             continue
         if prompt is not None:
-            found.prompts[len(found.lengths)] = prompt
-        found.conversations.append(conversation)
-        found.lengths.append(length)
-        read.add(conversation.id.removesuffix(f"/r{conversation.response_index}"))
-    found.skipped.extend(inputs.source.skipped)
-    if not found.conversations:
+            surveyed.prompts[len(surveyed.lengths)] = prompt
+        surveyed.conversations.append(conversation)
+        surveyed.lengths.append(length)
+        ids.add(conversation.id.removesuffix(f"/r{conversation.response_index}"))
+    surveyed.skipped.extend(inputs.source.skipped)
+    if not surveyed.conversations:
         raise UserError(
-            f"no conversation of {settings.dataset} can be used ({len(found.skipped)} skipped, "
-            f"such as {found.skipped[0]})",
+            f"no conversation of {settings.dataset} can be used ({len(surveyed.skipped)} skipped, "
+            f"such as {surveyed.skipped[0]})",
             "give others",
         )
-    if settings.writes_responses and not found.prompts:
+    if settings.writes_responses and not surveyed.prompts:
         raise UserError(
             "every conversation has a response: --responses and --response-temperature do nothing",
             "use --response generate, which replaces them, or leave the two flags out",
         )
     total = hashlib.sha256()
-    for conversation in found.conversations:
+    for conversation in surveyed.conversations:
         text = json.dumps(conversation.to_dict(), sort_keys=True, ensure_ascii=False)
         total.update(text.encode() + b"\n")
-    facts = {"count": len(found.lengths), "tokens": sum(found.lengths), "sha256": total.hexdigest()}
-    return replace(found, facts=facts, read=len(read))
+    lengths = surveyed.lengths
+    facts = {"count": len(lengths), "tokens": sum(lengths), "sha256": total.hexdigest()}
+    return replace(surveyed, facts=facts, dataset_conversations=len(ids))
 
 
 def _alternatives(source: Iterable[Conversation], settings: Settings) -> Iterator[Conversation]:
@@ -231,7 +227,7 @@ def _alternatives(source: Iterable[Conversation], settings: Settings) -> Iterato
                 "use --response given, or give each query once",
             )
         if several:
-            yield from map(conversation.alternative, range(settings.responses))
+            yield from map(conversation.with_response_index, range(settings.responses))
         else:
             yield conversation
 
@@ -311,20 +307,21 @@ class Parts:
 
 
 def plan_parts(
-    found: Survey, settings: Settings, model_config: PretrainedConfig, dtype_bytes: int
+    surveyed: Survey, settings: Settings, model_config: PretrainedConfig, dtype_bytes: int
 ) -> Parts:
     """The parts of a run.
 
     A part of contexts fills a batch of ``batch_rows`` rows, or is one context, as long as keys and
-    values of contexts and rows stay within :data:`HELD`.
+    values of contexts and rows stay within :data:`MAX_CACHE_BYTES`.
     """
     device = resolve_device(settings.device).type
     batch_rows = settings.batch_rows or BATCH_ROWS[device]
-    rows, room = len(settings.rows()), HELD[device] // _cache_bytes(model_config, dtype_bytes)
-    most = evenly(len(found.lengths), max(1, batch_rows // rows))
+    rows = len(settings.rows())
+    room = MAX_CACHE_BYTES[device] // _cache_bytes(model_config, dtype_bytes)  # tokens
+    most = even_size(len(surveyed.lengths), max(1, batch_rows // rows))
     contexts: list[list[int]] = []
     held = 0
-    for order, length in enumerate(found.lengths):
+    for order, length in enumerate(surveyed.lengths):
         tokens = length + rows * settings.max_new_tokens
         if not contexts or len(contexts[-1]) == most or held + tokens > room:
             contexts.append([])
@@ -332,10 +329,10 @@ def plan_parts(
         contexts[-1].append(order)
         held += tokens
     response_rows, responses = batch_rows, []
-    if found.prompts:
-        longest = max(found.prompts.values()) + settings.max_response_tokens
+    if surveyed.prompts:
+        longest = max(surveyed.prompts.values()) + settings.max_response_tokens
         response_rows = max(1, min(batch_rows, room // longest))
-        together = evenly(len(contexts), max(1, response_rows // most))
+        together = even_size(len(contexts), max(1, response_rows // most))
         responses = [
             [order for part in contexts[start : start + together] for order in part]
             for start in range(0, len(contexts), together)
@@ -343,7 +340,7 @@ def plan_parts(
     return Parts(_named(contexts), _named(responses), batch_rows, response_rows)
 
 
-def evenly(count: int, most: int) -> int:
+def even_size(count: int, most: int) -> int:
     """The size of equal parts of ``count`` items, at most ``most`` each."""
     return -(-count // max(1, -(-count // most)))
 
@@ -369,7 +366,8 @@ class Plan:
 
     Attributes:
         conversations: their part of the run's identity.
-        read: how many conversations the dataset gave, which make so many ``contexts``.
+        dataset_conversations: how many conversations the dataset gave, which make so many
+            ``contexts``.
         skipped: a line for each that can't be used.
         rows: user turns.
         parts: of contexts and responses together.
@@ -380,7 +378,7 @@ class Plan:
     """
 
     conversations: dict
-    read: int
+    dataset_conversations: int
     skipped: list[str]
     contexts: int
     responses_to_generate: int
@@ -411,25 +409,25 @@ def dry_run(settings: Settings, out: Path, shard: Shard = WHOLE) -> tuple[Plan, 
     tokenizer, model_config = load_tokenizer_and_config(settings.model_spec)
     chat = build_chat(settings, tokenizer)
     check_model(settings, inputs, chat, model_config)
-    found = survey(inputs, settings, chat, model_config)
+    surveyed = survey(inputs, settings, chat, model_config)
     dtype_bytes = (stored_dtype(model_config) if isinstance(dtype, str) else dtype).itemsize
-    parts = plan_parts(found, settings, model_config, dtype_bytes)
+    parts = plan_parts(surveyed, settings, model_config, dtype_bytes)
     settings = replace(settings, batch_rows=parts.batch_rows)
     there = None
     if (out / layout.RUN).is_file():
         there = Run.open(out)
         positions = kept_positions(settings, chat)
-        wanted = identity_asked_for(settings, positions, found.facts, inputs.vector)
+        wanted = requested_identity(settings, positions, surveyed.facts, inputs.vector)
         kept = without_folders(there.record["identity"])
         record = {"identity": {name: kept.get(name) for name in wanted}}
         record["parts"] = there.record["parts"]
         refuse_another(out, record, {"identity": wanted, "parts": parts.counts}, flag_of)
     mine = parts.of_shard(shard)
-    return _plan(found, mine, settings, chat, model_config, dtype_bytes), there
+    return _plan(surveyed, mine, settings, chat, model_config, dtype_bytes), there
 
 
 def _plan(
-    found: Survey,
+    surveyed: Survey,
     parts: Parts,
     settings: Settings,
     chat: ChatFormat,
@@ -437,15 +435,15 @@ def _plan(
     dtype_bytes: int,
 ) -> Plan:
     orders = [order for part in parts.contexts.values() for order in part]
-    lengths = [found.lengths[order] for order in orders]
-    each, writing = len(settings.rows()), [order for order in orders if order in found.prompts]
+    lengths = [surveyed.lengths[order] for order in orders]
+    each, writing = len(settings.rows()), [order for order in orders if order in surveyed.prompts]
     text, positions = text_config(model_config), kept_positions(settings, chat)
     sizes = [each * len(part) for part in parts.contexts.values()]
-    sizes += [sum(order in found.prompts for order in part) for part in parts.responses.values()]
+    sizes += [sum(order in surveyed.prompts for order in part) for part in parts.responses.values()]
     return Plan(
-        conversations=found.facts,
-        read=found.read,
-        skipped=found.skipped,
+        conversations=surveyed.facts,
+        dataset_conversations=surveyed.dataset_conversations,
+        skipped=surveyed.skipped,
         contexts=len(orders),
         responses_to_generate=len(writing),
         rows=each * len(orders),
@@ -504,7 +502,7 @@ def check_disk(needed: int, out: Path) -> None:
         )
 
 
-def too_few(settings: Settings, count: int) -> str:
+def fewer_conversations_note(settings: Settings, count: int) -> str:
     """What to say of a dataset that has fewer conversations than were asked for; else nothing."""
     if settings.limit is None or count >= settings.limit:
         return ""

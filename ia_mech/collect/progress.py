@@ -5,7 +5,7 @@ import time
 from ia_mech.display import Progress
 
 
-class Work:
+class PhaseProgress:
     """One phase: contexts to prefill and rows to decode, each at its longest.
 
     A row that ends early counts as its whole allowance then, so the bar never goes back.

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ia_mech.collect.job import make_run
-from ia_mech.collect.parts import Shard, check_without_weights
+from ia_mech.collect.parts import check_without_weights
 from ia_mech.display import Progress, Quiet
 from ia_mech.errors import UserError
 from ia_mech.models.load import resolve_device
 from ia_mech.run import Run
-from ia_mech.settings import Settings
+from ia_mech.settings import Settings, Shard
 
 PATIENCE = 10  # seconds for a cluster to answer
 TRIES = 3  # of a shard whose worker dies; what it had written is kept

@@ -88,7 +88,7 @@ def context_row(
         scores = reference_columns(result.scored, ids, reference, chat.closing_id is not None)
     given = chat.tokenizer(conversation.response, add_special_tokens=False)["input_ids"]
     return {
-        **_names(context),
+        **_key_columns(context),
         "messages": list(conversation.messages),
         "reference": conversation.reference,
         "answer": conversation.answer,
@@ -117,7 +117,7 @@ def generation_row(
     """One row of ``generations/``; log-probabilities of the whole turn are sums in float64."""
     tempered = float(row.logprobs_tempered.sum(dtype=np.float64)) if temperature else None
     return {
-        **_names(context),
+        **_key_columns(context),
         "response_cut_off": context.response_cut_off,
         "temperature": temperature,
         "sample": sample,
@@ -133,7 +133,7 @@ def generation_row(
     }
 
 
-def _names(context: PreparedContext) -> dict:
+def _key_columns(context: PreparedContext) -> dict:
     return {
         "context_id": context.conversation.id,
         "source_id": context.conversation.source_id,

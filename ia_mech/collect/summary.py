@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from ia_mech.cli import one_line, shell_word
-from ia_mech.collect.parts import Plan, size_text, too_few
+from ia_mech.collect.parts import Plan, fewer_conversations_note, size_text
 from ia_mech.display import console
 from ia_mech.run import Run, layout
-from ia_mech.settings import Settings
+from ia_mech.settings import Settings, Shard
 from ia_mech.stats import cluster_mean
 
 LISTED = 10  # skipped rows that are named
@@ -37,7 +37,7 @@ def temperature_table(run: Run) -> Table:
         ended = cluster_mean(rows["finish_reason"] == "turn_end", sources, proportion=True)
         table.add_row(
             f"{temperature:g}" if temperature else "greedy",
-            _counted(rows),
+            _count_text(rows),
             f"{cluster_mean(rows['tokens'], sources).value:.1f}",
             ended.text(),
             f"{cluster_mean(rows['logprob_raw'] / rows['tokens'], sources).value:.2f}",
@@ -67,7 +67,7 @@ def reference_table(run: Run) -> Table | None:
             cluster_mean(rows["reference_bits_per_byte"], sources).text(),
             cluster_mean(greedy, sources, proportion=True).text(),
         ]
-        table.add_row(escape(one_line(str(dataset), 30)), _counted(rows), *shown)
+        table.add_row(escape(one_line(str(dataset), 30)), _count_text(rows), *shown)
     return table
 
 
@@ -89,7 +89,7 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left")
 
 
-def _counted(rows: pd.DataFrame) -> str:
+def _count_text(rows: pd.DataFrame) -> str:
     """How many there are, and how many of them follow a response that was cut off."""
     cut_off = int(rows["response_cut_off"].sum())
     return f"{len(rows)} († {cut_off})" if cut_off else str(len(rows))
@@ -112,17 +112,17 @@ def examples(run: Run, count: int = 3) -> Sequence[tuple[pd.Series, pd.Series]]:
     return picked
 
 
-def print_plan(settings: Settings, plan: Plan, out: Path, there: Run | None) -> None:
-    """The table of ``--dry-run``; ``there`` is the run that the command would go on with."""
-    found = "nothing"
-    if there is not None:
-        found = ", ".join(f"{count} {kind}" for kind, count in there.counts.items())
-        if there.complete:
-            found = "all of it: nothing would be computed again"
+def print_plan(settings: Settings, plan: Plan, out: Path, existing: Run | None) -> None:
+    """The table of ``--dry-run``; ``existing`` is the run that the command would go on with."""
+    kept = "nothing"
+    if existing is not None:
+        kept = ", ".join(f"{count} {kind}" for kind, count in existing.counts.items())
+        if existing.complete:
+            kept = "all of it: nothing would be computed again"
     lens = f"{size_text(plan.lens_bytes)}, its final norm and unembedding, if not kept yet"
     for name, value in (
-        ("model", settings.model + _blocks(settings.random_blocks)),
-        ("conversations", f"{settings.dataset}: {plan.read}"),
+        ("model", settings.model + _random_blocks_text(settings.random_blocks)),
+        ("conversations", f"{settings.dataset}: {plan.dataset_conversations}"),
         ("contexts", str(plan.contexts)),
         ("responses to generate", str(plan.responses_to_generate)),
         ("user header", repr(plan.header_text)),
@@ -132,28 +132,28 @@ def print_plan(settings: Settings, plan: Plan, out: Path, there: Run | None) -> 
         ("new tokens", f"at most {plan.tokens}, responses included"),
         ("parts", f"{plan.parts}; a kill costs at most one of {plan.part_rows} rows"),
         ("bytes to be written", f"{size_text(plan.bytes)}, to {out}"),
-        ("of this already there", found),
+        ("of this already there", kept),
         ("once for this model", lens),
     ):
-        _say(f"{name:<23}{value}")
-    if problem := too_few(settings, plan.read):
-        _say(f"note: {problem}")
-    _say_skipped(plan.skipped)
+        _print_line(f"{name:<23}{value}")
+    if problem := fewer_conversations_note(settings, plan.dataset_conversations):
+        _print_line(f"note: {problem}")
+    _print_skipped(plan.skipped)
 
 
-def _blocks(seed: int | None) -> str:
+def _random_blocks_text(seed: int | None) -> str:
     return "" if seed is None else f" with random blocks (seed {seed}) over its trained embeddings"
 
 
-def _say_skipped(rows: Sequence[str]) -> None:
+def _print_skipped(rows: Sequence[str]) -> None:
     """The rows of the data that ``--skip-unusable`` left out."""
     more = [f"and {len(rows) - LISTED} more"] if len(rows) > LISTED else []
     for line in [*rows[:LISTED], *more]:
-        _say(f"note: skipped, {line}")
+        _print_line(f"note: skipped, {line}")
 
 
-def _say(line: str) -> None:
-    console().print(escape(one_line(line)), soft_wrap=True)
+def _print_line(line: str) -> None:
+    console().print(one_line(line), markup=False, soft_wrap=True)
 
 
 # What the names of the tables' columns mean, where they are shown.
@@ -164,16 +164,16 @@ LEGEND = {
 }
 
 
-def print_shard(run: Run, shard: tuple[int, int]) -> None:
+def print_shard(run: Run, shard: Shard) -> None:
     """A shard that is done, of a run of which other parts are lacking."""
     found = ", ".join(f"{count} {kind}" for kind, count in run.counts.items())
-    _say(f"shard {shard[0]}/{shard[1]} is done; with the others' {run.path} holds {found}")
+    _print_line(f"shard {shard[0]}/{shard[1]} is done; with the others' {run.path} holds {found}")
     for kind, count in run.record["parts"].items():
         there = {part["name"] for part in run.parts(kind)}
         if lacking := [name for name in layout.part_names(count) if name not in there]:
             shown = ", ".join([*lacking[:LISTED], *["…"] * (len(lacking) > LISTED)])
-            _say(f"parts of {kind} that are lacking: {len(lacking)} of {count} ({shown})")
-    _say("next: the same command with another --shard, or with none for all that is lacking")
+            _print_line(f"parts of {kind} that are lacking: {len(lacking)} of {count} ({shown})")
+    _print_line("next: the same command with another --shard, or with none for all that is lacking")
 
 
 def print_run(run: Run) -> None:
@@ -185,22 +185,24 @@ def print_run(run: Run) -> None:
     columns = {column.header for table in shown for column in table.columns}
     screen.print(" ".join(text for name, text in LEGEND.items() if name in columns), soft_wrap=True)
     if line := several_responses(run):
-        _say(line)
-    if words := _blocks(run.settings["random_blocks"]):
-        _say(f"note: {run.model['name']}{words}: a control, not a model that anyone trained")
+        _print_line(line)
+    if words := _random_blocks_text(run.settings["random_blocks"]):
+        _print_line(f"note: {run.model['name']}{words}: a control, not a model that anyone trained")
     if opening := run.settings["opening"]:
-        _say(f"note: every turn goes on from {opening!r}, words that are no part of its text")
+        _print_line(
+            f"note: every turn goes on from {opening!r}, words that are no part of its text"
+        )
     if run.settings["ignore_check"]:
         found = run.ignored_check or "it found no difference"
-        _say(f"note: --ignore-check, of the engine's start-up check: {found}")
-    _say_skipped(next((one["skipped"] for one in run.sessions if "skipped" in one), []))
+        _print_line(f"note: --ignore-check, of the engine's start-up check: {found}")
+    _print_skipped(next((one["skipped"] for one in run.sessions if "skipped" in one), []))
     written = int((run.contexts["response_policy"] == "generated").sum())
     if written and run.settings["response"] != "generate":
-        _say(
+        _print_line(
             f"note: the data lacks {written} of {len(run.contexts)} responses; the model wrote them"
         )
     if cut := int(run.contexts["response_cut_off"].sum()):
-        _say(
+        _print_line(
             f"{cut} of {len(run.contexts)} responses were cut off at "
             f"{run.settings['max_response_tokens']} tokens: a cut-off response is a different "
             "stimulus (column response_cut_off; † counts what follows one)."
@@ -208,20 +210,20 @@ def print_run(run: Run) -> None:
     turns = examples(run)
     heading = ("no user turn", "one user turn", "two user turns", "three user turns")[len(turns)]
     screen.print()
-    _say(f"{heading} (evenly spaced, not chosen)")
+    _print_line(f"{heading} (evenly spaced, not chosen)")
     for context, turn in turns:
         query, response = (message["content"] for message in context["messages"][-2:])
         temperature = f"T = {turn['temperature']:g}" if turn["temperature"] else "greedy"
         flag = " † cut off" if context["response_cut_off"] else ""
-        _say(f"  {one_line(context['context_id'], 40)} · {temperature}")
-        _say(f"    query:     {one_line(query, 90)}")
-        _say(f"    response:  {one_line(response, 90)}{flag}")
-        _say(f"    user turn: {one_line(turn['text'], 160)}")
+        _print_line(f"  {one_line(context['context_id'], 40)} · {temperature}")
+        _print_line(f"    query:     {one_line(query, 90)}")
+        _print_line(f"    response:  {one_line(response, 90)}{flag}")
+        _print_line(f"    user turn: {one_line(turn['text'], 160)}")
     screen.print()
-    _say(f"run: {run.path}")
+    _print_line(f"run: {run.path}")
     path = json.dumps(str(run.path), ensure_ascii=False)
     code = f"from ia_mech import Run; run = Run.open({path}); "
     code += "print(run.generations, run.residuals().shape)"
-    _say(f"read it: python -c {shell_word(code)}")
+    _print_line(f"read it: python -c {shell_word(code)}")
     command = "experiments.reaction" if several_responses(run) else "ia_mech.judge run"
-    _say(f"next: python -m {command} {shell_word(run.path)}")
+    _print_line(f"next: python -m {command} {shell_word(run.path)}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ia_mech.data import presets
-from ia_mech.data.formats import DEPTH, ColumnMap, Message, Parts, parse
+from ia_mech.data.formats import DEPTH, ColumnMap, Message, ParsedRow, parse
 from ia_mech.errors import UserError
 from ia_mech.run.layout import UNPERTURBED
 from ia_mech.untrusted import parse_json
@@ -82,23 +82,18 @@ class Conversation:
         kept = self.messages if self.response is None else self.messages[:-1]
         return replace(self, messages=(*kept, {"role": "assistant", "content": text}))
 
-    def alternative(self, index: int) -> "Conversation":
+    def with_response_index(self, index: int) -> "Conversation":
         """The same query with another response, yet to be given: number ``index`` of several."""
         return replace(self, id=f"{self.id}/r{index}", response_index=index)
 
     def to_dict(self) -> dict:
-        """A JSON object that ``from_dict``, and any reader of our JSONL, takes back unchanged."""
+        """A JSON object that :func:`open_conversations` reads back unchanged."""
         row = asdict(self) | {"messages": [dict(m) for m in self.messages]}
         usual = {"perturbation": UNPERTURBED, "header": USER_HEADER, "response_index": None}
         for name, value in usual.items():
             if row[name] == value:  # most conversations say nothing of it
                 del row[name]
         return row
-
-    @classmethod
-    def from_dict(cls, row: dict) -> "Conversation":
-        """The inverse of ``to_dict``."""
-        return cls(**(row | {"messages": tuple(row["messages"])}))
 
 
 def validate(conversation: Conversation, place: str) -> None:
@@ -171,7 +166,7 @@ class ConversationSource:
         self,
         name: str,
         rows: Rows,
-        read: Callable[[Any, str], Parts],
+        read: Callable[[Any, str], ParsedRow],
         limit: int | None,
         description: dict,
         skip_unusable: bool = False,
@@ -205,13 +200,13 @@ class ConversationSource:
     def _made(self, row: Any, place: str, number: int, seen: dict[str, int]) -> list[Conversation]:
         """The checked conversations of a row; ``seen`` has the rows of earlier ids."""
         try:
-            parts = self._read(row, place)
+            parsed = self._read(row, place)
         except RecursionError:
             raise UserError(
                 f"{place}: its values are nested deeper than {DEPTH} levels",
                 "leave out the column, or write it as text",
             ) from None
-        made = _with_each(self._conversation(parts, number), parts.responses, place)
+        made = _with_each(self._conversation(parsed, number), parsed.responses, place)
         for conversation in made:
             validate(conversation, place)
             if conversation.id in seen:
@@ -222,22 +217,22 @@ class ConversationSource:
                 )
         return made
 
-    def _conversation(self, parts: Parts, number: int) -> Conversation:
-        row_id = parts.id or f"{self.name.rsplit('/', 1)[-1]}-{number:05d}"
-        reference = parts.reference
+    def _conversation(self, parsed: ParsedRow, number: int) -> Conversation:
+        row_id = parsed.id or f"{self.name.rsplit('/', 1)[-1]}-{number:05d}"
+        reference = parsed.reference
         if isinstance(reference, str):
             reference = reference.strip() or None
         return Conversation(
             id=row_id,
-            source_id=parts.source_id or row_id,
-            dataset=parts.dataset or self.name,
-            messages=tuple(parts.messages),
+            source_id=parsed.source_id or row_id,
+            dataset=parsed.dataset or self.name,
+            messages=tuple(parsed.messages),
             reference=reference,
-            answer=parts.answer,
-            metadata=parts.metadata,
-            perturbation=UNPERTURBED if parts.perturbation is None else parts.perturbation,
-            header=USER_HEADER if parts.header is None else parts.header,
-            response_index=parts.response_index,
+            answer=parsed.answer,
+            metadata=parsed.metadata,
+            perturbation=UNPERTURBED if parsed.perturbation is None else parsed.perturbation,
+            header=USER_HEADER if parsed.header is None else parsed.header,
+            response_index=parsed.response_index,
         )
 
 
@@ -254,7 +249,8 @@ def _with_each(
     if conversation.response is not None:
         raise UserError(f"{place}: a response and a list of responses", "leave out one of them")
     return [
-        conversation.alternative(index).with_response(text) for index, text in enumerate(responses)
+        conversation.with_response_index(index).with_response(text)
+        for index, text in enumerate(responses)
     ]
 
 
@@ -307,7 +303,7 @@ def open_conversations(
     return source
 
 
-def _read(row: Any, place: str, *, columns: ColumnMap, preset: presets.Preset | None) -> Parts:
+def _read(row: Any, place: str, *, columns: ColumnMap, preset: presets.Preset | None) -> ParsedRow:
     """A row by the columns the user named, else by its preset, else by what its columns show."""
     if isinstance(row, bytes):
         row = parse_json(row, place, _AS_JSON)

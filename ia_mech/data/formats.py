@@ -82,7 +82,7 @@ class ColumnMap:
 
 
 @dataclass
-class Parts:
+class ParsedRow:
     """What a row says, before anything is checked; None where it says nothing.
 
     ``messages`` ends with the query, or with the response where the row has one.
@@ -101,7 +101,7 @@ class Parts:
     response_index: int | None = None
 
 
-def parse(row: dict, columns: ColumnMap, place: str) -> Parts:
+def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
     """Read one row in the shape ``columns`` names, or in the one its columns show.
 
     Raises:
@@ -110,19 +110,19 @@ def parse(row: dict, columns: ColumnMap, place: str) -> Parts:
     shape = _detect(row, columns, place) if columns.format == "auto" else columns.format
     reader = {"qa": _from_qa, "turns": _from_turns}.get(shape, _from_messages)
     cells = _Cells(row, columns, place)
-    parts = reader(cells)
-    parts.id = cells.identifier("id", _ID)
-    parts.source_id = cells.identifier("source", ("source_id",))
+    parsed = reader(cells)
+    parsed.id = cells.identifier("id", _ID)
+    parsed.source_id = cells.identifier("source", ("source_id",))
     if isinstance(row.get("dataset"), str):
-        parts.dataset = cells.take("dataset")
+        parsed.dataset = cells.take("dataset")
     if isinstance(row.get("perturbation"), str):  # as experiments write them
-        parts.perturbation = cells.take("perturbation")
-        parts.header = cells.take("header" if "header" in row else None)
-    parts.responses = cells.responses()
+        parsed.perturbation = cells.take("perturbation")
+        parsed.header = cells.take("header" if "header" in row else None)
+    parsed.responses = cells.responses()
     if isinstance(row.get("response_index"), int):  # as our own JSONL has it
-        parts.response_index = cells.take("response_index")
-    parts.metadata = cells.rest()
-    return parts
+        parsed.response_index = cells.take("response_index")
+    parsed.metadata = cells.rest()
+    return parsed
 
 
 def split_gsm8k(solution: str) -> tuple[str, str] | None:
@@ -192,7 +192,7 @@ class _Cells:
         named = getattr(self.columns, role)
         if named is not None and named not in self.row:
             raise UserError(
-                f"{self.place}: no column {named!r} (found: {_found(self.row)})",
+                f"{self.place}: no column {named!r} (found: {_column_names(self.row)})",
                 f"correct --{role}-column",
             )
         return named or next((name for name in usual if name in self.row), None)
@@ -214,7 +214,7 @@ class _Cells:
         blank = _is_null(value) or value == ""
         if isinstance(value, list | dict) or (blank and getattr(self.columns, role) is not None):
             raise UserError(
-                f"{self.place}: the {role} is {_kind(value)}, not text or a number",
+                f"{self.place}: the {role} is {_type_name(value)}, not text or a number",
                 f"name another column with --{role}-column",
             )
         return None if blank else str(value)
@@ -226,7 +226,7 @@ class _Cells:
             return None
         if not _list_of(value, str):
             raise UserError(
-                f"{self.place}: the responses are not a list of texts ({_kind(value)})",
+                f"{self.place}: the responses are not a list of texts ({_type_name(value)})",
                 'write "responses": ["…", "…"], or name the column otherwise',
             )
         return self.take("responses")
@@ -257,19 +257,19 @@ def _detect(row: dict, columns: ColumnMap, place: str) -> str:
     if any(name in row for name in _QUERY):
         return "qa"
     raise UserError(
-        f"{place}: columns not recognised (found: {_found(row)})",
+        f"{place}: columns not recognised (found: {_column_names(row)})",
         "name them: --messages-column, or --query-column with --response-column, "
         "--followup-column, --answer-column, and --format if the shape isn't plain",
     )
 
 
-def _from_messages(cells: _Cells) -> Parts:
+def _from_messages(cells: _Cells) -> ParsedRow:
     name = cells.name("messages", (*_MESSAGES, "prompt"))
     listed = cells.take(name)
     if not isinstance(listed, list):
         raise UserError(
-            f"{cells.place}: no list of messages (column {name!r} is {_kind(listed)})",
-            f"name its column with --messages-column (found: {_found(cells.row)})",
+            f"{cells.place}: no list of messages (column {name!r} is {_type_name(listed)})",
+            f"name its column with --messages-column (found: {_column_names(cells.row)})",
         )
     messages = [_message(message, cells.place) for message in listed]
     if messages and messages[-1]["role"] == "user":
@@ -279,30 +279,30 @@ def _from_messages(cells: _Cells) -> Parts:
     answer = cells.gold(cells.name("answer", ("answer",)))
     followup = cells.followup()
     if followup is not None:  # the row itself says what follows, so its messages are the context
-        return Parts(messages, cells.take(followup), answer)
+        return ParsedRow(messages, cells.take(followup), answer)
     if name == "prompt" and cells.columns.cut == "first":  # a prompt is a context as it stands
-        return Parts(messages, None, answer)
-    return Parts(*cut_dialogue(messages, cells.columns.cut), answer)
+        return ParsedRow(messages, None, answer)
+    return ParsedRow(*cut_dialogue(messages, cells.columns.cut), answer)
 
 
 def _message(message, place: str) -> Message:
     """Role and content of one message; roles unknown here are left for the check of the whole."""
     if not isinstance(message, dict) or not ({"role", "from"} & message.keys()):
         raise UserError(
-            f"{place}: a message is {_kind(message)} without a role",
+            f"{place}: a message is {_type_name(message)} without a role",
             'write messages as {"role": …, "content": …} or {"from": …, "value": …}',
         )
     role, content = ("role", "content") if "role" in message else ("from", "value")
-    said = str(message[role])
+    name = str(message[role])
     # Content of another type than text is refused later, by conversations.validate.
-    return {"role": ROLES.get(said, said), "content": cast(str, message.get(content))}
+    return {"role": ROLES.get(name, name), "content": cast(str, message.get(content))}
 
 
-def _from_qa(cells: _Cells) -> Parts:
+def _from_qa(cells: _Cells) -> ParsedRow:
     query_name = cells.name("query", _QUERY)
     if query_name is None:
         raise UserError(
-            f"{cells.place}: no query (found: {_found(cells.row)})",
+            f"{cells.place}: no query (found: {_column_names(cells.row)})",
             "name its column with --query-column",
         )
     query = cells.take(query_name)
@@ -322,16 +322,16 @@ def _from_qa(cells: _Cells) -> Parts:
     messages = [{"role": "user", "content": query}]
     if response is not None:
         messages.append({"role": "assistant", "content": response})
-    return Parts(messages, cells.take(cells.followup()), answer)
+    return ParsedRow(messages, cells.take(cells.followup()), answer)
 
 
-def _from_turns(cells: _Cells) -> Parts:
+def _from_turns(cells: _Cells) -> ParsedRow:
     name = cells.name("messages", ("turns", "prompt"))
     turns = cells.take(name)
     if not _list_of(turns, str):
         raise UserError(
-            f"{cells.place}: no list of user turns (column {name!r} is {_kind(turns)})",
-            f"name its column with --messages-column (found: {_found(cells.row)})",
+            f"{cells.place}: no list of user turns (column {name!r} is {_type_name(turns)})",
+            f"name its column with --messages-column (found: {_column_names(cells.row)})",
         )
     messages = [{"role": "user", "content": turns[0]}]
     response = cells.take(cells.name("response", _FIRST_ANSWER))
@@ -342,17 +342,17 @@ def _from_turns(cells: _Cells) -> Parts:
     if answer is None and isinstance(graded, list):  # MT-bench: the right answer to each turn
         answer = (cells.take("reference") or [None])[0] or None
     followup = cells.name("followup")
-    return Parts(messages, cells.take(followup) if followup else (*turns, None)[1], answer)
+    return ParsedRow(messages, cells.take(followup) if followup else (*turns, None)[1], answer)
 
 
 def _list_of(value, kind: type) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, kind) for v in value)
 
 
-def _found(row: dict) -> str:
+def _column_names(row: dict) -> str:
     return ", ".join(map(str, row)) or "none"
 
 
-def _kind(value) -> str:
+def _type_name(value) -> str:
     names = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "text"}
     return names.get(type(value).__name__, "empty" if value == "" else type(value).__name__)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from ia_mech.data.formats import ColumnMap, Parts, parse
+from ia_mech.data.formats import ColumnMap, ParsedRow, parse
 from ia_mech.errors import UserError
 
 PROBE_SECONDS = 10.0
@@ -49,7 +49,7 @@ class Preset:
     files: Mapping[str, str] = field(default_factory=dict)
     by_columns: bool = False
 
-    def parse(self, row: dict, columns: ColumnMap, place: str) -> Parts:
+    def parse(self, row: dict, columns: ColumnMap, place: str) -> ParsedRow:
         """Read one row.
 
         Raises:

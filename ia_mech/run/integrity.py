@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +21,19 @@ from ia_mech.run.layout import FORMAT, KINDS, RUN
 
 HASH = "xxh3_128"
 
-# What the JSON files must have for a run to be read: types by key, a list for each of its items.
-_RECORD: dict[str, Any] = {
-    "identity": {
-        "settings": dict,
-        "model": {"name": str, "weights_hash": str, "layers": int, "d_model": int, "vocab": int},
-        "positions": [str],
-        "software": dict,
-    },
-    "parts": dict.fromkeys(KINDS, int),
-}
-_MANIFEST: dict[str, Any] = {
-    "run": str,
-    "parts": [{"kind": str, "name": str, "contexts": int, "files": dict}],
-    "sessions": [dict],
-}
-_FILE: dict[str, Any] = {"bytes": int, HASH: str}
-
 
 def read_record(path: Path) -> tuple[dict[str, Any], str]:
-    """``run.json`` of a run, and the hash of its bytes.
+    """``run.json`` of a run, and the hash of its bytes, which every manifest holds.
 
     Raises:
-        UserError: not a run, a run of another format, or a file without what it should hold.
+        UserError: not a run, a run of another format, or a damaged file.
     """
     file = path / RUN
     if not file.is_file():
         lacking = "it is a file" if path.is_file() else f"no {RUN}"
         raise UserError(f"{path} is not a run ({lacking})", "give a folder under cache/")
-    record = _read(file, _RECORD, "restore it from a copy, or remove the folder and sample again")
-    return record, content_hash(file)
+    remedy = "restore it from a copy, or remove the folder and sample again"
+    return _read(file, ("identity", "parts"), remedy), content_hash(file)
 
 
 def read_manifest(file: Path, run: str) -> dict[str, Any]:
@@ -61,62 +44,49 @@ def read_manifest(file: Path, run: str) -> dict[str, Any]:
         run: the hash of the run's ``run.json``.
 
     Raises:
-        UserError: another format, a file without what it should hold, or a manifest of another
-            ``run.json``.
+        UserError: another format, a damaged file, or a manifest of another ``run.json``.
     """
     remedy = "restore it from a copy, or remove it: its parts are then computed again"
-    manifest = _read(file, _MANIFEST, remedy)
-    for part in manifest["parts"]:
-        for name, facts in part["files"].items():
-            problem = _misfit(facts, _FILE, f"files.{name}.")
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                problem = f"the file {name!r} lies outside the run"
-            if problem:
-                raise _damaged(file, problem, remedy)
+    manifest = _read(file, ("run", "parts", "sessions"), remedy)
     if manifest["run"] != run:
         raise UserError(
             f"{file.parent / RUN} is not the one that {file.name} belongs to",
             "undo the change or restore a copy",
         )
+    try:  # the only file without a hash of its own
+        for part in manifest["parts"]:
+            if not (part["kind"] in KINDS and isinstance(part["name"], str)):
+                raise ValueError(f"a part is {part['kind']!r} {part['name']!r}")
+            if type(part["contexts"]) is not int or part["contexts"] < 0:
+                raise ValueError(f"part {part['name']} has {part['contexts']!r} contexts")
+            for name, facts in part["files"].items():
+                if Path(name).is_absolute() or ".." in Path(name).parts:
+                    raise ValueError(f"the file {name!r} lies outside the run")
+                if not {"bytes", HASH} <= facts.keys():
+                    raise ValueError(f"the file {name!r} has no size or no hash")
+        if not all(isinstance(session, dict) for session in manifest["sessions"]):
+            raise ValueError("a session is no object")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _damaged(file, error, remedy) from None
     return manifest
 
 
-def _read(file: Path, shape: dict[str, Any], remedy: str) -> dict[str, Any]:
+def _read(file: Path, keys: Sequence[str], remedy: str) -> dict[str, Any]:
     try:
         value = read_json(file)
     except ValueError as error:
-        raise _damaged(file, str(error), remedy) from None
+        raise _damaged(file, error, remedy) from None
     if value.get("format", FORMAT) != FORMAT:
         raise UserError(
             f"{file} has format {value['format']}, this version reads {FORMAT}",
             "read it with the version of ia_mech that wrote it",
         )
-    if problem := _misfit(value, {"format": int, **shape}):
-        raise _damaged(file, problem, remedy)
+    if lacking := [key for key in ("format", *keys) if key not in value]:
+        raise _damaged(file, f"it lacks {lacking[0]}", remedy)
     return value
 
 
-def _misfit(value: Any, shape: Any, place: str = "") -> str | None:
-    """The first place where a JSON value lacks something or has another type, or None."""
-    if isinstance(shape, type):
-        count = type(value) is int and value >= 0  # True is an int, too
-        if count if shape is int else isinstance(value, shape):
-            return None
-        return f"{place.rstrip('.')} is {str(value)[:40]!r}"
-    if not isinstance(value, type(shape)):
-        return f"{place.rstrip('.') or 'the whole'} is no {type(shape).__name__}"
-    if isinstance(shape, list):
-        found = (_misfit(one, shape[0], f"{place}{at}.") for at, one in enumerate(value))
-        return next(filter(None, found), None)
-    for key, inner in shape.items():
-        if key not in value:
-            return f"it lacks {place}{key}"
-        if problem := _misfit(value[key], inner, f"{place}{key}."):
-            return problem
-    return None
-
-
-def _damaged(file: Path, problem: str, remedy: str) -> UserError:
+def _damaged(file: Path, problem: object, remedy: str) -> UserError:
     return UserError(f"{file} is damaged ({problem})", remedy)
 
 
@@ -170,7 +140,7 @@ def content_hash(path: Path) -> str:
         return hashlib.file_digest(handle, xxhash.xxh3_128).hexdigest()
 
 
-def facts_of(path: Path) -> dict[str, int | str]:
+def size_and_hash(path: Path) -> dict[str, int | str]:
     """What a manifest says of a file: its size and its hash."""
     return {"bytes": path.stat().st_size, HASH: content_hash(path)}
 
@@ -180,7 +150,7 @@ def damage(root: Path, files: dict[str, dict[str, Any]], *, content: bool) -> st
 
     Args:
         root: the folder that they are named from.
-        files: name -> size and hash as :func:`facts_of` gave them.
+        files: name -> size and hash as :func:`size_and_hash` gave them.
         content: compare the hash of every file, not only its size.
     """
     for name, expected in files.items():

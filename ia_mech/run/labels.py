@@ -73,9 +73,9 @@ ANNOTATIONS = pa.schema(
         ("shown", pa.string()),
     ]
 )
-CODED = ("context_id", "category", "status", "decoy", "shown")
+CATEGORICAL = ("context_id", "category", "status", "decoy", "shown")
 
-ROWS = 20_000  # that are Python objects at a time
+ROWS_AT_A_TIME = 20_000  # as Python objects
 _RECORD = b"ia_mech"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -100,7 +100,7 @@ class Labels:
 
     def __init__(self, run: LabelledRun) -> None:
         self.path = run.path
-        self._of = run
+        self._run = run
 
     @property
     def judges(self) -> list[str]:
@@ -133,7 +133,7 @@ class Labels:
     def judgements(self, judge: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Verdicts of one judge, a row per user turn and repeat; columns as :data:`JUDGEMENTS`.
 
-        If ``columns`` are chosen, those of :data:`CODED` among them are categorical.
+        If ``columns`` are chosen, those of :data:`CATEGORICAL` among them are categorical.
 
         All are of turns after their own contexts; :meth:`decoys` has the others.
 
@@ -191,7 +191,7 @@ class Labels:
         """Keep which row of an exported sheet is which user turn."""
         path = self.path / "annotations" / "sheets" / f"{check_name(name)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        record = key | {"of": [self._of.identity_digest, name], "turns": self._of.turns_digest}
+        record = key | {"of": [self._run.identity_digest, name], "turns": self._run.turns_digest}
         integrity.write_json(path, record)
         return path
 
@@ -209,7 +209,7 @@ class Labels:
         path = self.path / "annotations" / "sheets" / f"{name}.json"
         try:
             key = integrity.read_json(path)
-            if key.pop("of", None) != [self._of.identity_digest, name]:
+            if key.pop("of", None) != [self._run.identity_digest, name]:
                 raise ValueError("it is of another sheet")
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error})", "export another sheet") from None
@@ -250,14 +250,14 @@ class Labels:
             record = json.loads(pq.read_schema(file).metadata[_RECORD])
             chosen: dict[str, Any] = {"filters": decoy.is_valid() if decoys else decoy.is_null()}
             if columns is not None:
-                chosen |= {"columns": list(columns), "read_dictionary": list(CODED)}
+                chosen |= {"columns": list(columns), "read_dictionary": list(CATEGORICAL)}
             table = pq.read_table(file, **chosen)
             run, whose = record.pop("run"), record.pop("name")
         except (pa.ArrowException, OSError, ValueError, LookupError) as error:
             raise self._unreadable(kind, name, error) from None
         except (TypeError, AttributeError):  # no metadata, or something else in it
             raise self._unreadable(kind, name, "it has no record of who wrote it") from None
-        if run != self._of.identity_digest:
+        if run != self._run.identity_digest:
             raise self._unreadable(kind, name, "it is of another run")
         if whose != name:
             raise self._unreadable(kind, name, f"it holds the {kind} of {whose!r}")
@@ -265,7 +265,7 @@ class Labels:
         return table, record
 
     def _check_turns(self, path: Path, record: dict[str, Any], remedy: str) -> None:
-        turns = self._of.turns_digest
+        turns = self._run.turns_digest
         if record.pop("turns", turns) != turns:
             raise UserError(
                 f"{path} is of other turns: {self.path} was sampled again since", remedy
@@ -318,7 +318,7 @@ class Labels:
     ) -> Path:
         path = self._file(kind, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        about = {"run": self._of.identity_digest, "turns": self._of.turns_digest, "name": name}
+        about = {"run": self._run.identity_digest, "turns": self._run.turns_digest, "name": name}
         text = json.dumps(record | about, sort_keys=True)
         schema = schema.with_metadata({_RECORD: text})
 
@@ -333,7 +333,7 @@ class Labels:
 
 def _parts(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     rows = iter(rows)
-    while part := list(islice(rows, ROWS)):
+    while part := list(islice(rows, ROWS_AT_A_TIME)):
         yield part
 
 

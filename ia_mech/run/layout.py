@@ -110,20 +110,20 @@ def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
 
 def manifest_file(shard: tuple[int, int] = (1, 1)) -> str:
     """The manifest that a shard writes; shard 1 of 1 is the whole run."""
-    return f"manifest{_of(shard)}.json"
+    return f"manifest{_shard_suffix(shard)}.json"
 
 
 def lock_file(shard: tuple[int, int] = (1, 1)) -> str:
     """The file that the one writer of a manifest has locked."""
-    return f".lock{_of(shard)}"
+    return f".lock{_shard_suffix(shard)}"
 
 
 def scratch_file(file: Path, shard: tuple[int, int] = (1, 1)) -> Path:
     """Where the writer of a manifest makes a file that it then puts in its place."""
-    return file.with_name(f"{file.name}{_of(shard)}.tmp")
+    return file.with_name(f"{file.name}{_shard_suffix(shard)}.tmp")
 
 
-def _of(shard: tuple[int, int]) -> str:
+def _shard_suffix(shard: tuple[int, int]) -> str:
     number, count = shard
     return "" if count == 1 else f"-{number}-of-{count}"
 

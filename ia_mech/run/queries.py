@@ -14,7 +14,7 @@ from ia_mech.run.layout import UNPERTURBED
 T = TypeVar("T")
 
 
-class Texts(Protocol):
+class RunTables(Protocol):
     """What is read of a run (:class:`ia_mech.run.Run`)."""
 
     path: Path
@@ -65,7 +65,7 @@ class Query:
         return (~self.contexts["response_cut_off"].astype(bool)).tolist()
 
 
-def queries_of(runs: Sequence[Texts], kind: str = UNPERTURBED) -> list[Query]:
+def queries_of(runs: Sequence[RunTables], kind: str = UNPERTURBED) -> list[Query]:
     """The queries of runs, in their order; what several runs hold of one query comes together.
 
     Contexts that are perturbed in another way than ``kind`` are left out.
@@ -86,8 +86,8 @@ def queries_of(runs: Sequence[Texts], kind: str = UNPERTURBED) -> list[Query]:
     found = []
     for source, own in contexts.groupby("source", sort=False):
         own = own.sort_values(["run", "response_index"], kind="stable").reset_index(drop=True)
-        asked = {str(list(messages[:-1])) for messages in own["messages"]}
-        if len(asked) > 1:
+        queries = {str(list(messages[:-1])) for messages in own["messages"]}
+        if len(queries) > 1:
             raise UserError(
                 f"the contexts of {own['source_id'].iloc[0]} have several queries",
                 "correct their source_id",
@@ -112,6 +112,6 @@ def subsample(queries: Sequence[T], most: int | None, seed: int) -> list[T]:
     return [queries[i] for i in sorted(order[:most])]
 
 
-def _keyed(run: Texts, frame: pd.DataFrame) -> pd.DataFrame:
+def _keyed(run: RunTables, frame: pd.DataFrame) -> pd.DataFrame:
     source = frame["dataset"].astype(str) + "\x1f" + frame["source_id"].astype(str)
     return frame.assign(run=str(run.path), source=source)

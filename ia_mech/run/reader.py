@@ -138,16 +138,12 @@ class Run:
     @property
     def complete(self) -> bool:
         """Whether every part that was planned is there."""
-        return all(self._whole(kind) for kind in layout.KINDS)
-
-    @property
-    def responses_complete(self) -> bool:
-        """Whether the model has written every response that it was asked for."""
-        return self._whole("responses")
-
-    def _whole(self, kind: str) -> bool:
-        planned = layout.part_names(self.record["parts"][kind])
-        return all((kind, name) in self._parts for name in planned)
+        planned = self.record["parts"]
+        return all(
+            (kind, name) in self._parts
+            for kind in layout.KINDS
+            for name in layout.part_names(planned[kind])
+        )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -218,11 +214,7 @@ class Run:
 
     @property
     def responses(self) -> pd.DataFrame:
-        """The responses that the model wrote so far, with the order of their contexts."""
-        return self.responses_of().to_pandas()
-
-    def responses_of(self, names: Collection[str] | None = None) -> pa.Table:
-        """The responses of these parts, or of all that are whole.
+        """The responses that the model wrote so far, with the order of their contexts.
 
         Raises:
             UserError: a damaged part.
@@ -230,9 +222,9 @@ class Run:
         tables = [
             self._read(part, layout.responses_file(part["name"]))
             for part in self.parts("responses")
-            if part["files"] and (names is None or part["name"] in names)
+            if part["files"]
         ]
-        return pa.concat_tables([layout.RESPONSES.empty_table(), *tables])
+        return pa.concat_tables([layout.RESPONSES.empty_table(), *tables]).to_pandas()
 
     def queries(self) -> "list[Query]":
         """The queries in their order, each with its responses and the turns after them.

@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,12 +74,12 @@ class RunWriter:
                 integrity.write_json(path / layout.RUN, wanted)
                 integrity.fsync_folder(path.parent)
             self.record, run = integrity.read_record(path)
-            refuse_another(path, self.record, wanted, name_of)
             self._file = path / layout.manifest_file(shard)
             self._manifest: dict[str, Any] = {"format": layout.FORMAT, "run": run}
             self._manifest |= {"parts": [], "sessions": []}
             if self._file.is_file():
                 self._manifest = integrity.read_manifest(self._file, run)
+            refuse_another(path, self.record, wanted, name_of)
             self.damaged = self._drop_damaged()
         except BaseException:
             self.close()
@@ -104,14 +104,6 @@ class RunWriter:
             kind: ``responses`` or ``contexts``.
         """
         return {part["name"]: part["contexts"] for part in Run(self.path).parts(kind)}
-
-    def read_responses(self, names: Collection[str] | None = None) -> dict[int, dict[str, Any]]:
-        """The responses written so far, by the order of their contexts.
-
-        Args:
-            names: of the parts that are read; all that are whole if None.
-        """
-        return {row["order"]: row for row in Run(self.path).responses_of(names).to_pylist()}
 
     @property
     def sessions(self) -> list[dict[str, Any]]:
@@ -224,7 +216,7 @@ class RunWriter:
         scratch = layout.scratch_file(path, self._shard)
         write(scratch)
         integrity.fsync_file(scratch)
-        facts = integrity.facts_of(scratch)
+        facts = integrity.size_and_hash(scratch)
         os.replace(scratch, path)
         return facts
 
@@ -273,9 +265,9 @@ def refuse_another(
     """
     differing = integrity.differences(there["identity"], wanted["identity"])
     # What follows from the settings is left out where they explain it.
-    asked = {name: v for name, v in differing.items() if name.startswith("settings.")}
+    settings = {name: v for name, v in differing.items() if name.startswith("settings.")}
     differing = (
-        asked
+        settings
         or differing
         or integrity.differences({"parts": there["parts"]}, {"parts": wanted["parts"]})
     )
