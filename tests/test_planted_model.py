@@ -15,7 +15,7 @@ import scored
 import torch
 from conftest import Silent
 from scipy.special import log_softmax
-from test_temperature_sweep import judged, swept
+from test_temperature_sweep import judged, sweep_of
 
 from experiments.first_token import GREEDY
 from experiments.likelihood import Likelihood, by_temperature, read_references
@@ -90,8 +90,8 @@ def run(planted, tmp_path_factory) -> Run:
 @pytest.fixture(scope="module")
 def measured(run) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The sampled turns with where greedy leaves them, and the estimates of all datasets."""
-    one, rows = swept(run)
-    return one.rows(), rows[rows["dataset"] == "(all)"]
+    _, turns, rows = sweep_of(run)
+    return turns, rows[rows["dataset"] == "(all)"]
 
 
 @pytest.fixture(scope="module")

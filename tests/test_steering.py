@@ -160,7 +160,7 @@ def test_controls_reach_the_kl_that_is_wanted(monkeypatch):
     """In a model without gradients: no direction is optimised."""
     monkeypatch.setattr(directions, "optimise_direction", lambda *_: np.zeros(0))
     model, told = model_of(planted.model(True)), torch.zeros(planted.WIDTH)
-    told[planted.TOLD + TO] = 1.0
+    told[planted.READ_OUT + TO] = 1.0
     made = [planted_context(n) for n in range(4)]
     contexts = tuple(replace(one, layer=5, at=(len(one.ids) - 1,)) for one in made)
     arm = Arm(DIRECTION, 0.02, tuple(told.tolist()))
