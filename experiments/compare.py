@@ -153,6 +153,7 @@ def result(studies: Sequence[Path]) -> "Result":
             {quantity: ("mean", 2), f"{quantity}, less": (f"less {models[0]}", "+.2f")},
             index=("term", "turns", "model"),
             rows="queries",
+            full=quantity == SHARE,
         )
     own = found[(found["term"] == "own context") & (found["quantity"] == BITS)]
     less = found[(found["term"] == "own context") & (found["quantity"] == f"{BITS}, less")]
@@ -163,7 +164,9 @@ def result(studies: Sequence[Path]) -> "Result":
         control=" ".join(
             [
                 sentence_of(
-                    f"the same queries, less {models[0]}", less[less["turns"] == SAMPLED], null=0.0
+                    f"the difference from {models[0]} on the same queries",
+                    less[less["turns"] == SAMPLED],
+                    null=0.0,
                 ),
                 "Within each study every number is held against siblings.",
             ]
