@@ -110,7 +110,7 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     outcome = count(run.path)
     folder = run.path / "results" / "count"
     assert (outcome.status, outcome.err) == (0, f"wrote {folder}\n")
-    said = ["There are some.\nthe floor of judge me is unknown", "a table", "a [note]⏎in a line"]
+    said = ["There are some.\nThe floor of judge me is unknown", "a table", "a [note]⏎in a line"]
     places = [outcome.out.index(text) for text in [*said, "fewer than 24 sources"]]
     assert places == sorted(places)
     after = files(run.path)

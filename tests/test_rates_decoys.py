@@ -101,7 +101,7 @@ def test_sentence_and_control_follow_the_gate(run):
     genuine = planted(run)
     found = result(judged_by(run, lambda item: GENUINE if item in genuine else NEW))
     assert "turns react to their own response: an excess over siblings" in found.sentence
-    assert "planted: passed" in found.control and set(found.estimates["gate"]) == {"passed"}
+    assert "(passed, " in found.control and set(found.estimates["gate"]) == {"passed"}
 
 
 def test_verdicts_without_decoys_have_no_floor(run):

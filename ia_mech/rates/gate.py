@@ -78,24 +78,24 @@ class Gate:
     def sentence(self) -> str:
         """What the words rest on: of other conversations, and of siblings where there are any."""
         whose = f" on turns of {self.model}" if self.model else ""
-        if self.decoys:
-            text = f"judge {self.judge}{whose}: {self.verdict}. {self.numbers}"
-        else:
+        if not self.decoys:
             text = (
-                f"the floor of judge {self.judge}{whose} is unknown: the run has no decoys "
+                f"The floor of judge {self.judge}{whose} is unknown: the run has no decoys "
                 "(they need two sources of a dataset)"
             )
+        else:
+            text = f"Judge {self.judge}{whose} calls {self.numbers}"
         if self.siblings is not None and self.siblings.decoys:
-            text += f". Against siblings {self.siblings.verdict}. {self.siblings.numbers}"
+            text += f"; {self.siblings.numbers}"
         return text
 
     @property
     def numbers(self) -> str:
-        """Rate, floor and excess in words."""
+        """Rate, floor and excess in words, with the verdict."""
         return (
-            f"Of {self.decoys} decoys the turns are {OUTCOMES[self.outcome]} to the judge in "
-            f"{self.rate:.2f} after what they followed and in {self.floor:.2f} after "
-            f"{AFTER[self.kind]}: an excess of {self.excess.text(sign=True)}"
+            f"{self.rate:.2f} of turns {OUTCOMES[self.outcome]} after their own context, "
+            f"{self.floor:.2f} of the same turns after {AFTER[self.kind]}, an excess of "
+            f"{self.excess.text(sign=True)} ({self.verdict}, {self.decoys} decoys)"
         )
 
 

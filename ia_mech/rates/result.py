@@ -48,7 +48,7 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
         name=f"rates-{judged.judge}{shown}",
         question=QUESTION,
         sentence=" ".join(_sentence(judged, of) for _, of in whole.groupby(SUBJECT, sort=False)),
-        control=" ".join(f"{_capital(gate.sentence)}." for gate in gates),
+        control=" ".join(f"{gate.sentence}." for gate in gates),
         estimates=rows,
         tables=_tables(rows, whole, gates, level),
         figures=_figures(whole, judged),
@@ -68,10 +68,6 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
         },
         data={"turns": turns},
     )
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _sentence(judged: JudgedTurns, of: pd.DataFrame) -> str:
