@@ -91,10 +91,11 @@ def estimates(numbers: dict[str, pd.DataFrame]) -> "Iterator[TidyEstimate]":
     from the first model's.
     """
     from ia_mech.estimates import ALL, TidyEstimate
+    from ia_mech.likelihood.carried import CEILING
     from ia_mech.stats import cluster_mean, paired_difference
 
     keys = ["quantity", "term", "turns"]
-    bounds = {EXCESS: (-1.0, 1.0), SHARE: (0.0, 1.0)}
+    bounds = {BITS: (-np.inf, CEILING), EXCESS: (-1.0, 1.0), SHARE: (0.0, 1.0)}
     first, *_ = numbers
     for key, _ in numbers[first].groupby(keys, sort=False):
         each = {

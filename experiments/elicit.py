@@ -14,7 +14,7 @@ to the whole of the time that sampling the run's turns took; the rules judge lab
 once.
 
     python -m experiments.elicit cache/RUN
-    python -m experiments.elicit cache/RUN --opening "Wait," --dry-run
+    python -m experiments.elicit cache/RUN --opening "Let me ask one thing." --dry-run
 """
 
 import argparse

@@ -41,6 +41,7 @@ from ia_mech.cli import (
     add_threads,
     one_line,
     path_of,
+    refuse,
     run_command,
     tolerant_streams,
     whole_from,
@@ -361,7 +362,7 @@ class Experiment:
         if not found:
             raise UserError(
                 f"{self.runs[0].path} holds nothing that {self.name} could measure",
-                "see what it needs in --help",
+                "".join(self.notes[-1:]) or "see what it needs in --help",
             )
         return found
 
@@ -429,6 +430,15 @@ class Experiment:
         return cls.file().parent != Path(__file__).resolve().parent
 
     @classmethod
+    def check_name(cls) -> None:
+        """Refuse an experiment without a name, or of the name of another's results."""
+        name = getattr(cls, "name", "")
+        if not name:
+            raise UserError(f"{cls.__name__} has no name", "give it one, as a class attribute")
+        if cls.is_of_a_user() and Path(__file__).with_name(f"{name}.py").exists():
+            raise UserError(f"experiments.{name} has this name", f"rename {cls.__name__}")
+
+    @classmethod
     def build_parser(cls) -> argparse.ArgumentParser:
         """The command line."""
         module = cls.file().name if cls.is_of_a_user() else f"-m experiments.{cls.name}"
@@ -467,7 +477,13 @@ class Experiment:
     def main(cls, argv: list[str] | None = None) -> int:
         """Run the command; returns the exit status."""
         tolerant_streams()
-        parser = cls.build_parser()
+        try:
+            cls.check_name()
+            parser = cls.build_parser()
+        except UserError as error:
+            return refuse(f"{cls.file().name}: {error}")
+        except argparse.ArgumentError as error:
+            return refuse(f"{cls.file().name}: {error}; name your flag otherwise")
         args = parser.parse_args(argv)
         args.command_line = command_line(parser, args)
         kept = "what was computed is kept; the same command goes on from there"
@@ -554,11 +570,11 @@ class Experiment:
                 "add it to the class attribute columns",
             )
         found = estimates_of(estimates, self.columns, self.args.level)
-        sentence, control = self.conclude(found)
-        if not sentence or not control:
+        conclusion = self.conclude(found)
+        if not isinstance(conclusion, Conclusion) or not all(conclusion):
             raise UserError(
-                f"conclude() of {self.name} gave no {'control' if sentence else 'sentence'}",
-                "a result has both; is there no estimate?",
+                f"conclude() of {self.name} gives no sentence with a control",
+                "return a Conclusion of both; where estimates are missing, say so in its sentence",
             )
         figures, data, files = self.figures(found), self.data(rows), self.files()
         for name in (*figures, *data, *files):
@@ -573,8 +589,8 @@ class Experiment:
         return Result(
             name=self.name,
             question=self.question(),
-            sentence=sentence,
-            control=control,
+            sentence=conclusion.sentence,
+            control=conclusion.control,
             estimates=found,
             tables=self.tables(found),
             figures={stem: figure.draw() for stem, figure in figures.items()},

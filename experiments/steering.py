@@ -429,7 +429,7 @@ class Steering(Experiment):
             },
             index=("dataset", "term"),
             legend=f"log-odds: change, in nats, of those of {self.outcome} turns against others; "
-            f"beyond random: less the mean of {CONTROLS} random directions; reached by: "
+            "beyond random: less the mean of the random directions; reached by: "
             "the share of these that change them as much; KL: of the first token's distribution, "
             "in nats.",
         )

@@ -328,7 +328,8 @@ def show(result: Result, screen: "Console", *, full: bool = False) -> None:
         screen: of :func:`ia_mech.display.console`.
         full: all tables, not the first ones alone.
     """
-    for text, style in ((result.sentence, "bold"), (result.control, "")):
+    control = f"Control: {result.control}" if result.control else ""
+    for text, style in ((result.sentence, "bold"), (control, "")):
         screen.print(one_line(text), style=style, soft_wrap=True, markup=False)
     left_out = 0
     for table in result.tables:

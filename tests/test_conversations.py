@@ -210,6 +210,15 @@ def test_ids_default_to_stem_and_row(jsonl):
     assert second.source_id == "data-00002" and second.dataset == "data"
 
 
+def test_rows_of_one_query_are_of_one_source(jsonl):
+    rows = [("q", "r"), ("q2", "r"), ("q", "r2"), ("q", None)]
+    found = read(jsonl(*({"prompt": query, "response": response} for query, response in rows)))
+    first, second, *others = [one.id for one in found]
+    assert [one.source_id for one in found] == [first, second, first, first]
+    (own,) = read(jsonl({"prompt": "q", "source_id": "mine"}))
+    assert own.source_id == "mine" and others
+
+
 def test_rows_are_read_again_each_time_and_only_as_far_as_needed(jsonl):
     path = jsonl({"prompt": "a"}, {"prompt": "b"}, "this is not JSON")
     source = open_conversations(path, limit=2)

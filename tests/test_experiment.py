@@ -110,7 +110,11 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     outcome = count(run.path)
     folder = run.path / "results" / "count"
     assert (outcome.status, outcome.err) == (0, f"wrote {folder}\n")
-    said = ["There are some.\nThe floor of judge me is unknown", "a table", "a [note]⏎in a line"]
+    said = [
+        "There are some.\nControl: The floor of judge me is unknown",
+        "a table",
+        "a [note]⏎in a line",
+    ]
     places = [outcome.out.index(text) for text in [*said, "fewer than 24 sources"]]
     assert places == sorted(places)
     after = files(run.path)
@@ -220,7 +224,11 @@ def test_mistyped_commands_are_refused_in_one_line(count):
 @pytest.mark.parametrize(
     ("method", "wrong", "said"),
     [
-        ("conclude", lambda self, found: Conclusion("Some.", ""), "conclude() of count gave no co"),
+        ("conclude", lambda self, found: Conclusion("Some.", ""), "no sentence with a control"),
+        ("conclude", lambda self, found: "Some.", "no sentence with a control"),
+        ("name", "locate", "test_experiment.py: experiments.locate has this name"),
+        ("name", "", "test_experiment.py: Count has no name"),
+        ("add_flags", classmethod(lambda _, parser: parser.add_argument("--out")), "conflicting"),
         ("conclude", Experiment.conclude, "count has no method conclude()"),
         ("figures", lambda self, found: {"a/b": None}, "calls a figure or file 'a/b'"),
         (
@@ -289,7 +297,7 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
     assert (again.status, again.out, len(measured)) == (0, outcome.out, 4)
     sentence, control = outcome.out.splitlines()[:2]
     assert sentence.startswith("Bits for the response that a turn followed: ")
-    assert control.startswith("The same for a sibling that it did not follow: ")
+    assert control.startswith("Control: The same for a sibling that it did not follow: ")
     assert "note: 3 queries, " in outcome.out
     means = []
     args = first_words.build_parser().parse_args([str(siblings.path), "--queries", "3"])

@@ -55,7 +55,11 @@ def reference_table(run: Run) -> Table | None:
     scored = run.contexts[run.contexts["reference_logprob"].notna()]
     if scored.empty:
         return None
-    table = _table("the users' real follow-ups")
+    generated = (scored["response_policy"] == "generated").any()
+    table = _table(
+        "the users' real follow-ups"
+        + (", after responses that the model wrote instead" if generated else "")
+    )
     columns = ["log p / token", "bits / byte", "greedy writes"]
     for name in ("dataset", "turns", *columns):
         table.add_column(name, justify="left" if name == "dataset" else "right", no_wrap=True)
@@ -158,7 +162,7 @@ def _print_line(line: str) -> None:
 
 # What the names of the tables' columns mean, where they are shown.
 LEGEND = {
-    "log p / token": "log p: raw (T = 1), nats.",
+    "log p / token": "log p: raw (T = 1), nats, mean of turns.",
     "entropy": "entropy: of the first token at T, nats.",
     "greedy writes": "greedy writes: share of follow-ups that greedy decoding writes whole.",
 }

@@ -6,6 +6,8 @@ seen are kept, to find duplicates. The shapes of rows are in ``formats``, the pu
 """
 
 import difflib
+import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -178,6 +180,7 @@ class ConversationSource:
 
     def __iter__(self) -> Iterator[Conversation]:
         self.skipped = []
+        self._sources: dict[bytes, str] = {}
         seen: dict[str, int] = {}
         used = 0  # rows
         for number, (place, row) in enumerate(self._rows(), start=1):
@@ -224,7 +227,7 @@ class ConversationSource:
             reference = reference.strip() or None
         return Conversation(
             id=row_id,
-            source_id=parsed.source_id or row_id,
+            source_id=parsed.source_id or self._source(parsed, row_id),
             dataset=parsed.dataset or self.name,
             messages=tuple(parsed.messages),
             reference=reference,
@@ -234,6 +237,16 @@ class ConversationSource:
             header=USER_HEADER if parsed.header is None else parsed.header,
             response_index=parsed.response_index,
         )
+
+    def _source(self, parsed: ParsedRow, row_id: str) -> str:
+        """The id of the first row with the same query: rows of one query are no independent ones,
+        and their responses are siblings."""
+        messages = list(parsed.messages)
+        if messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        query = json.dumps([parsed.dataset, messages], sort_keys=True)
+        key = hashlib.blake2b(query.encode(errors="surrogatepass"), digest_size=16).digest()
+        return self._sources.setdefault(key, row_id)
 
 
 def _with_each(

@@ -81,7 +81,7 @@ class Gate:
         if not self.decoys:
             text = (
                 f"The floor of judge {self.judge}{whose} is unknown: the run has no decoys "
-                "(they need two sources of a dataset)"
+                "of other conversations (they need two sources of a dataset)"
             )
         else:
             text = f"Judge {self.judge}{whose} calls {self.numbers}"
