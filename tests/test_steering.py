@@ -310,7 +310,7 @@ def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, 
     assert "units of" in call(main, [*words, "--dry-run"], capfd).out and not out.exists()
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
-    sentence, control = outcome.out.splitlines()[:2]
+    sentence, control = outcome.out.replace("Control: ", "").splitlines()[:2]
     assert "to make genuine turns likelier" in sentence or "makes genuine" in sentence
     assert "random directions reach it" in sentence and "the least there can be: 0.050" in sentence
     assert control.startswith("A direction that was optimised for that there, on other sources")
