@@ -4,8 +4,9 @@ Accuracy of responses and rate of genuine turns after them, on the same prompts,
 within each. A response is checked by its gold answer (maths), by the instructions of its query
 (IFEval), or, if it is given, by a column ``correct`` of the data. Models are compared on the
 prompts that all of them have. Within a model the rate after right responses is compared with that
-after wrong ones by permuting queries. This says nothing about causes: easy prompts and complete
-responses may explain both.
+after wrong ones by permuting queries. The control is the judge's floor: how often it accepts the
+same turns after another conversation. Nothing here says anything about causes: easy prompts and
+complete responses may explain both.
 
 Needs: judged runs with --response generate on such prompts, or with given responses and a column
 ``correct``. Cost: seconds; no language model is loaded.

@@ -8,7 +8,8 @@ three are candidates. A turn that followed a candidate is scored twice:
 - after each candidate's own context: these are the bits that the turn expresses;
 - after three hybrids, each the recipient's context with one site of a candidate: these are the bits
   that the site carries. The turn followed none of the hybrids, and they differ in the candidate
-  alone: what splicing damages is damaged in all three.
+  alone: what splicing damages is damaged in all three. The control is the query as a site: its
+  tokens are the same in all contexts.
 
 Maps use one recipient per query and ask for more: windows of the response's layers, put in alone
 and left out alone, or single key-value heads of them; states of header tokens by layer; and turns

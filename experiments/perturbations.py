@@ -6,7 +6,8 @@ contradicted; or the header stands without a conversation, or is the assistant's
 after what the model was given, and against the unchanged response (*held*): a turn that was written
 without it can still fit that by topic or luck. Users' real follow-ups are scored in each changed
 context. Differences are paired by query; conversations that a change leaves as they are don't count
-for it.
+for it. The control is the rate after the bare header, where only a turn's form can please a judge,
+beside the judge's floor.
 
 Needs: judged runs; real follow-ups for the likelihoods. Cost: six times the sampling of as many
 turns (48 queries of the embedded model, 5 turns each: some ten minutes on a CPU). The rules judge

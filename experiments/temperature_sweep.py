@@ -1,7 +1,7 @@
 """What does temperature do to the user turn, and how deep does greedy decoding hide follow-ups?
 
-- Rates of genuine turns and their floor by temperature, each also against greedy turns of the same
-  queries.
+- Rates of genuine turns by temperature, also against greedy turns of the same queries. The control
+  is the judge's floor: how often it accepts the same turns after another conversation.
 - The first token's distribution at many temperatures, from the header's logits.
 - Where greedy decoding leaves each sampled turn, and whether genuine turns lie deeper than others
   after the same response at the same temperature.
