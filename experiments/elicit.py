@@ -5,9 +5,9 @@ a system prompt that asks for a user who follows up, and words with which every 
 begin (an opening), both greedily and at each temperature; with --intervention also a steering
 vector. All are the same for every response to a query, and the judge sees neither prompt nor
 opening. An arm's number is the rate at which the judge accepts its turns, minus the rate at which
-it accepts the same turns after another response to the same query, the control. The best arm is chosen on half
-of the queries, its excess over greedy decoding is measured on the other half, and the other way
-round; the bootstrap repeats the choice. This excess is the elicitation gap.
+it accepts the same turns after another response to the same query: the control. The best arm is
+chosen on half of the queries, its excess over greedy decoding is measured on the other half, and
+the other way round; the bootstrap repeats the choice. This excess is the elicitation gap.
 
 Needs: a judged run with several responses per query. Cost: for each of prompt and opening a third
 to the whole of the time that sampling the run's turns took; the rules judge labels the new turns at
