@@ -37,7 +37,8 @@ SMALL = {  # what is added to a command; of a flag that is given twice the last 
     "study": "--queries 4 --quick",
     "likelihood": "--resamples 100",
     "reaction": "--queries 3 --resamples 100",
-    "steering": "--queries 4 --resamples 100 --doses 0.5",
+    "steering": "--queries 24 --resamples 100 --doses 0.5",
+    "annotate": "--n 8",
 }
 ELSEWHERE = {  # commands that need what tests don't have
     "--judge llm": "a key; tests/test_judge_llm.py asks a stub server",
