@@ -37,7 +37,7 @@ SMALL = {  # what is added to a command; of a flag that is given twice the last 
     "study": "--queries 4 --quick",
     "likelihood": "--resamples 100",
     "reaction": "--queries 3 --resamples 100",
-    "steering": "--queries 24 --resamples 100 --doses 0.5",
+    "steering": "--queries 8 --resamples 100 --doses 0.5",
     "annotate": "--n 8",
 }
 ELSEWHERE = {  # commands that need what tests don't have
