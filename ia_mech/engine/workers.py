@@ -1,0 +1,154 @@
+"""Several parts computed at once, by threads that each have compute threads of their own.
+
+PyTorch's kernels let go of the interpreter's lock, so two workers with one compute thread each keep
+two cores busy and never wait at a barrier; one worker with two compute threads waits hundreds of
+times in every pass, for the slower of the two. Only tensors and ids are a worker's business: what
+it computed is handed to the main thread, which alone touches texts, files and the terminal.
+"""
+
+import contextlib
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from queue import SimpleQueue
+from typing import TypeVar, cast
+
+import joblib
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+# Beyond this the interpreter's lock would be waited for: a step holds it for some 24 ms.
+MOST_WORKERS = 8
+
+_stop: ContextVar[threading.Event | None] = ContextVar("stop", default=None)
+
+
+class Stopped(Exception):
+    """Ends the pass of a worker whose result nobody waits for any more."""
+
+
+def check_stopped() -> None:
+    """Called between the blocks of every pass, so that a worker ends within a fraction of a second.
+
+    Raises:
+        Stopped: in a worker that is to end.
+    """
+    event = _stop.get()
+    if event is not None and event.is_set():
+        raise Stopped
+
+
+def usable_cores() -> int:
+    """The cores that this process may use, by its affinity and its control group."""
+    return joblib.cpu_count()
+
+
+def share_cores(
+    items: int, workers: int | None = None, threads: int | None = None
+) -> tuple[int, int]:
+    """How many workers, and how many compute threads each, for so many items.
+
+    Args:
+        items: that there are to compute; more workers would find nothing to do.
+        workers: as asked for; None for one per core that is left, at most :data:`MOST_WORKERS`.
+        threads: as asked for; None for an equal share of the cores.
+    """
+    cores = usable_cores()
+    if workers is None:
+        workers = min(MOST_WORKERS, max(1, cores // (threads or 1)), max(1, items))
+    return workers, threads or max(1, cores // workers)
+
+
+def compute_in_workers(
+    items: Sequence[Item],
+    compute: Callable[[Item], Result],
+    done: Callable[[Item, Result], None],
+    workers: int,
+) -> None:
+    """Compute items, several at a time, and hand on each result while others are computed.
+
+    Items are begun in their order and end in any. After an error, or Ctrl-C, the items in work are
+    given up, and what was finished is handed on before the error is raised.
+
+    Args:
+        items: what to compute.
+        compute: called in a worker's thread. What it calls elsewhere has to be safe there.
+        done: called in this thread with an item and its result.
+        workers: how many threads.
+
+    Raises:
+        Exception: the first that ``compute`` raised, as it was.
+    """
+    waiting = deque(items)
+    finished: SimpleQueue[tuple[Item, Result | None, BaseException | None]] = SimpleQueue()
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        _stop.set(stop)
+        while not stop.is_set():
+            try:
+                item = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                finished.put((item, compute(item), None))
+            except Stopped:
+                return
+            except BaseException as error:
+                stop.set()
+                finished.put((item, None, error))
+
+    def interrupted() -> None:
+        stop.set()
+        finished.put((items[0], None, KeyboardInterrupt()))
+
+    def hand_on() -> None:
+        item, result, error = finished.get()
+        if error is None:
+            done(item, cast(Result, result))
+        else:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(workers, len(items)))]
+    with _on_interrupt(interrupted):
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in items:
+                hand_on()
+                if failures:
+                    break
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        while not finished.empty():
+            hand_on()
+    if failures:
+        raise failures[0]
+
+
+@contextlib.contextmanager
+def _on_interrupt(tell: Callable[[], None]) -> Iterator[None]:
+    """Have Ctrl-C call ``tell``: an exception at any moment could lose a result, or half write it.
+
+    A second Ctrl-C does what it always did.
+    """
+    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT) or signal.default_int_handler
+
+    def first(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        tell()
+
+    signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

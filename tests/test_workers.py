@@ -1,0 +1,119 @@
+"""Parts computed by several threads: what is handed on, and what happens when one has to end."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from ia_mech.engine import workers
+from ia_mech.engine.workers import check_stopped, compute_in_workers, share_cores
+
+
+def collected(items, compute, count):
+    """What was handed on, and in which threads."""
+    found, threads = {}, set()
+
+    def done(item, result):
+        found[item] = result
+        threads.add(threading.current_thread())
+
+    compute_in_workers(items, compute, done, count)
+    return found, threads
+
+
+def compute_until_stopped(_item):
+    """Work that only ends when its worker is to end."""
+    while True:
+        check_stopped()
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 9])
+def test_every_item_is_handed_on_once_in_the_calling_thread(count):
+    found, threads = collected(range(7), lambda item: item * item, count)
+    assert found == {item: item * item for item in range(7)}
+    assert threads == {threading.current_thread()}
+
+
+def test_nothing_to_do_is_no_mistake():
+    assert collected([], lambda item: item, 2) == ({}, set())
+
+
+def test_workers_compute_at_the_same_time():
+    meeting = threading.Barrier(3)
+    found, _ = collected(range(3), lambda item: meeting.wait(timeout=30), 3)
+    assert sorted(found.values()) == [0, 1, 2]
+
+
+def test_an_error_ends_the_others_and_what_was_finished_is_handed_on_first():
+    first_done, found = threading.Event(), {}
+
+    def compute(item):
+        if item == 0:
+            return "whole"
+        if item == 1:
+            assert first_done.wait(timeout=30)
+            raise ValueError("broken")
+        return compute_until_stopped(item)
+
+    def done(item, result):
+        found[item] = result
+        first_done.set()
+
+    with pytest.raises(ValueError, match="broken"):
+        compute_in_workers(range(5), compute, done, 3)
+    assert found == {0: "whole"}
+    assert threading.active_count() == 1
+
+
+def test_an_error_of_who_takes_results_ends_the_workers():
+    def done(item, result):
+        raise OSError("disk full")
+
+    def compute(item):
+        return item if item == 0 else compute_until_stopped(item)
+
+    with pytest.raises(OSError, match="disk full"):
+        compute_in_workers(range(4), compute, done, 2)
+    assert threading.active_count() == 1
+
+
+def test_an_interrupt_ends_the_workers_within_a_second():
+    found, begun = {}, threading.Event()
+
+    def compute(item):
+        if item == 0:
+            return "whole"
+        begun.set()
+        return compute_until_stopped(item)
+
+    def interrupt():
+        assert begun.wait(timeout=30)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        compute_in_workers(range(4), compute, found.__setitem__, 2)
+    assert found == {0: "whole"}
+
+
+@pytest.mark.parametrize(
+    ("cores", "items", "asked", "shared"),
+    [
+        (2, 24, (None, None), (2, 1)),
+        (2, 1, (None, None), (1, 2)),
+        (4, 4, (None, None), (4, 1)),
+        (4, 2, (None, None), (2, 2)),
+        (64, 500, (None, None), (8, 8)),
+        (4, 24, (None, 2), (2, 2)),
+        (4, 24, (3, None), (3, 1)),
+        (2, 24, (4, None), (4, 1)),
+        (2, 24, (1, 1), (1, 1)),
+        (1, 24, (None, 3), (1, 3)),
+    ],
+)
+def test_cores_are_shared_among_workers(monkeypatch, cores, items, asked, shared):
+    monkeypatch.setattr(workers, "usable_cores", lambda: cores)
+    assert share_cores(items, *asked) == shared
