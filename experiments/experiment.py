@@ -27,7 +27,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -38,7 +38,7 @@ from filelock import FileLock, Timeout
 from ia_mech.cli import (
     Parser,
     add_intervals,
-    add_threads,
+    add_workers,
     one_line,
     path_of,
     refuse,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from experiments.figures import Drawing
     from ia_mech.chat.format import ChatFormat
     from ia_mech.data.conversations import Conversation
+    from ia_mech.display import Progress
     from ia_mech.engine.score import Scored, Turn
     from ia_mech.estimates import TidyEstimate
     from ia_mech.models.load import Subject
@@ -327,35 +328,50 @@ class Experiment:
     def measure_units(self, units: Iterable[Unit], phase: str = "") -> pd.DataFrame:
         """The rows of units one below the other, with ``source`` and ``dataset``.
 
-        Finished units are kept in ``parts/`` of the results, and aren't measured again unless the
-        code of the module that defines ``measure`` was changed.
+        Several are measured at once, by workers. Finished units are kept in ``parts/`` of the
+        results, and aren't measured again unless the code of the module that defines ``measure``
+        was changed.
 
         Raises:
             UserError: there is no unit.
         """
+        from experiments.parts import keep, kept
         from ia_mech.display import Bar
+        from ia_mech.engine.workers import compute_in_workers, share_cores
 
         units = self._at_least_one(units)
-        if stored := self._stored(units):
-            print(f"{stored} of {len(units)} units were measured before", file=sys.stderr)
-        bar, parts = Bar(), []
-        total = sum(unit.tokens for unit in units)
-        bar.start(phase or f"measuring, {self.name}", total, unit="token")
+        stored = {n: kept(self._parts, self._key(unit)) for n, unit in enumerate(units)}
+        tables = {n: table for n, table in stored.items() if table is not None}
+        todo = [n for n in range(len(units)) if n not in tables]
+        if tables:
+            print(f"{len(tables)} of {len(units)} units were measured before", file=sys.stderr)
+        models = {n: self.model_for(units[n]) if self.loads else None for n in todo}
+        on_cpu = all(model and model.subject.device.type == "cpu" for model in models.values())
+        asked = (self.args.workers, self.args.threads) if on_cpu else (1, self.args.threads)
+        workers, threads = share_cores(len(todo), *asked)
+        bar, total = Bar(), sum(unit.tokens for unit in units)
+        bar.start(
+            phase or f"measuring, {self.name}",
+            total,
+            done=total - sum(units[n].tokens for n in todo),
+            unit="token",
+        )
+
+        def measure(n: int) -> pd.DataFrame:
+            return self._measured(models[n], units[n], bar)
+
+        def done(n: int, table: pd.DataFrame) -> None:
+            keep(self._parts, self._key(units[n]), table)
+            tables[n] = table
+
         try:
-            for unit in units:
-                ticked = 0
-
-                def tick(tokens: int) -> None:
-                    nonlocal ticked
-                    ticked += tokens
-                    bar.advance(tokens)
-
-                rows = self._rows_of(unit, tick)
-                bar.advance(max(unit.tokens - ticked, 0))
-                parts.append(rows.assign(source=unit.source, dataset=unit.dataset))
+            compute_in_workers(todo, measure, done, workers, threads)
         finally:
             bar.stop()
-        return pd.concat(parts, ignore_index=True)
+        return pd.concat(
+            [tables[n].assign(source=u.source, dataset=u.dataset) for n, u in enumerate(units)],
+            ignore_index=True,
+        )
 
     def _at_least_one(self, units: Iterable[Unit]) -> list[Unit]:
         found = list(units)
@@ -366,30 +382,28 @@ class Experiment:
             )
         return found
 
-    def _rows_of(self, unit: Unit, tick: Callable[[int], None]) -> pd.DataFrame:
-        """The rows of a unit, stored or measured now."""
-        from experiments.parts import computed_once
+    def _measured(self, model: Model | None, unit: Unit, progress: "Progress") -> pd.DataFrame:
+        """The rows of a unit, measured now, in a worker."""
+        ticked = 0
+
+        def tick(tokens: int) -> None:
+            nonlocal ticked
+            ticked += tokens
+            progress.advance(tokens)
 
         named = " ".join(unit.source.split("\x1f"))  # dataset and query
-
-        def measure() -> pd.DataFrame:
-            model = None
-            if self.loads:
-                model = self.model_for(unit)
-                model.on_tokens = tick
-            try:
-                rows = self.measure(model, unit)
-            except Exception as error:
-                error.add_note(f"This was of {named!r}; units before it are kept.")
-                raise
-            if not isinstance(rows, pd.DataFrame) or rows.empty:
-                raise UserError(
-                    f"measure() of {self.name} gave no rows of {named!r}",
-                    "return a table with at least one row",
-                )
-            return rows
-
-        return computed_once(self._parts, self._key(unit), measure)
+        try:
+            rows = self.measure(model and replace(model, on_tokens=tick), unit)
+        except Exception as error:
+            error.add_note(f"This was of {named!r}; units before it are kept.")
+            raise
+        if not isinstance(rows, pd.DataFrame) or rows.empty:
+            raise UserError(
+                f"measure() of {self.name} gave no rows of {named!r}",
+                "return a table with at least one row",
+            )
+        progress.advance(max(unit.tokens - ticked, 0))
+        return rows
 
     @property
     def _parts(self) -> Path:
@@ -468,7 +482,7 @@ class Experiment:
         parser.add_argument("--out", type=path_of, metavar="FOLDER", help=where)
         parser.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
         parser.add_argument("--full", action="store_true", help="print all tables")
-        add_threads(parser)
+        add_workers(parser)
         add_intervals(parser.add_argument_group("intervals"), seed="what is drawn")
         parser.set_defaults(command_line="")  # as it was given; empty where there was none
         return parser
@@ -669,10 +683,9 @@ def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> s
     """The command as a result keeps it: all that may change the result, and no folders of this
     machine."""
     words = [run.name for run in args.runs]
+    silent = {"runs", "out", "dry_run", "full", "workers", "threads"}
     for name, value in vars(args).items():
-        if name in ("runs", "out", "dry_run", "full", "threads") or value == parser.get_default(
-            name
-        ):
+        if name in silent or value == parser.get_default(name):
             continue
         words.append(f"--{name.replace('_', '-')}")
         values = value if isinstance(value, list) else [] if value is True else [value]

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,23 @@ from ia_mech.errors import UserError
 from ia_mech.run.integrity import replace_file
 
 
-def computed_once(folder: Path, key: Any, compute: Callable[[], pd.DataFrame]) -> pd.DataFrame:
-    """A table, from its file if it was computed before.
+def kept(folder: Path, key: Any) -> pd.DataFrame | None:
+    """A table that was kept; None if it isn't there, or is damaged.
 
     Args:
         folder: where tables are kept.
         key: all that the table depends on, as JSON can hold it; numbers may be NumPy's.
-        compute: makes it.
     """
-    file = _file(folder, key)
     try:
-        return pq.read_table(file, page_checksum_verification=True).to_pandas()
+        return pq.read_table(_file(folder, key), page_checksum_verification=True).to_pandas()
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
-        pass  # it isn't there, or it is damaged
-    made = compute()
+        return None
+
+
+def keep(folder: Path, key: Any, table: pd.DataFrame) -> None:
+    """Keep a table; arguments as for :func:`kept`."""
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(file, partial(made.to_parquet, write_page_checksum=True))
-    return made
+    replace_file(_file(folder, key), partial(table.to_parquet, write_page_checksum=True))
 
 
 def is_kept(folder: Path, key: Any) -> bool:

@@ -110,6 +110,16 @@ def add_threads(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     )
 
 
+def add_workers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """``--workers`` and ``--threads``, for commands that compute with a model."""
+    parser.add_argument(
+        "--workers", type=threads, metavar="N", help="computing at once (default: one per core)"
+    )
+    parser.add_argument(
+        "--threads", type=threads, metavar="N", help="of each worker (default: the cores' share)"
+    )
+
+
 def threads(text: str) -> int:
     """A number of threads, for argparse: too many only slow a machine down, or stop it."""
     found, most = whole_from(1)(text), 4 * (os.cpu_count() or 1)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
@@ -90,11 +91,13 @@ class Bar:
     """Progress on the terminal: phase, share, steps done, time taken and left, and a note.
 
     The bar is redrawn twice a second at a terminal, and every four seconds in a log file. The time
-    left assumes the mean rate since the phase began. An empty ``unit`` hides the counts.
+    left assumes the mean rate since the phase began. An empty ``unit`` hides the counts. Several
+    threads may report at once.
     """
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None
+        self._reporting = threading.RLock()
         tqdm.monitor_interval = 0  # no thread that redraws: :meth:`advance` does
 
     def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None:
@@ -113,23 +116,25 @@ class Bar:
         )
 
     def advance(self, steps: int = 1, note: str = "") -> None:
-        bar = self._bar
-        if bar is None:
-            return
-        if note:
-            bar.set_postfix_str(note, refresh=False)
-        bar.update(steps)
-        if time.time() - bar.last_print_t >= bar.mininterval:  # tqdm waits for whole steps
-            bar.refresh()
-            bar.last_print_t = time.time()
+        with self._reporting:
+            bar = self._bar
+            if bar is None:
+                return
+            if note:
+                bar.set_postfix_str(note, refresh=False)
+            bar.update(steps)
+            if time.time() - bar.last_print_t >= bar.mininterval:  # tqdm waits for whole steps
+                bar.refresh()
+                bar.last_print_t = time.time()
 
     def say(self, line: str) -> None:
         tqdm.write(line, file=sys.stderr)
 
     def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        with self._reporting:
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
 
 
 def with_style(draw: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from shell import call, files, refusal
 
 from experiments.experiment import Conclusion, Experiment, output_folder
 from experiments.figures import Bars
-from experiments.parts import computed_once
+from experiments.parts import keep, kept
 from ia_mech.estimates import TidyEstimate
 from ia_mech.rates.gate import Gate
 from ia_mech.results import Table, read
@@ -323,13 +323,12 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
 
 
 def test_units_may_hold_numpy_numbers_and_nothing_else_that_json_lacks(tmp_path):
-    def table() -> pd.DataFrame:
-        return pd.DataFrame({"one": [1]})
-
     for key in ([np.int64(3)], [np.arange(3)]):
-        assert computed_once(tmp_path, key, table)["one"].tolist() == [1]
+        assert kept(tmp_path, key) is None
+        keep(tmp_path, key, pd.DataFrame({"one": [1]}))
+        assert kept(tmp_path, key)["one"].tolist() == [1]
     with pytest.raises(Exception, match="a unit holds a set"):
-        computed_once(tmp_path, [{1}], table)
+        keep(tmp_path, [{1}], pd.DataFrame())
 
 
 def test_fewer_queries_are_among_more(first_words, siblings, tmp_path):

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from ia_mech.engine import workers
 from ia_mech.engine.workers import check_stopped, compute_in_workers, share_cores
@@ -37,6 +38,17 @@ def test_every_item_is_handed_on_once_in_the_calling_thread(count):
     assert threads == {threading.current_thread()}
 
 
+def test_workers_have_compute_threads_of_their_own_and_the_caller_keeps_its():
+    before = torch.get_num_threads()
+    for number in (1, 3):
+        found = {}
+        compute_in_workers(
+            range(4), lambda item: torch.get_num_threads(), found.__setitem__, 2, number
+        )
+        assert set(found.values()) == {number}
+        assert torch.get_num_threads() == before
+
+
 def test_nothing_to_do_is_no_mistake():
     assert collected([], lambda item: item, 2) == ({}, set())
 
@@ -48,7 +60,7 @@ def test_workers_compute_at_the_same_time():
 
 
 def test_an_error_ends_the_others_and_what_was_finished_is_handed_on_first():
-    first_done, found = threading.Event(), {}
+    first_done, found, before = threading.Event(), {}, threading.active_count()
 
     def compute(item):
         if item == 0:
@@ -65,10 +77,12 @@ def test_an_error_ends_the_others_and_what_was_finished_is_handed_on_first():
     with pytest.raises(ValueError, match="broken"):
         compute_in_workers(range(5), compute, done, 3)
     assert found == {0: "whole"}
-    assert threading.active_count() == 1
+    assert threading.active_count() == before
 
 
 def test_an_error_of_who_takes_results_ends_the_workers():
+    before = threading.active_count()
+
     def done(item, result):
         raise OSError("disk full")
 
@@ -77,7 +91,7 @@ def test_an_error_of_who_takes_results_ends_the_workers():
 
     with pytest.raises(OSError, match="disk full"):
         compute_in_workers(range(4), compute, done, 2)
-    assert threading.active_count() == 1
+    assert threading.active_count() == before
 
 
 def test_an_interrupt_ends_the_workers_within_a_second():

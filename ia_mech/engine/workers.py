@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import TypeVar, cast
 
 import joblib
+import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -67,6 +68,7 @@ def compute_in_workers(
     compute: Callable[[Item], Result],
     done: Callable[[Item, Result], None],
     workers: int,
+    threads: int = 1,
 ) -> None:
     """Compute items, several at a time, and hand on each result while others are computed.
 
@@ -77,7 +79,8 @@ def compute_in_workers(
         items: what to compute.
         compute: called in a worker's thread. What it calls elsewhere has to be safe there.
         done: called in this thread with an item and its result.
-        workers: how many threads.
+        workers: how many of them.
+        threads: of PyTorch, of each worker. This thread has as many as before when it is over.
 
     Raises:
         Exception: the first that ``compute`` raised, as it was.
@@ -113,10 +116,10 @@ def compute_in_workers(
         else:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(workers, len(items)))]
-    with _on_interrupt(interrupted):
-        for thread in threads:
-            thread.start()
+    crew = [threading.Thread(target=work, daemon=True) for _ in range(min(workers, len(items)))]
+    with _on_interrupt(interrupted), _torch_threads(threads):
+        for worker in crew:
+            worker.start()
         try:
             for _ in items:
                 hand_on()
@@ -124,12 +127,23 @@ def compute_in_workers(
                     break
         finally:
             stop.set()
-            for thread in threads:
-                thread.join()
+            for worker in crew:
+                worker.join()
         while not finished.empty():
             hand_on()
     if failures:
         raise failures[0]
+
+
+@contextlib.contextmanager
+def _torch_threads(number: int) -> Iterator[None]:
+    """Threads that are started while this lasts compute with so many of PyTorch's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager
