@@ -9,11 +9,11 @@ it computed is handed to the main thread, which alone touches texts, files and t
 import contextlib
 import signal
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
-from queue import SimpleQueue
-from typing import TypeVar, cast
+from itertools import islice
+from typing import TypeVar
 
 import joblib
 import torch
@@ -64,7 +64,7 @@ def share_cores(
 
 
 def compute_in_workers(
-    items: Sequence[Item],
+    items: Iterable[Item],
     compute: Callable[[Item], Result],
     done: Callable[[Item, Result], None],
     workers: int,
@@ -76,7 +76,7 @@ def compute_in_workers(
     given up, and what was finished is handed on before the error is raised.
 
     Args:
-        items: what to compute.
+        items: what to compute; iterated in this thread, no further ahead than workers need.
         compute: called in a worker's thread. What it calls elsewhere has to be safe there.
         done: called in this thread with an item and its result.
         workers: how many of them.
@@ -85,54 +85,39 @@ def compute_in_workers(
     Raises:
         Exception: the first that ``compute`` raised, as it was.
     """
-    waiting = deque(items)
-    finished: SimpleQueue[tuple[Item, Result | None, BaseException | None]] = SimpleQueue()
-    stop = threading.Event()
-    failures: list[BaseException] = []
+    stop, error = threading.Event(), None
+    coming, waiting = iter(items), dict[Future[Result], Item]()
 
-    def work() -> None:
-        _stop.set(stop)
-        while not stop.is_set():
-            try:
-                item = waiting.popleft()
-            except IndexError:
-                return
-            try:
-                finished.put((item, compute(item), None))
-            except Stopped:
-                return
-            except BaseException as error:
-                stop.set()
-                finished.put((item, None, error))
+    def begin(item: Item) -> Result:
+        check_stopped()
+        return compute(item)
 
-    def interrupted() -> None:
-        stop.set()
-        finished.put((items[0], None, KeyboardInterrupt()))
-
-    def hand_on() -> None:
-        item, result, error = finished.get()
-        if error is None:
-            done(item, cast(Result, result))
-        else:
-            failures.append(error)
-
-    crew = [threading.Thread(target=work, daemon=True) for _ in range(min(workers, len(items)))]
-    with _on_interrupt(interrupted), _torch_threads(threads):
-        for worker in crew:
-            worker.start()
+    with (
+        _torch_threads(threads),
+        _on_interrupt(stop.set),
+        ThreadPoolExecutor(workers, initializer=_stop.set, initargs=(stop,)) as pool,
+    ):
         try:
-            for _ in items:
-                hand_on()
-                if failures:
+            wanted = workers + 1  # one waits, so that no worker does
+            while True:
+                if not stop.is_set():
+                    waiting |= {pool.submit(begin, item): item for item in islice(coming, wanted)}
+                if not waiting:
                     break
-        finally:
+                finished = wait(waiting, return_when=FIRST_COMPLETED).done
+                wanted = len(finished)
+                for future in [one for one in waiting if one in finished]:  # as they were begun
+                    item = waiting.pop(future)
+                    if future.exception() is None:
+                        done(item, future.result())
+                    else:
+                        stop.set()
+                        error = error or future.exception()
+        except BaseException:
             stop.set()
-            for worker in crew:
-                worker.join()
-        while not finished.empty():
-            hand_on()
-    if failures:
-        raise failures[0]
+            raise
+    if stop.is_set():
+        raise error if error and not isinstance(error, Stopped) else KeyboardInterrupt
 
 
 @contextlib.contextmanager
