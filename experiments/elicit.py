@@ -165,10 +165,8 @@ class Elicit(Experiment):
     def sample(self, name: str, conversations: "list[Conversation]") -> "Run":
         from experiments.resample import resample_run
 
-        changes = self.ways[name] | self.decoding()
-        return resample_run(
-            self.runs[0], conversations, self.place(name), ("header_last",), **changes
-        )
+        where, changes = self.place(name), self.ways[name] | self.decoding() | {"crew": self.crew}
+        return resample_run(self.runs[0], conversations, where, ("header_last",), **changes)
 
     def rows(self) -> pd.DataFrame:
         from experiments.resample import judge_alike

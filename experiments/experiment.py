@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from ia_mech.data.conversations import Conversation
     from ia_mech.display import Progress
     from ia_mech.engine.score import Scored, Turn
+    from ia_mech.engine.workers import Crew
     from ia_mech.estimates import TidyEstimate
     from ia_mech.models.load import Subject
     from ia_mech.rates.gate import Gate
@@ -185,8 +186,8 @@ class Experiment:
         """The run over conversations, sampled like the first run, without residual streams."""
         from experiments.resample import resample_run
 
-        where, changes = self.place(name), self.decoding()
-        return resample_run(self.runs[0], conversations, where, ("header_last",), **changes)
+        where, kept, changes = self.place(name), ("header_last",), self.decoding()
+        return resample_run(self.runs[0], conversations, where, kept, crew=self.crew, **changes)
 
     def decoding(self) -> dict[str, Any]:
         """Settings in which those runs differ from the first one, such as ``temperatures``."""
@@ -308,6 +309,13 @@ class Experiment:
         return self.model
 
     @property
+    def crew(self) -> "Crew":
+        """Workers, and threads of each, as the command asks for them."""
+        from ia_mech.engine.workers import Crew
+
+        return Crew(self.args.workers, self.args.threads)
+
+    @property
     def options(self) -> dict[str, Any]:
         """``level``, ``resamples`` and ``seed``, as estimates take them."""
         return {name: getattr(self.args, name) for name in ("level", "resamples", "seed")}
@@ -337,7 +345,7 @@ class Experiment:
         """
         from experiments.parts import keep, kept
         from ia_mech.display import Bar
-        from ia_mech.engine.workers import compute_in_workers, share_cores
+        from ia_mech.engine.workers import compute_in_workers
 
         units = self._at_least_one(units)
         stored = {n: kept(self._parts, self._key(unit)) for n, unit in enumerate(units)}
@@ -346,9 +354,8 @@ class Experiment:
         if tables:
             print(f"{len(tables)} of {len(units)} units were measured before", file=sys.stderr)
         models = {n: self.model_for(units[n]) if self.loads else None for n in todo}
-        on_cpu = all(model and model.subject.device.type == "cpu" for model in models.values())
-        asked = (self.args.workers, self.args.threads) if on_cpu else (1, self.args.threads)
-        workers, threads = share_cores(len(todo), *asked)
+        on_cpu = all(not model or model.subject.device.type == "cpu" for model in models.values())
+        workers, threads = self.crew.for_items(len(todo) if self.loads else 1, on_cpu=on_cpu)
         bar, total = Bar(), sum(unit.tokens for unit in units)
         bar.start(
             phase or f"measuring, {self.name}",

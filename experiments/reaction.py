@@ -328,6 +328,7 @@ class Reaction(Experiment):
             conversations,
             self.place(name),
             ("header_last",),
+            crew=self.crew,
             response="generate",
             responses=SURPLUS * self.size,
             response_temperature=REWORDING_TEMPERATURE,

@@ -18,6 +18,7 @@ from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
+from ia_mech.engine.workers import ANY, Crew
 from ia_mech.errors import UserError
 from ia_mech.judge.label import UNSEEN, label_run
 from ia_mech.judge.rules import RulesJudge
@@ -83,6 +84,7 @@ def resample_run(
     positions: tuple[str, ...],
     intervention: Path | None = None,
     subject: Subject | None = None,
+    crew: Crew = ANY,
     **changes: Any,
 ) -> Run:
     """The run over changed conversations in a folder: sampled, continued, or as it is.
@@ -94,6 +96,7 @@ def resample_run(
         positions: where the residual stream is kept.
         intervention: a file with a steering vector.
         subject: the model; loaded if it isn't given.
+        crew: workers and threads of each.
         changes: settings that the new run has otherwise, such as ``temperatures``.
 
     Raises:
@@ -137,7 +140,7 @@ def resample_run(
         f"{len(conversations)} changed contexts, {rows} user turns, {where}, to {out}",
         file=sys.stderr,
     )
-    return collect(settings, subject, out, Bar())
+    return collect(settings, subject, out, Bar(), crew=crew)
 
 
 def refuse_other_settings(runs: Sequence[Run]) -> None:

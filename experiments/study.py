@@ -50,7 +50,7 @@ from experiments.locate import (
 from experiments.tables import estimates_of, print_plan
 from ia_mech.cli import (
     Parser,
-    add_threads,
+    add_workers,
     nonblank,
     path_of,
     run_command,
@@ -152,10 +152,11 @@ def stages(args: argparse.Namespace) -> list[Stage]:
         )
     if not args.quick and args.queries >= PROBED:
         found.append(Stage("probes", "probes.train", [run, "--replace"], optional=True))
-    threads = [] if args.threads is None else ["--threads", str(args.threads)]
-    for stage in found:
-        if stage.name != "judge":  # it is on a CPU, and has no such flag
-            stage.words.extend(threads)
+    for name, lacking in (("workers", ("judge", "probes")), ("threads", ("judge",))):
+        if (number := getattr(args, name)) is not None:
+            for stage in found:
+                if stage.name not in lacking:
+                    stage.words.extend([f"--{name}", str(number)])
     return found
 
 
@@ -355,7 +356,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--out", type=path_of, metavar="DIR", help="of the study (default: cache/study-MODEL)"
     )
     parser.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
-    add_threads(parser)
+    add_workers(parser)
     return parser
 
 
@@ -364,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
     tolerant_streams()
     args = with_defaults(build_parser().parse_args(argv))
     kept = "what was computed is kept; the same command goes on from there"
-    return run_command(lambda: _study(args), lambda: kept, args.threads)
+    return run_command(lambda: _study(args), lambda: kept)
 
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:

@@ -5,11 +5,12 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 
 from ia_mech.engine import workers
-from ia_mech.engine.workers import check_stopped, compute_in_workers, share_cores
+from ia_mech.engine.workers import Crew, check_stopped, compute_in_workers
 
 
 def collected(items, compute, count):
@@ -130,4 +131,13 @@ def test_an_interrupt_ends_the_workers_within_a_second():
 )
 def test_cores_are_shared_among_workers(monkeypatch, cores, items, asked, shared):
     monkeypatch.setattr(workers, "usable_cores", lambda: cores)
-    assert share_cores(items, *asked) == shared
+    assert Crew(*asked).for_items(items) == shared
+    assert Crew(*asked).for_items(items, on_cpu=False) == (1, asked[1] or cores)
+
+
+def test_there_are_no_more_workers_than_memory_holds_parts_of(monkeypatch):
+    monkeypatch.setattr(workers, "usable_cores", lambda: 4)
+    free = psutil.virtual_memory().available
+    assert Crew().for_items(24, free // 2 - 2**28) == (2, 2)
+    assert Crew().for_items(24, 2 * free) == (1, 4)
+    assert Crew(workers=3).for_items(24, 2 * free) == (3, 1)

@@ -70,7 +70,15 @@ def build_parser() -> Parser:
     )
     add = groups[RUN].add_argument
     add("--dry-run", action="store_true", help="print what would be done and written, and stop")
-    add("--threads", type=cli.threads, metavar="N", help="on a CPU (default: all, or as before)")
+    add(
+        "--workers",
+        type=cli.threads,
+        metavar="N",
+        help="parts computed at once (default: one per core); rows don't depend on it",
+    )
+    add(
+        "--threads", type=cli.threads, metavar="N", help="of each worker (default: as before, or 1)"
+    )
     add(
         "--shard",
         type=shard_of,
@@ -122,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
 def _make(settings: Settings, out: Path, args: argparse.Namespace) -> None:
     from ia_mech.collect.summary import print_run, print_shard
     from ia_mech.display import Bar
+    from ia_mech.engine.workers import Crew
 
     if args.ray is not None:
         from ia_mech.collect.ray import sample_on_ray
@@ -130,7 +139,8 @@ def _make(settings: Settings, out: Path, args: argparse.Namespace) -> None:
     else:
         from ia_mech.collect.job import make_run
 
-        run = make_run(settings, out, Bar(), shard=args.shard, threads=args.threads)
+        crew = Crew(args.workers, args.threads)
+        run = make_run(settings, out, Bar(), shard=args.shard, crew=crew)
     if run.complete:
         print_run(run)
     else:
@@ -150,6 +160,7 @@ def sample(
     *,
     progress: "Progress | None" = None,
     shard: str | None = None,
+    workers: int | None = None,
     threads: int | None = None,
     **settings: Any,
 ) -> "Run":
@@ -159,7 +170,8 @@ def sample(
         out: the run's folder; ``cache/<model>-<dataset>-<hash>`` if None.
         progress: shows what is done; :class:`ia_mech.display.Bar` draws a bar. None shows nothing.
         shard: ``"2/4"`` makes the second of four shares of the run.
-        threads: on a CPU; None for those that the run was begun with, or all cores.
+        workers: that compute parts at once; None for one per core. Rows don't depend on it.
+        threads: of each worker; None for as many as the run was begun with, or the cores' share.
         settings: the command's flags with underscores, and their values: ``limit=6``,
             ``dataset="chats.jsonl"``, ``temperatures=[0.7, 1.0]``. None is the default, but
             ``limit=None`` is all conversations, as is ``limit="all"``.
@@ -174,12 +186,14 @@ def sample(
     chosen = Settings.read(settings)
     folder = _argument("out", out, path_of) or chosen.folder()
     share = _argument("shard", shard, shard_of) or WHOLE
-    count = _argument("threads", threads, cli.threads)
+    asked = {"workers": workers, "threads": threads}
+    crew = {name: _argument(name, number, cli.threads) for name, number in asked.items()}
 
     from ia_mech.collect.job import make_run
     from ia_mech.display import Quiet
+    from ia_mech.engine.workers import Crew
 
-    return make_run(chosen, folder, progress or Quiet(), shard=share, threads=count)
+    return make_run(chosen, folder, progress or Quiet(), shard=share, crew=Crew(**crew))
 
 
 def _argument(name: str, value: Any, parse: Callable[[str], Any]) -> Any:

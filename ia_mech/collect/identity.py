@@ -80,15 +80,16 @@ def requested_identity(
     return without_folders(json.loads(json.dumps(known)))
 
 
-def machine(subject: Subject) -> dict:
-    """What rounding depends on besides the identity: a run may go on where these differ."""
+def machine(subject: Subject, threads: int) -> dict:
+    """What rounding depends on besides the identity, the threads of a worker among it: a run may go
+    on where these differ."""
     on_gpu = subject.device.type == "cuda"
     return {
         **(_gpu(subject.device) if on_gpu else {}),
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name(subject.device) if on_gpu else platform.processor(),
         "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "weights": weights.describe(subject.model),
         "python": platform.python_version(),

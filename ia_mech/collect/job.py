@@ -3,23 +3,20 @@
 ``chat`` knows templates and text, ``engine`` knows token ids and tensors; this module is where the
 two meet. Where the subject model has to write responses itself, that comes first, in parts of their
 own. Then every context is prefilled once, and that one pass feeds the captured residual stream, the
-header logits, all sampled rows and the scores of reference turns.
+header logits, all sampled rows and the scores of reference turns. The main thread prepares parts
+and writes them; workers compute them meanwhile.
 """
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import cast
 
-import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import context_and_reference
-from ia_mech.cli import using_threads
+from ia_mech.collect.compute import Computation, Response
 from ia_mech.collect.identity import (
     build_chat,
     eos_ids,
@@ -45,20 +42,17 @@ from ia_mech.collect.parts import (
     survey,
     without_response,
 )
-from ia_mech.collect.progress import PhaseProgress
+from ia_mech.collect.progress import PartProgress, PhaseProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext, tables
 from ia_mech.display import Progress
-from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
-from ia_mech.engine.decode import Decoded, Row, decode
+from ia_mech.engine.decode import Decoded
 from ia_mech.engine.memory import Backoff
-from ia_mech.engine.sampling import compile_failure, response_stream_key, stream_key
-from ia_mech.engine.score import Scored, Turn, score
+from ia_mech.engine.sampling import compile_failure, response_stream_key
 from ia_mech.engine.shared import Engine
-from ia_mech.engine.state import Prefilled, Prefix, prefill_all
+from ia_mech.engine.workers import ANY, Crew, compute_in_workers, usable_cores
 from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
-from ia_mech.likelihood.reference import scored_temperatures
 from ia_mech.models.load import Subject, load, remember
 from ia_mech.run import Run, RunWriter, integrity, layout
 from ia_mech.settings import WHOLE, Settings, Shard
@@ -70,39 +64,24 @@ def make_run(
     progress: Progress,
     *,
     shard: Shard = WHOLE,
-    threads: int | None = None,
+    crew: Crew = ANY,
 ) -> Run:
     """Load the model and make a run, or go on with it; keep the model's lens as well.
 
-    What needs no weights is refused before they are fetched.
-
-    Args:
-        shard: which shard of the run to make, and of how many.
-        threads: of the computations on a CPU; None for those that the run was begun with, or all
-            cores. Their number changes rounding.
-
-    Other arguments and Raises: see :func:`collect`.
+    What needs no weights is refused before they are fetched. Arguments and Raises: see
+    :func:`collect`.
     """
     inputs = check_without_weights(settings, out)
-    with using_threads(threads or _threads_before(out, shard)):
-        subject = load(settings.model_spec)
-        run = collect(settings, subject, out, progress, inputs=inputs, shard=shard)
-        if run.counts["contexts"]:
-            try:
-                problem = save_lens(subject, run.contexts["token_ids"].iloc[0].tolist()[:64])
-            except (OSError, SafetensorError, RuntimeError) as error:  # the run is whole without it
-                problem = str(error)
-            if problem:
-                progress.say(f"note: no offline lens for this model: {problem}")
+    subject = load(settings.model_spec)
+    run = collect(settings, subject, out, progress, inputs=inputs, shard=shard, crew=crew)
+    if run.counts["contexts"]:
+        try:
+            problem = save_lens(subject, run.contexts["token_ids"].iloc[0].tolist()[:64])
+        except (OSError, SafetensorError, RuntimeError) as error:  # the run is whole without it
+            problem = str(error)
+        if problem:
+            progress.say(f"note: no offline lens for this model: {problem}")
     return run
-
-
-def _threads_before(out: Path, shard: Shard) -> int | None:
-    """How many threads a shard of a run was begun with, else another shard; None if none was."""
-    for file in (out / layout.manifest_file(shard), *sorted(out.glob("manifest*.json"))):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # or it is damaged
-            return int(integrity.read_json(file)["sessions"][-1]["threads"])
-    return None
 
 
 def collect(
@@ -113,6 +92,7 @@ def collect(
     *,
     inputs: Inputs | None = None,
     shard: Shard = WHOLE,
+    crew: Crew = ANY,
 ) -> Run:
     """Make a run, or go on with it if the folder holds one of the same settings.
 
@@ -123,6 +103,8 @@ def collect(
         progress: shows what is done.
         inputs: what :func:`ia_mech.collect.parts.open_inputs` returned, if it was called.
         shard: which shard of the run to make, and of how many.
+        crew: workers, of which nothing depends, and threads of each, which change rounding; where
+            none are asked for, those that the run was begun with.
 
     Raises:
         UserError: anything wrong with data, template, folder or disk; nothing is written then that
@@ -144,6 +126,9 @@ def collect(
         "parts": parts.counts,
         "source": inputs.source.description | {"dataset": requested["settings"]["dataset"]},
     }
+    crew = Crew(crew.workers, crew.threads or _threads_before(out, shard))
+    on_cpu = subject.device.type == "cpu"
+    workers, threads = crew.for_items(len(parts.contexts), parts.part_bytes, on_cpu)
     mine = parts.of_shard(shard)
     lengths = [surveyed.lengths[order] for part in mine.contexts.values() for order in part]
     needed = run_bytes(settings, positions, model.config, model.dtype.itemsize, lengths)
@@ -153,7 +138,8 @@ def collect(
             if problem := fewer_conversations_note(settings, surveyed.dataset_conversations):
                 progress.say(f"note: {problem}")
             remember(settings.model_spec, subject.weights_hash)
-            _Job(settings, inputs, subject, chat, engine, surveyed, mine, writer, progress).work()
+            job = _Job(settings, inputs, subject, chat, engine, surveyed, mine, writer, progress)
+            job.work(workers, threads)
     except BrokenPipeError:  # of the progress, not of the run
         raise
     except OSError as error:
@@ -166,8 +152,17 @@ def collect(
     return Run.open(out)
 
 
+def _threads_before(out: Path, shard: Shard) -> int | None:
+    """How many threads a worker of a shard had last, else one of another shard, as far as this
+    machine has cores; None if there was none."""
+    for file in (out / layout.manifest_file(shard), *sorted(out.glob("manifest*.json"))):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # or it is damaged
+            return min(usable_cores(), int(integrity.read_json(file)["sessions"][-1]["threads"]))
+    return None
+
+
 class _Job:
-    """The work of one process on one run."""
+    """The work of one process on one run: parts are prepared, computed by workers, and written."""
 
     def __init__(
         self,
@@ -184,22 +179,20 @@ class _Job:
         self.settings, self.inputs, self.subject, self.chat = settings, inputs, subject, chat
         self.engine, self.survey, self.parts = engine, surveyed, parts
         self.writer, self.progress = writer, progress
-        self.blocks = find_blocks(subject.model)
-        self.positions = kept_positions(settings, chat)
-        self.backoff = Backoff(parts.batch_rows, self._batch_shrank)
         self.left_out: list[str] = []
+        self.computation = Computation(
+            subject,
+            engine,
+            settings,
+            kept_positions(settings, chat),
+            chat.stop_ids,
+            chat.response_stop_ids,
+            [] if chat.closing_id is None else [chat.closing_id],
+        )
 
-    def _batch_shrank(self, size: int) -> None:
-        self.progress.say(f"out of memory: going on with batches of {size} rows or fewer")
-
-    @property
-    def _batch_rows(self) -> int | None:
-        """The most rows of a batch where memory allowed fewer than asked for: rounding depends on
-        it."""
-        return self.backoff.limit if self.backoff.limit < self.parts.batch_rows else None
-
-    def work(self) -> None:
-        """Compute and write what isn't there yet."""
+    def work(self, workers: int, threads: int) -> None:
+        """Compute and write what isn't there yet, with so many workers of so many threads."""
+        self.workers, self.threads = workers, threads
         for problem in self.writer.damaged:
             self.progress.say(f"{problem}; it is computed again")
         self.responses = self._todo("responses", self.parts.responses)
@@ -229,14 +222,14 @@ class _Job:
         return {name: orders for name, orders in parts.items() if name not in done}
 
     def _begin_session(self) -> None:
-        here, say = machine(self.subject), self.progress.say
+        here, say = machine(self.subject, self.threads), self.progress.say
         before = self.writer.sessions or Run(self.writer.path).sessions
         if before and (changed := machine_changes(before[-1], here)):
             say(
                 f"note: {changed} since this run was last worked on; rows computed now may round "
                 "differently"
             )
-        self.writer.start_session(here)
+        self.writer.start_session(here | {"workers": self.workers})
         about = self.subject.describe()
         say(
             f"{self.settings.model}: {about['layers']} layers, d_model {about['d_model']}, "
@@ -281,6 +274,56 @@ class _Job:
         left = {name: sizes[name] for name in todo}
         return PhaseProgress(self.progress, phase, left, done, most, unit)
 
+    def _compute_parts(
+        self,
+        work: PhaseProgress,
+        parts: Iterable[str],
+        rows: int,
+        prepare: Callable[[str], list],
+        compute: Callable[[list, int, PartProgress], list],
+        write: Callable[[str, list, list, int | None], None],
+    ) -> None:
+        """Have workers compute parts; each is prepared before and written after it in this thread.
+
+        Where memory runs out, a part is computed again with fewer rows at a time, and so are parts
+        behind it that begin later.
+
+        Args:
+            work: counts what is done.
+            parts: names.
+            rows: of each thing that is prepared.
+            prepare: what a part is computed from.
+            compute: that, at most so many rows at a time.
+            write: a part by its name, what it was computed from, what came out, and how many rows
+                memory allowed if those were fewer, since rounding depends on it.
+        """
+        most = self.parts.batch_rows
+        limits: dict[str, int] = {}  # of parts at which memory ran out
+
+        def computed(item: tuple[str, list]) -> tuple[list, int, PartProgress]:
+            name, prepared = item
+            begun = work.begin(name)
+
+            def shrank(limit: int) -> None:
+                limits[name] = limit
+                line = f"out of memory: going on with batches of {limit} rows or fewer"
+                self.progress.say(line)
+
+            earlier = [limit for part, limit in list(limits.items()) if part < name]
+            backoff = Backoff(min(earlier, default=most), shrank)
+            count = max(1, rows * len(prepared))
+            results = backoff.retry(lambda limit: compute(prepared, limit, begun), count)
+            return results, backoff.limit, begun
+
+        def finished(item: tuple[str, list], outcome: tuple[list, int, PartProgress]) -> None:
+            (name, prepared), (results, limit, begun) = item, outcome
+            write(name, prepared, results, limit if limit < most else None)
+            begun.end()
+
+        items = ((name, prepare(name)) for name in parts)
+        compute_in_workers(items, computed, finished, self.workers, self.threads)
+        self.progress.stop()
+
     # -- responses ------------------------------------------------------------------------------
 
     def _write_responses(self) -> None:
@@ -289,57 +332,37 @@ class _Job:
             name: [i for i in part if i in prompts] for name, part in self.parts.responses.items()
         }
         work = self._start_phase("responses", orders, self.responses, prompts, 1, most, "response")
-        for name in self.responses:
-            work.begin(name)
-            respond = partial(self._respond, work, orders[name])
-            rows = self.backoff.retry(respond, max(1, len(orders[name])))
-            self.writer.add_responses(name, rows, self._batch_rows)
-            work.end()
-        self.progress.stop()
 
-    def _respond(self, work: PhaseProgress, orders: Sequence[int], limit: int) -> list[dict]:
-        """Responses to conversations: greedy ones, as ``generate(do_sample=False)`` writes them, or
-        samples. Several to one query share its prefill."""
-        limit = min(limit, self.parts.response_rows)
-        responses: list[dict] = []
-        for start in range(0, len(orders), limit):
-            responses += self._respond_together(work, orders[start : start + limit])
-        return responses
+        def prepare(name: str) -> list[Response]:
+            return [self._response(order) for order in orders[name]]
 
-    def _respond_together(self, work: PhaseProgress, orders: Sequence[int]) -> list[dict]:
-        settings, model = self.settings, self.subject.model
-        conversations = [self.survey.conversations[order] for order in orders]
-        ids = [tuple(self.chat.prompt(without_response(one))) for one in conversations]
-        prompts = list(dict.fromkeys(ids))
-        groups, order = prefill_all(model, [Prefix(one) for one in prompts], None, work.prefilled)
-        number = {prompts[i]: at for at, i in enumerate(order)}
+        def compute(some: list[Response], limit: int, begun: PartProgress) -> list[Decoded]:
+            return self.computation.respond(some, min(limit, self.parts.response_rows), begun)
+
+        self._compute_parts(work, self.responses, 1, prepare, compute, self._write_response_part)
+
+    def _response(self, order: int) -> Response:
+        """The response that the model writes to a conversation."""
+        one = self.survey.conversations[order]
+        prompt = self.chat.prompt(without_response(one))
+        index = one.response_index or 0
+        stream = response_stream_key(self.settings.seed, one.source_id, index)
+        return Response(order, tuple(prompt), stream)
+
+    def _write_response_part(
+        self, name: str, responses: list[Response], decoded: list[Decoded], limit: int | None
+    ) -> None:
         rows = [
-            Row(
-                number[prompt],
-                settings.response_temperature,
-                response_stream_key(settings.seed, one.source_id, one.response_index or 0),
-            )
-            for prompt, one in zip(ids, conversations, strict=True)
-        ]
-        decoded = decode(
-            model,
-            groups,
-            rows,
-            self.chat.response_stop_ids,
-            settings.max_response_tokens,
-            share=self.engine.share,
-            on_step=work.decoded,
-        )
-        return [
             {
-                "order": order,
+                "order": one.order,
                 "response": self.chat.response_text(row.token_ids.tolist()),
                 "finish_reason": row.finish_reason,
                 # Without the turn-end, as the tokens of a given response are counted.
                 "tokens": len(row.token_ids) - (row.finish_reason == "turn_end"),
             }
-            for order, row in zip(orders, decoded, strict=True)
+            for one, row in zip(responses, decoded, strict=True)
         ]
+        self.writer.add_responses(name, rows, limit)
 
     # -- contexts -------------------------------------------------------------------------------
 
@@ -350,16 +373,22 @@ class _Job:
         work = self._start_phase("user turns", parts, self.contexts, lengths, each, most, "row")
         responses = Run(self.writer.path).responses.to_dict("records")
         written = {row["order"]: row for row in responses}
-        for name, orders in self.contexts.items():
-            work.begin(name)
-            prepared = [self._prepare(order, written.get(order)) for order in orders]
-            contexts = [one for one in prepared if one is not None]
-            compute = partial(self._compute, work, contexts)
-            results = self.backoff.retry(compute, max(1, each * len(contexts)))
-            self.writer.add_contexts(
-                name, *tables(contexts, results, self.settings, self.chat), self._batch_rows
-            )
-            work.end()
+
+        def prepare(name: str) -> list[PreparedContext]:
+            ready = [self._prepare(order, written.get(order)) for order in self.contexts[name]]
+            return [one for one in ready if one is not None]
+
+        def write(
+            name: str,
+            contexts: list[PreparedContext],
+            results: list[ContextResult],
+            limit: int | None,
+        ) -> None:
+            made = tables(contexts, results, self.settings, self.chat)
+            self.writer.add_contexts(name, *made, limit)
+
+        compute = self.computation.contexts
+        self._compute_parts(work, self.contexts, each, prepare, compute, write)
 
     def _prepare(self, order: int, written: dict | None) -> PreparedContext | None:
         """A conversation ready for the engine; None where its written response can't be used.
@@ -384,82 +413,3 @@ class _Job:
             return None
         at_turn = vector.at_turn if vector else ()
         return PreparedContext(order, conversation, written, context, turn, steered, at_turn)
-
-    def _compute(
-        self, work: PhaseProgress, contexts: list[PreparedContext], limit: int
-    ) -> list[ContextResult]:
-        """Results of contexts; as many are held together as ``limit`` rows are of."""
-        together = max(1, limit // len(self.settings.rows()))
-        results: list[ContextResult] = []
-        for start in range(0, len(contexts), together):
-            results += self._compute_together(work, contexts[start : start + together], limit)
-        return results
-
-    def _compute_together(
-        self, work: PhaseProgress, contexts: list[PreparedContext], limit: int
-    ) -> list[ContextResult]:
-        """Prefill contexts; score and sample from that."""
-        settings, model, grid = self.settings, self.subject.model, self.settings.rows()
-        prefixes = [self._prefix(context) for context in contexts]
-        groups, order = prefill_all(model, prefixes, self.blocks, work.prefilled)
-        members = [contexts[number] for number in order]  # in the order of the groups
-        scored = self._references(groups, members, work)
-        rows = [
-            Row(
-                number,
-                temperature,
-                stream_key(settings.seed, context.conversation.source_id, sample),
-                context.at_turn,
-            )
-            for number, context in enumerate(members)
-            for temperature, sample in grid
-        ]
-        decoded: list[Decoded] = []
-        for start in range(0, len(rows), limit):
-            decoded += decode(
-                model,
-                groups,
-                rows[start : start + limit],
-                self.chat.stop_ids,
-                settings.max_new_tokens,
-                share=self.engine.share,
-                on_step=work.decoded,
-            )
-        logits = torch.cat([group.logits.cpu() for group in groups])
-        residuals = torch.cat([cast(Tensor, group.residuals).cpu() for group in groups])
-        results: dict[int, ContextResult] = {}
-        for at, number in enumerate(order):
-            if logits[at].isnan().any():
-                raise UserError(
-                    "the model's logits are not numbers for the context of "
-                    f"{contexts[number].conversation.id} in {self.subject.describe()['dtype']}",
-                    "use --dtype bfloat16 or float32 and another --out",
-                )
-            own = decoded[at * len(grid) : (at + 1) * len(grid)]
-            results[number] = ContextResult(own, scored.get(at), logits[at], residuals[at])
-        return [results[number] for number in range(len(contexts))]
-
-    def _prefix(self, context: PreparedContext) -> Prefix:
-        at = [context.chat.positions[name] for name in self.positions]
-        places = [-1 if place is None else place for place in at]
-        return Prefix(context.chat.ids, places, context.at_context)
-
-    def _references(
-        self, groups: list[Prefilled], members: list[PreparedContext], work: PhaseProgress
-    ) -> dict[int, Scored]:
-        """Scores of the users' real follow-ups, by the number of their context."""
-        end = [] if self.chat.closing_id is None else [self.chat.closing_id]
-        turns = [
-            Turn(number, [*context.reference_ids, *end], context.at_turn)
-            for number, context in enumerate(members)
-            if context.reference_ids is not None
-        ]
-        scores = score(
-            self.subject.model,
-            groups,
-            turns,
-            scored_temperatures(self.settings.temperatures),
-            share=self.engine.share,
-            on_tokens=work.scored,
-        )
-        return {turn.context: one for turn, one in zip(turns, scores, strict=True)}

@@ -37,8 +37,12 @@ from ia_mech.run.writer import refuse_another
 from ia_mech.settings import WHOLE, Settings, Shard
 from ia_mech.steering import SteeringVector
 
-BATCH_ROWS = {"cpu": 384, "cuda": 1024}  # rows decoded together; a GPU's number is an estimate
-MAX_CACHE_BYTES = {"cpu": 2**32, "cuda": 2**34}  # bytes of keys and values that a part may take
+# Rows decoded together. One core's matrix products are nearly at their best with these; a GPU's
+# number is an estimate.
+BATCH_ROWS = {"cpu": 96, "cuda": 1024}
+RESPONSES = 16  # fewer responses together cost as much: reading the weights is what takes the time
+MAX_CACHE_BYTES = {"cpu": 2**31, "cuda": 2**34}  # bytes of keys and values that a part may take
+PARTS = {"cpu": 4, "cuda": 1}  # parts come in such numbers, so that workers end together
 
 
 @dataclass(frozen=True)
@@ -279,12 +283,14 @@ class Parts:
             long and a step costs little more for many rows; each serves whole parts of contexts.
         batch_rows: most user turns decoded together.
         response_rows: most responses written together.
+        part_bytes: of keys and values of the largest part, about.
     """
 
     contexts: dict[str, list[int]]
     responses: dict[str, list[int]]
     batch_rows: int
     response_rows: int
+    part_bytes: int
 
     @property
     def counts(self) -> dict[str, int]:
@@ -316,33 +322,39 @@ def plan_parts(
     """
     device = resolve_device(settings.device).type
     batch_rows = settings.batch_rows or BATCH_ROWS[device]
-    rows = len(settings.rows())
-    room = MAX_CACHE_BYTES[device] // _cache_bytes(model_config, dtype_bytes)  # tokens
-    most = even_size(len(surveyed.lengths), max(1, batch_rows // rows))
+    rows, several = len(settings.rows()), PARTS[device]
+    token_bytes = _cache_bytes(model_config, dtype_bytes)
+    room = MAX_CACHE_BYTES[device] // token_bytes  # tokens
+    most = even_size(len(surveyed.lengths), max(1, batch_rows // rows), several)
     contexts: list[list[int]] = []
-    held = 0
+    held: list[int] = []  # tokens of each part
     for order, length in enumerate(surveyed.lengths):
         tokens = length + rows * settings.max_new_tokens
-        if not contexts or len(contexts[-1]) == most or held + tokens > room:
+        if not contexts or len(contexts[-1]) == most or held[-1] + tokens > room:
             contexts.append([])
-            held = 0
+            held.append(0)
         contexts[-1].append(order)
-        held += tokens
+        held[-1] += tokens
     response_rows, responses = batch_rows, []
     if surveyed.prompts:
         longest = max(surveyed.prompts.values()) + settings.max_response_tokens
         response_rows = max(1, min(batch_rows, room // longest))
-        together = even_size(len(contexts), max(1, response_rows // most))
+        wanted = max(RESPONSES, even_size(len(surveyed.prompts), response_rows, several))
+        together = max(1, min(wanted, response_rows) // most)
         responses = [
             [order for part in contexts[start : start + together] for order in part]
             for start in range(0, len(contexts), together)
         ]
-    return Parts(_named(contexts), _named(responses), batch_rows, response_rows)
+        held.append(min(wanted, response_rows) * longest)
+    part_bytes = max(held) * token_bytes
+    return Parts(_named(contexts), _named(responses), batch_rows, response_rows, part_bytes)
 
 
-def even_size(count: int, most: int) -> int:
-    """The size of equal parts of ``count`` items, at most ``most`` each."""
-    return -(-count // max(1, -(-count // most)))
+def even_size(count: int, most: int, several: int = 1) -> int:
+    """The size of equal parts of ``count`` items, at most ``most`` each; their number is a multiple
+    of ``several`` if there are items enough."""
+    parts = -(-count // most)
+    return -(-count // (-(-parts // several) * several))
 
 
 def _named(parts: list[list[int]]) -> dict[str, list[int]]:

@@ -1,5 +1,6 @@
 """How the main job counts its work for the progress bar: rows, and tokens read and written."""
 
+import threading
 import time
 
 from ia_mech.display import Progress
@@ -8,7 +9,8 @@ from ia_mech.display import Progress
 class PhaseProgress:
     """One phase: contexts to prefill and rows to decode, each at its longest.
 
-    A row that ends early counts as its whole allowance then, so the bar never goes back.
+    A row that ends early counts as its whole allowance then, so the bar never goes back. Workers
+    report what they do of their parts, several at once.
 
     Args:
         progress: where it is shown.
@@ -28,44 +30,54 @@ class PhaseProgress:
         allowance: int,
         unit: str,
     ) -> None:
-        self._progress, self._allowance, self._unit = progress, allowance, unit
+        self.allowance = allowance
+        self._progress, self._unit = progress, unit
         self._parts = {name: rows * allowance + tokens for name, (rows, tokens) in parts.items()}
         self._rows = done[0] + sum(rows for rows, _ in parts.values())
-        self._ended, self._left = done[0], 0
-        self._decoded, self._seconds = 0, 0.0
-        self._last = time.monotonic()
+        self._ended, self._drawn = done[0], 0
+        self._begun, self._reporting = time.monotonic(), threading.Lock()
         before = done[0] * allowance + done[1]
         progress.start(phase, before + sum(self._parts.values()), done=before, unit="")
 
-    def begin(self, name: str) -> None:
-        """A part begins."""
-        self._left = self._parts[name]
-        self._last = time.monotonic()
+    def begin(self, name: str) -> "PartProgress":
+        """A worker begins a part."""
+        return PartProgress(self, self._parts[name])
 
-    def end(self) -> None:
-        """The part is written: all of its work is done."""
-        self._advance("writing", self._left)
+    def report(self, doing: str, tokens: int, drawn: int = 0, ended: int = 0) -> None:
+        """Workers have done so many tokens more, drew so many, and so many rows ended."""
+        with self._reporting:
+            self._drawn += drawn
+            self._ended += ended
+            note = f"{min(self._ended, self._rows)}/{self._rows} {self._unit}s, {doing}"
+            if self._drawn:
+                note += f", {self._drawn / (time.monotonic() - self._begun):.0f} tokens/s"
+            self._progress.advance(tokens, note)
+
+
+class PartProgress:
+    """What one worker has done of a part."""
+
+    def __init__(self, phase: PhaseProgress, tokens: int) -> None:
+        self._phase, self._left = phase, tokens
 
     def prefilled(self, tokens: int) -> None:
         """So many tokens of contexts were prefilled."""
-        self._advance("prefilling", tokens)
+        self._report("prefilling", tokens)
 
     def scored(self, tokens: int) -> None:
         """So many tokens of given turns were scored, which the bar doesn't count."""
-        self._advance("scoring", 0)
+        self._report("scoring", 0)
 
     def decoded(self, step: int, rows: int, ended: int) -> None:
         """All rows of a batch drew their token number ``step``, and with it so many ended."""
-        self._decoded += rows
-        self._ended += ended
-        self._seconds += time.monotonic() - self._last
-        self._advance("decoding", rows + ended * (self._allowance - step - 1))
+        spared = ended * (self._phase.allowance - step - 1)
+        self._report("decoding", rows + spared, rows, ended)
 
-    def _advance(self, doing: str, tokens: int) -> None:
+    def end(self) -> None:
+        """The part is written: all of its work is done."""
+        self._report("writing", self._left)
+
+    def _report(self, doing: str, tokens: int, drawn: int = 0, ended: int = 0) -> None:
         tokens = min(tokens, self._left)
         self._left -= tokens
-        note = f"{min(self._ended, self._rows)}/{self._rows} {self._unit}s, {doing}"
-        if self._seconds > 0:
-            note += f", {self._decoded / self._seconds:.0f} tokens/s"
-        self._progress.advance(tokens, note)
-        self._last = time.monotonic()
+        self._phase.report(doing, tokens, drawn, ended)

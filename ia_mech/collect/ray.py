@@ -9,6 +9,7 @@ from typing import Any
 from ia_mech.collect.job import make_run
 from ia_mech.collect.parts import check_without_weights
 from ia_mech.display import Progress, Quiet
+from ia_mech.engine.workers import Crew
 from ia_mech.errors import UserError
 from ia_mech.models.load import resolve_device
 from ia_mech.run import Run
@@ -60,7 +61,7 @@ def sample_on_ray(
 
         def shard(which: Shard) -> str | None:
             try:
-                make_run(settings, out, Quiet(), shard=which, threads=threads)
+                make_run(settings, out, Quiet(), shard=which, crew=Crew(1, threads or 1))
                 return None
             except UserError as error:
                 return f"shard {which[0]}/{which[1]}: {error}"

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import joblib
+import psutil
 import torch
 
 Item = TypeVar("Item")
@@ -47,20 +48,35 @@ def usable_cores() -> int:
     return joblib.cpu_count()
 
 
-def share_cores(
-    items: int, workers: int | None = None, threads: int | None = None
-) -> tuple[int, int]:
-    """How many workers, and how many compute threads each, for so many items.
+class Crew(NamedTuple):
+    """How many workers, and how many compute threads each; None where nobody asked."""
 
-    Args:
-        items: that there are to compute; more workers would find nothing to do.
-        workers: as asked for; None for one per core that is left, at most :data:`MOST_WORKERS`.
-        threads: as asked for; None for an equal share of the cores.
-    """
-    cores = usable_cores()
-    if workers is None:
-        workers = min(MOST_WORKERS, max(1, cores // (threads or 1)), max(1, items))
-    return workers, threads or max(1, cores // workers)
+    workers: int | None = None
+    threads: int | None = None
+
+    def for_items(self, items: int, item_bytes: int = 0, on_cpu: bool = True) -> tuple[int, int]:
+        """How many workers and threads for so many items.
+
+        Without a wish there is a worker per core, but at most :data:`MOST_WORKERS`, one per item,
+        and as many as free memory holds the items of; the cores that are left are their threads. A
+        GPU has one worker.
+
+        Args:
+            items: that there are to compute.
+            item_bytes: that the state of an item takes, about.
+            on_cpu: where it is computed.
+        """
+        cores, workers = usable_cores(), self.workers
+        if not on_cpu:
+            workers = 1
+        if workers is None:
+            fit = psutil.virtual_memory().available // max(1, item_bytes)
+            each = cores // (self.threads or 1)
+            workers = max(1, min(MOST_WORKERS, each, items, fit))
+        return workers, self.threads or max(1, cores // workers)
+
+
+ANY = Crew()
 
 
 def compute_in_workers(
