@@ -48,7 +48,6 @@ from ia_mech.collect.parts import (
 from ia_mech.collect.progress import PhaseProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext, tables
 from ia_mech.display import Progress
-from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.memory import Backoff
@@ -184,7 +183,6 @@ class _Job:
         self.settings, self.inputs, self.subject, self.chat = settings, inputs, subject, chat
         self.engine, self.survey, self.parts = engine, surveyed, parts
         self.writer, self.progress = writer, progress
-        self.blocks = find_blocks(subject.model)
         self.positions = kept_positions(settings, chat)
         self.backoff = Backoff(parts.batch_rows, self._batch_shrank)
         self.left_out: list[str] = []
@@ -311,7 +309,7 @@ class _Job:
         conversations = [self.survey.conversations[order] for order in orders]
         ids = [tuple(self.chat.prompt(without_response(one))) for one in conversations]
         prompts = list(dict.fromkeys(ids))
-        groups, order = prefill_all(model, [Prefix(one) for one in prompts], None, work.prefilled)
+        groups, order = prefill_all(model, [Prefix(one) for one in prompts], work.prefilled)
         number = {prompts[i]: at for at, i in enumerate(order)}
         rows = [
             Row(
@@ -327,7 +325,6 @@ class _Job:
             rows,
             self.chat.response_stop_ids,
             settings.max_response_tokens,
-            share=self.engine.share,
             on_step=work.decoded,
         )
         return [
@@ -401,7 +398,7 @@ class _Job:
         """Prefill contexts; score and sample from that."""
         settings, model, grid = self.settings, self.subject.model, self.settings.rows()
         prefixes = [self._prefix(context) for context in contexts]
-        groups, order = prefill_all(model, prefixes, self.blocks, work.prefilled)
+        groups, order = prefill_all(model, prefixes, work.prefilled)
         members = [contexts[number] for number in order]  # in the order of the groups
         scored = self._references(groups, members, work)
         rows = [
@@ -422,7 +419,6 @@ class _Job:
                 rows[start : start + limit],
                 self.chat.stop_ids,
                 settings.max_new_tokens,
-                share=self.engine.share,
                 on_step=work.decoded,
             )
         logits = torch.cat([group.logits.cpu() for group in groups])
@@ -459,7 +455,6 @@ class _Job:
             groups,
             turns,
             scored_temperatures(self.settings.temperatures),
-            share=self.engine.share,
             on_tokens=work.scored,
         )
         return {turn.context: one for turn, one in zip(turns, scores, strict=True)}
