@@ -78,7 +78,7 @@ def measure_study(
     parts = []
     for number in range(queries):
         unit = siblings(kind, rng, f"q{number:03d}", wordings)
-        parts.append(SiteScorer(Model(subject, None, share=True), unit).table())
+        parts.append(SiteScorer(Model(subject, None), unit).table())
         parts[-1]["source"] = unit.source
     return with_own_scores(pd.concat(parts, ignore_index=True))
 

@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from experiments.hybrids import HEADER, OWN, RESPONSE, WINDOWS, SiblingContexts
+from ia_mech.engine.installed import install
 
 NAMES, LENGTH = 4, 4  # contents and wordings; words of a turn after its first
 BOS, FILLER, FILLERS, NAME, WORDING = 1, 2, 8, 10, 14
@@ -93,7 +94,7 @@ KINDS = {
 
 
 def model(kind: Kind, seed: int, noise: float) -> transformers.LlamaForCausalLM:
-    """The model of a kind; ``noise`` is the spread of what is added to every weight."""
+    """The model of a kind, installed; ``noise`` is the spread of what is added to every weight."""
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
@@ -136,7 +137,8 @@ def model(kind: Kind, seed: int, noise: float) -> transformers.LlamaForCausalLM:
             _matches(made, DIRECT, IS_BOS, IS_JUNK, 1, 1.0)
         made.lm_head.weight[ECHO + each, TOLD + each] += 0.35
         made.lm_head.weight[JUNK, IS_JUNK] += 0.7
-    return made.eval().requires_grad_(False)
+    install(made.eval().requires_grad_(False))
+    return made
 
 
 def _embed(table: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ All are compared at one KL: that of the first token's distribution at the header
 unsteered.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from experiments.experiment import Model, Unit
 from ia_mech.engine.intervene import Add
+from ia_mech.engine.score import Turn, differentiable_logits
+from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import is_out_of_memory
-from ia_mech.likelihood.intervened import IntervenedTurns, Row
+from ia_mech.models.load import text_config
 
 DIRECTION, OPTIMISED, BIAS = "the direction", "optimised by gradient", "bias of the first token"
 RANDOM = "random direction"
@@ -46,27 +48,31 @@ class SteeredContext:
 
     @property
     def start(self) -> int:
-        """Index of the first token that is computed again."""
+        """Index of the first token that is scored with a turn, so that it can be steered."""
         return min(*self.at, len(self.ids) - 1)
 
     @property
-    def recomputed(self) -> int:
-        """How many tokens are computed again for all turns."""
+    def scored(self) -> int:
+        """How many tokens are scored for all turns."""
         header = len(self.ids) - self.start
-        return sum(header + len(turn) - 1 for turn in self.turns)
+        return sum(header + len(turn) for turn in self.turns)
 
-    def intervened_turns(self, model: Model) -> IntervenedTurns:
-        """Its turns, to be scored under interventions."""
-        subject = model.subject.model
-        return IntervenedTurns(subject, self.ids, self.start, self.turns, model.on_tokens)
+    def steered_turns(self, number: int, direction: Tensor | None, dose: float) -> list[Turn]:
+        """Its turns after its tokens up to ``start``, with the direction added, if there is one.
 
-    def steered_rows(self, direction: Tensor, dose: float) -> list[Row]:
-        """The row of each turn, with the direction added."""
-        end = len(self.ids)
-        found: list[Row] = []
-        for number, turn in enumerate(self.turns):
-            after = range(end, end + len(turn) - 1) if self.in_turn else ()
-            found.append((number, [Add(self.layer, (*self.at, *after), direction, dose)]))
+        Args:
+            number: of the context, by which the scorer knows it.
+        """
+        end = len(self.ids) - self.start
+        found = []
+        for ids in self.turns:
+            steered: tuple[Add, ...] = ()
+            if direction is not None:
+                after = range(end, end + len(ids) - 1) if self.in_turn else ()
+                at = (*(position - self.start for position in self.at), *after)
+                steered = (Add(self.layer, at, direction, dose),)
+            tokens = (*self.ids[self.start :], *ids)
+            found.append(Turn(number, tokens, interventions=steered, whole_at=end))
         return found
 
 
@@ -117,53 +123,51 @@ class ControlSearch(Unit):
     seed: int
 
 
-def log_probabilities(logits: Tensor, turns: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """``[rows]`` log-probabilities of turns, and ``[rows, vocab]`` of the first token, in nats.
-
-    Args:
-        logits: ``[rows, tokens, vocab]`` that predict the tokens of each row's turn.
-        turns: ids of each row's turn.
-    """
-    log = logits.log_softmax(-1)
-    sums = [
-        own[: len(turn)].gather(-1, torch.tensor(turn, device=own.device)[:, None]).sum()
-        for own, turn in zip(log, turns, strict=True)
-    ]
-    return torch.stack(sums), log[:, 0]
-
-
 def divergence(first: Tensor, plain: Tensor) -> Tensor:
     """KL in nats of a distribution from another one, of ``[vocab]`` log-probabilities."""
     return (first.exp() * (first - plain)).sum()
 
 
 def arm_effects(
-    context: SteeredContext, run: IntervenedTurns, arms: Sequence[Arm]
-) -> Iterator[tuple[np.ndarray, Tensor, float]]:
-    """What each arm changes, in nats: ``[turns]`` log-probabilities of turns, ``[vocab]`` those of
-    the first token; and its KL at the header."""
+    model: Model, contexts: Sequence[SteeredContext], arms: Sequence[Arm]
+) -> list[list[tuple[np.ndarray, Tensor, float]]]:
+    """What each arm changes in each context, ``[contexts][arms]``, in nats.
 
-    def read(logits: Tensor, turns: Sequence[int]) -> list[tuple[float, Tensor]]:
-        sums, first = log_probabilities(logits, [run.turns[turn] for turn in turns])
-        return list(zip(sums.tolist(), first.double().cpu(), strict=True))
-
-    plain = run.read([(turn, ()) for turn in range(len(run.turns))], read)
-    before, first = np.array([one for one, _ in plain]), plain[0][1]
-    rows = [
-        row
-        for arm in arms
-        if not arm.bias
-        for row in context.steered_rows(torch.tensor(arm.direction), arm.dose)
+    Returns:
+        ``[turns]`` changes of the turns' log-probabilities, ``[vocab]`` of those of the first
+        token, and the first token's KL.
+    """
+    directions: list[tuple[Tensor | None, float]] = [(None, 0.0)]  # unsteered first
+    directions += [(torch.tensor(arm.direction), arm.dose) for arm in arms if not arm.bias]
+    wanted = [
+        turn
+        for number, context in enumerate(contexts)
+        for direction, dose in directions
+        for turn in context.steered_turns(number, direction, dose)
     ]
-    steered = iter(run.read(rows, read))  # of all arms together: a pass has room for many rows
-    for arm in arms:
-        if arm.bias:
-            after = (first + arm.dose * torch.tensor(arm.bias).double()).log_softmax(-1)
-            moved = (after - first)[[turn[0] for turn in run.turns]].numpy()
-        else:
-            scored = [next(steered) for _ in run.turns]
-            moved, after = np.array([one for one, _ in scored]) - before, scored[0][1]
-        yield moved, after - first, max(float(divergence(after, first)), 0.0)
+    scores = iter(model.score([context.ids[: context.start] for context in contexts], wanted))
+    found = []
+    for context in contexts:
+        header = len(context.ids) - context.start
+
+        def next_scores(header: int = header, turns: int = len(context.turns)):
+            """Log-probabilities of the turns, and of the first token."""
+            each = [next(scores) for _ in range(turns)]
+            sums = [one.logprobs_raw[header:].sum(dtype=np.float64) for one in each]
+            return np.array(sums), torch.from_numpy(each[0].whole).double()
+
+        before, first = next_scores()
+        changes = []
+        for arm in arms:
+            if arm.bias:
+                after = (first + arm.dose * torch.tensor(arm.bias).double()).log_softmax(-1)
+                moved = (after - first)[[turn[0] for turn in context.turns]].numpy()
+            else:
+                sums, after = next_scores()
+                moved = sums - before
+            changes.append((moved, after - first, max(float(divergence(after, first)), 0.0)))
+        found.append(changes)
+    return found
 
 
 def steering_effects(model: Model, unit: ScoredQuery) -> pd.DataFrame:
@@ -174,8 +178,7 @@ def steering_effects(model: Model, unit: ScoredQuery) -> pd.DataFrame:
         header and ``log_odds``: the change of the log-odds of accepted turns.
     """
     found = []
-    for number, context in enumerate(unit.contexts):
-        effects = arm_effects(context, context.intervened_turns(model), unit.arms)
+    for number, effects in enumerate(arm_effects(model, unit.contexts, unit.arms)):
         for arm, (moved, _, kl) in zip(unit.arms, effects, strict=True):
             row = {"term": arm.term, "draw": arm.draw, "dose": arm.dose, "half": unit.half}
             found.append(row | {"context": number, "kl": kl, "log_odds": moved[0] - moved[1]})
@@ -198,15 +201,14 @@ def find_controls(model: Model, unit: ControlSearch) -> pd.DataFrame:
         arms.append(Arm(OPTIMISED, unit.arm.dose, tuple(best.tolist())))
     # Of the first token alone: a turn whose one token doesn't matter.
     firsts = [replace(one, turns=((0,),)) for one in unit.contexts]
-    runs = [(one, one.intervened_turns(model)) for one in firsts]
-    moved = [one.numpy() for each in runs for _, one, _ in arm_effects(*each, [unit.arm])]
+    moved = [one.numpy() for ((_, one, _),) in arm_effects(model, firsts, [unit.arm])]
     arms.append(Arm(BIAS, 1.0, bias=tuple(np.mean(moved, axis=0).tolist())))
 
     def kl_of(some: Sequence[Arm]) -> np.ndarray:
         rows = [
             {"arm": n, "source": context.source, "kl": kl}
-            for context, run in runs
-            for n, (_, _, kl) in enumerate(arm_effects(context, run, some))
+            for context, effects in zip(firsts, arm_effects(model, firsts, some), strict=True)
+            for n, (_, _, kl) in enumerate(effects)
         ]
         each = pd.DataFrame(rows).groupby(["arm", "source"])["kl"].mean()
         return each.groupby("arm").mean().to_numpy()
@@ -226,28 +228,40 @@ def optimise_direction(model: Model, unit: ControlSearch) -> np.ndarray:
         layers that change their state in place).
     """
     contexts, kl, dose = unit.contexts, unit.kl, unit.arm.dose
-    runs = [context.intervened_turns(model) for context in contexts]
+    network = model.subject.model
+    groups = [prefill(network, [Prefix(context.ids[: context.start])]) for context in contexts]
     draw = torch.Generator().manual_seed(unit.seed)
-    with torch.no_grad():
-        plain = [
-            log_probabilities(
-                run.differentiable([(n, ()) for n in range(len(run.turns))]), run.turns
-            )
-            for run in runs
+
+    def log_probabilities(
+        number: int, direction: Tensor | None = None, dose: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """``[turns]`` of a context's turns, and ``[vocab]`` of the first token."""
+        context = contexts[number]
+        header = len(context.ids) - context.start
+        turns = context.steered_turns(0, direction, dose)
+        logits = differentiable_logits(network, [groups[number]], turns)
+        model.on_tokens(context.scored)
+        log = logits[:, header:].log_softmax(-1)
+        sums = [
+            own[: len(ids)].gather(-1, torch.tensor(ids, device=own.device)[:, None]).sum()
+            for own, ids in zip(log, context.turns, strict=True)
         ]
+        return torch.stack(sums), log[0, 0]
+
+    with torch.no_grad():
+        plain = [log_probabilities(number) for number in range(len(contexts))]
 
     def changed(some: Sequence[int], along: Tensor, dose: float) -> tuple[Tensor, Tensor]:
         """The mean change of the log-odds in contexts, and the mean KL."""
         odds, cost = [], []
         for i in some:
             before, first = plain[i]
-            rows = contexts[i].steered_rows(along.to(before), dose)
-            after, moved = log_probabilities(runs[i].differentiable(rows), runs[i].turns)
+            after, moved = log_probabilities(i, along.to(before), dose)
             odds.append((after - before)[0] - (after - before)[1])
-            cost.append(divergence(moved[0], first[0]))
+            cost.append(divergence(moved, first))
         return torch.stack(odds).mean(), torch.stack(cost).mean()
 
-    along = torch.randn(runs[0].states.shape[-1], generator=draw).requires_grad_()
+    along = torch.randn(text_config(network.config).hidden_size, generator=draw).requires_grad_()
     try:
         odds, _ = changed(range(len(contexts)), along, dose / 100)
         (uphill,) = torch.autograd.grad(odds, along)

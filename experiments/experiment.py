@@ -97,13 +97,11 @@ class Model:
     Attributes:
         subject: the model, its tokenizer, the hash of its weights.
         chat: the model's chat format with the run's settings.
-        share: whether contexts with the same beginning are computed once.
         on_tokens: told how many tokens were computed.
     """
 
     subject: "Subject"
     chat: "ChatFormat"
-    share: bool
     on_tokens: Callable[[int], None] = field(default=lambda count: None)
 
     def score(
@@ -120,7 +118,6 @@ class Model:
             contexts,
             turns,
             temperatures,
-            share=self.share,
             on_tokens=self.on_tokens,
         )
 
@@ -636,7 +633,8 @@ def model_of(subject: "Subject", run: "Run") -> Model:
 
     stops = eos_ids(subject.model.generation_config, subject.model.config)
     chat = chat_of(run, subject.tokenizer, stops)
-    return Model(subject, chat, check_engine(subject.model, probe_ids(chat)).share)
+    check_engine(subject.model, probe_ids(chat))
+    return Model(subject, chat)
 
 
 @lru_cache

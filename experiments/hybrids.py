@@ -225,12 +225,13 @@ class SiteScorer:
 
     def _windows(self, to_response: "Prefilled", d: int) -> Iterator[MapCell]:
         """The candidates' response in some layers or heads: put in alone, and left out alone."""
+        from ia_mech.engine.installed import installed
         from ia_mech.engine.score import Turn
-        from ia_mech.engine.shared import Borrowed, Engine, held
+        from ia_mech.engine.shared import Borrowed, held
         from ia_mech.engine.state import is_full
 
         unit, model = self._unit, self._model.subject.model
-        shared = Engine.possible(model).shared if self._model.share else ()
+        shared = installed(model).engine.shared
         layer = next((one for one in to_response.state.cache.layers if is_full(one)), None)
         heads = range(0 if layer is None else held(layer)[0].shape[1])
         first = len(unit.contexts)  # the number of the first hybrid
@@ -297,7 +298,6 @@ class SiteScorer:
             [row for *_, row in rows],
             self._model.chat.stop_ids,
             TOKENS,
-            share=self._model.share,
         )
         self._model.on_tokens(sum(len(one.token_ids) for one in decoded))
         turns = [tuple(one.token_ids.tolist()) for one in decoded]
@@ -315,7 +315,6 @@ class SiteScorer:
             self._model.subject.model,
             groups,
             turns,
-            share=self._model.share,
             on_tokens=self._model.on_tokens,
         )
         return np.array([one.logprobs_raw[skip:].sum(dtype=float) for one in found])

@@ -147,6 +147,8 @@ def _share(text: str) -> float:
 def export_or_train(args: argparse.Namespace) -> None:
     """What ``export``, ``sft`` and ``grpo`` do: the card is written last."""
     from experiments import organisms, training
+    from ia_mech.collect.identity import probe_ids
+    from ia_mech.engine.check import check_engine
     from ia_mech.models.load import load
     from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
 
@@ -194,11 +196,13 @@ def export_or_train(args: argparse.Namespace) -> None:
             if args.command == "sft":
                 training.sft(subject, chat, sequences, tuning, args.epochs)
             else:
+                reader = load(spec)
+                check_engine(reader.model, probe_ids(chat))
                 training.grpo(
                     subject,
                     chat,
                     rows,
-                    [training.reward(load(spec), contexts)],
+                    [training.reward(reader, contexts)],
                     tuning,
                     max_steps=args.steps,
                     num_generations=args.generations,

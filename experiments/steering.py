@@ -353,7 +353,7 @@ class Steering(Experiment):
         found = []
         for query, own, contexts in self.used:
             if own == half:
-                tokens = sum(one.start + one.recomputed * (len(arms) + 2) for one in contexts)
+                tokens = sum(one.scored for one in contexts) * (len(arms) + 1)
                 names = query.source, query.dataset, tokens, half
                 found.append(ScoredQuery(*names, contexts, tuple(arms)))
         return found
@@ -366,9 +366,9 @@ class Steering(Experiment):
             Arm(RANDOM, dose, tuple(one.tolist()), draw=n) for n, one in enumerate(drawn)
         )
         contexts = tuple(one for _, half, some in self.used if half == CHOOSING for one in some)
-        tokens = sum(2 * one.start + one.recomputed * 3 for one in contexts)
-        tokens += STEPS * min(BATCH, len(contexts)) * contexts[0].recomputed
-        tokens += 3 * len(random) * sum(len(one.ids) - one.start for one in contexts)
+        tokens = 4 * sum(one.scored for one in contexts)
+        tokens += STEPS * min(BATCH, len(contexts)) * contexts[0].scored
+        tokens += 3 * len(random) * sum(len(one.ids) - one.start + 1 for one in contexts)
         names = "all that choose", "", tokens
         return ControlSearch(*names, contexts, self.direction_arm(dose), kl, random, self.args.seed)
 

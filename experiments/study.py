@@ -175,7 +175,7 @@ def measured_pace(model: str) -> tuple[float, float]:
     subject = load(ModelSpec(name=model))
     stops = eos_ids(subject.model.generation_config, subject.model.config)
     ids = probe_ids(build_chat(Settings(model=model), subject.tokenizer, stops)) * 4
-    share = check_engine(subject.model, ids).share
+    check_engine(subject.model, ids)
     prefixes = [Prefix(ids)] * 2
     prefill(subject.model, prefixes)
     begun = time.perf_counter()
@@ -183,7 +183,7 @@ def measured_pace(model: str) -> tuple[float, float]:
     read = 2 * len(ids) / (time.perf_counter() - begun)
     rows = [Row(number % 2, 1.0, (number, 0)) for number in range(32)]
     begun = time.perf_counter()
-    decode(subject.model, [group], rows, [], 6, share=share)
+    decode(subject.model, [group], rows, [], 6)
     return read, 32 * 5 / (time.perf_counter() - begun)
 
 

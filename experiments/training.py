@@ -90,7 +90,7 @@ def reward(reader: Subject, contexts: Mapping[str, list[list[int]]]) -> Reward:
     :data:`WORST`.
 
     Args:
-        reader: the model before training.
+        reader: the model before training, installed.
         contexts: of :func:`prompts`.
 
     Returns:

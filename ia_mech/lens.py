@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ia_mech.engine.capture import find_blocks, find_final_norm
+from ia_mech.engine.blocks import find_final_norm
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.models.embedded import models_dir
@@ -138,7 +138,7 @@ def save_lens(subject: Subject, ids: list[int]) -> str | None:
     context: a lens that doesn't reproduce the model's logits isn't written.
 
     Args:
-        subject: the loaded model.
+        subject: the loaded model, installed.
         ids: token ids of real text; a few dozen are enough.
     """
     if _is_whole(subject.weights_hash):
@@ -146,7 +146,7 @@ def save_lens(subject: Subject, ids: list[int]) -> str | None:
     lens = _lens_of(subject.model)
     if lens is None:
         return "its final norm is of an unknown kind"
-    result = prefill(subject.model, [Prefix(ids, [len(ids) - 1])], find_blocks(subject.model))
+    result = prefill(subject.model, [Prefix(ids, [len(ids) - 1])])
     assert result.residuals is not None
     error = (lens.logits(result.residuals[:, -1, 0].cpu()) - result.logits.cpu()).abs().max()
     largest = result.logits.abs().max().cpu()

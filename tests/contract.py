@@ -6,11 +6,16 @@ moves by at most 2e-4. A log-probability is a logit less a log-sum-exp, which mo
 the logits do, so it moves by at most 4e-4, and at temperature T by 4e-4 / T.
 """
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
 import numpy as np
 import tiny
 import torch
 import transformers
 
+from ia_mech.engine.installed import installed
 from ia_mech.engine.state import Prefix, forward, prefill
 
 VECTOR = 1e-5  # relative L2 distance of a vector that is computed in two ways (point 3)
@@ -81,6 +86,17 @@ def assert_ranks(found, logits: torch.Tensor, turn) -> None:
     assert (fewest <= found).all() and (found <= most).all()
 
 
+@contextlib.contextmanager
+def copied_prefixes(model) -> Iterator[None]:
+    """While it lasts, each row of the model's has a copy of its prefix: slow, and plain."""
+    made = installed(model)
+    before, made.engine = made.engine, replace(made.engine, shared=())
+    try:
+        yield
+    finally:
+        made.engine = before
+
+
 def near_ties(model, lengths, rows, ours, theirs) -> int:
     """How many rows decoded in two ways differ, each first at a decision that rounding can turn.
 
@@ -121,4 +137,4 @@ def prefilled(model, lengths):
 def stepped(model, state, tokens) -> torch.Tensor:
     """Logits ``[rows, vocab]`` after one more token in every row."""
     token = torch.tensor(tokens)[:, None]
-    return forward(model, state, token, torch.ones_like(token))[:, -1]
+    return forward(model, state, token, torch.ones_like(token)).logits[:, -1]

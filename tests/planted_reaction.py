@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from ia_mech.chat.format import ChatContext
+from ia_mech.engine.installed import install
 
 BOS, FILLER, NAME, END, SEPARATOR, HEADER, OPENER, ECHO = 1, 3, 10, 14, 15, 16, 19, 20
 NAMES, VOCAB, WIDTH, DEPTH = 4, 24, 32, 6
@@ -26,7 +27,7 @@ OWN, COPIED, READ_OUT, REST = 5, 9, 13, 31
 
 
 def model(through_header: bool) -> transformers.LlamaForCausalLM:
-    """The model with a route through the header, or the one without."""
+    """The model with a route through the header, or the one without; installed."""
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
@@ -57,7 +58,8 @@ def model(through_header: bool) -> transformers.LlamaForCausalLM:
         else:
             _attends(made, READ, IS_TURN, IS_NAME, OWN, READ_OUT, 2.0)
         made.lm_head.weight[ECHO + each, READ_OUT + each] = 1.5
-    return made.eval().requires_grad_(False)
+    install(made.eval().requires_grad_(False))
+    return made
 
 
 def _attends(made, block: int, query: int, key: int, read: int, write: int, gain: float) -> None:

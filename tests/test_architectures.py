@@ -4,6 +4,8 @@ The references are the model's own full forward passes, ``hidden_states`` and ``
 the hook or the cache under test. TransformerLens' bridge is one more, in ``test_intervene.py``.
 """
 
+import contextlib
+
 import numpy as np
 import pytest
 import tiny
@@ -15,12 +17,13 @@ from contract import (
     VECTOR,
     assert_logprobs,
     assert_ranks,
+    copied_prefixes,
     full_logits,
     relative_l2,
 )
 from transformers import GenerationConfig
 
-from ia_mech.engine.capture import ResidualCapture, find_blocks, find_final_norm
+from ia_mech.engine.blocks import find_blocks, find_final_norm
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import gumbel, stream_key
@@ -50,7 +53,7 @@ def rows(context: int) -> list[Row]:
 @EACH
 def test_a_batch_has_the_models_own_states_and_logits_of_each_context_alone(architecture):
     model = tiny.model(architecture)
-    together = prefill(model, prefixes(), find_blocks(model))
+    together = prefill(model, prefixes())
     assert together.residuals[:, :, 2].isnan().all(), "positions that contexts lack"
     for index, prefix in enumerate(prefixes()):
         alone = model(torch.tensor([prefix.ids]), output_hidden_states=True)
@@ -121,7 +124,8 @@ def test_scores_equal_a_full_forward_pass(architecture, share, piece, monkeypatc
         Turn(context, tiny.prompt(length, seed=length))
         for context, length in [(2, 15), (0, 9), (1, 1), (0, 11), (1, 40), (0, 0)]
     ]
-    scores = score(model, groups_of(model), turns, [0.5], share=share, on_tokens=tokens.append)
+    with contextlib.nullcontext() if share else copied_prefixes(model):
+        scores = score(model, groups_of(model), turns, [0.5], on_tokens=tokens.append)
     assert sum(tokens) == sum(len(turn.ids) for turn in turns)
     for turn, scored in zip(turns, scores, strict=True):
         assert scored.logprobs_tempered.shape == (1, len(turn.ids))
@@ -158,31 +162,6 @@ def _tensors(cache) -> list[torch.Tensor]:
             held = value.values() if isinstance(value, dict) else [value]
             found += [t for t in held if isinstance(t, torch.Tensor) and t.ndim > 1]
     return found
-
-
-def test_hooks_are_removed_even_when_the_model_raises():
-    model = tiny.model("llama")
-    blocks = find_blocks(model)
-
-    def hooks() -> int:  # transformers keeps some of its own there
-        return sum(len(b._forward_hooks) + len(b._forward_pre_hooks) for b in blocks)
-
-    before = hooks()
-    with pytest.raises(IndexError), ResidualCapture(blocks, torch.tensor([[99]])):
-        assert hooks() == before + len(blocks) + 1
-        model(torch.tensor([[3, 4, 5]]))
-    assert hooks() == before
-
-
-def test_a_capture_that_missed_a_block_is_an_error():
-    model = tiny.model("llama")
-    with ResidualCapture(find_blocks(model), torch.tensor([[0]])) as capture:
-        model.model.layers[0](
-            torch.zeros(1, 1, 32),
-            position_embeddings=(torch.ones(1, 1, 8), torch.zeros(1, 1, 8)),
-        )
-    with pytest.raises(RuntimeError, match="2 states captured, expected 5"):
-        capture.residuals()
 
 
 def test_an_architecture_without_a_list_of_blocks_is_refused_by_name():

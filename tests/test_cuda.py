@@ -9,7 +9,6 @@ import torch
 from contract import near_ties, prefilled
 
 from ia_mech.collect.job import collect
-from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import _sample_at_once, compile_failure, sample, stream_key
@@ -48,7 +47,7 @@ def test_rows_scores_and_residuals_equal_the_cpus(architecture):
         groups = [prefilled(model, LENGTHS[:4]), prefilled(model, LENGTHS[4:])]
         wrote = decode(model, groups, rows, [tiny.EOS, *range(90, 97)], 12)
         prefixes = [Prefix(tiny.prompt(n, seed=n), [0, n - 1]) for n in (9, 23, 14)]
-        residuals = prefill(model, prefixes, find_blocks(model)).residuals.cpu()
+        residuals = prefill(model, prefixes).residuals.cpu()
         found.append((wrote, score(model, groups, turns), residuals))
     (wrote, scored, residuals), (ours, rescored, again) = found
     assert near_ties(tiny.model(architecture), LENGTHS, rows, ours, wrote) <= 1

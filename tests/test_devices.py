@@ -74,7 +74,9 @@ def test_caches_and_tables_follow_each_layers_device(architecture, share, gpus):
     assert model.device == FIRST
     groups, theirs = ([prefilled(m, LENGTHS[:2]), prefilled(m, LENGTHS[2:])] for m in (model, cpu))
     assert groups[0].logits.device == SECOND
-    ours, right = (expand(g, [0, 0, 1, 2], share=share) for g in (groups, theirs))
+    ours, right = (
+        expand(m, g, [0, 0, 1, 2], 4, copies=not share) for m, g in ((model, groups), (cpu, theirs))
+    )
     for step, drop in enumerate(([], [1], [0], [])):
         tokens = tiny.prompt(ours.rows, seed=step)
         logits = stepped(model, ours, tokens)

@@ -6,11 +6,13 @@ import tiny
 import torch
 from contract import LOGPROB, VECTOR, relative_l2
 
-from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.intervene import Add, ProjectOut, Replace, from_layer, intervene
+from ia_mech.engine.blocks import find_blocks
+from ia_mech.engine.intervene import Add, ProjectOut, Replace
+from ia_mech.engine.passes import Pass, current
+from ia_mech.engine.score import Turn
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
-from ia_mech.likelihood.intervened import IntervenedTurns
+from ia_mech.likelihood.scorer import score
 
 CONTEXT, START, DEPTH = 23, 18, 4  # sliding windows are 8 tokens
 TURNS = (5, 9, 1)
@@ -63,13 +65,15 @@ def logprobs(logits: torch.Tensor, turn: list[int], temperature: float) -> np.nd
     return before.log_softmax(-1).gather(-1, torch.tensor(turn)[:, None])[:, 0].numpy()
 
 
-@pytest.mark.parametrize(
-    ("architecture", "temperature"), [("llama", 1.0), *((each, 0.7) for each in tiny.ARCHITECTURES)]
-)
-def test_scores_under_residual_edits_equal_plain_hooks(architecture, temperature):
-    """One batch holds rows of every turn, layer and kind; each is compared with a pass alone."""
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("piece", [256, 4], ids=["whole", "in pieces"])
+def test_scores_under_residual_edits_equal_plain_hooks(architecture, piece, monkeypatch):
+    """One batch holds rows of every turn, layer and kind; each is compared with a pass alone. The
+    tokens from a context's :data:`START` on are scored with the turn, and edited there."""
+    monkeypatch.setattr("ia_mech.engine.score.LOGITS", piece * tiny.VOCAB)
     model = tiny.model(architecture)
     rows, plain = [], []
+    first, last = 0, CONTEXT - 1 - START
     for number in range(len(TURNS)):
         for layer in (0, 1, DEPTH):
             states, direction = vectors(2, seed=layer), vectors(1, seed=9)[0]
@@ -86,75 +90,92 @@ def test_scores_under_residual_edits_equal_plain_hooks(architecture, temperature
                 for at in (START, CONTEXT - 1):
                     hidden[at] -= 0.7 * torch.dot(hidden[at].clone(), unit) * unit
 
-            rows.append((number, [Replace(layer, (START, CONTEXT - 1), states)]))
+            rows.append((number, [Replace(layer, (first, last), states)]))
             plain.append((layer, put))
-            rows.append((number, [ProjectOut(layer, (START, CONTEXT - 1), direction, 0.7)]))
+            rows.append((number, [ProjectOut(layer, (first, last), direction, 0.7)]))
             plain.append((layer, remove))
-            rows.append((number, [Add(layer, (START + 2,), direction, 0.5)]))
+            rows.append((number, [Add(layer, (2,), direction, 0.5)]))
             plain.append((layer, add))
         rows.append((number, []))
         plain.append(None)
-    found = IntervenedTurns(model, context(), START, turns()).score(rows, temperature)
+    given = [
+        Turn(0, [*context()[START:], *turns()[n]], interventions=tuple(some), whole_at=last + 1)
+        for n, some in rows
+    ]
+    found = score(model, [context()[:START]], given, [0.7])
     moved = []
     for (number, _), edit, own in zip(rows, plain, found, strict=True):
-        turn = turns()[number]
-        wanted = logprobs(by_plain_hooks(model, [*context(), *turn], edit), turn, temperature)
-        np.testing.assert_allclose(own, wanted, rtol=0, atol=LOGPROB / temperature)
+        turn, logits = turns()[number], by_plain_hooks(model, [*context(), *turns()[number]], edit)
+        for ours, temperature in ((own.logprobs_raw, 1.0), (own.logprobs_tempered[0], 0.7)):
+            wanted = logprobs(logits, turn, temperature)
+            np.testing.assert_allclose(ours[last + 1 :], wanted, rtol=0, atol=LOGPROB / temperature)
+        whole = logits[CONTEXT - 1].log_softmax(-1)
+        np.testing.assert_allclose(own.whole, whole, rtol=0, atol=LOGPROB)
         moved.append(wanted.sum())
     assert len({round(float(one), 3) for one in moved}) > len(moved) / 2, (
         "edits that move something"
     )
 
 
-@torch.inference_mode()
+def prefilled_with(model, *interventions):
+    return prefill(model, [Prefix(context(), (3, 5), interventions)])
+
+
 def test_no_dose_and_own_states_change_no_bit():
     model = tiny.model("llama")
-    ids = torch.tensor([context()])
-    plain = model(ids, use_cache=False, output_hidden_states=True)
-    own = plain.hidden_states[2][0, [3, 5]]
-    direction = vectors(1, seed=2)[0]
-    none = (
+    plain, direction = prefilled_with(model), vectors(1, seed=2)[0]
+    for kind in (
         Add(2, (3, 5), direction, 0.0),
         ProjectOut(2, (3, 5), direction, 0.0),
-        Replace(2, (3, 5), own),
-    )
-    for kind in none:
-        with intervene(model, [[kind]]):
-            assert torch.equal(model(ids, use_cache=False).logits, plain.logits)
-    with intervene(model, [[Add(2, (3, 5), vectors(1, seed=2)[0], 0.1)]]):
-        assert not torch.equal(model(ids, use_cache=False).logits, plain.logits)
+        Replace(2, (3, 5), plain.residuals[0, 2]),
+    ):
+        found = prefilled_with(model, kind)
+        assert torch.equal(found.logits, plain.logits)
+        assert torch.equal(found.residuals, plain.residuals)
+    other = prefilled_with(model, Add(2, (3, 5), direction, 0.1))
+    assert not torch.equal(other.logits, plain.logits)
 
 
 def hooks_of(model) -> list[tuple]:
-    """Every hook and replaced forward; transformers leaves some of its own."""
+    """Every hook and replaced forward."""
     return [
         (*module._forward_hooks, *module._forward_pre_hooks, vars(module).get("forward"))
         for module in model.modules()
     ]
 
 
-@torch.inference_mode()
-def test_no_hook_is_left_whatever_happens():
+def test_nothing_is_left_on_whatever_happens(monkeypatch):
     model = tiny.model("llama")
-    ids, before = torch.tensor([context()]), hooks_of(model)
-    kinds = [Replace(0, (1,), vectors(1, seed=0)), Replace(2, (5,), vectors(1, seed=1))]
-    with pytest.raises(ZeroDivisionError), intervene(model, [kinds]):
-        raise ZeroDivisionError
-    assert hooks_of(model) == before
-    with pytest.raises(ZeroDivisionError), from_layer(model, 3, torch.zeros(1, CONTEXT, WIDTH)):
-        raise ZeroDivisionError
-    assert hooks_of(model) == before
-    with pytest.raises(RuntimeError, match="layer 0 ran 0 times"), intervene(model, [kinds]):
-        pass
+    before, plain = (hooks_of(model), model.config._attn_implementation), prefilled_with(model)
     late = Replace(1, (CONTEXT,), vectors(1, seed=0))
-    said = "position 23 isn't among the tokens 0 to 22"
-    with pytest.raises(UserError, match=said), intervene(model, [[late]]):
-        model(ids, use_cache=False)
-    assert hooks_of(model) == before
-    early = Replace(1, (START - 1,), vectors(1, seed=0))
-    with pytest.raises(UserError, match="position 17 isn't among the tokens 18 to"):
-        IntervenedTurns(model, context(), START, turns()).score([(0, [early])])
-    assert hooks_of(model) == before
+    with pytest.raises(UserError, match="position 23 isn't among the tokens 0 to 22"):
+        prefilled_with(model, late)
+    with pytest.raises(UserError, match="position 99 isn't among the tokens 0 to 22"):
+        prefill(model, [Prefix(context(), (99,))])
+
+    def fails(self, own):
+        assert current() is not None
+        return 1 / 0
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Replace, "apply", fails)
+        prefilled_with(model, Replace(2, (5,), vectors(1, seed=1)))
+    assert current() is None
+    assert (hooks_of(model), model.config._attn_implementation) == before
+    assert torch.equal(prefilled_with(model).logits, plain.logits)
+    fed = [*context()[START:], *turns()[0]]
+    for position in (-1, len(fed) - 1):
+        wrong = Turn(0, fed, interventions=(Replace(1, (position,), vectors(1, seed=0)),))
+        with pytest.raises(UserError, match="can't be changed"):
+            score(model, [context()[:START]], [wrong])
+
+
+def test_a_pass_whose_blocks_do_not_run_once_each_is_an_error():
+    one = Pass(4, 5, [0], [[0]])
+    for layer in (0, 1, 3):
+        one.through(layer, torch.zeros(1, 5, WIDTH))
+    with pytest.raises(RuntimeError, match=r"layers \[0, 1, 3\] ran, expected each of 0 to 4 once"):
+        one.residuals()
 
 
 def test_what_selects_nothing_or_isnt_there_is_refused():
@@ -170,12 +191,8 @@ def test_what_selects_nothing_or_isnt_there_is_refused():
             made()
     with pytest.raises(ValueError, match="2 positions"):
         Replace(1, (0, 1), state)
-    model = tiny.model("llama")
-    before = hooks_of(model)
-    said = "no layer 5 to change; give layers from 0 to 4"
-    with pytest.raises(UserError, match=said), intervene(model, [[Replace(5, (0,), state)]]):
-        pass
-    assert hooks_of(model) == before
+    with pytest.raises(UserError, match="no layer 5 to change; give layers from 0 to 4"):
+        prefilled_with(tiny.model("llama"), Replace(5, (0,), state))
 
 
 @pytest.mark.slow  # TransformerLens takes long to import
@@ -191,7 +208,7 @@ def test_captured_patched_and_steered_passes_equal_transformer_lens(tmp_path, to
     bridge = TransformerBridge.boot_transformers(str(tmp_path), device="cpu", dtype=torch.float32)
     ids, state = torch.tensor([context()]), vectors(1, seed=4)
     _, cache = bridge.run_with_cache(ids)
-    kept = prefill(model, [Prefix(context(), (7, CONTEXT - 1))], find_blocks(model)).residuals[0]
+    kept = prefill(model, [Prefix(context(), (7, CONTEXT - 1))]).residuals[0]
     for layer, states in enumerate(kept):
         assert relative_l2(states, cache[hook_name(layer)][0, [7, CONTEXT - 1]]) <= VECTOR
     plain = model(ids, use_cache=False).logits[0]
@@ -205,7 +222,6 @@ def test_captured_patched_and_steered_passes_equal_transformer_lens(tmp_path, to
                 return hidden
 
             theirs = bridge.run_with_hooks(ids, fwd_hooks=[(hook_name(layer), change)])[0]
-            with intervene(model, [[kind]]):
-                ours = model(ids, use_cache=False).logits[0]
-            assert relative_l2(theirs, ours) <= VECTOR
-            assert (ours - plain)[7:].norm() > 1e-2
+            ours = prefilled_with(model, kind).logits[0]
+            assert relative_l2(theirs[-1], ours) <= VECTOR
+            assert (ours - plain[-1]).norm() > 1e-2

@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 
+from ia_mech.engine import splice
 from ia_mech.errors import UserError
 from ia_mech.judge import hf, prompt
 from ia_mech.judge.hf import HfJudge
@@ -71,13 +72,13 @@ def test_a_verdict_does_not_depend_on_what_else_is_judged(judge):
 def test_what_prompts_begin_with_alike_is_run_once(tokenizer, monkeypatch):
     """Two turns after one long context; and an item that is too long for the model."""
     fed = []
-    real = hf.forward
+    real = splice.forward
 
-    def counted(model, state, ids, *rest):
+    def counted(model, state, ids, *rest, **wanted):
         fed.append(ids.shape[1])
-        return real(model, state, ids, *rest)
+        return real(model, state, ids, *rest, **wanted)
 
-    monkeypatch.setattr(hf, "forward", counted)
+    monkeypatch.setattr(splice, "forward", counted)
     judge = HfJudge("tiny", subject=tiny.subject("llama", tokenizer))
     long = Item("Which of these?", "One of many. " * 50, "The first?")
     judge.judge([long])

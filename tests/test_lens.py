@@ -6,7 +6,7 @@ import torch
 from conftest import Silent
 
 from ia_mech.collect.job import collect
-from ia_mech.engine.capture import find_blocks
+from ia_mech.engine.installed import install
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.lens import Lens, lens_file, save_lens
@@ -26,7 +26,7 @@ def test_the_lens_of_the_last_layer_gives_the_models_logits(architecture, tmp_pa
     assert save_lens(about, tiny.prompt(9, seed=0)) is None
     lens = Lens.load(about.weights_hash)
     prefix = Prefix(tiny.prompt(20, seed=1), (3, 19))
-    result = prefill(about.model, [prefix], find_blocks(about.model))
+    result = prefill(about.model, [prefix])
     full = about.model(torch.tensor([prefix.ids])).logits[0, [3, 19]]
     torch.testing.assert_close(lens.logits(result.residuals[0, -1]), full, atol=2e-5, rtol=1e-5)
 
@@ -43,10 +43,11 @@ def test_softcap_and_scaling_are_part_of_the_lens(tmp_path, monkeypatch):
     ):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        install(model)
         about = subject(model)
         assert save_lens(about, tiny.prompt(9, seed=0)) is None
         ids = tiny.prompt(12, seed=1)
-        result = prefill(model, [Prefix(ids, (11,))], find_blocks(model))
+        result = prefill(model, [Prefix(ids, (11,))])
         logits = Lens.load(about.weights_hash).logits(result.residuals[0, -1])
         torch.testing.assert_close(logits, result.logits, atol=2e-5, rtol=1e-4)
 

@@ -87,7 +87,7 @@ def unit(query: int, react: bool = True) -> SiblingContexts:
 @cache  # no test changes the rows
 def measured(through_header: bool, react: bool = True) -> pd.DataFrame:
     model = Model(
-        SimpleNamespace(model=planted.model(through_header)), SimpleNamespace(stop_ids=[]), True
+        SimpleNamespace(model=planted.model(through_header)), SimpleNamespace(stop_ids=[])
     )
     parts = []
     for query in range(QUERIES):

@@ -30,8 +30,8 @@ RESPONSES = 3
 
 def a_model(architecture: str) -> Model:
     model = tiny.model(architecture)
-    share = check_engine(model, tiny.prompt(24, seed=0)).share
-    return Model(SimpleNamespace(model=model), None, share)
+    check_engine(model, tiny.prompt(24, seed=0))
+    return Model(SimpleNamespace(model=model), None)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_5"])

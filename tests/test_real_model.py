@@ -7,8 +7,9 @@ from transformers import GenerationConfig
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import open_conversations
-from ia_mech.engine.capture import find_blocks, find_final_norm
+from ia_mech.engine.blocks import find_final_norm
 from ia_mech.engine.decode import Row, decode
+from ia_mech.engine.installed import install
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.models.load import ModelSpec, load
 
@@ -18,7 +19,9 @@ QWEN = "qwen2.5-coder-1.5b-instruct"
 
 @pytest.fixture(scope="module")
 def subject():
-    return load(ModelSpec(device="cpu"))  # fetched at most once per user
+    subject = load(ModelSpec(device="cpu"))  # fetched at most once per user
+    install(subject.model)
+    return subject
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,7 @@ def contexts(subject):
 @pytest.fixture(scope="module")
 def prefilled(subject, contexts):
     prefixes = [Prefix(c.ids, [c.positions["header_last"]]) for c in contexts]
-    return prefill(subject.model, prefixes, find_blocks(subject.model))
+    return prefill(subject.model, prefixes)
 
 
 def test_greedy_user_turns_equal_generate(subject, contexts, prefilled):

@@ -7,14 +7,13 @@ import pytest
 import tiny
 import torch
 import transformers
-from contract import LOGPROB, MARGIN, masked_logits, prefilled, stepped
+from contract import LOGPROB, MARGIN, masked_logits, prefilled
 
-import ia_mech.engine.shared as shared
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.score import Turn, score
-from ia_mech.engine.shared import Borrowed, Engine, SharedLayer, attend, merge, shared_attention
-from ia_mech.engine.state import expand
+from ia_mech.engine.shared import Borrowed, Engine, SharedLayer, attend, merge
+from ia_mech.engine.state import expand, forward
 from ia_mech.errors import UserError
 
 ROWS, HEADS, KV_HEADS, DIM = 3, 6, 2, 16
@@ -140,31 +139,28 @@ SHARED = {
 def test_layers_of_full_attention_are_shared(architecture):
     model = tiny.model(architecture)
     assert Engine.possible(model).shared == SHARED[architecture]
-    layers = expand([prefilled(model, LENGTHS)], [0, 1]).cache.layers
+    layers = expand(model, [prefilled(model, LENGTHS)], [0, 1]).cache.layers
     found = [n for n, layer in enumerate(layers, start=1) if isinstance(layer, SharedLayer)]
     assert tuple(found) == SHARED[architecture]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
-def test_the_attention_implementation_is_restored_after_an_error(architecture, monkeypatch):
-    model = tiny.model(architecture)
-    before = model.config._attn_implementation
-    state = expand([prefilled(model, LENGTHS)], [0, 1])
-    monkeypatch.setattr(shared, "merge", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        stepped(model, state, [3, 4])
-    assert model.config._attn_implementation == before
-
-
-def test_keys_that_the_attention_function_never_sees_are_an_error():
+def test_keys_that_the_attention_function_never_sees_are_an_error(monkeypatch):
+    """Those of the first layer are attended to as if they were all."""
     model = tiny.model("llama")
-    state = expand([prefilled(model, LENGTHS)], [0])
-    layer, new = state.cache.layers[0], torch.zeros(1, 2, 1, 8)
+    state = expand(model, [prefilled(model, LENGTHS)], [0], 2)
+    attend_to = SharedLayer.update
+
+    def without_the_layer(layer, *states):
+        keys, values = attend_to(layer, *states)
+        return (keys.clone(), values) if layer.number == 1 else (keys, values)
+
+    monkeypatch.setattr(SharedLayer, "update", without_the_layer)
     said = "doesn't use the cached keys"
-    with pytest.raises(RuntimeError, match=said), shared_attention(model, state.cache):
-        layer.update(new, new)
     with pytest.raises(RuntimeError, match=said):
-        layer.update(new, new)
+        forward(model, state, torch.tensor([[3]]), torch.tensor([[1]]))
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=said):
+        forward(model, state, torch.tensor([[3]]), torch.tensor([[1]]))
 
 
 def other_model(config) -> transformers.PreTrainedModel:
@@ -290,8 +286,8 @@ def test_rows_with_borrowed_keys_are_decoded_as_passes_with_a_mask_per_head(arch
 
 
 def test_what_cant_be_borrowed_is_refused():
-    llama, gemma = (prefilled(tiny.model(name), LENGTHS) for name in ("llama", "gemma3"))
-    for group, heads, share, said in (
+    llama, gemma = ((m, prefilled(m, LENGTHS)) for m in map(tiny.model, ("llama", "gemma3")))
+    for (model, group), heads, share, said in (
         (llama, {5: [0]}, True, "layer 5 can't be borrowed: rows share .* in layers 1-4"),
         (llama, {0: [0]}, True, "layer 0 can't be borrowed"),
         (llama, {2: [2]}, True, "layer 2 has no key-value head 2; give 0 … 1"),
@@ -299,4 +295,4 @@ def test_what_cant_be_borrowed_is_refused():
         (gemma, {1: [0]}, True, "layer 1 can't be borrowed: rows share .* in layers 4"),
     ):
         with pytest.raises(UserError, match=said):
-            expand([group], [0], share=share, borrowed=[Borrowed(1, heads)])
+            expand(model, [group], [0], borrowed=[Borrowed(1, heads)], copies=not share)

@@ -7,7 +7,6 @@ from contract import VECTOR, prefilled, relative_l2, stepped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ia_mech.engine.shared
 import ia_mech.engine.state
 from ia_mech.engine.shared import SharedLayer
 from ia_mech.engine.state import PADDING, Prefix, expand, prefill_all, similar_lengths
@@ -24,7 +23,7 @@ def largest_difference(model, groups, contexts, steps, drops, *, share) -> float
         drops: step → rows that are dropped after it, counted as they then are.
     """
     groups = [prefilled(model, lengths) for lengths in groups]
-    state = expand(groups, contexts, share=share)
+    state = expand(model, groups, contexts, steps, copies=not share)
     batch = list(range(len(contexts)))  # which row is where
     fed: list[list[int]] = [[] for _ in contexts]
     found: list[list[torch.Tensor]] = [[] for _ in contexts]
@@ -49,10 +48,8 @@ def largest_difference(model, groups, contexts, steps, drops, *, share) -> float
     ("architecture", "share"),
     [*((each, True) for each in tiny.ARCHITECTURES), *((each, False) for each in tiny.FAMILIES)],
 )
-def test_rows_of_several_groups_equal_rows_alone(architecture, share, monkeypatch):
-    """Groups and contexts of unequal length; rows end in every place, whole groups among them, and
-    write more than there was room for."""
-    monkeypatch.setattr(ia_mech.engine.shared, "ROOM", 3)
+def test_rows_of_several_groups_equal_rows_alone(architecture, share):
+    """Groups and contexts of unequal length; rows end in every place, whole groups among them."""
     drops = {1: [3], 2: [6, 0, 7], 4: [1, 3], 5: [0]}
     model, contexts = tiny.model(architecture), [0, 0, 1, 2, 2, 3, 4, 5, 5]
     assert largest_difference(model, GROUPS, contexts, 7, drops, share=share) <= VECTOR
@@ -79,11 +76,10 @@ def test_rows_may_be_dropped_in_any_order(data):
     assert largest_difference(model, GROUPS, contexts, 6, drops, share=share) <= VECTOR
 
 
-def test_a_prefix_is_in_memory_once(monkeypatch):
-    monkeypatch.setattr(ia_mech.engine.shared, "ROOM", 2)
+def test_a_prefix_is_in_memory_once():
     model = tiny.model("gemma3")  # of which the last layer has full attention
     group = prefilled(model, LENGTHS)
-    state = expand([group], [0, 0, 3, 5])
+    state = expand(model, [group], [0, 0, 3, 5], 2)
     for before, after in zip(group.state.cache.layers, state.cache.layers, strict=True):
         shared = isinstance(after, SharedLayer)
         keys = after.prefixes[0][0] if shared else after.keys

@@ -46,10 +46,11 @@ from experiments.steering import (
 )
 from experiments.tables import estimates_of
 from ia_mech.collect.command import main as sample
-from ia_mech.engine.capture import find_blocks
+from ia_mech.engine.blocks import find_blocks
 from ia_mech.engine.intervene import Add
+from ia_mech.engine.score import Turn, differentiable_logits, score
+from ia_mech.engine.state import Prefix, prefill
 from ia_mech.judge.rubric import GENUINE
-from ia_mech.likelihood.intervened import IntervenedTurns
 from ia_mech.run import Run
 from ia_mech.steering import ADD, TURN, SteeringVector
 from probes.card import Direction, Probe
@@ -60,7 +61,7 @@ OPTIONS = {"level": 0.95, "resamples": 100, "seed": 0}
 
 
 def model_of(network) -> Model:
-    return Model(SimpleNamespace(model=network), None, True)
+    return Model(SimpleNamespace(model=network), None)
 
 
 def unit(contexts, arms) -> ScoredQuery:
@@ -80,7 +81,7 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
     for at, in_turn in (((20,), False), ((17,), True)):
         context = SteeredContext("q", ids, 2, at, in_turn, turns)
         arms = [Arm(DIRECTION, 0.7, tuple(direction.tolist())), Arm(BIAS, 2.0, (), tuple(bias))]
-        found = steering_effects(Model(tiny_subject, None, True), unit([context], arms))
+        found = steering_effects(Model(tiny_subject, None), unit([context], arms))
         sums, firsts = {}, {}
         for name in ("plain", "moved"):
             for number, turn in enumerate(turns):
@@ -117,18 +118,21 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
 def test_gradients_equal_finite_differences(architecture):
     network = tiny.model(architecture)
     turns = [tiny.prompt(5, seed=5), tiny.prompt(9, seed=9)]
-    run = IntervenedTurns(network, tiny.prompt(23, seed=3), 18, turns)
+    ids = tiny.prompt(23, seed=3)
+    groups, header = [prefill(network, [Prefix(ids[:18])])], 5
     start = torch.randn(32, generator=torch.Generator().manual_seed(0))
 
     def rows(direction):
-        return [(n, [Add(2, (20, 22), direction, 0.5)]) for n in (0, 1)]
+        steered = (Add(2, (2, 4), direction, 0.5),)
+        return [Turn(0, [*ids[18:], *turn], interventions=steered) for turn in turns]
 
     def odds(direction) -> float:
-        own, other = run.score(rows(direction))
-        return float(own.sum(dtype=float) - other.sum(dtype=float))
+        found = score(network, groups, rows(direction))
+        own, other = (one.logprobs_raw[header:].sum(dtype=float) for one in found)
+        return float(own - other)
 
     along = start.clone().requires_grad_()
-    log = run.differentiable(rows(along)).log_softmax(-1)
+    log = differentiable_logits(network, groups, rows(along))[:, header:].log_softmax(-1)
     sums = [
         log[n, : len(turn)].gather(-1, torch.tensor(turn)[:, None]).sum()
         for n, turn in enumerate(turns)

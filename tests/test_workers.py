@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ia_mech.engine import workers
-from ia_mech.engine.workers import Crew, check_stopped, compute_in_workers
+from ia_mech.engine.passes import on_block
+from ia_mech.engine.workers import Crew, compute_in_workers
 
 
 def collected(items, compute, count):
@@ -28,7 +29,7 @@ def collected(items, compute, count):
 def compute_until_stopped(_item):
     """Work that only ends when its worker is to end."""
     while True:
-        check_stopped()
+        on_block.get()()
         time.sleep(0.001)
 
 

@@ -12,6 +12,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
+from ia_mech.engine.installed import install
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
 
 VOCAB = 97
@@ -74,12 +75,14 @@ FAMILIES = ("llama", "gpt_oss", "qwen3_5", "gemma3")
 
 @functools.cache
 def model(architecture: str, vocab: int = VOCAB) -> PreTrainedModel:
-    """A random model in float32 on the CPU, the same at every call."""
-    return fresh(architecture, vocab_size=vocab)
+    """A random model in float32 on the CPU, installed; the same at every call."""
+    made = fresh(architecture, vocab_size=vocab)
+    install(made)
+    return made
 
 
 def fresh(architecture: str, **sizes) -> PreTrainedModel:
-    """The same model as another object, which a test may change, or one of other sizes."""
+    """The same model as another object, not installed, or one of other sizes."""
     kind, changes = _CONFIGS[architecture]
     torch.manual_seed(0)
     # gpt-oss has attention sinks, which the sdpa path doesn't know.

@@ -130,7 +130,7 @@ class Steps(Contender):
         with torch.inference_mode():
             decode(
                 work.model, groups, work.rows(self.contexts), [], size.new_tokens,
-                share=work.engine.share, on_step=after_a_step,
+                on_step=after_a_step,
             )  # fmt: skip
         # The first tokens come from the prefill and take no step.
         return {"step": min(steps[1:]), "products": products.min(0).sum()}

@@ -5,7 +5,7 @@ They can't mix temperatures in a batch, so they get the easier job of one temper
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from benchmarks.sampling.workload import (
     random_contexts,
     release_memory,
 )
+from ia_mech.engine.installed import installed
 from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.models import embedded
 
@@ -58,9 +59,10 @@ class Generate(Contender):
         size = self.work.size
         batch = torch.tensor(ids, device=self.work.device)
         config = sampling_config(size.rows, new_tokens, min_new_tokens=new_tokens, **self.settings)
-        written = generating(self.work).generate(
-            inputs=batch, attention_mask=torch.ones_like(batch), generation_config=config
-        )
+        with generating(self.work) as model:
+            written = model.generate(
+                inputs=batch, attention_mask=torch.ones_like(batch), generation_config=config
+            )
         tokens = written if isinstance(written, torch.Tensor) else written.sequences
         expected = len(ids) * size.rows, size.context_tokens + new_tokens
         if tuple(tokens.shape) != expected:
@@ -77,7 +79,7 @@ class Generate(Contender):
         how = "compiled" if hasattr(model, "_compiled_call") else "not compiled"
         static = self.settings.get("cache_implementation") == "static"
         cache = f"static cache, {how}" if static else "dynamic cache"
-        return f"{cache}, {model.config._attn_implementation}"
+        return f"{cache}, {installed(model).attention}"
 
 
 class Continuous(Contender):
@@ -106,8 +108,8 @@ class Continuous(Contender):
         self.calls += 1
         size = self.work.size
         ids = random_contexts(self.work.model, self.contexts, size.context_tokens, seed=self.calls)
-        with ErrorLog() as errors:
-            results = generating(self.work).generate_batch(
+        with ErrorLog() as errors, generating(self.work) as model:
+            results = model.generate_batch(
                 inputs=ids,
                 generation_config=sampling_config(size.rows, new_tokens),
                 persistent_manager=True,
@@ -115,13 +117,16 @@ class Continuous(Contender):
         check_complete(results, self.contexts, size.rows, new_tokens, errors)
 
     def close(self) -> None:
-        with contextlib.suppress(RuntimeError):  # a failed kernel may have left a GPU unusable
-            generating(self.work).destroy_cached_continuous_batching_manager()
+        # A failed kernel may have left a GPU unusable.
+        with contextlib.suppress(RuntimeError), generating(self.work) as model:
+            model.destroy_cached_continuous_batching_manager()
 
 
-def generating(work: Workload) -> Any:
-    """The model, whose type doesn't declare ``generate``."""
-    return work.model
+@contextlib.contextmanager
+def generating(work: Workload) -> Iterator[Any]:
+    """The model, whose type doesn't declare ``generate``, with its own attention."""
+    with installed(work.model).own_attention():
+        yield work.model
 
 
 def sampling_config(rows: int, new_tokens: int, **settings: Any) -> GenerationConfig:

@@ -5,7 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -18,9 +18,10 @@ from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import open_conversations
 from ia_mech.data.formats import ColumnMap
-from ia_mech.engine.capture import find_blocks
+from ia_mech.engine.blocks import find_blocks
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.decode import Decoded, Row, decode
+from ia_mech.engine.installed import install, installed
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.shared import Engine
 from ia_mech.engine.state import Prefilled, Prefix, prefill_all
@@ -117,6 +118,7 @@ class Workload:
             else random_model(task.model, DTYPES[task.dtype], self.device)
         )
         self.blocks = find_blocks(self.model)
+        install(self.model)
         self.ids = self.contexts(self.size.counts[-1], self.size.context_tokens)
         self.written: dict[tuple[str, int], list[Decoded]] = {}
 
@@ -149,9 +151,10 @@ class Workload:
     def prefilled(self, contexts: int, capture: bool) -> list[Prefilled]:
         """The first contexts, in groups; with ``capture`` all layers at the last positions."""
         ids = self.ids[:contexts]
-        prefixes = [Prefix(one, range(len(one) - POSITIONS, len(one))) for one in ids]
+        last = POSITIONS if capture else 0
+        prefixes = [Prefix(one, range(len(one) - last, len(one))) for one in ids]
         # Groups keep the order of contexts that are equally long.
-        return prefill_all(self.model, prefixes, self.blocks if capture else None)[0]
+        return prefill_all(self.model, prefixes)[0]
 
     def decode(self, groups: Sequence[Prefilled], new_tokens: int, share: bool) -> list[Decoded]:
         """Decode all rows of prefilled contexts together.
@@ -162,8 +165,8 @@ class Workload:
             share: rows read their context's keys and values in one place, where the engine can.
         """
         rows = self.rows(sum(len(group.logits) for group in groups))
-        share = share and self.engine.share
-        decoded = decode(self.model, groups, rows, [], new_tokens, share=share)
+        installed(self.model).engine = self.engine if share else replace(self.engine, shared=())
+        decoded = decode(self.model, groups, rows, [], new_tokens)
         if any(len(row.token_ids) != new_tokens for row in decoded):
             raise RuntimeError(f"a row has fewer than {new_tokens} tokens")
         return decoded

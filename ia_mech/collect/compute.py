@@ -13,11 +13,9 @@ from torch import Tensor
 
 from ia_mech.collect.progress import PartProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext
-from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Scored, Turn, score
-from ia_mech.engine.shared import Engine
 from ia_mech.engine.state import Prefilled, Prefix, prefill_all
 from ia_mech.errors import UserError
 from ia_mech.likelihood.reference import scored_temperatures
@@ -40,7 +38,6 @@ class Computation:
 
     Attributes:
         subject: the model.
-        engine: how its rows attend to their prefix.
         settings: of the run.
         positions: names of the tokens at which the residual stream is kept.
         stop_ids: that end a user turn.
@@ -49,7 +46,6 @@ class Computation:
     """
 
     subject: Subject
-    engine: Engine
     settings: Settings
     positions: tuple[str, ...]
     stop_ids: Sequence[int]
@@ -68,7 +64,7 @@ class Computation:
     def _respond_together(self, responses: Sequence[Response], work: PartProgress) -> list[Decoded]:
         prompts = list(dict.fromkeys(one.prompt for one in responses))
         prefixes = [Prefix(ids) for ids in prompts]
-        groups, order = prefill_all(self.subject.model, prefixes, None, work.prefilled)
+        groups, order = prefill_all(self.subject.model, prefixes, work.prefilled)
         number = {prompts[i]: at for at, i in enumerate(order)}
         temperature = self.settings.response_temperature
         return decode(
@@ -77,7 +73,6 @@ class Computation:
             [Row(number[one.prompt], temperature, one.stream) for one in responses],
             self.response_stop_ids,
             self.settings.max_response_tokens,
-            share=self.engine.share,
             on_step=work.decoded,
         )
 
@@ -98,7 +93,7 @@ class Computation:
         """Prefill contexts; score and sample from that."""
         model, grid = self.subject.model, self.settings.rows()
         prefixes = [self._prefix(context) for context in contexts]
-        groups, order = prefill_all(model, prefixes, find_blocks(model), work.prefilled)
+        groups, order = prefill_all(model, prefixes, work.prefilled)
         members = [contexts[number] for number in order]  # in the order of the groups
         scored = self._references(groups, members, work)
         rows = [
@@ -119,7 +114,6 @@ class Computation:
                 rows[start : start + limit],
                 self.stop_ids,
                 self.settings.max_new_tokens,
-                share=self.engine.share,
                 on_step=work.decoded,
             )
         logits = torch.cat([group.logits.cpu() for group in groups])
@@ -155,7 +149,6 @@ class Computation:
             groups,
             turns,
             scored_temperatures(self.settings.temperatures),
-            share=self.engine.share,
             on_tokens=work.scored,
         )
         return {turn.context: one for turn, one in zip(turns, scores, strict=True)}

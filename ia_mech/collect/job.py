@@ -182,7 +182,6 @@ class _Job:
         self.left_out: list[str] = []
         self.computation = Computation(
             subject,
-            engine,
             settings,
             kept_positions(settings, chat),
             chat.stop_ids,

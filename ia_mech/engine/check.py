@@ -27,8 +27,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.decode import Decoded, Row, decode
+from ia_mech.engine.installed import install, installed
 from ia_mech.engine.sampling import draw, gumbel, stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Engine, held
@@ -51,7 +51,7 @@ TOKENS = 24  # two prompts of 12 and 5, and a turn of 7
 
 
 def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = False) -> Engine:
-    """Choose the engine, and compare what it computes with full forward passes.
+    """Install a model with an engine that gives the logits of full forward passes.
 
     Args:
         model: the subject model.
@@ -61,31 +61,32 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = F
     Raises:
         UserError: the model's numbers differ, or it can't be run this way; names the architecture.
     """
-    engine = Engine.possible(model)
-    if engine.share:
+    made = install(model)
+    made.engine = Engine.possible(model)
+    if made.engine.share:
         try:
-            _check(model, list(ids), share=True)
-            return engine
+            _check(model, list(ids))
+            return made.engine
         except UserError as error:
-            engine = replace(engine, shared=(), why=error.problem)
+            made.engine = replace(made.engine, shared=(), why=error.problem)
     try:
-        _check(model, list(ids), share=False)
+        _check(model, list(ids))
     except _WrongNumbers as error:
         if not ignore:
             raise
-        engine = replace(engine, ignored=error.problem)
-    return engine
+        made.engine = replace(made.engine, ignored=error.problem)
+    return made.engine
 
 
 class _WrongNumbers(UserError):
     """The model runs, and its numbers are others than in a full forward pass."""
 
 
-def _check(model: PreTrainedModel, ids: list[int], share: bool) -> None:
+def _check(model: PreTrainedModel, ids: list[int]) -> None:
     try:
         with torch.inference_mode(), _narrow_windows(model, ids[:TOKENS]):
             differences = _Differences(model, ids)
-            differences.measure(share)
+            differences.measure()
     except UserError:
         raise
     except Exception as error:  # whatever an architecture raises that isn't made for this
@@ -127,16 +128,17 @@ class _Differences:
                 "use --dtype bfloat16 or float32",
             )
         prefixes = [Prefix(prompt, [len(prompt) - 1]) for prompt in self.prompts]
-        self.prefilled = prefill(model, prefixes, find_blocks(model))
+        self.prefilled = prefill(model, prefixes)
 
-    def measure(self, share: bool) -> None:
-        """Measure those of everything that the engine does, with or without shared prefixes."""
+    def measure(self) -> None:
+        """Measure those of everything that the engine does."""
         for context, logits in enumerate(self.prefilled.logits):
             self._compare_step("a left-padded batch", logits, context, 0)
-        self._decode(share)
-        self._score(share)
-        self._sample(share)
+        self._decode()
+        self._score()
+        self._sample()
         limit = context_limit(self.model.config)
+        share = installed(self.model).engine.share
         if share and (limit is None or limit > LONG + TOKENS):
             self._compare_long_prefix(self.prefilled.state)
 
@@ -183,12 +185,12 @@ class _Differences:
         )
         self.deviations.setdefault(what, []).append(off / max(min(displaced), 1e-30))
 
-    def _decode(self, share: bool) -> None:
+    def _decode(self) -> None:
         """The turn, token by token, by rows of both contexts, of which one was prefilled alone as
         well; then the first row is dropped."""
         alone = prefill(self.model, [Prefix(self.prompts[1])])
         groups, contexts = [self.prefilled, alone], [0, 1, 2]
-        state = expand(groups, contexts, share=share)
+        state = expand(self.model, groups, contexts, STEPS + 1)
         for step, token in enumerate(self.turn[: STEPS + 1], start=1):
             ours = _step(self.model, state, [token] * state.rows)
             for row, context in enumerate(contexts):
@@ -196,22 +198,22 @@ class _Differences:
             if step == STEPS:
                 contexts = [contexts[row] for row in state.drop([0])]
 
-    def _score(self, share: bool) -> None:
+    def _score(self) -> None:
         both = (self.turn, self.turn[:-1])  # of unequal length
         turns = [Turn(context, turn) for turn in both for context in (0, 1)]
-        scores = score(self.model, [self.prefilled], turns, share=share)
+        scores = score(self.model, [self.prefilled], turns)
         for turn, scored in zip(turns, scores, strict=True):
             logits = self.full[turn.context][: len(turn.ids) + 2]
             self._compare_logprobs("scoring a turn", scored.logprobs_raw, logits, turn.ids)
 
-    def _sample(self, share: bool) -> None:
+    def _sample(self) -> None:
         """Greedy and sampled rows, against the sampling rule on the logits of full passes."""
         rows = [
             Row(context, temperature, stream_key(0, "check", context))
             for context in (0, 1)
             for temperature in (0.0, 0.7, 2.0)
         ]
-        decoded = decode(self.model, [self.prefilled], rows, [], STEPS, share=share)
+        decoded = decode(self.model, [self.prefilled], rows, [], STEPS)
         for context, prompt in enumerate(self.prompts):
             mine = slice(3 * context, 3 * context + 3)
             written = [[*prompt, *one.token_ids.tolist()] for one in decoded[mine]]
@@ -240,9 +242,9 @@ class _Differences:
 
     def _compare_long_prefix(self, state: State) -> None:
         """Rows that share a long prefix, against a row that has a copy of it."""
-        long = Prefilled(_repeat_prefix(state), self.prefilled.logits[:1], None)
-        shared = expand([long], [0] * QUERIES)
-        copied = expand([long], [0], share=False)
+        long = Prefilled(_repeat_prefix(self.model, state), self.prefilled.logits[:1], None)
+        shared = expand(self.model, [long], [0] * QUERIES, 2)
+        copied = expand(self.model, [long], [0], copies=True)
         right = [_step(self.model, copied, [token])[0] for token in self.turn[:3]]
         for token in self.turn[:2]:
             ours = _step(self.model, shared, [token] * QUERIES)
@@ -253,12 +255,14 @@ class _Differences:
 def _step(model: PreTrainedModel, state: State, tokens: Sequence[int]) -> Tensor:
     """Logits ``[rows, vocab]`` after one more token in every row."""
     token = torch.tensor(tokens, device=state.mask.device)[:, None]
-    return forward(model, state, token, torch.ones_like(token))[:, -1]
+    return forward(model, state, token, torch.ones_like(token)).logits[:, -1]
 
 
 def _full_pass(model: PreTrainedModel, ids: list[list[int]]) -> Tensor:
-    """Logits ``[rows, tokens, vocab]`` float32 of one pass without cache, mask or padding."""
-    return model(torch.tensor(ids, device=model.device), use_cache=False).logits.float()
+    """Logits ``[rows, tokens, vocab]`` float32 of one pass of the model as it was loaded, without
+    cache, mask or padding."""
+    with installed(model).own_attention():
+        return model(torch.tensor(ids, device=model.device), use_cache=False).logits.float()
 
 
 def _largest_difference(a: Tensor, b: Tensor) -> Tensor:
@@ -266,11 +270,11 @@ def _largest_difference(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).abs().nan_to_num(torch.inf).amax(-1)
 
 
-def _repeat_prefix(state: State) -> State:
+def _repeat_prefix(model: PreTrainedModel, state: State) -> State:
     """The first context, which has no padding, with its keys and values repeated to more than
     :data:`LONG` tokens, as far as the layers' windows reach."""
     first = Prefilled(state, torch.zeros(len(state.mask), 0, device=state.mask.device), None)
-    long = expand([first], [0], share=False)
+    long = expand(model, [first], [0], copies=True)
     length = state.mask.shape[1]
     times = LONG // length + 1
     for layer in long.cache.layers:

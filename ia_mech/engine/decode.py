@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ia_mech.engine.intervene import TokenwiseIntervention, intervene
+from ia_mech.engine.intervene import TokenwiseIntervention
 from ia_mech.engine.sampling import Draw, sample
 from ia_mech.engine.shared import Borrowed
 from ia_mech.engine.state import Prefilled, State, expand, forward
@@ -61,19 +61,16 @@ def decode(
     stop_ids: Collection[int],
     max_new_tokens: int,
     *,
-    share: bool = True,
     on_step: Callable[[int, int, int], None] | None = None,
 ) -> list[Decoded]:
     """Decode rows to their turn-end or to ``max_new_tokens``, all in one batch.
 
     Args:
-        model: the subject model.
+        model: the subject model, installed.
         groups: contexts that were prefilled together, in order; left as they are.
         rows: what to decode, in any order.
         stop_ids: ids that end a row (kept as its last token).
         max_new_tokens: most tokens of a row.
-        share: rows read their context's keys and values where the prefill left them, in layers of
-            full attention; else every row gets a copy.
         on_step: called after each step with its number, how many rows drew a token, and how many
             of them ended.
 
@@ -103,17 +100,20 @@ def decode(
             kept = [at for at in range(len(batch)) if at not in set(ended)]
             going = [rows[batch[at]] for at in kept]
             state = expand(
+                model,
                 groups,
                 [row.context for row in going],
-                share=share,
+                max_new_tokens - 1,
                 borrowed=[row.borrowed for row in going],
             )
         else:
             kept = state.drop(ended) if ended else list(range(len(batch)))
         batch = [batch[at] for at in kept]
         token = draws.token[kept][:, None]
-        with intervene(model, [rows[row].steered for row in batch]):
-            logits = forward(model, state, token, torch.ones_like(token))[:, -1]
+        steered = [rows[row].steered for row in batch]
+        logits = forward(model, state, token, torch.ones_like(token), interventions=steered).logits[
+            :, -1
+        ]
     return record.rows(stops)
 
 

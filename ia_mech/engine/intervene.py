@@ -1,25 +1,21 @@
 """Change the residual stream that a model computes in a forward pass.
 
 An intervention names a layer, tokens of its row, and what happens there. Layers are numbered as
-everywhere (:mod:`ia_mech.engine.capture`): 0 = embeddings, l = output of block l. Positions are
+everywhere (:mod:`ia_mech.engine.blocks`): 0 = embeddings, l = output of block l. Positions are
 indices into the row's own tokens, from the first token of its context on, whatever part of them a
-pass computes; a :class:`ia_mech.chat.format.ChatContext` has those of named tokens, query and
-response. Keys and values of another context are put into a row's attention by
-:class:`ia_mech.engine.shared.Borrowed`.
+pass computes (:mod:`ia_mech.engine.passes`); a :class:`ia_mech.chat.format.ChatContext` has those
+of named tokens, query and response. Keys and values of another context are put into a row's
+attention by :class:`ia_mech.engine.shared.Borrowed`.
 
 To add a kind, write a dataclass with a ``layer`` and a method ``apply``.
 """
 
-import contextlib
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from ia_mech.engine.capture import find_blocks
 from ia_mech.errors import UserError
 
 
@@ -122,6 +118,20 @@ def at_tokens(
     return [replace(one, positions=tuple(positions)) for one in steered] if positions else []
 
 
+def within(interventions: Sequence[Intervention], start: int, stop: int) -> list[Intervention]:
+    """What of the interventions takes place at positions from ``start`` up to ``stop``."""
+    found: list[Intervention] = []
+    for one in interventions:
+        at = [i for i, position in enumerate(one.positions) if start <= position < stop]
+        if at:
+            positions = tuple(one.positions[i] for i in at)
+            if isinstance(one, Replace):
+                found.append(replace(one, positions=positions, states=one.states[at]))
+            else:
+                found.append(replace(one, positions=positions))
+    return found
+
+
 def check_layers(layers: Sequence[int], depth: int) -> None:
     """Refuse layers that a model of so many blocks lacks.
 
@@ -134,115 +144,3 @@ def check_layers(layers: Sequence[int], depth: int) -> None:
                 f"there is no layer {layer} to change",
                 f"give layers from 0 to {depth} (0: embeddings, l: block l)",
             )
-
-
-@contextlib.contextmanager
-def intervene(
-    model: PreTrainedModel,
-    rows: Sequence[Sequence[Intervention]],
-    first: Sequence[int] | None = None,
-) -> Iterator[None]:
-    """Intervene in the one forward pass that is made while this lasts.
-
-    Args:
-        model: the subject model.
-        rows: the interventions in each row of the batch; those of a row at one layer happen in
-            their order.
-        first: ``[rows]`` the position of the token in the pass's first column: 0 where a pass
-            computes whole contexts (the default), less than 0 where the row is padded on its left,
-            more where the pass goes on from a cache.
-
-    Raises:
-        UserError: a layer isn't there; a token isn't in the pass.
-        RuntimeError: on leaving, if a layer didn't run once.
-    """
-    if not any(rows):
-        yield
-        return
-    begin = [0] * len(rows) if first is None else list(first)
-    blocks = find_blocks(model)
-    edits: dict[int, list[tuple[int, Intervention]]] = defaultdict(list)
-    for row, interventions in enumerate(rows):
-        for one in interventions:
-            check_layers([one.layer], len(blocks))
-            if not (isinstance(one, TokenwiseIntervention) and one.dose == 0):
-                edits[one.layer].append((row, one))
-    hooks = {layer: _StateHook(of_layer, begin) for layer, of_layer in edits.items()}
-    handles = []
-    try:
-        for layer, hook in hooks.items():
-            handles.append(
-                blocks[layer - 1].register_forward_hook(hook.leave)
-                if layer
-                else blocks[0].register_forward_pre_hook(hook.enter, with_kwargs=True)
-            )
-        yield
-        for layer, hook in hooks.items():
-            if hook.runs != 1:
-                raise RuntimeError(f"layer {layer} ran {hook.runs} times, expected once")
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class _StateHook:
-    """Edits the residual stream of one layer."""
-
-    def __init__(self, edits: list[tuple[int, Intervention]], first: list[int]) -> None:
-        self.edits, self.first, self.runs = edits, first, 0
-
-    def enter(self, _module, args, kwargs) -> tuple[tuple, dict]:
-        """Before the first block: layer 0."""
-        if args:
-            return (self._edit(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self._edit(kwargs["hidden_states"])}
-
-    def leave(self, _module, _args, output):
-        """After a block."""
-        if isinstance(output, tuple):
-            return (self._edit(output[0]), *output[1:])
-        return self._edit(output)
-
-    def _edit(self, hidden: Tensor) -> Tensor:
-        new = hidden.clone()
-        for row, one in self.edits:
-            at = [position - self.first[row] for position in one.positions]
-            _require_computed(at, hidden.shape[1], self.first[row])
-            new[row, at] = one.apply(new[row, at])
-        self.runs += 1
-        return new
-
-
-def _require_computed(columns: list[int], width: int, first: int) -> None:
-    for column in columns:
-        if not 0 <= column < width:
-            raise UserError(
-                f"position {column + first} isn't among the tokens {max(first, 0)} to "
-                f"{first + width - 1} that are computed",
-                "change one that is",
-            )
-
-
-@contextlib.contextmanager
-def from_layer(model: PreTrainedModel, layer: int, states: Tensor) -> Iterator[None]:
-    """Leave out the blocks up to a layer: a forward pass begins with that layer's states.
-
-    What a pass computes below the first intervention is what it computes without one.
-
-    Args:
-        model: the subject model.
-        layer: 0 leaves nothing out.
-        states: ``[rows, tokens, d_model]`` of that layer.
-    """
-    skipped = list(find_blocks(model))[:layer]
-
-    def skip(hidden_states: Tensor, *_, **__) -> Tensor:
-        return states
-
-    for block in skipped:
-        block.forward = skip
-    try:
-        yield
-    finally:
-        for block in skipped:
-            del block.forward

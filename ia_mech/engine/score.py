@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ia_mech.engine.intervene import Intervention, TokenwiseIntervention, at_tokens, intervene
+from ia_mech.engine.intervene import Intervention, TokenwiseIntervention, at_tokens, within
 from ia_mech.engine.sampling import cpu_slices, log_sum_exp, ranks
 from ia_mech.engine.shared import Borrowed
 from ia_mech.engine.state import Prefilled, expand, forward, similar_lengths
+from ia_mech.errors import UserError
 
 LOGITS = 2**25  # most logits that are held at once, or those of one token
 
@@ -24,8 +25,9 @@ class Turn:
         context: the number of the context that it follows, counted through all groups.
         ids: its tokens.
         steered: takes place at each of its tokens; its own positions aren't looked at.
-        interventions: take place at indices into ``ids``.
         borrowed: keys and values of another context that it attends to.
+        interventions: take place at indices into ``ids``; the last token is only predicted.
+        whole_at: index of a token of which the whole distribution is wanted.
     """
 
     context: int
@@ -33,6 +35,12 @@ class Turn:
     steered: tuple[TokenwiseIntervention, ...] = ()
     borrowed: Borrowed | None = None
     interventions: tuple[Intervention, ...] = ()
+    whole_at: int | None = None
+
+    def interventions_in(self, start: int, stop: int) -> list[Intervention]:
+        """What takes place at its tokens from ``start`` up to ``stop``."""
+        steered = at_tokens(self.steered, range(start, min(stop, len(self.ids) - 1)))
+        return [*steered, *within(self.interventions, start, stop)]
 
 
 @dataclass(frozen=True)
@@ -41,13 +49,15 @@ class Scored:
 
     ``logprobs_raw`` ``[tokens]`` at T = 1; ``logprobs_tempered`` ``[temperatures, tokens]``;
     ``ranks`` ``[tokens]`` from 1; ``greedy`` ``[tokens]``: whether the token is the argmax that
-    greedy decoding would have written after the same prefix.
+    greedy decoding would have written after the same prefix; ``whole`` ``[vocab]`` at T = 1, of the
+    token that the turn asks for.
     """
 
     logprobs_raw: np.ndarray
     logprobs_tempered: np.ndarray
     ranks: np.ndarray
     greedy: np.ndarray
+    whole: np.ndarray | None = None
 
 
 def score(
@@ -56,7 +66,6 @@ def score(
     turns: Sequence[Turn],
     temperatures: Sequence[float] = (),
     *,
-    share: bool = True,
     on_tokens: Callable[[int], None] | None = None,
 ) -> list[Scored]:
     """Score turns given their contexts; the prefilled states are left as they were.
@@ -65,23 +74,79 @@ def score(
     turns alone. Turns of similar length share a pass.
 
     Args:
-        model: the subject model.
+        model: the subject model, installed.
         groups: contexts that were prefilled together, in order.
         turns: what to score, in any order.
         temperatures: at which besides T = 1.
-        share: as for :func:`ia_mech.engine.decode.decode`.
         on_tokens: called after each pass with how many tokens were scored.
+
+    Raises:
+        UserError: an intervention is at a token that no pass computes.
     """
     results: dict[int, Scored] = {}
     most = max(1, LOGITS // groups[0].logits.shape[-1])  # tokens of one pass
     for batch in similar_lengths([len(turn.ids) for turn in turns], most):
         members = sorted(batch, key=lambda i: turns[i].context)
         together = [turns[i] for i in members]
-        scored = _score_pass(model, groups, together, temperatures, share, most)
+        scored = _score_pass(model, groups, together, temperatures, most)
         results.update(zip(members, scored, strict=True))
         if on_tokens is not None:
             on_tokens(sum(len(turn.ids) for turn in together))
     return [results[index] for index in range(len(turns))]
+
+
+def differentiable_logits(
+    model: PreTrainedModel, groups: Sequence[Prefilled], turns: Sequence[Turn]
+) -> Tensor:
+    """``[turns, longest, vocab]`` logits that predict the tokens of turns, of one pass through
+    which gradients reach what interventions hold.
+
+    Args:
+        model, groups: as for :func:`score`.
+        turns: of contexts in their order; none borrows.
+    """
+    with torch.inference_mode(False):
+        _require_fed(turns)
+        ids, mask, _ = _padded(turns)
+        contexts = [turn.context for turn in turns]
+        first = torch.cat([group.logits for group in groups])[contexts][:, None]
+        if ids.shape[1] == 1:
+            return first
+        state = expand(model, groups, contexts, copies=True)
+        logits, _ = forward(
+            model,
+            state,
+            ids[:, :-1],
+            mask[:, :-1],
+            keep=0,
+            interventions=[turn.interventions_in(0, len(turn.ids) - 1) for turn in turns],
+            gradients=True,
+        )
+        return torch.cat([first, logits], dim=1)
+
+
+def _require_fed(turns: Sequence[Turn]) -> None:
+    """Refuse interventions at tokens that no pass over the turn computes."""
+    for turn in turns:
+        fed = max(len(turn.ids) - 1, 0)
+        for one in turn.interventions:
+            for position in one.positions:
+                if not 0 <= position < fed:
+                    raise UserError(
+                        f"position {position} of a turn of {len(turn.ids)} tokens can't be changed",
+                        f"name one from 0 to {fed - 1}; the last token is only predicted",
+                    )
+
+
+def _padded(turns: Sequence[Turn]) -> tuple[Tensor, Tensor, list[int]]:
+    """``[turns, longest]`` ids with zeros on their right, the mask of those that are fed, and the
+    turns' lengths."""
+    lengths = [len(turn.ids) for turn in turns]
+    ids, mask = torch.zeros(2, len(turns), max(1, *lengths), dtype=torch.long)
+    for row, turn in enumerate(turns):
+        ids[row, : lengths[row]] = torch.tensor(turn.ids, dtype=torch.long)
+        mask[row, : max(lengths[row] - 1, 0)] = 1  # the last token is only predicted
+    return ids, mask, lengths
 
 
 def _score_pass(
@@ -89,27 +154,26 @@ def _score_pass(
     groups: Sequence[Prefilled],
     turns: Sequence[Turn],
     temperatures: Sequence[float],
-    share: bool,
     most: int,
 ) -> list[Scored]:
     """Scores of turns that share a pass; turns longer than ``most`` tokens are fed in pieces."""
+    _require_fed(turns)
     device = groups[0].logits.device
-    lengths = [len(turn.ids) for turn in turns]
-    longest = max(1, *lengths)
-    host_ids, host_mask = torch.zeros(2, len(turns), longest, dtype=torch.long)
-    for row, turn in enumerate(turns):
-        host_ids[row, : lengths[row]] = torch.tensor(turn.ids, dtype=torch.long)
-        host_mask[row, : max(lengths[row] - 1, 0)] = 1  # the last token is only predicted
+    host_ids, host_mask, lengths = _padded(turns)
     ids, mask = host_ids.to(device), host_mask.to(device)
+    longest = ids.shape[1]
     contexts = [turn.context for turn in turns]
     scores = torch.zeros(3 + len(temperatures), len(turns), longest, device=device)
+    whole: dict[int, np.ndarray] = {}
     # [turns, 1, vocab], they predict the first token
     logits = torch.cat([group.logits for group in groups])[contexts][:, None]
-    borrowed = [turn.borrowed for turn in turns]
     state = None
     done = 0
     while True:
         ahead = torch.arange(done, done + logits.shape[1])
+        for row, turn in enumerate(turns):
+            if turn.whole_at is not None and done <= turn.whole_at < done + len(ahead):
+                whole[row] = logits[row, turn.whole_at - done].log_softmax(-1).cpu().numpy()
         real = (ahead < torch.tensor(lengths)[:, None]).nonzero().to(device)
         which, at = real.unbind(-1)
         chosen = ids[which, done + at]
@@ -118,17 +182,18 @@ def _score_pass(
         if done >= longest:
             break
         if state is None:
-            state = expand(groups, contexts, share=share, borrowed=borrowed)
+            borrowed = [turn.borrowed for turn in turns]
+            state = expand(model, groups, contexts, longest - 1, borrowed=borrowed)
         fed = slice(done - 1, min(done - 1 + most, longest - 1))
-        interventions = [
-            [
-                *at_tokens(turn.steered, range(fed.start, min(fed.stop, len(turn.ids) - 1))),
-                *(one for one in turn.interventions if fed.start <= one.positions[0] < fed.stop),
-            ]
-            for turn in turns
-        ]
-        with intervene(model, interventions, [fed.start] * len(turns)):
-            logits = forward(model, state, ids[:, fed], mask[:, fed], keep=0)
+        logits = forward(
+            model,
+            state,
+            ids[:, fed],
+            mask[:, fed],
+            keep=0,
+            first=[fed.start] * len(turns),
+            interventions=[turn.interventions_in(fed.start, fed.stop) for turn in turns],
+        ).logits
     host = scores.cpu().numpy()
     return [
         Scored(
@@ -136,6 +201,7 @@ def _score_pass(
             logprobs_tempered=own[1:-2],
             ranks=own[-2].astype(np.int64),
             greedy=own[-1].astype(bool),
+            whole=whole.get(row),
         )
         for row, length in enumerate(lengths)
         for own in [host[:, row, :length]]

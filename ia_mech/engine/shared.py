@@ -7,31 +7,26 @@ contexts of a group are one batched product, each row attends to its own tokens 
 parts are merged by their log-sum-exp (Hydragen, arXiv 2402.05099, section 3.1). Nothing is
 approximated. Layers with a sliding window or a recurrent state are copied and computed as usual.
 
-The model's code isn't touched: ``transformers`` lets attention functions be registered by name, and
-the name is set in the model's configuration for the time of a forward pass.
+The model's code isn't touched: ``transformers`` lets attention functions be registered by name
+(``installed.py``).
 
 In this order: attention over parts (:func:`attend`, :func:`merge`), which row goes on from which
-context (:class:`PrefixTable`), the cache layer (:class:`SharedLayer`), its registration
-(:func:`shared_attention`).
+context (:class:`PrefixTable`), the cache layer (:class:`SharedLayer`), and the function that a
+model's attention calls with its keys (:func:`attend_shared`).
 """
 
-import contextlib
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from ia_mech.engine.sampling import LOG2_E
 from ia_mech.errors import UserError
-from ia_mech.models.load import text_config
 
-ROOM = 32  # tokens of its own that a row has room for at first; the room doubles when it is full
 FUSED = (torch.float32, torch.bfloat16, torch.float16)  # what PyTorch's kernel for CPUs takes
 
 
@@ -264,9 +259,6 @@ class PrefixTable:
         return self._causal[key]
 
 
-# In transformers' tables; "ia_mech_shared_sdpa" where other layers are left to sdpa.
-NAME = "ia_mech_shared"
-
 ATTRIBUTE = "shared_layer"  # of keys that a shared layer handed out: the layer
 
 UNUSED = "its attention doesn't use the cached keys as they are"
@@ -341,19 +333,22 @@ class SharedLayer(DynamicLayer):
         prefixes: the same layer of each group that was prefilled, left as it is.
         table: of the batch, the same for all layers of a cache.
         number: of the layer, from 1.
+        room: most tokens that a row may add.
     """
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, prefixes: Sequence[DynamicLayer], table: PrefixTable, number: int) -> None:
+    def __init__(
+        self, prefixes: Sequence[DynamicLayer], table: PrefixTable, number: int, room: int
+    ) -> None:
         super().__init__()
         self.prefixes = [held(layer) for layer in prefixes]
         self.table, self.number = table, number
         keys, values = self.prefixes[0]
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self._own = [
-            tensor.new_empty(len(table), tensor.shape[1], ROOM, tensor.shape[-1])
+            tensor.new_empty(len(table), tensor.shape[1], room, tensor.shape[-1])
             for tensor in (keys, values)
         ]
         self._waiting = False  # keys were handed out that no attention function has used yet
@@ -373,13 +368,7 @@ class SharedLayer(DynamicLayer):
         self.check_used()
         start = self.table.age
         end = start + key_states.shape[2]
-        for which, states in enumerate((key_states, value_states)):
-            own = self._own[which]
-            if end > own.shape[2]:
-                rows, heads, room, dim = own.shape
-                grown = own.new_empty(rows, heads, max(end, 2 * room), dim)
-                grown[:, :, :start] = own[:, :, :start]
-                self._own[which] = own = grown
+        for own, states in zip(self._own, (key_states, value_states), strict=True):
             own[: len(states), :, start:end] = states
         self._set_views(end)
         self._waiting = True
@@ -506,65 +495,12 @@ def check_borrowed(borrowed: Sequence[Borrowed | None], layers: Sequence[object]
                     )
 
 
-@contextlib.contextmanager
-def shared_attention(model: PreTrainedModel, cache: DynamicCache) -> Iterator[None]:
-    """Make the model's attention understand the shared layers of this cache, if it has any.
-
-    Raises:
-        RuntimeError: on leaving, if something other than the attention function used a shared
-            layer's keys; the model's output is wrong then.
-    """
-    shared = [layer for layer in cache.layers if isinstance(layer, SharedLayer)]
-    if not shared:
-        yield
-        return
-    others = [
-        layer
-        for layer in cache.layers
-        if isinstance(layer, CacheLayerMixin) and not isinstance(layer, SharedLayer)
-    ]
-    config = text_config(model.config)
-    before = config._attn_implementation
-    config._attn_implementation = _registered(before if others else None)
-    try:
-        yield
-        for layer in shared:
-            layer.check_used()
-    finally:
-        config._attn_implementation = before
+def is_shared(key: Tensor) -> bool:
+    """Whether keys were handed out by a shared layer."""
+    return hasattr(key, ATTRIBUTE)
 
 
-def _registered(original: str | None) -> str:
-    """The name of an attention function that leaves layers which aren't shared to ``original``.
-
-    With an original, masks are made as for that. Without one every layer is shared, and under a
-    name that its table of masks doesn't hold ``transformers`` makes no masks.
-    """
-    if original is None:
-        AttentionInterface.register(NAME, _attention)
-        return NAME
-    name = f"{NAME}_{original}"
-    AttentionInterface.register(name, _attention_or(original))
-    masks = AttentionMaskInterface._global_mapping
-    if original in masks:
-        masks[name] = masks[original]
-    return name
-
-
-def _attention_or(original: str) -> Callable:
-    def attention(module, query, key, value, attention_mask, **kwargs):
-        if hasattr(key, ATTRIBUTE):
-            return _attention(module, query, key, value, attention_mask, **kwargs)
-        # As the model's own code looks it up: each has an eager function of its own.
-        code = sys.modules[type(module).__module__]
-        eager = getattr(code, "eager_attention_forward", None)
-        function = code.ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
-        return function(module, query, key, value, attention_mask, **kwargs)
-
-    return attention
-
-
-def _attention(
+def attend_shared(
     module,
     query: Tensor,
     key: Tensor,
@@ -578,11 +514,8 @@ def _attention(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention as ``transformers`` calls it, over a shared layer; ``[rows, new, heads, dim]``."""
-    layer = getattr(key, ATTRIBUTE, None)
-    if layer is None:
-        raise RuntimeError(UNUSED)
     if sliding_window is not None:
         raise NotImplementedError("the layer's keys aren't kept for this sliding window")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = layer.attend(query, key, value, scaling, softcap, s_aux)
+    output = getattr(key, ATTRIBUTE).attend(query, key, value, scaling, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None

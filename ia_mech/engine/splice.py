@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ia_mech.engine.capture import ResidualCapture, find_blocks
 from ia_mech.engine.shared import held
 from ia_mech.engine.state import (
     Prefilled,
@@ -61,7 +60,7 @@ def aligned(model: PreTrainedModel, contexts: Sequence[Sequence[int]]) -> Prefil
     """Prefill contexts together, all ending at the same position.
 
     Args:
-        model: a causal language model whose positions are relative (rotary or none).
+        model: an installed model whose positions are relative (rotary or none).
         contexts: token ids of each.
     """
     longest = max(map(len, contexts))
@@ -69,7 +68,7 @@ def aligned(model: PreTrainedModel, contexts: Sequence[Sequence[int]]) -> Prefil
 
 
 def continued(
-    model: PreTrainedModel, group: Prefilled, ids: Sequence[int], positions: Sequence[int]
+    model: PreTrainedModel, group: Prefilled, ids: Sequence[int], positions: Sequence[int] = ()
 ) -> Prefilled:
     """The contexts of a group, each with the same further tokens; the group is left as it is.
 
@@ -79,12 +78,16 @@ def continued(
         positions: indices into them at which the residual stream is captured.
     """
     count = len(group.logits)
-    state = expand([group], range(count), share=False)
-    at = torch.tensor([list(positions)] * count)
-    with ResidualCapture(find_blocks(model), at) as capture:
-        tokens = torch.tensor([list(ids)] * count)
-        logits = forward(model, state, tokens, torch.ones_like(tokens))[:, -1]
-    return Prefilled(state, logits, capture.residuals())
+    state = expand(model, [group], range(count), copies=True)
+    tokens = torch.tensor([list(ids)] * count)
+    logits, residuals = forward(
+        model,
+        state,
+        tokens,
+        torch.ones_like(tokens),
+        captured=[positions] * count if positions else None,
+    )
+    return Prefilled(state, logits[:, -1], residuals)
 
 
 @torch.inference_mode()

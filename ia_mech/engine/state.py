@@ -9,13 +9,12 @@ are padded on their left.
 import copy
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
@@ -25,17 +24,10 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from ia_mech.engine.capture import ResidualCapture
-from ia_mech.engine.intervene import Intervention, intervene
-from ia_mech.engine.shared import (
-    Borrowed,
-    PrefixTable,
-    SharedLayer,
-    check_borrowed,
-    held,
-    shared_attention,
-)
-from ia_mech.engine.weights import reordered_weights
+from ia_mech.engine.installed import installed
+from ia_mech.engine.intervene import Intervention
+from ia_mech.engine.passes import Pass, making
+from ia_mech.engine.shared import Borrowed, PrefixTable, SharedLayer, check_borrowed, held
 from ia_mech.models.load import accepts
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
@@ -119,46 +111,41 @@ class Prefilled:
 # -- prefill --------------------------------------------------------------------------------------
 
 
-def prefill(
-    model: PreTrainedModel, prefixes: Sequence[Prefix], blocks: nn.ModuleList | None = None
-) -> Prefilled:
+def prefill(model: PreTrainedModel, prefixes: Sequence[Prefix]) -> Prefilled:
     """Run a left-padded group of contexts through the model once.
 
     Args:
-        model: the subject model, in evaluation mode.
-        prefixes: the contexts; all with the same number of positions.
-        blocks: the model's blocks; given, the residual stream is captured at the positions, as the
-            interventions leave it.
+        model: the subject model, in evaluation mode and installed.
+        prefixes: the contexts; all with the same number of positions, at which the residual stream
+            is captured as the interventions leave it.
     """
     ids, mask = _left_padded([prefix.ids for prefix in prefixes], model.device)
-    interventions = [prefix.interventions for prefix in prefixes]
-    first = [len(prefix.ids) - ids.shape[1] for prefix in prefixes]
     state = State(
         cache=DynamicCache(config=model.config),
         mask=mask[:, :0],
         position=torch.tensor([prefix.start for prefix in prefixes], device=model.device),
     )
-    if blocks is None:
-        with intervene(model, interventions, first):
-            return Prefilled(state, forward(model, state, ids, mask)[:, -1], None)
-    at = torch.tensor([list(prefix.positions) for prefix in prefixes], dtype=torch.long)
-    padding = torch.tensor([[ids.shape[1] - len(prefix.ids)] for prefix in prefixes])
-    captured = ResidualCapture(blocks, torch.where(at < 0, at, at + padding))
-    with intervene(model, interventions, first), captured as capture:
-        logits = forward(model, state, ids, mask)[:, -1]
-    return Prefilled(state, logits, capture.residuals())
+    logits, residuals = forward(
+        model,
+        state,
+        ids,
+        mask,
+        first=[len(prefix.ids) - ids.shape[1] for prefix in prefixes],
+        captured=[prefix.positions for prefix in prefixes] if prefixes[0].positions else None,
+        interventions=[prefix.interventions for prefix in prefixes],
+    )
+    return Prefilled(state, logits[:, -1], residuals)
 
 
 def prefill_all(
     model: PreTrainedModel,
     prefixes: Sequence[Prefix],
-    blocks: nn.ModuleList | None = None,
     on_tokens: Callable[[int], None] | None = None,
 ) -> tuple[list[Prefilled], list[int]]:
     """Prefill contexts in groups of similar length.
 
     Args:
-        model, blocks: as for :func:`prefill`.
+        model: as for :func:`prefill`.
         prefixes: any number of contexts.
         on_tokens: called after each group with how many tokens were prefilled.
 
@@ -168,7 +155,7 @@ def prefill_all(
     lengths = [len(prefix.ids) for prefix in prefixes]
     groups, order = [], []
     for members in similar_lengths(lengths, PREFILL_TOKENS[model.device.type]):
-        groups.append(prefill(model, [prefixes[i] for i in members], blocks))
+        groups.append(prefill(model, [prefixes[i] for i in members]))
         order += members
         if on_tokens is not None:
             on_tokens(sum(lengths[i] for i in members))
@@ -209,6 +196,15 @@ def _left_padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
     return padded.to(device), mask.to(device)
 
 
+class Output(NamedTuple):
+    """What a pass gives: raw ``logits`` ``[rows, kept, vocab]`` in float32, and ``residuals``
+    ``[rows, layers + 1, positions, d_model]`` in the model's dtype, None if nothing was captured.
+    """
+
+    logits: Tensor
+    residuals: Tensor | None
+
+
 def forward(
     model: PreTrainedModel,
     state: State,
@@ -216,23 +212,45 @@ def forward(
     mask: Tensor,
     *,
     keep: int = 1,
+    first: Sequence[int] = (),
+    captured: Sequence[Sequence[int]] | None = None,
+    interventions: Sequence[Sequence[Intervention]] = (),
     gradients: bool = False,
-) -> Tensor:
+) -> Output:
     """Run the model on from a state, which is advanced in place.
 
+    This is the only place that makes a pass (``passes.py``).
+
     Args:
-        model: the subject model.
+        model: the subject model, installed.
         state: its cache, mask and positions grow by ``ids``.
         ids: ``[rows, new]`` int64.
         mask: ``[rows, new]`` int64, 0 for padding (left padding of a fresh state, or right padding
             of the last tokens this state will ever see).
         keep: how many of the new tokens' logits to return, from the end; 0 = all.
-        gradients: they go through the pass, to what interventions hold. That is slower on a CPU,
-            where reordered weights have none.
+        first, captured, interventions: as for :class:`ia_mech.engine.passes.Pass`; ``first`` is 0
+            for all rows unless it is given.
+        gradients: they go through the pass, to what interventions hold. Rows need copies then
+            (see :func:`expand`).
 
-    Returns:
-        Raw logits ``[rows, kept, vocab]`` in float32.
+    Raises:
+        UserError: what is to be captured or changed isn't there.
+        RuntimeError: the model's attention or its blocks aren't used as the engine needs it; what
+            was computed is wrong then.
     """
+    shared = [layer for layer in state.cache.layers if isinstance(layer, SharedLayer)]
+    others = any(
+        isinstance(layer, CacheLayerMixin) and not isinstance(layer, SharedLayer)
+        for layer in state.cache.layers
+    )
+    one = Pass(
+        installed(model).depth,
+        ids.shape[1],
+        first or [0] * len(ids),
+        captured,
+        interventions,
+        masked=others or not shared,
+    )
     device = state.mask.device  # of the first layer; what was drawn is on that of the last
     ids, mask = ids.to(device), mask.to(device)
     positions = state.position[:, None] + mask.cumsum(-1) - 1
@@ -242,8 +260,7 @@ def forward(
         arguments["logits_to_keep"] = keep
     if accepts(model, "position_ids"):
         arguments["position_ids"] = positions.clamp(min=0)
-    weights = nullcontext() if gradients else reordered_weights(model)
-    with torch.inference_mode(not gradients), weights, shared_attention(model, state.cache):
+    with torch.inference_mode(not gradients), making(one):
         output = model(
             input_ids=ids,
             # A mask of ones only costs time: without one, attention takes its unmasked path.
@@ -254,33 +271,44 @@ def forward(
         )
         logits = output.logits if keep == 0 else output.logits[:, -keep:]
         logits = logits.float()
+    for layer in shared:
+        layer.check_used()
     if state.table is not None:
         state.table.age += ids.shape[1]
     state.position = state.position + mask.sum(-1)
-    return logits
+    return Output(logits, one.residuals())
 
 
 # -- expand ---------------------------------------------------------------------------------------
 
 
 def expand(
+    model: PreTrainedModel,
     groups: Sequence[Prefilled],
     contexts: Sequence[int],
+    room: int = 0,
     *,
-    share: bool = True,
     borrowed: Sequence[Borrowed | None] = (),
+    copies: bool = False,
 ) -> State:
     """A state whose row i goes on from context ``contexts[i]``; the groups are left as they were.
 
+    The layers that the model's engine shares refer to the groups' keys and values; in the others,
+    each row has a copy.
+
     Args:
+        model: of the groups.
         groups: prefilled contexts, counted through all groups.
         contexts: ``[rows]``; those of a group come before those of the next.
-        share: full-attention layers refer to the groups' keys and values instead of copying them.
+        room: most tokens that will be fed to the rows.
         borrowed: what each row borrows, if any does; of any context of the groups.
+        copies: each row has a copy in every layer: it is to be a context itself, or gradients go
+            through its passes, which attention in parts doesn't have.
 
     Raises:
         UserError: a row borrows in a layer that isn't shared, or from a head that isn't there.
     """
+    sharing = () if copies else installed(model).engine.shared
     ends = list(accumulate(len(group.logits) for group in groups))
     firsts = [0, *ends]
     group_of = [bisect(ends, context) for context in contexts]  # of each row
@@ -305,7 +333,7 @@ def expand(
     cache = copy.copy(states[0].cache)
     cache.layers = []
     for number, layers in enumerate(zip(*(s.cache.layers for s in states), strict=True), start=1):
-        if share and is_full(layers[0]):
+        if number in sharing and is_full(layers[0]):
             if table is None:
                 kept = [number for group in used for number in range(firsts[group], ends[group])]
                 number_of = {context: at for at, context in enumerate(kept)}
@@ -318,7 +346,7 @@ def expand(
                     ],
                     held(layers[0])[0].dtype,
                 )
-            cache.layers.append(SharedLayer(layers, table, number))
+            cache.layers.append(SharedLayer(layers, table, number, room))
         else:
             cache.layers.append(rows_of(layers, index, length))
     check_borrowed(borrowed, cache.layers)

@@ -6,89 +6,109 @@ PyTorch's float32 product rearranges the weight at each call; oneDNN can keep it
 price is rounding, since sums are taken in another order, and 1 ms for each number of rows that a
 shape of weight meets for the first time.
 
-A small model keeps both orders, and its modules are left as they were found. A large one keeps one:
-reordered weights take the place of the plain ones, for good. Which of the two is a rule on the
-model alone, so that the same machine computes the same numbers in every process.
+A small model keeps both orders, and uses the reordered one in passes of the engine alone
+(``passes.py``): whatever else is computed with it is computed as if it weren't installed. A large
+one keeps one: reordered weights take the place of the plain ones, for good. Which of the two is a
+rule on the model alone, so that the same machine computes the same numbers in every process.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from ia_mech.engine.passes import current
+
 MOST_BYTES = 2**31  # of weights that are held in both orders
 ROWS = 64  # the number of rows that the order is chosen for; others are computed as well
 
 
-class _Copy(NamedTuple):
-    """A forward with a reordered copy of the weight, and the version that it is a copy of."""
+def reorder_weights(model: nn.Module) -> None:
+    """Let the model's float32 linear layers on a CPU use reordered weights.
 
-    forward: Callable[[Tensor], Tensor]
-    version: tuple[int, int]
-
-
-_copies: WeakKeyDictionary[nn.Module, dict[nn.Linear, _Copy]] = WeakKeyDictionary()
-
-
-@contextlib.contextmanager
-def reordered_weights(model: nn.Module) -> Iterator[None]:
-    """While it lasts, the model's float32 linear layers on a CPU use reordered weights.
-
-    A small model's weight that was replaced or edited in place since the last time is reordered
-    again, unless it was edited through ``.data``, which PyTorch doesn't count. The first call with
-    a large model replaces its weights: they can be read by
+    A small model's weight that is replaced or edited in place later is reordered again, unless it
+    is edited through ``.data``, which PyTorch doesn't count (``peft`` merges adapters that way);
+    calling this again sees to that, too. A large model's weights are replaced: they can be read by
     :func:`ia_mech.models.load.whole_weight`, but the model can't be copied, saved or trained.
     """
-    if model not in _copies or any(_version(m) != c.version for m, c in _copies[model].items()):
-        _copies[model] = _reorder_all(model)
-    mine = {m: c.forward for m, c in _copies[model].items() if "forward" not in vars(m)}
-    # Through the dictionary, since this happens at every step and a module's own way is slow.
-    for module, forward in mine.items():
-        vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        for module in mine:
-            del vars(module)["forward"]
-
-
-def describe(model: nn.Module) -> str:
-    """Which weights the model's linear layers multiply with; a part of what rounding depends on."""
-    with reordered_weights(model):
-        replaced = any(type(m) is nn.Linear and m.weight.is_mkldnn for m in model.modules())
-        return "reordered" if _copies[model] or replaced else "plain"
-
-
-def _reorder_all(model: nn.Module) -> dict[nn.Linear, _Copy]:
-    """Reordered copies of the weights, after replacing them in a large model, which has none.
-
-    None either where reordering can't be had.
-    """
     if not torch.backends.mkldnn.is_available():
-        return {}
+        return
+    held = [f for m in model.modules() if isinstance(f := vars(m).get("forward"), BothOrders)]
+    for forward in held:
+        forward.forget()
     linears = [
         m
         for m in model.modules()
         # A subclass, or a replaced forward, does something else.
         if type(m) is nn.Linear
         and "forward" not in vars(m)
-        and m.weight.dtype == torch.float32
-        and m.weight.device.type == "cpu"
+        and _is_plain(m.weight)
         and not m.weight.is_inference()  # it counts no versions
     ]
     try:
         if sum(m.weight.nbytes for m in linears) > MOST_BYTES:
             _replace(model, {m for m in linears if not m.weight.requires_grad})  # not in training
-            return {}
-        products = {m: partial(_product, _reorder(m.weight), m.bias) for m in linears}
-        return {m: _Copy(product, _version(m)) for m, product in products.items()}
+            return
+        for module in linears:
+            forward = BothOrders(module)
+            forward.reorder()
+            module.forward = forward  # type: ignore[method-assign, assignment]
     except (AttributeError, RuntimeError):  # a build of PyTorch without these operations
-        return {}
+        return
+
+
+def describe(model: nn.Module) -> str:
+    """Which weights an installed model's linear layers multiply with; a part of what rounding
+    depends on."""
+    linears = [m for m in model.modules() if type(m) is nn.Linear]
+    found = any(isinstance(vars(m).get("forward"), BothOrders) for m in linears)
+    return "reordered" if found or any(m.weight.is_mkldnn for m in linears) else "plain"
+
+
+class BothOrders:
+    """The forward of a layer that holds its weight in both orders."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self.module = module
+        self.forget()
+
+    def forget(self) -> None:
+        """Reorder the weight again before it is used the next time."""
+        self._held: tuple[Tensor | None, tuple[int, int]] = None, (0, 0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BothOrders":
+        # The module is being copied, and refers to this.
+        copied = memo[id(self)] = BothOrders.__new__(BothOrders)
+        copied.module = memo.get(id(self.module), self.module)
+        copied.forget()
+        return copied
+
+    def reorder(self) -> tuple[Tensor | None, tuple[int, int]]:
+        """A copy of the weight in the other order, and the version that it is a copy of. Threads
+        may do so at once: what is held is replaced whole."""
+        self._held = _reorder(self.module.weight), _version(self.module.weight)
+        return self._held
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # Through the dictionary, since a module's own way is slow.
+        weight, bias = (self.module._parameters[name] for name in ("weight", "bias"))
+        assert weight is not None
+        # oneDNN's product has no gradient.
+        differentiated = x.requires_grad and torch.is_grad_enabled()
+        if current() is None or differentiated or not _is_plain(weight):
+            return linear(x, weight, bias)
+        held, version = self._held
+        if held is None or version != _version(weight):
+            held, _ = self.reorder()
+        assert held is not None
+        return _product(held, bias, x)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether the weight can be reordered."""
+    return weight.dtype == torch.float32 and weight.device.type == "cpu" and not weight.is_mkldnn
 
 
 def _replace(model: nn.Module, linears: set[nn.Linear]) -> None:
@@ -103,10 +123,8 @@ def _replace(model: nn.Module, linears: set[nn.Linear]) -> None:
                 parameter.data = parameter.data.clone()
 
 
-def _version(module: nn.Linear) -> tuple[int, int]:
+def _version(weight: Tensor) -> tuple[int, int]:
     """Changes when the weight is replaced or edited in place."""
-    weight = module._parameters["weight"]
-    assert weight is not None
     return weight.data_ptr(), weight._version
 
 

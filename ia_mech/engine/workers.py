@@ -11,7 +11,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextvars import ContextVar
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -19,28 +18,17 @@ import joblib
 import psutil
 import torch
 
+from ia_mech.engine.passes import on_block
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 # Beyond this the interpreter's lock would be waited for: a step holds it for some 24 ms.
 MOST_WORKERS = 8
 
-_stop: ContextVar[threading.Event | None] = ContextVar("stop", default=None)
-
 
 class Stopped(Exception):
     """Ends the pass of a worker whose result nobody waits for any more."""
-
-
-def check_stopped() -> None:
-    """Called between the blocks of every pass, so that a worker ends within a fraction of a second.
-
-    Raises:
-        Stopped: in a worker that is to end.
-    """
-    event = _stop.get()
-    if event is not None and event.is_set():
-        raise Stopped
 
 
 def usable_cores() -> int:
@@ -89,7 +77,8 @@ def compute_in_workers(
     """Compute items, several at a time, and hand on each result while others are computed.
 
     Items are begun in their order and end in any. After an error, or Ctrl-C, the items in work are
-    given up, and what was finished is handed on before the error is raised.
+    given up between two blocks of a pass, and what was finished is handed on before the error is
+    raised.
 
     Args:
         items: what to compute; iterated in this thread, no further ahead than workers need.
@@ -104,14 +93,18 @@ def compute_in_workers(
     stop, error = threading.Event(), None
     coming, waiting = iter(items), dict[Future[Result], Item]()
 
+    def check() -> None:
+        if stop.is_set():
+            raise Stopped
+
     def begin(item: Item) -> Result:
-        check_stopped()
+        check()
         return compute(item)
 
     with (
         _torch_threads(threads),
         _on_interrupt(stop.set),
-        ThreadPoolExecutor(workers, initializer=_stop.set, initargs=(stop,)) as pool,
+        ThreadPoolExecutor(workers, initializer=on_block.set, initargs=(check,)) as pool,
     ):
         try:
             wanted = workers + 1  # one waits, so that no worker does

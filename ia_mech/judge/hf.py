@@ -14,7 +14,8 @@ from ia_mech.chat.template import ChatTemplate, message
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.memory import Backoff
 from ia_mech.engine.score import Turn, score
-from ia_mech.engine.state import Prefilled, Prefix, expand, forward, prefill
+from ia_mech.engine.splice import continued
+from ia_mech.engine.state import Prefilled, Prefix, prefill
 from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.judge import prompt
 from ia_mech.judge.rubric import NAMES, rubric_hash
@@ -73,7 +74,7 @@ class HfJudge(Judge):
             self._common_ids(*(Item(mark, "", "") for mark in UNLIKE_TEXTS))
         )
         self._context: tuple[tuple[str, str], _SharedPrefix] | None = None  # of the last item
-        self._share = check_engine(self._subject.model, self._rubric.ids[:64]).share
+        check_engine(self._subject.model, self._rubric.ids[:64])
         self._answers = [self._answer_ids(name) for name in NAMES]
         self._prior: torch.Tensor | None = None  # [categories], of the item without content
         self._backoff = Backoff(len(NAMES))
@@ -107,9 +108,7 @@ class HfJudge(Judge):
         with torch.inference_mode():
             prefilled = self._prefilled(item, ids)
             turns = [Turn(0, answer) for answer in self._answers]
-            scored = self._backoff.map(
-                lambda group: score(model, [prefilled], group, share=self._share), turns
-            )
+            scored = self._backoff.map(lambda group: score(model, [prefilled], group), turns)
         return torch.tensor(
             [float(s.logprobs_raw.astype("float64").sum()) for s in scored]
         ).double()
@@ -152,9 +151,7 @@ class HfJudge(Judge):
         model, done = self._subject.model, len(prefix.ids)
         if prefix.state is None or ids[:done] != prefix.ids:  # tokens merged across the border
             return prefill(model, [Prefix(ids)])
-        state = expand([prefix.state], [0], share=False)
-        rest = torch.tensor([ids[done:]], device=self._subject.device)
-        return Prefilled(state, forward(model, state, rest, torch.ones_like(rest))[:, -1], None)
+        return continued(model, prefix.state, ids[done:])
 
     # -- text and tokens -----------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ def score(
     turns: Sequence[Turn],
     temperatures: Sequence[float] = (),
     *,
-    share: bool = True,
     on_tokens: Callable[[int], None] | None = None,
 ) -> list[Scored]:
     """Score turns after contexts: one prefill per context, one further pass over the turns.
@@ -25,12 +24,11 @@ def score(
     Where memory runs out, fewer turns share a pass.
 
     Args:
-        model: a causal language model.
+        model: a causal language model, installed.
         contexts: token ids, each with its open header.
         turns: token ids, and the number of the context that each follows; with interventions where
             it has some.
         temperatures: at which besides T = 1.
-        share: attend to a context's states where they are; else to a copy per turn.
         on_tokens: called with how many tokens were scored.
 
     Returns:
@@ -41,7 +39,7 @@ def score(
     placed = [replace(turn, context=place[turn.context]) for turn in turns]
 
     def scored(some: Sequence[Turn]) -> list[Scored]:
-        return score_prefilled(model, groups, some, temperatures, share=share, on_tokens=on_tokens)
+        return score_prefilled(model, groups, some, temperatures, on_tokens=on_tokens)
 
     return Backoff(max(1, len(placed))).map(scored, placed)
 

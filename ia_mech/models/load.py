@@ -27,6 +27,7 @@ from ia_mech.run.integrity import replace_file
 
 PROBE_SECONDS = 5
 ADAPTER = "adapter_config.json"
+ROUTED = "ia_mech_"  # stands before the name of an installed model's attention implementation
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -92,7 +93,7 @@ class Subject:
             "vocab": self.model.get_output_embeddings().weight.shape[0],
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "device": self.device.type,
-            "attention": self.model.config._attn_implementation,
+            "attention": self.model.config._attn_implementation.removeprefix(ROUTED),
         }
 
 

@@ -1,0 +1,137 @@
+"""Put on a model, once, what all passes need; then any number of threads may run it.
+
+An installed model has
+
+- linear weights reordered where that pays (``weights.py``);
+- hooks on its blocks, which capture and edit what the current pass says (``passes.py``);
+- rotary embeddings that rotate each row by its own length (``rotary.py``);
+- where rows share their prefix, an attention function that serves the layers which do and leaves
+  the others to the model's own (``shared.py``).
+
+Nothing is set or reset around a pass. Outside of passes an installed model computes what it did
+before, to the bit: ``generate``, a plain call, a gradient. (A large model on a CPU holds reordered
+weights only, and computes with them everywhere.) It can be copied, and a small one saved. Adapters
+are merged and weights trained before it is installed, or else it is installed again.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from ia_mech.engine.blocks import find_blocks
+from ia_mech.engine.passes import current, hook_blocks
+from ia_mech.engine.rotary import separate_rows
+from ia_mech.engine.shared import Engine, attend_shared, is_shared
+from ia_mech.engine.weights import reorder_weights
+from ia_mech.models.load import ROUTED, text_config
+
+ATTRIBUTE = "_ia_mech_installed"  # of a model: the Installed
+
+
+@dataclass
+class Installed:
+    """What passes have to know of a model.
+
+    Attributes:
+        depth: how many blocks it has.
+        config: of its text model.
+        attention: name of the model's own attention implementation.
+    """
+
+    depth: int
+    config: Any
+    attention: str
+    _engine: Engine
+
+    @property
+    def engine(self) -> Engine:
+        """How rows attend to their prefix. Without a shared layer, attention is the model's own,
+        and every row has a copy: slower, and what sharing is compared with. It is set while no
+        pass is being made."""
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: Engine) -> None:
+        self._engine = engine
+        name = _routed(self.attention) if engine.share else self.attention
+        self.config._attn_implementation = name
+
+    @contextlib.contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """While it lasts, attention is the model's own; for the check, before there are threads."""
+        before = self.config._attn_implementation
+        self.config._attn_implementation = self.attention
+        try:
+            yield
+        finally:
+            self.config._attn_implementation = before
+
+
+def install(model: PreTrainedModel) -> Installed:
+    """Install a model; its rows share their prefix wherever the architecture allows it.
+
+    To install it again is to take note of weights that were changed.
+
+    Raises:
+        UserError: its blocks can't be found.
+    """
+    reorder_weights(model)
+    if ATTRIBUTE not in vars(model):
+        blocks, config = find_blocks(model), text_config(model.config)
+        hook_blocks(blocks)
+        separate_rows(model)
+        engine = Engine.possible(model)
+        made = Installed(len(blocks), config, config._attn_implementation, engine)
+        setattr(model, ATTRIBUTE, made)
+        made.engine = engine
+    return installed(model)
+
+
+def installed(model: PreTrainedModel) -> Installed:
+    """What was noted of a model when it was installed.
+
+    Raises:
+        RuntimeError: it wasn't.
+    """
+    made = vars(model).get(ATTRIBUTE)
+    if made is None:
+        raise RuntimeError(f"{type(model).__name__} isn't installed: call install, or check_engine")
+    return cast(Installed, made)
+
+
+def _routed(original: str) -> str:
+    """The name under which attention goes to shared layers' own function, or to the original."""
+    name = f"{ROUTED}{original}"
+    masks: dict[str, Any] = AttentionMaskInterface._global_mapping
+    AttentionInterface.register(name, _shared_or(original))
+    if original in masks:
+        masks[name] = _mask_or_none(masks[original])
+    return name
+
+
+def _shared_or(original: str) -> Callable:
+    def attention(module, query, key, value, attention_mask, **kwargs):
+        if is_shared(key):
+            return attend_shared(module, query, key, value, attention_mask, **kwargs)
+        # As the model's own code looks it up: each has an eager function of its own.
+        code = sys.modules[type(module).__module__]
+        eager = getattr(code, "eager_attention_forward", None)
+        function = code.ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
+        return function(module, query, key, value, attention_mask, **kwargs)
+
+    return attention
+
+
+def _mask_or_none(original: Callable) -> Callable:
+    def mask(*args, **kwargs):
+        one = current()
+        if one is not None and not one.masked:
+            return None
+        return original(*args, **kwargs)
+
+    return mask

@@ -1,0 +1,178 @@
+"""The current pass: what the forward pass that a thread is in captures and edits.
+
+An installed model (``installed.py``) has a hook before its first block and one behind each block,
+for good. They look at their thread's current pass and do nothing where there is none. So threads
+may run one model at once, each in a pass of its own, and after a pass nothing has to be taken off.
+
+| in a pass | tokens | layers | |
+|---|---|---|---|
+| captured | the same number of positions in each row | all, 0 to L | as edits leave them |
+| edited | any positions, in each row others | any, 0 to L | in the order of a row's interventions |
+| borrowed | all | those that share their prefix | by ``shared.Borrowed``, with the rows' state |
+| stopped | | between any two | by what :data:`on_block` raises |
+
+Positions are indices into a row's own tokens, whatever part of them the pass computes.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+
+from ia_mech.engine.intervene import Intervention, TokenwiseIntervention, check_layers
+from ia_mech.errors import UserError
+
+# Called before the first block of each of a thread's passes, and behind every block: what it raises
+# ends the pass.
+on_block: ContextVar[Callable[[], None] | None] = ContextVar("on_block", default=None)
+
+
+class Pass:
+    """What is captured and edited in one forward pass.
+
+    Args:
+        depth: blocks of the model.
+        width: tokens of each row that the pass computes, padding included.
+        first: ``[rows]`` position of the token in the pass's first column: less than 0 where a row
+            is padded on its left, more than 0 where the pass goes on from a cache.
+        captured: ``[rows][positions]`` where the residual stream is captured, -1 where a row lacks
+            the position; None captures nothing.
+        interventions: those in each row; none if there are no rows of them.
+        masked: whether any layer looks at the mask; else none is made.
+
+    Raises:
+        UserError: a layer isn't there, or a token isn't in the pass.
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        width: int,
+        first: Sequence[int],
+        captured: Sequence[Sequence[int]] | None = None,
+        interventions: Sequence[Sequence[Intervention]] = (),
+        *,
+        masked: bool = True,
+    ) -> None:
+        self.masked = masked
+        self._layers = range(depth + 1)
+        self._on_block = on_block.get()
+        self._ran: list[int] = []
+        self._kept: list[Tensor] = []
+        self._captured: Tensor | None = None
+        if captured is not None:
+            for own, begin in zip(captured, first, strict=True):
+                _require_computed([at - begin for at in own if at >= 0], width, begin)
+            at = torch.tensor([list(own) for own in captured], dtype=torch.long)
+            self._captured = torch.where(at < 0, at, at - torch.tensor(first)[:, None])
+        self._indices: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        # layer → row, columns, and what is done there
+        self._edits: dict[int, list[tuple[int, list[int], Intervention]]] = defaultdict(list)
+        for row, changes in enumerate(interventions):
+            for one in changes:
+                check_layers([one.layer], depth)
+                columns = [position - first[row] for position in one.positions]
+                _require_computed(columns, width, first[row])
+                if not (isinstance(one, TokenwiseIntervention) and one.dose == 0):
+                    self._edits[one.layer].append((row, columns, one))
+
+    def through(self, layer: int, hidden: Tensor) -> Tensor:
+        """The states ``[rows, tokens, d_model]`` of a layer, as the next block gets them."""
+        if self._on_block is not None:
+            self._on_block()
+        self._ran.append(layer)
+        if layer in self._edits:
+            hidden = hidden.clone()
+            for row, columns, one in self._edits[layer]:
+                hidden[row, columns] = one.apply(hidden[row, columns])
+        if self._captured is not None:
+            self._keep(hidden, self._captured)
+        return hidden
+
+    def _keep(self, hidden: Tensor, columns: Tensor) -> None:
+        if hidden.ndim != 3:
+            raise ValueError(f"a block gave a tensor of {hidden.ndim} dimensions, expected 3")
+        # Copied once per device: for each block, it would wait for the copy.
+        if hidden.device not in self._indices:
+            at = columns.to(hidden.device)
+            rows = torch.arange(len(at), device=hidden.device)[:, None]
+            self._indices[hidden.device] = rows, at.clamp(min=0), (at < 0)[..., None]
+        rows, at, lacking = self._indices[hidden.device]
+        kept = hidden[rows, at]  # [rows, positions, d_model], a copy
+        self._kept.append(kept.masked_fill_(lacking, torch.nan))
+
+    def residuals(self) -> Tensor | None:
+        """``[rows, layers + 1, positions, d_model]`` in the model's dtype, after the pass.
+
+        Raises:
+            RuntimeError: the blocks didn't run once each, in order: layers can't be told apart.
+        """
+        if self._ran != [*self._layers]:
+            raise RuntimeError(
+                f"layers {self._ran} ran, expected each of 0 to {self._layers[-1]} once"
+            )
+        if self._captured is None:
+            return None
+        return torch.stack([kept.to(self._kept[0].device) for kept in self._kept], dim=1)
+
+
+def _require_computed(columns: Sequence[int], width: int, first: int) -> None:
+    for column in columns:
+        if not 0 <= column < width:
+            raise UserError(
+                f"position {column + first} isn't among the tokens {max(first, 0)} to "
+                f"{first + width - 1} that are computed",
+                "name one that is",
+            )
+
+
+_current: ContextVar[Pass | None] = ContextVar("pass", default=None)
+
+
+def current() -> Pass | None:
+    """The pass that this thread is in."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def making(one: Pass) -> Iterator[None]:
+    """While it lasts, this is the thread's pass."""
+    before = _current.set(one)
+    try:
+        yield
+    finally:
+        _current.reset(before)
+
+
+def hook_blocks(blocks: nn.ModuleList) -> None:
+    """Let current passes see what goes through the blocks."""
+    blocks[0].register_forward_pre_hook(_enter_first, with_kwargs=True)
+    for layer, block in enumerate(blocks, start=1):
+        block.register_forward_hook(_Leave(layer))
+
+
+def _enter_first(_module, args, kwargs):
+    one = current()
+    if one is None:
+        return None
+    if args:
+        return (one.through(0, args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": one.through(0, kwargs["hidden_states"])}
+
+
+class _Leave:
+    """The hook behind the block of a layer."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+
+    def __call__(self, _module, _args, output):
+        one = current()
+        if one is None:
+            return None
+        if isinstance(output, tuple):
+            return (one.through(self.layer, output[0]), *output[1:])
+        return one.through(self.layer, output)
