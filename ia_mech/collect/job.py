@@ -52,7 +52,7 @@ from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.memory import Backoff
-from ia_mech.engine.sampling import compile_failure, response_stream_key, stream_key
+from ia_mech.engine.sampling import response_stream_key, stream_key
 from ia_mech.engine.score import Scored, Turn, score
 from ia_mech.engine.shared import Engine
 from ia_mech.engine.state import Prefilled, Prefix, prefill_all
@@ -251,12 +251,10 @@ class _Job:
         notes = {
             "engine": str(self.engine) if self.engine.why else "",
             "ignored_check": self.engine.ignored,
-            "uncompiled": compile_failure(self.subject.device),
             "skipped": self.survey.skipped,
         }
-        for name in ("ignored_check", "uncompiled"):
-            if notes[name]:
-                say(f"note: {name.replace('_', ' ')}: {notes[name]}")
+        if self.engine.ignored:
+            say(f"note: ignored check: {self.engine.ignored}")
         for name, value in notes.items():
             if value:
                 self.writer.note(name, value)
