@@ -213,7 +213,8 @@ def test_draws_equal_the_rule_written_plainly(vocab):
     for row, one in enumerate(logits.double()):
         t, token = float(temperature[row]), int(drawn.token[row])
         right, margin = two_level.draw(one, t, stream[row].tolist(), 5)
-        # Scores far below the best can't win, and are rounded more coarsely.
+        assert float(drawn.margin[row]) <= margin * (1 + 2**-20) + 2 * two_level.ROUNDING
+        # Scores far below the best can't win, and are rounded more coarsely or put higher.
         ours, theirs = (min(lead, 3.0) for lead in (float(drawn.margin[row]), margin))
         if token != right:
             assert max(ours, theirs) < 2 * two_level.ROUNDING
