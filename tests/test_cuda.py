@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import two_level
 from contract import near_ties, prefilled
 
 from ia_mech.collect.job import collect
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
-from ia_mech.engine.sampling import _sample_at_once, compile_failure, sample, stream_key
+from ia_mech.engine.sampling import sample, stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.models import embedded
@@ -63,24 +64,23 @@ def test_the_check_passes(architecture, dtype):
     assert engine.share is (architecture != "mistral"), engine.why
 
 
-@pytest.mark.parametrize("vocab", [97, 5001, 151_936])
-def test_the_compiled_draw_equals_the_uncompiled_one(vocab):
-    device = torch.device("cuda", 0)
-    assert compile_failure(device) == ""
+@pytest.mark.parametrize("vocab", [40, 97, 5001, 151_936])
+def test_the_draw_equals_the_cpus(vocab):
     generator = torch.Generator().manual_seed(vocab)
-    for rows, step in ((9, 0), (9, 1), (9, 7), (33, 2), (1, 3)):
+    for rows, step in ((9, 0), (9, 1), (33, 2), (1, 3)):
         given = (
             torch.randn(rows, vocab, generator=generator) * 3,
             torch.tensor([0, 0.5, 1.0, 1.3, 2.0, 0.05]).repeat(6)[:rows],
             torch.randint(0, 2**32, (rows, 2), generator=generator),
         )
-        given = tuple(one.to(device) for one in given)
-        ours, theirs = sample(*given, step), _sample_at_once(*given, step)
-        # Logarithms may round differently: tokens may differ at a tie.
-        same = ours.token == theirs.token
-        assert (same | (theirs.margin < 1e-3)).all()
-        assert torch.equal(ours.rank[same], theirs.rank[same])
-        torch.testing.assert_close(ours.logprob[same], theirs.logprob[same], atol=1e-5, rtol=0)
+        theirs = sample(*given, step)
+        ours = vars(sample(*(one.cuda() for one in given), step))
+        ours = {name: found.cpu() for name, found in ours.items()}
+        # Sums, powers and logarithms may round differently: tokens may differ at a near-tie.
+        same = ours["token"] == theirs.token
+        assert (same | (theirs.margin < 4 * two_level.ROUNDING)).all()
+        assert torch.equal(ours["rank"][same], theirs.rank[same])
+        torch.testing.assert_close(ours["logprob"][same], theirs.logprob[same], atol=1e-5, rtol=0)
 
 
 def test_the_embedded_model_end_to_end(tmp_path, progress):

@@ -1,9 +1,8 @@
 """A model whose blocks are on two GPUs, as ``--device-map auto`` leaves it.
 
 The devices are stand-ins (``placed.py``): numbers are computed on the CPU, and an operation on
-tensors of two devices is an error. What this can't show is that real copies between GPUs work, that
-the draw compiles, and that ``accelerate``'s own hooks, which move hidden states, do what the hooks
-here do.
+tensors of two devices is an error. What this can't show is that real copies between GPUs work,
+and that ``accelerate``'s own hooks, which move hidden states, do what the hooks here do.
 """
 
 import copy
@@ -14,7 +13,6 @@ import torch
 from contract import LOGPROB, VECTOR, near_ties, prefilled, relative_l2, stepped
 from placed import Gpus, Placed
 
-import ia_mech.engine.sampling
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score
@@ -26,10 +24,7 @@ FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    monkeypatch.setattr(
-        ia_mech.engine.sampling, "_compiled", lambda _: ia_mech.engine.sampling._sample_at_once
-    )
+def gpus():
     with Gpus():
         yield
 

@@ -5,17 +5,18 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+import two_level
 from scipy.stats import chi2, chi2_contingency
 from transformers import LlamaConfig
 
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import (
-    draw,
+    Draw,
     gumbel,
-    largest,
     log_sum_exp,
     philox,
     ranks,
+    sample,
     stream_key,
     uniforms,
 )
@@ -98,48 +99,213 @@ def test_rows_are_independent_across_samples_and_sources(sampled_tokens):
     # That a row's second draw ignores its first, given the token, is what the joint test shows.
 
 
-def test_noise_of_different_steps_is_uncorrelated():
+def test_noise_of_different_steps_and_levels_is_uncorrelated():
     keys = torch.tensor([stream_key(0, "a", i) for i in range(10)])
-    steps = [uniforms(keys, step, 4096).flatten().numpy() for step in range(3)]
-    correlations = np.corrcoef(steps)[np.triu_indices(3, 1)]
+    tokens = torch.arange(4096)[None]
+    steps = [uniforms(keys, tokens, step, level).flatten() for step in range(2) for level in (0, 1)]
+    correlations = np.corrcoef(torch.stack(steps))[np.triu_indices(4, 1)]
     assert np.abs(correlations).max() < 4 / np.sqrt(40_960)
+
+
+@pytest.mark.parametrize("vocab", [40, 150, 256])
+@pytest.mark.parametrize("draws", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_tokens_of_several_blocks_follow_the_softmax(vocab, draws):
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 1.5
+    logits[vocab // 4 : vocab // 2] = -torch.inf  # all of a block, if there are four
+    counts = np.zeros(vocab)
+    for keys in torch.arange(draws).split(50_000):
+        drawn = sample(
+            logits.expand(len(keys), -1).contiguous(),
+            torch.full((len(keys),), 0.8),
+            torch.stack([keys, torch.full_like(keys, vocab)], 1),
+            3,
+        )
+        counts += np.bincount(drawn.token, minlength=vocab)
+    probabilities = (logits.double() / 0.8).softmax(-1).numpy()
+    likely = probabilities * draws > 5
+    assert counts[probabilities == 0].sum() == 0
+    pooled = [np.append(x[likely], x[~likely].sum()) for x in (counts, probabilities)]
+    kept = pooled[1] * draws > 5
+    assert chi_square_p(pooled[0][kept], pooled[1][kept] / pooled[1][kept].sum()) > 1e-3
+
+
+@pytest.fixture(scope="module")
+def header() -> torch.Tensor:
+    """``[vocab]`` logits of 79 blocks: a few likely tokens and a long tail, in no order."""
+    generator = torch.Generator().manual_seed(2)
+    logits = -1.3 * torch.arange(1, 5002).log() + torch.randn(5001, generator=generator)
+    return logits[torch.randperm(5001, generator=generator)]
+
+
+def agreement(p: np.ndarray, q: np.ndarray) -> float:
+    """How often two draws with the same Gumbel noise for each option are equal:
+    sum_i 1 / sum_j max(p_j / p_i, q_j / q_i)."""
+    return float(sum(1 / np.maximum(p / a, q / b).sum() for a, b in zip(p, q, strict=True)))
+
+
+def agreement_on_two_levels(p: np.ndarray, q: np.ndarray) -> float:
+    """The same, by the rule: how often both take a block, times how often they agree within it."""
+    starts = np.arange(0, len(p), 64)
+    of_blocks = np.add.reduceat(p, starts), np.add.reduceat(q, starts)
+    both = [
+        1 / np.maximum(of_blocks[0] / a, of_blocks[1] / b).sum()
+        for a, b in zip(*of_blocks, strict=True)
+    ]
+    within = [agreement(p[i : i + 64], q[i : i + 64]) for i in starts]
+    return float(np.dot(both, within))
+
+
+def agreement_of_inverse_cdfs(p: np.ndarray, q: np.ndarray) -> float:
+    above, below = np.cumsum(p), np.cumsum(q)
+    shared = np.minimum(above, below) - np.maximum(above - p, below - q)
+    return float(shared.clip(0).sum())
 
 
 @pytest.mark.parametrize("pair", [(0.6, 1.0), (1.0, 1.7)])
 def test_temperatures_are_coupled_as_gumbel_noise_couples_them(sampled_tokens, pair):
-    """With shared Gumbel noise two distributions p and q agree with probability
-    sum_i 1 / sum_j max(p_j / p_i, q_j / q_i)."""
+    """In a vocabulary of one block."""
     p, q = (Planted().probabilities(3, t) for t in pair)
-    ratio = np.maximum(p[None, :] / p[:, None], q[None, :] / q[:, None])
-    expected = float((1 / ratio.sum(1)).sum())
+    expected = agreement(p, q)
     equal = float((sampled_tokens[pair[0]][:, 0] == sampled_tokens[pair[1]][:, 0]).mean())
-    independent = float((p * q).sum())
     assert abs(equal - expected) < 4 * np.sqrt(expected * (1 - expected) / DRAWS)
-    assert equal > independent + 0.3
+    assert equal > float((p * q).sum()) + 0.3  # of independent draws
 
 
-def test_greedy_rows_take_the_first_largest_logit():
-    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
-    sampled_tokens = draw(
-        logits, torch.zeros(1), gumbel(torch.tensor([[1, 2]]), 0, 4), torch.zeros(1).long()
+@pytest.mark.parametrize("changed", [0.7, 1.3, "perturbed"], ids=lambda to: f"1 and {to}")
+def test_blocks_keep_nearly_all_of_the_coupling(header, changed):
+    """Of neighbouring temperatures, and of contexts whose logits differ a little."""
+    rows, temperature = 4000, 1.0 if changed == "perturbed" else changed
+    other = header.clone()
+    if changed == "perturbed":
+        other += 0.3 * torch.randn(len(header), generator=torch.Generator().manual_seed(3))
+    keys = torch.tensor([stream_key(0, "coupled", i) for i in range(rows)])
+    first, second = (
+        sample(logits.expand(rows, -1).contiguous(), torch.full((rows,), t), keys, 0).token
+        for logits, t in ((header, 1.0), (other, temperature))
     )
-    assert sampled_tokens.token.item() == 1
-    assert sampled_tokens.margin.item() == 0
-    assert sampled_tokens.rank.item() == 1
-    assert sampled_tokens.logprob_tempered.isnan().all()
-    assert sampled_tokens.logprob.item() == pytest.approx(float(logits.log_softmax(-1)[0, 1]))
+    p, q = header.double().softmax(-1).numpy(), (other.double() / temperature).softmax(-1).numpy()
+    expected, equal = agreement_on_two_levels(p, q), float((first == second).float().mean())
+    assert abs(equal - expected) < 4 * np.sqrt(expected * (1 - expected) / rows)
+    assert expected > 0.85 * agreement(p, q)
+    assert expected > agreement_of_inverse_cdfs(p, q) + 0.2
 
 
-@pytest.mark.parametrize("vocab", [64, 6401])
-def test_the_largest_is_the_first_of_equal_ones_wherever_it_is(vocab):
-    scores = torch.zeros(5, vocab)
-    scores[1, vocab - 1] = scores[1, 63] = 2.0
-    scores[2, 17] = scores[2, 5] = 2.0
-    scores[3] = -torch.inf
-    scores[4] = torch.arange(vocab)
-    best, token = largest(scores)
-    assert token[:, 0].tolist() == [0, 63, 5, 0, vocab - 1]
-    assert torch.equal(best, scores.gather(-1, token))
+def rows_of(vocab: int, rows: int = 60) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, temperatures and streams of unlike rows, a fourth of them without half the tokens."""
+    generator = torch.Generator().manual_seed(vocab)
+    spread = torch.tensor([0.3, 3.0, 12.0]).repeat(rows)[:rows, None]
+    logits = torch.randn(rows, vocab, generator=generator) * spread
+    logits[::4, : vocab // 2] = -torch.inf
+    temperature = torch.tensor([0, 0.05, 0.7, 1.0, 1.3, 5.0])[
+        torch.randint(6, (rows,), generator=generator)
+    ]
+    return logits, temperature, torch.randint(2**32, (rows, 2), generator=generator)
+
+
+VOCABULARIES = pytest.mark.parametrize("vocab", [1, 40, 64, 65, 150, 1003])
+
+
+@VOCABULARIES
+def test_draws_equal_the_rule_written_plainly(vocab):
+    """Tokens wherever rounding can't decide, margins within it, log-probabilities and ranks."""
+    logits, temperature, stream = rows_of(vocab)
+    drawn, equal = sample(logits, temperature, stream, 5), 0
+    for row, one in enumerate(logits.double()):
+        t, token = float(temperature[row]), int(drawn.token[row])
+        right, margin = two_level.draw(one, t, stream[row].tolist(), 5)
+        assert float(drawn.margin[row]) <= margin * (1 + 2**-20) + 2 * two_level.ROUNDING
+        # Scores far below the best can't win, and are rounded more coarsely or put higher.
+        ours, theirs = (min(lead, 3.0) for lead in (float(drawn.margin[row]), margin))
+        if token != right:
+            assert max(ours, theirs) < 2 * two_level.ROUNDING
+            continue
+        equal += 1
+        assert abs(ours - theirs) < 2 * two_level.ROUNDING
+        bound = (np.log(vocab) + 4) * 2**-23
+        for found, warmth in ((drawn.logprob, 1.0), (drawn.logprob_tempered, t)):
+            if warmth:
+                exact = float((one / warmth).log_softmax(-1)[token])
+                assert abs(float(found[row]) - exact) <= bound + abs(exact) * 2**-22
+            else:
+                assert found[row].isnan()
+        assert int(drawn.rank[row]) == int((one > one[token]).sum()) + 1
+    assert equal >= len(logits) - 1
+
+
+@VOCABULARIES
+def test_margins_bound_what_changes_a_token(vocab):
+    """No change of logits by less than half of the margin does, whatever its direction; one that
+    goes against the chosen token, or its block, by more does."""
+    logits, temperature, stream = rows_of(vocab)
+    drawn = sample(logits, temperature, stream, 5)
+    # Changes are rounded, too, by as much as 2**-24 of logits up to 100.
+    rounding = 2 * two_level.ROUNDING + 2**-23 * 50 / temperature.clamp(min=0.05)
+    warmth = torch.where(temperature == 0, 1.0, temperature)[:, None]
+    most = drawn.margin.clamp(max=20.0)[:, None] * warmth / 2  # in logits
+    numbers, token = torch.arange(vocab), drawn.token[:, None]
+    random = torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    directions = [
+        random,
+        random.sign(),
+        torch.where(numbers == token, -1.0, 1.0),
+        torch.where(numbers // 64 == token // 64, -1.0, 1.0),
+    ]
+    firm = drawn.margin > 4 * rounding
+    less, more = most - rounding[:, None] * warmth, most + rounding[:, None] * warmth
+    for direction in directions:
+        changed = sample(logits + direction * less, temperature, stream, 5)
+        assert torch.equal(changed.token[firm], drawn.token[firm])
+    others = [sample(logits + each * more, temperature, stream, 5).token for each in directions[2:]]
+    turned = (others[0] != drawn.token) | (others[1] != drawn.token)
+    assert turned[drawn.margin < 20].all()
+
+
+@VOCABULARIES
+def test_a_rows_draw_is_the_same_alone_and_in_any_batch(vocab, monkeypatch):
+    """In slices of any size, but for the order in which a sum's terms are added."""
+    logits, temperature, stream = rows_of(vocab)
+    together = sample(logits, temperature, stream, 5)
+    assert together.margin.min() > 4 * two_level.ROUNDING  # no near-tie
+    order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr("ia_mech.engine.sampling.CPU_LOGITS", 7 * vocab)
+    steps = torch.full((len(logits), 1), 5)
+    assert_same(sample(logits[order], temperature[order], stream[order], steps), together, order)
+    for row in range(len(logits)):
+        one = [row]
+        assert_same(sample(logits[one], temperature[one], stream[one], 5), together, one)
+
+
+def assert_same(draw: Draw, of: Draw, rows) -> None:
+    assert torch.equal(draw.token, of.token[rows]) and torch.equal(draw.rank, of.rank[rows])
+    for name in ("logprob", "logprob_tempered", "margin"):
+        found, right = getattr(draw, name), getattr(of, name)[rows]
+        torch.testing.assert_close(
+            found, right, rtol=2**-22, atol=2 * two_level.ROUNDING, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("vocab", [40, 64, 6401])
+def test_greedy_rows_take_the_first_largest_logit(vocab):
+    logits = torch.zeros(5, vocab)
+    logits[1, vocab - 1] = logits[1, 33] = 2.0
+    logits[2, 17] = logits[2, 5] = 2.0
+    logits[3, :-1] = -torch.inf
+    logits[4] = torch.arange(vocab)
+    drawn = sample(logits, torch.zeros(5), torch.zeros(5, 2).long(), 0)
+    assert drawn.token.tolist() == [0, 33, 5, vocab - 1, vocab - 1]
+    assert drawn.margin.tolist() == [0, 0, 0, torch.inf, 1]
+    assert drawn.rank.tolist() == [1] * 5
+    assert drawn.logprob_tempered.isnan().all()
+    torch.testing.assert_close(drawn.logprob, logits.log_softmax(-1).amax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logits_that_are_not_numbers_give_a_token_without_a_log_probability(temperature):
+    logits = torch.zeros(3, 150)
+    logits[0, 149], logits[1], logits[2, 70] = torch.nan, -torch.inf, torch.inf
+    drawn = sample(logits, torch.full((3,), temperature), torch.zeros(3, 2).long(), 0)
+    assert ((drawn.token >= 0) & (drawn.token < 150)).all()
+    assert drawn.logprob.isnan().all()
 
 
 @pytest.mark.parametrize("spread", [1e-3, 50.0])
@@ -165,13 +331,15 @@ def test_ranks_count_the_larger_ones():
 
 
 def test_noise_depends_on_key_and_step_alone():
-    """The same numbers alone, in a batch, and for a smaller vocabulary."""
+    """The same numbers alone, in a batch, for a smaller vocabulary and for a part of it."""
     keys = torch.tensor([stream_key(3, s, i) for s in ("a", "b") for i in range(3)])
-    together = gumbel(keys, 5, 1001)
+    tokens = torch.arange(1001)[None]
+    together = gumbel(keys, tokens, 5, 0)
     for index in range(len(keys)):
-        assert torch.equal(gumbel(keys[index : index + 1], 5, 1001)[0], together[index])
-    assert torch.equal(gumbel(keys, 5, 500), together[:, :500])
-    assert not torch.equal(gumbel(keys, 6, 1001), together)
+        assert torch.equal(gumbel(keys[index : index + 1], tokens, 5, 0)[0], together[index])
+    assert torch.equal(gumbel(keys, tokens[:, 64:500], 5, 0), together[:, 64:500])
+    assert not torch.equal(gumbel(keys, tokens, 6, 0), together)
+    assert not torch.equal(gumbel(keys, tokens, 5, 1), together)
     assert len({tuple(row.tolist()) for row in together}) == len(keys)
     parts = product(range(5), ("a", "b", "1", "11"), range(20))
     assert len({stream_key(*part) for part in parts}) == 5 * 4 * 20
@@ -195,16 +363,17 @@ def test_noise_depends_on_key_and_step_alone():
 )
 def test_philox_gives_the_published_known_answers(counter, key, expected):
     words = philox(tuple(torch.tensor([c]) for c in counter), tuple(torch.tensor([k]) for k in key))
-    assert tuple(int(word) for word in words) == expected
+    assert tuple(int(word) for word in words) == expected == two_level.philox(counter, key)
 
 
 def test_uniforms_are_uniform_and_gumbel_noise_is_gumbel():
     keys = torch.tensor([stream_key(0, "u", i) for i in range(20)])
-    flat = uniforms(keys, 0, 10_000).flatten()
+    tokens = torch.arange(10_000)[None]
+    flat = uniforms(keys, tokens, 0, 0).flatten()
     assert flat.min() > 0 and flat.max() < 1
     counts = torch.histc(flat, 50, 0, 1).numpy()
     assert chi_square_p(counts, np.full(50, 1 / 50)) > 1e-3
-    noise = gumbel(keys, 0, 10_000).double().flatten()
+    noise = gumbel(keys, tokens, 0, 0).double().flatten()
     assert torch.isfinite(noise).all()
     se = noise.std() / len(noise) ** 0.5
     assert abs(noise.mean() - 0.5772156649) < 4 * se

@@ -11,7 +11,7 @@ import transformers
 
 from ia_mech import __version__
 from ia_mech.chat.format import ChatFormat
-from ia_mech.engine import sampling, weights
+from ia_mech.engine import weights
 from ia_mech.engine.check import TOKENS
 from ia_mech.engine.shared import Engine
 from ia_mech.likelihood.reference import scored_temperatures
@@ -116,5 +116,4 @@ def _gpu(device: torch.device) -> dict:
         "matmul_tf32": matmul.allow_tf32,
         "bf16_reduced_precision_sums": matmul.allow_bf16_reduced_precision_reduction,
         "fp16_reduced_precision_sums": matmul.allow_fp16_reduced_precision_reduction,
-        "draw": sampling.compile_failure(device) or "compiled",
     }

@@ -48,7 +48,7 @@ from ia_mech.display import Progress
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Decoded
 from ia_mech.engine.memory import Backoff
-from ia_mech.engine.sampling import compile_failure, response_stream_key
+from ia_mech.engine.sampling import response_stream_key
 from ia_mech.engine.shared import Engine
 from ia_mech.engine.workers import ANY, Crew, compute_in_workers, usable_cores
 from ia_mech.errors import UserError, exhaustion
@@ -243,12 +243,10 @@ class _Job:
         notes = {
             "engine": str(self.engine) if self.engine.why else "",
             "ignored_check": self.engine.ignored,
-            "uncompiled": compile_failure(self.subject.device),
             "skipped": self.survey.skipped,
         }
-        for name in ("ignored_check", "uncompiled"):
-            if notes[name]:
-                say(f"note: {name.replace('_', ' ')}: {notes[name]}")
+        if self.engine.ignored:
+            say(f"note: ignored check: {self.engine.ignored}")
         for name, value in notes.items():
             if value:
                 self.writer.note(name, value)

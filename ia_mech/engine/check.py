@@ -29,7 +29,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.installed import install, installed
-from ia_mech.engine.sampling import draw, gumbel, stream_key
+from ia_mech.engine.sampling import sample, stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Engine, held
 from ia_mech.engine.state import Prefilled, Prefix, State, expand, forward, prefill
@@ -230,9 +230,8 @@ class _Differences:
             self._compare_logprobs(what, wrote.logprobs_tempered, logits / warmth, tokens)
         steps = torch.arange(STEPS, device=self.device)
         keys = torch.tensor([row.stream] * STEPS, device=self.device)
-        noise = gumbel(keys, steps[:, None], logits.shape[-1])
         temperature = torch.full((STEPS,), row.temperature, device=self.device)
-        right = draw(logits[1:-1].clone(), temperature, noise, steps)
+        right = sample(logits[1:-1], temperature, keys, steps[:, None])
         # Logits that differ by d choose the same token where the margin is above 2 d / T.
         raw = torch.from_numpy(wrote.logprobs_raw).to(self.device)
         most = (raw - right.logprob).abs().clamp(min=self.largest)
