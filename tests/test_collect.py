@@ -13,11 +13,14 @@ from runs import sampled
 from shell import call
 from transformers import GenerationConfig
 
+import ia_mech.collect.compute as compute
 import ia_mech.collect.job as job
 from ia_mech.collect.command import main
+from ia_mech.collect.compute import Computation
 from ia_mech.collect.parts import MAX_CACHE_BYTES, Survey, plan_parts
 from ia_mech.collect.summary import print_run
 from ia_mech.display import Quiet
+from ia_mech.engine.workers import Crew
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main as judge
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
@@ -85,10 +88,10 @@ def survey_of(lengths: list[int], prompts: dict[int, int] | None = None) -> Surv
 def test_a_part_fills_a_batch_and_a_part_of_responses_serves_whole_ones(tiny_subject):
     config = tiny_subject.model.config
     plan = plan_parts(survey_of([30] * 10, dict.fromkeys(range(10), 9)), SETTINGS, config, 4)
-    # Four contexts of five rows fill 20 rows; three parts of a size hold ten contexts.
-    assert list(plan.contexts.values()) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert list(plan.responses.values()) == [list(range(10))]
-    assert plan.counts == {"responses": 1, "contexts": 3} and plan.batch_rows == 20
+    # Four contexts of five rows fill 20 rows; four parts of a size hold ten contexts.
+    assert list(plan.contexts.values()) == [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]]
+    assert list(plan.responses.values()) == [list(range(10))]  # few rows cost as much as 16
+    assert plan.counts == {"responses": 1, "contexts": 4} and plan.batch_rows == 20
     wide = plan_parts(survey_of([30] * 50, dict.fromkeys(range(50), 9)), SETTINGS, config, 4)
     for some in wide.responses.values():
         inside = [part for part in wide.contexts.values() if part[0] in some]
@@ -101,8 +104,21 @@ def test_a_part_holds_no_more_than_memory_is_set_aside_for(tiny_subject):
     config = tiny_subject.model.config
     a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     length = MAX_CACHE_BYTES["cpu"] // a_token // 2
-    plan = plan_parts(survey_of([length, 30, 30, length, length]), SETTINGS, config, 4)
-    assert list(plan.contexts.values()) == [[0, 1, 2], [3], [4]]
+    settings = replace(SETTINGS, batch_rows=100)
+    plan = plan_parts(survey_of([length, 30, length, 30, length] * 4), settings, config, 4)
+    # Four parts of five would do, if each had room for more than one long context.
+    assert list(map(len, plan.contexts.values())) == [2, 2, 1] * 4
+
+
+def test_the_default_job_has_parts_for_two_and_for_four_workers(tiny_subject):
+    plan = plan_parts(
+        survey_of([250] * 24, dict.fromkeys(range(24), 90)),
+        Settings(),
+        tiny_subject.model.config,
+        4,
+    )
+    assert list(map(len, plan.contexts.values())) == [6] * 4  # 78 rows each
+    assert list(map(len, plan.responses.values())) == [12] * 2
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 5])
@@ -124,18 +140,18 @@ def test_a_part_is_planned_computed_and_written_as_one(
     tiny_subject, tmp_path, monkeypatch, progress
 ):
     settings = replace(SETTINGS, limit=5, response="generate", max_response_tokens=4)
-    honest, computed = job._Job._compute, []
+    honest, computed = Computation.contexts, []
 
-    def counted(self, work, contexts, limit):
+    def counted(self, contexts, limit, work):
         computed.append([one.order for one in contexts])
-        return honest(self, work, contexts, limit)
+        return honest(self, contexts, limit, work)
 
-    monkeypatch.setattr(job._Job, "_compute", counted)
+    monkeypatch.setattr(Computation, "contexts", counted)
     run = sampled(settings, tiny_subject, tmp_path / "run")
-    assert computed == [[0, 1, 2], [3, 4]]
-    assert [frame["order"].tolist() for frame, _ in run.windows()] == computed
-    assert run.record["parts"] == {"responses": 1, "contexts": 2}
-    assert [part["contexts"] for part in run.parts("contexts")] == [3, 2]
+    assert sorted(computed) == [[0], [1], [2], [3, 4]]
+    assert [frame["order"].tolist() for frame, _ in run.windows()] == sorted(computed)
+    assert run.record["parts"] == {"responses": 1, "contexts": 4}
+    assert [part["contexts"] for part in run.parts("contexts")] == [1, 1, 1, 2]
     assert run.responses["order"].tolist() == [0, 1, 2, 3, 4]
     assert run.settings["batch_rows"] == 20
     rows = run.generations.groupby("context_id").size()
@@ -161,13 +177,14 @@ def tight(honest, most: int, begin: int = 0):
 def test_memory_running_out_is_said_recorded_in_its_parts_and_survived(
     whole, tiny_subject, tmp_path, progress, monkeypatch
 ):
-    """It does in the second part of two."""
-    monkeypatch.setattr(job, "decode", tight(job.decode, 8, begin=1))
-    run = job.collect(SETTINGS, tiny_subject, tmp_path / "run", progress)
+    """It does in the second part of four, and holds for those behind it."""
+    monkeypatch.setattr(compute, "decode", tight(compute.decode, 8, begin=1))
+    crew = Crew(workers=1)
+    run = job.collect(SETTINGS, tiny_subject, tmp_path / "run", progress, crew=crew)
     assert [line for line in progress.lines if "memory" in line] == [
-        "out of memory: going on with batches of 7 rows or fewer"  # of 15
+        "out of memory: going on with batches of 5 rows or fewer"  # of 10
     ]
-    assert [part.get("batch_rows") for part in run.parts("contexts")] == [None, 7]
+    assert [part.get("batch_rows") for part in run.parts("contexts")] == [None, 5, 5, 5]
     assert all("batch_rows" not in part for part in whole.parts("contexts"))
     for a, b in zip(whole.generations.iloc, run.generations.iloc, strict=True):
         if a["token_ids"].tolist() != b["token_ids"].tolist():  # only where rounding may decide
@@ -180,18 +197,18 @@ def test_responses_and_prefills_that_are_too_large_are_halved(
     tiny_subject, tmp_path, progress, monkeypatch
 ):
     settings = replace(SETTINGS, limit=3, response="generate", max_response_tokens=4)
-    honest = job.prefill_all
+    honest = compute.prefill_all
 
     def limited(model, prefixes, *others):
         if len(prefixes) > 1:
             raise MemoryError
         return honest(model, prefixes, *others)
 
-    monkeypatch.setattr(job, "prefill_all", limited)
+    monkeypatch.setattr(compute, "prefill_all", limited)
     run = job.collect(settings, tiny_subject, tmp_path / "run", progress)
     assert run.complete and len(run.generations) == 3 * 5
     assert [part["batch_rows"] for part in run.parts("responses")] == [1]
-    monkeypatch.setattr(job, "decode", tight(job.decode, 0))
+    monkeypatch.setattr(compute, "decode", tight(compute.decode, 0))
     with pytest.raises(UserError, match="out of memory with a batch of one; use a smaller model"):
         sampled(settings, tiny_subject, tmp_path / "none")
 
@@ -214,7 +231,7 @@ def test_half_precision_goes_through_to_the_files(dtype, tokenizer, tmp_path):
 def test_logits_that_are_not_numbers_end_the_run_with_nothing_of_them_written(
     tiny_subject, tmp_path, monkeypatch
 ):
-    honest = job.prefill_all
+    honest = compute.prefill_all
 
     def broken(*arguments):
         groups, order = honest(*arguments)
@@ -222,7 +239,7 @@ def test_logits_that_are_not_numbers_end_the_run_with_nothing_of_them_written(
         logits[-1, 5] = torch.nan
         return [*groups[:-1], replace(groups[-1], logits=logits)], order
 
-    monkeypatch.setattr(job, "prefill_all", broken)
+    monkeypatch.setattr(compute, "prefill_all", broken)
     with pytest.raises(UserError, match=r"logits are not numbers for the context of .* in float32"):
         sampled(SETTINGS, tiny_subject, tmp_path / "run")
     assert Run.open(tmp_path / "run").counts == {"responses": 0, "contexts": 0}
@@ -315,14 +332,15 @@ def test_a_failed_check_is_refused_or_recorded_and_shown_wherever_results_are(
 
 
 class Stop(Quiet):
-    """A progress during which somebody presses Ctrl-C once so many parts are written."""
+    """A progress during which somebody presses Ctrl-C, once, when so many parts are written."""
 
     def __init__(self, parts: int) -> None:
-        self.parts = parts
+        self.parts, self.pressed = parts, False
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         self.parts -= "writing" in note
-        if self.parts < 0:
+        if self.parts < 0 and not self.pressed:
+            self.pressed = True
             os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -335,7 +353,7 @@ def test_resuming_elsewhere_says_what_differs(tiny_subject, tmp_path, progress, 
     assert session["weights"] in ("plain", "reordered")
     honest = job.machine
     other = {"threads": 64, "cpu_capability": "SSE"}
-    monkeypatch.setattr(job, "machine", lambda subject: honest(subject) | other)
+    monkeypatch.setattr(job, "machine", lambda *arguments: honest(*arguments) | other)
     assert job.collect(SETTINGS, tiny_subject, out, progress).complete
     assert progress.lines[0] == (
         f"note: threads {session['threads']} → 64, cpu_capability {session['cpu_capability']} → "
@@ -343,31 +361,35 @@ def test_resuming_elsewhere_says_what_differs(tiny_subject, tmp_path, progress, 
     )
 
 
-def test_threads_are_those_that_the_run_was_begun_with_unless_others_are_given(
-    tiny_subject, tmp_path, progress, monkeypatch
-):
-    """In a shard, too, of a run that was begun whole."""
+def test_a_run_goes_on_with_its_threads_unless_others_are_given(tiny_subject, tmp_path, progress):
+    """In a shard, too, of a run that was begun whole; with as many workers as are asked for now."""
     settings = replace(SETTINGS, batch_rows=5)
-    out, used = tmp_path / "run", []
-    monkeypatch.setattr(job, "load", lambda spec: tiny_subject)
-    monkeypatch.setattr(job, "save_lens", lambda *_: None)
-    monkeypatch.setattr(job, "check_without_weights", job.open_inputs)
-    honest = job.collect
-
-    def seen(*arguments, **options):
-        used.append(torch.get_num_threads())
-        return honest(*arguments, **options)
-
-    monkeypatch.setattr(job, "collect", seen)
-    before = torch.get_num_threads()
+    out, before = tmp_path / "run", torch.get_num_threads()
     with pytest.raises(KeyboardInterrupt):
-        job.make_run(settings, out, Stop(0), threads=2)
-    job.make_run(settings, out, progress, shard=(1, 2))
+        job.collect(settings, tiny_subject, out, Stop(0), crew=Crew(1, 2))
+    crew = Crew(workers=2)
+    job.collect(settings, tiny_subject, out, progress, shard=(1, 2), crew=crew)
     assert not any("threads" in line for line in progress.lines)
-    run = job.make_run(settings, out, progress, threads=1)
-    assert used == [2, 2, 1] and torch.get_num_threads() == before
-    assert [session["threads"] for session in run.sessions] == used
+    run = job.collect(settings, tiny_subject, out, progress, crew=Crew(threads=1))
+    assert torch.get_num_threads() == before
+    assert [session["threads"] for session in run.sessions] == [2, 2, 1]
+    assert [session["workers"] for session in run.sessions][:2] == [1, 2]
     assert [line for line in progress.lines if "threads 2 → 1" in line]
+
+
+@pytest.mark.parametrize("response", ["auto", "generate"])
+def test_rows_do_not_depend_on_the_workers(tiny_subject, tmp_path, response):
+    """Nor on being killed, and going on with another number of them."""
+    settings = replace(SETTINGS, batch_rows=10, response=response, max_response_tokens=6)
+    digests = {
+        sampled(settings, tiny_subject, tmp_path / str(n), crew=Crew(n, 1)).digest()
+        for n in (1, 2, 4)
+    }
+    with pytest.raises(KeyboardInterrupt):
+        job.collect(settings, tiny_subject, tmp_path / "on", Stop(0), crew=Crew(2, 1))
+    assert not Run.open(tmp_path / "on").complete
+    digests.add(sampled(settings, tiny_subject, tmp_path / "on", crew=Crew(4)).digest())
+    assert len(digests) == 1
 
 
 # -- what is shown ---------------------------------------------------------------------------------

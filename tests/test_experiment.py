@@ -278,6 +278,7 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
 ):
     folder = tmp_path / "out"
     words = [str(siblings.path), "--queries", "3", "--full", "--out", str(folder)]
+    words += ["--workers", "1"]  # or a second unit would be begun, and perhaps ended
     plan = call(first_words.main, [*words, "--dry-run"], capfd)
     assert plan.status == 0 and "3 units of 3 queries" in plan.out and not folder.exists()
     measure, measured = first_words.measure, []

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ia_mech.collect import job
+from ia_mech.collect import compute
 from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect
 from ia_mech.collect.summary import several_responses
@@ -74,14 +74,14 @@ def test_fewer_responses_are_the_first_of_more_and_share_a_prefill(
     run, tiny_subject, tmp_path, progress, monkeypatch
 ):
     prefilled: list[int] = []
-    honest = job.prefill_all
+    honest = compute.prefill_all
 
-    def counted(model, prefixes, blocks, *others):
-        if blocks is None:  # of queries: nothing is captured
+    def counted(model, prefixes, *others):
+        if not prefixes[0].positions:  # of queries: nothing is captured
             prefilled.append(len(prefixes))
-        return honest(model, prefixes, blocks, *others)
+        return honest(model, prefixes, *others)
 
-    monkeypatch.setattr(job, "prefill_all", counted)
+    monkeypatch.setattr(compute, "prefill_all", counted)
     fewer = collect(replace(SETTINGS, responses=2), tiny_subject, tmp_path / "fewer", progress)
     more = run.contexts[run.contexts["response_index"] < 2]
     assert more["text"].tolist() == fewer.contexts["text"].tolist()
@@ -143,8 +143,8 @@ def test_judge_and_rates_count_sources(run):
 def test_responses_are_written_in_parts_of_their_own_wider_than_contexts(tiny_subject, tmp_path):
     settings = replace(SETTINGS, batch_rows=6)  # two contexts, or six responses
     run = collect(settings, tiny_subject, tmp_path / "run", Quiet())
-    assert [part["contexts"] for part in run.parts("responses")] == [6, 3]
-    assert [part["contexts"] for part in run.parts("contexts")] == [2, 2, 2, 2, 1]
+    assert [part["contexts"] for part in run.parts("responses")] == [3, 3, 3]
+    assert [part["contexts"] for part in run.parts("contexts")] == [1] * 7 + [2]
     assert run.responses["order"].tolist() == list(range(9))
     written = run.contexts["messages"].map(lambda messages: messages[-1]["content"])
     assert written.tolist() == run.responses["response"].tolist()
@@ -161,7 +161,7 @@ def test_only_missing_responses_are_written(tiny_subject, tmp_path):
         dataset=str(file), limit=6, temperatures=(), max_new_tokens=3, max_response_tokens=4
     )
     run = collect(replace(settings, batch_rows=2), tiny_subject, tmp_path / "run", Quiet())
-    assert [part["contexts"] for part in run.parts("responses")] == [0, 0, 1]
+    assert [part["contexts"] for part in run.parts("responses")] == [0, 0, 0, 1]
     assert run.contexts["response_policy"].tolist() == ["given"] * 5 + ["generated"]
     with pytest.raises(UserError, match="conversation q5: no response, and --response given was"):
         collect(replace(settings, response="given"), tiny_subject, tmp_path / "given", Quiet())

@@ -317,20 +317,22 @@ def plan_parts(
 ) -> Parts:
     """The parts of a run.
 
-    A part of contexts fills a batch of ``batch_rows`` rows, or is one context, as long as keys and
-    values of contexts and rows stay within :data:`MAX_CACHE_BYTES`.
+    Parts of contexts are alike in size, with at most ``batch_rows`` rows or one context each, as
+    long as keys and values of contexts and rows stay within :data:`MAX_CACHE_BYTES`.
     """
     device = resolve_device(settings.device).type
     batch_rows = settings.batch_rows or BATCH_ROWS[device]
     rows, several = len(settings.rows()), PARTS[device]
     token_bytes = _cache_bytes(model_config, dtype_bytes)
     room = MAX_CACHE_BYTES[device] // token_bytes  # tokens
-    most = even_size(len(surveyed.lengths), max(1, batch_rows // rows), several)
+    count, fit = len(surveyed.lengths), max(1, batch_rows // rows)
+    parts = part_count(count, fit, several)
+    firsts = {number * count // parts for number in range(parts)}
     contexts: list[list[int]] = []
     held: list[int] = []  # tokens of each part
     for order, length in enumerate(surveyed.lengths):
         tokens = length + rows * settings.max_new_tokens
-        if not contexts or len(contexts[-1]) == most or held[-1] + tokens > room:
+        if order in firsts or held[-1] + tokens > room:
             contexts.append([])
             held.append(0)
         contexts[-1].append(order)
@@ -339,8 +341,9 @@ def plan_parts(
     if surveyed.prompts:
         longest = max(surveyed.prompts.values()) + settings.max_response_tokens
         response_rows = max(1, min(batch_rows, room // longest))
-        wanted = max(RESPONSES, even_size(len(surveyed.prompts), response_rows, several))
-        together = max(1, min(wanted, response_rows) // most)
+        writing = len(surveyed.prompts)
+        wanted = max(RESPONSES, writing // part_count(writing, response_rows, several))
+        together = max(1, min(wanted, response_rows) // max(map(len, contexts)))
         responses = [
             [order for part in contexts[start : start + together] for order in part]
             for start in range(0, len(contexts), together)
@@ -350,11 +353,11 @@ def plan_parts(
     return Parts(_named(contexts), _named(responses), batch_rows, response_rows, part_bytes)
 
 
-def even_size(count: int, most: int, several: int = 1) -> int:
-    """The size of equal parts of ``count`` items, at most ``most`` each; their number is a multiple
-    of ``several`` if there are items enough."""
+def part_count(count: int, most: int, several: int) -> int:
+    """Of how many equal parts ``count`` items are, at most ``most`` in each: a multiple of
+    ``several`` if there are items enough."""
     parts = -(-count // most)
-    return -(-count // (-(-parts // several) * several))
+    return min(count, -(-parts // several) * several)
 
 
 def _named(parts: list[list[int]]) -> dict[str, list[int]]:
