@@ -28,7 +28,7 @@ DTYPES = pytest.mark.parametrize(
 IDS = tiny.prompt(TOKENS, seed=0)
 SHARED = {  # how many of 4 layers
     "llama": 4, "mistral": 0, "qwen3": 4, "qwen3_moe": 4, "qwen3_5": 1, "gpt_oss": 2, "glm4": 4,
-    "glm4_moe": 4, "gemma3": 1,
+    "glm4_moe": 4, "gemma3": 1, "gemma4": 1,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import signal
 from dataclasses import replace
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from contract import VECTOR, relative_l2
 from runs import sampled
 from shell import call
-from transformers import GenerationConfig
+from transformers import GenerationConfig, MambaConfig
+from transformers.models.gemma4 import Gemma4TextConfig
 
 import ia_mech.collect.job as job
 from ia_mech.collect.command import main
@@ -75,6 +78,51 @@ def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp
     assert f"note: every turn goes on from {opening!r}" in capfd.readouterr().out
 
 
+# -- architectures --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", tiny.WRAPPERS)
+def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
+    architecture, tokenizer, tmp_path, capfd
+):
+    model = tiny.wrapper(architecture, len(tokenizer))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    words = ["--model", str(tmp_path / "model"), "--limit", "2", "--temperatures", "1"]
+    words += ["--samples", "1", "--max-new-tokens", "4", "--out", str(tmp_path / "run")]
+    planned = call(main, [*words, "--dry-run"], capfd)
+    assert planned.status == 0 and not (tmp_path / "run").exists(), planned.err
+    run = call(main, words, capfd).run
+    for at, ids in enumerate(run.contexts["token_ids"]):
+        with torch.inference_mode():
+            whole = model(torch.tensor([ids.tolist()]), output_hidden_states=True, use_cache=False)
+        states = torch.stack(whole.hidden_states)[:-1, 0, -1]  # the last one is normed
+        assert relative_l2(run.residuals(position="header_last")[at, :-1], states) <= VECTOR
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        (600, "the tokenizer gives the id 677, the model's embedding has 600 rows"),
+        (700, "conversation maths-01: the tokenizer gives the id 7.., the model's embedding has"),
+    ],
+    ids=["of the template", "of a text"],
+)
+def test_ids_beyond_the_embedding_are_refused_with_the_cause(
+    rows, problem, tokenizer, tmp_path, capfd
+):
+    model = tiny.model("llama", rows)
+    subject = Subject(ModelSpec(name="small"), model, tokenizer, weights_hash(model))
+    with pytest.raises(UserError, match=f"^{problem}.*; use the tokenizer that the model was"):
+        sampled(SETTINGS, subject, tmp_path / "run")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    for dry in ([], ["--dry-run"]):
+        words = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "run"), *dry]
+        assert re.search(problem, call(main, words, capfd).err)
+    assert not (tmp_path / "run").exists()
+
+
 # -- parts ----------------------------------------------------------------------------------------
 
 
@@ -97,9 +145,17 @@ def test_a_part_fills_a_batch_and_a_part_of_responses_serves_whole_ones(tiny_sub
     assert list(alone.contexts.values()) == [[0], [1], [2]]
 
 
-def test_a_part_holds_no_more_than_memory_is_set_aside_for(tiny_subject):
-    config = tiny_subject.model.config
-    a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+@pytest.mark.parametrize(
+    ("config", "a_token"),  # keys and values of all layers, four bytes each
+    [
+        (tiny.model("llama").config, 2 * 4 * 2 * 8 * 4),
+        # Every sixth layer of Gemma 4 has wider heads; Mamba has none, and is given a hidden state.
+        (Gemma4TextConfig(num_hidden_layers=12), 2 * (10 * 4 * 256 + 2 * 4 * 512) * 4),
+        (MambaConfig(num_hidden_layers=3, hidden_size=8), 2 * 3 * 8 * 4),
+    ],
+    ids=["llama", "gemma4", "mamba"],
+)
+def test_a_part_holds_no_more_than_memory_is_set_aside_for(config, a_token):
     length = MAX_CACHE_BYTES["cpu"] // a_token // 2
     plan = plan_parts(survey_of([length, 30, 30, length, length]), SETTINGS, config, 4)
     assert list(plan.contexts.values()) == [[0, 1, 2], [3], [4]]

@@ -34,7 +34,7 @@ from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Engine, held
 from ia_mech.engine.state import Prefilled, Prefix, State, expand, forward, prefill
 from ia_mech.errors import UserError, is_out_of_memory
-from ia_mech.models.load import context_limit, text_config
+from ia_mech.models.load import context_limit, refuse_unknown_ids, text_config
 
 TOLERANCE = 2e-3  # in displacements, in float32
 # In half precision half of the rows may be off by so many epsilons. Logits of the embedded model
@@ -60,7 +60,9 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = F
 
     Raises:
         UserError: the model's numbers differ, or it can't be run this way; names the architecture.
+            Or the ids aren't the model's.
     """
+    refuse_unknown_ids(ids, model.config)
     engine = Engine.possible(model)
     if engine.share:
         try:
@@ -110,13 +112,14 @@ class _Differences:
     """
 
     def __init__(self, model: PreTrainedModel, ids: list[int]) -> None:
-        self.model, self.device = model, model.device
+        self.model = model
         self.prompts, self.turn = [ids[:12], ids[12:17]], ids[17:TOKENS]
         # [turn + 2, vocab] each: row s + 1 follows on s tokens of the turn.
         self.full = [
             _full_pass(model, [[*prompt, *self.turn]])[0, len(prompt) - 2 :]
             for prompt in self.prompts
         ]
+        self.device = self.full[0].device  # of the last layer
         self.deviations: dict[str, list[float]] = {}
         self.largest = 0.0  # of all differences of logits
         if not all(logits.isfinite().all() for logits in self.full):

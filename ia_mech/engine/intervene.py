@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ia_mech.engine.capture import find_blocks
 from ia_mech.errors import UserError
+from ia_mech.models.load import text_config
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,14 +228,17 @@ def _require_computed(columns: list[int], width: int, first: int) -> None:
 def from_layer(model: PreTrainedModel, layer: int, states: Tensor) -> Iterator[None]:
     """Leave out the blocks up to a layer: a forward pass begins with that layer's states.
 
-    What a pass computes below the first intervention is what it computes without one.
+    What a pass computes below the first intervention is what it computes without one. Blocks that
+    later ones take keys and values from (Gemma 4) are computed all the same.
 
     Args:
         model: the subject model.
         layer: 0 leaves nothing out.
         states: ``[rows, tokens, d_model]`` of that layer.
     """
-    skipped = list(find_blocks(model))[:layer]
+    modes = getattr(text_config(model.config), "kv_sharing_modes", [])
+    needed = "store" in modes[:layer] and "reuse" in modes[layer:]
+    skipped = [] if needed else list(find_blocks(model))[:layer]
 
     def skip(hidden_states: Tensor, *_, **__) -> Tensor:
         return states

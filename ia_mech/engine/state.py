@@ -39,6 +39,7 @@ from ia_mech.engine.weights import reordered_weights
 from ia_mech.models.load import accepts
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
+PER_TOKEN = ("keys", "values", "indexer_keys")  # of a cache layer, its tokens before the last axis
 RECURRENT = ("conv_states", "recurrent_states")
 
 # Most tokens of one prefill, padding included. A CPU is fastest while a prefill's activations fit
@@ -239,7 +240,9 @@ def forward(
     state.mask = torch.cat([state.mask, mask], dim=-1)
     arguments: dict[str, int | Tensor] = {}
     if accepts(model, "logits_to_keep"):
-        arguments["logits_to_keep"] = keep
+        # As indices: told how many, Gemma 4 computes its last layers for those tokens alone.
+        few = 0 < keep < ids.shape[1]
+        arguments["logits_to_keep"] = torch.arange(-keep, 0) if few else 0
     if accepts(model, "position_ids"):
         arguments["position_ids"] = positions.clamp(min=0)
     weights = nullcontext() if gradients else reordered_weights(model)
@@ -353,13 +356,14 @@ def rows_of(layers: Sequence[Any], index: Sequence[Tensor], length: int) -> Cach
     first, *others = twins
     if others and isinstance(first, DynamicLayer):
         tokens = max(twin.keys.shape[-2] for twin in twins)
-        for name in ("keys", "values"):
-            each = [getattr(twin, name) for twin in twins]
-            padded = [pad(tensor, (0, 0, tokens - tensor.shape[-2], 0)) for tensor in each]
-            setattr(first, name, torch.cat(padded))
+        for name in PER_TOKEN:
+            each = [getattr(twin, name, None) for twin in twins]
+            padded = [pad(one, (0, 0, tokens - one.shape[-2], 0)) for one in each if one is not None]
+            if padded:
+                setattr(first, name, torch.cat(padded))
         if hasattr(first, "cumulative_length"):  # of a sliding window: what it has seen
             first.cumulative_length = length
-    elif others:
+    if others and isinstance(first, LinearAttentionCacheLayerMixin):
         for name in RECURRENT:
             for number, state in getattr(first, name).items():
                 if state is not None:
