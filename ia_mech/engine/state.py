@@ -357,9 +357,9 @@ def rows_of(layers: Sequence[Any], index: Sequence[Tensor], length: int) -> Cach
     if others and isinstance(first, DynamicLayer):
         tokens = max(twin.keys.shape[-2] for twin in twins)
         for name in PER_TOKEN:
-            each = [getattr(twin, name, None) for twin in twins]
-            padded = [pad(one, (0, 0, tokens - one.shape[-2], 0)) for one in each if one is not None]
-            if padded:
+            if getattr(first, name, None) is not None:
+                each = [getattr(twin, name) for twin in twins]
+                padded = [pad(tensor, (0, 0, tokens - tensor.shape[-2], 0)) for tensor in each]
                 setattr(first, name, torch.cat(padded))
         if hasattr(first, "cumulative_length"):  # of a sliding window: what it has seen
             first.cumulative_length = length
