@@ -306,7 +306,8 @@ def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
     assert run.complete and run.verify() == []
     for name in refused:
         assert f"conversation {name} is left out: the template refuses it" in progress.lines
-    assert run.sessions[0]["left_out"] == refused
+    said = [name for part in run.parts("contexts") for name in part.get("left_out", [])]
+    assert said == refused
     left = [name for name in CONTEXTS if name not in refused]
     assert run.counts["contexts"] == len(left)
     if left:
@@ -333,7 +334,7 @@ def test_contexts_that_are_too_long_are_refused_or_skipped_counted_and_recorded(
     settings = replace(SETTINGS, skip_unusable=True)
     run = job.collect(settings, subject, tmp_path / "run", progress)
     assert not {*long} & {*run.contexts["context_id"]} and len(run.contexts) == 6 - len(long)
-    assert [line.split(":")[0] for line in run.sessions[0]["skipped"]] == [
+    assert [line.split(":")[0] for line in run.record["skipped"]] == [
         f"conversation {name}" for name in long
     ]
     assert any(line.startswith(f"skipped: {len(long)} ") for line in progress.lines)

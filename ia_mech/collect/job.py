@@ -7,11 +7,12 @@ header logits, all sampled rows and the scores of reference turns.
 """
 
 import contextlib
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -60,8 +61,10 @@ from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.likelihood.reference import scored_temperatures
 from ia_mech.models.load import Subject, load, remember
-from ia_mech.run import Run, RunWriter, integrity, layout
+from ia_mech.run import Run, RunWriter
 from ia_mech.settings import WHOLE, Settings, Shard
+
+PATIENCE = 1  # seconds between looks at the parts that other processes compute
 
 
 def make_run(
@@ -99,10 +102,21 @@ def make_run(
 
 def _threads_before(out: Path, shard: Shard) -> int | None:
     """How many threads a shard of a run was begun with, else another shard; None if none was."""
-    for file in (out / layout.manifest_file(shard), *sorted(out.glob("manifest*.json"))):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # or it is damaged
-            return int(integrity.read_json(file)["sessions"][-1]["threads"])
+    # It isn't begun, or it is damaged.
+    with contextlib.suppress(UserError, LookupError, ValueError, TypeError):
+        return int(_last_session(Run(out), shard)["threads"])
     return None
+
+
+def _last_session(run: Run, shard: Shard) -> dict[str, Any]:
+    """Of the processes that made parts of the run, what its manifests say of the last one: of the
+    last one that made this shard, if there is one.
+
+    Raises:
+        IndexError: no part was made yet.
+    """
+    own = [session for session in run.sessions if session.get("shard") == list(shard)]
+    return (own or run.sessions)[-1]
 
 
 def collect(
@@ -142,6 +156,7 @@ def collect(
     record = {
         "identity": identity(subject, chat, engine, requested),
         "parts": parts.counts,
+        "skipped": surveyed.skipped,
         "source": inputs.source.description | {"dataset": requested["settings"]["dataset"]},
     }
     mine = parts.of_shard(shard)
@@ -149,11 +164,12 @@ def collect(
     needed = run_bytes(settings, positions, model.config, model.dtype.itemsize, lengths)
     try:
         check_disk(needed, out)
-        with RunWriter(out, record, shard, flag_of) as writer:
+        with RunWriter(out, record, flag_of) as writer:
             if problem := fewer_conversations_note(settings, surveyed.dataset_conversations):
                 progress.say(f"note: {problem}")
             remember(settings.model_spec, subject.weights_hash)
-            _Job(settings, inputs, subject, chat, engine, surveyed, mine, writer, progress).work()
+            job = _Job(settings, inputs, subject, chat, engine, surveyed, mine, writer, progress)
+            job.work(shard)
     except BrokenPipeError:  # of the progress, not of the run
         raise
     except OSError as error:
@@ -187,7 +203,6 @@ class _Job:
         self.blocks = find_blocks(subject.model)
         self.positions = kept_positions(settings, chat)
         self.backoff = Backoff(parts.batch_rows, self._batch_shrank)
-        self.left_out: list[str] = []
 
     def _batch_shrank(self, size: int) -> None:
         self.progress.say(f"out of memory: going on with batches of {size} rows or fewer")
@@ -198,10 +213,8 @@ class _Job:
         it."""
         return self.backoff.limit if self.backoff.limit < self.parts.batch_rows else None
 
-    def work(self) -> None:
+    def work(self, shard: Shard) -> None:
         """Compute and write what isn't there yet."""
-        for problem in self.writer.damaged:
-            self.progress.say(f"{problem}; it is computed again")
         self.responses = self._todo("responses", self.parts.responses)
         self.contexts = self._todo("contexts", self.parts.contexts)
         if not self.responses and not self.contexts:
@@ -213,7 +226,7 @@ class _Job:
             self.progress.say(line)
             self.writer.finish()
             return
-        self._begin_session()
+        self._begin_session(shard)
         try:
             if self.responses:
                 self._write_responses()
@@ -224,19 +237,42 @@ class _Job:
         self.writer.finish()
 
     def _todo(self, kind: str, parts: dict[str, list[int]]) -> dict[str, list[int]]:
-        """The parts that no process has written yet."""
+        """The parts that no process has written yet, or that are damaged."""
+        for problem in self.writer.drop_damaged(kind, parts):
+            self.progress.say(f"{problem}; it is computed again")
         done = self.writer.finished_parts(kind)
         return {name: orders for name, orders in parts.items() if name not in done}
 
-    def _begin_session(self) -> None:
+    def _claim_each(self, kind: str, todo: Iterable[str], work: PhaseProgress) -> Iterator[str]:
+        """The parts that this process is to compute, until all of them are done: it waits for those
+        that other processes compute, and takes over what one of them gives up."""
+        left, waiting = list(todo), False
+        while left:
+            mine = set()
+            for name in left:
+                if self.writer.claim(kind, name):
+                    mine.add(name)
+                    yield name
+            done = self.writer.finished_parts(kind)
+            for name in left:
+                if name in done and name not in mine:
+                    work.pass_over(name)
+            left = [name for name in left if name not in done]
+            if left and not waiting:
+                self.progress.say(f"waiting for {len(left)} part(s) that other processes compute")
+                waiting = True
+            if left:
+                time.sleep(PATIENCE)
+
+    def _begin_session(self, shard: Shard) -> None:
         here, say = machine(self.subject), self.progress.say
-        before = self.writer.sessions or Run(self.writer.path).sessions
-        if before and (changed := machine_changes(before[-1], here)):
-            say(
-                f"note: {changed} since this run was last worked on; rows computed now may round "
-                "differently"
-            )
-        self.writer.start_session(here)
+        with contextlib.suppress(IndexError):
+            before = _last_session(Run(self.writer.path), shard)
+            if changed := machine_changes(before, here):
+                say(
+                    f"note: {changed} since this run was last worked on; rows computed now may "
+                    "round differently"
+                )
         about = self.subject.describe()
         say(
             f"{self.settings.model}: {about['layers']} layers, d_model {about['d_model']}, "
@@ -252,14 +288,12 @@ class _Job:
             "engine": str(self.engine) if self.engine.why else "",
             "ignored_check": self.engine.ignored,
             "uncompiled": compile_failure(self.subject.device),
-            "skipped": self.survey.skipped,
         }
         for name in ("ignored_check", "uncompiled"):
             if notes[name]:
                 say(f"note: {name.replace('_', ' ')}: {notes[name]}")
-        for name, value in notes.items():
-            if value:
-                self.writer.note(name, value)
+        known = {name: value for name, value in notes.items() if value}
+        self.writer.start_session(here | known | {"shard": list(shard)})
 
     def _start_phase(
         self,
@@ -289,7 +323,7 @@ class _Job:
             name: [i for i in part if i in prompts] for name, part in self.parts.responses.items()
         }
         work = self._start_phase("responses", orders, self.responses, prompts, 1, most, "response")
-        for name in self.responses:
+        for name in self._claim_each("responses", self.responses, work):
             work.begin(name)
             respond = partial(self._respond, work, orders[name])
             rows = self.backoff.retry(respond, max(1, len(orders[name])))
@@ -350,22 +384,25 @@ class _Job:
         work = self._start_phase("user turns", parts, self.contexts, lengths, each, most, "row")
         responses = Run(self.writer.path).responses.to_dict("records")
         written = {row["order"]: row for row in responses}
-        for name, orders in self.contexts.items():
+        for name in self._claim_each("contexts", self.contexts, work):
             work.begin(name)
-            prepared = [self._prepare(order, written.get(order)) for order in orders]
+            left_out: list[str] = []
+            orders = self.contexts[name]
+            prepared = [self._prepare(order, written.get(order), left_out) for order in orders]
             contexts = [one for one in prepared if one is not None]
             compute = partial(self._compute, work, contexts)
             results = self.backoff.retry(compute, max(1, each * len(contexts)))
-            self.writer.add_contexts(
-                name, *tables(contexts, results, self.settings, self.chat), self._batch_rows
-            )
+            both = tables(contexts, results, self.settings, self.chat)
+            self.writer.add_contexts(name, *both, self._batch_rows, left_out)
             work.end()
 
-    def _prepare(self, order: int, written: dict | None) -> PreparedContext | None:
+    def _prepare(
+        self, order: int, written: dict | None, left_out: list[str]
+    ) -> PreparedContext | None:
         """A conversation ready for the engine; None where its written response can't be used.
 
         Given responses were checked before anything was written. One that the model wrote may be
-        refused by the template only now; such a conversation is left out, reported and recorded.
+        refused by the template only now; such a conversation is reported and ``left_out``.
         """
         conversation, vector = self.survey.conversations[order], self.inputs.vector
         if written is not None:
@@ -379,8 +416,7 @@ class _Job:
             if written is None:
                 raise
             self.progress.say(f"conversation {conversation.id} is left out: {error.problem}")
-            self.left_out.append(conversation.id)
-            self.writer.note("left_out", self.left_out)
+            left_out.append(conversation.id)
             return None
         at_turn = vector.at_turn if vector else ()
         return PreparedContext(order, conversation, written, context, turn, steered, at_turn)

@@ -29,18 +29,26 @@ class PhaseProgress:
         unit: str,
     ) -> None:
         self._progress, self._allowance, self._unit = progress, allowance, unit
-        self._parts = {name: rows * allowance + tokens for name, (rows, tokens) in parts.items()}
+        # Of each part its rows, and the tokens of rows and contexts.
+        self._parts = {name: (rows, rows * allowance + own) for name, (rows, own) in parts.items()}
         self._rows = done[0] + sum(rows for rows, _ in parts.values())
         self._ended, self._left = done[0], 0
         self._decoded, self._seconds = 0, 0.0
         self._last = time.monotonic()
         before = done[0] * allowance + done[1]
-        progress.start(phase, before + sum(self._parts.values()), done=before, unit="")
+        total = before + sum(tokens for _, tokens in self._parts.values())
+        progress.start(phase, total, done=before, unit="")
 
     def begin(self, name: str) -> None:
         """A part begins."""
-        self._left = self._parts[name]
+        self._left = self._parts[name][1]
         self._last = time.monotonic()
+
+    def pass_over(self, name: str) -> None:
+        """Another process has written the part."""
+        rows, self._left = self._parts[name]
+        self._ended += rows
+        self.end()
 
     def end(self) -> None:
         """The part is written: all of its work is done."""

@@ -291,24 +291,24 @@ def _repeat_prefix(state: State) -> State:
 
 @contextlib.contextmanager
 def _narrow_windows(model: PreTrainedModel, ids: list[int]) -> Iterator[None]:
-    """Sliding windows of at most :data:`WINDOW` tokens, if the model reads them from its
-    configuration at each pass."""
-    config = text_config(model.config)
-    window = getattr(config, "sliding_window", None)
-    if window is None or window <= WINDOW:
-        yield
-        return
-    holders = [config, *(m for m in model.modules() if getattr(m, "sliding_window", 0) == window)]
+    """Sliding windows and chunks of at most :data:`WINDOW` tokens, if the model reads them from its
+    configuration at each pass, and they are the same in all layers."""
+    config, places = text_config(model.config), []
+    for name in ("sliding_window", "attention_chunk_size"):
+        window, *others = {getattr(layer, name, None) or 0 for layer in config.per_layer_config}
+        if window > WINDOW and not others:
+            holders = [config, *(m for m in model.modules() if getattr(m, name, 0) == window)]
+            places += [(holder, name, window) for holder in holders]
 
-    def narrow(to: int) -> None:
-        for holder in holders:
-            holder.sliding_window = to
+    def narrow(most: float) -> None:
+        for holder, name, window in places:
+            setattr(holder, name, min(window, most))
 
-    before = _full_pass(model, [ids])
+    before = _full_pass(model, [ids]) if places else None
     try:
         narrow(WINDOW)
-        if torch.equal(_full_pass(model, [ids]), before):  # it doesn't read them
-            narrow(window)
+        if before is not None and torch.equal(_full_pass(model, [ids]), before):
+            narrow(torch.inf)  # it doesn't read them
         yield
     finally:
-        narrow(window)
+        narrow(torch.inf)

@@ -39,7 +39,6 @@ from ia_mech.engine.weights import reordered_weights
 from ia_mech.models.load import accepts
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
-PER_TOKEN = ("keys", "values", "indexer_keys")  # of a cache layer, its tokens before the last axis
 RECURRENT = ("conv_states", "recurrent_states")
 
 # Most tokens of one prefill, padding included. A CPU is fastest while a prefill's activations fit
@@ -356,11 +355,10 @@ def rows_of(layers: Sequence[Any], index: Sequence[Tensor], length: int) -> Cach
     first, *others = twins
     if others and isinstance(first, DynamicLayer):
         tokens = max(twin.keys.shape[-2] for twin in twins)
-        for name in PER_TOKEN:
-            if getattr(first, name, None) is not None:
-                each = [getattr(twin, name) for twin in twins]
-                padded = [pad(tensor, (0, 0, tokens - tensor.shape[-2], 0)) for tensor in each]
-                setattr(first, name, torch.cat(padded))
+        for name in ("keys", "values"):
+            each = [getattr(twin, name) for twin in twins]
+            padded = [pad(tensor, (0, 0, tokens - tensor.shape[-2], 0)) for tensor in each]
+            setattr(first, name, torch.cat(padded))
         if hasattr(first, "cumulative_length"):  # of a sliding window: what it has seen
             first.cumulative_length = length
     if others and isinstance(first, LinearAttentionCacheLayerMixin):
