@@ -79,24 +79,22 @@ def run(merged, tmp_path) -> Run:
 
 @pytest.fixture(scope="session")
 def parted(tmp_path_factory) -> Run:
-    """The same rows and tensors in six parts, which two shards wrote."""
-    return planted(tmp_path_factory.mktemp("parted") / "run", [2] * 6, shards=2)
+    """The same rows and tensors in six parts."""
+    return planted(tmp_path_factory.mktemp("parted") / "run", [2] * 6)
 
 
-def planted(path: Path, sizes: list[int], shards: int = 1, **settings) -> Run:
-    """A run in parts of these sizes, dealt to shards in turn; over built-in conversations, or those
-    of the ``dataset`` among the settings."""
+def planted(path: Path, sizes: list[int], **settings) -> Run:
+    """A run in parts of these sizes; over built-in conversations, or those of the ``dataset`` among
+    the settings."""
     conversations = list(open_conversations(settings.get("dataset", "builtin"), limit=sum(sizes)))
     record = record_of(len(sizes), **settings)
     begins = np.cumsum([0, *sizes])
-    for shard in range(1, shards + 1):
-        with RunWriter(path, record, (shard, shards)) as writer:
-            writer.start_session({"machine": "planted"})
-            for at, name in enumerate(layout.part_names(len(sizes))):
-                if at % shards == shard - 1:
-                    orders = range(begins[at], begins[at + 1])
-                    writer.add_contexts(name, *_part([(o, conversations[o]) for o in orders]))
-            writer.finish()
+    with RunWriter(path, record) as writer:
+        writer.start_session({"machine": "planted"})
+        for at, name in enumerate(layout.part_names(len(sizes))):
+            orders = range(begins[at], begins[at + 1])
+            writer.add_contexts(name, *_part([(o, conversations[o]) for o in orders]))
+        writer.finish()
     return Run.open(path)
 
 
@@ -169,24 +167,28 @@ def files_under(root: Path) -> list[str]:
 
 def files_named(root: Path) -> list[str]:
     """The files that the manifests name."""
-    manifests = [json.loads(file.read_text()) for file in root.glob("manifest*.json")]
-    parts = [part for manifest in manifests for part in manifest["parts"]]
-    return sorted(file for part in parts for file in part["files"])
+    manifests = [json.loads(file.read_text()) for file in root.glob("manifests/*.json")]
+    return sorted(file for part in manifests for file in part["files"])
 
 
 def rehashed(root: Path) -> Run:
     """The run with its files as they are now, as if they had been written so."""
-    for file in root.glob("manifest*.json"):
-        manifest = integrity.read_json(file)
-        manifest["run"] = integrity.content_hash(root / layout.RUN)
-        for part in manifest["parts"]:
-            part["files"] = {name: integrity.size_and_hash(root / name) for name in part["files"]}
-        integrity.write_json(file, manifest)
+    for file in root.glob("manifests/*.json"):
+        part = integrity.read_json(file)
+        part["run"] = integrity.content_hash(root / layout.RUN)
+        part["files"] = {name: integrity.size_and_hash(root / name) for name in part["files"]}
+        integrity.write_json(file, part)
     return Run.open(root)
 
 
+def unfinished(run: Run) -> Run:
+    """The run without a part of contexts."""
+    (run.path / layout.manifest_file("contexts", "00000")).unlink()
+    return Run.open(run.path)
+
+
 def rewritten(root: Path, name: str, change: Callable[[dict], object]) -> Run:
-    """The run with another ``run.json`` or ``manifest.json``, and its labels made its own."""
+    """The run with another ``run.json`` or manifest, and its labels made its own."""
     value = integrity.read_json(root / name)
     change(value)
     integrity.write_json(root / name, value)
@@ -250,13 +252,14 @@ def add_part(writer: RunWriter, part: int, header_logits=None, change=None) -> N
     writer.add_contexts(layout.part_names(len(PARTS))[part], *stored)
 
 
-def write_by_hand(out: Path, change=None, shard: tuple[int, int] = (1, 1), parts=range(4)) -> Run:
+def write_by_hand(out: Path, change=None, parts=range(4)) -> Run:
     """What the main job does with a folder: begin or go on, and finish."""
-    with RunWriter(out, RECORD, shard) as writer:
+    names = [layout.part_names(len(PARTS))[part] for part in parts]
+    with RunWriter(out, RECORD) as writer:
         writer.start_session({"machine": "test"})
-        done = writer.finished_parts("contexts")
-        for part in parts:
-            if layout.part_names(len(PARTS))[part] not in done:
+        writer.drop_damaged("contexts", names)
+        for part, name in zip(parts, names, strict=True):
+            if writer.claim("contexts", name):
                 add_part(writer, part, change=change if part == 1 else None)
         writer.finish()
     return Run.open(out)

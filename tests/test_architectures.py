@@ -165,6 +165,16 @@ def _tensors(cache) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("architecture", tiny.WRAPPERS)
+def test_blocks_and_norm_are_those_of_the_text_beside_a_stack_that_reads_images(architecture):
+    model = tiny.wrapper(architecture)
+    blocks = find_blocks(model)
+    assert {type(block).__name__.lower()[:6] for block in blocks} == {architecture[:6]}
+    assert "vision" not in type(blocks[0]).__name__.lower()
+    assert find_final_norm(model).weight.shape == (32,)
+    assert check_engine(model, tiny.prompt(24, seed=0)).layers == 4
+
+
 def test_an_architecture_without_a_list_of_blocks_is_refused_by_name():
     class Odd(torch.nn.Module):
         def __init__(self):

@@ -15,6 +15,7 @@ import ia_mech.engine.shared as shared
 import ia_mech.engine.state
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.errors import UserError
+from ia_mech.models.load import text_config
 
 
 def slow(value):
@@ -28,7 +29,7 @@ DTYPES = pytest.mark.parametrize(
 IDS = tiny.prompt(TOKENS, seed=0)
 SHARED = {  # how many of 4 layers
     "llama": 4, "mistral": 0, "qwen3": 4, "qwen3_moe": 4, "qwen3_5": 1, "gpt_oss": 2, "glm4": 4,
-    "glm4_moe": 4, "gemma3": 1,
+    "glm4_moe": 4, "gemma3": 1, "gemma4": 1, "llama4": 1,
 }  # fmt: skip
 
 
@@ -154,12 +155,17 @@ def test_attention_that_forgets_its_first_block_of_keys_is_found(architecture, d
 
 
 @DTYPES
-@pytest.mark.parametrize("architecture", [slow("mistral"), "gemma3"])
+@pytest.mark.parametrize("architecture", [slow("mistral"), "gemma3", "gemma4", "llama4"])
 def test_windows_of_thousands_of_tokens_are_seen_full(architecture, dtype, monkeypatch):
-    model = model_of(architecture, dtype)
-    holders = [model.config, *(m for m in model.modules() if getattr(m, "sliding_window", None))]
+    name = "sliding_window"
+    if architecture == "llama4":
+        model, name = tiny.wrapper(architecture), "attention_chunk_size"  # complex: no other dtype
+    else:
+        model = model_of(architecture, dtype)
+    config = text_config(model.config)
+    holders = [config, *(m for m in model.modules() if getattr(m, name, None))]
     for holder in holders:
-        holder.sliding_window = 4096
+        setattr(holder, name, 4096)
     assert len(check_engine(model, IDS).shared) == SHARED[architecture]
     honest = DynamicSlidingWindowLayer.update
 
@@ -172,7 +178,7 @@ def test_windows_of_thousands_of_tokens_are_seen_full(architecture, dtype, monke
     monkeypatch.setattr(DynamicSlidingWindowLayer, "update", forgetful)
     with pytest.raises(UserError, match="other logits in cached decoding"):
         check_engine(model, IDS)
-    assert {holder.sliding_window for holder in holders} == {4096}
+    assert {getattr(holder, name) for holder in holders} == {4096}
 
 
 def test_where_sharing_alone_goes_wrong_rows_get_copies_and_it_says_why(monkeypatch):

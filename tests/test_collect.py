@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import signal
 from dataclasses import replace
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from contract import VECTOR, relative_l2
 from runs import sampled
 from shell import call
-from transformers import GenerationConfig
+from transformers import GenerationConfig, MambaConfig
+from transformers.models.gemma4 import Gemma4TextConfig
 
 import ia_mech.collect.compute as compute
 import ia_mech.collect.job as job
@@ -78,6 +81,51 @@ def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp
     assert f"note: every turn goes on from {opening!r}" in capfd.readouterr().out
 
 
+# -- architectures --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", tiny.WRAPPERS)
+def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
+    architecture, tokenizer, tmp_path, capfd
+):
+    model = tiny.wrapper(architecture, len(tokenizer))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    words = ["--model", str(tmp_path / "model"), "--limit", "2", "--temperatures", "1"]
+    words += ["--samples", "1", "--max-new-tokens", "4", "--out", str(tmp_path / "run")]
+    planned = call(main, [*words, "--dry-run"], capfd)
+    assert planned.status == 0 and not (tmp_path / "run").exists(), planned.err
+    run = call(main, words, capfd).run
+    for at, ids in enumerate(run.contexts["token_ids"]):
+        with torch.inference_mode():
+            whole = model(torch.tensor([ids.tolist()]), output_hidden_states=True, use_cache=False)
+        states = torch.stack(whole.hidden_states)[:-1, 0, -1]  # the last one is normed
+        assert relative_l2(run.residuals(position="header_last")[at, :-1], states) <= VECTOR
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        (600, "the tokenizer gives the id 677, the model's embedding has 600 rows"),
+        (700, "conversation maths-01: the tokenizer gives the id 7.., the model's embedding has"),
+    ],
+    ids=["of the template", "of a text"],
+)
+def test_ids_beyond_the_embedding_are_refused_with_the_cause(
+    rows, problem, tokenizer, tmp_path, capfd
+):
+    model = tiny.model("llama", rows)
+    subject = Subject(ModelSpec(name="small"), model, tokenizer, weights_hash(model))
+    with pytest.raises(UserError, match=f"^{problem}.*; use the tokenizer that the model was"):
+        sampled(SETTINGS, subject, tmp_path / "run")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    for dry in ([], ["--dry-run"]):
+        words = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "run"), *dry]
+        assert re.search(problem, call(main, words, capfd).err)
+    assert not (tmp_path / "run").exists()
+
+
 # -- parts ----------------------------------------------------------------------------------------
 
 
@@ -100,9 +148,17 @@ def test_a_part_fills_a_batch_and_a_part_of_responses_serves_whole_ones(tiny_sub
     assert list(alone.contexts.values()) == [[0], [1], [2]]
 
 
-def test_a_part_holds_no_more_than_memory_is_set_aside_for(tiny_subject):
-    config = tiny_subject.model.config
-    a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+@pytest.mark.parametrize(
+    ("config", "a_token"),  # keys and values of all layers, four bytes each
+    [
+        (tiny.model("llama").config, 2 * 4 * 2 * 8 * 4),
+        # Every sixth layer of Gemma 4 has wider heads; Mamba has none, and is given a hidden state.
+        (Gemma4TextConfig(num_hidden_layers=12), 2 * (10 * 4 * 256 + 2 * 4 * 512) * 4),
+        (MambaConfig(num_hidden_layers=3, hidden_size=8), 2 * 3 * 8 * 4),
+    ],
+    ids=["llama", "gemma4", "mamba"],
+)
+def test_a_part_holds_no_more_than_memory_is_set_aside_for(config, a_token):
     length = MAX_CACHE_BYTES["cpu"] // a_token // 2
     settings = replace(SETTINGS, batch_rows=100)
     plan = plan_parts(survey_of([length, 30, length, 30, length] * 4), settings, config, 4)
@@ -267,7 +323,8 @@ def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
     assert run.complete and run.verify() == []
     for name in refused:
         assert f"conversation {name} is left out: the template refuses it" in progress.lines
-    assert run.sessions[0]["left_out"] == refused
+    said = [name for part in run.parts("contexts") for name in part.get("left_out", [])]
+    assert said == refused
     left = [name for name in CONTEXTS if name not in refused]
     assert run.counts["contexts"] == len(left)
     if left:
@@ -294,7 +351,7 @@ def test_contexts_that_are_too_long_are_refused_or_skipped_counted_and_recorded(
     settings = replace(SETTINGS, skip_unusable=True)
     run = job.collect(settings, subject, tmp_path / "run", progress)
     assert not {*long} & {*run.contexts["context_id"]} and len(run.contexts) == 6 - len(long)
-    assert [line.split(":")[0] for line in run.sessions[0]["skipped"]] == [
+    assert [line.split(":")[0] for line in run.record["skipped"]] == [
         f"conversation {name}" for name in long
     ]
     assert any(line.startswith(f"skipped: {len(long)} ") for line in progress.lines)

@@ -247,12 +247,12 @@ def test_an_interrupted_run_says_what_is_kept_and_goes_on(sample, monkeypatch, t
 def test_an_interrupted_run_whose_manifest_is_damaged_says_so(
     sample, monkeypatch, tmp_path, damage
 ):
-    file = tmp_path / "run" / "manifest.json"
-    stopped(monkeypatch, 0, lambda: file.write_bytes(damage))
-    outcome = sample("--out", file.parent)
+    file = tmp_path / "run" / "manifests" / "contexts-00000.json"
+    stopped(monkeypatch, 1, lambda: file.write_bytes(damage))
+    outcome = sample(*MANY, "--out", tmp_path / "run")
     assert outcome.status == 130 and "Traceback" not in outcome.err
     assert outcome.err.splitlines()[-1].startswith(f"interrupted; {file} is damaged")
-    assert refusal(sample("--out", file.parent)).startswith(f"{file} is damaged")
+    assert refusal(sample(*MANY, "--out", tmp_path / "run")).startswith(f"{file} is damaged")
 
 
 def test_rows_that_cannot_be_used_are_refused_or_skipped_counted_and_listed(

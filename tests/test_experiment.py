@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import scored
 from filelock import FileLock
-from runs import rewritten, with_settings
+from runs import rewritten, unfinished, with_settings
 from shell import call, files, refusal
 
 from experiments.experiment import Conclusion, Experiment, output_folder
@@ -197,8 +197,8 @@ def test_runs_that_cannot_be_used_together_are_refused(
     copy = copied()
     line = refused(merged.path, copy.path)
     assert line == f"{copy.path} is a copy of {merged.path}; give each run once"
-    unfinished = copied("manifest.json", lambda manifest: manifest.update(parts=[]))
-    assert "is still being written or was interrupted" in refused(unfinished.path)
+    begun = unfinished(copied())
+    assert "is still being written or was interrupted" in refused(begun.path)
     for nothing in (tmp_path, tmp_path / "nowhere"):
         assert "is not a run" in refused(nothing)
     other = copied("run.json", with_settings(max_new_tokens=99))

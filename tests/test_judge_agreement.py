@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from judging import ROWS, FakeJudge, keys_of, plant
-from runs import rewritten
+from runs import unfinished
 
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
@@ -210,7 +210,7 @@ def test_labels_that_do_not_belong(run):
     plant(run, "other", [["off_topic"] * ROWS])
     with pytest.raises(UserError, match="name off_topic, which the rubric lacks"):
         labellers_of(run)
-    run = rewritten(run.path, "manifest.json", lambda manifest: manifest.update(parts=[]))
+    run = unfinished(run)
     with pytest.raises(UserError, match="still being written"):
         labellers_of(run)
 

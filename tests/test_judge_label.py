@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from judging import DECOYS, ROWS, FakeJudge, Recorded, genuine
-from runs import CONTEXTS, planted, rewritten
+from runs import CONTEXTS, planted, unfinished
 
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of, label_run
@@ -190,7 +190,7 @@ def test_failures_are_rows_that_are_not_kept_and_the_same_command_asks_again(lab
 
 
 def test_an_unfinished_run_is_refused(run, cache):
-    begun = rewritten(run.path, "manifest.json", lambda manifest: manifest.update(parts=[]))
+    begun = unfinished(run)
     judge = FakeJudge()
     with pytest.raises(UserError, match=r"still being written or was interrupted \(0 of 1 parts"):
         label_run(begun, judge, "fake", Recorded(), cache_folder=cache)

@@ -122,17 +122,19 @@ def test_a_run_killed_again_and_again_loses_a_part_each_time_and_nothing_else(
     stop_sampling(Sampling(forks, tiny_model_dir, tmp_path, "--limit", 6, *GENERATED), 2, "few")
 
 
-def test_two_shards_at_once_make_the_run(forks, tiny_model_dir, tmp_path):
-    """Whatever variables a scheduler left in the environment."""
+def test_any_processes_at_once_make_the_run_and_each_part_once(forks, tiny_model_dir, tmp_path):
+    """Two of everything, and shards of two numbers; whatever variables a scheduler left in the
+    environment."""
     settings = ["--limit", 6, *GENERATED]
     sampling = Sampling(forks, tiny_model_dir, tmp_path, *settings)
-    both = [[*sampling.words, "--shard", f"{k}/2", "--out", tmp_path / "run"] for k in (1, 2)]
-    for ended in forks.run_together(both, **LEFTOVER, IA_MECH_CACHE=str(tmp_path)):
-        assert ended.status == 0, ended.err
+    words = [*sampling.words, "--out", tmp_path / "run"]
+    each = [words, [*words, "--shard", "2/2"], [*words, "--shard", "1/3"], words]
+    ended = forks.run_together(each, **LEFTOVER, IA_MECH_CACHE=str(tmp_path))
+    assert [one.status for one in ended] == [0] * 4, [one.err for one in ended]
     run = Run.open(tmp_path / "run")
     assert run.complete and run.verify() == [] and run.digest() == sampling.digest
-    names = sorted(path.name for path in run.path.glob("manifest*"))
-    assert names == ["manifest-1-of-2.json", "manifest-2-of-2.json"]
+    assert sum(one.parts for one in ended) == sampling.whole.parts
+    assert not list(run.path.rglob("*.lock"))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from runs import rehashed
+from runs import rehashed, unfinished
 from safetensors import safe_open
 from safetensors.torch import save_file
 from shell import call, files, refusal
@@ -20,7 +20,6 @@ from ia_mech.collect.command import main as sample
 from ia_mech.models.load import recall
 from ia_mech.results import read
 from ia_mech.run import Run
-from ia_mech.run.integrity import read_json, write_json
 from probes import train
 from probes.card import Probe
 
@@ -213,8 +212,7 @@ def taken(run: Path) -> None:
 
 
 def in_progress(run: Path) -> None:
-    manifest = read_json(run / "manifest.json")
-    write_json(run / "manifest.json", manifest | {"parts": []})
+    unfinished(Run(run))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +222,7 @@ def in_progress(run: Path) -> None:
         (all_alike, [], "none of 80 sources has a genuine follow-up", "--temperatures"),
         (few_positive, [], "only 6 of 80 sources have a genuine", "sample about 270 sources"),
         (not_a_number, [], "layer 2 at header_last holds NaN", "--dtype"),
-        (damaged, [], "is damaged", "wrote it again"),
+        (damaged, [], "is damaged", "the command that made the run again"),
         (taken, [], "results is a file", "give a copy of the run"),
         (in_progress, [], "still being written or was interrupted", "finish"),
         (None, ["--target", "happiness"], "unknown target 'happiness'", "rate@T"),

@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from runs import CONTEXTS, rehashed, rewritten, with_settings
+from runs import CONTEXTS, rehashed, rewritten, unfinished, with_settings
 from shell import Outcome, call, files, refusal
 
 from ia_mech.judge.label import items_of
@@ -242,7 +242,7 @@ def test_runs_that_can_not_be_pooled(merged, copy, rates, tmp_path):
     second = rewritten(second.path, "run.json", with_settings(seed=1))
     plant(second, record={"identity": {"kind": "rules", "threshold": 2}})
     refused(rates(first.path, second.path), "different judges", "--replace")
-    rewritten(first.path, "manifest.json", lambda manifest: manifest.update(parts=[]))
+    unfinished(first)
     refused(rates(first.path), "still being written", "let the command")
 
 

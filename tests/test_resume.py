@@ -16,6 +16,7 @@ from ia_mech.errors import UserError
 from ia_mech.run import Run, RunWriter, integrity
 from ia_mech.settings import Settings
 
+MANIFEST = "manifests/contexts-00001.json"
 SMALL = Settings(
     limit=6,
     response="generate",
@@ -142,7 +143,7 @@ def test_every_damage_is_computed_again_or_refused_with_the_file(
 ):
     """Where run.json or a manifest is no longer there, the folder is as if it had begun anew."""
     again = 0
-    for file in ("run.json", "manifest.json", *sorted(whole.parts("contexts")[1]["files"])):
+    for file in ("run.json", MANIFEST, *sorted(whole.parts("contexts")[1]["files"])):
         out = Path(shutil.copytree(whole.path, tmp_path / "run"))
         damage(out / file, name, Random(file))
         try:

@@ -49,10 +49,7 @@ def damage(path: Path, name: str, rng: Random) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Run:
-    """A run that two shards wrote."""
-    path = tmp_path_factory.mktemp("written") / "run"
-    write_by_hand(path, shard=(1, 2), parts=[0, 2])
-    return write_by_hand(path, shard=(2, 2), parts=[1, 3])
+    return write_by_hand(tmp_path_factory.mktemp("written") / "run")
 
 
 @pytest.mark.parametrize("name", [*BYTES, *PLACES])
@@ -86,7 +83,7 @@ def other_json(value, rng: Random):
     return value
 
 
-@pytest.mark.parametrize("file", ["run.json", "manifest-2-of-2.json"])
+@pytest.mark.parametrize("file", ["run.json", "manifests/contexts-00001.json"])
 def test_other_json_is_read_or_refused_in_one_line(written, tmp_path, capfd, file):
     """A manifest has no hash of its own: what is left of it is read, or it is refused."""
     path = shutil.copytree(written.path, tmp_path / "run")

@@ -60,23 +60,24 @@ def test_a_file_is_compared_once(run, monkeypatch):
     assert compared == ["run.json", "00000.safetensors"]
 
 
-# -- run.json and manifest.json -------------------------------------------------------------------
+# -- run.json and a manifest ----------------------------------------------------------------------
 
 GONE = object()
-FILES = ("parts", 0, "files", "contexts/part-00000.parquet")
+MANIFEST = "manifests/contexts-00000.json"
+FILES = ("files", "contexts/part-00000.parquet")
 CHANGES = [
-    ("run.json", ("format",), 2, r"run.json has format 2, this version reads 3"),
+    ("run.json", ("format",), 2, r"run.json has format 2, this version reads 4"),
     ("run.json", ("identity",), GONE, "run.json is damaged .it lacks identity"),
-    ("run.json", ("identity", "model"), GONE, "run.json is not the one that manifest.json"),
-    ("run.json", ("identity", "settings", "seed"), 5, "run.json is not the one that manifest.json"),
-    ("manifest.json", ("format",), 99, "manifest.json has format 99, this version reads 3"),
-    ("manifest.json", ("run",), "00", "run.json is not the one that manifest.json belongs to"),
-    ("manifest.json", ("parts",), GONE, "manifest.json is damaged .it lacks parts"),
-    ("manifest.json", ("parts", 0, "name"), GONE, "manifest.json is damaged .'name'"),
-    ("manifest.json", ("parts", 0, "contexts"), True, "manifest.json is damaged .part 00000 has"),
-    ("manifest.json", (*FILES, "bytes"), "many", "contexts/part-00000.parquet has .* bytes, many"),
-    ("manifest.json", FILES, GONE, "contexts/part-00000.parquet is not among its files"),
-    ("manifest.json", ("sessions",), [7], "manifest.json is damaged .a session is no object"),
+    ("run.json", ("identity", "model"), GONE, "run.json is not the one that contexts-000"),
+    ("run.json", ("identity", "settings", "seed"), 5, "run.json is not the one that contexts-000"),
+    (MANIFEST, ("format",), 99, "contexts-00000.json has format 99, this version reads 4"),
+    (MANIFEST, ("run",), "00", "run.json is not the one that contexts-00000.json belongs to"),
+    (MANIFEST, ("files",), GONE, "contexts-00000.json is damaged .it lacks files"),
+    (MANIFEST, ("name",), "00001", "contexts-00000.json is damaged .it is of the part"),
+    (MANIFEST, ("contexts",), True, "contexts-00000.json is damaged .it has True contexts"),
+    (MANIFEST, (*FILES, "bytes"), "many", "contexts/part-00000.parquet has .* bytes, many"),
+    (MANIFEST, FILES, GONE, "contexts/part-00000.parquet is not among its files"),
+    (MANIFEST, ("session",), [7], "contexts-00000.json is damaged .the session is no object"),
 ]
 
 
@@ -98,7 +99,7 @@ def test_a_json_file_that_is_not_as_it_was_written_is_one_line(
     assert refusal(call(lambda words: judge(["run", *words]), [str(run.path)], capfd))
 
 
-@pytest.mark.parametrize("file", ["run.json", "manifest.json"])
+@pytest.mark.parametrize("file", ["run.json", MANIFEST])
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"\xff", b"[" * 200_000])
 def test_what_is_no_json_object_is_one_line(run, file, content):
     (run.path / file).write_bytes(content)
@@ -108,10 +109,9 @@ def test_what_is_no_json_object_is_one_line(run, file, content):
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "contexts/../../secret"])
 def test_no_file_outside_the_run_is_read_or_replaced(run, name):
-    manifest = json.loads((run.path / "manifest.json").read_text())
-    files = manifest["parts"][0]["files"]
-    files[name] = files[FILES[-1]]
-    (run.path / "manifest.json").write_text(json.dumps(manifest))
+    part = json.loads((run.path / MANIFEST).read_text())
+    part["files"][name] = part["files"][FILES[-1]]
+    (run.path / MANIFEST).write_text(json.dumps(part))
     with pytest.raises(UserError, match=f"the file '{name}' lies outside the run"):
         Run.open(run.path)
 

@@ -15,6 +15,7 @@ import torch
 from runs import (
     PARTS,
     RECORD,
+    add_part,
     contexts_table,
     files_named,
     files_under,
@@ -32,20 +33,22 @@ NAMES = layout.part_names(len(PARTS))
 
 
 def test_a_part_is_entered_with_its_files_contexts_and_rows(tmp_path, by_hand):
-    manifest = json.loads((by_hand.path / "manifest.json").read_text())
-    assert [part["name"] for part in manifest["parts"]] == NAMES
-    assert [part["contexts"] for part in manifest["parts"]] == [len(part) for part in PARTS]
-    assert manifest["parts"][2]["files"] == {}  # of a part without contexts
-    rest = {"run.json", "manifest.json", "README.md", ".lock"}
+    manifests = [f"manifests/contexts-{name}.json" for name in NAMES]
+    parts = [json.loads((by_hand.path / file).read_text()) for file in manifests]
+    assert [part["name"] for part in parts] == NAMES
+    assert [part["contexts"] for part in parts] == [len(part) for part in PARTS]
+    assert parts[2]["files"] == {}  # of a part without contexts
+    rest = {"run.json", "README.md", *manifests}
     assert {*files_under(by_hand.path)} == {*files_named(by_hand.path)} | rest
     with RunWriter(tmp_path / "run", RECORD) as run:
         run.start_session({"machine": "a"})
-        run.note("rate", 2)
-        run.add_contexts(NAMES[0], contexts_table([]), generations_table([]), None, None, 64)
+        nothing = contexts_table([]), generations_table([]), None, None
+        run.add_contexts(NAMES[0], *nothing, batch_rows=64, left_out=["c0", "c1"])
     read = Run.open(tmp_path / "run")
     (session,) = read.sessions
-    assert (session["machine"], session["rate"]) == ("a", 2) and session["begun"]
-    assert read.parts("contexts")[0]["batch_rows"] == 64
+    assert session["machine"] == "a" and session["begun"]
+    (part,) = read.parts("contexts")
+    assert part["batch_rows"] == 64 and part["left_out"] == ["c0", "c1"]
 
 
 # -- responses ----------------------------------------------------------------------------------
@@ -57,10 +60,10 @@ def test_responses_are_parts_of_their_own(tmp_path):
     def response(order: int) -> dict:
         return {"order": order, "response": f"r{order}", "finish_reason": "stop", "tokens": 3}
 
-    with RunWriter(tmp_path / "run", record, (1, 2)) as run:
+    with RunWriter(tmp_path / "run", record) as run:
         run.add_responses("00000", [response(0), response(1)])
         assert not Run.open(tmp_path / "run").complete
-        with RunWriter(tmp_path / "run", record, (2, 2)) as other:
+        with RunWriter(tmp_path / "run", record) as other:
             other.add_responses("00001", [response(2)])
         assert run.finished_parts("responses") == {"00000": 2, "00001": 1}
     read = Run.open(tmp_path / "run")
@@ -68,30 +71,37 @@ def test_responses_are_parts_of_their_own(tmp_path):
     assert read.responses.to_dict("records") == [response(order) for order in range(3)]
 
 
-# -- shards -------------------------------------------------------------------------------------
+# -- several processes --------------------------------------------------------------------------
 
 
 def test_a_run_is_the_union_of_its_manifests(tmp_path, by_hand):
     out = tmp_path / "run"
-    first = write_by_hand(out, shard=(1, 2), parts=[0, 2])
+    first = write_by_hand(out, parts=[0, 2])
     assert not first.complete and not (out / "README.md").exists()
     assert first.contexts["order"].tolist() == [0, 1]
-    second = write_by_hand(out, shard=(2, 2), parts=[1, 3])
+    second = write_by_hand(out, parts=[1, 3])
     assert second.complete and (out / "README.md").is_file()
     assert second.digest() == by_hand.digest() and len(second.sessions) == 2
-    with RunWriter(out, RECORD) as third:  # without shards: nothing is left to do
+    with RunWriter(out, RECORD) as third:  # nothing is left to do
         assert third.finished_parts("contexts") == dict(zip(NAMES, map(len, PARTS), strict=True))
-    shutil.copy(out / "manifest-1-of-2.json", out / "manifest-1-of-3.json")
-    assert Run.open(out).digest() == by_hand.digest()  # parts that two of them name count once
+        assert not any(third.claim("contexts", name) for name in NAMES)
 
 
-def test_a_second_process_for_the_same_shard_is_refused(tmp_path):
-    with RunWriter(tmp_path / "run", RECORD, (2, 4)):
-        with pytest.raises(UserError, match="run is being written by another process; wait for it"):
-            RunWriter(tmp_path / "run", RECORD, (2, 4))
-        RunWriter(tmp_path / "run", RECORD, (1, 4)).close()
-        assert not Run.open(tmp_path / "run").complete  # a reader is not a writer
-    RunWriter(tmp_path / "run", RECORD, (2, 4)).close()
+def test_a_part_is_computed_by_whoever_has_locked_it(tmp_path):
+    out = tmp_path / "run"
+    with RunWriter(out, RECORD) as one, RunWriter(out, RECORD) as other:
+        assert one.claim("contexts", NAMES[0]) and one.claim("contexts", NAMES[0])
+        assert not other.claim("contexts", NAMES[0]) and other.claim("contexts", NAMES[1])
+        with pytest.raises(RuntimeError, match="part 00000 of the contexts is done, or another"):
+            add_part(other, 0)
+        add_part(one, 0)
+        assert not one.claim("contexts", NAMES[0]) and not other.claim("contexts", NAMES[0])
+        one.claim("contexts", NAMES[2])
+    with RunWriter(out, RECORD) as later:  # what was given up, or held by a process that died
+        assert [name for name in NAMES if later.claim("contexts", name)] == NAMES[1:]
+        for part in (1, 2, 3):
+            add_part(later, part)
+    assert Run.open(out).complete and not list(out.rglob("*.lock"))
 
 
 # -- going on -----------------------------------------------------------------------------------
@@ -113,9 +123,11 @@ def test_a_damaged_part_is_named_dropped_and_made_again(by_hand, file, damage):
         path.unlink()
     (problem,) = Run(by_hand.path).verify()
     assert path.name in problem
-    with RunWriter(by_hand.path, RECORD) as run:
-        assert len(run.damaged) == 1 and path.name in run.damaged[0]
-        assert NAMES[1] not in run.finished_parts("contexts")
+    with RunWriter(by_hand.path, RECORD) as run, RunWriter(by_hand.path, RECORD) as other:
+        assert run.drop_damaged("contexts", NAMES[2:]) == []  # it was asked for others
+        (problem,) = run.drop_damaged("contexts", NAMES)
+        assert path.name in problem and NAMES[1] not in run.finished_parts("contexts")
+        assert other.drop_damaged("contexts", NAMES) == [] and not other.claim("contexts", NAMES[1])
     assert not Run.open(by_hand.path).complete
     again = write_by_hand(by_hand.path)
     assert again.complete and again.verify() == []

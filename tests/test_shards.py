@@ -1,10 +1,12 @@
-"""A run in shards: manifests in one folder, and the same rows and digest whatever their number."""
+"""Several processes on one run: the same rows and digest, whatever each of them is to make."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,8 +14,9 @@ from pathlib import Path
 import pytest
 from runs import files_named, sampled
 
+import ia_mech.collect.job as job
 from ia_mech.errors import UserError
-from ia_mech.run import Run, RunWriter
+from ia_mech.run import Run, RunWriter, layout
 from ia_mech.settings import Settings
 
 WORDS = ["--limit", "12", "--temperatures", "1", "--samples", "2", "--max-new-tokens", "4"]
@@ -51,8 +54,7 @@ def test_any_number_of_shards_makes_the_run(tiny_subject, tmp_path, whole, writt
         assert run.verify() == [] and run.digest() == expected.digest()
         assert run.identity_digest == expected.identity_digest
         dealt = min(of, run.record["parts"]["responses"] or run.record["parts"]["contexts"])
-        manifests = sorted(path.name for path in run.path.glob("manifest*"))
-        assert manifests == [f"manifest-{k}-of-{of}.json" for k in range(1, dealt + 1)]
+        assert sorted(one["shard"] for one in run.sessions) == [[k + 1, of] for k in range(dealt)]
         assert {*files_named(run.path)} == {*files_named(expected.path)}
         assert (run.path / "README.md").read_text() == (expected.path / "README.md").read_text()
         assert run.contexts["order"].tolist() == list(range(settings.limit))
@@ -98,10 +100,8 @@ def test_a_shard_without_parts_has_nothing_to_do(tiny_subject, tmp_path):
         run.contexts  # noqa: B018
 
 
-def test_shards_may_be_copied_together_and_a_damaged_one_is_made_again(
-    tiny_subject, whole, tmp_path
-):
-    """From machines that share no disk: their files have different names."""
+def test_shards_may_be_copied_together(tiny_subject, whole, tmp_path):
+    """From machines that share no disk."""
     folders = [tmp_path / "machine-1", tmp_path / "machine-2"]
     for number, folder in enumerate(folders, start=1):
         sampled(SETTINGS, tiny_subject, folder, shard=(number, 2))
@@ -111,11 +111,49 @@ def test_shards_may_be_copied_together_and_a_damaged_one_is_made_again(
     shutil.copytree(folders[1], out, dirs_exist_ok=True)
     run = Run.open(out)
     assert run.complete and run.verify() == [] and run.digest() == whole.digest()
+
+
+@pytest.mark.parametrize(
+    ("made", "again"), [((1, 1), (2, 3)), ((2, 2), (1, 1))], ids=["by a shard", "by all"]
+)
+def test_a_damaged_part_is_made_again_whoever_made_it(tiny_subject, whole, tmp_path, made, again):
+    """Every second part is of shard 2/2; 00001 is of shard 2/3, too."""
+    out = tmp_path / "run"
+    for shard in dict.fromkeys([made, (1, 1)]):
+        sampled(SETTINGS, tiny_subject, out, shard=shard)
     damaged = out / "contexts" / "part-00001.parquet"
     damaged.write_bytes(damaged.read_bytes()[:-9])
-    with pytest.raises(UserError, match=r"part 00001 of .* damaged: contexts/part-00001.* bytes"):
+    advice = "; give the command that made the run again, without --shard"
+    with pytest.raises(UserError, match=f"part 00001 of .* damaged: contexts/part-00001.*{advice}"):
         Run.open(out)
-    assert sampled(SETTINGS, tiny_subject, out, shard=(2, 2)).digest() == whole.digest()
+    with pytest.raises(UserError, match="part 00001"):  # which is none of its parts
+        sampled(SETTINGS, tiny_subject, out, shard=(1, 2))
+    run = sampled(SETTINGS, tiny_subject, out, shard=again)
+    assert run.complete and run.verify() == [] and run.digest() == whole.digest()
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["done", "given up"])
+def test_what_another_process_computes_is_waited_for(
+    tiny_subject, whole, tmp_path, progress, monkeypatch, done
+):
+    monkeypatch.setattr(job, "PATIENCE", 0.01)
+    out, name = tmp_path / "run", "00001"
+    record = {key: whole.record[key] for key in whole.record if key != "format"}
+    with RunWriter(out, record) as other, ThreadPoolExecutor(1) as pool:
+        assert other.claim("contexts", name)
+        waiting = pool.submit(job.collect, SETTINGS, tiny_subject, out, progress)
+        while not waiting.done() and not any("waiting for" in line for line in progress.lines):
+            time.sleep(0.01)
+        assert "waiting for 1 part(s) that other processes compute" in progress.lines
+        assert name not in other.finished_parts("contexts") and len(Run(out).contexts) == 5
+        if done:
+            (part,) = (one for one in whole.parts("contexts") if one["name"] == name)
+            for file in (*part["files"], layout.manifest_file("contexts", name)):
+                shutil.copy(whole.path / file, out / file)
+        other.close()
+        run = waiting.result()
+    assert run.complete and run.verify() == [] and run.digest() == whole.digest()
+    assert len(run.sessions) == 1 + done
 
 
 @pytest.mark.slow

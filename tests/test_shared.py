@@ -131,7 +131,7 @@ LENGTHS = (23, 14, 5)
 SHARED = {
     "llama": (1, 2, 3, 4), "mistral": (), "qwen3": (1, 2, 3, 4), "qwen3_moe": (1, 2, 3, 4),
     "qwen3_5": (4,), "gpt_oss": (2, 4), "glm4": (1, 2, 3, 4), "glm4_moe": (1, 2, 3, 4),
-    "gemma3": (4,),
+    "gemma3": (4,), "gemma4": (2,),
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import functools
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.gemma4 import Gemma4Config, Gemma4TextConfig
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
 from ia_mech.engine.installed import install
@@ -66,9 +67,41 @@ _CONFIGS = {
         transformers.Gemma3TextConfig,
         {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], **_SLIDING},
     ),
+    # Heads of full attention are fewer and wider, the last two layers read the keys and values of
+    # the two before them, and each layer has an embedding of its own.
+    "gemma4": (
+        Gemma4TextConfig,
+        {
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 16,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 4096,
+            **_SLIDING,
+        },
+    ),
 }
 
-ARCHITECTURES = tuple(_CONFIGS)
+_VISION = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4},
+    **{"num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14},
+}
+# Models that read images, too: of vision and text, with as many layers in both.
+_WRAPPERS = {
+    "gemma3": (transformers.Gemma3Config, {"mm_tokens_per_image": 1}, {}),
+    "gemma4": (Gemma4Config, {}, _CONFIGS["gemma4"][1]),
+    "llama4": (
+        transformers.Llama4Config,
+        {},
+        {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
+    ),
+    "mistral3": (transformers.Mistral3Config, {}, {"model_type": "mistral", **_SLIDING}),
+}
+
+ARCHITECTURES, WRAPPERS = tuple(_CONFIGS), tuple(_WRAPPERS)
 # One each of full attention, sliding windows with sinks, recurrent layers, and local with global.
 FAMILIES = ("llama", "gpt_oss", "qwen3_5", "gemma3")
 
@@ -91,6 +124,23 @@ def fresh(architecture: str, **sizes) -> PreTrainedModel:
     made = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation=attention
     )
+    return made.eval().requires_grad_(False)
+
+
+def wrapper(architecture: str, vocab: int = VOCAB) -> PreTrainedModel:
+    """A random model that reads images, too."""
+    kind, sizes, changes = _WRAPPERS[architecture]
+    torch.manual_seed(0)
+    vision = _VISION
+    if architecture == "llama4":
+        vision = vision | {"vision_output_dim": 16, "projector_output_dim": 16}
+        vision |= {"projector_input_dim": 16}
+    elif architecture == "mistral3":
+        vision = vision | {"model_type": "pixtral"}
+    config = kind(
+        text_config=_SIZES | changes | {"vocab_size": vocab}, vision_config=vision, **sizes
+    )
+    made = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     return made.eval().requires_grad_(False)
 
 

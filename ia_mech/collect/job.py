@@ -8,9 +8,11 @@ and writes them; workers compute them meanwhile.
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -54,8 +56,10 @@ from ia_mech.engine.workers import ANY, Crew, compute_in_workers, usable_cores
 from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.models.load import Subject, load, remember
-from ia_mech.run import Run, RunWriter, integrity, layout
+from ia_mech.run import Run, RunWriter
 from ia_mech.settings import WHOLE, Settings, Shard
+
+PATIENCE = 1  # seconds between looks at the parts that other processes compute
 
 
 def make_run(
@@ -124,6 +128,7 @@ def collect(
     record = {
         "identity": identity(subject, chat, engine, requested),
         "parts": parts.counts,
+        "skipped": surveyed.skipped,
         "source": inputs.source.description | {"dataset": requested["settings"]["dataset"]},
     }
     crew = Crew(crew.workers, crew.threads or _threads_before(out, shard))
@@ -134,12 +139,12 @@ def collect(
     needed = run_bytes(settings, positions, model.config, model.dtype.itemsize, lengths)
     try:
         check_disk(needed, out)
-        with RunWriter(out, record, shard, flag_of) as writer:
+        with RunWriter(out, record, flag_of) as writer:
             if problem := fewer_conversations_note(settings, surveyed.dataset_conversations):
                 progress.say(f"note: {problem}")
             remember(settings.model_spec, subject.weights_hash)
             job = _Job(settings, inputs, subject, chat, engine, surveyed, mine, writer, progress)
-            job.work(workers, threads)
+            job.work(shard, workers, threads)
     except BrokenPipeError:  # of the progress, not of the run
         raise
     except OSError as error:
@@ -155,10 +160,21 @@ def collect(
 def _threads_before(out: Path, shard: Shard) -> int | None:
     """How many threads a worker of a shard had last, else one of another shard, as far as this
     machine has cores; None if there was none."""
-    for file in (out / layout.manifest_file(shard), *sorted(out.glob("manifest*.json"))):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # or it is damaged
-            return min(usable_cores(), int(integrity.read_json(file)["sessions"][-1]["threads"]))
+    # It isn't begun, or it is damaged.
+    with contextlib.suppress(UserError, LookupError, ValueError, TypeError):
+        return min(usable_cores(), int(_last_session(Run(out), shard)["threads"]))
     return None
+
+
+def _last_session(run: Run, shard: Shard) -> dict[str, Any]:
+    """Of the processes that made parts of the run, what its manifests say of the last one: of the
+    last one that made this shard, if there is one.
+
+    Raises:
+        IndexError: no part was made yet.
+    """
+    own = [session for session in run.sessions if session.get("shard") == list(shard)]
+    return (own or run.sessions)[-1]
 
 
 class _Job:
@@ -179,7 +195,7 @@ class _Job:
         self.settings, self.inputs, self.subject, self.chat = settings, inputs, subject, chat
         self.engine, self.survey, self.parts = engine, surveyed, parts
         self.writer, self.progress = writer, progress
-        self.left_out: list[str] = []
+        self.left_out: dict[str, list[str]] = {}  # conversations, by part
         self.computation = Computation(
             subject,
             settings,
@@ -189,11 +205,9 @@ class _Job:
             [] if chat.closing_id is None else [chat.closing_id],
         )
 
-    def work(self, workers: int, threads: int) -> None:
+    def work(self, shard: Shard, workers: int, threads: int) -> None:
         """Compute and write what isn't there yet, with so many workers of so many threads."""
         self.workers, self.threads = workers, threads
-        for problem in self.writer.damaged:
-            self.progress.say(f"{problem}; it is computed again")
         self.responses = self._todo("responses", self.parts.responses)
         self.contexts = self._todo("contexts", self.parts.contexts)
         if not self.responses and not self.contexts:
@@ -205,7 +219,7 @@ class _Job:
             self.progress.say(line)
             self.writer.finish()
             return
-        self._begin_session()
+        self._begin_session(shard)
         try:
             if self.responses:
                 self._write_responses()
@@ -216,19 +230,21 @@ class _Job:
         self.writer.finish()
 
     def _todo(self, kind: str, parts: dict[str, list[int]]) -> dict[str, list[int]]:
-        """The parts that no process has written yet."""
+        """The parts that no process has written yet, or that are damaged."""
+        for problem in self.writer.drop_damaged(kind, parts):
+            self.progress.say(f"{problem}; it is computed again")
         done = self.writer.finished_parts(kind)
         return {name: orders for name, orders in parts.items() if name not in done}
 
-    def _begin_session(self) -> None:
+    def _begin_session(self, shard: Shard) -> None:
         here, say = machine(self.subject, self.threads), self.progress.say
-        before = self.writer.sessions or Run(self.writer.path).sessions
-        if before and (changed := machine_changes(before[-1], here)):
-            say(
-                f"note: {changed} since this run was last worked on; rows computed now may round "
-                "differently"
-            )
-        self.writer.start_session(here | {"workers": self.workers})
+        with contextlib.suppress(IndexError):
+            before = _last_session(Run(self.writer.path), shard)
+            if changed := machine_changes(before, here):
+                say(
+                    f"note: {changed} since this run was last worked on; rows computed now may "
+                    "round differently"
+                )
         about = self.subject.describe()
         say(
             f"{self.settings.model}: {about['layers']} layers, d_model {about['d_model']}, "
@@ -243,13 +259,11 @@ class _Job:
         notes = {
             "engine": str(self.engine) if self.engine.why else "",
             "ignored_check": self.engine.ignored,
-            "skipped": self.survey.skipped,
         }
         if self.engine.ignored:
             say(f"note: ignored check: {self.engine.ignored}")
-        for name, value in notes.items():
-            if value:
-                self.writer.note(name, value)
+        known = {name: value for name, value in notes.items() if value}
+        self.writer.start_session(here | known | {"shard": list(shard), "workers": self.workers})
 
     def _start_phase(
         self,
@@ -273,6 +287,7 @@ class _Job:
 
     def _compute_parts(
         self,
+        kind: str,
         work: PhaseProgress,
         parts: Iterable[str],
         rows: int,
@@ -282,10 +297,12 @@ class _Job:
     ) -> None:
         """Have workers compute parts; each is prepared before and written after it in this thread.
 
+        Parts that other processes compute are waited for, and taken over where they are given up.
         Where memory runs out, a part is computed again with fewer rows at a time, and so are parts
         behind it that begin later.
 
         Args:
+            kind: of the parts.
             work: counts what is done.
             parts: names.
             rows: of each thing that is prepared.
@@ -317,8 +334,19 @@ class _Job:
             write(name, prepared, results, limit if limit < most else None)
             begun.end()
 
-        items = ((name, prepare(name)) for name in parts)
-        compute_in_workers(items, computed, finished, self.workers, self.threads)
+        left, waiting = list(parts), False
+        while left:
+            mine = (name for name in left if self.writer.claim(kind, name))
+            items = ((name, prepare(name)) for name in mine)
+            compute_in_workers(items, computed, finished, self.workers, self.threads)
+            done = self.writer.finished_parts(kind)
+            work.pass_over([name for name in left if name in done])
+            left = [name for name in left if name not in done]
+            if left and not waiting:
+                self.progress.say(f"waiting for {len(left)} part(s) that other processes compute")
+                waiting = True
+            if left:
+                time.sleep(PATIENCE)
         self.progress.stop()
 
     # -- responses ------------------------------------------------------------------------------
@@ -336,7 +364,9 @@ class _Job:
         def compute(some: list[Response], limit: int, begun: PartProgress) -> list[Decoded]:
             return self.computation.respond(some, min(limit, self.parts.response_rows), begun)
 
-        self._compute_parts(work, self.responses, 1, prepare, compute, self._write_response_part)
+        self._compute_parts(
+            "responses", work, self.responses, 1, prepare, compute, self._write_response_part
+        )
 
     def _response(self, order: int) -> Response:
         """The response that the model writes to a conversation."""
@@ -372,7 +402,8 @@ class _Job:
         written = {row["order"]: row for row in responses}
 
         def prepare(name: str) -> list[PreparedContext]:
-            ready = [self._prepare(order, written.get(order)) for order in self.contexts[name]]
+            out = self.left_out[name] = []
+            ready = [self._prepare(order, written.get(order), out) for order in self.contexts[name]]
             return [one for one in ready if one is not None]
 
         def write(
@@ -382,16 +413,18 @@ class _Job:
             limit: int | None,
         ) -> None:
             made = tables(contexts, results, self.settings, self.chat)
-            self.writer.add_contexts(name, *made, limit)
+            self.writer.add_contexts(name, *made, limit, self.left_out[name])
 
         compute = self.computation.contexts
-        self._compute_parts(work, self.contexts, each, prepare, compute, write)
+        self._compute_parts("contexts", work, self.contexts, each, prepare, compute, write)
 
-    def _prepare(self, order: int, written: dict | None) -> PreparedContext | None:
+    def _prepare(
+        self, order: int, written: dict | None, left_out: list[str]
+    ) -> PreparedContext | None:
         """A conversation ready for the engine; None where its written response can't be used.
 
         Given responses were checked before anything was written. One that the model wrote may be
-        refused by the template only now; such a conversation is left out, reported and recorded.
+        refused by the template only now; such a conversation is reported and ``left_out``.
         """
         conversation, vector = self.survey.conversations[order], self.inputs.vector
         if written is not None:
@@ -405,8 +438,7 @@ class _Job:
             if written is None:
                 raise
             self.progress.say(f"conversation {conversation.id} is left out: {error.problem}")
-            self.left_out.append(conversation.id)
-            self.writer.note("left_out", self.left_out)
+            left_out.append(conversation.id)
             return None
         at_turn = vector.at_turn if vector else ()
         return PreparedContext(order, conversation, written, context, turn, steered, at_turn)

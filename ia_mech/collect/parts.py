@@ -20,12 +20,13 @@ from transformers import PretrainedConfig
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import context_and_reference
-from ia_mech.collect.identity import build_chat, requested_identity
+from ia_mech.collect.identity import build_chat, probe_ids, requested_identity
 from ia_mech.data.conversations import Conversation, ConversationSource, open_conversations
 from ia_mech.errors import UserError
 from ia_mech.models.load import (
     context_limit,
     load_tokenizer_and_config,
+    refuse_unknown_ids,
     resolve_device,
     resolve_dtype,
     stored_dtype,
@@ -108,9 +109,10 @@ def check_model(
     """Refuse what a model lacks, by its configuration alone.
 
     Raises:
-        UserError: positions, header logits or a vector's layer that the model hasn't.
+        UserError: positions, header logits, tokens or a vector's layer that the model hasn't.
     """
     text = text_config(model_config)
+    refuse_unknown_ids(probe_ids(chat), model_config)
     kept_positions(settings, chat)
     kept, most = settings.header_logits, text.vocab_size
     if kept not in ("full", "none") and int(kept) > most:
@@ -259,6 +261,7 @@ def _lengths(
     context, turn = context_and_reference(chat, replace(conversation, messages=tuple(messages)))
     if inputs.vector is not None:
         inputs.vector.at_context(context.positions)
+    refuse_unknown_ids([*context.ids, *(turn or ())], model_config)
     length, following = len(context.ids) + extra, 0 if turn is None else len(turn) + 1
     needed, limit = length + max(settings.max_new_tokens, following), context_limit(model_config)
     if limit is not None and needed > limit:
@@ -366,10 +369,12 @@ def _named(parts: list[list[int]]) -> dict[str, list[int]]:
 
 def _cache_bytes(model_config: PretrainedConfig, dtype_bytes: int) -> int:
     """Bytes of keys and values of one token, as if every layer had full attention."""
-    text = text_config(model_config)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * dim * dtype_bytes
+    numbers = 0
+    for layer in text_config(model_config).per_layer_config:
+        queries = getattr(layer, "num_attention_heads", 1)  # a recurrent one has none
+        heads = getattr(layer, "num_key_value_heads", None) or queries
+        numbers += 2 * heads * (getattr(layer, "head_dim", None) or layer.hidden_size // queries)
+    return numbers * dtype_bytes
 
 
 # -- what it takes --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Iterable
 
 from ia_mech.display import Progress
 
@@ -32,16 +33,24 @@ class PhaseProgress:
     ) -> None:
         self.allowance = allowance
         self._progress, self._unit = progress, unit
-        self._parts = {name: rows * allowance + tokens for name, (rows, tokens) in parts.items()}
+        # Of each part its rows, and the tokens of rows and contexts.
+        self._parts = {name: (rows, rows * allowance + own) for name, (rows, own) in parts.items()}
         self._rows = done[0] + sum(rows for rows, _ in parts.values())
         self._ended, self._drawn = done[0], 0
         self._begun, self._reporting = time.monotonic(), threading.Lock()
         before = done[0] * allowance + done[1]
-        progress.start(phase, before + sum(self._parts.values()), done=before, unit="")
+        total = before + sum(tokens for _, tokens in self._parts.values())
+        progress.start(phase, total, done=before, unit="")
 
     def begin(self, name: str) -> "PartProgress":
         """A worker begins a part."""
-        return PartProgress(self, self._parts[name])
+        return PartProgress(self, self._parts.pop(name)[1])
+
+    def pass_over(self, names: Iterable[str]) -> None:
+        """These parts are written; those that no worker began, by other processes."""
+        for name in set(names) & self._parts.keys():
+            rows, tokens = self._parts.pop(name)
+            self.report("writing", tokens, ended=rows)
 
     def report(self, doing: str, tokens: int, drawn: int = 0, ended: int = 0) -> None:
         """Workers have done so many tokens more, drew so many, and so many rows ended."""

@@ -199,7 +199,7 @@ def print_run(run: Run) -> None:
     if run.settings["ignore_check"]:
         found = run.ignored_check or "it found no difference"
         _print_line(f"note: --ignore-check, of the engine's start-up check: {found}")
-    _print_skipped(next((one["skipped"] for one in run.sessions if "skipped" in one), []))
+    _print_skipped(run.record.get("skipped", []))
     written = int((run.contexts["response_policy"] == "generated").sum())
     if written and run.settings["response"] != "generate":
         _print_line(

@@ -5,6 +5,8 @@ embeddings), layer l is the output of block l for l = 1 … L; all **before** th
 l >= 1 this is TransformerLens' ``blocks.{l-1}.hook_resid_post``.
 """
 
+from typing import Any
+
 from torch import nn
 
 from ia_mech.errors import UserError
@@ -12,40 +14,41 @@ from ia_mech.models.load import text_config
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
-    """The decoder's stack of blocks: the one list of modules as long as the model has layers.
+    """The stack of blocks of a model, of its text part if it has others.
 
     Raises:
         UserError: the architecture has no such list, or more than one.
     """
-    decoder = _decoder(model)
-    depth = text_config(model.config).num_hidden_layers
-    stacks = [
-        module
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth and "." not in name
-    ]
-    if len(stacks) != 1:
-        raise UserError(
-            f"the blocks of {type(model).__name__} could not be found ({len(stacks)} candidate "
-            f"lists of {depth} modules)",
-            "use a decoder-only architecture whose text model holds its blocks in one list",
-        )
-    return stacks[0]
+    return _find_stack(model)[1]
 
 
 def find_final_norm(model: nn.Module) -> nn.Module | None:
     """The norm between the last block and the unembedding; None if it can't be told."""
+    width = text_config(model.config).hidden_size
     norms = [
         module
-        for name, module in _decoder(model).named_children()
-        if "norm" in type(module).__name__.lower() and "emb" not in name
+        for name, module in _find_stack(model)[0].named_children()
+        if "norm" in type(module).__name__.lower()
+        and "emb" not in name
+        and all(len(weight) == width for weight in module.parameters())
     ]
     return norms[0] if len(norms) == 1 else None
 
 
-def _decoder(model: nn.Module) -> nn.Module:
-    find = getattr(model, "get_decoder", None)
-    decoder = find() if callable(find) else None
-    decoder = getattr(model, "base_model", model) if decoder is None else decoder
-    assert isinstance(decoder, nn.Module)
-    return decoder
+def _find_stack(model: Any) -> tuple[nn.Module, nn.ModuleList]:
+    """The module that holds the blocks, and the blocks: the one list of modules in the decoder that
+    is as long as the model has layers, but for those inside of it (as many experts, say)."""
+    decoder, depth = model.get_decoder(), text_config(model.config).num_hidden_layers
+    stacks = {
+        name: module
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    }
+    outer = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
+    if len(outer) != 1:
+        raise UserError(
+            f"the blocks of {type(model).__name__} could not be found ({len(outer)} candidate "
+            f"lists of {depth} modules)",
+            "use a decoder-only architecture whose text model holds its blocks in one list",
+        )
+    return decoder.get_submodule(outer[0].rpartition(".")[0]), stacks[outer[0]]

@@ -34,7 +34,7 @@ from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Engine, held
 from ia_mech.engine.state import Prefilled, Prefix, State, expand, forward, prefill
 from ia_mech.errors import UserError, is_out_of_memory
-from ia_mech.models.load import context_limit, text_config
+from ia_mech.models.load import context_limit, refuse_unknown_ids, text_config
 
 TOLERANCE = 2e-3  # in displacements, in float32
 # In half precision half of the rows may be off by so many epsilons. Logits of the embedded model
@@ -60,7 +60,9 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = F
 
     Raises:
         UserError: the model's numbers differ, or it can't be run this way; names the architecture.
+            Or the ids aren't the model's.
     """
+    refuse_unknown_ids(ids, model.config)
     made = install(model)
     made.engine = Engine.possible(model)
     if made.engine.share:
@@ -111,13 +113,14 @@ class _Differences:
     """
 
     def __init__(self, model: PreTrainedModel, ids: list[int]) -> None:
-        self.model, self.device = model, model.device
+        self.model = model
         self.prompts, self.turn = [ids[:12], ids[12:17]], ids[17:TOKENS]
         # [turn + 2, vocab] each: row s + 1 follows on s tokens of the turn.
         self.full = [
             _full_pass(model, [[*prompt, *self.turn]])[0, len(prompt) - 2 :]
             for prompt in self.prompts
         ]
+        self.device = self.full[0].device  # of the last layer
         self.deviations: dict[str, list[float]] = {}
         self.largest = 0.0  # of all differences of logits
         if not all(logits.isfinite().all() for logits in self.full):
@@ -291,24 +294,24 @@ def _repeat_prefix(model: PreTrainedModel, state: State) -> State:
 
 @contextlib.contextmanager
 def _narrow_windows(model: PreTrainedModel, ids: list[int]) -> Iterator[None]:
-    """Sliding windows of at most :data:`WINDOW` tokens, if the model reads them from its
-    configuration at each pass."""
-    config = text_config(model.config)
-    window = getattr(config, "sliding_window", None)
-    if window is None or window <= WINDOW:
-        yield
-        return
-    holders = [config, *(m for m in model.modules() if getattr(m, "sliding_window", 0) == window)]
+    """Sliding windows and chunks of at most :data:`WINDOW` tokens, if the model reads them from its
+    configuration at each pass, and they are the same in all layers."""
+    config, places = text_config(model.config), []
+    for name in ("sliding_window", "attention_chunk_size"):
+        window, *others = {getattr(layer, name, None) or 0 for layer in config.per_layer_config}
+        if window > WINDOW and not others:
+            holders = [config, *(m for m in model.modules() if getattr(m, name, 0) == window)]
+            places += [(holder, name, window) for holder in holders]
 
-    def narrow(to: int) -> None:
-        for holder in holders:
-            holder.sliding_window = to
+    def narrow(most: float) -> None:
+        for holder, name, window in places:
+            setattr(holder, name, min(window, most))
 
-    before = _full_pass(model, [ids])
+    before = _full_pass(model, [ids]) if places else None
     try:
         narrow(WINDOW)
-        if torch.equal(_full_pass(model, [ids]), before):  # it doesn't read them
-            narrow(window)
+        if before is not None and torch.equal(_full_pass(model, [ids]), before):
+            narrow(torch.inf)  # it doesn't read them
         yield
     finally:
-        narrow(window)
+        narrow(torch.inf)

@@ -257,7 +257,9 @@ def forward(
     state.mask = torch.cat([state.mask, mask], dim=-1)
     arguments: dict[str, int | Tensor] = {}
     if accepts(model, "logits_to_keep"):
-        arguments["logits_to_keep"] = keep
+        # As indices: told how many, Gemma 4 computes its last layers for those tokens alone.
+        few = 0 < keep < ids.shape[1]
+        arguments["logits_to_keep"] = torch.arange(-keep, 0) if few else 0
     if accepts(model, "position_ids"):
         arguments["position_ids"] = positions.clamp(min=0)
     with torch.inference_mode(not gradients), making(one):
@@ -387,7 +389,7 @@ def rows_of(layers: Sequence[Any], index: Sequence[Tensor], length: int) -> Cach
             setattr(first, name, torch.cat(padded))
         if hasattr(first, "cumulative_length"):  # of a sliding window: what it has seen
             first.cumulative_length = length
-    elif others:
+    if others and isinstance(first, LinearAttentionCacheLayerMixin):
         for name in RECURRENT:
             for number, state in getattr(first, name).items():
                 if state is not None:

@@ -20,7 +20,7 @@ from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.judge import prompt
 from ia_mech.judge.rubric import NAMES, rubric_hash
 from ia_mech.judge.verdict import Item, Judge, Verdict
-from ia_mech.models.load import ModelSpec, Subject, context_limit, load
+from ia_mech.models.load import ModelSpec, Subject, context_limit, load, refuse_unknown_ids
 
 # An item without content: how likely the model finds each name regardless of the texts.
 CONTENT_FREE = Item("N/A", "N/A", "N/A")
@@ -96,9 +96,10 @@ class HfJudge(Judge):
         """Log-probability of each name after the item's prompt, in nats; ``[categories]`` float64.
 
         Raises:
-            UserError: the prompt is longer than the model's context.
+            UserError: the prompt is longer than the model's context, or has tokens that it hasn't.
         """
         ids = self._prompt_ids(item)
+        refuse_unknown_ids(ids, self._subject.model.config)
         limit = context_limit(self._subject.model.config)
         longest = max(len(answer) for answer in self._answers)
         if limit is not None and len(ids) + longest > limit:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -18,7 +18,15 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import align_module_device
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers import logging as transformers_logging
 
 from ia_mech.errors import UserError, exhaustion, is_out_of_memory
@@ -107,6 +115,21 @@ def context_limit(config) -> int | None:
     return getattr(text_config(config), "max_position_embeddings", None)
 
 
+def refuse_unknown_ids(ids: Iterable[int], config: Any) -> None:
+    """Refuse token ids that the model's embedding has no row for.
+
+    Raises:
+        UserError: names the largest of them.
+    """
+    largest, rows = max(ids), text_config(config).vocab_size
+    if largest >= rows:
+        raise UserError(
+            f"the tokenizer gives the id {largest}, the model's embedding has {rows} rows",
+            "use the tokenizer that the model was trained with, or train the tokens that were "
+            "added (resize_token_embeddings); leave out texts that name such tokens",
+        )
+
+
 def resolve_device(device: str) -> torch.device:
     """``auto`` is the first CUDA device if there is one, else the CPU.
 
@@ -188,8 +211,15 @@ def load(spec: ModelSpec) -> Subject:
     if spec.attention != "auto":
         options["attn_implementation"] = spec.attention
     with _errors_in_one_line(spec):
+        kind = type(AutoConfig.from_pretrained(place, **kwargs))
+        # Of models that read images, too, some are causal language models to transformers.
+        reads_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if reads_images and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            auto: Any = AutoModelForImageTextToText
+        else:
+            auto = AutoModelForCausalLM
         # With output_loading_info, from_pretrained returns a pair, which its annotation leaves out.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             place,
             dtype=dtype,
             output_loading_info=True,

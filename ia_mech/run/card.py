@@ -65,7 +65,7 @@ def card(record: dict[str, Any], contexts: int) -> str:
         f"- seed: {settings['seed']}",
         f"- software: {software}",
         "",
-        "`run.json` has all settings, `manifest*.json` a hash of every file.",
+        "`run.json` has all settings, `manifests/` a hash of every file.",
         "",
         "## Columns",
         "",

@@ -1,6 +1,6 @@
 """Whether a run's files are what was written: hashes, the two JSON files, replacing files whole.
 
-A manifest names the files of its parts with their XXH3-128 and holds that of ``run.json``. It is a
+A manifest names the files of its part with their XXH3-128 and holds that of ``run.json``. It is a
 fast hash that finds damage and mix-ups; it is no protection from people who can write to the
 folder.
 """
@@ -17,13 +17,13 @@ from typing import Any
 import xxhash
 
 from ia_mech.errors import UserError
-from ia_mech.run.layout import FORMAT, KINDS, RUN
+from ia_mech.run.layout import FORMAT, RUN
 
 HASH = "xxh3_128"
 
 
 def read_record(path: Path) -> tuple[dict[str, Any], str]:
-    """``run.json`` of a run, and the hash of its bytes, which every manifest holds.
+    """``run.json`` of a run, and the hash of its bytes, which all manifests hold.
 
     Raises:
         UserError: not a run, a run of another format, or a damaged file.
@@ -37,7 +37,7 @@ def read_record(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def read_manifest(file: Path, run: str) -> dict[str, Any]:
-    """A manifest of a run.
+    """The manifest of one of a run's parts.
 
     Args:
         file: the manifest.
@@ -46,26 +46,27 @@ def read_manifest(file: Path, run: str) -> dict[str, Any]:
     Raises:
         UserError: another format, a damaged file, or a manifest of another ``run.json``.
     """
-    remedy = "restore it from a copy, or remove it: its parts are then computed again"
-    manifest = _read(file, ("run", "parts", "sessions"), remedy)
+    remedy = "restore it from a copy, or remove it: its part is then computed again"
+    keys = ("run", "kind", "name", "contexts", "files", "session")
+    manifest = _read(file, keys, remedy)
     if manifest["run"] != run:
         raise UserError(
-            f"{file.parent / RUN} is not the one that {file.name} belongs to",
+            f"{file.parents[1] / RUN} is not the one that {file.name} belongs to",
             "undo the change or restore a copy",
         )
     try:  # the only file without a hash of its own
-        for part in manifest["parts"]:
-            if not (part["kind"] in KINDS and isinstance(part["name"], str)):
-                raise ValueError(f"a part is {part['kind']!r} {part['name']!r}")
-            if type(part["contexts"]) is not int or part["contexts"] < 0:
-                raise ValueError(f"part {part['name']} has {part['contexts']!r} contexts")
-            for name, facts in part["files"].items():
-                if Path(name).is_absolute() or ".." in Path(name).parts:
-                    raise ValueError(f"the file {name!r} lies outside the run")
-                if not {"bytes", HASH} <= facts.keys():
-                    raise ValueError(f"the file {name!r} has no size or no hash")
-        if not all(isinstance(session, dict) for session in manifest["sessions"]):
-            raise ValueError("a session is no object")
+        kind, name, contexts = (manifest[key] for key in ("kind", "name", "contexts"))
+        if f"{kind}-{name}.json" != file.name:
+            raise ValueError(f"it is of the part {kind!r} {name!r}")
+        if type(contexts) is not int or contexts < 0:
+            raise ValueError(f"it has {contexts!r} contexts")
+        for path, facts in manifest["files"].items():
+            if Path(path).is_absolute() or ".." in Path(path).parts:
+                raise ValueError(f"the file {path!r} lies outside the run")
+            if not {"bytes", HASH} <= facts.keys():
+                raise ValueError(f"the file {path!r} has no size or no hash")
+        if not isinstance(manifest["session"], dict):
+            raise ValueError("the session is no object")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise _damaged(file, error, remedy) from None
     return manifest

@@ -3,7 +3,7 @@
 ::
 
     run.json                              what was asked and of which model; written once
-    manifest.json                         the parts that are whole; shard 2/4 has its own
+    manifests/contexts-00000.json         of each part that is whole: its files and who made them
     README.md                             the dataset card, once the run is complete
     responses/part-00000.parquet          responses the subject model wrote, if any
     contexts/part-00000.parquet           one row per context
@@ -20,8 +20,8 @@ import pyarrow as pa
 
 from ia_mech.errors import UserError
 
-FORMAT = 3
-RUN, CARD = "run.json", "README.md"
+FORMAT = 4
+RUN, CARD, MANIFESTS = "run.json", "README.md", "manifests"
 KINDS = ("responses", "contexts")  # of parts
 TENSORS = ("residuals", "header_logits")  # folders that a copy of a run may be without
 METADATA = "names"  # key of the metadata of tensors: JSON, ``contexts`` and ``positions``
@@ -108,24 +108,13 @@ def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
     )
 
 
-def manifest_file(shard: tuple[int, int] = (1, 1)) -> str:
-    """The manifest that a shard writes; shard 1 of 1 is the whole run."""
-    return f"manifest{_shard_suffix(shard)}.json"
+def manifest_file(kind: str, part: str) -> str:
+    return f"{MANIFESTS}/{kind}-{part}.json"
 
 
-def lock_file(shard: tuple[int, int] = (1, 1)) -> str:
-    """The file that the one writer of a manifest has locked."""
-    return f".lock{_shard_suffix(shard)}"
-
-
-def scratch_file(file: Path, shard: tuple[int, int] = (1, 1)) -> Path:
-    """Where the writer of a manifest makes a file that it then puts in its place."""
-    return file.with_name(f"{file.name}{_shard_suffix(shard)}.tmp")
-
-
-def _shard_suffix(shard: tuple[int, int]) -> str:
-    number, count = shard
-    return "" if count == 1 else f"-{number}-of-{count}"
+def lock_file(kind: str, part: str) -> str:
+    """The file that the process which computes a part has locked."""
+    return f"{MANIFESTS}/{kind}-{part}.lock"
 
 
 def part_names(count: int) -> list[str]:
@@ -154,10 +143,9 @@ def residuals_file(layer: int, part: str) -> str:
 
 
 def holds_other_files(folder: Path) -> bool:
-    """Whether a folder without a run holds more than what one that is being begun has there."""
-    begun = (lock_file(), f"{RUN}.")  # the lock of any shard, and the record half written
+    """Whether a folder without a run holds more than the record of one, half written."""
     names = [path.name for path in folder.iterdir()]
-    return RUN not in names and not all(name.startswith(begun) for name in names)
+    return RUN not in names and not all(name.startswith(f"{RUN}.") for name in names)
 
 
 def refuse_inside_run(path: Path) -> None:

@@ -39,7 +39,7 @@ class Run:
     Attributes:
         path: the folder.
         record: ``run.json``.
-        sessions: when, on what machine and with what notes processes worked on the run.
+        sessions: when, on what machine and with what notes the processes ran that made its parts.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -47,13 +47,14 @@ class Run:
         self.record, digest = integrity.read_record(self.path)
         self.sessions: list[dict[str, Any]] = []
         self._parts: dict[tuple[str, str], dict[str, Any]] = {}  # by kind and name
-        for file in sorted(self.path.glob("manifest*.json")):
-            if not file.is_file():
+        for file in sorted((self.path / layout.MANIFESTS).glob("*.json")):
+            try:
+                part = integrity.read_manifest(file, digest)
+            except FileNotFoundError:  # dropped at this moment, by a process that computes it again
                 continue
-            manifest = integrity.read_manifest(file, digest)
-            self.sessions += manifest["sessions"]
-            for part in manifest["parts"]:
-                self._parts.setdefault((part["kind"], part["name"]), part)
+            self._parts[part["kind"], part["name"]] = part
+            if part["session"] not in self.sessions:
+                self.sessions.append(part["session"])
         self.sessions.sort(key=lambda session: str(session.get("begun")))
         self._compared: set[str] = set()  # files whose content was compared with its hash
 
@@ -85,7 +86,7 @@ class Run:
         return self.path.resolve().name
 
     def parts(self, kind: str) -> list[dict[str, Any]]:
-        """The parts of a kind that are whole, in the order of the run, as manifests have them."""
+        """The manifests of a kind's parts that are whole, in the order of the run."""
         return [self._parts[key] for key in sorted(self._parts) if key[0] == kind]
 
     @property
@@ -401,7 +402,7 @@ class Run:
     def _damaged(self, part: dict[str, Any], problem: object) -> UserError:
         return UserError(
             f"part {part['name']} of {self.path} is damaged: {problem}",
-            "run the command that wrote it again: it computes that part again",
+            "give the command that made the run again, without --shard: it computes the part again",
         )
 
 
@@ -526,4 +527,4 @@ def _rows_in(file: Path) -> int:
 
 
 def _unreadable(file: Path, error: Exception) -> UserError:
-    return UserError(f"{file} is damaged: {error}", "run the command that wrote it again")
+    return UserError(f"{file} is damaged: {error}", "give the command that made the run again")

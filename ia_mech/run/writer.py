@@ -1,16 +1,15 @@
 """Write a run part by part, so that a kill at any moment leaves a run to go on with.
 
-A part's files are written under temporary names, flushed, renamed, and only then entered in the
-manifest, which is replaced atomically. What no manifest names doesn't exist: an unfinished part is
-computed again and written over what is there. Processes that share a run (its shards) have a
-manifest each, in the same folder.
+A part's files are written under temporary names, flushed, renamed, and only then named by the
+part's manifest. What no manifest names doesn't exist: an unfinished part is computed again and
+written over what is there. Any number of processes may work on a run: whoever computes a part holds
+its lock, which the system gives back if the process dies.
 """
 
-import copy
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,64 +29,43 @@ if TYPE_CHECKING:
 
 
 class RunWriter:
-    """The one writer of a manifest; holds a lock on it until closed. A context manager.
+    """Writes parts that it has locked. A context manager; its locks are given back at the end.
 
-    The folder and ``run.json`` are made if they aren't there. Damaged parts of the manifest are
-    dropped, so that they count as not done.
+    The folder and ``run.json`` are made if they aren't there.
 
     Args:
         path: the run's folder.
         record: what ``run.json`` holds, without ``format``.
-        shard: number (from 1) and count of the processes that share the run.
         name_of: what a user calls a part of the identity, such as ``settings.samples``.
 
     Attributes:
         path: the folder.
         record: ``run.json``.
-        damaged: what was wrong with each part that was dropped, a line each.
 
     Raises:
-        UserError: the folder holds another run, other parts are planned, another process writes the
-            same manifest, or a file is damaged.
+        UserError: the folder holds another run, other parts are planned, or a file is damaged.
     """
 
     def __init__(
-        self,
-        path: Path,
-        record: dict[str, Any],
-        shard: tuple[int, int] = (1, 1),
-        name_of: Callable[[str], str] = str,
+        self, path: Path, record: dict[str, Any], name_of: Callable[[str], str] = str
     ) -> None:
-        self.path, self._shard = path, shard
+        self.path = path
         wanted = json.loads(json.dumps({"format": layout.FORMAT, **record}))  # lists, not tuples
         path.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(path / layout.lock_file(shard))
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(
-                f"{path} is being written by another process", "wait for it, or give another --out"
-            ) from None
-        try:
-            if not (path / layout.RUN).exists():
-                # Another shard may do the same at this moment, and writes the same.
-                integrity.write_json(path / layout.RUN, wanted)
-                integrity.fsync_folder(path.parent)
-            self.record, run = integrity.read_record(path)
-            self._file = path / layout.manifest_file(shard)
-            self._manifest: dict[str, Any] = {"format": layout.FORMAT, "run": run}
-            self._manifest |= {"parts": [], "sessions": []}
-            if self._file.is_file():
-                self._manifest = integrity.read_manifest(self._file, run)
-            refuse_another(path, self.record, wanted, name_of)
-            self.damaged = self._drop_damaged()
-        except BaseException:
-            self.close()
-            raise
+        if not (path / layout.RUN).exists():
+            # Another process may do the same at this moment, and writes the same.
+            integrity.write_json(path / layout.RUN, wanted)
+            integrity.fsync_folder(path.parent)
+        self.record, self._run = integrity.read_record(path)
+        refuse_another(path, self.record, wanted, name_of)
+        self._session: dict[str, Any] = {}
+        self._locks: dict[tuple[str, str], FileLock] = {}
 
     def close(self) -> None:
-        """Let others write."""
-        self._lock.release()
+        """Let others compute what was locked."""
+        for lock in self._locks.values():
+            lock.release()
+        self._locks.clear()
 
     def __enter__(self) -> "RunWriter":
         return self
@@ -95,44 +73,82 @@ class RunWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- what is there ------------------------------------------------------------------------
+    def start_session(self, facts: dict[str, Any]) -> None:
+        """What the manifests of the parts to come say of this process, beside when it began."""
+        self._session = {"begun": datetime.now(UTC).isoformat(timespec="milliseconds")} | facts
+
+    # -- parts --------------------------------------------------------------------------------
 
     def finished_parts(self, kind: str) -> dict[str, int]:
-        """Names of the parts that are whole, of all shards, and how many contexts each has.
+        """Names of the parts that are whole, and how many contexts each has.
 
         Args:
             kind: ``responses`` or ``contexts``.
         """
         return {part["name"]: part["contexts"] for part in Run(self.path).parts(kind)}
 
-    @property
-    def sessions(self) -> list[dict[str, Any]]:
-        """When, on what machine and with what notes processes wrote this manifest."""
-        return self._manifest["sessions"]
+    def drop_damaged(self, kind: str, names: Collection[str]) -> list[str]:
+        """Have damaged ones of these parts count as not done.
 
-    def start_session(self, facts: dict[str, Any]) -> None:
-        """Note in the manifest that a process began to write, and on what machine."""
-        begun = {"begun": datetime.now(UTC).isoformat(timespec="seconds")}
-        self.sessions.append(begun | facts)
-        self._write_manifest()
+        Returns:
+            What is wrong with each, a line each.
+        """
+        problems = []
+        for part in Run(self.path).parts(kind):
+            name, problem = part["name"], None
+            if part["name"] in names:
+                problem = integrity.damage(self.path, part["files"], content=True)
+            if problem and self._lock(kind, name):
+                if part in Run(self.path).parts(kind):
+                    (self.path / layout.manifest_file(kind, name)).unlink()
+                    problems.append(f"part {name} of the {kind} is damaged: {problem}")
+                else:  # another process has just computed it again
+                    self._give_up(kind, name)
+        return problems
 
-    def note(self, name: str, value: Any) -> None:
-        """Add a fact, as it is now, to this session's entry in the manifest."""
-        self.sessions[-1][name] = copy.deepcopy(value)
-        self._write_manifest()
+    def claim(self, kind: str, name: str) -> bool:
+        """Lock a part that isn't done, to compute it; it is given up when it is added.
 
-    # -- parts --------------------------------------------------------------------------------
+        Returns:
+            Whether it is locked; else it is done, or another process computes it.
+        """
+        manifest = self.path / layout.manifest_file(kind, name)
+        if manifest.exists() or not self._lock(kind, name):
+            return False
+        if manifest.exists():  # another process has just done it
+            self._give_up(kind, name)
+            return False
+        return True
+
+    def _lock(self, kind: str, name: str) -> bool:
+        """Whether this process has the part's lock now."""
+        if (kind, name) not in self._locks:
+            file = self.path / layout.lock_file(kind, name)
+            file.parent.mkdir(exist_ok=True)
+            lock = FileLock(file)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                return False
+            self._locks[kind, name] = lock
+        return True
+
+    def _give_up(self, kind: str, name: str) -> None:
+        lock = self._locks.pop((kind, name))
+        Path(lock.lock_file).unlink(missing_ok=True)  # who waits for it finds that the part is done
+        lock.release()
 
     def add_responses(
         self, name: str, rows: list[dict[str, Any]], batch_rows: int | None = None
     ) -> None:
         """Write a part of responses; ``batch_rows`` as for :meth:`add_contexts`."""
+        self._refuse_unclaimed("responses", name)
         files = {}
         if rows:
             table = pa.Table.from_pylist(rows, schema=layout.RESPONSES)
             file = layout.responses_file(name)
             files[file] = self._write_table(file, table)
-        self._add("responses", name, len(rows), files, batch_rows)
+        self._add("responses", name, len(rows), files, {"batch_rows": batch_rows})
 
     def add_contexts(
         self,
@@ -142,6 +158,7 @@ class RunWriter:
         header_logits: "dict[str, Tensor] | None",
         residuals: "Tensor | None",
         batch_rows: int | None = None,
+        left_out: Sequence[str] = (),
     ) -> None:
         """Write a part of contexts; one without contexts has no files.
 
@@ -153,7 +170,9 @@ class RunWriter:
             residuals: ``[contexts, layers + 1, positions, d_model]``.
             batch_rows: most rows that were decoded together, where memory allowed fewer than were
                 asked for.
+            left_out: conversations of it whose written responses can't be used.
         """
+        self._refuse_unclaimed("contexts", name)
         files = {}
         if contexts.num_rows:
             ids = {"contexts": contexts["context_id"].to_pylist()}
@@ -172,7 +191,8 @@ class RunWriter:
                     file = layout.residuals_file(layer, name)
                     kept = {"residuals": residuals[:, layer].contiguous().cpu()}
                     files[file] = self._write_tensors(file, kept, names)
-        self._add("contexts", name, contexts.num_rows, files, batch_rows)
+        facts = {"batch_rows": batch_rows, "left_out": list(left_out)}
+        self._add("contexts", name, contexts.num_rows, files, facts)
 
     def finish(self) -> None:
         """Write the dataset card if the run is complete now, unless there is one."""
@@ -184,17 +204,22 @@ class RunWriter:
 
     # -- files --------------------------------------------------------------------------------
 
+    def _refuse_unclaimed(self, kind: str, name: str) -> None:
+        if not self.claim(kind, name):
+            raise RuntimeError(f"part {name} of the {kind} is done, or another process computes it")
+
     def _add(
-        self, kind: str, name: str, contexts: int, files: dict[str, Any], batch_rows: int | None
+        self, kind: str, name: str, contexts: int, files: dict[str, Any], facts: dict[str, Any]
     ) -> None:
         # Also the folders that hold these folders, which may be new.
         for folder in {self.path / parent for file in files for parent in Path(file).parents}:
             integrity.fsync_folder(folder)
-        part = {"kind": kind, "name": name, "contexts": contexts, "files": files}
-        if batch_rows is not None:
-            part["batch_rows"] = batch_rows
-        self._manifest["parts"].append(part)
-        self._write_manifest()
+        part = {"format": layout.FORMAT, "run": self._run, "kind": kind, "name": name}
+        part |= {"contexts": contexts, "files": files, "session": self._session}
+        part |= {fact: value for fact, value in facts.items() if value}
+        integrity.write_json(self.path / layout.manifest_file(kind, name), part)
+        integrity.fsync_folder(self.path)
+        self._give_up(kind, name)
 
     def _write_table(self, file: str, table: pa.Table) -> dict[str, Any]:
         return self._write(file, lambda path: pq.write_table(table, path, compression="zstd"))
@@ -213,28 +238,12 @@ class RunWriter:
     def _write(self, file: str, write: Callable[[Path], None]) -> dict[str, Any]:
         path = self.path / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = layout.scratch_file(path, self._shard)
+        scratch = path.with_name(f"{path.name}.tmp")
         write(scratch)
         integrity.fsync_file(scratch)
         facts = integrity.size_and_hash(scratch)
         os.replace(scratch, path)
         return facts
-
-    def _write_manifest(self) -> None:
-        integrity.write_json(self._file, self._manifest)
-
-    def _drop_damaged(self) -> list[str]:
-        whole, damaged = [], []
-        for part in self._manifest["parts"]:
-            problem = integrity.damage(self.path, part["files"], content=True)
-            if problem is None:
-                whole.append(part)
-            else:
-                damaged.append(f"part {part['name']} of the {part['kind']} is damaged: {problem}")
-        if damaged:
-            self._manifest["parts"] = whole
-            self._write_manifest()
-        return damaged
 
 
 def _save(tensors: "dict[str, Tensor]", path: Path, metadata: dict[str, str]) -> None:
