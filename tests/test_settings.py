@@ -27,8 +27,8 @@ def made(monkeypatch) -> list[tuple]:
     """What the job is asked for, in place of the job."""
     calls: list[tuple] = []
 
-    def make_run(settings, out, progress, *, shard, threads):
-        calls.append((settings, out, shard, threads))
+    def make_run(settings, out, progress, *, shard, crew):
+        calls.append((settings, out, shard, crew))
         return SimpleNamespace(complete=True)
 
     monkeypatch.setitem(sys.modules, "ia_mech.collect.job", SimpleNamespace(make_run=make_run))
@@ -60,9 +60,9 @@ def test_the_command_the_function_and_the_record_of_a_run_read_values_alike(made
     }
     assert main(shlex.split(words)) == 0
     ia_mech.sample(**given)
-    (first, out, shard, threads), second = made
-    assert second == (first, out, shard, threads)
-    assert out == first.folder() and (shard, threads) == ((1, 1), None)
+    (first, out, shard, crew), second = made
+    assert second == (first, out, shard, crew)
+    assert out == first.folder() and (shard, crew) == ((1, 1), (None, None))
     assert (first.limit, first.temperatures, first.header_logits) == (None, (0.5, 1.0, 1.3), "10")
     kept = json.loads(json.dumps(first.to_dict()))
     assert Settings.read(kept) == first
@@ -71,9 +71,10 @@ def test_the_command_the_function_and_the_record_of_a_run_read_values_alike(made
 
 
 def test_arguments_of_the_command_that_are_no_settings(made, tmp_path):
-    assert main(["--out", str(tmp_path / "a"), "--shard", "2/3", "--threads", "1"]) == 0
-    ia_mech.sample(tmp_path / "a", shard="2/3", threads=1, progress=Bar())
-    assert made == 2 * [(Settings(), tmp_path / "a", (2, 3), 1)]
+    words = ["--shard", "2/3", "--workers", "2", "--threads", "1"]
+    assert main(["--out", str(tmp_path / "a"), *words]) == 0
+    ia_mech.sample(tmp_path / "a", shard="2/3", workers=2, threads=1, progress=Bar())
+    assert made == 2 * [(Settings(), tmp_path / "a", (2, 3), (2, 1))]
 
 
 def test_none_is_the_default_and_some_defaults_depend_on_other_settings():
@@ -201,7 +202,7 @@ def test_the_help_fits_on_two_screens_and_names_every_flag(tmp_path):
     lines = done.stdout.splitlines()
     assert len(lines) <= 80 and max(map(len, lines)) <= 100
     flags = [flag for action in build_parser()._actions for flag in action.option_strings]
-    assert len(flags) == len(fields(Settings)) + 7
+    assert len(flags) == len(fields(Settings)) + 8
     for flag in flags:
         assert re.search(rf"^  .*(?<![\w-]){flag}(?![\w-])", done.stdout, re.MULTILINE), flag
     first = [re.search(r"--[\w-]+", line)[0] for line in lines if line.startswith("  --")][:6]
