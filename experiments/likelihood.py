@@ -466,7 +466,7 @@ def notes_of(runs: "Sequence[Run]", rows: pd.DataFrame) -> list[str]:
     written = [one.contexts for one in runs if one.settings["response"] == "generate"]
     if not written:
         return []
-    cut = pd.concat(written)["response_cut_off"].astype(bool)
+    cut = pd.concat(written)["response_unfinished"].astype(bool)
     return [
         f"{cut.sum()} of {len(cut)} sibling responses were cut off, and all are the model's "
         "own: a follow-up that fits any good response gains against them, too."

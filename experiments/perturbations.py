@@ -242,7 +242,7 @@ class Perturbations(Experiment):
         ways = how[run.contexts["perturbation"] == CONTRADICT].value_counts()
         counts = ", ".join(f"{way} {count}" for way, count in ways.items())
         self.notes.append(f"{CONTRADICT} was made by {counts} (metadata, how).")
-        if cut := int(self.base["response_cut_off"].sum()):
+        if cut := int(self.base["response_unfinished"].sum()):
             self.notes.append(f"{cut} of {len(self.base)} responses were cut off.")
         self.notes.append(
             f"{HEADER_ONLY} shows the model no conversation: all its greedy turns are one turn, "

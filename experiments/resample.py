@@ -59,7 +59,7 @@ def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
             reference=text_of(row["reference"]),
             answer=text_of(row["answer"]),
             metadata=json.loads(row["metadata"])
-            | {"response_cut_off": bool(row["response_cut_off"])},
+            | {"response_unfinished": bool(row["response_unfinished"])},
         )
         for row in contexts.to_dict("records")
     ]

@@ -31,7 +31,7 @@ class PreparedContext:
     at_turn: tuple[TokenwiseIntervention, ...] = ()  # each of its tokens
 
     @property
-    def response_cut_off(self) -> bool:
+    def response_unfinished(self) -> bool:
         """Whether the response reached its token limit: a different stimulus."""
         return self.written is not None and self.written["finish_reason"] == "length"
 
@@ -95,7 +95,7 @@ def context_row(
         "metadata": json.dumps(conversation.metadata, ensure_ascii=False),
         "response_policy": "generated" if written else "given",
         "response_finish_reason": finish,
-        "response_cut_off": context.response_cut_off,
+        "response_unfinished": context.response_unfinished,
         "text": context.chat.text,
         "token_ids": context.chat.ids,
         "context_tokens": len(context.chat.ids),
@@ -118,7 +118,7 @@ def generation_row(
     tempered = float(row.logprobs_tempered.sum(dtype=np.float64)) if temperature else None
     return {
         **_key_columns(context),
-        "response_cut_off": context.response_cut_off,
+        "response_unfinished": context.response_unfinished,
         "temperature": temperature,
         "sample": sample,
         "text": chat.text(row.token_ids.tolist()),

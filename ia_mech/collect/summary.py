@@ -95,7 +95,7 @@ def _table(title: str) -> Table:
 
 def _count_text(rows: pd.DataFrame) -> str:
     """How many there are, and how many of them follow a response that was cut off."""
-    cut_off = int(rows["response_cut_off"].sum())
+    cut_off = int(rows["response_unfinished"].sum())
     return f"{len(rows)} († {cut_off})" if cut_off else str(len(rows))
 
 
@@ -205,11 +205,11 @@ def print_run(run: Run) -> None:
         _print_line(
             f"note: the data lacks {written} of {len(run.contexts)} responses; the model wrote them"
         )
-    if cut := int(run.contexts["response_cut_off"].sum()):
+    if cut := int(run.contexts["response_unfinished"].sum()):
         _print_line(
             f"{cut} of {len(run.contexts)} responses were cut off at "
             f"{run.settings['max_response_tokens']} tokens: a cut-off response is a different "
-            "stimulus (column response_cut_off; † counts what follows one)."
+            "stimulus (column response_unfinished; † counts what follows one)."
         )
     turns = examples(run)
     heading = ("no user turn", "one user turn", "two user turns", "three user turns")[len(turns)]
@@ -218,7 +218,7 @@ def print_run(run: Run) -> None:
     for context, turn in turns:
         query, response = (message["content"] for message in context["messages"][-2:])
         temperature = f"T = {turn['temperature']:g}" if turn["temperature"] else "greedy"
-        flag = " † cut off" if context["response_cut_off"] else ""
+        flag = " † cut off" if context["response_unfinished"] else ""
         _print_line(f"  {one_line(context['context_id'], 40)} · {temperature}")
         _print_line(f"    query:     {one_line(query, 90)}")
         _print_line(f"    response:  {one_line(response, 90)}{flag}")

@@ -45,7 +45,7 @@ GENERATIONS = pa.schema(
         ("perturbation", pa.string()),
         ("order", pa.int64()),
         ("response_index", pa.int32()),
-        ("response_cut_off", pa.bool_()),
+        ("response_unfinished", pa.bool_()),
         ("temperature", pa.float64()),
         ("sample", pa.int32()),
         ("text", pa.string()),
@@ -63,7 +63,7 @@ GENERATIONS = pa.schema(
 
 # What names a turn: the columns of ``Run.turns``. NAMES are texts that many turns share.
 NAMES = ("context_id", "source_id", "dataset", "perturbation")
-PLACE = ("order", "response_index", "response_cut_off", "temperature", "sample")
+PLACE = ("order", "response_index", "response_unfinished", "temperature", "sample")
 UNPERTURBED = "none"  # the perturbation of a conversation as it is
 TURN_KEYS = ("order", "temperature", "sample")  # what generations are sorted by
 
@@ -84,7 +84,7 @@ def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
             ("metadata", pa.string()),
             ("response_policy", pa.string()),
             ("response_finish_reason", pa.string()),
-            ("response_cut_off", pa.bool_()),
+            ("response_unfinished", pa.bool_()),
             ("text", pa.string()),
             ("token_ids", pa.list_(pa.int32())),
             ("context_tokens", pa.int32()),

@@ -61,8 +61,8 @@ class Query:
 
     @property
     def complete(self) -> list[bool]:
-        """Of each response, whether it was not cut off."""
-        return (~self.contexts["response_cut_off"].astype(bool)).tolist()
+        """Of each response, whether it is finished."""
+        return (~self.contexts["response_unfinished"].astype(bool)).tolist()
 
 
 def queries_of(runs: Sequence[RunTables], kind: str = UNPERTURBED) -> list[Query]:
