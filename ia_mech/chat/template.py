@@ -4,6 +4,7 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Any
 
 from jinja2 import Template
 
@@ -12,7 +13,7 @@ from ia_mech.errors import UserError
 PINNED_DATE = "2026-01-01"  # for templates that print today's date; ids must not change at midnight
 MARK = "Qzxvjk"  # stands where a turn's text will be; in no template, changed by none
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 class ChatTemplate:

@@ -47,7 +47,11 @@ class Conversation:
         id: unique in its dataset.
         source_id: the original prompt, shared by every perturbation and response of it.
         messages: an optional system message, then user and assistant in turn; the last message is
-            the query, or the response to it. An empty response is a turn without text.
+            the response to the last user message, or what asks for it. ``content`` is text. An
+            assistant's message may have its thought as ``reasoning_content`` (text), and
+            ``tool_calls`` (a list of objects), which messages of the role ``tool`` answer (perhaps
+            with ``name`` and ``tool_call_id``) before the assistant goes on. An empty response is
+            a turn without text.
         reference: what the user really said next.
         answer: the gold answer to the query.
         metadata: anything else the data says; JSON values only.
@@ -55,6 +59,9 @@ class Conversation:
         header: which header is opened after the response, one of :data:`HEADERS`; see
             :func:`ia_mech.chat.headers.context_of`.
         response_index: which of several responses to the query this one is; None if there is one.
+        finish_reason: how a response written elsewhere ended, such as ``stop`` or ``length``; None
+            if the data doesn't say.
+        tools: the schemas of the tools that the assistant may call.
     """
 
     id: str
@@ -67,6 +74,8 @@ class Conversation:
     perturbation: str = UNPERTURBED
     header: str = USER_HEADER
     response_index: int | None = None
+    finish_reason: str | None = None
+    tools: tuple[dict, ...] = ()
 
     @property
     def query(self) -> str:
@@ -79,10 +88,19 @@ class Conversation:
         last = self.messages[-1]
         return last["content"] if last["role"] == "assistant" else None
 
-    def with_response(self, text: str) -> "Conversation":
+    @property
+    def thought(self) -> str | None:
+        """What the assistant thought before its response; None if it isn't known."""
+        last = self.messages[-1]
+        return last.get("reasoning_content") if last["role"] == "assistant" else None
+
+    def with_response(self, text: str, thought: str | None = None) -> "Conversation":
         """The same conversation with this response, in place of the one it has, if any."""
         kept = self.messages if self.response is None else self.messages[:-1]
-        return replace(self, messages=(*kept, {"role": "assistant", "content": text}))
+        said = {"role": "assistant", "content": text}
+        if thought is not None:
+            said["reasoning_content"] = thought
+        return replace(self, messages=(*kept, said), finish_reason=None)
 
     def with_response_index(self, index: int) -> "Conversation":
         """The same query with another response, yet to be given: number ``index`` of several."""
@@ -92,7 +110,7 @@ class Conversation:
         """A JSON object that :func:`open_conversations` reads back unchanged."""
         row = asdict(self) | {"messages": [dict(m) for m in self.messages]}
         usual = {"perturbation": UNPERTURBED, "header": USER_HEADER, "response_index": None}
-        for name, value in usual.items():
+        for name, value in (usual | {"finish_reason": None, "tools": ()}).items():
             if row[name] == value:  # most conversations say nothing of it
                 del row[name]
         return row

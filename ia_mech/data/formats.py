@@ -17,7 +17,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from datetime import date
-from typing import cast
+from typing import Any, cast
 
 from ia_mech.errors import UserError
 
@@ -43,7 +43,7 @@ _FOLLOWUP = ("reference", "follow_up", "followup")
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 _GSM8K_END = re.compile(r"\s*####\s*(-?[\d,.]*\d)\s*$")
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
