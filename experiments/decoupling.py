@@ -31,6 +31,7 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, holm_corrected
 from ia_mech.rates.compute import rates
 from ia_mech.results import label_of
+from ia_mech.run.queries import exchange
 from ia_mech.stats import group_difference
 
 if TYPE_CHECKING:
@@ -232,8 +233,8 @@ def verified_contexts(run: "Run") -> pd.DataFrame:
         name=run.model["name"],
         weights_hash=run.model["weights_hash"],
         source=frame["dataset"] + "\x1f" + frame["source_id"],
-        query=[turns[-2]["content"] for turns in messages],
-        response=[turns[-1]["content"] for turns in messages],
+        query=[exchange(turns)[0] for turns in messages],
+        response=[exchange(turns)[1] for turns in messages],
         # A system message may differ between models; the prompt may not.
         prompt=[
             "\x1f".join(turn["content"] for turn in turns[:-1] if turn["role"] != "system")
@@ -330,9 +331,9 @@ def notes_of(responses: pd.DataFrame) -> list[str]:
             )
     if unfinished := int(responses["unfinished"].sum()):
         notes.append(
-            f"{unfinished} of {len(responses)} responses are unfinished (cut off by the token limit, or "
-            "ended within their thought), which may be "
-            "why they are wrong, or right; what follows them is another stimulus, too. Hence the "
+            f"{unfinished} of {len(responses)} responses are unfinished (cut off by the limit, or "
+            "ended within their thought), which may be why they are wrong, or right; what follows "
+            "them is another stimulus, too. Hence the "
             "rows of complete responses."
         )
     return notes

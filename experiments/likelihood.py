@@ -25,6 +25,7 @@ from experiments.experiment import Conclusion, Experiment, Model, Unit
 from experiments.tables import sentence_of, tables_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets, by_dataset
+from ia_mech.run.queries import unfinished_text
 from ia_mech.stats import cluster_bootstrap
 
 if TYPE_CHECKING:
@@ -246,11 +247,13 @@ class Likelihood(Experiment):
 
         own = conversations_of(self.references)
         donors = Donors(own, self.chat.tokenizer, self.args.seed)
-        written: dict[str, list[str]] = {}
+        written: dict[str, dict[str, str | None]] = {}  # response → its thought
         for run in self.runs:
             frame = with_run(run, run.contexts)
             for source, messages in zip(frame["source"], frame["messages"], strict=True):
-                written.setdefault(source, []).append(messages[-1]["content"])
+                said = messages[-1]
+                siblings = written.setdefault(source, {})
+                siblings.setdefault(said["content"], said.get("reasoning_content"))
         units: list[FollowUp] = []
         refused: dict[str, str] = {}
         for row, (one, source) in enumerate(zip(own, self.references["source"], strict=True)):
@@ -269,7 +272,8 @@ class Likelihood(Experiment):
         self, one: "Conversation", control: str, refused: dict[str, str]
     ) -> list[tuple[str, tuple[int, ...], int]]:
         """The follow-up, another conversation's (if any), and the rivals, no two alike."""
-        opened, closing = self.chat.context(one.messages), self.chat.closing_id
+        chat = self.chat.with_tools(one.tools)
+        opened, closing = chat.context(one.messages), chat.closing_id
         end = () if closing is None else (closing,)
         texts = {REFERENCE: one.reference or "", CONTROL: control.strip()}
         texts |= {QUERY: one.query.strip(), RESPONSE: (one.response or "").strip()}
@@ -280,7 +284,7 @@ class Likelihood(Experiment):
                 continue
             known.add(text)
             try:
-                ids = self.chat.reference_ids(one.messages, opened, text)
+                ids = chat.reference_ids(one.messages, opened, text)
             except UserError as error:
                 refused[name] = error.problem
                 continue
@@ -290,7 +294,7 @@ class Likelihood(Experiment):
     def _contexts(
         self,
         one: "Conversation",
-        written: list[str],
+        written: dict[str, str | None],
         swapped: list[str],
         longest: int,
         refused: dict[str, str],
@@ -299,18 +303,19 @@ class Likelihood(Experiment):
         from experiments.changes import shuffle_sentences
         from ia_mech.engine.sampling import stream_key
 
-        own, limit = one.response or "", self.context_limit
+        own, limit, chat = one.response or "", self.context_limit, self.chat.with_tools(one.tools)
         rng = np.random.default_rng(list(stream_key(self.args.seed, one.id, ORDER_STREAM)))
         orders = dict.fromkeys(shuffle_sentences(own, rng) for _ in range(ORDERS))
-        places = [(SIBLINGS, text) for text in dict.fromkeys(written) if text != one.response]
+        places = [(SIBLINGS, text) for text in written if text != one.response]
         places += [(OTHERS, text) for text in swapped] + [(EMPTY, "")]
         places += [(SHUFFLED, text) for text in orders if text]  # one sentence has no order
         contexts: list[tuple[str | None, tuple[int, ...]]] = [
-            (None, tuple(self.chat.context(one.messages).ids))
+            (None, tuple(chat.context(one.messages).ids))
         ]
         for kind, text in places:
             try:
-                ids = self.chat.context(one.with_response(text).messages).ids
+                thought = written[text] if kind == SIBLINGS else None
+                ids = chat.context(one.with_response(text, thought).messages).ids
             except UserError as error:
                 refused[kind] = error.problem
                 continue
@@ -466,10 +471,11 @@ def notes_of(runs: "Sequence[Run]", rows: pd.DataFrame) -> list[str]:
     written = [one.contexts for one in runs if one.settings["response"] == "generate"]
     if not written:
         return []
-    cut = pd.concat(written)["response_unfinished"].astype(bool)
+    siblings = pd.concat(written)
+    unfinished = unfinished_text(siblings) or "No response is unfinished"
     return [
-        f"{cut.sum()} of {len(cut)} sibling responses were cut off, and all are the model's "
-        "own: a follow-up that fits any good response gains against them, too."
+        f"Siblings: {unfinished}, and all are the model's own: a follow-up that fits any good "
+        "response gains against them, too."
     ]
 
 

@@ -175,8 +175,8 @@ class TemperatureSweep(Experiment):
             self.notes.append(f"{missing} of {len(self.turns)} turns were not assessed.")
         if unfinished := int(self.turns["unfinished"].sum()):
             self.notes.append(
-                f"{unfinished} of {len(self.turns)} turns come after an unfinished response, another "
-                "stimulus: python -m ia_mech.rates --responses complete leaves them out."
+                f"{unfinished} of {len(self.turns)} turns come after an unfinished response, "
+                "another stimulus: python -m ia_mech.rates --responses complete leaves them out."
             )
 
     def rows(self) -> pd.DataFrame:

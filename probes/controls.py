@@ -123,7 +123,8 @@ def lengths(
 
     Args:
         prompt_tokens, response_tokens, context_tokens: ``[contexts]`` numbers of tokens.
-        unfinished: ``[contexts]`` whether the response ended at the limit of tokens, or within its thought.
+        unfinished: ``[contexts]`` whether the response ended at the limit of tokens, or within its
+            thought.
     """
     tokens = np.column_stack([prompt_tokens, response_tokens, context_tokens])
     logs = _standardised(np.log1p(tokens.astype(float)))  # a response may be empty

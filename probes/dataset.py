@@ -49,8 +49,8 @@ class ProbeSet:
             ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (a key that
             holds across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (all
             before the response), ``response_tokens`` (as the model read it), ``context_tokens``,
-            ``unfinished``, ``token_ids``, ``first_token`` (id of the response's first one, -1 if it is
-            empty), ``first_word`` (of the query), ``positives`` and ``trials``.
+            ``unfinished``, ``token_ids``, ``first_token`` (id of the response's first one, -1 if it
+            is empty), ``first_word`` (of the query), ``positives`` and ``trials``.
         positions: names of the positions that every context has, in storage order.
         has_ends: every run kept the states at :data:`ENDS`, and every context has both.
         notes: what a reader has to know of how all this was put together.

@@ -188,8 +188,8 @@ def test_where_all_are_alike_there_is_no_association_and_it_is_said(planted):
 
 @pytest.fixture(scope="module")
 def mixed(planted):
-    """Sums of which some are unfinished, instructions, and responses that the data brought along: the
-    gold answer says another thing of each of these than the column does."""
+    """Sums of which some are unfinished, instructions, and responses that the data brought along:
+    the gold answer says another thing of each of these than the column does."""
     unknown = {"instruction_id_list": ["no:such", "punctuation:no_comma"], "kwargs": [{}, {}]}
     orders = {"answer": None, "dataset": "orders", "genuine": {0.0: [1]}}
     given = {"dataset": "given", "policy": "given"}

@@ -77,7 +77,7 @@ def test_every_turn_is_shown_after_all_siblings():
 
 
 def test_siblings_worded_alike_count_once_and_unfinished_ones_apart():
-    """Of responses A B A B' A' C, where ' is unfinished: A has B and C, C has A and B, A' has B'."""
+    """Of responses A B A B' A' C, ' being unfinished: A has B and C, C has A and B, A' has B'."""
     texts, cut = "ABABAC", {3, 4}
     run = run_of({"a": 2}, 6, text=texts.__getitem__, unfinished=cut.__contains__)
     decoys = draw_decoys(run)

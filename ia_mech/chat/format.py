@@ -16,10 +16,14 @@ family. What a template can't express is a ``UserError``, and a position that it
 neither is guessed.
 """
 
-from collections.abc import Sequence
+import copy
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ia_mech.chat.template import MARK, PINNED_DATE, ChatTemplate, Message, message
+from ia_mech.chat.thoughts import KEYS, Response, Thoughts
 from ia_mech.errors import UserError
 
 # First tokens of many kinds: the header's ids must not depend on how the user turn begins.
@@ -53,14 +57,16 @@ class ChatFormat:
             template, which may insert one of its own.
         thinking: ``template`` renders the assistant turn as the template does once a user turn
             follows; ``keep`` renders it as the template does when it is last (for Qwen3: with its
-            thinking block, empty or not).
+            thought, or an empty block).
         date: ISO date given to templates that print today's.
         eos_ids: stop ids that the model's generation configuration lists.
         opening: words that every user turn is made to begin with. They end the context and are no
             part of the turn; what goes on from them begins with a space, or ends the turn.
+        options: variables that the template is always given, such as ``enable_thinking``.
 
     Attributes:
-        template: the tokenizer's chat template at this date.
+        template: the tokenizer's chat template at this date, with these options.
+        thoughts: what the template does with thoughts.
         header_text, header_ids: the user header.
         tail_text, tail_ids: all that stands between a response and the user turn.
         turn_end_id: the token that closes the assistant turn, or None.
@@ -71,7 +77,8 @@ class ChatFormat:
 
     Raises:
         UserError: no template, no user role, or a template in which the header can't be told; an
-            opening that merges with what stands beside it, or isn't kept by the template.
+            opening that merges with what stands beside it, or isn't kept by the template; an option
+            that it never reads; ``keep`` with a template that leaves all thoughts out.
     """
 
     def __init__(
@@ -82,12 +89,14 @@ class ChatFormat:
         date: str = PINNED_DATE,
         eos_ids: Sequence[int] = (),
         opening: str | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.system = system
         self.thinking = thinking
         self.date = date
         self.opening = opening
+        self.options = dict(options or {})
         self.opening_ids: list[int] = []
         # Tokens that text can't be cut into by accident. Some families (DeepSeek) don't flag their
         # role markers as special; some tokenizers add runs of spaces, which mark nothing.
@@ -95,8 +104,9 @@ class ChatFormat:
             i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
         } | set(tokenizer.all_special_ids)
         try:
-            self.template = ChatTemplate(tokenizer, date)
+            self.template = ChatTemplate(tokenizer, date, options)
             self._derive(eos_ids)
+            self._derive_thoughts()
             if opening is not None:
                 self._derive_opening(opening)
         except UserError as error:
@@ -218,6 +228,15 @@ class ChatFormat:
         turning = {*self.tail_ids, *self.stop_ids, *self.response_stop_ids} & self._marks
         self._structure = special | turning
 
+    def _derive_thoughts(self) -> None:
+        self.thoughts = Thoughts(self.template, self._marks)
+        self._shows_thoughts = self.thoughts.shown(followed=self.thinking == "template")
+        if self.thinking == "keep" and self.thoughts.marks and not self._shows_thoughts:
+            raise UserError(
+                "--thinking keep: the chat template leaves out what a response's thought was",
+                "use --thinking template",
+            )
+
     def _derive_opening(self, opening: str) -> None:
         self._refuse_marks("user", opening)
         dialogue = [message("user", "What is it?"), message("assistant", "It is blue.")]
@@ -258,7 +277,7 @@ class ChatFormat:
         last = len(turns) - 1
         dialogue = [*turns, message("user", MARK)] if self.thinking == "template" else turns
         response = self.template.span(dialogue, last)
-        query = self.template.span(dialogue, last - 1)
+        query = self.template.span(dialogue, _last_query(turns))
         text = self.template.render(dialogue)[: response[1]] + self.tail_text
         if self.thinking == "template":
             whole = self.template.render(dialogue)
@@ -275,7 +294,8 @@ class ChatFormat:
             )
         positions = dict.fromkeys(self.position_names)
         query_tokens = _tokens_within(offsets, *query)
-        response_tokens = _tokens_within(offsets, *response)
+        begin = self._response_begin(turns, text, response[0])
+        response_tokens = _tokens_within(offsets, begin, response[1])
         positions["query_end"] = query_tokens[-1] if query_tokens else None
         positions["response_end"] = response_tokens[-1] if response_tokens else None
         tail = len(ids) - len(self.tail_ids)
@@ -291,6 +311,19 @@ class ChatFormat:
             text, ids = f"{text}{self._lead}{self.opening}", [*ids, *self.opening_ids]
             self._refuse_merged(f"{text} {MARK}", ids)
         return ChatContext(text, ids, positions, query_tokens, response_tokens)
+
+    def _response_begin(self, turns: Sequence[Message], text: str, content: int) -> int:
+        """The character with which a response begins: with its thought, if the context shows it."""
+        if not self._shows_thoughts or not any(turns[-1].get(key) for key in KEYS):
+            return content
+        opened = self.thoughts.header(self.template.render(turns[:-1], add_generation_prompt=True))
+        return len(opened) if text.startswith(opened) else content
+
+    def with_tools(self, tools: Sequence[dict]) -> "ChatFormat":
+        """The format of conversations whose assistant may call these tools."""
+        found = copy.copy(self)
+        found.template = self.template.with_tools(tools)
+        return found
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation that ends with a query, with the assistant's turn opened.
@@ -356,32 +389,26 @@ class ChatFormat:
         text = self.template.decode(_without_stop(ids, self.stop_ids))
         return text.removeprefix(self._lead) if self.opening is None else text.lstrip()
 
-    def response_text(self, ids: Sequence[int]) -> str:
-        """What a sampled response says, as the content of an assistant turn.
+    def parse_response(self, ids: Sequence[int], prompt_ids: Sequence[int]) -> Response:
+        """What a sampled response says, as the content of an assistant turn, and what it thought.
 
         Left out are the marks that the template writes before content by itself (harmony's final
-        channel, with the analysis before it), and all from the first other mark of turns on: a
-        response that never reached its final channel says nothing.
+        channel), and all from the first other mark of turns on.
         """
-        text = self.template.decode(_without_stop(ids, self.response_stop_ids))
-        query = [message("user", "What is it?")]
-        opened = self.template.render(query, add_generation_prompt=True)
-        before, _ = self.template.around([*query, message("assistant", MARK)], 1)
-        mark = before.removeprefix(opened).strip() if before.startswith(opened) else ""
-        # Only special tokens tell a mark inside a text; words or white space may be the response's.
-        if self._marks.intersection(self.template.encode(mark)[0]):
-            text = text.rpartition(mark)[2]
-        else:
-            text = text.strip().removeprefix(mark)
-        for i in self._structure:
-            text = text.partition(self.template.token(i))[0]
-        return text.strip()
+        text = _without_stop(ids, self.response_stop_ids)
+        return self.thoughts.parse(
+            self.template.decode(text),
+            self.template.decode(ids[len(text) :]),
+            self.template.decode(prompt_ids),
+            [self.template.token(i) for i in self._structure],
+        )
 
     def describe(self) -> dict:
         """What ``run.json`` records of the chat format."""
         decode = self.template.token
         return {
             "template_hash": self.template.hash,
+            "options": self.options,
             "system": self.system,
             "thinking": self.thinking,
             "date": self.date,
@@ -401,12 +428,23 @@ class ChatFormat:
 
     def _turns(self, messages: Sequence[Message]) -> list[Message]:
         """The messages as the template gets them, with the system message and free of marks."""
-        messages = [message(m["role"], m["content"]) for m in messages]
+        messages = self.thoughts.told_apart(messages)
         if self.system is not None and messages[0]["role"] != "system":
             messages.insert(0, message("system", self.system))
         for turn in messages:
-            self._refuse_marks(**turn)
-        return messages
+            calls = json.dumps(turn.get("tool_calls") or "", ensure_ascii=False)
+            for text in (turn["content"], turn.get(KEYS[0]) or "", calls):
+                self._refuse_marks(turn["role"], text)
+        if (
+            self.thinking == "keep"
+            and not self._shows_thoughts
+            and any(turn.get(KEYS[0]) for turn in messages)
+        ):
+            raise UserError(
+                "--thinking keep: the chat template has no place for a thought",
+                "use --thinking template, or leave out conversations with one",
+            )
+        return [self.thoughts.given(turn) for turn in messages]
 
     def _refuse_marks(self, role: str, content: str) -> None:
         """Raise if a text, tokenized, would end its turn or open another one."""
@@ -428,6 +466,10 @@ class ChatFormat:
 def _without_stop(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
     ids = list(ids)
     return ids[:-1] if ids and ids[-1] in stop_ids else ids
+
+
+def _last_query(turns: Sequence[Message]) -> int:
+    return max(i for i, turn in enumerate(turns) if turn["role"] == "user")
 
 
 def _tokens_within(offsets: Sequence[tuple[int, int]], start: int, end: int) -> range:

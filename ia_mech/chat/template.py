@@ -1,33 +1,42 @@
 """A chat template as a function of messages: rendering, and where a message's text stands in it."""
 
+import copy
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import Template
+from jinja2 import Environment, Template, meta
 
 from ia_mech.errors import UserError
 
 PINNED_DATE = "2026-01-01"  # for templates that print today's date; ids must not change at midnight
 MARK = "Qzxvjk"  # stands where a turn's text will be; in no template, changed by none
+GIVEN = ("messages", "tools", "add_generation_prompt")  # variables that are no options
+DATES = ("strftime_now", "date_string", "current_date", "today")
 
 Message = dict[str, Any]
 
 
 class ChatTemplate:
-    """A tokenizer's chat template at a fixed date.
+    """A tokenizer's chat template at a fixed date, with fixed options.
 
     Args:
         tokenizer: a fast tokenizer (offsets into the text are needed) with a chat template.
         date: ISO date given to templates that print today's.
+        options: variables that every rendering is given, such as ``enable_thinking``.
+
+    Attributes:
+        source: the template.
 
     Raises:
-        UserError: no template, or no offsets.
+        UserError: no template, no offsets, or an option that the template never reads.
     """
 
-    def __init__(self, tokenizer, date: str = PINNED_DATE) -> None:
+    def __init__(
+        self, tokenizer, date: str = PINNED_DATE, options: Mapping[str, Any] | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         template = getattr(tokenizer, "chat_template", None)
         if not template:
@@ -39,18 +48,20 @@ class ChatTemplate:
                 "the tokenizer gives no character offsets", "use the model's fast tokenizer"
             )
         try:  # of several named templates this picks the default one
-            self._source = tokenizer.get_chat_template()
+            self.source: str = tokenizer.get_chat_template()
         except ValueError as error:
             raise UserError(
                 f"the tokenizer names none of its chat templates ({', '.join(template)}) default",
                 "set tokenizer.chat_template to the one that chat uses",
             ) from error
-        self._date = date
+        self._date, self._given = date, {"tools": None, "documents": None, **(options or {})}
+        for name in options or {}:
+            self._refuse_option(name)
 
     @property
     def hash(self) -> str:
         """SHA-256 of the chat template, 16 hex digits."""
-        return hashlib.sha256(self._source.encode()).hexdigest()[:16]
+        return hashlib.sha256(self.source.encode()).hexdigest()[:16]
 
     def render(self, messages: Sequence[Message], **options) -> str:
         """The dialogue as text, as ``apply_chat_template`` renders it; options as its keywords.
@@ -58,10 +69,10 @@ class ChatTemplate:
         Raises:
             UserError: the template refuses these messages.
         """
-        given = {"tools": None, "documents": None, "add_generation_prompt": False}
-        given |= self.tokenizer.special_tokens_map | options
+        given = {"add_generation_prompt": False, **self.tokenizer.special_tokens_map}
+        given |= self._given | options
         try:
-            return _compiled(self._source, self._date).render(messages=list(messages), **given)
+            return _compiled(self.source, self._date).render(messages=list(messages), **given)
         except Exception as error:  # templates raise whatever their authors chose
             raise UserError(
                 f"the chat template refuses the roles {'/'.join(m['role'] for m in messages)} "
@@ -69,10 +80,30 @@ class ChatTemplate:
                 "use conversations, or a model, whose template allows them",
             ) from error
 
+    def with_tools(self, tools: Sequence[dict]) -> "ChatTemplate":
+        """The template of conversations whose assistant may call these tools."""
+        if not tools:
+            return self
+        found = copy.copy(self)
+        found._given = self._given | {"tools": list(tools)}
+        return found
+
+    def _refuse_option(self, name: str) -> None:
+        if name in (*GIVEN, *DATES):
+            remedy = "--date is for dates" if name in DATES else "the conversations decide it"
+            raise UserError(f"--template-option {name}: it is no option", remedy)
+        # Also what the template may set itself before it reads it: that is known when it runs.
+        read = meta.find_undeclared_variables(_environment().parse(self.source)) - {*GIVEN, *DATES}
+        if name not in read:
+            raise UserError(
+                f"--template-option {name}: the chat template reads no such variable",
+                f"give one of {', '.join(sorted(read))}" if read else "leave it out",
+            )
+
     def around(self, messages: Sequence[Message], index: int) -> tuple[str, str]:
         """What the template renders before and after the content of message ``index``."""
         marked = [*messages]
-        marked[index] = message(messages[index]["role"], MARK + MARK)
+        marked[index] = messages[index] | {"content": MARK + MARK}
         text = self.render(marked)
         if text.count(MARK + MARK) != 1:
             raise UserError(
@@ -86,11 +117,6 @@ class ChatTemplate:
         """Where the content of message ``index`` stands in the rendered dialogue (characters)."""
         text = self.render(messages)
         before, after = self.around(messages, index)
-        if messages[index]["role"] == "assistant" and not text.startswith(before):
-            # Thinking of its own, rendered where an answer without any gets an empty block, is
-            # part of the response: all that stands after what asks for one.
-            opened = self.render(messages[:index], add_generation_prompt=True)
-            before = opened if before.startswith(opened) else before
         if (
             len(before) + len(after) > len(text)
             or not text.startswith(before)
@@ -121,12 +147,15 @@ class ChatTemplate:
 @functools.lru_cache
 def _compiled(source: str, date: str) -> Template:
     """A template as ``apply_chat_template`` compiles it, but for the date that it is given."""
+    pinned = datetime.fromisoformat(date).strftime
+    return _environment().from_string(source, {"strftime_now": lambda form: pinned(form)})
+
+
+def _environment() -> Environment:
     # Not public, and the only way to the sandbox in which transformers renders.
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    pinned = datetime.fromisoformat(date).strftime
-    environment = _compile_jinja_template("").environment
-    return environment.from_string(source, {"strftime_now": lambda form: pinned(form)})
+    return _compile_jinja_template("").environment
 
 
 def message(role: str, content: str) -> Message:

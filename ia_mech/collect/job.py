@@ -309,7 +309,10 @@ class _Job:
     def _respond_together(self, work: PhaseProgress, orders: Sequence[int]) -> list[dict]:
         settings, model = self.settings, self.subject.model
         conversations = [self.survey.conversations[order] for order in orders]
-        ids = [tuple(self.chat.prompt(without_response(one))) for one in conversations]
+        ids = [
+            tuple(self.chat.with_tools(one.tools).prompt(without_response(one)))
+            for one in conversations
+        ]
         prompts = list(dict.fromkeys(ids))
         groups, order = prefill_all(model, [Prefix(one) for one in prompts], None, work.prefilled)
         number = {prompts[i]: at for at, i in enumerate(order)}
@@ -331,15 +334,20 @@ class _Job:
             on_step=work.decoded,
         )
         return [
-            {
-                "order": order,
-                "response": self.chat.response_text(row.token_ids.tolist()),
-                "finish_reason": row.finish_reason,
-                # Without the turn-end, as the tokens of a given response are counted.
-                "tokens": len(row.token_ids) - (row.finish_reason == "turn_end"),
-            }
-            for order, row in zip(orders, decoded, strict=True)
+            self._response_row(order, row, prompt)
+            for order, row, prompt in zip(orders, decoded, ids, strict=True)
         ]
+
+    def _response_row(self, order: int, row: Decoded, prompt: Sequence[int]) -> dict:
+        said = self.chat.parse_response(row.token_ids.tolist(), prompt)
+        return {
+            "order": order,
+            "response": said.text,
+            "thought": said.thought,
+            "finish_reason": "thought" if said.within_thought else row.finish_reason,
+            # Without the turn-end, as the tokens of a given response are counted.
+            "tokens": len(row.token_ids) - (row.finish_reason == "turn_end"),
+        }
 
     # -- contexts -------------------------------------------------------------------------------
 
@@ -371,7 +379,8 @@ class _Job:
         if written is not None:
             messages = tuple(without_response(conversation))
             conversation = replace(conversation, messages=messages)
-            conversation = conversation.with_response(written["response"])
+            thought = written["thought"] if isinstance(written["thought"], str) else None
+            conversation = conversation.with_response(written["response"], thought)
         try:
             context, turn = context_and_reference(self.chat, conversation)
             steered = vector.at_context(context.positions) if vector else ()

@@ -179,6 +179,7 @@ def survey(
     surveyed = Survey({}, [], [], {}, 0, [])
     ids: set[str] = set()  # in the dataset
     for conversation in _alternatives(inputs.source, settings):
+        conversation = _told_apart(conversation, chat)
         try:
             length, prompt = _lengths(conversation, settings, chat, inputs, model_config)
         except UserError as error:
@@ -232,6 +233,16 @@ def _alternatives(source: Iterable[Conversation], settings: Settings) -> Iterato
             yield conversation
 
 
+def _told_apart(conversation: Conversation, chat: ChatFormat) -> Conversation:
+    """The conversation, what its responses say without the thoughts that they hold."""
+    ended = conversation.finish_reason
+    if conversation.response and conversation.thought is None:
+        within = chat.thoughts.of_text(conversation.response).within_thought
+        ended = "thought" if within else ended
+    messages = tuple(chat.thoughts.told_apart(conversation.messages))
+    return replace(conversation, messages=messages, finish_reason=ended)
+
+
 def _lengths(
     conversation: Conversation,
     settings: Settings,
@@ -245,7 +256,7 @@ def _lengths(
     if needs_response(settings, conversation):
         # A stand-in for the response, so that everything around it is checked now.
         messages = [*without_response(conversation), {"role": "assistant", "content": "Yes."}]
-        prompt = len(chat.prompt(messages[:-1]))
+        prompt = len(chat.with_tools(conversation.tools).prompt(messages[:-1]))
         extra = settings.max_response_tokens
     elif conversation.response is None:
         raise UserError(

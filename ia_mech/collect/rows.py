@@ -31,9 +31,16 @@ class PreparedContext:
     at_turn: tuple[TokenwiseIntervention, ...] = ()  # each of its tokens
 
     @property
+    def finish_reason(self) -> str:
+        """How the response ended; ``given`` where the data brought it and doesn't say."""
+        if self.written is not None:
+            return self.written["finish_reason"]
+        return self.conversation.finish_reason or "given"
+
+    @property
     def response_unfinished(self) -> bool:
-        """Whether the response reached its token limit: a different stimulus."""
-        return self.written is not None and self.written["finish_reason"] == "length"
+        """Whether the response was cut off, or ended within its thought: a different stimulus."""
+        return self.finish_reason in layout.UNFINISHED
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,6 @@ def context_row(
 ) -> dict:
     """One row of ``contexts/``."""
     conversation, written = context.conversation, context.written
-    finish = written["finish_reason"] if written else "given"
     reference, ids = conversation.reference or "", context.reference_ids
     scores = {}
     if result.scored is not None and ids is not None:
@@ -89,12 +95,14 @@ def context_row(
     given = chat.tokenizer(conversation.response, add_special_tokens=False)["input_ids"]
     return {
         **_key_columns(context),
-        "messages": list(conversation.messages),
+        "messages": [layout.message_columns(message) for message in conversation.messages],
+        "tools": json.dumps(conversation.tools, ensure_ascii=False) if conversation.tools else None,
         "reference": conversation.reference,
         "answer": conversation.answer,
         "metadata": json.dumps(conversation.metadata, ensure_ascii=False),
         "response_policy": "generated" if written else "given",
-        "response_finish_reason": finish,
+        "response_thought": conversation.thought,
+        "response_finish_reason": context.finish_reason,
         "response_unfinished": context.response_unfinished,
         "text": context.chat.text,
         "token_ids": context.chat.ids,

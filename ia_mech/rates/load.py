@@ -77,11 +77,11 @@ class JudgedTurns:
         annotator: whose labels are in ``truth``; None without any.
         runs: the runs, in the given order.
         notes: what a reader has to know of how they were put together.
-        responses: after which responses the turns come: ``all``, ``complete`` or ``unfinished`` ones.
+        responses: after which responses the turns come: ``all``, ``complete``, ``unfinished``.
         decoys: one row per decoy (:mod:`ia_mech.judge.decoys`): of its turn ``run``, ``model``,
             ``weights_hash``, ``dataset``, ``perturbation``, ``temperature``, ``source`` and
-            ``unfinished`` as in ``turns``; ``decoy``, its kind; ``shown_source``, that of the context
-            shown; and of ``genuine`` and ``grounded`` the verdict on the decoy and, as
+            ``unfinished`` as in ``turns``; ``decoy``, its kind; ``shown_source``, that of the
+            context shown; and of ``genuine`` and ``grounded`` the verdict on the decoy and, as
             ``own_genuine`` and ``own_grounded``, on the same turn after what it followed.
     """
 

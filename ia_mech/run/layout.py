@@ -12,26 +12,31 @@
     residuals/layer_00/00000.safetensors  one file per layer and part
 """
 
+import json
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
 from ia_mech.errors import UserError
 
-FORMAT = 3
+FORMAT = 4
 RUN, CARD = "run.json", "README.md"
 KINDS = ("responses", "contexts")  # of parts
 TENSORS = ("residuals", "header_logits")  # folders that a copy of a run may be without
 METADATA = "names"  # key of the metadata of tensors: JSON, ``contexts`` and ``positions``
 
-_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+# ``tool_calls`` is JSON. What a message lacks is null, and left out where messages are read.
+MESSAGE = ("role", "content", "reasoning_content", "tool_calls", "name", "tool_call_id")
+_MESSAGES = pa.list_(pa.struct([(name, pa.string()) for name in MESSAGE]))
 
 RESPONSES = pa.schema(
     [
         ("order", pa.int64()),
         ("response", pa.string()),
+        ("thought", pa.string()),
         ("finish_reason", pa.string()),
         ("tokens", pa.int32()),
     ]
@@ -64,8 +69,24 @@ GENERATIONS = pa.schema(
 # What names a turn: the columns of ``Run.turns``. NAMES are texts that many turns share.
 NAMES = ("context_id", "source_id", "dataset", "perturbation")
 PLACE = ("order", "response_index", "response_unfinished", "temperature", "sample")
+UNFINISHED = ("length", "thought")  # how a response ended that isn't finished
 UNPERTURBED = "none"  # the perturbation of a conversation as it is
 TURN_KEYS = ("order", "temperature", "sample")  # what generations are sorted by
+
+
+def message_columns(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as ``messages`` stores it."""
+    calls = message.get("tool_calls")
+    kept = {name: message.get(name) for name in MESSAGE}
+    return kept | {"tool_calls": json.dumps(calls, ensure_ascii=False) if calls else None}
+
+
+def message_of(columns: dict[str, Any]) -> dict[str, Any]:
+    """A message as it was before it was stored."""
+    found = {name: value for name, value in columns.items() if value is not None}
+    if "tool_calls" in found:
+        found["tool_calls"] = json.loads(found["tool_calls"])
+    return found
 
 
 def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
@@ -79,10 +100,12 @@ def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
             ("order", pa.int64()),
             ("response_index", pa.int32()),
             ("messages", _MESSAGES),
+            ("tools", pa.string()),
             ("reference", pa.string()),
             ("answer", pa.string()),
             ("metadata", pa.string()),
             ("response_policy", pa.string()),
+            ("response_thought", pa.string()),
             ("response_finish_reason", pa.string()),
             ("response_unfinished", pa.bool_()),
             ("text", pa.string()),
