@@ -76,13 +76,18 @@ class Thoughts:
 
     def __init__(self, template: ChatTemplate, added: Collection[int]) -> None:
         self._template = template
-        self._opened = template.render([_QUERY], add_generation_prompt=True)
+        self._opened = self._asked = template.render([_QUERY], add_generation_prompt=True)
         shown = [key for key in KEYS if self._shows({key: _THOUGHT})]
         named = [marks for marks in NAMED if marks.closing in template.source]
-        self.marks = named[0] if named else self._written_marks(shown[0]) if shown else None
+        written = self._written_marks(shown[0]) if shown else None
+        self.marks = named[0] if named else written
+        self._asked = self.header(self._opened)
+        self.content_mark = self._before_content()
+        if self.marks is not None:
+            mark = self.of_text(self.content_mark).text
+            closing = written.closing if written else ""
+            self.content_mark = mark or closing.partition(self.marks.closing)[2].strip()
         self.key = shown[0] if shown else self._other_key()
-        mark = self._before_content()
-        self.content_mark = self.of_text(mark).text if self.marks else mark
         # Only such a token tells a mark inside a text; words may be the response's own.
         self._is_told = bool(set(added).intersection(template.encode(self.content_mark)[0]))
         if self.marks is not None:
@@ -119,7 +124,7 @@ class Thoughts:
     def header(self, opened: str) -> str:
         """What asks for a response, without the marks with which it opens a thought, or an empty
         one."""
-        if self.marks is None or self._is_told:
+        if self.marks not in NAMED:
             return opened
         end = opened.rstrip()
         bare = end.removesuffix(self.marks.closing).rstrip().removesuffix(self.marks.opening)
@@ -145,7 +150,7 @@ class Thoughts:
     def _before_content(self, **said: str) -> str:
         """What a last response's content stands after, from the assistant's header on."""
         before = self._rendered([_QUERY, message("assistant", MARK) | said]).partition(MARK)[0]
-        return before.removeprefix(self._opened).strip() if before.startswith(self._opened) else ""
+        return before.removeprefix(self._asked).strip() if before.startswith(self._asked) else ""
 
     def _written_marks(self, key: str) -> Marks | None:
         """The marks that the template writes around the thought of a last response."""
@@ -158,7 +163,11 @@ class Thoughts:
             return None
         plain = self._rendered([_QUERY, message("assistant", MARK)])
         writes = self.marks.closing in plain.rpartition(_QUERY[CONTENT])[2]  # around no thought
-        if not writes and self._shows({CONTENT: self._joined(_THOUGHT, MARK)}):
+        if (
+            not writes
+            and not self.content_mark
+            and self._shows({CONTENT: self._joined(_THOUGHT, MARK)})
+        ):
             return CONTENT
         source = self._template.source
         return next((key for key in KEYS[:2] if re.search(rf"[.'\"]{key}\b", source)), None)
@@ -228,20 +237,22 @@ class Thoughts:
 
     def _by_marks(self, text: str, prompt: str, structure: Collection[str]) -> Response:
         if self._is_told:
-            return self._channels(text, structure)
+            return self._channels(text, prompt, structure)
         marks = "" if self.marks is None else self.marks.opening + self.marks.closing
         others = [token for token in structure if token not in marks]
         found = self.of_text(_until(text, others).strip(), prompt)
         return replace(found, text=found.text.removeprefix(self.content_mark))
 
-    def _channels(self, text: str, structure: Collection[str]) -> Response:
+    def _channels(self, text: str, prompt: str, structure: Collection[str]) -> Response:
         """A response whose content has a mark of its own, after those of thoughts and others."""
         before, found, said = text.partition(self.content_mark)
-        opening = self.marks.opening if self.marks else ""
+        opening, closing = (self.marks.opening, self.marks.closing) if self.marks else ("", "")
+        if opening and prompt.rstrip().endswith(opening):
+            before = opening + before
         if not opening or opening not in before:
             return Response(said if found else text)
-        thoughts = [_until(part, structure).strip() for part in before.split(opening)[1:]]
-        return Response(said, "\n".join(thoughts), not found)
+        thoughts = [_until(part, (closing, *structure)) for part in before.split(opening)[1:]]
+        return Response(said, "\n".join(map(str.strip, thoughts)), not found)
 
 
 def _as_message(response: Response) -> dict[str, str]:
