@@ -50,7 +50,8 @@ class Conversation:
             the response to the last user message, or what asks for it. ``content`` is text. An
             assistant's message may have its thought as ``reasoning_content`` (text), and
             ``tool_calls`` (a list of objects), which messages of the role ``tool`` answer (perhaps
-            with ``name`` and ``tool_call_id``) before the assistant goes on. An empty response is
+            with ``name`` and ``tool_call_id``) before the assistant goes on. The first message may
+            have ``tools``, the schemas of those that the assistant may call. An empty response is
             a turn without text.
         reference: what the user really said next.
         answer: the gold answer to the query.
@@ -61,7 +62,6 @@ class Conversation:
         response_index: which of several responses to the query this one is; None if there is one.
         finish_reason: how a response written elsewhere ended, such as ``stop`` or ``length``; None
             if the data doesn't say.
-        tools: the schemas of the tools that the assistant may call.
     """
 
     id: str
@@ -75,7 +75,6 @@ class Conversation:
     header: str = USER_HEADER
     response_index: int | None = None
     finish_reason: str | None = None
-    tools: tuple[dict, ...] = ()
 
     @property
     def query(self) -> str:
@@ -94,6 +93,11 @@ class Conversation:
         last = self.messages[-1]
         return last.get("reasoning_content") if last["role"] == "assistant" else None
 
+    @property
+    def tools(self) -> list[dict]:
+        """The schemas of the tools that the assistant may call."""
+        return self.messages[0].get("tools", [])
+
     def with_response(self, text: str, thought: str | None = None) -> "Conversation":
         """The same conversation with this response, in place of the one it has, if any."""
         kept = self.messages if self.response is None else self.messages[:-1]
@@ -109,8 +113,9 @@ class Conversation:
     def to_dict(self) -> dict:
         """A JSON object that :func:`open_conversations` reads back unchanged."""
         row = asdict(self) | {"messages": [dict(m) for m in self.messages]}
-        usual = {"perturbation": UNPERTURBED, "header": USER_HEADER, "response_index": None}
-        for name, value in (usual | {"finish_reason": None, "tools": ()}).items():
+        usual = {"perturbation": UNPERTURBED, "header": USER_HEADER}
+        usual |= {"response_index": None, "finish_reason": None}
+        for name, value in usual.items():
             if row[name] == value:  # most conversations say nothing of it
                 del row[name]
         return row
