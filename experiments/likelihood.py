@@ -272,8 +272,7 @@ class Likelihood(Experiment):
         self, one: "Conversation", control: str, refused: dict[str, str]
     ) -> list[tuple[str, tuple[int, ...], int]]:
         """The follow-up, another conversation's (if any), and the rivals, no two alike."""
-        chat = self.chat.with_tools(one.tools)
-        opened, closing = chat.context(one.messages), chat.closing_id
+        opened, closing = self.chat.context(one.messages), self.chat.closing_id
         end = () if closing is None else (closing,)
         texts = {REFERENCE: one.reference or "", CONTROL: control.strip()}
         texts |= {QUERY: one.query.strip(), RESPONSE: (one.response or "").strip()}
@@ -284,7 +283,7 @@ class Likelihood(Experiment):
                 continue
             known.add(text)
             try:
-                ids = chat.reference_ids(one.messages, opened, text)
+                ids = self.chat.reference_ids(one.messages, opened, text)
             except UserError as error:
                 refused[name] = error.problem
                 continue
@@ -303,19 +302,19 @@ class Likelihood(Experiment):
         from experiments.changes import shuffle_sentences
         from ia_mech.engine.sampling import stream_key
 
-        own, limit, chat = one.response or "", self.context_limit, self.chat.with_tools(one.tools)
+        own, limit = one.response or "", self.context_limit
         rng = np.random.default_rng(list(stream_key(self.args.seed, one.id, ORDER_STREAM)))
         orders = dict.fromkeys(shuffle_sentences(own, rng) for _ in range(ORDERS))
         places = [(SIBLINGS, text) for text in written if text != one.response]
         places += [(OTHERS, text) for text in swapped] + [(EMPTY, "")]
         places += [(SHUFFLED, text) for text in orders if text]  # one sentence has no order
         contexts: list[tuple[str | None, tuple[int, ...]]] = [
-            (None, tuple(chat.context(one.messages).ids))
+            (None, tuple(self.chat.context(one.messages).ids))
         ]
         for kind, text in places:
             try:
                 thought = written[text] if kind == SIBLINGS else None
-                ids = chat.context(one.with_response(text, thought).messages).ids
+                ids = self.chat.context(one.with_response(text, thought).messages).ids
             except UserError as error:
                 refused[kind] = error.problem
                 continue

@@ -72,7 +72,6 @@ from ia_mech.estimates import (
     paired_row,
 )
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits, bits_by_query
-from ia_mech.run.queries import Query
 from ia_mech.stats import cluster_bootstrap, cluster_mean
 
 if TYPE_CHECKING:
@@ -382,7 +381,7 @@ class Locate(Experiment):
             texts = query.responses
             distinct = [k for k, text in enumerate(texts) if texts.index(text) == k]
             chosen = distinct[:RESPONSES]
-            placed = [self._placed(query, k) for k in chosen]
+            placed = [self._placed(query.dialogues[k]) for k in chosen]
             whole = len(chosen) == RESPONSES and all(each is not None for each in placed)
             if not whole or not set(chosen) <= set(query.turns["followed"]):
                 few += 1
@@ -414,10 +413,10 @@ class Locate(Experiment):
                 "with a turn after each, and are left out."
             )
 
-    def _placed(self, query: Query, k: int) -> tuple | None:
+    def _placed(self, messages: list[dict]) -> tuple | None:
         """Where the response begins and ends, and the header counted from there; None of an empty
         response."""
-        found = self.chat.with_tools(query.tools).context(query.dialogues[k])
+        found = self.chat.context(messages)
         first, last = found.positions["header_0"], found.positions["header_last"]
         if not found.response or first is None or last is None:
             return None

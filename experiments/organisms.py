@@ -221,7 +221,6 @@ def sequence(chat: ChatFormat, conversation: Conversation) -> tuple[list[int], l
     Raises:
         UserError: the template can't express the turn.
     """
-    chat = chat.with_tools(conversation.tools)
     context = chat.context(conversation.messages)
     assert conversation.reference is not None
     turn = chat.reference_ids(conversation.messages, context, conversation.reference)

@@ -56,7 +56,6 @@ def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
             source_id=row["source_id"],
             dataset=row["dataset"],
             messages=tuple(row["messages"]),
-            tools=tuple(json.loads(text_of(row["tools"]) or "[]")),
             reference=text_of(row["reference"]),
             answer=text_of(row["answer"]),
             metadata=json.loads(row["metadata"])

@@ -55,7 +55,7 @@ def prompts(
     """
     rows, contexts = [], {}
     for source, responses in distinct_responses(conversations).items():
-        made = [(one, chat.with_tools(one.tools).context(one.messages)) for one in responses]
+        made = [(one, chat.context(one.messages)) for one in responses]
         fitting = [(one, context) for one, context in made if len(context.ids) <= longest]
         if len(fitting) < 2:
             continue

@@ -16,7 +16,6 @@ family. What a template can't express is a ``UserError``, and a position that it
 neither is guessed.
 """
 
-import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -318,12 +317,6 @@ class ChatFormat:
             return content
         opened = self.thoughts.header(self.template.render(turns[:-1], add_generation_prompt=True))
         return len(opened) if text.startswith(opened) else content
-
-    def with_tools(self, tools: Sequence[dict]) -> "ChatFormat":
-        """The format of conversations whose assistant may call these tools."""
-        found = copy.copy(self)
-        found.template = self.template.with_tools(tools)
-        return found
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation that ends with a query, with the assistant's turn opened.

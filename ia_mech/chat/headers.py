@@ -24,7 +24,6 @@ def context_of(chat: ChatFormat, conversation: Conversation) -> ChatContext:
     Raises:
         UserError: the template refuses the conversation or can't express the variant.
     """
-    chat = chat.with_tools(conversation.tools)
     regular = chat.context(conversation.messages)
     if conversation.header == USER_HEADER:
         return regular
@@ -47,7 +46,6 @@ def context_and_reference(
     Raises:
         UserError: as :func:`context_of`; or the reference merges with the header or holds a mark.
     """
-    chat = chat.with_tools(conversation.tools)
     context = context_of(chat, conversation)
     if conversation.reference is None or chat.opening is not None:
         return context, None

@@ -1,6 +1,5 @@
 """A chat template as a function of messages: rendering, and where a message's text stands in it."""
 
-import copy
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -54,7 +53,7 @@ class ChatTemplate:
                 f"the tokenizer names none of its chat templates ({', '.join(template)}) default",
                 "set tokenizer.chat_template to the one that chat uses",
             ) from error
-        self._date, self._given = date, {"tools": None, "documents": None, **(options or {})}
+        self._date, self._given = date, {"documents": None, **(options or {})}
         for name in options or {}:
             self._refuse_option(name)
 
@@ -66,27 +65,22 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], **options) -> str:
         """The dialogue as text, as ``apply_chat_template`` renders it; options as its keywords.
 
+        The first message that has ``tools`` has those of the dialogue.
+
         Raises:
             UserError: the template refuses these messages.
         """
         given = {"add_generation_prompt": False, **self.tokenizer.special_tokens_map}
-        given |= self._given | options
+        given |= self._given | {"tools": next((m["tools"] for m in messages if "tools" in m), None)}
+        bare = [{k: v for k, v in m.items() if k != "tools"} for m in messages]
         try:
-            return _compiled(self.source, self._date).render(messages=list(messages), **given)
+            return _compiled(self.source, self._date).render(messages=bare, **(given | options))
         except Exception as error:  # templates raise whatever their authors chose
             raise UserError(
                 f"the chat template refuses the roles {'/'.join(m['role'] for m in messages)} "
                 f"({str(error).splitlines()[0][:120] if str(error) else type(error).__name__})",
                 "use conversations, or a model, whose template allows them",
             ) from error
-
-    def with_tools(self, tools: Sequence[dict]) -> "ChatTemplate":
-        """The template of conversations whose assistant may call these tools."""
-        if not tools:
-            return self
-        found = copy.copy(self)
-        found._given = self._given | {"tools": list(tools)}
-        return found
 
     def _refuse_option(self, name: str) -> None:
         if name in (*GIVEN, *DATES):

@@ -309,10 +309,7 @@ class _Job:
     def _respond_together(self, work: PhaseProgress, orders: Sequence[int]) -> list[dict]:
         settings, model = self.settings, self.subject.model
         conversations = [self.survey.conversations[order] for order in orders]
-        ids = [
-            tuple(self.chat.with_tools(one.tools).prompt(without_response(one)))
-            for one in conversations
-        ]
+        ids = [tuple(self.chat.prompt(without_response(one))) for one in conversations]
         prompts = list(dict.fromkeys(ids))
         groups, order = prefill_all(model, [Prefix(one) for one in prompts], None, work.prefilled)
         number = {prompts[i]: at for at, i in enumerate(order)}

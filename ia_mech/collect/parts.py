@@ -256,7 +256,7 @@ def _lengths(
     if needs_response(settings, conversation):
         # A stand-in for the response, so that everything around it is checked now.
         messages = [*without_response(conversation), {"role": "assistant", "content": "Yes."}]
-        prompt = len(chat.with_tools(conversation.tools).prompt(messages[:-1]))
+        prompt = len(chat.prompt(messages[:-1]))
         extra = settings.max_response_tokens
     elif conversation.response is None:
         raise UserError(

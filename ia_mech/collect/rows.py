@@ -96,7 +96,6 @@ def context_row(
     return {
         **_key_columns(context),
         "messages": [layout.message_columns(message) for message in conversation.messages],
-        "tools": json.dumps(conversation.tools, ensure_ascii=False) if conversation.tools else None,
         "reference": conversation.reference,
         "answer": conversation.answer,
         "metadata": json.dumps(conversation.metadata, ensure_ascii=False),

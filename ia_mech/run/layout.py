@@ -28,9 +28,10 @@ KINDS = ("responses", "contexts")  # of parts
 TENSORS = ("residuals", "header_logits")  # folders that a copy of a run may be without
 METADATA = "names"  # key of the metadata of tensors: JSON, ``contexts`` and ``positions``
 
-# ``tool_calls`` is JSON. What a message lacks is null, and left out where messages are read.
-MESSAGE = ("role", "content", "reasoning_content", "tool_calls", "name", "tool_call_id")
-_MESSAGES = pa.list_(pa.struct([(name, pa.string()) for name in MESSAGE]))
+# Of a message. What one lacks is null, and left out where messages are read.
+TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")
+AS_JSON = ("tool_calls", "tools")
+_MESSAGES = pa.list_(pa.struct([(name, pa.string()) for name in (*TEXTS, *AS_JSON)]))
 
 RESPONSES = pa.schema(
     [
@@ -76,17 +77,16 @@ TURN_KEYS = ("order", "temperature", "sample")  # what generations are sorted by
 
 def message_columns(message: dict[str, Any]) -> dict[str, Any]:
     """A message as ``messages`` stores it."""
-    calls = message.get("tool_calls")
-    kept = {name: message.get(name) for name in MESSAGE}
-    return kept | {"tool_calls": json.dumps(calls, ensure_ascii=False) if calls else None}
+    written = {
+        name: json.dumps(message[name], ensure_ascii=False) for name in AS_JSON if name in message
+    }
+    return {name: message.get(name) for name in TEXTS} | written
 
 
 def message_of(columns: dict[str, Any]) -> dict[str, Any]:
     """A message as it was before it was stored."""
     found = {name: value for name, value in columns.items() if value is not None}
-    if "tool_calls" in found:
-        found["tool_calls"] = json.loads(found["tool_calls"])
-    return found
+    return found | {name: json.loads(found[name]) for name in AS_JSON if name in found}
 
 
 def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
@@ -100,7 +100,6 @@ def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
             ("order", pa.int64()),
             ("response_index", pa.int32()),
             ("messages", _MESSAGES),
-            ("tools", pa.string()),
             ("reference", pa.string()),
             ("answer", pa.string()),
             ("metadata", pa.string()),

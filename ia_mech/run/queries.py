@@ -1,6 +1,5 @@
 """Queries with their responses, and the turns after each: where every experiment starts."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,12 +58,6 @@ class Query:
     def dialogues(self) -> list[list[dict[str, Any]]]:
         """The messages of each context, its response the last."""
         return [list(messages) for messages in self.contexts["messages"]]
-
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        """The schemas of the tools that the assistant may call."""
-        text = self.contexts["tools"].iloc[0]
-        return json.loads(text) if isinstance(text, str) else []
 
     @property
     def token_ids(self) -> list[tuple[int, ...]]:
