@@ -272,8 +272,7 @@ class Likelihood(Experiment):
         self, one: "Conversation", control: str, refused: dict[str, str]
     ) -> list[tuple[str, tuple[int, ...], int]]:
         """The follow-up, another conversation's (if any), and the rivals, no two alike."""
-        opened, closing = self.chat.context(one.messages), self.chat.closing_id
-        end = () if closing is None else (closing,)
+        opened = self.chat.context(one.messages)
         texts = {REFERENCE: one.reference or "", CONTROL: control.strip()}
         texts |= {QUERY: one.query.strip(), RESPONSE: (one.response or "").strip()}
         turns: list[tuple[str, tuple[int, ...], int]] = []
@@ -287,7 +286,7 @@ class Likelihood(Experiment):
             except UserError as error:
                 refused[name] = error.problem
                 continue
-            turns.append((name, (*ids, *end), len(ids)))
+            turns.append((name, tuple(ids.whole), len(ids.words)))
         return turns
 
     def _contexts(

@@ -417,11 +417,11 @@ class Locate(Experiment):
         """Where the response begins and ends, and the header counted from there; None of an empty
         response."""
         found = self.chat.context(messages)
-        first, last = found.positions["header_0"], found.positions["header_last"]
-        if not found.response or first is None or last is None:
+        last = found.positions["header_last"]
+        if not found.response or last is None:
             return None
-        stop = found.response.stop
-        return found.response.start, stop, (first - stop, last + 1 - stop)
+        stop, end = found.response.stop, last + 1
+        return found.response.start, stop, (end - len(self.chat.header_ids) - stop, end - stop)
 
     def _recipients(self, source: str) -> list[int]:
         from ia_mech.engine.sampling import stream_key

@@ -197,7 +197,7 @@ class Perturbations(Experiment):
         if changed is None:
             raise UserError("the response stays as it is", "")
         context, turn = context_and_reference(self.chat, changed)
-        longest = max(settings["max_new_tokens"], len(turn or ()))
+        longest = max(settings["max_new_tokens"], 0 if turn is None else len(turn.whole))
         if self.context_limit is not None and len(context.ids) + longest > self.context_limit:
             raise UserError("the context is too long for the model", "")
         return changed

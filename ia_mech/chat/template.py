@@ -2,7 +2,9 @@
 
 import functools
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -16,6 +18,37 @@ GIVEN = ("messages", "tools", "add_generation_prompt")  # variables that are no 
 DATES = ("strftime_now", "date_string", "current_date", "today")
 
 Message = dict[str, Any]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Joints:
+    """What a template writes between turns, as text.
+
+    Attributes:
+        first: before a first query.
+        asked: between a query and its response, where a user turn follows.
+        tail: between a response and the user turn that follows it.
+        queried: after a query that comes last; "" if an answer is opened there unasked.
+        prompt: after a query whose answer is asked for.
+        answered: between a query and a response that comes last.
+        last: the same after a response; None if the template doesn't show a response there.
+        system: all that it writes in a dialogue with a system message.
+        refused: why no dialogue can begin with a system message; None where one can.
+    """
+
+    first: str
+    asked: str
+    tail: str
+    queried: str
+    prompt: str
+    answered: str
+    last: str | None
+    system: str
+    refused: UserError | None
+
+    def texts(self) -> list[str]:
+        return [text for text in vars(self).values() if isinstance(text, str)]
 
 
 class ChatTemplate:
@@ -94,33 +127,86 @@ class ChatTemplate:
                 f"give one of {', '.join(sorted(read))}" if read else "leave it out",
             )
 
-    def around(self, messages: Sequence[Message], index: int) -> tuple[str, str]:
-        """What the template renders before and after the content of message ``index``."""
-        marked = [*messages]
-        marked[index] = messages[index] | {"content": MARK + MARK}
-        text = self.render(marked)
-        if text.count(MARK + MARK) != 1:
-            raise UserError(
-                f"the chat template doesn't show the {messages[index]['role']} turn's text once",
-                "use a template that renders every turn",
-            )
-        before, _, after = text.partition(MARK + MARK)
-        return before, after
+    def joints(self) -> Joints:
+        """What the template writes between turns, whatever these say.
 
-    def span(self, messages: Sequence[Message], index: int) -> tuple[int, int]:
-        """Where the content of message ``index`` stands in the rendered dialogue (characters)."""
+        Raises:
+            UserError: it refuses a user turn after a response, or doesn't show each turn once.
+        """
+        first, asked, tail, queried = self._pieces("user", "assistant", "user")
+        prompt = self._pieces("user", "assistant", "user", add_generation_prompt=True)[-1]
+        try:
+            *_, answered, last = self._pieces("user", "assistant", "user", "assistant")
+        except UserError:  # some show a response only where something follows it
+            answered, last = asked, None
+        # Where an answer is opened unasked, this says nothing of what ends the turn before.
+        opener = (asked.split() or [MARK])[-1]
+        queried = "" if opener in queried else queried
+        last = "" if last and opener in last else last
+        system, refused = "", None
+        try:
+            system = MARK.join(self._pieces("system", "user", "assistant", "user"))
+        except UserError as error:
+            refused = UserError(
+                f"a system message can't be given: {error.problem}",
+                "leave it out, or put its words at the start of the first query",
+            )
+        return Joints(first, asked, tail, queried, prompt, answered, last, system, refused)
+
+    def _pieces(self, *roles: str, **options) -> list[str]:
+        """What is rendered before, between and after the texts of turns with these roles."""
+        marks = [f"{MARK}{number}" for number in range(len(roles))]
+        turns = [message(role, mark) for role, mark in zip(roles, marks, strict=True)]
+        text = self.render(turns, **options)
+        for role, mark in zip(roles, marks, strict=True):
+            _refuse_unless_once(text, mark, role)
+        for role, mark, found in zip(roles, marks, sorted(marks, key=text.index), strict=True):
+            if mark != found:
+                raise UserError(
+                    f"the chat template moves the {role} turn's text into another turn",
+                    "use a template that keeps turns in order",
+                )
+        return re.split("|".join(marks), text)
+
+    def spans(self, messages: Sequence[Message], *indices: int) -> tuple[str, list[Span]]:
+        """The rendered dialogue, and where the contents of these messages stand in it (characters).
+
+        Raises:
+            UserError: the template refuses the dialogue, or a content can't be found in it.
+        """
         text = self.render(messages)
-        before, after = self.around(messages, index)
+        return text, [self._span(messages, index, text) for index in indices]
+
+    def _span(self, messages: Sequence[Message], index: int, text: str) -> Span:
+        role, content = messages[index]["role"], messages[index]["content"]
+        before, after = self._around(messages, index)
+        if text == before.rstrip() + after:  # white space that is written before words alone
+            before = before.rstrip()
         if (
             len(before) + len(after) > len(text)
             or not text.startswith(before)
             or not text.endswith(after)
         ):
+            if not content.strip():
+                raise UserError(
+                    f"the chat template doesn't render an empty {role} turn as it does others",
+                    "leave out conversations with an empty turn",
+                )
             raise UserError(
-                f"the {messages[index]['role']} turn can't be found in the rendered dialogue",
+                f"the {role} turn can't be found in the rendered dialogue",
                 "remove template markup from its text",
             )
         return len(before), len(text) - len(after)
+
+    def _around(self, messages: Sequence[Message], index: int) -> tuple[str, str]:
+        """What the template renders before and after the content of message ``index``."""
+        role = messages[index]["role"]
+        marked = [*messages]
+        marked[index] = messages[index] | {"content": MARK + MARK}
+        text = self.render(marked)
+        _refuse_unless_once(text, MARK + MARK, role)
+        before, _, after = text.partition(MARK + MARK)
+        return before, after
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a text and the characters each stands for."""
@@ -150,6 +236,14 @@ def _environment() -> Environment:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _compile_jinja_template("").environment
+
+
+def _refuse_unless_once(text: str, mark: str, role: str) -> None:
+    if text.count(mark) != 1:
+        raise UserError(
+            f"the chat template doesn't show the {role} turn's text once",
+            "use a template that renders every turn",
+        )
 
 
 def message(role: str, content: str) -> Message:

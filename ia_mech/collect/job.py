@@ -454,11 +454,10 @@ class _Job:
         self, groups: list[Prefilled], members: list[PreparedContext], work: PhaseProgress
     ) -> dict[int, Scored]:
         """Scores of the users' real follow-ups, by the number of their context."""
-        end = [] if self.chat.closing_id is None else [self.chat.closing_id]
         turns = [
-            Turn(number, [*context.reference_ids, *end], context.at_turn)
+            Turn(number, context.reference.whole, context.at_turn)
             for number, context in enumerate(members)
-            if context.reference_ids is not None
+            if context.reference is not None
         ]
         scores = score(
             self.subject.model,

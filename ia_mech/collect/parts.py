@@ -266,7 +266,7 @@ def _lengths(
     context, turn = context_and_reference(chat, replace(conversation, messages=tuple(messages)))
     if inputs.vector is not None:
         inputs.vector.at_context(context.positions)
-    length, following = len(context.ids) + extra, 0 if turn is None else len(turn) + 1
+    length, following = len(context.ids) + extra, 0 if turn is None else len(turn.whole)
     needed, limit = length + max(settings.max_new_tokens, following), context_limit(model_config)
     if limit is not None and needed > limit:
         raise UserError(

@@ -8,7 +8,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ia_mech.chat.format import ChatContext, ChatFormat
+from ia_mech.chat.format import ChatContext, ChatFormat, TurnIds
 from ia_mech.data.conversations import Conversation
 from ia_mech.engine.decode import Decoded
 from ia_mech.engine.intervene import TokenwiseIntervention
@@ -26,7 +26,7 @@ class PreparedContext:
     conversation: Conversation
     written: dict | None  # the response the subject model wrote, if it did
     chat: ChatContext
-    reference_ids: list[int] | None
+    reference: TurnIds | None
     at_context: tuple[TokenwiseIntervention, ...] = ()
     at_turn: tuple[TokenwiseIntervention, ...] = ()  # each of its tokens
 
@@ -88,10 +88,10 @@ def context_row(
 ) -> dict:
     """One row of ``contexts/``."""
     conversation, written = context.conversation, context.written
-    reference, ids = conversation.reference or "", context.reference_ids
-    scores = {}
-    if result.scored is not None and ids is not None:
-        scores = reference_columns(result.scored, ids, reference, chat.closing_id is not None)
+    reference, scores = context.reference, {}
+    if result.scored is not None and reference is not None:
+        text, closed = conversation.reference or "", bool(reference.end)
+        scores = reference_columns(result.scored, reference.words, text, closed)
     given = chat.tokenizer(conversation.response, add_special_tokens=False)["input_ids"]
     return {
         **_key_columns(context),
