@@ -217,6 +217,11 @@ class Settings:
     response_column: str | None = _column("the assistant's response")
     followup_column: str | None = _column("what the user really said next")
     answer_column: str | None = _column("the gold answer")
+    system_column: str | None = _column("the system message")
+    context_column: str | None = _column("a passage that the query is about")
+    metadata_columns: tuple[str, ...] = _setting(
+        (), DATA, "NAME", "columns, fields of messages too, that aren't part of the conversation"
+    )
     cut: str = _choice(CUTS, DATA, "after the first response, or before the last user turn")
     skip_unusable: bool = _switch(DATA, "leave out rows that can't be used, instead of refusing")
 
@@ -355,6 +360,9 @@ class Settings:
             response=self.response_column,
             followup=self.followup_column,
             answer=self.answer_column,
+            system=self.system_column,
+            context=self.context_column,
+            metadata=self.metadata_columns,
             cut=self.cut,
         )
 

@@ -224,6 +224,7 @@ def _page_json(path, rows):
 WAYS = [
     lambda p, rows: save(p, rows, encoding="utf-8-sig"),
     lambda p, rows: save(p, rows[::-1], columns=("note", "category", "item")),
+    lambda p, rows: save(p, rows, delimiter=";"),  # where a comma is the decimal mark
     _jsonl,
     _page_json,
 ]
@@ -311,7 +312,6 @@ BAD = [  # suffix and content of a file, where ITEM is one of the sheet; and wha
     (".csv", "item,category\nITEM,generic\nt00,generic", "row 3 of .* the item 't00'; keep the it"),
     (".csv", "item,category\nITEM,generic\n,generic", "row 3 of .* has the item ''"),
     (".csv", "item,category\nITEM,generic\nITEM,\nITEM,new topic", "row 4 .* and row 2 .* generic"),
-    (".csv", "item;category\nITEM;generic\n", "row 2 of .*: has no column 'item'; keep the column"),
     (".csv", "item,note\nITEM,x\n", "has no column 'category'; keep the columns item, category, n"),
     (".csv", "item,category\nt00,generic\n", "annotations of another run: none of its 1 items"),
     (".csv", "item,category\nITEM,\n", "no row of .* has a category"),

@@ -98,7 +98,12 @@ def test_no_response_shares_its_noise_with_a_turn():
 
 def test_data_may_hold_several_responses(tiny_subject, tmp_path, progress):
     rows = [
-        {"id": f"q{i}", "question": f"What is {i}?", "responses": ["One.", "Two.", f"It is {i}."]}
+        {
+            "id": f"q{i}",
+            "source_id": f"q{i}",
+            "question": f"What is {i}?",
+            "responses": ["One.", "Two.", f"It is {i}."],
+        }
         for i in range(2)
     ]
     file = tmp_path / "several.jsonl"

@@ -36,7 +36,6 @@ from ia_mech.collect.parts import (
     check_disk,
     check_model,
     check_without_weights,
-    fewer_conversations_note,
     flag_of,
     kept_positions,
     open_inputs,
@@ -150,8 +149,8 @@ def collect(
     try:
         check_disk(needed, out)
         with RunWriter(out, record, shard, flag_of) as writer:
-            if problem := fewer_conversations_note(settings, surveyed.dataset_conversations):
-                progress.say(f"note: {problem}")
+            for note in surveyed.notes:
+                progress.say(f"note: {note}")
             remember(settings.model_spec, subject.weights_hash)
             _Job(settings, inputs, subject, chat, engine, surveyed, mine, writer, progress).work()
     except BrokenPipeError:  # of the progress, not of the run

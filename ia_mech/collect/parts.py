@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import context_and_reference
+from ia_mech.chat.shown import refuse_unshown
 from ia_mech.collect.identity import build_chat, requested_identity
 from ia_mech.data.conversations import Conversation, ConversationSource, open_conversations
 from ia_mech.errors import UserError
@@ -157,6 +158,7 @@ class Survey:
         dataset_conversations: how many conversations the dataset gave, each of which may become
             several contexts.
         skipped: one line for each that can't be used, where these are to be skipped.
+        notes: what else to say of the data.
     """
 
     facts: dict
@@ -165,6 +167,7 @@ class Survey:
     prompts: dict[int, int]
     dataset_conversations: int
     skipped: list[str]
+    notes: list[str]
 
 
 def survey(
@@ -176,7 +179,7 @@ def survey(
         UserError: a missing response, a context longer than the model's, or a refusing template,
             where such conversations aren't to be skipped.
     """
-    surveyed = Survey({}, [], [], {}, 0, [])
+    surveyed = Survey({}, [], [], {}, 0, [], [])
     ids: set[str] = set()  # in the dataset
     for conversation in _alternatives(inputs.source, settings):
         conversation = _told_apart(conversation, chat)
@@ -211,7 +214,23 @@ def survey(
         total.update(text.encode() + b"\n")
     lengths = surveyed.lengths
     facts = {"count": len(lengths), "tokens": sum(lengths), "sha256": total.hexdigest()}
-    return replace(surveyed, facts=facts, dataset_conversations=len(ids))
+    notes = _notes(settings, inputs.source, len(ids))
+    return replace(surveyed, facts=facts, dataset_conversations=len(ids), notes=notes)
+
+
+def _notes(settings: Settings, source: ConversationSource, count: int) -> list[str]:
+    """How many conversations of the data are used, and which of its columns no model sees."""
+    notes = []
+    if source.rest:
+        total = source.count()
+        first = f"{count} of {total}" if total else f"the first {count}"
+        notes.append(f"{settings.dataset}: {first} conversations used (--limit)")
+    elif settings.limit is not None and count < settings.limit:
+        fewer = f"has fewer conversations than --limit {settings.limit}: {count}"
+        notes.append(f"{settings.dataset} {fewer}")
+    if source.left:
+        notes.append(f"columns that are kept as metadata alone: {', '.join(source.left)}")
+    return notes
 
 
 def _alternatives(source: Iterable[Conversation], settings: Settings) -> Iterator[Conversation]:
@@ -263,6 +282,7 @@ def _lengths(
             "no response, and --response given was asked for",
             "use --response auto to let the model write the missing ones",
         )
+    refuse_unshown(chat.template, messages, conversation.tools)
     context, turn = context_and_reference(chat, replace(conversation, messages=tuple(messages)))
     if inputs.vector is not None:
         inputs.vector.at_context(context.positions)
@@ -380,6 +400,7 @@ class Plan:
         dataset_conversations: how many conversations the dataset gave, which make so many
             ``contexts``.
         skipped: a line for each that can't be used.
+        notes: what else to say of the data.
         rows: user turns.
         parts: of contexts and responses together.
         part_rows: rows of the largest part: what a kill costs at most.
@@ -391,6 +412,7 @@ class Plan:
     conversations: dict
     dataset_conversations: int
     skipped: list[str]
+    notes: list[str]
     contexts: int
     responses_to_generate: int
     rows: int
@@ -455,6 +477,7 @@ def _plan(
         conversations=surveyed.facts,
         dataset_conversations=surveyed.dataset_conversations,
         skipped=surveyed.skipped,
+        notes=surveyed.notes,
         contexts=len(orders),
         responses_to_generate=len(writing),
         rows=each * len(orders),
@@ -511,13 +534,6 @@ def check_disk(needed: int, out: Path) -> None:
             f"the run needs about {size_text(needed)}, {out.parent} has {size_text(free)} free",
             "free some space, lower --limit, name fewer --positions, or use --header-logits 1000",
         )
-
-
-def fewer_conversations_note(settings: Settings, count: int) -> str:
-    """What to say of a dataset that has fewer conversations than were asked for; else nothing."""
-    if settings.limit is None or count >= settings.limit:
-        return ""
-    return f"{settings.dataset} has fewer conversations than --limit {settings.limit}: {count}"
 
 
 def flag_of(path: str) -> str:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ia_mech.cli import one_line, shell_word
-from ia_mech.collect.parts import Plan, fewer_conversations_note, size_text
+from ia_mech.collect.parts import Plan, size_text
 from ia_mech.display import console
 from ia_mech.run import Run, layout
 from ia_mech.run.queries import exchange, unfinished_text
@@ -141,8 +141,8 @@ def print_plan(settings: Settings, plan: Plan, out: Path, existing: Run | None) 
         ("once for this model", lens),
     ):
         _print_line(f"{name:<23}{value}")
-    if problem := fewer_conversations_note(settings, plan.dataset_conversations):
-        _print_line(f"note: {problem}")
+    for note in plan.notes:
+        _print_line(f"note: {note}")
     _print_skipped(plan.skipped)
 
 

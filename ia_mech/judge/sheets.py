@@ -397,13 +397,18 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, cells by column) of every row of a CSV file."""
+    """(where it stands, cells by column) of every row of a CSV file.
+
+    Spreadsheets in languages with a decimal comma separate cells by semicolons.
+    """
+    text = _text_of(path)
+    separator = max(",;\t", key=text.partition("\n")[0].count)
     try:
-        table = pd.read_csv(io.StringIO(_text_of(path)), dtype=str, keep_default_na=False)
+        table = pd.read_csv(io.StringIO(text), sep=separator, dtype=str, keep_default_na=False)
     except ValueError as error:  # pandas' own are subclasses
         raise UserError(
             f"{path} isn't CSV ({one_line(str(error), 100)})",
-            "save it as CSV UTF-8, with commas, or fill in the JSON lines",
+            "save it as CSV UTF-8, or fill in the JSON lines",
         ) from None
     for number, row in enumerate(table.to_dict("records"), 2):
         yield f"row {number} of {path}", row
