@@ -116,11 +116,12 @@ class ChatTemplate:
             ) from error
 
     def _refuse_option(self, name: str) -> None:
-        if name in (*GIVEN, *DATES):
-            remedy = "--date is for dates" if name in DATES else "the conversations decide it"
+        if name in (*GIVEN, *DATES) or name.endswith("_token"):
+            remedy = "--date is for dates" if name in DATES else "leave it out"
             raise UserError(f"--template-option {name}: it is no option", remedy)
         # Also what the template may set itself before it reads it: that is known when it runs.
-        read = meta.find_undeclared_variables(_environment().parse(self.source)) - {*GIVEN, *DATES}
+        found = meta.find_undeclared_variables(_environment().parse(self.source))
+        read = {one for one in found if one not in (*GIVEN, *DATES) and not one.endswith("_token")}
         if name not in read:
             raise UserError(
                 f"--template-option {name}: the chat template reads no such variable",
