@@ -461,7 +461,7 @@ def parse_value(name: str, value: Any, parse: Callable[[str], Any], several: boo
 def default_text(setting: Any) -> str:
     """The default of a field as the help has it; empty where its help says more, or it is none."""
     default = setting.default
-    if default is None or default is False:
+    if default is None or default is False or default == ():
         return ""
     text = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
     return f" (default: {text})"

@@ -24,6 +24,7 @@ from typing import Any
 
 from ia_mech.chat.template import MARK, PINNED_DATE, ChatTemplate, Joints, Message, message
 from ia_mech.chat.thoughts import KEYS, Response, Thoughts
+from ia_mech.chat.tools import refuse_hidden
 from ia_mech.errors import UserError
 
 # First tokens of many kinds: the header's ids must not depend on how the user turn begins.
@@ -471,7 +472,9 @@ class ChatFormat:
                 "--thinking keep: the chat template has no place for a thought",
                 "use --thinking template, or leave out conversations with one",
             )
-        return [self.thoughts.given(turn) for turn in messages]
+        turns = [self.thoughts.given(turn) for turn in messages]
+        refuse_hidden(self.template, turns)
+        return turns
 
     def _refuse_marks(self, role: str, content: str) -> None:
         """Raise if a text, tokenized, would end its turn or open another one."""
