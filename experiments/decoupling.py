@@ -333,8 +333,7 @@ def notes_of(responses: pd.DataFrame) -> list[str]:
         notes.append(
             f"{unfinished} of {len(responses)} responses are unfinished (cut off by the limit, or "
             "ended within their thought), which may be why they are wrong, or right; what follows "
-            "them is another stimulus, too. Hence the "
-            "rows of complete responses."
+            "them is another stimulus, too. Hence the rows of complete responses."
         )
     return notes
 

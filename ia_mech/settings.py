@@ -421,7 +421,7 @@ def _mapping_value(
         except (TypeError, ValueError):
             raise UserError(f"{name}={_shown(value)}", "give values that JSON has") from None
     else:
-        words = [value] if isinstance(value, str) else list(value)
+        words = list(value) if isinstance(value, list | tuple) else [value]
     pairs = [parse_value(name, word, parse) for word in words]
     if twice := sorted({key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1}):
         raise UserError(f"--{name.replace('_', '-')}: {twice[0]} is given twice", "give it once")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from jinja2 import Environment, Template, meta
+from jinja2 import Environment, Template, TemplateError, meta
 
 from ia_mech.errors import UserError
 
@@ -120,7 +120,10 @@ class ChatTemplate:
             remedy = "--date is for dates" if name in DATES else "leave it out"
             raise UserError(f"--template-option {name}: it is no option", remedy)
         # Also what the template may set itself before it reads it: that is known when it runs.
-        found = meta.find_undeclared_variables(_environment().parse(self.source))
+        try:
+            found = meta.find_undeclared_variables(_environment().parse(self.source))
+        except TemplateError:  # which rendering reports
+            return
         read = {one for one in found if one not in (*GIVEN, *DATES) and not one.endswith("_token")}
         if name not in read:
             raise UserError(
