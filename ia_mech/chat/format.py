@@ -19,6 +19,7 @@ neither is guessed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from ia_mech.chat.template import MARK, PINNED_DATE, ChatTemplate, Joints, Message, message
 from ia_mech.errors import UserError
@@ -83,8 +84,8 @@ class ChatFormat:
         header_text, header_ids: the user header.
         tail_text, tail_ids: all that stands between a response and the user turn.
         turn_end_id: the token that closes the assistant turn, or None.
-        assistant_header_ids: what opens an assistant turn where an answer is asked for; empty if
-            the template has nothing of that kind.
+        assistant_header_ids: what opens an assistant turn, whether its text is given or asked for;
+            empty if nothing does.
         opening_ids: the words that user turns are made to begin with; none without an opening.
         closing_id: the first token but white space after a user turn that an answer follows, or
             None if that is text. Where nothing closes user turns it opens the assistant's.
@@ -188,10 +189,13 @@ class ChatFormat:
             *(f"header_{i}" for i in range(len(self.header_ids) - 1)),
             "header_last",
         )
-        query = joints.first + MARK
-        asking = self.template.encode(query + joints.prompt.removesuffix(self._lead))
-        prompt, _ = _tokens_from(*asking, len(query))
-        self.assistant_header_ids = prompt[self._first_but(ends, prompt) :]
+        query, openings = joints.first + MARK, []
+        for opening in (joints.asked, joints.prompt):
+            ids, offsets = self.template.encode(query + opening.removesuffix(self._lead))
+            openings.append(_tokens_from(ids, offsets, len(query))[0])
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(*openings, strict=False))
+        answer = [token for token, _ in alike]
+        self.assistant_header_ids = answer[self._first_but(ends, answer) :]
 
     def _is_stable(self, context: str) -> bool:
         """Whether a context has ids of its own, the same however the user turn begins."""
@@ -352,7 +356,7 @@ class ChatFormat:
         if ids[: len(context.ids)] != context.ids:
             raise UserError(
                 f"the user turn {turn[:40]!r} merges with the user header",
-                "remove the white space it begins with",
+                "give it words, without white space before them",
             )
         end_ids, _ = _tokens_from(ids, offsets, len(said))
         return TurnIds(ids[len(context.ids) : len(ids) - len(end_ids)], end_ids)

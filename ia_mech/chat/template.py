@@ -154,13 +154,13 @@ class ChatTemplate:
     def _span(self, messages: Sequence[Message], index: int, text: str) -> Span:
         role, content = messages[index]["role"], messages[index]["content"]
         before, after = self._around(messages, index)
-        if role == "assistant" and not text.startswith(before):
+        if text == before.rstrip() + after:  # white space that is written before words alone
+            before = before.rstrip()
+        elif role == "assistant" and not text.startswith(before):
             # Thinking of its own, rendered where an answer without any gets an empty block, is
             # part of the response: all that stands after what asks for one.
             opened = self.render(messages[:index], add_generation_prompt=True)
             before = opened if before.startswith(opened) else before
-        if text == before.rstrip() + after:  # white space that is written before words alone
-            before = before.rstrip()
         if (
             len(before) + len(after) > len(text)
             or not text.startswith(before)
