@@ -142,7 +142,7 @@ class ChatFormat:
                 "the chat template doesn't show a response that comes last",
                 "use --thinking template",
             )
-        self._system_refused = joints.refused
+        self._refused = joints.refused
         self._derive_header(joints)
         self._derive_stops(joints, eos_ids)
         # What is written before an answer although what asked for it didn't (harmony's channel).
@@ -247,7 +247,8 @@ class ChatFormat:
         self.response_stop_ids = sorted(eos | ({last[0]} if last else set()))
         # Marks that no turn's text may hold: as text they would end the turn or open another one.
         # Of what else the template writes, only tokens flagged as special: <think> is allowed.
-        written = self.template.encode(MARK.join(joints.texts()))[0]
+        others = (joints.first, joints.asked, joints.last or "", joints.system)
+        written = self.template.encode(MARK.join((*texts, *others)))[0]
         added = self.tokenizer.added_tokens_decoder
         special = {i for i in written if i in added and added[i].special}
         turning = {*self.tail_ids, *self.stop_ids, *self.response_stop_ids} & self._marks
@@ -440,8 +441,11 @@ class ChatFormat:
         messages = [message(m["role"], m["content"]) for m in messages]
         if self.system is not None and messages[0]["role"] != "system":
             messages.insert(0, message("system", self.system))
-        if messages[0]["role"] == "system" and self._system_refused is not None:
-            raise self._system_refused
+        if messages[0]["role"] == "system" and self._refused:
+            raise UserError(
+                f"a system message can't be given: {self._refused}",
+                "leave it out, or put its words at the start of the first query",
+            )
         for turn in messages:
             self._refuse_marks(**turn)
         return messages
