@@ -88,6 +88,10 @@ READ = {  # a row, and the messages that it has
     "a setting of that name": (
         {"messages": [ASK], "output": "A carp.", "reasoning": "on"}, [ASK, CARP]
     ),
+    "a thought without spaces": (
+        {"prompt": "Name a fish.", "response": "A carp.", "thinking": "鲤鱼"},
+        [ASK, CARP | {"reasoning_content": "鲤鱼"}],
+    ),
     # tools
     "a round with a tool": (
         {"messages": [*ROUND[:1], CALL | {"content": None, "tool_calls": json.dumps([TIDE])},
@@ -151,6 +155,13 @@ READ = {  # a row, and the messages that it has
         {"messages": [ASK], "choices": [{"message": THOUGHT | {"refusal": None}, "index": 0}]},
         [ASK, THOUGHT],
     ),
+    "a transcript": (
+        {"chosen": "\n\nHuman: Name a fish.\n\nAssistant: A carp.", "rejected": "\n\nHuman: No."},
+        [ASK, CARP],
+    ),
+    "a transcript that asks": (
+        {"prompt": "\n\nHuman: Name a fish.\n\nAssistant:", "response": "A carp."}, [ASK, CARP]
+    ),
     "a response of an API": (
         {"messages": [ASK], "response": {"choices": [{"message": CARP}]}}, [ASK, CARP]
     ),
@@ -208,6 +219,8 @@ REFUSED = [  # a row, and what is said of it
     ({"prompt": "a", "history": {"b": 1}}, "'history' is an object, not a list of messages"),
     ({"prompt": "a", "history": "User: b"}, "'history' is text, not a list of messages"),
     ({"prompt": "a", "history": ["b", "c"]}, "'history' is a list of texts"),
+    ({"question": "a", "options": ["b", "c"], "answer": "b"}, "'options' stands beside a query"),
+    ({"question": "a", "choices": ["b", "c"], "answer": 1}, "'choices' stands beside a query"),
     ({"prompt": "a", "documents": ["b"]}, "has 'documents', which can't be read"),
     ({"prompt": "a", "image": {"bytes": "b"}}, "has 'image', which can't be read"),
     ({"prompt": "a", "chat_template_kwargs": {"b": True}}, "has 'chat_template_kwargs'"),

@@ -9,6 +9,7 @@ Contents of another type than text and unknown roles are kept for the check of t
 conversation, which names them.
 """
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,12 +73,27 @@ def read_messages(listed: Sequence, place: str, ignored: Collection[str] = ()) -
     ]
 
 
+def as_list(value: Any) -> Any:
+    """The list that a text holds, as JSON or as a transcript; other values as they are."""
+    if isinstance(value, str) and value.startswith("\n\nHuman:"):
+        _, *turns = re.split(r"\n\n(Human|Assistant):", value)
+        pairs = zip(turns[::2], turns[1::2], strict=True)
+        listed = [{"role": role, "content": text.strip()} for role, text in pairs]
+        return listed if listed[-1]["content"] else listed[:-1]  # an answer that is asked for
+    return from_json(value)
+
+
 def holds_messages(value: Any) -> bool:
-    """Whether a value, or the list that it is the JSON of, is a list of messages."""
-    listed = from_json(value)
+    """Whether a value is a list of messages, or a text that holds one."""
+    listed = as_list(value)
     if not list_of(listed, dict):
         return False
     return listed is value or bool({"role", "from"} & listed[0].keys())  # a query may be JSON
+
+
+def holds_choices(value: Any) -> bool:
+    """Whether a value is a list of answers as chat APIs give them."""
+    return list_of(value, dict) and all(map(_is_choice, value))
 
 
 def read_answers(value: Any, place: str, ignored: Collection[str] = ()) -> list[Answer]:
@@ -87,14 +103,14 @@ def read_answers(value: Any, place: str, ignored: Collection[str] = ()) -> list[
         UserError: as :func:`read_messages`.
     """
     if holds_messages(value):
-        value = from_json(value)
+        value = as_list(value)
     if isinstance(value, dict) and not is_gap(value.get("choices")):
         value = value["choices"]
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list):
         return [Answer([{"role": "assistant", "content": value}])]
-    if all(map(_is_choice, value)):
+    if not value or holds_choices(value):
         return [_choice(one, place, ignored) for one in value]
     return [Answer(read_messages(value, place, ignored))]
 
