@@ -14,6 +14,7 @@ from transformers import ByT5Tokenizer
 from transformers.utils import chat_template_utils
 
 from ia_mech.chat.format import ChatFormat
+from ia_mech.chat.thoughts import Response
 from ia_mech.errors import UserError
 
 NEWLINE, NEWLINES = "Ċ", "ĊĊ"  # as byte-level tokenizers write them
@@ -203,6 +204,8 @@ def test_positions_point_to_their_tokens(family):
 def test_a_context_is_a_prefix_of_the_whole_dialogue(family):
     c = chat(family)
     for text in CONTENTS:
+        if family == "qwen3" and text == "<think>\nhm":
+            continue  # all of it is a thought
         for messages in (
             turns(QUERY, text),
             turns(f"{text} or not?", text),
@@ -303,10 +306,11 @@ def test_a_reference_is_tokenized_as_in_the_dialogue(family):
         context = c.context(messages)
         for turn in ("So.", " So", "7", "😀", "(why?)", "日本", "'s", "Thanks! ", "</think>", ""):
             ids = c.reference_ids(messages, context, turn)
-            want = [*context.ids, *ids, c.closing_id]
+            want = [*context.ids, *ids.whole]
+            assert ids.end == [c.closing_id]
             whole = rendered(family, [*messages, *turns(turn)], add_generation_prompt=answered)
             assert whole[: len(want)] == want
-            assert c.text([*ids, c.closing_id]).strip() == turn.strip()
+            assert c.text(ids.whole).strip() == turn.strip()
 
 
 @pytest.mark.parametrize("family", FOUND)
@@ -317,7 +321,7 @@ def test_a_reference_may_not_merge_with_the_header(family):
     if family in ("qwen3", "glm4"):  # their newlines merge with one another
         assert "merges with the user header" in error_of(c.reference_ids, messages, context, "\nSo")
     else:
-        ids = c.reference_ids(messages, context, "\nSo")
+        ids = c.reference_ids(messages, context, "\nSo").words
         whole = rendered(family, [*messages, *turns("\nSo")])
         assert whole[len(context.ids) :][: len(ids)] == ids
 
@@ -337,10 +341,11 @@ def test_an_opening_ends_the_context_as_the_template_holds_it_and_is_no_part_of_
         assert context.positions == without.positions  # header_last is the header's own
         for turn in ("it is blue?", "7", '"Yes" it is', "日本", "😀"):
             ids = c.reference_ids(messages, context, turn)
-            want = [*context.ids, *ids, c.closing_id]
+            want = [*context.ids, *ids.whole]
+            assert ids.end == [c.closing_id]
             answered = [*messages, *turns(f"{opening} {turn}", RESPONSE)]
             assert rendered(family, answered)[: len(want)] == want
-            assert c.text([*ids, c.closing_id]) == turn
+            assert c.text(ids.whole) == turn
 
 
 def test_an_opening_that_merges_with_what_stands_beside_it_is_refused():
@@ -420,7 +425,7 @@ def test_a_turn_that_the_template_leaves_out_is_not_guessed():
     )
     c = ChatFormat(changed("smollm2", skips))
     assert c.context(turns(QUERY, RESPONSE)).ids[-5:] == c.tail_ids
-    assert "the assistant turn can't be found" in error_of(c.context, turns(QUERY, ""))
+    assert "doesn't render an empty assistant turn" in error_of(c.context, turns(QUERY, ""))
 
 
 # --- templates of other shapes
@@ -451,7 +456,8 @@ def test_an_end_of_text_token_that_also_begins_the_text_is_no_header():
     context = c.context(turns(QUERY, RESPONSE))
     assert context.positions["turn_end"] == len(context.ids) - 8
     assert context.positions["turn_separator"] == len(context.ids) - 7
-    assert tokens(c.tokenizer, c.reference_ids(turns(QUERY, RESPONSE), context, "So.")) == "So ."
+    reference = c.reference_ids(turns(QUERY, RESPONSE), context, "So.")
+    assert tokens(c.tokenizer, reference.whole) == "So ."
 
 
 def test_roles_of_plain_text_leave_the_space_after_them_to_the_user():
@@ -463,7 +469,7 @@ def test_roles_of_plain_text_leave_the_space_after_them_to_the_user():
     messages = turns(QUERY, RESPONSE)
     context = c.context(messages)
     assert context.text == " USER: Why? ASSISTANT: It is blue.<|im_end|> USER:"
-    ids = c.reference_ids(messages, context, "So.")
+    ids = c.reference_ids(messages, context, "So.").words
     assert tokens(c.tokenizer, ids) == "ĠS o ."
     assert c.text(ids) == "So."
 
@@ -502,15 +508,15 @@ def test_a_response_loses_its_end_and_the_white_space_around_it(family):
     said = "\nOne two\nthree four\n\nfive "
     ids = c.tokenizer(said, add_special_tokens=False)["input_ids"]
     for end in ([], [c.response_stop_ids[0]], [c.response_stop_ids[-1]]):
-        assert c.response_text([*ids, *end]) == "One two\nthree four\n\nfive"
-    assert c.response_text([]) == c.response_text(c.response_stop_ids[:1]) == ""
+        assert c.parse_response([*ids, *end], []).text == "One two\nthree four\n\nfive"
+    assert c.parse_response([], []) == c.parse_response(c.response_stop_ids[:1], []) == Response("")
 
 
 @pytest.mark.parametrize("family", FOUND)
 def test_a_response_ends_where_it_opens_another_turn(family):
     c = chat(family)
     said = f"{RESPONSE}{c.tail_text}Thanks!"
-    text = c.response_text(c.tokenizer(said, add_special_tokens=False)["input_ids"])
+    text = c.parse_response(c.tokenizer(said, add_special_tokens=False)["input_ids"], []).text
     assert text == RESPONSE
     assert c.context(turns(QUERY, text)) == c.context(turns(QUERY, RESPONSE))
 
@@ -532,23 +538,8 @@ def test_a_response_ends_where_it_opens_another_turn(family):
 def test_a_harmony_response_is_its_final_channel(said, want):
     c = chat("gpt_oss")
     ids = c.tokenizer(said, add_special_tokens=False)["input_ids"]
-    assert c.response_text(ids) == want
+    assert c.parse_response(ids, []).text == want
     c.context(turns(QUERY, want))
-
-
-@pytest.mark.parametrize(
-    ("said", "want"),
-    [
-        ("<think>\n\n</think>\n\nBlue.<|im_end|>", "Blue."),
-        ("<think>\nHm.\n</think>\n\nBlue.<|im_end|>", "<think>\nHm.\n</think>\n\nBlue."),
-        ("<think>\nHm, the sky", "<think>\nHm, the sky"),
-        ("Blue.\n\nSky.<|endoftext|>", "Blue.\n\nSky."),
-    ],
-)
-def test_a_qwen_response_keeps_what_it_thought(said, want):
-    c = chat("qwen3")
-    ids = c.tokenizer(said, add_special_tokens=False)["input_ids"]
-    assert c.response_text(ids) == want
 
 
 def test_a_user_turn_keeps_every_special_token_but_the_one_that_ended_it():

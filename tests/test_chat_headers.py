@@ -105,7 +105,7 @@ def test_the_bare_header_is_what_the_template_writes_before_a_first_user_turn(fa
     regular = variant(chat, "user")
     assert regular == chat.context(DIALOGUE) and regular.ids[: len(bare.ids)] == bare.ids
     turn = "Thanks, that helps!"
-    whole = [*bare.ids, *chat.reference_ids(DIALOGUE, regular, turn)]
+    whole = [*bare.ids, *chat.reference_ids(DIALOGUE, regular, turn).words]
     alone = chat.template.encode(chat.template.render([{"role": "user", "content": turn}]))[0]
     assert alone[: len(whole)] == whole
 

@@ -184,8 +184,8 @@ def test_the_page_holds_the_sheet_and_nothing_else(judged):
     )
 
 
-def test_a_cut_off_response_is_shown_as_one(judged):
-    judged.contexts.loc[judged.contexts["context_id"] == "maths-01", "response_cut_off"] = True
+def test_an_unfinished_response_is_shown_as_one(judged):
+    judged.contexts.loc[judged.contexts["context_id"] == "maths-01", "response_unfinished"] = True
     sheet = export_sheet(judged, 60)
     for row in sheet.rows:
         place = sheet.key["items"][row["item"]]

@@ -330,15 +330,20 @@ class _Job:
             on_step=work.decoded,
         )
         return [
-            {
-                "order": order,
-                "response": self.chat.response_text(row.token_ids.tolist()),
-                "finish_reason": row.finish_reason,
-                # Without the turn-end, as the tokens of a given response are counted.
-                "tokens": len(row.token_ids) - (row.finish_reason == "turn_end"),
-            }
-            for order, row in zip(orders, decoded, strict=True)
+            self._response_row(order, row, prompt)
+            for order, row, prompt in zip(orders, decoded, ids, strict=True)
         ]
+
+    def _response_row(self, order: int, row: Decoded, prompt: Sequence[int]) -> dict:
+        said = self.chat.parse_response(row.token_ids.tolist(), prompt)
+        return {
+            "order": order,
+            "response": said.text,
+            "thought": said.thought,
+            "finish_reason": "thought" if said.within_thought else row.finish_reason,
+            # Without the turn-end, as the tokens of a given response are counted.
+            "tokens": len(row.token_ids) - (row.finish_reason == "turn_end"),
+        }
 
     # -- contexts -------------------------------------------------------------------------------
 
@@ -370,7 +375,8 @@ class _Job:
         if written is not None:
             messages = tuple(without_response(conversation))
             conversation = replace(conversation, messages=messages)
-            conversation = conversation.with_response(written["response"])
+            thought = written["thought"] if isinstance(written["thought"], str) else None
+            conversation = conversation.with_response(written["response"], thought)
         try:
             context, turn = context_and_reference(self.chat, conversation)
             steered = vector.at_context(context.positions) if vector else ()
@@ -447,11 +453,10 @@ class _Job:
         self, groups: list[Prefilled], members: list[PreparedContext], work: PhaseProgress
     ) -> dict[int, Scored]:
         """Scores of the users' real follow-ups, by the number of their context."""
-        end = [] if self.chat.closing_id is None else [self.chat.closing_id]
         turns = [
-            Turn(number, [*context.reference_ids, *end], context.at_turn)
+            Turn(number, context.reference.whole, context.at_turn)
             for number, context in enumerate(members)
-            if context.reference_ids is not None
+            if context.reference is not None
         ]
         scores = score(
             self.subject.model,

@@ -182,6 +182,7 @@ def survey(
     surveyed = Survey({}, [], [], {}, 0, [], [])
     ids: set[str] = set()  # in the dataset
     for conversation in _alternatives(inputs.source, settings):
+        conversation = _told_apart(conversation, chat)
         try:
             length, prompt = _lengths(conversation, settings, chat, inputs, model_config)
         except UserError as error:
@@ -251,6 +252,16 @@ def _alternatives(source: Iterable[Conversation], settings: Settings) -> Iterato
             yield conversation
 
 
+def _told_apart(conversation: Conversation, chat: ChatFormat) -> Conversation:
+    """The conversation, what its responses say without the thoughts that they hold."""
+    ended = conversation.finish_reason
+    if conversation.response and conversation.thought is None:
+        within = chat.thoughts.of_text(conversation.response).within_thought
+        ended = "thought" if within else ended
+    messages = tuple(chat.thoughts.told_apart(conversation.messages))
+    return replace(conversation, messages=messages, finish_reason=ended)
+
+
 def _lengths(
     conversation: Conversation,
     settings: Settings,
@@ -275,7 +286,7 @@ def _lengths(
     context, turn = context_and_reference(chat, replace(conversation, messages=tuple(messages)))
     if inputs.vector is not None:
         inputs.vector.at_context(context.positions)
-    length, following = len(context.ids) + extra, 0 if turn is None else len(turn) + 1
+    length, following = len(context.ids) + extra, 0 if turn is None else len(turn.whole)
     needed, limit = length + max(settings.max_new_tokens, following), context_limit(model_config)
     if limit is not None and needed > limit:
         raise UserError(

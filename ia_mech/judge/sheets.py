@@ -125,13 +125,13 @@ def export_sheet(
     for text, place in zip(items[len(rows) :], decoys.to_dict("records"), strict=True):
         place |= {"stratum": DECOY, "inclusion_probability": None}
         lines.append((text, place["shown"], place))
-    cut_off = run.contexts.set_index("context_id")["response_cut_off"]
+    unfinished = run.contexts.set_index("context_id")["response_unfinished"]
     sheet, places = [], {}
     for line in rng.permutation(len(lines)).tolist():
         text, shown, place = lines[line]
         item = item_id(identity, name, place)
         places[item] = place
-        row = item, text.query, text.response, not cut_off[shown], text.turn, "", ""
+        row = item, text.query, text.response, not unfinished[shown], text.turn, "", ""
         sheet.append(dict(zip(COLUMNS, row, strict=True)))
     judge = None
     if by is not None:
