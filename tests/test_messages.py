@@ -198,6 +198,8 @@ REFUSED = [  # a row, and what is said of it
     ({"messages": [ASK | {"content": [{"type": "tool_result"}]}]}, "of the kind 'tool_result'"),
     ({"messages": [ASK | {"images": ["a.png"]}]}, "message 1 has 'images', which can't be read"),
     ({"messages": [ASK, CARP | {"channel": "analysis"}]}, "message 2 has 'channel'"),
+    ({"messages": [ASK | {"tools": [SCHEMA]}, CARP, ASK | {"tools": [TIDE]}], "reference": "a"},
+     "the tools change within the conversation"),
     ({"messages": [ASK | {"tool_calls": [TIDE]}]}, "message 1 (user) has a thought or a tool call"),
     ({"messages": [ASK, CALL | {"tool_calls": ["tide"]}]}, "has a tool call without a name"),
     ({"messages": [ASK, CALL | {"tool_calls": "tide"}]}, "has a tool call without a name"),
@@ -283,8 +285,12 @@ def test_how_a_response_ended_is_kept_unless_it_is_cut_off_the_dialogue(tmp_path
 def test_tools_are_read_as_templates_take_them(tmp_path, tools):
     for cell in (tools, json.dumps(tools), [json.dumps(one) for one in tools]):
         (only,) = read(tmp_path, {"prompt": "a", "tools": cell})
-        assert only.tools == ({"type": "function", "function": SCHEMA},)
-    assert read(tmp_path, {"prompt": "a", "tools": "[]"})[0].tools == ()
+        (first,) = only.messages
+        assert first == said("a")[0] | {"tools": [{"type": "function", "function": SCHEMA}]}
+        row = {"system": "b", "messages": [said("a")[0] | {"tools": tools}]}
+        system, _ = read(tmp_path, row)[0].messages
+        assert system == BRIEF | {"content": "b", "tools": first["tools"]}
+    assert read(tmp_path, {"prompt": "a", "tools": "[]"})[0].messages == tuple(said("a"))
 
 
 def test_the_end_of_a_file_beyond_the_limit_and_columns_left_over_are_known(tmp_path):

@@ -129,7 +129,6 @@ class ParsedRow:
     responses: list[Answer] | None = None  # several, each of which answers the query
     response_index: int | None = None
     finish_reason: str | None = None
-    tools: list[dict] = field(default_factory=list)
     left: list[str] = field(default_factory=list)  # columns that became metadata
 
 
@@ -146,7 +145,7 @@ def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
     readers = {"qa": _from_qa, "turns": _from_turns, "alternating": _from_alternating}
     parsed = readers.get(shape, _from_messages)(cells)
     cells.add_system(parsed.messages)
-    parsed.tools = cells.tools()
+    cells.add_tools(parsed.messages)
     parsed.id = cells.identifier("id", _ID)
     parsed.source_id = cells.identifier("source", ("source_id",))
     if isinstance(row.get("dataset"), str):
@@ -362,10 +361,16 @@ class _Cells:
                 f"leave out one of them, or name the column with {METADATA}",
             )
 
-    def tools(self) -> list[dict]:
-        """The tools that the assistant may call."""
+    def add_tools(self, messages: list[Message]) -> None:
+        """Give the first message the tools that a column, or any message, has."""
+        tools = [message.pop("tools") for message in messages if "tools" in message]
+        if any(other != tools[0] for other in tools):
+            raise UserError(f"{self.place}: the tools change within the conversation", NOT_PART)
         names = [name for name in _TOOLS if not is_gap(from_json(self.known.get(name)))]
-        return read_tools(self.take(names[0]), self.place) if names else []
+        if names:
+            tools = [read_tools(self.take(names[0]), self.place)]
+        if tools and messages:
+            messages[0]["tools"] = tools[0]
 
     def identifier(self, role: str, usual: tuple[str, ...]) -> str | None:
         value = self.take(self.name(role, usual))

@@ -2,8 +2,9 @@
 
 A message is a dict with ``role`` (system, user, assistant or tool) and ``content`` (text). An
 assistant's may have ``reasoning_content`` (text) and ``tool_calls``, a tool's ``tool_call_id``, any
-``name``. What else would change the conversation (images, documents) is refused by name. Other
-fields (times, languages, flags) are left out; null ones are gaps.
+``name``, and the first message may have the schemas of ``tools``. What else would change the
+conversation (images, documents) is refused by name. Other fields (times, languages, flags) are left
+out; null ones are gaps.
 
 Contents of another type than text and unknown roles are kept for the check of the whole
 conversation, which names them.
@@ -38,7 +39,7 @@ UNREAD = (
     *("image", "images", "audio", "audios", "video", "videos", "files", "attachments"),
     *("document", "documents", "contexts", "passages", "chat_template_kwargs"),
 )
-_UNREAD_FIELDS = (*UNREAD, "file", "context", "refusal", "channel", "functions", "tools")
+_UNREAD_FIELDS = (*UNREAD, "file", "context", "refusal", "channel", "functions")
 _PART_FIELDS = ("type", "text", "annotations", "cache_control", "logprobs")
 METADATA = "--metadata-columns"
 NOT_PART = (
@@ -209,6 +210,8 @@ def _message(given: dict, place: str) -> Message:
             )
         made["content"] = "" if made["content"] is None else made["content"]
     made |= {k: str(given[k]) for k in ("name", "tool_call_id") if k in given}
+    if "tools" in given:
+        made["tools"] = read_tools(given["tools"], place)
     return made
 
 
