@@ -31,6 +31,7 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, holm_corrected
 from ia_mech.rates.compute import rates
 from ia_mech.results import label_of
+from ia_mech.run.queries import exchange
 from ia_mech.stats import group_difference
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Decoupling(Experiment):
 
     Attributes:
         responses: one row per response that can be verified, of prompts that all models have:
-            ``model``, ``dataset``, ``source``, ``cut_off``, the texts, and the verdict on it
+            ``model``, ``dataset``, ``source``, ``unfinished``, the texts, and the verdict on it
             (:class:`experiments.verify.Correctness`). Runs of other seeds hold the same response
             again; it counts once.
     """
@@ -85,7 +86,7 @@ class Decoupling(Experiment):
                 "give runs of prompts that can be",
             )
         self.notes += notes_of(self.responses)
-        columns = ["run", "context_id", "model", "dataset", "source", "correct", "cut_off"]
+        columns = ["run", "context_id", "model", "dataset", "source", "correct", "unfinished"]
         turns = judged.turns[["run", "context_id", "temperature", "genuine"]]
         turns = turns.astype({"run": object, "context_id": object})
         self.turns = turns.merge(contexts[columns], on=["run", "context_id"])
@@ -94,7 +95,7 @@ class Decoupling(Experiment):
 
     def rows(self) -> pd.DataFrame:
         """A row per user turn: ``model``, ``dataset``, ``source``, ``temperature``, ``genuine``,
-        and ``correct`` and ``cut_off`` of the response that it follows."""
+        and ``correct`` and ``unfinished`` of the response that it follows."""
         return self.turns
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
@@ -103,9 +104,9 @@ class Decoupling(Experiment):
         for term in (EVERY, COMPLETE):
             responses, turns = self.responses, rows
             if term == COMPLETE:
-                if not responses["cut_off"].any():
+                if not responses["unfinished"].any():
                     continue
-                responses, turns = (one[~one["cut_off"]] for one in (responses, turns))
+                responses, turns = (one[~one["unfinished"]] for one in (responses, turns))
             for dataset, here in by_dataset(responses):
                 for model, own in responses[here].groupby("model"):
                     names = {"model": model, "dataset": dataset, "term": term}
@@ -113,7 +114,7 @@ class Decoupling(Experiment):
                     unverified = own["correct"].isna()
                     estimates.append(group.mean(ACCURACY, own["correct"], proportion=True))
                     estimates.append(group.mean("unverified", unverified, proportion=True))
-                    estimates.append(group.mean("cut off", own["cut_off"], proportion=True))
+                    estimates.append(group.mean("unfinished", own["unfinished"], proportion=True))
             for dataset, here in by_dataset(turns):
                 options = {"dataset": dataset, "term": term, "level": self.args.level}
                 estimates += rates(turns[here], ["model", "temperature"], quantity=RATE, **options)
@@ -147,11 +148,15 @@ class Decoupling(Experiment):
         made = tables_of(
             f"responses ({percent})",
             estimates,
-            {ACCURACY: ("accuracy", 2), "unverified": ("unverified", 2), "cut off": ("cut off", 2)},
+            {
+                ACCURACY: ("accuracy", 2),
+                "unverified": ("unverified", 2),
+                "unfinished": ("unfinished", 2),
+            },
             index=names,
             rows="responses",
             legend="Accuracy: share of right responses among those verified. Unverified: share "
-            "that couldn't be. Cut off: share that ended at the token limit.",
+            "that couldn't be. Unfinished: share that was cut off, or ended within its thought.",
         )
         made += tables_of(
             f"user turns after them ({percent})",
@@ -228,8 +233,8 @@ def verified_contexts(run: "Run") -> pd.DataFrame:
         name=run.model["name"],
         weights_hash=run.model["weights_hash"],
         source=frame["dataset"] + "\x1f" + frame["source_id"],
-        query=[turns[-2]["content"] for turns in messages],
-        response=[turns[-1]["content"] for turns in messages],
+        query=[exchange(turns)[0] for turns in messages],
+        response=[exchange(turns)[1] for turns in messages],
         # A system message may differ between models; the prompt may not.
         prompt=[
             "\x1f".join(turn["content"] for turn in turns[:-1] if turn["role"] != "system")
@@ -237,7 +242,7 @@ def verified_contexts(run: "Run") -> pd.DataFrame:
         ],
         answer=frame["answer"].astype(object).where(frame["answer"].notna(), None),
         given=frame["response_policy"] != "generated",
-        cut_off=frame["response_cut_off"].fillna(False).astype(bool),
+        unfinished=frame["response_unfinished"].fillna(False).astype(bool),
     )
     verdicts = [
         verify(
@@ -246,12 +251,12 @@ def verified_contexts(run: "Run") -> pd.DataFrame:
             row.answer,
             json.loads(row.metadata),
             given=row.given,
-            cut_off=row.cut_off,
+            unfinished=row.unfinished,
         )
         for row in frame.itertuples()
     ]
     texts = ["dataset", "source", "source_id", "text", "prompt", "query", "response"]
-    kept = frame[["run", "context_id", "name", "weights_hash", *texts, "cut_off"]]
+    kept = frame[["run", "context_id", "name", "weights_hash", *texts, "unfinished"]]
     found = kept.assign(**pd.DataFrame(verdicts))
     return found.assign(correct=found["correct"].astype(float))
 
@@ -324,11 +329,11 @@ def notes_of(responses: pd.DataFrame) -> list[str]:
                 f"{unknown} of {len(own)} responses of {dataset} count as neither right nor wrong: "
                 f"{unverified_reasons(own)}."
             )
-    if cut := int(responses["cut_off"].sum()):
+    if unfinished := int(responses["unfinished"].sum()):
         notes.append(
-            f"{cut} of {len(responses)} responses were cut off by the token limit, which may be "
-            "why they are wrong, or right; what follows them is another stimulus, too. Hence the "
-            "rows of complete responses."
+            f"{unfinished} of {len(responses)} responses are unfinished (cut off by the limit, or "
+            "ended within their thought), which may be why they are wrong, or right; what follows "
+            "them is another stimulus, too. Hence the rows of complete responses."
         )
     return notes
 

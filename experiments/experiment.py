@@ -322,13 +322,13 @@ class Experiment:
         return self.folder / name.replace(" ", "_")
 
     def _about_queries(self) -> list[str]:
-        """How many queries there are, and how many of their responses were cut off."""
+        """How many queries there are, and how many of their responses are unfinished."""
         if "queries" not in vars(self):  # never read
             return []
         complete = [each for query in self.queries for each in query.complete]
         note = f"{len(self.queries)} queries, {len(complete)} responses"
-        cut = complete.count(False)
-        return [f"{note}, {cut} of them cut off at a token limit." if cut else f"{note}."]
+        unfinished = complete.count(False)
+        return [f"{note}, {unfinished} of them unfinished." if unfinished else f"{note}."]
 
     def measure_units(self, units: Iterable[Unit], phase: str = "") -> pd.DataFrame:
         """The rows of units one below the other, with ``source`` and ``dataset``.

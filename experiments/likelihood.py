@@ -25,6 +25,7 @@ from experiments.experiment import Conclusion, Experiment, Model, Unit
 from experiments.tables import sentence_of, tables_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets, by_dataset
+from ia_mech.run.queries import unfinished_text
 from ia_mech.stats import cluster_bootstrap
 
 if TYPE_CHECKING:
@@ -246,11 +247,13 @@ class Likelihood(Experiment):
 
         own = conversations_of(self.references)
         donors = Donors(own, self.chat.tokenizer, self.args.seed)
-        written: dict[str, list[str]] = {}
+        written: dict[str, dict[str, str | None]] = {}  # response → its thought
         for run in self.runs:
             frame = with_run(run, run.contexts)
             for source, messages in zip(frame["source"], frame["messages"], strict=True):
-                written.setdefault(source, []).append(messages[-1]["content"])
+                said = messages[-1]
+                siblings = written.setdefault(source, {})
+                siblings.setdefault(said["content"], said.get("reasoning_content"))
         units: list[FollowUp] = []
         refused: dict[str, str] = {}
         for row, (one, source) in enumerate(zip(own, self.references["source"], strict=True)):
@@ -269,8 +272,7 @@ class Likelihood(Experiment):
         self, one: "Conversation", control: str, refused: dict[str, str]
     ) -> list[tuple[str, tuple[int, ...], int]]:
         """The follow-up, another conversation's (if any), and the rivals, no two alike."""
-        opened, closing = self.chat.context(one.messages), self.chat.closing_id
-        end = () if closing is None else (closing,)
+        opened = self.chat.context(one.messages)
         texts = {REFERENCE: one.reference or "", CONTROL: control.strip()}
         texts |= {QUERY: one.query.strip(), RESPONSE: (one.response or "").strip()}
         turns: list[tuple[str, tuple[int, ...], int]] = []
@@ -284,13 +286,13 @@ class Likelihood(Experiment):
             except UserError as error:
                 refused[name] = error.problem
                 continue
-            turns.append((name, (*ids, *end), len(ids)))
+            turns.append((name, tuple(ids.whole), len(ids.words)))
         return turns
 
     def _contexts(
         self,
         one: "Conversation",
-        written: list[str],
+        written: dict[str, str | None],
         swapped: list[str],
         longest: int,
         refused: dict[str, str],
@@ -302,7 +304,7 @@ class Likelihood(Experiment):
         own, limit = one.response or "", self.context_limit
         rng = np.random.default_rng(list(stream_key(self.args.seed, one.id, ORDER_STREAM)))
         orders = dict.fromkeys(shuffle_sentences(own, rng) for _ in range(ORDERS))
-        places = [(SIBLINGS, text) for text in dict.fromkeys(written) if text != one.response]
+        places = [(SIBLINGS, text) for text in written if text != one.response]
         places += [(OTHERS, text) for text in swapped] + [(EMPTY, "")]
         places += [(SHUFFLED, text) for text in orders if text]  # one sentence has no order
         contexts: list[tuple[str | None, tuple[int, ...]]] = [
@@ -310,7 +312,8 @@ class Likelihood(Experiment):
         ]
         for kind, text in places:
             try:
-                ids = self.chat.context(one.with_response(text).messages).ids
+                thought = written[text] if kind == SIBLINGS else None
+                ids = self.chat.context(one.with_response(text, thought).messages).ids
             except UserError as error:
                 refused[kind] = error.problem
                 continue
@@ -466,10 +469,11 @@ def notes_of(runs: "Sequence[Run]", rows: pd.DataFrame) -> list[str]:
     written = [one.contexts for one in runs if one.settings["response"] == "generate"]
     if not written:
         return []
-    cut = pd.concat(written)["response_cut_off"].astype(bool)
+    siblings = pd.concat(written)
+    unfinished = unfinished_text(siblings) or "No response is unfinished"
     return [
-        f"{cut.sum()} of {len(cut)} sibling responses were cut off, and all are the model's "
-        "own: a follow-up that fits any good response gains against them, too."
+        f"Siblings: {unfinished}, and all are the model's own: a follow-up that fits any good "
+        "response gains against them, too."
     ]
 
 

@@ -381,7 +381,7 @@ class Locate(Experiment):
             texts = query.responses
             distinct = [k for k, text in enumerate(texts) if texts.index(text) == k]
             chosen = distinct[:RESPONSES]
-            placed = [self._placed(query.messages, texts[k]) for k in chosen]
+            placed = [self._placed(query.dialogues[k]) for k in chosen]
             whole = len(chosen) == RESPONSES and all(each is not None for each in placed)
             if not whole or not set(chosen) <= set(query.turns["followed"]):
                 few += 1
@@ -413,15 +413,15 @@ class Locate(Experiment):
                 "with a turn after each, and are left out."
             )
 
-    def _placed(self, messages: list[dict], response: str) -> tuple | None:
+    def _placed(self, messages: list[dict]) -> tuple | None:
         """Where the response begins and ends, and the header counted from there; None of an empty
         response."""
-        found = self.chat.context([*messages, {"role": "assistant", "content": response}])
-        first, last = found.positions["header_0"], found.positions["header_last"]
-        if not found.response or first is None or last is None:
+        found = self.chat.context(messages)
+        last = found.positions["header_last"]
+        if not found.response or last is None:
             return None
-        stop = found.response.stop
-        return found.response.start, stop, (first - stop, last + 1 - stop)
+        stop, end = found.response.stop, last + 1
+        return found.response.start, stop, (end - len(self.chat.header_ids) - stop, end - stop)
 
     def _recipients(self, source: str) -> list[int]:
         from ia_mech.engine.sampling import stream_key

@@ -223,9 +223,7 @@ def sequence(chat: ChatFormat, conversation: Conversation) -> tuple[list[int], l
     """
     context = chat.context(conversation.messages)
     assert conversation.reference is not None
-    turn = chat.reference_ids(conversation.messages, context, conversation.reference)
-    if chat.closing_id is not None:
-        turn = [*turn, chat.closing_id]
+    turn = chat.reference_ids(conversation.messages, context, conversation.reference).whole
     return [*context.ids, *turn], [IGNORED] * len(context.ids) + turn
 
 

@@ -50,6 +50,7 @@ from ia_mech.estimates import (
 )
 from ia_mech.rates.compute import rates
 from ia_mech.results import Table, label_of
+from ia_mech.run.queries import unfinished_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -110,7 +111,7 @@ def apply_condition(
         return None
     about = {UNPERTURBED_RESPONSE: own, "unperturbed_id": conversation.id, "how": how}
     return replace(
-        conversation.with_response(text),
+        conversation.with_response(text, None if name in (REMOVE, SWAP) else conversation.thought),
         id=f"{conversation.id}~{name}",
         perturbation=name,
         header=CONDITIONS[name],
@@ -196,7 +197,7 @@ class Perturbations(Experiment):
         if changed is None:
             raise UserError("the response stays as it is", "")
         context, turn = context_and_reference(self.chat, changed)
-        longest = max(settings["max_new_tokens"], len(turn or ()))
+        longest = max(settings["max_new_tokens"], 0 if turn is None else len(turn.whole))
         if self.context_limit is not None and len(context.ids) + longest > self.context_limit:
             raise UserError("the context is too long for the model", "")
         return changed
@@ -242,8 +243,8 @@ class Perturbations(Experiment):
         ways = how[run.contexts["perturbation"] == CONTRADICT].value_counts()
         counts = ", ".join(f"{way} {count}" for way, count in ways.items())
         self.notes.append(f"{CONTRADICT} was made by {counts} (metadata, how).")
-        if cut := int(self.base["response_cut_off"].sum()):
-            self.notes.append(f"{cut} of {len(self.base)} responses were cut off.")
+        if unfinished := unfinished_text(self.base):
+            self.notes.append(f"{unfinished}.")
         self.notes.append(
             f"{HEADER_ONLY} shows the model no conversation: all its greedy turns are one turn, "
             "held against every query's response."

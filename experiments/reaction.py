@@ -3,9 +3,9 @@
 Every turn is scored after each of the K responses to its query. The more one response stands out by
 its likelihood, the more bits the turn tells about which it followed; no judge is needed. The mean
 is I_K, the mutual information of turn and response given the query, at most log2 K. The sentence is
-about complete responses alone, since a turn also tells that a response was cut off. The control is
-the same number for K wordings of one response, which the model writes itself: what different
-responses have beyond it is content. A second control puts the assistant's header in the user's
+about complete responses alone, since a turn also tells that one is unfinished. The control is the
+same number for K wordings of one response, which the model writes itself: what different responses
+have beyond it is content. A second control puts the assistant's header in the user's
 place: do the bits need the user's? One fixed reader of all turns measures whether greedy turns tell
 as much as sampled ones.
 
@@ -63,14 +63,14 @@ from ia_mech.likelihood.reaction import (
     readable_bits,
 )
 from ia_mech.results import Table
-from ia_mech.run.queries import Query, queries_of, subsample
+from ia_mech.run.queries import Query, exchange, queries_of, subsample
 
 if TYPE_CHECKING:
     from experiments.figures import Drawing
     from ia_mech.data.conversations import Conversation
     from ia_mech.run import Run
 
-# What an estimate is of: the runs' responses, those that weren't cut off, or a control.
+# What an estimate is of: the runs' responses, those that are finished, or a control.
 ALTERNATIVES, COMPLETE = "alternatives", "complete responses"
 WORDINGS, ASSISTANT = CONTROLS = ("wordings of one response", "assistant header")
 KINDS = {WORDINGS: "other_wording", ASSISTANT: "header_assistant"}  # of perturbation
@@ -262,7 +262,7 @@ class Reaction(Experiment):
         if not self.only_complete:
             self.notes.append(
                 "Too few queries have two complete responses: the headline is of all, and a turn "
-                "can tell that one was cut off."
+                "can tell that one is unfinished."
             )
 
         first = {q.source for q in subsample(self.queries, MOST_CONTROLLED, args.seed)}
@@ -308,11 +308,12 @@ class Reaction(Experiment):
         header = "assistant" if name == ASSISTANT else "user"
         made = []
         for query in self.controlled:
-            texts = [query.responses[k] for k in self.compared[query.source][: self.size]]
+            dialogues = [query.dialogues[k] for k in self.compared[query.source][: self.size]]
             if name == WORDINGS:
                 _, texts = self.wordings.get(query.source, (0, []))
-            for index, text in enumerate(texts):
-                messages = [*query.messages, {"role": "assistant", "content": text}]
+                said = ({"role": "assistant", "content": text} for text in texts)
+                dialogues = [[*query.messages, response] for response in said]
+            for index, messages in enumerate(dialogues):
                 made.append(perturbed_conversation(query, index, messages, KINDS[name], header))
         return made
 
@@ -470,7 +471,7 @@ class Reaction(Experiment):
             [
                 copy_features(
                     texts.get_group(query.source).tolist(),
-                    query.messages[-1]["content"],
+                    exchange(query.dialogues[0])[0],
                     query.responses,
                 )
                 for query in self.used
@@ -510,7 +511,7 @@ class Reaction(Experiment):
         columns = ["context_id", "dataset", "source_id", "temperature", "sample", "text"]
         columns += ["followed", "finish_reason", "complete", "reaction_bits", "evidence"]
         columns += ["identified", "readable_bits", "bits_by_token"]
-        complete = ~self.turns["response_cut_off"].astype(bool)
+        complete = ~self.turns["response_unfinished"].astype(bool)
         return {"turns": self.turns.assign(complete=complete)[columns]}
 
     def headline(self, estimates: pd.DataFrame) -> pd.DataFrame:
@@ -571,8 +572,7 @@ class Reaction(Experiment):
             f"(at most {np.log2(size):.2f}; {interval})",
             self.headline(estimates),
             [(INFORMATION, self.kind_of_responses, 2), (SAME_QUERIES, "all responses", 2)],
-            "all responses: of the same queries, also those that were cut off, which a turn can "
-            "tell.",
+            "all responses: of the same queries, also the unfinished ones, which a turn can tell.",
         )
         made += table(
             f"the same of all {count} responses (at most {np.log2(count):.2f} bits)",

@@ -31,7 +31,7 @@ from ia_mech.steering import SteeringVector
 
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
 # Settings of a run that changed conversations share with it: of the chat, and others.
-SHARED = ("system", "thinking", "date", "opening")
+SHARED = ("system", "thinking", "template_option", "date", "opening")
 MODEL = (
     "revision",
     "random_blocks",
@@ -56,11 +56,11 @@ def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
             id=row["context_id"],
             source_id=row["source_id"],
             dataset=row["dataset"],
-            messages=tuple(dict(message) for message in row["messages"]),
+            messages=tuple(row["messages"]),
             reference=text_of(row["reference"]),
             answer=text_of(row["answer"]),
             metadata=json.loads(row["metadata"])
-            | {"response_cut_off": bool(row["response_cut_off"])},
+            | {"response_unfinished": bool(row["response_unfinished"])},
         )
         for row in contexts.to_dict("records")
     ]

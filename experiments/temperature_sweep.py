@@ -173,10 +173,10 @@ class TemperatureSweep(Experiment):
         self.notes += judged.notes
         if missing := int(self.turns["genuine"].isna().sum()):
             self.notes.append(f"{missing} of {len(self.turns)} turns were not assessed.")
-        if cut := int(self.turns["cut_off"].sum()):
+        if unfinished := int(self.turns["unfinished"].sum()):
             self.notes.append(
-                f"{cut} of {len(self.turns)} turns come after a response that was cut off, another "
-                "stimulus: python -m ia_mech.rates --responses complete leaves them out."
+                f"{unfinished} of {len(self.turns)} turns come after an unfinished response, "
+                "another stimulus: python -m ia_mech.rates --responses complete leaves them out."
             )
 
     def rows(self) -> pd.DataFrame:

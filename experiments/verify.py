@@ -68,7 +68,7 @@ def verify(
     metadata: Mapping[str, Any],
     *,
     given: bool = False,
-    cut_off: bool = False,
+    unfinished: bool = False,
 ) -> Correctness:
     """Whether a response is right.
 
@@ -80,7 +80,7 @@ def verify(
         answer: the gold answer.
         metadata: of the conversation.
         given: the response is the data's, not the model's own.
-        cut_off: the response was cut off by a token limit.
+        unfinished: the response was cut off by a token limit, or ended within its thought.
     """
     from math_verify.errors import TimeoutException
 
@@ -91,7 +91,7 @@ def verify(
         if name == INSTRUCTIONS:
             return _instructions(query, text, metadata)
         if name == MATHS and answer is not None:
-            return _maths(text, answer, cut_off=cut_off)
+            return _maths(text, answer, unfinished=unfinished)
     except TimeoutException:
         return Correctness(name, None, f"the verifier took more than {SECONDS} s")
     except Exception as error:  # two libraries raise anything on arbitrary text
@@ -158,7 +158,7 @@ def clean_response(response: str) -> str:
     return response
 
 
-def _maths(response: str, answer: str, *, cut_off: bool = False) -> Correctness:
+def _maths(response: str, answer: str, *, unfinished: bool = False) -> Correctness:
     """Compare a response with a gold answer that :func:`gold_formulas` can read.
 
     The answer is read after the last line that opens with ``####`` if there is one, else where the
@@ -171,8 +171,8 @@ def _maths(response: str, answer: str, *, cut_off: bool = False) -> Correctness:
     wanted = list(gold_formulas(answer) or ())
     text = clean_response(response)
     marked = _MARKED.findall(text)
-    if cut_off and not (marked or _ANNOUNCES.search(text)):
-        why = "cut off before it states an answer"
+    if unfinished and not (marked or _ANNOUNCES.search(text)):
+        why = "unfinished before it states an answer"
         return Correctness(MATHS, False, why, gold=str(wanted[-1]))
     places = [("after ####", marked[-1])] if marked else []
     places.append(("in a box" if "\\boxed" in text else "as math-verify finds it", text))

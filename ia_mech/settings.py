@@ -21,6 +21,7 @@ from ia_mech.cli import nonblank, one_line, utf8, whole_from
 from ia_mech.data.formats import CUTS, FORMATS, ColumnMap
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
+from ia_mech.untrusted import parse_json
 
 if TYPE_CHECKING:
     from ia_mech.models.load import ModelSpec
@@ -51,6 +52,7 @@ class Flag:
         parse: makes the value from a word; raises ``argparse.ArgumentTypeError``. None: a switch.
         metavar: stands for the word in the help.
         several: the setting is a tuple of such values, given as several words, or with commas.
+        mapping: the setting is a dictionary, given as words ``key=value``.
     """
 
     group: str
@@ -58,6 +60,7 @@ class Flag:
     parse: Callable[[str], Any] | None = None
     metavar: str = ""
     several: bool = False
+    mapping: bool = False
 
 
 def _one_of(names: Iterable[str]) -> Callable[[str], str]:
@@ -116,15 +119,36 @@ def _date(text: str) -> str:
     return text
 
 
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, as in enable_thinking=false")
+    if value in ("True", "False", "None"):  # a text, and all texts are true in a template
+        json_word = {"True": "true", "False": "false", "None": "null"}[value]
+        raise argparse.ArgumentTypeError(f"{text!r}: write {json_word}, as JSON does")
+    try:
+        return name, parse_json(value, name, "")
+    except UserError:
+        return name, utf8(value)
+
+
 def _choice(names: tuple[str, ...], group: str, help: str = "") -> Any:
     """A setting that is one of some names, the first one by default; the help lists them."""
     listed = help or f"{', '.join(names[:-1])} or {names[-1]}"
     return _setting(names[0], group, "NAME", listed, _one_of(names))
 
 
-def _setting(default: Any, group: str, metavar: str, help: str, parse: Any = nonblank) -> Any:
+def _setting(
+    default: Any,
+    group: str,
+    metavar: str,
+    help: str,
+    parse: Any = nonblank,
+    *,
+    mapping: bool = False,
+) -> Any:
     several = isinstance(default, tuple)
-    flag = Flag(group, help, parse, metavar, several)
+    flag = Flag(group, help, parse, metavar, several, mapping)
     return field(default=default, metadata={"flag": flag})
 
 
@@ -193,6 +217,11 @@ class Settings:
     response_column: str | None = _column("the assistant's response")
     followup_column: str | None = _column("what the user really said next")
     answer_column: str | None = _column("the gold answer")
+    system_column: str | None = _column("the system message")
+    context_column: str | None = _column("a passage that the query is about")
+    metadata_columns: tuple[str, ...] = _setting(
+        (), DATA, "NAME", "columns, fields of messages too, that aren't part of the conversation"
+    )
     cut: str = _choice(CUTS, DATA, "after the first response, or before the last user turn")
     skip_unusable: bool = _switch(DATA, "leave out rows that can't be used, instead of refusing")
 
@@ -210,13 +239,25 @@ class Settings:
         None, RESPONSES, "T", "0 is greedy (default: 0, of several 1)", _temperature_or_zero
     )
     max_response_tokens: int = _setting(
-        512, RESPONSES, "N", "what is longer is cut off, and flagged", whole_from(1, most=MOST)
+        512,
+        RESPONSES,
+        "N",
+        "thought included; a longer one is unfinished",
+        whole_from(1, most=MOST),
     )
     system: str | None = _setting(
         None, RESPONSES, "TEXT", "system message (default: the template's own, if any)", utf8
     )
     thinking: str = _choice(
         ("template", "keep"), RESPONSES, "as the template has earlier responses, or keep all"
+    )
+    template_option: Mapping[str, Any] | None = _setting(
+        None,
+        RESPONSES,
+        "KEY=VALUE",
+        "what the chat template reads, such as enable_thinking=false",
+        _option,
+        mapping=True,
     )
     date: str = _setting(
         PINNED_DATE, RESPONSES, "DATE", "for templates that print today's date", _date
@@ -319,6 +360,9 @@ class Settings:
             response=self.response_column,
             followup=self.followup_column,
             answer=self.answer_column,
+            system=self.system_column,
+            context=self.context_column,
+            metadata=self.metadata_columns,
             cut=self.cut,
         )
 
@@ -362,7 +406,26 @@ def _field_value(setting: Any, value: Any) -> Any:
         if not isinstance(value, bool):
             raise UserError(f"{setting.name}={_shown(value)}", "give True or False")
         return value
+    if flag.mapping:
+        return _mapping_value(setting.name, value, flag.parse)
     return parse_value(setting.name, value, flag.parse, several=flag.several)
+
+
+def _mapping_value(
+    name: str, value: Any, parse: Callable[[str], tuple[str, Any]]
+) -> dict[str, Any] | None:
+    """A dictionary, of one or of words; None if it is empty."""
+    if isinstance(value, Mapping):
+        try:
+            words = [f"{key}={json.dumps(each)}" for key, each in value.items()]
+        except (TypeError, ValueError):
+            raise UserError(f"{name}={_shown(value)}", "give values that JSON has") from None
+    else:
+        words = list(value) if isinstance(value, list | tuple) else [value]
+    pairs = [parse_value(name, word, parse) for word in words]
+    if twice := sorted({key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1}):
+        raise UserError(f"--{name.replace('_', '-')}: {twice[0]} is given twice", "give it once")
+    return dict(pairs) or None
 
 
 def parse_value(name: str, value: Any, parse: Callable[[str], Any], several: bool = False) -> Any:
@@ -398,7 +461,7 @@ def parse_value(name: str, value: Any, parse: Callable[[str], Any], several: boo
 def default_text(setting: Any) -> str:
     """The default of a field as the help has it; empty where its help says more, or it is none."""
     default = setting.default
-    if default is None or default is False:
+    if default is None or default is False or default == ():
         return ""
     text = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
     return f" (default: {text})"

@@ -117,18 +117,19 @@ def lengths(
     prompt_tokens: ArrayLike,
     response_tokens: ArrayLike,
     context_tokens: ArrayLike,
-    cut_off: ArrayLike,
+    unfinished: ArrayLike,
 ) -> Baseline:
-    """Logs of three lengths, their squares, and whether the response was cut off.
+    """Logs of three lengths, their squares, and whether the response is unfinished.
 
     Args:
         prompt_tokens, response_tokens, context_tokens: ``[contexts]`` numbers of tokens.
-        cut_off: ``[contexts]`` whether the response ended at the limit of tokens.
+        unfinished: ``[contexts]`` whether the response ended at the limit of tokens, or within its
+            thought.
     """
     tokens = np.column_stack([prompt_tokens, response_tokens, context_tokens])
     logs = _standardised(np.log1p(tokens.astype(float)))  # a response may be empty
-    features = _standardised(np.column_stack([logs, logs**2, cut_off]))
-    return Baseline("lengths", features, "lengths of prompt, response and context; cut off or not")
+    features = _standardised(np.column_stack([logs, logs**2, unfinished]))
+    return Baseline("lengths", features, "lengths of prompt, response and context; finished or not")
 
 
 def dataset_id(datasets: ArrayLike, runs: ArrayLike) -> Baseline:
@@ -394,7 +395,7 @@ def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
             frame["prompt_tokens"],
             frame["response_tokens"],
             frame["context_tokens"],
-            frame["cut_off"],
+            frame["unfinished"],
         ),
         dataset_id(frame["dataset"], frame["run"]),
     ]

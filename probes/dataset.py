@@ -49,8 +49,8 @@ class ProbeSet:
             ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (a key that
             holds across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (all
             before the response), ``response_tokens`` (as the model read it), ``context_tokens``,
-            ``cut_off``, ``token_ids``, ``first_token`` (id of the response's first one, -1 if it is
-            empty), ``first_word`` (of the query), ``positives`` and ``trials``.
+            ``unfinished``, ``token_ids``, ``first_token`` (id of the response's first one, -1 if it
+            is empty), ``first_word`` (of the query), ``positives`` and ``trials``.
         positions: names of the positions that every context has, in storage order.
         has_ends: every run kept the states at :data:`ENDS`, and every context has both.
         notes: what a reader has to know of how all this was put together.
@@ -466,7 +466,7 @@ def _contexts(run: Run, number: int) -> pd.DataFrame:
             "prompt_tokens": first,
             "response_tokens": [0 if e is None else e - f + 1 for _, f, e in spans],
             "context_tokens": own["context_tokens"].astype(int),
-            "cut_off": own["response_cut_off"].fillna(False).astype(bool),
+            "unfinished": own["response_unfinished"].fillna(False).astype(bool),
             "token_ids": token_ids,
             "first_token": [-1 if e is None else int(ids[f]) for ids, f, e in spans],
             "first_word": [_first_word(messages) for messages in own["messages"]],

@@ -32,7 +32,13 @@ from transformers import PreTrainedTokenizerFast
 
 # Families that follow the documented format of a released model.
 REAL_FAMILIES = (
-    "smollm2", "qwen3", "llama3_1", "gemma3", "glm4", "gpt_oss", "deepseek_v3", "mistral"
+    "smollm2", "qwen3", "llama3_1", "gemma3", "glm4", "gpt_oss", "deepseek_v3", "mistral",
+    "exaone", "nemotron_mini", "apriel", "kimi_k2", "gigachat3",
+)  # fmt: skip
+# Those whose models think before they answer, besides Qwen3 and gpt-oss.
+THINKING = (
+    "qwen3_5", "glm4_7", "gemma4", "kimi_k2_thinking", "kimi_vl", "smollm3", "deepseek_r1",
+    "magistral", "seed_oss",
 )  # fmt: skip
 # And text role markers, no user role at all, and a last user turn that silently disappears.
 FAMILIES = (*REAL_FAMILIES, "zephyr_text", "no_user", "swallows")
@@ -46,6 +52,20 @@ GENERATION_EOS: dict[str, tuple[str, ...]] = {
     "gpt_oss": ("<|return|>", "<|endoftext|>", "<|call|>"),
     "deepseek_v3": ("<｜end▁of▁sentence｜>",),
     "mistral": ("</s>",),
+    "exaone": ("[|endofturn|]",),
+    "nemotron_mini": ("</s>",),
+    "apriel": ("<|end|>",),
+    "kimi_k2": ("<|im_end|>",),
+    "gigachat3": ("</s>",),
+    "qwen3_5": ("<|im_end|>", "<|endoftext|>"),
+    "glm4_7": ("<|endoftext|>", "<|user|>", "<|observation|>"),
+    "gemma4": ("<eos>", "<turn|>"),
+    "kimi_k2_thinking": ("<|im_end|>",),
+    "kimi_vl": ("<|im_end|>",),
+    "smollm3": ("<|im_end|>",),
+    "deepseek_r1": ("<｜end▁of▁sentence｜>",),
+    "magistral": ("</s>",),
+    "seed_oss": ("<seed:eos>",),
     "zephyr_text": ("</s>",),
     "no_user": ("<|im_end|>",),
     "swallows": ("<|im_end|>",),
@@ -178,6 +198,15 @@ _CHATML = _Recipe(
     unk="<|endoftext|>",
 )
 
+_GLM_MARKS = (
+    "<|endoftext|> [MASK] [gMASK] [sMASK] <sop> <eop> <|system|> <|user|> <|assistant|> "
+    "<|observation|>"
+)
+_KIMI_MARKS = (
+    "[BOS] [EOS] <|im_end|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> [PAD]"
+)
+_THINK = ("<think>", "</think>")
+
 _RECIPES: dict[str, _Recipe] = {
     "smollm2": _CHATML,
     "qwen3": _Recipe(
@@ -210,10 +239,7 @@ _RECIPES: dict[str, _Recipe] = {
     ),
     "glm4": _Recipe(
         splits=(_CL100K.format(digits="{1,3}"),),
-        last=_marks(
-            "<|endoftext|> [MASK] [gMASK] [sMASK] <sop> <eop> <|system|> <|user|> "
-            "<|assistant|> <|observation|>"
-        ),
+        last=_marks(_GLM_MARKS),
         prefix=_marks("[gMASK] <sop>"),
         eos="<|endoftext|>",
         pad="<|endoftext|>",
@@ -247,6 +273,37 @@ _RECIPES: dict[str, _Recipe] = {
         eos="</s>",
         unk="<unk>",
     ),
+    "exaone": _Recipe(
+        first=_marks("[PAD] [BOS] [EOS] [UNK] [|system|] [|user|] [|assistant|] [|endofturn|]"),
+        bos="[BOS]",
+        eos="[|endofturn|]",
+        pad="[PAD]",
+        unk="[UNK]",
+    ),
+    "nemotron_mini": _Recipe(
+        first=_marks("<unk> <s> </s> <extra_id_0> <extra_id_1>"), bos="<s>", eos="</s>", unk="<unk>"
+    ),
+    "apriel": _Recipe(
+        first=_marks("<unk> <s> </s> <pad> <|system|> <|user|> <|assistant|> <|end|>"),
+        bos="<s>",
+        eos="</s>",
+        pad="<pad>",
+        unk="<unk>",
+    ),
+    "kimi_k2": _Recipe(
+        splits=(_O200K,),
+        last=_marks(
+            "[BOS] [EOS] <|im_end|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|>"
+        ),
+        bos="[BOS]",
+        eos="[EOS]",
+    ),
+    "gigachat3": _Recipe(
+        first=_marks("<unk> <s> </s> <|role_sep|> <|message_sep|>"),
+        bos="<s>",
+        eos="</s>",
+        unk="<unk>",
+    ),
     "zephyr_text": _Recipe(
         kind="metaspace",
         first=_marks("<unk> <s> </s>"),
@@ -255,6 +312,79 @@ _RECIPES: dict[str, _Recipe] = {
         eos="</s>",
         pad="</s>",
         unk="<unk>",
+    ),
+    "qwen3_5": _Recipe(
+        splits=(_CL100K.format(digits=""),),
+        last=_marks("<|endoftext|> <|im_start|> <|im_end|>"),
+        ordinary=_THINK,
+        eos="<|im_end|>",
+        pad="<|endoftext|>",
+        nfc=True,
+    ),
+    "glm4_7": _Recipe(
+        splits=(_CL100K.format(digits="{1,3}"),),
+        last=_marks(_GLM_MARKS),
+        ordinary=_THINK,
+        eos="<|endoftext|>",
+        pad="<|endoftext|>",
+    ),
+    "gemma4": _Recipe(
+        kind="gemma",
+        first=_marks("<pad> <eos> <bos> <unk> <|turn> <turn|> <|channel> <channel|> <|think|>"),
+        ordinary=tuple("\n" * n for n in range(1, 9)),
+        prefix=("<bos>",),
+        bos="<bos>",
+        eos="<eos>",
+        pad="<pad>",
+        unk="<unk>",
+    ),
+    "kimi_k2_thinking": _Recipe(
+        splits=(_CL100K.format(digits="{1,3}"),),
+        last=_marks(_KIMI_MARKS),
+        ordinary=_THINK,
+        bos="[BOS]",
+        eos="<|im_end|>",
+        pad="[PAD]",
+    ),
+    "kimi_vl": _Recipe(
+        splits=(_CL100K.format(digits="{1,3}"),),
+        last=_marks(_KIMI_MARKS),
+        bos="[BOS]",
+        eos="<|im_end|>",
+        pad="[PAD]",
+    ),
+    "smollm3": _Recipe(
+        splits=(_CL100K.format(digits="{1,3}"),),
+        last=_marks("<|begin_of_text|> <|end_of_text|> <|im_start|> <|im_end|>"),
+        ordinary=_THINK,
+        bos="<|begin_of_text|>",
+        eos="<|im_end|>",
+        pad="<|im_end|>",
+    ),
+    "deepseek_r1": _Recipe(
+        splits=_DEEPSEEK,
+        first=_marks("<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜▁pad▁｜>"),
+        ordinary=("<｜User｜>", "<｜Assistant｜>", *_THINK),
+        bos="<｜begin▁of▁sentence｜>",
+        eos="<｜end▁of▁sentence｜>",
+        pad="<｜end▁of▁sentence｜>",
+    ),
+    "magistral": _Recipe(
+        splits=(_O200K,),
+        first=_marks(
+            "<unk> <s> </s> [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [THINK] [/THINK]"
+        ),
+        prefix=("<s>",),
+        bos="<s>",
+        eos="</s>",
+        unk="<unk>",
+    ),
+    "seed_oss": _Recipe(
+        splits=(_CL100K.format(digits="{1,3}"),),
+        first=_marks("<seed:bos> <seed:pad> <seed:eos> <seed:think> </seed:think>"),
+        bos="<seed:bos>",
+        eos="<seed:eos>",
+        pad="<seed:pad>",
     ),
     "no_user": _CHATML,
     "swallows": _CHATML,

@@ -106,7 +106,7 @@ def _part(those: list[tuple[int, Conversation]]):
         names = {
             **{"context_id": conversation.id, "source_id": conversation.source_id},
             **{"dataset": conversation.dataset, "perturbation": "none", "order": order},
-            **{"response_index": None, "response_cut_off": False},
+            **{"response_index": None, "response_unfinished": False},
         }
         contexts.append(
             names

@@ -270,6 +270,17 @@ def test_rows_that_cannot_be_used_are_refused_or_skipped_counted_and_listed(
     assert outcome.run.contexts["context_id"].tolist() == ["q1"]
 
 
+def test_what_a_run_leaves_of_its_data_is_said(sample, tmp_path):
+    data = rows(tmp_path / "chats.jsonl", *(question(id=f"q{i}", topic="tea") for i in range(5)))
+    said = [
+        f"note: {data}: 2 of 5 conversations used (--limit)",
+        "note: columns that are kept as metadata alone: topic",
+    ]
+    for words in (["--dry-run"], []):
+        outcome = sample("--dataset", data, "--limit", "2", *words)
+        assert [one for one in (outcome.out + outcome.err).splitlines() if one in said] == said
+
+
 def test_a_shard_says_what_is_lacking(sample, tmp_path):
     out = tmp_path / "run"
     first = sample("--batch-rows", "2", "--out", out, "--shard", "1/2")
@@ -313,13 +324,13 @@ def test_every_share_has_an_interval(sample):
             assert re.fullmatch(r"-?\d+\.\d\d \[-?\d+\.\d\d, -?\d+\.\d\d\]", row[column])
 
 
-def test_responses_that_are_cut_off_are_marked_and_counted(sample):
+def test_unfinished_responses_are_marked_and_counted(sample):
     outcome = sample("--response", "generate", "--max-response-tokens", "3")
     run = outcome.run
-    cut = run.contexts.set_index("context_id")["response_cut_off"]
+    cut = run.contexts.set_index("context_id")["response_unfinished"]
     assert cut.any() and (run.contexts["response_tokens"] <= 3).all()
-    assert (run.generations["response_cut_off"] == run.generations["context_id"].map(cut)).all()
-    assert f"{cut.sum()} of 3 responses were cut off at 3 tokens: a cut-off " in outcome.out
+    assert (run.generations["response_unfinished"] == run.generations["context_id"].map(cut)).all()
+    assert f"responses are unfinished ({cut.sum()} cut off); the limit was 3 tokens" in outcome.out
     heads = re.findall(r"^  (\S+) · (greedy|T = 1)$", outcome.out, re.MULTILINE)
     assert [name for name, _ in heads] == run.contexts["context_id"].tolist()
 

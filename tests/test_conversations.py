@@ -1,4 +1,4 @@
-"""Conversations: every shape of row, every error's text, order and re-iteration."""
+"""Conversations: shapes of rows, errors, sources, files, order and re-iteration."""
 
 import json
 import re
@@ -20,6 +20,14 @@ DIALOGUE = [
     {"role": "assistant", "content": "r2"},
     {"role": "user", "content": "q3"},
 ]
+
+BRIEF = {"role": "system", "content": "Be brief."}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "tide", "arguments": {"at": "noon"}}}],
+}
+RESULT = {"role": "tool", "content": "low"}
 
 
 @pytest.fixture
@@ -70,9 +78,14 @@ def test_with_response_appends_or_replaces_and_leaves_the_original_alone():
     original = example()
     assert turns(original.with_response("new")) == [(USER, "q1"), (ASSISTANT, "new")]
     assert original.response == "r1"
-    appended = example(messages=tuple(DIALOGUE[:3])).with_response("new")
+    appended = example(messages=tuple(DIALOGUE[:3])).with_response("new", "hm")
     assert turns(appended)[-2:] == [(USER, "q2"), (ASSISTANT, "new")]
-    assert len(appended.messages) == 4
+    assert len(appended.messages) == 4 and (appended.thought, original.thought) == ("hm", None)
+    after = example(messages=(DIALOGUE[0], CALL, RESULT, DIALOGUE[1]), finish_reason="length")
+    validate(after, "here")
+    changed = after.with_response("new")
+    assert changed.messages == (DIALOGUE[0], CALL, RESULT, {"role": ASSISTANT, "content": "new"})
+    assert (after.query, changed.finish_reason) == ("q1", None)
 
 
 def test_an_empty_response_is_a_turn_and_none_is_not():
@@ -84,14 +97,20 @@ def test_an_empty_response_is_a_turn_and_none_is_not():
 INVALID = [
     ([], "here: no user message"),
     ([{"role": "system", "content": "s"}], "here: no user message"),
-    ([{"role": "tool", "content": "x"}], "here: message 1 has the role 'tool'"),
+    ([{"role": "critic", "content": "x"}], "here: message 1 has the role 'critic'"),
     ([{"role": "user", "content": None}], "here: message 1 (user) is null, not text"),
-    ([{"role": "user", "content": ["x"]}], "here: message 1 (user) is list, not text"),
+    ([{"role": "user", "content": ["x"]}], "here: message 1 (user) is a list, not text"),
     ([{"role": "user", "content": " \n"}], "here: the query is empty"),
     ([{"role": "user", "content": "\ud83d"}], "message 1 (user) has half a surrogate pair"),
-    (DIALOGUE[1:2], "don't alternate"),
+    (DIALOGUE[1:3], "don't alternate"),
+    (DIALOGUE[1:2], "here: no user message"),
     ([DIALOGUE[0], DIALOGUE[2]], "roles: user, user"),
     ([DIALOGUE[0], {"role": "system", "content": "s"}], "roles: user, system"),
+    ([DIALOGUE[0], RESULT], "roles: user, tool"),
+    ([DIALOGUE[0], CALL], "here: message 2 calls a tool, and no result follows"),
+    ([DIALOGUE[0], CALL, DIALOGUE[2]], "here: message 2 calls a tool, and no result follows"),
+    ([DIALOGUE[0], CALL, RESULT, DIALOGUE[2]], "roles: user, assistant, tool, user"),
+    ([DIALOGUE[0], DIALOGUE[1] | {"reasoning_content": 3}], "the thought of message 2 is int"),
 ]
 
 
@@ -105,7 +124,6 @@ def test_validation_names_the_row_and_the_fault(messages, text):
 
 
 Q, R = (USER, "q"), (ASSISTANT, "r")
-BRIEF = {"role": "system", "content": "Be brief."}
 SHARED = [{"from": who, "value": said} for who, said in
           (("system", "s"), ("human", "q"), ("gpt", "r"), ("human", " again? "))]  # fmt: skip
 TWO = {"turns": ["q", "then"], "reference_first_answer": "r"}
@@ -190,7 +208,17 @@ def test_a_row_becomes_a_conversation(jsonl, row, columns, expected, fields):
 def test_own_form_is_read_back_as_it_is(jsonl):
     # Without its reference a row of three turns would be cut; here the messages are the context.
     whole = example(messages=tuple(DIALOGUE[:3]), reference=None, metadata={"k": [1, 2]})
-    assert read(jsonl(whole.to_dict())) == [whole]
+    thought = DIALOGUE[1] | {"reasoning_content": "hm"}
+    tool = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}
+    called = (
+        BRIEF | {"tools": [tool]},
+        DIALOGUE[0],
+        CALL,
+        RESULT | {"name": "tide", "tool_call_id": "1"},
+        thought,
+    )
+    told = example(id="b", messages=called, finish_reason="length")
+    assert read(jsonl(whole.to_dict(), told.to_dict())) == [whole, told]
 
 
 def test_named_columns_win(jsonl):
@@ -207,16 +235,30 @@ def test_named_columns_win(jsonl):
 def test_ids_default_to_stem_and_row(jsonl):
     first, second = read(jsonl({"prompt": "a"}, "", {"prompt": "b", "id": ""}))
     assert (first.id, second.id) == ("data-00001", "data-00002")  # blank lines aren't rows
-    assert second.source_id == "data-00002" and second.dataset == "data"
+    assert second.dataset == "data"
 
 
-def test_rows_of_one_query_are_of_one_source(jsonl):
-    rows = [("q", "r"), ("q2", "r"), ("q", "r2"), ("q", None)]
-    found = read(jsonl(*({"prompt": query, "response": response} for query, response in rows)))
-    first, second, *others = [one.id for one in found]
-    assert [one.source_id for one in found] == [first, second, first, first]
+def test_a_source_is_all_that_stands_before_the_response_wherever_the_row_stands(jsonl):
+    asked = [
+        {"prompt": "q"},
+        {"prompt": "q2"},
+        {"prompt": "q", "context": "One passage."},
+        {"prompt": "q", "context": "Another passage."},
+        {"prompt": "q", "system": "Be brief."},
+        {"prompt": "q", "history": [["q0", "r0"]]},
+        {"prompt": "q", "tools": [{"name": "tide"}]},
+    ]
+    answered = [row | {"response": "r", "id": f"r{i}"} for i, row in enumerate(asked)]
+    sources = [one.source_id for one in read(jsonl(*asked))]
+    assert len(set(sources)) == len(asked) and sources[0] == "q471ff01e5266e7be"
+    others = read(jsonl(*answered[::-1], name="other.jsonl"))
+    assert [one.source_id for one in others] == sources[::-1]
+    (same,) = read(jsonl({"messages": [DIALOGUE[0] | {"content": "q"}, *DIALOGUE[1:]]}))
+    (last,) = read(jsonl(answered[-1]), limit=1)
+    assert (same.source_id, last.source_id) == (sources[0], sources[-1])
     (own,) = read(jsonl({"prompt": "q", "source_id": "mine"}))
-    assert own.source_id == "mine" and others
+    (named,) = read(jsonl({"prompt": "q", "doc": 7}), source="doc")
+    assert (own.source_id, named.source_id) == ("mine", "7")
 
 
 def test_rows_are_read_again_each_time_and_only_as_far_as_needed(jsonl):
@@ -233,11 +275,12 @@ UNUSABLE = [  # a row, column names, and what is said of it
     ({"other": "x"}, {}, "data.jsonl line 2: columns not recognised (found: other)"),
     ({"prompt": "q", "responses": ["r", 3]}, {}, "line 2: the responses are not a list of"),
     ({"prompt": "q", "responses": ["r", "\ud800"]}, {}, "data.jsonl line 2"),  # neither is used
-    ({"messages": None}, {}, "no list of messages (column 'messages' is null)"),
-    ({"messages": ["hi"]}, {}, "a message is text without a role"),
+    ({"messages": None}, {}, "columns not recognised (found: messages (empty))"),
+    ({"messages": "hi"}, {}, "no list of messages (column 'messages' is text)"),
+    ({"messages": [3]}, {}, "message 1 is int without a role"),
     ({"messages": []}, {}, "no user message"),
     ({"messages": [{"role": ["x"], "content": "a"}]}, {}, "has the role \"['x']\""),
-    ({"turns": []}, {}, "no list of user turns (column 'turns' is a list)"),
+    ({"turns": []}, {}, "columns not recognised (found: turns (empty))"),
     ({"text": "x"}, {"format": "qa"}, "no query (found: text)"),
     ({"prompt": 3}, {}, "message 1 (user) is int, not text"),
     ({"prompt": "x", "id": ["a"]}, {}, "the id is a list, not text or a number"),
@@ -321,7 +364,10 @@ def test_parquet(tmp_path):
 
 UNREADABLE = {
     "nowhere.jsonl": (None, "give the path of an existing file"),
-    "rows.csv": (b"a,b\n", "rows.csv is not a .jsonl, .json, .parquet file"),
+    "rows.csv": (
+        b"a;b\n",
+        ".csv is not a .jsonl, .json, .parquet file; convert it to JSONL: pandas",
+    ),
     "latin.jsonl": ('{"prompt": "é"}'.encode("latin-1"), "line 1 is not JSON (not UTF-8"),
     "bad.parquet": (b"nothing of the kind", "bad.parquet is not readable as Parquet"),
 }

@@ -46,7 +46,7 @@ class Prompt:
     answer: str | None = "18"
     metadata: dict = field(default_factory=dict)
     response: str | None = None
-    cut_off: bool = False
+    unfinished: bool = False
     policy: str = "generated"
 
     @property
@@ -67,7 +67,7 @@ def planted(tmp_path_factory):
         contexts, turns, genuine = [], [], []
         for order, prompt in enumerate(prompts):
             names = {"context_id": prompt.id, "source_id": prompt.id, "dataset": prompt.dataset}
-            names |= {"order": order, "response_cut_off": prompt.cut_off}
+            names |= {"order": order, "response_unfinished": prompt.unfinished}
             about = {"answer": prompt.answer, "metadata": json.dumps(prompt.metadata)}
             about |= {"response_policy": prompt.policy, "messages": prompt.messages}
             contexts.append(names | about | {"text": json.dumps(prompt.messages)})
@@ -151,12 +151,12 @@ def test_the_command_writes_the_planted_accuracy_and_rates(planted, capfd):
     accuracy = one(found, ACCURACY, model="m", dataset="sums")
     assert (accuracy["value"], accuracy["rows"], accuracy["sources"]) == (3 / 8, 8, 8)
     assert 0 < accuracy["low"] < 3 / 8 < accuracy["high"] < 1
-    assert one(found, "unverified")["value"] == one(found, "cut off")["value"] == 0
+    assert one(found, "unverified")["value"] == one(found, "unfinished")["value"] == 0
     greedy = one(found, RATE, temperature=0.0)
     assert (greedy["value"], greedy["rows"]) == (2 / 8, 8)
     warm = one(found, RATE, temperature=1.0)
     assert warm["value"] == pytest.approx((8 + 1) / 32) and warm["rows"] == 32
-    assert set(found["term"]) == {"all responses"}  # none was cut off
+    assert set(found["term"]) == {"all responses"}  # none is unfinished
     responses = pd.read_parquet(folder / "responses.parquet")
     assert responses["correct"].tolist() == [1] * 3 + [0] * 5
     assert responses["answer"].tolist() == ["18"] * 3 + ["19"] * 5
@@ -188,16 +188,16 @@ def test_where_all_are_alike_there_is_no_association_and_it_is_said(planted):
 
 @pytest.fixture(scope="module")
 def mixed(planted):
-    """Sums of which some were cut off, instructions, and responses that the data brought along: the
-    gold answer says another thing of each of these than the column does."""
+    """Sums of which some are unfinished, instructions, and responses that the data brought along:
+    the gold answer says another thing of each of these than the column does."""
     unknown = {"instruction_id_list": ["no:such", "punctuation:no_comma"], "kwargs": [{}, {}]}
     orders = {"answer": None, "dataset": "orders", "genuine": {0.0: [1]}}
     given = {"dataset": "given", "policy": "given"}
     prompts = [
         Prompt("a", True, {0.0: [1], 1.0: [None, 1]}),
         Prompt("b", False, {0.0: [0], 1.0: [0, 0]}),
-        Prompt("c", response="9 times 2 makes 18, and 18", cut_off=True),
-        Prompt("d", True, {0.0: [0]}, cut_off=True),
+        Prompt("c", response="9 times 2 makes 18, and 18", unfinished=True),
+        Prompt("d", True, {0.0: [0]}, unfinished=True),
         Prompt("e", metadata=unknown, **orders),
         Prompt("f", metadata=INSTRUCTED, response='"None"', **orders),
         *(
@@ -209,19 +209,21 @@ def mixed(planted):
     return measured(planted(prompts, "mixed"))
 
 
-def test_cut_off_responses_are_shown_apart(mixed):
+def test_unfinished_responses_are_shown_apart(mixed):
     made, found = mixed
     sums = made.responses[made.responses["dataset"] == "sums"]
     assert sums["correct"].tolist() == [1, 0, 0, 1]
-    assert sums["why"].iloc[2] == "cut off before it states an answer"
+    assert sums["why"].iloc[2] == "unfinished before it states an answer"
     about = {"dataset": "sums"}
-    assert one(found, ACCURACY, **about)["value"] == one(found, "cut off", **about)["value"] == 0.5
+    assert (
+        one(found, ACCURACY, **about)["value"] == one(found, "unfinished", **about)["value"] == 0.5
+    )
     complete = one(found, ACCURACY, term="complete responses", **about)
     assert (complete["value"], complete["rows"]) == (0.5, 2)
     about["temperature"] = 0.0
     assert one(found, RATE, **about)["value"] == 0.25
     assert one(found, RATE, term="complete responses", **about)["value"] == 0.5
-    assert any("responses were cut off by the token" in note for note in made.notes)
+    assert any("responses are unfinished" in note for note in made.notes)
 
 
 def test_unassessed_turns_and_unverified_responses_are_left_out_and_noted(mixed):

@@ -18,13 +18,13 @@ def run_of(
     responses: int = 1,
     digest: str = "0123456789abcdef",
     text: Callable[[int], str] = "response {}".format,
-    cut_off: Callable[[int], bool] = lambda number: False,
+    unfinished: Callable[[int], bool] = lambda number: False,
 ) -> SimpleNamespace:
     """A run of so many sources per dataset, with turns greedy and three at T = 1 after each
-    response, whose number decides its text and whether it was cut off."""
+    response, whose number decides its text and whether it is unfinished."""
     contexts = [
         {"dataset": dataset, "source_id": f"{dataset}-{n}", "perturbation": None}
-        | {"context_id": f"{dataset}-{n}/r{k}", "response_cut_off": cut_off(k)}
+        | {"context_id": f"{dataset}-{n}/r{k}", "response_unfinished": unfinished(k)}
         | {"messages": [{"role": "user", "content": f"{n}"}, {"role": "", "content": text(k)}]}
         for dataset, count in sources.items()
         for n in range(count)
@@ -76,10 +76,10 @@ def test_every_turn_is_shown_after_all_siblings():
     assert len(own) == 3 * len(run.turns) and not own[[*KEY, "shown"]].duplicated().any()
 
 
-def test_siblings_worded_alike_count_once_and_cut_off_ones_apart():
-    """Of responses A B A B' A' C, where ' is cut off: A has B and C, C has A and B, A' has B'."""
+def test_siblings_worded_alike_count_once_and_unfinished_ones_apart():
+    """Of responses A B A B' A' C, ' being unfinished: A has B and C, C has A and B, A' has B'."""
     texts, cut = "ABABAC", {3, 4}
-    run = run_of({"a": 2}, 6, text=texts.__getitem__, cut_off=cut.__contains__)
+    run = run_of({"a": 2}, 6, text=texts.__getitem__, unfinished=cut.__contains__)
     decoys = draw_decoys(run)
     own = decoys[decoys["decoy"] == SIBLING]
     shown = own.groupby("context_id")["shown"].agg(lambda names: {int(name[-1]) for name in names})

@@ -259,7 +259,7 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     about = pd.DataFrame({"context_id": ids, "run": 0, "dataset": "d", "response_index": None})
     about["query"] = [f"What is {n}?" for n in range(contexts)]
     about["response"] = [f"{n} is a number. " * 20 for n in range(contexts)]
-    about["response_cut_off"] = False
+    about["response_unfinished"] = False
     count = contexts * turns
     rng = np.random.default_rng(0)
     words = np.array(["a", "lens", "gathers", "the", "lamp", "light", "into", "one", "beam"])

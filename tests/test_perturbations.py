@@ -106,9 +106,9 @@ def test_references_are_scored_in_the_context_that_the_condition_made(condition,
     conversation = Conversation("c2", "c2", "d", messages, row["reference"], header=header)
     made, turn = context_and_reference(chat, conversation)
     assert made.ids == row["token_ids"].tolist()
-    assert turn == row["reference_token_ids"].tolist()
-    own = scored.logprobs(tiny_subject.model, made.ids, [*turn, chat.closing_id])
-    assert row["reference_logprob"] == pytest.approx(own[: len(turn)].sum(), abs=1e-4)
+    assert turn.words == row["reference_token_ids"].tolist()
+    own = scored.logprobs(tiny_subject.model, made.ids, turn.whole)
+    assert row["reference_logprob"] == pytest.approx(own[: len(turn.words)].sum(), abs=1e-4)
 
 
 # -- judging --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def judged(turns: list[tuple], **columns) -> JudgedTurns:
     frame = pd.DataFrame(turns, columns=["source", "temperature", "sample", "category"])
     defaults = {
         **{"model": "m", "weights_hash": "w", "dataset": "d", "perturbation": "none"},
-        **{"run": "cache/A", "unlabelled": "", "cut_off": False, "fitted": False},
+        **{"run": "cache/A", "unlabelled": "", "unfinished": False, "fitted": False},
         **dict.fromkeys(("truth", "inclusion", "grounded", "dependent"), np.nan),
     }
     for name, value in (defaults | columns).items():
@@ -104,21 +104,21 @@ def test_where_nothing_was_assessed_there_is_no_rate():
 
 def test_every_figure_can_be_restricted_to_one_kind_of_response():
     whole, _ = erring(5)
-    turns = whole.turns.assign(cut_off=whole.turns["source"].str[-1].astype(int) < 3)
+    turns = whole.turns.assign(unfinished=whole.turns["source"].str[-1].astype(int) < 3)
     turns.loc[turns["sample"] == 0, "temperature"] = 0.0
     whole = replace(whole, turns=turns)
-    for responses in ("complete", "cut-off"):
+    for responses in ("complete", "unfinished"):
         part = restrict_responses(whole, responses)
-        kept = turns[turns["cut_off"] == (responses == "cut-off")]
-        expected = estimates(replace(whole, turns=kept.assign(cut_off=False)))
+        kept = turns[turns["unfinished"] == (responses == "unfinished")]
+        expected = estimates(replace(whole, turns=kept.assign(unfinished=False)))
         rows = estimates(part)
         assert POWERED in set(rows["quantity"])
         pd.testing.assert_frame_equal(rows, expected.assign(responses=responses), check_dtype=False)
         assert part.notes[-1].startswith(f"{len(kept)} of {len(turns)} user turns: those after")
-        none = replace(whole, turns=turns.assign(cut_off=responses == "complete"))
+        none = replace(whole, turns=turns.assign(unfinished=responses == "complete"))
         with pytest.raises(UserError, match=f"no user turn comes after a {responses} response"):
             restrict_responses(none, responses)
-    complete = turns[~turns["cut_off"] & (turns["temperature"] == 1)]
+    complete = turns[~turns["unfinished"] & (turns["temperature"] == 1)]
     assert one(estimates(whole), "rate_complete").value == complete["genuine"].mean()
 
 

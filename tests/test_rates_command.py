@@ -140,13 +140,13 @@ def test_every_rate_is_printed_with_its_interval_and_written(run, rates, tmp_pat
 
 
 def test_responses_of_one_kind(copy, rates, tmp_path):
-    cut_off = itertools.cycle([True] * 5 + [False] * 5)  # every second context
-    run = plant(rewrite(copy(), response_cut_off=lambda _: next(cut_off)))
-    outcome = rates(run.path, "--responses", "cut-off", "--out", tmp_path / "elsewhere")
+    unfinished = itertools.cycle([True] * 5 + [False] * 5)  # every second context
+    run = plant(rewrite(copy(), response_unfinished=lambda _: next(unfinished)))
+    outcome = rates(run.path, "--responses", "unfinished", "--out", tmp_path / "elsewhere")
     assert outcome.status == 0, outcome.err
     assert "30 of 60 user turns" in outcome.out
     found = read(tmp_path / "elsewhere").estimates
-    assert set(found["responses"]) == {"cut-off"}
+    assert set(found["responses"]) == {"unfinished"}
 
 
 def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy):

@@ -225,7 +225,7 @@ def test_queries_with_fewer_responses_are_left_out_and_counted(folder):
 def test_the_headline_is_of_complete_responses_that_half_of_the_queries_have(folder):
     def of(most: int, cut: set[str]) -> tuple[int, dict]:
         def change(contexts, turns):
-            return contexts.assign(response_cut_off=contexts["context_id"].isin(cut)), turns
+            return contexts.assign(response_unfinished=contexts["context_id"].isin(cut)), turns
 
         return compared_responses(read(folder, change).queries, most)
 
@@ -251,7 +251,7 @@ def test_wordings_end_say_the_same_and_do_not_copy(folder):
         messages=[[{"role": "assistant", "content": text}] for text in texts],
         context_id=[f"q0/{n}" for n in range(len(texts))],
         response_index=range(len(texts)),
-        response_cut_off=[text.startswith("Cut") for text in texts],
+        response_unfinished=[text.startswith("Cut") for text in texts],
         perturbation="to_reword",
     )
     run = SimpleNamespace(path=folder, contexts=rows, generations=query.turns.iloc[:0])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from ia_mech.chat.thoughts import Response
 from ia_mech.collect import compute
 from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect
@@ -67,7 +68,8 @@ def test_a_response_is_what_its_own_noise_draws_from_the_model(run, tiny_subject
             chat.response_stop_ids,
             SETTINGS.max_response_tokens,
         )[0]
-        assert chat.response_text(alone.token_ids.tolist()) == row["messages"][-1]["content"]
+        said = chat.parse_response(alone.token_ids.tolist(), prompt)
+        assert said == Response(row["messages"][-1]["content"])
 
 
 def test_fewer_responses_are_the_first_of_more_and_share_a_prefill(
@@ -96,7 +98,12 @@ def test_no_response_shares_its_noise_with_a_turn():
 
 def test_data_may_hold_several_responses(tiny_subject, tmp_path, progress):
     rows = [
-        {"id": f"q{i}", "question": f"What is {i}?", "responses": ["One.", "Two.", f"It is {i}."]}
+        {
+            "id": f"q{i}",
+            "source_id": f"q{i}",
+            "question": f"What is {i}?",
+            "responses": ["One.", "Two.", f"It is {i}."],
+        }
         for i in range(2)
     ]
     file = tmp_path / "several.jsonl"

@@ -44,7 +44,8 @@ def test_the_command_the_function_and_the_record_of_a_run_read_values_alike(made
     words = (
         "--limit all --temperatures 1.3,0.5 1 --samples 2 --positions header turn_end "
         "--header-logits 010 --system '' --date 2026-02-01 --model x/y "
-        "--responses 2 --skip-unusable"
+        "--responses 2 --skip-unusable --template-option a=false 'b=[1, \"x y\"]' "
+        "--template-option c=low,high d="
     )
     given = {
         "limit": "all",
@@ -57,6 +58,7 @@ def test_the_command_the_function_and_the_record_of_a_run_read_values_alike(made
         "model": Path("x/y"),
         "responses": "2",
         "skip_unusable": True,
+        "template_option": {"d": "", "a": False, "b": [1, "x y"], "c": "low,high"},
     }
     assert main(shlex.split(words)) == 0
     ia_mech.sample(**given)
@@ -113,6 +115,10 @@ def test_no_variable_of_the_environment_is_obeyed(made, monkeypatch):
 # -- refusals -------------------------------------------------------------------------------------
 
 REFUSED = [
+    ("--template-option enable_thinking", "--template-option: 'enable_thinking' is not KEY=VALUE"),
+    ("--template-option a-b=1", "--template-option: 'a-b=1' is not KEY=VALUE"),
+    ("--template-option a=False", "--template-option: 'a=False': write false, as JSON does"),
+    ("--template-option a=1 b=2 a=3", "--template-option: a is given twice; give it once"),
     ("--limit few", "--limit: 'few' is not a whole number from 1 up"),
     ("--limit 0", "--limit: '0' is not a whole number from 1 up, or: all"),
     ("--limit 99999999999999999999", "--limit: '99999999999999999999' is not"),

@@ -122,16 +122,16 @@ def test_a_verdict_says_what_it_rests_on():
 def test_the_last_number_before_a_cut_is_no_answer():
     text = "20 candles cost 20 * $2 = $40. The total cost of 20"
     assert correct(text, "20") is True
-    found = verify("", text, "20", {}, cut_off=True)
-    assert (found.correct, found.why) == (False, "cut off before it states an answer")
+    found = verify("", text, "20", {}, unfinished=True)
+    assert (found.correct, found.why) == (False, "unfinished before it states an answer")
     for stated in ("#### 20\nThat is", "\\boxed{20}, or", "The answer is 20, since"):
-        assert correct(stated, "20", cut_off=True) is True
+        assert correct(stated, "20", unfinished=True) is True
 
 
 def test_an_answer_in_what_a_model_thought_is_not_stated():
     thought = "<think>The answer is 4.</think>It is 4"
     assert correct(thought, "4") is True
-    assert correct(thought, "4", cut_off=True) is False
+    assert correct(thought, "4", unfinished=True) is False
 
 
 @pytest.mark.parametrize(

@@ -321,7 +321,7 @@ def write(planted: Planted, folder: Path, random_blocks: int | None = None) -> R
     rows = _contexts(planted)
     # In the order of ``planted.turns``, which needn't be that of the settings.
     grid = [(0.0, 0), *product(plan.temperatures, range(plan.samples))]
-    same = ("context_id", "source_id", "dataset", "perturbation", "order", "response_cut_off")
+    same = ("context_id", "source_id", "dataset", "perturbation", "order", "response_unfinished")
     turns = [
         {key: row[key] for key in same}
         | {"temperature": t, "sample": sample, "text": f"turn {row['order']} {number}"}
@@ -387,7 +387,12 @@ def _contexts(planted: Planted) -> list[dict]:
         positions = dict(zip(_TAIL, range(end, len(ids)), strict=True))
         rows.append(
             {"context_id": f"{source}-{order}", "source_id": source, "dataset": NAME}
-            | {"order": order, "perturbation": "none", "response_cut_off": False, "token_ids": ids}
+            | {
+                "order": order,
+                "perturbation": "none",
+                "response_unfinished": False,
+                "token_ids": ids,
+            }
             | {"response_policy": "given", "response_finish_reason": "given"}
             | {"messages": [message("user", query), message("assistant", response)]}
             | {"text": f"<user>\n{query}<end>\n<assistant>\n{response}<end>\n<user>\n"}

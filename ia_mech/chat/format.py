@@ -6,8 +6,9 @@ before the marker is the context with its open header. Rendering the whole dialo
 matters: templates such as Qwen3's rewrite the assistant turn once a user turn follows it.
 
 What stands between response and user turn is cut into turn end, turn separator and user header by
-one observation: a turn can't end before one has begun, so the first of its special tokens that the
-dialogue already holds before the first user turn opens a turn, and the header starts there.
+one observation: what ends a turn needs no turn after it. A special token that the template writes
+after a last turn, too, or never before the first user turn, closes the response; the header begins
+with the first other token that isn't white space.
 
 To support a new template family, nothing is registered. Add its template and special tokens to
 ``tests/families.py``, and what has to be found in it to ``FOUND`` in ``tests/test_chat.py``. Where
@@ -16,10 +17,15 @@ family. What a template can't express is a ``UserError``, and a position that it
 neither is guessed.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 
-from ia_mech.chat.template import MARK, PINNED_DATE, ChatTemplate, Message, message
+from ia_mech.chat.template import MARK, PINNED_DATE, ChatTemplate, Joints, Message, message
+from ia_mech.chat.thoughts import KEYS, Response, Thoughts
+from ia_mech.chat.tools import refuse_hidden
 from ia_mech.errors import UserError
 
 # First tokens of many kinds: the header's ids must not depend on how the user turn begins.
@@ -44,6 +50,24 @@ class ChatContext:
     response: range = range(0)
 
 
+@dataclass(frozen=True)
+class TurnIds:
+    """Token ids of a given user turn as the dialogue holds it.
+
+    Attributes:
+        words: up to the token that holds the turn's last character.
+        end: what closes it: a mark, and white space before that where the template writes some.
+            Empty where the template closes user turns with text.
+    """
+
+    words: list[int]
+    end: list[int]
+
+    @property
+    def whole(self) -> list[int]:
+        return [*self.words, *self.end]
+
+
 class ChatFormat:
     """What a tokenizer's template says about user turns, derived and verified.
 
@@ -53,25 +77,31 @@ class ChatFormat:
             template, which may insert one of its own.
         thinking: ``template`` renders the assistant turn as the template does once a user turn
             follows; ``keep`` renders it as the template does when it is last (for Qwen3: with its
-            thinking block, empty or not).
+            thought, or an empty block).
         date: ISO date given to templates that print today's.
         eos_ids: stop ids that the model's generation configuration lists.
         opening: words that every user turn is made to begin with. They end the context and are no
             part of the turn; what goes on from them begins with a space, or ends the turn.
+        options: variables that the template is always given, such as ``enable_thinking``.
 
     Attributes:
-        template: the tokenizer's chat template at this date.
+        template: the tokenizer's chat template at this date, with these options.
+        thoughts: what the template does with thoughts.
         header_text, header_ids: the user header.
         tail_text, tail_ids: all that stands between a response and the user turn.
         turn_end_id: the token that closes the assistant turn, or None.
+        assistant_header_ids: what opens an assistant turn, whether its text is given or asked for;
+            empty if nothing does.
         opening_ids: the words that user turns are made to begin with; none without an opening.
-        closing_id: the token that closes a user turn, or None if the template closes it with text.
+        closing_id: the first token but white space after a user turn that an answer follows, or
+            None if that is text. Where nothing closes user turns it opens the assistant's.
         stop_ids: ids that end a sampled user turn.
         position_names: all named positions, in order.
 
     Raises:
         UserError: no template, no user role, or a template in which the header can't be told; an
-            opening that merges with what stands beside it, or isn't kept by the template.
+            opening that merges with what stands beside it, or isn't kept by the template; an option
+            that it never reads; ``keep`` with a template that leaves all thoughts out.
     """
 
     def __init__(
@@ -82,12 +112,14 @@ class ChatFormat:
         date: str = PINNED_DATE,
         eos_ids: Sequence[int] = (),
         opening: str | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.system = system
         self.thinking = thinking
         self.date = date
         self.opening = opening
+        self.options = dict(options or {})
         self.opening_ids: list[int] = []
         # Tokens that text can't be cut into by accident. Some families (DeepSeek) don't flag their
         # role markers as special; some tokenizers add runs of spaces, which mark nothing.
@@ -95,8 +127,9 @@ class ChatFormat:
             i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
         } | set(tokenizer.all_special_ids)
         try:
-            self.template = ChatTemplate(tokenizer, date)
+            self.template = ChatTemplate(tokenizer, date, options)
             self._derive(eos_ids)
+            self._derive_thoughts()
             if opening is not None:
                 self._derive_opening(opening)
         except UserError as error:
@@ -108,49 +141,53 @@ class ChatFormat:
     # -- derivation ---------------------------------------------------------------------------
 
     def _derive(self, eos_ids: Sequence[int]) -> None:
-        dialogue = [message("user", "What is it?"), message("assistant", "It is blue.")]
-        turns = [*dialogue, message("user", MARK)]
-        before, _ = self.template.around(turns, 2)
-        response_before, response_after = self.template.around(turns, 1)
-        self.tail_text = response_after[: response_after.index(MARK)]
-        assistant_header = response_before.rpartition("What is it?")[2]
-        if not before.endswith(self.tail_text) or self.tail_text in ("", assistant_header):
+        joints = self.template.joints()
+        if joints.tail in ("", joints.asked):
             raise UserError(
                 "the chat template doesn't mark user turns apart from assistant turns",
                 "use a template that marks every turn's role",
             )
+        if joints.last is None and self.thinking == "keep":
+            raise UserError(
+                "the chat template doesn't show a response that comes last",
+                "use --thinking template",
+            )
+        self._refused = joints.refused
+        self._derive_header(joints)
+        self._derive_stops(joints, eos_ids)
+
+    def _derive_header(self, joints: Joints) -> None:
+        before = MARK.join((joints.first, joints.asked, joints.tail))
+        self.tail_text = joints.tail
         # White space that merges with the user's first token ("[INST] Why" -> "[INST]", "▁Why")
         # belongs to the user turn; the header then ends before it.
         self._lead = ""
-        if not self._is_stable(before):
-            self._lead = before[len(before.rstrip()) :]
-            before = before.rstrip()
-            if not self._is_stable(before):
+        while not self._is_stable(before):
+            if not before[-1:].isspace():
                 raise UserError(
                     "the ids of the user header depend on how the user turn begins",
                     "use a tokenizer whose template ends the header with a token of its own",
                 )
-            self.tail_text = self.tail_text.removesuffix(self._lead)
-        context = self._tokenize_context(before)
-        ids, offsets = context
-        start = len(before) - len(self.tail_text)
-        first = next((i for i, (a, _) in enumerate(offsets) if a >= start), len(ids))
-        self.tail_ids = ids[first:]
-        gap = self._gap_length(turns)
+            before, self._lead = before[:-1], before[-1] + self._lead
+        self.tail_text = self.tail_text.removesuffix(self._lead)
+        ids, offsets = self._tokenize_context(before)
+        self.tail_ids, starts = _tokens_from(ids, offsets, len(before) - len(self.tail_text))
+        ends = self._ends(joints)
+        gap = self._first_but(ends, self.tail_ids)
         self.header_ids = self.tail_ids[gap:]
         if not self.header_ids:
             raise UserError(
                 "the chat template opens user turns with no token of its own",
                 "use a template that marks every turn's role",
             )
-        header_start = offsets[first + gap][0]
-        self.header_text = before[header_start:]
-        ends = [i for i in range(gap) if self.tail_ids[i] in self._marks]
+        self.header_text = before[starts[gap] :]
+        closed = [i for i in range(gap) if self.tail_ids[i] in self._marks]
         # Index within the tail; the separator is what stands between turn end and header, if
         # anything does.
-        self._turn_end = ends[-1] if ends else None
-        self._separator = gap - 1 if ends and gap - 1 > ends[-1] else None
+        self._turn_end = closed[-1] if closed else None
+        self._separator = gap - 1 if closed and gap - 1 > closed[-1] else None
         self.turn_end_id = None if self._turn_end is None else self.tail_ids[self._turn_end]
+        self._closed_tail = self.tail_ids[self._turn_end :]
         self.position_names = (
             "query_end",
             "response_end",
@@ -159,64 +196,79 @@ class ChatFormat:
             *(f"header_{i}" for i in range(len(self.header_ids) - 1)),
             "header_last",
         )
-        self._derive_stops(dialogue, eos_ids)
+        query, openings = joints.first + MARK, []
+        for opening in (joints.asked, joints.prompt):
+            ids, offsets = self.template.encode(query + opening.removesuffix(self._lead))
+            openings.append(_tokens_from(ids, offsets, len(query))[0])
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(*openings, strict=False))
+        answer = [token for token, _ in alike]
+        self.assistant_header_ids = answer[self._first_but(ends, answer) :]
 
     def _is_stable(self, context: str) -> bool:
         """Whether a context has ids of its own, the same however the user turn begins."""
         (ids, offsets), *others = (self._tokenize_context(context, probe) for probe in _PROBES)
         return offsets[-1][1] == len(context) and all(other == ids for other, _ in others)
 
-    def _gap_length(self, dialogue: list[Message]) -> int:
-        """How many tokens of the tail stand before the header."""
-        before, after = self.template.around(dialogue, 0)
-        # Neither the end of text, which some families also begin with, nor what follows a query
-        # (an end that a default system message has already shown) opens a user turn.
-        ends = {self.tokenizer.eos_token_id, *self.template.encode(after)[0][:1]}
-        for i in self.template.encode(before)[0]:
-            if i in self._marks and i not in ends and i in self.tail_ids:
-                return self.tail_ids.index(i)
-        # Roles marked in plain text: the header starts after the closing token and white space.
-        index = 0
-        while index < len(self.tail_ids) and (
-            self.tail_ids[index] in self._marks
-            or not self.tokenizer.decode([self.tail_ids[index]]).strip()
-        ):
-            index += 1
-        return index
+    def _ends(self, joints: Joints) -> set[int]:
+        """Marks that close a turn, rather than open the next one."""
+        ends = self._marks.intersection(self.tail_ids)
+        ends -= set(self.template.encode(joints.first)[0])  # no turn ends before one has begun
+        for text in (joints.last or "", joints.queried):
+            ends |= self._marks.intersection(self.template.encode(text)[0])
+        end_of_text = self.tokenizer.eos_token_id
+        if any(i != end_of_text and self._is_word(i) for i in self.tail_ids):
+            ends.add(end_of_text)
+        return ends
 
-    def _derive_stops(self, dialogue: list[Message], eos_ids: Sequence[int]) -> None:
-        turns = [*dialogue, message("user", MARK)]
-        after = [
-            self.template.around([*turns, message("assistant", "Yes.")], 2)[1],
-            self.template.render(turns, add_generation_prompt=True).rpartition(MARK)[2],
-            self.template.render(turns).rpartition(MARK)[2],
-        ]
-        firsts = [self.template.encode(text)[0][:1] for text in after]
-        closing = [ids[0] for ids in firsts if ids and ids[0] in self._marks]
-        self.closing_id = closing[0] if firsts[0] and firsts[0][0] in self._marks else None
-        self._closing_text = (
-            self.template.token(self.closing_id) if self.closing_id is not None else ""
-        )
+    def _is_word(self, token: int) -> bool:
+        """Whether a token is more than white space."""
+        return bool(self.tokenizer.decode([token]).strip())
+
+    def _first_but(self, ends: set[int], ids: list[int]) -> int:
+        """Index of the first token that is neither white space nor among these marks."""
+        others = (i for i, token in enumerate(ids) if token not in ends and self._is_word(token))
+        return next(others, len(ids))
+
+    def _first_mark(self, text: str) -> tuple[int, str] | None:
+        """The mark with which a text begins, and the white space before it."""
+        for token, (start, _) in zip(*self.template.encode(text), strict=True):
+            if token in self._marks:
+                return token, text[:start]
+            if self._is_word(token):
+                return None
+        return None
+
+    def _derive_stops(self, joints: Joints, eos_ids: Sequence[int]) -> None:
+        closing = self._first_mark(joints.answered)
+        self.closing_id = closing[0] if closing else None
+        self._closing_text = closing[1] + self.template.token(closing[0]) if closing else ""
+        # White space that the template writes before a mark that ends the turn, by mark.
+        texts = (joints.tail, joints.queried, joints.prompt, joints.answered)
+        self._spaces = dict(filter(None, map(self._first_mark, texts)))
         eos = {i for i in (self.tokenizer.eos_token_id, *eos_ids) if i is not None}
-        ends = {self.turn_end_id} if self.turn_end_id is not None else set()
-        self.stop_ids = sorted({*closing, *eos, *ends})
+        self.stop_ids = sorted({*self._spaces, *eos})
         # A response is stopped as ``generate`` would stop it; templates whose last assistant turn
-        # ends with a token outside the eos set (some fine-tunes) add that one.
-        last = self.template.encode(self.template.around(dialogue, 1)[1])[0][:1]
-        self.response_stop_ids = sorted(eos | {i for i in last if i in self._marks})
+        # ends with a token outside the eos set (some fine-tunes) add that one, and those that
+        # write nothing after it what follows it in a dialogue.
+        last = self._first_mark(joints.last or "") or self._first_mark(joints.tail)
+        self.response_stop_ids = sorted(eos | ({last[0]} if last else set()))
         # Marks that no turn's text may hold: as text they would end the turn or open another one.
         # Of what else the template writes, only tokens flagged as special: <think> is allowed.
-        turns.append(message("assistant", "Yes."))
-        written = set(self.template.encode(self.template.render(turns))[0])
-        try:
-            turns.insert(0, message("system", "Be brief."))
-            written.update(self.template.encode(self.template.render(turns))[0])
-        except UserError:
-            pass  # no system role
+        others = (joints.first, joints.asked, joints.last or "", joints.system)
+        written = self.template.encode(MARK.join((*texts, *others)))[0]
         added = self.tokenizer.added_tokens_decoder
         special = {i for i in written if i in added and added[i].special}
         turning = {*self.tail_ids, *self.stop_ids, *self.response_stop_ids} & self._marks
         self._structure = special | turning
+
+    def _derive_thoughts(self) -> None:
+        self.thoughts = Thoughts(self.template, self._marks)
+        self._shows_thoughts = self.thoughts.shown(followed=self.thinking == "template")
+        if self.thinking == "keep" and self.thoughts.marks and not self._shows_thoughts:
+            raise UserError(
+                "--thinking keep: the chat template leaves out what a response's thought was",
+                "use --thinking template",
+            )
 
     def _derive_opening(self, opening: str) -> None:
         self._refuse_marks("user", opening)
@@ -230,7 +282,7 @@ class ChatFormat:
         context = self.context(dialogue)  # without an opening yet
         text = f"{context.text}{self._lead}{opening}"
         self.opening_ids = self.template.encode(text)[0][len(context.ids) :]
-        for following in (self._closing_text, *(f" {probe}" for probe in _PROBES)):
+        for following in (self._closing_text.lstrip(), *(f" {probe}" for probe in _PROBES)):
             self._refuse_merged(text + following, [*context.ids, *self.opening_ids])
 
     def _refuse_merged(self, text: str, ids: list[int]) -> None:
@@ -257,16 +309,14 @@ class ChatFormat:
         turns = self._turns(messages)
         last = len(turns) - 1
         dialogue = [*turns, message("user", MARK)] if self.thinking == "template" else turns
-        response = self.template.span(dialogue, last)
-        query = self.template.span(dialogue, last - 1)
-        text = self.template.render(dialogue)[: response[1]] + self.tail_text
-        if self.thinking == "template":
-            whole = self.template.render(dialogue)
-            if not whole.startswith(text + self._lead + MARK):
-                raise UserError(
-                    "the chat template opens this user turn in another way than others",
-                    "use a template that opens every user turn alike",
-                )
+        shown = (_last_query(turns), *range(last, len(dialogue)))
+        whole, (query, response, *user) = self.template.spans(dialogue, *shown)
+        text = whole[: response[1]] + self.tail_text
+        if user and whole[: user[0][0]] != text + self._lead:
+            raise UserError(
+                "the chat template opens this user turn in another way than others",
+                "use a template that opens every user turn alike",
+            )
         ids, offsets = self._tokenize_context(text)
         if ids[-len(self.header_ids) :] != self.header_ids:
             raise UserError(
@@ -275,13 +325,14 @@ class ChatFormat:
             )
         positions = dict.fromkeys(self.position_names)
         query_tokens = _tokens_within(offsets, *query)
-        response_tokens = _tokens_within(offsets, *response)
+        begin = self._response_begin(turns, text, response[0])
+        response_tokens = _tokens_within(offsets, begin, response[1])
         positions["query_end"] = query_tokens[-1] if query_tokens else None
         positions["response_end"] = response_tokens[-1] if response_tokens else None
         tail = len(ids) - len(self.tail_ids)
-        if ids[tail:] == self.tail_ids:
-            if self._turn_end is not None:
-                positions["turn_end"] = tail + self._turn_end
+        # White space before the turn end may be in the response's last token.
+        if self._turn_end is not None and ids[tail + self._turn_end :] == self._closed_tail:
+            positions["turn_end"] = tail + self._turn_end
             if self._separator is not None:
                 positions["turn_separator"] = tail + self._separator
         header = len(ids) - len(self.header_ids)
@@ -291,6 +342,13 @@ class ChatFormat:
             text, ids = f"{text}{self._lead}{self.opening}", [*ids, *self.opening_ids]
             self._refuse_merged(f"{text} {MARK}", ids)
         return ChatContext(text, ids, positions, query_tokens, response_tokens)
+
+    def _response_begin(self, turns: Sequence[Message], text: str, content: int) -> int:
+        """The character with which a response begins: with its thought, if the context shows it."""
+        if not self._shows_thoughts or not any(turns[-1].get(key) for key in KEYS):
+            return content
+        opened = self.thoughts.header(self.template.render(turns[:-1], add_generation_prompt=True))
+        return len(opened) if text.startswith(opened) else content
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation that ends with a query, with the assistant's turn opened.
@@ -304,9 +362,9 @@ class ChatFormat:
 
     def reference_ids(
         self, messages: Sequence[Message], context: ChatContext, turn: str
-    ) -> list[int]:
-        """Token ids of a user turn as it is tokenized in the dialogue, without its closing token
-        and without the opening that the context ends with.
+    ) -> TurnIds:
+        """Token ids of a user turn as it is tokenized in the dialogue, without the opening that the
+        context ends with.
 
         Raises:
             UserError: the turn's first token merges with the header, or its text holds a mark of
@@ -315,17 +373,18 @@ class ChatFormat:
         opening = self.opening
         whole = turn if opening is None else f"{opening} {turn}"
         dialogue = self._turns([*messages, message("user", whole)])
-        start, end = self.template.span(dialogue, len(dialogue) - 1)
-        content = self.template.render(dialogue)[start:end]
+        rendered, ((start, end),) = self.template.spans(dialogue, len(dialogue) - 1)
+        content = rendered[start:end]
         content = self._lead + content if opening is None else content.removeprefix(opening)
-        ids = self.template.encode(context.text + content + self._closing_text)[0]
+        said = context.text + content
+        ids, offsets = self.template.encode(said + self._closing_text)
         if ids[: len(context.ids)] != context.ids:
             raise UserError(
                 f"the user turn {turn[:40]!r} merges with the user header",
-                "remove the white space it begins with",
+                "give it words, without white space before them",
             )
-        ids = ids[len(context.ids) :]
-        return ids[:-1] if self.closing_id is not None else ids
+        end_ids, _ = _tokens_from(ids, offsets, len(said))
+        return TurnIds(ids[len(context.ids) : len(ids) - len(end_ids)], end_ids)
 
     def bare_header(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the open user header with no turn before it, and no opening after it.
@@ -338,7 +397,9 @@ class ChatFormat:
                 refuses it.
         """
         system = [m for m in self._turns(messages) if m["role"] == "system"]
-        before, _ = self.template.around([*system, message("user", MARK)], len(system))
+        turns = [*system, message("user", MARK)]
+        whole, ((start, _),) = self.template.spans(turns, len(system))
+        before = whole[:start]
         text = before.removesuffix(self._lead)
         ids, _ = self._tokenize_context(text)
         if not before.endswith(self._lead) or ids[-len(self.header_ids) :] != self.header_ids:
@@ -351,37 +412,34 @@ class ChatFormat:
     def text(self, ids: Sequence[int]) -> str:
         """What a sampled turn says: special tokens kept, the token that ended it left out.
 
-        So is what stands between an opening and the words that go on from it.
+        So is the white space that the template writes before that token, and what stands between
+        an opening and the words that go on from it.
         """
         text = self.template.decode(_without_stop(ids, self.stop_ids))
+        if ids:
+            text = text.removesuffix(self._spaces.get(ids[-1], ""))
         return text.removeprefix(self._lead) if self.opening is None else text.lstrip()
 
-    def response_text(self, ids: Sequence[int]) -> str:
-        """What a sampled response says, as the content of an assistant turn.
+    def parse_response(self, ids: Sequence[int], prompt_ids: Sequence[int]) -> Response:
+        """What a sampled response says, as the content of an assistant turn, and what it thought.
 
         Left out are the marks that the template writes before content by itself (harmony's final
-        channel, with the analysis before it), and all from the first other mark of turns on: a
-        response that never reached its final channel says nothing.
+        channel), and all from the first other mark of turns on.
         """
-        text = self.template.decode(_without_stop(ids, self.response_stop_ids))
-        query = [message("user", "What is it?")]
-        opened = self.template.render(query, add_generation_prompt=True)
-        before, _ = self.template.around([*query, message("assistant", MARK)], 1)
-        mark = before.removeprefix(opened).strip() if before.startswith(opened) else ""
-        # Only special tokens tell a mark inside a text; words or white space may be the response's.
-        if self._marks.intersection(self.template.encode(mark)[0]):
-            text = text.rpartition(mark)[2]
-        else:
-            text = text.strip().removeprefix(mark)
-        for i in self._structure:
-            text = text.partition(self.template.token(i))[0]
-        return text.strip()
+        text = _without_stop(ids, self.response_stop_ids)
+        return self.thoughts.parse(
+            self.template.decode(text),
+            self.template.decode(ids[len(text) :]),
+            self.template.decode(prompt_ids),
+            [self.template.token(i) for i in self._structure],
+        )
 
     def describe(self) -> dict:
         """What ``run.json`` records of the chat format."""
         decode = self.template.token
         return {
             "template_hash": self.template.hash,
+            "options": self.options,
             "system": self.system,
             "thinking": self.thinking,
             "date": self.date,
@@ -401,12 +459,30 @@ class ChatFormat:
 
     def _turns(self, messages: Sequence[Message]) -> list[Message]:
         """The messages as the template gets them, with the system message and free of marks."""
-        messages = [message(m["role"], m["content"]) for m in messages]
+        messages = self.thoughts.told_apart(messages)
         if self.system is not None and messages[0]["role"] != "system":
             messages.insert(0, message("system", self.system))
+        if messages[0]["role"] == "system" and self._refused:
+            raise UserError(
+                f"a system message can't be given: {self._refused}",
+                "leave it out, or put its words at the start of the first query",
+            )
         for turn in messages:
-            self._refuse_marks(**turn)
-        return messages
+            calls = json.dumps(turn.get("tool_calls") or "", ensure_ascii=False)
+            for text in (turn["content"], turn.get(KEYS[0]) or "", calls):
+                self._refuse_marks(turn["role"], text)
+        if (
+            self.thinking == "keep"
+            and not self._shows_thoughts
+            and any(turn.get(KEYS[0]) for turn in messages)
+        ):
+            raise UserError(
+                "--thinking keep: the chat template has no place for a thought",
+                "use --thinking template, or leave out conversations with one",
+            )
+        turns = [self.thoughts.given(turn) for turn in messages]
+        refuse_hidden(self.template, turns)
+        return turns
 
     def _refuse_marks(self, role: str, content: str) -> None:
         """Raise if a text, tokenized, would end its turn or open another one."""
@@ -430,10 +506,22 @@ def _without_stop(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
     return ids[:-1] if ids and ids[-1] in stop_ids else ids
 
 
+def _last_query(turns: Sequence[Message]) -> int:
+    return max(i for i, turn in enumerate(turns) if turn["role"] == "user")
+
+
+def _tokens_from(
+    ids: list[int], offsets: Sequence[tuple[int, int]], start: int
+) -> tuple[list[int], list[int]]:
+    """Ids of the tokens that begin at this character or later, and where they begin."""
+    first = next((i for i, (a, b) in enumerate(offsets) if start <= a and start < b), len(ids))
+    return ids[first:], [a for a, _ in offsets[first:]]
+
+
 def _tokens_within(offsets: Sequence[tuple[int, int]], start: int, end: int) -> range:
-    """Indices of the tokens that end within the characters ``start … end``.
+    """Indices of the tokens that end within the characters ``start … end``, or hold the last one.
 
     A token of spaces may be of no width: some tokenizers trim spaces off their offsets.
     """
-    inside = [i for i, (_, b) in enumerate(offsets) if start < b <= end]
+    inside = [i for i, (a, b) in enumerate(offsets) if start < b <= end or start <= a < end < b]
     return range(inside[0], inside[-1] + 1) if inside else range(0)

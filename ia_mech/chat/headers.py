@@ -7,8 +7,8 @@ are, which rendering and tokenizing another text wouldn't promise.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ia_mech.chat.format import ChatContext, ChatFormat
-from ia_mech.chat.template import Message, message
+from ia_mech.chat.format import ChatContext, ChatFormat, TurnIds
+from ia_mech.chat.template import Message
 from ia_mech.data.conversations import USER_HEADER, Conversation
 from ia_mech.errors import UserError
 
@@ -18,8 +18,8 @@ def context_of(chat: ChatFormat, conversation: Conversation) -> ChatContext:
 
     ``alone`` is the bare user header with no conversation before it (a system message stays);
     ``assistant`` opens an assistant turn after the response; ``no_turn_end`` and
-    ``no_turn_separator`` leave out the token that closes the response, and what stands between it
-    and the user header.
+    ``no_turn_separator`` leave out what closes the response, and what stands between that and the
+    user header.
 
     Raises:
         UserError: the template refuses the conversation or can't express the variant.
@@ -37,7 +37,7 @@ def context_of(chat: ChatFormat, conversation: Conversation) -> ChatContext:
 
 def context_and_reference(
     chat: ChatFormat, conversation: Conversation
-) -> tuple[ChatContext, list[int] | None]:
+) -> tuple[ChatContext, TurnIds | None]:
     """A conversation's context, and the token ids of its reference turn (None without one).
 
     The ids are those of the turn after the regular user header, so that all headers score the same.
@@ -74,7 +74,13 @@ def _context_without(chat: ChatFormat, regular: ChatContext, name: str) -> ChatC
             f"there is no {name.replace('_', ' ')} after the response",
             "use a model whose template has one, or leave the condition out",
         )
-    start, stop = (end, end + 1) if name == "turn_end" else (end + 1, header)
+    start, stop = end + 1, header
+    if name == "turn_end":
+        start, stop = end, end + 1
+        # With white space of its own before it, unless the response's last token holds that.
+        before = chat.tail_ids[: chat.tail_ids.index(regular.ids[end])]
+        while before and regular.ids[start - 1] == before.pop():
+            start -= 1
     ids = [*regular.ids[:start], *regular.ids[stop:]]
     positions: dict[str, int | None] = {
         at: None if i is None or start <= i < stop else i - (stop - start) * (i >= stop)
@@ -84,18 +90,8 @@ def _context_without(chat: ChatFormat, regular: ChatContext, name: str) -> ChatC
 
 
 def _assistant_header_context(chat: ChatFormat, regular: ChatContext) -> ChatContext:
-    """The context with an assistant header where the user header stood.
-
-    The header is what the template writes between a query and its response: from the mark on that
-    opens user turns, too, or all of it where the roles have marks of their own.
-    """
-    query = [message("user", "What is it?")]
-    opened = chat.template.render(query, add_generation_prompt=True)
-    ids, offsets = chat.template.encode(opened)
-    start = opened.rindex("What is it?") + len("What is it?")
-    after = [i for i, (a, _) in zip(ids, offsets, strict=True) if a >= start]
-    opener = chat.header_ids[0]
-    header = after[after.index(opener) :] if opener in after else after
+    """The context with the header of assistant turns where the user header stood."""
+    header = chat.assistant_header_ids
     if not header or header == chat.header_ids:
         raise UserError(
             "the chat template has no assistant header of its own",

@@ -2,31 +2,70 @@
 
 import functools
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
-from jinja2 import Template
+from jinja2 import Environment, Template, TemplateError, meta
 
 from ia_mech.errors import UserError
 
 PINNED_DATE = "2026-01-01"  # for templates that print today's date; ids must not change at midnight
 MARK = "Qzxvjk"  # stands where a turn's text will be; in no template, changed by none
+GIVEN = ("messages", "tools", "add_generation_prompt")  # variables that are no options
+DATES = ("strftime_now", "date_string", "current_date", "today")
 
-Message = dict[str, str]
+Message = dict[str, Any]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Joints:
+    """What a template writes between turns, as text.
+
+    Attributes:
+        first: before a first query.
+        asked: between a query and its response, where a user turn follows.
+        tail: between a response and the user turn that follows it.
+        queried: after a query that comes last; "" if an answer is opened there unasked.
+        prompt: after a query whose answer is asked for.
+        answered: between a query and a response that comes last.
+        last: the same after a response; None if the template doesn't show a response there.
+        system: all that it writes in a dialogue with a system message.
+        refused: why no dialogue can begin with a system message; "" where one can.
+    """
+
+    first: str
+    asked: str
+    tail: str
+    queried: str
+    prompt: str
+    answered: str
+    last: str | None
+    system: str
+    refused: str
 
 
 class ChatTemplate:
-    """A tokenizer's chat template at a fixed date.
+    """A tokenizer's chat template at a fixed date, with fixed options.
 
     Args:
         tokenizer: a fast tokenizer (offsets into the text are needed) with a chat template.
         date: ISO date given to templates that print today's.
+        options: variables that every rendering is given, such as ``enable_thinking``.
+
+    Attributes:
+        source: the template.
 
     Raises:
-        UserError: no template, or no offsets.
+        UserError: no template, no offsets, or an option that the template never reads.
     """
 
-    def __init__(self, tokenizer, date: str = PINNED_DATE) -> None:
+    def __init__(
+        self, tokenizer, date: str = PINNED_DATE, options: Mapping[str, Any] | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         template = getattr(tokenizer, "chat_template", None)
         if not template:
@@ -38,29 +77,34 @@ class ChatTemplate:
                 "the tokenizer gives no character offsets", "use the model's fast tokenizer"
             )
         try:  # of several named templates this picks the default one
-            self._source = tokenizer.get_chat_template()
+            self.source: str = tokenizer.get_chat_template()
         except ValueError as error:
             raise UserError(
                 f"the tokenizer names none of its chat templates ({', '.join(template)}) default",
                 "set tokenizer.chat_template to the one that chat uses",
             ) from error
-        self._date = date
+        self._date, self._given = date, {"documents": None, **(options or {})}
+        for name in options or {}:
+            self._refuse_option(name)
 
     @property
     def hash(self) -> str:
         """SHA-256 of the chat template, 16 hex digits."""
-        return hashlib.sha256(self._source.encode()).hexdigest()[:16]
+        return hashlib.sha256(self.source.encode()).hexdigest()[:16]
 
     def render(self, messages: Sequence[Message], **options) -> str:
         """The dialogue as text, as ``apply_chat_template`` renders it; options as its keywords.
 
+        The first message that has ``tools`` has those of the dialogue.
+
         Raises:
             UserError: the template refuses these messages.
         """
-        given = {"tools": None, "documents": None, "add_generation_prompt": False}
-        given |= self.tokenizer.special_tokens_map | options
+        given = {"add_generation_prompt": False, **self.tokenizer.special_tokens_map}
+        given |= self._given | {"tools": next((m["tools"] for m in messages if "tools" in m), None)}
+        bare = [{k: v for k, v in m.items() if k != "tools"} for m in messages]
         try:
-            return _compiled(self._source, self._date).render(messages=list(messages), **given)
+            return _compiled(self.source, self._date).render(messages=bare, **(given | options))
         except Exception as error:  # templates raise whatever their authors chose
             raise UserError(
                 f"the chat template refuses the roles {'/'.join(m['role'] for m in messages)} "
@@ -68,38 +112,99 @@ class ChatTemplate:
                 "use conversations, or a model, whose template allows them",
             ) from error
 
-    def around(self, messages: Sequence[Message], index: int) -> tuple[str, str]:
-        """What the template renders before and after the content of message ``index``."""
-        marked = [*messages]
-        marked[index] = message(messages[index]["role"], MARK + MARK)
-        text = self.render(marked)
-        if text.count(MARK + MARK) != 1:
+    def _refuse_option(self, name: str) -> None:
+        if name in (*GIVEN, *DATES) or name.endswith("_token"):
+            remedy = "--date is for dates" if name in DATES else "leave it out"
+            raise UserError(f"--template-option {name}: it is no option", remedy)
+        # Also what the template may set itself before it reads it: that is known when it runs.
+        try:
+            found = meta.find_undeclared_variables(_environment().parse(self.source))
+        except TemplateError:  # which rendering reports
+            return
+        read = {one for one in found if one not in (*GIVEN, *DATES) and not one.endswith("_token")}
+        if name not in read:
             raise UserError(
-                f"the chat template doesn't show the {messages[index]['role']} turn's text once",
-                "use a template that renders every turn",
+                f"--template-option {name}: the chat template reads no such variable",
+                f"give one of {', '.join(sorted(read))}" if read else "leave it out",
             )
-        before, _, after = text.partition(MARK + MARK)
-        return before, after
 
-    def span(self, messages: Sequence[Message], index: int) -> tuple[int, int]:
-        """Where the content of message ``index`` stands in the rendered dialogue (characters)."""
+    def joints(self) -> Joints:
+        """What the template writes between turns, whatever these say.
+
+        Raises:
+            UserError: it refuses a user turn after a response, or doesn't show each turn once.
+        """
+        first, asked, tail, queried = self._pieces("user", "assistant", "user")
+        prompt = self._pieces("user", "assistant", "user", add_generation_prompt=True)[-1]
+        try:
+            *_, answered, last = self._pieces("user", "assistant", "user", "assistant")
+        except UserError:  # some show a response only where something follows it
+            answered, last = asked, None
+        # Where an answer is opened unasked, this says nothing of what ends the turn before.
+        opener = (asked.split() or [MARK])[-1]
+        queried = "" if opener in queried else queried
+        last = "" if last and opener in last else last
+        system = refused = ""
+        try:
+            system = MARK.join(self._pieces("system", "user", "assistant", "user"))
+        except UserError as error:
+            refused = error.problem
+        return Joints(first, asked, tail, queried, prompt, answered, last, system, refused)
+
+    def _pieces(self, *roles: str, **options) -> list[str]:
+        """What is rendered before, between and after the texts of turns with these roles."""
+        marks = [f"{MARK}{number}" for number in range(len(roles))]
+        turns = [message(role, mark) for role, mark in zip(roles, marks, strict=True)]
+        text = self.render(turns, **options)
+        for role, mark in zip(roles, marks, strict=True):
+            _refuse_unless_once(text, mark, role)
+        for role, mark, found in zip(roles, marks, sorted(marks, key=text.index), strict=True):
+            if mark != found:
+                raise UserError(
+                    f"the chat template moves the {role} turn's text into another turn",
+                    "use a template that keeps turns in order",
+                )
+        return re.split("|".join(marks), text)
+
+    def spans(self, messages: Sequence[Message], *indices: int) -> tuple[str, list[Span]]:
+        """The rendered dialogue, and where the contents of these messages stand in it (characters).
+
+        Raises:
+            UserError: the template refuses the dialogue, or a content can't be found in it.
+        """
         text = self.render(messages)
-        before, after = self.around(messages, index)
-        if messages[index]["role"] == "assistant" and not text.startswith(before):
-            # Thinking of its own, rendered where an answer without any gets an empty block, is
-            # part of the response: all that stands after what asks for one.
-            opened = self.render(messages[:index], add_generation_prompt=True)
-            before = opened if before.startswith(opened) else before
+        return text, [self._span(messages, index, text) for index in indices]
+
+    def _span(self, messages: Sequence[Message], index: int, text: str) -> Span:
+        role, content = messages[index]["role"], messages[index]["content"]
+        before, after = self._around(messages, index)
+        if text == before.rstrip() + after:  # white space that is written before words alone
+            before = before.rstrip()
         if (
             len(before) + len(after) > len(text)
             or not text.startswith(before)
             or not text.endswith(after)
         ):
+            if not content.strip():
+                raise UserError(
+                    f"the chat template doesn't render an empty {role} turn as it does others",
+                    "leave out conversations with an empty turn",
+                )
             raise UserError(
-                f"the {messages[index]['role']} turn can't be found in the rendered dialogue",
+                f"the {role} turn can't be found in the rendered dialogue",
                 "remove template markup from its text",
             )
         return len(before), len(text) - len(after)
+
+    def _around(self, messages: Sequence[Message], index: int) -> tuple[str, str]:
+        """What the template renders before and after the content of message ``index``."""
+        role = messages[index]["role"]
+        marked = [*messages]
+        marked[index] = messages[index] | {"content": MARK + MARK}
+        text = self.render(marked)
+        _refuse_unless_once(text, MARK + MARK, role)
+        before, _, after = text.partition(MARK + MARK)
+        return before, after
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a text and the characters each stands for."""
@@ -120,12 +225,23 @@ class ChatTemplate:
 @functools.lru_cache
 def _compiled(source: str, date: str) -> Template:
     """A template as ``apply_chat_template`` compiles it, but for the date that it is given."""
+    pinned = datetime.fromisoformat(date).strftime
+    return _environment().from_string(source, {"strftime_now": lambda form: pinned(form)})
+
+
+def _environment() -> Environment:
     # Not public, and the only way to the sandbox in which transformers renders.
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    pinned = datetime.fromisoformat(date).strftime
-    environment = _compile_jinja_template("").environment
-    return environment.from_string(source, {"strftime_now": lambda form: pinned(form)})
+    return _compile_jinja_template("").environment
+
+
+def _refuse_unless_once(text: str, mark: str, role: str) -> None:
+    if text.count(mark) != 1:
+        raise UserError(
+            f"the chat template doesn't show the {role} turn's text once",
+            "use a template that renders every turn",
+        )
 
 
 def message(role: str, content: str) -> Message:

@@ -56,6 +56,8 @@ def build_parser() -> Parser:
         options: dict[str, Any] = {"action": "store_true"}
         if flag.parse is not None:
             options = {"metavar": flag.metavar, "nargs": "+" if flag.several else None}
+        if flag.mapping:
+            options |= {"nargs": "+", "action": "extend"}
         groups[flag.group].add_argument(
             "--" + setting.name.replace("_", "-"),
             default=argparse.SUPPRESS,

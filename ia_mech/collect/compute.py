@@ -42,7 +42,6 @@ class Computation:
         positions: names of the tokens at which the residual stream is kept.
         stop_ids: that end a user turn.
         response_stop_ids: that end a response.
-        closing_ids: what closes a user turn; scored after the words of a real one.
     """
 
     subject: Subject
@@ -50,7 +49,6 @@ class Computation:
     positions: tuple[str, ...]
     stop_ids: Sequence[int]
     response_stop_ids: Sequence[int]
-    closing_ids: Sequence[int]
 
     @torch.inference_mode()
     def respond(self, responses: Sequence[Response], limit: int, work: PartProgress):
@@ -140,9 +138,9 @@ class Computation:
     ) -> dict[int, Scored]:
         """Scores of the users' real follow-ups, by the number of their context."""
         turns = [
-            Turn(number, [*context.reference_ids, *self.closing_ids], context.at_turn)
+            Turn(number, context.reference.whole, context.at_turn)
             for number, context in enumerate(members)
-            if context.reference_ids is not None
+            if context.reference is not None
         ]
         scores = score(
             self.subject.model,

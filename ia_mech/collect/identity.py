@@ -24,7 +24,13 @@ from ia_mech.steering import SteeringVector
 def build_chat(settings: Settings, tokenizer: Any, eos_ids: Sequence[int] = ()) -> ChatFormat:
     """The chat format that settings ask for."""
     return ChatFormat(
-        tokenizer, settings.system, settings.thinking, settings.date, eos_ids, settings.opening
+        tokenizer,
+        settings.system,
+        settings.thinking,
+        settings.date,
+        eos_ids,
+        settings.opening,
+        settings.template_option,
     )
 
 

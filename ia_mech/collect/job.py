@@ -35,7 +35,6 @@ from ia_mech.collect.parts import (
     check_disk,
     check_model,
     check_without_weights,
-    fewer_conversations_note,
     flag_of,
     kept_positions,
     open_inputs,
@@ -140,8 +139,8 @@ def collect(
     try:
         check_disk(needed, out)
         with RunWriter(out, record, flag_of) as writer:
-            if problem := fewer_conversations_note(settings, surveyed.dataset_conversations):
-                progress.say(f"note: {problem}")
+            for note in surveyed.notes:
+                progress.say(f"note: {note}")
             remember(settings.model_spec, subject.weights_hash)
             job = _Job(settings, inputs, subject, chat, engine, surveyed, mine, writer, progress)
             job.work(shard, workers, threads)
@@ -202,7 +201,6 @@ class _Job:
             kept_positions(settings, chat),
             chat.stop_ids,
             chat.response_stop_ids,
-            [] if chat.closing_id is None else [chat.closing_id],
         )
 
     def work(self, shard: Shard, workers: int, threads: int) -> None:
@@ -379,17 +377,19 @@ class _Job:
     def _write_response_part(
         self, name: str, responses: list[Response], decoded: list[Decoded], limit: int | None
     ) -> None:
-        rows = [
-            {
-                "order": one.order,
-                "response": self.chat.response_text(row.token_ids.tolist()),
-                "finish_reason": row.finish_reason,
-                # Without the turn-end, as the tokens of a given response are counted.
-                "tokens": len(row.token_ids) - (row.finish_reason == "turn_end"),
-            }
-            for one, row in zip(responses, decoded, strict=True)
-        ]
+        rows = [self._response_row(one, row) for one, row in zip(responses, decoded, strict=True)]
         self.writer.add_responses(name, rows, limit)
+
+    def _response_row(self, one: Response, row: Decoded) -> dict:
+        said = self.chat.parse_response(row.token_ids.tolist(), one.prompt)
+        return {
+            "order": one.order,
+            "response": said.text,
+            "thought": said.thought,
+            "finish_reason": "thought" if said.within_thought else row.finish_reason,
+            # Without the turn-end, as the tokens of a given response are counted.
+            "tokens": len(row.token_ids) - (row.finish_reason == "turn_end"),
+        }
 
     # -- contexts -------------------------------------------------------------------------------
 
@@ -430,7 +430,8 @@ class _Job:
         if written is not None:
             messages = tuple(without_response(conversation))
             conversation = replace(conversation, messages=messages)
-            conversation = conversation.with_response(written["response"])
+            thought = written["thought"] if isinstance(written["thought"], str) else None
+            conversation = conversation.with_response(written["response"], thought)
         try:
             context, turn = context_and_reference(self.chat, conversation)
             steered = vector.at_context(context.positions) if vector else ()

@@ -163,6 +163,7 @@ class Survey:
         dataset_conversations: how many conversations the dataset gave, each of which may become
             several contexts.
         skipped: one line for each that can't be used, where these are to be skipped.
+        notes: what else to say of the data.
     """
 
     facts: dict
@@ -171,6 +172,7 @@ class Survey:
     prompts: dict[int, int]
     dataset_conversations: int
     skipped: list[str]
+    notes: list[str]
 
 
 def survey(
@@ -182,9 +184,10 @@ def survey(
         UserError: a missing response, a context longer than the model's, or a refusing template,
             where such conversations aren't to be skipped.
     """
-    surveyed = Survey({}, [], [], {}, 0, [])
+    surveyed = Survey({}, [], [], {}, 0, [], [])
     ids: set[str] = set()  # in the dataset
     for conversation in _alternatives(inputs.source, settings):
+        conversation = _told_apart(conversation, chat)
         try:
             length, prompt = _lengths(conversation, settings, chat, inputs, model_config)
         except UserError as error:
@@ -216,7 +219,23 @@ def survey(
         total.update(text.encode() + b"\n")
     lengths = surveyed.lengths
     facts = {"count": len(lengths), "tokens": sum(lengths), "sha256": total.hexdigest()}
-    return replace(surveyed, facts=facts, dataset_conversations=len(ids))
+    notes = _notes(settings, inputs.source, len(ids))
+    return replace(surveyed, facts=facts, dataset_conversations=len(ids), notes=notes)
+
+
+def _notes(settings: Settings, source: ConversationSource, count: int) -> list[str]:
+    """How many conversations of the data are used, and which of its columns no model sees."""
+    notes = []
+    if source.rest:
+        total = source.count()
+        first = f"{count} of {total}" if total else f"the first {count}"
+        notes.append(f"{settings.dataset}: {first} conversations used (--limit)")
+    elif settings.limit is not None and count < settings.limit:
+        fewer = f"has fewer conversations than --limit {settings.limit}: {count}"
+        notes.append(f"{settings.dataset} {fewer}")
+    if source.left:
+        notes.append(f"columns that are kept as metadata alone: {', '.join(source.left)}")
+    return notes
 
 
 def _alternatives(source: Iterable[Conversation], settings: Settings) -> Iterator[Conversation]:
@@ -236,6 +255,16 @@ def _alternatives(source: Iterable[Conversation], settings: Settings) -> Iterato
             yield from map(conversation.with_response_index, range(settings.responses))
         else:
             yield conversation
+
+
+def _told_apart(conversation: Conversation, chat: ChatFormat) -> Conversation:
+    """The conversation, what its responses say without the thoughts that they hold."""
+    ended = conversation.finish_reason
+    if conversation.response and conversation.thought is None:
+        within = chat.thoughts.of_text(conversation.response).within_thought
+        ended = "thought" if within else ended
+    messages = tuple(chat.thoughts.told_apart(conversation.messages))
+    return replace(conversation, messages=messages, finish_reason=ended)
 
 
 def _lengths(
@@ -261,8 +290,8 @@ def _lengths(
     context, turn = context_and_reference(chat, replace(conversation, messages=tuple(messages)))
     if inputs.vector is not None:
         inputs.vector.at_context(context.positions)
-    refuse_unknown_ids([*context.ids, *(turn or ())], model_config)
-    length, following = len(context.ids) + extra, 0 if turn is None else len(turn) + 1
+    refuse_unknown_ids([*context.ids, *(() if turn is None else turn.whole)], model_config)
+    length, following = len(context.ids) + extra, 0 if turn is None else len(turn.whole)
     needed, limit = length + max(settings.max_new_tokens, following), context_limit(model_config)
     if limit is not None and needed > limit:
         raise UserError(
@@ -389,6 +418,7 @@ class Plan:
         dataset_conversations: how many conversations the dataset gave, which make so many
             ``contexts``.
         skipped: a line for each that can't be used.
+        notes: what else to say of the data.
         rows: user turns.
         parts: of contexts and responses together.
         part_rows: rows of the largest part: what a kill costs at most.
@@ -400,6 +430,7 @@ class Plan:
     conversations: dict
     dataset_conversations: int
     skipped: list[str]
+    notes: list[str]
     contexts: int
     responses_to_generate: int
     rows: int
@@ -464,6 +495,7 @@ def _plan(
         conversations=surveyed.facts,
         dataset_conversations=surveyed.dataset_conversations,
         skipped=surveyed.skipped,
+        notes=surveyed.notes,
         contexts=len(orders),
         responses_to_generate=len(writing),
         rows=each * len(orders),
@@ -520,13 +552,6 @@ def check_disk(needed: int, out: Path) -> None:
             f"the run needs about {size_text(needed)}, {out.parent} has {size_text(free)} free",
             "free some space, lower --limit, name fewer --positions, or use --header-logits 1000",
         )
-
-
-def fewer_conversations_note(settings: Settings, count: int) -> str:
-    """What to say of a dataset that has fewer conversations than were asked for; else nothing."""
-    if settings.limit is None or count >= settings.limit:
-        return ""
-    return f"{settings.dataset} has fewer conversations than --limit {settings.limit}: {count}"
 
 
 def flag_of(path: str) -> str:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ia_mech.chat.format import ChatContext, ChatFormat
+from ia_mech.chat.format import ChatContext, ChatFormat, TurnIds
 from ia_mech.data.conversations import Conversation
 from ia_mech.engine.decode import Decoded
 from ia_mech.engine.intervene import TokenwiseIntervention
@@ -26,14 +26,21 @@ class PreparedContext:
     conversation: Conversation
     written: dict | None  # the response the subject model wrote, if it did
     chat: ChatContext
-    reference_ids: list[int] | None
+    reference: TurnIds | None
     at_context: tuple[TokenwiseIntervention, ...] = ()
     at_turn: tuple[TokenwiseIntervention, ...] = ()  # each of its tokens
 
     @property
-    def response_cut_off(self) -> bool:
-        """Whether the response reached its token limit: a different stimulus."""
-        return self.written is not None and self.written["finish_reason"] == "length"
+    def finish_reason(self) -> str:
+        """How the response ended; ``given`` where the data brought it and doesn't say."""
+        if self.written is not None:
+            return self.written["finish_reason"]
+        return self.conversation.finish_reason or "given"
+
+    @property
+    def response_unfinished(self) -> bool:
+        """Whether the response was cut off, or ended within its thought: a different stimulus."""
+        return self.finish_reason in layout.UNFINISHED
 
 
 @dataclass(frozen=True)
@@ -81,21 +88,21 @@ def context_row(
 ) -> dict:
     """One row of ``contexts/``."""
     conversation, written = context.conversation, context.written
-    finish = written["finish_reason"] if written else "given"
-    reference, ids = conversation.reference or "", context.reference_ids
-    scores = {}
-    if result.scored is not None and ids is not None:
-        scores = reference_columns(result.scored, ids, reference, chat.closing_id is not None)
+    reference, scores = context.reference, {}
+    if result.scored is not None and reference is not None:
+        text, closed = conversation.reference or "", bool(reference.end)
+        scores = reference_columns(result.scored, reference.words, text, closed)
     given = chat.tokenizer(conversation.response, add_special_tokens=False)["input_ids"]
     return {
         **_key_columns(context),
-        "messages": list(conversation.messages),
+        "messages": [layout.message_columns(message) for message in conversation.messages],
         "reference": conversation.reference,
         "answer": conversation.answer,
         "metadata": json.dumps(conversation.metadata, ensure_ascii=False),
         "response_policy": "generated" if written else "given",
-        "response_finish_reason": finish,
-        "response_cut_off": context.response_cut_off,
+        "response_thought": conversation.thought,
+        "response_finish_reason": context.finish_reason,
+        "response_unfinished": context.response_unfinished,
         "text": context.chat.text,
         "token_ids": context.chat.ids,
         "context_tokens": len(context.chat.ids),
@@ -118,7 +125,7 @@ def generation_row(
     tempered = float(row.logprobs_tempered.sum(dtype=np.float64)) if temperature else None
     return {
         **_key_columns(context),
-        "response_cut_off": context.response_cut_off,
+        "response_unfinished": context.response_unfinished,
         "temperature": temperature,
         "sample": sample,
         "text": chat.text(row.token_ids.tolist()),

@@ -10,9 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from ia_mech.cli import one_line, shell_word
-from ia_mech.collect.parts import Plan, fewer_conversations_note, size_text
+from ia_mech.collect.parts import Plan, size_text
 from ia_mech.display import console
 from ia_mech.run import Run, layout
+from ia_mech.run.queries import exchange, unfinished_text
 from ia_mech.settings import Settings, Shard
 from ia_mech.stats import cluster_mean
 
@@ -22,7 +23,7 @@ LISTED = 10  # skipped rows that are named
 def temperature_table(run: Run) -> Table:
     """What was decoded at each temperature: a line each, with intervals over sources.
 
-    ``entropy`` is that of the first token. † counts rows that follow a response that was cut off.
+    ``entropy`` is that of the first token. † counts rows that follow an unfinished response.
     """
     table = _table("user turns (95% intervals over sources)")
     for name in ("T", "rows", "mean tokens", "ended by turn-end", "log p / token", "entropy"):
@@ -94,9 +95,9 @@ def _table(title: str) -> Table:
 
 
 def _count_text(rows: pd.DataFrame) -> str:
-    """How many there are, and how many of them follow a response that was cut off."""
-    cut_off = int(rows["response_cut_off"].sum())
-    return f"{len(rows)} († {cut_off})" if cut_off else str(len(rows))
+    """How many there are, and how many of them follow an unfinished response."""
+    unfinished = int(rows["response_unfinished"].sum())
+    return f"{len(rows)} († {unfinished})" if unfinished else str(len(rows))
 
 
 def examples(run: Run, count: int = 3) -> Sequence[tuple[pd.Series, pd.Series]]:
@@ -140,8 +141,8 @@ def print_plan(settings: Settings, plan: Plan, out: Path, existing: Run | None) 
         ("once for this model", lens),
     ):
         _print_line(f"{name:<23}{value}")
-    if problem := fewer_conversations_note(settings, plan.dataset_conversations):
-        _print_line(f"note: {problem}")
+    for note in plan.notes:
+        _print_line(f"note: {note}")
     _print_skipped(plan.skipped)
 
 
@@ -205,20 +206,20 @@ def print_run(run: Run) -> None:
         _print_line(
             f"note: the data lacks {written} of {len(run.contexts)} responses; the model wrote them"
         )
-    if cut := int(run.contexts["response_cut_off"].sum()):
+    if line := unfinished_text(run.contexts):
         _print_line(
-            f"{cut} of {len(run.contexts)} responses were cut off at "
-            f"{run.settings['max_response_tokens']} tokens: a cut-off response is a different "
-            "stimulus (column response_cut_off; † counts what follows one)."
+            f"{line}; the limit was {run.settings['max_response_tokens']} tokens. An unfinished "
+            "response is a different stimulus (column response_unfinished; † counts what follows "
+            "one)."
         )
     turns = examples(run)
     heading = ("no user turn", "one user turn", "two user turns", "three user turns")[len(turns)]
     screen.print()
     _print_line(f"{heading} (evenly spaced, not chosen)")
     for context, turn in turns:
-        query, response = (message["content"] for message in context["messages"][-2:])
+        query, response = exchange(context["messages"])
         temperature = f"T = {turn['temperature']:g}" if turn["temperature"] else "greedy"
-        flag = " † cut off" if context["response_cut_off"] else ""
+        flag = " † unfinished" if context["response_unfinished"] else ""
         _print_line(f"  {one_line(context['context_id'], 40)} · {temperature}")
         _print_line(f"    query:     {one_line(query, 90)}")
         _print_line(f"    response:  {one_line(response, 90)}{flag}")

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import resources
@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ia_mech.data import presets
-from ia_mech.data.formats import DEPTH, ColumnMap, Message, ParsedRow, parse
+from ia_mech.data.formats import ColumnMap, ParsedRow, parse
+from ia_mech.data.messages import Answer, Message
+from ia_mech.data.values import DEPTH, kind_of
 from ia_mech.errors import UserError
 from ia_mech.run.layout import UNPERTURBED
 from ia_mech.untrusted import parse_json
@@ -31,12 +33,33 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 UNPERTURBED_RESPONSE = "unperturbed_response"  # in the metadata of a perturbed conversation
 USER_HEADER = "user"
 HEADERS = (USER_HEADER, "alone", "assistant", "no_turn_end", "no_turn_separator")
+ROLES = ("system", "user", "assistant", "tool")
+# By their first letters. An assistant may call tools before it answers.
+_ORDER = re.compile(r"s?(u(at+)*a)*u(at+)*a?")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _AS_JSON = "write one JSON object per line, in UTF-8 (.json may also hold one array)"
 _PARQUET_ROWS = 256  # at a time: bounds the memory, not the speed
 
-# Each call starts again. (place, row): a line of JSON that is yet to be parsed, or any value.
-Rows = Callable[[], Iterator[tuple[str, Any]]]
+# (place, row): a line of JSON that is yet to be parsed, or any value.
+Reader = Callable[[], Iterator[tuple[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a dataset.
+
+    Attributes:
+        read: them, from the first one at every call.
+        count: how many there are; None where only reading them all would tell.
+    """
+
+    read: Reader
+    count: Callable[[], int | None]
+
+    @classmethod
+    def counted(cls, read: Reader) -> "Rows":
+        """Rows that are quickly passed over."""
+        return cls(read, lambda: sum(1 for _ in read()))
 
 
 @dataclass(frozen=True)
@@ -47,7 +70,12 @@ class Conversation:
         id: unique in its dataset.
         source_id: the original prompt, shared by every perturbation and response of it.
         messages: an optional system message, then user and assistant in turn; the last message is
-            the query, or the response to it. An empty response is a turn without text.
+            the response to the last user message, or what asks for it. ``content`` is text. An
+            assistant's message may have its thought as ``reasoning_content`` (text), and
+            ``tool_calls`` (a list of objects), which messages of the role ``tool`` answer (perhaps
+            with ``name`` and ``tool_call_id``) before the assistant goes on. The first message may
+            have ``tools``, the schemas of those that the assistant may call. An empty response is
+            a turn without text.
         reference: what the user really said next.
         answer: the gold answer to the query.
         metadata: anything else the data says; JSON values only.
@@ -55,6 +83,8 @@ class Conversation:
         header: which header is opened after the response, one of :data:`HEADERS`; see
             :func:`ia_mech.chat.headers.context_of`.
         response_index: which of several responses to the query this one is; None if there is one.
+        finish_reason: how a response written elsewhere ended, such as ``stop`` or ``length``; None
+            if the data doesn't say.
     """
 
     id: str
@@ -67,6 +97,7 @@ class Conversation:
     perturbation: str = UNPERTURBED
     header: str = USER_HEADER
     response_index: int | None = None
+    finish_reason: str | None = None
 
     @property
     def query(self) -> str:
@@ -79,10 +110,19 @@ class Conversation:
         last = self.messages[-1]
         return last["content"] if last["role"] == "assistant" else None
 
-    def with_response(self, text: str) -> "Conversation":
+    @property
+    def thought(self) -> str | None:
+        """What the assistant thought before its response; None if it isn't known."""
+        last = self.messages[-1]
+        return last.get("reasoning_content") if last["role"] == "assistant" else None
+
+    def with_response(self, text: str, thought: str | None = None) -> "Conversation":
         """The same conversation with this response, in place of the one it has, if any."""
         kept = self.messages if self.response is None else self.messages[:-1]
-        return replace(self, messages=(*kept, {"role": "assistant", "content": text}))
+        said = {"role": "assistant", "content": text}
+        if thought is not None:
+            said["reasoning_content"] = thought
+        return replace(self, messages=(*kept, said), finish_reason=None)
 
     def with_response_index(self, index: int) -> "Conversation":
         """The same query with another response, yet to be given: number ``index`` of several."""
@@ -91,7 +131,8 @@ class Conversation:
     def to_dict(self) -> dict:
         """A JSON object that :func:`open_conversations` reads back unchanged."""
         row = asdict(self) | {"messages": [dict(m) for m in self.messages]}
-        usual = {"perturbation": UNPERTURBED, "header": USER_HEADER, "response_index": None}
+        usual: dict[str, Any] = {"perturbation": UNPERTURBED, "header": USER_HEADER}
+        usual |= {"response_index": None, "finish_reason": None}
         for name, value in usual.items():
             if row[name] == value:  # most conversations say nothing of it
                 del row[name]
@@ -108,15 +149,22 @@ def validate(conversation: Conversation, place: str) -> None:
     Raises:
         UserError: unknown role, content that isn't text, an empty query, or turns out of order.
     """
-    remedy = CORRECT
     for number, message in enumerate(conversation.messages, start=1):
+        following = next(iter(conversation.messages[number:]), None)
         role, content = message["role"], message["content"]
-        if role not in ("system", "user", "assistant"):
+        if role not in ROLES:
             raise UserError(
-                f"{place}: message {number} has the role {role!r}",
-                "use system, user or assistant",
+                f"{place}: message {number} has the role {role!r}", f"use {', '.join(ROLES)}"
             )
         _check_text(content, f"{place}: message {number} ({role})")
+        thought = message.get("reasoning_content", "")
+        _check_text(thought, f"{place}: the thought of message {number}")
+        if message.get("tool_calls") and (following is None or following["role"] != "tool"):
+            raise UserError(
+                f"{place}: message {number} calls a tool, and no result follows",
+                "give the tool's result and the answer after it, or leave the row out "
+                "(--skip-unusable)",
+            )
     for name in ("id", "source_id", "reference", "answer", "perturbation"):
         if (text := getattr(conversation, name)) is not None:
             _check_text(text, f"{place}: the {name}")
@@ -131,23 +179,21 @@ def validate(conversation: Conversation, place: str) -> None:
             f"{place}: the header is {conversation.header!r}", f"use one of {', '.join(HEADERS)}"
         )
     roles = [message["role"] for message in conversation.messages]
-    turns = roles[1:] if roles[:1] == ["system"] else roles
-    if not turns:
-        raise UserError(f"{place}: no user message", remedy)
-    if turns != [("user", "assistant")[i % 2] for i in range(len(turns))]:
+    if "user" not in roles:
+        raise UserError(f"{place}: no user message", CORRECT)
+    if not _ORDER.fullmatch("".join(role[0] for role in roles)):
         raise UserError(
             f"{place}: user and assistant don't alternate, starting with user, after an optional "
-            f"system message (roles: {', '.join(roles[:8])})",
-            remedy,
+            f"system message and with tools before an answer (roles: {', '.join(roles[:8])})",
+            CORRECT,
         )
     if not conversation.query.strip():
-        raise UserError(f"{place}: the query is empty", remedy)
+        raise UserError(f"{place}: the query is empty", CORRECT)
 
 
 def _check_text(content, what: str) -> None:
     if not isinstance(content, str):
-        kind = "null" if content is None else type(content).__name__
-        raise UserError(f"{what} is {kind}, not text", CORRECT)
+        raise UserError(f"{what} is {kind_of(content)}, not text", CORRECT)
     try:
         content.encode()
     except UnicodeEncodeError:  # JSON can spell one; no tokenizer or Parquet file takes it
@@ -162,6 +208,8 @@ class ConversationSource:
         description: what was opened, for the record of a run (JSON values).
         skipped: with ``skip_unusable``, place and reason of each row that this iteration has left
             out so far.
+        rest: whether the last iteration ended by ``limit``, before the last row.
+        left: columns that this iteration has kept as metadata so far.
     """
 
     def __init__(
@@ -175,15 +223,18 @@ class ConversationSource:
     ) -> None:
         self.name = name
         self.description = description
+        self.count = rows.count
         self.skipped: list[str] = []
+        self.rest = False
+        self.left: dict[str, None] = {}
         self._rows, self._read, self._limit, self._skip = rows, read, limit, skip_unusable
 
     def __iter__(self) -> Iterator[Conversation]:
-        self.skipped = []
-        self._sources: dict[bytes, str] = {}
+        self.skipped, self.rest, self.left = [], False, {}
         seen: dict[str, int] = {}
         used = 0  # rows
-        for number, (place, row) in enumerate(self._rows(), start=1):
+        rows = self._rows.read()
+        for number, (place, row) in enumerate(rows, start=1):
             try:
                 made = self._made(row, place, number, seen)
             except UserError as error:
@@ -195,6 +246,7 @@ class ConversationSource:
             yield from made
             used += 1
             if used == self._limit:
+                self.rest = next(rows, None) is not None
                 return
         if not used:
             why = f"no usable row ({self.skipped[0]})" if self.skipped else "no rows"
@@ -209,6 +261,7 @@ class ConversationSource:
                 f"{place}: its values are nested deeper than {DEPTH} levels",
                 "leave out the column, or write it as text",
             ) from None
+        self.left |= dict.fromkeys(parsed.left)
         made = _with_each(self._conversation(parsed, number), parsed.responses, place)
         for conversation in made:
             validate(conversation, place)
@@ -227,7 +280,7 @@ class ConversationSource:
             reference = reference.strip() or None
         return Conversation(
             id=row_id,
-            source_id=parsed.source_id or self._source(parsed, row_id),
+            source_id=parsed.source_id or source_of(parsed.messages),
             dataset=parsed.dataset or self.name,
             messages=tuple(parsed.messages),
             reference=reference,
@@ -236,34 +289,40 @@ class ConversationSource:
             perturbation=UNPERTURBED if parsed.perturbation is None else parsed.perturbation,
             header=USER_HEADER if parsed.header is None else parsed.header,
             response_index=parsed.response_index,
+            finish_reason=parsed.finish_reason,
         )
 
-    def _source(self, parsed: ParsedRow, row_id: str) -> str:
-        """The id of the first row with the same query: rows of one query are no independent ones,
-        and their responses are siblings."""
-        messages = list(parsed.messages)
-        if messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        query = json.dumps([parsed.dataset, messages], sort_keys=True)
-        key = hashlib.blake2b(query.encode(errors="surrogatepass"), digest_size=16).digest()
-        return self._sources.setdefault(key, row_id)
+
+def source_of(messages: Sequence[Message]) -> str:
+    """The source of a conversation whose row names none: a hash of all before its response.
+
+    So rows of one query are responses to it wherever they stand, and rows that differ in a system
+    message, an earlier turn or a passage are other sources.
+    """
+    asked = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+    text = json.dumps(asked, sort_keys=True, default=str)  # what isn't JSON is refused later
+    return f"q{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 def _with_each(
-    conversation: Conversation, responses: list[str] | None, place: str
+    conversation: Conversation, answers: list[Answer] | None, place: str
 ) -> list[Conversation]:
     """The conversation after each of its responses, if its row has several.
 
     Raises:
         UserError: there is a response besides.
     """
-    if responses is None:
+    if answers is None:
         return [conversation]
     if conversation.response is not None:
         raise UserError(f"{place}: a response and a list of responses", "leave out one of them")
     return [
-        conversation.with_response_index(index).with_response(text)
-        for index, text in enumerate(responses)
+        replace(
+            conversation.with_response_index(index),
+            messages=(*conversation.messages, *answer.messages),
+            finish_reason=answer.finish_reason,
+        )
+        for index, answer in enumerate(answers)
     ]
 
 
@@ -343,22 +402,26 @@ def _builtin(dataset: str) -> tuple[str, Rows, dict]:
         # One of each in turn, so that any number of first rows is balanced.
         return chain.from_iterable(zip(*map(_jsonl_rows, files), strict=True))
 
-    return dataset.replace(":", "-"), rows, {}
+    return dataset.replace(":", "-"), Rows.counted(rows), {}
 
 
 def _file(path: Path) -> tuple[str, Rows, dict]:
     if path.suffix not in SUFFIXES:
-        raise UserError(f"{path} is not a {', '.join(SUFFIXES)} file", "convert it to JSONL")
+        raise UserError(
+            f"{path} is not a {', '.join(SUFFIXES)} file",
+            "convert it to JSONL: pandas.read_csv(FILE, sep=None, engine='python').to_json("
+            "'rows.jsonl', orient='records', lines=True) for a table with commas or semicolons",
+        )
     if not path.is_file():
         raise UserError(f"no file {path}", "give the path of an existing file")
     if not os.access(path, os.R_OK):
         raise UserError(f"{path} can't be read", "change its permissions, or give a copy")
-    reader: Callable[[Path], Iterator[tuple[str, Any]]] = _jsonl_rows
     if path.suffix == ".parquet":
-        reader = _parquet_rows
-    elif path.suffix == ".json" and _opens_array(path):
-        reader = _array_rows
-    return path.stem, partial(reader, path), {"file": path.name}
+        rows = Rows(partial(_parquet_rows, path), partial(_parquet_count, path))
+    else:
+        array = path.suffix == ".json" and _opens_array(path)
+        rows = Rows.counted(partial(_array_rows if array else _jsonl_rows, path))
+    return path.stem, rows, {"file": path.name}
 
 
 def _jsonl_rows(path) -> Iterator[tuple[str, bytes]]:
@@ -404,6 +467,12 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
         ) from error
 
 
+def _parquet_count(path: Path) -> int:
+    import pyarrow.parquet as pq
+
+    return pq.read_metadata(path).num_rows
+
+
 def _hub(
     dataset: str,
     preset: presets.Preset | None,
@@ -426,7 +495,8 @@ def _hub(
         files=preset.files if preset else None,
     )
     found = {"path": path, "subset": subset, "split": split, "revision": commit or revision}
-    return name, partial(_hub_rows, opened, name), found
+    count = getattr(opened, "num_rows", None)  # of a stream nobody knows
+    return name, Rows(partial(_hub_rows, opened, name), lambda: count), found
 
 
 def _hub_rows(opened: Iterable[dict], name: str) -> Iterator[tuple[str, dict]]:

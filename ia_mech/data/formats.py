@@ -4,52 +4,78 @@ Pure functions of a row (a dict as ``json.loads`` or Arrow gives it): no files a
 ``place`` says where the row stands ("file.jsonl line 17") and opens every error.
 
 Shapes:
-    messages   a list of ``{"role", "content"}``; also this project's own JSONL
-    sharegpt   a list of ``{"from", "value"}``
-    qa         one column with the query, perhaps one with the response
-    turns      a list of user turns as strings (MT-bench): the query, then what the user said next
+    messages     a list of ``{"role", "content"}``; also this project's own JSONL
+    sharegpt     the same, for a list of ``{"from", "value"}``
+    qa           one column with the query, perhaps one with the response
+    turns        a list of user turns as texts (MT-bench): the query, then what the user said next
+    alternating  a list of texts of user and assistant in turn
 
-In any of them ``responses`` may hold a list of texts in place of the response: a conversation each.
+In any of them ``responses`` may hold a list in place of the response: a conversation each. Columns
+beside a shape are part of the conversation (system message, history, passage, tools, thought), are
+refused by name, or become metadata.
 """
 
 import json
-import math
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import date
-from typing import cast
+from itertools import pairwise
+from typing import Any, NoReturn
 
+from ia_mech.data.messages import (
+    METADATA,
+    NOT_PART,
+    THOUGHTS,
+    UNREAD,
+    Answer,
+    Message,
+    as_list,
+    holds_choices,
+    holds_messages,
+    read_answers,
+    read_messages,
+    read_tools,
+    refuse_unread,
+)
+from ia_mech.data.values import from_json, is_gap, is_null, jsonable, kind_of, list_of
 from ia_mech.errors import UserError
+from ia_mech.untrusted import parse_json
 
-FORMATS = ("auto", "messages", "sharegpt", "qa", "turns")
+FORMATS = ("auto", "messages", "sharegpt", "qa", "turns", "alternating")
 CUTS = ("first", "last")
-DEPTH = 100  # levels of a row's other values; what copies them later recurses, too
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
 
 _ID = ("id", "question_id", "prompt_id", "key", "unique_id", "conversation_hash", "conversation_id")
+_OWN = (
+    "id",
+    "source_id",
+    "dataset",
+    "messages",
+    "reference",
+)  # as Conversation.to_dict writes them
 _MESSAGES = ("messages", "conversation", "conversations")
-_QUERY = ("question", "prompt", "query", "instruction", "problem")
-_RESPONSE = ("response", "output", "solution", "completion")
+_QUERY = ("question", "prompt", "query", "instruction", "problem", "input")
+_RESPONSE = ("response", "output", "solution", "completion", "chosen", "choices", "outputs")
+_AFTER_MESSAGES = tuple(name for name in _RESPONSE if name != "solution")  # which is gold there
+_CERTAIN = ("response", "completion", "choices")  # beside messages, the answer to them or a mistake
+_CHOICES = ("choices", "outputs")  # of the response, or of something else
 _FIRST_ANSWER = ("reference_first_answer", "response")
 _FOLLOWUP = ("reference", "follow_up", "followup")
+_SYSTEM = ("system", "system_prompt", "system_message", "system_instruction", "sys")
+_PASSAGE = ("context", "passage", "input")
+_HISTORY = ("history", "chat_history", "past")
+_OPTIONS = ("options", "choices", "endings")  # of a multiple-choice question
+_TOOLS = ("tools", "functions")
 
+_WORD = re.compile(r"\s*\w*\s*", re.ASCII)
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 _GSM8K_END = re.compile(r"\s*####\s*(-?[\d,.]*\d)\s*$")
-
-Message = dict[str, str]
 
 
 @dataclass(frozen=True)
 class ColumnMap:
     """Which columns of the data hold what; None leaves a column to be recognised by its name.
 
+    ``metadata`` names columns, and fields of messages, that aren't part of the conversation.
     ``cut`` decides where a dialogue of several exchanges is cut: ``first`` keeps the first
     user-assistant exchange and takes the next user turn as the reference; ``last`` cuts before the
     last user turn, so that the earlier turns stay in the context.
@@ -66,6 +92,9 @@ class ColumnMap:
     response: str | None = None
     followup: str | None = None
     answer: str | None = None
+    system: str | None = None
+    context: str | None = None
+    metadata: tuple[str, ...] = ()
     cut: str = "first"
 
     def __post_init__(self) -> None:
@@ -76,7 +105,7 @@ class ColumnMap:
 
     @property
     def names_content(self) -> bool:
-        """Whether the shape or a column with content was named: then nothing is guessed."""
+        """Whether the shape or a column of its own was named: then no preset is guessed."""
         columns = (self.messages, self.query, self.response, self.followup, self.answer)
         return self.format != "auto" or any(columns)
 
@@ -85,7 +114,7 @@ class ColumnMap:
 class ParsedRow:
     """What a row says, before anything is checked; None where it says nothing.
 
-    ``messages`` ends with the query, or with the response where the row has one.
+    ``messages`` ends with the response where the row has one.
     """
 
     messages: list[Message]
@@ -97,20 +126,26 @@ class ParsedRow:
     metadata: dict = field(default_factory=dict)
     perturbation: str | None = None
     header: str | None = None
-    responses: list[str] | None = None  # several, each of which answers the query
+    responses: list[Answer] | None = None  # several, each of which answers the query
     response_index: int | None = None
+    finish_reason: str | None = None
+    left: list[str] = field(default_factory=list)  # columns that became metadata
 
 
 def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
     """Read one row in the shape ``columns`` names, or in the one its columns show.
 
     Raises:
-        UserError: no shape fits, a named column is missing, or a column holds the wrong kind.
+        UserError: no shape fits, a named column is missing, a column holds the wrong kind, or one
+            that would change the conversation can't be read.
     """
-    shape = _detect(row, columns, place) if columns.format == "auto" else columns.format
-    reader = {"qa": _from_qa, "turns": _from_turns}.get(shape, _from_messages)
     cells = _Cells(row, columns, place)
-    parsed = reader(cells)
+    refuse_unread(cells.known, [name for name in UNREAD if name != columns.context], place)
+    shape = _detect(cells) if columns.format == "auto" else columns.format
+    readers = {"qa": _from_qa, "turns": _from_turns, "alternating": _from_alternating}
+    parsed = readers.get(shape, _from_messages)(cells)
+    cells.add_system(parsed.messages)
+    cells.add_tools(parsed.messages)
     parsed.id = cells.identifier("id", _ID)
     parsed.source_id = cells.identifier("source", ("source_id",))
     if isinstance(row.get("dataset"), str):
@@ -118,10 +153,9 @@ def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
     if isinstance(row.get("perturbation"), str):  # as experiments write them
         parsed.perturbation = cells.take("perturbation")
         parsed.header = cells.take("header" if "header" in row else None)
-    parsed.responses = cells.responses()
     if isinstance(row.get("response_index"), int):  # as our own JSONL has it
         parsed.response_index = cells.take("response_index")
-    parsed.metadata = cells.rest()
+    parsed.left, parsed.metadata = cells.rest()
     return parsed
 
 
@@ -138,98 +172,229 @@ def split_gsm8k(solution: str) -> tuple[str, str] | None:
     return f"{worked}\nThe answer is {end[1]}".lstrip(), end[1].replace(",", "")
 
 
-def cut_dialogue(messages: list[Message], cut: str) -> tuple[list[Message], str | None]:
-    """The context and the user turn that followed it (None if none did); see :class:`ColumnMap`."""
-    if cut == "last":
-        users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        if len(users) < 2:
-            return messages, None
-        return messages[: users[-1]], messages[users[-1]]["content"]
-    for i, message in enumerate(messages[1:], start=1):
-        if message["role"] == "assistant" and messages[i - 1]["role"] == "user":
-            after = messages[i + 1 : i + 2]
-            follows = after and after[0]["role"] == "user"
-            return messages[: i + 1], after[0]["content"] if follows else None
-    return messages, None
+def cut_dialogue(
+    messages: list[Message], cut: str, asked: int = 1
+) -> tuple[list[Message], str | None]:
+    """The context and the user turn that followed it (None if none did); see :class:`ColumnMap`.
 
+    The response is the assistant's last message before the next user turn: calls of tools, and what
+    the tools gave, stand before it.
 
-def jsonable(value, depth: int = 0):
-    """A copy that JSON can hold: nulls inside dicts dropped, dates as ISO text.
-
-    Nulls go because columnar files pad every record with the keys of all others (IFBench: 40 keys,
-    of which a row uses one or two). NaN, with which such files mark a gap, is a null; JSON has no
-    number for it, nor for the infinities.
-
-    Raises:
-        RecursionError: nested deeper than :data:`DEPTH`; ``depth`` is that of ``value``.
+    Args:
+        messages: the dialogue.
+        cut: ``first`` or ``last``.
+        asked: how many messages ``first`` keeps in any case.
     """
-    if depth > DEPTH:
-        raise RecursionError(f"nested deeper than {DEPTH} levels")
-    if isinstance(value, dict):
-        return {str(k): jsonable(v, depth + 1) for k, v in value.items() if not _is_null(v)}
-    if isinstance(value, list | tuple):
-        return [jsonable(v, depth + 1) for v in value]
-    if isinstance(value, date):  # datetimes too
-        return value.isoformat()
-    if _is_null(value):
-        return None
-    return value if isinstance(value, str | int | float | bool) else str(value)
-
-
-def _is_null(value) -> bool:
-    return value is None or (isinstance(value, float) and not math.isfinite(value))
+    roles = [message["role"] for message in messages]
+    users = [i for i, role in enumerate(roles) if role == "user"]
+    if cut == "last":
+        ends = users[1:][-1:]
+    else:
+        ends = [end for i, end in pairwise(users) if end >= asked and "assistant" in roles[i:end]]
+    if not ends:
+        return messages, None
+    return messages[: ends[0]], messages[ends[0]]["content"]
 
 
 class _Cells:
-    """One row, with the columns already used; what is left over becomes metadata."""
+    """One row, with the columns already used; what is left over becomes metadata.
+
+    ``known`` has the columns that can be part of the conversation: neither null nor named as
+    metadata.
+    """
 
     def __init__(self, row: dict, columns: ColumnMap, place: str) -> None:
         self.row, self.columns, self.place = row, columns, place
+        self.known = {k: v for k, v in row.items() if not is_null(v) and k not in columns.metadata}
         self.used: set[str] = set()
 
-    def name(self, role: str, usual: tuple[str, ...] = ()) -> str | None:
+    def name(self, role: str, usual: Iterable[str] = ()) -> str | None:
         """The column for ``role``: the one the user named, else the first usual one present."""
         named = getattr(self.columns, role)
         if named is not None and named not in self.row:
             raise UserError(
-                f"{self.place}: no column {named!r} (found: {_column_names(self.row)})",
+                f"{self.place}: no column {named!r} (found: {self.found})",
                 f"correct --{role}-column",
             )
-        return named or next((name for name in usual if name in self.row), None)
+        return named or next((name for name in usual if name in self.known), None)
 
-    def take(self, name: str | None):
-        """The cell of a column (None for no column), which is then used up."""
+    @property
+    def found(self) -> str:
+        """The names of the columns, for an error."""
+        shown = (f"{k} (empty)" if is_gap(v) else str(k) for k, v in self.row.items())
+        return ", ".join(shown) or "none"
+
+    def take(self, name: str | None) -> Any:
+        """The cell of a column (None for no column, or a null), which is then used up."""
         if name is None:
             return None
         self.used.add(name)
-        return self.row[name]
+        return None if is_null(self.row[name]) else self.row[name]
+
+    def text(self, role: str, usual: Sequence[str]) -> str | None:
+        """The text of the one column that has something for ``role``."""
+        named = getattr(self.columns, role) is not None
+        names = [self.name(role)] if named else [n for n in usual if not is_gap(self.known.get(n))]
+        texts = {name: self.take(name) for name in names if name is not None}
+        texts = {name: text for name, text in texts.items() if not is_gap(text)}
+        if len(set(map(str, texts.values()))) > 1:
+            raise UserError(
+                f"{self.place}: the columns {' and '.join(texts)} may both be the {role}",
+                f"name one with --{role}-column, or the other with {METADATA}",
+            )
+        for name, text in texts.items():
+            if not isinstance(text, str):
+                self.refuse(name, f"is {kind_of(text)}, not text")
+            return text
+        return None
+
+    def refuse(self, name: str, problem: str) -> NoReturn:
+        """Refuse a column that would change the conversation."""
+        raise UserError(f"{self.place}: the column {name!r} {problem}", NOT_PART)
+
+    def refuse_beside(self, names: Iterable[str], what: str) -> None:
+        """Refuse columns that would change a conversation whose ``what`` is there already."""
+        for name in (*names, self.columns.context):
+            if name not in self.used and not is_gap(self.known.get(name)):
+                self.refuse(str(name), f"stands beside {what}")
+
+    def listed(self, name: str) -> Any:
+        """The list in a column, or in its text."""
+        value = as_list(self.take(name))
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            where = f"{self.place}: the column {name!r}"
+            parse_json(value, where, "write the list as JSON, with double quotes and commas")
+        return value
+
+    def messages(self, name: str) -> list[Message]:
+        """The messages in a column."""
+        listed = self.listed(name)
+        if not isinstance(listed, list):
+            raise UserError(
+                f"{self.place}: no list of messages (column {name!r} is {kind_of(listed)})",
+                f"name its column with --messages-column (found: {self.found})",
+            )
+        if list_of(listed, str):
+            raise UserError(
+                f"{self.place}: the column {name!r} is a list of texts, not of messages",
+                "say whose texts: --format turns (the user's alone), or --format alternating "
+                "(user and assistant in turn)",
+            )
+        return read_messages(listed, self.place, self.columns.metadata)
+
+    def texts(self, usual: tuple[str, ...]) -> list[str]:
+        """The list of texts in the column that ``usual`` or the user names."""
+        name = self.name("messages", usual)
+        texts: Any = None if name is None else self.listed(name)
+        if not list_of(texts, str):
+            raise UserError(
+                f"{self.place}: no list of texts (column {name!r} is {kind_of(texts)})",
+                f"name its column with --messages-column (found: {self.found})",
+            )
+        return texts
+
+    def refuse_another_query(self, name: str) -> None:
+        """Refuse a row with another column that may be the query, unless the user chose one."""
+        query = self.row[name]
+        others = [n for n in _QUERY[:-1] if not is_gap(self.known.get(n)) and self.row[n] != query]
+        if others and self.columns.query is None:
+            raise UserError(
+                f"{self.place}: the columns {name!r} and {others[0]!r} may both be the query",
+                "name the one with --query-column",
+            )
+
+    def response(self, usual: Iterable[str]) -> str | None:
+        """The column of the response; what is no answer is of no such column."""
+        lists = [n for n in _CHOICES if not holds_choices(self.known.get(n))]
+        return self.name("response", [n for n in usual if n not in lists])
+
+    def answers(self, name: str | None) -> list[Answer]:
+        """What the assistant said, by the column of the response and those beside it."""
+        if name is None or is_null(self.row[name]):
+            self.take(name)
+            return []
+        where = f"{self.place}: the column {name!r}"
+        answers = read_answers(self.take(name), where, self.columns.metadata)
+        if len(answers) == 1:
+            reason = self.beside([answers[0].messages[-1]])
+            answers = [Answer(answers[0].messages, answers[0].finish_reason or reason)]
+        return answers
+
+    def beside(self, messages: list[Message]) -> str | None:
+        """Give the last message, if it is the assistant's, the thought that a column beside it
+        tells; returns how it ended, by another one."""
+        if not messages or messages[-1]["role"] != "assistant":
+            return None
+        told = [n for n in THOUGHTS if isinstance(self.known.get(n), str)]
+        texts = [n for n in told if not _WORD.fullmatch(self.known[n])]  # such as "on", a setting
+        if texts and "reasoning_content" not in messages[-1]:
+            messages[-1]["reasoning_content"] = self.take(texts[0])
+        ended = isinstance(self.known.get("finish_reason"), str)
+        return self.take("finish_reason") if ended else None
 
     def followup(self) -> str | None:
         """The column of the user's real next turn. An unnamed one counts only if it holds text."""
-        texts = tuple(n for n in _FOLLOWUP if isinstance(self.row.get(n), str | None))
-        return self.name("followup", texts)
+        return self.name("followup", [n for n in _FOLLOWUP if isinstance(self.known.get(n), str)])
+
+    def history(self) -> list[Message]:
+        """The exchanges before the query."""
+        name = next((n for n in _HISTORY if not is_gap(self.known.get(n))), None)
+        if name is None:
+            return []
+        listed = self.listed(name)
+        if not isinstance(listed, list) or list_of(listed, str):
+            kind = "a list of texts" if isinstance(listed, list) else kind_of(listed)
+            self.refuse(name, f"is {kind}, not a list of messages or exchanges")
+        where = f"{self.place}: the column {name!r}"
+        return read_messages(listed, where, self.columns.metadata)
+
+    def add_system(self, messages: list[Message]) -> None:
+        """Open messages with the system message that a column has."""
+        text = self.text("system", _SYSTEM)
+        if text is None:
+            return
+        if not messages or messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": text})
+        elif messages[0]["content"] != text:
+            raise UserError(
+                f"{self.place}: a column has another system message than the messages",
+                f"leave out one of them, or name the column with {METADATA}",
+            )
+
+    def add_tools(self, messages: list[Message]) -> None:
+        """Give the first message the tools that a column, or any message, has."""
+        tools = [message.pop("tools") for message in messages if "tools" in message]
+        if any(other != tools[0] for other in tools):
+            raise UserError(f"{self.place}: the tools change within the conversation", NOT_PART)
+        names = [name for name in _TOOLS if not is_gap(from_json(self.known.get(name)))]
+        if names:
+            tools = [read_tools(self.take(names[0]), self.place)]
+        if tools and messages:
+            messages[0]["tools"] = tools[0]
 
     def identifier(self, role: str, usual: tuple[str, ...]) -> str | None:
         value = self.take(self.name(role, usual))
-        blank = _is_null(value) or value == ""
+        blank = value is None or value == ""
         if isinstance(value, list | dict) or (blank and getattr(self.columns, role) is not None):
             raise UserError(
-                f"{self.place}: the {role} is {_type_name(value)}, not text or a number",
+                f"{self.place}: the {role} is {kind_of(value)}, not text or a number",
                 f"name another column with --{role}-column",
             )
         return None if blank else str(value)
 
-    def responses(self) -> list[str] | None:
-        """The texts of the column ``responses``; a list of other things is of no such column."""
-        value = self.row.get("responses")
-        if value is None or _list_of(value, dict):
+    def responses(self) -> list[Answer] | None:
+        """The column ``responses``; a list of other objects than answers is of no such column."""
+        value = self.known.get("responses")
+        if value is None or (list_of(value, dict) and not {"role", "message"} & value[0].keys()):
             return None
-        if not _list_of(value, str):
+        if not list_of(value, str) and not list_of(value, dict):
             raise UserError(
-                f"{self.place}: the responses are not a list of texts ({_type_name(value)})",
+                f"{self.place}: the responses are not a list of texts ({kind_of(value)})",
                 'write "responses": ["…", "…"], or name the column otherwise',
             )
-        return self.take("responses")
+        where = f"{self.place}: the column 'responses'"
+        each = (read_answers(one, where, self.columns.metadata) for one in self.take("responses"))
+        return [answer for answers in each for answer in answers]
 
     def gold(self, name: str | None) -> str | None:
         value = jsonable(self.take(name))
@@ -237,122 +402,160 @@ class _Cells:
             return value
         return json.dumps(value, ensure_ascii=False)
 
-    def rest(self) -> dict:
+    def rest(self) -> tuple[list[str], dict]:
+        """The columns with something that nothing has used, and all that as metadata."""
         left = {k: v for k, v in self.row.items() if k not in self.used}
         own = left.pop("metadata", None)
         if own is not None and not isinstance(own, dict):
             own = {"metadata": own}
-        return jsonable(left | (own or {}))
+        named = [str(k) for k, v in left.items() if not is_gap(v)]
+        return named, jsonable(left | (own or {}))
 
 
-def _detect(row: dict, columns: ColumnMap, place: str) -> str:
-    if columns.messages is not None:
-        return "turns" if _list_of(row.get(columns.messages), str) else "messages"
-    if columns.query is not None:
+def _detect(cells: _Cells) -> str:
+    named = cells.columns.messages
+    listed = [n for n in ("turns", "prompt") if list_of(cells.known.get(n), str)]
+    if named is not None or _messages_column(cells) is not None:
+        return "turns" if named in listed else "messages"
+    if cells.columns.query is not None:
         return "qa"
-    if any(name in row for name in _MESSAGES) or _list_of(row.get("prompt"), dict):
-        return "messages"
-    if "turns" in row or _list_of(row.get("prompt"), str):
+    if listed:
         return "turns"
-    if any(name in row for name in _QUERY):
+    if any(name in cells.known for name in _QUERY):
         return "qa"
     raise UserError(
-        f"{place}: columns not recognised (found: {_column_names(row)})",
+        f"{cells.place}: columns not recognised (found: {cells.found})",
         "name them: --messages-column, or --query-column with --response-column, "
         "--followup-column, --answer-column, and --format if the shape isn't plain",
     )
 
 
+def _messages_column(cells: _Cells) -> str | None:
+    """The column with a list of messages, which may be the whole dialogue or a prompt."""
+    asked = [cells.columns.query] if cells.columns.query else [*_QUERY, "turns"]
+    if not any(name in cells.known for name in _QUERY):
+        asked.append("chosen")  # preference data without a prompt of their own
+    found = [name for name in asked if holds_messages(cells.known.get(name))]
+    return cells.name("messages", found if cells.columns.query else [*_MESSAGES, *found])
+
+
 def _from_messages(cells: _Cells) -> ParsedRow:
-    name = cells.name("messages", (*_MESSAGES, "prompt"))
-    listed = cells.take(name)
-    if not isinstance(listed, list):
+    name = _messages_column(cells)
+    if name is None:
         raise UserError(
-            f"{cells.place}: no list of messages (column {name!r} is {_type_name(listed)})",
-            f"name its column with --messages-column (found: {_column_names(cells.row)})",
+            f"{cells.place}: no list of messages (found: {cells.found})",
+            "name its column with --messages-column",
         )
-    messages = [_message(message, cells.place) for message in listed]
-    if messages and messages[-1]["role"] == "user":
-        response = cells.take(cells.name("response", ("response",)))
-        if response is not None:
-            messages.append({"role": "assistant", "content": response})
-    answer = cells.gold(cells.name("answer", ("answer",)))
-    followup = cells.followup()
-    if followup is not None:  # the row itself says what follows, so its messages are the context
-        return ParsedRow(messages, cells.take(followup), answer)
-    if name == "prompt" and cells.columns.cut == "first":  # a prompt is a context as it stands
-        return ParsedRow(messages, None, answer)
-    return ParsedRow(*cut_dialogue(messages, cells.columns.cut), answer)
+    messages = cells.messages(name)
+    cells.refuse_beside(("context", "passage", *_HISTORY), "a list of messages")
+    # A prompt is a context as it stands.
+    return _dialogue(cells, messages, len(messages) if name in _QUERY else 1)
 
 
-def _message(message, place: str) -> Message:
-    """Role and content of one message; roles unknown here are left for the check of the whole."""
-    if not isinstance(message, dict) or not ({"role", "from"} & message.keys()):
-        raise UserError(
-            f"{place}: a message is {_type_name(message)} without a role",
-            'write messages as {"role": …, "content": …} or {"from": …, "value": …}',
-        )
-    role, content = ("role", "content") if "role" in message else ("from", "value")
-    name = str(message[role])
-    # Content of another type than text is refused later, by conversations.validate.
-    return {"role": ROLES.get(name, name), "content": cast(str, message.get(content))}
+def _from_alternating(cells: _Cells) -> ParsedRow:
+    texts = cells.texts((*_MESSAGES, "turns", "data"))
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    return _dialogue(cells, messages, 1)
+
+
+def _dialogue(cells: _Cells, messages: list[Message], asked: int) -> ParsedRow:
+    """A list of messages, with the answer in it, or in a column of its own."""
+    name = cells.response(_AFTER_MESSAGES)
+    if not messages or messages[-1]["role"] != "assistant":
+        answers = cells.answers(name)
+    else:
+        answers = [Answer([], cells.beside(messages))]
+        said = cells.known.get(name, messages[-1]["content"])
+        if name in (cells.columns.response, *_CERTAIN) and said != messages[-1]["content"]:
+            cells.refuse(str(name), "stands beside messages that end with a response")
+    return _row(cells, messages, answers, cells.gold(cells.name("answer", ("answer",))), asked)
 
 
 def _from_qa(cells: _Cells) -> ParsedRow:
-    query_name = cells.name("query", _QUERY)
-    if query_name is None:
+    name = cells.name("query", _QUERY)
+    if name is None:
         raise UserError(
-            f"{cells.place}: no query (found: {_column_names(cells.row)})",
+            f"{cells.place}: no query (found: {cells.found})",
             "name its column with --query-column",
         )
-    query = cells.take(query_name)
-    if query_name == "instruction" and cells.row.get("input"):  # Alpaca: the text to work on
-        query = f"{query}\n\n{cells.take('input')}"
-    response_name = cells.name("response", _RESPONSE)
+    cells.refuse_another_query(name)
+    query = cells.take(name)
+    passage = cells.text("context", [n for n in _PASSAGE if n != name])
+    if passage is not None and not is_gap(query):  # Alpaca, Dolly, SQuAD: the text to work on
+        query = f"{query}\n\n{passage}"
+    response_name = cells.response(_RESPONSE)
     answer_name = cells.name("answer", ("answer",))
     # "question" with "answer" alone is a dialogue; "prompt" or "problem" with "answer" is a task
     # with its gold answer, which is no turn.
-    is_dialogue = query_name == "question" and cells.columns.answer is None
-    if response_name is None and is_dialogue:
+    is_dialogue = name == "question" and cells.columns.answer is None
+    if is_dialogue and response_name is None and not any(n in cells.row for n in _RESPONSE):
         response_name, answer_name = answer_name, None
-    response = cells.take(response_name)
-    answer = cells.gold(answer_name)
-    if isinstance(response, str) and answer is None and (split := split_gsm8k(response)):
-        response, answer = split
-    messages = [{"role": "user", "content": query}]
-    if response is not None:
-        messages.append({"role": "assistant", "content": response})
-    return ParsedRow(messages, cells.take(cells.followup()), answer)
+    answers, gold = cells.answers(response_name), cells.gold(answer_name)
+    cells.refuse_beside(_OPTIONS, "a query")
+    text = answers[0].messages[-1]["content"] if len(answers) == 1 else None
+    if gold is None and isinstance(text, str) and (split := split_gsm8k(text)):
+        answers[0].messages[-1]["content"], gold = split
+    asked = [*cells.history(), {"role": "user", "content": query}]
+    return _row(cells, asked, answers, gold, len(asked))
 
 
 def _from_turns(cells: _Cells) -> ParsedRow:
-    name = cells.name("messages", ("turns", "prompt"))
-    turns = cells.take(name)
-    if not _list_of(turns, str):
-        raise UserError(
-            f"{cells.place}: no list of user turns (column {name!r} is {_type_name(turns)})",
-            f"name its column with --messages-column (found: {_column_names(cells.row)})",
-        )
-    messages = [{"role": "user", "content": turns[0]}]
-    response = cells.take(cells.name("response", _FIRST_ANSWER))
-    if response is not None:
-        messages.append({"role": "assistant", "content": response})
-    answer = cells.gold(cells.name("answer", ("answer",)))
+    turns = cells.texts(("turns", "prompt"))
+    cells.refuse_beside(("context", "passage", *_HISTORY), "a list of user turns")
+    answers = cells.answers(cells.name("response", _FIRST_ANSWER))
+    gold = cells.gold(cells.name("answer", ("answer",)))
     graded = cells.row.get("reference")
-    if answer is None and isinstance(graded, list):  # MT-bench: the right answer to each turn
-        answer = (cells.take("reference") or [None])[0] or None
+    if gold is None and isinstance(graded, list):  # MT-bench: the right answer to each turn
+        gold = (cells.take("reference") or [None])[0] or None
+    parsed = _answered(cells, [{"role": "user", "content": turns[0]}], answers)
     followup = cells.name("followup")
-    return ParsedRow(messages, cells.take(followup) if followup else (*turns, None)[1], answer)
+    parsed.answer = gold
+    parsed.reference = cells.take(followup) if followup else (*turns, None)[1]
+    return parsed
 
 
-def _list_of(value, kind: type) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, kind) for v in value)
+def _row(
+    cells: _Cells, messages: list[Message], answers: list[Answer], gold: str | None, asked: int
+) -> ParsedRow:
+    """A dialogue with the answers that columns have, cut after ``asked`` messages or later."""
+    parsed = _answered(cells, messages, answers)
+    parsed.answer = gold
+    own = all(name in cells.row for name in _OWN)
+    followup = "reference" if own else cells.followup()
+    if followup is not None:  # the row itself says what follows, so its messages are the context
+        parsed.reference = cells.take(followup)
+        return parsed
+    whole = parsed.messages
+    parsed.messages, parsed.reference = cut_dialogue(whole, cells.columns.cut, asked)
+    if len(parsed.messages) < len(whole):
+        parsed.finish_reason = None  # of the last answer, which is left out
+    return parsed
 
 
-def _column_names(row: dict) -> str:
-    return ", ".join(map(str, row)) or "none"
+def _answered(cells: _Cells, asked: list[Message], answers: list[Answer]) -> ParsedRow:
+    """What was asked, with the answer, or with the answers, that columns have."""
+    several = cells.responses()
+    if several and any(answer.messages for answer in answers):
+        raise UserError(
+            f"{cells.place}: a response and a list of responses", "leave out one of them"
+        )
+    if several or len(answers) > 1:
+        return ParsedRow(asked, responses=several or answers)
+    only = answers[0] if answers else Answer([])
+    return ParsedRow(_joined(asked, only.messages, cells.place), finish_reason=only.finish_reason)
 
 
-def _type_name(value) -> str:
-    names = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "text"}
-    return names.get(type(value).__name__, "empty" if value == "" else type(value).__name__)
+def _joined(asked: list[Message], said: list[Message], place: str) -> list[Message]:
+    """The query and what followed it; preference data repeat the query there."""
+    if said and said[0]["role"] == "system":
+        asked = [said[0], *asked]
+    if said and said[0]["role"] != "assistant":
+        repeated = said[: len(asked)]
+        if [m["content"] for m in repeated] != [m["content"] for m in asked]:
+            raise UserError(
+                f"{place}: the response begins with other messages than the query",
+                "write one list of messages, or a response without the query",
+            )
+        said = said[len(asked) :]
+    return [*asked, *said]

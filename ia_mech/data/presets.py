@@ -15,6 +15,7 @@ read them as hub rows and as a local file.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Any
 
 from ia_mech.data.formats import ColumnMap, ParsedRow, parse
 from ia_mech.errors import UserError
@@ -64,9 +65,12 @@ class Preset:
                 "--revision of a version that has it",
             )
         row = self.adapt(row, place)
-        unset = {k: v for k, v in self.reads.items() if k == "format" or not getattr(columns, k)}
+        unset: dict[str, Any] = {
+            k: v for k, v in self.reads.items() if k == "format" or not getattr(columns, k)
+        }
         if self.keeps is not None:
-            named = (*self.reads.values(), *self.keeps, columns.id, columns.source)
+            own = (columns.id, columns.source, columns.system, columns.context)
+            named = (*self.reads.values(), *self.keeps, *own)
             row = {name: cell for name, cell in row.items() if name in named}
         return parse(row, replace(columns, **unset), place)
 

@@ -216,8 +216,8 @@ def add_import(commands) -> None:
     parser = commands.add_parser(
         "import",
         help="read a filled-in sheet",
-        description="Check a filled-in sheet (CSV with commas, JSON lines, or the page's JSON; in "
-        "UTF-8) row by row\nand write annotations/<annotator>.parquet. Rows without a category are "
+        description="Check a filled-in sheet (CSV, JSON lines, or the page's JSON; in UTF-8) row "
+        "by row and\nwrite annotations/<annotator>.parquet. Rows without a category are "
         "left out; one bad row and\nnothing is written. Only item, category and note are read.",
     )
     parser.set_defaults(function="ia_mech.judge.sheets:import_command")

@@ -27,8 +27,8 @@ def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
 
     - after a context of the source before its own (``conversation``). The contexts of that source
       take turns. A stratum with one source has no such decoys;
-    - after every other response to its own query (``sibling``), if that was cut off like the one
-      that the turn followed, or like it was not. Responses that are worded alike count once, and
+    - after every other response to its own query (``sibling``), if that is unfinished like the one
+      that the turn followed, or finished like it. Responses that are worded alike count once, and
       one worded like the turn's own doesn't count.
 
     A decoy is to be compared with the verdict on the same turn after its own context: then
@@ -70,12 +70,12 @@ def _siblings(run: Run) -> dict[str, list[str]]:
     """The contexts with another response to the same query, by context; see :func:`draw_decoys`."""
     queries: dict[tuple, dict[str, list[str]]] = defaultdict(dict)  # contexts by response
     columns = ["context_id", "dataset", "source_id", "perturbation", "messages"]
-    cut_off = run.contexts["response_cut_off"].fillna(False).astype(bool)
-    rows = run.contexts[columns].assign(cut_off=cut_off)
+    unfinished = run.contexts["response_unfinished"].fillna(False).astype(bool)
+    rows = run.contexts[columns].assign(unfinished=unfinished)
     for row in rows.itertuples(index=False):
         *query, response = row.messages
         text = json.dumps([[message["role"], message["content"]] for message in query])
-        key = row.dataset, row.source_id, row.perturbation or UNPERTURBED, row.cut_off, text
+        key = row.dataset, row.source_id, row.perturbation or UNPERTURBED, row.unfinished, text
         queries[key].setdefault(response["content"], []).append(row.context_id)
     return {
         context: [others[0] for text, others in responses.items() if text != response]

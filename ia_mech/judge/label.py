@@ -24,6 +24,7 @@ from ia_mech.judge.rubric import VERSION, rubric_hash
 from ia_mech.judge.verdict import FAILURES, Item, Judge, Verdict, identity_hash
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY, positions
+from ia_mech.run.queries import exchange
 
 UNSEEN = "-unperturbed"  # ends the name of verdicts on responses that the model was not given
 
@@ -89,7 +90,7 @@ def items_of(
     columns = ["context_id", "messages", "perturbation", "metadata"]
     for contexts, turns in run.windows(columns, ["context_id", "text"]):
         for context in contexts.itertuples(index=False):
-            *_, query, response = (message["content"] for message in context.messages)
+            query, response = exchange(context.messages)
             if unperturbed and (context.perturbation or UNPERTURBED) != UNPERTURBED:
                 response = _unperturbed_response(run, context)
             shown[context.context_id] = query, response

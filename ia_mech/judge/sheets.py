@@ -125,13 +125,13 @@ def export_sheet(
     for text, place in zip(items[len(rows) :], decoys.to_dict("records"), strict=True):
         place |= {"stratum": DECOY, "inclusion_probability": None}
         lines.append((text, place["shown"], place))
-    cut_off = run.contexts.set_index("context_id")["response_cut_off"]
+    unfinished = run.contexts.set_index("context_id")["response_unfinished"]
     sheet, places = [], {}
     for line in rng.permutation(len(lines)).tolist():
         text, shown, place = lines[line]
         item = item_id(identity, name, place)
         places[item] = place
-        row = item, text.query, text.response, not cut_off[shown], text.turn, "", ""
+        row = item, text.query, text.response, not unfinished[shown], text.turn, "", ""
         sheet.append(dict(zip(COLUMNS, row, strict=True)))
     judge = None
     if by is not None:
@@ -397,13 +397,18 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, cells by column) of every row of a CSV file."""
+    """(where it stands, cells by column) of every row of a CSV file.
+
+    Spreadsheets in languages with a decimal comma separate cells by semicolons.
+    """
+    text = _text_of(path)
+    separator = max(",;\t", key=text.partition("\n")[0].count)
     try:
-        table = pd.read_csv(io.StringIO(_text_of(path)), dtype=str, keep_default_na=False)
+        table = pd.read_csv(io.StringIO(text), sep=separator, dtype=str, keep_default_na=False)
     except ValueError as error:  # pandas' own are subclasses
         raise UserError(
             f"{path} isn't CSV ({one_line(str(error), 100)})",
-            "save it as CSV UTF-8, with commas, or fill in the JSON lines",
+            "save it as CSV UTF-8, or fill in the JSON lines",
         ) from None
     for number, row in enumerate(table.to_dict("records"), 2):
         yield f"row {number} of {path}", row

@@ -22,8 +22,8 @@ def reference_columns(scored: Scored, ids: Sequence[int], text: str, closed: boo
     """Columns of a context's reference turn.
 
     Args:
-        scored: of its tokens; of the turn-end, too, where the template closes turns with a token.
-        ids: its tokens, without the turn-end.
+        scored: of its tokens; of what ends it, too, where the template closes turns with a token.
+        ids: its tokens, without those of the end.
         text: of the turn.
         closed: whether the template closes turns with a token.
     """

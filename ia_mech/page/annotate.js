@@ -52,7 +52,7 @@ unpacked().then((data) => {
     byId("note").value = shown ? state.notes[shown.item] || "" : "";
     byId("turn").replaceChildren(...(shown ? [
       ...text("Query", shown.query),
-      ...text(shown.response_complete ? "Response" : "Response (it was cut off)", shown.response),
+      ...text(shown.response_complete ? "Response" : "Response (it is unfinished)", shown.response),
       ...text("User turn", shown.user_turn),
     ] : [el("p", {}, "All turns are annotated. Export them, and hand the file over.")]));
   }

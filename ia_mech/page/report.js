@@ -160,7 +160,7 @@ unpacked().then((data) => {
     const place = new URLSearchParams({ context: contexts.id[c], ...(several && { run: contexts.run[c] }) });
     const about = [data.datasets[contexts.dataset[c]]];
     if (contexts.response_index[c] !== null) about.push(`response ${contexts.response_index[c]}`);
-    if (contexts.cut_off[c]) about.push("cut off");
+    if (contexts.unfinished[c]) about.push("unfinished");
     for (const [name, values] of Object.entries(contexts.probes)) {
       if (values[c] !== null) about.push(`${name} predicts ${values[c].toFixed(2)}`);
     }

@@ -47,10 +47,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--responses",
-        choices=["all", "complete", "cut-off"],
+        choices=["all", "complete", "unfinished"],
         default="all",
         metavar="KIND",
-        help="after all (default), complete or cut-off responses",
+        help="after all (default), complete or unfinished responses",
     )
     parser.add_argument("--full", action="store_true", help="show all tables")
     parser.add_argument(

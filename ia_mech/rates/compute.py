@@ -142,8 +142,8 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
         One row per estimate:
 
         - ``quantity``: ``rate``, of each outcome; ``rate_complete``, of genuine turns after
-          responses that weren't cut off; ``difference``, of the genuine rate from the greedy one;
-          ``cannot_assess``, ``failed`` and ``cut_off``, shares of all turns; ``category_share``;
+          finished responses; ``difference``, of the genuine rate from the greedy one;
+          ``cannot_assess``, ``failed`` and ``unfinished``, shares of all turns; ``category_share``;
           ``reach``, the share of contexts with a genuine turn among ``n_samples``;
           ``rate_prediction_powered``, corrected by the annotator's labels. Of decoys
           ``decoyed_rate``, ``floor`` and ``excess`` (:func:`rates`).
@@ -182,9 +182,11 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
             # Of pooled runs some may lack a temperature: their greedy turns are no baseline for it.
             rows += rates(own, ["temperature"], {"temperature": 0.0}, within="context", **about)
             rows += _profile(own, about)
-            if judged.responses == EVERY and own["cut_off"].any():
-                rows += rates(own, ["temperature"], quantity="cut_off", outcome="cut_off", **about)
-                complete = own[~own["cut_off"]]
+            if judged.responses == EVERY and own["unfinished"].any():
+                rows += rates(
+                    own, ["temperature"], quantity="unfinished", outcome="unfinished", **about
+                )
+                complete = own[~own["unfinished"]]
                 rows += rates(complete, ["temperature"], quantity="rate_complete", **about)
             for temperature, at in own.groupby("temperature"):
                 of_group = of | {"temperature": float(temperature), "level": level}

@@ -36,14 +36,14 @@ from ia_mech.run.labels import KEY
 _VERDICT = ["repeat", "category", "status", "item", "grounding"]
 FAILED = "failed"  # the judge gave no category
 DEPENDENT = "dependent"  # genuine, and the own response is likelier than its siblings together
-EVERY, CUT_OFF = "all", "cut-off"  # responses that turns come after; the third is "complete"
+EVERY, UNFINISHED = "all", "unfinished"  # responses that turns come after; the third is "complete"
 NO_ANNOTATOR = ""  # no annotator: annotations are not read
 _SAMPLING = (
     *("system", "thinking", "response", "date", "opening"),
     *("max_new_tokens", "max_response_tokens"),
 )
 SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
-_OF_TURN = ["run", *SUBJECT, "dataset", "temperature", "source", "cut_off"]
+_OF_TURN = ["run", *SUBJECT, "dataset", "temperature", "source", "unfinished"]
 _DECOYS = [
     *_OF_TURN,
     *("decoy", "shown_source"),
@@ -61,7 +61,7 @@ class JudgedTurns:
             - Of the run: ``run`` (its folder), ``model``, ``weights_hash``, ``dataset``,
               ``perturbation``, ``source`` and ``context`` (keys that hold across runs),
               ``context_id`` (the run's own name of the context), ``temperature``, ``sample``,
-              ``cut_off`` (it follows a cut-off response).
+              ``unfinished`` (it follows an unfinished response).
             - Of the judge: ``category`` (a name of the rubric, or ``failed``), and the outcomes, 1,
               0, or NaN where not assessed: ``genuine``; ``grounded``, genuine with a word of the
               conversation that turns held against others seldom share
@@ -77,11 +77,11 @@ class JudgedTurns:
         annotator: whose labels are in ``truth``; None without any.
         runs: the runs, in the given order.
         notes: what a reader has to know of how they were put together.
-        responses: after which responses the turns come: ``all``, ``complete`` or ``cut-off`` ones.
+        responses: after which responses the turns come: ``all``, ``complete``, ``unfinished``.
         decoys: one row per decoy (:mod:`ia_mech.judge.decoys`): of its turn ``run``, ``model``,
             ``weights_hash``, ``dataset``, ``perturbation``, ``temperature``, ``source`` and
-            ``cut_off`` as in ``turns``; ``decoy``, its kind; ``shown_source``, that of the context
-            shown; and of ``genuine`` and ``grounded`` the verdict on the decoy and, as
+            ``unfinished`` as in ``turns``; ``decoy``, its kind; ``shown_source``, that of the
+            context shown; and of ``genuine`` and ``grounded`` the verdict on the decoy and, as
             ``own_genuine`` and ``own_grounded``, on the same turn after what it followed.
     """
 
@@ -172,8 +172,8 @@ def read_runs(
         judge: whose verdicts; the only judge there if not given.
         annotator: whose labels; the only annotator there, if any, if not given;
             :data:`NO_ANNOTATOR` for none.
-        responses: ``complete`` keeps only turns after responses that weren't cut off, ``cut-off``
-            only those after ones that were.
+        responses: ``complete`` keeps only turns after finished responses, ``unfinished`` only
+            those after others.
 
     Raises:
         UserError: as :func:`open_runs`; none or several judges or annotators to choose from;
@@ -214,7 +214,7 @@ def restrict_responses(judged: JudgedTurns, responses: str) -> JudgedTurns:
 
     Args:
         judged: the turns.
-        responses: ``all``, ``complete`` or ``cut-off``.
+        responses: ``all``, ``complete`` or ``unfinished``.
 
     Raises:
         UserError: there are none.
@@ -222,7 +222,7 @@ def restrict_responses(judged: JudgedTurns, responses: str) -> JudgedTurns:
     if responses == EVERY:
         return judged
     kept, decoys = (
-        frame[frame["cut_off"] == (responses == CUT_OFF)].reset_index(drop=True)
+        frame[frame["unfinished"] == (responses == UNFINISHED)].reset_index(drop=True)
         for frame in (judged.turns, judged.decoys)
     )
     if kept.empty:
@@ -232,7 +232,7 @@ def restrict_responses(judged: JudgedTurns, responses: str) -> JudgedTurns:
         )
     note = (
         f"{len(kept)} of {len(judged.turns)} user turns: those after {responses} responses. A "
-        "response that was cut off is a different stimulus."
+        "response that is unfinished is a different stimulus."
     )
     notes = [*judged.notes, note]
     return replace(judged, turns=kept, decoys=decoys, notes=notes, responses=responses)
@@ -355,7 +355,7 @@ def _sampled_turns(run: Run) -> pd.DataFrame:
         dataset=turns["dataset"],
         temperature=turns["temperature"],
         sample=turns["sample"],
-        cut_off=turns["response_cut_off"].fillna(False).astype(bool),
+        unfinished=turns["response_unfinished"].fillna(False).astype(bool),
         context_id=turns["context_id"],
     )
 

@@ -81,11 +81,11 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame) -> str:
     )
     perturbed = "" if first["perturbation"] == "none" else f" ({one_line(first['perturbation'])})"
     above = _ABOVE[gate.verdict] if plain["value"].any() else _NONE
-    cut_off = f" {turns['cut_off'].mean():.0%} of them follow a response that was cut off."
+    unfinished = f" {turns['unfinished'].mean():.0%} of them follow an unfinished response."
     return (
         f"Of {len(turns)} user turns of {one_line(first['model'])}{perturbed} from "
         f"{turns['source'].nunique()} sources, judge {judged.judge} calls genuine follow-ups: "
-        f"{rates}.{cut_off if turns['cut_off'].any() else ''} {above} "
+        f"{rates}.{unfinished if turns['unfinished'].any() else ''} {above} "
         f"{_reaction(gate)}"
     )
 
@@ -146,7 +146,7 @@ def _rate_table(title: str, rows: pd.DataFrame, *, full: bool = False) -> Table:
     of_outcome = own["quantity"] == "rate"
     own = own.assign(key=own["outcome"].where(of_outcome, own["quantity"]))
     if full:
-        heads["cut_off"] = ("cut off", 2)
+        heads["unfinished"] = ("unfinished", 2)
     legend = ""
     if "grounded" in set(own["key"]):
         legend = "grounded: with a word of the conversation that turns of others seldom share"

@@ -96,7 +96,7 @@ def _frames(
     """The ``kept`` contexts of a run, and the turns after them, with all that is known of each."""
     frames = []
     for contexts, turns in run.windows(
-        ["context_id", "dataset", "response_cut_off", "response_index", "messages", "order"],
+        ["context_id", "dataset", "response_unfinished", "response_index", "messages", "order"],
         [*KEY, "text", "logprob_raw", "logprobs_raw", "token_ids"],
     ):
         contexts = contexts[contexts["context_id"].isin(kept)]
@@ -253,7 +253,7 @@ def columns_of(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]
             "run": contexts["run"].tolist(),
             "dataset": [datasets.index(name) for name in contexts["dataset"]],
             "response_index": _numbers(contexts["response_index"], 0),
-            "cut_off": contexts["response_cut_off"].fillna(False).astype(bool).tolist(),
+            "unfinished": contexts["response_unfinished"].fillna(False).astype(bool).tolist(),
             "query": _texts(contexts["query"]),
             "response": _texts(contexts["response"]),
             "probes": {

@@ -92,8 +92,8 @@ def _responses(record: dict[str, Any]) -> str:
         of = "those that the data lacks"
     return (
         f", but **the model wrote their responses** ({of}, {settings['responses']} to a query, of "
-        f"at most {most} tokens; `response_cut_off` marks those that reached it), and the user's "
-        "real next turn answered another response"
+        f"at most {most} tokens; `response_unfinished` marks those that reached it, or ended in "
+        "their thought), and the user's real next turn answered another response"
     )
 
 

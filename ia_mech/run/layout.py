@@ -12,9 +12,11 @@
     residuals/layer_00/00000.safetensors  one file per layer and part
 """
 
+import json
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -26,12 +28,16 @@ KINDS = ("responses", "contexts")  # of parts
 TENSORS = ("residuals", "header_logits")  # folders that a copy of a run may be without
 METADATA = "names"  # key of the metadata of tensors: JSON, ``contexts`` and ``positions``
 
-_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+# Of a message. What one lacks is null, and left out where messages are read.
+TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")
+AS_JSON = ("tool_calls", "tools")
+_MESSAGES = pa.list_(pa.struct([(name, pa.string()) for name in (*TEXTS, *AS_JSON)]))
 
 RESPONSES = pa.schema(
     [
         ("order", pa.int64()),
         ("response", pa.string()),
+        ("thought", pa.string()),
         ("finish_reason", pa.string()),
         ("tokens", pa.int32()),
     ]
@@ -45,7 +51,7 @@ GENERATIONS = pa.schema(
         ("perturbation", pa.string()),
         ("order", pa.int64()),
         ("response_index", pa.int32()),
-        ("response_cut_off", pa.bool_()),
+        ("response_unfinished", pa.bool_()),
         ("temperature", pa.float64()),
         ("sample", pa.int32()),
         ("text", pa.string()),
@@ -63,9 +69,24 @@ GENERATIONS = pa.schema(
 
 # What names a turn: the columns of ``Run.turns``. NAMES are texts that many turns share.
 NAMES = ("context_id", "source_id", "dataset", "perturbation")
-PLACE = ("order", "response_index", "response_cut_off", "temperature", "sample")
+PLACE = ("order", "response_index", "response_unfinished", "temperature", "sample")
+UNFINISHED = ("length", "thought")  # how a response ended that isn't finished
 UNPERTURBED = "none"  # the perturbation of a conversation as it is
 TURN_KEYS = ("order", "temperature", "sample")  # what generations are sorted by
+
+
+def message_columns(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as ``messages`` stores it."""
+    written = {
+        name: json.dumps(message[name], ensure_ascii=False) for name in AS_JSON if name in message
+    }
+    return {name: message.get(name) for name in TEXTS} | written
+
+
+def message_of(columns: dict[str, Any]) -> dict[str, Any]:
+    """A message as it was before it was stored."""
+    found = {name: value for name, value in columns.items() if value is not None}
+    return found | {name: json.loads(found[name]) for name in AS_JSON if name in found}
 
 
 def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
@@ -83,8 +104,9 @@ def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
             ("answer", pa.string()),
             ("metadata", pa.string()),
             ("response_policy", pa.string()),
+            ("response_thought", pa.string()),
             ("response_finish_reason", pa.string()),
-            ("response_cut_off", pa.bool_()),
+            ("response_unfinished", pa.bool_()),
             ("text", pa.string()),
             ("token_ids", pa.list_(pa.int32())),
             ("context_tokens", pa.int32()),

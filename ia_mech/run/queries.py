@@ -55,14 +55,38 @@ class Query:
         return [messages[-1]["content"] for messages in self.contexts["messages"]]
 
     @property
+    def dialogues(self) -> list[list[dict[str, Any]]]:
+        """The messages of each context, its response the last."""
+        return [list(messages) for messages in self.contexts["messages"]]
+
+    @property
     def token_ids(self) -> list[tuple[int, ...]]:
         """Of each context, with its open header."""
         return [tuple(ids.tolist()) for ids in self.contexts["token_ids"]]
 
     @property
     def complete(self) -> list[bool]:
-        """Of each response, whether it was not cut off."""
-        return (~self.contexts["response_cut_off"].astype(bool)).tolist()
+        """Of each response, whether it is finished."""
+        return (~self.contexts["response_unfinished"].astype(bool)).tolist()
+
+
+def exchange(messages: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """The last thing that the user said, and the response at the end."""
+    query = next(m["content"] for m in reversed(messages) if m["role"] == "user")
+    return query, messages[-1]["content"]
+
+
+def unfinished_text(contexts: pd.DataFrame) -> str:
+    """How many of the responses are unfinished, and why, such as ``5 of 8 responses are unfinished
+    (4 cut off, 1 within its thought)``; empty if none is."""
+    why = contexts.loc[contexts["response_unfinished"].astype(bool), "response_finish_reason"]
+    if why.empty:
+        return ""
+    thought = int((why == "thought").sum())
+    words = [f"{len(why) - thought} cut off"] if thought < len(why) else []
+    words += [f"{thought} within {'its' if thought == 1 else 'their'} thought"] if thought else []
+    be = "is" if len(why) == 1 else "are"
+    return f"{len(why)} of {len(contexts)} responses {be} unfinished ({', '.join(words)})"
 
 
 def queries_of(runs: Sequence[RunTables], kind: str = UNPERTURBED) -> list[Query]:

@@ -154,7 +154,7 @@ class Run:
     @cached_property
     def contexts(self) -> pd.DataFrame:
         """One row per context; the columns are listed in docs/run-format.md."""
-        return self._table("contexts").to_pandas()
+        return _contexts(self._table("contexts"))
 
     @cached_property
     def generations(self) -> pd.DataFrame:
@@ -207,7 +207,7 @@ class Run:
             return
         begin = 0
         for part in self._finished_parts():
-            own = self._table("contexts", contexts, [part]).to_pandas()
+            own = _contexts(self._table("contexts", contexts, [part]))
             rows = self._table("generations", turns, [part]).to_pandas()
             rows.index = pd.RangeIndex(begin, begin + len(rows))
             begin += len(rows)
@@ -404,6 +404,15 @@ class Run:
             f"part {part['name']} of {self.path} is damaged: {problem}",
             "give the command that made the run again, without --shard: it computes the part again",
         )
+
+
+def _contexts(table: pa.Table) -> pd.DataFrame:
+    """Contexts whose messages have the keys that they were stored with, and no others."""
+    frame = table.to_pandas()
+    if "messages" in frame:
+        read = [[layout.message_of(one) for one in messages] for messages in frame["messages"]]
+        frame["messages"] = pd.Series(read, frame.index, dtype=object)
+    return frame
 
 
 def _add_tensor(streams: dict[str, Any], name: str, tensor: "Tensor") -> None:

@@ -1,0 +1,267 @@
+"""Where a thought stands: in what a model wrote as its response, and in what a template renders.
+
+A response's thought is told apart by the tokenizer's own response template, where it has one; else
+by the marks that the chat template writes around thoughts, or at least names. A message has its
+thought as ``reasoning_content``. A template is given it where it reads thoughts: under a key of
+the message, or within the content. Whether a dialogue then shows it is the template's affair: most
+leave it out once a user turn follows.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ia_mech.chat.template import MARK, ChatTemplate, Message, message
+from ia_mech.errors import UserError
+
+KEYS = ("reasoning_content", "reasoning", "thinking")  # of messages; ours is the first
+CONTENT = "content"
+_THOUGHT = MARK[::-1]  # stands where a thought will be
+_QUERY = message("user", "What is it?")
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What stands around a thought, and between marks and words where a content holds both."""
+
+    opening: str
+    closing: str
+    space: str = ""
+
+
+# What templates name that write the thought of no dialogue. Others show their marks.
+NAMED = (
+    Marks("<think>", "</think>", "\n"),
+    Marks("[THINK]", "[/THINK]"),
+    Marks("<seed:think>", "</seed:think>"),
+    Marks("◁think▷", "◁/think▷"),
+    Marks("<mm:think>", "</mm:think>"),
+    Marks("<|channel>thought", "<channel|>", "\n"),
+    Marks("<|START_THINKING|>", "<|END_THINKING|>"),
+    Marks("<|inner_prefix|>", "<|inner_suffix|>"),
+    Marks("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", "\n"),
+)
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response without its thought.
+
+    Attributes:
+        text: what it says.
+        thought: what was thought before; None if nothing was.
+        within_thought: it ended within its thought, or before what the template has after one.
+    """
+
+    text: str
+    thought: str | None = None
+    within_thought: bool = False
+
+
+class Thoughts:
+    """What a chat template does with thoughts.
+
+    Args:
+        template: the template.
+        added: ids of the tokens that text can't be cut into by accident.
+
+    Attributes:
+        marks: around thoughts in what the model writes; None if the template knows no thoughts.
+        key: where the template reads a message's thought: one of :data:`KEYS`, or ``content``;
+            None if nowhere.
+        content_mark: what the template writes between the assistant's header, or a thought, and a
+            content: harmony's final channel. Empty if nothing.
+    """
+
+    def __init__(self, template: ChatTemplate, added: Collection[int]) -> None:
+        self._template = template
+        self._opened = self._asked = template.render([_QUERY], add_generation_prompt=True)
+        shown = [key for key in KEYS if self._shows({key: _THOUGHT})]
+        named = [marks for marks in NAMED if marks.closing in template.source]
+        written = self._written_marks(shown[0]) if shown else None
+        self.marks = named[0] if named else written
+        self._asked = self.header(self._opened)
+        self.content_mark = self._before_content()
+        if self.marks is not None:
+            mark = self.of_text(self.content_mark).text
+            closing = written.closing if written else ""
+            self.content_mark = mark or closing.partition(self.marks.closing)[2].strip()
+        self.key = shown[0] if shown else self._other_key()
+        # Only such a token tells a mark inside a text; words may be the response's own.
+        self._is_told = bool(set(added).intersection(template.encode(self.content_mark)[0]))
+        if self.marks is not None:
+            closing = self.marks.closing.removesuffix(self.content_mark).strip()
+            self.marks = replace(self.marks, closing=closing)
+
+    # -- what the template does ---------------------------------------------------------------
+
+    def shown(self, *, followed: bool) -> bool:
+        """Whether a dialogue shows the thought of its last response; ``followed`` by a user turn,
+        or not."""
+        said = self.given(message("assistant", MARK) | {KEYS[0]: _THOUGHT})
+        return self._shows(said, (followed,))
+
+    def given(self, turn: Message) -> Message:
+        """A message as the template takes it: with its thought where that is read."""
+        thought = turn.get(KEYS[0])
+        bare = {name: value for name, value in turn.items() if name not in KEYS}
+        if not thought or self.key is None:
+            return bare
+        if self.key != CONTENT:
+            return bare | {self.key: thought}
+        return bare | {CONTENT: self._joined(thought, turn[CONTENT])}
+
+    def told_apart(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, the thoughts that contents hold in keys of their own."""
+        return [
+            turn | _as_message(self.of_text(turn[CONTENT]))
+            if turn["role"] == "assistant" and KEYS[0] not in turn
+            else turn
+            for turn in messages
+        ]
+
+    def header(self, opened: str) -> str:
+        """What asks for a response, without the marks with which it opens a thought, or an empty
+        one."""
+        if self.marks not in NAMED:
+            return opened
+        end = opened.rstrip()
+        bare = end.removesuffix(self.marks.closing).rstrip().removesuffix(self.marks.opening)
+        return bare if len(bare) < len(end) else opened
+
+    def _joined(self, thought: str, text: str) -> str:
+        assert self.marks is not None
+        parts = (self.marks.opening, thought, self.marks.closing, text)
+        return self.marks.space.join(part for part in parts if part)
+
+    def _shows(self, said: dict[str, Any], followed: Sequence[bool] = (False, True)) -> bool:
+        """Whether one of two dialogues shows a thought that stands for one."""
+        turns = [_QUERY, message("assistant", MARK) | said]
+        dialogues = [[*turns, message("user", "Why?")] if more else turns for more in followed]
+        return any(_THOUGHT in self._rendered(dialogue) for dialogue in dialogues)
+
+    def _rendered(self, dialogue: Sequence[Message]) -> str:
+        try:
+            return self._template.render(dialogue)
+        except UserError:  # there is no such key
+            return ""
+
+    def _before_content(self, **said: str) -> str:
+        """What a last response's content stands after, from the assistant's header on."""
+        before = self._rendered([_QUERY, message("assistant", MARK) | said]).partition(MARK)[0]
+        return before.removeprefix(self._asked).strip() if before.startswith(self._asked) else ""
+
+    def _written_marks(self, key: str) -> Marks | None:
+        """The marks that the template writes around the thought of a last response."""
+        opening, _, closing = self._before_content(**{key: _THOUGHT}).partition(_THOUGHT)
+        return Marks(opening.strip(), closing.strip()) if closing.strip() else None
+
+    def _other_key(self) -> str | None:
+        """Where a template reads thoughts that shows none under a key in a plain dialogue."""
+        if self.marks is None:
+            return None
+        plain = self._rendered([_QUERY, message("assistant", MARK)])
+        writes = self.marks.closing in plain.rpartition(_QUERY[CONTENT])[2]  # around no thought
+        if (
+            not writes
+            and not self.content_mark
+            and self._shows({CONTENT: self._joined(_THOUGHT, MARK)})
+        ):
+            return CONTENT
+        source = self._template.source
+        return next((key for key in KEYS[:2] if re.search(rf"[.'\"]{key}\b", source)), None)
+
+    # -- what a model wrote -------------------------------------------------------------------
+
+    def of_text(self, text: str, prompt: str | None = None) -> Response:
+        """A response as text, without its thought.
+
+        Args:
+            text: all that was written.
+            prompt: what it was written after, which may open a thought; None if that isn't known.
+        """
+        if self.marks is None:
+            return Response(text)
+        opening, closing = self.marks.opening, self.marks.closing
+        before, closed, after = text.partition(closing)
+        begun = before.lstrip().startswith(opening or closing) or (closed and not before.strip())
+        if not begun and (closed or prompt is not None):
+            begun = self._opens(self._opened if prompt is None else prompt)
+        if not begun:
+            return Response(text)
+        thought = before.replace(opening, "", 1).strip()
+        return Response(after.strip(), thought or None, not closed)
+
+    def _opens(self, prompt: str) -> bool:
+        """Whether a prompt ends within a thought."""
+        assert self.marks is not None
+        end = prompt.rstrip()
+        if self.marks.opening:
+            return end.endswith(self.marks.opening)
+        return not end.endswith(self.marks.closing)  # such a template opens the thought itself
+
+    def parse(self, text: str, end: str, prompt: str, structure: Collection[str]) -> Response:
+        """A sampled response without its thought and the marks that the template writes.
+
+        Args:
+            text: what was written.
+            end: the token that ended it; empty if the limit did.
+            prompt: what it was written after.
+            structure: tokens that open and close turns: from the first one on that no thought and
+                no content begins with, nothing is the response's.
+        """
+        found = self._by_tokenizer(text + end, prompt) or self._by_marks(text, prompt, structure)
+        thought = found.thought and _until(found.thought, structure).strip()
+        said = _until(found.text, structure).strip()
+        return Response(said, thought or None, found.within_thought)
+
+    def _by_tokenizer(self, text: str, prompt: str) -> Response | None:
+        """A response as the tokenizer's own response template has it; None without one, or where it
+        can't read the response. One that calls a tool keeps the call as text."""
+        tokenizer = self._template.tokenizer
+        if getattr(tokenizer, "response_template", None) is None:
+            return None
+        try:
+            parser = tokenizer.get_response_parser(prefix=prompt)
+            parser.feed(text)
+            said, ended = parser.finalize()
+        except ValueError:
+            return None
+        if said.get("tool_calls"):
+            return None
+        key = next((key for key in KEYS if said.get(key)), None)
+        # A thought that was closed is none of the regions that end with the response.
+        within = any(e["type"] == "region_close" and e["field"] in KEYS for e in ended)
+        return Response(said.get(CONTENT) or "", said[key] if key else None, within)
+
+    def _by_marks(self, text: str, prompt: str, structure: Collection[str]) -> Response:
+        if self._is_told:
+            return self._channels(text, prompt, structure)
+        marks = "" if self.marks is None else self.marks.opening + self.marks.closing
+        others = [token for token in structure if token not in marks]
+        found = self.of_text(_until(text, others).strip(), prompt)
+        return replace(found, text=found.text.removeprefix(self.content_mark))
+
+    def _channels(self, text: str, prompt: str, structure: Collection[str]) -> Response:
+        """A response whose content has a mark of its own, after those of thoughts and others."""
+        before, found, said = text.partition(self.content_mark)
+        opening, closing = (self.marks.opening, self.marks.closing) if self.marks else ("", "")
+        if opening and prompt.rstrip().endswith(opening):
+            before = opening + before
+        if not opening or opening not in before:
+            return Response(said if found else text)
+        thoughts = [_until(part, (closing, *structure)) for part in before.split(opening)[1:]]
+        return Response(said, "\n".join(map(str.strip, thoughts)), not found)
+
+
+def _as_message(response: Response) -> dict[str, str]:
+    said = {CONTENT: response.text}
+    return said if response.thought is None else said | {KEYS[0]: response.thought}
+
+
+def _until(text: str, tokens: Collection[str]) -> str:
+    """A text up to the first of these tokens."""
+    for token in tokens:
+        text = text.partition(token)[0]
+    return text
