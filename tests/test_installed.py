@@ -118,6 +118,12 @@ def test_an_adapter_that_is_merged_later_is_seen_after_installing_again():
     assert relative_l2(after, before) > 1e-2
 
 
+@FAMILIES
+def test_a_run_records_the_models_own_attention(architecture, tokenizer):
+    plain = tiny.fresh(architecture).config._attn_implementation
+    assert tiny.subject(architecture, tokenizer).describe()["attention"] == plain
+
+
 def test_installing_twice_adds_nothing():
     model = tiny.fresh("gemma3")
     made = install(model)

@@ -76,10 +76,10 @@ def test_fewer_responses_are_the_first_of_more_and_share_a_prefill(
     prefilled: list[int] = []
     honest = job.prefill_all
 
-    def counted(model, prefixes, blocks, *others):
-        if blocks is None:  # of queries: nothing is captured
+    def counted(model, prefixes, *others):
+        if not prefixes[0].positions:  # of queries: nothing is captured
             prefilled.append(len(prefixes))
-        return honest(model, prefixes, blocks, *others)
+        return honest(model, prefixes, *others)
 
     monkeypatch.setattr(job, "prefill_all", counted)
     fewer = collect(replace(SETTINGS, responses=2), tiny_subject, tmp_path / "fewer", progress)
