@@ -5,7 +5,6 @@
 sample``.
 """
 
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,13 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "sample", "study"]
 __version__ = "0.1.0"
-
-# Threads that wait for work spin by default, and a busy machine then computes several times slower;
-# threads that sleep at once are slow to wake on an idle one. So they spin for a moment, then sleep
-# (docs/reliability.md, "Threads"). OpenMP reads this once, when torch is loaded.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def __getattr__(name: str) -> Any:

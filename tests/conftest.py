@@ -5,7 +5,8 @@ import signal
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach a hub
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as ia_mech sets it, but before torch
+# Idle threads would spin, and take the cores of other tests; it is read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # OpenBLAS's idle threads spin: small products on a busy machine took 30 times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
 

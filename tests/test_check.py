@@ -8,6 +8,8 @@ import tiny
 import torch
 import transformers
 from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import ia_mech.engine.check as check
 import ia_mech.engine.decode as loop
@@ -186,3 +188,20 @@ def test_where_sharing_alone_goes_wrong_rows_get_copies_and_it_says_why(monkeypa
     engine = check_engine(model_of("llama", torch.float32), IDS)
     assert not engine.share and not engine.ignored
     assert "LlamaForCausalLM gives other logits in cached decoding" in str(engine)
+
+
+def test_the_models_own_attention_is_what_is_compared_with():
+    """One that looks at the name it was called by: it is left alone where that makes a difference,
+    which full passes under the other name wouldn't show."""
+
+    def picky(module, query, *others, **settings):
+        output, _ = sdpa_attention_forward(module, query, *others, **settings)
+        return output * (module.config._attn_implementation == "test_picky"), None
+
+    transformers.AttentionInterface.register("test_picky", picky)
+    transformers.AttentionMaskInterface.register("test_picky", sdpa_mask)
+    model = tiny.fresh("llama")
+    model.config._attn_implementation = "test_picky"
+    engine = check_engine(model, IDS)
+    assert not engine.share and "other logits in a left-padded batch" in engine.why
+    assert model.config._attn_implementation == "test_picky"

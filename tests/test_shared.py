@@ -7,12 +7,12 @@ import pytest
 import tiny
 import torch
 import transformers
-from contract import LOGPROB, MARGIN, masked_logits, prefilled
+from contract import LOGPROB, MARGIN, masked_logits, prefilled, stepped
 
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.score import Turn, score
-from ia_mech.engine.shared import Borrowed, Engine, SharedLayer, attend, merge
+from ia_mech.engine.shared import Borrowed, Engine, SharedLayer, attend, attend_shared, merge
 from ia_mech.engine.state import expand, forward
 from ia_mech.errors import UserError
 
@@ -142,6 +142,22 @@ def test_layers_of_full_attention_are_shared(architecture):
     layers = expand(model, [prefilled(model, LENGTHS)], [0, 1]).cache.layers
     found = [n for n, layer in enumerate(layers, start=1) if isinstance(layer, SharedLayer)]
     assert tuple(found) == SHARED[architecture]
+
+
+def test_where_every_layer_is_shared_no_mask_is_made(monkeypatch):
+    """Not even for padded contexts; where one isn't, all layers get one."""
+    masks = []
+
+    def noted(module, query, key, value, mask, **kwargs):
+        masks.append(mask)
+        return attend_shared(module, query, key, value, mask, **kwargs)
+
+    monkeypatch.setattr("ia_mech.engine.installed.attend_shared", noted)
+    for architecture, made in (("llama", False), ("gemma3", True)):
+        model = tiny.model(architecture)
+        stepped(model, expand(model, [prefilled(model, LENGTHS)], [0, 1, 2], 1), [3, 4, 5])
+        assert [mask is not None for mask in masks] == [made] * len(SHARED[architecture])
+        masks.clear()
 
 
 def test_keys_that_the_attention_function_never_sees_are_an_error(monkeypatch):

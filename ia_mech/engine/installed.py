@@ -10,8 +10,8 @@ An installed model has
 
 Nothing is set or reset around a pass. Outside of passes an installed model computes what it did
 before, to the bit: ``generate``, a plain call, a gradient. (A large model on a CPU holds reordered
-weights only, and computes with them everywhere.) It can be copied, and a small one saved. Adapters
-are merged and weights trained before it is installed, or else it is installed again.
+weights only, and computes with them everywhere; it can't be copied or saved.) Merge adapters and
+train weights before a model is installed, or install it again.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class Installed:
 
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[None]:
-        """While it lasts, attention is the model's own; for the check, before there are threads."""
+        """While it lasts, attention is the model's own; for comparisons, while no pass is made."""
         before = self.config._attn_implementation
         self.config._attn_implementation = self.attention
         try:
