@@ -32,7 +32,8 @@ from transformers import PreTrainedTokenizerFast
 
 # Families that follow the documented format of a released model.
 REAL_FAMILIES = (
-    "smollm2", "qwen3", "llama3_1", "gemma3", "glm4", "gpt_oss", "deepseek_v3", "mistral"
+    "smollm2", "qwen3", "llama3_1", "gemma3", "glm4", "gpt_oss", "deepseek_v3", "mistral",
+    "exaone", "nemotron_mini", "apriel", "kimi_k2", "gigachat3",
 )  # fmt: skip
 # Those whose models think before they answer, besides Qwen3 and gpt-oss.
 THINKING = (
@@ -60,6 +61,11 @@ GENERATION_EOS: dict[str, tuple[str, ...]] = {
     "deepseek_r1": ("<｜end▁of▁sentence｜>",),
     "magistral": ("</s>",),
     "seed_oss": ("<seed:eos>",),
+    "exaone": ("[|endofturn|]",),
+    "nemotron_mini": ("</s>",),
+    "apriel": ("<|end|>",),
+    "kimi_k2": ("<|im_end|>",),
+    "gigachat3": ("</s>",),
     "zephyr_text": ("</s>",),
     "no_user": ("<|im_end|>",),
     "swallows": ("<|im_end|>",),
@@ -263,6 +269,37 @@ _RECIPES: dict[str, _Recipe] = {
             "[TOOL_RESULTS] [/TOOL_RESULTS]"
         ),
         prefix=("<s>",),
+        bos="<s>",
+        eos="</s>",
+        unk="<unk>",
+    ),
+    "exaone": _Recipe(
+        first=_marks("[PAD] [BOS] [EOS] [UNK] [|system|] [|user|] [|assistant|] [|endofturn|]"),
+        bos="[BOS]",
+        eos="[|endofturn|]",
+        pad="[PAD]",
+        unk="[UNK]",
+    ),
+    "nemotron_mini": _Recipe(
+        first=_marks("<unk> <s> </s> <extra_id_0> <extra_id_1>"), bos="<s>", eos="</s>", unk="<unk>"
+    ),
+    "apriel": _Recipe(
+        first=_marks("<unk> <s> </s> <pad> <|system|> <|user|> <|assistant|> <|end|>"),
+        bos="<s>",
+        eos="</s>",
+        pad="<pad>",
+        unk="<unk>",
+    ),
+    "kimi_k2": _Recipe(
+        splits=(_O200K,),
+        last=_marks(
+            "[BOS] [EOS] <|im_end|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|>"
+        ),
+        bos="[BOS]",
+        eos="[EOS]",
+    ),
+    "gigachat3": _Recipe(
+        first=_marks("<unk> <s> </s> <|role_sep|> <|message_sep|>"),
         bos="<s>",
         eos="</s>",
         unk="<unk>",

@@ -18,6 +18,7 @@ from ia_mech.chat.thoughts import Response
 from ia_mech.errors import UserError
 
 NEWLINE, NEWLINES = "Ċ", "ĊĊ"  # as byte-level tokenizers write them
+BLANK = ("", "\n", "<0x0A>", NEWLINE, NEWLINES)
 
 
 @dataclass(frozen=True)
@@ -26,23 +27,26 @@ class Derived:
 
     header_text: str
     header: str
-    gap: str  # the tokens between response and header: the turn end and the separator
-    closing: str
+    gap: str  # the tokens between response and header: the turn end, white space around it
+    closing: str  # a mark, after white space
     turning: str  # further marks that no content may hold
     stops: str = ""  # closing
     response_stops: str = ""  # stops
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stops", self.stops or self.closing)
+        object.__setattr__(self, "stops", self.stops or self.closing.split(" ")[-1])
         object.__setattr__(self, "response_stops", self.response_stops or self.stops)
 
     @property
-    def turn_end(self) -> str | None:
-        return self.gap.split(" ")[0] or None
+    def end(self) -> int | None:
+        """Index of the turn end in the gap."""
+        marks = [i for i, token in enumerate(self.gap.split(" ")) if token not in BLANK]
+        return marks[-1] if marks else None
 
     @property
-    def separator(self) -> str | None:
-        return self.gap.split(" ")[1] if " " in self.gap else None
+    def separator(self) -> int | None:
+        last = self.gap.count(" ")
+        return None if self.end in (None, last) else last
 
 
 FOUND = {
@@ -86,6 +90,30 @@ FOUND = {
     "mistral": Derived(
         header_text="[INST]", header="[INST]", gap="</s>", closing="[/INST]",
         stops="</s> [/INST]", response_stops="</s>", turning="<s> [INST]",
+    ),
+    "exaone": Derived(
+        header_text="[|user|]", header="[|user|]", gap=f"[|endofturn|] {NEWLINE}",
+        closing=f"{NEWLINE} [|assistant|]", stops="[|assistant|] [|endofturn|]",
+        response_stops="[|endofturn|]", turning="[|system|] [|user|]",
+    ),
+    "nemotron_mini": Derived(
+        header_text="<extra_id_1>User\n", header=f"<extra_id_1> U s er {NEWLINE}", gap=NEWLINE,
+        closing=f"{NEWLINE} <extra_id_1>", stops="</s> <extra_id_1>", turning="<extra_id_0>",
+    ),
+    "apriel": Derived(
+        header_text="<|user|>\n", header=f"<|user|> {NEWLINE}",
+        gap=f"{NEWLINE} <|end|> {NEWLINE}", closing=f"{NEWLINE} <|end|>", stops="</s> <|end|>",
+        turning="<|system|> <|user|> <|assistant|>",
+    ),
+    "kimi_k2": Derived(
+        header_text="<|im_user|>user<|im_middle|>", header="<|im_user|> user <|im_middle|>",
+        gap="<|im_end|>", closing="<|im_end|>", stops="[EOS] <|im_end|>",
+        turning="<|im_user|> <|im_assistant|> <|im_system|> <|im_middle|>",
+    ),
+    "gigachat3": Derived(
+        header_text="user<|role_sep|>\n", header=f"user <|role_sep|> {NEWLINE}",
+        gap=f"<|message_sep|> {NEWLINE} {NEWLINE}", closing="<|message_sep|>",
+        stops="</s> <|message_sep|>", turning="<s> <|role_sep|>",
     ),
     "zephyr_text": Derived(
         header_text="<|user|>\n", header="<0x3C> <0x7C> user <0x7C> <0x3E> <0x0A>",
@@ -159,11 +187,11 @@ def test_header_tail_and_stops_are_derived(family):
     assert tokens(tokenizer, c.tail_ids) == f"{found.gap} {found.header}".lstrip(" ")
     assert c.tail_text.endswith(c.header_text)
     assert tokenizer.decode(c.tail_ids, skip_special_tokens=False) == c.tail_text
-    if found.turn_end is None:
+    if found.end is None:
         assert c.turn_end_id is None
     else:
-        assert tokens(tokenizer, [c.turn_end_id]) == found.turn_end
-    assert tokens(tokenizer, [c.closing_id]) == found.closing
+        assert tokens(tokenizer, [c.turn_end_id]) == found.gap.split(" ")[found.end]
+    assert tokens(tokenizer, [c.closing_id]) == found.closing.split(" ")[-1]
     assert tokens(tokenizer, c.stop_ids) == found.stops
     assert tokens(tokenizer, c.response_stop_ids) == found.response_stops
     inner = [f"header_{i}" for i in range(len(c.header_ids) - 1)]
@@ -192,8 +220,8 @@ def test_positions_point_to_their_tokens(family):
     assert where["response_end"] == end - 1
     for span, text in ((context.query, QUERY), (context.response, RESPONSE)):
         assert c.tokenizer.decode(context.ids[span.start : span.stop]).strip() == text
-    assert where["turn_end"] == (None if found.turn_end is None else end)
-    assert where["turn_separator"] == (None if found.separator is None else end + 1)
+    assert where["turn_end"] == (None if found.end is None else end + found.end)
+    assert where["turn_separator"] == (None if found.separator is None else end + found.separator)
     for i in range(len(header) - 1):
         assert where[f"header_{i}"] == end + len(gap) + i
     assert where["header_last"] == len(context.ids) - 1
@@ -218,13 +246,16 @@ def test_a_context_is_a_prefix_of_the_whole_dialogue(family):
             for turn in ("So.", "7", "日本"):
                 whole = rendered(family, [*messages, *turns(turn)])
                 assert whole[: len(context.ids)] == context.ids, text
-            tail = len(context.ids) - len(c.tail_ids)
-            assert context.ids[tail:] == c.tail_ids
+            # White space before the turn end, or the header, may merge with the response's.
+            assert tokens(c.tokenizer, context.ids).endswith(
+                f"{FOUND[family].gap} {FOUND[family].header}".lstrip("\n Ċ")
+            )
             # What the template leaves of a response that is white space, or ends a thinking block
             # that it drops, may be nothing.
             last = messages[-1]["content"]
             if last.strip() and not (family == "qwen3" and last == "</think>"):
-                assert context.positions["response_end"] == tail - 1
+                after = c.template.decode(context.ids[context.positions["response_end"] + 1 :])
+                assert c.tail_text in (after, f"\n{after}")
             elif last == "":
                 assert context.positions["response_end"] is None
     messages = turns("a", "b", QUERY)
@@ -299,16 +330,13 @@ def test_of_named_templates_the_default_is_used():
 @pytest.mark.parametrize("family", FOUND)
 def test_a_reference_is_tokenized_as_in_the_dialogue(family):
     c = chat(family)
-    answered = c.closing_id in c.tokenizer.convert_tokens_to_ids(
-        ["<|assistant|>", "<｜Assistant｜>"]
-    )
     for messages in (turns(QUERY, RESPONSE), turns(QUERY, "", system="Be brief.")):
         context = c.context(messages)
-        for turn in ("So.", " So", "7", "😀", "(why?)", "日本", "'s", "Thanks! ", "</think>", ""):
+        for turn in ("So.", " So", "7", "😀", "(why?)", "日本", "'s", "Thanks! ", "</think>"):
             ids = c.reference_ids(messages, context, turn)
             want = [*context.ids, *ids.whole]
-            assert ids.end == [c.closing_id]
-            whole = rendered(family, [*messages, *turns(turn)], add_generation_prompt=answered)
+            assert tokens(c.tokenizer, ids.end) == FOUND[family].closing
+            whole = rendered(family, [*messages, *turns(turn, RESPONSE)])
             assert whole[: len(want)] == want
             assert c.text(ids.whole).strip() == turn.strip()
 
@@ -324,6 +352,52 @@ def test_a_reference_may_not_merge_with_the_header(family):
         ids = c.reference_ids(messages, context, "\nSo").words
         whole = rendered(family, [*messages, *turns("\nSo")])
         assert whole[len(context.ids) :][: len(ids)] == ids
+
+
+@pytest.mark.parametrize("family", FOUND)
+def test_an_empty_turn_is_its_end_alone_or_refused(family):
+    c, messages, closing = chat(family), turns(QUERY, RESPONSE), FOUND[family].closing
+    context = c.context(messages)
+    if closing.startswith(NEWLINE) and c.header_text.endswith("\n"):  # the newlines merge
+        assert "turn '' merges" in error_of(c.reference_ids, messages, context, "")
+    else:
+        ids = c.reference_ids(messages, context, "")
+        assert tokens(c.tokenizer, ids.words) in ("", "▁")
+        assert tokens(c.tokenizer, ids.end) == closing
+        assert c.text(ids.whole) == c.text(ids.end) == ""
+
+
+@pytest.mark.parametrize("family", ["exaone", "nemotron_mini", "apriel"])
+def test_white_space_before_the_end_is_the_template_s_or_in_the_turn_s_last_token(family):
+    merging = changed("qwen3", families.template(family))  # "?\n" is one token
+    added = families.build(family).added_tokens_decoder.values()
+    merging.add_tokens([AddedToken(t.content, normalized=False, special=True) for t in added])
+    messages, ends = turns(QUERY, RESPONSE), []
+    for c, last in ((chat(family), "?"), (ChatFormat(merging), "?Ċ")):
+        context = c.context(messages)
+        ids = c.reference_ids(messages, context, "So?")
+        assert tokens(c.tokenizer, ids.words) == f"So {last}"
+        ends.append(tokens(c.tokenizer, ids.end))
+        whole = c.template.encode(c.template.render([*messages, *turns("So?", RESPONSE)]))[0]
+        assert whole[: len(context.ids) + len(ids.whole)] == context.ids + ids.whole
+        assert tokens(c.tokenizer, [context.ids[context.positions["query_end"]]]) == last
+        assert c.text(ids.whole) == "So?"
+        assert c.text(ids.words) == ("So?\n" if last == "?Ċ" else "So?")  # cut off: no end wrote it
+        longer = c.reference_ids(messages, context, "So?\n\n").whole
+        assert c.text(longer) == ("So?" if "trim" in c.tokenizer.chat_template else "So?\n\n")
+        if c.turn_end_id is not None:
+            at = context.positions["turn_end"]
+            assert context.ids[at] == c.turn_end_id
+            assert context.response.stop in (at, at - 1)
+    assert ends == [FOUND[family].closing, FOUND[family].closing.removeprefix("Ċ ")]
+
+
+def test_a_turn_that_ends_without_the_template_s_white_space_keeps_its_own():
+    c = chat("nemotron_mini")
+    said = c.tokenizer("So.\n", add_special_tokens=False)["input_ids"]
+    end, opener = c.tokenizer.convert_tokens_to_ids(["</s>", "<extra_id_1>"])
+    assert c.text([*said, opener]) == "So."
+    assert c.text([*said, end]) == c.text(said) == "So.\n"
 
 
 # --- words that every turn is made to begin with
@@ -342,7 +416,6 @@ def test_an_opening_ends_the_context_as_the_template_holds_it_and_is_no_part_of_
         for turn in ("it is blue?", "7", '"Yes" it is', "日本", "😀"):
             ids = c.reference_ids(messages, context, turn)
             want = [*context.ids, *ids.whole]
-            assert ids.end == [c.closing_id]
             answered = [*messages, *turns(f"{opening} {turn}", RESPONSE)]
             assert rendered(family, answered)[: len(want)] == want
             assert c.text(ids.whole) == turn
@@ -472,6 +545,136 @@ def test_roles_of_plain_text_leave_the_space_after_them_to_the_user():
     ids = c.reference_ids(messages, context, "So.").words
     assert tokens(c.tokenizer, ids) == "ĠS o ."
     assert c.text(ids) == "So."
+
+
+def plain(template: str, *special: str, **named: str) -> ChatFormat:
+    return ChatFormat(changed("smollm2", template, *special, **named))
+
+
+CHATML = TURNS.replace("MARK[m.role]", "'<|im_start|>' + m.role + '\n'")
+DEFAULT = "<|im_start|>system\nBe kind.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "eos", "header", "end", "response_stop"),
+    [
+        (  # as in Ling: a mark opens the turns of both roles, and the role is written out
+            roles("<role>HUMAN</role>", "<role>ASSISTANT</role>", ""),
+            ("<role>", "</role>"), "<|endoftext|>", "<role>HUMAN</role>", None, "<role>",
+        ),
+        (  # as in Baichuan, with an answer opened whether or not it is asked for
+            roles("<u>", "<a>", "").replace("if add_generation_prompt", "if true"),
+            ("<u>", "<a>"), "<|endoftext|>", "<u>", None, "<u>",
+        ),
+        (  # as in GLM-Edge: what opens a user turn is the end of text
+            roles("<u>\n", "<a>\n", ""), ("<u>", "<a>"), "<u>", "<u>\n", None, "<u>",
+        ),
+        (  # as in Command R7B: two marks close a response
+            roles("<t><u>", "<t><a><r>", "</r></t>", "</t>"),
+            ("<t>", "<u>", "<a>", "<r>", "</r>", "</t>"), "</t>", "<t><u>", "</t>", "</r>",
+        ),
+        (  # as in DeepSeek-Coder: roles of plain text, and an answer always opened
+            roles("### User:\n", "### Answer:\n", "\n<e>\n", "\n").replace(
+                "if add_generation_prompt", "if true"),
+            ("<e>",), "<e>", "### User:\n", "<e>", "<e>",
+        ),
+        (  # a last turn is left open
+            DEFAULT + CHATML.replace("END[m.role]", "('' if loop.last else '<|im_end|>\n')"),
+            (), "<|im_end|>", "<|im_start|>user\n", "<|im_end|>", "<|im_end|>",
+        ),
+        (  # no prompt for an answer at all
+            DEFAULT + CHATML.replace("END[m.role]", "'<|im_end|>\n'"),
+            (), "<|endoftext|>", "<|im_start|>user\n", "<|im_end|>", "<|im_end|>",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_template_writes_only_before_a_user_turn_opens_it(
+    template, special, eos, header, end, response_stop
+):
+    c = plain(template, *special, eos_token=eos)
+    assert c.header_text == header
+    assert c.turn_end_id == (end and c.tokenizer.convert_tokens_to_ids(end))
+    assert c.tokenizer.convert_tokens_to_ids(response_stop) in c.response_stop_ids
+    context = c.context(turns(QUERY, RESPONSE))
+    assert context.text.endswith(c.tail_text) and context.ids[-len(c.tail_ids) :] == c.tail_ids
+
+
+def test_white_space_after_a_mark_belongs_to_the_header_up_to_where_it_merges():
+    """As in ChatGLM 3."""
+    c = plain(roles("<u> \n ", "<a> \n ", ""), "<u>", "<a>")
+    assert c.header_text == "<u> \n"
+    ids = c.reference_ids(turns(QUERY, RESPONSE), c.context(turns(QUERY, RESPONSE)), "So.").whole
+    assert tokens(c.tokenizer, ids) == "ĠS o . <a>" and c.text(ids) == "So."
+
+
+UNSHOWN = (
+    "{% for m in messages %}{% if not loop.last %}{{ m.role + ': ' + m.content + '\n\n' }}"
+    "{% elif m.role == 'user' %}{{ 'user: ' + m.content + '\n\nassistant:<sep>' }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_a_template_may_show_a_response_only_where_something_follows():
+    """As in YandexGPT."""
+    c = plain(UNSHOWN, "<sep>")
+    assert c.header_text == "user:" and c.turn_end_id is None and c.closing_id is None
+    context = c.context(turns(QUERY, RESPONSE))
+    assert context.text == "user: Why?\n\nassistant: It is blue.\n\nuser:"
+    assert context.positions["turn_end"] is context.positions["turn_separator"] is None
+    assert c.template.decode(c.prompt(turns(QUERY))) == "user: Why?\n\nassistant:<sep>"
+    assert c.response_text(c.template.encode(" It is blue.")[0]) == RESPONSE
+    line = error_of(ChatFormat, c.tokenizer, thinking="keep")
+    assert "doesn't show a response that comes last; use --thinking template" in line
+
+
+LAST = (  # as in Mistral v3: a system message is written into the last user turn
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}<u>"
+    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}"
+    "{% endif %}{{ m.content + '<a>' }}{% else %}{{ m.content + '<e>' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "cause"),
+    [
+        (LAST, "moves the system turn's text into another turn"),
+        (LAST.replace("{{ messages[0].content + '\n\n' }}", ""), "doesn't show the system turn's"),
+        (LAST.replace("if m.role == 'user'", "if messages[0].role == 'system' %}"
+                      "{{ raise_exception('no system role') }}{% elif m.role == 'user'"),
+         "(no system role)"),
+    ],
+)  # fmt: skip
+def test_a_system_message_that_has_no_place_of_its_own_is_refused(template, cause):
+    c = plain(template, "<u>", "<a>", "<e>")
+    c.context(turns(QUERY, RESPONSE))
+    told = ChatFormat(c.tokenizer, system="Be brief.")
+    for line in (
+        error_of(c.context, turns(QUERY, RESPONSE, system="Be brief.")),
+        error_of(c.prompt, turns(QUERY, system="Be brief.")),
+        error_of(told.context, turns(QUERY, RESPONSE)),
+    ):
+        assert line.startswith("a system message can't be given: the chat template ")
+        assert cause in line
+        assert "leave it out, or put its words at the start of the first query" in line
+
+
+def test_an_empty_response_is_rendered_without_white_space_before_it_or_refused():
+    """As in GLM-4.5, and as in Seed-OSS, which doesn't close it."""
+    spaced = "{% if m.content %}{{ '\n' + m.content }}{% endif %}"
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<u>\n' + m.content + '<e>' }}"
+        f"{{% else %}}{{{{ '<a>' }}}}{spaced}{{{{ '<e>' }}}}{{% endif %}}{{% endfor %}}"
+    )
+    c = plain(template, "<u>", "<a>", "<e>")
+    context = c.context(turns(QUERY, ""))
+    assert context.text == "<u>\nWhy?<e><a><e><u>\n"
+    assert context.positions["response_end"] is None
+    assert context.ids[context.positions["turn_end"]] == c.turn_end_id
+    closing = spaced.replace("m.content }}", "m.content + '<e>' }}")
+    unclosed = plain(template.replace(spaced + "{{ '<e>' }}", closing), "<u>", "<a>", "<e>")
+    assert unclosed.context(turns(QUERY, RESPONSE)).text.endswith("<a>\nIt is blue.<e><u>\n")
+    line = error_of(unclosed.context, turns(QUERY, ""))
+    assert "doesn't render an empty assistant turn as it does others; leave out" in line
 
 
 # --- dates

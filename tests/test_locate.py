@@ -3,6 +3,7 @@
 from functools import cache
 from types import SimpleNamespace
 
+import families
 import numpy as np
 import pandas as pd
 import planted_reaction as planted
@@ -34,6 +35,7 @@ from experiments.hybrids import (
     window_size,
 )
 from experiments.locate import (
+    Locate,
     accepted_bits,
     estimates,
     halves,
@@ -42,6 +44,7 @@ from experiments.locate import (
     whole_site_bits,
     with_own_scores,
 )
+from ia_mech.chat.format import ChatFormat
 from ia_mech.likelihood.carried import CEILING, bits_by_query
 
 QUERIES = 8
@@ -54,6 +57,19 @@ def _short_turns():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hybrids, "TOKENS", 6)
         yield
+
+
+@pytest.mark.parametrize("family", ["smollm2", "mistral", "nemotron_mini", "apriel"])
+def test_the_header_s_place_is_counted_from_the_response_s_end(family):
+    """In ``mistral`` it is one token; in the last two white space stands before the turn end."""
+    chat = ChatFormat(families.build(family))
+    query = [{"role": "user", "content": "Why?"}]
+    start, stop, (first, end) = Locate._placed(SimpleNamespace(chat=chat), query, "It is blue.")
+    ids = chat.context([*query, {"role": "assistant", "content": "It is blue."}]).ids
+    assert chat.template.decode(ids[start:stop]).strip() == "It is blue."
+    assert ids[stop + first : stop + end] == chat.header_ids and stop + end == len(ids)
+    assert ids[stop:] == chat.tail_ids
+    assert Locate._placed(SimpleNamespace(chat=chat), query, "") is None
 
 
 def unit(query: int, react: bool = True) -> SiblingContexts:

@@ -92,19 +92,20 @@ def test_turns_are_scored_at_twenty_temperatures_and_at_those_of_the_run():
     assert scored_temperatures([5.0, 0.05, 0.72]) == tuple(sorted({*SCORED, 5.0, 0.05, 0.72}))
 
 
-@pytest.mark.parametrize("family", ["smollm2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["smollm2", "gemma3", "gpt_oss", "exaone"])
 def test_references_equal_a_full_forward_pass_at_every_temperature(family, tmp_path):
     subject = tiny.subject("llama", families.build(family))
     data = scored.dataset(tmp_path / "chats.jsonl")
     settings = Settings(dataset=data, limit="all", temperatures=AT, samples=1, max_new_tokens=1)
     run = collect(settings, subject, tmp_path / "run", Silent())
     chat = build_chat(settings, subject.tokenizer)
-    end = [] if chat.closing_id is None else [chat.closing_id]
     rows = run.contexts[run.contexts["reference_logprob"].notna()]
     assert len(rows) == len(run.contexts) - 1 and list(scored_temperatures(AT)) == [
         *run.record["identity"]["score_temperatures"]
     ]
     for _, row in rows.iterrows():
+        one = scored.conversation(row)
+        end = chat.reference_ids(one.messages, chat.context(one.messages), one.reference).end
         ids = [*row["reference_token_ids"], *end]
         full = scored.logprobs(subject.model, row["token_ids"].tolist(), ids)
         np.testing.assert_allclose(row["reference_logprobs_raw"], full, **scored.nats(1))

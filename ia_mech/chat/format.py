@@ -20,6 +20,7 @@ neither is guessed.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from ia_mech.chat.template import MARK, PINNED_DATE, ChatTemplate, Joints, Message, message
@@ -89,8 +90,8 @@ class ChatFormat:
         header_text, header_ids: the user header.
         tail_text, tail_ids: all that stands between a response and the user turn.
         turn_end_id: the token that closes the assistant turn, or None.
-        assistant_header_ids: what opens an assistant turn where an answer is asked for; empty if
-            the template has nothing of that kind.
+        assistant_header_ids: what opens an assistant turn, whether its text is given or asked for;
+            empty if nothing does.
         opening_ids: the words that user turns are made to begin with; none without an opening.
         closing_id: the first token but white space after a user turn that an answer follows, or
             None if that is text. Where nothing closes user turns it opens the assistant's.
@@ -151,7 +152,7 @@ class ChatFormat:
                 "the chat template doesn't show a response that comes last",
                 "use --thinking template",
             )
-        self._system_refused = joints.refused
+        self._refused = joints.refused
         self._derive_header(joints)
         self._derive_stops(joints, eos_ids)
 
@@ -195,10 +196,13 @@ class ChatFormat:
             *(f"header_{i}" for i in range(len(self.header_ids) - 1)),
             "header_last",
         )
-        query = joints.first + MARK
-        asking = self.template.encode(query + joints.prompt.removesuffix(self._lead))
-        prompt, _ = _tokens_from(*asking, len(query))
-        self.assistant_header_ids = prompt[self._first_but(ends, prompt) :]
+        query, openings = joints.first + MARK, []
+        for opening in (joints.asked, joints.prompt):
+            ids, offsets = self.template.encode(query + opening.removesuffix(self._lead))
+            openings.append(_tokens_from(ids, offsets, len(query))[0])
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(*openings, strict=False))
+        answer = [token for token, _ in alike]
+        self.assistant_header_ids = answer[self._first_but(ends, answer) :]
 
     def _is_stable(self, context: str) -> bool:
         """Whether a context has ids of its own, the same however the user turn begins."""
@@ -250,7 +254,8 @@ class ChatFormat:
         self.response_stop_ids = sorted(eos | ({last[0]} if last else set()))
         # Marks that no turn's text may hold: as text they would end the turn or open another one.
         # Of what else the template writes, only tokens flagged as special: <think> is allowed.
-        written = self.template.encode(MARK.join(joints.texts()))[0]
+        others = (joints.first, joints.asked, joints.last or "", joints.system)
+        written = self.template.encode(MARK.join((*texts, *others)))[0]
         added = self.tokenizer.added_tokens_decoder
         special = {i for i in written if i in added and added[i].special}
         turning = {*self.tail_ids, *self.stop_ids, *self.response_stop_ids} & self._marks
@@ -376,7 +381,7 @@ class ChatFormat:
         if ids[: len(context.ids)] != context.ids:
             raise UserError(
                 f"the user turn {turn[:40]!r} merges with the user header",
-                "remove the white space it begins with",
+                "give it words, without white space before them",
             )
         end_ids, _ = _tokens_from(ids, offsets, len(said))
         return TurnIds(ids[len(context.ids) : len(ids) - len(end_ids)], end_ids)
@@ -457,8 +462,11 @@ class ChatFormat:
         messages = self.thoughts.told_apart(messages)
         if self.system is not None and messages[0]["role"] != "system":
             messages.insert(0, message("system", self.system))
-        if messages[0]["role"] == "system" and self._system_refused is not None:
-            raise self._system_refused
+        if messages[0]["role"] == "system" and self._refused:
+            raise UserError(
+                f"a system message can't be given: {self._refused}",
+                "leave it out, or put its words at the start of the first query",
+            )
         for turn in messages:
             calls = json.dumps(turn.get("tool_calls") or "", ensure_ascii=False)
             for text in (turn["content"], turn.get(KEYS[0]) or "", calls):

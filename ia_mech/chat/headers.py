@@ -90,7 +90,7 @@ def _context_without(chat: ChatFormat, regular: ChatContext, name: str) -> ChatC
 
 
 def _assistant_header_context(chat: ChatFormat, regular: ChatContext) -> ChatContext:
-    """The context with the header that asks for an answer where the user header stood."""
+    """The context with the header of assistant turns where the user header stood."""
     header = chat.assistant_header_ids
     if not header or header == chat.header_ids:
         raise UserError(

@@ -34,7 +34,7 @@ class Joints:
         answered: between a query and a response that comes last.
         last: the same after a response; None if the template doesn't show a response there.
         system: all that it writes in a dialogue with a system message.
-        refused: why no dialogue can begin with a system message; None where one can.
+        refused: why no dialogue can begin with a system message; "" where one can.
     """
 
     first: str
@@ -45,10 +45,7 @@ class Joints:
     answered: str
     last: str | None
     system: str
-    refused: UserError | None
-
-    def texts(self) -> list[str]:
-        return [text for text in vars(self).values() if isinstance(text, str)]
+    refused: str
 
 
 class ChatTemplate:
@@ -147,14 +144,11 @@ class ChatTemplate:
         opener = (asked.split() or [MARK])[-1]
         queried = "" if opener in queried else queried
         last = "" if last and opener in last else last
-        system, refused = "", None
+        system = refused = ""
         try:
             system = MARK.join(self._pieces("system", "user", "assistant", "user"))
         except UserError as error:
-            refused = UserError(
-                f"a system message can't be given: {error.problem}",
-                "leave it out, or put its words at the start of the first query",
-            )
+            refused = error.problem
         return Joints(first, asked, tail, queried, prompt, answered, last, system, refused)
 
     def _pieces(self, *roles: str, **options) -> list[str]:
