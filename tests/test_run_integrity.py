@@ -65,11 +65,11 @@ def test_a_file_is_compared_once(run, monkeypatch):
 GONE = object()
 FILES = ("parts", 0, "files", "contexts/part-00000.parquet")
 CHANGES = [
-    ("run.json", ("format",), 2, r"run.json has format 2, this version reads 3"),
+    ("run.json", ("format",), 2, r"run.json has format 2, this version reads 4"),
     ("run.json", ("identity",), GONE, "run.json is damaged .it lacks identity"),
     ("run.json", ("identity", "model"), GONE, "run.json is not the one that manifest.json"),
     ("run.json", ("identity", "settings", "seed"), 5, "run.json is not the one that manifest.json"),
-    ("manifest.json", ("format",), 99, "manifest.json has format 99, this version reads 3"),
+    ("manifest.json", ("format",), 99, "manifest.json has format 99, this version reads 4"),
     ("manifest.json", ("run",), "00", "run.json is not the one that manifest.json belongs to"),
     ("manifest.json", ("parts",), GONE, "manifest.json is damaged .it lacks parts"),
     ("manifest.json", ("parts", 0, "name"), GONE, "manifest.json is damaged .'name'"),
