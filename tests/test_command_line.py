@@ -270,6 +270,17 @@ def test_rows_that_cannot_be_used_are_refused_or_skipped_counted_and_listed(
     assert outcome.run.contexts["context_id"].tolist() == ["q1"]
 
 
+def test_what_a_run_leaves_of_its_data_is_said(sample, tmp_path):
+    data = rows(tmp_path / "chats.jsonl", *(question(id=f"q{i}", topic="tea") for i in range(5)))
+    said = [
+        f"note: {data}: 2 of 5 conversations used (--limit)",
+        "note: columns that are kept as metadata alone: topic",
+    ]
+    for words in (["--dry-run"], []):
+        outcome = sample("--dataset", data, "--limit", "2", *words)
+        assert [one for one in (outcome.out + outcome.err).splitlines() if one in said] == said
+
+
 def test_a_shard_says_what_is_lacking(sample, tmp_path):
     out = tmp_path / "run"
     first = sample("--batch-rows", "2", "--out", out, "--shard", "1/2")

@@ -209,9 +209,15 @@ def test_own_form_is_read_back_as_it_is(jsonl):
     # Without its reference a row of three turns would be cut; here the messages are the context.
     whole = example(messages=tuple(DIALOGUE[:3]), reference=None, metadata={"k": [1, 2]})
     thought = DIALOGUE[1] | {"reasoning_content": "hm"}
-    called = (BRIEF, DIALOGUE[0], CALL, RESULT | {"name": "tide", "tool_call_id": "1"}, thought)
     tool = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}
-    told = example(id="b", messages=called, finish_reason="length", tools=(tool,))
+    called = (
+        BRIEF | {"tools": [tool]},
+        DIALOGUE[0],
+        CALL,
+        RESULT | {"name": "tide", "tool_call_id": "1"},
+        thought,
+    )
+    told = example(id="b", messages=called, finish_reason="length")
     assert read(jsonl(whole.to_dict(), told.to_dict())) == [whole, told]
 
 

@@ -88,6 +88,10 @@ READ = {  # a row, and the messages that it has
     "a setting of that name": (
         {"messages": [ASK], "output": "A carp.", "reasoning": "on"}, [ASK, CARP]
     ),
+    "a thought without spaces": (
+        {"prompt": "Name a fish.", "response": "A carp.", "thinking": "鲤鱼"},
+        [ASK, CARP | {"reasoning_content": "鲤鱼"}],
+    ),
     # tools
     "a round with a tool": (
         {"messages": [*ROUND[:1], CALL | {"content": None, "tool_calls": json.dumps([TIDE])},
@@ -151,6 +155,13 @@ READ = {  # a row, and the messages that it has
         {"messages": [ASK], "choices": [{"message": THOUGHT | {"refusal": None}, "index": 0}]},
         [ASK, THOUGHT],
     ),
+    "a transcript": (
+        {"chosen": "\n\nHuman: Name a fish.\n\nAssistant: A carp.", "rejected": "\n\nHuman: No."},
+        [ASK, CARP],
+    ),
+    "a transcript that asks": (
+        {"prompt": "\n\nHuman: Name a fish.\n\nAssistant:", "response": "A carp."}, [ASK, CARP]
+    ),
     "a response of an API": (
         {"messages": [ASK], "response": {"choices": [{"message": CARP}]}}, [ASK, CARP]
     ),
@@ -187,6 +198,8 @@ REFUSED = [  # a row, and what is said of it
     ({"messages": [ASK | {"content": [{"type": "tool_result"}]}]}, "of the kind 'tool_result'"),
     ({"messages": [ASK | {"images": ["a.png"]}]}, "message 1 has 'images', which can't be read"),
     ({"messages": [ASK, CARP | {"channel": "analysis"}]}, "message 2 has 'channel'"),
+    ({"messages": [ASK | {"tools": [SCHEMA]}, CARP, ASK | {"tools": [TIDE]}], "reference": "a"},
+     "the tools change within the conversation"),
     ({"messages": [ASK | {"tool_calls": [TIDE]}]}, "message 1 (user) has a thought or a tool call"),
     ({"messages": [ASK, CALL | {"tool_calls": ["tide"]}]}, "has a tool call without a name"),
     ({"messages": [ASK, CALL | {"tool_calls": "tide"}]}, "has a tool call without a name"),
@@ -208,6 +221,8 @@ REFUSED = [  # a row, and what is said of it
     ({"prompt": "a", "history": {"b": 1}}, "'history' is an object, not a list of messages"),
     ({"prompt": "a", "history": "User: b"}, "'history' is text, not a list of messages"),
     ({"prompt": "a", "history": ["b", "c"]}, "'history' is a list of texts"),
+    ({"question": "a", "options": ["b", "c"], "answer": "b"}, "'options' stands beside a query"),
+    ({"question": "a", "choices": ["b", "c"], "answer": 1}, "'choices' stands beside a query"),
     ({"prompt": "a", "documents": ["b"]}, "has 'documents', which can't be read"),
     ({"prompt": "a", "image": {"bytes": "b"}}, "has 'image', which can't be read"),
     ({"prompt": "a", "chat_template_kwargs": {"b": True}}, "has 'chat_template_kwargs'"),
@@ -270,8 +285,12 @@ def test_how_a_response_ended_is_kept_unless_it_is_cut_off_the_dialogue(tmp_path
 def test_tools_are_read_as_templates_take_them(tmp_path, tools):
     for cell in (tools, json.dumps(tools), [json.dumps(one) for one in tools]):
         (only,) = read(tmp_path, {"prompt": "a", "tools": cell})
-        assert only.tools == ({"type": "function", "function": SCHEMA},)
-    assert read(tmp_path, {"prompt": "a", "tools": "[]"})[0].tools == ()
+        (first,) = only.messages
+        assert first == said("a")[0] | {"tools": [{"type": "function", "function": SCHEMA}]}
+        row = {"system": "b", "messages": [said("a")[0] | {"tools": tools}]}
+        system, _ = read(tmp_path, row)[0].messages
+        assert system == BRIEF | {"content": "b", "tools": first["tools"]}
+    assert read(tmp_path, {"prompt": "a", "tools": "[]"})[0].messages == tuple(said("a"))
 
 
 def test_the_end_of_a_file_beyond_the_limit_and_columns_left_over_are_known(tmp_path):

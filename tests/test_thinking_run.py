@@ -215,3 +215,12 @@ def test_what_belongs_to_tools_is_shown_or_refused_by_name(lacks, what):
         UserError, match=f"the chat template doesn't show {what}; use a model whose"
     ):
         ChatFormat(tokenizer).context(messages)
+
+
+def test_a_name_is_shown_or_refused():
+    tokenizer = copy.deepcopy(families.build("smollm2"))
+    named = [QUERY | {"name": "Ann"}, {"role": "assistant", "content": "Blue."}]
+    with pytest.raises(UserError, match=r"doesn't show the user's name; .*--metadata-columns"):
+        ChatFormat(tokenizer).context(named)
+    tokenizer.chat_template = SHOWS.replace("m.role ~", "m.role ~ (m.name or '') ~")
+    assert "<|im_start|>userAnn\n" in ChatFormat(tokenizer).context(named).text

@@ -1,4 +1,4 @@
-"""Calls of tools, their results and schemas: whether a chat template shows what messages have."""
+"""Tools, their calls and results, and names: whether a chat template shows what messages have."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +7,7 @@ from ia_mech.errors import UserError
 
 
 def refuse_hidden(template: ChatTemplate, turns: Sequence[Message]) -> None:
-    """Refuse a dialogue of which the template would leave out what belongs to tools.
+    """Refuse a dialogue of which the template would leave out what belongs to tools, or a name.
 
     Raises:
         UserError: names it.
@@ -17,14 +17,18 @@ def refuse_hidden(template: ChatTemplate, turns: Sequence[Message]) -> None:
             if MARK not in template.render([*turns[:index], marked, *turns[index + 1 :]]):
                 raise UserError(
                     f"the chat template doesn't show {what}",
-                    "use a model whose template has tools, or leave out such conversations",
+                    "use a model whose template does, leave out such conversations "
+                    "(--skip-unusable), or name the column or field with --metadata-columns if it "
+                    "isn't needed",
                 )
 
 
 def _marked(turn: Message) -> Iterator[tuple[str, Message]]:
-    """What a message has of tools, and the message with a mark in its place."""
+    """What a message has of these, and the message with a mark in its place."""
     if turn["role"] == "tool":
         yield "what a tool answered", turn | {"content": MARK}
+    elif "name" in turn:  # a tool's is only repeated
+        yield f"the {turn['role']}'s name", turn | {"name": MARK}
     for kind, what in (("tool_calls", "calls of tools"), ("tools", "the tools that there are")):
         for number, one in enumerate(turn.get(kind) or ()):
             named = one | {"function": one["function"] | {"name": MARK}}

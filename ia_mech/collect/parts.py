@@ -20,7 +20,6 @@ from transformers import PretrainedConfig
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import context_and_reference
-from ia_mech.chat.shown import refuse_unshown
 from ia_mech.collect.identity import build_chat, requested_identity
 from ia_mech.data.conversations import Conversation, ConversationSource, open_conversations
 from ia_mech.errors import UserError
@@ -282,7 +281,6 @@ def _lengths(
             "no response, and --response given was asked for",
             "use --response auto to let the model write the missing ones",
         )
-    refuse_unshown(chat.template, messages, conversation.tools)
     context, turn = context_and_reference(chat, replace(conversation, messages=tuple(messages)))
     if inputs.vector is not None:
         inputs.vector.at_context(context.positions)

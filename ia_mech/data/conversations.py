@@ -73,7 +73,8 @@ class Conversation:
             the response to the last user message, or what asks for it. ``content`` is text. An
             assistant's message may have its thought as ``reasoning_content`` (text), and
             ``tool_calls`` (a list of objects), which messages of the role ``tool`` answer (perhaps
-            with ``name`` and ``tool_call_id``) before the assistant goes on. An empty response is
+            with ``name`` and ``tool_call_id``) before the assistant goes on. The first message may
+            have ``tools``, the schemas of those that the assistant may call. An empty response is
             a turn without text.
         reference: what the user really said next.
         answer: the gold answer to the query.
@@ -84,7 +85,6 @@ class Conversation:
         response_index: which of several responses to the query this one is; None if there is one.
         finish_reason: how a response written elsewhere ended, such as ``stop`` or ``length``; None
             if the data doesn't say.
-        tools: the schemas of the tools that the assistant may call.
     """
 
     id: str
@@ -98,7 +98,6 @@ class Conversation:
     header: str = USER_HEADER
     response_index: int | None = None
     finish_reason: str | None = None
-    tools: tuple[dict, ...] = ()
 
     @property
     def query(self) -> str:
@@ -133,7 +132,7 @@ class Conversation:
         """A JSON object that :func:`open_conversations` reads back unchanged."""
         row = asdict(self) | {"messages": [dict(m) for m in self.messages]}
         usual: dict[str, Any] = {"perturbation": UNPERTURBED, "header": USER_HEADER}
-        usual |= {"response_index": None, "finish_reason": None, "tools": ()}
+        usual |= {"response_index": None, "finish_reason": None}
         for name, value in usual.items():
             if row[name] == value:  # most conversations say nothing of it
                 del row[name]
@@ -281,7 +280,7 @@ class ConversationSource:
             reference = reference.strip() or None
         return Conversation(
             id=row_id,
-            source_id=parsed.source_id or source_of(parsed.messages, parsed.tools),
+            source_id=parsed.source_id or source_of(parsed.messages),
             dataset=parsed.dataset or self.name,
             messages=tuple(parsed.messages),
             reference=reference,
@@ -291,19 +290,17 @@ class ConversationSource:
             header=USER_HEADER if parsed.header is None else parsed.header,
             response_index=parsed.response_index,
             finish_reason=parsed.finish_reason,
-            tools=tuple(parsed.tools),
         )
 
 
-def source_of(messages: Sequence[Message], tools: Sequence[dict] = ()) -> str:
+def source_of(messages: Sequence[Message]) -> str:
     """The source of a conversation whose row names none: a hash of all before its response.
 
     So rows of one query are responses to it wherever they stand, and rows that differ in a system
     message, an earlier turn or a passage are other sources.
     """
     asked = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-    whole = [*asked, *tools]
-    text = json.dumps(whole, sort_keys=True, default=str)  # what isn't JSON is refused later
+    text = json.dumps(asked, sort_keys=True, default=str)  # what isn't JSON is refused later
     return f"q{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 

@@ -29,6 +29,8 @@ from ia_mech.data.messages import (
     UNREAD,
     Answer,
     Message,
+    as_list,
+    holds_choices,
     holds_messages,
     read_answers,
     read_messages,
@@ -55,13 +57,16 @@ _QUERY = ("question", "prompt", "query", "instruction", "problem", "input")
 _RESPONSE = ("response", "output", "solution", "completion", "chosen", "choices", "outputs")
 _AFTER_MESSAGES = tuple(name for name in _RESPONSE if name != "solution")  # which is gold there
 _CERTAIN = ("response", "completion", "choices")  # beside messages, the answer to them or a mistake
+_CHOICES = ("choices", "outputs")  # of the response, or of something else
 _FIRST_ANSWER = ("reference_first_answer", "response")
 _FOLLOWUP = ("reference", "follow_up", "followup")
 _SYSTEM = ("system", "system_prompt", "system_message", "system_instruction", "sys")
 _PASSAGE = ("context", "passage", "input")
 _HISTORY = ("history", "chat_history", "past")
+_OPTIONS = ("options", "choices", "endings")  # of a multiple-choice question
 _TOOLS = ("tools", "functions")
 
+_WORD = re.compile(r"\s*\w*\s*", re.ASCII)
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 _GSM8K_END = re.compile(r"\s*####\s*(-?[\d,.]*\d)\s*$")
 
@@ -124,7 +129,6 @@ class ParsedRow:
     responses: list[Answer] | None = None  # several, each of which answers the query
     response_index: int | None = None
     finish_reason: str | None = None
-    tools: list[dict] = field(default_factory=list)
     left: list[str] = field(default_factory=list)  # columns that became metadata
 
 
@@ -141,7 +145,7 @@ def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
     readers = {"qa": _from_qa, "turns": _from_turns, "alternating": _from_alternating}
     parsed = readers.get(shape, _from_messages)(cells)
     cells.add_system(parsed.messages)
-    parsed.tools = cells.tools()
+    cells.add_tools(parsed.messages)
     parsed.id = cells.identifier("id", _ID)
     parsed.source_id = cells.identifier("source", ("source_id",))
     if isinstance(row.get("dataset"), str):
@@ -250,17 +254,16 @@ class _Cells:
 
     def refuse_beside(self, names: Iterable[str], what: str) -> None:
         """Refuse columns that would change a conversation whose ``what`` is there already."""
-        for name in names:
+        for name in (*names, self.columns.context):
             if name not in self.used and not is_gap(self.known.get(name)):
-                self.refuse(name, f"stands beside {what}")
+                self.refuse(str(name), f"stands beside {what}")
 
     def listed(self, name: str) -> Any:
-        """The list in a column, or that a text in it is the JSON of."""
-        value = self.take(name)
+        """The list in a column, or in its text."""
+        value = as_list(self.take(name))
         if isinstance(value, str) and value.lstrip().startswith("["):
             where = f"{self.place}: the column {name!r}"
-            remedy = "write the list as JSON, with double quotes and commas"
-            value = parse_json(value, where, remedy)
+            parse_json(value, where, "write the list as JSON, with double quotes and commas")
         return value
 
     def messages(self, name: str) -> list[Message]:
@@ -300,6 +303,11 @@ class _Cells:
                 "name the one with --query-column",
             )
 
+    def response(self, usual: Iterable[str]) -> str | None:
+        """The column of the response; what is no answer is of no such column."""
+        lists = [n for n in _CHOICES if not holds_choices(self.known.get(n))]
+        return self.name("response", [n for n in usual if n not in lists])
+
     def answers(self, name: str | None) -> list[Answer]:
         """What the assistant said, by the column of the response and those beside it."""
         if name is None or is_null(self.row[name]):
@@ -317,13 +325,12 @@ class _Cells:
         tells; returns how it ended, by another one."""
         if not messages or messages[-1]["role"] != "assistant":
             return None
-        # Of one word, such as "on", it is a setting.
-        names = [n for n in THOUGHTS if " " in str(self.known.get(n)).strip()]
-        texts = [n for n in names if isinstance(self.known[n], str)]
+        told = [n for n in THOUGHTS if isinstance(self.known.get(n), str)]
+        texts = [n for n in told if not _WORD.fullmatch(self.known[n])]  # such as "on", a setting
         if texts and "reasoning_content" not in messages[-1]:
             messages[-1]["reasoning_content"] = self.take(texts[0])
-        told = isinstance(self.known.get("finish_reason"), str)
-        return self.take("finish_reason") if told else None
+        ended = isinstance(self.known.get("finish_reason"), str)
+        return self.take("finish_reason") if ended else None
 
     def followup(self) -> str | None:
         """The column of the user's real next turn. An unnamed one counts only if it holds text."""
@@ -354,10 +361,16 @@ class _Cells:
                 f"leave out one of them, or name the column with {METADATA}",
             )
 
-    def tools(self) -> list[dict]:
-        """The tools that the assistant may call."""
+    def add_tools(self, messages: list[Message]) -> None:
+        """Give the first message the tools that a column, or any message, has."""
+        tools = [message.pop("tools") for message in messages if "tools" in message]
+        if any(other != tools[0] for other in tools):
+            raise UserError(f"{self.place}: the tools change within the conversation", NOT_PART)
         names = [name for name in _TOOLS if not is_gap(from_json(self.known.get(name)))]
-        return read_tools(self.take(names[0]), self.place) if names else []
+        if names:
+            tools = [read_tools(self.take(names[0]), self.place)]
+        if tools and messages:
+            messages[0]["tools"] = tools[0]
 
     def identifier(self, role: str, usual: tuple[str, ...]) -> str | None:
         value = self.take(self.name(role, usual))
@@ -448,7 +461,7 @@ def _from_alternating(cells: _Cells) -> ParsedRow:
 
 def _dialogue(cells: _Cells, messages: list[Message], asked: int) -> ParsedRow:
     """A list of messages, with the answer in it, or in a column of its own."""
-    name = cells.name("response", _AFTER_MESSAGES)
+    name = cells.response(_AFTER_MESSAGES)
     if not messages or messages[-1]["role"] != "assistant":
         answers = cells.answers(name)
     else:
@@ -471,7 +484,7 @@ def _from_qa(cells: _Cells) -> ParsedRow:
     passage = cells.text("context", [n for n in _PASSAGE if n != name])
     if passage is not None and not is_gap(query):  # Alpaca, Dolly, SQuAD: the text to work on
         query = f"{query}\n\n{passage}"
-    response_name = cells.name("response", _RESPONSE)
+    response_name = cells.response(_RESPONSE)
     answer_name = cells.name("answer", ("answer",))
     # "question" with "answer" alone is a dialogue; "prompt" or "problem" with "answer" is a task
     # with its gold answer, which is no turn.
@@ -479,6 +492,7 @@ def _from_qa(cells: _Cells) -> ParsedRow:
     if is_dialogue and response_name is None and not any(n in cells.row for n in _RESPONSE):
         response_name, answer_name = answer_name, None
     answers, gold = cells.answers(response_name), cells.gold(answer_name)
+    cells.refuse_beside(_OPTIONS, "a query")
     text = answers[0].messages[-1]["content"] if len(answers) == 1 else None
     if gold is None and isinstance(text, str) and (split := split_gsm8k(text)):
         answers[0].messages[-1]["content"], gold = split
@@ -522,11 +536,11 @@ def _row(
 def _answered(cells: _Cells, asked: list[Message], answers: list[Answer]) -> ParsedRow:
     """What was asked, with the answer, or with the answers, that columns have."""
     several = cells.responses()
-    if several is not None and any(answer.messages for answer in answers):
+    if several and any(answer.messages for answer in answers):
         raise UserError(
             f"{cells.place}: a response and a list of responses", "leave out one of them"
         )
-    if several is not None or len(answers) > 1:
+    if several or len(answers) > 1:
         return ParsedRow(asked, responses=several or answers)
     only = answers[0] if answers else Answer([])
     return ParsedRow(_joined(asked, only.messages, cells.place), finish_reason=only.finish_reason)

@@ -2,13 +2,15 @@
 
 A message is a dict with ``role`` (system, user, assistant or tool) and ``content`` (text). An
 assistant's may have ``reasoning_content`` (text) and ``tool_calls``, a tool's ``tool_call_id``, any
-``name``. What else would change the conversation (images, documents) is refused by name. Other
-fields (times, languages, flags) are left out; null ones are gaps.
+``name``, and the first message may have the schemas of ``tools``. What else would change the
+conversation (images, documents) is refused by name. Other fields (times, languages, flags) are left
+out; null ones are gaps.
 
 Contents of another type than text and unknown roles are kept for the check of the whole
 conversation, which names them.
 """
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +39,7 @@ UNREAD = (
     *("image", "images", "audio", "audios", "video", "videos", "files", "attachments"),
     *("document", "documents", "contexts", "passages", "chat_template_kwargs"),
 )
-_UNREAD_FIELDS = (*UNREAD, "file", "context", "refusal", "channel", "functions", "tools")
+_UNREAD_FIELDS = (*UNREAD, "file", "context", "refusal", "channel", "functions")
 _PART_FIELDS = ("type", "text", "annotations", "cache_control", "logprobs")
 METADATA = "--metadata-columns"
 NOT_PART = (
@@ -72,12 +74,27 @@ def read_messages(listed: Sequence, place: str, ignored: Collection[str] = ()) -
     ]
 
 
+def as_list(value: Any) -> Any:
+    """The list that a text holds, as JSON or as a transcript; other values as they are."""
+    if isinstance(value, str) and value.startswith("\n\nHuman:"):
+        _, *turns = re.split(r"\n\n(Human|Assistant):", value)
+        pairs = zip(turns[::2], turns[1::2], strict=True)
+        listed = [{"role": role, "content": text.strip()} for role, text in pairs]
+        return listed if listed[-1]["content"] else listed[:-1]  # an answer that is asked for
+    return from_json(value)
+
+
 def holds_messages(value: Any) -> bool:
-    """Whether a value, or the list that it is the JSON of, is a list of messages."""
-    listed = from_json(value)
+    """Whether a value is a list of messages, or a text that holds one."""
+    listed = as_list(value)
     if not list_of(listed, dict):
         return False
     return listed is value or bool({"role", "from"} & listed[0].keys())  # a query may be JSON
+
+
+def holds_choices(value: Any) -> bool:
+    """Whether a value is a list of answers as chat APIs give them."""
+    return list_of(value, dict) and all(map(_is_choice, value))
 
 
 def read_answers(value: Any, place: str, ignored: Collection[str] = ()) -> list[Answer]:
@@ -87,14 +104,14 @@ def read_answers(value: Any, place: str, ignored: Collection[str] = ()) -> list[
         UserError: as :func:`read_messages`.
     """
     if holds_messages(value):
-        value = from_json(value)
+        value = as_list(value)
     if isinstance(value, dict) and not is_gap(value.get("choices")):
         value = value["choices"]
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list):
         return [Answer([{"role": "assistant", "content": value}])]
-    if all(map(_is_choice, value)):
+    if not value or holds_choices(value):
         return [_choice(one, place, ignored) for one in value]
     return [Answer(read_messages(value, place, ignored))]
 
@@ -193,6 +210,8 @@ def _message(given: dict, place: str) -> Message:
             )
         made["content"] = "" if made["content"] is None else made["content"]
     made |= {k: str(given[k]) for k in ("name", "tool_call_id") if k in given}
+    if "tools" in given:
+        made["tools"] = read_tools(given["tools"], place)
     return made
 
 
