@@ -410,7 +410,8 @@ def _contexts(table: pa.Table) -> pd.DataFrame:
     """Contexts whose messages have the keys that they were stored with, and no others."""
     frame = table.to_pandas()
     if "messages" in frame:
-        read = [[layout.message_of(one) for one in messages] for messages in frame["messages"]]
+        stored = table["messages"].to_pylist()
+        read = [[layout.message_of(one) for one in messages or ()] for messages in stored]
         frame["messages"] = pd.Series(read, frame.index, dtype=object)
     return frame
 
