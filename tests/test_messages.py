@@ -223,6 +223,7 @@ REFUSED = [  # a row, and what is said of it
     ({"prompt": "a", "history": ["b", "c"]}, "'history' is a list of texts"),
     ({"question": "a", "options": ["b", "c"], "answer": "b"}, "'options' stands beside a query"),
     ({"question": "a", "choices": ["b", "c"], "answer": 1}, "'choices' stands beside a query"),
+    ({"prompt": "a", "completions": ["b", "c"]}, "'completions' stands beside a query without"),
     ({"prompt": "a", "documents": ["b"]}, "has 'documents', which can't be read"),
     ({"prompt": "a", "image": {"bytes": "b"}}, "has 'image', which can't be read"),
     ({"prompt": "a", "chat_template_kwargs": {"b": True}}, "has 'chat_template_kwargs'"),

@@ -63,6 +63,7 @@ _FOLLOWUP = ("reference", "follow_up", "followup")
 _SYSTEM = ("system", "system_prompt", "system_message", "system_instruction", "sys")
 _PASSAGE = ("context", "passage", "input")
 _HISTORY = ("history", "chat_history", "past")
+_UNREAD_ANSWERS = ("completions", "generations")  # steps of one, or several?
 _OPTIONS = ("options", "choices", "endings")  # of a multiple-choice question
 _TOOLS = ("tools", "functions")
 
@@ -542,6 +543,8 @@ def _answered(cells: _Cells, asked: list[Message], answers: list[Answer]) -> Par
         )
     if several or len(answers) > 1:
         return ParsedRow(asked, responses=several or answers)
+    if not answers:
+        cells.refuse_beside(_UNREAD_ANSWERS, "a query without a response")
     only = answers[0] if answers else Answer([])
     return ParsedRow(_joined(asked, only.messages, cells.place), finish_reason=only.finish_reason)
 
