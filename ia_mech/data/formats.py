@@ -315,7 +315,9 @@ class _Cells:
             self.take(name)
             return []
         where = f"{self.place}: the column {name!r}"
-        answers = read_answers(self.take(name), where, self.columns.metadata)
+        said = self.take(name)
+        said = as_list(said) if name == "chosen" else said  # may be a transcript
+        answers = read_answers(said, where, self.columns.metadata)
         if len(answers) == 1:
             reason = self.beside([answers[0].messages[-1]])
             answers = [Answer(answers[0].messages, answers[0].finish_reason or reason)]
