@@ -38,7 +38,8 @@ def dataset(path: Path, conversations=CONVERSATIONS) -> str:
             messages = [{"role": "system", "content": one["system"]}] if "system" in one else []
             messages.append({"role": "user", "content": one["query"]})
             messages.append({"role": "assistant", "content": one["response"]})
-            row = {"id": f"c{number}", "dataset": one.get("of", "plain"), "messages": messages}
+            ids = dict.fromkeys(("id", "source_id"), f"c{number}")
+            row = {**ids, "dataset": one.get("of", "plain"), "messages": messages}
             if one["reference"] is not None:
                 row["reference"] = one["reference"]
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -80,7 +80,7 @@ REFUSED = {  # words, in which {tmp} is a folder with the files below: the begin
     "--intervention v.safetensors": "there is no steering vector v.safetensors; write it",
     "--split train": "builtin has no splits, subsets or revisions; leave out --split",
     "--revision v2": "--revision v2: ",
-    "--id-column key": "builtin_maths.jsonl line 1: no column 'key' (found: id, dataset,",
+    "--id-column key": "builtin_maths.jsonl line 1: no column 'key' (found: id, source_id,",
     "--limit 1 --max-new-tokens 4000": "conversation maths-01: it needs 44",
     "--positions header_9": "--positions header_9: this model's template has no such position; "
     "give all, header, or names among query_end, response_end, turn_end, turn_separator, header_0,",

@@ -159,6 +159,15 @@ READ = {  # a row, and the messages that it has
         {"chosen": "\n\nHuman: Name a fish.\n\nAssistant: A carp.", "rejected": "\n\nHuman: No."},
         [ASK, CARP],
     ),
+    "a transcript beside its query": (
+        {"prompt": "\n\nHuman: Name a fish.\n\nAssistant:",
+         "chosen": "\n\nHuman: Name a fish.\n\nAssistant: A carp."},
+        [ASK, CARP],
+    ),
+    "responses that only look alike": (
+        {"prompt": "Name a fish.", "responses": ["\n\nHuman: Why?", '[{"a": 1}]']},
+        said("Name a fish.", "\n\nHuman: Why?"),
+    ),
     "a transcript that asks": (
         {"prompt": "\n\nHuman: Name a fish.\n\nAssistant:", "response": "A carp."}, [ASK, CARP]
     ),
@@ -170,7 +179,7 @@ READ = {  # a row, and the messages that it has
 
 @pytest.mark.parametrize(("row", "messages"), READ.values(), ids=READ)
 def test_a_row_is_read_as_the_conversation_that_it_is(tmp_path, row, messages):
-    (only,) = read(tmp_path, row)
+    only, *_ = read(tmp_path, row)
     assert list(only.messages) == messages
 
 
@@ -186,7 +195,7 @@ def test_parquet_with_the_columns_of_all_rows_reads_alike(tmp_path, name):
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         pytest.skip("no columnar file can hold such rows")
     pq.write_table(table.slice(0, 1), tmp_path / "rows.parquet")
-    (only,) = open_conversations(str(tmp_path / "rows.parquet"))
+    only, *_ = open_conversations(str(tmp_path / "rows.parquet"))
     assert list(only.messages) == messages
 
 
@@ -223,6 +232,7 @@ REFUSED = [  # a row, and what is said of it
     ({"prompt": "a", "history": ["b", "c"]}, "'history' is a list of texts"),
     ({"question": "a", "options": ["b", "c"], "answer": "b"}, "'options' stands beside a query"),
     ({"question": "a", "choices": ["b", "c"], "answer": 1}, "'choices' stands beside a query"),
+    ({"prompt": "a", "completions": ["b", "c"]}, "'completions' stands beside a query without"),
     ({"prompt": "a", "documents": ["b"]}, "has 'documents', which can't be read"),
     ({"prompt": "a", "image": {"bytes": "b"}}, "has 'image', which can't be read"),
     ({"prompt": "a", "chat_template_kwargs": {"b": True}}, "has 'chat_template_kwargs'"),

@@ -68,6 +68,7 @@ def folder(tiny_model_dir, tmp_path_factory):
     rows = [
         {
             "id": f"q{i}",
+            "source_id": f"q{i}",
             "question": f"What is {i} plus {i}?",
             "responses": [
                 f"Add {i} to {i}. The sum is {2 * i}. That is all. Ask me more.",

@@ -13,7 +13,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -172,7 +172,7 @@ class Survey:
     prompts: dict[int, int]
     dataset_conversations: int
     skipped: list[str]
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
 
 
 def survey(
@@ -184,7 +184,7 @@ def survey(
         UserError: a missing response, a context longer than the model's, or a refusing template,
             where such conversations aren't to be skipped.
     """
-    surveyed = Survey({}, [], [], {}, 0, [], [])
+    surveyed = Survey({}, [], [], {}, 0, [])
     ids: set[str] = set()  # in the dataset
     for conversation in _alternatives(inputs.source, settings):
         conversation = _told_apart(conversation, chat)
@@ -226,7 +226,7 @@ def survey(
 def _notes(settings: Settings, source: ConversationSource, count: int) -> list[str]:
     """How many conversations of the data are used, and which of its columns no model sees."""
     notes = []
-    if source.rest:
+    if source.rest and settings.dataset.split(":")[0] != "builtin":
         total = source.count()
         first = f"{count} of {total}" if total else f"the first {count}"
         notes.append(f"{settings.dataset}: {first} conversations used (--limit)")

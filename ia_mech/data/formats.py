@@ -63,6 +63,7 @@ _FOLLOWUP = ("reference", "follow_up", "followup")
 _SYSTEM = ("system", "system_prompt", "system_message", "system_instruction", "sys")
 _PASSAGE = ("context", "passage", "input")
 _HISTORY = ("history", "chat_history", "past")
+_UNREAD_ANSWERS = ("completions", "generations")  # steps of one, or several?
 _OPTIONS = ("options", "choices", "endings")  # of a multiple-choice question
 _TOOLS = ("tools", "functions")
 
@@ -314,7 +315,9 @@ class _Cells:
             self.take(name)
             return []
         where = f"{self.place}: the column {name!r}"
-        answers = read_answers(self.take(name), where, self.columns.metadata)
+        said = self.take(name)
+        said = as_list(said) if name == "chosen" else said  # may be a transcript
+        answers = read_answers(said, where, self.columns.metadata)
         if len(answers) == 1:
             reason = self.beside([answers[0].messages[-1]])
             answers = [Answer(answers[0].messages, answers[0].finish_reason or reason)]
@@ -542,6 +545,8 @@ def _answered(cells: _Cells, asked: list[Message], answers: list[Answer]) -> Par
         )
     if several or len(answers) > 1:
         return ParsedRow(asked, responses=several or answers)
+    if not answers:
+        cells.refuse_beside(_UNREAD_ANSWERS, "a query without a response")
     only = answers[0] if answers else Answer([])
     return ParsedRow(_joined(asked, only.messages, cells.place), finish_reason=only.finish_reason)
 

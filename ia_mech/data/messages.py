@@ -86,10 +86,11 @@ def as_list(value: Any) -> Any:
 
 def holds_messages(value: Any) -> bool:
     """Whether a value is a list of messages, or a text that holds one."""
-    listed = as_list(value)
-    if not list_of(listed, dict):
-        return False
-    return listed is value or bool({"role", "from"} & listed[0].keys())  # a query may be JSON
+    return list_of(value, dict) or (isinstance(value, str) and _has_roles(as_list(value)))
+
+
+def _has_roles(listed: Any) -> bool:
+    return list_of(listed, dict) and bool({"role", "from"} & listed[0].keys())
 
 
 def holds_choices(value: Any) -> bool:
@@ -103,8 +104,8 @@ def read_answers(value: Any, place: str, ignored: Collection[str] = ()) -> list[
     Raises:
         UserError: as :func:`read_messages`.
     """
-    if holds_messages(value):
-        value = as_list(value)
+    if _has_roles(listed := from_json(value)):  # else the JSON is what was said
+        value = listed
     if isinstance(value, dict) and not is_gap(value.get("choices")):
         value = value["choices"]
     if isinstance(value, dict):
