@@ -622,7 +622,7 @@ def test_a_template_may_show_a_response_only_where_something_follows():
     assert context.text == "user: Why?\n\nassistant: It is blue.\n\nuser:"
     assert context.positions["turn_end"] is context.positions["turn_separator"] is None
     assert c.template.decode(c.prompt(turns(QUERY))) == "user: Why?\n\nassistant:<sep>"
-    assert c.parse_response(c.template.encode(" It is blue.")[0], []).text == RESPONSE
+    assert c.parse_response(c.template.encode(" It is blue.")[0], []) == Response(RESPONSE)
     line = error_of(ChatFormat, c.tokenizer, thinking="keep")
     assert "doesn't show a response that comes last; use --thinking template" in line
 

@@ -149,7 +149,8 @@ class Thoughts:
 
     def _before_content(self, **said: str) -> str:
         """What a last response's content stands after, from the assistant's header on."""
-        before = self._rendered([_QUERY, message("assistant", MARK) | said]).partition(MARK)[0]
+        text = self._rendered([_QUERY, message("assistant", MARK) | said])
+        before = text.partition(MARK)[0] if MARK in text else ""
         return before.removeprefix(self._asked).strip() if before.startswith(self._asked) else ""
 
     def _written_marks(self, key: str) -> Marks | None:
