@@ -216,6 +216,7 @@ def find_controls(model: Model, unit: ControlSearch) -> pd.DataFrame:
     return pd.DataFrame(map(asdict, arms_of_equal_kl(arms, unit.kl, kl_of)))
 
 
+@torch.inference_mode(False)  # whatever thread this is called in
 def optimise_direction(model: Model, unit: ControlSearch) -> np.ndarray:
     """The direction that raises the log-odds of accepted turns most, for the KL it costs.
 

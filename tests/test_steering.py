@@ -227,7 +227,9 @@ def test_a_planted_direction_is_found_and_optimising_finds_it(monkeypatch):
     monkeypatch.setattr(directions, "STEPS", 15)
     contexts = tuple(planted_context(n) for n in range(6))
     one = ControlSearch("", "", 0, contexts, Arm(DIRECTION, 0.4), 0.05, (), 0)
-    best = optimise_direction(model_of(planted.model(True)), one)
+    model = model_of(planted.model(True))
+    with torch.inference_mode():  # as in a worker
+        best = optimise_direction(model, one)
     assert abs(np.linalg.norm(best) - 1) < 1e-5 and best @ planted_direction() > 0.5
     found = found_along(planted_direction(), best, 0)
     assert is_shown(found, DIRECTION) and is_shown(found, OPTIMISED)
