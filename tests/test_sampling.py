@@ -10,6 +10,7 @@ from scipy.stats import chi2, chi2_contingency
 from transformers import LlamaConfig
 
 from ia_mech.engine.decode import Row, decode
+from ia_mech.engine.installed import install
 from ia_mech.engine.sampling import (
     Draw,
     gumbel,
@@ -36,8 +37,11 @@ class Planted(torch.nn.Module):
         self.table = torch.randn(VOCAB, VOCAB, generator=generator)
         self.config = LlamaConfig(num_hidden_layers=1, vocab_size=VOCAB)
         self.device = torch.device("cpu")
+        self.blocks = torch.nn.ModuleList([torch.nn.Identity()])
+        install(self)
 
     def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=True):
+        self.blocks[0](self.table[input_ids])
         return type("Output", (), {"logits": self.table[input_ids]})
 
     def probabilities(self, last: int, temperature: float) -> np.ndarray:
