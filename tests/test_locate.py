@@ -63,13 +63,14 @@ def _short_turns():
 def test_the_header_s_place_is_counted_from_the_response_s_end(family):
     """In ``mistral`` it is one token; in the last two white space stands before the turn end."""
     chat = ChatFormat(families.build(family))
-    query = [{"role": "user", "content": "Why?"}]
-    start, stop, (first, end) = Locate._placed(SimpleNamespace(chat=chat), query, "It is blue.")
-    ids = chat.context([*query, {"role": "assistant", "content": "It is blue."}]).ids
+    query, self = {"role": "user", "content": "Why?"}, SimpleNamespace(chat=chat)
+    dialogue = [query, {"role": "assistant", "content": "It is blue."}]
+    start, stop, (first, end) = Locate._placed(self, dialogue)
+    ids = chat.context(dialogue).ids
     assert chat.template.decode(ids[start:stop]).strip() == "It is blue."
     assert ids[stop + first : stop + end] == chat.header_ids and stop + end == len(ids)
     assert ids[stop:] == chat.tail_ids
-    assert Locate._placed(SimpleNamespace(chat=chat), query, "") is None
+    assert Locate._placed(self, [query, {"role": "assistant", "content": ""}]) is None
 
 
 def unit(query: int, react: bool = True) -> SiblingContexts:

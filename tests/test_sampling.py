@@ -40,6 +40,9 @@ class Planted(torch.nn.Module):
         self.blocks = torch.nn.ModuleList([torch.nn.Identity()])
         install(self)
 
+    def get_decoder(self) -> torch.nn.Module:
+        return self
+
     def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=True):
         self.blocks[0](self.table[input_ids])
         return type("Output", (), {"logits": self.table[input_ids]})

@@ -161,6 +161,13 @@ def test_a_response_without_a_thought_is_all_text(family):
     assert parsed(c, "Write <think> and </think>.") == Response("Write <think> and </think>.")
 
 
+def test_a_second_end_of_a_thought_ends_the_response():
+    """Templates that split at such marks would show the words behind the last one alone."""
+    c = chat("qwen3_5")
+    ids = encoded(c, f"Hm\n</think>\n\n{TEXT}</think>\n\nMore.")
+    assert c.parse_response(ids, c.prompt(dialogue()[:1])) == Response(TEXT, "Hm")
+
+
 def test_a_prompt_that_opens_no_thought_begins_none():
     """As SmolLM3's, whose system message may switch thinking off, too."""
     c = chat("qwen3")

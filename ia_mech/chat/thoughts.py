@@ -210,11 +210,13 @@ class Thoughts:
             end: the token that ended it; empty if the limit did.
             prompt: what it was written after.
             structure: tokens that open and close turns: from the first one on that no thought and
-                no content begins with, nothing is the response's.
+                no content begins with, nothing is the response's. Nor from a second end of a
+                thought on, before which templates cut a response off.
         """
         found = self._by_tokenizer(text + end, prompt) or self._by_marks(text, prompt, structure)
         thought = found.thought and _until(found.thought, structure).strip()
-        said = _until(found.text, structure).strip()
+        ends = [self.marks.closing] if self.marks and thought else []
+        said = _until(found.text, [*structure, *ends]).strip()
         return Response(said, thought or None, found.within_thought)
 
     def _by_tokenizer(self, text: str, prompt: str) -> Response | None:

@@ -76,7 +76,7 @@ def build_parser() -> Parser:
         "--workers",
         type=cli.threads,
         metavar="N",
-        help="parts computed at once (default: one per core); rows don't depend on it",
+        help="parts computed at once (default: one per core)",
     )
     add(
         "--threads", type=cli.threads, metavar="N", help="of each worker (default: as before, or 1)"

@@ -135,7 +135,8 @@ def collect(
     workers, threads = crew.for_items(len(parts.contexts), parts.part_bytes, on_cpu)
     mine = parts.of_shard(shard)
     lengths = [surveyed.lengths[order] for part in mine.contexts.values() for order in part]
-    needed = run_bytes(settings, positions, model.config, model.dtype.itemsize, lengths)
+    count, itemsize = len(mine.contexts), model.dtype.itemsize
+    needed = run_bytes(settings, positions, model.config, itemsize, lengths, count)
     try:
         check_disk(needed, out)
         with RunWriter(out, record, flag_of) as writer:

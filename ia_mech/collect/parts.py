@@ -505,7 +505,9 @@ def _plan(
         part_rows=max(sizes, default=0),
         tokens=each * len(orders) * settings.max_new_tokens
         + len(writing) * settings.max_response_tokens,
-        bytes=run_bytes(settings, positions, model_config, dtype_bytes, lengths),
+        bytes=run_bytes(
+            settings, positions, model_config, dtype_bytes, lengths, len(parts.contexts)
+        ),
         lens_bytes=(text.vocab_size + 2) * text.hidden_size * dtype_bytes,
         header_text=chat.header_text,
         positions=positions,
@@ -518,8 +520,9 @@ def run_bytes(
     model_config: PretrainedConfig,
     dtype_bytes: int,
     lengths: list[int],
+    parts: int,
 ) -> int:
-    """About how many bytes a run takes whose contexts have these tokens."""
+    """About how many bytes a run takes whose contexts have these tokens, in so many parts."""
     text = text_config(model_config)
     residuals = len(positions) * (text.num_hidden_layers + 1) * text.hidden_size * dtype_bytes
     if settings.header_logits in ("full", "none"):
@@ -528,8 +531,9 @@ def run_bytes(
         logits = 6 * int(settings.header_logits)
     # A generation: id, log-probability, rank and margin of four bytes each per token, and its text.
     turns = len(settings.rows()) * (settings.max_new_tokens * 20 + 100)
+    files = parts * (22_000 + 400 * text.num_hidden_layers)  # what they cost without content
     scores = 600  # a log-probability per temperature, and what columns cost
-    return len(lengths) * (residuals + logits + turns + scores) + 10 * sum(lengths) + 8_000
+    return len(lengths) * (residuals + logits + turns + scores) + 10 * sum(lengths) + files
 
 
 def size_text(count: int) -> str:
