@@ -352,7 +352,7 @@ class Experiment:
             print(f"{len(tables)} of {len(units)} units were measured before", file=sys.stderr)
         models = {n: self.model_for(units[n]) if self.loads else None for n in todo}
         on_cpu = all(not model or model.subject.device.type == "cpu" for model in models.values())
-        workers, threads = self.crew.for_items(len(todo) if self.loads else 1, on_cpu=on_cpu)
+        workers, threads = self.crew.for_items(len(units) if self.loads else 1, on_cpu=on_cpu)
         bar, total = Bar(), sum(unit.tokens for unit in units)
         bar.start(
             phase or f"measuring, {self.name}",

@@ -127,6 +127,8 @@ def test_an_interrupt_ends_the_workers_within_a_second():
         (4, 24, (3, None), (3, 1)),
         (2, 24, (4, None), (4, 1)),
         (2, 24, (1, 1), (1, 1)),
+        (2, 24, (1, None), (1, 1)),
+        (4, 2, (1, None), (1, 2)),
         (1, 24, (None, 3), (1, 3)),
     ],
 )
@@ -139,6 +141,6 @@ def test_cores_are_shared_among_workers(monkeypatch, cores, items, asked, shared
 def test_there_are_no_more_workers_than_memory_holds_parts_of(monkeypatch):
     monkeypatch.setattr(workers, "usable_cores", lambda: 4)
     free = psutil.virtual_memory().available
-    assert Crew().for_items(24, free // 2 - 2**28) == (2, 2)
-    assert Crew().for_items(24, 2 * free) == (1, 4)
+    assert Crew().for_items(24, free // 2 - 2**28) == (2, 1)
+    assert Crew().for_items(24, 2 * free) == (1, 1)
     assert Crew(workers=3).for_items(24, 2 * free) == (3, 1)

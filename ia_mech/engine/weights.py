@@ -76,7 +76,7 @@ class BothOrders:
 
     def forget(self) -> None:
         """Reorder the weight again before it is used the next time."""
-        self._held: tuple[Tensor | None, tuple[int, int]] = None, (0, 0)
+        self._held: tuple[Tensor, Tensor, tuple[int, int]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BothOrders":
         # The module is being copied, and refers to this.
@@ -85,11 +85,15 @@ class BothOrders:
         copied.forget()
         return copied
 
-    def reorder(self) -> tuple[Tensor | None, tuple[int, int]]:
-        """A copy of the weight in the other order, and the version that it is a copy of. Threads
-        may do so at once: what is held is replaced whole."""
-        self._held = _reorder(self.module.weight), _version(self.module.weight)
-        return self._held
+    def reorder(self) -> Tensor:
+        """A copy of the weight in the other order. Threads may ask for it at once: what is held is
+        replaced whole."""
+        weight = self.module.weight
+        version = _version(weight)
+        copied = _reorder(weight)
+        # The weight is held, too: another one could be put where it was in memory.
+        self._held = copied, weight, version
+        return copied
 
     def __call__(self, x: Tensor) -> Tensor:
         # Through the dictionary, since a module's own way is slow.
@@ -99,11 +103,10 @@ class BothOrders:
         differentiated = x.requires_grad and torch.is_grad_enabled()
         if current() is None or differentiated or not _is_plain(weight):
             return linear(x, weight, bias)
-        held, version = self._held
-        if held is None or version != _version(weight):
-            held, _ = self.reorder()
-        assert held is not None
-        return _product(held, bias, x)
+        held = self._held
+        if held is not None and held[1] is weight and held[2] == _version(weight):
+            return _product(held[0], bias, x)
+        return _product(self.reorder(), bias, x)
 
 
 def _is_plain(weight: Tensor) -> bool:

@@ -46,22 +46,22 @@ class Crew(NamedTuple):
         """How many workers and threads for so many items.
 
         Without a wish there is a worker per core, but at most :data:`MOST_WORKERS`, one per item,
-        and as many as free memory holds the items of; the cores that are left are their threads. A
-        GPU has one worker.
+        and as many as free memory holds the items of. Threads change rounding, so by default they
+        depend on cores and items alone: where there are fewer items than cores, a worker has its
+        share of them. A GPU has one worker.
 
         Args:
             items: that there are to compute.
             item_bytes: that the state of an item takes, about.
             on_cpu: where it is computed.
         """
-        cores, workers = usable_cores(), self.workers
+        cores, items = usable_cores(), max(1, items)
         if not on_cpu:
-            workers = 1
-        if workers is None:
-            fit = psutil.virtual_memory().available // max(1, item_bytes)
-            each = cores // (self.threads or 1)
-            workers = max(1, min(MOST_WORKERS, each, items, fit))
-        return workers, self.threads or max(1, cores // workers)
+            return 1, self.threads or cores
+        threads = self.threads or cores // min(MOST_WORKERS, cores, items)
+        fit = psutil.virtual_memory().available // max(1, item_bytes)
+        most = min(MOST_WORKERS, cores // threads, items, fit)
+        return self.workers or max(1, most), threads
 
 
 ANY = Crew()
@@ -150,6 +150,9 @@ def _on_interrupt(tell: Callable[[], None]) -> Iterator[None]:
         yield
         return
     before = signal.getsignal(signal.SIGINT) or signal.default_int_handler
+    if before is signal.SIG_IGN:  # as of a job that a script began in the background
+        yield
+        return
 
     def first(*_: object) -> None:
         signal.signal(signal.SIGINT, before)
