@@ -280,7 +280,7 @@ class Settings:
         None,
         TURNS,
         "N",
-        "rows decoded together (default: 384 on a CPU, 1024 on a GPU)",
+        "rows decoded together (default: 96 on a CPU, 1024 on a GPU)",
         whole_from(1),
     )
 

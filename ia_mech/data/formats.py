@@ -60,9 +60,17 @@ _CERTAIN = ("response", "completion", "choices")  # beside messages, the answer 
 _CHOICES = ("choices", "outputs")  # of the response, or of something else
 _FIRST_ANSWER = ("reference_first_answer", "response")
 _FOLLOWUP = ("reference", "follow_up", "followup")
-_SYSTEM = ("system", "system_prompt", "system_message", "system_instruction", "sys")
-_PASSAGE = ("context", "passage", "input")
-_HISTORY = ("history", "chat_history", "past")
+_SYSTEM = (
+    "system", "system_prompt", "system_message", "system_instruction", "sys", "systemPrompt",
+    "developer",
+)  # fmt: skip
+_PASSAGE = (
+    "context", "passage", "input", "passage_text", "article", "paragraph", "evidence", "story",
+)  # fmt: skip
+_HISTORY = (
+    "history", "chat_history", "past", "conversation_history", "dialogue_history",
+    "previous_messages",
+)  # fmt: skip
 _UNREAD_ANSWERS = ("completions", "generations")  # steps of one, or several?
 _OPTIONS = ("options", "choices", "endings")  # of a multiple-choice question
 _TOOLS = ("tools", "functions")
