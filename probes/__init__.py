@@ -8,5 +8,3 @@ What to read first: ``dataset`` (contexts and states), ``targets`` (what is pred
 (the whole analysis of arrays), ``fit`` (nested cross-validation), ``show`` (conclusion, tables and
 result). To add a control, see ``controls``.
 """
-
-import ia_mech  # noqa: F401  # before torch: it sets how threads wait
