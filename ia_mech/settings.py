@@ -38,7 +38,6 @@ MODEL = "model"
 DATA = "conversations"
 RESPONSES = "responses and chat template"
 TURNS = "user turns and what is kept of them"
-STEERED = "interventions"
 RUN = "run"
 
 
@@ -230,8 +229,11 @@ class Settings:
         1,
         RESPONSES,
         "K",
-        "the model writes K to each query, a context each",
+        "the model writes K finished ones to each query",
         whole_from(1, most=MOST),
+    )
+    unfinished: bool = _switch(
+        RESPONSES, "of several, take the first K as they come: cut off, or alike"
     )
     response_temperature: float = _setting(
         None, RESPONSES, "T", "0 is greedy (default: 0, of several 1)", _temperature_or_zero
@@ -285,7 +287,7 @@ class Settings:
     )
 
     intervention: str | None = _setting(
-        None, STEERED, "FILE", "steer the model with this vector (docs/steering.md)"
+        None, TURNS, "FILE", "steer the model with this vector (docs/steering.md)"
     )
 
     ignore_check: bool = _switch(
@@ -313,6 +315,11 @@ class Settings:
                 f"greedy decoding writes the same response {self.responses} times",
                 "give a --response-temperature above 0",
             )
+
+    @property
+    def wants_finished(self) -> bool:
+        """Whether responses are drawn until enough are finished and differ."""
+        return self.responses > 1 and not self.unfinished
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen for everyone else

@@ -116,6 +116,7 @@ def siblings(tiny_model_dir, tiny_subject, tmp_path_factory) -> Run:
         max_new_tokens=6,
         response="generate",
         responses=4,
+        unfinished=True,
         max_response_tokens=5,
     )
     return collect(settings, tiny_subject, folder / "run", Silent())

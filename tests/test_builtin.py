@@ -110,6 +110,6 @@ def test_responses_keep_their_constraints():
 
 def test_the_queries_of_a_study_are_of_four_datasets_in_turn():
     found = list(open_conversations("builtin:study"))
-    assert len(found) == 60 and all(one.response is None for one in found)
+    assert len(found) == 180 and all(one.response is None for one in found)
     assert [one.dataset for one in found[:4]] == [one.dataset for one in found[4:8]]
     assert len({one.dataset for one in found[:4]}) == 4

@@ -35,7 +35,7 @@ def runs(tiny_model_dir, tiny_subject, tmp_path_factory) -> list[Run]:
     folder = tmp_path_factory.mktemp("likelihood")
     decoding = {"temperatures": (0.85, 1.0), "samples": 1, "max_new_tokens": 5}
     data = {"dataset": scored.dataset(folder / "chats.jsonl"), "limit": None}
-    written = {"response": "generate", "responses": 2, "max_response_tokens": 4}
+    written = {"response": "generate", "responses": 2, "unfinished": True, "max_response_tokens": 4}
     made = []
     for name, options in (("plain", {}), ("siblings", written)):
         settings = Settings(**decoding, **data, model=str(tiny_model_dir), **options)

@@ -6,15 +6,17 @@ from dataclasses import replace
 import pytest
 
 from ia_mech.chat.thoughts import Response
-from ia_mech.collect import compute
+from ia_mech.collect import compute, job
 from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect
+from ia_mech.collect.parts import without_response
 from ia_mech.collect.summary import several_responses
 from ia_mech.data.conversations import Conversation, open_conversations
 from ia_mech.display import Quiet
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import response_stream_key, stream_key
 from ia_mech.engine.state import Prefix, prefill
+from ia_mech.engine.workers import Crew
 from ia_mech.errors import UserError
 from ia_mech.judge.label import label_run
 from ia_mech.judge.rules import RulesJudge
@@ -27,6 +29,7 @@ SETTINGS = Settings(
     response="generate",
     responses=3,
     response_temperature=1.0,
+    unfinished=True,
     max_response_tokens=6,
     temperatures=(0.7,),
     samples=2,
@@ -90,6 +93,67 @@ def test_fewer_responses_are_the_first_of_more_and_share_a_prefill(
     assert prefilled == [3]
 
 
+@pytest.fixture
+def ending(monkeypatch):
+    """A fifth of the tokens end a response."""
+    monkeypatch.setattr(job, "eos_ids", lambda *_: range(60, 400, 5))
+
+
+def one_by_one(settings, subject, prompt, source):
+    """The draws of a query, each made alone, and which of them become contexts."""
+    chat = build_chat(settings, subject.tokenizer, range(60, 400, 5))
+    draws, taken = [], []
+    while len(taken) < settings.responses:
+        if len(draws) + settings.responses - len(taken) > 3 * settings.responses:
+            return draws, []
+        row = decode(
+            subject.model,
+            [prefill(subject.model, [Prefix(prompt)])],
+            [Row(0, 1.0, response_stream_key(0, source, len(draws)))],
+            chat.response_stop_ids,
+            settings.max_response_tokens,
+        )[0]
+        text = chat.parse_response(row.token_ids.tolist(), prompt).text
+        if row.finish_reason == "turn_end" and text not in [draws[i] for i in taken]:
+            taken.append(len(draws))
+        draws.append(text)
+    return draws, taken
+
+
+@pytest.mark.parametrize("most", [4, 12])
+def test_responses_are_drawn_until_enough_are_finished_and_differ(
+    most, tiny_subject, tmp_path, progress, ending
+):
+    settings = replace(SETTINGS, limit=8, unfinished=False, max_response_tokens=most)
+    crew = Crew(2, 1)
+    run = collect(settings, tiny_subject, tmp_path / "run", progress, crew=crew)
+    chat = build_chat(settings, tiny_subject.tokenizer, range(60, 400, 5))
+    queries, drawn = list(open_conversations("builtin", limit=8)), run.responses
+    expected, short = [], 0
+    for number, one in enumerate(queries):
+        prompt = chat.prompt(without_response(one))
+        draws, taken = one_by_one(settings, tiny_subject, prompt, one.source_id)
+        own = drawn[drawn["query"] == 3 * number]
+        assert own["response"].tolist()[: len(draws)] == draws
+        assert own.loc[own["order"].notna(), "draw"].tolist() == taken
+        expected += [draws[i] for i in taken]
+        short += not taken
+    assert 0 < short < 8 or most == 12
+    written = run.contexts["messages"].map(lambda messages: messages[-1]["content"])
+    assert written.tolist() == expected and not run.contexts["response_unfinished"].any()
+    assert run.complete and run.counts["contexts"] == 3 * (8 - short)
+    said = [line for line in progress.lines if "distinct finished" in line]
+    assert len(said) == (short > 0)
+    alone = collect(settings, tiny_subject, tmp_path / "alone", Quiet(), crew=Crew(1, 1))
+    assert alone.digest() == run.digest()
+
+
+def test_a_run_none_of_whose_queries_is_answered_is_refused(tiny_subject, tmp_path, progress):
+    settings = replace(SETTINGS, unfinished=False, max_response_tokens=1)
+    with pytest.raises(UserError, match="3 of 3 queries have fewer than 3 distinct finished"):
+        collect(settings, tiny_subject, tmp_path / "run", progress)
+
+
 def test_no_response_shares_its_noise_with_a_turn():
     keys = [response_stream_key(0, s, k) for s in ("a", "b") for k in range(50)]
     keys += [stream_key(0, s, k) for s in ("a", "b", "response") for k in range(50)]
@@ -150,8 +214,8 @@ def test_judge_and_rates_count_sources(run):
 def test_responses_are_written_in_parts_of_their_own_wider_than_contexts(tiny_subject, tmp_path):
     settings = replace(SETTINGS, batch_rows=6)  # two contexts, or six responses
     run = collect(settings, tiny_subject, tmp_path / "run", Quiet())
-    assert [part["contexts"] for part in run.parts("responses")] == [3, 3, 3]
-    assert [part["contexts"] for part in run.parts("contexts")] == [1] * 7 + [2]
+    assert [part["contexts"] for part in run.parts("responses")] == [6, 3]
+    assert [part["contexts"] for part in run.parts("contexts")] == [3, 3, 3]
     assert run.responses["order"].tolist() == list(range(9))
     written = run.contexts["messages"].map(lambda messages: messages[-1]["content"])
     assert written.tolist() == run.responses["response"].tolist()

@@ -24,6 +24,7 @@ SETTINGS = Settings(
     limit=3,
     response="generate",
     responses=4,
+    unfinished=True,
     max_response_tokens=24,
     temperatures=(),
     max_new_tokens=4,

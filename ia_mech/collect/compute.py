@@ -1,35 +1,52 @@
 """What workers do: from token ids to what the engine gives for them.
 
-Nothing here reads or writes text, so that several workers can do it at once; what goes in was
-prepared, and what comes out is written, by the main thread.
+What goes in was prepared, and what comes out is written, by the main thread.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from ia_mech.chat.thoughts import Response
 from ia_mech.collect.progress import PartProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext
 from ia_mech.engine.decode import Decoded, Row, decode
-from ia_mech.engine.sampling import stream_key
+from ia_mech.engine.sampling import response_stream_key, stream_key
 from ia_mech.engine.score import Scored, Turn, score
 from ia_mech.engine.state import Prefilled, Prefix, prefill_all
 from ia_mech.errors import UserError
 from ia_mech.likelihood.reference import scored_temperatures
 from ia_mech.models.load import Subject
+from ia_mech.run import layout
 from ia_mech.settings import Settings
+
+DRAWS = 3  # most draws for each response that is wanted
 
 
 @dataclass(frozen=True)
-class Response:
-    """A response to write: the ids of its prompt, and the stream of its noise."""
+class Query:
+    """Responses to write: the orders of their contexts, the ids of the prompt, the source."""
 
-    order: int
+    orders: tuple[int, ...]
     prompt: tuple[int, ...]
-    stream: tuple[int, int]
+    source_id: str
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A response as the model wrote it, as it reads, and the order of the context that it becomes,
+    if it becomes one."""
+
+    decoded: Decoded
+    said: Response
+    order: int | None = None
+
+    @property
+    def finish_reason(self) -> str:
+        return "thought" if self.said.within_thought else self.decoded.finish_reason
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,7 @@ class Computation:
         positions: names of the tokens at which the residual stream is kept.
         stop_ids: that end a user turn.
         response_stop_ids: that end a response.
+        read: a response's text from its ids and its prompt's; several workers may call it at once.
     """
 
     subject: Subject
@@ -49,29 +67,84 @@ class Computation:
     positions: tuple[str, ...]
     stop_ids: Sequence[int]
     response_stop_ids: Sequence[int]
+    read: Callable[[Sequence[int], Sequence[int]], Response]
 
     @torch.inference_mode()
-    def respond(self, responses: Sequence[Response], limit: int, work: PartProgress):
-        """Responses to prompts, at most ``limit`` together; several to one prompt share its
-        prefill. Greedy ones are as ``generate(do_sample=False)`` writes them."""
-        written: list[Decoded] = []
-        for start in range(0, len(responses), limit):
-            written += self._respond_together(responses[start : start + limit], work)
-        return written
+    def respond(
+        self, queries: Sequence[Query], limit: int, work: PartProgress
+    ) -> list[list[Drawn]]:
+        """Draw responses to queries, at most ``limit`` together, until each has what it wants.
 
-    def _respond_together(self, responses: Sequence[Response], work: PartProgress) -> list[Decoded]:
-        prompts = list(dict.fromkeys(one.prompt for one in responses))
+        The draws of a query are numbered, and the first that are finished and differ become its
+        contexts. A query that doesn't get as many of them as it wants gets none.
+
+        Returns:
+            All draws of each query.
+        """
+        drawn: list[list[Drawn]] = [[] for _ in queries]
+        on_step = work.decoded
+        while wanted := [
+            (number, draw)
+            for number, query in enumerate(queries)
+            for draw in self._next_draws(query, drawn[number])
+        ]:
+            for start in range(0, len(wanted), limit):
+                some = [(queries[number], draw) for number, draw in wanted[start : start + limit]]
+                rows = self._respond_together(some, work, on_step)
+                for (number, _), row in zip(wanted[start:], rows, strict=False):
+                    prompt = queries[number].prompt
+                    one = Drawn(row, self.read(row.token_ids.tolist(), prompt))
+                    drawn[number].append(self._taken(one, queries[number].orders, drawn[number]))
+            on_step = work.redrawn
+        for query, own in zip(queries, drawn, strict=True):
+            if sum(one.order is not None for one in own) < len(query.orders):
+                own[:] = [replace(one, order=None) for one in own]
+        return drawn
+
+    def _next_draws(self, query: Query, drawn: Sequence[Drawn]) -> range:
+        """The draws that a query still needs; none if it has enough or can't get enough."""
+        missing = len(query.orders) - sum(one.order is not None for one in drawn)
+        possible = len(drawn) + missing <= DRAWS * len(query.orders)
+        return range(len(drawn), len(drawn) + missing) if possible else range(0)
+
+    def _taken(self, one: Drawn, orders: Sequence[int], before: Sequence[Drawn]) -> Drawn:
+        """A draw with the order of the context that it becomes, if it becomes one."""
+        taken = [other for other in before if other.order is not None]
+        if self.settings.wants_finished and (
+            one.finish_reason in layout.UNFINISHED
+            or one.said.text.strip() in {other.said.text.strip() for other in taken}
+        ):
+            return one
+        return replace(one, order=orders[len(taken)])
+
+    def _respond_together(
+        self,
+        draws: Sequence[tuple[Query, int]],
+        work: PartProgress,
+        on_step: Callable[[int, int, int], None],
+    ) -> list[Decoded]:
+        """Draws by query and number. Those of one prompt share its prefill; greedy ones are as
+        ``generate(do_sample=False)`` writes them."""
+        prompts = list(dict.fromkeys(query.prompt for query, _ in draws))
         prefixes = [Prefix(ids) for ids in prompts]
         groups, order = prefill_all(self.subject.model, prefixes, work.prefilled)
         number = {prompts[i]: at for at, i in enumerate(order)}
-        temperature = self.settings.response_temperature
+        temperature, seed = self.settings.response_temperature, self.settings.seed
+        rows = [
+            Row(
+                number[query.prompt],
+                temperature,
+                response_stream_key(seed, query.source_id, draw),
+            )
+            for query, draw in draws
+        ]
         return decode(
             self.subject.model,
             groups,
-            [Row(number[one.prompt], temperature, one.stream) for one in responses],
+            rows,
             self.response_stop_ids,
             self.settings.max_response_tokens,
-            on_step=work.decoded,
+            on_step=on_step,
         )
 
     @torch.inference_mode()

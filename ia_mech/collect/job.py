@@ -8,17 +8,23 @@ and writes them; workers compute them meanwhile.
 """
 
 import contextlib
+import copy
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from safetensors import SafetensorError
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import context_and_reference
-from ia_mech.collect.compute import Computation, Response
+from ia_mech.chat.thoughts import Response
+from ia_mech.collect.compute import Computation, Drawn, Query
 from ia_mech.collect.identity import (
     build_chat,
     eos_ids,
@@ -47,15 +53,13 @@ from ia_mech.collect.progress import PartProgress, PhaseProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext, tables
 from ia_mech.display import Progress
 from ia_mech.engine.check import check_engine
-from ia_mech.engine.decode import Decoded
 from ia_mech.engine.memory import Backoff
-from ia_mech.engine.sampling import response_stream_key
 from ia_mech.engine.shared import Engine
 from ia_mech.engine.workers import ANY, Crew, compute_in_workers, usable_cores
 from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.models.load import Subject, load, remember
-from ia_mech.run import Run, RunWriter
+from ia_mech.run import Run, RunWriter, layout
 from ia_mech.settings import WHOLE, Settings, Shard
 
 PATIENCE = 1  # seconds between looks at the parts that other processes compute
@@ -177,6 +181,18 @@ def _last_session(run: Run, shard: Shard) -> dict[str, Any]:
     return (own or run.sessions)[-1]
 
 
+def _reader(chat: ChatFormat) -> Callable[[Sequence[int], Sequence[int]], Response]:
+    """Reads a response's ids in any thread: with a tokenizer of its own, one thread at a time,
+    since one that is used by two threads may refuse to."""
+    own, alone = copy.deepcopy(chat), threading.Lock()
+
+    def read(ids: Sequence[int], prompt: Sequence[int]) -> Response:
+        with alone:
+            return own.parse_response(ids, prompt)
+
+    return read
+
+
 class _Job:
     """The work of one process on one run: parts are prepared, computed by workers, and written."""
 
@@ -195,13 +211,14 @@ class _Job:
         self.settings, self.inputs, self.subject, self.chat = settings, inputs, subject, chat
         self.engine, self.survey, self.parts = engine, surveyed, parts
         self.writer, self.progress = writer, progress
-        self.left_out: dict[str, list[str]] = {}  # conversations, by part
+        self.left_out: dict[str, list[str]] = defaultdict(list)  # conversations, by part
         self.computation = Computation(
             subject,
             settings,
             kept_positions(settings, chat),
             chat.stop_ids,
             chat.response_stop_ids,
+            _reader(chat),
         )
 
     def work(self, shard: Shard, workers: int, threads: int) -> None:
@@ -357,40 +374,41 @@ class _Job:
         }
         work = self._start_phase("responses", orders, self.responses, prompts, 1, most, "response")
 
-        def prepare(name: str) -> list[Response]:
-            return [self._response(order) for order in orders[name]]
+        def prepare(name: str) -> list[Query]:
+            queries = groupby(orders[name], lambda i: self.survey.conversations[i].query_id)
+            return [self._query(tuple(own)) for _, own in queries]
 
-        def compute(some: list[Response], limit: int, begun: PartProgress) -> list[Decoded]:
+        def compute(some: list[Query], limit: int, begun: PartProgress) -> list[list[Drawn]]:
             return self.computation.respond(some, min(limit, self.parts.response_rows), begun)
 
+        each = self.settings.responses
         self._compute_parts(
-            "responses", work, self.responses, 1, prepare, compute, self._write_response_part
+            "responses", work, self.responses, each, prepare, compute, self._write_response_part
         )
 
-    def _response(self, order: int) -> Response:
-        """The response that the model writes to a conversation."""
-        one = self.survey.conversations[order]
-        prompt = self.chat.prompt(without_response(one))
-        index = one.response_index or 0
-        stream = response_stream_key(self.settings.seed, one.source_id, index)
-        return Response(order, tuple(prompt), stream)
+    def _query(self, orders: tuple[int, ...]) -> Query:
+        """What the model writes to a query, of which contexts these are the orders."""
+        one = self.survey.conversations[orders[0]]
+        return Query(orders, tuple(self.chat.prompt(without_response(one))), one.source_id)
 
     def _write_response_part(
-        self, name: str, responses: list[Response], decoded: list[Decoded], limit: int | None
+        self, name: str, queries: list[Query], drawn: list[list[Drawn]], limit: int | None
     ) -> None:
-        rows = [self._response_row(one, row) for one, row in zip(responses, decoded, strict=True)]
+        rows = [
+            {
+                "query": query.orders[0],
+                "draw": draw,
+                "order": one.order,
+                "response": one.said.text,
+                "thought": one.said.thought,
+                "finish_reason": one.finish_reason,
+                # Without the turn-end, as the tokens of a given response are counted.
+                "tokens": len(one.decoded.token_ids) - (one.decoded.finish_reason == "turn_end"),
+            }
+            for query, own in zip(queries, drawn, strict=True)
+            for draw, one in enumerate(own)
+        ]
         self.writer.add_responses(name, rows, limit)
-
-    def _response_row(self, one: Response, row: Decoded) -> dict:
-        said = self.chat.parse_response(row.token_ids.tolist(), one.prompt)
-        return {
-            "order": one.order,
-            "response": said.text,
-            "thought": said.thought,
-            "finish_reason": "thought" if said.within_thought else row.finish_reason,
-            # Without the turn-end, as the tokens of a given response are counted.
-            "tokens": len(row.token_ids) - (row.finish_reason == "turn_end"),
-        }
 
     # -- contexts -------------------------------------------------------------------------------
 
@@ -399,12 +417,19 @@ class _Job:
         lengths = dict(enumerate(self.survey.lengths))
         parts = self.parts.contexts
         work = self._start_phase("user turns", parts, self.contexts, lengths, each, most, "row")
-        responses = Run(self.writer.path).responses.to_dict("records")
-        written = {row["order"]: row for row in responses}
+        responses = Run(self.writer.path).responses
+        if len(responses):
+            self._say_left_out(responses)
+        usable = responses[responses["order"].notna()].to_dict("records")
+        written = {int(row["order"]): row for row in usable}
 
         def prepare(name: str) -> list[PreparedContext]:
-            out = self.left_out[name] = []
-            ready = [self._prepare(order, written.get(order), out) for order in self.contexts[name]]
+            out, ready = self.left_out[name], []
+            for order in self.contexts[name]:
+                if order in self.survey.prompts and order not in written:
+                    out.append(self.survey.conversations[order].id)
+                else:
+                    ready.append(self._prepare(order, written.get(order), out))
             return [one for one in ready if one is not None]
 
         def write(
@@ -418,6 +443,26 @@ class _Job:
 
         compute = self.computation.contexts
         self._compute_parts("contexts", work, self.contexts, each, prepare, compute, write)
+
+    def _say_left_out(self, responses: pd.DataFrame) -> None:
+        """Say how many queries have too few responses that are finished and differ.
+
+        Raises:
+            UserError: the run has no context at all.
+        """
+        wanted, most = self.settings.responses, self.settings.max_response_tokens
+        queries = responses.groupby("query")["order"].count()
+        if not (short := int((queries == 0).sum())):
+            return
+        cut = int(responses["finish_reason"].isin(layout.UNFINISHED).sum())
+        problem = (
+            f"{short} of {len(queries)} queries have fewer than {wanted} distinct finished "
+            f"responses ({cut} of {len(responses)} draws didn't end within {most} tokens)"
+        )
+        if short * wanted == len(self.survey.conversations):
+            remedy = "raise --max-response-tokens, or keep them all with --unfinished"
+            raise UserError(problem, f"{remedy}, in another --out")
+        self.progress.say(f"note: left out: {problem}")
 
     def _prepare(
         self, order: int, written: dict | None, left_out: list[str]

@@ -185,7 +185,7 @@ def survey(
             where such conversations aren't to be skipped.
     """
     surveyed = Survey({}, [], [], {}, 0, [])
-    ids: set[str] = set()  # in the dataset
+    ids: set[str] = set()  # of queries
     for conversation in _alternatives(inputs.source, settings):
         conversation = _told_apart(conversation, chat)
         try:
@@ -200,7 +200,7 @@ def survey(
             surveyed.prompts[len(surveyed.lengths)] = prompt
         surveyed.conversations.append(conversation)
         surveyed.lengths.append(length)
-        ids.add(conversation.id.removesuffix(f"/r{conversation.response_index}"))
+        ids.add(conversation.query_id)
     surveyed.skipped.extend(inputs.source.skipped)
     if not surveyed.conversations:
         raise UserError(
@@ -350,21 +350,29 @@ def plan_parts(
     """The parts of a run.
 
     Parts of contexts are alike in size, with at most ``batch_rows`` rows or one context each, as
-    long as keys and values of contexts and rows stay within :data:`MAX_CACHE_BYTES`.
+    long as keys and values of contexts and rows stay within :data:`MAX_CACHE_BYTES`. Where the
+    model writes several responses to a query, no part splits them: one is drawn in place of
+    another.
     """
     device = resolve_device(settings.device).type
     batch_rows = settings.batch_rows or BATCH_ROWS[device]
     rows, several = len(settings.rows()), PARTS[device]
     token_bytes = _cache_bytes(model_config, dtype_bytes)
     room = MAX_CACHE_BYTES[device] // token_bytes  # tokens
-    count, fit = len(surveyed.lengths), max(1, batch_rows // rows)
-    parts = part_count(count, fit, several)
-    firsts = {number * count // parts for number in range(parts)}
+    whole = settings.responses  # contexts of a query
+    starts = [
+        order
+        for order, one in enumerate(surveyed.conversations)
+        if order not in surveyed.prompts or whole == 1 or one.response_index == 0
+    ]
+    parts = part_count(len(starts), max(1, batch_rows // (rows * whole)), several)
+    firsts = {starts[number * len(starts) // parts] for number in range(parts)}
+    splits = set(starts)
     contexts: list[list[int]] = []
     held: list[int] = []  # tokens of each part
     for order, length in enumerate(surveyed.lengths):
         tokens = length + rows * settings.max_new_tokens
-        if order in firsts or held[-1] + tokens > room:
+        if order in firsts or (order in splits and held[-1] + tokens > room):
             contexts.append([])
             held.append(0)
         contexts[-1].append(order)

@@ -82,6 +82,10 @@ class PartProgress:
         spared = ended * (self._phase.allowance - step - 1)
         self._report("decoding", rows + spared, rows, ended)
 
+    def redrawn(self, step: int, rows: int, ended: int) -> None:
+        """Rows that take the places of others drew a token; the bar counts each place once."""
+        self._report("drawing again", 0, rows)
+
     def end(self) -> None:
         """The part is written: all of its work is done."""
         self._report("writing", self._left)

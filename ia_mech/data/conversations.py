@@ -128,6 +128,11 @@ class Conversation:
         """The same query with another response, yet to be given: number ``index`` of several."""
         return replace(self, id=f"{self.id}/r{index}", response_index=index)
 
+    @property
+    def query_id(self) -> str:
+        """What the ids of several responses to one query begin with."""
+        return self.id.removesuffix(f"/r{self.response_index}")
+
     def to_dict(self) -> dict:
         """A JSON object that :func:`open_conversations` reads back unchanged."""
         row = asdict(self) | {"messages": [dict(m) for m in self.messages]}

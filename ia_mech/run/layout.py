@@ -35,7 +35,9 @@ _MESSAGES = pa.list_(pa.struct([(name, pa.string()) for name in (*TEXTS, *AS_JSO
 
 RESPONSES = pa.schema(
     [
-        ("order", pa.int64()),
+        ("query", pa.int64()),  # order of the query's first context
+        ("draw", pa.int32()),
+        ("order", pa.int64()),  # of the context that it became; null if it became none
         ("response", pa.string()),
         ("thought", pa.string()),
         ("finish_reason", pa.string()),

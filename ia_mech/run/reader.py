@@ -215,7 +215,7 @@ class Run:
 
     @property
     def responses(self) -> pd.DataFrame:
-        """The responses that the model wrote so far, with the order of their contexts.
+        """The responses that the model wrote so far: all draws, with the order of their contexts.
 
         Raises:
             UserError: a damaged part.
