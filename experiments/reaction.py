@@ -332,6 +332,7 @@ class Reaction(Experiment):
             crew=self.crew,
             response="generate",
             responses=SURPLUS * self.size,
+            unfinished=True,  # those that are complete are chosen below
             response_temperature=REWORDING_TEMPERATURE,
             max_response_tokens=int(ROOM * longest) + 1,
             temperatures=(),  # the turns after wordings by themselves are of no interest
