@@ -1,4 +1,5 @@
-"""What can be done to a response: its sentences in another order, its answer contradicted."""
+"""What can be done to a response: its sentences in another order or half of them left out, its
+answer contradicted, a question asked at its end."""
 
 import re
 
@@ -9,6 +10,13 @@ RETRACTIONS = (
     "On reflection, that is wrong: the opposite is true.",
     "Correction: none of the above holds, and the reverse is the case.",
     "In fact I was mistaken throughout, and exactly the contrary is right.",
+)
+GENERIC_QUESTIONS = (  # that an assistant might end any response with
+    "Is there anything else you would like to know?",
+    "Does that answer your question?",
+    "Would you like me to go into more detail?",
+    "What do you think?",
+    "How else can I help you today?",
 )
 NUMBER = re.compile(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?![\d]|[.,]\d)")
 _FENCED = re.compile(r"(^```.*?^```[^\n]*\n?)", re.DOTALL | re.MULTILINE)
@@ -57,6 +65,20 @@ def shuffle_sentences(text: str, rng: np.random.Generator) -> str | None:
         piece.replace(own, bare[i], 1) for piece, own, i in zip(pieces, bare, order, strict=True)
     )
     return "".join(moved)
+
+
+def truncate(text: str) -> str | None:
+    """The first half of the sentences, rounded down; None if there is only one."""
+    pieces = sentences(text)
+    return "".join(pieces[: len(pieces) // 2]).rstrip() or None
+
+
+def ask(text: str, rng: np.random.Generator) -> str:
+    """The response with one of :data:`GENERIC_QUESTIONS` at its end, after a blank line if it has
+    several lines."""
+    question = GENERIC_QUESTIONS[rng.integers(len(GENERIC_QUESTIONS))]
+    text = text.rstrip()
+    return f"{text}\n\n{question}" if "\n" in text else f"{text} {question}".strip()
 
 
 def contradict(text: str, answer: str | None, rng: np.random.Generator) -> tuple[str, str]:

@@ -1,17 +1,18 @@
 """What of the response does the next user turn depend on?
 
 Each conversation is changed in one respect and sampled again with the same random numbers: the
-response is removed, swapped for one to another query, its sentences are shuffled, or its answer is
-contradicted; or the header stands without a conversation, or is the assistant's. Turns are judged
-after what the model was given, and against the unchanged response (*held*): a turn that was written
-without it can still fit that by topic or luck. Users' real follow-ups are scored in each changed
-context. Differences are paired by query; conversations that a change leaves as they are don't count
-for it. The control is the rate after the bare header, where only a turn's form can please a judge,
-beside the judge's floor.
+response is removed, swapped for one to another query, cut to half of its sentences or given a
+generic question at its end, its sentences are shuffled, or its answer is contradicted; or the
+header stands without a conversation, or is the assistant's. Turns are judged after what the model
+was given, and against the unchanged response (*held*): a turn that was written without it can still
+fit that by topic or luck. Users' real follow-ups are scored in each changed context. Differences
+are paired by query; conversations that a change leaves as they are don't count for it. The control
+is the rate after the bare header, where only a turn's form can please a judge, beside the judge's
+floor.
 
-Needs: judged runs; real follow-ups for the likelihoods. Cost: six times the sampling of as many
-turns (48 queries of the embedded model, 5 turns each: some ten minutes on a CPU). The rules judge
-runs at once; for another judge the message says which command to run.
+Needs: judged runs; real follow-ups for the likelihoods. Cost: eight times the sampling of as many
+turns (48 queries of the embedded model, 5 turns each: some fifteen minutes on a CPU). The rules
+judge runs at once; for another judge the message says which command to run.
 
     python -m experiments.perturbations cache/RUN
     python -m experiments.perturbations cache/RUN --queries 100 --samples 8
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from experiments.changes import contradict, shuffle_sentences
+from experiments.changes import ask, contradict, shuffle_sentences, truncate
 from experiments.experiment import Conclusion, Experiment
 from experiments.tables import sentence_of, tables_of, with_detectable
 from ia_mech.cli import whole_from
@@ -60,9 +61,10 @@ if TYPE_CHECKING:
     from ia_mech.run import Run
 
 REMOVE, SWAP, SHUFFLE, CONTRADICT = "remove", "swap", "shuffle", "contradict"
+TRUNCATE, QUESTION = "truncate", "generic_question"
 HEADER_ONLY, HEADER_ASSISTANT = "header_only", "header_assistant"
 CONDITIONS = {  # → the header that is opened
-    **dict.fromkeys((REMOVE, SWAP, SHUFFLE, CONTRADICT), USER_HEADER),
+    **dict.fromkeys((REMOVE, SWAP, TRUNCATE, QUESTION, SHUFFLE, CONTRADICT), USER_HEADER),
     HEADER_ONLY: "alone",
     HEADER_ASSISTANT: "assistant",
 }
@@ -90,7 +92,7 @@ def apply_condition(
     Args:
         conversation: unperturbed, with its response.
         name: one of :data:`CONDITIONS`.
-        rng: draws an order, or a wrong answer.
+        rng: draws an order, a question, or a wrong answer.
         swap: the response that ``swap`` puts in place.
 
     Returns:
@@ -105,6 +107,10 @@ def apply_condition(
         text = swap
     elif name == SHUFFLE:
         text = shuffle_sentences(own, rng) or own
+    elif name == TRUNCATE:
+        text = truncate(own) or own
+    elif name == QUESTION:
+        text = ask(own, rng)
     elif name == CONTRADICT:
         text, how = contradict(own, conversation.answer, rng)
     if text == own and CONDITIONS[name] == USER_HEADER:
@@ -140,6 +146,14 @@ class Perturbations(Experiment):
             metavar="N",
             help="turns per temperature, of those that the run has (default: 4)",
         )
+        parser.add_argument(
+            "--conditions",
+            nargs="+",
+            choices=tuple(CONDITIONS),
+            default=list(CONDITIONS),
+            metavar="NAME",
+            help=f"changes to make, of {', '.join(CONDITIONS)} (default: all)",
+        )
 
     # -- sampled ----------------------------------------------------------------------------------
 
@@ -165,7 +179,7 @@ class Perturbations(Experiment):
         own = conversations_of(self.base)
         donors = Donors(own, self.chat.tokenizer, self.runs[0].settings["seed"])
         made = []
-        for name in CONDITIONS:
+        for name in self.args.conditions:
             left_out: dict[str, int] = {}
             for order in range(len(own)):
                 try:
@@ -242,13 +256,15 @@ class Perturbations(Experiment):
         how = run.contexts["metadata"].map(lambda text: json.loads(text)["how"])
         ways = how[run.contexts["perturbation"] == CONTRADICT].value_counts()
         counts = ", ".join(f"{way} {count}" for way, count in ways.items())
-        self.notes.append(f"{CONTRADICT} was made by {counts} (metadata, how).")
+        if counts:
+            self.notes.append(f"{CONTRADICT} was made by {counts} (metadata, how).")
         if unfinished := unfinished_text(self.base):
             self.notes.append(f"{unfinished}.")
-        self.notes.append(
-            f"{HEADER_ONLY} shows the model no conversation: all its greedy turns are one turn, "
-            "held against every query's response."
-        )
+        if HEADER_ONLY in self.args.conditions:
+            self.notes.append(
+                f"{HEADER_ONLY} shows the model no conversation: all its greedy turns are one "
+                "turn, held against every query's response."
+            )
 
     def follow_up_bits(self) -> pd.DataFrame:
         """Contexts with a real follow-up: ``dataset``, ``source``, ``condition``, ``bits``."""
@@ -351,6 +367,8 @@ class Perturbations(Experiment):
         said: list[str] = []
         for condition, words in {
             REMOVE: "without the response",
+            TRUNCATE: "with the first half of its sentences",
+            QUESTION: "with a generic question at its end",
             SHUFFLE: "with its sentences in another order",
             CONTRADICT: "with its answer contradicted",
         }.items():

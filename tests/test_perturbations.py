@@ -15,7 +15,14 @@ from runs import rewritten, with_settings
 from shell import call, files, refusal
 
 from experiments import changes
-from experiments.changes import contradict, sentences, shuffle_sentences
+from experiments.changes import (
+    GENERIC_QUESTIONS,
+    ask,
+    contradict,
+    sentences,
+    shuffle_sentences,
+    truncate,
+)
 from experiments.perturbations import (
     BITS,
     BITS_DIFFERENCE,
@@ -90,9 +97,11 @@ def test_every_query_appears_under_every_condition_that_changes_it(plain, run):
     of = run.contexts.groupby("perturbation")["source_id"].agg(set)
     everything = set(plain.contexts["source_id"])
     assert set(of.index) == set(CONDITIONS)
-    assert of["shuffle"] == {"c2"}  # the others have no two sentences
+    assert of["shuffle"] == of["truncate"] == {"c2"}  # the others have no two sentences
     assert of["remove"] == everything - {"c6"}  # whose response is empty
-    assert all(of[name] == everything for name in ("swap", "contradict", "header_only"))
+    assert all(
+        of[name] == everything for name in ("swap", "contradict", "generic_question", "header_only")
+    )
     assert run.settings["seed"] == plain.settings["seed"]  # the same random numbers
     assert run.settings["temperatures"] == [1.0] and run.settings["samples"] == 2
 
@@ -273,6 +282,18 @@ def test_shuffling_keeps_sentences_and_white_space_and_changes_the_order(builtin
     assert shuffle_sentences("A b.\n\nC d.", rng()) == "C d.\n\nA b."
     assert shuffle_sentences("Only one.", rng()) is None
     assert shuffle_sentences("Yes.\nYes.", rng()) is None
+
+
+def test_truncation_keeps_half_of_the_sentences_as_they_are():
+    assert truncate("One. Two. Three. Four. Five.") == "One. Two."
+    assert truncate("A b.\n\nC d.\n") == "A b." and truncate("Only one.") is None
+
+
+def test_a_generic_question_is_asked_at_the_end():
+    assert ask("", rng()) in GENERIC_QUESTIONS
+    asked = {ask("It is blue. ", rng(seed)) for seed in range(100)}
+    assert asked == {f"It is blue. {question}" for question in GENERIC_QUESTIONS}
+    assert ask("1. A\n2. B", rng()).startswith("1. A\n2. B\n\n")
 
 
 # -- contradiction --------------------------------------------------------------------------------
