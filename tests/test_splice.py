@@ -32,10 +32,9 @@ def hybrid(recipient: int, response: int, after: int | None) -> Hybrid:
 
 def by_one_pass(model, one: Hybrid, turn: list[int], heads=None, after=AFTER) -> np.ndarray:
     """Log-probabilities ``[tokens - 1]`` of a turn after its first token: one pass over every
-    context, each seeing itself, and the turn, which sees the tokens that the hybrid is made of;
-    the recipient's in layers without a shared prefix and, if heads are given, in others than these.
+    context, each seeing itself, and the turn, which sees the tokens that the hybrid is made of, and
+    windows of them; the recipient's in others than these heads, if any are given.
     """
-    shared = Engine.possible(model).shared
     all_of = contexts(after)
     longest = max(map(len, all_of))
     ids, at, owner, index = [], [], [], []
@@ -53,21 +52,36 @@ def by_one_pass(model, one: Hybrid, turn: list[int], heads=None, after=AFTER) ->
     own = part == one.recipient
     before = torch.arange(len(ids)) <= torch.arange(len(ids))[:, None]
 
+    def seen_by_turn(layer: int, head: int) -> torch.Tensor:
+        return (made if heads is None or head in heads.get(layer, ()) else own) | (part == -1)
+
     def sees(layer: int, head: int) -> torch.Tensor:
-        taken = layer in shared and (heads is None or head in heads.get(layer, ()))
-        of_turn = (made if taken else own) | (part == -1)
+        of_turn = seen_by_turn(layer, head)
         return before & torch.where((part == -1)[:, None], of_turn, part == part[:, None])
 
-    logits = masked_logits(model, ids, at, sees)[-len(turn) : -1].double().log_softmax(-1)
+    # A window counts a hybrid's own tokens, whose positions may leave a gap.
+    whole = [Piece(one.recipient, 0, len(all_of[one.recipient]))]
+    place, taken = torch.zeros_like(at), 0
+    for piece in one.pieces if heads is None else whole:
+        its = (part == piece.context) & (index >= piece.start) & (index < piece.stop)
+        place[its] = torch.arange(taken, taken + int(its.sum()))
+        taken += int(its.sum())
+    place[part == -1] = torch.arange(taken, taken + len(turn))
+    behind = torch.where((part == -1)[:, None], place[:, None] - place, at[:, None] - at)
+    logits = masked_logits(model, ids, at, sees, behind)[-len(turn) : -1].double().log_softmax(-1)
     return logits.gather(-1, torch.tensor(turn[1:])[:, None])[:, 0].numpy()
 
 
 WHOLE = [(0, 1, 0), (1, 0, 1), (0, 0, 2), (2, 1, 0)]
 CUT = [(0, 1, None), (1, 2, None), (2, 2, None)]
+# None is as long as the group, whose longest context lends no response.
+SHORT, SHORT_CUT = [(0, 2, 1), (1, 2, 0), (2, 0, 0)], [(0, 2, None), (1, 2, None)]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("cases", "after"), [(WHOLE, AFTER), (CUT, 0)])
+@pytest.mark.parametrize(
+    ("cases", "after"), [(WHOLE, AFTER), (CUT, 0), (SHORT, AFTER), (SHORT_CUT, 0)]
+)
 def test_turns_after_hybrids_equal_one_pass_with_a_mask_per_token(architecture, cases, after):
     model = tiny.model(architecture)
     group = aligned(model, contexts(after))
