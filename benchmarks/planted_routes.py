@@ -5,14 +5,15 @@ that name its wording. The turn repeats a word that belongs to one of these name
 are is a set of switches (:class:`Kind`): blocks write what the response says into a header token,
 and the turn's tokens read it there, or in the response itself.
 
-All but one are Llamas with two heads. With a rotary base of 1e12 the slowest dimensions of a head stand
-still, so that attention goes by what tokens are: a begin-of-text token draws it wherever nothing is
-looked for, with a score of some tens less than what is looked for. Every weight has noise on it,
-another one in each study: attention then leaves a little of everything everywhere, as it does in
-trained models.
+All but one are Llamas with two heads. With a rotary base of 1e12 the slowest dimensions of a head
+stand still, so that attention goes by what tokens are: a begin-of-text token draws it wherever
+nothing is looked for, with a score of some tens less than what is looked for. Every weight has
+noise on it, another one in each study: attention then leaves a little of everything everywhere, as
+it does in trained models.
 
-In the one with a *recurrent state* (Qwen3.5) a linear-attention layer writes the content's name into
-its state, and the turn's tokens alone read it there: no key, no value and no header token holds it.
+In the one with a *recurrent state* (Qwen3.5) a linear-attention layer writes the content's name
+into its state, and the turn's tokens alone read it there: no key, no value and no header token
+holds it.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import transformers
-
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
 from experiments.hybrids import HEADER, OWN, RESPONSE, STATE, WINDOWS, SiblingContexts

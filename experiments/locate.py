@@ -2,9 +2,10 @@
 
 While a model writes a turn it attends to keys and values: those of the query, of the response, and
 of the tokens after it, the user header among them. Recurrent layers have a state instead, which
-holds all tokens before it: a site of its own, measured in all combinations with the two others. The experiment takes those of one such site from
-one context and puts them into another. Of a query's four responses one is the recipient, the other
-three are candidates. A turn that followed a candidate is scored twice:
+holds all tokens before it: a site of its own, measured in all combinations with the two others. The
+experiment takes those of one such site from one context and puts them into another. Of a query's
+four responses one is the recipient, the other three are candidates. A turn that followed a
+candidate is scored twice:
 
 - after each candidate's own context: these are the bits that the turn expresses;
 - after three hybrids, each the recipient's context with one site of a candidate: these are the bits
@@ -38,7 +39,6 @@ import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment, Model
 from experiments.hybrids import (
-    AFTER_RESPONSE,
     ALL_LAYERS,
     ALL_THREE,
     COMPUTED_ON,

@@ -124,7 +124,7 @@ def spliced(group: Prefilled, hybrids: Sequence[Hybrid]) -> Prefilled:
     """
     mask = group.state.mask
     width = mask.shape[1]
-    padding = (width - mask.sum(1)).tolist()
+    padding = (width - mask.sum(1)).cpu().tolist()
     lengths = [sum(piece.stop - piece.start for piece in one.pieces) for one in hybrids]
     longest = max(lengths)
     # Where each token of each hybrid is in the group: context and column; padding is anywhere.
@@ -147,7 +147,9 @@ def spliced(group: Prefilled, hybrids: Sequence[Hybrid]) -> Prefilled:
         for layer in group.state.cache.layers
     ]
     state = State(
-        cache, real.to(mask.device), group.state.position[recipients.to(group.state.position.device)]
+        cache,
+        real.to(mask.device),
+        group.state.position[recipients.to(group.state.position.device)],
     )
     return Prefilled(state, group.logits[last.to(group.logits.device)], None)
 
@@ -168,7 +170,9 @@ def _spliced_layer(layer: Any, row: Tensor, column: Tensor, states: Tensor, last
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for name, of in (("conv_states", last), ("recurrent_states", states)):
             each = getattr(layer, name).items()
-            setattr(twin, name, {n: one if one is None else one[of.to(one.device)] for n, one in each})
+            setattr(
+                twin, name, {n: one if one is None else one[of.to(one.device)] for n, one in each}
+            )
     return twin
 
 
@@ -210,7 +214,7 @@ def arriving(
 
 def of_everything(group: Prefilled) -> list[Hybrid]:
     """For each context the hybrid that has everything from it, in the place of the next one."""
-    lengths = group.state.mask.sum(1).tolist()
+    lengths = group.state.mask.sum(1).cpu().tolist()
     return [
         Hybrid((donor + 1) % len(lengths), (Piece(donor, 0, length),), donor)
         for donor, length in enumerate(lengths)
@@ -229,7 +233,9 @@ def check_ceiling(model: PreTrainedModel, group: Prefilled, ids: Sequence[int]) 
     """
     share = arriving(model, group, of_everything(group), ids).amin(0)
     least = 1 - ROUNDINGS * torch.finfo(model.dtype).eps
-    short = [f"{n} ({one:.2f})" for n, one in enumerate(share.tolist(), start=1) if not one >= least]
+    short = [
+        f"{n} ({one:.2f})" for n, one in enumerate(share.tolist(), start=1) if not one >= least
+    ]
     if short:
         raise UserError(
             f"with everything spliced in, contexts of {type(model).__name__} aren't the donor's: "
