@@ -122,10 +122,9 @@ def test_a_tensor_on_another_device_is_noticed(gpus):
         torch.ones(2, device=FIRST) * torch.ones(2)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3_5"])
 def test_hybrids_are_spliced_on_each_layers_device(architecture, gpus):
     model, cpu = over_two(architecture), tiny.model(architecture)
-    model.config._experts_implementation = "eager"  # counting tokens of experts isn't placed
     contexts = [tiny.prompt(n, seed=n) for n in LENGTHS]
     made = [Hybrid(0, (Piece(0, 0, 9), Piece(1, 9, 14)), 1), Hybrid(1, (Piece(2, 0, 5),), 0)]
     turns = [Turn(n, tiny.prompt(6, seed=n)) for n in range(2)]

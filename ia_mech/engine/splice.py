@@ -8,11 +8,10 @@ and what stands at the same distance from the end is at the same position in all
 another length needs no turning of keys; it begins earlier or later. What comes after the splice may
 be computed anew: contexts are spliced where they are cut off, and the rest is fed with the turn.
 
-| layer | what is spliced |
-|---|---|
-| full attention | keys and values, token by token |
-| sliding window | the same, from all tokens; a window then counts the tokens of the hybrid |
-| recurrent | its state at the cut, which holds all tokens before it, whole; a convolution's inputs, those of the last few tokens, go with the last piece |
+Keys and values are spliced token by token; in a layer with a sliding window from all tokens, since
+the window then counts those of the hybrid. A recurrent layer has a state at the cut, which holds
+all tokens before it and is taken whole from one context; the inputs of its convolution, those of
+the last few tokens, go with the last piece.
 
 A hybrid of everything from one context is that context, to the bit; :func:`check_ceiling` refuses a
 model where it isn't.
@@ -146,11 +145,8 @@ def spliced(group: Prefilled, hybrids: Sequence[Hybrid]) -> Prefilled:
         _spliced_layer(layer, row, column, torch.tensor(held_by), last)
         for layer in group.state.cache.layers
     ]
-    state = State(
-        cache,
-        real.to(mask.device),
-        group.state.position[recipients.to(group.state.position.device)],
-    )
+    position = group.state.position
+    state = State(cache, real.to(mask.device), position[recipients.to(position.device)])
     return Prefilled(state, group.logits[last.to(group.logits.device)], None)
 
 
@@ -169,10 +165,11 @@ def _spliced_layer(layer: Any, row: Tensor, column: Tensor, states: Tensor, last
         twin.cumulative_length = row.shape[1]
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for name, of in (("conv_states", last), ("recurrent_states", states)):
-            each = getattr(layer, name).items()
-            setattr(
-                twin, name, {n: one if one is None else one[of.to(one.device)] for n, one in each}
-            )
+            each = dict(getattr(layer, name))
+            for number, one in each.items():
+                if one is not None:
+                    each[number] = one[of.to(one.device)]
+            setattr(twin, name, each)
     return twin
 
 
@@ -233,9 +230,8 @@ def check_ceiling(model: PreTrainedModel, group: Prefilled, ids: Sequence[int]) 
     """
     share = arriving(model, group, of_everything(group), ids).amin(0)
     least = 1 - ROUNDINGS * torch.finfo(model.dtype).eps
-    short = [
-        f"{n} ({one:.2f})" for n, one in enumerate(share.tolist(), start=1) if not one >= least
-    ]
+    each = enumerate(share.tolist(), start=1)
+    short = [f"{n} ({one:.2f})" for n, one in each if not one >= least]
     if short:
         raise UserError(
             f"with everything spliced in, contexts of {type(model).__name__} aren't the donor's: "
