@@ -10,7 +10,9 @@ import pytest
 from benchmarks.planted_locate import NULLS, OPTIONS, TRUE, measure_study, simulate_study
 from benchmarks.planted_routes import GREEDY, KINDS, SAMPLED
 from experiments.hybrids import (
+    ALL_LAYERS,
     ALL_THREE,
+    FULL_LAYERS,
     HEADER,
     HEADER_AND_STATE,
     OF_RECURRENT,
@@ -19,8 +21,10 @@ from experiments.hybrids import (
     QUERY,
     RESPONSE,
     RESPONSE_AND_STATE,
+    RESPONSE_AND_STATE_ON,
     SCORES,
     STATE,
+    STATE_ON,
 )
 from experiments.locate import LEFT_OUT, SPLIT, estimates, query_bits_of, whole_site_bits
 from experiments.study import latent_sentence
@@ -33,7 +37,7 @@ SITES = (OWN, RESPONSE, HEADER, QUERY)
 def rows_of(name: str, wordings: bool = False) -> pd.DataFrame:
     """What is measured where every turn that can follows its response, and no weight has noise."""
     kind = KINDS[name]
-    kind = replace(kind, follows=float(bool(kind.carries)))
+    kind = replace(kind, follows=float(bool(kind.carries)), windows=kind.state)
     return measure_study(kind, 0, QUERIES, 0.0, wordings=wordings)
 
 
@@ -77,6 +81,10 @@ def test_a_turn_that_depends_on_the_response_by_the_recurrent_state_alone_is_sai
         for site in PLAYERS:
             wanted = expressed if site == STATE else 0.0
             assert found[quantity, site] == pytest.approx(wanted, abs=0.03), (quantity, site)
+    computed_on = {ALL_LAYERS: 0, FULL_LAYERS: 0, STATE_ON: expressed}
+    for site, wanted in (computed_on | {RESPONSE_AND_STATE_ON: expressed}).items():
+        carried = query_bits_of(rows[rows["site"] == site], 0).bits.mean()
+        assert carried == pytest.approx(wanted, abs=0.06), site
     assert not {*OF_RECURRENT} & {*rows_of("redundant")["site"]}  # of a model without
 
 
