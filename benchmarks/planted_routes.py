@@ -17,6 +17,7 @@ holds it.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ OPENED, IS_JUNK, OWN_NAME, OWN_WORDING, COPIED, KNOWN, TOLD, BAG = 8, 9, 10, 14,
 REST = 63
 STILL, SINK = 15, 7  # dimensions of a head that positions don't turn: of what is looked for
 GREEDY, SAMPLED = 0.0, 1.0
-RECURRENT = {
+RECURRENT: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"] * (DEPTH // 2),
     "linear_num_key_heads": HEADS,
     "linear_num_value_heads": HEADS,
