@@ -10,9 +10,9 @@ and is measured and estimated as ``experiments.locate`` does it. What is planted
 something, and that the response and the header carry something (the interval lies above 0), or
 don't (it reaches 0, or lies below a tenth of what is expressed); of kinds with a gate, that greedy
 turns tell nothing, and whether the header is latent; of the kind with one layer, that its window
-carries, and no other; of the kind with wordings, that turns tell no more than of wordings of one
-content. Then the rule by which ``experiments.study`` says "latent" is tried on simulated bits and
-rates. Markdown goes to stdout, progress to stderr.
+carries, and no other; of the recurrent kind, that the state does; of the kind with wordings, that
+turns tell no more than of wordings of one content. Then the rule by which ``experiments.study``
+says "latent" is tried on simulated bits and rates. Markdown goes to stdout, progress to stderr.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from experiments.hybrids import (
     OWN,
     QUERY,
     RESPONSE,
+    STATE,
     WINDOW,
     SiteScorer,
     layer_windows,
@@ -116,7 +117,7 @@ def wrong_claims(kind: Kind, found: pd.DataFrame) -> list[str]:
         said.append("greedy expressed")
     if kind.gated and says_latent(found) != (HEADER in kind.carries):
         said.append("latent")
-    for site in (RESPONSE, HEADER):
+    for site in (RESPONSE, HEADER, STATE) if kind.state else (RESPONSE, HEADER):
         shown = site_estimate(found, BITS, site).low > 0
         nothing = not shown or site_estimate(found, ABOVE_TENTH, site).high < 0
         if not (shown if site in kind.carries else nothing):

@@ -5,20 +5,26 @@ that name its wording. The turn repeats a word that belongs to one of these name
 are is a set of switches (:class:`Kind`): blocks write what the response says into a header token,
 and the turn's tokens read it there, or in the response itself.
 
-All are Llamas with two heads. With a rotary base of 1e12 the slowest dimensions of a head stand
-still, so that attention goes by what tokens are: a begin-of-text token draws it wherever nothing is
-looked for, with a score of some tens less than what is looked for. Every weight has noise on it,
-another one in each study: attention then leaves a little of everything everywhere, as it does in
-trained models.
+All but one are Llamas with two heads. With a rotary base of 1e12 the slowest dimensions of a head
+stand still, so that attention goes by what tokens are: a begin-of-text token draws it wherever
+nothing is looked for, with a score of some tens less than what is looked for. Every weight has
+noise on it, another one in each study: attention then leaves a little of everything everywhere, as
+it does in trained models.
+
+In the one with a *recurrent state* (Qwen3.5) a linear-attention layer writes the content's name
+into its state, and the turn's tokens alone read it there: no key, no value and no header token
+holds it.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
-from experiments.hybrids import HEADER, OWN, RESPONSE, WINDOWS, SiblingContexts
+from experiments.hybrids import HEADER, OWN, RESPONSE, STATE, WINDOWS, SiblingContexts
 from ia_mech.engine.installed import install
 
 NAMES, LENGTH = 4, 4  # contents and wordings; words of a turn after its first
@@ -32,6 +38,13 @@ OPENED, IS_JUNK, OWN_NAME, OWN_WORDING, COPIED, KNOWN, TOLD, BAG = 8, 9, 10, 14,
 REST = 63
 STILL, SINK = 15, 7  # dimensions of a head that positions don't turn: of what is looked for
 GREEDY, SAMPLED = 0.0, 1.0
+RECURRENT: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * (DEPTH // 2),
+    "linear_num_key_heads": HEADS,
+    "linear_num_value_heads": HEADS,
+    "linear_key_head_dim": DIM,
+    "linear_value_head_dim": DIM,
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,7 @@ class Kind:
         checks: turns are spoiled where header and response name different things.
         wording: turns read which wording a response has in place of its content.
         windows: windows of layers are measured, too.
+        state: the model is recurrent, and turns read the response in its state.
     """
 
     name: str
@@ -66,6 +80,7 @@ class Kind:
     checks: bool = False
     wording: bool = False
     windows: bool = False
+    state: bool = False
 
 
 SAID = frozenset({OWN})
@@ -86,6 +101,7 @@ KINDS = {
         Kind("wording only", SAID | {RESPONSE}, 0.35, code=True, direct=1.0, wording=True),
         # Beyond the ten of the plan: the header turns logits a fiftieth as much as the response.
         Kind("faint header", SAID | {RESPONSE}, 0.35, code=True, header=0.02, direct=1.0),
+        Kind("recurrent state", SAID | {STATE}, 0.35, state=True),
     )
 }
 
@@ -93,9 +109,9 @@ KINDS = {
 # -- the model -------------------------------------------------------------------------------------
 
 
-def model(kind: Kind, seed: int, noise: float) -> transformers.LlamaForCausalLM:
+def model(kind: Kind, seed: int, noise: float) -> transformers.PreTrainedModel:
     """The model of a kind, installed; ``noise`` is the spread of what is added to every weight."""
-    config = transformers.LlamaConfig(
+    config = (Qwen3_5TextConfig if kind.state else transformers.LlamaConfig)(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
         intermediate_size=8,
@@ -105,13 +121,15 @@ def model(kind: Kind, seed: int, noise: float) -> transformers.LlamaForCausalLM:
         head_dim=DIM,
         rope_parameters={"rope_type": "default", "rope_theta": 1e12},
         tie_word_embeddings=False,
+        **(RECURRENT if kind.state else {}),
     )
     made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "norm" in name:
-                parameter.fill_(1.0)
+                # Qwen3.5 adds 1 to those that aren't a linear-attention layer's.
+                parameter.fill_(float(not kind.state or "linear_attn" in name))
             else:
                 parameter.normal_(0.0, noise, generator=generator)
         _embed(made.model.embed_tokens.weight)
@@ -133,6 +151,8 @@ def model(kind: Kind, seed: int, noise: float) -> transformers.LlamaForCausalLM:
             _attends(made, DIRECT, IS_TURN, what, read, TOLD, NAMES, 0.5 * kind.direct, head=1)
         if kind.joint:
             _matches(made, DIRECT, OWN_NAME, TOLD, NAMES, 0.5)
+        if kind.state:
+            _keeps(made.model.layers[WRITE - 1].linear_attn)
         if kind.checks:
             _matches(made, DIRECT, IS_BOS, IS_JUNK, 1, 1.0)
         made.lm_head.weight[ECHO + each, TOLD + each] += 0.35
@@ -184,6 +204,21 @@ def _matches(made, block: int, read: int, write: int, count: int, gain: float) -
     each = torch.arange(count)
     attention.v_proj.weight[each, read + each] += gain
     attention.o_proj.weight[write + each, each] += 1.0
+
+
+def _keeps(layer) -> None:
+    """A linear-attention layer writes names into its state, which turns' tokens alone read."""
+    each, width = torch.arange(NAMES), HEADS * DIM  # of queries, of keys and of values
+    layer.A_log.fill_(-12.0)  # nothing decays
+    layer.conv1d.weight[:, 0, -1] += 1.0  # of each token its own
+    layer.in_proj_qkv.weight[0, IS_TURN] += 4.0
+    layer.in_proj_qkv.weight[width, CONSTANT] += 4.0
+    layer.in_proj_qkv.weight[2 * width + each, OWN_NAME + each] += 4.0
+    # How strongly a token is written, and how far one lets through what it reads.
+    for gate, feature in ((layer.in_proj_b, IS_NAME), (layer.in_proj_z, IS_TURN)):
+        gate.weight[:, CONSTANT] -= 5.0
+        gate.weight[:, feature] += 10.0
+    layer.out_proj.weight[TOLD + each, each] += 0.025
 
 
 # -- queries ---------------------------------------------------------------------------------------

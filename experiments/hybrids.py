@@ -3,6 +3,7 @@
 A site is a place whose states a turn may read. A query has four responses; one is the *recipient*,
 the other three are *candidates*. A turn that followed a candidate is scored after each candidate's
 own context, and after three hybrids, each the recipient's context with one site of a candidate's.
+A model with recurrent layers has one site more, their state, which holds all tokens before it.
 ``experiments.locate`` says what follows from the scores.
 """
 
@@ -27,24 +28,37 @@ RESPONSES = CANDIDATES + 1
 OWN = "own context"
 HEADER, AFTER_RESPONSE, RESPONSE, QUERY = "header", "after the response", "response", "query"
 SITES = (HEADER, AFTER_RESPONSE, RESPONSE, QUERY)
-ALL_LAYERS = "response, computed on"  # what comes after the response is computed anew
+STATE = "recurrent state"
+PLAYERS = (RESPONSE, HEADER, STATE)  # of a recurrent model; all their combinations are measured
+RESPONSE_AND_HEADER, RESPONSE_AND_STATE = "response and header", "response and state"
+HEADER_AND_STATE, ALL_THREE = "header and state", "response, header and state"
+OF_RECURRENT = (STATE, RESPONSE_AND_HEADER, RESPONSE_AND_STATE, HEADER_AND_STATE, ALL_THREE)
+# What comes after the response is computed anew.
+ALL_LAYERS = "response, computed on"
+FULL_LAYERS = "response, layers of full attention, computed on"
+STATE_ON, RESPONSE_AND_STATE_ON = f"{STATE}, computed on", f"{RESPONSE_AND_STATE}, computed on"
+COMPUTED_ON = (ALL_LAYERS, FULL_LAYERS, STATE_ON, RESPONSE_AND_STATE_ON)
 WINDOW, WITHOUT_WINDOW = "response, layers", "response, other layers"
 HEAD = "response, layers, head"
 HEADER_FIRST, HEADER_LAST = "header_0", "header_last"
-RESPONSE_AND_HEADER = "response and header"
 WRITTEN = tuple(f"written: {site}" for site in (OWN, RESPONSE, HEADER, RESPONSE_AND_HEADER, QUERY))
+WRITTEN_OF_RECURRENT = (f"written: {STATE}", f"written: {ALL_THREE}")
 WINDOWS, HEADS, STATES, WRITING = MAPS = ("windows", "heads", "states", "written")
 SCORES = [f"score_{number}" for number in range(CANDIDATES)]
 RECIPIENT_SCORE = "score_recipient"
 # Which pieces of a context are a candidate's: 0 the query, 1 the response, 2 what stands between
-# it and the header, 3 the header.
+# it and the header, 3 the header, 4 the recurrent state after it.
 DONATED = {
     QUERY: {0},
     RESPONSE: {1},
     AFTER_RESPONSE: {2, 3},
     HEADER: {3},
+    STATE: {4},
     RESPONSE_AND_HEADER: {1, 3},
-    OWN: {0, 1, 2, 3},
+    RESPONSE_AND_STATE: {1, 4},
+    HEADER_AND_STATE: {3, 4},
+    ALL_THREE: {1, 3, 4},
+    OWN: {0, 1, 2, 3, 4},
 }
 
 
@@ -105,7 +119,7 @@ def hybrid(unit: SiblingContexts, site: str, recipient: int, donor: int) -> "Hyb
         end = len(unit.contexts[which])
         edges = [0, unit.starts[which], stop, stop + unit.header[0], end]
         pieces.append(Piece(which, *edges[number : number + 2]))
-    return Hybrid(recipient, tuple(pieces))
+    return Hybrid(recipient, tuple(pieces), donor if 4 in DONATED[site] else recipient)
 
 
 @dataclass(frozen=True)
@@ -141,17 +155,23 @@ class SiteScorer:
         """A row per site, recipient and turn, with the scores after the three candidates in nats.
 
         Of turns that were written after hybrids there is the score after the recipient, too.
+
+        Raises:
+            UserError: a hybrid of everything isn't its donor.
         """
-        from ia_mech.engine.splice import aligned, continued, spliced
+        from ia_mech.engine.splice import aligned, check_ceiling, continued, is_recurrent, spliced
 
         unit, model = self._unit, self._model.subject.model
         ends = zip(unit.contexts, unit.stops, strict=True)
         to_response = aligned(model, [ids[:stop] for ids, stop in ends])
         first, last = unit.header
         whole = continued(model, to_response, unit.after, (first, last - 1))
+        check_ceiling(model, to_response, unit.after)
+        check_ceiling(model, whole, unit.turns[0][3])
+        self._recurrent = is_recurrent(whole)
         self._score_own_contexts(whole)
         pairs = [(d, j) for d in unit.recipients for j in self._candidates(d)]
-        for site in SITES:
+        for site in (*SITES, *OF_RECURRENT) if self._recurrent else SITES:
             hybrids = [hybrid(unit, site, *pair) for pair in pairs]
             self._score_site(site, spliced(whole, hybrids), pairs)
         if {WINDOWS, HEADS, STATES} & set(unit.maps):
@@ -205,10 +225,13 @@ class SiteScorer:
 
         unit, d = self._unit, self._unit.recipients[0]
         candidates = self._candidates(d)
-        hybrids = [
-            Hybrid(d, (Piece(d, 0, unit.starts[d]), Piece(j, unit.starts[j], unit.stops[j])))
-            for j in candidates
-        ]
+        hybrids = []
+        for of_response, of_state in ((True, False), (False, True), (True, True)):
+            for j in candidates:
+                k = j if of_response else d
+                pieces = Piece(d, 0, unit.starts[d]), Piece(k, unit.starts[k], unit.stops[k])
+                hybrids.append(Hybrid(d, pieces, j if of_state else d))
+        hybrids = hybrids if self._recurrent else hybrids[:CANDIDATES]
         cells = [*self._windows(to_response, d), *self._states(whole, d)]
         mapped = [turn for _, turn in self._turns_of_candidates(d) if turn[1:3] == (unit.mapped, 0)]
         wanted = [
@@ -239,8 +262,16 @@ class SiteScorer:
         def borrowing(taken: "dict[int, Sequence[int]]") -> Callable:
             return lambda at, j, ids: Turn(d, ids, borrowed=Borrowed(first + at, taken))
 
+        def following(which: int) -> Callable:
+            return lambda at, j, ids: Turn(first + which * CANDIDATES + at, ids)
+
         if {WINDOWS, HEADS} & set(unit.maps):
-            yield MapCell(ALL_LAYERS, -1, -1, lambda at, j, ids: Turn(first + at, ids))
+            wholes = (ALL_LAYERS, STATE_ON, RESPONSE_AND_STATE_ON)
+            for which, site in enumerate(wholes if self._recurrent else wholes[:1]):
+                yield MapCell(site, -1, -1, following(which))
+            if 0 < len(shared) < unit.layers:
+                every = borrowing(dict.fromkeys(shared, heads))
+                yield MapCell(FULL_LAYERS, -1, -1, every)
         for window in layer_windows(unit.layers):
             inside = [number for number in window if number in shared]
             outside = [number for number in shared if number not in window]
@@ -287,7 +318,7 @@ class SiteScorer:
         stream = stream_key(unit.seed, unit.source, 0)
         hybrids: list[Hybrid] = []
         rows: list[tuple[str, int, Row]] = []
-        for site in WRITTEN:
+        for site in (*WRITTEN, *WRITTEN_OF_RECURRENT) if self._recurrent else WRITTEN:
             for j in self._candidates(d):
                 for temperature in dict.fromkeys((0.0, unit.mapped)):
                     rows.append((site, j, Row(len(hybrids), temperature, stream)))

@@ -1,9 +1,11 @@
 """Where does what a turn tells about its response come from: the header, or the response itself?
 
 While a model writes a turn it attends to keys and values: those of the query, of the response, and
-of the tokens after it, the user header among them. The experiment takes those of one such site from
-one context and puts them into another. Of a query's four responses one is the recipient, the other
-three are candidates. A turn that followed a candidate is scored twice:
+of the tokens after it, the user header among them. Recurrent layers have a state instead, which
+holds all tokens before it: a site of its own, measured in all combinations with the two others. The
+experiment takes those of one such site from one context and puts them into another. Of a query's
+four responses one is the recipient, the other three are candidates. A turn that followed a
+candidate is scored twice:
 
 - after each candidate's own context: these are the bits that the turn expresses;
 - after three hybrids, each the recipient's context with one site of a candidate: these are the bits
@@ -14,10 +16,12 @@ three are candidates. A turn that followed a candidate is scored twice:
 Maps use one recipient per query and ask for more: windows of the response's layers, put in alone
 and left out alone, or single key-value heads of them; states of header tokens by layer; and turns
 that the model writes after hybrids. The windows that carry most are chosen on half of the queries
-and reported on the other.
+and reported on the other. Before anything is scored, a hybrid of everything from another context
+has to be that context; where it isn't, the command names the layers and refuses.
 
 Needs: a run with four or more responses per query (sample with --response generate --responses 4).
 Cost: about 30,000 tokens a query with all four recipients and the usual maps; --dry-run counts.
+Models with recurrent layers take twice as many.
 
     python -m experiments.locate cache/RUN
     python -m experiments.locate cache/RUN --queries 20 --maps             # whole sites alone
@@ -35,20 +39,26 @@ import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment, Model
 from experiments.hybrids import (
-    AFTER_RESPONSE,
     ALL_LAYERS,
+    ALL_THREE,
+    COMPUTED_ON,
+    DONATED,
+    FULL_LAYERS,
     HEAD,
     HEADER,
     HEADER_FIRST,
     HEADER_LAST,
     MAPS,
+    OF_RECURRENT,
     OWN,
+    PLAYERS,
     QUERY,
     RECIPIENT_SCORE,
     RESPONSE,
     RESPONSES,
     SCORES,
     SITES,
+    STATE,
     STATES,
     TOKENS,
     WINDOW,
@@ -56,6 +66,7 @@ from experiments.hybrids import (
     WITHOUT_WINDOW,
     WRITING,
     WRITTEN,
+    WRITTEN_OF_RECURRENT,
     SiblingContexts,
     SiteScorer,
     tokens_scored,
@@ -71,7 +82,13 @@ from ia_mech.estimates import (
     holm_corrected,
     paired_row,
 )
-from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits, bits_by_query
+from ia_mech.likelihood.carried import (
+    CANDIDATES,
+    CEILING,
+    QueryBits,
+    bits_by_query,
+    shapley_values,
+)
 from ia_mech.stats import cluster_bootstrap, cluster_mean
 
 if TYPE_CHECKING:
@@ -84,10 +101,13 @@ ABOVE_TENTH, CHOSEN = "bits above a tenth of expressed", "bits, chosen on other 
 # Paired by query. The query's tokens are the same in all candidates: a control.
 LESS_GREEDY, LESS_ALL_LAYERS = "bits, less greedy's", "bits, less with all layers"
 LESS_QUERY, HITS_LESS_QUERY = "bits, less the query's", "own is likeliest, less the query's"
+# Of the sites of a recurrent model, which may hold the same, or only together.
+SPLIT, LEFT_OUT = "bits, split among sites", "bits lost without"
 MORE_ACCEPTED = "bits of accepted turns, less those of others"
 AFTER_RECIPIENT = "likelier after the recipient"
 EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
 MAP_SITES = (WINDOW, WITHOUT_WINDOW, HEAD, HEADER_FIRST, HEADER_LAST)  # by layer
+WHOLE_SITES, ALL_WRITTEN = (*SITES, *OF_RECURRENT), (*WRITTEN, *WRITTEN_OF_RECURRENT)
 RANKING, REPORTING = "ranking half", "reporting half"
 GREEDY, SAMPLED = "greedy", "sampled"  # the latter: of all temperatures above 0 together
 BitsBySite = dict[float | None, dict[str, QueryBits]]  # by temperature (None: sampled) and site
@@ -105,7 +125,7 @@ def with_own_scores(rows: pd.DataFrame) -> pd.DataFrame:
     own = rows.loc[rows["site"] == OWN, [*keys, *SCORES]]
     own = own.rename(columns=dict(zip(SCORES, OWN_SCORES, strict=True)))
     found = rows.merge(own, on=keys, how="left")
-    written = found["site"].isin(WRITTEN)
+    written = found["site"].isin(ALL_WRITTEN)
     found.loc[written, OWN_SCORES] = found.loc[written, SCORES].to_numpy()
     return found
 
@@ -133,7 +153,9 @@ def whole_site_bits(rows: pd.DataFrame, seed: int) -> BitsBySite:
     found: BitsBySite = {}
     for t in [*sorted(set(rows["temperature"])), None]:
         here = rows[rows["temperature"] > 0 if t is None else rows["temperature"] == t]
-        sites = {site: query_bits_of(here[here["site"] == site], seed) for site in (OWN, *SITES)}
+        sites = {
+            site: query_bits_of(here[here["site"] == site], seed) for site in (OWN, *WHOLE_SITES)
+        }
         found[t] = {site: bits for site, bits in sites.items() if bits is not None}
     return found
 
@@ -229,11 +251,30 @@ def whole_site_estimates(whole: BitsBySite, options: dict[str, Any]) -> Iterator
             yield estimator.hits(bits, term=site, **names)
             if site != OWN and OWN in sites:
                 yield from estimator.share(bits, sites[OWN], term=site, **names)
-            if site in (HEADER, AFTER_RESPONSE, RESPONSE) and QUERY in sites:
+            if site not in (OWN, QUERY) and QUERY in sites:
                 for quantity in (LESS_QUERY, HITS_LESS_QUERY):
                     yield estimator.difference(quantity, bits, sites[QUERY], term=site, **names)
+        if ALL_THREE in sites:
+            yield from split_estimates(sites, estimator, **names)
         if t != 0 and greedy is not None and OWN in sites:
             yield estimator.difference(LESS_GREEDY, sites[OWN], greedy, term=OWN, **names)
+
+
+def split_estimates(
+    sites: Mapping[str, QueryBits], estimator: Estimator, **names: Any
+) -> Iterator[TidyEstimate]:
+    """What each site of a recurrent model adds to all that they carry together: where it is left
+    out, and on average over the orders in which they can be put in, which adds up."""
+    together = {
+        frozenset(one for one in PLAYERS if DONATED[one] <= DONATED[site]): sites[site].bits
+        for site in (*PLAYERS, *OF_RECURRENT)
+    }
+    for site, bits in shapley_values(together, PLAYERS).items():
+        found = replace(sites[ALL_THREE], bits=bits)
+        yield estimator.mean(SPLIT, found, term=site, **names)
+        rest = together[frozenset(PLAYERS) - {site}]
+        found = replace(found, bits=sites[ALL_THREE].bits - rest)
+        yield estimator.mean(LEFT_OUT, found, term=site, **names)
 
 
 def map_estimates(
@@ -243,8 +284,10 @@ def map_estimates(
 ) -> Iterator[TidyEstimate]:
     """What cells of maps carry, turns written after hybrids, and the strongest cells."""
     estimator, seed = Estimator(options), options["seed"]
-    all_layers = query_bits_of(rows[rows["site"] == ALL_LAYERS], seed)
-    mapped = rows[rows["site"].isin([ALL_LAYERS, *MAP_SITES, *WRITTEN])]
+    # What windows are parts of: layers without a shared prefix are in none.
+    base = FULL_LAYERS if (rows["site"] == FULL_LAYERS).any() else ALL_LAYERS
+    all_layers = query_bits_of(rows[rows["site"] == base], seed)
+    mapped = rows[rows["site"].isin([*COMPUTED_ON, *MAP_SITES, *ALL_WRITTEN])]
     for place, cell in mapped.groupby(["site", "layer", "head", "temperature"], sort=False):
         found = query_bits_of(cell, seed)
         if found is None:
@@ -255,7 +298,7 @@ def map_estimates(
         yield estimator.hits(found, **names)
         if site == WITHOUT_WINDOW and all_layers is not None:
             yield estimator.difference(LESS_ALL_LAYERS, found, all_layers, **names)
-        if site in WRITTEN:
+        if site in ALL_WRITTEN:
             own = cell[SCORES].to_numpy()[np.arange(len(cell)), cell["own"]]
             group = Group(cell["source"].to_numpy(), options, {"dataset": ALL} | names)
             more = (cell[RECIPIENT_SCORE] > own).astype(float)
@@ -451,7 +494,7 @@ class Locate(Experiment):
         )
         made = tables_of(
             title,
-            found[found["term"].isin([OWN, *SITES])],
+            found[found["term"].isin([OWN, *WHOLE_SITES])],
             columns,
             index=("temperature", "term"),
             rows="queries",
@@ -459,6 +502,17 @@ class Locate(Experiment):
                 f"{OWN}: expressed. Sites: carried by keys and values of the header, of all tokens "
                 "after the response, of the response; the query's are the same tokens in all, so "
                 "that they show what differing lengths alone do. share: of what is expressed."
+            ),
+        )
+        made += tables_of(
+            f"bits that the {RESPONSE}, the {HEADER} and the {STATE} carry together, by site",
+            found[found["term"].isin(PLAYERS)],
+            {SPLIT: ("its part (these add up)", 2), LEFT_OUT: ("lost without it", 2)},
+            index=("temperature", "term"),
+            rows="queries",
+            legend=(
+                "its part: what it adds, on average over the orders in which the three can be put "
+                "in (Shapley). The state holds all tokens before it, the header among them."
             ),
         )
         made += tables_of(
@@ -480,13 +534,13 @@ class Locate(Experiment):
         del columns[SHARE]
         made += tables_of(
             "turns that the model writes after hybrids: do they tell the candidate?",
-            found[found["term"].isin(WRITTEN)],
+            found[found["term"].isin(ALL_WRITTEN)],
             columns | {AFTER_RECIPIENT: (AFTER_RECIPIENT, 2)},
             index=("temperature", "term"),
             rows="queries",
             legend="What is named is the candidate's, everything else the recipient's.",
         )
-        for site in (ALL_LAYERS, *MAP_SITES):
+        for site in (*COMPUTED_ON, *MAP_SITES):
             mine = found[(found["term"] == site) & found["quantity"].isin(list(columns))]
             made += tables_of(
                 f"carried by {site}",
@@ -513,6 +567,8 @@ class Locate(Experiment):
             sentence += (
                 f"; {lookup(BITS, site)} ({share}) through the keys and values of the {site}"
             )
+        if (found["term"] == STATE).any():
+            sentence += f"; {lookup(BITS, STATE)} ({lookup(SHARE, STATE)}) through the {STATE}"
         if windows := strongest_windows(found, self.runs[0].model["layers"]):
             sentence += f", of the response's layers most in {windows}"
         control = (
@@ -537,7 +593,7 @@ def drawings(found: pd.DataFrame, model: str) -> "dict[str, Drawing]":
     from experiments.figures import Bars, HeatMap, Lines
 
     bits = found[found["quantity"] == BITS]
-    whole = bits[bits["term"].isin([OWN, *SITES]) & bits["layer"].isna()]
+    whole = bits[bits["term"].isin([OWN, *WHOLE_SITES]) & bits["layer"].isna()]
     names = [GREEDY if t == 0 else SAMPLED if np.isnan(t) else f"T = {t:g}"
              for t in whole["temperature"]]  # fmt: skip
     made: dict[str, Drawing] = {
@@ -556,7 +612,7 @@ def drawings(found: pd.DataFrame, model: str) -> "dict[str, Drawing]":
         title = f"{model} · carried by key-value heads of the response"
         across = "first layer of a window"
         made["heads"] = HeatMap(title, across, "head", "bits", heads, across="layer", down="head")
-    if len(written := bits[bits["term"].isin(WRITTEN)]):
+    if len(written := bits[bits["term"].isin(ALL_WRITTEN)]):
         turns = [GREEDY if t == 0 else f"T = {t:g}" for t in written["temperature"]]
         title = f"{model} · turns written after hybrids"
         made["written"] = Bars(title, "bits", written.assign(turns=turns), by="turns")

@@ -38,7 +38,7 @@ def full_logits(model, prompt: list[int], turn) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def masked_logits(model, ids, at: torch.Tensor, sees) -> torch.Tensor:
+def masked_logits(model, ids, at: torch.Tensor, sees, behind=None) -> torch.Tensor:
     """``[tokens, vocab]`` of one pass in which each key-value head of each layer has a mask.
 
     Args:
@@ -47,14 +47,17 @@ def masked_logits(model, ids, at: torch.Tensor, sees) -> torch.Tensor:
         at: ``[tokens]`` their positions.
         sees: called with layer (from 1) and key-value head, gives ``[tokens, tokens]``: which ones
             (columns) a token (row) attends to, besides what a sliding window hides.
+        behind: ``[tokens, tokens]`` how far a column is behind a row, as a window counts; by their
+            positions where it isn't given.
     """
+    behind = at[:, None] - at if behind is None else behind
 
     def attention(module, query, key, value, mask, scaling, sliding_window=None, s_aux=None, **_):
         each, outputs = query.shape[1] // key.shape[1], []
         for head in range(query.shape[1]):
             seen = sees(module.layer_idx + 1, head // each)
             if sliding_window is not None:
-                seen = seen & (at[:, None] - at < sliding_window)
+                seen = seen & (behind < sliding_window)
             scores = query[0, head] @ key[0, head // each].T * scaling
             scores = scores.masked_fill(~seen, -torch.inf)
             if s_aux is not None:

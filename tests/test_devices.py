@@ -19,6 +19,7 @@ from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Borrowed, SharedLayer
+from ia_mech.engine.splice import Hybrid, Piece, aligned, check_ceiling, spliced
 from ia_mech.engine.state import expand
 
 LENGTHS = (23, 14, 5)
@@ -119,3 +120,15 @@ def test_a_tensor_on_another_device_is_noticed(gpus):
         torch.ones(2, device=FIRST) + torch.ones(2, device=SECOND)
     with pytest.raises(RuntimeError, match="tensors on cpu"):
         torch.ones(2, device=FIRST) * torch.ones(2)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3_5"])
+def test_hybrids_are_spliced_on_each_layers_device(architecture, gpus):
+    model, cpu = over_two(architecture), tiny.model(architecture)
+    contexts = [tiny.prompt(n, seed=n) for n in LENGTHS]
+    made = [Hybrid(0, (Piece(0, 0, 9), Piece(1, 9, 14)), 1), Hybrid(1, (Piece(2, 0, 5),), 0)]
+    turns = [Turn(n, tiny.prompt(6, seed=n)) for n in range(2)]
+    ours, right = (score(m, [spliced(aligned(m, contexts), made)], turns) for m in (model, cpu))
+    for mine, theirs in zip(ours, right, strict=True):
+        assert abs(mine.logprobs_raw - theirs.logprobs_raw).max() <= LOGPROB
+    check_ceiling(model, aligned(model, contexts), tiny.prompt(3, seed=4))

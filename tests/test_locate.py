@@ -1,6 +1,7 @@
 """Where bits come from, in transformers whose only route is known; the command on a tiny run."""
 
 from functools import cache
+from itertools import combinations, permutations
 from types import SimpleNamespace
 
 import families
@@ -45,7 +46,7 @@ from experiments.locate import (
     with_own_scores,
 )
 from ia_mech.chat.format import ChatFormat
-from ia_mech.likelihood.carried import CEILING, bits_by_query
+from ia_mech.likelihood.carried import CEILING, bits_by_query, shapley_values
 
 QUERIES = 8
 OPTIONS = {"level": 0.95, "resamples": 200, "seed": 0}
@@ -236,6 +237,22 @@ def test_the_command_measures_expressed_as_full_passes_do(siblings, tiny_subject
             each = scored.logprobs(tiny_subject.model, list(query.token_ids[j]), list(turn))
             wanted = pytest.approx(each[1:].sum(), abs=scored.nats(len(turn))["atol"])
             assert getattr(row, f"score_{number}") == wanted
+
+
+def test_a_split_is_the_mean_over_all_orders_and_adds_up():
+    rng, sites = np.random.default_rng(0), ("a", "b", "c")
+    sets = [frozenset(each) for n in (1, 2, 3) for each in combinations(sites, n)]
+    together = {each: rng.normal(size=5) for each in sets}
+    found = shapley_values(together, sites)
+    none = {frozenset(): np.zeros(5)}
+    for site in sites:
+        added = [
+            together[frozenset({*order[:at], site})] - (none | together)[frozenset(order[:at])]
+            for order in permutations(sites)
+            for at in [order.index(site)]
+        ]
+        np.testing.assert_allclose(found[site], np.mean(added, axis=0), rtol=0, atol=1e-14)
+    np.testing.assert_allclose(sum(found.values()), together[frozenset(sites)], rtol=0, atol=1e-14)
 
 
 def test_runs_with_too_few_siblings_are_refused(merged, capfd):

@@ -7,10 +7,26 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks.planted_locate import NULLS, TRUE, measure_study, simulate_study
+from benchmarks.planted_locate import NULLS, OPTIONS, TRUE, measure_study, simulate_study
 from benchmarks.planted_routes import GREEDY, KINDS, SAMPLED
-from experiments.hybrids import HEADER, OWN, QUERY, RESPONSE, SCORES
-from experiments.locate import query_bits_of
+from experiments.hybrids import (
+    ALL_LAYERS,
+    ALL_THREE,
+    FULL_LAYERS,
+    HEADER,
+    HEADER_AND_STATE,
+    OF_RECURRENT,
+    OWN,
+    PLAYERS,
+    QUERY,
+    RESPONSE,
+    RESPONSE_AND_STATE,
+    RESPONSE_AND_STATE_ON,
+    SCORES,
+    STATE,
+    STATE_ON,
+)
+from experiments.locate import LEFT_OUT, SPLIT, estimates, query_bits_of, whole_site_bits
 from experiments.study import latent_sentence
 
 QUERIES = 6
@@ -21,7 +37,7 @@ SITES = (OWN, RESPONSE, HEADER, QUERY)
 def rows_of(name: str, wordings: bool = False) -> pd.DataFrame:
     """What is measured where every turn that can follows its response, and no weight has noise."""
     kind = KINDS[name]
-    kind = replace(kind, follows=float(bool(kind.carries)))
+    kind = replace(kind, follows=float(bool(kind.carries)), windows=kind.state)
     return measure_study(kind, 0, QUERIES, 0.0, wordings=wordings)
 
 
@@ -45,6 +61,31 @@ def test_a_site_carries_what_reaches_the_turn_by_it_alone(name):
     assert found[OWN] > 1.0 if KINDS[name].carries else found[OWN] < 0.02
     if KINDS[name].gated:  # greedy turns lack the opening word
         assert max(bits(rows, GREEDY).values()) < 0.02
+
+
+def test_a_turn_that_depends_on_the_response_by_the_recurrent_state_alone_is_said_to():
+    rows = rows_of("recurrent state")
+    whole = whole_site_bits(rows, 0)[None]
+    expressed = whole[OWN].bits.mean()
+    assert expressed > 1.0
+    for site in (*SITES[1:], *OF_RECURRENT):
+        having = {STATE, RESPONSE_AND_STATE, HEADER_AND_STATE, ALL_THREE}
+        wanted = expressed if site in having else 0.0
+        assert whole[site].bits.mean() == pytest.approx(wanted, abs=0.02), site
+    found = {
+        (row.quantity, row.names["term"]): row.estimate.value
+        for row in estimates(rows, whole_site_bits(rows, 0), OPTIONS)
+        if np.isnan(row.names["temperature"])
+    }
+    for quantity in (SPLIT, LEFT_OUT):
+        for site in PLAYERS:
+            wanted = expressed if site == STATE else 0.0
+            assert found[quantity, site] == pytest.approx(wanted, abs=0.03), (quantity, site)
+    computed_on = {ALL_LAYERS: 0, FULL_LAYERS: 0, STATE_ON: expressed}
+    for site, wanted in (computed_on | {RESPONSE_AND_STATE_ON: expressed}).items():
+        carried = query_bits_of(rows[rows["site"] == site], 0).bits.mean()
+        assert carried == pytest.approx(wanted, abs=0.06), site
+    assert not {*OF_RECURRENT} & {*rows_of("redundant")["site"]}  # of a model without
 
 
 def test_a_site_that_hardly_moves_the_turn_carries_hardly_anything():

@@ -1,15 +1,31 @@
 """Hybrids of several contexts, against one pass over all of them with a mask per token."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tiny
 import torch
-from contract import LOGPROB, masked_logits
+from contract import LOGPROB, VECTOR, masked_logits
+from transformers import DynamicCache
 
+from ia_mech.engine import splice
+from ia_mech.engine.installed import install, installed
 from ia_mech.engine.intervene import Replace
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Borrowed, Engine
-from ia_mech.engine.splice import Hybrid, Piece, aligned, spliced
+from ia_mech.engine.splice import (
+    Hybrid,
+    Piece,
+    aligned,
+    arriving,
+    check_ceiling,
+    continued,
+    is_recurrent,
+    of_everything,
+    spliced,
+)
+from ia_mech.errors import UserError
 
 QUERY, AFTER = 9, 4  # tokens before the responses, which all contexts share, and after them
 RESPONSES = (6, 11, 3)
@@ -32,10 +48,9 @@ def hybrid(recipient: int, response: int, after: int | None) -> Hybrid:
 
 def by_one_pass(model, one: Hybrid, turn: list[int], heads=None, after=AFTER) -> np.ndarray:
     """Log-probabilities ``[tokens - 1]`` of a turn after its first token: one pass over every
-    context, each seeing itself, and the turn, which sees the tokens that the hybrid is made of;
-    the recipient's in layers without a shared prefix and, if heads are given, in others than these.
+    context, each seeing itself, and the turn, which sees the tokens that the hybrid is made of, and
+    windows of them; the recipient's in others than these heads, if any are given.
     """
-    shared = Engine.possible(model).shared
     all_of = contexts(after)
     longest = max(map(len, all_of))
     ids, at, owner, index = [], [], [], []
@@ -53,21 +68,36 @@ def by_one_pass(model, one: Hybrid, turn: list[int], heads=None, after=AFTER) ->
     own = part == one.recipient
     before = torch.arange(len(ids)) <= torch.arange(len(ids))[:, None]
 
+    def seen_by_turn(layer: int, head: int) -> torch.Tensor:
+        return (made if heads is None or head in heads.get(layer, ()) else own) | (part == -1)
+
     def sees(layer: int, head: int) -> torch.Tensor:
-        taken = layer in shared and (heads is None or head in heads.get(layer, ()))
-        of_turn = (made if taken else own) | (part == -1)
+        of_turn = seen_by_turn(layer, head)
         return before & torch.where((part == -1)[:, None], of_turn, part == part[:, None])
 
-    logits = masked_logits(model, ids, at, sees)[-len(turn) : -1].double().log_softmax(-1)
+    # A window counts a hybrid's own tokens, whose positions may leave a gap.
+    whole = [Piece(one.recipient, 0, len(all_of[one.recipient]))]
+    place, taken = torch.zeros_like(at), 0
+    for piece in one.pieces if heads is None else whole:
+        its = (part == piece.context) & (index >= piece.start) & (index < piece.stop)
+        place[its] = torch.arange(taken, taken + int(its.sum()))
+        taken += int(its.sum())
+    place[part == -1] = torch.arange(taken, taken + len(turn))
+    behind = torch.where((part == -1)[:, None], place[:, None] - place, at[:, None] - at)
+    logits = masked_logits(model, ids, at, sees, behind)[-len(turn) : -1].double().log_softmax(-1)
     return logits.gather(-1, torch.tensor(turn[1:])[:, None])[:, 0].numpy()
 
 
 WHOLE = [(0, 1, 0), (1, 0, 1), (0, 0, 2), (2, 1, 0)]
 CUT = [(0, 1, None), (1, 2, None), (2, 2, None)]
+# None is as long as the group, whose longest context lends no response.
+SHORT, SHORT_CUT = [(0, 2, 1), (1, 2, 0), (2, 0, 0)], [(0, 2, None), (1, 2, None)]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("cases", "after"), [(WHOLE, AFTER), (CUT, 0)])
+@pytest.mark.parametrize(
+    ("cases", "after"), [(WHOLE, AFTER), (CUT, 0), (SHORT, AFTER), (SHORT_CUT, 0)]
+)
 def test_turns_after_hybrids_equal_one_pass_with_a_mask_per_token(architecture, cases, after):
     model = tiny.model(architecture)
     group = aligned(model, contexts(after))
@@ -135,3 +165,90 @@ def test_states_put_into_a_turns_first_tokens_equal_those_of_a_pass_with_a_hook(
     chosen = torch.tensor(turn)[:, None]
     theirs = logits.double().log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
     np.testing.assert_allclose(ours.logprobs_raw[AFTER:], theirs, rtol=0, atol=LOGPROB)
+
+
+def with_states(model, context: list[int], start: int) -> DynamicCache:
+    """What ``transformers`` keeps of a context alone, whose first token is at a position."""
+    cache = DynamicCache(config=model.config)
+    at = torch.arange(start, start + len(context))[None]
+    model(torch.tensor([context]), position_ids=at, past_key_values=cache)
+    return cache
+
+
+@torch.inference_mode()
+def by_hand(model, one: Hybrid, turn: list[int], after: int) -> np.ndarray:
+    """Log-probabilities ``[tokens - 1]`` of a turn after a hybrid that is put together from each
+    context's own cache and fed token by token."""
+    all_of = contexts(after)
+    longest = max(map(len, all_of))
+    caches = [with_states(model, ids, longest - len(ids)) for ids in all_of]
+    cache = caches[one.recipient]
+    for number, layer in enumerate(cache.layers):
+        each = [other.layers[number] for other in caches]
+        if hasattr(layer, "recurrent_states"):
+            state = each[one.recipient if one.state is None else one.state].recurrent_states[0]
+            conv = each[one.pieces[-1].context].conv_states[0]
+            layer.recurrent_states, layer.conv_states = {0: state.clone()}, {0: conv.clone()}
+            continue
+        for name in ("keys", "values"):
+            parts = [getattr(each[p.context], name)[:, :, p.start : p.stop] for p in one.pieces]
+            setattr(layer, name, torch.cat(parts, 2))
+    found = []
+    for step, token in enumerate(turn[:-1]):
+        at = torch.tensor([[longest + step]])
+        logits = model(torch.tensor([[token]]), position_ids=at, past_key_values=cache).logits
+        found.append(logits[0, -1].double().log_softmax(-1)[turn[step + 1]])
+    return torch.stack(found).numpy()
+
+
+@pytest.mark.parametrize("after", [AFTER, 0])
+def test_recurrent_states_and_convolutions_are_spliced_as_by_hand(after):
+    model = tiny.model("qwen3_5")
+    plain = tiny.fresh("qwen3_5")
+    group = aligned(model, contexts(after))
+    assert is_recurrent(group)
+    made = [
+        replace(hybrid(recipient, response, last if after else None), state=state)
+        for recipient, response, last, state in [(0, 1, 0, 1), (1, 0, 1, None), (0, 2, 2, 1)]
+    ]
+    turns = [Turn(n, tiny.prompt(5 + n, seed=n)) for n in range(len(made))]
+    for one, turn, ours in zip(
+        made, turns, score(model, [spliced(group, made)], turns), strict=True
+    ):
+        theirs = by_hand(plain, one, list(turn.ids), after)
+        np.testing.assert_allclose(ours.logprobs_raw[1:], theirs, rtol=0, atol=LOGPROB)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt_oss", "gemma3", "qwen3_5"])
+def test_a_hybrid_of_everything_is_its_donor(architecture, copied):
+    """What arrives is measured where it doesn't arrive, too: all tokens but no recurrent state."""
+    model, ids = tiny.model(architecture), tiny.prompt(4, seed=3)
+    cut = aligned(model, contexts(after=0))
+    for group in (cut, continued(model, cut, contexts()[0][-AFTER:])):
+        before, made = installed(model).engine, of_everything(group)
+        installed(model).engine = replace(before, shared=()) if copied else before
+        try:
+            check_ceiling(model, group, ids)
+            share = arriving(model, group, made, ids)
+            tokens = arriving(model, group, [replace(one, state=None) for one in made], ids)
+        finally:
+            installed(model).engine = before
+        assert share.min() >= 1 - VECTOR and share.shape == (3, model.config.num_hidden_layers)
+        assert (tokens.min() < 0.9) == (architecture == "qwen3_5")
+
+
+def test_layers_that_do_not_get_everything_are_named(monkeypatch):
+    model = tiny.model("qwen3_5")
+    group = aligned(model, contexts())
+    made = [replace(one, state=None) for one in of_everything(group)]
+    monkeypatch.setattr(splice, "of_everything", lambda group: made)
+    with pytest.raises(UserError, match=r"layers 1 \(.*4 \("):
+        check_ceiling(model, group, tiny.prompt(4, seed=3))
+
+
+def test_chunked_attention_is_refused_by_name():
+    model = tiny.wrapper("llama4")
+    install(model)
+    with pytest.raises(UserError, match=r"layers 1 \(chunked_attention\), 2"):
+        aligned(model, contexts())

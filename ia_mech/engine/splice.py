@@ -1,4 +1,4 @@
-"""Contexts whose keys and values come from several contexts, token range by token range.
+"""Contexts whose states come from several contexts, token range by token range.
 
 A hybrid is a context that never was: the query and the header of one conversation, say, around the
 response of another. Keys carry the position that they were computed at, so what is spliced together
@@ -8,29 +8,37 @@ and what stands at the same distance from the end is at the same position in all
 another length needs no turning of keys; it begins earlier or later. What comes after the splice may
 be computed anew: contexts are spliced where they are cut off, and the rest is fed with the turn.
 
-Only layers whose prefix rows can share take part (:attr:`ia_mech.engine.shared.Engine.shared`). In
-the others, those with a sliding window or a recurrent state, a hybrid has what its recipient has.
+Keys and values are spliced token by token; in a layer with a sliding window from all tokens, since
+the window then counts those of the hybrid. A recurrent layer has a state at the cut, which holds
+all tokens before it and is taken whole from one context; the inputs of its convolution, those of
+the last few tokens, go with the last piece.
+
+A hybrid of everything from one context is that context, to the bit; :func:`check_ceiling` refuses a
+model where it isn't.
 """
 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
 
 from ia_mech.engine.shared import held
-from ia_mech.engine.state import (
-    Prefilled,
-    Prefix,
-    State,
-    expand,
-    forward,
-    is_full,
-    prefill,
-    rows_of,
-)
+from ia_mech.engine.state import Prefilled, Prefix, State, expand, forward, prefill
+from ia_mech.errors import UserError
+
+# Kinds of layers, as transformers names them, whose whole state is known.
+SPLICED = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "dummy"}
+ROUNDINGS = 16  # epsilons of the dtype by which a hybrid of everything may be off, as in check.py
 
 
 @dataclass(frozen=True)
@@ -47,13 +55,14 @@ class Hybrid:
     """What a hybrid is made of.
 
     Attributes:
-        recipient: the context whose place it takes: what follows is at its positions, and layers
-            that can't be spliced are its own.
+        recipient: the context whose place it takes: what follows is at its positions.
         pieces: in order; the last one ends where its context ends.
+        state: the context whose recurrent states it has; the recipient where none is given.
     """
 
     recipient: int
     pieces: tuple[Piece, ...]
+    state: int | None = None
 
 
 def aligned(model: PreTrainedModel, contexts: Sequence[Sequence[int]]) -> Prefilled:
@@ -62,9 +71,19 @@ def aligned(model: PreTrainedModel, contexts: Sequence[Sequence[int]]) -> Prefil
     Args:
         model: an installed model whose positions are relative (rotary or none).
         contexts: token ids of each.
+
+    Raises:
+        UserError: names the layers whose states can't be spliced.
     """
+    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    others = [f"{n} ({kind})" for n, kind in enumerate(kinds, start=1) if kind not in SPLICED]
+    if others:
+        raise UserError(
+            f"contexts of {type(model).__name__} can't be spliced: layers {', '.join(others)}",
+            f"use a model whose layers are of {', '.join(sorted(SPLICED - {'dummy'}))}",
+        )
     longest = max(map(len, contexts))
-    return prefill(model, [Prefix(ids, start=longest - len(ids)) for ids in contexts])
+    return prefill(model, [Prefix(ids, start=longest - len(ids)) for ids in contexts], whole=True)
 
 
 def continued(
@@ -79,15 +98,15 @@ def continued(
     """
     count = len(group.logits)
     state = expand(model, [group], range(count), copies=True)
-    tokens = torch.tensor([list(ids)] * count)
-    logits, residuals = forward(
-        model,
-        state,
-        tokens,
-        torch.ones_like(tokens),
-        captured=[positions] * count if positions else None,
-    )
+    logits, residuals = _fed(model, state, ids, positions)
     return Prefilled(state, logits[:, -1], residuals)
+
+
+def _fed(model: PreTrainedModel, state: State, ids: Sequence[int], positions: Sequence[int]):
+    """What a pass gives that feeds every row the same tokens."""
+    tokens = torch.tensor([list(ids)] * state.rows)
+    captured = [positions] * state.rows if positions else None
+    return forward(model, state, tokens, torch.ones_like(tokens), captured=captured)
 
 
 @torch.inference_mode()
@@ -95,16 +114,16 @@ def spliced(group: Prefilled, hybrids: Sequence[Hybrid]) -> Prefilled:
     """Hybrids as a group of contexts that rows can go on from.
 
     Args:
-        group: contexts of :func:`aligned`; left as they are.
+        group: contexts of :func:`aligned`, or hybrids of them; left as they are.
         hybrids: what to make of them.
 
     Returns:
         The hybrids in their order. Their ``logits`` are those of the contexts that the last pieces
         are of: the distribution of a first token is that of the last header state.
     """
-    mask, device = group.state.mask, group.state.mask.device
+    mask = group.state.mask
     width = mask.shape[1]
-    padding = (width - mask.sum(1)).tolist()
+    padding = (width - mask.sum(1)).cpu().tolist()
     lengths = [sum(piece.stop - piece.start for piece in one.pieces) for one in hybrids]
     longest = max(lengths)
     # Where each token of each hybrid is in the group: context and column; padding is anywhere.
@@ -119,23 +138,103 @@ def spliced(group: Prefilled, hybrids: Sequence[Hybrid]) -> Prefilled:
             column[number, at:end] = torch.arange(piece.start, piece.stop) + padding[piece.context]
             at = end
     recipients = torch.tensor([one.recipient for one in hybrids])
-    cache = copy.copy(group.state.cache)
-    cache.layers = []
-    for layer in group.state.cache.layers:
-        if is_full(layer):
-            cache.layers.append(_gather_tokens(layer, row.to(device), column.to(device)))
-        else:
-            cache.layers.append(rows_of([layer], [recipients], width))
-    state = State(cache, real.to(device), group.state.position[recipients.to(device)])
     last = torch.tensor([one.pieces[-1].context for one in hybrids])
-    return Prefilled(state, group.logits[last.to(device)], None)
+    held_by = [one.recipient if one.state is None else one.state for one in hybrids]
+    cache = copy.copy(group.state.cache)
+    cache.layers = [
+        _spliced_layer(layer, row, column, torch.tensor(held_by), last)
+        for layer in group.state.cache.layers
+    ]
+    position = group.state.position
+    state = State(cache, real.to(mask.device), position[recipients.to(position.device)])
+    return Prefilled(state, group.logits[last.to(group.logits.device)], None)
 
 
-def _gather_tokens(layer, row: Tensor, column: Tensor):
-    """A full-attention layer with the given tokens ``[hybrids, tokens]`` of its contexts."""
+def _spliced_layer(layer: Any, row: Tensor, column: Tensor, states: Tensor, last: Tensor) -> Any:
+    """A cache layer with the tokens ``[hybrids, tokens]`` of its contexts, the recurrent states of
+    ``states`` ``[hybrids]`` and the convolutions' inputs of ``last`` ``[hybrids]``."""
     twin = copy.copy(layer)
-    # [hybrids, tokens, kv_heads, dim] → [hybrids, kv_heads, tokens, dim]
-    twin.keys, twin.values = (
-        each[row, :, column].transpose(1, 2).contiguous() for each in held(layer)
-    )
+    if isinstance(layer, DynamicLayer) and layer.is_initialized:
+        where = held(layer)[0].device
+        row, column = row.to(where), column.to(where)
+        # [hybrids, tokens, kv_heads, dim] → [hybrids, kv_heads, tokens, dim]
+        twin.keys, twin.values = (
+            each[row, :, column].transpose(1, 2).contiguous() for each in held(layer)
+        )
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        twin.cumulative_length = row.shape[1]
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for name, of in (("conv_states", last), ("recurrent_states", states)):
+            each = dict(getattr(layer, name))
+            for number, one in each.items():
+                if one is not None:
+                    each[number] = one[of.to(one.device)]
+            setattr(twin, name, each)
     return twin
+
+
+def is_recurrent(group: Prefilled) -> bool:
+    """Whether any layer has a recurrent state."""
+    return any(
+        isinstance(layer, LinearAttentionCacheLayerMixin)
+        and any(layer.is_recurrent_states_initialized.values())
+        for layer in group.state.cache.layers
+    )
+
+
+@torch.inference_mode()
+def arriving(
+    model: PreTrainedModel, group: Prefilled, hybrids: Sequence[Hybrid], ids: Sequence[int]
+) -> Tensor:
+    """How much of what tells each context from its recipient arrives where tokens follow a hybrid.
+
+    Args:
+        model: of the group.
+        group: contexts of :func:`aligned`.
+        hybrids: one for each context, which is its donor.
+        ids: what follows.
+
+    Returns:
+        ``[contexts, layers]`` 1 − ‖hybrid − donor‖ / ‖recipient − donor‖ of the residual stream at
+        these tokens, behind each block.
+    """
+    hybrid, donor = (
+        _fed(model, expand(model, [one], range(len(one.logits)), len(ids)), ids, range(len(ids)))[1]
+        for one in (spliced(group, hybrids), group)
+    )
+    recipient = donor[[one.recipient for one in hybrids]]
+    off, apart = (
+        (each - donor)[:, 1:].float().flatten(2).norm(dim=-1) for each in (hybrid, recipient)
+    )
+    return (1 - off / apart.clamp(min=torch.finfo(torch.float32).tiny)).cpu()
+
+
+def of_everything(group: Prefilled) -> list[Hybrid]:
+    """For each context the hybrid that has everything from it, in the place of the next one."""
+    lengths = group.state.mask.sum(1).cpu().tolist()
+    return [
+        Hybrid((donor + 1) % len(lengths), (Piece(donor, 0, length),), donor)
+        for donor, length in enumerate(lengths)
+    ]
+
+
+def check_ceiling(model: PreTrainedModel, group: Prefilled, ids: Sequence[int]) -> None:
+    """Refuse a model whose hybrids don't get everything that is put into them.
+
+    Args:
+        model, group, ids: as for :func:`arriving`. Both passes are of the same shape, and what
+            differs is hidden, so that nothing but rounding may be off.
+
+    Raises:
+        UserError: names the layers behind which a hybrid of everything isn't its donor.
+    """
+    share = arriving(model, group, of_everything(group), ids).amin(0)
+    least = 1 - ROUNDINGS * torch.finfo(model.dtype).eps
+    each = enumerate(share.tolist(), start=1)
+    short = [f"{n} ({one:.2f})" for n, one in each if not one >= least]
+    if short:
+        raise UserError(
+            f"with everything spliced in, contexts of {type(model).__name__} aren't the donor's: "
+            f"the share of the change that arrives behind layers {', '.join(short)} isn't 1",
+            "use a model whose layers can be spliced",
+        )

@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
 
@@ -111,17 +112,24 @@ class Prefilled:
 # -- prefill --------------------------------------------------------------------------------------
 
 
-def prefill(model: PreTrainedModel, prefixes: Sequence[Prefix]) -> Prefilled:
+def prefill(
+    model: PreTrainedModel, prefixes: Sequence[Prefix], *, whole: bool = False
+) -> Prefilled:
     """Run a left-padded group of contexts through the model once.
 
     Args:
         model: the subject model, in evaluation mode and installed.
         prefixes: the contexts; all with the same number of positions, at which the residual stream
             is captured as the interventions leave it.
+        whole: layers with a sliding window keep what is out of its reach, too.
     """
     ids, mask = _left_padded([prefix.ids for prefix in prefixes], model.device)
+    cache = DynamicCache(config=model.config)
+    for layer in cache.layers if whole else ():
+        if type(layer) is DynamicSlidingWindowLayer:
+            layer.activate_past_recording()
     state = State(
-        cache=DynamicCache(config=model.config),
+        cache=cache,
         mask=mask[:, :0],
         position=torch.tensor([prefix.start for prefix in prefixes], device=model.device),
     )
@@ -350,7 +358,7 @@ def expand(
                 )
             cache.layers.append(SharedLayer(layers, table, number, room))
         else:
-            cache.layers.append(rows_of(layers, index, length))
+            cache.layers.append(rows_of(layers, index, length, whole=copies))
     check_borrowed(borrowed, cache.layers)
     return State(cache, mask, position, table)
 
@@ -360,7 +368,9 @@ def is_full(layer: object) -> TypeGuard[DynamicLayer]:
     return type(layer) is DynamicLayer and bool(layer.is_initialized)
 
 
-def rows_of(layers: Sequence[Any], index: Sequence[Tensor], length: int) -> CacheLayer:
+def rows_of(
+    layers: Sequence[Any], index: Sequence[Tensor], length: int, *, whole: bool = False
+) -> CacheLayer:
     """One layer with the given rows of several, which are left as they were.
 
     ``reorder_cache`` is the one selection that every cache layer of ``transformers`` implements,
@@ -371,6 +381,7 @@ def rows_of(layers: Sequence[Any], index: Sequence[Tensor], length: int) -> Cach
         layers: the same one of each group.
         index: ``[rows]`` int64 of each.
         length: tokens of the longest group.
+        whole: layers that keep more than their sliding window go on doing so.
     """
     twins = []
     for layer, rows in zip(layers, index, strict=True):
@@ -379,6 +390,9 @@ def rows_of(layers: Sequence[Any], index: Sequence[Tensor], length: int) -> Cach
             if isinstance(value, dict):
                 setattr(twin, name, dict(value))
         twin.reorder_cache(cast(torch.LongTensor, rows))
+        if isinstance(twin, DynamicSlidingWindowLayer) and twin.record_past and not whole:
+            twin.crop(0)  # what is out of reach
+            twin.record_past = False
         twins.append(twin)
     first, *others = twins
     if others and isinstance(first, DynamicLayer):
