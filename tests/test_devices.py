@@ -31,9 +31,9 @@ def gpus():
         yield
 
 
-def over_two(architecture: str):
+def over_two(architecture: str, vocab: int = tiny.VOCAB):
     """A tiny model with its embeddings and first two blocks on one GPU, the rest on another."""
-    model = copy.deepcopy(tiny.model(architecture))
+    model = copy.deepcopy(tiny.model(architecture, vocab))
     inner = model.model
 
     def place(module, device):

@@ -21,7 +21,6 @@ from ia_mech.run.integrity import without_folders
 from ia_mech.settings import Settings
 from ia_mech.steering import SteeringVector
 
-
 # Packages that bring kernels which transformers takes where they are installed: of recurrent layers
 # (Qwen3.5: the first two), and of attention.
 KERNELS = ("flash-linear-attention", "causal-conv1d", "kernels", "flash-attn")

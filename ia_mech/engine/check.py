@@ -11,11 +11,11 @@ Differences of logits are measured in displacements: how far the logits at a tok
 its nearer neighbour. Logits that belong to another token are a whole displacement away in every
 dtype, while rounding moves a row by a small share of one, which scales with the dtype's epsilon.
 
-Three things would take a prompt of hundreds or thousands of tokens, and are had without one. Sliding
-windows are narrowed while the check lasts, so that short prompts fill them. The length from which on
-``longrope`` rotates otherwise is lowered for one batch. A prefix of more than
-:data:`LONG` tokens, which attention kernels go through in several blocks, is a short one's keys and
-values repeated; rows that share it are compared with a row that has a copy.
+Three things would take a prompt of hundreds or thousands of tokens, and are had without one.
+Sliding windows are narrowed while the check lasts, so that short prompts fill them. The length from
+which on ``longrope`` rotates otherwise is lowered for one batch. A prefix of more than :data:`LONG`
+tokens, which attention kernels go through in several blocks, is a short one's keys and values
+repeated; rows that share it are compared with a row that has a copy.
 """
 
 import contextlib

@@ -5,9 +5,9 @@ Two kinds (``dynamic``, ``longrope``) rotate long sequences otherwise than short
 module: a row changes with its neighbours, with the passes before, and with those of other threads.
 Here each row's own length decides, and the module stays as it is.
 
-Refused are rows that have no reference: those that cross the border after they were prefilled, since
-a full pass over all their tokens would have rotated the first ones otherwise; and dynamic ones
-beyond it, which every further token would rotate anew.
+Rows that have no reference are refused: those that cross the border after they were prefilled,
+since a full pass over all their tokens would have rotated the first ones otherwise; and dynamic
+ones beyond it, which every further token would rotate anew.
 """
 
 import contextlib
