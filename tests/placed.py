@@ -49,6 +49,8 @@ class Placed(Tensor):
         if of_host and not indexed and func is not aten.copy_.default:
             raise RuntimeError(f"{func}: tensors on cpu and {placed}")
         where = args[0].device if func is aten.copy_.default else placed.pop()
+        if func is aten.histc.default:  # CUDA counts integers, too
+            args = (plain(args[0]).float(), *args[1:])
         with torch.inference_mode(False), torch.no_grad():
             found = func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
         return on(found, where)

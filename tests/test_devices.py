@@ -32,9 +32,9 @@ def gpus():
         yield
 
 
-def over_two(architecture: str):
+def over_two(architecture: str, vocab: int = tiny.VOCAB):
     """A tiny model with its embeddings and first two blocks on one GPU, the rest on another."""
-    model = copy.deepcopy(tiny.model(architecture))
+    model = copy.deepcopy(tiny.model(architecture, vocab))
     inner = model.model
 
     def place(module, device):
@@ -107,7 +107,10 @@ def test_rows_and_scores_over_two_devices_equal_those_on_one(gpus):
         assert abs(ours.logprobs_raw - theirs.logprobs_raw).max() < LOGPROB
 
 
-@pytest.mark.parametrize(("architecture", "share"), [("llama", True), ("gemma4", False)])
+@pytest.mark.parametrize(
+    ("architecture", "share"),
+    [("llama", True), ("gemma3", True), ("qwen3_5", True), ("gemma4", False)],
+)
 def test_the_check_finds_what_can_be_shared_over_two_devices(architecture, share, gpus):
     """Gemma 4's last layers read keys of layers on the other GPU, which are moved on their way."""
     ids = tiny.prompt(TOKENS, seed=0)

@@ -23,6 +23,7 @@ from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, differentiable_logits, score
 from ia_mech.engine.shared import Borrowed
 from ia_mech.engine.state import Prefix, prefill
+from ia_mech.errors import UserError
 
 THREADS, WIDTH, BORDER = 4, 32, 40  # tokens up to which both kinds of rope rotate alike
 FAMILIES = pytest.mark.parametrize("architecture", tiny.FAMILIES)
@@ -138,15 +139,14 @@ def test_a_model_that_is_not_installed_is_an_error():
         prefill(tiny.fresh("llama"), [Prefix([3, 4])])
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rows_are_rotated_by_their_own_length(kind):
+def test_rows_are_rotated_by_their_own_length():
     """Whatever is beside them, and came before; as a model that computes them alone does."""
 
     def by_itself(prefix: Prefix) -> torch.Tensor:
         with torch.inference_mode():
-            return rope(kind)(torch.tensor([prefix.ids])).logits[0, -1]
+            return rope("longrope")(torch.tensor([prefix.ids])).logits[0, -1]
 
-    model = rope(kind)
+    model = rope("longrope")
     install(model)
     lengths, turn = (60, 20, 47, 12), tiny.prompt(5, seed=7)
     prefixes = [Prefix(tiny.prompt(n, seed=n)) for n in lengths]
@@ -154,11 +154,34 @@ def test_rows_are_rotated_by_their_own_length(kind):
     scored = score(model, [together], [Turn(c, turn) for c in range(4)])
     for number, prefix in enumerate(prefixes):
         assert relative_l2(together.logits[number], by_itself(prefix)) <= VECTOR
-        # Beyond the border, dynamic ones are rotated anew with each token, and keys as they were.
-        if kind == "longrope" or lengths[number] < BORDER:
-            logits = full_logits(rope(kind), prefix.ids, turn)
-            assert_logprobs(scored[number].logprobs_raw, logits, turn)
+        logits = full_logits(rope("longrope"), prefix.ids, turn)
+        assert_logprobs(scored[number].logprobs_raw, logits, turn)
     assert relative_l2(prefill(model, prefixes[1:2]).logits[0], by_itself(prefixes[1])) <= VECTOR
+
+
+def test_rows_that_would_have_been_rotated_otherwise_are_refused():
+    """Up to the border they may grow, and beyond it; outside of passes nothing is refused."""
+    for kind, grown, said in (
+        ("longrope", 36, f"a row of {BORDER} tokens grows to {BORDER + 1}"),
+        ("longrope", BORDER, f"a row of {BORDER} tokens grows to {BORDER + 1}"),
+        ("dynamic", 36, f"{BORDER + 1} tokens: beyond {BORDER}"),
+    ):
+        model = rope(kind)
+        install(model)
+        group = prefill(model, [Prefix(tiny.prompt(n, seed=n)) for n in (grown, 30)])
+        room = BORDER - grown
+        if room:
+            decode(model, [group], [Row(0, 0.0, (0, 0))], [], room + 1)
+            score(model, [group], [Turn(0, tiny.prompt(room + 1, seed=1))])
+        with pytest.raises(UserError, match=said):
+            decode(model, [group], [Row(1, 0.0, (0, 0)), Row(0, 0.0, (0, 0))], [], room + 2)
+        with pytest.raises(UserError, match=r"grows to|beyond"):
+            score(model, [group], [Turn(0, tiny.prompt(room + 2, seed=1))])
+        long = tiny.prompt(60, seed=1)
+        model(torch.tensor([long]))
+        if kind == "dynamic":
+            with pytest.raises(UserError, match=f"60 tokens: beyond {BORDER}"):
+                prefill(model, [Prefix(long)])
 
 
 # -- several threads -------------------------------------------------------------------------------
@@ -229,9 +252,8 @@ def jobs() -> list[Job]:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(2, WIDTH, generator=generator)
     models = {name: tiny.model(name) for name in tiny.FAMILIES}
-    for kind in ("dynamic", "longrope"):
-        models[kind] = rope(kind)
-        install(models[kind])
+    models["longrope"] = rope("longrope")
+    install(models["longrope"])
     found = []
     for name, model in models.items():
         shared = installed(model).engine.shared

@@ -256,6 +256,34 @@ def test_what_can_not_be_run_is_one_line(tiny_model_dir, tiny_subject, monkeypat
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(type(tiny_subject.model), "to", full)
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", full)
     text = refusal(load, ModelSpec(name=tiny_model_dir, device="cpu"))
     assert "doesn't fit into the memory of the device; use --dtype bfloat16" in text
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+def test_quantized_weights_are_refused_by_name(checkpoint, kind, capfd):
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": kind}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    text = refusal(load, ModelSpec(name=str(checkpoint), device="cpu"))
+    assert text.startswith(
+        f"the weights of '{checkpoint}' are quantized ({kind}); give a checkpoint"
+    )
+    assert capfd.readouterr() == ("", "")
+
+
+def test_weights_are_read_on_their_device(tiny_model_dir, cuda, monkeypatch):
+    """Not by way of host memory, but for a model on a CPU."""
+    asked = []
+
+    def from_pretrained(place, **options):
+        asked.append(options.get("device_map"))
+        raise OSError("enough")
+
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    cuda(2)
+    for device in ("cpu", "cuda:1"):
+        refusal(load, ModelSpec(name=tiny_model_dir, device=device))
+    refusal(load, ModelSpec(name=tiny_model_dir, device_map="auto"))
+    assert asked == [None, {"": "cuda:1"}, "auto"]

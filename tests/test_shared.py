@@ -113,6 +113,28 @@ def test_half_precision_is_merged_in_float32():
     assert (merged.double() - expected).abs().max() < 2e-2
 
 
+@pytest.mark.parametrize("spread", [4, 16])
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("softcap", [None, 1e9])
+def test_half_precision_is_as_exact_as_attention_of_pytorch(spread, new, softcap):
+    """Scores of such a standard deviation, in one part and in two; the cap changes nothing."""
+    query = normal(new, heads=HEADS, dim=64, seed=1).bfloat16()
+    key, value = (normal(600, dim=64, seed=seed).bfloat16() for seed in (2, 3))
+    scaling = spread / 8
+    expected = exact(query, key, value, torch.zeros(1, 600, dtype=torch.bool), scaling=scaling)
+    each = (tensor.repeat_interleave(HEADS // KV_HEADS, 1) for tensor in (key, value))
+    whole = torch.nn.functional.scaled_dot_product_attention(query, *each, scale=scaling)
+    parts = [
+        attend(query, key[:, :, cut], value[:, :, cut], scaling=scaling, softcap=softcap)
+        for cut in (slice(None), slice(400), slice(400, None))
+    ]
+    theirs, ours, merged = (
+        (found.double() - expected).norm() / expected.norm()
+        for found in (whole, parts[0][0], merge(*parts[1:]))
+    )
+    assert ours <= 1.5 * theirs and merged <= 1.5 * theirs
+
+
 def test_products_beyond_the_range_of_float16():
     """Of 16 numbers near 80, scaled to near 500; the cap, which changes nothing, takes the path
     without the fused kernel."""

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ from ia_mech.models.load import Subject
 from ia_mech.run.integrity import without_folders
 from ia_mech.settings import Settings
 from ia_mech.steering import SteeringVector
+
+# Packages that bring kernels which transformers takes where they are installed: of recurrent layers
+# (Qwen3.5: the first two), and of attention.
+KERNELS = ("flash-linear-attention", "causal-conv1d", "kernels", "flash-attn")
 
 
 def build_chat(settings: Settings, tokenizer: Any, eos_ids: Sequence[int] = ()) -> ChatFormat:
@@ -98,10 +103,19 @@ def machine(subject: Subject, threads: int) -> dict:
         "threads": threads,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "weights": weights.describe(subject.model),
+        "kernels": {name: version_of(name) for name in KERNELS},
         "python": platform.python_version(),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
     }
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None if it isn't."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def machine_changes(before: dict, now: dict) -> str:
@@ -119,6 +133,11 @@ def _gpu(device: torch.device) -> dict:
     return {
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
         "cuda": torch.version.cuda,
+        "sdpa": [
+            name
+            for name in ("flash", "mem_efficient", "math", "cudnn")
+            if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
+        ],
         "matmul_tf32": matmul.allow_tf32,
         "bf16_reduced_precision_sums": matmul.allow_bf16_reduced_precision_reduction,
         "fp16_reduced_precision_sums": matmul.allow_fp16_reduced_precision_reduction,

@@ -11,10 +11,11 @@ Differences of logits are measured in displacements: how far the logits at a tok
 its nearer neighbour. Logits that belong to another token are a whole displacement away in every
 dtype, while rounding moves a row by a small share of one, which scales with the dtype's epsilon.
 
-Two things would take a prompt of hundreds or thousands of tokens, and are had without one. Sliding
-windows are narrowed while the check lasts, so that short prompts fill them. A prefix of more than
-:data:`LONG` tokens, which attention kernels go through in several blocks, is a short one's keys and
-values repeated; rows that share it are compared with a row that has a copy.
+Three things would take a prompt of hundreds or thousands of tokens, and are had without one.
+Sliding windows are narrowed while the check lasts, so that short prompts fill them. The length from
+which on ``longrope`` rotates otherwise is lowered for one batch. A prefix of more than :data:`LONG`
+tokens, which attention kernels go through in several blocks, is a short one's keys and values
+repeated; rows that share it are compared with a row that has a copy.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.installed import install, installed
+from ia_mech.engine.rotary import lowered_border
 from ia_mech.engine.sampling import sample, stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Engine, held
@@ -46,6 +48,8 @@ ROUNDINGS = 16
 OUTLIER = 0.5
 LONG, QUERIES = 512, 33  # attention on CPUs takes blocks of 512 keys, and of 32 queries or more
 WINDOW = 8  # tokens; full for both prompts, with what is decoded
+PADDED = 33  # tokens of a batch whose padding has gone wrong: 1 modulo 32
+BORDER = 24  # tokens; only the prompt of the padded batch has more
 STEPS = 3
 TOKENS = 24  # two prompts of 12 and 5, and a turn of 7
 
@@ -137,6 +141,7 @@ class _Differences:
         """Measure those of everything that the engine does."""
         for context, logits in enumerate(self.prefilled.logits):
             self._compare_step("a left-padded batch", logits, context, 0)
+        self._pad()
         self._decode()
         self._score()
         self._sample()
@@ -187,6 +192,16 @@ class _Differences:
             for other in (mine, at[0], at[2])
         )
         self.deviations.setdefault(what, []).append(off / max(min(displaced), 1e-30))
+
+    def _pad(self) -> None:
+        """A short prompt with much padding, beside one that is rotated otherwise if any is."""
+        long = (self.prompts[0] * PADDED)[:PADDED]
+        with lowered_border(self.model, BORDER):
+            beside = prefill(self.model, [Prefix(long), Prefix(self.prompts[1])])
+            alone = _full_pass(self.model, [long])[0]
+        self._compare_step("a left-padded batch", beside.logits[1], 1, 0)
+        around = torch.stack([alone[-2], alone[-1], alone[-3]])
+        self._compare("a left-padded batch", beside.logits[0], around)
 
     def _decode(self) -> None:
         """The turn, token by token, by rows of both contexts, of which one was prefilled alone as

@@ -82,12 +82,12 @@ def decode(
     device, stops = groups[0].logits.device, set(stop_ids)
     record = _Record(len(rows), max_new_tokens)
     batch = sorted(range(len(rows)), key=lambda row: rows[row].context)  # which row is where
-    temperatures = torch.tensor([row.temperature for row in rows], device=device)
-    streams = torch.tensor([row.stream for row in rows], device=device)
+    temperatures = torch.tensor([rows[row].temperature for row in batch], device=device)
+    streams = torch.tensor([rows[row].stream for row in batch], device=device)
     logits = torch.cat([group.logits for group in groups])[[rows[row].context for row in batch]]
     state: State | None = None
     for step in range(max_new_tokens):
-        draws = sample(logits, temperatures[batch], streams[batch], step)
+        draws = sample(logits, temperatures, streams, step)
         tokens = record.add(batch, step, draws)
         ended = [at for at, token in enumerate(tokens) if token in stops]
         if step + 1 == max_new_tokens:
@@ -96,6 +96,7 @@ def decode(
             on_step(step, len(batch), len(ended))
         if len(ended) == len(batch):
             break
+        token = draws.token
         if state is None:
             kept = [at for at in range(len(batch)) if at not in set(ended)]
             going = [rows[batch[at]] for at in kept]
@@ -106,14 +107,14 @@ def decode(
                 max_new_tokens - 1,
                 borrowed=[row.borrowed for row in going],
             )
-        else:
-            kept = state.drop(ended) if ended else list(range(len(batch)))
-        batch = [batch[at] for at in kept]
-        token = draws.token[kept][:, None]
+        elif ended:
+            kept = state.drop(ended)
+        if ended:
+            batch = [batch[at] for at in kept]
+            at = torch.tensor(kept, device=device)
+            token, temperatures, streams = token[at], temperatures[at], streams[at]
         steered = [rows[row].steered for row in batch]
-        logits = forward(model, state, token, torch.ones_like(token), interventions=steered).logits[
-            :, -1
-        ]
+        logits = forward(model, state, token[:, None], interventions=steered).logits[:, -1]
     return record.rows(stops)
 
 
@@ -133,8 +134,10 @@ class _Record:
 
     def add(self, rows: Sequence[int], step: int, draws: Draw) -> list[int]:
         """Note a token for each of these rows; returns the tokens."""
-        for name in self.FIELDS:
-            self.values[name][rows, step] = getattr(draws, name).cpu().numpy()
+        # In one transfer: float64 holds float32 and ids alike.
+        drawn = torch.stack([getattr(draws, name).double() for name in self.FIELDS]).cpu().numpy()
+        for name, values in zip(self.FIELDS, drawn, strict=True):
+            self.values[name][rows, step] = values
         self.length[rows] = step + 1
         return self.values["token"][rows, step].tolist()
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -132,6 +133,13 @@ def _mask_or_none(original: Callable) -> Callable:
         one = current()
         if one is not None and not one.masked:
             return None
-        return original(*args, **kwargs)
+        made = original(*args, **kwargs)
+        if one is None or made is None or made.dtype != torch.bool:
+            return made
+        # Padding is shown the first column, padding itself: of a query that sees nothing, kernels
+        # for GPUs have made NaN, which goes on to others as zero times NaN.
+        made = made.clone()
+        made[..., 0] |= ~made.any(-1)
+        return made
 
     return mask

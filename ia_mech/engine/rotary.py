@@ -5,18 +5,26 @@ Two kinds (``dynamic``, ``longrope``) rotate long sequences otherwise than short
 module: a row changes with its neighbours, with the passes before, and with those of other threads.
 Here each row's own length decides, and the module stays as it is.
 
-A row that crosses the border while it is written goes on with the keys that it has, as in
-``transformers``; a full pass over all its tokens would have rotated them otherwise.
+Rows that have no reference are refused: those that cross the border after they were prefilled,
+since a full pass over all their tokens would have rotated the first ones otherwise; and dynamic
+ones beyond it, which every further token would rotate anew.
 """
 
+import contextlib
 import copy
 import math
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ia_mech.engine.passes import current
+from ia_mech.errors import UserError
+
 VARYING = {"dynamic", "longrope"}
+BORDER = "original_max_position_embeddings"
 
 
 def separate_rows(model: nn.Module) -> None:
@@ -31,19 +39,66 @@ def separate_rows(model: nn.Module) -> None:
             setattr(module, name, RowsApart(module))
 
 
+@contextlib.contextmanager
+def lowered_border(model: nn.Module, border: int) -> Iterator[None]:
+    """While it lasts, rows of more than so many tokens are rotated as long ones (``longrope``), by
+    copies of the modules' configurations."""
+    held = [f for m in model.modules() for f in vars(m).values() if isinstance(f, RowsApart)]
+    lowered = [f for f in held if "dynamic" not in f.kinds and f.border > border]
+    before = [(f.border, f.config) for f in lowered]
+    for forward in lowered:
+        forward.lower(border)
+    try:
+        yield
+    finally:
+        for forward, (own, config) in zip(lowered, before, strict=True):
+            forward.border, forward.config = own, config
+
+
 class RowsApart:
-    """The forward of a rotary embedding, as a pure function of each row's positions."""
+    """The forward of a rotary embedding, as a pure function of each row's positions.
+
+    Attributes:
+        kinds: of its rotations.
+        border: rows of up to so many tokens are rotated alike.
+        config: that the rotations are made by.
+
+    Raises:
+        UserError: when it is called, by a pass of the engine, with a row that crosses the border,
+            or is beyond it with dynamic rotations.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
+        self.config = self.module.config
+        kind = self.module.rope_type
+        self.kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
+
+    @cached_property
+    def border(self) -> float:
+        known = [one[BORDER] for one in self._parameters(self.config) if one and BORDER in one]
+        return min(self.module.original_max_seq_len, *known, math.inf)
+
+    def _parameters(self, config: Any) -> list[dict]:
+        each = config.rope_parameters
+        return list(each.values()) if isinstance(self.module.rope_type, dict) else [each]
+
+    def lower(self, border: int) -> None:
+        """Take another border."""
+        self.border, self.config = border, copy.deepcopy(self.config)
+        for one in self._parameters(self.config):
+            if one and BORDER in one:
+                # What is read beside it, the factor of attention, stays as it was made.
+                one[BORDER] = border
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args, **kwargs) -> tuple[Tensor, ...]:
         if position_ids.ndim != 2:  # of images: one length
             return self._rotations(x, position_ids, *args, **kwargs)
         rows_of: dict[int, list[int]] = {}
-        border = self._border()
-        for row, last in enumerate(position_ids.amax(-1).tolist()):
-            rows_of.setdefault(max(last + 1, border), []).append(row)
+        firsts, lasts = torch.stack([position_ids.amin(-1), position_ids.amax(-1)]).tolist()
+        for row, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
+            self._refuse(first, last + 1)
+            rows_of.setdefault(max(last + 1, self.border), []).append(row)
         if len(rows_of) == 1:
             return self._rotations(x, position_ids, *args, **kwargs)
         parts = [
@@ -52,18 +107,27 @@ class RowsApart:
         back = torch.tensor([row for rows in rows_of.values() for row in rows]).argsort()
         return tuple(torch.cat(each)[back.to(x.device)] for each in zip(*parts, strict=True))
 
-    def _border(self) -> int:
-        """Rows of up to so many tokens are rotated alike."""
-        parameters = self.module.config.rope_parameters
-        each = parameters.values() if isinstance(self.module.rope_type, dict) else [parameters]
-        name = "original_max_position_embeddings"
-        known = [one[name] for one in each if one and name in one]
-        return min(self.module.original_max_seq_len, *known, math.inf)
+    def _refuse(self, cached: int, length: int) -> None:
+        if length <= self.border or current() is None:
+            return
+        if "dynamic" in self.kinds:
+            raise UserError(
+                f"{length} tokens: beyond {self.border}, this model's rotations depend on every "
+                "length that it was run at (dynamic scaling)",
+                "leave such conversations out, or write fewer tokens",
+            )
+        if 0 < cached <= self.border:
+            raise UserError(
+                f"a row of {cached} tokens grows to {length}: beyond {self.border}, this model "
+                "rotates all of a row's tokens otherwise",
+                "leave conversations near that length out, or write fewer tokens",
+            )
 
     def _rotations(self, x: Tensor, position_ids: Tensor, *args, **kwargs) -> tuple[Tensor, ...]:
         """Cosines and sines of rows of one length, by a twin of the module as it was made, which
         may write into itself."""
         twin = copy.copy(self.module)
+        twin.config = self.config
         twin._buffers = {name: buffer.clone() for name, buffer in self.module._buffers.items()}
         for name, buffer in self.module._buffers.items():
             if "original_inv_freq" in name:

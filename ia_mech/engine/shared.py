@@ -15,7 +15,6 @@ context (:class:`PrefixTable`), the cache layer (:class:`SharedLayer`), and the 
 model's attention calls with its keys (:func:`attend_shared`).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -68,8 +67,12 @@ def attend(
             total = total.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
         return average, total
     batch, heads, new, dim = query.shape
+    # Products are added up in float32 and stay in it: rounded to half precision, large scores would
+    # be off by more than what they are compared with.
+    folded, key, value = (x.float() for x in (query, key, value))
     # [batch, kv_heads, heads per kv_head * new, …]
-    scores = _scores(query.reshape(batch, key.shape[1], -1, dim), key, scaling)
+    folded = folded.reshape(batch, key.shape[1], -1, dim)
+    scores = (folded @ key.mT).mul_(scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
@@ -80,22 +83,8 @@ def attend(
     scores -= top.clamp(min=torch.finfo(scores.dtype).min)
     weights = scores.mul_(LOG2_E).exp2_()  # as in sampling.log_sum_exp
     total = weights.sum(-1, keepdim=True)
-    average = weights.div_(total.clamp(min=1.0)).to(value.dtype) @ value
+    average = (weights.div_(total.clamp(min=1.0)) @ value).to(query.dtype)
     return average.view(batch, heads, new, -1), (top + total.log()).view(batch, heads, new)
-
-
-def _scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
-    """Products of ``[…, queries, dim]`` and ``[…, keys, dim]``, scaled, in float32.
-
-    In float16 a product ends at 65504, which 128 numbers of 23 reach. So queries take as much of
-    the scaling as is a power of two, which rounds nothing but the tiniest numbers; other dtypes
-    have float32's range.
-    """
-    first = 1.0
-    if query.dtype == torch.float16:
-        first = 2.0 ** min(0, math.frexp(scaling)[1])
-        query = query * first
-    return (query @ key.mT).float() * (scaling / first)
 
 
 def merge(

@@ -62,13 +62,17 @@ class State:
 
     ``cache`` is a ``transformers`` cache of ``rows`` rows; ``mask`` is ``[rows, length]`` int64, 1
     for real tokens and 0 for left padding; ``position`` is ``[rows]`` int64, the position id of the
-    next token. ``table`` is None where no layer is shared.
+    next token. ``table`` is None where no layer is shared. ``padded`` says whether the mask hides
+    anything: looked up once, since each look waits for the device.
     """
 
     cache: DynamicCache
     mask: Tensor
     position: Tensor
     table: PrefixTable | None = None
+
+    def __post_init__(self) -> None:
+        self.padded = not bool(self.mask.all())
 
     @property
     def rows(self) -> int:
@@ -217,7 +221,7 @@ def forward(
     model: PreTrainedModel,
     state: State,
     ids: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     *,
     keep: int = 1,
     first: Sequence[int] = (),
@@ -234,7 +238,7 @@ def forward(
         state: its cache, mask and positions grow by ``ids``.
         ids: ``[rows, new]`` int64.
         mask: ``[rows, new]`` int64, 0 for padding (left padding of a fresh state, or right padding
-            of the last tokens this state will ever see).
+            of the last tokens this state will ever see); None where there is none.
         keep: how many of the new tokens' logits to return, from the end; 0 = all.
         first, captured, interventions: as for :class:`ia_mech.engine.passes.Pass`; ``first`` is 0
             for all rows unless it is given.
@@ -260,7 +264,12 @@ def forward(
         masked=others or not shared,
     )
     device = state.mask.device  # of the first layer; what was drawn is on that of the last
-    ids, mask = ids.to(device), mask.to(device)
+    ids = ids.to(device)
+    if mask is None:
+        mask = torch.ones_like(ids)
+    else:
+        mask = mask.to(device)
+        state.padded = state.padded or not bool(mask.all())
     positions = state.position[:, None] + mask.cumsum(-1) - 1
     state.mask = torch.cat([state.mask, mask], dim=-1)
     arguments: dict[str, int | Tensor] = {}
@@ -274,7 +283,7 @@ def forward(
         output = model(
             input_ids=ids,
             # A mask of ones only costs time: without one, attention takes its unmasked path.
-            attention_mask=None if state.mask.all() else state.mask,
+            attention_mask=state.mask if state.padded else None,
             past_key_values=state.cache,
             use_cache=True,
             **arguments,

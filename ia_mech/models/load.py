@@ -130,6 +130,22 @@ def refuse_unknown_ids(ids: Iterable[int], config: Any) -> None:
         )
 
 
+def refuse_quantized(name: str, config: Any) -> None:
+    """Refuse a checkpoint of quantized weights (MXFP4, FP8 and others): nothing was tested on one.
+
+    Raises:
+        UserError: names the kind.
+    """
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        kind = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise UserError(
+            f"the weights of {name!r} are quantized ({kind or type(quantized).__name__})",
+            "give a checkpoint in bfloat16, float16 or float32 (load it with dequantize=True in "
+            "transformers, and save it)",
+        )
+
+
 def resolve_device(device: str) -> torch.device:
     """``auto`` is the first CUDA device if there is one, else the CPU.
 
@@ -186,6 +202,7 @@ def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
     with _errors_in_one_line(spec):
         tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
         config = AutoConfig.from_pretrained(place, **kwargs)
+    refuse_quantized(spec.name, config)
     return tokenizer, config
 
 
@@ -207,11 +224,15 @@ def load(spec: ModelSpec) -> Subject:
     _check_adapter(spec)
     with _errors_in_one_line(spec):
         tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
-    options: dict[str, Any] = {"device_map": spec.device_map} if spec.device_map else {}
+    options: dict[str, Any] = {}
+    if spec.device_map or device.type != "cpu":  # read there at once, not by way of host memory
+        options["device_map"] = spec.device_map or {"": str(device)}
     if spec.attention != "auto":
         options["attn_implementation"] = spec.attention
     with _errors_in_one_line(spec):
-        kind = type(AutoConfig.from_pretrained(place, **kwargs))
+        config = AutoConfig.from_pretrained(place, **kwargs)
+        kind = type(config)
+        refuse_quantized(spec.name, config)
         # Of models that read images, too, some are causal language models to transformers.
         reads_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         if reads_images and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -227,7 +248,7 @@ def load(spec: ModelSpec) -> Subject:
             **kwargs,
         )
         model, report = loaded
-        model = (model if spec.device_map else model.to(device)).eval().requires_grad_(False)
+        model = model.eval().requires_grad_(False)
     if model.device.type == "meta":
         raise UserError(
             f"not even the embeddings of {spec.name!r} fit into memory beside the largest block",
