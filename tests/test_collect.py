@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 import ia_mech.collect.compute as compute
 import ia_mech.collect.job as job
+import ia_mech.collect.parts as parts
 from ia_mech.collect.command import main
 from ia_mech.collect.compute import Computation
 from ia_mech.collect.parts import Survey, plan_parts
@@ -95,6 +96,8 @@ def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
     words += ["--samples", "1", "--max-new-tokens", "4", "--out", str(tmp_path / "run")]
     planned = call(main, [*words, "--dry-run"], capfd)
     assert planned.status == 0 and not (tmp_path / "run").exists(), planned.err
+    assert re.search(r"memory +\S+ .B for weights, at most \S+ .B for each part", planned.out)
+    assert re.search(r"time +about \S+ hours at most", planned.out)
     run = call(main, words, capfd).run
     for at, ids in enumerate(run.contexts["token_ids"]):
         with torch.inference_mode():
@@ -157,14 +160,34 @@ def test_a_part_takes_no_more_memory_than_it_has_room_for():
     room = 2 * (SIZE.context(3000) + rows)
     plan = plan_parts(survey_of([3000, 30, 3000, 30, 3000] * 4), settings, SIZE, room)
     # Four parts of five would do, if each had room for more than one long context.
-    assert list(map(len, plan.contexts.values())) == [3, 2] * 4 or plan.part_bytes <= room
-    assert len(plan.contexts) > 4 and plan.part_bytes <= room and plan.batch_rows == 100
+    assert [5 in map(len, plan.contexts.values()), len(plan.contexts)] == [False, 12]
+    assert plan.part_bytes <= room and plan.batch_rows == 100
     # Not even the rows of one have room: fewer are decoded together.
     few = plan_parts(survey_of([3000]), settings, SIZE, SIZE.context(3000) + rows - 1)
     assert few.batch_rows == 4 and few.part_bytes < SIZE.context(3000) + rows
     prompts = plan_parts(survey_of([3000] * 9, dict.fromkeys(range(9), 2900)), settings, SIZE, room)
     row = SIZE.context(2900) + SIZE.row(2900, settings.max_response_tokens)
     assert prompts.response_rows == room // row and prompts.part_bytes <= room
+
+
+def test_the_machine_that_begins_a_run_sizes_the_parts_of_all(tiny_subject, tmp_path, monkeypatch):
+    """It has room for two contexts with their rows, the others for all at once, or for none."""
+    few = 2 * (SIZE.context(200) + 5 * SIZE.row(200, 8))
+    out = tmp_path / "run"
+
+    def begin(*_):  # another machine does so while this one plans
+        monkeypatch.setattr(parts, "part_bytes", lambda *_: few)
+        sampled(SETTINGS, tiny_subject, out, shard=(1, 2))
+        return 10**9
+
+    monkeypatch.setattr(parts, "part_bytes", begin)
+    run = sampled(SETTINGS, tiny_subject, out, shard=(2, 2))
+    assert run.complete and run.record["part_bytes"] == few
+    monkeypatch.setattr(parts, "part_bytes", lambda *_: 1)
+    again = sampled(SETTINGS, tiny_subject, out)
+    assert again.digest() == run.digest() and again.record == run.record
+    alone = sampled(SETTINGS, tiny_subject, tmp_path / "alone")
+    assert alone.record["part_bytes"] == 1 and alone.settings["batch_rows"] == 1
 
 
 def test_the_default_job_has_parts_for_two_and_for_four_workers():

@@ -361,9 +361,9 @@ def expand(
 
 
 def held_tensors(layer: Any) -> list[Tensor]:
-    """The tensors of a cache layer of ``transformers``: keys and values, or states of any kind."""
+    """What a cache layer of ``transformers`` holds of rows: keys and values, or other states."""
     values = [one for v in vars(layer).values() for one in (v.values() if type(v) is dict else [v])]
-    return [value for value in values if isinstance(value, Tensor)]
+    return [value for value in values if isinstance(value, Tensor) and value.dim()]  # no constants
 
 
 def copied_bytes(model: PreTrainedModel, groups: Sequence[Prefilled]) -> int:
