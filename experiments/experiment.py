@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from ia_mech.run.queries import Query
 
 
+SHARES = 64  # of what a pass may hold: the smallest where memory runs out
 LOCK = ".lock"  # of the one command that writes to a folder of results
 
 
@@ -388,6 +389,8 @@ class Experiment:
 
     def _measured(self, model: Model | None, unit: Unit, progress: "Progress") -> pd.DataFrame:
         """The rows of a unit, measured now, in a worker."""
+        from ia_mech.engine.memory import Backoff, smaller_passes
+
         ticked = 0
 
         def tick(tokens: int) -> None:
@@ -395,9 +398,17 @@ class Experiment:
             ticked += tokens
             progress.advance(tokens)
 
+        def measured(size: int) -> pd.DataFrame:
+            tick(-ticked)  # of a try that memory was too small for
+            with smaller_passes(SHARES // size):
+                return self.measure(model and replace(model, on_tokens=tick), unit)
+
+        def shrank(size: int) -> None:
+            progress.say(f"out of memory: passes of {named!r} hold 1/{SHARES // size} now")
+
         named = " ".join(unit.source.split("\x1f"))  # dataset and query
         try:
-            rows = self.measure(model and replace(model, on_tokens=tick), unit)
+            rows = Backoff(SHARES, shrank).retry(measured)
         except Exception as error:
             error.add_note(f"This was of {named!r}; units before it are kept.")
             raise
@@ -556,11 +567,12 @@ class Experiment:
 
     def plan(self) -> dict[str, str]:
         """What would be sampled and measured: name → how much."""
-        lines = {}
+        lines, sampled, tokens, units = {}, 0, 0, []
         decoding = self.runs[0].settings | self.decoding()
-        per_context = len(decoding["temperatures"]) * decoding["samples"]
+        per_context = len(decoding["temperatures"]) * decoding["samples"] + 1
         for name, those in self.conversations().items():
-            lines[name] = f"{len(those)} contexts to sample {per_context + 1} turns after each"
+            lines[name] = f"{len(those)} contexts to sample {per_context} turns after each"
+            sampled += len(those)
         if type(self).units is not Experiment.units:
             units = self._at_least_one(self.units())
             tokens = sum(unit.tokens for unit in units)
@@ -569,7 +581,34 @@ class Experiment:
                 f"{len(units)} units of {queries} queries, about {tokens:,} tokens; "
                 f"{self._stored(units)} are measured already"
             )
+        if sampled or (units and self.loads):
+            lines |= self._costs(decoding, sampled, per_context, tokens, len(units))
         return lines or {"to compute": "nothing: the runs hold all that is read"}
+
+    def _costs(
+        self, decoding: Mapping[str, Any], contexts: int, rows: int, tokens: int, units: int
+    ) -> dict[str, str]:
+        """Memory and time, where contexts are sampled with so many rows each and units of so many
+        tokens in all are measured."""
+        import torch
+
+        from ia_mech.collect.summary import hours_text, memory_text
+        from ia_mech.engine.footprint import footprint
+        from ia_mech.engine.score import LOGITS, STATE_BYTES
+
+        first, config = self.runs[0], self._tokenizer_and_config[1]
+        device, new = first.model["device"], decoding["max_new_tokens"]
+        size = footprint(config, getattr(torch, first.model["dtype"]))
+        longest, batch = int(first.contexts["context_tokens"].max()), decoding["batch_rows"]
+        seconds = size.seconds(tokens, 2 * units, device)
+        part = (4 * LOGITS[device] + STATE_BYTES[device]) if units else 0
+        if contexts:
+            seconds += size.seconds(contexts * longest, contexts, device)
+            passes = -(-contexts * rows // batch) * new
+            seconds += size.seconds(contexts * rows * new, passes, device)
+            each = size.row(longest, new) + size.context(longest) // rows
+            part = max(part, min(contexts * rows, batch) * each)
+        return {"memory": memory_text(size.weights, part), "time": hours_text(seconds)}
 
     def result(self) -> "Result":
         """Sample, measure, estimate, conclude."""

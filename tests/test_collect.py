@@ -13,16 +13,17 @@ import torch
 from contract import VECTOR, relative_l2
 from runs import sampled
 from shell import call
-from transformers import GenerationConfig, MambaConfig
-from transformers.models.gemma4 import Gemma4TextConfig
+from transformers import GenerationConfig
 
 import ia_mech.collect.compute as compute
 import ia_mech.collect.job as job
+import ia_mech.collect.parts as parts
 from ia_mech.collect.command import main
 from ia_mech.collect.compute import Computation
-from ia_mech.collect.parts import MAX_CACHE_BYTES, Survey, plan_parts
+from ia_mech.collect.parts import Survey, plan_parts
 from ia_mech.collect.summary import print_run
 from ia_mech.display import Quiet
+from ia_mech.engine.footprint import footprint
 from ia_mech.engine.workers import Crew
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main as judge
@@ -95,6 +96,8 @@ def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
     words += ["--samples", "1", "--max-new-tokens", "4", "--out", str(tmp_path / "run")]
     planned = call(main, [*words, "--dry-run"], capfd)
     assert planned.status == 0 and not (tmp_path / "run").exists(), planned.err
+    assert re.search(r"memory +\S+ .B for weights, at most \S+ .B for each part", planned.out)
+    assert re.search(r"time +about \S+ hours at most", planned.out)
     run = call(main, words, capfd).run
     for at, ids in enumerate(run.contexts["token_ids"]):
         with torch.inference_mode():
@@ -129,59 +132,75 @@ def test_ids_beyond_the_embedding_are_refused_with_the_cause(
 # -- parts ----------------------------------------------------------------------------------------
 
 
+ROOM = 2**31  # bytes of memory for a part: more than those below take
+SIZE = footprint(tiny.model("llama").config, torch.float32)
+
+
 def survey_of(lengths: list[int], prompts: dict[int, int] | None = None) -> Survey:
     return Survey({}, [None] * len(lengths), lengths, prompts or {}, len(lengths), [])
 
 
-def test_a_part_fills_a_batch_and_a_part_of_responses_serves_whole_ones(tiny_subject):
-    config = tiny_subject.model.config
-    plan = plan_parts(survey_of([30] * 10, dict.fromkeys(range(10), 9)), SETTINGS, config, 4)
+def test_a_part_fills_a_batch_and_a_part_of_responses_serves_whole_ones():
+    plan = plan_parts(survey_of([30] * 10, dict.fromkeys(range(10), 9)), SETTINGS, SIZE, ROOM)
     # Four contexts of five rows fill 20 rows; four parts of a size hold ten contexts.
     assert list(plan.contexts.values()) == [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]]
     assert list(plan.responses.values()) == [list(range(10))]  # few rows cost as much as 16
     assert plan.counts == {"responses": 1, "contexts": 4} and plan.batch_rows == 20
-    wide = plan_parts(survey_of([30] * 50, dict.fromkeys(range(50), 9)), SETTINGS, config, 4)
+    wide = plan_parts(survey_of([30] * 50, dict.fromkeys(range(50), 9)), SETTINGS, SIZE, ROOM)
     for some in wide.responses.values():
         inside = [part for part in wide.contexts.values() if part[0] in some]
         assert some == [order for part in inside for order in part] and len(some) <= 20
-    alone = plan_parts(survey_of([30] * 3), replace(SETTINGS, batch_rows=2), config, 4)
+    alone = plan_parts(survey_of([30] * 3), replace(SETTINGS, batch_rows=2), SIZE, ROOM)
     assert list(alone.contexts.values()) == [[0], [1], [2]]
 
 
-@pytest.mark.parametrize(
-    ("config", "a_token"),  # keys and values of all layers, four bytes each
-    [
-        (tiny.model("llama").config, 2 * 4 * 2 * 8 * 4),
-        # Every sixth layer of Gemma 4 has wider heads; Mamba has none, and is given a hidden state.
-        (Gemma4TextConfig(num_hidden_layers=12), 2 * (10 * 4 * 256 + 2 * 4 * 512) * 4),
-        (MambaConfig(num_hidden_layers=3, hidden_size=8), 2 * 3 * 8 * 4),
-    ],
-    ids=["llama", "gemma4", "mamba"],
-)
-def test_a_part_holds_no_more_than_memory_is_set_aside_for(config, a_token):
-    length = MAX_CACHE_BYTES["cpu"] // a_token // 2
+def test_a_part_takes_no_more_memory_than_it_has_room_for():
     settings = replace(SETTINGS, batch_rows=100)
-    plan = plan_parts(survey_of([length, 30, length, 30, length] * 4), settings, config, 4)
+    rows = 5 * SIZE.row(3000, 8)
+    room = 2 * (SIZE.context(3000) + rows)
+    plan = plan_parts(survey_of([3000, 30, 3000, 30, 3000] * 4), settings, SIZE, room)
     # Four parts of five would do, if each had room for more than one long context.
-    assert list(map(len, plan.contexts.values())) == [2, 2, 1] * 4
+    assert [5 in map(len, plan.contexts.values()), len(plan.contexts)] == [False, 12]
+    assert plan.part_bytes <= room and plan.batch_rows == 100
+    # Not even the rows of one have room: fewer are decoded together.
+    few = plan_parts(survey_of([3000]), settings, SIZE, SIZE.context(3000) + rows - 1)
+    assert few.batch_rows == 4 and few.part_bytes < SIZE.context(3000) + rows
+    prompts = plan_parts(survey_of([3000] * 9, dict.fromkeys(range(9), 2900)), settings, SIZE, room)
+    row = SIZE.context(2900) + SIZE.row(2900, settings.max_response_tokens)
+    assert prompts.response_rows == room // row and prompts.part_bytes <= room
 
 
-def test_the_default_job_has_parts_for_two_and_for_four_workers(tiny_subject):
-    plan = plan_parts(
-        survey_of([250] * 24, dict.fromkeys(range(24), 90)),
-        Settings(),
-        tiny_subject.model.config,
-        4,
-    )
+def test_the_machine_that_begins_a_run_sizes_the_parts_of_all(tiny_subject, tmp_path, monkeypatch):
+    """It has room for two contexts with their rows, the others for all at once, or for none."""
+    few = 2 * (SIZE.context(200) + 5 * SIZE.row(200, 8))
+    out = tmp_path / "run"
+
+    def begin(*_):  # another machine does so while this one plans
+        monkeypatch.setattr(parts, "part_bytes", lambda *_: few)
+        sampled(SETTINGS, tiny_subject, out, shard=(1, 2))
+        return 10**9
+
+    monkeypatch.setattr(parts, "part_bytes", begin)
+    run = sampled(SETTINGS, tiny_subject, out, shard=(2, 2))
+    assert run.complete and run.record["part_bytes"] == few
+    monkeypatch.setattr(parts, "part_bytes", lambda *_: 1)
+    again = sampled(SETTINGS, tiny_subject, out)
+    assert again.digest() == run.digest() and again.record == run.record
+    alone = sampled(SETTINGS, tiny_subject, tmp_path / "alone")
+    assert alone.record["part_bytes"] == 1 and alone.settings["batch_rows"] == 1
+
+
+def test_the_default_job_has_parts_for_two_and_for_four_workers():
+    surveyed = survey_of([250] * 24, dict.fromkeys(range(24), 90))
+    plan = plan_parts(surveyed, Settings(), SIZE, ROOM)
     assert list(map(len, plan.contexts.values())) == [6] * 4  # 78 rows each
     assert list(map(len, plan.responses.values())) == [12] * 2
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 5])
-def test_every_part_is_dealt_to_one_shard_with_the_responses_that_it_needs(tiny_subject, of):
-    config = tiny_subject.model.config
+def test_every_part_is_dealt_to_one_shard_with_the_responses_that_it_needs(of):
     for prompts in ({}, dict.fromkeys(range(0, 90, 2), 9)):
-        plan = plan_parts(survey_of([30] * 90, prompts), SETTINGS, config, 4)
+        plan = plan_parts(survey_of([30] * 90, prompts), SETTINGS, SIZE, ROOM)
         shards = [plan.of_shard((number, of)) for number in range(1, of + 1)]
         for kind in ("contexts", "responses"):
             dealt = [name for shard in shards for name in getattr(shard, kind)]

@@ -4,6 +4,7 @@ import errno
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import scored
+import torch
 from filelock import FileLock
 from runs import rewritten, unfinished, with_settings
 from shell import call, files, refusal
 
+import ia_mech.engine.score as score_module
 from experiments.experiment import Conclusion, Experiment, output_folder
 from experiments.figures import Bars
 from experiments.parts import keep, kept
@@ -321,6 +324,35 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
     outcome = call(first_words.main, words, capfd)
     assert outcome.status == 2 and "measure() of first_words gave no rows of 'plain" in outcome.err
     assert files(folder) == before
+
+
+def test_a_unit_that_memory_is_too_small_for_is_measured_in_smaller_passes(
+    first_words, siblings, tmp_path, capfd, monkeypatch
+):
+    words = [str(siblings.path), "--queries", "2", "--full"]
+    plan = call(first_words.main, [*words, "--dry-run"], capfd)
+    assert re.search(r"memory +[\d.]+ .B for weights, at most [\d.]+ .B", plan.out)
+    assert re.search(r"time +about \S+ hours at most", plan.out)
+    whole = call(first_words.main, [*words, "--out", str(tmp_path / "whole")], capfd)
+    honest, held = score_module.forward, []
+
+    def tight(model, state, *others, **options):
+        held.append(state.rows)
+        if state.rows > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return honest(model, state, *others, **options)
+
+    monkeypatch.setattr(score_module, "forward", tight)
+    monkeypatch.setitem(score_module.LOGITS, "cpu", 64 * siblings.model["vocab"])
+    small = call(first_words.main, [*words, "--out", str(tmp_path / "small")], capfd)
+    assert small.status == 0 and "out of memory: passes of 'plain" in small.err
+    assert max(held) > 4 and held[-1] <= 4
+    means = [
+        pd.read_parquet(tmp_path / name / "estimates.parquet")["value"]
+        for name in ("whole", "small")
+    ]
+    np.testing.assert_allclose(*means, **scored.bits(3))
+    assert whole.status == 0
 
 
 def test_units_may_hold_numpy_numbers_and_nothing_else_that_json_lacks(tmp_path):

@@ -9,7 +9,7 @@ from contract import LOGPROB, VECTOR, relative_l2
 from ia_mech.engine.blocks import find_blocks
 from ia_mech.engine.intervene import Add, ProjectOut, Replace
 from ia_mech.engine.passes import Pass, current
-from ia_mech.engine.score import Turn
+from ia_mech.engine.score import LOGITS, Turn
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.likelihood.scorer import score
@@ -70,7 +70,7 @@ def logprobs(logits: torch.Tensor, turn: list[int], temperature: float) -> np.nd
 def test_scores_under_residual_edits_equal_plain_hooks(architecture, piece, monkeypatch):
     """One batch holds rows of every turn, layer and kind; each is compared with a pass alone. The
     tokens from a context's :data:`START` on are scored with the turn, and edited there."""
-    monkeypatch.setattr("ia_mech.engine.score.LOGITS", piece * tiny.VOCAB)
+    monkeypatch.setitem(LOGITS, "cpu", piece * tiny.VOCAB)
     model = tiny.model(architecture)
     rows, plain = [], []
     first, last = 0, CONTEXT - 1 - START

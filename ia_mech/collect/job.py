@@ -44,6 +44,7 @@ from ia_mech.collect.parts import (
     flag_of,
     kept_positions,
     open_inputs,
+    part_room,
     plan_parts,
     run_bytes,
     survey,
@@ -53,6 +54,7 @@ from ia_mech.collect.progress import PartProgress, PhaseProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext, tables
 from ia_mech.display import Progress
 from ia_mech.engine.check import check_engine
+from ia_mech.engine.footprint import footprint
 from ia_mech.engine.memory import Backoff
 from ia_mech.engine.shared import Engine
 from ia_mech.engine.workers import ANY, Crew, compute_in_workers, usable_cores
@@ -60,6 +62,7 @@ from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.models.load import Subject, load, remember
 from ia_mech.run import Run, RunWriter, layout
+from ia_mech.run.writer import begin_run
 from ia_mech.settings import WHOLE, Settings, Shard
 
 PATIENCE = 1  # seconds between looks at the parts that other processes compute
@@ -124,13 +127,16 @@ def collect(
         inputs.vector.check_weights(subject.weights_hash)
     engine = check_engine(model, probe_ids(chat), ignore=settings.ignore_check)
     surveyed = survey(inputs, settings, chat, model.config)
-    parts = plan_parts(surveyed, settings, model.config, model.dtype.itemsize)
+    size = replace(footprint(model.config, model.dtype), shared=engine.share)
+    room = part_room(settings, size, out)
+    parts, asked = plan_parts(surveyed, settings, size, room), settings
     settings = replace(settings, batch_rows=parts.batch_rows)
     positions = kept_positions(settings, chat)
     requested = requested_identity(settings, positions, surveyed.facts, inputs.vector)
     record = {
         "identity": identity(subject, chat, engine, requested),
         "parts": parts.counts,
+        "part_bytes": room,
         "skipped": surveyed.skipped,
         "source": inputs.source.description | {"dataset": requested["settings"]["dataset"]},
     }
@@ -143,6 +149,9 @@ def collect(
     needed = run_bytes(settings, positions, model.config, itemsize, lengths, count)
     try:
         check_disk(needed, out)
+        begun, _ = begin_run(out, record)
+        if begun.get("part_bytes", room) != room:  # another machine began it at this moment
+            return collect(asked, subject, out, progress, inputs=inputs, shard=shard, crew=crew)
         with RunWriter(out, record, flag_of) as writer:
             for note in surveyed.notes:
                 progress.say(f"note: {note}")

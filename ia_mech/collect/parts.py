@@ -3,7 +3,8 @@
 A **part** is some consecutive contexts with all their rows: what is dealt to a shard, computed,
 written and resumed as one. Parts are a pure function of settings and conversations, since rounding
 depends on the batch that a row sits in: nothing here looks at the clock, at free memory, at what
-was already done, or at the number of shards.
+was already done, or at the number of shards. What a part may take of memory follows from the
+machine that a run is begun on, and is read from the run by all others.
 
 Everything that can be wrong is found here, before anything is written: first what needs nothing but
 the settings, then what needs the data, then what needs the model.
@@ -22,6 +23,7 @@ from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import context_and_reference
 from ia_mech.collect.identity import build_chat, probe_ids, requested_identity
 from ia_mech.data.conversations import Conversation, ConversationSource, open_conversations
+from ia_mech.engine.footprint import Footprint, footprint, part_bytes
 from ia_mech.errors import UserError
 from ia_mech.models.load import (
     context_limit,
@@ -42,7 +44,6 @@ from ia_mech.steering import SteeringVector
 # number is an estimate.
 BATCH_ROWS = {"cpu": 96, "cuda": 1024}
 RESPONSES = 16  # fewer responses together cost as much: reading the weights is what takes the time
-MAX_CACHE_BYTES = {"cpu": 2**31, "cuda": 2**34}  # bytes of keys and values that a part may take
 PARTS = {"cpu": 4, "cuda": 1}  # parts come in such numbers, so that workers end together
 
 
@@ -315,7 +316,7 @@ class Parts:
             long and a step costs little more for many rows; each serves whole parts of contexts.
         batch_rows: most user turns decoded together.
         response_rows: most responses written together.
-        part_bytes: of keys and values of the largest part, about.
+        part_bytes: that the largest part takes of memory, about.
     """
 
     contexts: dict[str, list[int]]
@@ -344,43 +345,51 @@ class Parts:
         return replace(self, contexts=mine, responses=written)
 
 
-def plan_parts(
-    surveyed: Survey, settings: Settings, model_config: PretrainedConfig, dtype_bytes: int
-) -> Parts:
+def part_room(settings: Settings, size: Footprint, out: Path) -> int:
+    """Bytes of memory that a part may take: what the run was begun with, else this machine's."""
+    if (out / layout.RUN).is_file() and (begun := Run(out).record.get("part_bytes")):
+        return begun
+    everywhere = settings.device_map is not None
+    return part_bytes(resolve_device(settings.device), size.weights, everywhere)
+
+
+def plan_parts(surveyed: Survey, settings: Settings, size: Footprint, room: int) -> Parts:
     """The parts of a run.
 
     Parts of contexts are alike in size, with at most ``batch_rows`` rows or one context each, as
-    long as keys and values of contexts and rows stay within :data:`MAX_CACHE_BYTES`. Where the
-    model writes several responses to a query, no part splits them: one is drawn in place of
-    another.
+    long as they take no more than ``room`` bytes of memory. Where the rows of the longest context
+    alone take more, fewer are decoded together. Where the model writes several responses to a
+    query, no part splits them: one is drawn in place of another.
     """
     device = resolve_device(settings.device).type
     batch_rows = settings.batch_rows or BATCH_ROWS[device]
-    rows, several = len(settings.rows()), PARTS[device]
-    token_bytes = _cache_bytes(model_config, dtype_bytes)
-    room = MAX_CACHE_BYTES[device] // token_bytes  # tokens
-    whole = settings.responses  # contexts of a query
+    rows, several, new = len(settings.rows()), PARTS[device], settings.max_new_tokens
+    longest = max(surveyed.lengths)
+    fitting = (room - size.context(longest)) // size.row(longest, new)
+    if fitting < rows:
+        batch_rows = max(1, min(batch_rows, fitting))
+    each = settings.responses  # contexts of a query whose responses are written
     starts = [
         order
         for order, one in enumerate(surveyed.conversations)
-        if order not in surveyed.prompts or whole == 1 or one.response_index == 0
+        if order not in surveyed.prompts or each == 1 or one.response_index == 0
     ]
-    parts = part_count(len(starts), max(1, batch_rows // (rows * whole)), several)
-    firsts = {starts[number * len(starts) // parts] for number in range(parts)}
-    splits = set(starts)
+    parts = part_count(len(starts), max(1, batch_rows // (rows * each)), several)
+    firsts, splits = {starts[at * len(starts) // parts] for at in range(parts)}, set(starts)
     contexts: list[list[int]] = []
-    held: list[int] = []  # tokens of each part
+    held: list[int] = []  # bytes of each part
     for order, length in enumerate(surveyed.lengths):
-        tokens = length + rows * settings.max_new_tokens
-        if order in firsts or (order in splits and held[-1] + tokens > room):
+        needed = size.context(length) + min(rows, batch_rows) * size.row(length, new)
+        if order in firsts or (order in splits and held[-1] + needed > room):
             contexts.append([])
             held.append(0)
         contexts[-1].append(order)
-        held[-1] += tokens
+        held[-1] += needed
     response_rows, responses = batch_rows, []
     if surveyed.prompts:
-        longest = max(surveyed.prompts.values()) + settings.max_response_tokens
-        response_rows = max(1, min(batch_rows, room // longest))
+        prompt = max(surveyed.prompts.values())
+        row = size.context(prompt) + size.row(prompt, settings.max_response_tokens)
+        response_rows = max(1, min(batch_rows, room // row))
         writing = len(surveyed.prompts)
         wanted = max(RESPONSES, writing // part_count(writing, response_rows, several))
         together = max(1, min(wanted, response_rows) // max(map(len, contexts)))
@@ -388,9 +397,8 @@ def plan_parts(
             [order for part in contexts[start : start + together] for order in part]
             for start in range(0, len(contexts), together)
         ]
-        held.append(min(wanted, response_rows) * longest)
-    part_bytes = max(held) * token_bytes
-    return Parts(_named(contexts), _named(responses), batch_rows, response_rows, part_bytes)
+        held.append(min(wanted, response_rows) * row)
+    return Parts(_named(contexts), _named(responses), batch_rows, response_rows, max(held))
 
 
 def part_count(count: int, most: int, several: int) -> int:
@@ -402,16 +410,6 @@ def part_count(count: int, most: int, several: int) -> int:
 
 def _named(parts: list[list[int]]) -> dict[str, list[int]]:
     return {f"{number:05d}": part for number, part in enumerate(parts)}
-
-
-def _cache_bytes(model_config: PretrainedConfig, dtype_bytes: int) -> int:
-    """Bytes of keys and values of one token, as if every layer had full attention."""
-    numbers = 0
-    for layer in text_config(model_config).per_layer_config:
-        queries = getattr(layer, "num_attention_heads", 1)  # a recurrent one has none
-        heads = getattr(layer, "num_key_value_heads", None) or queries
-        numbers += 2 * heads * (getattr(layer, "head_dim", None) or layer.hidden_size // queries)
-    return numbers * dtype_bytes
 
 
 # -- what it takes --------------------------------------------------------------------------------
@@ -433,6 +431,8 @@ class Plan:
         tokens: new ones, at most.
         bytes: that will be written, about.
         lens_bytes: of the model's final norm and unembedding, which are kept once per model.
+        weight_bytes, part_bytes: of memory: the model's weights, and the largest part besides.
+        seconds: that it takes at most, about.
     """
 
     conversations: dict
@@ -449,6 +449,9 @@ class Plan:
     tokens: int
     bytes: int
     lens_bytes: int
+    weight_bytes: int
+    part_bytes: int
+    seconds: float
     header_text: str
     positions: tuple[str, ...]
 
@@ -469,8 +472,8 @@ def dry_run(settings: Settings, out: Path, shard: Shard = WHOLE) -> tuple[Plan, 
     chat = build_chat(settings, tokenizer)
     check_model(settings, inputs, chat, model_config)
     surveyed = survey(inputs, settings, chat, model_config)
-    dtype_bytes = (stored_dtype(model_config) if isinstance(dtype, str) else dtype).itemsize
-    parts = plan_parts(surveyed, settings, model_config, dtype_bytes)
+    size = footprint(model_config, stored_dtype(model_config) if isinstance(dtype, str) else dtype)
+    parts = plan_parts(surveyed, settings, size, part_room(settings, size, out))
     settings = replace(settings, batch_rows=parts.batch_rows)
     there = None
     if (out / layout.RUN).is_file():
@@ -482,7 +485,7 @@ def dry_run(settings: Settings, out: Path, shard: Shard = WHOLE) -> tuple[Plan, 
         record["parts"] = there.record["parts"]
         refuse_another(out, record, {"identity": wanted, "parts": parts.counts}, flag_of)
     mine = parts.of_shard(shard)
-    return _plan(surveyed, mine, settings, chat, model_config, dtype_bytes), there
+    return _plan(surveyed, mine, settings, chat, model_config, size), there
 
 
 def _plan(
@@ -491,12 +494,13 @@ def _plan(
     settings: Settings,
     chat: ChatFormat,
     model_config: PretrainedConfig,
-    dtype_bytes: int,
+    size: Footprint,
 ) -> Plan:
     orders = [order for part in parts.contexts.values() for order in part]
     lengths = [surveyed.lengths[order] for order in orders]
     each, writing = len(settings.rows()), [order for order in orders if order in surveyed.prompts]
     text, positions = text_config(model_config), kept_positions(settings, chat)
+    dtype_bytes, device = size.weights // size.parameters, resolve_device(settings.device).type
     sizes = [each * len(part) for part in parts.contexts.values()]
     sizes += [sum(order in surveyed.prompts for order in part) for part in parts.responses.values()]
     return Plan(
@@ -517,9 +521,25 @@ def _plan(
             settings, positions, model_config, dtype_bytes, lengths, len(parts.contexts)
         ),
         lens_bytes=(text.vocab_size + 2) * text.hidden_size * dtype_bytes,
+        weight_bytes=size.weights,
+        part_bytes=parts.part_bytes,
+        seconds=_seconds(parts, settings, size, lengths, len(writing), device),
         header_text=chat.header_text,
         positions=positions,
     )
+
+
+def _seconds(
+    parts: Parts, settings: Settings, size: Footprint, lengths: list[int], written: int, device: str
+) -> float:
+    """About how long contexts of these lengths take, with so many responses, none of which ends
+    before its limit."""
+    rows = len(settings.rows())
+    batches = len(parts.contexts) * -(-rows // parts.batch_rows)
+    steps, many = settings.max_new_tokens, settings.max_response_tokens
+    turns = size.seconds(rows * len(lengths) * steps, batches * steps, device)
+    responses = size.seconds(written * many, len(parts.responses) * many, device)
+    return turns + responses + size.seconds(sum(lengths), len(parts.contexts), device)
 
 
 def run_bytes(

@@ -136,6 +136,8 @@ def print_plan(settings: Settings, plan: Plan, out: Path, existing: Run | None) 
         ("rows to decode", f"{plan.rows} x at most {settings.max_new_tokens} tokens"),
         ("new tokens", f"at most {plan.tokens}, responses included"),
         ("parts", f"{plan.parts}; a kill costs at most one of {plan.part_rows} rows"),
+        ("memory", memory_text(plan.weight_bytes, plan.part_bytes)),
+        ("time", hours_text(plan.seconds)),
         ("bytes to be written", f"{size_text(plan.bytes)}, to {out}"),
         ("of this already there", kept),
         ("once for this model", lens),
@@ -144,6 +146,16 @@ def print_plan(settings: Settings, plan: Plan, out: Path, existing: Run | None) 
     for note in plan.notes:
         _print_line(f"note: {note}")
     _print_skipped(plan.skipped)
+
+
+def memory_text(weights: int, part: int) -> str:
+    """What weights and what is computed at once take of memory."""
+    return f"{size_text(weights)} for weights, at most {size_text(part)} for each part in work"
+
+
+def hours_text(seconds: float) -> str:
+    """About how long something takes at most."""
+    return f"about {seconds / 3600:.2g} hours at most, at the usual speed of such a device"
 
 
 def _random_blocks_text(seed: int | None) -> str:

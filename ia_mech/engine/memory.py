@@ -1,6 +1,8 @@
 """What to do when memory runs out: the same again with fewer rows at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import torch
@@ -9,6 +11,23 @@ from ia_mech.errors import UserError, is_out_of_memory
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+_share = ContextVar("_share", default=1)  # one part in so many of what passes may hold
+
+
+def allowed(most: int) -> int:
+    """Of the most that a pass may hold, what this thread's passes may at the moment; at least 1."""
+    return max(1, most // _share.get())
+
+
+@contextmanager
+def smaller_passes(share: int) -> Iterator[None]:
+    """Passes of this thread hold one part in ``share`` of what they may."""
+    token = _share.set(share)
+    try:
+        yield
+    finally:
+        _share.reset(token)
 
 
 class Backoff:

@@ -9,12 +9,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ia_mech.engine.intervene import Intervention, TokenwiseIntervention, at_tokens, within
+from ia_mech.engine.memory import allowed
 from ia_mech.engine.sampling import cpu_slices, log_sum_exp, ranks
 from ia_mech.engine.shared import Borrowed
-from ia_mech.engine.state import Prefilled, expand, forward, similar_lengths
+from ia_mech.engine.state import (
+    PREFILL_TOKENS,
+    Prefilled,
+    copied_bytes,
+    expand,
+    forward,
+    similar_lengths,
+)
 from ia_mech.errors import UserError
 
-LOGITS = 2**25  # most logits that are held at once, or those of one token
+# Limits of one pass, besides PREFILL_TOKENS. A pass reads all weights, so its logits are many
+# enough for 500 tokens of a vocabulary of 250,000; a GPU's numbers are estimates.
+LOGITS = {"cpu": 2**27, "cuda": 2**28}
+STATE_BYTES = {"cpu": 2**30, "cuda": 2**32}  # of what rows copy
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,7 @@ def score(
     """Score turns given their contexts; the prefilled states are left as they were.
 
     The first token is scored by the prefill's own logits, the others by one more pass over the
-    turns alone. Turns of similar length share a pass.
+    turns alone. Turns of similar length share a pass, as many as logits and copied state allow.
 
     Args:
         model: the subject model, installed.
@@ -84,8 +95,10 @@ def score(
         UserError: an intervention is at a token that no pass computes.
     """
     results: dict[int, Scored] = {}
-    most = max(1, LOGITS // groups[0].logits.shape[-1])  # tokens of one pass
-    for batch in similar_lengths([len(turn.ids) for turn in turns], most):
+    device, vocab = model.device.type, groups[0].logits.shape[-1]
+    most = max(1, min(allowed(LOGITS[device]) // vocab, allowed(PREFILL_TOKENS[device])))
+    rows = max(1, allowed(STATE_BYTES[device]) // max(1, copied_bytes(model, groups)))
+    for batch in similar_lengths([len(turn.ids) for turn in turns], most, rows):
         members = sorted(batch, key=lambda i: turns[i].context)
         together = [turns[i] for i in members]
         scored = _score_pass(model, groups, together, temperatures, most)

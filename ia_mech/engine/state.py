@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 
 from ia_mech.engine.installed import installed
 from ia_mech.engine.intervene import Intervention
+from ia_mech.engine.memory import allowed
 from ia_mech.engine.passes import Pass, making
 from ia_mech.engine.shared import Borrowed, PrefixTable, SharedLayer, check_borrowed, held
 from ia_mech.models.load import accepts
@@ -166,7 +167,7 @@ def prefill_all(
     """
     lengths = [len(prefix.ids) for prefix in prefixes]
     groups, order = [], []
-    for members in similar_lengths(lengths, PREFILL_TOKENS[model.device.type]):
+    for members in similar_lengths(lengths, allowed(PREFILL_TOKENS[model.device.type])):
         groups.append(prefill(model, [prefixes[i] for i in members]))
         order += members
         if on_tokens is not None:
@@ -174,12 +175,15 @@ def prefill_all(
     return groups, order
 
 
-def similar_lengths(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+def similar_lengths(
+    lengths: Sequence[int], most_tokens: int, most: int | None = None
+) -> Iterator[list[int]]:
     """Split sequences into groups of similar length, shortest first.
 
     Args:
         lengths: tokens of each.
         most_tokens: most tokens of a group, padding included; a longer sequence is alone.
+        most: most sequences of a group; None for any number.
 
     Yields:
         Indices into ``lengths``; every index once.
@@ -189,7 +193,8 @@ def similar_lengths(lengths: Sequence[int], most_tokens: int) -> Iterator[list[i
         # Sorted, so the one that comes last is the longest of its group.
         padded = (len(group) + 1) * lengths[i]
         real = lengths[i] + sum(lengths[j] for j in group)
-        if group and (padded > most_tokens or padded - real > PADDING * real):
+        full = len(group) == most or padded > most_tokens
+        if group and (full or padded - real > PADDING * real):
             yield group
             group = []
         group.append(i)
@@ -370,6 +375,27 @@ def expand(
             cache.layers.append(rows_of(layers, index, length, whole=copies))
     check_borrowed(borrowed, cache.layers)
     return State(cache, mask, position, table)
+
+
+def held_tensors(layer: Any) -> list[Tensor]:
+    """What a cache layer of ``transformers`` holds of rows: keys and values, or other states."""
+    values = [one for v in vars(layer).values() for one in (v.values() if type(v) is dict else [v])]
+    return [value for value in values if isinstance(value, Tensor) and value.dim()]  # no constants
+
+
+def copied_bytes(model: PreTrainedModel, groups: Sequence[Prefilled]) -> int:
+    """Bytes of state that :func:`expand` copies to a row, at most."""
+    sharing = installed(model).engine.shared
+    return max(
+        sum(
+            tensor.nbytes
+            for number, layer in enumerate(group.state.cache.layers, start=1)
+            if not (number in sharing and is_full(layer))
+            for tensor in held_tensors(layer)
+        )
+        // group.state.rows
+        for group in groups
+    )
 
 
 def is_full(layer: object) -> TypeGuard[DynamicLayer]:

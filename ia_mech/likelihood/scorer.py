@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from ia_mech.engine.memory import Backoff
 from ia_mech.engine.score import Scored, Turn
 from ia_mech.engine.score import score as score_prefilled
 from ia_mech.engine.state import Prefix, prefill_all
@@ -21,8 +20,6 @@ def score(
 ) -> list[Scored]:
     """Score turns after contexts: one prefill per context, one further pass over the turns.
 
-    Where memory runs out, fewer turns share a pass.
-
     Args:
         model: a causal language model, installed.
         contexts: token ids, each with its open header.
@@ -37,11 +34,7 @@ def score(
     groups, order = prefill_all(model, [Prefix(tuple(ids)) for ids in contexts])
     place = {number: at for at, number in enumerate(order)}
     placed = [replace(turn, context=place[turn.context]) for turn in turns]
-
-    def scored(some: Sequence[Turn]) -> list[Scored]:
-        return score_prefilled(model, groups, some, temperatures, on_tokens=on_tokens)
-
-    return Backoff(max(1, len(placed))).map(scored, placed)
+    return score_prefilled(model, groups, placed, temperatures, on_tokens=on_tokens)
 
 
 def after_each(

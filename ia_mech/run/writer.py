@@ -50,13 +50,8 @@ class RunWriter:
         self, path: Path, record: dict[str, Any], name_of: Callable[[str], str] = str
     ) -> None:
         self.path = path
-        wanted = json.loads(json.dumps({"format": layout.FORMAT, **record}))  # lists, not tuples
-        path.mkdir(parents=True, exist_ok=True)
-        if not (path / layout.RUN).exists():
-            # Another process may do the same at this moment, and writes the same.
-            integrity.write_json(path / layout.RUN, wanted)
-            integrity.fsync_folder(path.parent)
-        self.record, self._run = integrity.read_record(path)
+        self.record, self._run = begin_run(path, record)
+        wanted = json.loads(json.dumps(record))  # lists, not tuples
         refuse_another(path, self.record, wanted, name_of)
         self._session: dict[str, Any] = {}
         self._locks: dict[tuple[str, str], FileLock] = {}
@@ -256,6 +251,28 @@ def _save(tensors: "dict[str, Tensor]", path: Path, metadata: dict[str, str]) ->
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def begin_run(path: Path, record: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Write ``run.json`` unless there is one; of processes that begin a run together, one does.
+
+    Args:
+        path: the run's folder; made if it isn't there.
+        record: what ``run.json`` is to hold, without ``format``.
+
+    Returns:
+        What it holds, and the hash of its bytes.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    file = path / layout.RUN
+    if not file.exists():
+        lock = FileLock(path / f"{layout.RUN}.lock")
+        with lock:
+            if not file.exists():
+                integrity.write_json(file, {"format": layout.FORMAT, **record})
+                integrity.fsync_folder(path.parent)
+            Path(lock.lock_file).unlink(missing_ok=True)  # who waits for it finds that it is done
+    return integrity.read_record(path)
 
 
 def refuse_another(

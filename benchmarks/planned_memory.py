@@ -1,0 +1,117 @@
+"""Does a part take the memory that is planned for it? Random models of three shapes, on a CPU.
+
+    python benchmarks/planned_memory.py
+
+Each part holds more than 1 GB of state. The tensors' bytes are counted as PyTorch allocates and
+frees them, so that other memory of the process doesn't count. Takes about four minutes.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
+
+from ia_mech.engine.decode import Row, decode
+from ia_mech.engine.footprint import footprint
+from ia_mech.engine.installed import install
+from ia_mech.engine.state import Prefix, prefill_all
+
+SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's configuration, and a part: contexts, their tokens, rows of each, new tokens."""
+
+    config: Callable[..., transformers.PretrainedConfig]
+    changes: dict
+    contexts: int
+    tokens: int
+    rows: int
+    new: int
+
+
+SHAPES = {
+    "Llama": Shape(
+        transformers.LlamaConfig, {"num_hidden_layers": 16, "head_dim": 128}, 6, 550, 13, 12
+    ),
+    "sliding": Shape(
+        transformers.MistralConfig,
+        {"num_hidden_layers": 8, "head_dim": 64, "sliding_window": 256},
+        6,
+        300,
+        13,
+        4,
+    ),
+    "Qwen3.5": Shape(
+        Qwen3_5TextConfig,
+        {
+            "num_hidden_layers": 16,
+            "head_dim": 64,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 4,
+        },
+        6,
+        150,
+        13,
+        4,
+    ),
+}
+
+
+def planned_and_taken(shape: Shape) -> tuple[int, int]:
+    """Bytes of a part as they are planned, and at their peak."""
+    torch.manual_seed(0)
+    config = shape.config(**SIZES, **shape.changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    install(model.requires_grad_(False))
+    size = footprint(config, torch.float32)
+    planned = shape.contexts * (
+        size.context(shape.tokens) + shape.rows * size.row(shape.tokens, shape.new)
+    )
+    ids = torch.randint(3, 1000, (shape.contexts, shape.tokens)).tolist()
+    rows = [Row(c, 1.0, (c, r)) for c in range(shape.contexts) for r in range(shape.rows)]
+    with (
+        torch.inference_mode(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+    ):
+        groups, _ = prefill_all(model, [Prefix(one) for one in ids])
+        decode(model, groups, rows, [], shape.new)
+    held = peak = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return planned, peak
+
+
+def main() -> None:
+    """Print a line for each shape."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    print(f"{'shape':<10}{'planned GB':>12}{'taken GB':>10}{'planned / taken':>17}")
+    for name, shape in SHAPES.items():
+        planned, taken = planned_and_taken(shape)
+        print(
+            f"{name:<10}{planned / 1e9:>12.2f}{taken / 1e9:>10.2f}{planned / taken:>17.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

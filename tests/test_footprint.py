@@ -1,0 +1,93 @@
+"""What rows hold, from a configuration, against the states of real passes."""
+
+import pytest
+import tiny
+import torch
+
+import ia_mech.engine.footprint as footprints
+import ia_mech.engine.score as scoring
+from ia_mech.engine.footprint import LOGITS_HELD, footprint, part_bytes
+from ia_mech.engine.memory import smaller_passes
+from ia_mech.engine.shared import SharedLayer
+from ia_mech.engine.state import Prefix, copied_bytes, expand, forward, held_tensors, prefill
+from ia_mech.likelihood.scorer import score
+
+LENGTH, NEW = 30, 5
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_contexts_and_rows_hold_what_a_configuration_says(architecture):
+    model = tiny.model(architecture)
+    size = footprint(model.config, torch.float32)
+    assert size.weights == sum(one.nbytes for one in model.parameters())
+    assert model.config._attn_implementation != "eager" or architecture == "gpt_oss"
+    group = prefill(model, [Prefix(tiny.prompt(LENGTH, seed=n)) for n in range(2)])
+    layers = group.state.cache.layers
+    assert sum(t.nbytes for one in layers for t in held_tensors(one)) == 2 * size.context(LENGTH)
+    state = expand(model, [group], [0, 0, 1], NEW)
+    for _ in range(NEW):
+        forward(model, state, torch.full((3, 1), 5), torch.ones(3, 1, dtype=torch.long))
+    own, copied = 0, [0]
+    for layer in state.cache.layers:
+        if isinstance(layer, SharedLayer):
+            own += sum(tensor.nbytes for tensor in layer._own) / 3
+        else:
+            copied.append(sum(tensor.nbytes for tensor in held_tensors(layer)) / 3)
+    assert size.row(LENGTH, NEW) == own + sum(copied) + max(copied) + LOGITS_HELD * 4 * tiny.VOCAB
+    assert copied_bytes(model, [group]) == sum(
+        layer.of(LENGTH) for layer in size.layers if not layer.full
+    )
+
+
+def test_a_model_of_27_billion_with_recurrent_layers_is_measured_without_its_weights():
+    """In the shape of Qwen3.5-27B: a row's recurrent states are far larger than its keys."""
+    config = type(tiny.model("qwen3_5").config)(
+        hidden_size=5120,
+        intermediate_size=17408,
+        num_hidden_layers=64,
+        num_attention_heads=24,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=48,
+        vocab_size=248320,
+    )
+    size = footprint(config, torch.bfloat16)
+    assert 25e9 < size.parameters < 30e9
+    recurrent = [layer for layer in size.layers if not layer.full]
+    assert len(recurrent) == 48 and all(layer.each == 0 for layer in recurrent)
+    assert sum(layer.fixed for layer in recurrent) >= 48 * 48 * 128 * 128 * 2
+
+
+def test_room_goes_by_all_memory_and_every_worker(monkeypatch):
+    total = 64 * 10**9
+    monkeypatch.setattr(footprints.psutil, "virtual_memory", lambda: type("", (), {"total": total}))
+    monkeypatch.setattr(footprints, "usable_cores", lambda: 4)
+    assert part_bytes(torch.device("cpu"), 16 * 10**9) == 10 * 10**9
+    assert part_bytes(torch.device("cpu"), 70 * 10**9) == 2 * 10**9  # weights on a disk
+
+
+@pytest.mark.parametrize("limit", ["STATE_BYTES", "LOGITS"])
+def test_scoring_passes_are_limited_by_state_and_logits(monkeypatch, limit):
+    model = tiny.model("qwen3_5")
+    contexts = [tiny.prompt(20, seed=1)]
+    turns = [scoring.Turn(0, tiny.prompt(6, seed=n)) for n in range(8)]
+    each = {"LOGITS": 6 * tiny.VOCAB, "STATE_BYTES": 0}
+    each["STATE_BYTES"] = copied_bytes(model, [prefill(model, [Prefix(contexts[0])])])
+    honest, rows = scoring.forward, []
+
+    def counted(model, state, *others, **options):
+        rows.append(state.rows)
+        return honest(model, state, *others, **options)
+
+    monkeypatch.setattr(scoring, "forward", counted)
+    whole = score(model, contexts, turns)
+    assert rows == [8]
+    monkeypatch.setitem(getattr(scoring, limit), "cpu", 4 * each[limit])
+    parts = score(model, contexts, turns)
+    with smaller_passes(2):
+        halves = score(model, contexts, turns)
+    assert rows == [8, 4, 4, 2, 2, 2, 2]
+    for a, b, c in zip(whole, parts, halves, strict=True):
+        for other in (b, c):
+            assert abs(a.logprobs_raw - other.logprobs_raw).max() < 1e-4
