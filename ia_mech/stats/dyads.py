@@ -1,12 +1,20 @@
 """Means of values that involve two sources each, with intervals over sources."""
 
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
-from ia_mech.stats.intervals import Estimate, check_level, degrees_of_freedom, zero_events_bound
+from ia_mech.stats.intervals import (
+    Estimate,
+    check_level,
+    combined,
+    degrees_of_freedom,
+    hull,
+    unseen,
+)
 from ia_mech.stats.resampling import as_column, source_index
 
 
@@ -34,9 +42,9 @@ def dyadic_mean(
       conservative.
     - The degrees of freedom are those of ``intervals.spread_between``, of residuals per source.
 
-    If all values are alike, or those of all sources add up to the same, each end is exact and
-    one-sided: that of as many values with other sources each, of which a share of
-    ``intervals.zero_events_bound`` were as different as ``ends`` allow.
+    The interval is no narrower than what values of a kind that wasn't seen could add
+    (``intervals.unseen``), counting values that share no source with each other. That is all there
+    is if all values are alike, or those of all sources add up to the same.
 
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
@@ -72,14 +80,50 @@ def dyadic_mean(
     pairs_shared, pairs_same = (count / len(column) ** 2 for count in counts)
     if np.ptp(column) and pairs_shared > 1 - 1e-9:
         return Estimate(value, np.nan, np.nan, sources, "too few sources")
+    least = unseen(value, _disjoint(pairs), level, ends)
     if squares.max() <= 1e-20:
-        bound = zero_events_bound(_disjoint(pairs), level)
-        low, high = value - bound * (value - ends[0]), value + bound * (ends[1] - value)
-        return Estimate(value, low, high, sources, "exact, one-sided")
+        return Estimate(value, *least, sources, "exact, one-sided")
     variance = max(shared / (1 - pairs_shared), same / (1 - pairs_same)) / len(column) ** 2
     half = float(stdtrit(degrees_of_freedom(squares), (1 + level) / 2) * np.sqrt(variance))
-    low, high = max(value - half, ends[0]), min(value + half, ends[1])
+    low, high = hull((max(value - half, ends[0]), min(value + half, ends[1])), least)
     return Estimate(value, low, high, sources, "dyadic-robust student")
+
+
+def dyadic_difference(
+    values: ArrayLike,
+    others: ArrayLike,
+    first: Iterable[Hashable],
+    second: Iterable[Hashable],
+    *,
+    times: float = 1.0,
+    level: float = 0.95,
+) -> Estimate:
+    """Mean of values less so many times that of others, two rates over the same pairs of sources.
+
+    :func:`dyadic_mean` of the differences, and no narrower than what both rates allow where neither
+    shows all that there is: a rate of others of 0 is not known to be 0.
+
+    Args:
+        values: ``[n]`` from 0 to 1; rows in which either is NaN are left out.
+        others: ``[n]`` from 0 to 1.
+        first: ``[n]`` a source of each.
+        second: ``[n]`` its other source, or the same one again.
+        times: factor on the others.
+        level: coverage.
+    """
+    one, other = list(first), list(second)
+    rates = np.stack([as_column(x, len(one), "values") for x in (values, others)])
+    difference = rates[0] - times * rates[1]
+    ends = (-times, 1.0)
+    found = dyadic_mean(difference, one, other, ends=ends, level=level)
+    if np.isnan(found.low):
+        return found
+    kept = ~np.isnan(difference)
+    pairs = source_index(one + other)[0].reshape(2, -1).T[kept]
+    apart = _disjoint(pairs)
+    parts = [(rate, *unseen(rate, apart, level)) for rate in rates[:, kept].mean(axis=1).tolist()]
+    low, high = hull((found.low, found.high), combined(parts, (1, -times))[1:])
+    return replace(found, low=max(low, ends[0]), high=min(high, ends[1]))
 
 
 def _products(values: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, float, float]:
