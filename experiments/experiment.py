@@ -47,6 +47,7 @@ from ia_mech.cli import (
     whole_from,
 )
 from ia_mech.errors import UserError
+from ia_mech.run.sources import split_source
 
 if TYPE_CHECKING:
     from experiments.figures import Drawing
@@ -395,7 +396,7 @@ class Experiment:
             ticked += tokens
             progress.advance(tokens)
 
-        named = " ".join(unit.source.split("\x1f"))  # dataset and query
+        named = " ".join(split_source(unit.source))  # dataset and query
         try:
             rows = self.measure(model and replace(model, on_tokens=tick), unit)
         except Exception as error:

@@ -37,6 +37,7 @@ from ia_mech.results import Result, Table, about_runs, folder_of, print_table, s
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.run.layout import refuse_unwritable
+from ia_mech.run.sources import sources_of
 from ia_mech.stats import (
     Estimate,
     balanced_accuracy,
@@ -213,7 +214,7 @@ def compare_pairs(run: Run, labellers: Sequence[Labeller]) -> dict[tuple[str, st
     """By the names of (truth, prediction): each two of the labellers, and a judge's second verdicts
     with its first. Annotators are the truth of judges; between equals it is the one named first.
     """
-    sources = run.turns["source_id"].to_numpy(dtype=object)
+    sources = sources_of(run.turns).to_numpy(dtype=object)
     pairs = {}
     for first, second in combinations(labellers, 2):
         if second.kind == ANNOTATOR and first.kind == JUDGE:
@@ -235,7 +236,7 @@ def genuine_shares(run: Run, labeller: Labeller) -> Iterator[TidyEstimate]:
     The turns are weighted by inverse inclusion probabilities. As in :mod:`ia_mech.rates`, decoys of
     a judge count only if the same turn is in a category after its own context, too.
     """
-    sources = run.turns["source_id"].to_numpy(dtype=object)
+    sources = sources_of(run.turns).to_numpy(dtype=object)
     categories = labeller.categories
     rows, weights = joint_rows([labeller])
     assessed = np.isin(categories[rows], ASSESSED)
@@ -244,7 +245,7 @@ def genuine_shares(run: Run, labeller: Labeller) -> Iterator[TidyEstimate]:
     share = cluster_mean(genuine, sources[rows], proportion=True, weights=weights)
     names = {"prediction": labeller.name, "term": "genuine"}
     yield TidyEstimate("share", names, len(rows), share)
-    source_of = run.contexts.set_index("context_id")["source_id"]
+    source_of = run.contexts.set_index("context_id").pipe(sources_of)
     decoys = labeller.labels.decoys
     decoys = decoys[decoys["category"].isin(ASSESSED)]
     if labeller.kind == JUDGE:

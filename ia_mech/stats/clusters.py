@@ -7,7 +7,14 @@ from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 from scipy.sparse import csr_array
 
-from ia_mech.stats.intervals import Estimate, check_level, combined, rate_interval, student
+from ia_mech.stats.intervals import (
+    Estimate,
+    check_level,
+    combined,
+    hull,
+    rate_interval,
+    student,
+)
 from ia_mech.stats.resampling import (
     CHUNK,
     as_column,
@@ -98,8 +105,9 @@ def weighted_share(
     stratum's mean has its own rate interval over its sources, and they are put together by
     ``intervals.combined``: a stratum of large weight without any row that counts widens the
     interval by the rows of the other kind that it may hold. Where all rows weigh the same this is
-    the rate of the rows that count. Strata are taken for independent, also where they share
-    sources.
+    the rate of the rows that count. Strata are independent samples of rows. Other sources would
+    fill them otherwise, though: where all rows count, the interval is no narrower than the one that
+    the variance between sources gives.
 
     Args:
         events: ``[n]`` events, or shares of them, from 0 to 1; only where ``among`` matters.
@@ -145,7 +153,8 @@ def weighted_share(
         return combined(parts, share.tolist())[1:]
 
     if all_count:
-        low, high = ends(value)
+        columns = np.bincount(index, row_weights * hits), np.bincount(index, row_weights)
+        low, high = hull(ends(value), rate_interval(np.stack(columns, axis=1), np.inf, level)[:2])
     else:
         low = _root(lambda r: ends(r)[0] - r, 0.0, value)
         high = _root(lambda r: ends(r)[1] - r, 1.0, value)

@@ -102,9 +102,7 @@ def prediction_powered(
     return Estimate(value, max(low, 0.0), min(high, 1.0), count, "wilson")
 
 
-def _unseen_errors(
-    rows: "_Rows", value: float, tuned: float, level: float
-) -> tuple[float, float]:
+def _unseen_errors(rows: "_Rows", value: float, tuned: float, level: float) -> tuple[float, float]:
     """Ends of the interval if each stratum may hold errors of kinds that were not seen in it."""
     noted = rows.weights > 0
     weights, errors = rows.weights[noted], rows.truth[noted] - tuned * rows.verdict[noted]

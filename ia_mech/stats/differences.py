@@ -12,9 +12,9 @@ from ia_mech.stats.clusters import cluster_mean
 from ia_mech.stats.intervals import (
     Estimate,
     check_level,
-    rate_interval,
     combined,
     hull,
+    rate_interval,
     spread_between,
     student,
     unseen,
@@ -114,8 +114,8 @@ def paired_difference(
     The interval:
 
     - Between two rates (all values are 0 or 1): MOVER (``intervals.combined``) with the correlation
-      between the conditions over sources, and no less than what sources of an unseen kind could add
-      (``intervals.unseen``). It holds its level near zero, where bootstraps of differences don't
+      between the conditions over sources, and no less than Student's of the differences or than
+      what sources of an unseen kind could add (``intervals.unseen``). It holds its level near zero, where bootstraps of differences don't
       (``benchmarks/coverage.md``).
     - Between other means: Student's interval of the differences, as in :func:`cluster_mean`.
 
@@ -214,6 +214,9 @@ def _mover(a: Condition, b: Condition, level: float) -> tuple[float, float]:
     ends = unseen(value, n, level, (-1.0, 1.0))
     if not (a.means - b.means).any():
         return ends
+    spread = student(np.stack([a.means - b.means, np.ones(n)], axis=1), level) if n > 1 else None
+    if spread is not None and not np.isnan(spread.low):
+        ends = hull(ends, (spread.low, spread.high))
     low, high = hull((low, high), ends)
     return max(low, -1.0), min(high, 1.0)
 
@@ -233,7 +236,8 @@ class GroupDifference:
         first: the rate of the rows with label 1.
         second: that of the rows with label 0.
         difference: first minus second, with its interval.
-        p: two-sided p value of no association; NaN where a group is empty, or nothing can be permuted.
+        p: two-sided p value of no association; NaN where a group is empty, or no source can change
+            places with another.
         test: how p was found; empty without one.
     """
 

@@ -12,10 +12,11 @@ from ia_mech.stats.intervals import (
     check_level,
     combined,
     degrees_of_freedom,
-    hull,
     unseen,
 )
 from ia_mech.stats.resampling import as_column, source_index
+
+EXACT = "exact, one-sided"
 
 
 def dyadic_mean(
@@ -42,9 +43,9 @@ def dyadic_mean(
       conservative.
     - The degrees of freedom are those of ``intervals.spread_between``, of residuals per source.
 
-    The interval is no narrower than what values of a kind that wasn't seen could add
-    (``intervals.unseen``), counting values that share no source with each other. That is all there
-    is if all values are alike, or those of all sources add up to the same.
+    If all values are alike, or those of all sources add up to the same, the interval is what values
+    of a kind that wasn't seen could add (``intervals.unseen``), counting values that share no
+    source with each other.
 
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
@@ -80,12 +81,12 @@ def dyadic_mean(
     pairs_shared, pairs_same = (count / len(column) ** 2 for count in counts)
     if np.ptp(column) and pairs_shared > 1 - 1e-9:
         return Estimate(value, np.nan, np.nan, sources, "too few sources")
-    least = unseen(value, _disjoint(pairs), level, ends)
     if squares.max() <= 1e-20:
-        return Estimate(value, *least, sources, "exact, one-sided")
+        least = unseen(value, _disjoint(pairs), level, ends)
+        return Estimate(value, *least, sources, EXACT)
     variance = max(shared / (1 - pairs_shared), same / (1 - pairs_same)) / len(column) ** 2
     half = float(stdtrit(degrees_of_freedom(squares), (1 + level) / 2) * np.sqrt(variance))
-    low, high = hull((max(value - half, ends[0]), min(value + half, ends[1])), least)
+    low, high = max(value - half, ends[0]), min(value + half, ends[1])
     return Estimate(value, low, high, sources, "dyadic-robust student")
 
 
@@ -100,8 +101,9 @@ def dyadic_difference(
 ) -> Estimate:
     """Mean of values less so many times that of others, two rates over the same pairs of sources.
 
-    :func:`dyadic_mean` of the differences, and no narrower than what both rates allow where neither
-    shows all that there is: a rate of others of 0 is not known to be 0.
+    :func:`dyadic_mean` of the differences. A rate of 0 or 1 shows no spread in the differences, and
+    isn't certain: what ``intervals.unseen`` allows it comes on top, put together by
+    ``intervals.combined``.
 
     Args:
         values: ``[n]`` from 0 to 1; rows in which either is NaN are left out.
@@ -121,8 +123,16 @@ def dyadic_difference(
     kept = ~np.isnan(difference)
     pairs = source_index(one + other)[0].reshape(2, -1).T[kept]
     apart = _disjoint(pairs)
-    parts = [(rate, *unseen(rate, apart, level)) for rate in rates[:, kept].mean(axis=1).tolist()]
-    low, high = hull((found.low, found.high), combined(parts, (1, -times))[1:])
+    means = rates[:, kept].mean(axis=1).tolist()
+    parts, factors = [(found.value, found.low, found.high)], [1.0]
+    if set(means) <= {0.0, 1.0}:  # the differences say nothing that these two don't
+        parts = [(found.value,) * 3]
+    for rate, factor in zip(means, (1, -times), strict=True):
+        if rate in (0, 1):
+            least, most = unseen(rate, apart, level)
+            parts.append((0.0, least - rate, most - rate))
+            factors.append(factor)
+    _, low, high = combined(parts, factors)
     return replace(found, low=max(low, ends[0]), high=min(high, ends[1]))
 
 
