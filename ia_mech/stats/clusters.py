@@ -153,8 +153,8 @@ def weighted_share(
         return combined(parts, share.tolist())[1:]
 
     if all_count:
-        columns = np.bincount(index, row_weights * hits), np.bincount(index, row_weights)
-        low, high = hull(ends(value), rate_interval(np.stack(columns, axis=1), np.inf, level)[:2])
+        sums = np.bincount(index, row_weights * hits), np.bincount(index, row_weights)
+        low, high = hull(ends(value), rate_interval(np.stack(sums, axis=1), np.inf, level)[:2])
     else:
         low = _root(lambda r: ends(r)[0] - r, 0.0, value)
         high = _root(lambda r: ends(r)[1] - r, 1.0, value)

@@ -115,8 +115,8 @@ def paired_difference(
 
     - Between two rates (all values are 0 or 1): MOVER (``intervals.combined``) with the correlation
       between the conditions over sources, and no less than Student's of the differences or than
-      what sources of an unseen kind could add (``intervals.unseen``). It holds its level near zero, where bootstraps of differences don't
-      (``benchmarks/coverage.md``).
+      what sources of an unseen kind could add (``intervals.unseen``). It holds its level near zero,
+      where bootstraps of differences don't (``benchmarks/coverage.md``).
     - Between other means: Student's interval of the differences, as in :func:`cluster_mean`.
 
     The p value, by what the conditions allow (``PairedDifference.test`` names it):
