@@ -21,23 +21,28 @@ import numpy as np
 import scipy
 
 from benchmarks.coverage_data import (
+    SHEETS,
+    accepting_sources,
+    accuracy_of,
     annotate,
     conditions,
+    corrected_sheet,
     decoyed,
     percent,
+    recall_on_a_sheet,
     rows_per_source,
     share_and_interval,
     skewed,
     source_rates,
+    symmetric,
     table,
 )
 from ia_mech.judge.decoys import KINDS
 from ia_mech.stats import (
     Estimate,
-    balanced_accuracy_of,
     cluster_bootstrap,
     cluster_mean,
-    dyadic_mean,
+    dyadic_difference,
     kappa_of,
     paired_difference,
     prediction_powered,
@@ -185,7 +190,7 @@ def decoys(trials: int) -> None:
                 for _ in range(trials):
                     own, decoy, *pair = decoyed(rng, kind, sources, rate, floor, blind=blind)
                     for at, times in enumerate((1, 2)):
-                        e = dyadic_mean(own - times * decoy, *pair, ends=(-times, 1))
+                        e = dyadic_difference(own, decoy, *pair, times=times)
                         covered[at] += e.low <= rate - times * floor <= e.high
                         width += (e.high - e.low) * (times == 1)
                 found += [percent(share) for share in covered / trials]
@@ -242,6 +247,60 @@ def corrected(trials: int) -> None:
     table(header, rows(), len(cells), "corrected")
 
 
+def corners(trials: int) -> None:
+    """Coverage where data often show no spread at all, so that a formula would be certain."""
+    print(f"### Corners: {trials} data sets a row\n")
+    cells: list[tuple[str, Callable]] = [
+        *(
+            (f"recall, {what}", lambda rng, o=options: recall_on_a_sheet(rng, **o))
+            for what, options in SHEETS.items()
+        ),
+        *(
+            (f"corrected rate, {what}", lambda rng, o=options: corrected_sheet(rng, **o))
+            for what, options in SHEETS.items()
+        ),
+        *(
+            (
+                f"balanced accuracy, {few} against {many} rows, recalls {right} and {wrong}",
+                lambda rng, o=(few, many, right, wrong): accuracy_of(rng, *o),
+            )
+            for few, many in ((10, 40), (12, 60), (30, 30))
+            for right, wrong in ((0.9, 0.95), (0.95, 0.9), (0.8, 0.8))
+        ),
+        *(
+            (
+                f"difference, {sources} sources, {100 * rare:g}% of them another kind",
+                lambda rng, o=(sources, rare): symmetric(rng, *o),
+            )
+            for sources in (24, 50, 100)
+            for rare in (0.01, 0.05, 0.1)
+        ),
+        *(
+            (
+                f"rate − 2 · floor, {sources} sources, {100 * accepting:g}% accept all",
+                lambda rng, o=(sources, accepting): accepting_sources(rng, *o),
+            )
+            for sources in (12, 24, 60)
+            for accepting in (0.02, 0.08, 0.15)
+        ),
+    ]
+
+    def rows() -> Iterator[list[object]]:
+        for number, (name, draw) in enumerate(cells):
+            rng, covered, width, none = np.random.default_rng([12, number]), 0, 0.0, 0
+            for _ in range(trials):
+                e, truth = draw(rng)
+                if np.isnan(e.low):
+                    none += 1
+                    continue
+                covered += e.low - 1e-12 <= truth <= e.high + 1e-12
+                width += e.high - e.low
+            made = trials - none
+            yield [name, percent(covered / made), f"{width / made:.3f}", none]
+
+    table(["what", "coverage", "width", "without an interval"], rows(), len(cells), "corners")
+
+
 def agreement(trials: int) -> None:
     """Coverage of Cohen's kappa with a cluster bootstrap."""
     runs = max(trials // 3, 20)
@@ -287,7 +346,6 @@ def speed(_: int) -> None:
 
     cases: dict[str, tuple[Callable, np.ndarray]] = {
         "κ of 8 categories": (of_tables(kappa_of), cell),
-        "balanced accuracy of 8 categories": (of_tables(balanced_accuracy_of), cell),
     }
     print("### Speed: 10,000 resamples of 1,000 sources (8,000 rows), best of three\n")
     for name, (statistic, cell_of) in cases.items():
@@ -301,10 +359,8 @@ def speed(_: int) -> None:
     print(f"- largest memory of the whole process: {peak:.0f} MB\n", flush=True)
 
 
-PARTS = {
-    part.__name__: part
-    for part in (rates, zero_events, means, alarms, paired, decoys, corrected, agreement, speed)
-}
+STUDY = (rates, zero_events, means, alarms, paired, decoys, corrected, corners, agreement, speed)
+PARTS = {part.__name__: part for part in STUDY}
 
 
 def main() -> None:

@@ -3,12 +3,21 @@
 import sys
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from scipy.special import betaincinv, ndtr, ndtri
 from scipy.stats import binomtest
 
 from ia_mech.judge.decoys import SIBLING
+from ia_mech.stats import (
+    Estimate,
+    balanced_accuracy,
+    dyadic_difference,
+    paired_difference,
+    prediction_powered,
+    weighted_share,
+)
 
 UNEQUAL = (1, 2, 4, 8, 16, 17)
 
@@ -144,3 +153,100 @@ def annotate(
         chosen.append(rng.choice(rows, take, replace=False))
         inclusion.append(np.full(take, take / max(len(rows), 1)))
     return np.concatenate(chosen), np.concatenate(inclusion)
+
+
+# -- corners: what is often seen without any spread, with its interval and the truth ---------------
+
+# Rows of strata, the first of which the judge calls genuine; the shares of each that are genuine;
+# annotated rows of each; numbers of sources.
+SHEETS: dict[str, dict] = {
+    "3% missed, a source each": {"missed": 0.03},
+    "3% missed, 60 sources": {"missed": 0.03, "sources": 60},
+    "10% missed, a source each": {"missed": 0.10},
+    "0.5% missed, a source each": {"missed": 0.005},
+    "3% missed, 50 of a stratum": {"missed": 0.03, "each": 50},
+    "two strata, half right": {"sizes": (200, 1000), "missed": 0.05, "right": 0.5, "each": 30},
+    "two strata, half right, 40 sources": {
+        **{"sizes": (200, 1000), "missed": 0.05, "right": 0.5, "each": 30, "sources": 40},
+    },
+}
+
+
+def _sheet(
+    rng: np.random.Generator,
+    missed: float,
+    right: float = 0.95,
+    sizes: tuple[int, ...] = (40, 1500, 300, 60),
+    each: int = 15,
+    sources: int | None = None,
+) -> tuple[np.ndarray, ...]:
+    """Truth, verdict, source, whether annotated, inclusion of a run's rows; and both truths.
+
+    Where sources have several rows they differ in how often turns are genuine.
+    """
+    stratum = np.repeat(np.arange(len(sizes)), sizes)
+    n = len(stratum)
+    source = np.arange(n) if sources is None else rng.permutation(n) % sources
+    share = np.where(stratum == 0, right, np.where(stratum == 1, missed, 0.0))
+    odds = rng.uniform(0, 2, n if sources is None else sources)[source]  # 1 on average
+    chance = np.where(stratum == 0, share, share * odds)
+    truth = rng.random(n) < chance
+    inclusion = np.array([min(each, size) / size for size in sizes])[stratum]
+    annotated = np.zeros(n, dtype=bool)
+    for number, size in enumerate(sizes):
+        at = np.flatnonzero(stratum == number)
+        annotated[rng.choice(at, min(each, size), replace=False)] = True
+    return truth, stratum == 0, source, annotated, inclusion
+
+
+def recall_on_a_sheet(rng: np.random.Generator, **options: Any) -> tuple[Estimate, float]:
+    """Recall of genuine turns, that of the run being the truth."""
+    truth, verdict, source, at, inclusion = _sheet(rng, **options)
+    found = weighted_share(verdict[at], truth[at], source[at], 1 / inclusion[at])
+    return found, float(verdict[truth].mean())
+
+
+def corrected_sheet(rng: np.random.Generator, **options: Any) -> tuple[Estimate, float]:
+    """The corrected rate, that of all runs being the truth."""
+    truth, verdict, source, at, inclusion = _sheet(rng, **options)
+    known = np.where(at, truth, np.nan)
+    sizes = options.get("sizes", (40, 1500))
+    total = len(truth)
+    expected = options.get("right", 0.95) * sizes[0] + options["missed"] * sizes[1]
+    found = prediction_powered(verdict.astype(float), known, source, inclusion=inclusion)
+    return found, expected / total
+
+
+def accuracy_of(
+    rng: np.random.Generator, few: int, many: int, right: float, wrong: float
+) -> tuple[Estimate, float]:
+    """Balanced accuracy of a recall of ``right`` among few rows and of ``wrong`` among many."""
+    truth = np.repeat([True, False], [few, many])
+    hit = rng.random(few + many) < np.where(truth, right, wrong)
+    found = balanced_accuracy(truth, truth == hit, range(few + many))
+    return found, (right + wrong) / 2
+
+
+def symmetric(rng: np.random.Generator, sources: int, rare: float) -> tuple[Estimate, float]:
+    """Two rows of a source before and after: half go from 0 to ½ and half from ½ to 1, a rare
+    kind from 1 to 0."""
+    half = np.arange(sources) % 2 == 0
+    before = np.stack([np.zeros(sources), np.where(half, 0.0, 1.0)], axis=1)
+    after = np.stack([np.where(half, 0.0, 1.0), np.ones(sources)], axis=1)
+    other = rng.random(sources) < rare
+    before[other], after[other] = 1, 0
+    index = np.repeat(np.arange(sources), 2)
+    found = paired_difference(after.ravel(), index, before.ravel(), index, permutations=1)
+    return found.difference, (1 - rare) * 0.5 - rare
+
+
+def accepting_sources(
+    rng: np.random.Generator, sources: int, accepting: float
+) -> tuple[Estimate, float]:
+    """Rate less twice the floor, of decoys in a cycle: 60% of turns are accepted after their own
+    context, and every turn after contexts of some sources."""
+    always = rng.random(sources) < accepting
+    own = (rng.random(sources) < 0.6) | always
+    ring = np.arange(sources), np.roll(np.arange(sources), 1)
+    found = dyadic_difference(own * 1.0, always * 1.0, *ring, times=2)
+    return found, 0.6 + 0.4 * accepting - 2 * accepting

@@ -65,16 +65,18 @@ def numbers_of(study: Path) -> pd.DataFrame:
 
 
 def category_shares(run: "Run", judge: str) -> pd.DataFrame:
-    """What a judge takes the turns of a run for: the share of each category by query."""
-    from ia_mech.judge.rubric import NAMES
+    """What a judge takes the turns of a run for: by query, the share of each category among the
+    turns that it could assess."""
+    from ia_mech.judge.rubric import ASSESSED
+    from ia_mech.run.sources import sources_of
 
     labels = run.labels.judgements(judge, ["context_id", "temperature", "category"])
-    labels = labels.merge(run.contexts[["context_id", "source_id"]], on="context_id")
-    labels["turns"] = labels["temperature"].map(turns_of)
-    counts = pd.crosstab(
-        [labels["turns"], labels["source_id"]], labels["category"].astype(str), normalize="index"
-    )
-    counts = counts.reindex(columns=list(NAMES), fill_value=0.0)
+    labels = labels[labels["category"].isin(ASSESSED)]
+    contexts = run.contexts.set_index("context_id")
+    source = labels["context_id"].map(sources_of(contexts)).rename("source")
+    turns = labels["temperature"].map(turns_of).rename("turns")
+    counts = pd.crosstab([turns, source], labels["category"].astype(str), normalize="index")
+    counts = counts.reindex(columns=list(ASSESSED), fill_value=0.0)
     each = counts.rename_axis(["turns", "source"]).rename_axis("term", axis=1).stack()
     return each.rename("value").reset_index().assign(quantity=SHARE)
 
@@ -107,7 +109,7 @@ def estimates(numbers: dict[str, pd.DataFrame]) -> "Iterator[TidyEstimate]":
         for model in numbers:
             values, names = together[model], {"dataset": ALL, "term": term, "turns": turns}
             names["model"] = model
-            found = cluster_mean(values, values.index)
+            found = cluster_mean(values, values.index, proportion=quantity == SHARE)
             if quantity in bounds:
                 found = found.clip(*bounds[quantity])
             yield TidyEstimate(quantity, names, len(values), found)

@@ -32,6 +32,7 @@ from ia_mech.estimates import Group, TidyEstimate, by_dataset, holm_corrected
 from ia_mech.rates.compute import rates
 from ia_mech.results import label_of
 from ia_mech.run.queries import exchange
+from ia_mech.run.sources import sources_of
 from ia_mech.stats import group_difference
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ def verified_contexts(run: "Run") -> pd.DataFrame:
         run=str(run.path),
         name=run.model["name"],
         weights_hash=run.model["weights_hash"],
-        source=frame["dataset"] + "\x1f" + frame["source_id"],
+        source=sources_of(frame),
         query=[exchange(turns)[0] for turns in messages],
         response=[exchange(turns)[1] for turns in messages],
         # A system message may differ between models; the prompt may not.

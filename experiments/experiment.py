@@ -47,6 +47,7 @@ from ia_mech.cli import (
     whole_from,
 )
 from ia_mech.errors import UserError
+from ia_mech.run.sources import split_source
 
 if TYPE_CHECKING:
     from experiments.figures import Drawing
@@ -406,7 +407,7 @@ class Experiment:
         def shrank(size: int) -> None:
             progress.say(f"out of memory: passes of {named!r} hold 1/{SHARES // size} now")
 
-        named = " ".join(unit.source.split("\x1f"))  # dataset and query
+        named = " ".join(split_source(unit.source))  # dataset and query
         try:
             rows = Backoff(SHARES, shrank).retry(measured)
         except Exception as error:

@@ -26,6 +26,7 @@ from experiments.tables import sentence_of, tables_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets, by_dataset
 from ia_mech.run.queries import unfinished_text
+from ia_mech.run.sources import sources_of
 from ia_mech.stats import cluster_bootstrap
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ LN2 = float(np.log(2.0))
 
 def with_run(run: "Run", frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of a run with ``run`` and a ``source`` that holds across runs."""
-    source = frame["dataset"] + "\x1f" + frame["source_id"]
-    return frame.assign(run=str(run.path), source=source)
+    return frame.assign(run=str(run.path), source=sources_of(frame))
 
 
 def read_references(runs: "Sequence[Run]") -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -31,6 +31,7 @@ from ia_mech.models.load import ModelSpec, load_tokenizer_and_config, recall
 from ia_mech.rates.load import open_runs
 from ia_mech.run import Run, layout
 from ia_mech.run.queries import subsample
+from ia_mech.run.sources import source_key
 from ia_mech.settings import Settings
 
 IGNORED = -100
@@ -108,7 +109,7 @@ def split(
 
 
 def _source(conversation: Conversation) -> str:
-    return f"{conversation.dataset}\x1f{conversation.source_id}"
+    return source_key(conversation.dataset, conversation.source_id)
 
 
 # -- model organisms ------------------------------------------------------------------------------

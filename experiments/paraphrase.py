@@ -16,6 +16,7 @@ from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.likelihood.copying import stems
 from ia_mech.run.queries import Query, queries_of
+from ia_mech.run.sources import split_source
 from ia_mech.untrusted import parse_json
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def perturbed_conversation(
 ) -> Conversation:
     """Messages as a conversation of a query's source that is perturbed in a kind of way, so that no
     estimate pools it with the others."""
-    source = query.source.partition("\x1f")[2]
+    _, source = split_source(query.source)
     return Conversation(
         id=f"{source}/{kind}" if index is None else f"{source}/{kind}/r{index}",
         source_id=source,

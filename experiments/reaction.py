@@ -64,6 +64,7 @@ from ia_mech.likelihood.reaction import (
 )
 from ia_mech.results import Table
 from ia_mech.run.queries import Query, exchange, queries_of, subsample
+from ia_mech.run.sources import split_source
 
 if TYPE_CHECKING:
     from experiments.figures import Drawing
@@ -193,7 +194,7 @@ def estimate_means(each: Iterable[QueryValues], options: dict[str, Any]) -> Iter
     """The means of values over the queries of each dataset, and over all of them."""
     for one in each:
         frame = one.values.rename_axis("source").reset_index(name="value")
-        frame["dataset"] = frame["source"].str.partition("\x1f")[0]
+        frame["dataset"] = frame["source"].map(lambda source: split_source(source)[0])
         for dataset, here in by_dataset(frame):
             values, sources = frame.loc[here, "value"], frame.loc[here, "source"].to_numpy()
             group = Group(sources, options, {"dataset": dataset} | one.names)

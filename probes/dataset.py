@@ -18,6 +18,7 @@ from ia_mech.errors import UserError
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import NO_ANNOTATOR, open_runs, read_runs
 from ia_mech.run import Run
+from ia_mech.run.sources import sources_of
 from probes.fit.folds import exchangeable_sources
 from probes.targets import (
     FAILURES,
@@ -461,7 +462,7 @@ def _contexts(run: Run, number: int) -> pd.DataFrame:
             "context_id": own["context_id"],
             "dataset": own["dataset"],
             "perturbation": own["perturbation"].fillna("none"),
-            "source": own["dataset"] + "\0" + own["source_id"],
+            "source": sources_of(own),
             "text": ["\n".join(m["content"] for m in messages) for messages in own["messages"]],
             "prompt_tokens": first,
             "response_tokens": [0 if e is None else e - f + 1 for _, f, e in spans],

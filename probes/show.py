@@ -24,6 +24,7 @@ from ia_mech.estimates import TidyEstimate, frame_of, p_value
 from ia_mech.results import RESULT, Result, Table, about_runs, folder_of, read
 from ia_mech.run.labels import check_name
 from ia_mech.run.layout import refuse_unwritable
+from ia_mech.run.sources import SEPARATOR
 from ia_mech.stats import Estimate
 from probes import figures
 from probes.analysis import Analysis, RandomBlocks, Settings
@@ -419,7 +420,7 @@ def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: s
     title = f"{', '.join(models)} · {target.name} · {data.labelled_by}"
     names = data.contexts[["run", "context_id", "dataset"]].assign(
         run=data.contexts["run"].map(lambda number: data.runs[number].name),
-        source=data.contexts["source"].str.replace("\0", "/"),
+        source=data.contexts["source"].str.replace(SEPARATOR, "/"),
     )
     notes = [f"{target.name}: {target.describe()}", _data_note(analysis, data), *data.notes]
     found = Result(
@@ -474,5 +475,5 @@ def _card(analysis: Analysis, data: ProbeSet, found: Result) -> dict[str, Any]:
         "sentence": found.sentence,
         "control": found.control,
         "contexts": len(analysis.outcome),
-        "training_sources": sorted(set(data.contexts["source"].str.replace("\0", "/"))),
+        "training_sources": sorted(set(data.contexts["source"].str.replace(SEPARATOR, "/"))),
     }

@@ -20,6 +20,7 @@ from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.judge.verdict import Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
+from ia_mech.run.sources import sources_of
 from probes.dataset import ProbeSet, check_enough, read, targets_with_enough
 from probes.targets import Outcome, parse_target
 
@@ -123,7 +124,7 @@ def test_rows_are_the_contexts_with_an_outcome(copy):
     own = run.contexts.iloc[frame["row"]]
     for column in ("context_id", "dataset", "context_tokens"):
         assert frame[column].tolist() == own[column].tolist()
-    sources = own["dataset"] + "\0" + own["source_id"]
+    sources = sources_of(own)
     assert frame["source"].tolist() == sources.tolist()
     for text, messages in zip(frame["text"], own["messages"], strict=True):
         assert text == "\n".join(message["content"] for message in messages)

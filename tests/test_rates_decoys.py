@@ -83,7 +83,8 @@ def test_gates_of_judges_that_look_at_different_things(run):
             lambda item: item.query == asked[item.turn] and number(item) % 7,
             *((most, 0), "passed", False),
         ),
-        (lambda item: item in genuine, (rate, 0), "passed", True),
+        # No decoy of twelve sources accepted: the floor may be 0.39 for all that is seen.
+        (lambda item: item in genuine, (rate, 0), "undecided", True),
         (lambda item: item in genuine or number(item) % 4 == 0, None, "undecided", True),
         (lambda item: item == first, (1 / 120, 0), "undecided", False),  # one rare success
     ):
@@ -98,7 +99,7 @@ def test_gates_of_judges_that_look_at_different_things(run):
 
 
 def test_sentence_and_control_follow_the_gate(run):
-    genuine = planted(run)
+    genuine = planted(run, 0.95)
     found = result(judged_by(run, lambda item: GENUINE if item in genuine else NEW))
     assert "turns react to their own response: an excess over siblings" in found.sentence
     assert "(passed, " in found.control and set(found.estimates["gate"]) == {"passed"}
@@ -130,7 +131,7 @@ def test_perturbed_contexts_do_not_decide():
 
 def test_a_models_gate_is_the_same_whatever_other_runs_are_named(run, merged, tmp_path):
     """Of one model the judge accepts own turns alone, of the other all turns."""
-    genuine = planted(run)
+    genuine = planted(run, 0.95)
     judged_by(run, lambda item: GENUINE if item in genuine else NEW)
     other = Run.open(shutil.copytree(merged.path, tmp_path / "other"))
     other = rewritten(
@@ -238,7 +239,9 @@ def test_bits_are_joined_with_verdicts_turn_by_turn(run):
     keys = run.generations[[*KEY, "source_id"]]
     evidence = np.where(keys["temperature"] > 0, np.where(keys["sample"] == 0, 0.9, -0.5), np.nan)
     about = {"kind": "reaction", "identities": [run.identity_digest]}
-    turns = keys.assign(evidence=evidence, run=run.name)
+    # Every query is of a dataset of its own, and all have the same id: they aren't one source.
+    names = {"dataset": keys["source_id"], "source_id": "1"}
+    turns = keys.assign(evidence=evidence, run=run.name, **names)
     twice = pd.concat([turns.assign(run="another", evidence=9.0), turns])
     judged_by(run, lambda item: GENUINE if number(item) % 3 else NEW)
     for folder in (folder_of(run.path, "reaction"), run.path.with_name("run-reaction")):

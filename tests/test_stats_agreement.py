@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn import metrics
 
-from ia_mech.stats import balanced_accuracy_of, confusion, kappa_of
+from ia_mech.stats import balanced_accuracy, kappa_of
 
 
 def random_labels(n=200):
@@ -26,14 +26,15 @@ def test_kappa_of_published_tables():
 
 def test_everything_equals_scikit_learn_with_weights():
     truth, prediction, weights = random_labels()
-    counts = metrics.confusion_matrix(truth, prediction)
-    assert confusion(truth, prediction, range(4)).tolist() == counts.tolist()
     table = metrics.confusion_matrix(truth, prediction, sample_weight=weights)
     assert kappa_of(table) == pytest.approx(
         metrics.cohen_kappa_score(truth, prediction, sample_weight=weights)
     )
-    assert balanced_accuracy_of(table) == pytest.approx(
-        metrics.balanced_accuracy_score(truth, prediction, sample_weight=weights)
+    found = balanced_accuracy(truth > 1, prediction > 1, range(200), np.round(weights, 1) + 1)
+    assert found.value == pytest.approx(
+        metrics.balanced_accuracy_score(
+            truth > 1, prediction > 1, sample_weight=np.round(weights, 1) + 1
+        )
     )
 
 
@@ -41,10 +42,20 @@ def test_a_stack_of_tables_gives_what_each_gives():
     tables = np.random.default_rng(0).integers(9, size=(20, 3, 3)).astype(float)
     tables[0] = 0  # no rows
     tables[1], tables[2, 0] = np.diag([5, 0, 0]), 0  # one label only; one that isn't in the truth
-    for statistic in (kappa_of, balanced_accuracy_of):
-        alone = [statistic(table) for table in tables]
-        assert statistic(tables) == pytest.approx(np.array(alone), nan_ok=True)
-        assert isinstance(alone[5], float) and np.isnan(alone[0])
-        assert statistic(tables.reshape(4, 5, 3, 3)).shape == (4, 5)
-    assert np.isnan(kappa_of(tables[1])) and balanced_accuracy_of(tables[1]) == 1
-    assert kappa_of(np.eye(2)) == 1
+    alone = [kappa_of(table) for table in tables]
+    assert kappa_of(tables) == pytest.approx(np.array(alone), nan_ok=True)
+    assert isinstance(alone[5], float) and np.isnan(alone[0])
+    assert kappa_of(tables.reshape(4, 5, 3, 3)).shape == (4, 5)
+    assert np.isnan(kappa_of(tables[1])) and kappa_of(np.eye(2)) == 1
+
+
+def test_balanced_accuracy_allows_for_errors_that_were_not_seen():
+    """10 of 10 alone allow a recall of 0.74, also where the other recall is known better."""
+    truth = np.repeat([1, 0], [40, 10])
+    found = balanced_accuracy(truth, [1] * 36 + [0] * 14, range(50))
+    assert found.value == pytest.approx(0.95)
+    assert found.low < 0.95 - (1 - 0.05**0.1) / 2
+    assert found.high < 1
+    perfect = balanced_accuracy(truth, truth, range(50))
+    assert perfect.low < (1 + 0.05**0.1) / 2 and perfect.high == 1
+    assert np.isnan(balanced_accuracy([1, 1], [1, 0], "ab").value)

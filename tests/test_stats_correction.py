@@ -124,7 +124,16 @@ def test_estimates_stay_within_the_unit_interval():
     verdict, known = np.zeros(56), np.full(56, np.nan)
     verdict[:3], known[:6] = 1, [1, 1, 0, 0, 0, 0]
     found = prediction_powered(verdict, known, np.arange(56), inclusion=np.ones(56))
-    assert 0 < found.low < found.value < found.high < 1
+    assert 0 <= found.low < found.value < found.high < 1
+
+
+def test_one_annotated_source_gives_no_interval():
+    truth = np.full(40, np.nan)
+    truth[:4] = [1, 0, 1, 0]
+    verdict, sources = np.tile([1, 0], 20), np.arange(40) // 4
+    found = prediction_powered(verdict, truth, sources, inclusion=np.ones(40))
+    assert found.value == 0.5 and np.isnan([found.low, found.high]).all()
+    assert found.method == "one annotated source"
 
 
 def test_where_there_is_no_corrected_rate():

@@ -36,7 +36,18 @@ def test_without_differences_nothing_is_significant_and_the_bound_is_on_sources(
     assert paired.p == 1 and paired.difference.value == 0
     assert paired.difference.high == -paired.difference.low == zero_events_bound(30)
     constant = paired_difference(zeros + 5, sources, zeros + 5, sources)  # no rates: no bound
-    assert (constant.difference.low, constant.difference.high) == (0, 0)
+    assert np.isnan(constant.difference.low) and constant.difference.value == 0
+
+
+def test_sources_that_all_differ_alike_are_not_all_there_are():
+    """Half of 24 sources go from 0 to a half and half from a half to 1: rates symmetric about ½."""
+    rows = np.repeat(np.arange(24), 2)
+    before = np.where(rows < 12, 0.0, np.arange(48) % 2)
+    after = np.where(rows < 12, np.arange(48) % 2, 1.0)
+    found = paired_difference(after, rows, before, rows).difference
+    bound = zero_events_bound(24)
+    assert found.value == 0.5
+    assert (found.low, found.high) == pytest.approx((0.5 - 1.5 * bound, 0.5 + 0.5 * bound))
 
 
 def test_each_common_source_weighs_the_same():
@@ -68,6 +79,8 @@ def test_mover_equals_its_definition():
         value + np.sqrt(u1**2 - 2 * r * u1 * l2 + l2**2),
     )
     got = paired.difference
+    other = cluster_mean(a - b.reshape(60, 8).mean(1), np.arange(60))  # Student's may be wider
+    expected = value, min(expected[1], other.low), max(expected[2], other.high)
     assert (got.value, got.low, got.high) == pytest.approx(expected)
     assert got.method == "mover"
 
@@ -176,6 +189,12 @@ def test_an_empty_group_leaves_it_open():
         found = group_difference([1, 0, 1], labels, "abc")
         assert np.isnan([found.difference.value, found.difference.low, found.p]).all()
         assert found.difference.method == "one group is empty" and found.test == ""
+
+
+def test_one_source_of_mixed_labels_has_no_test():
+    found = group_difference([1, 0, 1], [1, 0, 1], "aaa")
+    assert found.difference.value == 1 and np.isnan([found.difference.low, found.p]).all()
+    assert found.difference.method == "one source" and found.test == ""
 
 
 def test_missing_values_are_left_out_and_sources_may_be_tuples():

@@ -8,7 +8,7 @@ from scipy.stats import t
 
 from benchmarks.coverage_data import decoyed
 from ia_mech.judge.decoys import KINDS, SIBLING
-from ia_mech.stats import cluster_mean, dyadic_mean, zero_events_bound
+from ia_mech.stats import cluster_mean, dyadic_difference, dyadic_mean, zero_events_bound
 
 
 def brute(values, first, second) -> tuple[float, float]:
@@ -86,6 +86,18 @@ def test_what_is_missing_is_left_out():
     assert np.isnan(dyadic_mean([np.nan], [0], [1]).value)
 
 
+def test_a_floor_of_0_is_not_certain():
+    """No decoy of 12 sources accepted: of 6 disjoint pairs, 39% may be."""
+    ring = np.arange(12), np.roll(np.arange(12), -1)
+    own, none = np.array([1.0] * 8 + [0.0] * 4), np.zeros(12)
+    excess = dyadic_mean(own, *ring, ends=(-1, 1))
+    margin = dyadic_difference(own, none, *ring, times=2)
+    assert excess.low > 0 > margin.low
+    below = np.hypot(excess.value - excess.low, 2 * zero_events_bound(6))
+    assert margin.low == pytest.approx(max(excess.value - below, -2))
+    assert margin.high == pytest.approx(min(excess.high, 1))
+
+
 @pytest.mark.parametrize("sources", [2, 3])
 def test_too_few_sources_have_no_interval(sources):
     first = np.arange(sources)
@@ -107,6 +119,6 @@ def test_coverage_of_a_small_study(kind, rate, floor):
     for _ in range(300):
         own, decoy, first, second = decoyed(rng, kind, 60, rate, floor)
         assert (first == second).all() == (kind == SIBLING)
-        found = dyadic_mean(own - decoy, first, second)
+        found = dyadic_difference(own, decoy, first, second)
         inside += found.low <= rate - floor <= found.high
     assert inside >= 276

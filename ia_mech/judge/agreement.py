@@ -37,14 +37,15 @@ from ia_mech.results import Result, Table, about_runs, folder_of, print_table, s
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.run.layout import refuse_unwritable
+from ia_mech.run.sources import sources_of
 from ia_mech.stats import (
     Estimate,
-    balanced_accuracy_of,
+    balanced_accuracy,
     cluster_bootstrap,
     cluster_mean,
-    confusion,
     dyadic_mean,
     kappa_of,
+    weighted_share,
 )
 
 JUDGE, ANNOTATOR = "judge", "annotator"
@@ -108,13 +109,20 @@ def compare(
     t, p = (kept[side].to_numpy(dtype=object) for side in ("truth", "prediction"))
     source, weight = kept["source"].to_numpy(), kept["weight"].to_numpy()
 
-    def share(event: np.ndarray, at: np.ndarray | slice = slice(None)) -> Estimate:
-        return cluster_mean(event[at], source[at], proportion=True, weights=weight[at])
+    every = np.ones(len(t), dtype=bool)
 
-    kappa, kappa_genuine, balanced = _kappas(t, p, source, weight)
+    def share(event: np.ndarray, among: np.ndarray = every) -> Estimate:
+        return weighted_share(event, among, source, weight)
+
+    size = len(ASSESSED)
+    down, across = (pd.Categorical(x, ASSESSED).codes.astype(int) for x in (t, p))
+    cells = down * size + across
+    kappa, kappa_genuine = _kappas(cells, source, weight)
     figures = {
         ("accuracy", "genuine"): share((t == GENUINE) == (p == GENUINE)),
-        ("balanced_accuracy", "genuine"): balanced,
+        ("balanced_accuracy", "genuine"): balanced_accuracy(
+            t == GENUINE, p == GENUINE, source, weight
+        ),
         ("kappa", "genuine"): kappa_genuine,
         ("accuracy", "categories"): share(t == p),
         ("kappa", "categories"): kappa,
@@ -136,27 +144,22 @@ def compare(
         n=len(kept),
         weight=float(weight.sum()),
         figures=figures,
-        confusion=confusion(t, p, ASSESSED).astype(int),
+        confusion=np.bincount(cells, minlength=size**2).reshape(size, size),
     )
 
 
-def _kappas(
-    truth: np.ndarray, prediction: np.ndarray, sources: np.ndarray, weights: np.ndarray
-) -> list[Estimate]:
-    """κ of the categories, κ and balanced accuracy of genuine against the rest."""
-    if not len(truth):
-        return [_UNKNOWN] * 3
+def _kappas(cells: np.ndarray, sources: np.ndarray, weights: np.ndarray) -> list[Estimate]:
+    """κ of the categories, and of genuine against the rest; ``[n]`` cells of the confusion."""
+    if not len(cells):
+        return [_UNKNOWN] * 2
     size = len(ASSESSED)
-    rows, columns = (pd.Categorical(x, ASSESSED).codes.astype(int) for x in (truth, prediction))
     side = np.array([[category == GENUINE, category != GENUINE] for category in ASSESSED])
     merge = np.kron(side, side).astype(float)  # cells of all categories into those of genuine
 
     def statistic(counts: np.ndarray) -> np.ndarray:
         two = (counts @ merge).reshape(-1, 2, 2)
-        balanced = np.where((two.sum(2) > 0).all(1), balanced_accuracy_of(two), np.nan)
-        return np.stack([kappa_of(counts.reshape(-1, size, size)), kappa_of(two), balanced], axis=1)
+        return np.stack([kappa_of(counts.reshape(-1, size, size)), kappa_of(two)], axis=1)
 
-    cells = rows * size + columns
     return cluster_bootstrap(statistic, sources, cells, weights=weights, number=size**2)
 
 
@@ -211,7 +214,7 @@ def compare_pairs(run: Run, labellers: Sequence[Labeller]) -> dict[tuple[str, st
     """By the names of (truth, prediction): each two of the labellers, and a judge's second verdicts
     with its first. Annotators are the truth of judges; between equals it is the one named first.
     """
-    sources = run.turns["source_id"].to_numpy(dtype=object)
+    sources = sources_of(run.turns).to_numpy(dtype=object)
     pairs = {}
     for first, second in combinations(labellers, 2):
         if second.kind == ANNOTATOR and first.kind == JUDGE:
@@ -233,7 +236,7 @@ def genuine_shares(run: Run, labeller: Labeller) -> Iterator[TidyEstimate]:
     The turns are weighted by inverse inclusion probabilities. As in :mod:`ia_mech.rates`, decoys of
     a judge count only if the same turn is in a category after its own context, too.
     """
-    sources = run.turns["source_id"].to_numpy(dtype=object)
+    sources = sources_of(run.turns).to_numpy(dtype=object)
     categories = labeller.categories
     rows, weights = joint_rows([labeller])
     assessed = np.isin(categories[rows], ASSESSED)
@@ -242,7 +245,7 @@ def genuine_shares(run: Run, labeller: Labeller) -> Iterator[TidyEstimate]:
     share = cluster_mean(genuine, sources[rows], proportion=True, weights=weights)
     names = {"prediction": labeller.name, "term": "genuine"}
     yield TidyEstimate("share", names, len(rows), share)
-    source_of = run.contexts.set_index("context_id")["source_id"]
+    source_of = run.contexts.set_index("context_id").pipe(sources_of)
     decoys = labeller.labels.decoys
     decoys = decoys[decoys["category"].isin(ASSESSED)]
     if labeller.kind == JUDGE:

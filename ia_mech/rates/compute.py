@@ -15,6 +15,7 @@ from ia_mech.rates.load import DEPENDENT, EVERY, FAILED, SUBJECT, JudgedTurns
 from ia_mech.stats import (
     Estimate,
     cluster_mean,
+    dyadic_difference,
     dyadic_mean,
     paired_difference,
     prediction_powered,
@@ -121,7 +122,7 @@ def _above_floor(
     rate = cluster_mean(own, both["source"], proportion=True, level=level)
     pair = both["source"], both["shown_source"]
     floor = dyadic_mean(other, *pair, ends=(0, 1), level=level)
-    excess = dyadic_mean(own - other, *pair, level=level)
+    excess = dyadic_difference(own, other, *pair, level=level)
     for quantity, estimate, events in (
         ("decoyed_rate", rate, int(own.sum())),
         ("floor", floor, int(other.sum())),

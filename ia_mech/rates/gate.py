@@ -11,7 +11,7 @@ import pandas as pd
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.judge.decoys import KINDS
 from ia_mech.judge.verdict import OUTCOMES
-from ia_mech.stats import Estimate, dyadic_mean
+from ia_mech.stats import Estimate, dyadic_difference
 
 LEVEL = 0.95  # of the interval that decides
 PASSED, FAILED = "passed", "failed"
@@ -121,10 +121,10 @@ def _gate(
     pairs = decoys[decoys["decoy"] == kind]
     own, other = pairs[f"own_{outcome}"].astype(float), pairs[outcome].astype(float)
     sources = pairs["source"], pairs["shown_source"]
-    excess = dyadic_mean(own - other, *sources, level=LEVEL)
-    margin = excess
-    if kind == CONVERSATION:
-        margin = dyadic_mean(own - 2 * other, *sources, ends=(-2, 1), level=LEVEL)
+    excess, twice = (
+        dyadic_difference(own, other, *sources, times=times, level=LEVEL) for times in (1, 2)
+    )
+    margin = twice if kind == CONVERSATION else excess
     rate, floor = (float(of.mean()) if len(pairs) else np.nan for of in (own, other))
     numbers = rate, floor, excess, margin
     return Gate(judge, outcome, len(pairs), *numbers, kind, model, *siblings)

@@ -31,6 +31,7 @@ from ia_mech.rates.grounding import p_values
 from ia_mech.results import folders_of
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
+from ia_mech.run.sources import SEPARATOR, sources_of
 
 # Columns of verdicts that rates need.
 _VERDICT = ["repeat", "category", "status", "item", "grounding"]
@@ -336,12 +337,12 @@ def _sampled_turns(run: Run) -> pd.DataFrame:
     }
     first = turns.drop_duplicates("context_id")
     names = first["context_id"].astype(str)
-    sources = first["dataset"].astype(str) + "\0" + first["source_id"].astype(str)
+    sources = sources_of(first)
     contexts = pd.DataFrame(
         {
             "perturbation": first["perturbation"].astype(object).fillna("none"),
             "source": sources,
-            "context": sources + "\0" + names + "\0" + names.map(hashes),
+            "context": sources + SEPARATOR + names + SEPARATOR + names.map(hashes),
         }
     ).astype("category")
     of_turn = contexts.take(pd.Index(names).get_indexer(turns["context_id"]))
@@ -390,10 +391,10 @@ def _dependent(frame: pd.DataFrame, runs: list[Run], run: Run) -> np.ndarray:
     a probability of 1 / K at most: one response alone can have it.
     """
     for folder in dict.fromkeys(at for one in (run, *runs) for at in result_folders(one)):
-        table = table_of_run(folder, run, "turns", [*KEY, "source_id", "evidence"])
+        table = table_of_run(folder, run, "turns", [*KEY, "dataset", "source_id", "evidence"])
         if table is None:
             continue
-        responses = table.groupby("source_id")["context_id"].transform("nunique")
+        responses = table.groupby(sources_of(table))["context_id"].transform("nunique")
         likelier = (table["evidence"] > np.log2(responses) - 1).where(table["evidence"].notna())
         favoured = pd.Series(likelier.to_numpy(), pd.MultiIndex.from_frame(table[list(KEY)]))
         keys = pd.MultiIndex.from_frame(frame[list(KEY)].astype({"context_id": object}))

@@ -10,6 +10,7 @@ import pandas as pd
 
 from ia_mech.errors import UserError
 from ia_mech.run.layout import UNPERTURBED
+from ia_mech.run.sources import sources_of
 
 T = TypeVar("T")
 
@@ -137,5 +138,4 @@ def subsample(queries: Sequence[T], most: int | None, seed: int) -> list[T]:
 
 
 def _keyed(run: RunTables, frame: pd.DataFrame) -> pd.DataFrame:
-    source = frame["dataset"].astype(str) + "\x1f" + frame["source_id"].astype(str)
-    return frame.assign(run=str(run.path), source=source)
+    return frame.assign(run=str(run.path), source=sources_of(frame))

@@ -6,9 +6,9 @@ test. ``docs/statistics.md`` says which is used for what, ``benchmarks/coverage.
 keep their level.
 """
 
-from ia_mech.stats.agreement import balanced_accuracy_of, confusion, kappa_of
+from ia_mech.stats.agreement import balanced_accuracy, kappa_of
 from ia_mech.stats.auroc import auroc_columns
-from ia_mech.stats.clusters import cluster_bootstrap, cluster_mean
+from ia_mech.stats.clusters import cluster_bootstrap, cluster_mean, weighted_share
 from ia_mech.stats.confidence_set import model_confidence_set
 from ia_mech.stats.correction import prediction_powered
 from ia_mech.stats.differences import (
@@ -17,7 +17,7 @@ from ia_mech.stats.differences import (
     group_difference,
     paired_difference,
 )
-from ia_mech.stats.dyads import dyadic_mean
+from ia_mech.stats.dyads import dyadic_difference, dyadic_mean
 from ia_mech.stats.fold_scores import FoldScores, ResampledScore
 from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
 from ia_mech.stats.significance import holm, permutation_p
@@ -29,10 +29,10 @@ __all__ = [
     "PairedDifference",
     "ResampledScore",
     "auroc_columns",
-    "balanced_accuracy_of",
+    "balanced_accuracy",
     "cluster_bootstrap",
     "cluster_mean",
-    "confusion",
+    "dyadic_difference",
     "dyadic_mean",
     "group_difference",
     "holm",
@@ -41,6 +41,7 @@ __all__ = [
     "paired_difference",
     "permutation_p",
     "prediction_powered",
+    "weighted_share",
     "wilson",
     "zero_events_bound",
 ]

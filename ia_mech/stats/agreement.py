@@ -1,34 +1,13 @@
-"""How well two raters agree: confusion matrix, kappa, balanced accuracy.
+"""How well two raters agree: kappa, and balanced accuracy."""
 
-``kappa_of`` and ``balanced_accuracy_of`` take the tables of many resamples at once, as
-``cluster_bootstrap`` makes them, with weighted cells or not; intervals come from there.
-"""
-
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-
-def confusion(
-    truth: Sequence[Hashable], prediction: Sequence[Hashable], categories: Sequence[Hashable]
-) -> np.ndarray:
-    """``[c, c]`` how many rows have each pair of labels, truth down and prediction across.
-
-    Args:
-        truth: ``[n]`` labels.
-        prediction: ``[n]`` labels.
-        categories: ``[c]`` all labels there may be; gives the order.
-
-    Raises:
-        ValueError: lengths differ.
-        KeyError: a label isn't a category.
-    """
-    position = {category: i for i, category in enumerate(categories)}
-    table = np.zeros((len(position), len(position)))
-    for true, predicted in zip(truth, prediction, strict=True):
-        table[position[true], position[predicted]] += 1
-    return table
+from ia_mech.stats.clusters import weighted_share
+from ia_mech.stats.intervals import Estimate, combined
+from ia_mech.stats.resampling import as_weights, source_index
 
 
 def kappa_of(table: ArrayLike) -> np.ndarray:
@@ -47,14 +26,44 @@ def kappa_of(table: ArrayLike) -> np.ndarray:
     return np.where((total[..., 0, 0] > 0) & (expected < 1), kappa, np.nan)[()]
 
 
-def balanced_accuracy_of(table: ArrayLike) -> np.ndarray:
-    """Balanced accuracy of ``[..., c, c]`` confusion matrices, truth down and prediction across.
+def balanced_accuracy(
+    truth: ArrayLike,
+    prediction: ArrayLike,
+    sources: Iterable[Hashable],
+    weights: ArrayLike | None = None,
+    *,
+    level: float = 0.95,
+) -> Estimate:
+    """The mean recall of two labels (Brodersen et al. 2010, ICPR), with an interval over sources.
 
-    The mean recall over the labels that the truth holds (Brodersen et al. 2010, ICPR); NaN without
-    rows.
+    Both recalls have intervals of their own (``weighted_share``), which allow for errors that were
+    not seen; they are put together by ``intervals.combined`` with the correlation of the residuals
+    of sources.
+
+    Args:
+        truth: ``[n]`` booleans.
+        prediction: ``[n]`` booleans.
+        sources: ``[n]`` the source of each row.
+        weights: ``[n]`` inverse inclusion probabilities; 1 where none are given.
+        level: coverage.
+
+    Returns:
+        NaN unless the truth has both labels.
     """
-    table = np.asarray(table, dtype=float)
-    right, actual = np.diagonal(table, axis1=-2, axis2=-1), table.sum(-1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        recalls = np.where(actual > 0, right / actual, 0.0)
-        return recalls.sum(-1) / (actual > 0).sum(-1)
+    true, right = (np.asarray(x, dtype=bool) for x in (truth, prediction))
+    right = true == right
+    index, count = source_index(sources)
+    row_weights = as_weights(weights, len(true))
+    parts, residuals = [], []
+    for label in (true, ~true):
+        if not label.any():
+            return Estimate(np.nan, np.nan, np.nan, count, "one label only")
+        one = weighted_share(right, label, index, row_weights, level=level)
+        parts.append((one.value, one.low, one.high))
+        residuals.append(np.bincount(index, row_weights * label * (right - one.value)))
+    lengths = np.linalg.norm(residuals, axis=1).prod()
+    correlation = float(residuals[0] @ residuals[1] / lengths) if lengths > 0 else 0.0
+    value, low, high = combined(parts, (0.5, 0.5), correlation)
+    if np.isnan(low):
+        return Estimate(value, np.nan, np.nan, count, "one source")
+    return Estimate(value, max(low, 0.0), min(high, 1.0), count, "mover")

@@ -4,9 +4,17 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.optimize import brentq
 from scipy.sparse import csr_array
 
-from ia_mech.stats.intervals import Estimate, check_level, rate_interval, student
+from ia_mech.stats.intervals import (
+    Estimate,
+    check_level,
+    combined,
+    hull,
+    rate_interval,
+    student,
+)
 from ia_mech.stats.resampling import (
     CHUNK,
     as_column,
@@ -29,17 +37,17 @@ def cluster_mean(
 
     Which interval, by what the simulations in ``benchmarks/coverage.md`` showed:
 
-    - A rate strictly between 0 and 1: the score interval with the effective number of rows
-      (``wilson``; see ``intervals.clustered_wilson``). It holds its level at 2% as well as at 50%,
-      and the percentile bootstrap doesn't.
+    - A rate: the score interval with the effective number of rows (``intervals.clustered_wilson``),
+      and no less than what sources of an unseen kind could add (``intervals.unseen``). At 2% it
+      holds its level as well as at 50%, and the percentile bootstrap doesn't. A rate of 0 or 1
+      has the exact one-sided bound on sources, which holds whatever the correlation within them.
     - A rate from one row per source: the exact binomial interval (Clopper & Pearson 1934).
-    - No event at all, or nothing but events: the exact one-sided bound on sources
-      (``intervals.zero_events_bound``) at ``level``, so ``[0, bound]`` or ``[1 - bound, 1]``. It
-      takes each source for one observation, which holds whatever the correlation within sources; it
-      assumes that a source's rate has nothing to do with its number of rows.
+    - A rate of rows with different weights: each weight is a stratum with an interval of its own
+      (:func:`weighted_share`).
     - A mean of other values: Student's interval with a cluster-robust variance and as many degrees
       of freedom as that variance is worth (``student``; see ``intervals.spread_between``). Where
-      values are skewed and sources few no interval keeps its level; this one misses least.
+      values are skewed and sources few no interval keeps its level; this one misses least. There is
+      none where all sources are alike.
 
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
@@ -70,15 +78,95 @@ def cluster_mean(
     )
     clusters, (total, weight) = len(table), table.sum(0)
     value = float(total / weight)
-    if proportion:
-        rows = row_weights.sum() ** 2 / (row_weights**2).sum()
-        binary = bool(np.isin(column, (0, 1)).all())
-        single = clusters == len(column) and bool((row_weights == row_weights[0]).all())
-        low, high, name = rate_interval(table, rows, binary and single, level)
-        return Estimate(value, low, high, clusters, name)
-    if clusters == 1:
+    if clusters == 1 and not (proportion and value in (0, 1)):
         return Estimate(value, np.nan, np.nan, 1, "one source")
-    return Estimate(value, *student(table, level), clusters, "student")
+    if not proportion:
+        return student(table, level)
+    if weights is not None:
+        every = np.ones(len(column), dtype=bool)
+        return weighted_share(column, every, index, row_weights, level=level)
+    single = clusters == len(column) and bool(np.isin(column, (0, 1)).all())
+    low, high, name = rate_interval(table, len(column), level, independent=single)
+    return Estimate(value, low, high, clusters, name)
+
+
+def weighted_share(
+    events: ArrayLike,
+    among: ArrayLike,
+    sources: Iterable[Hashable],
+    weights: ArrayLike,
+    *,
+    level: float = 0.95,
+) -> Estimate:
+    """Weighted share of events among some rows of a stratified sample, such as a recall.
+
+    Rows of one weight are a stratum. A share r leaves out none of the values r for which the sum
+    over strata of weight times mean of ``event - r`` (0 for rows that don't count) may be 0. Each
+    stratum's mean has its own rate interval over its sources, and they are put together by
+    ``intervals.combined``: a stratum of large weight without any row that counts widens the
+    interval by the rows of the other kind that it may hold. Where all rows weigh the same this is
+    the rate of the rows that count. Strata are independent samples of rows. Other sources would
+    fill them otherwise, though: where all rows count, the interval is no narrower than the one that
+    the variance between sources gives.
+
+    Args:
+        events: ``[n]`` events, or shares of them, from 0 to 1; only where ``among`` matters.
+        among: ``[n]`` whether a row counts.
+        sources: ``[n]`` the source of each row.
+        weights: ``[n]`` above 0, the inverse inclusion probabilities.
+        level: coverage.
+
+    Returns:
+        NaN where no row counts.
+    """
+    index, _ = source_index(sources)
+    counts = np.asarray(among, dtype=bool)
+    hits = np.where(counts, np.asarray(events, dtype=float), 0.0)
+    row_weights = as_weights(weights, len(index))
+    clusters = len(np.unique(index[counts]))
+    if not clusters:
+        return Estimate(np.nan, np.nan, np.nan, 0, "no values")
+    # weights that differ by rounding only are the same
+    labels = np.array([float(f"{weight:.9g}") for weight in row_weights])
+    strata, totals = [], []
+    for weight in np.unique(labels):
+        rows = labels == weight
+        _, own = np.unique(index[rows], return_inverse=True)
+        columns = hits[rows], counts[rows].astype(float), None
+        strata.append(np.stack([np.bincount(own, column) for column in columns], axis=1))
+        totals.append(weight * rows.sum())
+    if len(strata) == 1:
+        return cluster_mean(hits[counts], index[counts], proportion=True, level=level)
+    share = np.array(totals) / sum(totals)
+    hit, counted = np.array([table[:, :2].sum(0) / table[:, 2].sum() for table in strata]).T
+    value = float(share @ hit / (share @ counted))
+    all_count = bool(counts.all())
+
+    def ends(r: float) -> tuple[float, float]:
+        """Of the mean of events, where rows that don't count have the value r."""
+        parts = []
+        for table in strata:
+            rows = table[:, 2]
+            sums = np.stack([table[:, 0] + r * (rows - table[:, 1]), rows], axis=1)
+            low, high, _ = rate_interval(sums, rows.sum() if all_count else np.inf, level)
+            parts.append((float(sums[:, 0].sum() / rows.sum()), low, high))
+        return combined(parts, share.tolist())[1:]
+
+    if all_count:
+        sums = np.bincount(index, row_weights * hits), np.bincount(index, row_weights)
+        low, high = hull(ends(value), rate_interval(np.stack(sums, axis=1), np.inf, level)[:2])
+    else:
+        low = _root(lambda r: ends(r)[0] - r, 0.0, value)
+        high = _root(lambda r: ends(r)[1] - r, 1.0, value)
+    return Estimate(value, max(low, 0.0), min(high, 1.0), clusters, "stratified")
+
+
+def _root(away: Callable[[float], float], end: float, value: float) -> float:
+    """Where a function of a share changes its sign between an end and the estimate."""
+    outer, inner = away(end), away(value)
+    if outer * inner >= 0:
+        return end
+    return float(brentq(away, end, value, xtol=1e-6))
 
 
 def cluster_bootstrap(

@@ -6,11 +6,20 @@ on some, and carries the uncertainty of both.
 """
 
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ia_mech.stats.intervals import Estimate, check_level, clustered_wilson, rate_interval
+from ia_mech.stats.clusters import weighted_share
+from ia_mech.stats.intervals import (
+    Estimate,
+    check_level,
+    clustered_wilson,
+    combined,
+    hull,
+    unseen,
+)
 from ia_mech.stats.resampling import as_column, source_index
 
 # Columns of the table of sums per source: rows and the judge's positive verdicts; of annotated rows
@@ -41,9 +50,11 @@ def prediction_powered(
     (``benchmarks/coverage.md``).
 
     The interval is the score interval of ``intervals.clustered_wilson`` with the linearised
-    variance between sources; in simulation it covers as well where the annotations show no error of
-    a judge that errs. Where the annotations are all 0 or all 1, λ is 0, and the interval is the
-    exact bound on annotated sources. λ is 0, too, where another would give a rate outside (0, 1).
+    variance between sources, and no narrower than what unseen sources could add to each stratum:
+    rows of one inclusion probability are a stratum, and annotations that show no error in it don't
+    say that there is none (``intervals.unseen``). Where the annotations are all 0 or all 1, λ is
+    0, and the interval is theirs alone (``clusters.weighted_share``). λ is 0, too, where another
+    would give a rate outside (0, 1).
 
     Args:
         predicted: ``[n]`` the judge's verdict on every row, 0 or 1; NaN (no verdict) is left out.
@@ -55,31 +66,54 @@ def prediction_powered(
 
     Returns:
         The corrected rate, within [0, 1]; ``sources`` are those of all rows. Without an interval
-        with one source. NaN without rows or annotations.
+        where fewer than two sources were annotated. NaN without rows or annotations.
 
     Raises:
         ValueError: lengths differ, a verdict or annotation is neither 0, 1 nor NaN, or an inclusion
             probability lies outside (0, 1].
     """
     check_level(level)
-    table = _table(predicted, truth, sources, inclusion)
+    rows = _rows(predicted, truth, sources, inclusion)
+    table = rows.table
     count, totals = len(table), table.sum(0)
     if not totals[WEIGHT]:
         reason = "undefined: no annotations" if count else "undefined: no rows"
         return Estimate(np.nan, np.nan, np.nan, count, reason)
-    by_truth = table[table[:, WEIGHT] > 0][:, [TRUE, WEIGHT]]
-    events, weight = by_truth.sum(0)
+    events, weight = totals[[TRUE, WEIGHT]]
     if events in (0, weight):
-        low, high, name = rate_interval(by_truth, weight, False, level)
-        return Estimate(float(events / weight), low, high, count, name)
-    if count < 2:
-        return Estimate(float(events / weight), np.nan, np.nan, count, "one source")
-    value, influence = _powered(table, _tuned(table))
+        noted = rows.weights > 0
+        every = np.ones(noted.sum(), dtype=bool)
+        alone = weighted_share(
+            rows.truth[noted], every, rows.index[noted], rows.weights[noted], level=level
+        )
+        return replace(alone, sources=count)
+    if (table[:, WEIGHT] > 0).sum() < 2:
+        return Estimate(float(events / weight), np.nan, np.nan, count, "one annotated source")
+    tuned = _tuned(table)
+    value, influence = _powered(table, tuned)
     if not 0 < value < 1:
-        value, influence = _powered(table, np.zeros(len(table)))
-    rows = table[:, ROWS]  # a mean over them with this value and these residuals
-    moments = np.stack([value * rows + rows.sum() * influence, rows], axis=1)
-    return Estimate(value, *clustered_wilson(moments, rows.sum(), level), count, "wilson")
+        tuned = np.zeros(count)
+        value, influence = _powered(table, tuned)
+    sizes = table[:, ROWS]  # a mean over them with this value and these residuals
+    moments = np.stack([value * sizes + sizes.sum() * influence, sizes], axis=1)
+    low, high = _unseen_errors(rows, value, float(tuned.mean()), level)
+    if (influence**2).sum() > 0:
+        low, high = hull((low, high), clustered_wilson(moments, sizes.sum(), level))
+    return Estimate(value, max(low, 0.0), min(high, 1.0), count, "wilson")
+
+
+def _unseen_errors(rows: "_Rows", value: float, tuned: float, level: float) -> tuple[float, float]:
+    """Ends of the interval if each stratum may hold errors of kinds that were not seen in it."""
+    noted = rows.weights > 0
+    weights, errors = rows.weights[noted], rows.truth[noted] - tuned * rows.verdict[noted]
+    parts, shares = [], []
+    for weight in np.unique(weights):
+        at = weights == weight
+        error, sources = float(errors[at].mean()), len(np.unique(rows.index[noted][at]))
+        parts.append((error, *unseen(error, sources, level, (-tuned, 1.0))))
+        shares.append(weight * at.sum() / weights.sum())
+    middle, low, high = combined(parts, shares)
+    return value + low - middle, value + high - middle
 
 
 def _tuned(table: np.ndarray) -> np.ndarray:
@@ -102,25 +136,45 @@ def _powered(table: np.ndarray, tuned: np.ndarray) -> tuple[float, np.ndarray]:
     return float(mean + added), influence
 
 
-def _table(
+@dataclass(frozen=True)
+class _Rows:
+    """The rows with a verdict.
+
+    Attributes:
+        verdict: ``[n]`` 0 or 1.
+        truth: ``[n]`` 0 or 1; 0 where there is none.
+        weights: ``[n]`` inverse inclusion probabilities; 0 without an annotation.
+        index: ``[n]`` numbers of their sources.
+    """
+
+    verdict: np.ndarray
+    truth: np.ndarray
+    weights: np.ndarray
+    index: np.ndarray
+
+    @property
+    def table(self) -> np.ndarray:
+        """``[sources, 5]`` sums per source."""
+        weighted = self.weights, self.weights * self.truth, self.weights * self.verdict
+        columns = np.ones(len(self.index)), self.verdict, *weighted
+        return np.stack([np.bincount(self.index, column) for column in columns], axis=1)
+
+
+def _rows(
     predicted: ArrayLike, truth: ArrayLike, sources: Iterable[Hashable], inclusion: ArrayLike
-) -> np.ndarray:
-    """``[sources, 5]`` sums per source that has a verdict."""
-    index, count = source_index(sources)
-    verdicts, actual = (
-        _binary(predicted, len(index), "predicted"),
-        _binary(truth, len(index), "truth"),
-    )
-    judged = ~np.isnan(verdicts)
+) -> _Rows:
+    index, _ = source_index(sources)
+    verdict = _binary(predicted, len(index), "predicted")
+    actual = _binary(truth, len(index), "truth")
+    judged = ~np.isnan(verdict)
     annotated = judged & ~np.isnan(actual)
     chances = as_column(inclusion, len(index), "inclusion")[annotated]
     if not ((chances > 0) & (chances <= 1)).all():
         raise ValueError("inclusion probabilities must lie in (0, 1]")
     weights = np.zeros(len(index))
     weights[annotated] = 1 / chances
-    columns = judged, verdicts == 1, weights, weights * (actual == 1), weights * (verdicts == 1)
-    table = np.stack([np.bincount(index, column, count) for column in columns], axis=1)
-    return table[table[:, ROWS] > 0]
+    _, own = np.unique(index[judged], return_inverse=True)
+    return _Rows(verdict[judged], np.nan_to_num(actual[judged]), weights[judged], own)
 
 
 def _binary(values: ArrayLike, rows: int, name: str) -> np.ndarray:

@@ -12,10 +12,12 @@ from ia_mech.stats.clusters import cluster_mean
 from ia_mech.stats.intervals import (
     Estimate,
     check_level,
+    combined,
+    hull,
     rate_interval,
     spread_between,
     student,
-    zero_events_bound,
+    unseen,
 )
 from ia_mech.stats.resampling import as_column, source_index
 from ia_mech.stats.significance import sign_flip_p, source_permutation_p
@@ -111,12 +113,10 @@ def paired_difference(
 
     The interval:
 
-    - Between two rates (all values are 0 or 1): MOVER, the distances of both rates' own intervals
-      put together with the correlation between the conditions over sources (Newcombe 1998, Statist.
-      Med. 17:2635; Zou & Donner 2008, ibid. 27:1693). It holds its level near zero, where
-      bootstraps of differences don't (``benchmarks/coverage.md``). If no source differs: the
-      one-sided exact bound on sources to either side, since a difference of rates is no larger than
-      the share of sources that differ.
+    - Between two rates (all values are 0 or 1): MOVER (``intervals.combined``) with the correlation
+      between the conditions over sources, and no less than Student's of the differences or than
+      what sources of an unseen kind could add (``intervals.unseen``). It holds its level near zero,
+      where bootstraps of differences don't (``benchmarks/coverage.md``).
     - Between other means: Student's interval of the differences, as in :func:`cluster_mean`.
 
     The p value, by what the conditions allow (``PairedDifference.test`` names it):
@@ -162,15 +162,16 @@ def _p_value(a: Condition, b: Condition, table: np.ndarray, flips: float) -> tup
     # Without spread only flips say anything.
     if (a.rows == b.rows).all() or len(table) == 1 or np.ptp(table[:, 0]) == 0:
         return flips, "sign flip"
-    spread = spread_between(table)
     if a.binary and b.binary:
-        return max(flips, _mover_p(a, b, spread.mean)), "mover and sign flip"
+        return max(flips, _mover_p(a, b)), "mover and sign flip"
+    spread = spread_between(table)
     ratio = abs(spread.mean) / np.sqrt(spread.variance)
     return max(flips, float(2 * stdtr(spread.freedom, -ratio))), "student and sign flip"
 
 
-def _mover_p(a: Condition, b: Condition, difference: float) -> float:
-    """One minus the level at which MOVER's interval of the difference begins to leave out 0."""
+def _mover_p(a: Condition, b: Condition) -> float:
+    """One minus the level at which the interval of two rates' difference begins to leave out 0."""
+    difference = float((a.means - b.means).mean())
     if abs(difference) < 1e-12:
         return 1.0
 
@@ -191,14 +192,33 @@ def _interval(a: Condition, b: Condition, table: np.ndarray, level: float) -> Es
     """The interval of the mean of the differences."""
     differences, n, rates = table[:, 0], len(table), a.binary and b.binary
     value = float(differences.mean())
-    if rates and not differences.any():
-        bound = zero_events_bound(n, level)
-        return Estimate(0.0, -bound, bound, n, "exact, one-sided")
-    if n == 1:
+    if n == 1 and not (rates and value == 0):
         return Estimate(value, np.nan, np.nan, 1, "one source")
     if rates:
-        return Estimate(value, *_mover(a, b, level), n, "mover")
-    return Estimate(value, *student(table, level), n, "student")
+        method = "mover" if differences.any() else "exact, one-sided"
+        return Estimate(value, *_mover(a, b, level), n, method)
+    return student(table, level)
+
+
+def _mover(a: Condition, b: Condition, level: float) -> tuple[float, float]:
+    """Ends of the interval of a difference of rates on the same sources."""
+    n = len(a.means)
+    parts = [
+        (
+            float(one.means.mean()),
+            *rate_interval(one.table, one.rows.sum(), level, independent=one.single)[:2],
+        )
+        for one in (a, b)
+    ]
+    value, low, high = combined(parts, (1, -1), _correlation(a.means, b.means))
+    ends = unseen(value, n, level, (-1.0, 1.0))
+    if not (a.means - b.means).any():
+        return ends
+    spread = student(np.stack([a.means - b.means, np.ones(n)], axis=1), level) if n > 1 else None
+    if spread is not None and not np.isnan(spread.low):
+        ends = hull(ends, (spread.low, spread.high))
+    low, high = hull((low, high), ends)
+    return max(low, -1.0), min(high, 1.0)
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -206,30 +226,6 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
     spread = float(a.std() * b.std())
     together = float(((a - a.mean()) * (b - b.mean())).mean())
     return together / spread if spread > 0 else 0.0
-
-
-def _mover(a: Condition, b: Condition, level: float) -> tuple[float, float]:
-    """MOVER's interval of a difference of rates on the same sources."""
-    first, second = _rate(a, level), _rate(b, level)
-    return mover(first, second, _correlation(a.means, b.means))
-
-
-def _rate(condition: Condition, level: float) -> Estimate:
-    """The rate of one condition, every source weighing the same."""
-    rows, sources = int(condition.rows.sum()), len(condition.means)
-    low, high, method = rate_interval(condition.table, rows, condition.single, level)
-    return Estimate(float(condition.means.mean()), low, high, sources, method)
-
-
-def mover(first: Estimate, second: Estimate, correlation: float = 0.0) -> tuple[float, float]:
-    """Ends of the interval of first less second, two rates, from their own intervals."""
-    low_a, high_a = first.value - first.low, first.high - first.value
-    low_b, high_b = second.value - second.low, second.high - second.value
-    down = low_a**2 - 2 * correlation * low_a * high_b + high_b**2
-    up = high_a**2 - 2 * correlation * high_a * low_b + low_b**2
-    difference = first.value - second.value
-    low, high = difference - np.sqrt(max(down, 0)), difference + np.sqrt(max(up, 0))
-    return float(max(low, -1)), float(min(high, 1))
 
 
 @dataclass(frozen=True)
@@ -240,7 +236,8 @@ class GroupDifference:
         first: the rate of the rows with label 1.
         second: that of the rows with label 0.
         difference: first minus second, with its interval.
-        p: two-sided p value of no association; NaN where a group is empty.
+        p: two-sided p value of no association; NaN where a group is empty, or no source can change
+            places with another.
         test: how p was found; empty without one.
     """
 
@@ -262,15 +259,13 @@ def group_difference(
 ) -> GroupDifference:
     """Rate of the rows with label 1 minus rate of those with label 0.
 
-    The interval is MOVER's without correlation, the distances of both rates' own intervals over
-    sources put together (Newcombe 1998, Statist. Med. 17:873, method 10; Zou & Donner 2008,
-    Statist. Med. 27:1693). It says something where a group has no event, and no bootstrap does. A
-    source with rows in both groups counts in both as if it were two, which is on the safe side if
-    its rows are alike.
+    The interval is MOVER's without correlation (``intervals.combined``). It says something where a
+    group has no event, and no bootstrap does. A source with rows in both groups counts in both as
+    if it were two, which is on the safe side if its rows are alike.
 
     The p value is of the difference's size when labels change places between sources (Fisher 1935,
     section 21; ``significance.source_permutation_p``). It and the interval are made separately and
-    may disagree at the margin.
+    may disagree at the margin. There is none where no source can change places with another.
 
     Args:
         values: ``[n]`` events (0 or 1) or shares of them; NaN is left out.
@@ -295,12 +290,18 @@ def group_difference(
     if not (first.sources and second.sources):
         nothing = Estimate(np.nan, np.nan, np.nan, count, "one group is empty")
         return GroupDifference(first, second, nothing, np.nan, "")
-    difference = first.value - second.value
 
     def size(permuted: np.ndarray) -> float:
         one = permuted == 1
         return float(abs(events[one].mean() - events[~one].mean()))
 
     p = source_permutation_p(size, groups, names, permutations=permutations, seed=seed)
-    estimate = Estimate(difference, *mover(first, second), count, "mover")
-    return GroupDifference(first, second, estimate, p, "permutation of sources")
+    parts = [(one.value, one.low, one.high) for one in (first, second)]
+    difference, low, high = combined(parts, (1, -1))
+    if count == 1:
+        low, high = np.nan, np.nan
+    low, high = np.clip([low, high], -1, 1).tolist()
+    method = "one source" if np.isnan(low) else "mover"
+    estimate = Estimate(difference, low, high, count, method)
+    test = "" if np.isnan(p) else "permutation of sources"
+    return GroupDifference(first, second, estimate, p, test)

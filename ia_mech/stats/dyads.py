@@ -1,13 +1,22 @@
 """Means of values that involve two sources each, with intervals over sources."""
 
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
-from ia_mech.stats.intervals import Estimate, check_level, degrees_of_freedom, zero_events_bound
+from ia_mech.stats.intervals import (
+    Estimate,
+    check_level,
+    combined,
+    degrees_of_freedom,
+    unseen,
+)
 from ia_mech.stats.resampling import as_column, source_index
+
+EXACT = "exact, one-sided"
 
 
 def dyadic_mean(
@@ -34,9 +43,9 @@ def dyadic_mean(
       conservative.
     - The degrees of freedom are those of ``intervals.spread_between``, of residuals per source.
 
-    If all values are alike, or those of all sources add up to the same, each end is exact and
-    one-sided: that of as many values with other sources each, of which a share of
-    ``intervals.zero_events_bound`` were as different as ``ends`` allow.
+    If all values are alike, or those of all sources add up to the same, the interval is what values
+    of a kind that wasn't seen could add (``intervals.unseen``), counting values that share no
+    source with each other.
 
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
@@ -73,13 +82,58 @@ def dyadic_mean(
     if np.ptp(column) and pairs_shared > 1 - 1e-9:
         return Estimate(value, np.nan, np.nan, sources, "too few sources")
     if squares.max() <= 1e-20:
-        bound = zero_events_bound(_disjoint(pairs), level)
-        low, high = value - bound * (value - ends[0]), value + bound * (ends[1] - value)
-        return Estimate(value, low, high, sources, "exact, one-sided")
+        least = unseen(value, _disjoint(pairs), level, ends)
+        return Estimate(value, *least, sources, EXACT)
     variance = max(shared / (1 - pairs_shared), same / (1 - pairs_same)) / len(column) ** 2
     half = float(stdtrit(degrees_of_freedom(squares), (1 + level) / 2) * np.sqrt(variance))
     low, high = max(value - half, ends[0]), min(value + half, ends[1])
     return Estimate(value, low, high, sources, "dyadic-robust student")
+
+
+def dyadic_difference(
+    values: ArrayLike,
+    others: ArrayLike,
+    first: Iterable[Hashable],
+    second: Iterable[Hashable],
+    *,
+    times: float = 1.0,
+    level: float = 0.95,
+) -> Estimate:
+    """Mean of values less so many times that of others, two rates over the same pairs of sources.
+
+    :func:`dyadic_mean` of the differences. A rate of 0 or 1 shows no spread in the differences, and
+    isn't certain: what ``intervals.unseen`` allows it comes on top, put together by
+    ``intervals.combined``.
+
+    Args:
+        values: ``[n]`` from 0 to 1; rows in which either is NaN are left out.
+        others: ``[n]`` from 0 to 1.
+        first: ``[n]`` a source of each.
+        second: ``[n]`` its other source, or the same one again.
+        times: factor on the others.
+        level: coverage.
+    """
+    one, other = list(first), list(second)
+    rates = np.stack([as_column(x, len(one), "values") for x in (values, others)])
+    difference = rates[0] - times * rates[1]
+    ends = (-times, 1.0)
+    found = dyadic_mean(difference, one, other, ends=ends, level=level)
+    if np.isnan(found.low):
+        return found
+    kept = ~np.isnan(difference)
+    pairs = source_index(one + other)[0].reshape(2, -1).T[kept]
+    apart = _disjoint(pairs)
+    means = rates[:, kept].mean(axis=1).tolist()
+    parts, factors = [(found.value, found.low, found.high)], [1.0]
+    if set(means) <= {0.0, 1.0}:  # the differences say nothing that these two don't
+        parts = [(found.value,) * 3]
+    for rate, factor in zip(means, (1, -times), strict=True):
+        if rate in (0, 1):
+            least, most = unseen(rate, apart, level)
+            parts.append((0.0, least - rate, most - rate))
+            factors.append(factor)
+    _, low, high = combined(parts, factors)
+    return replace(found, low=max(low, ends[0]), high=min(high, ends[1]))
 
 
 def _products(values: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, float, float]:

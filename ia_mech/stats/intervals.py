@@ -1,5 +1,6 @@
 """An estimate with its interval, and the intervals of one mean or rate that have a formula."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -153,17 +154,21 @@ def degrees_of_freedom(squares: np.ndarray) -> float:
     return min(1 + 1 / max(uneven, 1 / sources**2), sources - 1)
 
 
-def student(table: np.ndarray, level: float) -> tuple[float, float]:
+def student(table: np.ndarray, level: float) -> Estimate:
     """Mean plus and minus a Student quantile times its cluster-robust standard error.
 
     Args:
         table: ``[sources, 2]`` sums of weighted values and of weights; at least two sources.
         level: coverage.
+
+    Returns:
+        Without an interval where all sources are alike: nothing says how others may differ.
     """
     spread = spread_between(table)
-    quantile = stdtrit(spread.freedom, (1 + level) / 2)
-    half = float(quantile * np.sqrt(spread.variance))
-    return spread.mean - half, spread.mean + half
+    if spread.variance == 0:
+        return Estimate(spread.mean, np.nan, np.nan, len(table), "all sources alike")
+    half = float(stdtrit(spread.freedom, (1 + level) / 2) * np.sqrt(spread.variance))
+    return Estimate(spread.mean, spread.mean - half, spread.mean + half, len(table), "student")
 
 
 def clustered_wilson(table: np.ndarray, rows: float, level: float) -> tuple[float, float]:
@@ -178,39 +183,95 @@ def clustered_wilson(table: np.ndarray, rows: float, level: float) -> tuple[floa
     3:484, and Franco et al. (2019), ibid. 7:334.
 
     Args:
-        table: ``[sources, 2]`` sums of weighted events and of weights; at least two sources.
-        rows: number of rows, or Kish's effective number if their weights differ.
+        table: ``[sources, 2]`` sums of weighted events and of weights; two sources that differ.
+        rows: number of rows; infinite where their values vary less than events do.
         level: coverage.
     """
     spread, quantile = spread_between(table), (1 + level) / 2
     rate, freedom = spread.mean, spread.freedom
-    size = rows if spread.variance == 0 else min(rows, rate * (1 - rate) / spread.variance)
+    size = min(rows, rate * (1 - rate) / spread.variance)
     known = stdtrit(max(rows - 1, freedom), quantile)
     size = float(size * (known / stdtrit(freedom, quantile)) ** 2)
     return wilson(rate * size, size, level)
 
 
+def unseen(
+    value: float, sources: int, level: float, ends: tuple[float, float] = (0.0, 1.0)
+) -> tuple[float, float]:
+    """How far a mean may be off because of sources of a kind that none of those seen is of.
+
+    They may be a share of :func:`zero_events_bound` and as different as ``ends`` allow. Around a
+    rate of 0 or 1 this is the exact one-sided interval. No interval of a bounded mean is narrower,
+    so none has width 0, however alike the sources are.
+
+    Args:
+        value: the mean.
+        sources: how many were seen.
+        level: coverage.
+        ends: the least and the largest mean that a source can have.
+    """
+    bound = zero_events_bound(sources, level)
+    return value - bound * (value - ends[0]), value + bound * (ends[1] - value)
+
+
+def hull(*intervals: tuple[float, float]) -> tuple[float, float]:
+    """The smallest interval that holds all of these."""
+    lows, highs = zip(*intervals, strict=True)
+    return min(lows), max(highs)
+
+
 def rate_interval(
-    table: np.ndarray, rows: float, independent: bool, level: float
+    table: np.ndarray, rows: float, level: float, *, independent: bool = False
 ) -> tuple[float, float, str]:
     """The interval of a rate; see ``cluster_mean`` for which one it is.
 
     Args:
         table: ``[sources, 2]`` sums of weighted events and of weights.
-        rows: number of rows, or Kish's effective number if their weights differ.
-        independent: every source has one row, 0 or 1, and all weigh the same.
+        rows: as :func:`clustered_wilson` takes them.
         level: coverage.
+        independent: every source has one row, 0 or 1, and all weigh the same.
 
     Returns:
-        Both ends (NaN if there is no telling) and the name of the method.
+        Both ends and the name of the method.
     """
     sources, (events, weight) = len(table), table.sum(0)
-    if events == 0:
-        return 0.0, zero_events_bound(sources, level), "exact, one-sided"
-    if events == weight:
-        return 1 - zero_events_bound(sources, level), 1.0, "exact, one-sided"
-    if sources == 1:
-        return np.nan, np.nan, "one source"
+    rate = float(events / weight)
+    least = unseen(rate, sources, level)
+    if sources == 1 or spread_between(table).variance == 0:
+        return *least, "exact, one-sided" if rate in (0, 1) else "all sources alike"
     if independent:
-        return *clopper_pearson(events / weight * sources, sources, level), "clopper-pearson"
-    return *clustered_wilson(table, rows, level), "wilson"
+        return *clopper_pearson(rate * sources, sources, level), "clopper-pearson"
+    return *hull(least, clustered_wilson(table, rows, level)), "wilson"
+
+
+def combined(
+    parts: Sequence[tuple[float, float, float]],
+    weights: Sequence[float],
+    correlation: float = 0.0,
+) -> tuple[float, float, float]:
+    """A weighted sum of estimates, with an interval from their own.
+
+    MOVER, the method of variance estimates recovery (Newcombe 1998, Statist. Med. 17:873 and 2635;
+    Zou & Donner 2008, ibid. 27:1693): the distances from each value to the end that moves the sum
+    the same way are put together as standard errors are.
+
+    Args:
+        parts: ``[k]`` value, low and high of each.
+        weights: ``[k]`` their factors; 1 and -1 make a difference.
+        correlation: between each two of the parts.
+
+    Returns:
+        The sum, and both ends.
+    """
+    value, low, high = np.array(parts, dtype=float).T
+    factor = np.asarray(weights, dtype=float)
+    below, above = factor * (value - low), factor * (high - value)
+    middle = float(factor @ value)
+
+    def together(away: np.ndarray) -> float:
+        alone, squared = (away**2).sum(), away.sum() ** 2
+        return float(np.sqrt(max((1 - correlation) * alone + correlation * squared, 0)))
+
+    positive = factor > 0
+    down, up = np.where(positive, below, above), np.where(positive, above, below)
+    return middle, middle - together(down), middle + together(up)

@@ -70,8 +70,8 @@ def source_permutation_p(
         permutations: random permutations.
         seed: of the permutations.
 
-    Raises:
-        ValueError: no source can change places with another.
+    Returns:
+        NaN where no source can change places with another.
     """
     labels = np.asarray(labels)
     index, count = source_index(sources)
@@ -81,7 +81,7 @@ def source_permutation_p(
     sizes = np.zeros(count, dtype=int) if constant else np.array([len(r) for r in rows])
     movable = [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
     if all(len(members) < 2 for members in movable):
-        raise ValueError("no source can change places with another; there is nothing to permute")
+        return np.nan
     rng, null = np.random.default_rng(seed), np.empty(permutations)
     for b in range(permutations):
         donor = np.arange(count)
