@@ -66,15 +66,17 @@ def numbers_of(study: Path) -> pd.DataFrame:
 
 def category_shares(run: "Run", judge: str) -> pd.DataFrame:
     """What a judge takes the turns of a run for: the share of each category by query."""
-    from ia_mech.judge.rubric import NAMES
+    from ia_mech.judge.label import read_labels
+    from ia_mech.run.queries import sources_of
 
-    labels = run.labels.judgements(judge, ["context_id", "temperature", "category"])
-    labels = labels.merge(run.contexts[["context_id", "source_id"]], on="context_id")
+    labels, _, rubric = read_labels(run, "judgements", judge, [])
+    labels = labels.assign(source=sources_of(run.turns))
+    labels = labels[labels["category"].isin(rubric.assessed)]
     labels["turns"] = labels["temperature"].map(turns_of)
     counts = pd.crosstab(
-        [labels["turns"], labels["source_id"]], labels["category"].astype(str), normalize="index"
+        [labels["turns"], labels["source"]], labels["category"].astype(str), normalize="index"
     )
-    counts = counts.reindex(columns=list(NAMES), fill_value=0.0)
+    counts = counts.reindex(columns=list(rubric.assessed), fill_value=0.0)
     each = counts.rename_axis(["turns", "source"]).rename_axis("term", axis=1).stack()
     return each.rename("value").reset_index().assign(quantity=SHARE)
 

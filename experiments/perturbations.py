@@ -50,7 +50,7 @@ from ia_mech.estimates import (
 )
 from ia_mech.rates.compute import rates
 from ia_mech.results import Table, label_of
-from ia_mech.run.queries import unfinished_text
+from ia_mech.run.queries import sources_of, unfinished_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -257,8 +257,7 @@ class Perturbations(Experiment):
         frames.append(run.contexts.assign(condition=run.contexts["perturbation"]))
         frame = pd.concat(frames, ignore_index=True)
         bits = frame["reference_logprob"].astype(float) / np.log(2.0)
-        source = frame["dataset"].astype(str) + "\x1f" + frame["source_id"].astype(str)
-        frame = frame.assign(source=source, bits=bits)
+        frame = frame.assign(source=sources_of(frame), bits=bits)
         return frame[bits.notna()].reset_index(drop=True)
 
     # -- estimated --------------------------------------------------------------------------------

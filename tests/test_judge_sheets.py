@@ -13,8 +13,8 @@ import pytest
 from judging import ROWS, plant
 from runs import files_under
 
+from ia_mech.annotate import main
 from ia_mech.errors import UserError
-from ia_mech.judge.__main__ import main
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
@@ -36,9 +36,9 @@ VERDICTS = ["prompt_restatement"] * 34 + ["degenerate"] * 14 + [GENUINE] * 7 + [
 VERDICTS += [CANNOT_ASSESS] + [None] * 2
 
 
-def spread(labels: list[str | None]) -> list[list[str | None]]:
-    """One repeat of labels, spread over the run's rows."""
-    return [[labels[i * 7 % len(labels)] for i in range(ROWS)]]
+def spread(labels: list[str | None]) -> list[str | None]:
+    """Labels, spread over the run's rows."""
+    return [labels[i * 7 % len(labels)] for i in range(ROWS)]
 
 
 @pytest.fixture
@@ -143,7 +143,6 @@ def test_the_sheet_is_blind(judged):
     items = items_of(judged, draw_decoys(judged, 1))
     items = {(i.query, i.response, i.turn) for i in items}
     assert judged.labels.sheet(sheet.key["sheet"]) == sheet.key
-    assert [json.loads(line) for line in files[1].read_text().splitlines()] == sheet.rows
     assert files[0].read_bytes().startswith(b"\xef\xbb\xbf")  # for Excel
     for row in sheet.rows:
         assert tuple(row) == COLUMNS
@@ -155,7 +154,7 @@ def test_the_sheet_is_blind(judged):
     forbidden |= {judged.model["name"], "rules", "failed", "temperature", "0.7"}
     forbidden |= set(contexts["reference"].dropna())
     turns = {row[c] for row in sheet.rows for c in ("query", "response", "user_turn")}
-    for file in files[:2]:
+    for file in files[:1]:
         text = file.read_text(encoding="utf-8-sig")
         shown = [word for word in forbidden if word in text or word in file.name]
         assert [word for word in shown if not any(word in turn for turn in turns)] == []
@@ -173,7 +172,7 @@ def test_the_page_holds_the_sheet_and_nothing_else(judged):
     _, (*_, another) = exported(judged, 12, name="other")
     frame, data = page_data(page.read_text())
     assert page_data(another.read_text())[0] == frame  # it is alike whatever the sheet holds
-    assert data.keys() == {"sheet", "rows", "categories"} and data["sheet"] == sheet.key["sheet"]
+    assert data.keys() == {"sheet", "digest", "rows", "categories"} and data["sheet"] == sheet.key["sheet"]
     columns = COLUMNS[:-2]
     expected = [{name: row[name] for name in columns} for row in sheet.rows]
     for row in expected:
@@ -207,13 +206,6 @@ def test_texts_survive_the_csv_and_none_is_a_formula():
 # -- the way back ---------------------------------------------------------------------------------
 
 
-def _jsonl(path, rows):
-    path = path.with_suffix(".jsonl")
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows)
-    path.write_text(text, encoding="utf-8-sig", newline="")
-    return path
-
-
 def _page_json(path, rows):
     path = path.with_suffix(".json")
     kept = [{name: row[name] for name in ("item", "category", "note")} for row in rows]
@@ -225,7 +217,6 @@ WAYS = [
     lambda p, rows: save(p, rows, encoding="utf-8-sig"),
     lambda p, rows: save(p, rows[::-1], columns=("note", "category", "item")),
     lambda p, rows: save(p, rows, delimiter=";"),  # where a comma is the decimal mark
-    _jsonl,
     _page_json,
 ]
 
@@ -318,12 +309,12 @@ BAD = [  # suffix and content of a file, where ITEM is one of the sheet; and wha
     (".csv", "item,category\nITEM,né\n", "isn't UTF-8 in line 2; save it"),
     (".csv", 'item,category\n"t12', "isn't CSV "),
     (".csv", "item,category\na,b\na,b,c", "isn't CSV .*Expected 2 fields in line 3, saw 3"),
-    (".jsonl", '{"item', "line 1 of .* is not JSON"),
-    (".jsonl", "[" * 100_000, "is not JSON"),
+    (".json", '{"item', "line 1 of .* is not JSON"),
+    (".json", "[" * 100_000, "is not JSON"),
     (".json", "[3]", "object 1 of .* isn't a JSON object"),
     (".json", '[{"item": "ITEM"}]', "has no column 'category'"),
     (".json", '[{"item": "ITEM", "category": 3}]', "a cell isn't a text"),
-    (".xlsx", "", r"is no .csv, .jsonl or .json; save the sheet as CSV"),
+    (".xlsx", "", r"is no .csv or .json; save the sheet as CSV"),
     (".csv", None, "there is no file"),
 ]
 
@@ -380,7 +371,7 @@ def test_the_commands_name_what_comes_next(judged, tmp_path, capsys):
     assert main(["export", str(judged.path), "--n", "30", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "30 of 60 turns, by categories of rules:" in text and f"sheet: {out}\n" in text
-    assert f"next: python -m ia_mech.judge import {judged.path} '{out}' --annotator NAME\n" in text
+    assert f"next: python -m ia_mech.annotate import {judged.path} '{out}' --annotator NAME\n" in text
     assert judged.labels.sheets == ["for-anna"]
     rows = [{**row._asdict(), "category": "generic"} for row in read_sheet(out)]
     save(out, rows[:20], columns=("item", "category"))

@@ -46,7 +46,7 @@ def was_stopped(ended: Ended, number: int) -> bool:
     """Whether the signal ended it, and as that signal should; else it was done before."""
     if number == signal.SIGINT:
         assert ended.status in (0, 130), ended.err
-        # A signal within openai's finalizer is printed by Python itself, and the command goes on.
+        # A signal within a finalizer is printed by Python itself, and the command goes on.
         assert "Traceback" not in ended.err.partition("Exception ignored in")[0]
         assert ("interrupted; " in ended.err) == (ended.status == 130)
     else:

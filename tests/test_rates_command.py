@@ -27,7 +27,7 @@ from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
 CAVEAT = "a heuristic, 0.9 of the time right"
-RULES = {"identity": {"kind": "rules"}, "repeats": 1, "caveat": CAVEAT}
+RULES = {"identity": {"kind": "rules"}, "caveat": CAVEAT}
 
 
 def category_of(key: tuple) -> str:
@@ -38,15 +38,14 @@ def category_of(key: tuple) -> str:
     return GENUINE if temperature == 1 or sample == 0 else "new_topic"
 
 
-def plant(run: Run, judge: str = "rules", *, say=category_of, record=RULES, repeats=0) -> Run:
-    """Verdicts as a judge writes them; of repeated ones all but the first are generic."""
+def plant(run: Run, judge: str = "rules", *, say=category_of, record=RULES, fitted=()) -> Run:
+    """Verdicts as a judge writes them."""
     rows = []
     keys = run.generations[list(KEY)].itertuples(index=False, name=None)
     for key, item in zip(keys, items_of(run), strict=True):
         row = dict(zip(KEY, key, strict=True))
-        row |= {"status": "judged", "item": item.key("", 0)[:16]}
-        rows += [row | {"repeat": 0, "category": say(key)}]
-        rows += [row | {"repeat": n + 1, "category": "generic"} for n in range(repeats)]
+        row |= {"status": "judged", "item": item.id}
+        rows += [row | {"category": say(key), "fitted": item.id in fitted}]
     run.labels.write_judgements(judge, rows, record)
     return run
 
@@ -170,22 +169,15 @@ def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy):
 # -- whose labels --------------------------------------------------------------------------------
 
 
-def test_the_first_of_repeated_verdicts_counts(copy):
-    run = plant(copy(), record={"identity": {"kind": "llm"}, "repeats": 2}, repeats=1)
-    judged = read_runs([run.path])
-    assert len(judged.turns) == len(run.generations)
-    assert "generic" not in set(judged.turns["category"])
-    assert any("2 verdicts per turn, the first is used" in note for note in judged.notes)
-
-
-def test_turns_of_the_judges_fit_are_counted_in_a_note(run, monkeypatch):
-    items = [item.key("", 0)[:16] for item in items_of(run)]
-    monkeypatch.setattr(load, "fitted_items", lambda: frozenset(items[:3]))
+def test_turns_of_the_judges_fit_are_counted_in_a_note(run):
+    known = {item.id for item in items_of(run)[:3]}
+    plant(run, fitted=known)
     annotate(run)
-    known = sum(item in items[:3] for item in items)
+    count = sum(item.id in known for item in items_of(run))
     judged = read_runs([run.path])
-    assert judged.turns["fitted"].sum() == known >= 3
-    assert f"{known} of {len(items)} turns, {known} of them labelled, were in" in judged.notes[-1]
+    assert judged.turns["fitted"].sum() == count >= 3
+    words = f"{count} of {len(judged.turns)} turns, {count} of them labelled, were in"
+    assert words in judged.notes[-1]
 
 
 def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
@@ -194,8 +186,8 @@ def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
     strata = {item: of["stratum"] for item, of in sheet.key["items"].items()}
     rows = [row | {"category": strata[row["item"]]} for row in sheet.rows]
     rows = [row for row in rows if row["category"] not in (GENUINE, "decoy")]
-    filled = tmp_path / "sheet.jsonl"
-    filled.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    filled = tmp_path / "sheet.json"
+    filled.write_text(json.dumps(rows))
     import_sheet(run, filled, "anna")
     assert set(read_runs([run.path]).turns["unlabelled"]) == {f"the stratum {GENUINE} of run"}
 

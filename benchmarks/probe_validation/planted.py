@@ -410,7 +410,7 @@ def _judge(run: Run, positive: dict[str, bool]) -> None:
     for key, item in zip(run.generations[list(KEY)].to_numpy(), items_of(run), strict=True):
         verdict = Verdict(GENUINE if positive[item.turn] else "new_topic", rationale=NAME)
         about: dict[str, Any] = {"repeat": 0, "genuine": verdict.genuine, "cached": False}
-        about["item"] = item.key("", 0)[:16]
+        about["item"] = item.id
         rows.append(verdict.to_json() | dict(zip(KEY, key, strict=True)) | about)
     record = {
         "identity": {"kind": NAME},

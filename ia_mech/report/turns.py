@@ -21,7 +21,7 @@ from ia_mech.untrusted import visible
 CATEGORIES = [*NAMES, FAILED, "not judged"]
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
 OUTCOMES = ("grounded", DEPENDENT)  # columns of turns.parquet of rates
-VERDICT = [*KEY, "repeat", "category", "status", "rationale"]
+VERDICT = [*KEY, "category", "status", "rationale"]
 DECOY = (*KEY, "shown", "decoy")
 MAX_TOKENS = 10_000_000  # of the turns of a page: some 100 MB, which a browser can still take
 
@@ -147,8 +147,7 @@ def _frames(
 
 
 def _labels(rows: pd.DataFrame, judge: str, key: Sequence[str]) -> pd.DataFrame:
-    """Category and reason of a judge's first verdicts."""
-    rows = rows[rows["repeat"] == 0]
+    """Category and reason of a judge's verdicts."""
     rows = rows.astype({"context_id": object, "category": object}).set_index(list(key))
     columns = {
         f"category {judge}": rows["category"].where(rows["status"] == JUDGED, FAILED),

@@ -137,5 +137,12 @@ def subsample(queries: Sequence[T], most: int | None, seed: int) -> list[T]:
 
 
 def _keyed(run: RunTables, frame: pd.DataFrame) -> pd.DataFrame:
-    source = frame["dataset"].astype(str) + "\x1f" + frame["source_id"].astype(str)
-    return frame.assign(run=str(run.path), source=source)
+    return frame.assign(run=str(run.path), source=sources_of(frame))
+
+
+def sources_of(frame: pd.DataFrame) -> pd.Series:
+    """The source of each row, the unit of statistics: a key that holds across runs and datasets.
+
+    ``frame`` has the columns ``dataset`` and ``source_id``, which alone may stand for two prompts.
+    """
+    return frame["dataset"].astype(str) + "\x1f" + frame["source_id"].astype(str)
