@@ -214,7 +214,7 @@ def test_sources_of_two_datasets_with_one_id_stay_apart(run):
     plant(run, "first", random_labels(0))
     plant(run, "second", random_labels(1))
     pair = pairs_of(run)["first", "second"]
-    assert pair.figures["accuracy", "genuine"].clusters == len(names)
+    assert pair.figures["accuracy", "genuine"].sources == len(names)
 
 
 def test_labels_that_do_not_belong(run):
@@ -306,7 +306,7 @@ def test_decoys_stand_beside_the_turns_and_count_in_no_comparison(run, tmp_path)
         row | {"category": GENUINE if "decoy" in sheet.key["items"][row["item"]] else "generic"}
         for row in sheet.rows
     ]
-    file = tmp_path / "filled.jsonl"
+    file = tmp_path / "filled.json"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     import_sheet(run, file, "anna")
 

@@ -255,7 +255,7 @@ def test_help_answers_without_loading_torch_or_openai(tmp_path):
         "    try: main(words)\n"
         "    except SystemExit as stopped: assert stopped.code == 0, words\n"
         "    else: raise AssertionError(words)\n"
-        "try: main(['run', 'x', '--repeats', 'two'])\n"
+        "try: main(['run', 'x', '--retries', 'two'])\n"
         "except SystemExit as stopped: assert stopped.code == 2\n"
         "loaded = {'torch', 'openai', 'pandas', 'transformers', 'sklearn'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
@@ -275,7 +275,6 @@ REFUSALS = [  # flags of check; and what is said of them
     ("--price 1 2", "--price needs --judge llm; add it, or drop it"),
     ("--max-cost 0", "--max-cost needs --judge llm; add it, or drop it"),
     ("--judge llm --model m --force", "--force needs --judge hf; add it, or drop it"),
-    ("--judge llm --model m --repeats 2", "check compares one verdict per turn; drop --repeats"),
     ("--judge llm", "--judge llm needs a model; give --model NAME"),
     ("--judge rule", "argument --judge: 'rule' is none of rules, llm, hf and MODULE:CLASS; see"),
     ("--judge :Toy", "argument --judge: ':Toy' is none of rules, llm, hf and MODULE:CLASS; see"),

@@ -212,7 +212,7 @@ def test_labels_that_can_not_be_taken(run, rates):
     refused(rates(run.path), "name follow_up, which the rubric lacks", "make them again")
     plant(run)
     annotate(run, category="lovely")
-    refused(rates(run.path), "name lovely", "judge import")
+    refused(rates(run.path), "name lovely", "annotate import")
     for name in ("annotations/anna.parquet", "judgements/rules.parquet"):
         (run.path / name).write_bytes(b"PAR1")
         refused(rates(run.path), f"{name.split('/')[1]} can't be read")

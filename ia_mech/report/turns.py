@@ -18,7 +18,7 @@ from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.untrusted import visible
 
-CATEGORIES = [*NAMES, FAILED, "not judged"]
+OTHERS = [FAILED, "not judged"]  # what a turn is that no category was named for
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
 OUTCOMES = ("grounded", DEPENDENT)  # columns of turns.parquet of rates
 VERDICT = [*KEY, "category", "status", "rationale"]
@@ -214,7 +214,10 @@ def columns_of(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]
     places = pd.MultiIndex.from_frame(contexts[["run", "context_id"]])
     datasets = sorted(contexts["dataset"].unique())
     judges = [name.removeprefix("category ") for name in turns if name.startswith("category ")]
-    codes = {name: code for code, name in enumerate(CATEGORIES)}
+    labels = pd.unique(np.concatenate([turns[f"category {j}"].dropna() for j in judges] or [[]]))
+    named = [*dict.fromkeys([*NAMES, *labels])]
+    categories = [*(name for name in named if name not in OTHERS), *OTHERS]
+    codes = {name: code for code, name in enumerate(categories)}
     columns: dict[str, Any] = {
         "context": places.get_indexer(
             pd.MultiIndex.from_frame(turns[["run", "context_id"]])
@@ -225,7 +228,7 @@ def columns_of(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]
         "labels": {
             visible(judge): {
                 "category": [
-                    codes.get(name, len(CATEGORIES) - 1) for name in turns[f"category {judge}"]
+                    codes.get(name, len(categories) - 1) for name in turns[f"category {judge}"]
                 ],
                 "reason": _texts(turns[f"reason {judge}"]),
                 **{
@@ -245,7 +248,7 @@ def columns_of(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]
     return {
         "runs": [visible(name) for name in names],
         "datasets": [visible(name) for name in datasets],
-        "categories": CATEGORIES,
+        "categories": categories,
         "accepted": GENUINE,
         "contexts": {
             "id": _texts(contexts["context_id"]),
