@@ -110,7 +110,9 @@ def test_what_transformers_serve_says_of_a_wrong_request_is_told_after_one(name,
 
 def test_what_transformers_serve_answers_is_kept():
     """Of a model that can't follow the rubric; cut off, and in prose."""
-    replies = [Reply(RECORDED[name]["status"], RECORDED[name]["body"]) for name in ("rubric", "short")]
+    replies = [
+        Reply(RECORDED[name]["status"], RECORDED[name]["body"]) for name in ("rubric", "short")
+    ]
     with StubServer(lambda _, n: replies[n]) as stub:
         cut, prose = judge_for(stub).judge(items(2))
     assert (cut.status, prose.status) == ("truncated", "unparsable")

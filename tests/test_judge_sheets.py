@@ -6,6 +6,8 @@ import gzip
 import io
 import json
 import re
+import shutil
+import subprocess
 from collections import Counter
 
 import pandas as pd
@@ -172,7 +174,10 @@ def test_the_page_holds_the_sheet_and_nothing_else(judged):
     _, (*_, another) = exported(judged, 12, name="other")
     frame, data = page_data(page.read_text())
     assert page_data(another.read_text())[0] == frame  # it is alike whatever the sheet holds
-    assert data.keys() == {"sheet", "digest", "rows", "categories"} and data["sheet"] == sheet.key["sheet"]
+    assert (
+        data.keys() == {"sheet", "digest", "rows", "categories"}
+        and data["sheet"] == sheet.key["sheet"]
+    )
     columns = COLUMNS[:-2]
     expected = [{name: row[name] for name in columns} for row in sheet.rows]
     for row in expected:
@@ -371,7 +376,9 @@ def test_the_commands_name_what_comes_next(judged, tmp_path, capsys):
     assert main(["export", str(judged.path), "--n", "30", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "30 of 60 turns, by categories of rules:" in text and f"sheet: {out}\n" in text
-    assert f"next: python -m ia_mech.annotate import {judged.path} '{out}' --annotator NAME\n" in text
+    assert (
+        f"next: python -m ia_mech.annotate import {judged.path} '{out}' --annotator NAME\n" in text
+    )
     assert judged.labels.sheets == ["for-anna"]
     rows = [{**row._asdict(), "category": "generic"} for row in read_sheet(out)]
     save(out, rows[:20], columns=("item", "category"))
@@ -380,3 +387,55 @@ def test_the_commands_name_what_comes_next(judged, tmp_path, capsys):
     count = 20 - len(judged.labels.decoys("anna", "annotations"))
     assert f"{count} of 30 rows labelled by anna: generic {count}\n" in text
     assert f"next: python -m ia_mech.judge agreement {judged.path}" in text
+
+
+# -- what the page keeps --------------------------------------------------------------------------
+
+BROWSER = """
+const fs = require("fs"), vm = require("vm");
+const kept = {}, tabs = [];
+async function tab(file) {
+  const page = fs.readFileSync(file, "utf-8"), elements = {}, keys = {};
+  const made = () => ({ children: [], value: "", append() {}, setAttribute() {}, remove() {},
+    replaceChildren() {}, addEventListener() {}, focus() {}, blur() {} });
+  const at = (id) => elements[id] ??= made();
+  at("data").textContent = page.match(/id="data">([^<]*)</)[1];
+  const told = [];
+  tabs.push(told);
+  const localStorage = { getItem: (key) => kept[key] ?? null, setItem: (key, value) => {
+    kept[key] = value;  // browsers tell the other tabs
+    tabs.filter((other) => other !== told).flat().forEach((listener) => listener({ key }));
+  } };
+  const window = { addEventListener: (_, listener) => told.push(listener) };
+  const document = { createElement: made, getElementById: at,
+    addEventListener: (_, press) => { keys.press = press; } };
+  const script = page.match(/<script>([\\s\\S]*?)<\\/script>/)[1];
+  vm.runInNewContext(script, { document, localStorage, window,
+    confirm: () => true, atob, Blob, DecompressionStream, Response, Uint8Array, setTimeout, URL });
+  while (!at("state").textContent) await new Promise((done) => setTimeout(done, 5));
+  return { press: (key) => keys.press({ key, preventDefault() {} }),
+    state: () => at("state").textContent };
+}
+(async () => {
+  const [first, second] = [await tab(process.argv[2]), await tab(process.argv[2])];
+  for (const key of "12") first.press(key);
+  for (const key of "34") second.press(key);
+  const other = await tab(process.argv[3]), again = await tab(process.argv[2]);
+  console.log(JSON.stringify([again.state(), other.state(), Object.keys(kept).length]));
+})();
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_tabs_of_a_page_keep_each_others_labels_and_pages_of_one_name_stay_apart(judged, tmp_path):
+    pages = []
+    for number, n in enumerate((12, 20)):
+        run = Run.open(shutil.copytree(judged.path, tmp_path / f"{number}" / "run"))
+        *_, page = write_sheet(run, export_sheet(run, n, name="sheet"), run.path.parent / "sheet")
+        pages.append(str(page))
+    script = tmp_path / "browser.js"
+    script.write_text(BROWSER)
+    done = subprocess.run(
+        ["node", str(script), *pages], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert json.loads(done.stdout) == ["4 of 15 done", "0 of 25 done", 1]

@@ -18,7 +18,6 @@ from shell import Outcome, call, files, refusal
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import GENUINE
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
-from ia_mech.rates import load
 from ia_mech.rates.__main__ import main
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.load import read_runs
