@@ -189,7 +189,9 @@ def test_a_server_that_wants_to_be_left_alone_for_long_ends_the_judging(naps):
         replies = [completion(), error(429, "slow", Retry_After=given)]
         with StubServer(lambda _, n, replies=replies: replies[n]) as stub:
             judge = judge_for(stub, concurrency=1)
-            with pytest.raises(UserError, match="wants to be asked again in .*; give the same com"):
+            with pytest.raises(
+                UserError, match=r"wants to be asked again in .*; give the same com"
+            ):
                 judge.judge(items(5))
         assert len(stub.bodies) == 2 and naps == []
 
@@ -239,7 +241,7 @@ def test_an_address_without_a_server_is_told_at_once(naps, tmp_path):
     with StubServer() as stub:
         pass
     judge = judge_for(stub)
-    with pytest.raises(UserError, match="refused.*check the server, --base-url"):
+    with pytest.raises(UserError, match=r"refused.*check the server, --base-url"):
         judge_items(items(40), judge, Quiet(), cache_folder=tmp_path)
     assert naps == []
 

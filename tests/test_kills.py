@@ -197,7 +197,7 @@ class Judging:
         run = Run.open(self.folder / name / "run")
         items = items_of(run, draw_decoys(run, 1))
         with VerdictCache(identity, found[0].parent) as cache:
-            return {item for item in items if cache.get(item, 0)}
+            return {item for item in items if cache.get(item)}
 
 
 def verdicts(folder: Path) -> pd.DataFrame:

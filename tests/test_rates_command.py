@@ -15,8 +15,9 @@ import pytest
 from runs import CONTEXTS, rehashed, rewritten, unfinished, with_settings
 from shell import Outcome, call, files, refusal
 
+from experiments.compare import category_shares
 from ia_mech.judge.label import items_of
-from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, read_rubric
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.rates.__main__ import main
 from ia_mech.rates.compute import estimates
@@ -263,3 +264,26 @@ def test_help_needs_neither_torch_nor_pandas():
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0 and not done.stdout.strip(), done
+
+
+def test_rates_are_by_the_rubric_that_the_judge_labelled_by(copy, tmp_path):
+    """Two of its categories count as genuine; none of them is the built-in one's."""
+    file = tmp_path / "mine.toml"
+    kinds = (("asks", "true"), ("objects", "true"), ("thanks", "false"))
+    tables = [f'[[categories]]\nname = "{k}"\ndefinition = "d"\ngenuine = {g}\n' for k, g in kinds]
+    file.write_text('instructions = "Label."\n' + "".join(tables))
+    own = {"rubric": read_rubric(file).record()}
+    named = {0: "thanks", 0.7: "asks", 1: "objects"}
+    run = plant(copy(), say=lambda key: named[key[1]], record=RULES | own)
+    turns = read_runs([run.path]).turns
+    assert turns.groupby("temperature")["genuine"].mean().to_dict() == {0: 0, 0.7: 1, 1: 1}
+    shares = category_shares(run, "rules")
+    assert set(shares["term"]) == {"asks", "objects", "thanks"}
+    assert shares["value"].sum() == shares.groupby(["turns", "source"]).ngroups
+
+
+def test_what_could_not_be_assessed_is_in_no_share_of_a_category(copy):
+    run = plant(copy(), say=lambda key: [CANNOT_ASSESS, "generic"][key[2] % 2])
+    shares = category_shares(run, "rules")
+    assert CANNOT_ASSESS not in set(shares["term"])
+    assert set(shares.groupby(["turns", "source"])["value"].sum().round(9)) == {1.0}

@@ -81,10 +81,10 @@ def test_a_deeply_nested_verdict_is_no_verdict(tmp_path):
         file.write(b"[" * 200_000 + b"\n")
     item = Item("query", "response", "turn")
     with VerdictCache({"kind": "x"}, tmp_path) as cache:
-        assert cache.get(item, 0) is None
-        cache.put(item, 0, Verdict("generic"))
+        assert cache.get(item) is None
+        cache.put(item, Verdict("generic"))
     with VerdictCache({"kind": "x"}, tmp_path) as cache:
-        assert cache.get(item, 0).category == "generic"
+        assert cache.get(item).category == "generic"
 
 
 @pytest.mark.parametrize("depth", [90, 200, 600])
