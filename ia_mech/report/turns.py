@@ -9,7 +9,7 @@ import pandas as pd
 
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import KINDS
-from ia_mech.judge.rubric import GENUINE, NAMES
+from ia_mech.judge.rubric import GENUINE, NAMES, rubric_of
 from ia_mech.judge.verdict import JUDGED
 from ia_mech.models.load import load_tokenizer_and_config, recall
 from ia_mech.page import packed
@@ -72,7 +72,9 @@ def browser(
         for of_runs in zip(*frames, strict=True)
     )
     shown = shown.sort_values("order", kind="stable")  # runs meet after each query
-    data = packed(columns_of(shown, turns, names))
+    records = [run.labels.record("judgements", j) for run in runs for j in run.labels.judges]
+    accepted = {name for record in records for name in rubric_of(record).accepted} | {GENUINE}
+    data = packed(columns_of(shown, turns, names, sorted(accepted)))
     note = f"{count:,} turns after {len(contexts):,} contexts."
     if share < 1:
         note = (
@@ -209,7 +211,12 @@ def _token_lengths(run: Run) -> TokenLengths | None:
     return lengths
 
 
-def columns_of(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]) -> dict[str, Any]:
+def columns_of(
+    contexts: pd.DataFrame,
+    turns: pd.DataFrame,
+    names: Sequence[str],
+    accepted: Sequence[str] = (GENUINE,),
+) -> dict[str, Any]:
     """What the page's script reads: a list or iterator per column. Texts are made visible."""
     places = pd.MultiIndex.from_frame(contexts[["run", "context_id"]])
     datasets = sorted(contexts["dataset"].unique())
@@ -249,7 +256,7 @@ def columns_of(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]
         "runs": [visible(name) for name in names],
         "datasets": [visible(name) for name in datasets],
         "categories": categories,
-        "accepted": GENUINE,
+        "accepted": list(accepted),
         "contexts": {
             "id": _texts(contexts["context_id"]),
             "run": contexts["run"].tolist(),
