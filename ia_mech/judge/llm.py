@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx2
+import openai
 
 from ia_mech.cli import one_line
 from ia_mech.errors import UserError
@@ -320,12 +320,11 @@ class LlmJudge(Judge):
         Raises:
             _Failure: there is none.
         """
-        body = json.dumps(request).encode()
         timeouts = 0
         for retried in range(self.retries + 1):
             limit = self.timeout
             try:
-                return self._post(body, limit)
+                return self._post(request, limit)
             except _Failure as failure:
                 timeouts += failure.slow
                 if failure.slow:
@@ -341,7 +340,7 @@ class LlmJudge(Judge):
                     or retried == self.retries
                     or timeouts > MOST_TIMEOUTS
                     or wait > LONGEST_WAIT
-                    or (unreachable and isinstance(failure.__cause__, httpx2.ConnectError))
+                    or (unreachable and type(failure.__cause__).__name__ == "ConnectError")
                     or self._wait(wait)
                 ):
                     raise
@@ -358,19 +357,26 @@ class LlmJudge(Judge):
                 f"{self.base_url} is slow: the time limit is {self.timeout:g} s now"
             )
 
-    def _post(self, content: bytes, limit: float) -> dict[str, Any]:
+    def _post(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
         """One request.
 
         Raises:
             _Failure: no chat completion came.
         """
         try:
-            response = self._client.post("chat/completions", content=content, timeout=limit)
-        except httpx2.TimeoutException as error:
-            connecting = isinstance(error, httpx2.ConnectTimeout | httpx2.PoolTimeout)
-            raise _Failure(f"no answer in {limit:g} s", slow=not connecting) from error
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise _Failure(str(error) or type(error).__name__) from error
+            chat = self._client.with_options(timeout=limit).chat.completions
+            others = {name: request[name] for name in request if name not in ("model", "messages")}
+            response = chat.with_raw_response.create(
+                model=request["model"], messages=request["messages"], extra_body=others
+            ).http_response
+        except openai.APIStatusError as error:
+            response = error.response
+        except openai.APITimeoutError as error:
+            connecting = type(error.__cause__).__name__ in ("ConnectTimeout", "PoolTimeout")
+            raise _Failure(f"no answer in {limit:g} s", slow=not connecting) from error.__cause__
+        except openai.OpenAIError as error:
+            cause = error.__cause__ or error
+            raise _Failure(str(cause) or type(cause).__name__) from cause
         try:
             found = json.loads(response.content)
         except (ValueError, RecursionError):
@@ -448,12 +454,22 @@ class LlmJudge(Judge):
         return (prompt * prompt_price + completion * completion_price) / 1e6
 
     @cached_property
-    def _client(self) -> httpx2.Client:
-        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
-        if self._is_openai:
-            headers |= {name: os.environ[v] for name, v in ACCOUNT.items() if os.environ.get(v)}
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.concurrency)
-        return httpx2.Client(base_url=f"{self.base_url}/", headers=headers, limits=limits)
+    def _client(self) -> openai.OpenAI:
+        # Of itself the client would send the account's headers to any server.
+        account = {
+            name: os.environ[variable]
+            if self._is_openai and os.environ.get(variable)
+            else openai.omit
+            for name, variable in ACCOUNT.items()
+        }
+        http = openai.DefaultHttpxClient(follow_redirects=False)
+        return openai.OpenAI(
+            api_key=self._key,
+            base_url=self.base_url,
+            default_headers=account,  # type: ignore[arg-type]  # omit is for this
+            max_retries=0,
+            http_client=http,
+        )
 
     @cached_property
     def _key(self) -> str:
@@ -521,7 +537,7 @@ def _problem_of(body: dict[str, Any], status: int) -> dict[str, Any]:
     return {"message": problem if isinstance(problem, str) else json.dumps(problem)}
 
 
-def _seconds_to_wait(response: httpx2.Response) -> float | None:
+def _seconds_to_wait(response: Any) -> float | None:
     """What the header Retry-After says, in seconds or as a date; None without one."""
     given = response.headers.get("retry-after", "")
     with contextlib.suppress(ValueError):
