@@ -89,7 +89,7 @@ def measure_files(pairs: list[str]) -> None:
                     "category": turn["category"],
                     "close": bool(turn.get("close", False)),
                     "weight": float(turn.get("weight", 1.0)),
-                    "item": item.key("", 0)[:16],
+                    "item": item.id,
                     "clear": clear[0] if clear else "",
                     **measure(item),
                 }

@@ -67,16 +67,17 @@ def numbers_of(study: Path) -> pd.DataFrame:
 def category_shares(run: "Run", judge: str) -> pd.DataFrame:
     """What a judge takes the turns of a run for: by query, the share of each category among the
     turns that it could assess."""
-    from ia_mech.judge.rubric import ASSESSED
+    from ia_mech.judge.label import read_labels
     from ia_mech.run.sources import sources_of
 
-    labels = run.labels.judgements(judge, ["context_id", "temperature", "category"])
-    labels = labels[labels["category"].isin(ASSESSED)]
-    contexts = run.contexts.set_index("context_id")
-    source = labels["context_id"].map(sources_of(contexts)).rename("source")
-    turns = labels["temperature"].map(turns_of).rename("turns")
-    counts = pd.crosstab([turns, source], labels["category"].astype(str), normalize="index")
-    counts = counts.reindex(columns=list(ASSESSED), fill_value=0.0)
+    labels, _, rubric = read_labels(run, "judgements", judge, [])
+    labels = labels.assign(source=sources_of(run.turns))
+    labels = labels[labels["category"].isin(rubric.assessed)]
+    labels["turns"] = labels["temperature"].map(turns_of)
+    counts = pd.crosstab(
+        [labels["turns"], labels["source"]], labels["category"].astype(str), normalize="index"
+    )
+    counts = counts.reindex(columns=list(rubric.assessed), fill_value=0.0)
     each = counts.rename_axis(["turns", "source"]).rename_axis("term", axis=1).stack()
     return each.rename("value").reset_index().assign(quantity=SHARE)
 

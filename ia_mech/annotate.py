@@ -1,13 +1,9 @@
-"""``python -m ia_mech.annotate export`` and ``import``: turns for people to label, blind.
+"""``python -m ia_mech.annotate export`` and ``import``: turns for people to label, blind."""
 
-The subcommands of ``python -m ia_mech.judge``, under the name of what they are for.
-"""
-
+import importlib
 import sys
 
-from ia_mech.cli import Parser
-from ia_mech.judge.__main__ import add_export, add_import
-from ia_mech.judge.__main__ import main as judge
+from ia_mech.cli import Parser, path_of, run_command, tolerant_streams, whole_from
 
 DESCRIPTION = """\
 Label user turns by hand: export a page to annotate in, which opens in any browser without a network
@@ -23,20 +19,66 @@ Then: python -m ia_mech.judge agreement cache/RUN
 """
 
 
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    tolerant_streams()
+    args = build_parser().parse_args(argv)
+
+    def body() -> int | None:
+        # Imported late, so that --help and a mistyped flag are answered at once.
+        return getattr(importlib.import_module("ia_mech.judge.sheets"), args.function)(args)
+
+    return run_command(body, lambda: "no file was left half-written")
+
+
 def build_parser() -> Parser:
-    """The command line."""
+    """The command line; ``args.function`` names a function of :mod:`ia_mech.judge.sheets`."""
     parser = Parser(prog="python -m ia_mech.annotate", description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=Parser
     )
-    add_export(commands)
-    add_import(commands)
+    _add_export(commands)
+    _add_import(commands)
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return judge(argv, build_parser())
+def _add_export(commands) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write a blind sheet to annotate",
+        description="Write a sample of a run's user turns as a page to annotate in (HTML) and as a "
+        "table to fill\nin (CSV): query, response and turn in random order, without model, "
+        "temperature, judge\nor reference. Stratified by a judge's verdict, so that rare "
+        "categories are seen;\nthe inclusion probabilities stay in the run, for weighting. Decoys "
+        "are mixed in. Nothing is\noverwritten.",
+    )
+    parser.set_defaults(function="export_command")
+    add = parser.add_argument
+    add("run", type=path_of, help="a run's folder")
+    add("--n", type=int, default=200, help="turns (default: 200); a quarter as many decoys come on")
+    add("--by", metavar="JUDGE", help="whose verdicts stratify (default: the only one, or rules)")
+    add("--seed", type=whole_from(0), default=0, help="of the sampling (default: 0)")
+    add(
+        "--out",
+        type=path_of,
+        help="the sheet without .csv or .html (default: a blind name beside the run)",
+    )
+
+
+def _add_import(commands) -> None:
+    parser = commands.add_parser(
+        "import",
+        help="read a filled-in sheet",
+        description="Check a filled-in sheet (CSV in UTF-8, or the page's JSON) row by row and\n"
+        "write annotations/<annotator>.parquet. Rows without a category are "
+        "left out; one bad row and\nnothing is written. Only item, category and note are read.",
+    )
+    parser.set_defaults(function="import_command")
+    add = parser.add_argument
+    add("run", type=path_of, help="the run that the sheet was exported from")
+    add("file", type=path_of, help="the sheet, .csv or .json")
+    add("--annotator", required=True, help="who filled it in; a name for the file")
+    add("--replace", action="store_true", help="replace labels of this annotator that are there")
 
 
 if __name__ == "__main__":

@@ -237,7 +237,8 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
     chosen = greedy if target.kind == GREEDY else sampled
     if target.temperature is not None:
         chosen = chosen[chosen["temperature"] == target.temperature]
-    positive = chosen["category"].eq(target.kind if target.kind in FAILURES else GENUINE)
+    failure = target.kind in FAILURES
+    positive = chosen["category"].eq(target.kind) if failure else chosen["genuine"].eq(1)
     if target.kind == GROUNDED:
         positive = chosen["grounded"].eq(1)
     by_context = positive.groupby([chosen[key] for key in KEYS])

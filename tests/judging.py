@@ -51,7 +51,7 @@ class Recorded(Quiet):
 BILLED = {"prompt_tokens": 100, "completion_tokens": 7, "cost": 0.25}
 
 
-def genuine(item: Item, repeat: int) -> Verdict:
+def genuine(item: Item, times: int) -> Verdict:
     return Verdict(GENUINE, rationale=item.turn, **BILLED)
 
 
@@ -109,17 +109,15 @@ def keys_of(run: Run) -> list[dict]:
     return run.generations[list(COLUMNS)].to_dict("records")
 
 
-def plant(run: Run, name: str, repeats: list[list[str | None]], **columns: list) -> None:
-    """Verdicts of a judge: one list of categories per repeat."""
+def plant(run: Run, name: str, labels: list[str | None], **columns: list) -> None:
+    """Verdicts of a judge: a category per turn."""
     rows = [
         {
             **key,
-            "repeat": repeat,
             "category": labels[i],
             "status": "judged" if labels[i] else "unparsable",
             **{column: values[i] for column, values in columns.items()},
         }
-        for repeat, labels in enumerate(repeats)
         for i, key in enumerate(keys_of(run))
     ]
     run.labels.write_judgements(name, rows, {"identity_hash": f"hash of {name}"})

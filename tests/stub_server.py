@@ -67,6 +67,7 @@ class StubServer:
     Attributes:
         bodies: of all requests, in the order of their arrival; a GET's is empty.
         keys: the Authorization headers.
+        headers: the names of all headers, in small letters.
         turns: how many requests each user turn was in.
         most: requests that were ever under way at once.
     """
@@ -76,6 +77,7 @@ class StubServer:
         self.delay = delay
         self.bodies: list[dict] = []
         self.keys: list[str | None] = []
+        self.headers: set[str] = set()
         self.turns: Counter[str] = Counter()
         self.most = 0
         self._under_way = 0
@@ -125,6 +127,7 @@ class StubServer:
             def do_POST(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
                 body = json.loads(self.rfile.read(length) or b"{}")
+                stub.headers |= {name.lower() for name in self.headers}
                 self._send(stub._receive(body, self.headers.get("Authorization")))
 
             do_GET = do_POST  # what a 301 makes of it

@@ -102,7 +102,7 @@ def judge(run: Run, genuine: list[int | None], name: str = "rules") -> None:
     for key, item, label in zip(turns, items_of(run), genuine, strict=True):
         category = "cannot_assess" if label is None else GENUINE if label else "new_topic"
         row = {"repeat": 0, "category": category, "status": "judged", "rationale": "planted"}
-        row |= {"genuine": None if label is None else bool(label), "item": item.key("", 0)[:16]}
+        row |= {"genuine": None if label is None else bool(label), "item": item.id}
         rows.append(dict(zip(KEY, key, strict=True)) | row)
     run.labels.write_judgements(name, rows, {"identity": {"kind": name}, "repeats": 1})
 

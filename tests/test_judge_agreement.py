@@ -121,7 +121,7 @@ def test_figures_of_a_sample_are_about_the_run(run):
     rate = {"generic": 0.9, GENUINE: 0.4, "degenerate": 0.6}  # the judge is right so often
     truth = [label if rng.random() < rate[label] else "new_topic" for label in verdicts]
     right = np.array(truth) == np.array(verdicts)
-    plant(run, "rules", [verdicts])
+    plant(run, "rules", verdicts)
     place = {tuple(key.values()): i for i, key in enumerate(keys_of(run))}
     weighted, plain = [], []
     for seed in range(300):
@@ -167,7 +167,7 @@ def test_weights_of_two_annotators(run):
     # Of two sheets: independent samples.
     annotate(run, "dora", dict.fromkeys([5, 9, 50], GENUINE), "two", "all")
     assert weights_of("anna", "dora") == pytest.approx({5: 4 * 20, 9: 4 * 20})
-    plant(run, "rules", [random_labels(0)])
+    plant(run, "rules", random_labels(0))
     assert weights_of("rules", "cleo", "anna") == weights
     # Not of a sheet: a census.
     annotate(run, "edda", {7: GENUINE, 8: GENUINE}, None, "x", dict.fromkeys(range(60)))
@@ -178,10 +178,10 @@ def test_weights_of_two_annotators(run):
 def test_who_is_compared_with_whom(run):
     with pytest.raises(UserError, match="has no labels; run: python -m ia_mech"):
         labellers_of(run)
-    plant(run, "first", [random_labels(0)])
+    plant(run, "first", random_labels(0))
     with pytest.raises(UserError, match="has first; run: python -m ia_mech"):
         labellers_of(run)
-    plant(run, "second", [random_labels(1)])
+    plant(run, "second", random_labels(1))
     annotate(run, "anna", dict.fromkeys(range(9), GENUINE))
     assert list(pairs_of(run)) == [("first", "second"), ("anna", "first"), ("anna", "second")]
     # Between equals the one named first.
@@ -192,22 +192,34 @@ def test_who_is_compared_with_whom(run):
         labellers_of(run, ["third", "second"])
 
 
-def test_a_judge_with_itself(run):
-    said = random_labels(0, ASSESSED)
-    noisy = [x if i % 3 else "generic" for i, x in enumerate(said)]
-    plant(run, "same", [said, said])
-    plant(run, "noisy", [said, noisy, said])
-    kappas = {
-        names: pair.figures["kappa", "categories"].value for names, pair in pairs_of(run).items()
-    }
-    assert kappas["noisy", "same"] == 1  # the first repeat counts
-    assert kappas["same", "same, asked again"] == 1
-    assert 0 < kappas["noisy", "noisy, asked again"] < 1
+def test_turns_that_a_judge_was_fitted_on_count_in_no_comparison(run):
+    """On them the judge is always right; on the others never."""
+    said = [GENUINE, "generic"] * (ROWS // 2)
+    known = [i < 20 for i in range(ROWS)]
+    plant(run, "rules", said, fitted=known)
+    truth = {i: said[i] if known[i] else said[i - 1] for i in range(ROWS)}
+    annotate(run, "anna", truth)
+    pair = pairs_of(run)["anna", "rules"]
+    assert pair.n == ROWS - 20 and pair.figures["accuracy", "genuine"].value == 0
+    assert "rules was fitted on 20 of the 60 turns" in " ".join(agreement(run).notes)
+
+
+def test_sources_of_two_datasets_with_one_id_stay_apart(run):
+    """Half of the contexts under another dataset, with the ids of the other half."""
+    names = run.contexts["context_id"].tolist()
+    of = {name: (f"d{n % 2}", f"q{n // 2}") for n, name in enumerate(names)}
+    for frame in (run.contexts, run.turns):
+        frame["dataset"] = [of[name][0] for name in frame["context_id"]]
+        frame["source_id"] = [of[name][1] for name in frame["context_id"]]
+    plant(run, "first", random_labels(0))
+    plant(run, "second", random_labels(1))
+    pair = pairs_of(run)["first", "second"]
+    assert pair.figures["accuracy", "genuine"].sources == len(names)
 
 
 def test_labels_that_do_not_belong(run):
-    plant(run, "good", [random_labels(0)])
-    plant(run, "other", [["off_topic"] * ROWS])
+    plant(run, "good", random_labels(0))
+    plant(run, "other", ["off_topic"] * ROWS)
     with pytest.raises(UserError, match="name off_topic, which the rubric lacks"):
         labellers_of(run)
     run = unfinished(run)
@@ -224,9 +236,9 @@ def test_the_most_telling_disagreements_come_first(run):
     for i, category in {1: GENUINE, 2: "degenerate", 3: GENUINE, 4: CANNOT_ASSESS, 5: None}.items():
         second[i] = category
     sure = [json.dumps({GENUINE: 0.6 + 0.3 * (i == 3), "degenerate": 0.99}) for i in range(ROWS)]
-    plant(run, "first", [first], rationale=["because"] * ROWS)
-    plant(run, "second", [second], scores=sure)
-    plant(run, "sample", [[None, *first[1:]]])  # is called like a column of the table
+    plant(run, "first", first, rationale=["because"] * ROWS)
+    plant(run, "second", second, scores=sure)
+    plant(run, "sample", [None, *first[1:]])  # is called like a column of the table
     annotate(run, "anna", {0: "generic", 7: "new_topic", 8: GENUINE, 9: "generic"})
     found = disagreements_of(run)
     # People contradicted (genuine first), then judges alone: genuine by certainty, then others.
@@ -240,7 +252,7 @@ def test_the_most_telling_disagreements_come_first(run):
     ]
     key = keys_of(run)[8] | {"user_turn": run.generations["text"][8]}
     assert found.loc[8, list(key)].to_dict() == key
-    plant(run, "first", [[GENUINE, *first[1:]]])
+    plant(run, "first", [GENUINE, *first[1:]])
     # A failure is shown as one, beside those that disagree.
     assert disagreements_of(run).loc[0, labels].tolist() == [
         *(GENUINE, "failed", "generic", "generic")
@@ -249,14 +261,14 @@ def test_the_most_telling_disagreements_come_first(run):
 
 def test_the_command(run, capsys):
     said = ["generic"] * 40 + [GENUINE] * 20
-    plant(run, "rules", [said, said], rationale=["=[red]x[/red]\x1b :cat:"] * ROWS)
+    plant(run, "rules", said, rationale=["=[red]x[/red]\x1b :cat:"] * ROWS)
     annotate(run, "anna", dict.fromkeys(range(0, ROWS, 4), GENUINE))
     assert main(["agreement", str(run.path), "--disagreements", "3", "--full"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Agreement beyond chance on genuine or not (Cohen's κ): rules against")
     for name in ASSESSED:
-        assert len(re.findall(rf"│ (\d )?{name} ", text)) == 4, name  # used or not, of both pairs
-    assert "rules / anna" in text and "rules, asked again / rules" in text
+        assert len(re.findall(rf"│ (\d )?{name} ", text)) == 2, name  # used or not
+    assert "rules / anna" in text
     assert "=[red]x[/red]� :cat:" in text and "\x1b" not in text
     assert "10 disagreements" in text and len(re.findall("anna labels it", text)) == 3
     assert text.endswith(f"next: python -m ia_mech.report {run.path}\n")
@@ -294,7 +306,7 @@ def test_decoys_stand_beside_the_turns_and_count_in_no_comparison(run, tmp_path)
         row | {"category": GENUINE if "decoy" in sheet.key["items"][row["item"]] else "generic"}
         for row in sheet.rows
     ]
-    file = tmp_path / "filled.jsonl"
+    file = tmp_path / "filled.json"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     import_sheet(run, file, "anna")
 

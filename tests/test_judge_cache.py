@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from judging import FakeJudge
@@ -23,7 +24,7 @@ def filled(tmp_path):
     """The file of a cache with a verdict for each item."""
     with VerdictCache({"kind": "x"}, tmp_path) as cache:
         for item in ITEMS:
-            cache.put(item, 0, VERDICT)
+            cache.put(item, VERDICT)
         return cache.path
 
 
@@ -34,14 +35,14 @@ def first_line(path) -> dict:
 
 def held(folder) -> list[bool]:
     with VerdictCache({"kind": "x"}, folder) as cache:
-        return [cache.get(item, 0) == VERDICT for item in ITEMS]
+        return [cache.get(item) == VERDICT for item in ITEMS]
 
 
 def test_a_verdict_comes_back_as_it_was_and_texts_are_not_kept(tmp_path):
     for _ in range(2):
         with VerdictCache({"kind": "x"}, tmp_path) as cache:
-            cache.put(ODD, 1, VERDICT)
-            assert (cache.get(ODD, 1), cache.get(ODD, 0)) == (VERDICT, None)
+            cache.put(ODD, VERDICT)
+            assert (cache.get(ODD), cache.get(ITEMS[0])) == (VERDICT, None)
     assert first_line(cache.path) == {"identity": {"kind": "x"}}
     assert len(cache.path.read_bytes().splitlines()) == 3 and "数学" not in cache.path.read_text()
 
@@ -51,7 +52,7 @@ def test_a_line_that_was_being_written_is_dropped_and_written_again(filled, tmp_
     os.truncate(filled, filled.stat().st_size - cut)
     assert held(tmp_path) == [True, True, False]
     with VerdictCache({"kind": "x"}, tmp_path) as cache:
-        cache.put(ITEMS[2], 0, VERDICT)
+        cache.put(ITEMS[2], VERDICT)
     assert held(tmp_path) == [True, True, True]
     assert all(json.loads(line) for line in filled.read_bytes().splitlines())
 
@@ -69,7 +70,7 @@ def entry(**verdict) -> bytes:
 WRONG = [
     *(b"\xff\xfe", b"{}}", b"17", b"[]", b"{}", b'"key"', b"[" * 200_000),
     *(b'{"key": "a"}', b'{"key": "a", "verdict": {}}', b'{"key": "a", "verdict": []}'),
-    *(entry(category=None), entry(category="no name"), entry(category=["generic"])),
+    *(entry(category=None), entry(scores={"generic": float("nan")}), entry(category=["generic"])),
     *(entry(status="unparsable"), entry(status=7), entry(status=["judged"]), entry(mood="good")),
 ]
 
@@ -80,7 +81,7 @@ def test_lines_that_can_not_be_read_are_judged_again(filled, tmp_path):
     assert held(tmp_path) == [True, False, True]
     with VerdictCache({"kind": "x"}, tmp_path) as cache:
         assert len(cache._verdicts) == 2
-        cache.put(ITEMS[1], 0, VERDICT)
+        cache.put(ITEMS[1], VERDICT)
     assert held(tmp_path) == [True] * 3
 
 
@@ -102,7 +103,8 @@ def test_a_changed_rubric_or_judge_misses(tmp_path, monkeypatch):
     assert judged_anew() == 3, "identical items once"
     assert judged_anew() == 0
     assert judged_anew(model="other") == 3
-    monkeypatch.setattr(rubric, "ORDER", rubric.ORDER + ".")
+    other = replace(rubric.BUILT_IN, order=rubric.ORDER + ".")
+    monkeypatch.setattr(rubric, "BUILT_IN", other)
     assert judged_anew() == 3
     monkeypatch.undo()
     assert judged_anew() == 0
@@ -121,8 +123,8 @@ def test_a_write_that_fails_leaves_no_part_of_a_line(filled, tmp_path, monkeypat
     with VerdictCache({"kind": "x"}, tmp_path) as cache:
         monkeypatch.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space"):
-            cache.put(ODD, 0, VERDICT)
+            cache.put(ODD, VERDICT)
         monkeypatch.setattr(os, "write", real)
-        cache.put(ODD, 1, VERDICT)
+        cache.put(ODD, VERDICT)
     assert len(filled.read_text().split("\n")) == 6
     assert held(tmp_path) == [True] * 3

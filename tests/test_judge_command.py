@@ -27,7 +27,7 @@ from ia_mech.judge.rubric import (
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.run import Run
 
-COMMANDS = ("run", "check", "export", "import", "agreement", "rubric")
+COMMANDS = ("run", "check", "agreement", "rubric")
 SECRET = "sk-a-key-that-is-nowhere"
 
 
@@ -133,11 +133,11 @@ def test_the_rules_judge_labels_every_turn(judge, run):
 
 def test_a_dry_run_tells_what_a_server_would_be_asked_without_a_key(judge, run, tmp_path):
     before = files(tmp_path)
-    outcome = judge("run", run.path, *LLM, "--repeats", "3", "--dry-run", "--price", "1", "2")
+    outcome = judge("run", run.path, *LLM, "--dry-run", "--price", "1", "2")
     head, plan = outcome.out.splitlines()
-    expected = rf"{ROWS} user turns and {DECOYS} decoys, (\d+) distinct, x 3"
+    expected = rf"{ROWS} user turns and {DECOYS} decoys, (\d+) distinct"
     distinct = int(re.fullmatch(expected, head)[1])
-    assert plan.startswith(f"{3 * distinct} requests to some-model, about ") and "$" in plan
+    assert plan.startswith(f"{distinct} requests to some-model, about ") and "$" in plan
     assert outcome.status == 0 and outcome.err == "" and files(tmp_path) == before
 
 
@@ -255,7 +255,7 @@ def test_help_answers_without_loading_torch_or_openai(tmp_path):
         "    try: main(words)\n"
         "    except SystemExit as stopped: assert stopped.code == 0, words\n"
         "    else: raise AssertionError(words)\n"
-        "try: main(['run', 'x', '--repeats', 'two'])\n"
+        "try: main(['run', 'x', '--retries', 'two'])\n"
         "except SystemExit as stopped: assert stopped.code == 2\n"
         "loaded = {'torch', 'openai', 'pandas', 'transformers', 'sklearn'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
@@ -271,13 +271,10 @@ def test_help_answers_without_loading_torch_or_openai(tmp_path):
 
 
 REFUSALS = [  # flags of check; and what is said of them
-    ("--repeats 0", "argument --repeats: '0' is not a whole number from 1 up"),
-    ("--repeats 2", "the rules judge answers the same each time; drop --repeats"),
     ("--model gpt", "--model needs --judge llm or --judge hf; add it, or drop it"),
     ("--price 1 2", "--price needs --judge llm; add it, or drop it"),
     ("--max-cost 0", "--max-cost needs --judge llm; add it, or drop it"),
     ("--judge llm --model m --force", "--force needs --judge hf; add it, or drop it"),
-    ("--judge llm --model m --repeats 2", "check compares one verdict per turn; drop --repeats"),
     ("--judge llm", "--judge llm needs a model; give --model NAME"),
     ("--judge rule", "argument --judge: 'rule' is none of rules, llm, hf and MODULE:CLASS; see"),
     ("--judge :Toy", "argument --judge: ':Toy' is none of rules, llm, hf and MODULE:CLASS; see"),
@@ -300,7 +297,7 @@ def test_the_subject_model_is_refused_by_name_and_under_another(
     run, refused, judge, tiny_model_dir, tiny_subject, tmp_path, monkeypatch
 ):
     words = ["run", run.path, "--judge", "hf", "--device", "cpu", "--dry-run", "--model"]
-    monkeypatch.setattr(prompt, "system_message", lambda *, names_only: "One of: generic")
+    monkeypatch.setattr(prompt, "system_message", lambda *_, names_only: "One of: generic")
     with monkeypatch.context() as unloaded:
         unloaded.setattr("ia_mech.judge.hf.load", None)
         assert refused(*words, run.model["name"]).endswith("give another --model, or --force")
@@ -319,8 +316,8 @@ LINES = [  # the second line of a file; and what is said of it
     ("[]", "line 2 of {file} isn't a JSON object; correct it"),
     ({"query": QUERY, "user_turn": "x"}, "line 2 of {file} lacks a text; each needs query, resp"),
     (row(["list"]), "line 2 of {file} lacks a text; each needs "),
-    (row("x", category="Generic"), "line 2 of {file}: no category 'Generic' in the rubric; give"),
-    (row("x", category=["generic"]), "line 2 of {file}: no category ['generic'] in the rubric; "),
+    (row("x", category="Generic"), "{file}: no category 'Generic' in the rubric; give"),
+    (row("x", category=["generic"]), "{file}: no category ['generic'] in the rubric; "),
 ]
 
 

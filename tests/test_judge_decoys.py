@@ -148,12 +148,12 @@ def test_decoys_are_judged_among_the_turns_and_stored_apart(run, labelled):
 
 def test_a_free_judge_sees_all_decoys_and_a_paid_one_few(run, labelled):
     labelled(name="free", paid=False)
-    labelled(name="paid", repeats=2)
+    labelled(name="paid")
     labelled(name="none", decoys=0)
     columns = [*KEY, "decoy", "shown", "item"]
     free, paid = (run.labels.decoys(name) for name in ("free", "paid"))
     assert len(free) == ROWS and pairs(paid[columns]) < pairs(free[columns])
-    assert len(paid) == 2 * len(draw_decoys(run, 1)) and run.labels.decoys("none").empty
+    assert len(paid) == len(draw_decoys(run, 1)) and run.labels.decoys("none").empty
     records = [run.labels.record("judgements", name) for name in ("free", "paid", "none")]
     assert [record["decoys_per_source"] for record in records] == [None, 1, 0]
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 
-import openai
 import pytest
 from judging import KEY, QUERY, RESPONSE, Recorded, items, judge_for, one
 from stub_server import DROP, HANG, Reply, StubServer, Wire, completion, error, turn_of
@@ -18,7 +17,7 @@ from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.label import judge_items
-from ia_mech.judge.llm import MOST_FAILURES
+from ia_mech.judge.llm import MOST_FAILURES, MOST_REJECTED, LlmJudge
 from ia_mech.judge.verdict import Item
 
 WHOLE = completion().body
@@ -30,14 +29,13 @@ def naps(monkeypatch) -> list[float]:
     """A key; and the client's waits before retries, which take no time."""
     waits: list[float] = []
 
-    def nap(client, *, retries_taken, max_retries, options, response) -> None:
-        headers = response.headers if response else None
-        left = max_retries - retries_taken
-        waits.append(client._calculate_retry_timeout(left, options, headers))
+    def nap(_, seconds: float) -> bool:
+        waits.append(seconds)
+        return False
 
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    monkeypatch.setattr(openai.OpenAI, "_sleep_for_retry", nap)
+    monkeypatch.setattr(LlmJudge, "_wait", nap)
     return waits
 
 
@@ -56,20 +54,22 @@ PASSING = {  # is requested twice: a single retry is allowed
     "500": error(500, f"at {KEY}"),
     "503 packed garbage": Reply(503, "hm", Content_Encoding="gzip"),
     "408": error(408, "late"),
+    "an error with 200": Reply(200, {"error": {"message": KEY}}),
+    "429 with 200": Reply(200, {"error": {"message": KEY, "code": 429}}),
+    "an error in the choice": Reply(200, {"choices": [{"error": {"message": KEY}}]}),
     "closed before the headers": DROP,
     "reset": Wire(reset=True),
     "no HTTP": Wire(b"hello\r\n\r\n"),
     "closed within the body": Reply(200, WHOLE[:150], Content_Length=str(len(WHOLE))),
 }
 ARRIVED = {  # with the status of its verdict; is requested once
-    "429 for ever": ("unavailable", error(429, "slow", Retry_After="1e999")),
     "a truncated body": ("unavailable", Reply(200, WHOLE[:150])),
     "an empty body": ("unavailable", Reply(200)),
     "no UTF-8": ("unavailable", Reply(200, WHOLE.encode().replace(b"lens", b"\xff"))),
     "a web page": ("unavailable", Reply(200, f"<html>{KEY}</html>")),
     "an event stream": ("unavailable", Reply(200, "data: {}\n\ndata: [DONE]\n")),
     "a list": ("unavailable", Reply(200, [GOOD])),
-    "an error with 200": ("unavailable", Reply(200, {"error": {"message": KEY}})),
+    "an error 400 with 200": ("rejected", Reply(200, {"error": {"message": KEY, "code": 400}})),
     "deep nesting": ("unavailable", Reply(200, '{"choices": ' + "[" * 100_000)),
     "choices null": ("unavailable", Reply(200, GOOD | {"choices": None})),
     "no choices": ("empty", Reply(200, GOOD | {"choices": []})),
@@ -112,16 +112,17 @@ def test_a_faulty_answer_costs_its_own_turn_and_is_asked_for_again(tmp_path, cap
         requests = dict(stub.turns)
         mended = True
         again, _ = judge_items(turns, judge, Quiet(), cache_folder=tmp_path)
-    for (item, _), verdict in first.items():
+    for item, verdict in first.items():
         status = FAULTS.get(item.turn, ("judged", None))[0]
         assert (verdict.status, bool(verdict.error)) == (status, status != "judged"), item.turn
         assert verdict.error.isprintable() and 0 <= verdict.prompt_tokens <= 100
         assert requests[item.turn] == 1 + (item.turn in PASSING), item.turn
-        assert stub.turns[item.turn] == requests[item.turn] + (status != "judged"), item.turn
-    other_words = first[Item(QUERY, RESPONSE, "other words"), 0]
+        again_asked = status not in ("judged", "truncated")  # what was cut off would be again
+        assert stub.turns[item.turn] == requests[item.turn] + again_asked, item.turn
+    other_words = first[Item(QUERY, RESPONSE, "other words")]
     assert (other_words.prompt_tokens, other_words.completion_tokens) == (100, 20)
     assert other_words.cost == pytest.approx(120e-6)  # it was billed, though unparsable
-    assert {verdict.status for verdict in again.values()} == {"judged"}
+    assert {verdict.status for verdict in again.values()} == {"judged", "truncated"}
     assert set(stub.keys) == {f"Bearer {KEY}"}
     files = "".join(path.read_text() for path in tmp_path.iterdir())
     shown = files + repr(first) + "".join(capsys.readouterr())
@@ -153,18 +154,46 @@ def test_what_no_turn_would_get_past_ends_the_judging(reply, fragment, tmp_path)
     assert kept(judge, tmp_path) == {"turn 0", "turn 1", "turn 2"}
 
 
-def test_a_hang_ends_after_the_timeout():
-    with StubServer(lambda *_: HANG) as stub:
-        verdict = one(judge_for(stub, timeout=0.2, retries=1))
-        assert verdict.status == "unavailable" and len(stub.bodies) == 2
+def test_a_slow_server_is_given_more_time():
+    """It takes longer than the limit at first, and than twice that."""
+    limits = []
+
+    class Slow(LlmJudge):
+        def _post(self, content, limit):
+            limits.append(limit)
+            return super()._post(content, limit)
+
+    with StubServer(lambda _, n: HANG if n < 2 else completion()) as stub:
+        judge = Slow("m", base_url=stub.url, timeout=0.2)
+        assert [v.status for v in judge.judge(items(2))] == ["judged", "judged"]
+    assert limits == [0.2, 0.4, 0.8, 0.8] and "the time limit is 0.8 s now" in judge.caveat
+
+
+def test_a_hang_ends_after_a_few_timeouts():
+    with StubServer(lambda *_: HANG) as stub, pytest.raises(UserError, match="doesn't answer"):
+        one(judge_for(stub, timeout=0.1))
+    assert len(stub.bodies) == 4
 
 
 def test_the_server_says_how_long_to_wait(naps):
     date = email.utils.formatdate(time.time() + 100, usegmt=True)
-    replies = [error(429, "slow", Retry_After="7"), error(503, "no", Retry_After=date)]
-    with StubServer(lambda _, n: [*replies, error(500, "oh"), completion()][n]) as stub:
+    waits = [error(429, "slow", Retry_After=given) for given in ("7", "300")]
+    replies = [*waits, error(503, "no", Retry_After=date), error(500, "oh")]
+    with StubServer(lambda _, n: [*replies, completion()][n]) as stub:
         assert one(judge_for(stub)).status == "judged"
-    assert naps[0] == 7 and 7 < naps[1] <= 100 and naps[2] < 7
+    assert naps[:2] == [7, 300] and 7 < naps[2] <= 100 and naps[3] < 7
+
+
+def test_a_server_that_wants_to_be_left_alone_for_long_ends_the_judging(naps):
+    for given in ("3600", "1e999"):
+        replies = [completion(), error(429, "slow", Retry_After=given)]
+        with StubServer(lambda _, n, replies=replies: replies[n]) as stub:
+            judge = judge_for(stub, concurrency=1)
+            with pytest.raises(
+                UserError, match=r"wants to be asked again in .*; give the same com"
+            ):
+                judge.judge(items(5))
+        assert len(stub.bodies) == 2 and naps == []
 
 
 # -- a server that is no good ----------------------------------------------------------------------
@@ -181,26 +210,46 @@ def gives_up(stub: StubServer, folder, **options) -> str:
 
 
 def test_a_server_that_fails_again_and_again_is_given_up(tmp_path):
-    with StubServer(lambda *_: error(500, "out of memory")) as stub:
-        line = gives_up(stub, tmp_path)
-    assert f"failed {MOST_FAILURES} times in a row, at last with: HTTP 500" in line
-    assert len(stub.turns) <= MOST_FAILURES + UNDER_WAY
-    line = gives_up(stub, tmp_path)  # it is gone
-    assert "in a row" in line and "refused" in line and "check the server, --base-url" in line
+    """After it has answered; requests go one by one, so that their order is known."""
+    failures = [error(500, "out of memory")] * MOST_FAILURES
+    replies = [completion(), *failures[1:], completion(), *failures]
+    with StubServer(lambda _, n: replies[n]) as stub:
+        judge = judge_for(stub, concurrency=1, retries=0)
+        with pytest.raises(UserError, match=f"failed {MOST_FAILURES} times in a row, .*HTTP 500"):
+            judge_items(items(40), judge, Quiet(), cache_folder=tmp_path)
+    assert len(stub.bodies) == len(replies) and max(stub.turns.values()) == 1
 
 
-def test_web_pages_end_the_run_even_after_answers(tmp_path):
-    with StubServer(lambda _, n: Reply(200, "<html>") if n > 4 else completion()) as stub:
-        assert "not a chat completion: '<html>'" in gives_up(stub, tmp_path)
-    # Each of the last good answers may come after web pages that were sent later.
-    assert len(stub.bodies) <= 5 + 2 * UNDER_WAY + MOST_FAILURES
-    assert max(stub.turns.values()) == 1
+WRONG_SERVERS = {
+    "no server": (Wire(b"hello\r\n\r\n"), "doesn't answer"),
+    "web pages": (Reply(200, "<html>"), "not a chat completion: '<html>'"),
+    "another path": (error(404, "no such page"), "check --model, and --base-url"),
+    "another parameter": (error(400, "bad 'seed'"), "refuses --param seed"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SERVERS)
+def test_what_no_request_would_get_past_is_told_after_one(name, tmp_path):
+    """The first request goes alone, however many may be under way later."""
+    reply, fragment = WRONG_SERVERS[name]
+    with StubServer(lambda *_: reply) as stub:
+        assert fragment in gives_up(stub, tmp_path, params={"seed": 1})
+    assert len(stub.bodies) == 1
+
+
+def test_an_address_without_a_server_is_told_at_once(naps, tmp_path):
+    with StubServer() as stub:
+        pass
+    judge = judge_for(stub)
+    with pytest.raises(UserError, match=r"refused.*check the server, --base-url"):
+        judge_items(items(40), judge, Quiet(), cache_folder=tmp_path)
+    assert naps == []
 
 
 def test_a_server_that_takes_no_item_at_all_is_given_up(tmp_path):
-    with StubServer(lambda *_: error(400, "bad 'seed'")) as stub:
+    with StubServer(lambda *_: error(400, "no")) as stub:
         assert "HTTP 400" in gives_up(stub, tmp_path)
-    assert len(stub.bodies) <= MOST_FAILURES + UNDER_WAY
+    assert len(stub.bodies) == MOST_REJECTED
     with StubServer(lambda body, n: error(400, "long") if n else completion()) as stub:
         judge = judge_for(stub, concurrency=1)
         verdicts, _ = judge_items(items(12), judge, Quiet(), cache_folder=tmp_path)
@@ -226,19 +275,20 @@ def test_what_is_spent_goes_beyond_the_limit_by_what_is_under_way(tmp_path):
 
 def kept(judge, folder) -> set[str]:
     with VerdictCache(judge.identity, folder) as cache:
-        return {item.turn for item in items(40) if cache.get(item, 0)}
+        return {item.turn for item in items(40) if cache.get(item)}
 
 
 def test_so_many_requests_are_under_way_at_once_and_no_more(tmp_path):
     together = threading.Barrier(CONCURRENCY)
 
-    def answer(*_) -> Reply:
-        together.wait(60)
+    def answer(_, n: int) -> Reply:
+        if n:
+            together.wait(60)
         return completion()
 
     with StubServer(answer) as stub:
         judge = judge_for(stub, concurrency=CONCURRENCY)
-        judge_items(items(4 * CONCURRENCY), judge, Quiet(), cache_folder=tmp_path)
+        judge_items(items(1 + 4 * CONCURRENCY), judge, Quiet(), cache_folder=tmp_path)
     assert stub.most == CONCURRENCY
 
 

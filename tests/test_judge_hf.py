@@ -27,7 +27,7 @@ def short_rubric():
     """The whole rubric is thousands of tokens to a tokenizer of 800 pieces."""
     text = "One of: " + ", ".join(NAMES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt, "system_message", lambda *, names_only: text)
+        patch.setattr(prompt, "system_message", lambda *_, names_only: text)
         yield
 
 
@@ -89,6 +89,15 @@ def test_what_prompts_begin_with_alike_is_run_once(tokenizer, monkeypatch):
     assert (too_long.status, too_long.category) == ("rejected", None)
     assert "tokens, the model takes 4096" in too_long.error
     assert next_one.category in NAMES
+
+
+def test_a_model_without_finite_likelihoods_names_no_category(judge, monkeypatch):
+    """The largest of NaNs is the first, which would be genuine."""
+    for value in (math.nan, -math.inf):
+        broken = torch.full((len(NAMES),), value, dtype=torch.float64)
+        monkeypatch.setattr(judge, "log_likelihoods", lambda _, broken=broken: broken)
+        (verdict,) = judge.judge(ITEMS[:1])
+        assert (verdict.status, verdict.category) == ("unparsable", None)
 
 
 def test_scores_are_calibrated_probabilities_over_all_names(judge):

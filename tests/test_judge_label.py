@@ -12,7 +12,7 @@ from runs import CONTEXTS, planted, unfinished
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, VERSION, rubric_hash
-from ia_mech.judge.verdict import FAILURES, Judge, Verdict, identity_hash
+from ia_mech.judge.verdict import FAILURES, TRUNCATED, Judge, Verdict, identity_hash
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -63,12 +63,11 @@ def test_rows_are_those_of_the_generations_in_their_order(run, label):
     assert rows[list(KEY)].values.tolist() == run.generations[list(KEY)].values.tolist()
     assert rows["rationale"].tolist() == run.generations["text"].tolist()
     assert rows["item"].nunique() == ROWS and rows["item"].str.fullmatch("[0-9a-f]{16}").all()
-    assert set(rows["repeat"]) == {0} and set(rows["status"]) == {"judged"}
+    assert set(rows["status"]) == {"judged"}
     assert run.labels.record("judgements", "fake") == {
         "identity": judge.identity,
         "identity_hash": identity_hash(judge.identity),
         "rubric": {"version": VERSION, "hash": rubric_hash()},
-        "repeats": 1,
         "decoys_per_source": 1,
         "unperturbed": False,
         "caveat": judge.caveat,
@@ -118,23 +117,6 @@ def test_identical_turns_in_identical_contexts_are_judged_once(run, label):
     assert rows["cached"].tolist() == [not f for f in first]
 
 
-# -- repeats ------------------------------------------------------------------------------------
-
-
-def test_repeats_are_rows_of_their_own(run, label):
-    run.generations["text"] = ["yes", "no", "yes", "yes", "no"] * CONTEXTS
-    judge = FakeJudge(lambda item, i: Verdict(["generic", GENUINE][i % 2], rationale=str(i)))
-    rows = label(judge, repeats=3)
-    assert len(rows) == ROWS * 3
-    assert rows["repeat"].tolist() == [0, 1, 2] * ROWS == rows["rationale"].astype(int).tolist()
-    assert rows["genuine"].tolist() == [False, True, False] * ROWS
-    assert run.labels.record("judgements", "fake")["repeats"] == 3
-    assert len(judge.asked) == len(set(judge.asked)) == CONTEXTS * 2 * 3
-    more = FakeJudge()
-    assert len(label(more, repeats=4)) == ROWS * 4
-    assert len(more.asked) == CONTEXTS * 2, "the fourth"
-
-
 # -- the cache ----------------------------------------------------------------------------------
 
 
@@ -178,12 +160,15 @@ def test_failures_are_rows_that_are_not_kept_and_the_same_command_asks_again(lab
     assert lost["status"].tolist() == list(FAILURES) and rows["genuine"].sum() == ROWS - 7
     assert lost["category"].isna().all() and lost["genuine"].isna().all()
     assert set(lost["error"]) == {"no"} and lost["cost"].sum() == 3.5
-    missing = len([item for item, _ in bad.asked if item.turn in failed])
-    assert kept(bad, cache) == ALL - missing
-    judge = FakeJudge()
-    rows = label(judge)
-    assert {item.turn for item, _ in judge.asked} == {*failed} and len(judge.asked) == missing
-    assert rows["genuine"].all() and kept(judge, cache) == ALL
+    again = [item for item, _ in bad.asked if failed.get(item.turn, TRUNCATED) != TRUNCATED]
+    assert kept(bad, cache) == ALL - len(again)
+    judge, progress = FakeJudge(), Recorded()
+    rows = label(judge, progress=progress)
+    assert {item for item, _ in judge.asked} == {*again}
+    assert rows["genuine"].sum() == ROWS - 1 and kept(judge, cache) == ALL
+    # An answer that a token limit cut off would be cut off again: it isn't paid for twice.
+    assert set(rows["status"][~rows["genuine"].fillna(False)]) == {TRUNCATED}
+    assert any("cut off by a token limit" in line for line in progress.lines)
 
 
 # -- refusals -----------------------------------------------------------------------------------

@@ -8,20 +8,25 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from judging import KEY, QUERY, RESPONSE, items, judge_for, one
-from stub_server import VERDICT, Reply, StubServer, completion, error, item_of
+from stub_server import VERDICT, Reply, StubServer, completion, error, item_of, turn_of
 
 from ia_mech.errors import UserError
 from ia_mech.judge import prompt
+from ia_mech.judge.answers import NoVerdict, find_verdict, read_completion
 from ia_mech.judge.llm import LlmJudge
-from ia_mech.judge.prompt import NoVerdict, find_verdict
-from ia_mech.judge.rubric import CATEGORIES, NAMES, rubric_hash
+from ia_mech.judge.rubric import CATEGORIES, NAMES, read_rubric, rubric_hash, rubric_of
 from ia_mech.judge.verdict import Item, Verdict
 from ia_mech.models import embedded
 
 GOOD = json.dumps(VERDICT)
+# What a real server sent, the embedded model behind it; its folder is replaced.
+RECORDED = json.loads(
+    (Path(__file__).parent / "recorded" / "transformers_serve.json").read_text("utf-8")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +44,7 @@ def test_an_answer_in_each_mode(mode):
     with StubServer() as stub:
         params = {"temperature": 0, "max_completion_tokens": 300, "chat_template_kwargs": {"a": 1}}
         verdict = one(judge_for(stub, mode=mode, params=params))
-    bill = {"prompt_tokens": 100, "completion_tokens": 20}
+    bill = {"prompt_tokens": 100, "completion_tokens": 20, "answer": GOOD, "served": "stub"}
     assert verdict == Verdict(
         "genuine_follow_up", rationale="asks about the lens", mode=mode, **bill
     )
@@ -62,34 +67,104 @@ FASTAPI = Reply(422, {"detail": [FORBIDDEN | {"input": {"temperature": "turn 0"}
 OPENAI = error(400, "Invalid parameter: 'response_format' of …", param="response_format")
 
 
-@pytest.mark.parametrize(
-    ("reply", "refused", "left"),
-    [
-        (OPENAI, ["json_schema"], "json_object"),
-        (FASTAPI, ["json_schema", "json_object"], "text"),
-    ],
-)
-def test_a_refused_response_format_is_given_up_for_the_rest_of_the_run(reply, refused, left):
-    def answer(body, _):
-        kind = body.get("response_format", {}).get("type")
-        return reply if kind in refused else completion()
+@pytest.mark.parametrize("reply", [OPENAI, FASTAPI])
+def test_a_refused_response_format_is_one_line_after_one_request(reply):
+    with (
+        StubServer(lambda *_: reply) as stub,
+        pytest.raises(UserError, match=r"refuses --mode json_schema .*; use --mode json_obj"),
+    ):
+        one(judge_for(stub))
+    assert len(stub.bodies) == 1
+
+
+def test_one_item_that_is_refused_changes_nothing_for_the_others():
+    """Its refusal speaks of information and of formats; all verdicts are of one mode."""
+    blocked = error(400, "Blocked; for more information on the json_schema see our site")
+
+    def answer(body, n):
+        return blocked if turn_of(body) == "turn 3" else completion()
 
     with StubServer(answer) as stub:
-        judge = judge_for(stub)
-        verdicts = judge.judge(items(12))
-        again = one(judge, Item(QUERY, RESPONSE, "later"))
-    assert {verdict.mode for verdict in [*verdicts, again]} == {left}
-    assert len(stub.bodies) == 13 + len(refused), "once, not per item"
-    assert max(stub.turns.values()) == 1 + len(refused)
+        verdicts = judge_for(stub).judge(items(8))
+    assert [v.status for v in verdicts].count("judged") == 7 and verdicts[3].status == "rejected"
+    assert {body["response_format"]["type"] for body in stub.bodies} == {"json_schema"}
+    assert {v.mode for v in verdicts if v.category} == {"json_schema"} and len(stub.bodies) == 8
 
 
-def test_a_mode_that_was_named_is_not_replaced():
-    with (
-        StubServer(lambda *_: error(400, "json_schema isn't supported")) as stub,
-        pytest.raises(UserError, match=r"refuses --mode json_schema .*; use --mode auto"),
-    ):
-        one(judge_for(stub, mode="json_schema"))
+@pytest.mark.parametrize(
+    ("name", "fragment"),
+    [
+        ("wrong model", "refuses --model .*requested 'other/model'"),
+        ("wrong param", "refuses --param nonsense_param .*Unexpected fields"),
+    ],
+)
+def test_what_transformers_serve_says_of_a_wrong_request_is_told_after_one(name, fragment):
+    recorded = RECORDED[name]
+    reply = Reply(recorded["status"], recorded["body"])
+    with StubServer(lambda *_: reply) as stub:
+        judge = LlmJudge("other/model", base_url=stub.url, params={"nonsense_param": 1})
+        with pytest.raises(UserError, match=fragment):
+            judge.judge(items(20))
     assert len(stub.bodies) == 1
+
+
+def test_what_transformers_serve_answers_is_kept():
+    """Of a model that can't follow the rubric; cut off, and in prose."""
+    replies = [
+        Reply(RECORDED[name]["status"], RECORDED[name]["body"]) for name in ("rubric", "short")
+    ]
+    with StubServer(lambda _, n: replies[n]) as stub:
+        cut, prose = judge_for(stub).judge(items(2))
+    assert (cut.status, prose.status) == ("truncated", "unparsable")
+    assert cut.answer.startswith("You've already provided") and prose.answer.endswith("you with?")
+    assert cut.served == prose.served == "/models/smollm2@main" and cut.prompt_tokens == 3492
+
+
+def test_the_returned_model_and_all_that_was_written_are_kept():
+    with StubServer(lambda *_: completion(GOOD, reasoning="hm, a lens")) as stub:
+        verdict = one(judge_for(stub))
+    assert (verdict.answer, verdict.reasoning, verdict.served) == (GOOD, "hm, a lens", "stub")
+
+
+def test_costs_are_estimated_where_a_server_reports_no_tokens():
+    body = {name: value for name, value in json.loads(completion().body).items() if name != "usage"}
+    with StubServer(lambda *_: Reply(200, body)) as stub:
+        judge = judge_for(stub, price=(1.0, 1.0), max_cost=1e-6, concurrency=1)
+        with pytest.raises(UserError, match=r"--max-cost 1e-06 is reached: .*by an estimate"):
+            judge.judge(items(5))
+    assert len(stub.bodies) == 1 and "an estimate by characters" in judge.caveat
+
+
+def test_prompts_that_a_server_cuts_off_are_noted():
+    def counted(tokens):
+        usage = {"prompt_tokens": tokens, "completion_tokens": 9}
+        return Reply(200, json.loads(completion().body) | {"usage": usage})
+
+    long = Item(QUERY, RESPONSE * 100, "And?")
+    with StubServer(lambda _, n: counted([3100, 3900, 2048][n])) as stub:
+        judge = judge_for(stub)
+        judge.judge([items(1)[0], long])
+        assert judge.caveat == ""
+        one(judge, long)
+    assert "2048 tokens" in judge.caveat and "cut" in judge.caveat
+    with StubServer(lambda *_: counted(4096)) as stub:
+        judge = judge_for(stub)
+        judge.judge([long, Item(QUERY, RESPONSE * 200, "And?")])
+    assert "4096 tokens" in judge.caveat
+
+
+def test_accounts_and_keys_go_to_openai_alone(monkeypatch):
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-secret")
+    monkeypatch.setenv("OPENAI_PROJECT_ID", "project-secret")
+    with StubServer() as stub:
+        judge = judge_for(stub)
+        one(judge)
+    assert "authorization" in stub.headers
+    assert not {name for name in stub.headers if name.startswith("openai")}
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    assert LlmJudge("m")._client.default_headers["OpenAI-Organization"] == "org-secret"
+    with pytest.raises(UserError, match="would send the key to OpenAI in clear"):
+        LlmJudge("m", base_url="http://api.openai.com/v1")
 
 
 @pytest.mark.parametrize(
@@ -107,13 +182,21 @@ def test_a_mode_that_was_named_is_not_replaced():
         (completion("genuine_follow_up"), "unparsable", ""),
         (completion(GOOD[:30]), "unparsable", ""),
         (completion(json.dumps({"category": "genuine"})), "unparsable", ""),
-        (completion(json.dumps({"category": "Genuine_follow_up"})), "unparsable", ""),
+        (completion(json.dumps({"category": "Genuine follow-up"})), "judged", ""),
+        (completion('{"rationale": "a\nb", "category": "genuine_follow_up"}'), "judged", ""),
+        (completion(None, tool_calls=[{"function": {"arguments": GOOD}}]), "judged", "tool_calls"),
+        (completion(None, function_call={"arguments": VERDICT}), "judged", "tool_calls"),
+        (completion("I'm sorry, but I can't help with that."), "refused", ""),
+        # Drafts.
+        (completion(None, reasoning=f"{GOOD} But wait", finish="length"), "truncated", ""),
+        (completion(None, reasoning=f"First {GOOD}. But wait…"), "empty", ""),
+        (completion(f"{GOOD} But wait", finish="length"), "truncated", ""),
         (completion(json.dumps({"category": ["generic"]})), "unparsable", ""),
         (completion(f"{GOOD}\n{GOOD}"), "unparsable", ""),
     ],
 )
 def test_an_answer_is_a_verdict_or_a_failure_of_a_known_type(reply, status, place):
-    verdict = prompt.read_completion(json.loads(reply.body))
+    verdict = read_completion(json.loads(reply.body))
     assert (verdict.status, verdict.mode) == (status, place)
     assert verdict.category == ("genuine_follow_up" if status == "judged" else None)
     assert bool(verdict.error) == (status != "judged") and "\n" not in verdict.error
@@ -289,3 +372,60 @@ def test_a_real_server(url, monkeypatch):
         assert (verdict.category in NAMES) == (verdict.status == "judged")
         assert verdict.mode.startswith("json_schema")  # taken, and ignored, by this server
         assert verdict.prompt_tokens > 2000 and verdict.completion_tokens > 0
+
+
+# -- a rubric of one's own --------------------------------------------------------------------
+
+OWN = """
+instructions = "Say whether the user goes on."
+order = "no, then yes"
+[[categories]]
+name = "yes"
+definition = "Goes on."
+genuine = true
+[[categories.examples]]
+query = "a"
+response = "b"
+turn = "c"
+why = "d"
+[[categories]]
+name = "no"
+definition = "Doesn't."
+"""
+
+
+def test_a_rubric_of_ones_own_is_what_the_server_is_told(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(OWN)
+    rubric = read_rubric(file)
+    assert rubric.names == ("yes", "no", "cannot_assess") and rubric.version == "mine"
+    assert [rubric.genuine(name) for name in (*rubric.names, None)] == [True, False, None, None]
+    assert rubric_of({"rubric": json.loads(json.dumps(rubric.record()))}) == rubric
+    with StubServer(lambda *_: completion('{"rationale": "", "category": "Yes"}')) as stub:
+        judge = judge_for(stub, rubric=rubric)
+        assert one(judge).category == "yes"
+    (body,) = stub.bodies
+    schema = body["response_format"]["json_schema"]["schema"]
+    assert schema["properties"]["category"]["enum"] == ["yes", "no", "cannot_assess"]
+    told = body["messages"][0]["content"]
+    assert told.startswith("Say whether the user goes on.") and "genuine_follow_up" not in told
+    assert judge.identity["rubric"] == rubric.hash != rubric_hash()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (("instructions =", "instruction ="), "unknown 'instruction'; give version, instructions"),
+        (('name = "no"', 'name = "yes"'), "has a category twice"),
+        (('name = "no"', 'name = "No!"'), "has a category 'No!'"),
+        (("genuine = true", "genuine = 1"), "genuine in category 1 of .* is no boolean"),
+        (("genuine = true", ""), "needs categories that count as genuine"),
+        (('definition = "Goes on."', ""), "category 1 of .* lacks 'definition'"),
+        (("[[categories]]", "[[categories"), "is no rubric"),
+    ],
+)
+def test_a_rubric_that_can_not_be(tmp_path, change, problem):
+    file = tmp_path / "mine.toml"
+    file.write_text(OWN.replace(*change))
+    with pytest.raises(UserError, match=problem):
+        read_rubric(file)

@@ -6,6 +6,8 @@ import gzip
 import io
 import json
 import re
+import shutil
+import subprocess
 from collections import Counter
 
 import pandas as pd
@@ -13,8 +15,8 @@ import pytest
 from judging import ROWS, plant
 from runs import files_under
 
+from ia_mech.annotate import main
 from ia_mech.errors import UserError
-from ia_mech.judge.__main__ import main
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
@@ -36,9 +38,9 @@ VERDICTS = ["prompt_restatement"] * 34 + ["degenerate"] * 14 + [GENUINE] * 7 + [
 VERDICTS += [CANNOT_ASSESS] + [None] * 2
 
 
-def spread(labels: list[str | None]) -> list[list[str | None]]:
-    """One repeat of labels, spread over the run's rows."""
-    return [[labels[i * 7 % len(labels)] for i in range(ROWS)]]
+def spread(labels: list[str | None]) -> list[str | None]:
+    """Labels, spread over the run's rows."""
+    return [labels[i * 7 % len(labels)] for i in range(ROWS)]
 
 
 @pytest.fixture
@@ -143,7 +145,6 @@ def test_the_sheet_is_blind(judged):
     items = items_of(judged, draw_decoys(judged, 1))
     items = {(i.query, i.response, i.turn) for i in items}
     assert judged.labels.sheet(sheet.key["sheet"]) == sheet.key
-    assert [json.loads(line) for line in files[1].read_text().splitlines()] == sheet.rows
     assert files[0].read_bytes().startswith(b"\xef\xbb\xbf")  # for Excel
     for row in sheet.rows:
         assert tuple(row) == COLUMNS
@@ -155,7 +156,7 @@ def test_the_sheet_is_blind(judged):
     forbidden |= {judged.model["name"], "rules", "failed", "temperature", "0.7"}
     forbidden |= set(contexts["reference"].dropna())
     turns = {row[c] for row in sheet.rows for c in ("query", "response", "user_turn")}
-    for file in files[:2]:
+    for file in files[:1]:
         text = file.read_text(encoding="utf-8-sig")
         shown = [word for word in forbidden if word in text or word in file.name]
         assert [word for word in shown if not any(word in turn for turn in turns)] == []
@@ -173,7 +174,10 @@ def test_the_page_holds_the_sheet_and_nothing_else(judged):
     _, (*_, another) = exported(judged, 12, name="other")
     frame, data = page_data(page.read_text())
     assert page_data(another.read_text())[0] == frame  # it is alike whatever the sheet holds
-    assert data.keys() == {"sheet", "rows", "categories"} and data["sheet"] == sheet.key["sheet"]
+    assert (
+        data.keys() == {"sheet", "digest", "rows", "categories"}
+        and data["sheet"] == sheet.key["sheet"]
+    )
     columns = COLUMNS[:-2]
     expected = [{name: row[name] for name in columns} for row in sheet.rows]
     for row in expected:
@@ -207,13 +211,6 @@ def test_texts_survive_the_csv_and_none_is_a_formula():
 # -- the way back ---------------------------------------------------------------------------------
 
 
-def _jsonl(path, rows):
-    path = path.with_suffix(".jsonl")
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows)
-    path.write_text(text, encoding="utf-8-sig", newline="")
-    return path
-
-
 def _page_json(path, rows):
     path = path.with_suffix(".json")
     kept = [{name: row[name] for name in ("item", "category", "note")} for row in rows]
@@ -225,7 +222,6 @@ WAYS = [
     lambda p, rows: save(p, rows, encoding="utf-8-sig"),
     lambda p, rows: save(p, rows[::-1], columns=("note", "category", "item")),
     lambda p, rows: save(p, rows, delimiter=";"),  # where a comma is the decimal mark
-    _jsonl,
     _page_json,
 ]
 
@@ -318,12 +314,12 @@ BAD = [  # suffix and content of a file, where ITEM is one of the sheet; and wha
     (".csv", "item,category\nITEM,né\n", "isn't UTF-8 in line 2; save it"),
     (".csv", 'item,category\n"t12', "isn't CSV "),
     (".csv", "item,category\na,b\na,b,c", "isn't CSV .*Expected 2 fields in line 3, saw 3"),
-    (".jsonl", '{"item', "line 1 of .* is not JSON"),
-    (".jsonl", "[" * 100_000, "is not JSON"),
+    (".json", '{"item', "line 1 of .* is not JSON"),
+    (".json", "[" * 100_000, "is not JSON"),
     (".json", "[3]", "object 1 of .* isn't a JSON object"),
     (".json", '[{"item": "ITEM"}]', "has no column 'category'"),
     (".json", '[{"item": "ITEM", "category": 3}]', "a cell isn't a text"),
-    (".xlsx", "", r"is no .csv, .jsonl or .json; save the sheet as CSV"),
+    (".xlsx", "", r"is no .csv or .json; save the sheet as CSV"),
     (".csv", None, "there is no file"),
 ]
 
@@ -380,7 +376,9 @@ def test_the_commands_name_what_comes_next(judged, tmp_path, capsys):
     assert main(["export", str(judged.path), "--n", "30", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "30 of 60 turns, by categories of rules:" in text and f"sheet: {out}\n" in text
-    assert f"next: python -m ia_mech.judge import {judged.path} '{out}' --annotator NAME\n" in text
+    assert (
+        f"next: python -m ia_mech.annotate import {judged.path} '{out}' --annotator NAME\n" in text
+    )
     assert judged.labels.sheets == ["for-anna"]
     rows = [{**row._asdict(), "category": "generic"} for row in read_sheet(out)]
     save(out, rows[:20], columns=("item", "category"))
@@ -389,3 +387,55 @@ def test_the_commands_name_what_comes_next(judged, tmp_path, capsys):
     count = 20 - len(judged.labels.decoys("anna", "annotations"))
     assert f"{count} of 30 rows labelled by anna: generic {count}\n" in text
     assert f"next: python -m ia_mech.judge agreement {judged.path}" in text
+
+
+# -- what the page keeps --------------------------------------------------------------------------
+
+BROWSER = """
+const fs = require("fs"), vm = require("vm");
+const kept = {}, tabs = [];
+async function tab(file) {
+  const page = fs.readFileSync(file, "utf-8"), elements = {}, keys = {};
+  const made = () => ({ children: [], value: "", append() {}, setAttribute() {}, remove() {},
+    replaceChildren() {}, addEventListener() {}, focus() {}, blur() {} });
+  const at = (id) => elements[id] ??= made();
+  at("data").textContent = page.match(/id="data">([^<]*)</)[1];
+  const told = [];
+  tabs.push(told);
+  const localStorage = { getItem: (key) => kept[key] ?? null, setItem: (key, value) => {
+    kept[key] = value;  // browsers tell the other tabs
+    tabs.filter((other) => other !== told).flat().forEach((listener) => listener({ key }));
+  } };
+  const window = { addEventListener: (_, listener) => told.push(listener) };
+  const document = { createElement: made, getElementById: at,
+    addEventListener: (_, press) => { keys.press = press; } };
+  const script = page.match(/<script>([\\s\\S]*?)<\\/script>/)[1];
+  vm.runInNewContext(script, { document, localStorage, window,
+    confirm: () => true, atob, Blob, DecompressionStream, Response, Uint8Array, setTimeout, URL });
+  while (!at("state").textContent) await new Promise((done) => setTimeout(done, 5));
+  return { press: (key) => keys.press({ key, preventDefault() {} }),
+    state: () => at("state").textContent };
+}
+(async () => {
+  const [first, second] = [await tab(process.argv[2]), await tab(process.argv[2])];
+  for (const key of "12") first.press(key);
+  for (const key of "34") second.press(key);
+  const other = await tab(process.argv[3]), again = await tab(process.argv[2]);
+  console.log(JSON.stringify([again.state(), other.state(), Object.keys(kept).length]));
+})();
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_tabs_of_a_page_keep_each_others_labels_and_pages_of_one_name_stay_apart(judged, tmp_path):
+    pages = []
+    for number, n in enumerate((12, 20)):
+        run = Run.open(shutil.copytree(judged.path, tmp_path / f"{number}" / "run"))
+        *_, page = write_sheet(run, export_sheet(run, n, name="sheet"), run.path.parent / "sheet")
+        pages.append(str(page))
+    script = tmp_path / "browser.js"
+    script.write_text(BROWSER)
+    done = subprocess.run(
+        ["node", str(script), *pages], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert json.loads(done.stdout) == ["4 of 15 done", "0 of 25 done", 1]

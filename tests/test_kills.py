@@ -46,7 +46,7 @@ def was_stopped(ended: Ended, number: int) -> bool:
     """Whether the signal ended it, and as that signal should; else it was done before."""
     if number == signal.SIGINT:
         assert ended.status in (0, 130), ended.err
-        # A signal within openai's finalizer is printed by Python itself, and the command goes on.
+        # A signal within a finalizer is printed by Python itself, and the command goes on.
         assert "Traceback" not in ended.err.partition("Exception ignored in")[0]
         assert ("interrupted; " in ended.err) == (ended.status == 130)
     else:
@@ -197,7 +197,7 @@ class Judging:
         run = Run.open(self.folder / name / "run")
         items = items_of(run, draw_decoys(run, 1))
         with VerdictCache(identity, found[0].parent) as cache:
-            return {item for item in items if cache.get(item, 0)}
+            return {item for item in items if cache.get(item)}
 
 
 def verdicts(folder: Path) -> pd.DataFrame:

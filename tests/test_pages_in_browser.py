@@ -164,7 +164,7 @@ def test_tokens_are_shaded_and_add_up(opened):
 
 def test_hostile_texts_do_nothing(run, opened):
     bad = hostile(run)
-    plant(bad, "rules", [CATEGORIES], rationale=[HOSTILE[i % len(HOSTILE)] for i in range(60)])
+    plant(bad, "rules", CATEGORIES, rationale=[HOSTILE[i % len(HOSTILE)] for i in range(60)])
     page = opened(render_report([bad]))
     for _ in range(2):
         for row in page.locator(".context").all():

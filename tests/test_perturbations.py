@@ -137,7 +137,7 @@ def test_both_verdicts_are_read_as_what_they_are(plain, run, turns):
                 type(items_of(run)[0])(used[-2]["content"], used[-1]["content"], text)
                 for text in texts["text"]
             ]
-            said = [judge.verdict(item).genuine for item in items]
+            said = [judge.rubric.genuine(judge.verdict(item).category) for item in items]
             assert own[column].tolist() == [float(s) for s in said]
     assert run.labels.judges == ["rules", "rules" + UNSEEN]
     assert run.labels.record("judgements", "rules" + UNSEEN)["unperturbed"] is True

@@ -42,7 +42,7 @@ def plant(run: Run, say) -> Run:
         rows.append(
             dict(zip(KEY, key, strict=True))
             | {"repeat": 0, "category": category, "genuine": category == GENUINE}
-            | {"status": "judged", "item": item.key("", 0)[:16]}
+            | {"status": "judged", "item": item.id}
         )
     run.labels.write_judgements("rules", rows, RULES)
     return run

@@ -15,10 +15,10 @@ import pytest
 from runs import CONTEXTS, rehashed, rewritten, unfinished, with_settings
 from shell import Outcome, call, files, refusal
 
+from experiments.compare import category_shares
 from ia_mech.judge.label import items_of
-from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, read_rubric
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
-from ia_mech.rates import load
 from ia_mech.rates.__main__ import main
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.load import read_runs
@@ -27,7 +27,7 @@ from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
 CAVEAT = "a heuristic, 0.9 of the time right"
-RULES = {"identity": {"kind": "rules"}, "repeats": 1, "caveat": CAVEAT}
+RULES = {"identity": {"kind": "rules"}, "caveat": CAVEAT}
 
 
 def category_of(key: tuple) -> str:
@@ -38,15 +38,14 @@ def category_of(key: tuple) -> str:
     return GENUINE if temperature == 1 or sample == 0 else "new_topic"
 
 
-def plant(run: Run, judge: str = "rules", *, say=category_of, record=RULES, repeats=0) -> Run:
-    """Verdicts as a judge writes them; of repeated ones all but the first are generic."""
+def plant(run: Run, judge: str = "rules", *, say=category_of, record=RULES, fitted=()) -> Run:
+    """Verdicts as a judge writes them."""
     rows = []
     keys = run.generations[list(KEY)].itertuples(index=False, name=None)
     for key, item in zip(keys, items_of(run), strict=True):
         row = dict(zip(KEY, key, strict=True))
-        row |= {"status": "judged", "item": item.key("", 0)[:16]}
-        rows += [row | {"repeat": 0, "category": say(key)}]
-        rows += [row | {"repeat": n + 1, "category": "generic"} for n in range(repeats)]
+        row |= {"status": "judged", "item": item.id}
+        rows += [row | {"category": say(key), "fitted": item.id in fitted}]
     run.labels.write_judgements(judge, rows, record)
     return run
 
@@ -170,22 +169,15 @@ def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy):
 # -- whose labels --------------------------------------------------------------------------------
 
 
-def test_the_first_of_repeated_verdicts_counts(copy):
-    run = plant(copy(), record={"identity": {"kind": "llm"}, "repeats": 2}, repeats=1)
-    judged = read_runs([run.path])
-    assert len(judged.turns) == len(run.generations)
-    assert "generic" not in set(judged.turns["category"])
-    assert any("2 verdicts per turn, the first is used" in note for note in judged.notes)
-
-
-def test_turns_of_the_judges_fit_are_counted_in_a_note(run, monkeypatch):
-    items = [item.key("", 0)[:16] for item in items_of(run)]
-    monkeypatch.setattr(load, "fitted_items", lambda: frozenset(items[:3]))
+def test_turns_of_the_judges_fit_are_counted_in_a_note(run):
+    known = {item.id for item in items_of(run)[:3]}
+    plant(run, fitted=known)
     annotate(run)
-    known = sum(item in items[:3] for item in items)
+    count = sum(item.id in known for item in items_of(run))
     judged = read_runs([run.path])
-    assert judged.turns["fitted"].sum() == known >= 3
-    assert f"{known} of {len(items)} turns, {known} of them labelled, were in" in judged.notes[-1]
+    assert judged.turns["fitted"].sum() == count >= 3
+    words = f"{count} of {len(judged.turns)} turns, {count} of them labelled, were in"
+    assert words in judged.notes[-1]
 
 
 def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
@@ -194,8 +186,8 @@ def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
     strata = {item: of["stratum"] for item, of in sheet.key["items"].items()}
     rows = [row | {"category": strata[row["item"]]} for row in sheet.rows]
     rows = [row for row in rows if row["category"] not in (GENUINE, "decoy")]
-    filled = tmp_path / "sheet.jsonl"
-    filled.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    filled = tmp_path / "sheet.json"
+    filled.write_text(json.dumps(rows))
     import_sheet(run, filled, "anna")
     assert set(read_runs([run.path]).turns["unlabelled"]) == {f"the stratum {GENUINE} of run"}
 
@@ -220,7 +212,7 @@ def test_labels_that_can_not_be_taken(run, rates):
     refused(rates(run.path), "name follow_up, which the rubric lacks", "make them again")
     plant(run)
     annotate(run, category="lovely")
-    refused(rates(run.path), "name lovely", "judge import")
+    refused(rates(run.path), "name lovely", "annotate import")
     for name in ("annotations/anna.parquet", "judgements/rules.parquet"):
         (run.path / name).write_bytes(b"PAR1")
         refused(rates(run.path), f"{name.split('/')[1]} can't be read")
@@ -272,3 +264,26 @@ def test_help_needs_neither_torch_nor_pandas():
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0 and not done.stdout.strip(), done
+
+
+def test_rates_are_by_the_rubric_that_the_judge_labelled_by(copy, tmp_path):
+    """Two of its categories count as genuine; none of them is the built-in one's."""
+    file = tmp_path / "mine.toml"
+    kinds = (("asks", "true"), ("objects", "true"), ("thanks", "false"))
+    tables = [f'[[categories]]\nname = "{k}"\ndefinition = "d"\ngenuine = {g}\n' for k, g in kinds]
+    file.write_text('instructions = "Label."\n' + "".join(tables))
+    own = {"rubric": read_rubric(file).record()}
+    named = {0: "thanks", 0.7: "asks", 1: "objects"}
+    run = plant(copy(), say=lambda key: named[key[1]], record=RULES | own)
+    turns = read_runs([run.path]).turns
+    assert turns.groupby("temperature")["genuine"].mean().to_dict() == {0: 0, 0.7: 1, 1: 1}
+    shares = category_shares(run, "rules")
+    assert set(shares["term"]) == {"asks", "objects", "thanks"}
+    assert shares["value"].sum() == shares.groupby(["turns", "source"]).ngroups
+
+
+def test_what_could_not_be_assessed_is_in_no_share_of_a_category(copy):
+    run = plant(copy(), say=lambda key: [CANNOT_ASSESS, "generic"][key[2] % 2])
+    shares = category_shares(run, "rules")
+    assert CANNOT_ASSESS not in set(shares["term"])
+    assert set(shares.groupby(["turns", "source"])["value"].sum().round(9)) == {1.0}

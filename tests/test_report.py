@@ -39,7 +39,7 @@ CATEGORIES = [[GENUINE, "generic", "degenerate", "new_topic"][i * 7 % 4] for i i
 
 @pytest.fixture
 def judged(run) -> Run:
-    plant(run, "rules", [CATEGORIES])
+    plant(run, "rules", CATEGORIES)
     return run
 
 
@@ -328,7 +328,7 @@ def hostile(run: Run) -> Run:
 
 def test_hostile_texts_are_inert(run):
     bad = hostile(run)
-    plant(bad, "rules", [CATEGORIES])
+    plant(bad, "rules", CATEGORIES)
     moons(folder_of(bad.path, "moons"), bad, text="".join(HOSTILE))
     page = render_report([bad])
     outside = re.sub(r'id="data">.*?</script>', "", page, flags=re.S)

@@ -99,7 +99,7 @@ def test_labels_of_other_turns_are_refused(labels):
     for read, remedy in (
         (lambda: again.judgements("rules"), "judge run"),
         (lambda: again.decoys("rules"), "judge run"),
-        (lambda: again.annotations("anna"), "judge import"),
+        (lambda: again.annotations("anna"), "annotate import"),
         (lambda: again.sheet("sheet-1"), "export and annotate a new sheet"),
     ):
         with pytest.raises(UserError, match=rf"was sampled again since; .*{remedy}"):

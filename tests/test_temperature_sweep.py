@@ -245,7 +245,7 @@ def judged(run: Run, kinds=KINDS) -> Run:
     for key, item in zip(keys, items_of(run), strict=True):
         category = kinds[key[2] % len(kinds)]
         verdict = {"repeat": 0, "category": category, "genuine": category == GENUINE}
-        verdict |= {"status": "judged", "rationale": "planted", "item": item.key("", 0)[:16]}
+        verdict |= {"status": "judged", "rationale": "planted", "item": item.id}
         verdicts.append(dict(zip(KEY, key, strict=True)) | verdict)
     run.labels.write_judgements("planted", verdicts, {"identity": {"kind": "p"}, "repeats": 1})
     return run

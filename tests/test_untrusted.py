@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from shell import call
 
+from ia_mech import annotate
 from ia_mech.collect import command
 from ia_mech.data.conversations import open_conversations
 from ia_mech.display import console
@@ -80,10 +81,10 @@ def test_a_deeply_nested_verdict_is_no_verdict(tmp_path):
         file.write(b"[" * 200_000 + b"\n")
     item = Item("query", "response", "turn")
     with VerdictCache({"kind": "x"}, tmp_path) as cache:
-        assert cache.get(item, 0) is None
-        cache.put(item, 0, Verdict("generic"))
+        assert cache.get(item) is None
+        cache.put(item, Verdict("generic"))
     with VerdictCache({"kind": "x"}, tmp_path) as cache:
-        assert cache.get(item, 0).category == "generic"
+        assert cache.get(item).category == "generic"
 
 
 @pytest.mark.parametrize("depth", [90, 200, 600])
@@ -277,21 +278,19 @@ def test_what_is_unseen_is_kept_in_the_run_and_shown_nowhere(
     words = [str(run.path), "--judge", "rules", "--full"]
     shown.append(call(rates.main, words, capfd))
     words = ["export", str(run.path), "--n", "6", "--out", str(tmp_path / "sheet")]
-    shown.append(call(judge.main, words, capfd))
+    shown.append(call(annotate.main, words, capfd))
 
     for outcome in shown:
         assert outcome.status == 0, outcome.err
         assert not set(UNSEEN) & set(outcome.out)
     results = run.path / "results" / "rates-rules" / "result.json"
-    for file in (results, tmp_path / "sheet.csv", tmp_path / "sheet.jsonl"):
+    for file in (results, tmp_path / "sheet.csv"):
         text = file.read_text(encoding="utf-8-sig")
         assert visible(text.replace("\r", "")) == text.replace("\r", ""), file
     kept = Run.open(run.path).contexts
     assert set(kept["context_id"]) == {row["id"] for row in rows}
     assert next(iter(kept["messages"][0]))["content"] == said
     assert json.loads(kept["metadata"][0]) == {"extra": {UNSEEN: said}}
-    sheet = [json.loads(line) for line in (tmp_path / "sheet.jsonl").read_text().splitlines()]
-    assert {row["query"] for row in sheet} == {said}
     rows = list(csv.DictReader(io.StringIO((tmp_path / "sheet.csv").read_text("utf-8-sig"))))
     assert {row["response"] for row in rows} == {spreadsheet_safe(f"={said}")}
     filled = tmp_path / "filled.csv"
@@ -300,4 +299,4 @@ def test_what_is_unseen_is_kept_in_the_run_and_shown_nowhere(
         writer.writeheader()
         writer.writerows(row | {"category": "new_topic"} for row in rows)
     words = ["import", str(run.path), str(filled), "--annotator", "anna"]
-    assert call(judge.main, words, capfd).status == 0
+    assert call(annotate.main, words, capfd).status == 0

@@ -23,7 +23,7 @@ from ia_mech import __version__
 from ia_mech.chat.template import message
 from ia_mech.collect.rows import entropy
 from ia_mech.judge.label import items_of
-from ia_mech.judge.rubric import GENUINE, VERSION, rubric_hash
+from ia_mech.judge.rubric import BUILT_IN, GENUINE, VERSION, rubric_hash
 from ia_mech.judge.verdict import Verdict, identity_hash
 from ia_mech.lens import Lens
 from ia_mech.run import Run, RunWriter, layout
@@ -409,14 +409,13 @@ def _judge(run: Run, positive: dict[str, bool]) -> None:
     rows = []
     for key, item in zip(run.generations[list(KEY)].to_numpy(), items_of(run), strict=True):
         verdict = Verdict(GENUINE if positive[item.turn] else "new_topic", rationale=NAME)
-        about: dict[str, Any] = {"repeat": 0, "genuine": verdict.genuine, "cached": False}
-        about["item"] = item.key("", 0)[:16]
+        about: dict[str, Any] = {"genuine": BUILT_IN.genuine(verdict.category), "cached": False}
+        about["item"] = item.id
         rows.append(verdict.to_json() | dict(zip(KEY, key, strict=True)) | about)
     record = {
         "identity": {"kind": NAME},
         "identity_hash": identity_hash({"kind": NAME}),
         "rubric": {"version": VERSION, "hash": rubric_hash()},
-        "repeats": 1,
         "caveat": "the labels were drawn from planted rates: no text was read",
     }
     run.labels.write_judgements(NAME, rows, record)

@@ -31,19 +31,16 @@ examples:
       the embedded rules judge: offline, deterministic, free; a heuristic, say so where you use it
   python -m ia_mech.judge run cache/RUN --judge llm --model gpt-5-mini
       a language model at OpenAI (key from $OPENAI_API_KEY), or at --base-url, any compatible server
-  python -m ia_mech.judge export cache/RUN --n 200 --out sheet
-  python -m ia_mech.judge import cache/RUN sheet.csv --annotator anna
-      a blind sheet for an annotator to fill in, and its way back
   python -m ia_mech.judge agreement cache/RUN
       how far judges and annotators agree, and what they accept of decoys
-Then: python -m ia_mech.rates cache/RUN
+Labels by people: python -m ia_mech.annotate. Then: python -m ia_mech.rates cache/RUN
 """
 
 
-def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
-    args = (parser or build_parser()).parse_args(argv)
+    args = build_parser().parse_args(argv)
 
     def body() -> int | None:
         # Imported late, so that --help and a mistyped flag are answered at once.
@@ -63,8 +60,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_run(commands)
     _add_check(commands)
-    add_export(commands)
-    add_import(commands)
     _add_agreement(commands)
     rubric = commands.add_parser("rubric", help="print the rubric")
     rubric.set_defaults(function=f"{__name__}:print_rubric")
@@ -137,7 +132,12 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
         help="rules: embedded heuristic (default); llm: a server's model; hf: a local model; "
         "MODULE:CLASS: your own (docs/judging.md)",
     )
-    add("--repeats", type=whole_from(1), default=1, help="verdicts per turn, of --judge llm")
+    add(
+        "--rubric",
+        type=path_of,
+        metavar="FILE",
+        help="instructions and categories of your own, of --judge llm and hf (docs/judging.md)",
+    )
     add("--dry-run", action="store_true", help="print what judging would take, and stop")
     add = parser.add_argument_group("language models (--judge llm)").add_argument
     add("--model", help="the model's name at the server; for hf: hub id or directory")
@@ -149,19 +149,23 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--mode",
-        choices=["auto", "json_schema", "json_object", "text"],
-        help="form of the answer; auto: the first that the server takes (default: auto)",
+        choices=["json_schema", "json_object", "text"],
+        help="form of the answer that is requested (default: json_schema)",
     )
     add(
         "--param",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a request parameter, such as temperature=0; no others are sent. For your own judge: "
-        "an argument",
+        help="a request parameter, such as temperature=0; no others are sent (gpt-5 and the like "
+        "refuse that one). For your own judge: an argument",
     )
     add("--concurrency", type=whole_from(1), help="requests at a time (default: 8)")
-    add("--timeout", type=float, help="seconds for a request (default: 60)")
+    add(
+        "--timeout",
+        type=float,
+        help="seconds for a request, more for a server that is slow (default: 60)",
+    )
     add("--retries", type=whole_from(0), help="of a request that failed (default: 5)")
     add(
         "--price",
@@ -187,45 +191,6 @@ def _judge(name: str) -> str:
     if name not in ("rules", "llm", "hf") and not name.strip(":").partition(":")[2]:
         raise argparse.ArgumentTypeError(f"{name!r} is none of rules, llm, hf and MODULE:CLASS")
     return name
-
-
-def add_export(commands) -> None:
-    parser = commands.add_parser(
-        "export",
-        help="write a blind sheet to annotate",
-        description="Write a sample of a run's user turns as a sheet (CSV, JSON lines) to fill in, "
-        "and as a\npage to annotate in (HTML): query, response and turn in random order, without "
-        "model,\ntemperature, judge or reference. Stratified by a judge's verdict, so that rare "
-        "categories are seen;\nthe inclusion probabilities stay in the run, for weighting. Decoys "
-        "are mixed in. Nothing is\noverwritten.",
-    )
-    parser.set_defaults(function="ia_mech.judge.sheets:export_command")
-    add = parser.add_argument
-    add("run", type=path_of, help="a run's folder")
-    add("--n", type=int, default=200, help="turns (default: 200); a quarter as many decoys come on")
-    add("--by", metavar="JUDGE", help="whose verdicts stratify (default: the only one, or rules)")
-    add("--seed", type=whole_from(0), default=0, help="of the sampling (default: 0)")
-    add(
-        "--out",
-        type=path_of,
-        help="the sheet without .csv, .jsonl or .html (default: a blind name beside the run)",
-    )
-
-
-def add_import(commands) -> None:
-    parser = commands.add_parser(
-        "import",
-        help="read a filled-in sheet",
-        description="Check a filled-in sheet (CSV, JSON lines, or the page's JSON; in UTF-8) row "
-        "by row and\nwrite annotations/<annotator>.parquet. Rows without a category are "
-        "left out; one bad row and\nnothing is written. Only item, category and note are read.",
-    )
-    parser.set_defaults(function="ia_mech.judge.sheets:import_command")
-    add = parser.add_argument
-    add("run", type=path_of, help="the run that the sheet was exported from")
-    add("file", type=path_of, help="the sheet, .csv, .jsonl or .json")
-    add("--annotator", required=True, help="who filled it in; a name for the file")
-    add("--replace", action="store_true", help="replace labels of this annotator that are there")
 
 
 def _add_agreement(commands) -> None:

@@ -1,11 +1,12 @@
 """How far judges and annotators agree: ``agreement`` over a run, ``check`` over annotated turns.
 
 Statistics and intervals are ``ia_mech.stats``'; here labels become what those take. Labels are
-matched by the run's rows; of a judge its first repeat counts. A row that one side abstained on
+matched by the run's rows. A row that one side abstained on
 (``cannot_assess``) or failed on (no category) is counted and then left out. Rows that annotators
 labelled are a sample of the run's and are weighted by the inverse of their inclusion probability,
 so that every figure is about the run and not about the sheet. Labels of decoys (``decoys``) count
 in no comparison: what a labeller calls genuine of them stands beside its share of the run's turns.
+Nor do turns that a judge was fitted on.
 """
 
 import argparse
@@ -27,10 +28,15 @@ from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
 from ia_mech.judge.command import make_judge, print_plan
-from ia_mech.judge.label import check_finished, items_of, judge_items, same_judges
-from ia_mech.judge.labels import LabelSet, read_labels
-from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
-from ia_mech.judge.rules import RulesJudge
+from ia_mech.judge.label import (
+    LabelSet,
+    check_finished,
+    items_of,
+    judge_items,
+    read_labels,
+    same_judges,
+)
+from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, Rubric
 from ia_mech.judge.sheets import json_lines, refuse_existing, write_new_files
 from ia_mech.judge.verdict import JUDGED, Item
 from ia_mech.results import Result, Table, about_runs, folder_of, print_table, show, write
@@ -81,6 +87,7 @@ class Comparison:
     weight: float
     figures: dict[tuple[str, str], Estimate]
     confusion: np.ndarray
+    rubric: Rubric = BUILT_IN
 
 
 def compare(
@@ -88,6 +95,7 @@ def compare(
     prediction: Labels,
     sources: Iterable[Any],
     weights: ArrayLike | None = None,
+    rubric: Rubric = BUILT_IN,
 ) -> Comparison:
     """Compare two columns of labels.
 
@@ -96,16 +104,18 @@ def compare(
         prediction: ``[n]`` the labels to be measured.
         sources: ``[n]`` the source of each row, the unit of the intervals.
         weights: ``[n]`` how many rows each represents, as the inverse inclusion probability.
+        rubric: that both labelled by.
     """
     rows = pd.DataFrame(
         {
-            "truth": pd.Categorical(truth, NAMES),
-            "prediction": pd.Categorical(prediction, NAMES),
+            "truth": pd.Categorical(truth, rubric.names),
+            "prediction": pd.Categorical(prediction, rubric.names),
             "source": pd.Series(sources, dtype=object).to_numpy(),
             "weight": np.ones(len(truth)) if weights is None else np.asarray(weights, dtype=float),
         }
     )
-    kept = rows[rows["truth"].isin(ASSESSED) & rows["prediction"].isin(ASSESSED)]
+    assessed = rubric.assessed
+    kept = rows[rows["truth"].isin(assessed) & rows["prediction"].isin(assessed)]
     t, p = (kept[side].to_numpy(dtype=object) for side in ("truth", "prediction"))
     source, weight = kept["source"].to_numpy(), kept["weight"].to_numpy()
 
@@ -114,20 +124,19 @@ def compare(
     def share(event: np.ndarray, among: np.ndarray = every) -> Estimate:
         return weighted_share(event, among, source, weight)
 
-    size = len(ASSESSED)
-    down, across = (pd.Categorical(x, ASSESSED).codes.astype(int) for x in (t, p))
+    size = len(assessed)
+    down, across = (pd.Categorical(x, assessed).codes.astype(int) for x in (t, p))
     cells = down * size + across
-    kappa, kappa_genuine = _kappas(cells, source, weight)
+    kappa, kappa_genuine = _kappas(cells, source, weight, rubric)
+    true, predicted = np.isin(t, rubric.accepted), np.isin(p, rubric.accepted)
     figures = {
-        ("accuracy", "genuine"): share((t == GENUINE) == (p == GENUINE)),
-        ("balanced_accuracy", "genuine"): balanced_accuracy(
-            t == GENUINE, p == GENUINE, source, weight
-        ),
+        ("accuracy", "genuine"): share(true == predicted),
+        ("balanced_accuracy", "genuine"): balanced_accuracy(true, predicted, source, weight),
         ("kappa", "genuine"): kappa_genuine,
         ("accuracy", "categories"): share(t == p),
         ("kappa", "categories"): kappa,
     }
-    for name in ASSESSED:
+    for name in assessed:
         figures["precision", name] = share(t == name, p == name)
         figures["recall", name] = share(p == name, t == name)
     apart = {
@@ -145,15 +154,19 @@ def compare(
         weight=float(weight.sum()),
         figures=figures,
         confusion=np.bincount(cells, minlength=size**2).reshape(size, size),
+        rubric=rubric,
     )
 
 
-def _kappas(cells: np.ndarray, sources: np.ndarray, weights: np.ndarray) -> list[Estimate]:
+def _kappas(
+    cells: np.ndarray, sources: np.ndarray, weights: np.ndarray, rubric: Rubric
+) -> list[Estimate]:
     """κ of the categories, and of genuine against the rest; ``[n]`` cells of the confusion."""
     if not len(cells):
         return [_UNKNOWN] * 2
-    size = len(ASSESSED)
-    side = np.array([[category == GENUINE, category != GENUINE] for category in ASSESSED])
+    names, size = rubric.assessed, len(rubric.assessed)
+    accepted = np.isin(names, rubric.accepted)
+    side = np.stack([accepted, ~accepted], axis=1)
     merge = np.kron(side, side).astype(float)  # cells of all categories into those of genuine
 
     def statistic(counts: np.ndarray) -> np.ndarray:
@@ -173,7 +186,7 @@ class Labeller:
     Attributes:
         name: in the run, where no judge and annotator have the same one.
         kind: ``judge`` or ``annotator``.
-        labels: of a judge, those of its first repeat count.
+        labels: its labels.
     """
 
     name: str
@@ -188,31 +201,42 @@ class Labeller:
     @property
     def categories(self) -> np.ndarray:
         """``[rows]`` its categories; None where it failed and where it has no label."""
-        return _categories(self.labels.turns)
+        column = self.labels.turns["category"].astype(object)
+        return column.where(column.notna(), None).to_numpy()
 
-
-def _categories(labels: pd.DataFrame) -> np.ndarray:
-    column = labels["category"].astype(object)
-    return column.where(column.notna(), None).to_numpy()
+    @property
+    def fitted(self) -> np.ndarray:
+        """``[rows]`` whether it was fitted on the row, so that agreement there shows nothing."""
+        if self.kind == ANNOTATOR:
+            return np.zeros(len(self.labels.turns), dtype=bool)
+        return self.labels.turns["fitted"].fillna(False).to_numpy(dtype=bool)
 
 
 def labellers_of(run: Run, between: Sequence[str] | None = None) -> list[Labeller]:
     """The labellers named by ``between``, or all there are.
 
     Raises:
-        UserError: an unfinished run, an unknown name, or fewer than two labellers.
+        UserError: an unfinished run, an unknown name, fewer than two labellers, or ones that
+            labelled by different rubrics.
     """
     check_finished(run)
     kinds = {JUDGE: "judgements", ANNOTATOR: "annotations"}
-    return [
+    labellers = [
         Labeller(name, kind, read_labels(run, kinds[kind], name))
         for name, kind in _chosen(run, between).items()
     ]
+    for one in labellers[1:]:
+        if one.labels.rubric.names != labellers[0].labels.rubric.names:
+            raise UserError(
+                f"{labellers[0].name} and {one.name} labelled by different rubrics",
+                "name those of one rubric with --between",
+            )
+    return labellers
 
 
 def compare_pairs(run: Run, labellers: Sequence[Labeller]) -> dict[tuple[str, str], Comparison]:
-    """By the names of (truth, prediction): each two of the labellers, and a judge's second verdicts
-    with its first. Annotators are the truth of judges; between equals it is the one named first.
+    """By the names of (truth, prediction): each two of the labellers, on the turns that neither was
+    fitted on. Annotators are the truth of judges; between equals it is the one named first.
     """
     sources = sources_of(run.turns).to_numpy(dtype=object)
     pairs = {}
@@ -220,13 +244,15 @@ def compare_pairs(run: Run, labellers: Sequence[Labeller]) -> dict[tuple[str, st
         if second.kind == ANNOTATOR and first.kind == JUDGE:
             first, second = second, first
         rows, weights = joint_rows([first, second])
+        fair = ~(first.fitted | second.fitted)[rows]
+        rows, weights = rows[fair], weights[fair]
         pairs[first.name, second.name] = compare(
-            first.categories[rows], second.categories[rows], sources[rows], weights
+            first.categories[rows],
+            second.categories[rows],
+            sources[rows],
+            weights,
+            second.labels.rubric,
         )
-    for one in labellers:
-        if len(one.labels.repeats) > 1:
-            before, again = (_categories(labels) for labels in one.labels.repeats[:2])
-            pairs[one.name, f"{one.name}, asked again"] = compare(before, again, sources)
     return pairs
 
 
@@ -237,22 +263,23 @@ def genuine_shares(run: Run, labeller: Labeller) -> Iterator[TidyEstimate]:
     a judge count only if the same turn is in a category after its own context, too.
     """
     sources = sources_of(run.turns).to_numpy(dtype=object)
-    categories = labeller.categories
+    categories, rubric = labeller.categories, labeller.labels.rubric
     rows, weights = joint_rows([labeller])
-    assessed = np.isin(categories[rows], ASSESSED)
+    assessed = pd.Series(categories[rows]).isin(rubric.assessed).to_numpy()
     rows, weights = rows[assessed], weights[assessed]
-    genuine = categories[rows] == GENUINE
+    genuine = pd.Series(categories[rows]).isin(rubric.accepted).to_numpy()
     share = cluster_mean(genuine, sources[rows], proportion=True, weights=weights)
     names = {"prediction": labeller.name, "term": "genuine"}
     yield TidyEstimate("share", names, len(rows), share)
     source_of = run.contexts.set_index("context_id").pipe(sources_of)
     decoys = labeller.labels.decoys
-    decoys = decoys[decoys["category"].isin(ASSESSED)]
+    decoys = decoys[decoys["category"].isin(rubric.assessed)]
     if labeller.kind == JUDGE:
-        decoys = decoys[np.isin(categories[decoys["row"]], ASSESSED)]
+        own = pd.Series(categories[decoys["row"]], index=decoys.index)
+        decoys = decoys[own.isin(rubric.assessed)]
     for kind, alike in decoys.groupby("decoy"):
         ends = (alike["shown"].map(source_of), alike["context_id"].map(source_of))
-        genuine = (alike["category"] == GENUINE).astype(float)
+        genuine = alike["category"].isin(rubric.accepted).astype(float)
         floor = dyadic_mean(genuine, *ends, ends=(0, 1))
         yield TidyEstimate("floor", names | {"decoy": kind}, len(alike), floor)
 
@@ -290,7 +317,13 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
         control=f"{control}: {', '.join(floors)}." if floors else "",
         estimates=frame_of([*estimates, *shares], _OF),
         tables=_tables(pairs, shares),
-        notes=[note.replace(str(run.path), run.name) for note in same_judges(run)],
+        notes=[note.replace(str(run.path), run.name) for note in same_judges(run)]
+        + [
+            f"{one_line(x.name)} was fitted on {x.fitted.sum()} of the {len(x.fitted)} turns: no "
+            "comparison counts these."
+            for x in labellers
+            if x.fitted.any()
+        ],
         about={"kind": "agreement", **about_runs([run], names), "settings": {"between": names}},
         data={"disagreements": disagreements(run, labellers)},
     )
@@ -339,12 +372,13 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
     items = items_of(run)
     table[list(TEXTS)] = [[item.query, item.response, item.turn] for item in items]
     labels = pd.DataFrame({x.name: x.categories for x in labellers}, dtype=object)
-    assessed = labels.where(labels.isin(ASSESSED))
+    rubric = labellers[0].labels.rubric
+    assessed = labels.where(labels.isin(rubric.assessed))
     annotators = [x.name for x in labellers if x.kind == ANNOTATOR]
     order = pd.DataFrame(
         {
             "judges_alone": assessed[annotators].isna().all(axis=1),
-            "not_genuine": ~assessed.eq(GENUINE).any(axis=1),
+            "not_genuine": ~assessed.isin(rubric.accepted).any(axis=1),
             "unsure": -np.max([_certainty(x) for x in labellers], axis=0),
             "tie": np.random.default_rng(seed).random(len(table)),
         }
@@ -366,7 +400,7 @@ def _certainty(labeller: Labeller) -> np.ndarray:
     return np.array(
         [
             json.loads(given).get(category) or 0.0
-            if isinstance(given, str) and category in ASSESSED
+            if isinstance(given, str) and category in labeller.labels.rubric.assessed
             else 0.0
             for given, category in zip(scores, labeller.categories, strict=True)
         ]
@@ -434,20 +468,20 @@ def _tables(
 
 def _pair_tables(title: str, pair: Comparison) -> list[Table]:
     """Precision and recall by category, and the confusion matrix in rows."""
-    counts = pair.confusion
+    counts, names = pair.confusion, pair.rubric.assessed
     lines = [
         [name, str(counts[i].sum()), str(counts[:, i].sum())]
         + [pair.figures[quantity, name].text() for quantity in ("precision", "recall")]
-        for i, name in enumerate(ASSESSED)
+        for i, name in enumerate(names)
     ]
     heads = ["category", "n truth", "n predicted", "precision", "recall"]
     apart = f"; left out: {pair.apart}" if pair.apart else ""
     # Columns go by number: eight names side by side fit no terminal.
     cells = [
         [f"{i + 1} {name}", *(str(count) if count else "·" for count in counts[i])]
-        for i, name in enumerate(ASSESSED)
+        for i, name in enumerate(names)
     ]
-    numbers = ["truth ↓   prediction →", *map(str, range(1, len(ASSESSED) + 1))]
+    numbers = ["truth ↓   prediction →", *map(str, range(1, len(names) + 1))]
     about = f"{pair.n} of {pair.matched} rows{apart}"
     return [
         Table(title, heads, lines, about, full=True),
@@ -506,18 +540,17 @@ def check(args: argparse.Namespace) -> int:
 
     Returns the exit status.
     """
-    rows = _read_turns(args.file)
     if args.out is not None:
         refuse_existing(args.out)
+    rows = _read_turns(args.file)
     items = [Item(row["query"], row["response"], row["user_turn"]) for row in rows]
     judge = make_judge(args)
-    if args.repeats > 1:
-        raise UserError("check compares one verdict per turn", "drop --repeats")
+    _check_categories(rows, judge.rubric, args.file)
     if args.dry_run:
-        print_plan(judge, items, args)
+        print_plan(judge, items)
         return 0
     judged, _ = judge_items(items, judge, Bar())
-    verdicts = [judged[item, 0] for item in items]
+    verdicts = [judged[item] for item in items]
     screen = console()
     annotated = [i for i, row in enumerate(rows) if row.get("category")]
     if annotated:
@@ -526,12 +559,13 @@ def check(args: argparse.Namespace) -> int:
             [verdicts[i].category for i in annotated],
             # A row without a source stands alone.
             [f"row {i}" if (s := rows[i].get("source_id")) is None else str(s) for i in annotated],
+            rubric=judge.rubric,
         )
         for table in _tables({(args.file.name, args.judge): comparison}, []):
             print_table(screen, table)
-        if isinstance(judge, RulesJudge) and (known := judge.fitted_on(items)):
+        if known := sum(judge.fitted_on(items)):
             screen.print(
-                f"[bold]{known} of these {len(items)} turns were in the rules judge's fit[/]: on "
+                f"[bold]{known} of these {len(items)} turns were in the judge's fit[/]: on "
                 "them it looks better than it is; its card has cross-validated figures.",
                 soft_wrap=True,
             )
@@ -559,12 +593,17 @@ def _read_turns(path: Path) -> list[dict[str, Any]]:
     for where, row in json_lines(path):
         if not all(isinstance(row.get(key), str) for key in TEXTS):
             raise UserError(f"{where} lacks a text", f"each needs {', '.join(TEXTS)}")
-        if row.get("category") and row["category"] not in NAMES:
-            raise UserError(
-                f"{where}: no category {row['category']!r} in the rubric",
-                f"give one of {', '.join(NAMES)}",
-            )
         rows.append(row)
     if not rows:
         raise UserError(f"{path} holds no turn", "give a JSON-lines file")
     return rows
+
+
+def _check_categories(rows: list[dict[str, Any]], rubric: Rubric, path: Path) -> None:
+    """Raise UserError unless the annotations are of the rubric's categories."""
+    for row in rows:
+        if row.get("category") and row["category"] not in [*rubric.names]:
+            raise UserError(
+                f"{path}: no category {row['category']!r} in the rubric",
+                f"give one of {', '.join(rubric.names)}",
+            )

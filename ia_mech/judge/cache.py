@@ -47,16 +47,16 @@ class VerdictCache:
         if not os.fstat(self._file).st_size:
             self._append({"identity": identity})
 
-    def get(self, item: Item, repeat: int) -> Verdict | None:
-        return self._verdicts.get(item.key(self._judge, repeat))
+    def get(self, item: Item) -> Verdict | None:
+        return self._verdicts.get(item.key(self._judge))
 
-    def put(self, item: Item, repeat: int, verdict: Verdict) -> None:
+    def put(self, item: Item, verdict: Verdict) -> None:
         """Keep a verdict; when this returns it is on the disk.
 
         Raises:
             OSError: it can't be written.
         """
-        key = item.key(self._judge, repeat)
+        key = item.key(self._judge)
         with self._writing:
             self._append({"key": key, "verdict": verdict.to_json()})
             self._verdicts[key] = verdict

@@ -23,7 +23,7 @@ from ia_mech.judge.label import (
     items_of,
     label_run,
 )
-from ia_mech.judge.rubric import NAMES, heading
+from ia_mech.judge.rubric import BUILT_IN, Rubric, heading, read_rubric
 from ia_mech.judge.verdict import JUDGED, Item, Judge, identity_hash
 from ia_mech.run import Run
 from ia_mech.untrusted import parse_json
@@ -37,6 +37,7 @@ _SERVER_FLAGS = ("base_url", "api_key_env", "mode", "concurrency", "timeout", "r
 _JUDGES_OF_FLAG = {
     **dict.fromkeys((*_SERVER_FLAGS, "price"), ("llm",)),
     **dict.fromkeys(("device", "force"), ("hf",)),
+    "rubric": ("llm", "hf"),
     "model": ("llm", "hf"),
     "param": ("llm", "module:Class"),
 }
@@ -52,7 +53,7 @@ def run_judge(args: argparse.Namespace) -> int:
     if args.dry_run:
         plan = draw_decoys(run, decoys_per_source(judge, args.decoys))
         items = items_of(run, plan, unperturbed=args.unperturbed)
-        print_plan(judge, items, args, decoys=len(plan))
+        print_plan(judge, items, decoys=len(plan))
         return 0
     begun = time.monotonic()
     path = label_run(
@@ -63,11 +64,10 @@ def run_judge(args: argparse.Namespace) -> int:
         decoys=args.decoys,
         replace=args.replace,
         unperturbed=args.unperturbed,
-        repeats=args.repeats,
     )
     rows = run.labels.judgements(name, _PRINTED_COLUMNS)
     decoys = run.labels.decoys(name, columns=_PRINTED_COLUMNS)
-    _print_verdicts(rows, decoys, time.monotonic() - begun)
+    _print_verdicts(rows, decoys, judge.rubric, time.monotonic() - begun)
     if judge.caveat:
         console().print(escape(judge.caveat), soft_wrap=True)
     print(f"verdicts: {path}")
@@ -101,19 +101,18 @@ def make_judge(args: argparse.Namespace, run: Run | None = None) -> Judge:
     return LlmJudge(
         args.model,
         params=_params(args.param),
+        rubric=_rubric(args),
         price=tuple(args.price) if args.price else None,
         **_given_flags(args, *_SERVER_FLAGS),
     )
 
 
-def print_plan(
-    judge: Judge, items: Sequence[Item], args: argparse.Namespace, *, decoys: int = 0
-) -> None:
+def print_plan(judge: Judge, items: Sequence[Item], *, decoys: int = 0) -> None:
     """What ``--dry-run`` shows; ``decoys`` of the items are decoys."""
     distinct = list(dict.fromkeys(items))
     turns = f"{len(items) - decoys} user turns" + (f" and {decoys} decoys" if decoys else "")
-    print(f"{turns}, {len(distinct)} distinct, x {args.repeats}")
-    if estimate := judge.estimate(distinct * args.repeats):
+    print(f"{turns}, {len(distinct)} distinct")
+    if estimate := judge.estimate(distinct):
         print(f"{estimate} (before what the cache has)")
 
 
@@ -127,8 +126,10 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise UserError(f"--{flag.replace('_', '-')} needs {needed}", "add it, or drop it")
     if kind in _JUDGES_OF_FLAG["model"] and not (args.model or "").strip():
         raise UserError(f"--judge {kind} needs a model", "give --model NAME")
-    if kind in ("rules", "hf") and args.repeats > 1:
-        raise UserError(f"the {kind} judge answers the same each time", "drop --repeats")
+
+
+def _rubric(args: argparse.Namespace) -> Rubric:
+    return BUILT_IN if args.rubric is None else read_rubric(args.rubric)
 
 
 def _make_own(name: str, arguments: dict[str, Any]) -> Judge:
@@ -167,7 +168,9 @@ def _make_hf(args: argparse.Namespace, run: Run | None) -> Judge:
 
     subject = None if run is None or args.force else run.model
     known = subject and same_model(args.model, None, subject["name"], subject.get("revision"))
-    judge = None if known else HfJudge(args.model, **_given_flags(args, "device"))
+    judge = (
+        None if known else HfJudge(args.model, rubric=_rubric(args), **_given_flags(args, "device"))
+    )
     if judge is None or (subject and subject["weights_hash"] == judge.identity["weights_hash"]):
         raise UserError(
             f"{args.model} is the subject model of {args.run}: it would judge its own turns",
@@ -201,16 +204,18 @@ def _default_name(args: argparse.Namespace) -> str:
     return words.strip("-._")[:100] or args.judge
 
 
-def _print_verdicts(rows: pd.DataFrame, decoys: pd.DataFrame, seconds: float) -> None:
+def _print_verdicts(
+    rows: pd.DataFrame, decoys: pd.DataFrame, rubric: Rubric, seconds: float
+) -> None:
     """How many turns are of each category, what failed, and what it cost."""
     screen = console()
     counts = rows["category"].value_counts()
-    listed = ", ".join(f"{heading(name)} {counts[name]}" for name in NAMES if name in counts)
+    listed = ", ".join(f"{heading(name)} {counts[name]}" for name in rubric.names if name in counts)
     screen.print(f"categories: {listed or 'none'}", soft_wrap=True)
     rows = pd.concat([rows, decoys]) if len(decoys) else rows
     for status, part in rows[rows["status"] != JUDGED].groupby("status"):
         errors = part["error"].value_counts()
-        commonest = escape(one_line(errors.index[0], 100))
+        commonest = escape(one_line(errors.index[0], 300))
         screen.print(f"{len(part)} {status}: {commonest} ({errors.iloc[0]})", soft_wrap=True)
     apart = f" ({len(decoys)} of them of decoys)" if len(decoys) else ""
     facts = [f"{len(rows)} rows{apart}, {rows['item'].nunique()} distinct turns in {seconds:.0f} s"]

@@ -18,7 +18,7 @@ from ia_mech.engine.splice import continued
 from ia_mech.engine.state import Prefilled, Prefix, prefill
 from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.judge import prompt
-from ia_mech.judge.rubric import NAMES, rubric_hash
+from ia_mech.judge.rubric import BUILT_IN, Rubric
 from ia_mech.judge.verdict import Item, Judge, Verdict
 from ia_mech.models.load import ModelSpec, Subject, context_limit, load, refuse_unknown_ids
 
@@ -49,7 +49,7 @@ class HfJudge(Judge):
     the softmax over all names, ``cannot_assess`` included.
 
     The rubric's part of a prompt is run through the model once, and query and response once for
-    all turns of theirs that stand together. Items go one by one and unpadded, their nine answers as
+    all turns of theirs that stand together. Items go one by one and unpadded, their answers as
     one right-padded batch, so a verdict doesn't depend on what else is judged. It is deterministic:
     repeats are equal.
 
@@ -57,6 +57,7 @@ class HfJudge(Judge):
         model: hub id, local directory or GGUF file, as for sampling; it needs a chat template.
             Thinking is switched off where the template allows it.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        rubric: what it labels by.
         subject: a model that is loaded already, instead.
 
     Raises:
@@ -66,8 +67,16 @@ class HfJudge(Judge):
 
     paid = True
 
-    def __init__(self, model: str, device: str = "auto", *, subject: Subject | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        device: str = "auto",
+        rubric: Rubric = BUILT_IN,
+        *,
+        subject: Subject | None = None,
+    ) -> None:
         self.model = model
+        self.rubric = rubric
         self._subject = subject or load(ModelSpec(name=model, device=device))
         self._template = ChatTemplate(self._subject.tokenizer)
         self._rubric = _SharedPrefix(
@@ -75,14 +84,14 @@ class HfJudge(Judge):
         )
         self._context: tuple[tuple[str, str], _SharedPrefix] | None = None  # of the last item
         check_engine(self._subject.model, self._rubric.ids[:64])
-        self._answers = [self._answer_ids(name) for name in NAMES]
+        self._answers = [self._answer_ids(name) for name in rubric.names]
         self._prior: torch.Tensor | None = None  # [categories], of the item without content
-        self._backoff = Backoff(len(NAMES))
+        self._backoff = Backoff(len(rubric.names))
         self.identity = {
             "kind": "hf",
             "model": model,
-            "rubric": rubric_hash(),
-            "prompt": prompt.prompt_hash(names_only=True),
+            "rubric": rubric.hash,
+            "prompt": prompt.prompt_hash(rubric, names_only=True),
             "calibrated": True,
             "weights_hash": self._subject.weights_hash,
             "template": self._template.hash,
@@ -127,11 +136,13 @@ class HfJudge(Judge):
             if not is_out_of_memory(error):
                 raise
             return Verdict(None, "rejected", error="the item doesn't fit into the device's memory")
+        if not logits.isfinite().all():  # max() would take the first of NaNs, which is genuine
+            return Verdict(None, "unparsable", error=f"{self.model} gives no finite likelihoods")
         scores = logits.softmax(-1).tolist()
-        best = max(range(len(NAMES)), key=scores.__getitem__)
+        best = max(range(len(scores)), key=scores.__getitem__)
         return Verdict(
-            NAMES[best],
-            scores=dict(zip(NAMES, scores, strict=True)),
+            self.rubric.names[best],
+            scores=dict(zip(self.rubric.names, scores, strict=True)),
             rationale=f"the likeliest answer of {self.model}, at {scores[best]:.2f}",
             mode="likelihood",
         )
@@ -158,7 +169,7 @@ class HfJudge(Judge):
 
     def _prompt_text(self, item: Item) -> str:
         """The dialogue up to where the assistant answers."""
-        system, user = prompt.messages(item, names_only=True)
+        system, user = prompt.messages(item, self.rubric, names_only=True)
         options = {"add_generation_prompt": True, "enable_thinking": False}
         try:
             return self._template.render([system, user], **options)

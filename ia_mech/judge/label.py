@@ -1,8 +1,8 @@
-"""Judge the user turns of a run and its decoys: each distinct item once, and never twice.
+"""A run's turns and their labels: judging them, and reading the labels over the turns.
 
-All items stand in one order, which doesn't depend on which are decoys. Rows of the same text in the
-same context share one verdict per repeat; verdicts of paid judges come from the cache where it has
-them.
+Each distinct item is judged once, and never twice. All items stand in one order, which doesn't
+depend on which are decoys. Rows of the same text in the same context share one verdict; verdicts of
+paid judges come from the cache where it has them.
 """
 
 import contextlib
@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE
@@ -20,15 +21,13 @@ from ia_mech.display import Progress
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.decoys import draw_decoys
-from ia_mech.judge.rubric import VERSION, rubric_hash
-from ia_mech.judge.verdict import FAILURES, Item, Judge, Verdict, identity_hash
+from ia_mech.judge.rubric import Rubric, rubric_of
+from ia_mech.judge.verdict import JUDGED, TRUNCATED, Item, Judge, Verdict, identity_hash
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY, positions
 from ia_mech.run.queries import exchange
 
 UNSEEN = "-unperturbed"  # ends the name of verdicts on responses that the model was not given
-
-Pair = tuple[Item, int]  # an item and the number of the repeat
 
 
 def check_finished(run: Run) -> None:
@@ -115,40 +114,42 @@ def _unperturbed_response(run: Run, context: Any) -> str:
 
 
 def judge_items(
-    items: Sequence[Item],
-    judge: Judge,
-    progress: Progress,
-    *,
-    repeats: int = 1,
-    cache_folder: Path | None = None,
-) -> tuple[dict[Pair, Verdict], set[Pair]]:
+    items: Sequence[Item], judge: Judge, progress: Progress, *, cache_folder: Path | None = None
+) -> tuple[dict[Item, Verdict], set[Item]]:
     """Verdicts of all distinct items, and which of them came from the cache.
 
     Args:
         items: repetitions are judged once.
         judge: of the items.
         progress: counts verdicts; its note has the tokens, dollars and failures so far.
-        repeats: independent answers per item, for self-consistency.
-        cache_folder: of the verdicts that were paid for. Failures aren't kept there.
+        cache_folder: of the verdicts that were paid for. Failures aren't kept there, but for
+            answers that a token limit cut off: the same request would be cut off again.
 
     Raises:
         UserError: what makes a judge useless. What was received before that, or before an
             interrupt, is in the cache; a kill loses what is under way.
     """
-    wanted = [(item, repeat) for item in dict.fromkeys(items) for repeat in range(repeats)]
+    wanted = list(dict.fromkeys(items))
     opened: contextlib.AbstractContextManager[VerdictCache | None] = contextlib.nullcontext()
     if judge.paid:
         opened = VerdictCache(judge.identity, cache_folder)
     with opened as cache:
-        verdicts: dict[Pair, Verdict] = {}
+        verdicts: dict[Item, Verdict] = {}
         if cache is not None:
-            verdicts = {pair: kept for pair in wanted if (kept := cache.get(*pair))}
+            known = (None, *judge.rubric.names)
+            kept = {item: verdict for item in wanted if (verdict := cache.get(item))}
+            verdicts = {item: v for item, v in kept.items() if v.category in known}
         cached = set(verdicts)
-        missing = [pair for pair in wanted if pair not in cached]
+        missing = [item for item in wanted if item not in cached]
         if cached:
             progress.say(f"{len(cached)} verdicts from the cache")
+        if cut := sum(verdict.status == TRUNCATED for verdict in verdicts.values()):
+            progress.say(
+                f"{cut} of these answers were cut off by a token limit. They were paid for and are "
+                "not requested again: allow more tokens (--param), which makes another judge"
+            )
         if missing:
-            if estimate := judge.estimate([item for item, _ in missing]):
+            if estimate := judge.estimate(missing):
                 progress.say(estimate)
             progress.start("judging", len(missing), unit="turn")
             try:
@@ -159,35 +160,43 @@ def judge_items(
 
 
 def _judge_missing(
-    judge: Judge, missing: list[Pair], cache: VerdictCache | None, progress: Progress
-) -> dict[Pair, Verdict]:
+    judge: Judge, missing: list[Item], cache: VerdictCache | None, progress: Progress
+) -> dict[Item, Verdict]:
     """The verdicts of ``missing``. The thread that received one stores it at once."""
     batches = [missing[at : at + judge.batch] for at in range(0, len(missing), judge.batch)]
-    ended = threading.Event()
+    judge.ended = ended = threading.Event()
 
-    def work(batch: list[Pair]) -> dict[Pair, Verdict]:
+    def work(batch: list[Item]) -> dict[Item, Verdict]:
         if ended.is_set():
             return {}
         try:
-            answers = judge.judge([item for item, _ in batch])
-            received = dict(zip(batch, answers, strict=True))
-            for pair, verdict in received.items():
-                if cache is not None and verdict.status not in FAILURES:
-                    cache.put(*pair, verdict)
+            received = dict(zip(batch, judge.judge(batch), strict=True))
+            for item, verdict in received.items():
+                if cache is not None and verdict.status in (JUDGED, TRUNCATED):
+                    cache.put(item, verdict)
             return received
         except BaseException:
             ended.set()
             raise
 
-    verdicts: dict[Pair, Verdict] = {}
-    tokens, cost, failures = 0, 0.0, 0
+    verdicts: dict[Item, Verdict] = {}
+    tokens, cost, failures, said = 0, 0.0, 0, judge.caveat
     with _map_in_threads(work, batches, judge.concurrency, ended) as parts:
         for received in parts:
             verdicts |= received
+            if judge.caveat != said:
+                said = judge.caveat
+                progress.say(said)
             for verdict in received.values():
+                if verdict.category not in (None, *judge.rubric.names):
+                    raise UserError(
+                        f"the judge named a category {verdict.category!r:.60}, which its rubric "
+                        "lacks",
+                        f"its categories are {', '.join(judge.rubric.names)}",
+                    )
                 tokens += verdict.prompt_tokens + verdict.completion_tokens
                 cost += verdict.cost or 0.0
-                failures += verdict.status in FAILURES
+                failures += verdict.status != JUDGED
                 facts = [f"{tokens} tokens"] if tokens else []
                 facts += [f"${cost:.4f}"] if cost else []
                 facts += [f"{failures} failed"] if failures else []
@@ -197,11 +206,11 @@ def _judge_missing(
 
 @contextlib.contextmanager
 def _map_in_threads(
-    work: Callable[[list[Pair]], dict[Pair, Verdict]],
-    batches: list[list[Pair]],
+    work: Callable[[list[Item]], dict[Item, Verdict]],
+    batches: list[list[Item]],
     threads: int,
     ended: threading.Event,
-) -> Iterator[Iterator[dict[Pair, Verdict]]]:
+) -> Iterator[Iterator[dict[Item, Verdict]]]:
     """What ``work`` gives for each batch, as it comes. A single thread is the caller's own.
 
     However the caller ends, nothing more is begun, and what is under way is waited for.
@@ -263,14 +272,13 @@ def label_run(
     record = {
         "identity": judge.identity,
         "identity_hash": identity_hash(judge.identity),
-        "rubric": {"version": VERSION, "hash": rubric_hash()},
-        "repeats": options.get("repeats", 1),
+        "rubric": judge.rubric.record(),
         "decoys_per_source": per_source,
         "unperturbed": unperturbed,
         "caveat": judge.caveat,
     }
     turns = run.turns[list(KEY)].astype({"context_id": object}).assign(decoy=None, shown=None)
-    rows = _rows(pd.concat([turns, plan]) if len(plan) else turns, items, verdicts, cached)
+    rows = _rows(pd.concat([turns, plan]) if len(plan) else turns, items, verdicts, cached, judge)
     return run.labels.write_judgements(name, rows, record)
 
 
@@ -288,30 +296,76 @@ def _check_same_judge(run: Run, judge: Judge, name: str, unperturbed: bool) -> N
 
 
 def _rows(
-    turns: pd.DataFrame, items: list[Item], verdicts: dict[Pair, Verdict], cached: set[Pair]
+    turns: pd.DataFrame,
+    items: list[Item],
+    verdicts: dict[Item, Verdict],
+    cached: set[Item],
+    judge: Judge,
 ) -> Iterator[dict[str, Any]]:
-    """One row per turn and repeat.
+    """One row per turn.
 
     Tokens and cost stand on the first row of an item only, so that a column's sum is what the
     labels cost.
     """
-    repeats = 1 + max((repeat for _, repeat in verdicts), default=0)
-    seen: set[Pair] = set()
+    seen: set[Item] = set()
     records = (dict(zip(turns, row, strict=True)) for row in turns.itertuples(index=False))
-    for turn, item in zip(records, items, strict=True):
-        for repeat in range(repeats):
-            pair = item, repeat
-            verdict, first = verdicts[pair], pair not in seen
-            seen.add(pair)
-            row = verdict.to_json() | {
-                **turn,
-                "repeat": repeat,
-                "genuine": verdict.genuine,
-                "scores": json.dumps(verdict.scores) if verdict.scores else None,
-                "cached": pair in cached or not first,
-                "item": item.key("", 0)[:16],
-            }
-            if not first:
-                row |= {"prompt_tokens": 0, "completion_tokens": 0}
-                row["cost"] = None if verdict.cost is None else 0.0
-            yield row
+    for turn, item, fitted in zip(records, items, judge.fitted_on(items), strict=True):
+        verdict, first = verdicts[item], item not in seen
+        seen.add(item)
+        row = verdict.to_json() | {
+            **turn,
+            "genuine": judge.rubric.genuine(verdict.category),
+            "scores": json.dumps(verdict.scores) if verdict.scores else None,
+            "cached": item in cached or not first,
+            "item": item.id,
+            "fitted": fitted,
+        }
+        if not first:
+            row |= {"prompt_tokens": 0, "completion_tokens": 0}
+            row["cost"] = None if verdict.cost is None else 0.0
+        yield row
+
+
+class LabelSet(NamedTuple):
+    """Labels of one run by one judge or annotator.
+
+    Attributes:
+        turns: ``[rows of Run.turns]`` the columns of the file; missing where a turn has no label.
+        decoys: the labels of decoys: the columns of the file, and ``row``, the position of the
+            decoy's turn in ``Run.turns``.
+        rubric: what they were labelled by.
+    """
+
+    turns: pd.DataFrame
+    decoys: pd.DataFrame
+    rubric: Rubric
+
+
+def read_labels(run: Run, kind: str, name: str, columns: Sequence[str] | None = None) -> LabelSet:
+    """The labels of a judge or an annotator, laid out over the run's turns.
+
+    Args:
+        run: whose turns they are of.
+        kind: ``judgements`` or ``annotations``.
+        name: of the judge or annotator.
+        columns: of a judge's file, :data:`KEY` and ``category`` always; all if not given.
+
+    Raises:
+        UserError: no such labels, or ones of another run, of other turns or another rubric.
+    """
+    if columns is not None:
+        columns = [*dict.fromkeys([*KEY, "category", *columns])]
+    labels = run.labels
+    judged = kind == "judgements"
+    own = labels.judgements(name, columns) if judged else labels.annotations(name)
+    decoys = labels.decoys(name, kind, None if columns is None else [*columns, "decoy", "shown"])
+    rubric = rubric_of(labels.record(kind, name))
+    unknown = {*own["category"].dropna(), *decoys["category"].dropna()} - {*rubric.names}
+    if unknown:
+        raise UserError(
+            f"the labels of {name!r} in {run.path} name {', '.join(sorted(unknown))}, which the "
+            "rubric lacks",
+            f"make them again: {labels.command(kind, name)}",
+        )
+    turns = own.set_axis(positions(run.turns, own)).reindex(np.arange(len(run.turns)))
+    return LabelSet(turns, decoys.assign(row=positions(run.turns, decoys)), rubric)

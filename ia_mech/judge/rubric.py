@@ -1,16 +1,29 @@
-"""The rubric: what a generated user turn can be. The one source of truth for every judge.
+"""Rubrics: what a generated user turn can be. The built-in one, and those of files.
 
-A change of meaning is a new :data:`VERSION`; :func:`rubric_hash` changes with any word, and with it
-every cached verdict of a judge that reads the rubric.
+A change of meaning is a new :data:`VERSION`; a rubric's hash changes with any word, and with it
+every cached verdict of a judge that reads it.
 """
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+import re
+import tomllib
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ia_mech.errors import UserError
 
 VERSION = "1"
 GENUINE = "genuine_follow_up"
 CANNOT_ASSESS = "cannot_assess"
+
+INSTRUCTIONS = """\
+You annotate messages for a study. A language model was shown a user's query and an assistant's \
+response, and then wrote what the user might say next. Say which category of the rubric below that \
+user turn belongs to.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +40,58 @@ class Example:
 class Category:
     name: str
     definition: str
-    examples: tuple[Example, ...]
+    examples: tuple[Example, ...] = ()
+    genuine: bool = False  # whether its turns count as genuine follow-ups
+
+
+@dataclass(frozen=True)
+class Rubric:
+    """What judges label by.
+
+    Attributes:
+        version: its name, for records.
+        instructions: what a language model is told that its task is.
+        categories: what a turn can be; the last is ``cannot_assess``.
+        order: which category is meant where a turn fits two; may be empty.
+    """
+
+    version: str
+    instructions: str
+    categories: tuple[Category, ...]
+    order: str = ""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(category.name for category in self.categories)
+
+    @cached_property
+    def assessed(self) -> tuple[str, ...]:
+        """The names but ``cannot_assess``."""
+        return tuple(name for name in self.names if name != CANNOT_ASSESS)
+
+    @cached_property
+    def accepted(self) -> tuple[str, ...]:
+        """The names of those that count as genuine."""
+        return tuple(category.name for category in self.categories if category.genuine)
+
+    @cached_property
+    def hash(self) -> str:
+        """16 hex digits over every word."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    def genuine(self, category: str | None) -> bool | None:
+        """Whether a category counts as genuine; None for none and for ``cannot_assess``."""
+        return category in self.accepted if category in self.assessed else None
+
+    def named(self, text: Any) -> str | None:
+        """The category that a text names, in any case and with spaces or dashes; None if none."""
+        name = re.sub(r"[\s_-]+", "_", text.strip().lower()) if isinstance(text, str) else None
+        return name if name in self.names else None
+
+    def record(self) -> dict[str, Any]:
+        """What labels keep of it; a rubric of one's own is kept whole. See :func:`rubric_of`."""
+        kept = {"version": self.version, "hash": self.hash}
+        return kept if self.hash == BUILT_IN.hash else kept | {"own": asdict(self)}
 
 
 _SOURDOUGH = (
@@ -50,12 +114,14 @@ _EMAIL = (
 CATEGORIES: tuple[Category, ...] = (
     Category(
         GENUINE,
-        "Could be what this user writes next: it reacts to the response or takes the exchange "
-        "further, and is tied to something concrete in the response. It asks about a point in it, "
-        "answers a question it put, objects, reports trying it, asks for a change or for more. "
+        genuine=True,
+        definition="Could be what this user writes next: it reacts to the response or takes the "
+        "exchange further, and is tied to something concrete in the response. It asks "
+        "about a point in it, answers a question it put, objects, reports trying it, asks for a "
+        "change or for more. "
         "Clumsy or cut-off wording doesn't count against it. What it takes up may stand in the "
         "query too, if the turn goes on from the answer instead of asking for it again.",
-        (
+        examples=(
             Example(
                 *_SOURDOUGH,
                 "The dent fills up right away. Does that mean two hours is still too short?",
@@ -235,7 +301,81 @@ ORDER = (
 )
 
 
+BUILT_IN = Rubric(VERSION, INSTRUCTIONS, CATEGORIES, ORDER)
+
+
+def rubric_of(record: dict[str, Any]) -> Rubric:
+    """The rubric that labels were made by, from their record."""
+    own = record.get("rubric", {}).get("own")
+    return _built(own, "the labels' record") if own else BUILT_IN
+
+
+def read_rubric(path: Path) -> Rubric:
+    """The rubric of a TOML file.
+
+    It has ``instructions``, optionally ``version`` and ``order``, and tables ``[[categories]]``:
+    each a ``name``, a ``definition``, ``genuine = true`` if its turns count as genuine, and
+    optionally ``examples``, each with ``query``, ``response``, ``turn`` and ``why``. A category
+    ``cannot_assess`` is added if it has none.
+
+    Raises:
+        UserError: the file can't be read, or isn't that.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # no UTF-8 and no TOML are ValueErrors
+        raise UserError(f"{path} is no rubric ({error})", "see docs/judging.md") from None
+    return _built({"version": path.stem} | content, str(path))
+
+
+def _built(content: dict[str, Any], where: str) -> Rubric:
+    def made(kind: type, value: Any, what: str, **texts: Any) -> Any:
+        if not isinstance(value, dict):
+            raise UserError(f"{what} of {where} isn't a table", "see docs/judging.md")
+        known = {field.name: field.type for field in fields(kind)}
+        if unknown := sorted(value.keys() - known.keys()):
+            problem = f"{what} of {where} has an unknown {unknown[0]!r}"
+            raise UserError(problem, f"give {', '.join(known)}")
+        try:
+            one = kind(**value | texts)
+        except TypeError:
+            lacking = [name for name in known if name not in value]
+            raise UserError(f"{what} of {where} lacks {lacking[0]!r}", "add it") from None
+        for name, of in known.items():
+            if of in (str, bool) and not isinstance(getattr(one, name), of):
+                problem = f"{name} in {what} of {where} is no {'text' if of is str else 'boolean'}"
+                raise UserError(problem, "correct it")
+        return one
+
+    def listed(value: Any) -> list[Any]:
+        return list(value) if isinstance(value, (list, tuple)) else [value]
+
+    categories = []
+    for number, value in enumerate(listed(content.get("categories", ())), 1):
+        what = f"category {number}"
+        examples = value.get("examples", ()) if isinstance(value, dict) else ()
+        shown = tuple(made(Example, one, f"an example in {what}") for one in listed(examples))
+        categories.append(made(Category, value, what, examples=shown))
+    if CANNOT_ASSESS not in [category.name for category in categories]:
+        categories.append(CATEGORIES[-1])
+    rubric = made(Rubric, content, "the whole", categories=tuple(categories))
+    wrong = [name for name in rubric.names if not re.fullmatch(r"[a-z][a-z0-9_]{0,59}", name)]
+    if wrong:
+        raise UserError(
+            f"{where} has a category {wrong[0]!r}", "use small letters, digits and underscores"
+        )
+    if len({*rubric.names}) < len(rubric.names):
+        raise UserError(f"{where} has a category twice", "name each once")
+    if not 0 < len(rubric.accepted) < len(rubric.assessed) or CANNOT_ASSESS in rubric.accepted:
+        raise UserError(
+            f"{where} needs categories that count as genuine and others that don't",
+            "give genuine = true in some of them",
+        )
+    if {*rubric.names} & {"all", "failed", "decoy"}:
+        raise UserError(f"{where} has a category named all, failed or decoy", "name it otherwise")
+    return rubric
+
+
 def rubric_hash() -> str:
-    """16 hex digits over every word of the rubric."""
-    content = [VERSION, ORDER, [asdict(category) for category in CATEGORIES]]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    """16 hex digits over every word of the built-in rubric."""
+    return BUILT_IN.hash

@@ -5,14 +5,13 @@ happen to be worded alike are rows of their own). Strata are a judge's categorie
 are seen; the key, which stays in the run, has each row's inclusion probability, by whose inverse
 every figure is weighted. A fifth of the rows of a sheet are decoys (``decoys``) on top of that
 sample, so that annotators have a floor like any judge; their labels count for nothing else. The
-sheet itself shows text alone. It is written as CSV, as JSON lines and as a page to annotate in
-(:mod:`ia_mech.page`), which exports JSON; all three are read back.
+sheet itself shows text alone. It is written as a page to annotate in (:mod:`ia_mech.page`), which
+exports JSON, and as CSV; both are read back.
 
 Texts are a model's and not to be trusted: a cell that a spreadsheet would run as a formula gets an
 apostrophe in front, and characters that can't be seen become �
 (:func:`ia_mech.untrusted.spreadsheet_safe`). Texts aren't read back, so neither can be mistaken
-for the model's own; the JSON lines have the texts as they are. Every row is checked before anything
-is written.
+for the model's own. Every row is checked before anything is written.
 """
 
 import argparse
@@ -34,16 +33,15 @@ import pandas as pd
 from ia_mech.cli import one_line, shell_word
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import draw_decoys
-from ia_mech.judge.label import check_finished, items_of
-from ia_mech.judge.labels import read_labels
-from ia_mech.judge.rubric import CATEGORIES, NAMES, ORDER, VERSION, rubric_hash
-from ia_mech.judge.verdict import Item, Verdict
+from ia_mech.judge.label import check_finished, items_of, read_labels
+from ia_mech.judge.rubric import BUILT_IN, Rubric, rubric_of
+from ia_mech.judge.verdict import Item
 from ia_mech.page import packed, rendered
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.labels import KEY, check_name
-from ia_mech.untrusted import escape_unseen, parse_json, spreadsheet_safe, visible
+from ia_mech.untrusted import parse_json, spreadsheet_safe, visible
 
-PAGE_KEYS = "123456780"  # of the rubric's categories on the page
+PAGE_KEYS = "123456789abcfghijklmopqrstvwxyz"  # of categories on the page; "0" is the last one's
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
 ALL, FAILED = "all", "failed"  # strata that are no category: without a judge; no verdict
 DECOY = "decoy"  # the stratum of decoys, which are no sample of the run's turns
@@ -79,8 +77,9 @@ def export_sheet(
         run: a finished run.
         n: how many of the run's turns. A quarter as many decoys are added, as far as the run has
             them: of each kind there is, alike.
-        by: the judge whose categories (of its first repeat) are the strata. By default the only
-            judge there is, or ``rules``; with no judge in the run there is one stratum, ``all``.
+        by: the judge whose categories are the strata, and whose rubric is the sheet's. By default
+            the only judge there is, or ``rules``; with no judge in the run there is one stratum,
+            ``all``.
         seed: of the draws and of the order.
         name: the sheet's name in the run; by default one that reveals nothing.
 
@@ -133,17 +132,18 @@ def export_sheet(
         places[item] = place
         row = item, text.query, text.response, not unfinished[shown], text.turn, "", ""
         sheet.append(dict(zip(COLUMNS, row, strict=True)))
-    judge = None
+    judge, rubric = None, BUILT_IN
     if by is not None:
         record = run.labels.record("judgements", by)
         judge = {"name": by, "identity_hash": record.get("identity_hash")}
+        rubric = rubric_of(record)
     key = {
         "run": identity,
         "sheet": name,
         "judge": judge,
         "seed": seed,
         "n": n,
-        "rubric": {"version": VERSION, "hash": rubric_hash()},
+        "rubric": rubric.record(),
         "strata": {s: {"rows": sizes[s], "drawn": sampled[s]} for s in sizes},
         "items": places,
     }
@@ -174,7 +174,7 @@ def allocate(sizes: dict[str, int], n: int) -> dict[str, int]:
 
 
 def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, ...]:
-    """Write a drawn sheet as ``<out>.csv``, ``.jsonl`` and ``.html``; last its key, into the run.
+    """Write a drawn sheet as ``<out>.csv`` and ``.html``; last its key, into the run.
 
     Raises:
         UserError: a sheet of that name or one of the files is there. Nothing is written then.
@@ -182,10 +182,8 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, ...]:
     name = sheet.key["sheet"]
     if name in run.labels.sheets:
         raise UserError(f"{run.path} has a sheet named {name!r}", "give another --out and --seed")
-    lines = [escape_unseen(json.dumps(row, ensure_ascii=False)) + "\n" for row in sheet.rows]
     forms = {
         "csv": csv_bytes(pd.DataFrame(sheet.rows, columns=COLUMNS)),
-        "jsonl": "".join(lines).encode(),
         "html": _page(sheet).encode(),
     }
     contents = {out.with_name(f"{out.name}.{form}"): made for form, made in forms.items()}
@@ -201,12 +199,23 @@ def _page(sheet: Sheet) -> str:
         {name: visible(row[name]) if isinstance(row[name], str) else row[name] for name in shown}
         for row in sheet.rows
     ]
+    rubric = rubric_of(sheet.key)
+    keys = [*PAGE_KEYS[: len(rubric.names) - 1], "0"]
     choices = [
         {"name": category.name, "key": key, "short": category.definition.partition(".")[0] + "."}
-        for category, key in zip(CATEGORIES, PAGE_KEYS, strict=True)
+        for category, key in zip(rubric.categories, keys, strict=True)
     ]
-    data = packed({"sheet": sheet.key["sheet"], "rows": rows, "categories": choices})
-    return rendered("annotate", data, title="Annotate user turns", rubric=CATEGORIES, order=ORDER)
+    digest = _hash(*(row["item"] for row in rows))[:16]  # items are of one sheet of one run
+    data = packed(
+        {"sheet": sheet.key["sheet"], "digest": digest, "rows": rows, "categories": choices}
+    )
+    return rendered(
+        "annotate",
+        data,
+        title="Annotate user turns",
+        rubric=rubric.categories,
+        order=rubric.order,
+    )
 
 
 def item_id(run: str, sheet: str, place: dict[str, Any]) -> str:
@@ -239,7 +248,7 @@ def _judge(run: Run, by: str | None) -> str | None:
 
 def _strata(run: Run, by: str) -> list[str]:
     """The judge's category of every row of ``run.turns``, or ``failed``."""
-    verdicts = read_labels(run, "judgements", by, ["repeat"]).turns
+    verdicts = read_labels(run, "judgements", by, []).turns
     return verdicts["category"].astype(object).fillna(FAILED).tolist()
 
 
@@ -312,8 +321,8 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
         )
     rows = read_sheet(file)
     sheet, key = _sheet_of(run, file, rows)
-    places, strata = key["items"], key["strata"]
-    labelled = _labelled(rows, places)
+    places, strata, rubric = key["items"], key["strata"], rubric_of(key)
+    labelled = _labelled(rows, places, rubric)
     if not labelled:
         raise UserError(f"no row of {file} has a category", "fill in the column 'category'")
     filled = Counter(places[item]["stratum"] for item in labelled)
@@ -322,7 +331,7 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
         places[item]
         | {
             "category": row.category,
-            "genuine": Verdict(row.category).genuine,
+            "genuine": rubric.genuine(row.category),
             "note": row.note,
             "sheet": sheet,
             "inclusion_probability": chances.get(places[item]["stratum"]),
@@ -340,15 +349,15 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
 
 
 def read_sheet(path: Path) -> list[SheetRow]:
-    """The rows of a filled-in sheet, by its suffix: CSV, JSON lines or the page's JSON.
+    """The rows of a filled-in sheet, by its suffix: CSV or the page's JSON.
 
     Raises:
         UserError: none of these, not UTF-8, not what the suffix claims, or a column is
             missing.
     """
     suffix = path.suffix.lower()
-    if path.is_file() and suffix not in (".csv", ".jsonl", ".json"):
-        raise UserError(f"{path} is no .csv, .jsonl or .json", "save the sheet as CSV UTF-8")
+    if path.is_file() and suffix not in (".csv", ".json"):
+        raise UserError(f"{path} is no .csv or .json", "save the sheet as CSV UTF-8")
     rows = []
     for where, row in (_csv_rows if suffix == ".csv" else json_lines)(path):
         values = [row.get(column, "") for column in COLUMNS_READ]
@@ -408,7 +417,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except ValueError as error:  # pandas' own are subclasses
         raise UserError(
             f"{path} isn't CSV ({one_line(str(error), 100)})",
-            "save it as CSV UTF-8, or fill in the JSON lines",
+            "save it as CSV UTF-8, or annotate in the page",
         ) from None
     for number, row in enumerate(table.to_dict("records"), 2):
         yield f"row {number} of {path}", row
@@ -433,7 +442,7 @@ def _sheet_of(run: Run, file: Path, rows: list[SheetRow]) -> tuple[str, dict[str
     return fitting[0], sheets[fitting[0]]
 
 
-def _labelled(rows: list[SheetRow], places: dict[str, Any]) -> dict[str, SheetRow]:
+def _labelled(rows: list[SheetRow], places: dict[str, Any], rubric: Rubric) -> dict[str, SheetRow]:
     """Rows with a category by item; UserError names the first that can't be."""
     labelled: dict[str, SheetRow] = {}
     for row in rows:
@@ -441,13 +450,13 @@ def _labelled(rows: list[SheetRow], places: dict[str, Any]) -> dict[str, SheetRo
             raise UserError(
                 f"{row.where} has the item {row.item!r}", "keep the items of the exported sheet"
             )
-        category = re.sub(r"[\s_-]+", "_", row.category.lower())
-        if not category:
+        if not row.category:
             continue
-        if category not in NAMES:
+        category = rubric.named(row.category)
+        if category is None:
             raise UserError(
                 f"{row.where} has the unknown category {row.category[:60]!r}",
-                f"choose from {', '.join(NAMES)}",
+                f"choose from {', '.join(rubric.names)}",
             )
         first = labelled.setdefault(row.item, row._replace(category=category))
         if first.category != category:
@@ -462,11 +471,11 @@ def _labelled(rows: list[SheetRow], places: dict[str, Any]) -> dict[str, SheetRo
 
 
 def export_command(args: argparse.Namespace) -> None:
-    """``python -m ia_mech.judge export``."""
+    """``python -m ia_mech.annotate export``."""
     run = Run.open(args.run)
     out = args.out
     if out is not None:
-        out = out.with_name(re.sub(r"\.(csv|jsonl|html)$", "", out.name))
+        out = out.with_name(re.sub(r"\.(csv|html)$", "", out.name))
     name = None
     if out is not None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name).lstrip("._-") or None
@@ -483,22 +492,22 @@ def export_command(args: argparse.Namespace) -> None:
         print(f"  and {decoys} turns after contexts that they did not follow, as a control")
     for file in files:
         print(f"sheet: {file}")
-    print("fill in category (and note), explained by: python -m ia_mech.judge rubric")
-    print("or open the .html, which needs no network, and import the .json that it exports")
+    print("open the .html, which needs no network, and import the .json that it exports; or fill")
+    print("in the table's category (and note), explained by: python -m ia_mech.judge rubric")
     print("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
     words = f"{shell_word(args.run)} {shell_word(files[0])}"
-    print(f"next: python -m ia_mech.judge import {words} --annotator NAME")
+    print(f"next: python -m ia_mech.annotate import {words} --annotator NAME")
 
 
 def import_command(args: argparse.Namespace) -> None:
-    """``python -m ia_mech.judge import``."""
+    """``python -m ia_mech.annotate import``."""
     run = Run.open(args.run)
     path = import_sheet(run, args.file, args.annotator, replace=args.replace)
     labels = Counter(run.labels.annotations(args.annotator)["category"])
     decoys = len(run.labels.decoys(args.annotator, "annotations"))
     strata = run.labels.record("annotations", args.annotator)["strata"]
     labelled, rows = labels.total(), sum(stratum["drawn"] for stratum in strata.values())
-    listed = ", ".join(f"{name} {labels[name]}" for name in NAMES if labels[name])
+    listed = ", ".join(f"{name} {labels[name]}" for name in sorted(labels))
     print(f"{labelled} of {rows} rows labelled by {one_line(args.annotator)}: {listed}")
     if decoys:
         print(f"and {decoys} decoys; judge agreement shows how many of them are called genuine")

@@ -2,19 +2,22 @@
 
 import hashlib
 import json
+import math
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
+from ia_mech.judge.rubric import BUILT_IN, Rubric
 
 # What a judge's verdict on a turn may be counted for, and in words. A turn is ``grounded`` if it is
 # genuine and at most this share of the run's decoys of other conversations have its grounding.
 OUTCOMES = {"genuine": "genuine", "grounded": "genuine and grounded"}
 GROUNDED_P = 0.05
 JUDGED = "judged"  # the status of a verdict that names a category
-# The other statuses. Such verdicts aren't cached: the same command requests them again.
-FAILURES = ("refused", "filtered", "truncated", "empty", "unparsable", "rejected", "unavailable")
+# The other statuses. But for ``truncated``, they aren't cached: the same command requests again.
+TRUNCATED = "truncated"
+FAILURES = ("refused", "filtered", TRUNCATED, "empty", "unparsable", "rejected", "unavailable")
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,16 @@ class Item:
     response: str
     turn: str
 
-    def key(self, judge: str, repeat: int) -> str:
-        """Content address of a verdict: 64 hex digits over the judge's hash, repeat and texts."""
-        text = json.dumps([judge, repeat, self.query, self.response, self.turn])
+    def key(self, judge: str = "") -> str:
+        """Content address of a verdict: 64 hex digits over the judge's hash and the texts."""
+        # The 0 was the number of a repetition: the card of the rules judge names items by this.
+        text = json.dumps([judge, 0, self.query, self.response, self.turn])
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def id(self) -> str:
+        """16 hex digits over its texts."""
+        return self.key()[:16]
 
 
 @dataclass(frozen=True)
@@ -36,16 +45,23 @@ class Verdict:
     """A judge's verdict on one item, or why there is none.
 
     Attributes:
-        category: one of the rubric's names, ``cannot_assess`` included; None for a failure.
+        category: one of the judge's rubric's, ``cannot_assess`` included; None for a failure.
         status: ``judged``, or one of :data:`FAILURES`.
         rationale: the evidence in the judge's words.
         scores: probability per category, from judges that have them.
         mode: how the judge arrived at it (``rule``, ``likelihood``, ``json_schema``, …).
         error: of a failure, what went wrong, on one line.
         prompt_tokens, completion_tokens: as billed; 0 for judges that don't count.
-        cost: in US dollars; None if no price is known.
+        cost: in US dollars; None if no price is known. Where a server reports no tokens, an
+            estimate.
         grounding: how well the turn's words show that it belongs to the conversation (larger is
             better, no unit), from judges that score that; None from others.
+        answer, reasoning: what a model wrote, as it came; empty for other judges.
+        served: the model that a server says it answered with.
+
+    Raises:
+        ValueError: a category without ``judged`` or the other way round, or a score or grounding
+            that is no finite number.
     """
 
     category: str | None
@@ -58,17 +74,16 @@ class Verdict:
     completion_tokens: int = 0
     cost: float | None = None
     grounding: float | None = None
+    answer: str = ""
+    reasoning: str = ""
+    served: str = ""
 
     def __post_init__(self) -> None:
-        if (self.status == JUDGED) != (self.category in [*NAMES]):
+        if (self.status == JUDGED) != isinstance(self.category, str):
             raise ValueError(f"a verdict {self.status!r:.60} of {self.category!r:.60}")
-
-    @property
-    def genuine(self) -> bool | None:
-        """Derived from the category; None for a failure and for ``cannot_assess``."""
-        if self.category is None or self.category == CANNOT_ASSESS:
-            return None
-        return self.category == GENUINE
+        numbers = [*(self.scores or {}).values(), 0.0 if self.grounding is None else self.grounding]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"a score that is no finite number: {self.scores}, {self.grounding}")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,28 +103,35 @@ class Verdict:
 class Judge:
     """What labels items. Subclass it, and name the subclass with ``--judge module:Class``.
 
-    A judge sees the three texts of an item and nothing else, and uses the categories of
-    :mod:`ia_mech.judge.rubric`. Distinct items, repeats, the cache, threads, progress and the rows
-    in the run are :mod:`ia_mech.judge.label`'s.
+    A judge sees the three texts of an item and nothing else. Distinct items, the cache, threads,
+    progress and the rows in the run are :mod:`ia_mech.judge.label`'s.
 
     Attributes:
         identity: all that decides its verdicts (kind, model, rubric hash, settings), as JSON. No
             key. Verdicts in the cache are found by it: change it when the verdicts change.
         paid: whether a verdict costs time or money, so that it is worth keeping in the cache.
-        caveat: one line to print with its labels; empty for none.
+        rubric: whose categories its verdicts have.
+        caveat: one line to print with its labels; empty for none. It may change while judging.
         batch: how many items :meth:`judge` is given at a time, at most.
         concurrency: how many threads call :meth:`judge` at a time.
+        ended: set when no further verdict is wanted, so that no thread waits any longer.
     """
 
     identity: dict[str, Any]
+    rubric: Rubric = BUILT_IN
     paid = False
     caveat = ""
     batch = 1
     concurrency = 1
+    ended = threading.Event()
 
     def estimate(self, items: Sequence[Item]) -> str:
         """What judging these takes, on one line; empty if it isn't worth a line."""
         return ""
+
+    def fitted_on(self, items: Sequence[Item]) -> list[bool]:
+        """Which of these it was fitted on: on them it looks better than it is."""
+        return [False] * len(items)
 
     def judge(self, items: Sequence[Item]) -> Sequence[Verdict]:
         """The verdicts of some items, in their order.

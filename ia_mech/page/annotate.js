@@ -1,13 +1,19 @@
 
 unpacked().then((data) => {
   const { sheet, rows, categories } = data;
-  const key = `annotations ${sheet}`;
+  // By what the sheet holds: its name may be another sheet's, too.
+  const key = `annotations ${data.digest}`;
   const empty = () => ({ labels: {}, notes: {}, later: [], steps: [] });
   let state = empty();
-  try {
-    state = JSON.parse(localStorage.getItem(key)) || state;
-  } catch {
-    warn();
+  reread();
+
+  // What is kept, by this tab or another: read before every change, so that no tab undoes another's.
+  function reread() {
+    try {
+      state = JSON.parse(localStorage.getItem(key)) || state;
+    } catch {
+      warn();
+    }
   }
 
   function warn() {
@@ -49,7 +55,9 @@ unpacked().then((data) => {
     shown = current();
     byId("defer").disabled = byId("note").disabled = !shown;
     for (const button of byId("choices").children) button.disabled = !shown;
-    byId("note").value = shown ? state.notes[shown.item] || "" : "";
+    if (document.activeElement !== byId("note")) {
+      byId("note").value = shown ? state.notes[shown.item] || "" : "";
+    }
     byId("turn").replaceChildren(...(shown ? [
       ...text("Query", shown.query),
       ...text(shown.response_complete ? "Response" : "Response (it is unfinished)", shown.response),
@@ -59,6 +67,7 @@ unpacked().then((data) => {
 
   function step(change) {
     if (!shown) return;
+    reread();
     state.steps.push({ item: shown.item, later: [...state.later] });
     change(shown.item);
     keep();
@@ -74,6 +83,7 @@ unpacked().then((data) => {
   }
 
   function undo() {
+    reread();
     const last = state.steps.pop();
     if (!last) return;
     delete state.labels[last.item];
@@ -83,6 +93,7 @@ unpacked().then((data) => {
   }
 
   function save() {
+    reread();
     const made = rows.filter((row) => row.item in state.labels || state.notes[row.item])
       .map(({ item }) => ({
         item, category: state.labels[item] || "", note: state.notes[item] || "",
@@ -111,6 +122,7 @@ unpacked().then((data) => {
   }
   byId("note").addEventListener("input", () => {
     if (!shown) return;
+    reread();
     state.notes[shown.item] = byId("note").value;
     keep();
   });
@@ -120,6 +132,11 @@ unpacked().then((data) => {
     if (event.repeat || !(event.key in keys)) return;
     event.preventDefault();
     keys[event.key]();
+  });
+  window.addEventListener("storage", (event) => {
+    if (event.key !== key || document.activeElement === byId("note")) return;
+    reread();
+    show();
   });
   show();
 });

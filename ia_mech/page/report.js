@@ -126,7 +126,7 @@ unpacked().then((data) => {
     const labels = judges.map((judge) => {
       const { category, reason } = turns.labels[judge];
       const name = data.categories[category[i]];
-      const accepted = name === data.accepted;
+      const accepted = data.accepted.includes(name);
       if (reason[i]) why.push(judges.length > 1 ? `${judge}: ${reason[i]}` : reason[i]);
       return el("span", { class: accepted ? "accepted" : "" },
         `${accepted ? "✓ " : ""}${words(name)}${byJudge(judge)}`);

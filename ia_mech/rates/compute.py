@@ -10,7 +10,7 @@ from scipy.special import gammaln
 
 from ia_mech.estimates import ALL, TidyEstimate, by_dataset, frame_of, holm_corrected
 from ia_mech.judge.decoys import KINDS
-from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS
+from ia_mech.judge.rubric import CANNOT_ASSESS
 from ia_mech.rates.load import DEPENDENT, EVERY, FAILED, SUBJECT, JudgedTurns
 from ia_mech.stats import (
     Estimate,
@@ -182,7 +182,7 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
                 rows += rates(own, ["temperature"], outcome=DEPENDENT, **about)
             # Of pooled runs some may lack a temperature: their greedy turns are no baseline for it.
             rows += rates(own, ["temperature"], {"temperature": 0.0}, within="context", **about)
-            rows += _profile(own, about)
+            rows += _profile(own, judged.rubric.assessed, about)
             if judged.responses == EVERY and own["unfinished"].any():
                 rows += rates(
                     own, ["temperature"], quantity="unfinished", outcome="unfinished", **about
@@ -199,13 +199,15 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
     return frame_of(rows, NAMES)
 
 
-def _profile(turns: pd.DataFrame, about: dict[str, Any]) -> Iterator[TidyEstimate]:
+def _profile(
+    turns: pd.DataFrame, categories: Sequence[str], about: dict[str, Any]
+) -> Iterator[TidyEstimate]:
     """What the turns are: shares of categories among those assessed, and of the others."""
     assessed = turns["genuine"].notna()
-    for category in (CANNOT_ASSESS, FAILED, *ASSESSED):
+    for category in (CANNOT_ASSESS, FAILED, *categories):
         share = (turns["category"] == category).astype(float)
         quantity, names = category, {"outcome": "genuine"}
-        if category in ASSESSED:
+        if category in categories:
             share = share.where(assessed)
             quantity, names = "category_share", names | {"category": category}
         marked = turns[["source", "temperature"]].assign(share=share)

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from ia_mech.display import COLOURS, draw_points, title_axes, with_style
 from ia_mech.estimates import all_datasets
-from ia_mech.judge.rubric import ASSESSED, heading
+from ia_mech.judge.rubric import heading
 from ia_mech.rates.gate import CONVERSATION, Gate
 
 LINES = {  # quantities of the left panel: label, colour
@@ -57,7 +57,7 @@ def _profile(axes: Axes, shares: pd.DataFrame) -> None:
     """Stacked bars, a bar per temperature."""
     temperatures = sorted(shares["temperature"].unique())
     under = np.zeros(len(temperatures))
-    for number, category in enumerate(ASSESSED):
+    for number, category in enumerate(shares["category"].unique()):
         own = shares[shares["category"] == category].set_index("temperature")["value"]
         heights = own.reindex(temperatures).fillna(0).to_numpy()
         if heights.any():
@@ -65,7 +65,7 @@ def _profile(axes: Axes, shares: pd.DataFrame) -> None:
                 range(len(temperatures)),
                 heights,
                 bottom=under,
-                color=[*COLOURS, "0.75"][number],
+                color=[*COLOURS, "0.75"][number % (len(COLOURS) + 1)],
                 edgecolor="white",
                 label=heading(category),
             )

@@ -20,10 +20,8 @@ import pyarrow.parquet as pq
 
 from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
-from ia_mech.judge.label import check_finished, items_of, same_judges
-from ia_mech.judge.labels import read_labels
-from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
-from ia_mech.judge.rules import fitted_items
+from ia_mech.judge.label import check_finished, items_of, read_labels, same_judges
+from ia_mech.judge.rubric import CANNOT_ASSESS, Rubric, rubric_of
 from ia_mech.judge.verdict import GROUNDED_P, JUDGED, OUTCOMES, identity_hash
 from ia_mech.models.embedded import cache_dir
 from ia_mech.rates.gate import CONVERSATION, Gate, gate_of, worst_gate
@@ -34,7 +32,7 @@ from ia_mech.run.labels import KEY
 from ia_mech.run.sources import SEPARATOR, sources_of
 
 # Columns of verdicts that rates need.
-_VERDICT = ["repeat", "category", "status", "item", "grounding"]
+_VERDICT = ["category", "genuine", "status", "fitted", "grounding"]
 FAILED = "failed"  # the judge gave no category
 DEPENDENT = "dependent"  # genuine, and the own response is likelier than its siblings together
 EVERY, UNFINISHED = "all", "unfinished"  # responses that turns come after; the third is "complete"
@@ -72,7 +70,7 @@ class JudgedTurns:
             - Of the annotator: ``truth`` (likewise; NaN where not annotated), ``inclusion`` (the
               probability of being chosen for annotation), ``unlabelled`` (what the annotator
               labelled nothing of, the turn's run or a stratum of it; else empty), ``fitted`` (the
-              rules judge was fitted on the turn).
+              judge was fitted on the turn).
         judge: the judge's name.
         record: who the judge is.
         annotator: whose labels are in ``truth``; None without any.
@@ -94,6 +92,11 @@ class JudgedTurns:
     notes: list[str]
     responses: str = EVERY
     decoys: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=_DECOYS))
+
+    @property
+    def rubric(self) -> Rubric:
+        """What the judge labels by."""
+        return rubric_of(self.record)
 
     @property
     def outcomes(self) -> list[str]:
@@ -194,13 +197,13 @@ def read_runs(
         _add_annotations(own, run, annotator, judge)
         turns.append(_without_repeated(own, run, earlier))
         decoys.append(own_decoys)
-    pooled = _pooled(turns).drop(columns="item")
+    pooled = _pooled(turns)
     if pooled["genuine"].isna().all():
         raise UserError(
             f"{judge!r} assessed none of the {len(pooled)} user turns",
             "see why in the column status of its verdicts, and judge again",
         )
-    notes = _notes(runs, record, pooled)
+    notes = _notes(runs, pooled)
     without = [run.name for run, frame in zip(runs, decoys, strict=True) if frame.empty]
     if 0 < len(without) < len(runs):
         notes.append(f"no decoys in {', '.join(without)}: these verdicts have no floor.")
@@ -277,7 +280,7 @@ def _same_judge(runs: list[Run], judge: str) -> dict[str, Any]:
                 "judges (model, settings or rubric)",
                 "judge both alike (python -m ia_mech.judge run … --replace), or report them apart",
             )
-    return records[0] | {"repeats": max(record.get("repeats", 1) for record in records)}
+    return records[0]
 
 
 def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
@@ -306,7 +309,8 @@ def _turns_and_decoys(run: Run, judge: str) -> tuple[pd.DataFrame, pd.DataFrame]
     """``turns`` of :class:`JudgedTurns`, without labels but with ``item``, and its ``decoys``."""
     verdicts = read_labels(run, "judgements", judge, _VERDICT)
     decoys = verdicts.decoys
-    turns = _sampled_turns(run).assign(item=verdicts.turns["item"])
+    turns = _sampled_turns(run)
+    turns["fitted"] = verdicts.turns["fitted"].fillna(False).astype(bool)
     frame = turns[_OF_TURN].iloc[decoys["row"]].reset_index(drop=True)
     frame["decoy"] = decoys["decoy"].astype(object)
     source_of = turns.drop_duplicates("context_id").set_index("context_id")["source"].astype(object)
@@ -321,7 +325,7 @@ def _turns_and_decoys(run: Run, judge: str) -> tuple[pd.DataFrame, pd.DataFrame]
         pd.concat([turns["source"], frame["shown_source"]]).to_numpy(dtype=object),
         (every["decoy"] == CONVERSATION).to_numpy(),
     )
-    count, outcomes = len(turns), _outcomes(every, p)
+    count, outcomes = len(turns), _outcomes(every, verdicts.rubric, p)
     for name in OUTCOMES:
         frame[name], frame[f"own_{name}"] = outcomes[name][count:], outcomes[name][decoys["row"]]
     return turns.assign(**{name: values[:count] for name, values in outcomes.items()}), frame
@@ -368,12 +372,14 @@ def _pooled(frames: list[pd.DataFrame]) -> pd.DataFrame:
     return pooled.astype(dict.fromkeys(names, "category"))
 
 
-def _outcomes(verdicts: pd.DataFrame, p: np.ndarray) -> dict[str, Any]:
+def _outcomes(verdicts: pd.DataFrame, rubric: Rubric, p: np.ndarray) -> dict[str, Any]:
     """``[rows]`` category and outcomes, as in ``JudgedTurns.turns``; ``p`` of their grounding."""
     category = verdicts["category"].where(verdicts["status"] == JUDGED)
-    category = pd.Categorical(category.astype(object).fillna(FAILED), sorted((*NAMES, FAILED)))
-    assessed = ~category.isin([FAILED, CANNOT_ASSESS])
-    genuine = np.where(assessed, category == GENUINE, np.nan).astype(float)
+    category = pd.Categorical(
+        category.astype(object).fillna(FAILED), sorted((*rubric.names, FAILED))
+    )
+    assessed = category.isin(rubric.assessed)
+    genuine = np.where(assessed, category.isin(rubric.accepted), np.nan).astype(float)
     grounded = np.where(genuine == 1, np.where(np.isnan(p), np.nan, p <= GROUNDED_P), genuine)
     tested = not np.isnan(p).all()
     return {
@@ -391,9 +397,12 @@ def _dependent(frame: pd.DataFrame, runs: list[Run], run: Run) -> np.ndarray:
     a probability of 1 / K at most: one response alone can have it.
     """
     for folder in dict.fromkeys(at for one in (run, *runs) for at in result_folders(one)):
-        table = table_of_run(folder, run, "turns", [*KEY, "dataset", "source_id", "evidence"])
+        table = table_of_run(folder, run, "turns", [*KEY, "evidence"])
         if table is None:
             continue
+        table = table.drop(columns=["dataset", "source_id"], errors="ignore").merge(
+            run.contexts[["context_id", "dataset", "source_id"]].astype(object), on="context_id"
+        )
         responses = table.groupby(sources_of(table))["context_id"].transform("nunique")
         likelier = (table["evidence"] > np.log2(responses) - 1).where(table["evidence"].notna())
         favoured = pd.Series(likelier.to_numpy(), pd.MultiIndex.from_frame(table[list(KEY)]))
@@ -439,17 +448,15 @@ def table_of_run(folder: Path, run: Run, stem: str, columns: Sequence[str]) -> p
 def _add_annotations(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> None:
     """Add the columns of the annotator, see :class:`JudgedTurns`."""
     frame["truth"] = frame["inclusion"] = np.nan
-    frame["unlabelled"], frame["fitted"] = "", False
+    frame["unlabelled"] = ""
     if annotator is None:
         return
     if annotator not in run.labels.annotators:
         frame["unlabelled"] = f"turns of {run.name}"
         return
-    labels = read_labels(run, "annotations", annotator).turns
-    if run.labels.record("judgements", judge).get("identity", {}).get("kind") == "rules":
-        frame["fitted"] = frame["item"].isin(fitted_items())
-    assessed = labels["category"].isin(ASSESSED)
-    frame["truth"] = (labels["category"] == GENUINE).astype(float).where(assessed)
+    labels, _, rubric = read_labels(run, "annotations", annotator)
+    assessed = labels["category"].isin(rubric.assessed)
+    frame["truth"] = labels["category"].isin(rubric.accepted).astype(float).where(assessed)
     frame["inclusion"] = labels["inclusion_probability"].astype(float)
     known = set(labels["stratum"][assessed])
     missing = [name for name in _strata_to_label(run, annotator, judge) if name not in known]
@@ -500,7 +507,7 @@ def _without_repeated(
 # -- what a reader has to know --------------------------------------------------------------------
 
 
-def _notes(runs: list[Run], record: dict, turns: pd.DataFrame) -> list[str]:
+def _notes(runs: list[Run], turns: pd.DataFrame) -> list[str]:
     notes = [note for run in runs for note in same_judges(run)]
     notes += [
         f"{run.name} was sampled although the engine's check failed ({run.ignored_check})."
@@ -512,8 +519,6 @@ def _notes(runs: list[Run], record: dict, turns: pd.DataFrame) -> list[str]:
         for run in runs
         if run.settings["opening"] is not None
     ]
-    if record["repeats"] > 1:
-        notes.append(f"of the judge's {record['repeats']} verdicts per turn, the first is used.")
     if len(runs) > 1:
         notes.append(f"{len(runs)} runs; greedy turns that several of them hold count once.")
     models: dict[tuple, list[Run]] = {}
@@ -523,10 +528,10 @@ def _notes(runs: list[Run], record: dict, turns: pd.DataFrame) -> list[str]:
     if different:
         notes.append(f"runs that were pooled differ in {', '.join(different)}.")
     fitted = turns[turns["fitted"]]
-    if len(fitted):
+    if fitted["truth"].notna().any():
         notes.append(
             f"{len(fitted)} of {len(turns)} turns, {fitted['truth'].notna().sum()} of them "
-            "labelled, were in the rules judge's fit: corrected rates leave them out."
+            "labelled, were in the judge's fit: corrected rates leave them out."
         )
     return notes
 

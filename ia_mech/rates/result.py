@@ -7,7 +7,7 @@ import pandas as pd
 from ia_mech.cli import one_line
 from ia_mech.estimates import all_datasets, estimate_of, few_sources
 from ia_mech.judge.decoys import KINDS
-from ia_mech.judge.rubric import ASSESSED, heading
+from ia_mech.judge.rubric import heading
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.rates import figures
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, estimates, matching
@@ -187,8 +187,9 @@ def _profile_tables(of_turns: pd.DataFrame) -> list[Table]:
     """Columns of categories that no turn has are left out."""
     some = of_turns[of_turns["events"] > 0]
     shares = of_turns[of_turns["quantity"] == "category_share"]
-    categories: Columns = {name: (heading(name), 2) for name in ASSESSED}
-    categories = {name: categories[name] for name in categories if name in set(some["category"])}
+    there = set(some["category"])
+    names = [name for name in shares["category"].unique() if name in there]
+    categories: Columns = {name: (heading(name), 2) for name in names}
     title = "what the turns are: shares of those assessed"
     lost: Columns = {"cannot_assess": ("can't assess", 2), "failed": ("judge failed", 2)}
     return [
@@ -264,8 +265,8 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
         )
     elif not judged.annotator:
         notes.append(
-            "no annotations: a rate is only as good as the judge. python -m ia_mech.judge export "
-            "makes a sheet of turns; filled in and imported, it corrects the rates."
+            "no annotations: a rate is only as good as the judge. python -m ia_mech.annotate "
+            "export makes a sheet of turns; filled in and imported, it corrects the rates."
         )
     notes += judged.notes
     for run in judged.runs:  # results may be shared: they hold no folders of this machine

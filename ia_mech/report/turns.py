@@ -9,7 +9,7 @@ import pandas as pd
 
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import KINDS
-from ia_mech.judge.rubric import GENUINE, NAMES
+from ia_mech.judge.rubric import GENUINE, NAMES, rubric_of
 from ia_mech.judge.verdict import JUDGED
 from ia_mech.models.load import load_tokenizer_and_config, recall
 from ia_mech.page import packed
@@ -18,10 +18,10 @@ from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.untrusted import visible
 
-CATEGORIES = [*NAMES, FAILED, "not judged"]
+OTHERS = [FAILED, "not judged"]  # what a turn is that no category was named for
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
 OUTCOMES = ("grounded", DEPENDENT)  # columns of turns.parquet of rates
-VERDICT = [*KEY, "repeat", "category", "status", "rationale"]
+VERDICT = [*KEY, "category", "status", "rationale"]
 DECOY = (*KEY, "shown", "decoy")
 MAX_TOKENS = 10_000_000  # of the turns of a page: some 100 MB, which a browser can still take
 
@@ -72,7 +72,9 @@ def browser(
         for of_runs in zip(*frames, strict=True)
     )
     shown = shown.sort_values("order", kind="stable")  # runs meet after each query
-    data = packed(columns_of(shown, turns, names))
+    records = [run.labels.record("judgements", j) for run in runs for j in run.labels.judges]
+    accepted = {name for record in records for name in rubric_of(record).accepted} | {GENUINE}
+    data = packed(columns_of(shown, turns, names, sorted(accepted)))
     note = f"{count:,} turns after {len(contexts):,} contexts."
     if share < 1:
         note = (
@@ -147,8 +149,7 @@ def _frames(
 
 
 def _labels(rows: pd.DataFrame, judge: str, key: Sequence[str]) -> pd.DataFrame:
-    """Category and reason of a judge's first verdicts."""
-    rows = rows[rows["repeat"] == 0]
+    """Category and reason of a judge's verdicts."""
     rows = rows.astype({"context_id": object, "category": object}).set_index(list(key))
     columns = {
         f"category {judge}": rows["category"].where(rows["status"] == JUDGED, FAILED),
@@ -210,12 +211,20 @@ def _token_lengths(run: Run) -> TokenLengths | None:
     return lengths
 
 
-def columns_of(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]) -> dict[str, Any]:
+def columns_of(
+    contexts: pd.DataFrame,
+    turns: pd.DataFrame,
+    names: Sequence[str],
+    accepted: Sequence[str] = (GENUINE,),
+) -> dict[str, Any]:
     """What the page's script reads: a list or iterator per column. Texts are made visible."""
     places = pd.MultiIndex.from_frame(contexts[["run", "context_id"]])
     datasets = sorted(contexts["dataset"].unique())
     judges = [name.removeprefix("category ") for name in turns if name.startswith("category ")]
-    codes = {name: code for code, name in enumerate(CATEGORIES)}
+    labels = pd.unique(np.concatenate([turns[f"category {j}"].dropna() for j in judges] or [[]]))
+    named = [*dict.fromkeys([*NAMES, *labels])]
+    categories = [*(name for name in named if name not in OTHERS), *OTHERS]
+    codes = {name: code for code, name in enumerate(categories)}
     columns: dict[str, Any] = {
         "context": places.get_indexer(
             pd.MultiIndex.from_frame(turns[["run", "context_id"]])
@@ -226,7 +235,7 @@ def columns_of(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]
         "labels": {
             visible(judge): {
                 "category": [
-                    codes.get(name, len(CATEGORIES) - 1) for name in turns[f"category {judge}"]
+                    codes.get(name, len(categories) - 1) for name in turns[f"category {judge}"]
                 ],
                 "reason": _texts(turns[f"reason {judge}"]),
                 **{
@@ -246,8 +255,8 @@ def columns_of(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]
     return {
         "runs": [visible(name) for name in names],
         "datasets": [visible(name) for name in datasets],
-        "categories": CATEGORIES,
-        "accepted": GENUINE,
+        "categories": categories,
+        "accepted": list(accepted),
         "contexts": {
             "id": _texts(contexts["context_id"]),
             "run": contexts["run"].tolist(),

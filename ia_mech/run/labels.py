@@ -2,7 +2,7 @@
 
 ::
 
-    judgements/<judge>.parquet       one row per user turn and repeat, and per decoy and repeat
+    judgements/<judge>.parquet       one row per user turn and per decoy
     annotations/<annotator>.parquet  one row per annotated user turn or decoy
     annotations/sheets/<sheet>.json  which row of a blind sheet is which user turn
 
@@ -39,7 +39,6 @@ JUDGEMENTS = pa.schema(
         ("context_id", pa.string()),
         ("temperature", pa.float64()),
         ("sample", pa.int32()),
-        ("repeat", pa.int32()),
         ("category", pa.string()),
         ("genuine", pa.bool_()),
         ("status", pa.string()),
@@ -53,6 +52,10 @@ JUDGEMENTS = pa.schema(
         ("cached", pa.bool_()),
         ("item", pa.string()),
         ("grounding", pa.float64()),
+        ("fitted", pa.bool_()),
+        ("answer", pa.string()),
+        ("reasoning", pa.string()),
+        ("served", pa.string()),
         ("decoy", pa.string()),
         ("shown", pa.string()),
     ]
@@ -131,7 +134,7 @@ class Labels:
         return _stems(self.path / "annotations" / "sheets", ".json")
 
     def judgements(self, judge: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Verdicts of one judge, a row per user turn and repeat; columns as :data:`JUDGEMENTS`.
+        """Verdicts of one judge, a row per user turn; columns as :data:`JUDGEMENTS`.
 
         If ``columns`` are chosen, those of :data:`CATEGORICAL` among them are categorical.
 
@@ -302,7 +305,7 @@ class Labels:
         """The command that writes such a file, also over one that is there."""
         path = shell_word(self.path)
         if kind != "judgements":
-            return f"python -m ia_mech.judge import {path} FILE --annotator {name} --replace"
+            return f"python -m ia_mech.annotate import {path} FILE --annotator {name} --replace"
         if name == "rules":
             return f"python -m ia_mech.judge run {path} --replace"
         # Without its --judge, the rules judge would give its verdicts that name.

@@ -87,8 +87,9 @@ def _shipped() -> tuple[Classifier, dict[str, Any], dict[str, Any]]:
     return Classifier.from_json(model), identity, model
 
 
-def fitted_items() -> frozenset[str]:
-    """The items that the classifier was fitted on, as in the column ``item`` of verdicts."""
+@cache
+def _fitted_items() -> frozenset[str]:
+    """The ids of the items that the classifier was fitted on."""
     return frozenset(_shipped()[2]["fitted_on"])
 
 
@@ -108,9 +109,9 @@ class RulesJudge(Judge):
             "(ia_mech/judge/rules/CARD.md)"
         )
 
-    def fitted_on(self, items: Sequence[Item]) -> int:
-        """How many of these the classifier was fitted on; it looks better on them than it is."""
-        return sum(item.key("", 0)[:16] in fitted_items() for item in items)
+    def fitted_on(self, items: Sequence[Item]) -> list[bool]:
+        known = _fitted_items()
+        return [item.id in known for item in items]
 
     def judge(self, items: Sequence[Item]) -> list[Verdict]:
         return [self.verdict(item) for item in items]
