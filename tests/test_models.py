@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 import ia_mech.models.load as models
 from ia_mech.errors import UserError
@@ -261,7 +264,7 @@ def test_what_can_not_be_run_is_one_line(tiny_model_dir, tiny_subject, monkeypat
     assert "doesn't fit into the memory of the device; use --dtype bfloat16" in text
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("kind", ["fp8", "bitsandbytes"])
 def test_quantized_weights_are_refused_by_name(checkpoint, kind, capfd):
     config = json.loads((checkpoint / "config.json").read_text())
     config["quantization_config"] = {"quant_method": kind}
@@ -271,6 +274,35 @@ def test_quantized_weights_are_refused_by_name(checkpoint, kind, capfd):
         f"the weights of '{checkpoint}' are quantized ({kind}); give a checkpoint"
     )
     assert capfd.readouterr() == ("", "")
+
+
+def test_mxfp4_weights_are_read_as_the_numbers_that_they_are(tmp_path, tiny_model_dir):
+    """By the format's own definition: pairs of 4-bit floats, low half first, 32 to a scale 2ˢ⁻¹²⁷
+    (OCP Microscaling Formats 1.0)."""
+    made = tiny.fresh("gpt_oss", hidden_size=32, intermediate_size=32, head_dim=8)
+    made.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    weights, rng = load_file(file), np.random.default_rng(0)
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    grid, expected = np.concatenate([grid, -grid]), {}
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, width, out = weights.pop(name).shape
+        blocks = rng.integers(0, 256, size=(experts, out, width // 32, 16), dtype=np.uint8)
+        scales = rng.integers(118, 124, size=(experts, out, width // 32), dtype=np.uint8)
+        pairs = np.stack([grid[blocks & 15], grid[blocks >> 4]], axis=-1).reshape(*scales.shape, 32)
+        numbers = pairs * 2.0 ** (scales[..., None].astype(float) - 127)
+        expected[name] = numbers.reshape(experts, out, width).swapaxes(1, 2)
+        weights[f"{name}_blocks"], weights[f"{name}_scales"] = map(torch.tensor, (blocks, scales))
+    save_file(weights, file, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load(ModelSpec(name=str(tmp_path), device="cpu")).model
+    assert expected
+    for name, numbers in expected.items():
+        found = model.get_parameter(name)
+        assert np.array_equal(found.float().numpy(), numbers)
 
 
 def test_weights_are_read_on_their_device(tiny_model_dir, cuda, monkeypatch):

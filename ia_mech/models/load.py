@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    Mxfp4Config,
     PreTrainedModel,
 )
 from transformers import logging as transformers_logging
@@ -130,20 +131,22 @@ def refuse_unknown_ids(ids: Iterable[int], config: Any) -> None:
         )
 
 
-def refuse_quantized(name: str, config: Any) -> None:
-    """Refuse a checkpoint of quantized weights (MXFP4, FP8 and others): nothing was tested on one.
+def dequantization(name: str, config: Any) -> dict[str, Any]:
+    """Arguments that read MXFP4 weights, as gpt-oss is published, in full; none for others.
 
     Raises:
-        UserError: names the kind.
+        UserError: weights that are quantized in another way, of which none was tested.
     """
     quantized = getattr(config, "quantization_config", None)
-    if quantized is not None:
-        kind = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if quantized is None:
+        return {}
+    kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+    if kind != "mxfp4":
         raise UserError(
-            f"the weights of {name!r} are quantized ({kind or type(quantized).__name__})",
-            "give a checkpoint in bfloat16, float16 or float32 (load it with dequantize=True in "
-            "transformers, and save it)",
+            f"the weights of {name!r} are quantized ({kind})",
+            "give a checkpoint in bfloat16, float16 or float32, or a GGUF file",
         )
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
 def resolve_device(device: str) -> torch.device:
@@ -202,7 +205,7 @@ def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
     with _errors_in_one_line(spec):
         tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
         config = AutoConfig.from_pretrained(place, **kwargs)
-    refuse_quantized(spec.name, config)
+    dequantization(spec.name, config)
     return tokenizer, config
 
 
@@ -232,7 +235,7 @@ def load(spec: ModelSpec) -> Subject:
     with _errors_in_one_line(spec):
         config = AutoConfig.from_pretrained(place, **kwargs)
         kind = type(config)
-        refuse_quantized(spec.name, config)
+        options |= dequantization(spec.name, config)
         # Of models that read images, too, some are causal language models to transformers.
         reads_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         if reads_images and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
