@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import confusion_matrix
 from sklearn.model_selection import StratifiedGroupKFold
 from sklearn.preprocessing import StandardScaler
 
@@ -32,7 +33,7 @@ from ia_mech.judge import rules
 from ia_mech.judge.rubric import ASSESSED, GENUINE
 from ia_mech.judge.rules.features import clear_case, measure
 from ia_mech.judge.verdict import Item
-from ia_mech.stats import balanced_accuracy_of, cluster_bootstrap, confusion, kappa_of
+from ia_mech.stats import cluster_bootstrap, kappa_of
 
 TABLE = Path(__file__).with_name("rules_judge_turns.parquet")
 MODEL = Path(rules.__file__).with_name(rules.MODEL)
@@ -154,8 +155,13 @@ def predicted(classifier: rules.Classifier, turns: Turns) -> np.ndarray:
 
 def quality(truth: np.ndarray, guess: np.ndarray) -> float:
     """What the settings are chosen by: the mean of the three figures that are reported."""
-    table = confusion(truth == GENUINE, guess == GENUINE, (True, False))
+    table = confusion_matrix(truth == GENUINE, guess == GENUINE)
     return float(balanced_accuracy_of(table) + kappa_of(table) + np.mean(truth == guess)) / 3
+
+
+def balanced_accuracy_of(tables: np.ndarray) -> np.ndarray:
+    """Mean recall of ``[..., c, c]`` confusion matrices."""
+    return (np.diagonal(tables, axis1=-2, axis2=-1) / tables.sum(-1)).mean(-1)
 
 
 def folds(turns: Turns, seed: int):

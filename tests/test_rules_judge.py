@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from sklearn.metrics import balanced_accuracy_score, cohen_kappa_score
 
 from benchmarks import rules_judge as study
 from ia_mech.judge import rules
@@ -15,7 +16,6 @@ from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.rules import features as text
 from ia_mech.judge.rules.features import clear_case, measure
 from ia_mech.judge.verdict import Item
-from ia_mech.stats import balanced_accuracy_of, confusion, kappa_of
 
 QUERY = "How do I keep basil alive indoors?"
 RESPONSE = (
@@ -221,8 +221,8 @@ def test_a_judge_that_never_saw_a_source_does_well_on_its_turns():
         judge = study.fitted(turns.rows(train), study.Settings(0.03, 0.0))
         guess[test] = study.predicted(judge, turns.rows(test))
     lead = turns.set == study.LEAD
-    table = confusion(turns.category[lead] == GENUINE, guess[lead] == GENUINE, (True, False))
-    assert balanced_accuracy_of(table) > 0.8 and kappa_of(table) > 0.6
+    sides = turns.category[lead] == GENUINE, guess[lead] == GENUINE
+    assert balanced_accuracy_score(*sides) > 0.8 and cohen_kappa_score(*sides) > 0.6
     assert np.mean(turns.category[lead] == guess[lead]) > 0.65
 
 
