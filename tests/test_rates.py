@@ -12,7 +12,14 @@ from ia_mech.estimates import ALL
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
 from ia_mech.rates.compute import estimates, pass_at_k, rates
 from ia_mech.rates.load import FAILED, JudgedTurns, restrict_responses
-from ia_mech.stats import cluster_mean, dyadic_mean, holm, paired_difference, prediction_powered
+from ia_mech.stats import (
+    cluster_mean,
+    dyadic_mean,
+    holm,
+    paired_difference,
+    prediction_powered,
+    variance_components,
+)
 
 NEW, LOOP = "new_topic", "degenerate"
 POWERED = "rate_prediction_powered"
@@ -93,6 +100,29 @@ def test_rates_and_profile_are_the_counted_ones():
     assert apart == [(2, 9), (1, 9)]
     assert one(rows, "rate", 0.0).value == 0.5
     assert not rows["quantity"].str.endswith("complete").any()
+
+
+def test_what_the_rate_hangs_on_is_taken_from_pairs_of_turns():
+    rng, turns, contexts = np.random.default_rng(0), [], []
+    for source in "abcdef":
+        for response in range(3):
+            for sample in range(4):
+                category = GENUINE if rng.random() < 0.2 + 0.3 * response else NEW
+                turns.append((source, 1, sample, category))
+                contexts.append(f"{source}/r{response}")
+    whole = judged(turns)
+    whole = replace(whole, turns=whole.turns.assign(context=contexts))
+    tables = [own["genuine"].to_numpy().reshape(3, 4) for _, own in whole.turns.groupby("source")]
+    rows, expected = estimates(whole), variance_components(tables)
+    for quantity, of in (
+        ("variance_between_queries", expected.between_queries),
+        ("variance_between_responses", expected.between_responses),
+        ("reliability", expected.reliability(16)),
+    ):
+        row = one(rows, quantity)
+        assert (row.value, row.low, row.high, row.sources) == (of.value, of.low, of.high, 6)
+    alone = estimates(judged(turns[:4]))  # no query has siblings
+    assert "reliability" not in set(alone["quantity"])
 
 
 def test_where_nothing_was_assessed_there_is_no_rate():

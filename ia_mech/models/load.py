@@ -25,10 +25,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
-    Mxfp4Config,
     PreTrainedModel,
 )
 from transformers import logging as transformers_logging
+from transformers.utils.quantization_config import Mxfp4Config
 
 from ia_mech.errors import UserError, exhaustion, is_out_of_memory
 from ia_mech.models import embedded

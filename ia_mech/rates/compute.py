@@ -19,11 +19,13 @@ from ia_mech.stats import (
     dyadic_mean,
     paired_difference,
     prediction_powered,
+    variance_components,
 )
 
 # A prediction-powered rate rests on the judge's mean error in its own group; below so many
 # annotated turns, or from fewer sources, its interval says more about the method than the rate.
 MIN_ANNOTATED, MIN_ANNOTATED_SOURCES = 30, 10
+RELIABILITY_TURNS = 16  # a probe of siblings' rates would have so many turns after each
 
 NAMES = {  # what an estimate is of: dtypes
     **dict.fromkeys(("model", "weights_hash", "dataset", "perturbation"), "object"),
@@ -146,6 +148,9 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
           finished responses; ``difference``, of the genuine rate from the greedy one;
           ``cannot_assess``, ``failed`` and ``unfinished``, shares of all turns; ``category_share``;
           ``reach``, the share of contexts with a genuine turn among ``n_samples``;
+          ``variance_between_queries`` and ``variance_between_responses``, of the share of genuine
+          turns, and ``reliability``, that of the rates of a query's responses over ``n_samples``
+          turns (:mod:`ia_mech.stats.components`; where queries have several responses);
           ``rate_prediction_powered``, corrected by the annotator's labels. Of decoys
           ``decoyed_rate``, ``floor`` and ``excess`` (:func:`rates`).
         - ``model``, ``weights_hash``, ``perturbation``, ``dataset`` (may be ``(all)``),
@@ -194,6 +199,7 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
                 of_group |= {"outcome": "genuine", "gate": words["genuine"]}
                 if temperature:
                     rows += _reach(at, of_group, level)
+                    rows += _components(at, of_group, level)
                 rows += _corrected_rate(at, of_group, level, judged.annotator)
     rows = holm_corrected(rows, lambda row: row.names["dataset"] == ALL)
     return frame_of(rows, NAMES)
@@ -255,6 +261,26 @@ def _reach(turns: pd.DataFrame, names: dict[str, Any], level: float) -> Iterator
         estimate = cluster_mean(chance, contexts["source"], proportion=True, level=level)
         there = int((contexts["samples"] >= n).sum())
         yield TidyEstimate("reach", names | {"n_samples": n}, there, estimate)
+
+
+def _components(turns: pd.DataFrame, names: dict[str, Any], level: float) -> Iterator[TidyEstimate]:
+    """How much of the genuine rate hangs on the query and how much on the response."""
+    values = turns.assign(genuine=turns["genuine"].astype(float))
+    each = ["perturbation", "run", "source"]
+    tables = [
+        own.pivot(index="context", columns="sample", values="genuine").to_numpy()
+        for _, own in values.groupby(each, observed=True)
+    ]
+    try:
+        found = variance_components(tables, level)
+    except ValueError:  # no query has siblings, or one turn each
+        return
+    least = names | {"n_samples": RELIABILITY_TURNS}
+
+    count = int(values["genuine"].notna().sum())
+    yield TidyEstimate("variance_between_queries", names, count, found.between_queries)
+    yield TidyEstimate("variance_between_responses", names, count, found.between_responses)
+    yield TidyEstimate("reliability", least, count, found.reliability(RELIABILITY_TURNS))
 
 
 def _corrected_rate(

@@ -10,7 +10,13 @@ from ia_mech.judge.decoys import KINDS
 from ia_mech.judge.rubric import heading
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.rates import figures
-from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, estimates, matching
+from ia_mech.rates.compute import (
+    MIN_ANNOTATED,
+    MIN_ANNOTATED_SOURCES,
+    RELIABILITY_TURNS,
+    estimates,
+    matching,
+)
 from ia_mech.rates.gate import AFTER, FAILED, NO_DECOYS, PASSED, UNDECIDED, Gate
 from ia_mech.rates.load import DEPENDENT, EVERY, SUBJECT, JudgedTurns
 from ia_mech.results import Result, Table, about_runs, table_of
@@ -124,6 +130,7 @@ def _tables(
         _rate_table(f"rates ({100 * level:g}% intervals over sources)", whole),
         _gate_table(gates),
         *(_floor_table(rows, outcome, kind) for outcome in OUTCOMES for kind in KINDS),
+        _variance_table(of_turns),
         *_profile_tables(of_turns),
         _reach_table(of_turns),
         _corrected_table(of_turns),
@@ -170,6 +177,22 @@ def _gate_table(gates: list[Gate]) -> Table:
         "gate: rate less twice the floor lies above 0 (another conversation), or the excess does "
         "(a sibling)",
     )
+
+
+def _variance_table(of_turns: pd.DataFrame) -> Table:
+    heads: Columns = {
+        "variance_between_queries": ("between queries", 3),
+        "variance_between_responses": ("between responses to one", 3),
+        "reliability": (f"reliability at {RELIABILITY_TURNS} turns", 2),
+    }
+    legend = (
+        "variances of the share of genuine turns; reliability: the share of the variance of rates "
+        f"over {RELIABILITY_TURNS} turns that responses to one query make, which bounds what can "
+        "be predicted of it"
+    )
+    pooled = all_datasets(of_turns) if len(of_turns) else of_turns
+    title = "what the genuine rate hangs on"
+    return table_of(title, pooled, heads, LINES, rows="turns", legend=legend)
 
 
 def _floor_table(rows: pd.DataFrame, outcome: str, kind: str) -> Table:

@@ -9,6 +9,7 @@ keep their level.
 from ia_mech.stats.agreement import balanced_accuracy, kappa_of
 from ia_mech.stats.auroc import auroc_columns
 from ia_mech.stats.clusters import cluster_bootstrap, cluster_mean, weighted_share
+from ia_mech.stats.components import variance_components
 from ia_mech.stats.confidence_set import model_confidence_set
 from ia_mech.stats.correction import prediction_powered
 from ia_mech.stats.differences import (
@@ -41,6 +42,7 @@ __all__ = [
     "paired_difference",
     "permutation_p",
     "prediction_powered",
+    "variance_components",
     "weighted_share",
     "wilson",
     "zero_events_bound",

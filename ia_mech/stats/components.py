@@ -8,26 +8,12 @@ siblings are drawn with the same noise, so they agree more than the responses ma
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.stats import t as student_t
 
-from ia_mech.stats.intervals import check_level
-
-
-@dataclass(frozen=True)
-class Component:
-    """A variance, with its interval over queries; NaN where no query tells.
-
-    Attributes:
-        value: the estimate, which may be below 0.
-        low, high: ends of the interval, from the jackknife over queries.
-    """
-
-    value: float
-    low: float
-    high: float
+from ia_mech.stats.intervals import Estimate, check_level
 
 
 @dataclass(frozen=True)
@@ -36,19 +22,20 @@ class Components:
 
     Attributes:
         queries: how many tell: those with two responses, and two turns after each.
-        between_queries: of the share of ones from query to query.
-        between_responses: of the share from response to response of one query.
+        between_queries: of the share of ones from query to query; it may be estimated below 0, and
+            has no interval where all queries are alike. Intervals are the jackknife's.
+        between_responses: likewise of the share from response to response of one query.
         within: from turn to turn after one response.
         shared: of ``within``, what siblings' turns with one sample number share.
     """
 
     queries: int
-    between_queries: Component
-    between_responses: Component
+    between_queries: Estimate
+    between_responses: Estimate
     within: float
     shared: float
 
-    def reliability(self, turns: int) -> Component:
+    def reliability(self, turns: int) -> Estimate:
         """The share of the variance of siblings' rates that the responses make, of rates over so
         many turns: how well such rates could at best be predicted (the square of a correlation).
         """
@@ -61,7 +48,7 @@ class Components:
             return variance / (variance + noise) if variance + noise > 0 else np.nan
 
         one = self.between_responses
-        return Component(share(one.value), share(one.low), share(one.high))
+        return replace(one, value=share(one.value), low=share(one.low), high=share(one.high))
 
 
 def variance_components(tables: Sequence[np.ndarray], level: float = 0.95) -> Components:
@@ -127,10 +114,11 @@ def _means_without_each(values: np.ndarray) -> np.ndarray:
     return (values.sum() - values) / (len(values) - 1)
 
 
-def _jackknifed(value: float, without: np.ndarray, level: float) -> Component:
+def _jackknifed(value: float, without: np.ndarray, level: float) -> Estimate:
     n = len(without)
     error = np.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum())
     if not error > 0:  # all queries are alike, which says nothing of others
-        return Component(float(value), np.nan, np.nan)
+        return Estimate(float(value), np.nan, np.nan, n, "undefined: all queries are alike")
     reach = student_t.ppf((1 + level) / 2, n - 1) * error
-    return Component(float(value), float(value - reach), float(value + reach))
+    low, high = float(value - reach), float(value + reach)
+    return Estimate(float(value), low, high, n, "jackknife over queries")
