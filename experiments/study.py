@@ -65,7 +65,11 @@ if TYPE_CHECKING:
 
 NAME = "study"
 TEMPERATURES = (0.7, 1.0)
-RESPONSE_TOKENS, TURN_TOKENS = 160, 40
+RESPONSE_TOKENS, TURN_TOKENS = 512, 40
+WRITTEN, DRAWN = (
+    300,
+    1.75,
+)  # for the plan: tokens of a response, and draws of it until it is finished
 QUICK = 12  # queries of --quick
 LEAST = 50  # queries: with fewer, that a site carries nothing can hardly be shown
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
@@ -105,7 +109,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     run = str(args.out / "run")
     contexts = args.queries * RESPONSES
     arms = len(TEMPERATURES) * args.samples + 1
-    length = TYPICAL + RESPONSE_TOKENS
+    length = TYPICAL + WRITTEN
     elicited = 2 * contexts  # under a prompt, and after an opening
     turns = RESPONSES * (1 + len(TEMPERATURES))  # of a query, that are scored after hybrids
     located = tokens_scored(turns, args.recipients, args.maps, LAYERS, 0)
@@ -114,6 +118,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     sample += ["--response-temperature", "1", "--max-response-tokens", str(RESPONSE_TOKENS)]
     sample += ["--temperatures", *map(str, TEMPERATURES), "--samples", str(args.samples)]
     sample += ["--max-new-tokens", str(TURN_TOKENS), "--out", run]
+    sample += ["--unfinished"] * args.unfinished
     locate = ["--queries", str(args.queries), "--recipients", str(args.recipients)]
     locate += ["--maps", *args.maps]
     found = [
@@ -121,7 +126,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
             "sample",
             "ia_mech.collect.command",
             sample,
-            (2 * contexts * length, contexts * (RESPONSE_TOKENS + arms * TURN_TOKENS)),
+            (2 * contexts * length, contexts * int(DRAWN * WRITTEN + arms * TURN_TOKENS)),
         ),
         Stage("judge", "ia_mech.judge.__main__", ["run", run]),
         Stage("rates", "ia_mech.rates.__main__", [run]),
@@ -326,7 +331,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--dataset", type=nonblank, default="builtin:study", metavar="DATA",
-        help="of the queries (default: 60 built-in ones)",
+        help="of the queries (default: builtin:study)",
     )  # fmt: skip
     parser.add_argument("--queries", type=whole_from(4), metavar="N", help="(default: 60)")
     parser.add_argument(
@@ -341,6 +346,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--recipients", type=int, choices=range(1, 5), metavar="N",
         help="of the stage locate, 1 to 4: fewer take less time and give wider intervals "
         "(default: 4)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--unfinished", action="store_true",
+        help="take responses as they come, cut off or not, instead of drawing finished ones",
     )  # fmt: skip
     parser.add_argument(
         "--wording", action="store_true",

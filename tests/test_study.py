@@ -24,7 +24,7 @@ from ia_mech.estimates import estimate_of
 from ia_mech.results import read
 
 STUDY = "run/results/study"
-SETTINGS = ["--queries", "5", "--quick", "--maps", "windows"]
+SETTINGS = ["--queries", "5", "--quick", "--maps", "windows", "--unfinished"]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,14 @@ def test_a_second_call_computes_nothing_again(made, data, tiny_model_dir, monkey
     monkeypatch.setattr(study, "measured_pace", lambda model: (1e-3, 1e-3))
     parts = {path: path.stat().st_mtime_ns for path in made.rglob("part*")}
     before = read(made / STUDY).sentence
-    options = {"dataset": data, "quick": True, "maps": ["windows"], "hours": 1, "out": made}
+    options = {
+        "dataset": data,
+        "quick": True,
+        "unfinished": True,
+        "maps": ["windows"],
+        "hours": 1,
+        "out": made,
+    }
     assert study.study(tiny_model_dir, **options).sentence == before
     assert {path: path.stat().st_mtime_ns for path in made.rglob("part*")} == parts
 
