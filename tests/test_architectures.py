@@ -119,7 +119,7 @@ def test_rows_of_a_batch_follow_the_rule_on_the_logits_of_full_passes(architectu
 )
 @pytest.mark.parametrize("piece", [256, 5], ids=["whole", "in pieces"])
 def test_scores_equal_a_full_forward_pass(architecture, share, piece, monkeypatch):
-    monkeypatch.setattr("ia_mech.engine.score.LOGITS", piece * tiny.VOCAB)
+    monkeypatch.setattr("ia_mech.engine.score.LOGITS", {"cpu": piece * tiny.VOCAB})
     model, tokens = tiny.model(architecture), []
     turns = [  # one is longer than its context, one as short as can be, one is empty
         Turn(context, tiny.prompt(length, seed=length))

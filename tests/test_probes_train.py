@@ -152,6 +152,7 @@ def test_a_twin_is_sampled_from_the_run_s_own_contexts(tiny_model_dir, tmp_path,
     words = ["--model", tiny_model_dir, "--limit", "3", "--device", "cpu", "--max-new-tokens", "1"]
     words += ["--samples", "1", "--temperatures", "1"]
     writing = ["--response", "generate", "--responses", "2", "--max-response-tokens", "6"]
+    writing += ["--unfinished"]
     own = call(sample, [*words, *writing, "--out", str(tmp_path / "own")], capfd).run
     columns, file = ["context_id", "source_id", "messages"], tmp_path / "same.jsonl"
     own.contexts[columns].to_json(file, orient="records", lines=True)

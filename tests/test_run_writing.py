@@ -58,7 +58,8 @@ def test_responses_are_parts_of_their_own(tmp_path):
     record = record_of(1, responses=2)
 
     def response(order: int) -> dict:
-        said = {"order": order, "response": f"r{order}", "thought": f"t{order}"}
+        said = {"query": 0, "draw": order, "order": order, "response": f"r{order}"}
+        said["thought"] = f"t{order}"
         return said | {"finish_reason": "stop", "tokens": 3}
 
     with RunWriter(tmp_path / "run", record) as run:
