@@ -230,7 +230,7 @@ def check_enough(outcome: Outcome, target: Target, others: Sequence[str] = ()) -
             ways.append(f"sample about {enough} sources at this rate (--limit)")
         else:
             ways.append("sample other conversations (--dataset)")
-        if few < sources and target.kind not in (GREEDY, LATENT):
+        if few < sources and target.kind != GREEDY:
             ways.append("more turns of each (--samples, --temperatures)")
         raise UserError(f"{there}; {needs}", ", or ".join(ways))
     # A run whose contexts all have the same rate has nothing to predict.

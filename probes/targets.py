@@ -95,7 +95,8 @@ FAILURES: tuple[str, ...] = tuple(name for name in ASSESSED if name != GENUINE)
 KEYS = ["run", "context_id"]  # a context of one run
 RATE, GROUNDED, GREEDY, LATENT = "rate", "grounded", "greedy", "latent"
 CHOICES = (
-    f"give rate, rate@T, greedy, latent or, as rates, {GROUNDED} or one of {', '.join(FAILURES)}"
+    f"give rate, rate@T, latent, latent@T, greedy or, as rates, {GROUNDED} or one of "
+    f"{', '.join(FAILURES)}"
 )
 
 
@@ -124,10 +125,9 @@ _WORDS = {
         "k is 1 if the greedy turn is a genuine follow-up and 0 if not, of n = 1.",
     ),
     LATENT: _Words(
-        "a genuine follow-up among the samples only",
-        "whether any sample is a genuine follow-up where the greedy turn is not",
-        "k is 1 if a sampled turn is a genuine follow-up and 0 if none is, of n = 1; contexts "
-        "whose greedy turn is one are left out.",
+        "a genuine follow-up",
+        "the follow-up rate of samples where the greedy turn is none",
+        "are genuine follow-ups; contexts whose greedy turn is one are left out",
     ),
 }
 
@@ -158,8 +158,6 @@ class Target:
     @property
     def negative(self) -> str:
         """What one without it is called, with its article."""
-        if self.kind == LATENT:
-            return "no genuine follow-up in any turn"
         return f"a turn other than {self.positive}"
 
     @property
@@ -171,7 +169,7 @@ class Target:
     def describe(self) -> str:
         """One sentence: what k and n are."""
         what = _WORDS[self.kind].counted
-        if self.kind in (GREEDY, LATENT):
+        if self.kind == GREEDY:
             return what
         at = "above temperature 0" if self.temperature is None else f"at T = {self.temperature:g}"
         return f"k of the n assessed turns that were sampled {at} {what}."
@@ -188,7 +186,7 @@ def parse_target(text: str) -> Target:
         raise UserError(f"unknown target {text!r}", CHOICES)
     if not at:
         return Target(name)
-    if name in (GREEDY, LATENT):
+    if name == GREEDY:
         raise UserError(f"target {text!r}: {name} has no temperature", f"give {name} alone")
     try:
         temperature = float(given)
@@ -230,10 +228,8 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
     assessed = turns[turns["genuine"].notna()]
     greedy, sampled = (assessed[assessed["temperature"].eq(0) == is_it] for is_it in (True, False))
     if target.kind == LATENT:
-        any_genuine = sampled.groupby(KEYS)["genuine"].max()
-        failed_greedy = greedy.groupby(KEYS)["genuine"].max().eq(0)
-        kept = any_genuine[any_genuine.index.isin(failed_greedy.index[failed_greedy])]
-        return pd.DataFrame({"k": kept.astype(int), "n": 1}, index=kept.index)
+        failed = greedy.groupby(KEYS)["genuine"].max().eq(0)
+        sampled = sampled[pd.MultiIndex.from_frame(sampled[KEYS]).isin(failed.index[failed])]
     chosen = greedy if target.kind == GREEDY else sampled
     if target.temperature is not None:
         chosen = chosen[chosen["temperature"] == target.temperature]

@@ -89,7 +89,7 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
         "--target",
         default="rate",
         metavar="T",
-        help="rate, rate@T, grounded, greedy, latent, or a failure category",
+        help="rate, rate@T, latent, latent@T, grounded, greedy, or a failure category",
     )
     parser.add_argument(
         "--positions",

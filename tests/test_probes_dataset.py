@@ -301,14 +301,14 @@ def test_enough_sources_of_either_kind_pass():
         (outcome(7, 17), "rate", [], ["only 7 of 24", "about 70 sources", "(--samples"]),
         (outcome(22, 1), "rate", [], ["only 1 of 23 sources has a turn other than"]),
         (outcome(0, 1, 11), "rate", [], ["only 11 of 12 sources have a genuine follow-up"]),
-        (outcome(64, 3), "latent", [], ["only 3 of 67", "no genuine follow-up in any turn"]),
+        (outcome(64, 3), "greedy", [], ["only 3 of 67 sources have a turn other than"]),
     ],
 )
 def test_too_little_is_refused_and_what_to_do_is_said(given, target, others, words):
     with pytest.raises(UserError) as refusal:
         check_enough(given, parse_target(target), others)
     assert all(word in str(refusal.value) for word in words), refusal.value
-    # More turns of a context give no more latent ones.
+    # More turns of a context give no more greedy ones.
     assert ("--samples" in str(refusal.value)) == (target == "rate")
 
 

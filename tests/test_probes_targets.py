@@ -43,7 +43,8 @@ TURNS = turns_of(
         ("rate@0.7", "0/2 0/1 1/2 1/2 – 1/1"),
         ("rate@1", "2/2 0/3 0/3 0/3 – –"),
         ("greedy", "0/1 0/1 1/1 – 0/1 0/1"),
-        ("latent", "1/1 0/1 – – – 1/1"),
+        ("latent", "2/4 0/4 – – – 1/1"),
+        ("latent@1", "2/2 0/3 – – – –"),
         (NEW, "1/4 4/4 3/5 4/5 – 0/1"),
         (f"{LOOP}@0.7", "1/2 0/1 0/2 0/2 – 0/1"),
     ],
@@ -80,7 +81,7 @@ def test_a_target_s_name_is_what_the_flag_takes():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("rates", "unknown target 'rates'; give rate, rate@T, greedy, latent or"),
+        ("rates", "unknown target 'rates'; give rate, rate@T, latent, latent@T, greedy or"),
         (CANNOT_ASSESS, "unknown target"),
         ("rate@0", "above 0"),
         ("rate@warm", "'warm' is not a temperature"),
