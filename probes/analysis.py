@@ -29,11 +29,12 @@ from probes.fit.folds import (
     seeds_of,
     select_and_test,
 )
-from probes.fit.nested_cv import CrossValidated, Design, cross_validate, fit, log_loss
+from probes.fit.nested_cv import CrossValidated, Design, cross_validate, fit, held_out_loss
 from probes.fit.solvers import Features, project
 from probes.targets import Outcome
 
 NEVER = -2.0  # below any correlation
+SINGLE = 1e-10  # of the squares of states in single precision: less is rounding
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -88,6 +89,42 @@ class Arrays:
         if not {*ENDS} <= {*self.positions}:
             return None
         return np.hstack([self.states[layer][:, self.positions.index(name)] for name in ENDS])
+
+
+@dataclass(frozen=True)
+class _LessSources:
+    """Hidden states less the mean of their source, whose level no probe of siblings may use."""
+
+    hidden: HiddenStates
+    sources: np.ndarray
+
+    @property
+    def layers(self) -> Sequence[int]:
+        return self.hidden.layers
+
+    @property
+    def positions(self) -> Sequence[str]:
+        return self.hidden.positions
+
+    def layer(self, layer: int) -> np.ndarray:
+        states = self.hidden.layer(layer)
+        each = [less_sources(states[:, at], self.sources) for at in range(states.shape[1])]
+        return np.stack(each, axis=1)
+
+    def ends(self, layer: int) -> np.ndarray | None:
+        states = self.hidden.ends(layer)
+        return None if states is None else less_sources(states, self.sources)
+
+
+def less_sources(features: np.ndarray, sources: np.ndarray) -> np.ndarray:
+    """``[contexts, d]`` features less the mean of their source; zeros where no more is left than
+    rounding, as of a state that comes before the response."""
+    given = np.asarray(features, dtype=np.float64)
+    count = np.bincount(sources)
+    means = np.zeros((len(count), given.shape[1]))
+    np.add.at(means, sources, given)
+    left = given - (means / count[:, None])[sources]
+    return left if (left**2).sum() > SINGLE * (given**2).sum() else np.zeros_like(left)
 
 
 @dataclass(frozen=True)
@@ -283,6 +320,12 @@ def analyse(
             f"({len(outcome)}, {len(hidden.positions)})"
         )
     notes = list(controls.missing)
+    if outcome.compares_siblings:
+        sources_of = outcome.sources
+        hidden = _LessSources(hidden, sources_of)
+        controls = controls.within(lambda states: less_sources(states, sources_of))
+        twins = (random_blocks or {}).items()
+        random_blocks = {name: _LessSources(twin, sources_of) for name, twin in twins}
     exchangeable, sources = exchangeable_sources(outcome), outcome.source_count
     if exchangeable < sources:
         notes.append(
@@ -420,7 +463,7 @@ class _Analyser:
         """p values of the model confidence set, widened as the headline's interval is."""
         outcome, shape = self.outcome, cell_scores.shape[:2]
         flat = cell_scores.reshape(-1, len(outcome)).astype(float)
-        losses = log_loss(flat, outcome.positives, outcome.trials)
+        losses = held_out_loss(flat, outcome)
         by_source = np.zeros((len(flat), outcome.source_count))
         np.add.at(by_source.T, outcome.sources, losses.T)
         p = model_confidence_set(

@@ -18,7 +18,7 @@ readout that hidden states have to add to (:mod:`probes.fit.beyond`).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -86,6 +86,15 @@ class Controls:
     output: list[Baseline] = field(default_factory=list)
     types: TextTypes | None = None
     missing: list[str] = field(default_factory=list)
+
+    def within(self, centred: Callable[[np.ndarray], np.ndarray]) -> "Controls":
+        """Of contexts that are compared within their source: baselines without its level, and no
+        control task, whose random functions are of queries, too."""
+
+        def each(baselines: list[Baseline]) -> list[Baseline]:
+            return [replace(one, features=centred(one.features)) for one in baselines]
+
+        return replace(self, text=each(self.text), output=each(self.output), types=None)
 
 
 # -- text ------------------------------------------------------------------------------------------

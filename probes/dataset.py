@@ -19,6 +19,7 @@ from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import NO_ANNOTATOR, open_runs, read_runs
 from ia_mech.run import Run
 from ia_mech.run.sources import sources_of
+from ia_mech.stats import Estimate, variance_components
 from probes.fit.folds import exchangeable_sources
 from probes.targets import (
     FAILURES,
@@ -31,10 +32,12 @@ from probes.targets import (
     Target,
     counts_of,
     parse_target,
+    turns_that_count,
 )
 
 MIN_SOURCES = 20  # with a positive turn, and with a negative one
-RUN, DATASET = "run", "dataset"
+LEAST_RELIABILITY = 0.3  # that siblings' rates may have, for a probe of siblings
+RUN, DATASET, SOURCE = "run", "dataset", "source"
 ENDS = ("query_end", "response_end")  # what the conversation says is read there
 
 
@@ -57,8 +60,10 @@ class ProbeSet:
         notes: what a reader has to know of how all this was put together.
         layers: the chosen layers, ascending; 0 = embeddings.
         width: d_model.
-        within: ``run`` or ``dataset``: what contexts must share to be compared, besides their
-            perturbation. Each gets an intercept, and labels are permuted within it.
+        within: ``run``, ``dataset`` or ``source``: what contexts must share to be compared, besides
+            their perturbation. Each gets an intercept, and labels are permuted within it.
+        reliability: of the rates of responses to one query, over as many turns as a context has
+            (:mod:`ia_mech.stats.components`); None where no query has several.
         gate: whether the judge can tell a turn's own conversation from another.
         other_targets: those that have enough sources, should this one not.
     """
@@ -75,6 +80,7 @@ class ProbeSet:
     other_targets: list[str]
     within: str = RUN
     has_ends: bool = False
+    reliability: Estimate | None = None
 
     def __len__(self) -> int:
         return len(self.contexts)
@@ -83,7 +89,8 @@ class ProbeSet:
     def outcome(self) -> Outcome:
         """k of n per context, with sources and runs (or each run's datasets)."""
         frame = self.contexts
-        shared = ["run", "perturbation"] + ["dataset"] * (self.within == DATASET)
+        more = {RUN: [], DATASET: ["dataset"], SOURCE: ["source"]}[self.within]
+        shared = ["run", "perturbation", *more]
         strata = frame.groupby(shared, sort=False).ngroup()
         return Outcome.from_counts(frame["positives"], frame["trials"], frame["source"], strata)
 
@@ -143,7 +150,7 @@ def read(
         target: what to predict, as :func:`probes.targets.parse_target` takes it.
         positions: only these; all that were kept if not given.
         layers: only these; all if not given.
-        within: ``run`` or ``dataset``, see :class:`ProbeSet`.
+        within: ``run``, ``dataset`` or ``source``, see :class:`ProbeSet`.
 
     Raises:
         UserError: what :func:`ia_mech.rates.read_runs` refuses (unfinished, not judged, …); models
@@ -166,6 +173,7 @@ def read(
         [contexts["run"].map(lambda number: str(runs[number].path)), contexts["context_id"]]
     )
     counts = counts_of(wanted, judged.turns).reindex(keys)
+    counted = turns_that_count(wanted, judged.turns)
     there = counts["n"].notna().to_numpy()
     if not there.any():
         raise UserError(
@@ -193,9 +201,43 @@ def read(
         within=within,
         gate=gate,
         other_targets=targets_with_enough(judged.turns),
+        reliability=_reliability(counted),
         has_ends=all({*ENDS} <= {*run.positions} for run in runs)
         and all(index_of(at, name) is not None for at in where for name in ENDS),
     )
+
+
+def _reliability(turns: pd.DataFrame) -> Estimate | None:
+    """Of the rates of responses to one query, over the turns that count."""
+    draws = turns.assign(positive=turns["positive"].astype(float))
+    tables = [
+        own.pivot(index="context_id", columns=["temperature", "sample"], values="positive")
+        for _, own in draws.groupby(["run", "source"], observed=True)
+    ]
+    try:
+        components = variance_components([table.to_numpy() for table in tables])
+    except ValueError:
+        return None
+    each = draws.groupby(KEYS, observed=True).size()
+    return components.reliability(round(float(each.mean())))
+
+
+def check_reliable(data: ProbeSet) -> None:
+    """Refuse to look for what isn't there: responses to one query whose rates don't differ.
+
+    Raises:
+        UserError: no query has several responses, or the upper end of the reliability of their
+            rates is below :data:`LEAST_RELIABILITY`.
+    """
+    found = data.reliability
+    if found is None:
+        raise UserError("no query has several responses", "give a run with --responses 4")
+    if found.high < LEAST_RELIABILITY:
+        raise UserError(
+            f"{data.target.words} hangs on the query, not on its response: the reliability of "
+            f"siblings' rates is {found.text()}, too low for a probe of siblings",
+            "that is a result; --within run asks which queries",
+        )
 
 
 # -- is there enough? -----------------------------------------------------------------------------

@@ -411,10 +411,13 @@ def about(kind: str, data: ProbeSet, settings: Settings, **more: Any) -> dict[st
     }
 
 
+WITHIN = {"run": "", "dataset": " within datasets", "source": " among responses to one query"}
+
+
 def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: str) -> Result:
     """What is shown and kept of an analysis, the probe that is fitted on all contexts included."""
     target, headline = data.target, analysis.headline
-    within = " within datasets" if data.within == "dataset" else ""
+    within = WITHIN[data.within]
     conclusion = conclude(analysis, target.words + within, data.labelled_by)
     models = dict.fromkeys(run.model["name"] for run in data.runs)
     title = f"{', '.join(models)} · {target.name} · {data.labelled_by}"

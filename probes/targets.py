@@ -26,9 +26,9 @@ class Outcome:
         trials: ``[contexts]`` turns assessed (n); above 0, at least ``positives``.
         sources: ``[contexts]`` source of each, numbered from 0: the unit of folds, permutations and
             intervals.
-        runs: ``[contexts]`` run of each (or dataset, to compare within datasets only), numbered
-            from 0: a covariate. Probes get an intercept per run, labels are permuted within runs,
-            and scores compare contexts of the same run only.
+        runs: ``[contexts]`` run of each (or dataset, or source, to compare within these only),
+            numbered from 0: a covariate. Probes get an intercept per run, labels are permuted
+            within runs, and scores compare contexts of the same run only.
     """
 
     positives: np.ndarray
@@ -64,6 +64,12 @@ class Outcome:
     @property
     def source_count(self) -> int:
         return int(self.sources.max()) + 1
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Whether every run is of one source, so that responses to one query are compared."""
+        pairs = np.unique(np.stack([self.runs, self.sources]), axis=1).shape[1]
+        return pairs == int(self.runs.max()) + 1 > 1
 
     @property
     def negatives(self) -> np.ndarray:
@@ -204,14 +210,31 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
     """k and n of every context that has an outcome.
 
     Args:
+        target, turns: as for :func:`turns_that_count`.
+
+    Returns:
+        ``k`` and ``n`` per (``run``, ``context_id``). Contexts with no turn that counts are absent.
+
+    Raises:
+        UserError: no turn was sampled at the target's temperature.
+    """
+    counted = turns_that_count(target, turns)
+    by_context = counted["positive"].groupby([counted[key] for key in KEYS])
+    return pd.DataFrame({"k": by_context.sum().astype(int), "n": by_context.size()})
+
+
+def turns_that_count(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
+    """The turns that a target is of, with the column ``positive``.
+
+    Args:
         target: what to predict.
         turns: one row per turn with ``run``, ``context_id``, ``temperature``, ``category`` and
             ``genuine`` (NaN where not assessed), as ``JudgedTurns.turns``; for ``grounded`` also
             ``grounded`` (likewise).
 
     Returns:
-        ``k`` and ``n`` per (``run``, ``context_id``). Contexts with no assessed turn that counts
-        are absent; for ``latent`` also those whose greedy turn is genuine, not assessed or missing.
+        The assessed ones; for ``latent`` without those of contexts whose greedy turn is genuine,
+        not assessed or missing.
 
     Raises:
         UserError: no turn was sampled at the target's temperature.
@@ -237,5 +260,4 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
     positive = chosen["category"].eq(target.kind) if failure else chosen["genuine"].eq(1)
     if target.kind == GROUNDED:
         positive = chosen["grounded"].eq(1)
-    by_context = positive.groupby([chosen[key] for key in KEYS])
-    return pd.DataFrame({"k": by_context.sum().astype(int), "n": by_context.size()})
+    return chosen.assign(positive=positive)

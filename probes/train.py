@@ -108,10 +108,11 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--within",
-        choices=["run", "dataset"],
+        choices=["run", "dataset", "source"],
         default="run",
         metavar="WHAT",
-        help="compare contexts of one run, or of one dataset (default: run)",
+        help="compare contexts of one run, of one dataset, or responses to one query: source "
+        "(default: run)",
     )
 
 
@@ -159,7 +160,14 @@ def _train(args: argparse.Namespace) -> None:
     from probes import show
     from probes.analysis import analyse
     from probes.controls import controls_of
-    from probes.dataset import check_enough, check_one_model, read, with_random_blocks
+    from probes.dataset import (
+        SOURCE,
+        check_enough,
+        check_one_model,
+        check_reliable,
+        read,
+        with_random_blocks,
+    )
 
     settings = replace(settings_of(args), workers=args.threads)
     # In an order of their own: it doesn't matter in which order runs are given.
@@ -171,6 +179,8 @@ def _train(args: argparse.Namespace) -> None:
     random = [run.identity_digest for twin in twins.values() for run in twin.runs]
     about = show.about("probe", data, settings, random_blocks=random)
     folder = show.result_folder(about, args.runs[0], args.out, args.replace)
+    if data.within == SOURCE:
+        check_reliable(data)
     check_enough(data.outcome, data.target, data.other_targets)
     controls = controls_of(data, settings.seed)
     analysis = analyse(data, data.outcome, controls, settings, Bar(), twins)

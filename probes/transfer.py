@@ -7,6 +7,7 @@ import argparse
 import sys
 
 from ia_mech.cli import run_command, tolerant_streams
+from ia_mech.errors import UserError
 from probes.train import chosen_places, parser_of, settings_of, write_and_show
 
 DESCRIPTION = """\
@@ -35,6 +36,8 @@ def _transfer(args: argparse.Namespace) -> None:
     from probes import dataset, show
     from probes.cross_evaluate import cross_evaluate, result_of, units_of
 
+    if args.within == dataset.SOURCE:
+        raise UserError("--within source compares siblings, which transfer doesn't", "leave it out")
     settings = settings_of(args)
     data = dataset.read(args.runs, args.judge, args.target, *chosen_places(args), args.within)
     units = units_of(data)

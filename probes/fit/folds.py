@@ -179,7 +179,8 @@ def make_folds(outcome: Outcome, folds: int = 5, seed: Seed = 0) -> np.ndarray:
 def permutations(
     outcome: Outcome, folds: np.ndarray, count: int, seed: Seed = 0
 ) -> Iterator[np.ndarray]:
-    """Random permutations of whole sources that could have led to these folds.
+    """Random permutations that could have led to these folds: of whole sources, or, where responses
+    to one query are compared, of the responses of each.
 
     A source's labels move together, context by context, to a source with as many contexts in the
     same runs. Labels of one block are dealt to the folds anew, then shuffled within each fold.
@@ -194,6 +195,13 @@ def permutations(
         ``[contexts]`` rows: context i gets the labels of context ``rows[i]``.
     """
     rng = np.random.default_rng(seed)
+    if outcome.compares_siblings:
+        for _ in range(count):  # sorted by source; within one, at random
+            taken = np.empty(len(outcome), dtype=int)
+            order = np.argsort(outcome.sources, kind="stable")
+            taken[order] = np.lexsort((rng.random(len(outcome)), outcome.sources))
+            yield taken
+        return
     rates = _source_rates(outcome)
     rows = _rows_of_sources(outcome)
     fold_of = np.array([folds[r[0]] for r in rows])
@@ -217,7 +225,9 @@ def permutations(
 
 
 def exchangeable_sources(outcome: Outcome) -> int:
-    """How many sources can change places with another one."""
+    """How many sources can change places with another one, or have responses that can."""
+    if outcome.compares_siblings:
+        return int((np.bincount(outcome.sources) > 1).sum())
     return sum(len(members) for members in _classes(outcome) if len(members) > 1)
 
 

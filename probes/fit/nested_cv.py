@@ -208,9 +208,26 @@ def fit_path(projection: Projection, design: Design, penalties: Sequence[float])
     return logistic_path(projection.train, *labels, penalties, design.run_count)
 
 
-def log_loss(log_odds: np.ndarray, positives: np.ndarray, trials: np.ndarray) -> np.ndarray:
-    """``[…, contexts]`` summed over the turns of each context, in nats."""
-    return trials * np.logaddexp(0, log_odds) - positives * log_odds
+def held_out_loss(scores: np.ndarray, outcome: Outcome) -> np.ndarray:
+    """``[…, contexts]`` loss of log-odds in nats, summed over the turns of each context.
+
+    Where responses to one query are compared, a query's level isn't known: of each turn with the
+    property and each turn without it after another response, the loss is that of telling which is
+    which (the conditional likelihood of the pair, which has no level). A query's mean over such
+    pairs is shared out among its contexts, and counts as often as it has turns.
+    """
+    if not outcome.compares_siblings:
+        return outcome.trials * np.logaddexp(0, scores) - outcome.positives * scores
+    losses = np.zeros(scores.shape)
+    for run in range(int(outcome.runs.max()) + 1):
+        rows = np.flatnonzero(outcome.runs == run)
+        pairs = np.outer(outcome.positives[rows], outcome.negatives[rows])
+        pairs[np.diag_indices(len(rows))] = 0
+        if total := pairs.sum():
+            apart = scores[..., rows, None] - scores[..., None, rows]
+            share = pairs * (outcome.trials[rows].sum() / total)
+            losses[..., rows] = (share * np.logaddexp(0, -apart)).sum(-1)
+    return losses
 
 
 class InnerLoop:
@@ -233,9 +250,8 @@ class InnerLoop:
 
     def losses(self, fold: int) -> np.ndarray:
         """``[penalties]`` held-out loss over all other folds, in nats."""
-        rows, outcome = self.design.rows_outside(fold), self.design.outcome
-        scores = self.scores[fold][:, rows]
-        return log_loss(scores, outcome.positives[rows], outcome.trials[rows]).sum(1)
+        rows = self.design.rows_outside(fold)
+        return held_out_loss(self.scores[fold][:, rows], self.design.outcome.take(rows)).sum(1)
 
     def penalty(self, fold: int) -> float:
         """Of the smallest held-out loss."""
