@@ -236,6 +236,12 @@ def path_of(given: str) -> Path:
     return Path(nonblank(given))
 
 
+def refuse_missing(path: Path) -> None:
+    """Raise UserError if there is no such file."""
+    if not path.is_file():
+        raise UserError(f"no file {path}", "give the path of an existing file")
+
+
 def shell_word(word: object) -> str:
     """A word of a shell command that is printed to be copied: one line, whatever a path holds."""
     text = str(word)

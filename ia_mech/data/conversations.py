@@ -18,8 +18,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ia_mech.cli import refuse_missing
 from ia_mech.data import presets
-from ia_mech.data.formats import ColumnMap, ParsedRow, parse
+from ia_mech.data.formats import SUFFIXES, ColumnMap, ParsedRow, parse
 from ia_mech.data.messages import Answer, Message
 from ia_mech.data.values import DEPTH, kind_of
 from ia_mech.errors import UserError
@@ -29,7 +30,6 @@ from ia_mech.untrusted import parse_json
 CORRECT = "correct the row, leave it out, or skip such rows (--skip-unusable)"
 BUILTIN = ("maths", "instructions", "open")
 STUDY = "study"  # the queries of a study, without responses
-SUFFIXES = (".jsonl", ".json", ".parquet")
 UNPERTURBED_RESPONSE = "unperturbed_response"  # in the metadata of a perturbed conversation
 USER_HEADER = "user"
 HEADERS = (USER_HEADER, "alone", "assistant", "no_turn_end", "no_turn_separator")
@@ -417,8 +417,7 @@ def _file(path: Path) -> tuple[str, Rows, dict]:
             "convert it to JSONL: pandas.read_csv(FILE, sep=None, engine='python').to_json("
             "'rows.jsonl', orient='records', lines=True) for a table with commas or semicolons",
         )
-    if not path.is_file():
-        raise UserError(f"no file {path}", "give the path of an existing file")
+    refuse_missing(path)
     if not os.access(path, os.R_OK):
         raise UserError(f"{path} can't be read", "change its permissions, or give a copy")
     if path.suffix == ".parquet":

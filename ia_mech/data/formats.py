@@ -43,6 +43,7 @@ from ia_mech.untrusted import parse_json
 
 FORMATS = ("auto", "messages", "sharegpt", "qa", "turns", "alternating")
 CUTS = ("first", "last")
+SUFFIXES = (".jsonl", ".json", ".parquet")  # of files with rows
 
 _ID = ("id", "question_id", "prompt_id", "key", "unique_id", "conversation_hash", "conversation_id")
 _OWN = (
