@@ -67,9 +67,11 @@ RANGES = {
 }
 COMPARED = EXCESS, DEPENDENT, BITS  # paired by query
 LESS = {UNSTEERED: "less unsteered", SIBLING: "less the siblings' vector"}
+DOSE = 0.5  # length of a vector, in norms of the state that it is added to
 BATCH, TOKENS = 12, 48  # turns of a step; tokens of a turn that count
 UNIT = -1  # of the layer, where nothing is steered
 FILE = "vector.safetensors"
+KEY = ["run", "context_id", "temperature", "sample"]  # of a turn
 
 Ids = tuple[int, ...]
 
@@ -192,16 +194,6 @@ def parts_of(queries: "Sequence[Query]", seed: int) -> dict[str, int]:
     return {queries[i].source: 2 * (n % 2) + n // 2 % 2 for n, i in enumerate(order)}
 
 
-def likelier(logprobs: np.ndarray, followed: int) -> bool:
-    """Whether the response that a turn followed is likelier than all its siblings together.
-
-    Args:
-        logprobs: ``[K]`` of the turn after each response, in nats.
-        followed: which.
-    """
-    return bool(softmax(logprobs)[followed] > 0.5)
-
-
 class LearnedVector(Experiment):
     """See the module.
 
@@ -217,12 +209,7 @@ class LearnedVector(Experiment):
     judged = True
     queries_used = 60
     beside = "learned-vector"
-    columns: ClassVar = {
-        "dataset": "str",
-        "temperature": "float64",
-        "layer": "Int64",
-        "term": "str",
-    }
+    columns: ClassVar = dict(Experiment.columns) | {"layer": "Int64"}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
@@ -230,16 +217,12 @@ class LearnedVector(Experiment):
         more("--layers", type=whole_from(0), nargs="+", metavar="L", help=layers)
         tokens = f"which tokens' states, {TURN}: the turn's (default: all of the header)"
         more("--positions", nargs="+", metavar="NAME", help=tokens)
-        dose = "length of a vector, in norms of the state (default: 0.5)"
-        more("--dose", type=above_zero, default=0.5, metavar="D", help=dose)
         steps = f"of {BATCH} turns, to learn a vector (default: 30)"
         more("--steps", type=whole_from(1), default=30, metavar="N", help=steps)
         turns = "most accepted turns to learn from, of each half (default: 96)"
         more("--turns", type=whole_from(2), default=96, metavar="N", help=turns)
         also = "of the run, at which turns are written, too (default: greedy turns alone)"
         more("--temperatures", type=above_zero, nargs="+", default=[], metavar="T", help=also)
-        bits = "don't score the turns: whether they depend on their response isn't known then"
-        more("--without-bits", action="store_true", help=bits)
         more("--quick", action="store_true", help="one half learns, the other is measured")
 
     # -- read -------------------------------------------------------------------------------------
@@ -285,7 +268,7 @@ class LearnedVector(Experiment):
     def vector(self, layer: int, direction: Tensor) -> SteeringVector:
         """A direction as what is added after a layer."""
         model = self.runs[0].model
-        what = ADD, layer, self.positions, direction, self.args.dose
+        what = ADD, layer, self.positions, direction, DOSE
         return SteeringVector(*what, model["name"], model["weights_hash"])
 
     def _accepted(self) -> set[tuple]:
@@ -295,8 +278,7 @@ class LearnedVector(Experiment):
         assert self.gate is not None
         turns = read_runs(self.runs, self.gate.judge, NO_ANNOTATOR).turns
         mine = turns[(turns["temperature"] > 0) & (turns[GENUINE] == 1)]
-        keys = mine[["run", "context_id", "temperature", "sample"]].astype(object)
-        return set(keys.itertuples(index=False, name=None))
+        return set(mine[KEY].astype(object).itertuples(index=False, name=None))
 
     def _examples(self, half: int, accepted: set[tuple]) -> dict[str, list[SteeredContext]]:
         """The accepted turns of a half, as many of each query as can be: after the response that
@@ -304,31 +286,24 @@ class LearnedVector(Experiment):
         query of the half, of the same dataset if there is one. The layer is still to be set."""
         rng = np.random.default_rng([self.args.seed, 4, half])
         mine = [query for query in self.queries if self.part[query.source] // 2 == half]
-        found: list[tuple[int, dict[str, SteeredContext]]] = []
+        found: list[tuple[int, dict[str, SteeredContext]]] = []  # how many of its query came before
         for query in mine:
             foreign = [one for one in mine if one is not query]
             foreign = [one for one in foreign if one.dataset == query.dataset] or foreign
-            rank, texts, complete = 0, query.responses, query.complete
-            for n in rng.permutation(len(query.turns)).tolist():
-                turn = query.turns.iloc[n]
-                key = turn["run"], turn["context_id"], turn["temperature"], turn["sample"]
+            kinds = list(zip(query.responses, query.complete, strict=True))
+            before = len(found)
+            for _, turn in query.turns.sample(frac=1, random_state=rng).iterrows():
                 k, ids = turn["followed"], tuple(turn["token_ids"].tolist()[:TOKENS])
-                others = [
-                    j
-                    for j, text in enumerate(texts)
-                    if text != texts[k] and complete[j] == complete[k]
-                ]
-                if key not in accepted or not ids or not others or not foreign:
-                    continue
-                other = foreign[rng.integers(len(foreign))]
-                after = {
-                    OWN: (query, k),
-                    SIBLING: (query, others[rng.integers(len(others))]),
-                    OTHER: (other, int(rng.integers(len(other.contexts)))),
-                }
-                pairs = {name: self._steered(*where, ids) for name, where in after.items()}
-                found.append((rank, pairs))
-                rank += 1
+                text, complete = kinds[k]
+                others = [j for j, (t, c) in enumerate(kinds) if t != text and c == complete]
+                if tuple(turn[KEY]) in accepted and ids and others and foreign:
+                    other = foreign[rng.integers(len(foreign))]
+                    pairs = {
+                        OWN: self._steered(query, k, ids),
+                        SIBLING: self._steered(query, int(rng.choice(others)), ids),
+                        OTHER: self._steered(other, int(rng.integers(len(other.contexts))), ids),
+                    }
+                    found.append((len(found) - before, pairs))
         if not found:
             raise UserError(
                 f"half {half + 1} of the queries has no accepted sampled turn to learn from",
@@ -362,7 +337,7 @@ class LearnedVector(Experiment):
                     tokens = sum(len(ids) for ids in {one.ids[: one.start] for one in at})
                     batch = min(BATCH, len(at)) * sum(one.scored for one in at) // len(at)
                     name = f"half {half + 1}", "", tokens + (self.args.steps + 1) * batch
-                    how = self.args.dose, self.args.steps, self.args.seed
+                    how = DOSE, self.args.steps, self.args.seed
                     found.append(Learning(*name, half, term, at, *how))
         return found
 
@@ -379,14 +354,14 @@ class LearnedVector(Experiment):
         }
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        """Of :class:`Learning` the direction; of :class:`Turns` a row each, ``logprobs`` ``[K]`` in
-        nats."""
+        """Of :class:`Learning` the direction; of :class:`Turns` a row each, ``ids`` and
+        ``logprobs`` ``[K]`` in nats."""
         if isinstance(unit, Learning):
             row = {"half": unit.half, "term": unit.term, "layer": unit.contexts[0].layer}
             return pd.DataFrame([row | {"direction": learn(model, unit)}])
         scores = after_each(model.score, unit.contexts, unit.turns)
         sums = [[one.logprobs_raw.sum(dtype=float) for one in each] for each in scores]
-        return pd.DataFrame({"logprobs": sums})
+        return pd.DataFrame({"ids": list(map(list, unit.turns)), "logprobs": sums})
 
     def measured(self, learner: int) -> "list[Query]":
         """The queries whose turns are written under what a half has learned."""
@@ -396,8 +371,7 @@ class LearnedVector(Experiment):
         """A row per temperature, arm and query.
 
         Raises:
-            UserError: another judge than the rules has yet to label the turns; or no turn was shown
-                after siblings.
+            UserError: another judge than the rules has yet to label the turns.
         """
         from experiments.resample import judge_alike
 
@@ -413,25 +387,18 @@ class LearnedVector(Experiment):
         rates = pd.concat([rates for rates, _ in read], ignore_index=True)
         wanted = {query.source for half in self.learners for query in self.measured(half)}
         rates = rates[rates["source"].isin(wanted)]
-        if rates.empty:
-            raise UserError(
-                f"{self.runs[0].path} has no turns judged after siblings",
-                "judge it again: python -m ia_mech.judge run "
-                f"{shell_word(self.runs[0].path)} --replace",
-            )
-        if not self.args.without_bits:
-            turns = pd.concat([turns for _, turns in read], ignore_index=True)
-            keys = ["temperature", "layer", "term", "source"]
-            means = self._dependence(turns[turns["source"].isin(wanted)]).groupby(keys)
-            rates = rates.merge(means[[DEPENDENT, BITS]].mean().reset_index(), "left", keys)
-        return rates.drop(columns="arm")
+        turns = pd.concat([turns for _, turns in read], ignore_index=True)
+        turns = self._dependence(turns[turns["source"].isin(wanted) & turns["ids"].map(bool)])
+        keys = ["temperature", "layer", "term", "source"]
+        means = turns.groupby(keys)[[DEPENDENT, BITS]].mean().reset_index()
+        return rates.drop(columns="arm").merge(means, "left", keys)
 
     def _with_random(self, learned: pd.DataFrame) -> Iterator[tuple[int, int, str, Tensor]]:
         """Half, layer, name and direction of the learned vectors, and for each that was learned
         after own responses a random one, with the covariance of the states and nothing of it."""
         named = next((name for name in self.positions if name != TURN), "header_last")
         for one in learned.itertuples():
-            direction = np.asarray(one.direction, dtype=np.float32)
+            direction = np.array(one.direction, dtype=np.float32)
             yield one.half, one.layer, one.term, torch.from_numpy(direction)
             if one.term == OWN:
                 states = [run.residuals(one.layer, named).double().numpy() for run in self.runs]
@@ -465,58 +432,62 @@ class LearnedVector(Experiment):
 
         assert self.gate is not None
         judged = read_runs([run], self.gate.judge, NO_ANNOTATOR)
-        decoys = judged.decoys[judged.decoys["decoy"] == SHOWN]
+        decoys = judged.decoys[judged.decoys["decoy"] == SHOWN].assign(arm=term)
+        if decoys.empty:
+            raise UserError(
+                f"{run.path} has no turns judged after siblings",
+                f"judge it again: python -m ia_mech.judge run {shell_word(run.path)} --replace",
+            )
         rates = pd.concat(
-            rates_by_query(mine.assign(arm=term), GENUINE).assign(temperature=float(t))
-            for t, mine in [*decoys.groupby("temperature"), (0.0, decoys.iloc[:0])]
+            rates_by_query(mine, GENUINE).assign(temperature=float(t))
+            for t, mine in decoys.groupby("temperature")
             if t in (0.0, *self.args.temperatures)
         )
-        ids = run.generations[run.generations["temperature"] == 0].set_index("context_id")
+        greedy = run.generations[run.generations["temperature"] == 0].set_index("context_id")
         turns = judged.turns[judged.turns["temperature"] == 0]
         turns = turns[["temperature", "source", "context_id", GENUINE]].astype(
             {"source": object, "context_id": object}
         )
-        turns["ids"] = [tuple(ids["token_ids"][one].tolist()) for one in turns["context_id"]]
-        for frame in (rates, turns):
+        turns["ids"] = [tuple(greedy["token_ids"][one].tolist()) for one in turns["context_id"]]
+        for frame in (rates, turns):  # named as queries are
             frame["source"] = frame["source"].str.replace("\0", "\x1f", regex=False)
-        return (
-            rates.assign(term=term, layer=layer),
-            turns.assign(term=term, layer=layer),
-        )
+        names = {"term": term, "layer": layer}
+        return rates.assign(**names), turns.assign(**names)
 
     def _dependence(self, turns: pd.DataFrame) -> pd.DataFrame:
         """Greedy turns with what they tell about their response: :data:`DEPENDENT`, and
         :data:`BITS` by one reader of all arms; scored without steering."""
-        by_source = dict(list(turns.groupby("source", sort=False)))
-        units, scored = [], {}
+        units = []
         for query in self.queries:
-            if query.source in by_source:
-                own = tuple(dict.fromkeys(ids for ids in by_source[query.source]["ids"] if ids))
-                contexts = tuple(query.token_ids)
-                tokens = sum(map(len, contexts)) + len(contexts) * sum(map(len, own))
-                units.append(Turns(query.source, query.dataset, tokens, contexts, own))
-        rows = iter(self.measure_units(units, "scoring turns")["logprobs"])
-        for unit in units:
-            scored.update({(unit.source, ids): np.array(next(rows)) for ids in unit.turns})
-        place = {
-            (query.source, context): k
-            for query in self.queries
-            for k, context in enumerate(query.contexts["context_id"])
+            written = tuple(dict.fromkeys(turns.loc[turns["source"] == query.source, "ids"]))
+            contexts = tuple(query.token_ids)
+            tokens = sum(map(len, contexts)) + len(contexts) * sum(map(len, written))
+            if written:
+                units.append(Turns(query.source, query.dataset, tokens, contexts, written))
+        columns = self.measure_units(units, "scoring turns")[["source", "ids", "logprobs"]]
+        scored = {
+            (source, tuple(ids)): np.array(sums)
+            for source, ids, sums in columns.itertuples(index=False)
         }
-        keys = zip(turns["source"], turns["context_id"], strict=True)
-        turns = turns.assign(followed=[place[key] for key in keys])
-        keys = zip(turns["source"], turns["ids"], strict=True)
-        turns = turns.assign(logprobs=[scored.get(key) for key in keys])
-        turns = turns[turns["logprobs"].notna()]
-        pairs = zip(turns["logprobs"], turns["followed"], strict=True)
-        told = turns.assign(**{DEPENDENT: turns[GENUINE] * [likelier(*one) for one in pairs]})
-        count = told["logprobs"].map(len)
-        whole = told[count == count.max()]
-        if whole["source"].nunique() < 2:
-            return told.assign(**{BITS: np.nan})
-        own = whole["followed"], whole["source"]
-        bits = readable_bits(np.stack(whole["logprobs"].tolist()), *own, seed=self.args.seed).bits
-        return told.assign(**{BITS: pd.Series(bits, index=whole.index)})
+        place = {
+            (query.source, name): k
+            for query in self.queries
+            for k, name in enumerate(query.contexts["context_id"])
+        }
+        found = turns.assign(
+            followed=[place[key] for key in zip(turns["source"], turns["context_id"], strict=True)],
+            sums=[scored[key] for key in zip(turns["source"], turns["ids"], strict=True)],
+        )
+        pairs = zip(found["sums"], found["followed"], strict=True)
+        favoured = np.array([softmax(sums)[followed] > 0.5 for sums, followed in pairs])
+        count = found["sums"].map(len)
+        whole = found[count == count.max()]  # bits of fewer responses would be other bits
+        bits = pd.Series(np.nan, found.index)
+        if whole["source"].nunique() > 1:
+            own = whole["followed"], whole["source"]
+            sums = np.stack(whole["sums"].tolist())
+            bits[whole.index] = readable_bits(sums, *own, seed=self.args.seed).bits
+        return found.assign(**{DEPENDENT: found[GENUINE] * favoured, BITS: bits})
 
     # -- estimate ---------------------------------------------------------------------------------
 
@@ -575,7 +546,7 @@ class LearnedVector(Experiment):
     def tables(self, found: pd.DataFrame) -> "list[Table]":
         index = "temperature", "layer", "term"
         legend = (
-            "own, siblings, other queries: after whose responses the turns came that the vector was "
+            "own, siblings, other queries: after whose responses the turns came that a vector was "
             "learned from. Less unsteered, less the siblings' vector: paired by query; p: "
             "Holm-corrected over layers."
         )
