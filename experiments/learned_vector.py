@@ -342,15 +342,18 @@ class LearnedVector(Experiment):
         return found
 
     def plan(self) -> dict[str, str]:
-        arms = [OWN, SIBLING, OTHER, RANDOM]
-        contexts = sum(len(q.contexts) for half in self.learners for q in self.measured(half))
+        units, vectors = self.units(), (OWN, SIBLING, OTHER, RANDOM)
+        contexts = sum(len(one.contexts) for half in self.learners for one in self.measured(half))
         turns = 1 + len(self.args.temperatures) * self.runs[0].settings["samples"]
-        sampled = f"{contexts} contexts under each of {len(self.layers) * len(arms)} arms"
         return {
-            "layers": " ".join(map(str, self.layers)),
-            "vectors": f"{', '.join(arms)}; at {', '.join(self.positions)}",
-            **super().plan(),
-            "then to sample": f"{sampled}, {turns} turns after each",
+            "vectors": f"{', '.join(vectors)}; at {', '.join(self.positions)}, after layers "
+            f"{', '.join(map(str, self.layers))}",
+            "to learn": f"{len(units)} of them from "
+            f"{' and '.join(str(len(those[OWN])) for those in self.examples)} accepted turns, "
+            f"about {sum(unit.tokens for unit in units):,} tokens; {self._stored(units)} are "
+            "learned already",
+            "then to sample": f"{contexts} contexts under each of {len(self.layers) * len(vectors)}"
+            f" vectors, {turns} turns after each; greedy ones are scored",
         }
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
@@ -518,26 +521,25 @@ class LearnedVector(Experiment):
             yield from self._at_chosen_layer(rows[rows["temperature"] == t], t)
 
     def _at_chosen_layer(self, rows: pd.DataFrame, t: float) -> Iterator[TidyEstimate]:
-        """The excess under the vector, at a layer chosen by what it exceeds the control's by."""
-        excess = rows.pivot_table(index="source", columns=["term", "layer"], values=EXCESS)
-        excess = excess.dropna()
-        own = excess[OWN].to_numpy().T
-        ranked = own - excess[SIBLING].to_numpy().T
-        part = np.array([self.part[source] for source in excess.index], dtype=int)
-        for less, base in ((SIBLING, own - ranked), (UNSTEERED, excess[UNSTEERED].to_numpy().T)):
+        """What own responses' vectors have, at a layer chosen by their excess over the control."""
+        values = [one for one in (EXCESS, DEPENDENT) if one in rows and rows[one].notna().any()]
+        wide = rows.pivot_table(index="source", columns=["term", "layer"], values=values).dropna()
+        ranked = (wide[EXCESS][OWN] - wide[EXCESS][SIBLING]).to_numpy().T
+        part = np.array([self.part[source] for source in wide.index], dtype=int)
+        for quantity in values:
+            own = wide[quantity][OWN].to_numpy()
+            for less, words in LESS.items():
+                reported = (own - wide[quantity][less].to_numpy()).T  # unsteered has one column
 
-            def statistic(counts: np.ndarray, reported=own - base) -> np.ndarray:
-                return at_chosen_layer(ranked, reported, part, counts)
+                def statistic(counts: np.ndarray, reported=reported) -> np.ndarray:
+                    return at_chosen_layer(ranked, reported, part, counts)
 
-            (found,) = cluster_bootstrap(statistic, list(excess.index), **self.options)
-            names = {"dataset": ALL, "temperature": t, "term": CHOSEN}
-            yield TidyEstimate(f"{EXCESS}, {LESS[less]}", names, len(excess), found)
-        layers = list(excess[OWN].columns)
-        best = {
-            int(one): layers[int(ranked[:, part == one].mean(1).argmax())]
-            for one in np.unique(part)
-        }
-        said = ", ".join(f"{layer} by part {one + 1}" for one, layer in best.items())
+                (found,) = cluster_bootstrap(statistic, list(wide.index), **self.options)
+                names = {"dataset": ALL, "temperature": t, "term": CHOSEN}
+                yield TidyEstimate(f"{quantity}, {words}", names, len(wide), found)
+        layers = list(wide[EXCESS][OWN])
+        best = [(one, ranked[:, part == one].mean(1).argmax()) for one in np.unique(part)]
+        said = ", ".join(f"{layers[at]} by part {one + 1}" for one, at in best)
         plain = "greedy turns" if t == 0 else f"T = {t:g}"
         self.notes.append(f"chosen layers, {plain}: {said} of the queries.")
 
@@ -587,23 +589,24 @@ class LearnedVector(Experiment):
         return {"layers": Lines(*words, across="layer", levels={UNSTEERED: plain})}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        level = self.args.level
         greedy = found[(found["temperature"] == 0) & (found["term"] == CHOSEN)]
 
-        def said(words: str, less: str) -> str:
-            rows = greedy[greedy["quantity"] == f"{EXCESS}, {LESS[less]}"]
-            return sentence_of(words, rows, null=0.0, level=level)
+        def said(words: str, quantity: str, less: str) -> str:
+            rows = greedy[greedy["quantity"] == f"{quantity}, {LESS[less]}"]
+            return sentence_of(words, rows, null=0.0, level=self.args.level)
 
+        learned = f"a vector at {', '.join(self.positions)}, learned and its layer chosen on others"
         sentence = said(
-            "greedy turns' excess over siblings under a vector at "
-            f"{', '.join(self.positions)}, learned on other queries, less that under its control, "
-            "at a layer chosen on other queries",
+            f"excess over siblings of greedy turns under {learned}, less that under its control",
+            EXCESS,
             SIBLING,
         )
         assert self.gate is not None
         control = (
             "The control is a vector learned from the same turns, each after a sibling of the "
-            f"response that it followed. {said('less unsteered turns', UNSTEERED)} "
+            "response that it followed. "
+            f"{said('excess, less that of unsteered turns', EXCESS, UNSTEERED)} "
+            f"{said('genuine and dependent turns, less the control', DEPENDENT, SIBLING)} "
             f"{self.gate.sentence}."
         )
         return Conclusion(sentence, control)
