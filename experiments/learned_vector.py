@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 UNSTEERED = "unsteered"
 OWN, SIBLING, OTHER, RANDOM = "own", "siblings", "other queries", "random"  # what vectors are of
+LEARNED = OWN, SIBLING, OTHER
 CHOSEN = "chosen layer"
 GENUINE, DEPENDENT, BITS = "genuine", "genuine and dependent", "readable bits"
 RANGES = {
@@ -283,7 +284,8 @@ class LearnedVector(Experiment):
     def _examples(self, half: int, accepted: set[tuple]) -> dict[str, list[SteeredContext]]:
         """The accepted turns of a half, as many of each query as can be: after the response that
         each followed, after a sibling that is finished like it, and after a response to another
-        query of the half, of the same dataset if there is one. The layer is still to be set."""
+        query of the half, of the same dataset and finished like it where there is one. The layer
+        is still to be set."""
         rng = np.random.default_rng([self.args.seed, 4, half])
         mine = [query for query in self.queries if self.part[query.source] // 2 == half]
         found: list[tuple[int, dict[str, SteeredContext]]] = []  # how many of its query came before
@@ -298,10 +300,12 @@ class LearnedVector(Experiment):
                 others = [j for j, (t, c) in enumerate(kinds) if t != text and c == complete]
                 if tuple(turn[KEY]) in accepted and ids and others and foreign:
                     other = foreign[rng.integers(len(foreign))]
+                    alike = np.flatnonzero(np.array(other.complete) == complete)
+                    those = alike if len(alike) else np.arange(len(other.contexts))
                     pairs = {
                         OWN: self._steered(query, k, ids),
                         SIBLING: self._steered(query, int(rng.choice(others)), ids),
-                        OTHER: self._steered(other, int(rng.integers(len(other.contexts))), ids),
+                        OTHER: self._steered(other, int(rng.choice(those)), ids),
                     }
                     found.append((len(found) - before, pairs))
         if not found:
@@ -310,10 +314,8 @@ class LearnedVector(Experiment):
                 "sample more turns (--samples, --temperatures), or more queries",
             )
         found.sort(key=lambda one: one[0])
-        return {
-            term: [pairs[term] for _, pairs in found[: self.args.turns]]
-            for term in (OWN, SIBLING, OTHER)
-        }
+        kept = [pairs for _, pairs in found[: self.args.turns]]
+        return {term: [pairs[term] for pairs in kept] for term in LEARNED}
 
     def _steered(self, query: "Query", k: int, turn: Ids) -> SteeredContext:
         """A context with a turn."""
@@ -342,7 +344,7 @@ class LearnedVector(Experiment):
         return found
 
     def plan(self) -> dict[str, str]:
-        units, vectors = self.units(), (OWN, SIBLING, OTHER, RANDOM)
+        units, vectors = self.units(), (*LEARNED, RANDOM)
         contexts = sum(len(one.contexts) for half in self.learners for one in self.measured(half))
         turns = 1 + len(self.args.temperatures) * self.runs[0].settings["samples"]
         return {

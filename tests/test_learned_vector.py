@@ -24,6 +24,7 @@ from experiments.learned_vector import (
     BITS,
     CHOSEN,
     DEPENDENT,
+    LEARNED,
     LESS,
     OWN,
     RANDOM,
@@ -276,6 +277,32 @@ def test_the_command_holds_what_a_half_learned_against_the_other_half(
     before = files(out)
     again = call(main, words, capfd)
     assert (again.status, again.out) == (0, outcome.out) and files(out) == before
+
+
+def test_turns_are_paired_with_their_own_response_a_sibling_and_another_query(run, tmp_path):
+    args = LearnedVector.build_parser().parse_args([str(run.path)])
+    one = LearnedVector([run], args, tmp_path / "out")
+    one.check()
+    place = {
+        query.token_ids[k]: (query, k) for query in one.queries for k in range(len(query.contexts))
+    }
+    turns = read_runs([run], "rules", NO_ANNOTATOR).turns
+    accepted = turns[(turns["genuine"] == 1) & (turns["temperature"] > 0)]
+    sampled = run.generations.set_index(["context_id", "temperature"])["token_ids"]
+    learned = 0
+    for half, those in enumerate(one.examples):
+        for own, sibling, other in zip(*(those[term] for term in LEARNED), strict=True):
+            assert own.turns == sibling.turns == other.turns
+            (mine, k), (same, j), (foreign, _) = (place[x.ids] for x in (own, sibling, other))
+            assert mine is same and mine is not foreign
+            assert mine.responses[k] != same.responses[j]
+            assert mine.complete[k] == same.complete[j]
+            assert one.part[mine.source] // 2 == one.part[foreign.source] // 2 == half
+            context = mine.contexts["context_id"][k]
+            assert context in set(accepted["context_id"])
+            assert tuple(sampled[context, 1.0].tolist()) == own.turns[0]
+            learned += 1
+    assert 0 < learned <= len(accepted)
 
 
 def test_what_cant_be_done_is_refused_in_a_line(run, tmp_path, capfd):
