@@ -241,6 +241,10 @@ def test_the_command_holds_what_a_half_learned_against_the_other_half(
     for half in ("1", "2"):
         steered = Run.open(out / f"layer_2_own_{half}" / "run")
         sources.append(set(steered.contexts["source_id"]))
+        for column in ("response_unfinished", "response_finish_reason"):  # or decoys would differ
+            whole = run.contexts.set_index("context_id")[column]
+            mine = steered.contexts.set_index("context_id")[column]
+            assert mine.equals(whole[mine.index])
         vectors = {
             term: SteeringVector.load(out / f"layer_2_{term}_{half}" / "vector.safetensors")
             for term in (OWN, SIBLING, "other_queries", RANDOM)
