@@ -49,7 +49,7 @@ class SteeredContext:
     @property
     def start(self) -> int:
         """Index of the first token that is scored with a turn, so that it can be steered."""
-        return min(*self.at, len(self.ids) - 1)
+        return min((*self.at, len(self.ids) - 1))
 
     @property
     def scored(self) -> int:
@@ -70,7 +70,7 @@ class SteeredContext:
             if direction is not None:
                 after = range(end, end + len(ids) - 1) if self.in_turn else ()
                 at = (*(position - self.start for position in self.at), *after)
-                steered = (Add(self.layer, at, direction, dose),)
+                steered = (Add(self.layer, at, direction, dose),) if at else ()
             tokens = (*self.ids[self.start :], *ids)
             found.append(Turn(number, tokens, interventions=steered, whole_at=end))
         return found

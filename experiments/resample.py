@@ -59,8 +59,8 @@ def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
             messages=tuple(row["messages"]),
             reference=text_of(row["reference"]),
             answer=text_of(row["answer"]),
-            metadata=json.loads(row["metadata"])
-            | {"response_unfinished": bool(row["response_unfinished"])},
+            metadata=json.loads(row["metadata"]),
+            finish_reason=text_of(row["response_finish_reason"]),
         )
         for row in contexts.to_dict("records")
     ]

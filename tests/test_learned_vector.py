@@ -1,0 +1,320 @@
+"""``experiments.learned_vector``: gradients, the choice of a layer, a planted gate, the command."""
+
+import hashlib
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import planted_gate as planted
+import pytest
+import scored
+import tiny
+import torch
+from conftest import Silent
+from shell import call, files, refusal
+
+from experiments.directions import SteeredContext
+from experiments.elicit import EXCESS, SIBLINGS
+from experiments.elicit import RATE as ACCEPTED
+from experiments.experiment import Model
+from experiments.learned_vector import (
+    BITS,
+    CHOSEN,
+    DEPENDENT,
+    LEARNED,
+    LESS,
+    OWN,
+    RANDOM,
+    SIBLING,
+    UNIT,
+    UNSTEERED,
+    LearnedVector,
+    Learning,
+    at_chosen_layer,
+    learn,
+    main,
+)
+from ia_mech.engine.intervene import Add
+from ia_mech.engine.score import Turn
+from ia_mech.errors import UserError
+from ia_mech.judge.label import label_run
+from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rules import RulesJudge
+from ia_mech.judge.verdict import Verdict
+from ia_mech.rates.load import NO_ANNOTATOR, read_runs
+from ia_mech.run import Run
+from ia_mech.stats import cluster_bootstrap
+from ia_mech.steering import SteeringVector
+
+OPENED = f"{EXCESS}, {LESS[SIBLING]}"
+
+# -- learning --------------------------------------------------------------------------------------
+
+
+def learning(contexts, dose: float = 0.5, steps: int = 10) -> Learning:
+    return Learning("half 1", "", 1, 0, OWN, tuple(contexts), dose, steps, 0)
+
+
+@pytest.mark.parametrize("architecture", [one for one in tiny.FAMILIES if one != "qwen3_5"])
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_what_is_learned_makes_the_turns_likely_where_it_is_added(architecture, in_turn):
+    """By plain scores of whole contexts, as a run under the vector would have them."""
+    network = tiny.model(architecture)
+    contexts = []
+    for seed in range(5):
+        ids = tuple(tiny.prompt(12 + seed, seed))
+        at, turn = (len(ids) - 2, len(ids) - 1), tuple(tiny.prompt(3 + seed, 50 + seed))
+        contexts.append(SteeredContext("q", ids, 2, at, in_turn, (turn,)))
+    model = Model(SimpleNamespace(model=network), None)
+    with torch.inference_mode():  # as in a worker
+        direction = learn(model, learning(contexts))
+        np.testing.assert_array_equal(direction, learn(model, learning(contexts)))
+    assert abs(np.linalg.norm(direction) - 1) < 1e-6
+
+    def log_likelihood(along) -> float:
+        turns = []
+        for number, one in enumerate(contexts):
+            ids = one.turns[0]
+            after = range(len(one.ids), len(one.ids) + len(ids) - 1) if in_turn else ()
+            at = tuple(place - 1 for place in (*one.at, *after))  # all but one token is scored
+            moved = () if along is None else (Add(2, at, torch.from_numpy(along), 0.5),)
+            turns.append(Turn(number, (*one.ids[1:], *ids), interventions=moved))
+        found = model.score([one.ids[:1] for one in contexts], turns)
+        lengths = [len(one.turns[0]) for one in contexts]
+        return sum(
+            float(score.logprobs_raw[-length:].sum())
+            for score, length in zip(found, lengths, strict=True)
+        )
+
+    other = np.random.default_rng(0).standard_normal(32).astype(np.float32)
+    assert log_likelihood(direction) > max(log_likelihood(None), log_likelihood(other)) + 5
+
+
+def test_recurrent_layers_without_a_gradient_are_refused_by_name():
+    contexts = [SteeredContext("q", tuple(tiny.prompt(12, 0)), 2, (11,), False, ((5, 6, 7),))]
+    model = Model(SimpleNamespace(model=tiny.model("qwen3_5")), None)
+    with pytest.raises(UserError, match="passes of Qwen3_5ForCausalLM have no gradient"):
+        learn(model, learning(contexts))
+
+
+# -- the choice of a layer -------------------------------------------------------------------------
+
+
+def by_loops(ranked, reported, part, counts) -> float:
+    total = 0.0
+    drawn = [q for q in range(len(part)) for _ in range(int(counts[q]))]
+    for one, other in ((0, 1), (1, 0), (2, 3), (3, 2)):
+        choosing = [q for q in drawn if part[q] == other]
+        best = max(range(len(ranked)), key=lambda layer: sum(ranked[layer][q] for q in choosing))
+        total += sum(reported[best][q] for q in drawn if part[q] == one)
+    return total / len(drawn)
+
+
+def test_a_layer_is_chosen_on_queries_of_the_same_vectors_and_reported_on_others():
+    rng = np.random.default_rng(0)
+    ranked, reported, part = rng.normal(size=(3, 16)), rng.normal(size=(3, 16)), np.arange(16) % 4
+    counts = 1.0 + rng.multinomial(16, np.full(16, 1 / 16), size=50)
+    wanted = [by_loops(ranked, reported, part, one) for one in counts]
+    np.testing.assert_allclose(at_chosen_layer(ranked, reported, part, counts), wanted, atol=1e-12)
+    assert np.isnan(at_chosen_layer(ranked, reported, part, 1.0 * (part == 0)[None]))
+
+
+@pytest.mark.slow
+def test_layers_that_do_nothing_are_called_in_5_percent_though_the_best_is_chosen():
+    """Of 400 studies of 60 queries with seven layers: within three standard errors of the level."""
+    rng, called = np.random.default_rng(1), 0
+    part = np.arange(60) % 4
+    for seed in range(400):
+        values = rng.normal(size=(7, 60)) + rng.normal(size=60)
+        options = {"level": 0.95, "resamples": 400, "seed": seed}
+
+        def statistic(counts: np.ndarray, values=values) -> np.ndarray:
+            return at_chosen_layer(values, values, part, counts)
+
+        (found,) = cluster_bootstrap(statistic, range(60), **options)
+        called += not found.low <= 0 <= found.high
+    assert called / 400 <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 400)
+
+
+# -- planted truths --------------------------------------------------------------------------------
+
+
+def rates_under(model: Model, queries, layer: int, direction, dose: float = 0.5) -> list[dict]:
+    """Of each query how often greedy turns say the name of their response, and of siblings'."""
+    rows = []
+    for contexts in queries:
+        along = None if direction is None else torch.from_numpy(direction)
+        said = planted.said(model, contexts, layer, along, dose)
+        own = np.mean([name == k for k, name in enumerate(said)])
+        other = np.mean([name in range(4) and name != k for k, name in enumerate(said)]) / 3
+        values = {ACCEPTED: own, SIBLINGS: other, EXCESS: own - other}
+        rows.append({"source": contexts[0].source, "temperature": 0.0, "layer": layer} | values)
+    return rows
+
+
+def estimates_of(model: Model, layers: tuple[int, ...]) -> tuple[pd.DataFrame, list[str]]:
+    """What the experiment finds in a planted model, its notes."""
+    queries, rows = planted.queries(16, 0), []
+    args = SimpleNamespace(level=0.95, resamples=200, seed=0)
+    one = LearnedVector([], args, Path())
+    one.part = {contexts[0].source: n % 4 for n, contexts in enumerate(queries)}
+    for half in (0, 1):
+        mine = [q for q in queries if one.part[q[0].source] // 2 == half]
+        others = [q for q in queries if one.part[q[0].source] // 2 != half]
+        rows += [row | {"term": UNSTEERED} for row in rates_under(model, others, UNIT, None)]
+        for layer in layers:
+            for term, shift in ((OWN, 0), (SIBLING, 1)):
+                pairs = [
+                    replace(q[(k + shift) % 4], turns=q[k].turns, layer=layer)
+                    for q in mine
+                    for k in range(4)
+                ]
+                found = rates_under(model, others, layer, learn(model, learning(pairs, steps=5)))
+                rows += [row | {"term": term} for row in found]
+    found = pd.DataFrame(
+        {"quantity": row.quantity, **row.names, "value": row.estimate.value,
+         "low": row.estimate.low, "high": row.estimate.high, "p": row.p_holm}
+        for row in one.estimate(pd.DataFrame(rows))
+    )  # fmt: skip
+    return found.set_index(["quantity", "term", "layer"]).sort_index(), one.notes
+
+
+def test_the_layer_at_which_a_planted_gate_opens_is_found():
+    """Block 3 reads the header: 11 of 16 queries can be opened before it, none after it."""
+    found, notes = estimates_of(planted.model(True), (2, 4))
+    value = found["value"]
+    assert value[EXCESS, UNSTEERED].item() == 0
+    assert value[EXCESS, OWN, 2] == pytest.approx(11 / 16)
+    assert value[EXCESS, SIBLING, 2] == value[EXCESS, OWN, 4] == 0
+    opened = found.loc[(OPENED, CHOSEN)].iloc[0]
+    assert opened["value"] == pytest.approx(11 / 16) and opened["low"] > 0
+    assert found["p"][OPENED, OWN, 2] < 0.05 and found["p"][OPENED, OWN, 4] == 1
+    assert notes[-1].startswith("chosen layers, greedy turns: 2 by part 1, 2 by part 2, 2 by part")
+
+
+def test_nothing_is_found_where_nothing_is_behind_the_gate():
+    found, _ = estimates_of(planted.model(False), (2,))
+    assert found.loc[(OPENED, CHOSEN)].iloc[0]["value"] == 0
+    assert (found.loc[OPENED, "p"].dropna() == 1).all()
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def by_chance(self, item) -> Verdict:
+    """A judge that accepts half of all turns, by what was said and after what."""
+    text = f"{item.response}\0{item.turn}".encode(errors="surrogatepass")
+    return Verdict((GENUINE, "new_topic")[hashlib.sha256(text).digest()[0] % 2])
+
+
+@pytest.fixture
+def run(siblings, tmp_path, monkeypatch) -> Run:
+    """A judged run."""
+    monkeypatch.setattr(RulesJudge, "verdict", by_chance)
+    run = Run.open(shutil.copytree(siblings.path, tmp_path / "run"))
+    label_run(run, RulesJudge(), "rules", Silent())
+    return run
+
+
+def test_the_command_holds_what_a_half_learned_against_the_other_half(
+    run, tiny_subject, tmp_path, capfd
+):
+    out = tmp_path / "out"
+    words = [str(run.path), "--out", str(out), "--resamples", "100", "--steps", "2"]
+    words += ["--layers", "2"]
+    planned = call(main, [*words, "--dry-run"], capfd)
+    assert planned.status == 0 and "6 of them from" in planned.out and not out.exists()
+    assert "16 contexts under each of 4 vectors, 1 turns after each" in planned.out
+    outcome = call(main, words, capfd)
+    assert outcome.status == 0, outcome.err
+    sentence, control = outcome.out.splitlines()[:2]
+    assert (
+        "header_last" in sentence
+        and "its layer chosen on others, less that under its control" in sentence
+    )
+    assert "each after a sibling of the response that it followed" in control
+
+    sources = []
+    for half in ("1", "2"):
+        steered = Run.open(out / f"layer_2_own_{half}" / "run")
+        sources.append(set(steered.contexts["source_id"]))
+        for column in ("response_unfinished", "response_finish_reason"):  # or decoys would differ
+            whole = run.contexts.set_index("context_id")[column]
+            mine = steered.contexts.set_index("context_id")[column]
+            assert mine.equals(whole[mine.index])
+        vectors = {
+            term: SteeringVector.load(out / f"layer_2_{term}_{half}" / "vector.safetensors")
+            for term in (OWN, SIBLING, "other_queries", RANDOM)
+        }
+        assert steered.record["identity"]["intervention"] == vectors[OWN].sha256
+        assert vectors[OWN].positions == ("header_0", "header_1", "header_last")
+        assert {one.dose for one in vectors.values()} == {0.5}
+        along = vectors[OWN].direction @ vectors[RANDOM].direction
+        assert abs(float(along)) < 1e-5  # 32 products of float32, each below 1
+    assert sources[0].isdisjoint(sources[1]) and len(sources[0]) == len(sources[1]) == 2
+
+    found = pd.read_parquet(out / "estimates.parquet")
+    assert not found[found["term"] == CHOSEN].empty and BITS in set(found["quantity"])
+    value = found.set_index(["quantity", "term", "layer"])["value"]
+    value = value.sort_index()
+    apart = value[EXCESS, OWN, 2] - value[EXCESS, SIBLING, 2]
+    assert value[OPENED, OWN, 2] == pytest.approx(apart)
+
+    # Genuine and dependent, of unsteered turns, by plain passes.
+    turns = read_runs([run], "rules", NO_ANNOTATOR).turns
+    accepted = turns[turns["temperature"] == 0].set_index("context_id")["genuine"]
+    greedy = run.generations[run.generations["temperature"] == 0].set_index("context_id")
+    shares = []
+    for _, contexts in run.contexts.groupby("source_id"):
+        for k, name in enumerate(contexts["context_id"]):
+            ids = greedy["token_ids"][name].tolist()
+            sums = [
+                scored.logprobs(tiny_subject.model, one.tolist(), ids).sum()
+                for one in contexts["token_ids"]
+            ]
+            shares.append(accepted[name] * (np.exp(sums[k]) > np.exp(sums).sum() / 2))
+    assert 0 < np.mean(shares) < 1  # each query has four responses
+    assert value[DEPENDENT, UNSTEERED].item() == pytest.approx(np.mean(shares))
+    before = files(out)
+    again = call(main, words, capfd)
+    assert (again.status, again.out) == (0, outcome.out) and files(out) == before
+
+
+def test_turns_are_paired_with_their_own_response_a_sibling_and_another_query(run, tmp_path):
+    args = LearnedVector.build_parser().parse_args([str(run.path)])
+    one = LearnedVector([run], args, tmp_path / "out")
+    one.check()
+    place = {
+        query.token_ids[k]: (query, k) for query in one.queries for k in range(len(query.contexts))
+    }
+    turns = read_runs([run], "rules", NO_ANNOTATOR).turns
+    accepted = turns[(turns["genuine"] == 1) & (turns["temperature"] > 0)]
+    sampled = run.generations.set_index(["context_id", "temperature"])["token_ids"]
+    learned = 0
+    for half, those in enumerate(one.examples):
+        for own, sibling, other in zip(*(those[term] for term in LEARNED), strict=True):
+            assert own.turns == sibling.turns == other.turns
+            (mine, k), (same, j), (foreign, _) = (place[x.ids] for x in (own, sibling, other))
+            assert mine is same and mine is not foreign
+            assert mine.responses[k] != same.responses[j]
+            assert mine.complete[k] == same.complete[j]
+            assert one.part[mine.source] // 2 == one.part[foreign.source] // 2 == half
+            context = mine.contexts["context_id"][k]
+            assert context in set(accepted["context_id"])
+            assert tuple(sampled[context, 1.0].tolist()) == own.turns[0]
+            learned += 1
+    assert 0 < learned <= len(accepted)
+
+
+def test_what_cant_be_done_is_refused_in_a_line(run, tmp_path, capfd):
+    def refused(*words: str) -> str:
+        return refusal(call(main, [str(run.path), "--out", str(tmp_path / "out"), *words], capfd))
+
+    assert "there is no layer 9 to change; give layers from 0 to 4" in refused("--layers", "9")
+    assert "no position header_7 to steer at" in refused("--positions", "header_7")
+    assert "has no turns at T = 0.3 to compare with" in refused("--temperatures", "0.3")
+    assert "3 queries have several responses" in refused("--queries", "3")
+    assert not (tmp_path / "out").exists()
