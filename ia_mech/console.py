@@ -26,6 +26,7 @@ COMMANDS = {
     "likelihood": ("experiments.likelihood", "what real follow-ups owe to the response"),
     "perturbations": ("experiments.perturbations", "what of the response matters"),
     "steering": ("experiments.steering", "whether a direction moves the turn"),
+    "interchange": ("experiments.interchange", "whether follow-ups travel with a state"),
     "temperature-sweep": ("experiments.temperature_sweep", "what temperature does"),
     "post-training": ("experiments.post_training", "train on user turns"),
     "decoupling": ("experiments.decoupling", "accuracy beside follow-ups, over models"),

@@ -41,7 +41,7 @@ MOODS = "zq"  # letters of responses; of the first a third of sampled turns are 
 FOLLOWS, OTHER = "?", "!"
 SHARES = {"z": 1 / (1 + np.exp(0.5 / 0.7)), "q": 1 / (1 + np.exp(3.0 / 0.7))}
 BLOCK = 3  # whose attention tells each token the response's mood
-QUERIES, SAMPLES = 24, 16
+QUERIES, SAMPLES = 16, 32
 
 
 def planted(tiny: Subject, odds: tuple[float, float], folder) -> Subject:
@@ -123,12 +123,12 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
     mood = used.residuals(BLOCK, "turn_end")[:, 3] > used.residuals(BLOCK, "turn_end")[:, 4]
     has = [messages[-1]["content"][0] == MOODS[0] for messages in used.contexts["messages"]]
     assert mood.tolist() == has  # it can be read at the turn's end, and isn't used there
-    outcome = command(used.path)
+    outcome = command(used.path, "--samples", "8")
     assert outcome.status == 0, outcome.err
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
     whole = found.set_index("quantity")["value"]
     wanted = SHARES["z"] - SHARES["q"]
-    assert whole[DONORS] == pytest.approx(wanted, abs=0.1)
+    assert whole[DONORS] == pytest.approx(wanted, abs=0.15)
     assert whole[UNCHANGED] == pytest.approx(sum(SHARES.values()) / 2, abs=0.08)
     cells = found.set_index(["quantity", "term", "layer"])
     layers = exchanged_layers(4)
@@ -138,20 +138,21 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
         for layer in layers:
             moved, ratio = (cells.loc[(name, place, layer)] for name in (MOVED, RATIO))
             if place in places[2:] and layer >= BLOCK:
-                assert moved["value"] == pytest.approx(wanted, abs=0.08), (place, layer)
-                assert moved["p_holm"] < 0.01 and ratio["low"] < 1 < ratio["high"]
+                assert moved["value"] == pytest.approx(wanted, abs=0.15), (place, layer)
+                assert moved["p_holm"] < 0.05
+                assert ratio["value"] == pytest.approx(1, abs=0.4)
             else:
                 assert moved["value"] == ratio["value"] == 0, (place, layer)
             assert cells.loc[(EQUAL, place, layer), "p_holm"] > 0.05
     said = outcome.out.splitlines()
     assert said[0].startswith(f"A state moves the share of sampled turns that are {GENUINE} at 4 ")
-    assert "change none of 384 turns" in said[1] and "differ at 0 of 16 cells" in said[1]
+    assert "change none of 256 turns" in said[1] and "differ at 0 of 16 cells" in said[1]
     run = Run.open(tmp_path / "out" / "turns" / "run")
     about = [json.loads(text)["interchange"] for text in run.contexts["metadata"]]
     recipients = run.contexts["source_id"].to_numpy()
     donors = used.contexts.set_index("context_id")["source_id"]
     assert not (recipients == donors[[one["donor"] for one in about]].to_numpy()).any()
-    again = command(used.path)
+    again = command(used.path, "--samples", "8")
     assert (again.status, again.out) == (0, outcome.out)
 
 
@@ -164,12 +165,14 @@ def test_a_share_that_is_alike_everywhere_moves_nowhere(tiny_subject, tmp_path, 
     assert (found[found["quantity"] == MOVED]["value"] == 0).all()
 
 
-def test_own_states_that_change_a_turn_are_refused(used, command, monkeypatch):
+def test_own_states_that_change_a_turn_are_refused(used, command, monkeypatch, tmp_path):
     from ia_mech.engine.intervene import Replace
 
     whole = Replace.apply
     monkeypatch.setattr(Replace, "apply", lambda self, own: whole(self, own) * (1 + 1e-6))
-    line = refusal(command(used.path, "--queries", "3", "--samples", "2"))
+    outcome = command(used.path, "--queries", "3", "--samples", "2")
+    line = outcome.err.splitlines()[-1]
+    assert outcome.status == 2 and not (tmp_path / "out" / "result.json").exists()
     assert "a context's own states, put where they were, change" in line
 
 
@@ -269,7 +272,7 @@ def test_the_ratio_is_1_where_all_travels_and_half_where_half_does():
 
 def test_the_level_is_held_where_nothing_travels_and_intervals_cover_where_half_does():
     rng = np.random.default_rng(2)
-    times, false, covered = 100, 0, 0
+    times, false, covered = 60, 0, 0
     for _ in range(times):
         for travels in (0.0, 0.5):
             found = {row.quantity: row for row in estimates(simulated(rng, travels), OPTIONS)}
@@ -278,7 +281,7 @@ def test_the_level_is_held_where_nothing_travels_and_intervals_cover_where_half_
                 covered += ratio.low <= travels <= ratio.high
             else:
                 false += found[MOVED].p <= 0.05
-    assert false <= 11 and covered >= 89  # 5 and 95 of 100; three standard deviations
+    assert false <= 8 and covered >= 52  # 3 and 57 of 60; three standard deviations
 
 
 def test_there_is_no_ratio_where_the_donors_are_alike():
