@@ -48,8 +48,6 @@ from ia_mech.results import cell_of
 from ia_mech.stats import cluster_bootstrap
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from experiments.figures import Drawing
     from ia_mech.chat.format import ChatContext
     from ia_mech.data.conversations import Conversation
@@ -73,6 +71,11 @@ CELL = ["term", "layer"]
 def exchanged_layers(depth: int) -> list[int]:
     """The layers after which states are put in: 1, 3, 5 and 7 eighths of the depth, rounded up."""
     return list(dict.fromkeys(math.ceil(depth * eighths / 8) for eighths in (1, 3, 5, 7)))
+
+
+def positions_of(places: Mapping[str, int | None], names: Sequence[str]) -> tuple[int, ...]:
+    """The indices of named positions that a context has."""
+    return tuple(int(at) for name in names if (at := places[name]) is not None)
 
 
 # -- shares and donors -----------------------------------------------------------------------------
@@ -108,7 +111,8 @@ def shares_of(turns: pd.DataFrame, outcome: str, temperature: float) -> pd.DataF
         "share": drawn,
     }
     found = {name: half.groupby(keys)["value"].mean() for name, half in halves.items()}
-    return pd.DataFrame(found).reset_index()
+    shares = pd.DataFrame(found).reset_index()
+    return shares.assign(source=shares["source"].str.replace("\0", "\x1f"))  # as of a Query
 
 
 def donors_of(contexts: pd.DataFrame, recipients: Sequence[int], seed: int) -> pd.DataFrame:
@@ -157,13 +161,6 @@ def donors_of(contexts: pd.DataFrame, recipients: Sequence[int], seed: int) -> p
 # -- estimate --------------------------------------------------------------------------------------
 
 
-def donors_apart(group: Group, rows: pd.DataFrame) -> TidyEstimate:
-    """The difference of high and low donors in the half of their turns that chose nothing."""
-    of_recipient = rows.drop_duplicates("source")
-    source, high, low = (of_recipient[name] for name in ("source", "own high", "own low"))
-    return paired_row(group, DONORS, high, source, low, source)
-
-
 def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
     """Every estimate, with its interval over the recipients' queries.
 
@@ -179,7 +176,8 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
         of_recipient = rows[here].drop_duplicates("source")
         group = Group(of_recipient["source"].to_numpy(), options, {"dataset": dataset})
         yield group.mean(UNCHANGED, of_recipient["unchanged"], proportion=True)
-        apart = donors_apart(group, rows[here])
+        source, high, low = (of_recipient[name] for name in ("source", "own high", "own low"))
+        apart = paired_row(group, DONORS, high, source, low, source)
         yield apart
         for (term, layer), cell in rows[here].groupby(CELL, sort=False):
             sources = cell["source"].to_numpy()
@@ -279,32 +277,22 @@ class Interchange(Experiment):
         turns = read_runs(self.runs, self.args.judge, NO_ANNOTATOR).turns
         every = shares_of(turns, self.args.outcome, self.args.temperature).dropna()
         finished = every[~every["unfinished"].astype(bool)]
-        latent = finished[finished["greedy"] == 0].reset_index(drop=True)
-        self.contexts, (recipients, queries) = latent, self._recipients(latent)
-        self.donors = donors_of(latent, recipients, self.args.seed)
+        self.contexts = finished[finished["greedy"] == 0].reset_index(drop=True)
+        chosen = self.contexts["source"].isin([query.source for query in self.queries])
+        recipients = self.contexts[chosen].drop_duplicates("source").index
+        self.donors = donors_of(self.contexts, recipients, self.args.seed)
         if len(self.donors) < 2:
             raise UserError(
                 f"{len(self.donors)} queries have a finished response whose greedy turn isn't "
                 f"{self.args.outcome}, and donors among other queries of their dataset",
                 "give a run of more queries, or another --outcome",
             )
-        most = max(Counter(self.donors[list(ARMS)].to_numpy().ravel().tolist()).values())
+        most = self.donors[list(ARMS)].stack().value_counts().max()
         self.notes.append(
-            f"{len(latent)} of {len(every)} judged contexts are finished and have a greedy turn "
-            f"that isn't {self.args.outcome}; {len(self.donors)} of {queries} queries have such a "
-            f"recipient with donors. A context is a donor at most {most} times."
+            f"{len(self.contexts)} of {len(every)} judged contexts are finished and have a greedy "
+            f"turn that isn't {self.args.outcome}; {len(self.donors)} of {len(self.queries)} "
+            f"queries have such a recipient with donors. A context is a donor at most {most} times."
         )
-
-    def _recipients(self, latent: pd.DataFrame) -> tuple[list[int], int]:
-        """The first context of each chosen query that can be one; and how many were chosen."""
-        place = {}
-        for i, key in enumerate(zip(latent["dataset"], latent["context_id"], strict=True)):
-            place[key] = i
-        found = []
-        for query in self.queries:
-            mine = [place.get((query.dataset, name)) for name in query.contexts["context_id"]]
-            found += [i for i in mine if i is not None][:1]
-        return found, len(self.queries)
 
     @cached_property
     def rows_of_contexts(self) -> pd.DataFrame:
@@ -320,23 +308,20 @@ class Interchange(Experiment):
         """Where states are put: the name of the place → its positions.
 
         Raises:
-            UserError: states were kept nowhere after the response.
+            UserError: no state after the response was kept.
         """
-        kept = [
-            name for name in self.runs[0].positions if all(name in r.positions for r in self.runs)
-        ]
         there = pd.DataFrame(self.rows_of_contexts["positions"].tolist()).notna().all()
-        names = [name for name in kept if there.get(name, False)]
-        header = [name for name in names if name.startswith("header_")]
-        found = {place: [place] for place in TOKENS if place in names}
-        if len(header) > 1:
-            found[HEADER] = header
+        kept = set.intersection(*(set(run.positions) for run in self.runs))
+        names = [name for name in there.index[there] if name in kept]
+        places = {place: [place] for place in TOKENS}
+        places[HEADER] = [name for name in names if name.startswith("header_")]
+        found = {place: own for place, own in places.items() if own and {*own} <= {*names}}
         if not found:
             raise UserError(
                 f"{self.runs[0].path} keeps no state after the response",
                 "sample again with --positions all",
             )
-        return {place: found[place] for place in TOKENS if place in found}
+        return found
 
     @property
     def cells(self) -> list[tuple[str, int]]:
@@ -373,78 +358,43 @@ class Interchange(Experiment):
         return {"turns": found}
 
     def sample(self, name: str, conversations: "list[Conversation]") -> "Run":
-        from experiments.resample import resample_run
-
-        states = self._states
-
-        def put(conversation: "Conversation", context: "ChatContext") -> "tuple[Replace, ...]":
-            return (self._replaced(conversation.metadata[EXCHANGED], context, states),)
-
-        where, changes = self.place(name), self.decoding()
-        return resample_run(
-            self.runs[0],
-            conversations,
-            where,
-            ("header_last",),
-            crew=self.crew,
-            interventions=put,
-            **changes,
-        )
-
-    @cached_property
-    def _states(self) -> "dict[int, Tensor]":
-        """``[contexts of all runs, positions, d_model]`` of the places' positions, by layer."""
         import torch
 
-        names = list(dict.fromkeys(name for place in self.tokens.values() for name in place))
-        found = {}
-        for layer in {layer for _, layer in self.cells}:
-            of_runs = [
-                run.residuals(layer)[:, [run.positions.index(name) for name in names]]
-                for run in self.runs
-            ]
-            found[layer] = torch.cat(of_runs)
-        return found
-
-    def _replaced(
-        self, about: dict[str, Any], context: "ChatContext", states: "dict[int, Tensor]"
-    ) -> "Replace":
-        """A donor's states at the tokens of a context."""
+        from experiments.resample import resample_run
         from ia_mech.engine.intervene import Replace
 
-        names = list(dict.fromkeys(name for place in self.tokens.values() for name in place))
-        wanted = self.tokens[about["place"]]
-        at = tuple(int(context.positions[name] or 0) for name in wanted)
-        taken = states[about["layer"]][about["row"], [names.index(name) for name in wanted]]
-        return Replace(about["layer"], at, taken)
+        states = {  # [contexts of all runs, d_model]
+            (layer, position): torch.cat([run.residuals(layer, position) for run in self.runs])
+            for place, layer in self.cells
+            for position in self.tokens[place]
+        }
+
+        def put(conversation: "Conversation", context: "ChatContext") -> "list[Replace]":
+            about = conversation.metadata[EXCHANGED]
+            layer, names = about["layer"], self.tokens[about["place"]]
+            at = positions_of(context.positions, names)
+            donor = [states[layer, name][about["row"]] for name in names]
+            return [Replace(layer, at, torch.stack(donor))]
+
+        where, changes = self.place(name), self.decoding() | {"crew": self.crew}
+        kept = ("header_last",)
+        return resample_run(self.runs[0], conversations, where, kept, interventions=put, **changes)
 
     # -- the recipient's own states ---------------------------------------------------------------
 
     def units(self) -> list[Unit]:
-        settings = self.runs[0].settings
-        found: list[Unit] = []
+        settings, found = self.runs[0].settings, list[Unit]()
+        turn = self.args.temperature, self.args.samples, settings["max_new_tokens"]
         for recipient in self.donors["recipient"]:
             row = self.rows_of_contexts.iloc[recipient]
-            context = tuple(row["token_ids"].tolist())
-            positions, cells = row["positions"], []
-            for place, layer in self.cells:
-                at = tuple(int(positions[name]) for name in self.tokens[place])
-                cells.append((at, layer))
-            most = settings["max_new_tokens"]
-            found.append(
-                Recipient(
-                    self.contexts["source"][recipient].replace("\0", "\x1f"),
-                    row["dataset"],
-                    2 * len(cells) * (len(context) + most),
-                    context,
-                    cells,
-                    self.args.temperature,
-                    self.args.samples,
-                    most,
-                    settings["seed"],
-                    row["source_id"],
-                )
-            )
+            ids, query = tuple(row["token_ids"].tolist()), self.contexts["source"][recipient]
+            cells = [
+                (positions_of(row["positions"], self.tokens[place]), layer)
+                for place, layer in self.cells
+            ]
+            tokens = 2 * len(cells) * (len(ids) + turn[-1])
+            noise = settings["seed"], row["source_id"]
+            found.append(Recipient(query, row["dataset"], tokens, ids, cells, *turn, *noise))
         return found
 
     def measure(self, model: Model, unit: Recipient) -> pd.DataFrame:
@@ -470,14 +420,11 @@ class Interchange(Experiment):
                 put = states[number, layer, [places.index(one) for one in at]]
                 own.append(Prefix(unit.context, places, (Replace(layer, at, put),)))
             again = prefill(subject, own)
-            rows = [
-                Row(
-                    number,
-                    unit.temperature,
-                    stream_key(unit.seed, unit.source_id, number % unit.samples),
-                )
+            streams = [
+                stream_key(unit.seed, unit.source_id, number % unit.samples)
                 for number in range(len(unit.cells))
             ]
+            rows = [Row(number, unit.temperature, one) for number, one in enumerate(streams)]
             wrote = [
                 decode(subject, [group], rows, model.chat.stop_ids, unit.most_tokens)
                 for group in (plain, again)
@@ -582,7 +529,7 @@ class Interchange(Experiment):
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, whole = self.args.level, all_datasets(found)
         moved, equal = (whole[whole["quantity"] == name] for name in (MOVED, EQUAL))
-        shown = moved[(moved["p_holm"] <= 1 - level) & (moved["value"] > 0)]
+        shown = moved[moved["p_holm"] <= 1 - level]
         apart = sentence_of(
             "the donors' own shares differ by",
             whole[whole["quantity"] == DONORS],
@@ -592,15 +539,11 @@ class Interchange(Experiment):
         what = f"the share of sampled turns that are {self.args.outcome}"
         if len(shown):
             ratios = whole[whole["quantity"] == RATIO].set_index(CELL)
-            said = [
-                f"{row['term']} after layer {row['layer']} {cell_of(row, '+.2f')}"
-                + (
-                    f", {cell_of(ratios.loc[key])} of the donors' difference"
-                    if (key := (row["term"], row["layer"])) in ratios.index
-                    else ""
-                )
-                for _, row in shown.iterrows()
-            ]
+            said = []
+            for _, row in shown.iterrows():
+                said.append(f"{row['term']} after layer {row['layer']} {cell_of(row, '+.2f')}")
+                if (key := (row["term"], row["layer"])) in ratios.index:
+                    said[-1] += f", {cell_of(ratios.loc[key])} of the donors' difference"
             sentence = f"A state moves {what} at {len(said)} of {len(moved)} cells: "
             sentence += f"{'; '.join(said)}. {apart}"
         else:

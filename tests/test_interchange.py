@@ -2,15 +2,18 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+import tiny
 import torch
 from conftest import Silent
 from judging import FakeJudge
 from shell import call, refusal
 
+from experiments.experiment import Model
 from experiments.interchange import (
     ARMS,
     CHOOSING,
@@ -22,6 +25,8 @@ from experiments.interchange import (
     SCORING,
     UNCHANGED,
     UNDER,
+    Interchange,
+    Recipient,
     donors_of,
     estimates,
     exchanged_layers,
@@ -44,11 +49,11 @@ BLOCK = 3  # whose attention tells each token the response's mood
 QUERIES, SAMPLES = 16, 32
 
 
-def planted(tiny: Subject, odds: tuple[float, float], folder) -> Subject:
+def planted(small: Subject, odds: tuple[float, float], folder) -> Subject:
     """A model whose turn is a token: a follow-up with these log-odds, by the mood that the last
     token of the header has after block 3. All other tokens have the mood, too; none reads it."""
-    model = copy.deepcopy(tiny.model)
-    ids = [tiny.tokenizer.convert_tokens_to_ids(text) for text in (*MOODS, FOLLOWS, OTHER)]
+    model = copy.deepcopy(small.model)
+    ids = [small.tokenizer.convert_tokens_to_ids(text) for text in (*MOODS, FOLLOWS, OTHER)]
     width = model.config.hidden_size
     with torch.no_grad():
         for parameter in model.parameters():
@@ -67,8 +72,8 @@ def planted(tiny: Subject, odds: tuple[float, float], folder) -> Subject:
             logits[ids[2], 3 + mood] = odd / width**0.5
             logits[ids[3], 3 + mood] = 0.0
     model.save_pretrained(folder)
-    tiny.tokenizer.save_pretrained(folder)
-    return Subject(ModelSpec(str(folder)), model, tiny.tokenizer, weights_hash(model))
+    small.tokenizer.save_pretrained(folder)
+    return Subject(ModelSpec(str(folder)), model, small.tokenizer, weights_hash(model))
 
 
 class Marked(FakeJudge):
@@ -81,9 +86,9 @@ class Marked(FakeJudge):
         super().__init__(say, paid=False)
 
 
-def sampled(tiny: Subject, odds: tuple[float, float], folder) -> Run:
+def sampled(small: Subject, odds: tuple[float, float], folder) -> Run:
     """A judged run of queries, half of whose responses are of each mood."""
-    subject = planted(tiny, odds, folder / "model")
+    subject = planted(small, odds, folder / "model")
     data = folder / "chats.jsonl"
     rows = [
         {"id": f"c{i}", "query": f"{i}?", "response": MOODS[i % 2] * (3 + i % 5)}
@@ -185,6 +190,19 @@ def test_what_cannot_be_exchanged_is_refused_and_what_it_takes_is_said(used, com
     planned = command(used.path, "--dry-run", "--queries", "5")
     assert planned.status == 0 and not (tmp_path / "out").exists()
     assert "320 contexts to sample 17 turns after each" in planned.out
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_own_states_change_no_bit_in_any_kind_of_model(family, tmp_path):
+    model = tiny.model(family)
+    subject = Subject(ModelSpec(family), model, None, "")
+    chat = SimpleNamespace(stop_ids=[tiny.EOS])
+    ids = tuple(tiny.prompt(30, 0))
+    places = ((25,), (26,), (27, 28, 29), (29,))
+    cells = [(at, layer) for at in places for layer in exchanged_layers(4)]
+    unit = Recipient("s", "d", 1, ids, cells, 0.7, 3, 6, 0, "s")
+    experiment = Interchange([], None, tmp_path)
+    assert experiment.measure(Model(subject, chat), unit)["same"].tolist() == [True] * 16
 
 
 # -- the parts -------------------------------------------------------------------------------------
