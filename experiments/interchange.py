@@ -11,8 +11,9 @@ difference of the donors themselves, in the half of their turns that chose nothi
 travels with the state, as it does with the whole context. Controls: two donors of equal share, and
 the recipient's own states, which may not change a bit.
 
-Needs: a judged run with many sampled turns per context, and states at all positions. Cost: 64 times
-the sampling of as many contexts (60 queries of the embedded model: an hour on a CPU).
+Needs: a judged run with many sampled turns per context, and states at all positions. Cost: 64
+contexts per query, each prefilled and sampled anew (60 queries of the embedded model: some hours on
+a CPU).
 
     python -m experiments.interchange cache/RUN
     python -m experiments.interchange cache/RUN --outcome assistant_restatement --dry-run
