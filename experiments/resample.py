@@ -15,7 +15,7 @@ import pandas as pd
 from ia_mech.chat.format import ChatFormat
 from ia_mech.cli import shell_word
 from ia_mech.collect.identity import build_chat
-from ia_mech.collect.job import collect
+from ia_mech.collect.job import Interventions, collect
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
 from ia_mech.engine.workers import ANY, Crew
@@ -85,6 +85,7 @@ def resample_run(
     intervention: Path | None = None,
     subject: Subject | None = None,
     crew: Crew = ANY,
+    interventions: Interventions | None = None,
     **changes: Any,
 ) -> Run:
     """The run over changed conversations in a folder: sampled, continued, or as it is.
@@ -97,6 +98,7 @@ def resample_run(
         intervention: a file with a steering vector.
         subject: the model; loaded if it isn't given.
         crew: workers and threads of each.
+        interventions: as of :func:`ia_mech.collect.job.collect`.
         changes: settings that the new run has otherwise, such as ``temperatures``.
 
     Raises:
@@ -140,7 +142,7 @@ def resample_run(
         f"{len(conversations)} changed contexts, {rows} user turns, {where}, to {out}",
         file=sys.stderr,
     )
-    return collect(settings, subject, out, Bar(), crew=crew)
+    return collect(settings, subject, out, Bar(), crew=crew, interventions=interventions)
 
 
 def refuse_other_settings(runs: Sequence[Run]) -> None:

@@ -383,8 +383,8 @@ def test_runs_without_siblings_are_refused(first_words, merged, capfd):
 def test_help_waits_for_neither_torch_nor_matplotlib():
     """Of all but steering, which is about tensors, in one fresh interpreter."""
     names = (
-        "decoupling", "elicit", "likelihood", "locate", "perturbations", "post_training",
-        "reaction", "study", "temperature_sweep",
+        "decoupling", "elicit", "interchange", "likelihood", "locate", "perturbations",
+        "post_training", "reaction", "study", "temperature_sweep",
     )  # fmt: skip
     code = "import contextlib, importlib, sys\n" + "".join(
         f"main = importlib.import_module('experiments.{name}').main\n"

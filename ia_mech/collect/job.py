@@ -21,7 +21,7 @@ from typing import Any
 import pandas as pd
 from safetensors import SafetensorError
 
-from ia_mech.chat.format import ChatFormat
+from ia_mech.chat.format import ChatContext, ChatFormat
 from ia_mech.chat.headers import context_and_reference
 from ia_mech.chat.thoughts import Response
 from ia_mech.collect.compute import Computation, Drawn, Query
@@ -52,9 +52,11 @@ from ia_mech.collect.parts import (
 )
 from ia_mech.collect.progress import PartProgress, PhaseProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext, tables
+from ia_mech.data.conversations import Conversation
 from ia_mech.display import Progress
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.footprint import footprint
+from ia_mech.engine.intervene import Intervention
 from ia_mech.engine.memory import Backoff
 from ia_mech.engine.shared import Engine
 from ia_mech.engine.workers import ANY, Crew, compute_in_workers, usable_cores
@@ -65,6 +67,8 @@ from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.writer import begin_run
 from ia_mech.settings import WHOLE, Settings, Shard
 
+# What is changed in the context of a conversation.
+Interventions = Callable[[Conversation, ChatContext], Sequence[Intervention]]
 PATIENCE = 1  # seconds between looks at the parts that other processes compute
 
 
@@ -103,6 +107,7 @@ def collect(
     inputs: Inputs | None = None,
     shard: Shard = WHOLE,
     crew: Crew = ANY,
+    interventions: Interventions | None = None,
 ) -> Run:
     """Make a run, or go on with it if the folder holds one of the same settings.
 
@@ -115,6 +120,8 @@ def collect(
         shard: which shard of the run to make, and of how many.
         crew: workers, of which nothing depends, and threads of each, which change rounding; where
             none are asked for, those that the run was begun with.
+        interventions: what is changed in each context while it is prefilled. All that it depends on
+            has to be in the conversations' metadata, by which the run is known.
 
     Raises:
         UserError: anything wrong with data, template, folder or disk; nothing is written then that
@@ -157,6 +164,7 @@ def collect(
                 progress.say(f"note: {note}")
             remember(settings.model_spec, subject.weights_hash)
             job = _Job(settings, inputs, subject, chat, engine, surveyed, mine, writer, progress)
+            job.interventions = interventions
             job.work(shard, workers, threads)
     except BrokenPipeError:  # of the progress, not of the run
         raise
@@ -220,6 +228,7 @@ class _Job:
         self.settings, self.inputs, self.subject, self.chat = settings, inputs, subject, chat
         self.engine, self.survey, self.parts = engine, surveyed, parts
         self.writer, self.progress = writer, progress
+        self.interventions: Interventions | None = None
         self.left_out: dict[str, list[str]] = defaultdict(list)  # conversations, by part
         self.computation = Computation(
             subject,
@@ -489,7 +498,11 @@ class _Job:
             conversation = conversation.with_response(written["response"], thought)
         try:
             context, turn = context_and_reference(self.chat, conversation)
-            steered = vector.at_context(context.positions) if vector else ()
+            steered: list[Intervention] = []
+            if vector is not None:
+                steered += vector.at_context(context.positions)
+            if self.interventions is not None:
+                steered += self.interventions(conversation, context)
         except UserError as error:
             if written is None:
                 raise
@@ -497,4 +510,4 @@ class _Job:
             left_out.append(conversation.id)
             return None
         at_turn = vector.at_turn if vector else ()
-        return PreparedContext(order, conversation, written, context, turn, steered, at_turn)
+        return PreparedContext(order, conversation, written, context, turn, tuple(steered), at_turn)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ia_mech.chat.format import ChatContext, ChatFormat, TurnIds
 from ia_mech.data.conversations import Conversation
 from ia_mech.engine.decode import Decoded
-from ia_mech.engine.intervene import TokenwiseIntervention
+from ia_mech.engine.intervene import Intervention, TokenwiseIntervention
 from ia_mech.engine.score import Scored
 from ia_mech.likelihood.reference import reference_columns
 from ia_mech.run import layout
@@ -27,7 +27,7 @@ class PreparedContext:
     written: dict | None  # the response the subject model wrote, if it did
     chat: ChatContext
     reference: TurnIds | None
-    at_context: tuple[TokenwiseIntervention, ...] = ()
+    at_context: tuple[Intervention, ...] = ()
     at_turn: tuple[TokenwiseIntervention, ...] = ()  # each of its tokens
 
     @property

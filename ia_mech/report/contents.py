@@ -23,7 +23,8 @@ from ia_mech.run import Run
 # Kinds of results in the order of reading; others come after them, by name.
 ORDER = (
     *("compare", "study", "rates", "reaction", "locate", "elicit", "probe", "steering"),
-    *("learned_vector", "perturbations", "likelihood", "decoupling", "temperature_sweep"),
+    *("learned_vector", "interchange"),
+    *("perturbations", "likelihood", "decoupling", "temperature_sweep"),
 )
 LAST = "agreement"
 MAX_ESTIMATES = 400  # that a page lists; the file has all

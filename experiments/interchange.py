@@ -1,0 +1,568 @@
+"""Does the share of sampled follow-ups travel with a state of the header?
+
+Of contexts whose greedy turn isn't a genuine follow-up, some have many sampled turns that are, and
+some have few: the share, measured on half of a context's turns. For each query, one such context is
+the recipient. Two others of other queries are its donors, one with a high share and one with a low
+one; both are equally foreign, so that what a foreign state damages cancels. While the recipient is
+prefilled, its residual stream at a token that all contexts have (turn end, separator, the header's
+tokens, the last of them) is set to a donor's after one of four layers, and turns are sampled. The
+effect is the share under the high donor less that under the low one, and its ratio to the
+difference of the donors themselves, in the half of their turns that chose nothing: 1 if the share
+travels with the state, as it does with the whole context. Controls: two donors of equal share, and
+the recipient's own states, which may not change a bit.
+
+Needs: a judged run with many sampled turns per context, and states at all positions. Cost: 64
+contexts per query, each prefilled and sampled anew (60 queries of the embedded model: some hours on
+a CPU).
+
+    python -m experiments.interchange cache/RUN
+    python -m experiments.interchange cache/RUN --outcome assistant_restatement --dry-run
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pandas as pd
+
+from experiments.experiment import Conclusion, Experiment, Model, Unit
+from experiments.tables import sentence_of, tables_of, with_detectable
+from ia_mech.cli import above_zero, whole_from
+from ia_mech.errors import UserError
+from ia_mech.estimates import (
+    Group,
+    TidyEstimate,
+    all_datasets,
+    by_dataset,
+    holm_corrected,
+    paired_row,
+)
+from ia_mech.judge.rubric import ASSESSED, GENUINE
+from ia_mech.results import cell_of
+from ia_mech.stats import cluster_bootstrap
+
+if TYPE_CHECKING:
+    from experiments.figures import Drawing
+    from ia_mech.chat.format import ChatContext
+    from ia_mech.data.conversations import Conversation
+    from ia_mech.engine.intervene import Replace
+    from ia_mech.results import Table
+    from ia_mech.run import Run
+
+EXCHANGED = "interchange"  # the perturbation of sampled contexts, and the key of their metadata
+HEADER = "header"  # all tokens of the header together
+TOKENS = ("turn_end", "turn_separator", HEADER, "header_last")
+HIGH, LOW, EQUAL_A, EQUAL_B = ARMS = ("high", "low", "equal a", "equal b")
+TEMPERATURE = 0.7
+POOL = 0.25  # donors of a high share are of the upper quarter, those of a low one of the lower
+CHOOSING, SCORING = "choosing", "scoring"  # shares of turns with even and odd sample numbers
+MOVED, RATIO, EQUAL = "high less low donor", "share of the donors' difference", "equal donors"
+DONORS, UNCHANGED = "donors' own difference, held out", "share, unchanged"
+UNDER = {HIGH: "share under the high donor", LOW: "share under the low donor"}
+CELL = ["term", "layer"]
+
+
+def exchanged_layers(depth: int) -> list[int]:
+    """The layers after which states are put in: 1, 3, 5 and 7 eighths of the depth, rounded up."""
+    return list(dict.fromkeys(math.ceil(depth * eighths / 8) for eighths in (1, 3, 5, 7)))
+
+
+def positions_of(places: Mapping[str, int | None], names: Sequence[str]) -> tuple[int, ...]:
+    """The indices of named positions that a context has."""
+    return tuple(int(at) for name in names if (at := places[name]) is not None)
+
+
+# -- shares and donors -----------------------------------------------------------------------------
+
+
+def with_outcome(turns: pd.DataFrame, outcome: str) -> pd.Series:
+    """1 for turns of a category, 0 for others, NaN without a verdict."""
+    category = turns["category"].astype(object)
+    return (category == outcome).astype(float).where(category.isin(ASSESSED))
+
+
+def shares_of(turns: pd.DataFrame, outcome: str, temperature: float) -> pd.DataFrame:
+    """The shares of contexts in the two halves of their turns.
+
+    Args:
+        turns: of :class:`ia_mech.rates.load.JudgedTurns`.
+        outcome: the category whose share it is.
+        temperature: of the turns that count.
+
+    Returns:
+        A row per context, indexed from 0: ``dataset``, ``source``, ``context_id``, ``unfinished``,
+        ``greedy`` (1 if the greedy turn has the outcome), :data:`CHOOSING`, :data:`SCORING`, and
+        ``share`` of both halves; NaN where nothing was judged.
+    """
+    keys = ["dataset", "source", "context_id", "unfinished"]
+    rows = turns[[*keys, "temperature", "sample"]].astype(dict.fromkeys(keys[:3], object))
+    rows = rows.assign(value=with_outcome(turns, outcome))
+    drawn = rows[rows["temperature"] == temperature]
+    halves = {
+        "greedy": rows[rows["temperature"] == 0],
+        CHOOSING: drawn[drawn["sample"] % 2 == 0],
+        SCORING: drawn[drawn["sample"] % 2 == 1],
+        "share": drawn,
+    }
+    found = {name: half.groupby(keys)["value"].mean() for name, half in halves.items()}
+    return pd.DataFrame(found).reset_index()
+
+
+def donors_of(contexts: pd.DataFrame, recipients: Sequence[int], seed: int) -> pd.DataFrame:
+    """Donors for recipients, all of the same dataset and of other queries than the recipient's.
+
+    High and low ones are of the upper and the lower quarter by :data:`CHOOSING`; the two equal ones
+    are any context and the nearest to it, in random order. Of those that are possible the least
+    used ones are taken, by lot.
+
+    Args:
+        contexts: ``dataset``, ``source`` and :data:`CHOOSING`, indexed from 0.
+        recipients: of the contexts.
+        seed: of the lots.
+
+    Returns:
+        A row per recipient that has all four: ``recipient`` and :data:`ARMS`, of the contexts.
+    """
+    rng, used, found = np.random.default_rng([seed, 5]), Counter[int](), []
+    source, share = contexts["source"].to_numpy(), contexts[CHOOSING].to_numpy(float)
+
+    def taken(pool: np.ndarray, *besides: int) -> int | None:
+        others = [i for i in pool.tolist() if source[i] not in {source[j] for j in besides}]
+        return min(others, key=lambda i: (used[i], rng.random()), default=None)
+
+    for one in recipients:
+        same = contexts["dataset"].to_numpy() == contexts["dataset"].iloc[one]
+        pool = np.flatnonzero(same & (source != source[one]))
+        if len(np.unique(source[pool])) < 2:
+            continue
+        few, many = np.quantile(share[pool], [POOL, 1 - POOL])
+        high = taken(pool[share[pool] >= many], one)
+        low = None if high is None else taken(pool[share[pool] <= few], one, high)
+        first = taken(pool, one)
+        assert first is not None
+        others = pool[source[pool] != source[first]]
+        apart = abs(share[others] - share[first])
+        second = taken(others[apart == apart.min()], one)
+        if high is None or low is None or second is None:
+            continue
+        equal = rng.permutation([first, second]).tolist()
+        used.update([high, low, *equal])
+        found.append([one, high, low, *equal])
+    return pd.DataFrame(found, columns=["recipient", *ARMS])
+
+
+# -- estimate --------------------------------------------------------------------------------------
+
+
+def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
+    """Every estimate, with its interval over the recipients' queries.
+
+    There is no ratio where the donors' own difference isn't shown to be above 0.
+
+    Args:
+        rows: a row per recipient and cell: ``dataset``, ``source``, :data:`CELL`, ``unchanged``,
+            the share under each of :data:`ARMS`, and of each donor (``own high``, …) its share in
+            the half that chose nothing.
+        options: ``level``, ``resamples`` and ``seed``.
+    """
+    for dataset, here in by_dataset(rows):
+        of_recipient = rows[here].drop_duplicates("source")
+        group = Group(of_recipient["source"].to_numpy(), options, {"dataset": dataset})
+        yield group.mean(UNCHANGED, of_recipient["unchanged"], proportion=True)
+        source, high, low = (of_recipient[name] for name in ("source", "own high", "own low"))
+        apart = paired_row(group, DONORS, high, source, low, source)
+        yield apart
+        for (term, layer), cell in rows[here].groupby(CELL, sort=False):
+            sources = cell["source"].to_numpy()
+            own = Group(sources, options, group.names | {"term": term, "layer": layer})
+            for arm, quantity in UNDER.items():
+                yield own.mean(quantity, cell[arm], proportion=True)
+            for quantity, a, b in ((MOVED, HIGH, LOW), (EQUAL, EQUAL_A, EQUAL_B)):
+                yield paired_row(own, quantity, cell[a], sources, cell[b], sources)
+            if apart.estimate.low > 0:
+                moved, whole = cell[HIGH] - cell[LOW], cell["own high"] - cell["own low"]
+                both = np.stack([moved, whole], axis=1)
+
+                def ratio(counts: np.ndarray, both: np.ndarray = both) -> np.ndarray:
+                    above, below = (counts @ both).T
+                    return above / np.where(below > 0, below, np.nan)
+
+                (estimate,) = cluster_bootstrap(ratio, sources, **options)
+                yield own.row(RATIO, estimate, len(cell))
+
+
+@dataclass(frozen=True)
+class Recipient(Unit):
+    """A context whose own states are put in: a turn after each cell may not change.
+
+    Attributes:
+        context: its token ids.
+        cells: the tokens and the layer of each.
+        temperature, samples, most_tokens, seed: of turns.
+        source_id: of the recipient, of which its noise depends.
+    """
+
+    context: tuple[int, ...]
+    cells: list[tuple[tuple[int, ...], int]]
+    temperature: float
+    samples: int
+    most_tokens: int
+    seed: int
+    source_id: str
+
+
+class Interchange(Experiment):
+    """See the module.
+
+    Attributes:
+        contexts: those whose greedy turn lacks the outcome, as of :func:`shares_of`.
+        donors: of recipients, as of :func:`donors_of`.
+    """
+
+    name = "interchange"
+    judged = True
+    queries_used = 60
+    beside = "interchange"
+    columns: ClassVar = {"dataset": "str", "term": "str", "layer": "Int64"}
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--outcome",
+            choices=ASSESSED,
+            default=GENUINE,
+            metavar="CATEGORY",
+            help=f"whose share is exchanged, one of {', '.join(ASSESSED)} (default: {GENUINE})",
+        )
+        parser.add_argument(
+            "--samples",
+            type=whole_from(1),
+            default=16,
+            metavar="N",
+            help="turns under each donor (default: 16)",
+        )
+        parser.add_argument(
+            "--temperature",
+            type=above_zero,
+            default=TEMPERATURE,
+            metavar="T",
+            help=f"of turns, one that the runs have (default: {TEMPERATURE:g})",
+        )
+
+    # -- chosen -----------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Measure the shares and choose recipients and donors.
+
+        Raises:
+            UserError: the runs lack the temperature, a second turn there, or contexts.
+        """
+        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
+
+        settings = self.runs[0].settings
+        if self.args.temperature not in settings["temperatures"] or settings["samples"] < 2:
+            has = ", ".join(f"{t:g}" for t in settings["temperatures"]) or "greedy ones alone"
+            raise UserError(
+                f"{self.runs[0].path} has fewer than two turns a context at T = "
+                f"{self.args.temperature:g} (it has {has}; samples: {settings['samples']})",
+                "give --temperature, or sample more turns (--samples 16)",
+            )
+        turns = read_runs(self.runs, self.args.judge, NO_ANNOTATOR).turns
+        every = shares_of(turns, self.args.outcome, self.args.temperature).dropna()
+        finished = every[~every["unfinished"].astype(bool)]
+        self.contexts = finished[finished["greedy"] == 0].reset_index(drop=True)
+        chosen = self.contexts["source"].isin([query.source for query in self.queries])
+        recipients = self.contexts[chosen].drop_duplicates("source").index
+        self.donors = donors_of(self.contexts, recipients, self.args.seed)
+        if len(self.donors) < 2:
+            raise UserError(
+                f"{len(self.donors)} queries have a finished response whose greedy turn isn't "
+                f"{self.args.outcome}, and donors among other queries of their dataset",
+                "give a run of more queries, or another --outcome",
+            )
+        most = self.donors[list(ARMS)].stack().value_counts().max()
+        self.notes.append(
+            f"{len(self.contexts)} of {len(every)} judged contexts are finished and have a greedy "
+            f"turn that isn't {self.args.outcome}; {len(self.donors)} of {len(self.queries)} "
+            f"queries have such a recipient with donors. A context is a donor at most {most} times."
+        )
+
+    @cached_property
+    def rows_of_contexts(self) -> pd.DataFrame:
+        """The rows of ``Run.contexts`` of :attr:`contexts`, in their order, with ``row``, which
+        counts the contexts of all runs."""
+        every = pd.concat([run.contexts for run in self.runs], ignore_index=True)
+        every = every.assign(row=range(len(every))).set_index(["dataset", "context_id"], drop=False)
+        keys = self.contexts[["dataset", "context_id"]].itertuples(index=False, name=None)
+        return every.loc[list(keys)].reset_index(drop=True)
+
+    @cached_property
+    def tokens(self) -> dict[str, list[str]]:
+        """Where states are put: the name of the place → its positions.
+
+        Raises:
+            UserError: no state after the response was kept.
+        """
+        there = pd.DataFrame(self.rows_of_contexts["positions"].tolist()).notna().all()
+        kept = set.intersection(*(set(run.positions) for run in self.runs))
+        names = [name for name in there.index[there] if name in kept]
+        places = {place: [place] for place in TOKENS}
+        places[HEADER] = [name for name in names if name.startswith("header_")]
+        found = {place: own for place, own in places.items() if own and {*own} <= {*names}}
+        if not found:
+            raise UserError(
+                f"{self.runs[0].path} keeps no state after the response",
+                "sample again with --positions all",
+            )
+        return found
+
+    @property
+    def cells(self) -> list[tuple[str, int]]:
+        """Places, each after each layer."""
+        layers = exchanged_layers(self.runs[0].model["layers"])
+        return [(place, layer) for place in self.tokens for layer in layers]
+
+    # -- sampled ----------------------------------------------------------------------------------
+
+    def decoding(self) -> dict[str, Any]:
+        return {"temperatures": (self.args.temperature,), "samples": self.args.samples}
+
+    def conversations(self) -> "Mapping[str, list[Conversation]]":
+        from experiments.resample import conversations_of
+
+        own = conversations_of(self.rows_of_contexts)
+        states = [run.identity_digest for run in self.runs]
+        found = []
+        for row in self.donors.to_dict("records"):
+            recipient = own[row["recipient"]]
+            for place, layer in self.cells:
+                for arm in ARMS:
+                    about = {"place": place, "layer": layer, "arm": arm, "runs": states}
+                    about |= {"recipient": row["recipient"], "donor": own[row[arm]].id}
+                    about |= {"row": int(self.rows_of_contexts["row"][row[arm]])}
+                    changed = replace(
+                        recipient,
+                        id=f"{recipient.id}~{place}~{layer}~{arm.replace(' ', '_')}",
+                        perturbation=EXCHANGED,
+                        reference=None,
+                        metadata=recipient.metadata | {EXCHANGED: about},
+                    )
+                    found.append(changed)
+        return {"turns": found}
+
+    def sample(self, name: str, conversations: "list[Conversation]") -> "Run":
+        import torch
+
+        from experiments.resample import resample_run
+        from ia_mech.engine.intervene import Replace
+
+        states = {  # [contexts of all runs, d_model]
+            (layer, position): torch.cat([run.residuals(layer, position) for run in self.runs])
+            for place, layer in self.cells
+            for position in self.tokens[place]
+        }
+
+        def put(conversation: "Conversation", context: "ChatContext") -> "list[Replace]":
+            about = conversation.metadata[EXCHANGED]
+            layer, names = about["layer"], self.tokens[about["place"]]
+            at = positions_of(context.positions, names)
+            donor = [states[layer, name][about["row"]] for name in names]
+            return [Replace(layer, at, torch.stack(donor))]
+
+        where, changes = self.place(name), self.decoding() | {"crew": self.crew}
+        kept = ("header_last",)
+        return resample_run(self.runs[0], conversations, where, kept, interventions=put, **changes)
+
+    # -- the recipient's own states ---------------------------------------------------------------
+
+    def units(self) -> list[Unit]:
+        settings, found = self.runs[0].settings, list[Unit]()
+        turn = self.args.temperature, self.args.samples, settings["max_new_tokens"]
+        for recipient in self.donors["recipient"]:
+            row = self.rows_of_contexts.iloc[recipient]
+            ids, query = tuple(row["token_ids"].tolist()), self.contexts["source"][recipient]
+            cells = [
+                (positions_of(row["positions"], self.tokens[place]), layer)
+                for place, layer in self.cells
+            ]
+            tokens = 2 * len(cells) * (len(ids) + turn[-1])
+            noise = settings["seed"], row["source_id"]
+            found.append(Recipient(query, row["dataset"], tokens, ids, cells, *turn, *noise))
+        return found
+
+    def measure(self, model: Model, unit: Recipient) -> pd.DataFrame:
+        """A turn per cell, written with and without the recipient's own states put in.
+
+        Raises:
+            UserError: logits or turns differ in a bit.
+        """
+        import torch
+
+        from ia_mech.engine.decode import Row, decode
+        from ia_mech.engine.intervene import Replace
+        from ia_mech.engine.sampling import stream_key
+        from ia_mech.engine.state import Prefix, prefill
+
+        subject, places = model.subject.model, sorted({at for one, _ in unit.cells for at in one})
+        with torch.inference_mode():
+            plain = prefill(subject, [Prefix(unit.context, places)] * len(unit.cells))
+            states = plain.residuals
+            assert states is not None
+            own = []
+            for number, (at, layer) in enumerate(unit.cells):
+                put = states[number, layer, [places.index(one) for one in at]]
+                own.append(Prefix(unit.context, places, (Replace(layer, at, put),)))
+            again = prefill(subject, own)
+            streams = [
+                stream_key(unit.seed, unit.source_id, number % unit.samples)
+                for number in range(len(unit.cells))
+            ]
+            rows = [Row(number, unit.temperature, one) for number, one in enumerate(streams)]
+            wrote = [
+                decode(subject, [group], rows, model.chat.stop_ids, unit.most_tokens)
+                for group in (plain, again)
+            ]
+        model.on_tokens(unit.tokens)
+        same = [
+            torch.equal(plain.logits[number], again.logits[number])
+            and np.array_equal(a.token_ids, b.token_ids)
+            for number, (a, b) in enumerate(zip(*wrote, strict=True))
+        ]
+        if not all(same):
+            raise UserError(
+                f"a context's own states, put where they were, change {same.count(False)} of "
+                f"{len(same)} turns: this model can't be measured so",
+                "report it with the model's name",
+            )
+        return pd.DataFrame({"same": same})
+
+    # -- estimated --------------------------------------------------------------------------------
+
+    def rows(self) -> pd.DataFrame:
+        from experiments.resample import judge_alike
+        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
+
+        assert self.gate is not None
+        self._own = len(self.measure_units(self.units(), "putting in own states"))
+        (run,), judge = self.sampled.values(), self.gate.judge
+        judge_alike(self.runs[0], [run], judge)
+        turns = read_runs([run], judge, NO_ANNOTATOR).turns
+        turns = turns[turns["temperature"] == self.args.temperature]
+        labels = with_outcome(turns, self.args.outcome)
+        share = labels.groupby(turns["context_id"].astype(object)).mean()
+        about = pd.DataFrame([json.loads(text)[EXCHANGED] for text in run.contexts["metadata"]])
+        about = about.assign(share=share.reindex(run.contexts["context_id"]).to_numpy())
+        table = about.pivot_table(
+            index=["recipient", "place", "layer"], columns="arm", values="share", sort=False
+        )
+        table = table.reindex(columns=list(ARMS)).dropna().reset_index()
+        of = self.contexts
+        donors = self.donors.set_index("recipient").loc[table["recipient"]]
+        for arm in ARMS:
+            table[f"own {arm}"] = of[SCORING].to_numpy()[donors[arm]]
+            table[f"donor {arm}"] = of["context_id"].to_numpy()[donors[arm]]
+        for name in ("dataset", "source", "context_id"):
+            table[name] = of[name].to_numpy()[table["recipient"]]
+        table["unchanged"] = of["share"].to_numpy()[table["recipient"]]
+        return table.drop(columns="recipient").rename(columns={"place": "term"})
+
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        """Holm-corrected over cells, by quantity and dataset."""
+        found = list(estimates(rows, self.options))
+        return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"]))
+
+    # -- shown ------------------------------------------------------------------------------------
+
+    def tables(self, found: pd.DataFrame) -> "list[Table]":
+        title = (
+            f"share of {self.args.outcome} under states of donors, T = {self.args.temperature:g}"
+        )
+        columns: dict[str, tuple[str, int | str]] = {
+            MOVED: ("high less low", "+.2f"),
+            "detectable": ("shown if", 2),
+            RATIO: ("of the donors' difference", 2),
+            EQUAL: ("equal donors", "+.2f"),
+            UNDER[HIGH]: ("under high", 2),
+            UNDER[LOW]: ("under low", 2),
+        }
+        whole: dict[str, tuple[str, int | str]] = {
+            UNCHANGED: ("recipients, unchanged", 2),
+            DONORS: ("donors, high less low", "+.2f"),
+        }
+        return [
+            *tables_of(
+                title,
+                with_detectable(found, MOVED),
+                columns,
+                index=("dataset", "term", "layer"),
+                rows="recipients",
+                legend="Paired by recipient; p: Holm-corrected over lines. Of the donors' "
+                "difference: 1 if the share travels with the state. Shown if: the difference that "
+                "would have been shown with 80% power, before correction.",
+            ),
+            *tables_of(
+                "what there is to move",
+                found,
+                whole,
+                index=("dataset",),
+                rows="recipients",
+                legend="Donors: in the half of their turns that didn't choose them; what the whole "
+                "context moves.",
+            ),
+        ]
+
+    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
+        from experiments.figures import HeatMap
+
+        rows = all_datasets(found[found["quantity"] == MOVED])
+        title = f"{self.runs[0].model['name']} · {self.args.outcome}"
+        unit = "share under the high donor less that under the low one"
+        return {"cells": HeatMap(title, "after layer", "token", unit, rows, "layer", "term")}
+
+    def conclude(self, found: pd.DataFrame) -> Conclusion:
+        level, whole = self.args.level, all_datasets(found)
+        moved, equal = (whole[whole["quantity"] == name] for name in (MOVED, EQUAL))
+        shown = moved[moved["p_holm"] <= 1 - level]
+        apart = sentence_of(
+            "the donors' own shares differ by",
+            whole[whole["quantity"] == DONORS],
+            null=0.0,
+            level=level,
+        )
+        what = f"the share of sampled turns that are {self.args.outcome}"
+        if len(shown):
+            ratios = whole[whole["quantity"] == RATIO].set_index(CELL)
+            said = []
+            for _, row in shown.iterrows():
+                said.append(f"{row['term']} after layer {row['layer']} {cell_of(row, '+.2f')}")
+                if (key := (row["term"], row["layer"])) in ratios.index:
+                    said[-1] += f", {cell_of(ratios.loc[key])} of the donors' difference"
+            sentence = f"A state moves {what} at {len(said)} of {len(moved)} cells: "
+            sentence += f"{'; '.join(said)}. {apart}"
+        else:
+            low, high = moved["detectable"].min(), moved["detectable"].max()
+            sentence = (
+                f"No state is shown to move {what} ({len(moved)} cells); with 80% power, before "
+                f"correction, {low:.2f} to {high:.2f} would have been shown. {apart}"
+            )
+        false = int((equal["p_holm"] <= 1 - level).sum())
+        assert self.gate is not None
+        control = (
+            f"Two donors of equal share differ at {false} of {len(equal)} cells (largest "
+            f"{equal['value'].abs().max():.2f}). The recipient's own states change none of "
+            f"{self._own} turns. {self.gate.sentence}."
+        )
+        return Conclusion(sentence, control)
+
+
+main = Interchange.main
+
+if __name__ == "__main__":
+    sys.exit(main())

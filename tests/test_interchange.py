@@ -1,0 +1,309 @@
+"""States put in: planted models, donors and shares against loops, the level, and the command."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import tiny
+import torch
+from conftest import Silent
+from judging import FakeJudge
+from shell import call, refusal
+
+from experiments.experiment import Model
+from experiments.interchange import (
+    ARMS,
+    CHOOSING,
+    DONORS,
+    EQUAL,
+    HEADER,
+    MOVED,
+    RATIO,
+    SCORING,
+    UNCHANGED,
+    UNDER,
+    Interchange,
+    Recipient,
+    donors_of,
+    estimates,
+    exchanged_layers,
+    main,
+    shares_of,
+)
+from ia_mech.collect.job import collect
+from ia_mech.estimates import frame_of
+from ia_mech.judge.label import label_run
+from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.verdict import Verdict
+from ia_mech.models.load import ModelSpec, Subject, weights_hash
+from ia_mech.run import Run
+from ia_mech.settings import Settings
+
+MOODS = "zq"  # letters of responses; of the first a third of sampled turns are follow-ups
+FOLLOWS, OTHER = "?", "!"
+SHARES = {"z": 1 / (1 + np.exp(0.5 / 0.7)), "q": 1 / (1 + np.exp(3.0 / 0.7))}
+BLOCK = 3  # whose attention tells each token the response's mood
+QUERIES, SAMPLES = 16, 32
+
+
+def planted(small: Subject, odds: tuple[float, float], folder) -> Subject:
+    """A model whose turn is a token: a follow-up with these log-odds, by the mood that the last
+    token of the header has after block 3. All other tokens have the mood, too; none reads it."""
+    model = copy.deepcopy(small.model)
+    ids = [small.tokenizer.convert_tokens_to_ids(text) for text in (*MOODS, FOLLOWS, OTHER)]
+    width = model.config.hidden_size
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.weight.fill_(1.0)
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        attention = model.model.layers[BLOCK - 1].self_attn  # alike to all tokens before
+        logits = model.lm_head.weight
+        for mood, (token, odd) in enumerate(zip(ids[:2], odds, strict=True)):
+            model.model.embed_tokens.weight[token, 1 + mood] = 1.0
+            attention.v_proj.weight[mood, 1 + mood] = 1.0
+            attention.o_proj.weight[3 + mood, mood] = 1e4
+            logits[:, 3 + mood] = -50.0 / width**0.5  # of a state of the mood alone
+            logits[ids[2], 3 + mood] = odd / width**0.5
+            logits[ids[3], 3 + mood] = 0.0
+    model.save_pretrained(folder)
+    small.tokenizer.save_pretrained(folder)
+    return Subject(ModelSpec(str(folder)), model, small.tokenizer, weights_hash(model))
+
+
+class Marked(FakeJudge):
+    """Accepts what holds the token of follow-ups."""
+
+    def __init__(self) -> None:
+        def say(item, repeat) -> Verdict:
+            return Verdict(GENUINE if FOLLOWS in item.turn else "degenerate")
+
+        super().__init__(say, paid=False)
+
+
+def sampled(small: Subject, odds: tuple[float, float], folder) -> Run:
+    """A judged run of queries, half of whose responses are of each mood."""
+    subject = planted(small, odds, folder / "model")
+    data = folder / "chats.jsonl"
+    rows = [
+        {"id": f"c{i}", "query": f"{i}?", "response": MOODS[i % 2] * (3 + i % 5)}
+        for i in range(QUERIES)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = Settings(
+        dataset=str(data),
+        limit=None,
+        model=subject.spec.name,
+        temperatures=(0.7,),
+        samples=SAMPLES,
+        max_new_tokens=1,
+    )
+    run = collect(settings, subject, folder / "run", Silent())
+    label_run(run, Marked(), "marked", Silent())
+    return run
+
+
+@pytest.fixture(scope="module")
+def used(tiny_subject, tmp_path_factory) -> Run:
+    return sampled(tiny_subject, (-0.5, -3.0), tmp_path_factory.mktemp("used"))
+
+
+@pytest.fixture
+def command(capfd, monkeypatch, tmp_path):
+    monkeypatch.setattr("experiments.resample.RulesJudge", Marked)
+
+    def run(path, *words):
+        flags = ["--out", str(tmp_path / "out"), "--resamples", "200", *words]
+        return call(main, [str(path), *flags], capfd)
+
+    return run
+
+
+def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, command, tmp_path):
+    mood = used.residuals(BLOCK, "turn_end")[:, 3] > used.residuals(BLOCK, "turn_end")[:, 4]
+    has = [messages[-1]["content"][0] == MOODS[0] for messages in used.contexts["messages"]]
+    assert mood.tolist() == has  # it can be read at the turn's end, and isn't used there
+    outcome = command(used.path, "--samples", "8")
+    assert outcome.status == 0, outcome.err
+    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
+    whole = found.set_index("quantity")["value"]
+    wanted = SHARES["z"] - SHARES["q"]
+    assert whole[DONORS] == pytest.approx(wanted, abs=0.15)
+    assert whole[UNCHANGED] == pytest.approx(sum(SHARES.values()) / 2, abs=0.08)
+    cells = found.set_index(["quantity", "term", "layer"])
+    layers = exchanged_layers(4)
+    assert layers == [1, 2, 3, 4]
+    places = ("turn_end", "turn_separator", HEADER, "header_last")
+    for place in places:
+        for layer in layers:
+            moved, ratio = (cells.loc[(name, place, layer)] for name in (MOVED, RATIO))
+            if place in places[2:] and layer >= BLOCK:
+                assert moved["value"] == pytest.approx(wanted, abs=0.15), (place, layer)
+                assert moved["p_holm"] < 0.05
+                assert ratio["value"] == pytest.approx(1, abs=0.4)
+            else:
+                assert moved["value"] == ratio["value"] == 0, (place, layer)
+            assert cells.loc[(EQUAL, place, layer), "p_holm"] > 0.05
+    said = outcome.out.splitlines()
+    assert said[0].startswith(f"A state moves the share of sampled turns that are {GENUINE} at 4 ")
+    assert "change none of 256 turns" in said[1] and "differ at 0 of 16 cells" in said[1]
+    run = Run.open(tmp_path / "out" / "turns" / "run")
+    about = [json.loads(text)["interchange"] for text in run.contexts["metadata"]]
+    recipients = run.contexts["source_id"].to_numpy()
+    donors = used.contexts.set_index("context_id")["source_id"]
+    assert not (recipients == donors[[one["donor"] for one in about]].to_numpy()).any()
+    again = command(used.path, "--samples", "8")
+    assert (again.status, again.out) == (0, outcome.out)
+
+
+def test_a_share_that_is_alike_everywhere_moves_nowhere(tiny_subject, tmp_path, command):
+    run = sampled(tiny_subject, (-1.0, -1.0), tmp_path)
+    outcome = command(run.path, "--queries", "8", "--samples", "4")
+    assert outcome.status == 0, outcome.err
+    assert outcome.out.startswith("No state is shown to move")
+    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
+    assert (found[found["quantity"] == MOVED]["value"] == 0).all()
+
+
+def test_own_states_that_change_a_turn_are_refused(used, command, monkeypatch, tmp_path):
+    from ia_mech.engine.intervene import Replace
+
+    whole = Replace.apply
+    monkeypatch.setattr(Replace, "apply", lambda self, own: whole(self, own) * (1 + 1e-6))
+    outcome = command(used.path, "--queries", "3", "--samples", "2")
+    line = outcome.err.splitlines()[-1]
+    assert outcome.status == 2 and not (tmp_path / "out" / "result.json").exists()
+    assert "a context's own states, put where they were, change" in line
+
+
+def test_what_cannot_be_exchanged_is_refused_and_what_it_takes_is_said(used, command, tmp_path):
+    assert "fewer than two turns a context at T = 1" in refusal(
+        command(used.path, "--temperature", "1")
+    )
+    line = refusal(command(used.path, "--outcome", "degenerate"))
+    assert line.startswith("0 queries have a finished response whose greedy turn isn't degenerate")
+    planned = command(used.path, "--dry-run", "--queries", "5")
+    assert planned.status == 0 and not (tmp_path / "out").exists()
+    assert "320 contexts to sample 17 turns after each" in planned.out
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_own_states_change_no_bit_in_any_kind_of_model(family, tmp_path):
+    model = tiny.model(family)
+    subject = Subject(ModelSpec(family), model, None, "")
+    chat = SimpleNamespace(stop_ids=[tiny.EOS])
+    ids = tuple(tiny.prompt(30, 0))
+    places = ((25,), (26,), (27, 28, 29), (29,))
+    cells = [(at, layer) for at in places for layer in exchanged_layers(4)]
+    unit = Recipient("s", "d", 1, ids, cells, 0.7, 3, 6, 0, "s")
+    experiment = Interchange([], None, tmp_path)
+    assert experiment.measure(Model(subject, chat), unit)["same"].tolist() == [True] * 16
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+def test_shares_are_of_halves_of_the_turns_of_a_temperature():
+    rows = []
+    for context in ("a", "b"):
+        for temperature, sample in [(0.0, 0), *((0.7, n) for n in range(6)), (1.0, 0)]:
+            category = GENUINE if (context == "a") == (sample % 2 == 0) else "generic"
+            rows.append([context, temperature, sample, category])
+    rows[3][3] = "failed"  # the third turn of a, one of the even ones
+    turns = pd.DataFrame(rows, columns=["context_id", "temperature", "sample", "category"])
+    turns = turns.assign(dataset="d", source="s", unfinished=False)
+    turns.loc[(turns["context_id"] == "a") & (turns["sample"] == 5), "category"] = GENUINE
+    found = shares_of(turns, GENUINE, 0.7).set_index("context_id")
+    assert found[CHOOSING].to_dict() == {"a": 1.0, "b": 0.0}
+    assert found[SCORING].to_dict() == pytest.approx({"a": 1 / 3, "b": 1.0})
+    assert found["share"].to_dict() == pytest.approx({"a": 3 / 5, "b": 0.5})
+    assert found["greedy"].to_dict() == {"a": 1.0, "b": 0.0}
+
+
+def pool(rng: np.random.Generator, queries: int = 40) -> pd.DataFrame:
+    """Contexts of two datasets, two per query."""
+    source = np.repeat(np.arange(queries), 2)
+    return pd.DataFrame(
+        {
+            "source": source.astype(str),
+            "dataset": np.where(source % 2, "odd", "even"),
+            CHOOSING: rng.integers(0, 9, 2 * queries) / 8,
+        }
+    )
+
+
+def test_donors_are_of_other_queries_and_the_far_quarters_and_seldom_used():
+    contexts = pool(np.random.default_rng(0))
+    recipients = list(range(0, 80, 2))
+    found = donors_of(contexts, recipients, 3)
+    assert found["recipient"].tolist() == recipients
+    for row in found.to_dict("records"):
+        own = contexts.iloc[row["recipient"]]
+        others = contexts[(contexts["dataset"] == own["dataset"])]
+        others = others[others["source"] != own["source"]][CHOOSING]
+        high, low, a, b = (row[arm] for arm in ARMS)
+        assert {high, low, a, b} <= set(others.index)
+        assert len({contexts["source"][i] for i in (high, low)}) == 2
+        assert others[high] >= others.quantile(0.75) > others.quantile(0.25) >= others[low]
+        assert contexts["source"][a] != contexts["source"][b]
+        assert abs(others[a] - others[b]) <= 1 / 8
+    assert found["high"].value_counts().max() <= 3
+    assert found.equals(donors_of(contexts, recipients, 3))
+    assert not found.equals(donors_of(contexts, recipients, 4))
+    alone = contexts[contexts["source"].isin(["0", "2"])].reset_index(drop=True)
+    assert donors_of(alone, [0], 0).empty
+
+
+def simulated(rng: np.random.Generator, travels: float, queries: int = 40) -> pd.DataFrame:
+    """A cell: each donor's share of 16 turns, of which this part of its difference travels."""
+    base = rng.beta(1, 3, queries)
+    true = {arm: rng.beta(1, 3, queries) for arm in ARMS}
+    true["high"], true["low"] = np.clip(true["high"] + 0.3, 0, 1), true["low"] * 0.5
+    rows = pd.DataFrame({"dataset": "d", "source": [f"q{i}" for i in range(queries)]})
+    rows = rows.assign(term="header_last", layer=3, unchanged=base)
+    for arm in ARMS:
+        share = base + travels * (true[arm] - base)
+        rows[arm] = rng.binomial(16, share) / 16
+        rows[f"own {arm}"] = rng.binomial(8, true[arm]) / 8
+    return rows
+
+
+OPTIONS = {"level": 0.95, "resamples": 200, "seed": 0}
+
+
+def test_the_ratio_is_1_where_all_travels_and_half_where_half_does():
+    for travels in (1.0, 0.5):
+        rows = simulated(np.random.default_rng(1), travels, queries=2000)
+        found = frame_of(
+            estimates(rows, OPTIONS), {"dataset": "str", "term": "str", "layer": "Int64"}
+        )
+        value = found.set_index("quantity")["value"]
+        gap = (rows["high"] - rows["low"]).mean() / (rows["own high"] - rows["own low"]).mean()
+        assert value[RATIO] == pytest.approx(gap) == pytest.approx(travels, abs=0.05)
+        assert value[UNDER["high"]] - value[UNDER["low"]] == pytest.approx(value[MOVED])
+
+
+def test_the_level_is_held_where_nothing_travels_and_intervals_cover_where_half_does():
+    rng = np.random.default_rng(2)
+    times, false, covered = 60, 0, 0
+    for _ in range(times):
+        for travels in (0.0, 0.5):
+            found = {row.quantity: row for row in estimates(simulated(rng, travels), OPTIONS)}
+            if travels:
+                ratio = found[RATIO].estimate
+                covered += ratio.low <= travels <= ratio.high
+            else:
+                false += found[MOVED].p <= 0.05
+    assert false <= 8 and covered >= 52  # 3 and 57 of 60; three standard deviations
+
+
+def test_there_is_no_ratio_where_the_donors_are_alike():
+    rows = simulated(np.random.default_rng(3), 0.0)
+    rows["own high"] = rows["own low"]
+    found = {row.quantity for row in estimates(rows, OPTIONS)}
+    assert RATIO not in found and MOVED in found
