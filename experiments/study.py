@@ -75,10 +75,13 @@ LEAST = 50  # queries: with fewer, that a site carries nothing can hardly be sho
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
 TYPICAL = 120  # tokens of a query with its template, for the plan
+WHERE = ("interchange", "learned-vector")  # folders of the stages of --where
 TURN = ("context_id", "temperature", "sample")  # what names a turn
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Whether it is a response's content or its wording isn't told apart (--wording)."
 LAYERS = 32  # of a model, for the plan
+PUT_IN = 64  # contexts of a query in interchange: 16 places, 4 donors
+EIGHTHS, STEPS, TURNS = 7, 30, 12  # of learned vectors: layers, steps, turns of a step
 
 
 @dataclass(frozen=True)
@@ -156,11 +159,33 @@ def stages(args: argparse.Namespace) -> list[Stage]:
             )
         )
     if not args.quick and args.queries >= PROBED:
-        found.append(Stage("probes", "probes.train", [run, "--replace"], optional=True))
+        for target in ("rate", "latent"):
+            words = [run, "--target", target, "--replace"]
+            found.append(Stage(f"probes {target}", "probes.train", words, optional=True))
+    if args.where:
+        put, learned = args.queries * PUT_IN, 3 * EIGHTHS * STEPS * TURNS
+        measured = 2 * EIGHTHS * contexts
+        found += [
+            Stage(
+                "interchange",
+                "experiments.interchange",
+                [run, "--out", f"{run}-interchange", "--samples", str(args.samples)],
+                (put * length, put * args.samples * TURN_TOKENS),
+                optional=True,
+            ),
+            Stage(
+                "learned vector",
+                "experiments.learned_vector",
+                [run, "--out", f"{run}-learned-vector", "--quick"],
+                # A step reads turns and context, forward and backward.
+                (measured * length + 3 * learned * (length + TURN_TOKENS), measured * TURN_TOKENS),
+                optional=True,
+            ),
+        ]
     for name, lacking in (("workers", ("judge", "probes")), ("threads", ("judge",))):
         if (number := getattr(args, name)) is not None:
             for stage in found:
-                if stage.name not in lacking:
+                if stage.name.split()[0] not in lacking:
                     stage.words.extend([f"--{name}", str(number)])
     return found
 
@@ -265,9 +290,11 @@ def result(out: Path) -> "Result":
         f"{accepted(GAP, BEST)} more."
     )
     wording = out / "run-reaction"
+    places = [out / f"run-{name}" for name in WHERE]
     control = [
         "Every number is held against siblings, other responses to the same query.",
         latent_sentence(found, told(BITS, HEADER, 0.0)),
+        *(read(place).sentence for place in places if kind_of(place)),
         read(wording).control if kind_of(wording) else UNWORDED,
     ]
     return Result(
@@ -356,6 +383,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="also how much turns tell about wordings of one response, written by the model",
     )  # fmt: skip
     parser.add_argument(
+        "--where", action="store_true",
+        help="also whether follow-ups travel with a state, and after which layers a vector opens "
+        "reacting (hours)",
+    )  # fmt: skip
+    parser.add_argument(
         "--quick",
         action="store_true",
         help=f"{QUICK} queries, one sample, one recipient; no maps, no probes",
@@ -423,7 +455,7 @@ def _study(args: argparse.Namespace) -> int | None:
 
 
 def _results_beside(out: Path) -> list[str]:
-    places = [out / f"run-{name}" for name in ("reaction", "elicit")]
+    places = [out / f"run-{name}" for name in ("reaction", "elicit", *WHERE)]
     return [str(place) for place in places if place.is_dir()]
 
 

@@ -107,6 +107,8 @@ def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir,
     assert outcome.status == 0 and not (tmp_path / "no").exists()
     for name in ("pace", "sample", "judge", "locate", "elicit", "probes", "all"):
         assert f"\n{name} " in f"\n{outcome.out}"
+    where = study.with_defaults(study.build_parser().parse_args(["m", "--where"]))
+    assert {"interchange", "learned vector"} <= {one.name for one in study.stages(where)}
     args = study.with_defaults(study.build_parser().parse_args(["m", "--hours", "1"]))
     whole = sum(study.seconds_of(one, 500, 50) for one in study.stages(args))
     args.hours = whole / 3600 / 2
