@@ -270,11 +270,16 @@ class Experiment:
         return load_tokenizer_and_config(recall(first.settings, first.model["weights_hash"]))
 
     @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        return self._tokenizer_and_config[1]
+
+    @property
     def context_limit(self) -> int | None:
         """The tokens that the model's context holds; None if it doesn't say."""
         from ia_mech.models.load import context_limit
 
-        return context_limit(self._tokenizer_and_config[1])
+        return context_limit(self.config)
 
     @cached_property
     def chat(self) -> "ChatFormat":

@@ -360,7 +360,14 @@ class SiteScorer:
         self._rows.append(row | dict(zip(SCORES, each, strict=True)) | more)
 
 
-def tokens_scored(turns: int, recipients: int, maps: Sequence[str], layers: int, after: int) -> int:
+def tokens_scored(
+    turns: int,
+    recipients: int,
+    maps: Sequence[str],
+    layers: int,
+    after: int,
+    recurrent: bool = False,
+) -> int:
     """That are scored or written for a query, about; heads are counted as two a window.
 
     Args:
@@ -369,11 +376,17 @@ def tokens_scored(turns: int, recipients: int, maps: Sequence[str], layers: int,
         maps: which of :data:`MAPS`.
         layers: of the model.
         after: tokens between a response and its turn.
+        recurrent: whether any layer has a recurrent state, which is one site more.
     """
     each = turns * CANDIDATES // RESPONSES * CANDIDATES  # of a recipient
-    scored = each * (recipients * len(SITES) + min(recipients, 2))
+    sites = len(SITES) + recurrent * len(OF_RECURRENT)
+    scored = each * (recipients * sites + min(recipients, 2))
     windows, states = len(layer_windows(layers)), layers // window_size(layers)
     cells = {WINDOWS: 2 * windows, HEADS: 2 * windows, STATES: 2 * states}
-    mapped = sum(cells.get(name, 0) for name in maps) * CANDIDATES**2
-    written = (RESPONSES + 1) * 2 * CANDIDATES * len(WRITTEN) if WRITING in maps else 0
+    count = sum(cells.get(name, 0) for name in maps)
+    if {WINDOWS, HEADS} & set(maps):
+        count += len(COMPUTED_ON) if recurrent else 1
+    mapped = count * CANDIDATES**2
+    sites = len(WRITTEN) + recurrent * len(WRITTEN_OF_RECURRENT)
+    written = (RESPONSES + 1) * 2 * CANDIDATES * sites if WRITING in maps else 0
     return (scored + written) * TOKENS + mapped * (TOKENS + after)

@@ -418,7 +418,9 @@ class Locate(Experiment):
         )
 
     def units(self) -> Iterator[SiblingContexts]:
-        few = 0
+        from ia_mech.engine.splice import RECURRENT, layer_kinds
+
+        few, recurrent = 0, not RECURRENT.isdisjoint(layer_kinds(self.config))
         temperatures = [t for t in self.runs[0].settings["temperatures"] if t > 0]
         for query in self.queries:
             texts = query.responses
@@ -449,7 +451,7 @@ class Locate(Experiment):
                 min(temperatures, default=0.0), layers, self.args.seed,
             )  # fmt: skip
             size = len(turns), len(unit.recipients), unit.maps, layers, len(unit.after)
-            yield replace(unit, tokens=tokens_scored(*size))
+            yield replace(unit, tokens=tokens_scored(*size, recurrent=recurrent))
         if few:
             self.notes.append(
                 f"{few} of {len(self.queries)} queries lack {RESPONSES} different responses "

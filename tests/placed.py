@@ -5,6 +5,9 @@ An operation on tensors of two devices is an error, as on real ones; everything 
 token that was drawn.
 """
 
+import threading
+
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -65,15 +68,50 @@ def plain(value):
 
 def on(value, device):
     """The same with its tensors placed on a device."""
-    if torch.device(device).type == "cpu":
+    if torch.device(device).type != "cuda":
         return value
     return tree_map(
         lambda one: Placed(one, torch.device(device)) if type(one) is Tensor else one, value
     )
 
 
+class Moved(torch.autograd.Function):
+    """A tensor on another device; its gradient goes back."""
+
+    @staticmethod
+    def forward(ctx, tensor, device):
+        ctx.back = tensor.device
+        return on(plain(tensor).clone(), device)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return on(plain(gradient).clone(), ctx.back), None
+
+
 class Gpus(TorchFunctionMode):
-    """While it lasts, tensors can be made on GPUs and moved there."""
+    """While it lasts, tensors can be made on GPUs and moved there, in threads that begin, too."""
+
+    def __enter__(self):
+        self._patches = pytest.MonkeyPatch()
+        run = threading.Thread.run
+
+        def run_placed(thread):
+            mode = Gpus()
+            TorchFunctionMode.__enter__(mode)
+            try:
+                run(thread)
+            finally:
+                TorchFunctionMode.__exit__(mode, None, None, None)
+
+        self._patches.setattr(threading.Thread, "run", run_placed)
+        # One without kernels of its own for experts.
+        self._patches.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
+        self._patches.setattr(torch.cuda, "get_device_name", lambda *_: "pretended")
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._patches.undo()
+        return super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -82,9 +120,11 @@ class Gpus(TorchFunctionMode):
             devices = [one for one in [*args[1:], named] if isinstance(one, torch.device | str)]
             if func is Tensor.cpu:
                 devices = [CPU]
-            if devices:
+            if devices and torch.device(devices[0]).type != "meta":
                 rest = [one for one in args[1:] if not isinstance(one, torch.device | str)]
                 kwargs.pop("device", None)
+                if args[0].requires_grad and torch.is_grad_enabled():
+                    return Moved.apply(args[0].to(*rest, **kwargs), devices[0])
                 own = plain(args[0])
                 with torch.inference_mode(False):
                     own = own.to(*rest, **kwargs) if rest or kwargs else own.clone()

@@ -6,28 +6,45 @@ and that ``accelerate``'s own hooks, which move hidden states, do what the hooks
 """
 
 import copy
+from dataclasses import replace
 
+import pandas as pd
 import pytest
+import scored
 import tiny
 import torch
+from conftest import Silent
 from contract import LOGPROB, VECTOR, near_ties, prefilled, relative_l2, stepped
 from placed import Gpus, Placed
+from shell import call
+from test_temperature_sweep import judged
 from transformers.cache_utils import KVSharingDict
 
+from experiments import directions, elicit, hybrids, likelihood, locate, resample, steering
+from ia_mech.collect import identity, job
+from ia_mech.collect.job import collect
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.decode import Row, decode
+from ia_mech.engine.installed import install
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Borrowed, SharedLayer
 from ia_mech.engine.splice import Hybrid, Piece, aligned, check_ceiling, spliced
 from ia_mech.engine.state import expand
+from ia_mech.judge.label import label_run
+from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rules import RulesJudge
+from ia_mech.models.load import Subject
+from ia_mech.settings import Settings
+from ia_mech.steering import ADD, TURN, SteeringVector
 
 LENGTHS = (23, 14, 5)
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 @pytest.fixture
-def gpus():
+def gpus(monkeypatch):
+    monkeypatch.setattr(identity, "_gpu", lambda device: {})
     with Gpus():
         yield
 
@@ -135,3 +152,96 @@ def test_hybrids_are_spliced_on_each_layers_device(architecture, gpus):
     for mine, theirs in zip(ours, right, strict=True):
         assert abs(mine.logprobs_raw - theirs.logprobs_raw).max() <= LOGPROB
     check_ceiling(model, aligned(model, contexts), tiny.prompt(3, seed=4))
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+DECODING = {"limit": None, "temperatures": (1.0,), "max_new_tokens": 4}
+WRITTEN = {"response": "generate", "unfinished": True, "max_response_tokens": 4}
+
+
+def both(architecture, tokenizer) -> tuple[Subject, Subject]:
+    """The same model on the CPU, and over two devices."""
+    cpu = tiny.subject(architecture, tokenizer)
+    return cpu, replace(cpu, model=over_two(architecture, len(tokenizer)))
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", *(pytest.param(one, marks=pytest.mark.slow) for one in tiny.FAMILIES[1:])],
+)
+def test_the_main_job_equals_that_on_one_device(
+    architecture, tokenizer, tmp_path, gpus, monkeypatch
+):
+    """Responses, user turns, and states."""
+    # The check has a test of its own, and takes longer than the rest.
+    monkeypatch.setattr(job, "check_engine", lambda model, *_, **__: install(model).engine)
+    data = scored.dataset(tmp_path / "chats.jsonl", scored.CONVERSATIONS[:1])
+    wanted, found = (
+        collect(
+            Settings(
+                dataset=data, model=one.spec.name, samples=1, responses=2, **DECODING, **WRITTEN
+            ),
+            one, tmp_path / str(number), Silent(),
+        )
+        for number, one in enumerate(both(architecture, tokenizer))
+    )  # fmt: skip
+    assert found.contexts["text"].tolist() == wanted.contexts["text"].tolist()
+    assert found.generations["text"].tolist() == wanted.generations["text"].tolist()
+    for layer in found.layers:
+        states = (run.residuals(layer, "header_last") for run in (found, wanted))
+        assert relative_l2(*states) <= VECTOR
+
+
+@pytest.fixture(scope="module", params=tiny.FAMILIES)
+def runs(request, tokenizer, tmp_path_factory):
+    """Both models; a run with given responses; one with four responses to each query, judged by
+    rules and as planted; a vector."""
+    cpu, placed = both(request.param, tokenizer)
+    folder = tmp_path_factory.mktemp(request.param)
+    cpu.model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    data = scored.dataset(folder / "chats.jsonl", scored.CONVERSATIONS[:4])
+    given = {"dataset": data, "model": str(folder / "model"), "samples": 2, **DECODING}
+    plain = collect(Settings(**given), cpu, folder / "plain", Silent())
+    settings = Settings(**given, **WRITTEN, responses=4)
+    siblings = judged(
+        collect(settings, cpu, folder / "siblings", Silent()), (GENUINE, "degenerate")
+    )
+    label_run(siblings, RulesJudge(), "rules", Silent())
+    direction = torch.randn(32, generator=torch.Generator().manual_seed(1))
+    places = ("header_last", TURN)
+    made = SteeringVector(ADD, 2, places, direction, 0.5, "tiny", siblings.model["weights_hash"])
+    made.save(folder / "vector.safetensors")
+    return folder, cpu, placed, plain, siblings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [locate, elicit, steering, likelihood])
+def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, monkeypatch, capfd):
+    """Every number that it writes."""
+    folder, cpu, placed, plain, siblings = runs
+    monkeypatch.setattr(hybrids, "TOKENS", 4)
+    monkeypatch.setattr(directions, "STEPS", 2)
+    monkeypatch.setattr(steering, "CONTROLS", 19)
+    vector = str(folder / "vector.safetensors")
+    words = {
+        locate: [siblings.path, "--queries", "2", "--recipients", "1"],
+        elicit: [siblings.path, "--judge", "rules", "--intervention", vector],
+        steering: [siblings.path, "--judge", "planted", "--vector", vector, "--doses", "0.2"],
+        likelihood: [plain.path, siblings.path],
+    }[command]
+    for name, subject in (("one", cpu), ("two", placed)):
+        monkeypatch.setattr(resample, "load", lambda _, subject=subject: subject)
+        out = ["--resamples", "100", "--out", str(tmp_path / name)]
+        outcome = call(command.main, [*map(str, words), *out], capfd)
+        assert outcome.status == 0, outcome.err
+    # Decoys of arms are drawn by the identity of their run, which names its device.
+    one = tmp_path / "one"
+    files = [*one.glob("*.parquet"), *one.glob("*/run/generations/*.parquet")]
+    assert files
+    for file in files:
+        there = tmp_path / "two" / file.relative_to(tmp_path / "one")
+        wanted, found = pd.read_parquet(file), pd.read_parquet(there)
+        pd.testing.assert_frame_equal(found, wanted, rtol=0, atol=scored.nats(4)["atol"])

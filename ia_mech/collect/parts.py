@@ -24,6 +24,7 @@ from ia_mech.chat.headers import context_and_reference
 from ia_mech.collect.identity import build_chat, probe_ids, requested_identity
 from ia_mech.data.conversations import Conversation, ConversationSource, open_conversations
 from ia_mech.engine.footprint import Footprint, footprint, part_bytes
+from ia_mech.engine.rotary import refuse_growth
 from ia_mech.errors import UserError
 from ia_mech.models.load import (
     context_limit,
@@ -182,8 +183,8 @@ def survey(
     """Read all conversations, checking and measuring them.
 
     Raises:
-        UserError: a missing response, a context longer than the model's, or a refusing template,
-            where such conversations aren't to be skipped.
+        UserError: a missing response, a context longer than the model's or rotated otherwise as it
+            grows, or a refusing template, where such conversations aren't to be skipped.
     """
     surveyed = Survey({}, [], [], {}, 0, [])
     ids: set[str] = set()  # of queries
@@ -300,6 +301,9 @@ def _lengths(
             "remove or shorten it, lower --max-response-tokens or --max-new-tokens, or use "
             "--skip-unusable",
         )
+    # No pass reads the last token. A response that is written may have any length up to its limit.
+    shortest = len(context.ids) if prompt is None else prompt
+    refuse_growth(text_config(model_config), shortest, needed - 1)
     return length, prompt
 
 

@@ -12,9 +12,7 @@ ones beyond it, which every further token would rotate anew.
 
 import contextlib
 import copy
-import math
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,6 +35,51 @@ def separate_rows(model: nn.Module) -> None:
         name = "_old_forward" if "_old_forward" in vars(module) else "forward"
         if not isinstance(vars(module).get(name), RowsApart):
             setattr(module, name, RowsApart(module))
+
+
+def refuse_growth(config: Any, cached: int, length: int) -> None:
+    """Refuse a row that has no reference, before any pass, by the configuration of a model's text.
+
+    Args:
+        config: of the text part.
+        cached: tokens of the row that are prefilled.
+        length: to which it grows.
+
+    Raises:
+        UserError: it crosses the border, or is beyond it with dynamic rotations.
+    """
+    kinds = {one.get("rope_type") for one in _parameters(config)}
+    if not VARYING.isdisjoint(kinds):
+        _refuse(kinds, _border(config), cached, length)
+
+
+def _parameters(config: Any) -> list[dict]:
+    """Of each kind of layer, where these differ."""
+    each = getattr(config, "rope_parameters", None) or {}
+    nested = [one for one in each.values() if isinstance(one, dict)]
+    return nested or [each]
+
+
+def _border(config: Any) -> int:
+    known = [one[BORDER] for one in _parameters(config) if BORDER in one]
+    return min([config.max_position_embeddings, *known])
+
+
+def _refuse(kinds: set, border: float, cached: int, length: int) -> None:
+    if length <= border:
+        return
+    if "dynamic" in kinds:
+        raise UserError(
+            f"{length} tokens: beyond {border}, this model's rotations depend on every "
+            "length that it was run at (dynamic scaling)",
+            "leave such conversations out, or write fewer tokens",
+        )
+    if 0 < cached <= border:
+        raise UserError(
+            f"a row of {cached} tokens grows to {length}: beyond {border}, this model "
+            "rotates all of a row's tokens otherwise",
+            "leave conversations near that length out, or write fewer tokens",
+        )
 
 
 @contextlib.contextmanager
@@ -73,21 +116,13 @@ class RowsApart:
         self.config = self.module.config
         kind = self.module.rope_type
         self.kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
-
-    @cached_property
-    def border(self) -> float:
-        known = [one[BORDER] for one in self._parameters(self.config) if one and BORDER in one]
-        return min(self.module.original_max_seq_len, *known, math.inf)
-
-    def _parameters(self, config: Any) -> list[dict]:
-        each = config.rope_parameters
-        return list(each.values()) if isinstance(self.module.rope_type, dict) else [each]
+        self.border = _border(self.config)
 
     def lower(self, border: int) -> None:
         """Take another border."""
         self.border, self.config = border, copy.deepcopy(self.config)
-        for one in self._parameters(self.config):
-            if one and BORDER in one:
+        for one in _parameters(self.config):
+            if BORDER in one:
                 # What is read beside it, the factor of attention, stays as it was made.
                 one[BORDER] = border
 
@@ -97,7 +132,8 @@ class RowsApart:
         rows_of: dict[int, list[int]] = {}
         firsts, lasts = torch.stack([position_ids.amin(-1), position_ids.amax(-1)]).tolist()
         for row, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
-            self._refuse(first, last + 1)
+            if current() is not None:
+                _refuse(self.kinds, self.border, first, last + 1)
             rows_of.setdefault(max(last + 1, self.border), []).append(row)
         if len(rows_of) == 1:
             return self._rotations(x, position_ids, *args, **kwargs)
@@ -106,22 +142,6 @@ class RowsApart:
         ]
         back = torch.tensor([row for rows in rows_of.values() for row in rows]).argsort()
         return tuple(torch.cat(each)[back.to(x.device)] for each in zip(*parts, strict=True))
-
-    def _refuse(self, cached: int, length: int) -> None:
-        if length <= self.border or current() is None:
-            return
-        if "dynamic" in self.kinds:
-            raise UserError(
-                f"{length} tokens: beyond {self.border}, this model's rotations depend on every "
-                "length that it was run at (dynamic scaling)",
-                "leave such conversations out, or write fewer tokens",
-            )
-        if 0 < cached <= self.border:
-            raise UserError(
-                f"a row of {cached} tokens grows to {length}: beyond {self.border}, this model "
-                "rotates all of a row's tokens otherwise",
-                "leave conversations near that length out, or write fewer tokens",
-            )
 
     def _rotations(self, x: Tensor, position_ids: Tensor, *args, **kwargs) -> tuple[Tensor, ...]:
         """Cosines and sines of rows of one length, by a twin of the module as it was made, which

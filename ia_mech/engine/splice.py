@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -38,6 +38,7 @@ from ia_mech.errors import UserError
 
 # Kinds of layers, as transformers names them, whose whole state is known.
 SPLICED = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "dummy"}
+RECURRENT = {"linear_attention", "hybrid"}
 ROUNDINGS = 16  # epsilons of the dtype by which a hybrid of everything may be off, as in check.py
 
 
@@ -65,6 +66,11 @@ class Hybrid:
     state: int | None = None
 
 
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """What each layer of a model's cache is of."""
+    return get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
+
+
 def aligned(model: PreTrainedModel, contexts: Sequence[Sequence[int]]) -> Prefilled:
     """Prefill contexts together, all ending at the same position.
 
@@ -75,8 +81,8 @@ def aligned(model: PreTrainedModel, contexts: Sequence[Sequence[int]]) -> Prefil
     Raises:
         UserError: names the layers whose states can't be spliced.
     """
-    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-    others = [f"{n} ({kind})" for n, kind in enumerate(kinds, start=1) if kind not in SPLICED]
+    kinds = enumerate(layer_kinds(model.config), start=1)
+    others = [f"{n} ({kind})" for n, kind in kinds if kind not in SPLICED]
     if others:
         raise UserError(
             f"contexts of {type(model).__name__} can't be spliced: layers {', '.join(others)}",
