@@ -102,16 +102,23 @@ class Computation:
         return drawn
 
     def _next_draws(self, query: Query, drawn: Sequence[Drawn]) -> range:
-        """The draws that a query still needs; none if it has enough or can't get enough."""
-        missing = len(query.orders) - sum(one.order is not None for one in drawn)
-        possible = len(drawn) + missing <= DRAWS * len(query.orders)
-        return range(len(drawn), len(drawn) + missing) if possible else range(0)
+        """The draws that a query still needs; none if it has enough or can't get enough.
+
+        From the second time on they are twice as many as are missing, as few rows take nearly as
+        long as many.
+        """
+        missing, most = len(query.orders), DRAWS * len(query.orders)
+        missing -= sum(one.order is not None for one in drawn)
+        if len(drawn) + missing > most:
+            return range(0)
+        return range(len(drawn), min(most, len(drawn) + missing * (2 if drawn else 1)))
 
     def _taken(self, one: Drawn, orders: Sequence[int], before: Sequence[Drawn]) -> Drawn:
         """A draw with the order of the context that it becomes, if it becomes one."""
         taken = [other for other in before if other.order is not None]
         if self.settings.wants_finished and (
-            one.finish_reason in layout.UNFINISHED
+            len(taken) == len(orders)
+            or one.finish_reason in layout.UNFINISHED
             or one.said.text.strip() in {other.said.text.strip() for other in taken}
         ):
             return one
