@@ -420,9 +420,10 @@ class Locate(Experiment):
     def units(self) -> Iterator[SiblingContexts]:
         from ia_mech.engine.splice import RECURRENT, layer_kinds
 
+        queries = self.queries  # refuses runs without siblings, before the model is looked for
         few, recurrent = 0, not RECURRENT.isdisjoint(layer_kinds(self.config))
         temperatures = [t for t in self.runs[0].settings["temperatures"] if t > 0]
-        for query in self.queries:
+        for query in queries:
             texts = query.responses
             distinct = [k for k, text in enumerate(texts) if texts.index(text) == k]
             chosen = distinct[:RESPONSES]
