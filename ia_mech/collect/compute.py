@@ -91,7 +91,7 @@ class Computation:
             for start in range(0, len(wanted), limit):
                 some = [(queries[number], draw) for number, draw in wanted[start : start + limit]]
                 rows = self._respond_together(some, work, on_step)
-                for (number, _), row in zip(wanted[start:], rows, strict=False):
+                for (number, _), row in zip(wanted[start : start + limit], rows, strict=True):
                     prompt = queries[number].prompt
                     one = Drawn(row, self.read(row.token_ids.tolist(), prompt))
                     drawn[number].append(self._taken(one, queries[number].orders, drawn[number]))

@@ -111,8 +111,7 @@ def _layer_bytes(layer: Any) -> LayerBytes:
     if not isinstance(layer, DynamicLayer):
         return LayerBytes(0, None, size, False)
     keys: Tensor | None = layer.keys
-    windowed = isinstance(layer, DynamicSlidingWindowLayer)
-    most = layer.sliding_window - 1 if windowed else None  # type: ignore[attr-defined]
+    most = layer.sliding_window - 1 if isinstance(layer, DynamicSlidingWindowLayer) else None
     tokens = 1 if keys is None else keys.shape[-2]
     return LayerBytes(size // tokens, most, 0, is_full(layer))
 
