@@ -206,8 +206,6 @@ HEADLINE: list[Row] = [
     *JUDGED,
     *LOCATED,
     ("siblings ordered by the best states (chance 0.50)", lambda m: shown(*auroc(m, "log_odds"))),
-    ("… by the words of query and response", lambda m: shown(*auroc(m, "control:text"))),
-    ("… by the first token's distribution", lambda m: shown(*auroc(m, "control:output"))),
 ]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
 SITES = ("own context", "response", "after the response", "header", "query")
