@@ -177,8 +177,8 @@ def rise(model: str, what: str, dataset: str | None = None) -> pd.Series:
 
 
 JUDGED: list[Row] = [
-    ("turns accepted, greedy", lambda m: mean(accepted(m, "accepted", 0.0))),
-    ("turns accepted, T = 0.7", lambda m: mean(accepted(m, "accepted", HOT))),
+    ("greedy", lambda m: mean(accepted(m, "accepted", 0.0))),
+    ("T = 0.7", lambda m: mean(accepted(m, "accepted", HOT))),
     ("rise from greedy to T = 0.7", lambda m: change(rise(m, "accepted"))),
     (
         "rise, beyond turns shown after another conversation",
@@ -188,9 +188,9 @@ JUDGED: list[Row] = [
     ("beyond sibling responses, T = 0.7", lambda m: change(accepted(m, "beyond siblings", HOT))),
 ]
 LOCATED: list[Row] = [
-    ("bits about the response, greedy", lambda m: mean(site(m, "own context", 0.0))),
-    ("bits about the response, T = 0.7", lambda m: mean(site(m, "own context", HOT))),
-    ("through the response's keys and values", lambda m: mean(site(m, "response", HOT))),
+    ("greedy", lambda m: mean(site(m, "own context", 0.0))),
+    ("T = 0.7", lambda m: mean(site(m, "own context", HOT))),
+    ("T = 0.7, through the response's keys and values", lambda m: mean(site(m, "response", HOT))),
     ("through the header's", lambda m: mean(site(m, "header", HOT))),
     ("through the query's (control)", lambda m: mean(site(m, "query", HOT))),
 ]
@@ -198,15 +198,14 @@ READ: list[Row] = [
     ("best states, chosen in nested folds", lambda m: shown(*auroc(m, "log_odds"))),
     ("words of query and response", lambda m: shown(*auroc(m, "control:text"))),
     ("lengths", lambda m: shown(*auroc(m, "control:lengths"))),
-    ("output state", lambda m: shown(*auroc(m, "control:output"))),
+    (
+        "the first token's distribution (the last state)",
+        lambda m: shown(*auroc(m, "control:output")),
+    ),
     ("output, words and ends of query and response", lambda m: shown(*auroc(m, "base"))),
     ("these and the best states", lambda m: shown(*auroc(m, "full"))),
 ]
-HEADLINE: list[Row] = [
-    *JUDGED,
-    *LOCATED,
-    ("siblings ordered by the best states (chance 0.50)", lambda m: shown(*auroc(m, "log_odds"))),
-]
+BEST: list[Row] = [*READ[:2], READ[3]]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
 SITES = ("own context", "response", "after the response", "header", "query")
 CATEGORIES = {
@@ -219,10 +218,24 @@ CATEGORIES = {
 }
 
 
-def side_by_side(rows: Sequence[Row]) -> str:
+def side_by_side(what: str, rows: Sequence[Row], count: Callable[[str], int]) -> str:
     """Both models in one table."""
-    head = ["", f"SmolLM2, {queries(SMOL)} queries", f"Qwen, {queries(QWEN)} queries"]
+    head = [what, f"SmolLM2, {count(SMOL)} queries", f"Qwen, {count(QWEN)} queries"]
     return markdown(head, ([label, *(make(m) for m in MODELS)] for label, make in rows))
+
+
+def judged() -> str:
+    return side_by_side("turns that the judge accepts", JUDGED, queries)
+
+
+def located() -> str:
+    count = lambda m: table(m, "bits")["query"].nunique()  # noqa: E731
+    return side_by_side("bits about the response, of at most 1.58", LOCATED, count)
+
+
+def read(rows: Sequence[Row] = READ) -> str:
+    count = lambda m: table(m, "probes")["source"].nunique()  # noqa: E731
+    return side_by_side("siblings ordered rightly by (chance: 0.50)", rows, count)
 
 
 def variances() -> str:
@@ -360,8 +373,8 @@ def elicited(model: str) -> str:
 
 def tables() -> dict[str, list[str]]:
     """The tables of each page."""
-    both = [side_by_side(JUDGED), side_by_side(LOCATED), variances(), side_by_side(READ)]
-    found = {"docs/results/compare.md": both, "README.md": [side_by_side(HEADLINE)]}
+    both = [judged(), located(), variances(), read()]
+    found = {"docs/results/compare.md": both, "README.md": [judged(), located(), read(BEST)]}
     for model in MODELS:
         mine = [datasets(model), categories(), sites(model), windows(model), written(model)]
         found[f"docs/results/{model}.md"] = mine
@@ -380,6 +393,10 @@ def in_words() -> list[str]:
         mean(header - query),
         mean(own / 10 - header),
         mean(both - alone),
+        *(
+            mean(site(QWEN, f"written: {name}", HOT))
+            for name in ("response", "response and header")
+        ),
         shown(*auroc_less(QWEN, "control:output", "control:text")),
         shown(*auroc_less(QWEN, "control:output", "control:lengths")),
     ]
