@@ -333,7 +333,7 @@ def vectors(model: str) -> str:
     plain = (excess.columns.get_level_values("layer").min(), "unsteered")
     rows = [["none", "", mean(rate[plain]), change(excess[plain]), "", ""]]
     for layer in sorted(set(excess.columns.get_level_values("layer")) - {plain[0]}):
-        for term in ("own", "siblings", "other queries"):
+        for term in ("own", "siblings"):
             mine = excess[(layer, term)]
             less = change(mine - excess[(layer, "siblings")]) if term == "own" else ""
             cells = [mean(rate[(layer, term)]), change(mine), change(mine - excess[plain]), less]
@@ -378,7 +378,7 @@ def tables() -> dict[str, list[str]]:
     for model in MODELS:
         mine = [datasets(model), categories(), sites(model), windows(model), written(model)]
         found[f"docs/results/{model}.md"] = mine
-    found[f"docs/results/{SMOL}.md"] += [changes(SMOL), elicited(SMOL)]
+    found[f"docs/results/{SMOL}.md"] += [vectors(SMOL), changes(SMOL), elicited(SMOL)]
     return found
 
 
