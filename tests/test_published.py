@@ -382,24 +382,36 @@ def tables() -> dict[str, list[str]]:
     return found
 
 
-def in_words() -> list[str]:
+def in_words() -> dict[str, str]:
     """Intervals that stand in sentences."""
     own, header, query = (site(QWEN, name, HOT) for name in ("own context", "header", "query"))
-    both, alone = (
-        site(QWEN, f"written: {name}", 0.0) for name in ("response and header", "response")
-    )
-    return [
-        mean(own - site(QWEN, "own context", 0.0)),
-        mean(header - query),
-        mean(own / 10 - header),
-        mean(both - alone),
-        *(
-            mean(site(QWEN, f"written: {name}", HOT))
-            for name in ("response", "response and header")
-        ),
-        shown(*auroc_less(QWEN, "control:output", "control:text")),
-        shown(*auroc_less(QWEN, "control:output", "control:lengths")),
-    ]
+
+    def added(model: str, t: float) -> str:
+        both = site(model, "written: response and header", t)
+        return mean(both - site(model, "written: response", t))
+
+    def more(what: str) -> str:
+        return mean(rise(QWEN, what) - rise(SMOL, what))  # of queries that both have
+
+    hits = [site(QWEN, f"written: {name}", HOT, what="hits") for name in ("header", "query")]
+    smol = site(SMOL, "own context", HOT) / 10 - site(SMOL, "header", HOT)
+    return {
+        "q_rise": mean(own - site(QWEN, "own context", 0.0)),
+        "header_less_query": mean(header - query),
+        "tenth": mean(own / 10 - header),
+        "smol_tenth": mean(smol),
+        "header_adds": added(QWEN, 0.0),
+        "header_adds_hot": added(QWEN, HOT),
+        "smol_adds": added(SMOL, 0.0),
+        "header_hits": mean(hits[0] - hits[1]),
+        "w_alone": mean(site(QWEN, "written: response", HOT)),
+        "w_both": mean(site(QWEN, "written: response and header", HOT)),
+        "raw_more": more("accepted"),
+        "rise_more": more("beyond another"),
+        "output_less_text": shown(*auroc_less(QWEN, "control:output", "control:text")),
+        "output_less_lengths": shown(*auroc_less(QWEN, "control:output", "control:lengths")),
+        "states_less_words": shown(*auroc_less(SMOL, "log_odds", "control:text"), sign=True),
+    }
 
 
 # Of runs whose data aren't here: after cut-off responses, and of 59 queries on a CPU.
@@ -412,7 +424,7 @@ def show() -> None:
     """Print all tables, to be put on the pages."""
     for page, mine in tables().items():
         print(f"\n# {page}\n", *mine, sep="\n\n")
-    print("\n# in words\n", *in_words(), sep="\n")
+    print("\n# in words\n", *in_words().items(), sep="\n")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -420,7 +432,7 @@ def test_a_page_says_what_the_data_say(page):
     text = (ROOT / page).read_text("utf-8")
     for one in tables()[page]:
         assert one in text, one
-    made = INTERVAL.findall("\n".join([*chain(*tables().values()), *in_words()]))
+    made = INTERVAL.findall("\n".join([*chain(*tables().values()), *in_words().values()]))
     of_judges = text.partition("## As a judge")[0]
     for one in INTERVAL.findall(of_judges):
         assert one in made or one in ELSEWHERE, one
