@@ -182,12 +182,12 @@ def test_the_machine_that_begins_a_run_sizes_the_parts_of_all(tiny_subject, tmp_
 
     monkeypatch.setattr(parts, "part_bytes", begin)
     run = sampled(SETTINGS, tiny_subject, out, shard=(2, 2))
-    assert run.complete and run.record["part_bytes"] == few
+    assert run.complete and run.record["part_room"] == few
     monkeypatch.setattr(parts, "part_bytes", lambda *_: 1)
     again = sampled(SETTINGS, tiny_subject, out)
     assert again.digest() == run.digest() and again.record == run.record
     alone = sampled(SETTINGS, tiny_subject, tmp_path / "alone")
-    assert alone.record["part_bytes"] == 1 and alone.settings["batch_rows"] == 1
+    assert alone.record["part_room"] == 1 and alone.settings["batch_rows"] == 1
 
 
 def test_the_default_job_has_parts_for_two_and_for_four_workers():

@@ -20,7 +20,7 @@ from shell import call
 from test_temperature_sweep import judged
 from transformers.cache_utils import KVSharingDict
 
-from experiments import elicit, hybrids, likelihood, locate, resample
+from experiments import directions, elicit, hybrids, likelihood, locate, resample, steering
 from ia_mech.collect import identity, job
 from ia_mech.collect.job import collect
 from ia_mech.engine.check import TOKENS, check_engine
@@ -218,16 +218,19 @@ def runs(request, tokenizer, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [locate, elicit, likelihood])
+@pytest.mark.parametrize("command", [locate, elicit, steering, likelihood])
 def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, monkeypatch, capfd):
     """Every score and every turn. What is estimated of them may differ more where it hardly depends
     on them: how sharply the query, which is the same in all, tells siblings apart."""
     folder, cpu, placed, plain, siblings = runs
     monkeypatch.setattr(hybrids, "TOKENS", 4)
+    monkeypatch.setattr(directions, "STEPS", 2)
+    monkeypatch.setattr(steering, "CONTROLS", steering.LEAST)
     vector = str(folder / "vector.safetensors")
     words = {
         locate: [siblings.path, "--queries", "2", "--recipients", "1"],
         elicit: [siblings.path, "--judge", "rules", "--intervention", vector],
+        steering: [siblings.path, "--judge", "planted", "--vector", vector, "--doses", "0.2"],
         likelihood: [plain.path, siblings.path],
     }[command]
     for name, subject in (("one", cpu), ("two", placed)):
@@ -236,10 +239,12 @@ def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, mo
         outcome = call(command.main, [*map(str, words), *out], capfd)
         assert outcome.status == 0, outcome.err
     one = tmp_path / "one"
-    kept = {locate: "rows.parquet", elicit: "*/run/generations/*.parquet"}
+    kept = {locate: "rows.parquet", elicit: "*/run/generations/*.parquet", steering: "arms.parquet"}
     files = [*one.glob(kept.get(command, "*.parquet"))]
     assert files
     for file in files:
         there = tmp_path / "two" / file.relative_to(tmp_path / "one")
         wanted, found = pd.read_parquet(file), pd.read_parquet(there)
         pd.testing.assert_frame_equal(found, wanted, rtol=0, atol=scored.nats(4)["atol"])
+    if command is steering:
+        assert ("optimised by gradient" in {*found["term"]}) == differentiable(cpu.model)

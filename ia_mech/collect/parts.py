@@ -351,7 +351,7 @@ class Parts:
 
 def part_room(settings: Settings, size: Footprint, out: Path) -> int:
     """Bytes of memory that a part may take: what the run was begun with, else this machine's."""
-    if (out / layout.RUN).is_file() and (begun := Run(out).record.get("part_bytes")):
+    if (out / layout.RUN).is_file() and (begun := Run(out).record.get("part_room")):
         return begun
     everywhere = settings.device_map is not None
     return part_bytes(resolve_device(settings.device), size.weights, everywhere)
