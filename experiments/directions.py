@@ -193,7 +193,8 @@ def find_controls(model: Model, unit: ControlSearch) -> pd.DataFrame:
     is left out.
 
     Returns:
-        A row per control, with the fields of :class:`Arm`.
+        A row per control, with the fields of :class:`Arm`. The optimised one has no direction if
+        the model's passes have no gradient.
     """
     arms = list(unit.random)
     best = optimise_direction(model, unit)
@@ -213,7 +214,9 @@ def find_controls(model: Model, unit: ControlSearch) -> pd.DataFrame:
         each = pd.DataFrame(rows).groupby(["arm", "source"])["kl"].mean()
         return each.groupby("arm").mean().to_numpy()
 
-    return pd.DataFrame(map(asdict, arms_of_equal_kl(arms, unit.kl, kl_of)))
+    found = arms_of_equal_kl(arms, unit.kl, kl_of)
+    found += [] if len(best) else [Arm(OPTIMISED, 0.0)]
+    return pd.DataFrame(map(asdict, found))
 
 
 @torch.inference_mode(False)  # whatever thread this is called in
