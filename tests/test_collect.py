@@ -168,6 +168,12 @@ def test_a_part_takes_no_more_memory_than_it_has_room_for():
     prompts = plan_parts(survey_of([3000] * 9, dict.fromkeys(range(9), 2900)), settings, SIZE, room)
     row = SIZE.context(2900) + SIZE.row(2900, settings.max_response_tokens)
     assert prompts.response_rows == room // row and prompts.part_bytes <= room
+    # Others wait for the places of long responses.
+    settings = replace(settings, max_response_tokens=3000)
+    room = 5 * SIZE.row(30, 3000)
+    thoughts = plan_parts(survey_of([3030] * 9, dict.fromkeys(range(9), 30)), settings, SIZE, room)
+    assert thoughts.response_rows < 5 < max(map(len, thoughts.responses.values()))
+    assert thoughts.part_bytes <= room
 
 
 def test_the_machine_that_begins_a_run_sizes_the_parts_of_all(tiny_subject, tmp_path, monkeypatch):

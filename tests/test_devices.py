@@ -7,7 +7,9 @@ and that ``accelerate``'s own hooks, which move hidden states, do what the hooks
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import scored
@@ -21,6 +23,7 @@ from test_temperature_sweep import judged
 from transformers.cache_utils import KVSharingDict
 
 from experiments import directions, elicit, hybrids, likelihood, locate, resample, steering
+from experiments.experiment import Model
 from ia_mech.collect import identity, job
 from ia_mech.collect.job import collect
 from ia_mech.engine.check import TOKENS, check_engine
@@ -192,6 +195,28 @@ def test_the_main_job_equals_that_on_one_device(
     for layer in found.layers:
         states = (run.residuals(layer, "header_last") for run in (found, wanted))
         assert relative_l2(*states) <= VECTOR
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpt_oss", "gemma3"))],
+)
+def test_gradients_go_through_both_devices(architecture, gpus, monkeypatch):
+    monkeypatch.setattr(directions, "STEPS", 2)
+    turns = tuple(tuple(tiny.prompt(n, seed=n)) for n in (4, 3))
+    contexts = [
+        directions.SteeredContext("q", tuple(tiny.prompt(n, seed=n)), 2, (n - 1,), True, turns)
+        for n in (9, 12)
+    ]
+    start = directions.Arm(directions.DIRECTION, 0.4)
+    unit = directions.ControlSearch("", "", 0, tuple(contexts), start, 0.05, (), 0)
+    found = []
+    for model in (over_two(architecture), tiny.model(architecture)):
+        install(model)
+        subject = SimpleNamespace(model=model)
+        found.append(directions.optimise_direction(Model(subject, None), unit))
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-4)
+    assert len(found[0]) == 32
 
 
 @pytest.fixture(scope="module", params=tiny.FAMILIES)

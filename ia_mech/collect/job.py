@@ -397,7 +397,7 @@ class _Job:
             return [self._query(tuple(own)) for _, own in queries]
 
         def compute(some: list[Query], limit: int, begun: PartProgress) -> list[list[Drawn]]:
-            return self.computation.respond(some, min(limit, self.parts.response_rows), begun)
+            return self.computation.respond(some, limit, self.parts.response_rows, begun)
 
         each = self.settings.responses
         self._compute_parts(
