@@ -250,7 +250,7 @@ def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, mo
     folder, cpu, placed, plain, siblings = runs
     monkeypatch.setattr(hybrids, "TOKENS", 4)
     monkeypatch.setattr(directions, "STEPS", 2)
-    monkeypatch.setattr(steering, "CONTROLS", steering.LEAST)
+    monkeypatch.setattr(steering, "CONTROLS", 29)
     vector = str(folder / "vector.safetensors")
     words = {
         locate: [siblings.path, "--queries", "2", "--recipients", "1"],

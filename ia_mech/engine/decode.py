@@ -134,6 +134,7 @@ def decode(
                 state = fresh
             else:
                 state.join(fresh)
+        assert state is not None
         steps = steps + 1
         steered = [rows[row].steered for row in batch]
         logits = forward(model, state, token[:, None], interventions=steered).logits[:, -1]

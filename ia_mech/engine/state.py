@@ -111,7 +111,7 @@ class State:
         for at, (mine, theirs) in enumerate(
             zip(self.cache.layers, other.cache.layers, strict=True)
         ):
-            if isinstance(mine, SharedLayer):
+            if isinstance(mine, SharedLayer) and isinstance(theirs, SharedLayer):
                 mine.join(theirs)
             else:
                 self.cache.layers[at] = rows_of([mine, theirs], everyone, length)
