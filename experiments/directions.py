@@ -16,7 +16,7 @@ from experiments.experiment import Model, Unit
 from ia_mech.engine.intervene import Add
 from ia_mech.engine.score import Turn, differentiable_logits
 from ia_mech.engine.state import Prefix, prefill
-from ia_mech.errors import is_out_of_memory
+from ia_mech.errors import UserError
 from ia_mech.models.load import text_config
 
 DIRECTION, OPTIMISED, BIAS = "the direction", "optimised by gradient", "bias of the first token"
@@ -193,7 +193,8 @@ def find_controls(model: Model, unit: ControlSearch) -> pd.DataFrame:
     is left out.
 
     Returns:
-        A row per control, with the fields of :class:`Arm`.
+        A row per control, with the fields of :class:`Arm`. The optimised one has no direction if
+        the model's passes have no gradient.
     """
     arms = list(unit.random)
     best = optimise_direction(model, unit)
@@ -213,7 +214,9 @@ def find_controls(model: Model, unit: ControlSearch) -> pd.DataFrame:
         each = pd.DataFrame(rows).groupby(["arm", "source"])["kl"].mean()
         return each.groupby("arm").mean().to_numpy()
 
-    return pd.DataFrame(map(asdict, arms_of_equal_kl(arms, unit.kl, kl_of)))
+    found = arms_of_equal_kl(arms, unit.kl, kl_of)
+    found += [] if len(best) else [Arm(OPTIMISED, 0.0)]
+    return pd.DataFrame(map(asdict, found))
 
 
 @torch.inference_mode(False)  # whatever thread this is called in
@@ -249,8 +252,11 @@ def optimise_direction(model: Model, unit: ControlSearch) -> np.ndarray:
         ]
         return torch.stack(sums), log[0, 0]
 
-    with torch.no_grad():
-        plain = [log_probabilities(number) for number in range(len(contexts))]
+    try:
+        with torch.no_grad():
+            plain = [log_probabilities(number) for number in range(len(contexts))]
+    except UserError:  # nothing is changed yet: it is the model that is refused
+        return np.zeros(0, dtype=np.float32)
 
     def changed(some: Sequence[int], along: Tensor, dose: float) -> tuple[Tensor, Tensor]:
         """The mean change of the log-odds in contexts, and the mean KL."""
@@ -263,13 +269,8 @@ def optimise_direction(model: Model, unit: ControlSearch) -> np.ndarray:
         return torch.stack(odds).mean(), torch.stack(cost).mean()
 
     along = torch.randn(text_config(network.config).hidden_size, generator=draw).requires_grad_()
-    try:
-        odds, _ = changed(range(len(contexts)), along, dose / 100)
-        (uphill,) = torch.autograd.grad(odds, along)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        return np.zeros(0, dtype=np.float32)
+    odds, _ = changed(range(len(contexts)), along, dose / 100)
+    (uphill,) = torch.autograd.grad(odds, along)
     along = (uphill / uphill.norm()).requires_grad_()
     adam, near = torch.optim.Adam([along], lr=RATE / len(along) ** 0.5), dose
     for _ in range(STEPS):

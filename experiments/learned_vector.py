@@ -40,7 +40,7 @@ from experiments.tables import sentence_of, tables_of
 from ia_mech.cli import above_zero, shell_word, whole_from
 from ia_mech.engine.score import differentiable_logits
 from ia_mech.engine.state import Prefix, prefill_all
-from ia_mech.errors import UserError, is_out_of_memory
+from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, holm_corrected, paired_row
 from ia_mech.likelihood.reaction import readable_bits
 from ia_mech.likelihood.scorer import after_each
@@ -141,16 +141,7 @@ def learn(model: Model, unit: Learning) -> np.ndarray:
         return -torch.cat(said).mean()
 
     along = torch.randn(text_config(network.config).hidden_size, generator=draw).requires_grad_()
-    try:
-        (uphill,) = torch.autograd.grad(cross_entropy(along, unit.dose / 100), along)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"the passes of {type(network).__name__} have no gradient (recurrent layers change "
-            "their state in place): no vector can be learned",
-            "use a model without such layers",
-        ) from None
+    (uphill,) = torch.autograd.grad(cross_entropy(along, unit.dose / 100), along)
     start = -uphill if uphill.norm() > 0 else along.detach()
     along = (start / start.norm()).requires_grad_()
     adam = torch.optim.Adam([along], lr=RATE / len(along) ** 0.5)

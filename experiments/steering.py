@@ -392,16 +392,19 @@ class Steering(Experiment):
             Arm(one.term, one.dose, tuple(one.direction), tuple(one.bias), one.draw)
             for one in made.itertuples()
         ]
+        if less := CONTROLS + 2 - len(arms):
+            self.notes.append(f"{less} controls are left out: they don't reach the KL of the dose.")
+        if (none := Arm(OPTIMISED, 0.0)) in arms:
+            arms.remove(none)
+            self.notes.append(
+                f"no direction is optimised: the passes of {self.runs[0].model['name']} have no "
+                "gradient (recurrent layers change their state in place)."
+            )
         best = [np.array(arm.direction) for arm in arms if arm.term == OPTIMISED]
         if (reached := sum(arm.term == RANDOM for arm in arms)) < LEAST:
             raise UserError(
                 f"{reached} random directions reach the KL of dose {dose:g} ({kl:.2g} nats)",
                 "give other --doses, or another layer or position",
-            )
-        if less := CONTROLS + 2 - len(arms):
-            self.notes.append(
-                f"{less} controls are left out: they don't reach the KL of the dose, or the "
-                "model's passes have no gradient to optimise along."
             )
         if best:
             own = self.vector.direction.numpy()

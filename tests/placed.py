@@ -117,6 +117,8 @@ class Gpus(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         named = kwargs.get("device")
         if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
+            if len(args) > 1 and isinstance(args[1], Tensor):
+                args = args[0], args[1].device, args[1].dtype
             devices = [one for one in [*args[1:], named] if isinstance(one, torch.device | str)]
             if func is Tensor.cpu:
                 devices = [CPU]
@@ -124,13 +126,12 @@ class Gpus(TorchFunctionMode):
                 rest = [one for one in args[1:] if not isinstance(one, torch.device | str)]
                 kwargs.pop("device", None)
                 if args[0].requires_grad and torch.is_grad_enabled():
-                    return Moved.apply(args[0].to(*rest, **kwargs), devices[0])
+                    own = args[0].to(*rest, **kwargs) if rest or kwargs else args[0]
+                    return Moved.apply(own, devices[0])
                 own = plain(args[0])
                 with torch.inference_mode(False):
                     own = own.to(*rest, **kwargs) if rest or kwargs else own.clone()
                 return on(own, devices[0])
-            if len(args) > 1 and isinstance(args[1], Tensor):
-                return on(plain(args[0]).to(args[1].dtype), args[1].device)
         if named is not None and torch.device(named).type == "cuda":
             if any(isinstance(one, Placed) for one in tree_leaves(args)):
                 return func(*args, **kwargs)

@@ -168,6 +168,12 @@ def test_a_part_takes_no_more_memory_than_it_has_room_for():
     prompts = plan_parts(survey_of([3000] * 9, dict.fromkeys(range(9), 2900)), settings, SIZE, room)
     row = SIZE.context(2900) + SIZE.row(2900, settings.max_response_tokens)
     assert prompts.response_rows == room // row and prompts.part_bytes <= room
+    # Others wait for the places of long responses.
+    settings = replace(settings, max_response_tokens=3000)
+    room = 5 * SIZE.row(30, 3000)
+    thoughts = plan_parts(survey_of([3030] * 9, dict.fromkeys(range(9), 30)), settings, SIZE, room)
+    assert thoughts.response_rows < 5 < max(map(len, thoughts.responses.values()))
+    assert thoughts.part_bytes <= room
 
 
 def test_the_machine_that_begins_a_run_sizes_the_parts_of_all(tiny_subject, tmp_path, monkeypatch):
@@ -182,12 +188,12 @@ def test_the_machine_that_begins_a_run_sizes_the_parts_of_all(tiny_subject, tmp_
 
     monkeypatch.setattr(parts, "part_bytes", begin)
     run = sampled(SETTINGS, tiny_subject, out, shard=(2, 2))
-    assert run.complete and run.record["part_bytes"] == few
+    assert run.complete and run.record["part_room"] == few
     monkeypatch.setattr(parts, "part_bytes", lambda *_: 1)
     again = sampled(SETTINGS, tiny_subject, out)
     assert again.digest() == run.digest() and again.record == run.record
     alone = sampled(SETTINGS, tiny_subject, tmp_path / "alone")
-    assert alone.record["part_bytes"] == 1 and alone.settings["batch_rows"] == 1
+    assert alone.record["part_room"] == 1 and alone.settings["batch_rows"] == 1
 
 
 def test_the_default_job_has_parts_for_two_and_for_four_workers():

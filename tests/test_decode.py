@@ -3,6 +3,7 @@
 
 from itertools import pairwise
 
+import pytest
 import tiny
 from contract import copied_prefixes, near_ties, prefilled
 from hypothesis import given, settings
@@ -41,10 +42,11 @@ def test_any_mix_of_contexts_groups_and_stops(contexts, cuts, most, stops):
         whole = decode(model, groups_of(model), rows, stops, most)
     assert near_ties(model, LENGTHS, rows, ours, whole) <= 1
     lengths = [len(row.token_ids) for row in ours]
-    for step, drew, ended in steps:
+    for step, (drew, ended, spared) in enumerate(steps):
         assert drew == sum(length > step for length in lengths)
         assert ended == sum(length == step + 1 for length in lengths)
-    assert [step for step, *_ in steps] == list(range(max(lengths)))
+        assert spared == ended * (most - step - 1)
+    assert len(steps) == max(lengths)
     for row in ours:
         tokens = row.token_ids.tolist()
         assert not stops & set(tokens[:-1]) and len(tokens) <= most
@@ -60,5 +62,25 @@ def test_one_token_and_rows_that_all_end_at_once():
             model, groups_of(model, 3), ROWS, stops, most, on_step=lambda *n: steps.append(n)
         )
         assert {(len(row.token_ids), row.finish_reason) for row in wrote} == {(1, reason)}
-    assert steps == [(0, len(ROWS), len(ROWS))] * 2
+    assert steps == [(len(ROWS), len(ROWS), 0), (len(ROWS), len(ROWS), 8 * len(ROWS))]
     assert decode(model, groups_of(model), [], [], 5) == []
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_rows_that_take_the_places_of_others_are_as_those_alone(architecture):
+    """Of every age together, in layers that share their prefix, slide or recur, and in copies."""
+    model, lengths = tiny.model(architecture), (3, 23, 9, 14)
+    rows = [Row(i % 4, 0.8 * (i % 3), stream_key(0, "s", i)) for i in range(14)]
+    groups = [prefilled(model, lengths[:2]), prefilled(model, lengths[2:])]
+    stops, steps = [tiny.EOS, *range(80, 97)], []
+    alone = [decode(model, groups, [row], stops, 12)[0] for row in rows]
+    assert len({len(one.token_ids) for one in alone}) > 3
+    for places in (1, 3, 5):
+        found = decode(
+            model, groups, rows, stops, 12, together=places, on_step=lambda *n: steps.append(n)
+        )
+        assert near_ties(model, lengths, rows, found, alone) == 0
+        assert max(drew for drew, *_ in steps) <= places
+    with copied_prefixes(model):
+        found = decode(model, groups, rows, stops, 12, together=5)
+    assert near_ties(model, lengths, rows, found, alone) == 0

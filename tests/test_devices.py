@@ -7,7 +7,9 @@ and that ``accelerate``'s own hooks, which move hidden states, do what the hooks
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import scored
@@ -20,7 +22,8 @@ from shell import call
 from test_temperature_sweep import judged
 from transformers.cache_utils import KVSharingDict
 
-from experiments import elicit, hybrids, likelihood, locate, resample
+from experiments import directions, elicit, hybrids, likelihood, locate, resample, steering
+from experiments.experiment import Model
 from ia_mech.collect import identity, job
 from ia_mech.collect.job import collect
 from ia_mech.engine.check import TOKENS, check_engine
@@ -194,6 +197,28 @@ def test_the_main_job_equals_that_on_one_device(
         assert relative_l2(*states) <= VECTOR
 
 
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpt_oss", "gemma3"))],
+)
+def test_gradients_go_through_both_devices(architecture, gpus, monkeypatch):
+    monkeypatch.setattr(directions, "STEPS", 2)
+    turns = tuple(tuple(tiny.prompt(n, seed=n)) for n in (4, 3))
+    contexts = [
+        directions.SteeredContext("q", tuple(tiny.prompt(n, seed=n)), 2, (n - 1,), True, turns)
+        for n in (9, 12)
+    ]
+    start = directions.Arm(directions.DIRECTION, 0.4)
+    unit = directions.ControlSearch("", "", 0, tuple(contexts), start, 0.05, (), 0)
+    found = []
+    for model in (over_two(architecture), tiny.model(architecture)):
+        install(model)
+        subject = SimpleNamespace(model=model)
+        found.append(directions.optimise_direction(Model(subject, None), unit))
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-4)
+    assert len(found[0]) == 32
+
+
 @pytest.fixture(scope="module", params=tiny.FAMILIES)
 def runs(request, tokenizer, tmp_path_factory):
     """Both models; a run with given responses; one with four responses to each query, judged by
@@ -218,16 +243,19 @@ def runs(request, tokenizer, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [locate, elicit, likelihood])
+@pytest.mark.parametrize("command", [locate, elicit, steering, likelihood])
 def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, monkeypatch, capfd):
     """Every score and every turn. What is estimated of them may differ more where it hardly depends
     on them: how sharply the query, which is the same in all, tells siblings apart."""
     folder, cpu, placed, plain, siblings = runs
     monkeypatch.setattr(hybrids, "TOKENS", 4)
+    monkeypatch.setattr(directions, "STEPS", 2)
+    monkeypatch.setattr(steering, "CONTROLS", 29)
     vector = str(folder / "vector.safetensors")
     words = {
         locate: [siblings.path, "--queries", "2", "--recipients", "1"],
         elicit: [siblings.path, "--judge", "rules", "--intervention", vector],
+        steering: [siblings.path, "--judge", "planted", "--vector", vector, "--doses", "0.2"],
         likelihood: [plain.path, siblings.path],
     }[command]
     for name, subject in (("one", cpu), ("two", placed)):
@@ -236,10 +264,14 @@ def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, mo
         outcome = call(command.main, [*map(str, words), *out], capfd)
         assert outcome.status == 0, outcome.err
     one = tmp_path / "one"
-    kept = {locate: "rows.parquet", elicit: "*/run/generations/*.parquet"}
+    kept = {locate: "rows.parquet", elicit: "*/run/generations/*.parquet", steering: "arms.parquet"}
     files = [*one.glob(kept.get(command, "*.parquet"))]
     assert files
     for file in files:
         there = tmp_path / "two" / file.relative_to(tmp_path / "one")
         wanted, found = pd.read_parquet(file), pd.read_parquet(there)
         pd.testing.assert_frame_equal(found, wanted, rtol=0, atol=scored.nats(4)["atol"])
+    if command is steering:
+        optimised = directions.OPTIMISED in {*found["term"]}
+        assert optimised != ("no gradient" in outcome.out)
+        assert optimised == ("linear_attention" not in getattr(cpu.model.config, "layer_types", ()))

@@ -77,7 +77,7 @@ def rewrite(run: Run, name: str, write) -> Run:
 
 def change_residuals(run: Run, change) -> Run:
     def write(path: Path) -> None:
-        save_file({"residuals": change(load_file(path)["residuals"])}, path)
+        save_file({name: change(layer) for name, layer in load_file(path).items()}, path)
 
     return rewrite(run, "residuals/", write)
 

@@ -195,16 +195,16 @@ def few_positive(run: Path) -> None:
 
 
 def not_a_number(run: Path) -> None:
-    (part,) = (run / "residuals" / "layer_02").iterdir()
+    (part,) = (run / "residuals").iterdir()
     with safe_open(part, "pt") as file:
-        tensors, about = {"residuals": file.get_tensor("residuals")}, file.metadata()
-    tensors["residuals"][5, -1, 1] = torch.nan
+        tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    tensors["layer_02"][5, -1, 1] = torch.nan
     save_file(tensors, part, about)
     rehashed(run)
 
 
 def damaged(run: Path) -> None:
-    (part,) = (run / "residuals" / "layer_02").iterdir()
+    (part,) = (run / "residuals").iterdir()
     part.write_bytes(part.read_bytes()[:-100])
 
 

@@ -5,6 +5,8 @@ import pickletools
 import shutil
 import warnings
 import zipfile
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -27,7 +29,7 @@ from runs import (
 from safetensors import safe_open
 
 from ia_mech.errors import UserError
-from ia_mech.run import Run, RunWriter, layout
+from ia_mech.run import Run, RunWriter, layout, reader
 
 # -- the folder ---------------------------------------------------------------------------------
 
@@ -36,7 +38,7 @@ def test_the_folder_holds_what_is_documented_and_nothing_else(merged):
     expected = ["run.json", "manifests/contexts-00000.json", "README.md"]
     expected += ["contexts/part-00000.parquet", "generations/part-00000.parquet"]
     expected += ["header_logits/00000.safetensors"]
-    expected += [f"residuals/layer_{layer:02d}/00000.safetensors" for layer in range(LAYERS)]
+    expected += ["residuals/00000.safetensors"]
     assert files_under(merged.path) == sorted(expected)
     assert merged.complete
     assert merged.counts == {"responses": 0, "contexts": CONTEXTS}
@@ -46,9 +48,9 @@ def test_the_folder_holds_what_is_documented_and_nothing_else(merged):
 
 
 def test_safetensors_open_by_themselves(merged):
-    with safe_open(merged.path / "residuals/layer_03/00000.safetensors", "pt") as tensors:
-        assert list(tensors.keys()) == ["residuals"]
-        shape = tensors.get_slice("residuals").get_shape()
+    with safe_open(merged.path / "residuals/00000.safetensors", "pt") as tensors:
+        assert sorted(tensors.keys()) == [f"layer_{layer:02d}" for layer in range(LAYERS)]
+        shape = tensors.get_slice("layer_03").get_shape()
         assert shape == [CONTEXTS, len(merged.positions), WIDTH]
         metadata = json.loads(tensors.metadata()["names"])
     assert metadata["positions"] == merged.positions
@@ -97,15 +99,23 @@ def test_residuals_are_the_stored_tensors_with_the_axes_that_were_asked_for(by_h
     assert missing.nonzero()[:, 0].tolist() == [1, 4, 7]
 
 
-def test_a_layer_is_read_without_the_others_and_unknown_ones_are_refused(by_hand):
+def test_a_layer_is_read_without_the_others_and_unknown_ones_are_refused(by_hand, monkeypatch):
+    asked = []
+
+    @contextmanager
+    def recorded(file, framework):
+        with safe_open(file, framework) as tensors:
+            yield SimpleNamespace(get_slice=lambda x: asked.append(x) or tensors.get_slice(x))
+
     for layer in (2, -1):
         with pytest.raises(UserError, match=rf"layer {layer} is not in .*by-hand; give 0 … 1"):
             by_hand.residuals(layer, "header_last")
     with pytest.raises(UserError, match=r"'query_end' was not kept .* response_end, header_last"):
         by_hand.residuals(0, "query_end")
-    for file in (by_hand.path / "residuals/layer_00").iterdir():
-        file.unlink()
-    assert by_hand.residuals(1, "header_last").shape == (8, 3)
+    both = by_hand.residuals(position="header_last")
+    monkeypatch.setattr(reader, "safe_open", recorded)
+    assert torch.equal(by_hand.residuals(1, "header_last"), both[:, 1])
+    assert {*asked} == {"layer_01"}
 
 
 def test_a_copy_without_tensors_is_read_but_for_these(merged, tmp_path):

@@ -113,8 +113,8 @@ def test_a_part_is_computed_by_whoever_has_locked_it(tmp_path):
     ("file", "damage"),
     [
         ("generations/part-00001.parquet", "missing"),
-        ("residuals/layer_01/00001.safetensors", "cut"),
-        ("residuals/layer_00/00001.safetensors", "flipped"),
+        ("residuals/00001.safetensors", "cut"),
+        ("residuals/00001.safetensors", "flipped"),
     ],
 )
 def test_a_damaged_part_is_named_dropped_and_made_again(by_hand, file, damage):

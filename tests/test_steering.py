@@ -170,7 +170,8 @@ def test_controls_reach_the_kl_that_is_wanted(monkeypatch):
     arm = Arm(DIRECTION, 0.02, tuple(told.tolist()))
     for kl in (1e-4, 1e-3, 1e-2):
         search = ControlSearch("", "", 0, contexts, arm, kl, (replace(arm, term=RANDOM),), 0)
-        found = [Arm(**row) for row in find_controls(model, search).to_dict("records")]
+        *found, none = [Arm(**row) for row in find_controls(model, search).to_dict("records")]
+        assert none == Arm(OPTIMISED, 0.0)
         assert [one.term for one in found] == [RANDOM, BIAS]
         reached = steering_effects(model, unit(contexts, found)).groupby("term")["kl"].mean()
         np.testing.assert_allclose(reached, kl, rtol=0.1)

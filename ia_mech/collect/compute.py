@@ -71,9 +71,10 @@ class Computation:
 
     @torch.inference_mode()
     def respond(
-        self, queries: Sequence[Query], limit: int, work: PartProgress
+        self, queries: Sequence[Query], limit: int, together: int, work: PartProgress
     ) -> list[list[Drawn]]:
-        """Draw responses to queries, at most ``limit`` together, until each has what it wants.
+        """Draw responses to queries until each has what it wants: at most ``together`` at a time,
+        while the prompts of at most ``limit`` are held.
 
         The draws of a query are numbered, and the first that are finished and differ become its
         contexts. A query that doesn't get as many of them as it wants gets none.
@@ -90,7 +91,7 @@ class Computation:
         ]:
             for start in range(0, len(wanted), limit):
                 some = [(queries[number], draw) for number, draw in wanted[start : start + limit]]
-                rows = self._respond_together(some, work, on_step)
+                rows = self._respond_together(some, together, work, on_step)
                 for (number, _), row in zip(wanted[start : start + limit], rows, strict=True):
                     prompt = queries[number].prompt
                     one = Drawn(row, self.read(row.token_ids.tolist(), prompt))
@@ -127,6 +128,7 @@ class Computation:
     def _respond_together(
         self,
         draws: Sequence[tuple[Query, int]],
+        together: int,
         work: PartProgress,
         on_step: Callable[[int, int, int], None],
     ) -> list[Decoded]:
@@ -151,6 +153,7 @@ class Computation:
             rows,
             self.response_stop_ids,
             self.settings.max_response_tokens,
+            together=together,
             on_step=on_step,
         )
 
@@ -184,16 +187,15 @@ class Computation:
             for number, context in enumerate(members)
             for temperature, sample in grid
         ]
-        decoded: list[Decoded] = []
-        for start in range(0, len(rows), limit):
-            decoded += decode(
-                model,
-                groups,
-                rows[start : start + limit],
-                self.stop_ids,
-                self.settings.max_new_tokens,
-                on_step=work.decoded,
-            )
+        decoded = decode(
+            model,
+            groups,
+            rows,
+            self.stop_ids,
+            self.settings.max_new_tokens,
+            together=limit,
+            on_step=work.decoded,
+        )
         logits = torch.cat([group.logits.cpu() for group in groups])
         residuals = torch.cat([cast(Tensor, group.residuals).cpu() for group in groups])
         results: dict[int, ContextResult] = {}

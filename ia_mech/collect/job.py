@@ -143,7 +143,7 @@ def collect(
     record = {
         "identity": identity(subject, chat, engine, requested),
         "parts": parts.counts,
-        "part_bytes": room,
+        "part_room": room,
         "skipped": surveyed.skipped,
         "source": inputs.source.description | {"dataset": requested["settings"]["dataset"]},
     }
@@ -157,7 +157,7 @@ def collect(
     try:
         check_disk(needed, out)
         begun, _ = begin_run(out, record)
-        if begun.get("part_bytes", room) != room:  # another machine began it at this moment
+        if begun.get("part_room", room) != room:  # another machine began it at this moment
             return collect(asked, subject, out, progress, inputs=inputs, shard=shard, crew=crew)
         with RunWriter(out, record, flag_of) as writer:
             for note in surveyed.notes:
@@ -397,7 +397,7 @@ class _Job:
             return [self._query(tuple(own)) for _, own in queries]
 
         def compute(some: list[Query], limit: int, begun: PartProgress) -> list[list[Drawn]]:
-            return self.computation.respond(some, min(limit, self.parts.response_rows), begun)
+            return self.computation.respond(some, limit, self.parts.response_rows, begun)
 
         each = self.settings.responses
         self._compute_parts(

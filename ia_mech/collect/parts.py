@@ -45,6 +45,9 @@ from ia_mech.steering import SteeringVector
 # number is an estimate.
 BATCH_ROWS = {"cpu": 96, "cuda": 1024}
 RESPONSES = 16  # fewer responses together cost as much: reading the weights is what takes the time
+# Where memory allows few long responses at a time, a part has so many times more, which take the
+# places of those that end.
+WAITING = 4
 PARTS = {"cpu": 4, "cuda": 1}  # parts come in such numbers, so that workers end together
 
 
@@ -351,7 +354,7 @@ class Parts:
 
 def part_room(settings: Settings, size: Footprint, out: Path) -> int:
     """Bytes of memory that a part may take: what the run was begun with, else this machine's."""
-    if (out / layout.RUN).is_file() and (begun := Run(out).record.get("part_bytes")):
+    if (out / layout.RUN).is_file() and (begun := Run(out).record.get("part_room")):
         return begun
     everywhere = settings.device_map is not None
     return part_bytes(resolve_device(settings.device), size.weights, everywhere)
@@ -392,16 +395,17 @@ def plan_parts(surveyed: Survey, settings: Settings, size: Footprint, room: int)
     response_rows, responses = batch_rows, []
     if surveyed.prompts:
         prompt = max(surveyed.prompts.values())
-        row = size.context(prompt) + size.row(prompt, settings.max_response_tokens)
-        response_rows = max(1, min(batch_rows, room // row))
-        writing = len(surveyed.prompts)
-        wanted = max(RESPONSES, writing // part_count(writing, response_rows, several))
-        together = max(1, min(wanted, response_rows) // max(map(len, contexts)))
+        context, row = size.context(prompt), size.row(prompt, settings.max_response_tokens)
+        waiting = WAITING if row > WAITING**2 * context else 1  # not where prompts fill the memory
+        response_rows = max(1, min(batch_rows, room // (row + waiting * context)))
+        most, writing = min(batch_rows, waiting * response_rows), len(surveyed.prompts)
+        wanted = min(most, max(RESPONSES, writing // part_count(writing, most, several)))
+        together = max(1, wanted // max(map(len, contexts)))
         responses = [
             [order for part in contexts[start : start + together] for order in part]
             for start in range(0, len(contexts), together)
         ]
-        held.append(min(wanted, response_rows) * row)
+        held.append(min(wanted, response_rows) * row + wanted * context)
     return Parts(_named(contexts), _named(responses), batch_rows, response_rows, max(held))
 
 

@@ -77,12 +77,12 @@ class PartProgress:
         """So many tokens of given turns were scored, which the bar doesn't count."""
         self._report("scoring", 0)
 
-    def decoded(self, step: int, rows: int, ended: int) -> None:
-        """All rows of a batch drew their token number ``step``, and with it so many ended."""
-        spared = ended * (self._phase.allowance - step - 1)
+    def decoded(self, rows: int, ended: int, spared: int) -> None:
+        """So many rows drew a token, and so many ended, with ``spared`` tokens that they might have
+        written."""
         self._report("decoding", rows + spared, rows, ended)
 
-    def redrawn(self, step: int, rows: int, ended: int) -> None:
+    def redrawn(self, rows: int, ended: int, spared: int) -> None:
         """Rows that take the places of others drew a token; the bar counts each place once."""
         self._report("drawing again", 0, rows)
 

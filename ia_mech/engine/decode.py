@@ -1,9 +1,9 @@
-"""The sampling loop: draw, drop the rows that finished, go forward.
+"""The sampling loop: draw, drop the rows that finished, let others take their places, go forward.
 
-Rows of several contexts, each at its own temperature, are decoded in one batch, in which all rows
-have the same age. The state of the prefill is never touched; rows go on from a copy of it, or refer
-to it (:func:`ia_mech.engine.state.expand`). The same rows form the same batches again, whatever the
-time or the machine's load.
+Rows of several contexts, each at its own temperature, are decoded in one batch. The state of the
+prefill is never touched; rows go on from a copy of it, or refer to it
+(:func:`ia_mech.engine.state.expand`). The same rows form the same batches again, whatever the time
+or the machine's load.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 from ia_mech.engine.intervene import TokenwiseIntervention
 from ia_mech.engine.sampling import Draw, sample
 from ia_mech.engine.shared import Borrowed
-from ia_mech.engine.state import Prefilled, State, expand, forward
+from ia_mech.engine.state import Prefilled, expand, forward
+
+FREED = 4  # rows join a batch when one place in so many is free: each time, states are copied
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,10 @@ def decode(
     stop_ids: Collection[int],
     max_new_tokens: int,
     *,
+    together: int | None = None,
     on_step: Callable[[int, int, int], None] | None = None,
 ) -> list[Decoded]:
-    """Decode rows to their turn-end or to ``max_new_tokens``, all in one batch.
+    """Decode rows to their turn-end or to ``max_new_tokens``, in one batch.
 
     Args:
         model: the subject model, installed.
@@ -71,8 +74,10 @@ def decode(
         rows: what to decode, in any order.
         stop_ids: ids that end a row (kept as its last token).
         max_new_tokens: most tokens of a row.
-        on_step: called after each step with its number, how many rows drew a token, and how many
-            of them ended.
+        together: most rows at once; the others wait, in the order of their contexts, until one
+            place in :data:`FREED` is free. None for all.
+        on_step: called after each step with how many rows drew a token, how many of them ended, and
+            how many tokens fewer those wrote than they might have.
 
     Returns:
         What each row wrote, in the order of ``rows``.
@@ -81,38 +86,56 @@ def decode(
         return []
     device, stops = groups[0].logits.device, set(stop_ids)
     record = _Record(len(rows), max_new_tokens)
-    batch = sorted(range(len(rows)), key=lambda row: rows[row].context)  # which row is where
-    temperatures = torch.tensor([rows[row].temperature for row in batch], device=device)
-    streams = torch.tensor([rows[row].stream for row in batch], device=device)
-    logits = torch.cat([group.logits for group in groups])[[rows[row].context for row in batch]]
-    state: State | None = None
-    for step in range(max_new_tokens):
-        draws = sample(logits, temperatures, streams, step)
-        tokens = record.add(batch, step, draws)
-        ended = [at for at, token in enumerate(tokens) if token in stops]
-        if step + 1 == max_new_tokens:
-            ended = list(range(len(batch)))
+    places = min(together or len(rows), len(rows))
+    waiting = sorted(range(len(rows)), key=lambda row: rows[row].context)
+    temperatures = torch.tensor([row.temperature for row in rows], device=device)
+    streams = torch.tensor([row.stream for row in rows], device=device)
+    firsts = torch.cat([group.logits for group in groups])
+    batch: list[int] = []  # which row is where
+    logits, state, changed = firsts[:0], None, False
+    while batch or waiting:
+        there, free = len(batch), places - len(batch)
+        if waiting and free * FREED >= places:
+            joining, waiting = waiting[:free], waiting[free:]
+            batch += joining
+            logits = torch.cat([logits, firsts[[rows[row].context for row in joining]]])
+            changed = True
+        if changed:
+            at = torch.tensor(batch, device=device)
+            temperature, stream = temperatures[at], streams[at]
+            steps = torch.tensor(record.length[batch], device=device)[:, None]
+        draws = sample(logits, temperature, stream, steps)
+        tokens = record.add(batch, draws)
+        left = (max_new_tokens - record.length[batch]).tolist()
+        last = {at for at, token in enumerate(tokens) if token in stops or not left[at]}
         if on_step is not None:
-            on_step(step, len(batch), len(ended))
-        if len(ended) == len(batch):
-            break
-        token = draws.token
-        if state is None:
-            kept = [at for at in range(len(batch)) if at not in set(ended)]
-            going = [rows[batch[at]] for at in kept]
-            state = expand(
+            on_step(len(batch), len(last), sum(left[at] for at in last))
+        kept = [at for at in range(there) if at not in last]
+        if state is not None and 0 < len(kept) < there:
+            kept = state.drop([at for at in range(there) if at in last])
+        begun = [at for at in range(there, len(batch)) if at not in last]
+        batch, changed = [batch[at] for at in kept + begun], bool(last)
+        if not batch:
+            logits = firsts[:0]
+            continue
+        token = draws.token[kept + begun] if changed else draws.token
+        state = state if kept else None  # whose memory the next one takes
+        if begun:
+            new = [rows[row] for row in batch[len(kept) :]]
+            fresh = expand(
                 model,
                 groups,
-                [row.context for row in going],
-                max_new_tokens - 1,
-                borrowed=[row.borrowed for row in going],
+                [row.context for row in new],
+                0 if kept else max_new_tokens - 1,
+                borrowed=[row.borrowed for row in new],
+                places=places,
             )
-        elif ended:
-            kept = state.drop(ended)
-        if ended:
-            batch = [batch[at] for at in kept]
-            at = torch.tensor(kept, device=device)
-            token, temperatures, streams = token[at], temperatures[at], streams[at]
+            if state is None:
+                state = fresh
+            else:
+                state.join(fresh)
+        assert state is not None
+        steps = steps + 1
         steered = [rows[row].steered for row in batch]
         logits = forward(model, state, token[:, None], interventions=steered).logits[:, -1]
     return record.rows(stops)
@@ -132,14 +155,15 @@ class _Record:
             for name in self.FIELDS
         }
 
-    def add(self, rows: Sequence[int], step: int, draws: Draw) -> list[int]:
-        """Note a token for each of these rows; returns the tokens."""
+    def add(self, rows: Sequence[int], draws: Draw) -> list[int]:
+        """Note the next token of each of these rows; returns the tokens."""
+        steps = self.length[rows]
         # In one transfer: float64 holds float32 and ids alike.
         drawn = torch.stack([getattr(draws, name).double() for name in self.FIELDS]).cpu().numpy()
         for name, values in zip(self.FIELDS, drawn, strict=True):
-            self.values[name][rows, step] = values
-        self.length[rows] = step + 1
-        return self.values["token"][rows, step].tolist()
+            self.values[name][rows, steps] = values
+        self.length[rows] += 1
+        return self.values["token"][rows, steps].tolist()
 
     def rows(self, stops: set[int]) -> list[Decoded]:
         done = []

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ia_mech.engine.intervene import Intervention, TokenwiseIntervention, at_tokens, within
 from ia_mech.engine.memory import allowed
@@ -117,7 +118,17 @@ def differentiable_logits(
     Args:
         model, groups: as for :func:`score`.
         turns: of contexts in their order; none borrows.
+
+    Raises:
+        UserError: the model has recurrent layers, through which no gradient goes.
     """
+    layers = groups[0].state.cache.layers
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
+        raise UserError(
+            f"the passes of {type(model).__name__} have no gradient (recurrent layers change "
+            "their state in place)",
+            "use a model without such layers",
+        )
     with torch.inference_mode(False):
         _require_fed(turns)
         ids, mask, _ = _padded(turns)

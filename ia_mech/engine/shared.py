@@ -147,7 +147,7 @@ class _GroupRows:
 class PrefixTable:
     """Which row goes on from which context, as all shared layers of a cache see it.
 
-    All rows of a batch have written the same number of tokens of their own.
+    Rows that join others (:meth:`join`) have written fewer tokens of their own.
 
     Args:
         masks: of each group ``[contexts, tokens]``, 0 for left padding.
@@ -156,8 +156,8 @@ class PrefixTable:
         dtype: of the model.
 
     Attributes:
-        age: how many own tokens each row has.
-        length: tokens of the longest prefix, padding included.
+        ages: how many own tokens each row has.
+        width: tokens of the longest row, its prefix included.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class PrefixTable:
         self._masks, self._dtype = list(masks), dtype
         self._contexts = list(contexts)
         self._borrowed = list(borrowed) or [None] * len(self._contexts)
-        self.age, self.length = 0, max(mask.shape[1] for mask in masks)
+        self.ages, self.width = [0] * len(self._contexts), max(mask.shape[1] for mask in masks)
         self._drop_tensors()
 
     def __len__(self) -> int:
@@ -179,7 +179,31 @@ class PrefixTable:
     def _drop_tensors(self) -> None:
         """Tensors are made anew when they are asked for."""
         self._group_rows: dict[torch.device, tuple[list[_GroupRows | None], Tensor]] = {}
-        self._causal: dict[tuple[torch.device, int, int], Tensor] = {}
+        self._own_bias: dict[torch.device, Tensor | None] = {}
+        self._own_places: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def age(self) -> int:
+        """How many own tokens the oldest row has."""
+        return max(self.ages, default=0)
+
+    def advance(self, new: int) -> None:
+        """Every row has so many tokens more."""
+        self.ages = [age + new for age in self.ages]
+        self.width += new
+        self._own_bias, self._own_places = {}, {}
+
+    def join(self, other: "PrefixTable", width: int) -> None:
+        """The rows of another table, behind its own; the longest of all is so long."""
+        first = sum(map(len, self._masks))
+        self._masks += other._masks
+        self._contexts += [first + context for context in other._contexts]
+        self._borrowed += [
+            None if one is None else Borrowed(first + one.context, one.heads)
+            for one in other._borrowed
+        ]
+        self.ages, self.width = self.ages + other.ages, width
+        self._drop_tensors()
 
     @property
     def borrowers(self) -> list[tuple[int, Borrowed]]:
@@ -190,6 +214,7 @@ class PrefixTable:
         """Only the given rows, in the given order."""
         self._contexts = [self._contexts[row] for row in index]
         self._borrowed = [self._borrowed[row] for row in index]
+        self.ages = [self.ages[row] for row in index]
         self._drop_tensors()
 
     def group_rows(self, device: torch.device) -> tuple[list[_GroupRows | None], Tensor]:
@@ -236,16 +261,26 @@ class PrefixTable:
             groups.append(_GroupRows(contexts, rows.to(device), bias))
         return groups, torch.tensor(back, device=device)
 
-    def causal(self, new: int, device: torch.device) -> Tensor | None:
-        """``[1, 1, new, age + new]``: minus infinity where one of the new tokens would see a later
-        one; None for a single one."""
-        if new == 1:
-            return None
-        key = device, new, self.age
-        if key not in self._causal:
-            later = torch.full((new, self.age + new), -torch.inf, dtype=self._dtype, device=device)
-            self._causal[key] = later.triu(self.age + 1)[None, None]
-        return self._causal[key]
+    def own_places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """``[rows]`` int64, twice: each row, and where its next token goes."""
+        if device not in self._own_places:
+            ages = torch.tensor(self.ages, device=device)
+            self._own_places[device] = torch.arange(len(ages), device=device), ages
+        return self._own_places[device]
+
+    def own_bias(self, new: int, device: torch.device) -> Tensor | None:
+        """``[rows or 1, 1, new, age + new]``: minus infinity where one of the new tokens would see
+        a later one, or what isn't its row's; None where each sees all."""
+        if device not in self._own_bias:
+            bias = None
+            if new > 1 or len(set(self.ages)) > 1:
+                at = torch.arange(self.age + new)
+                ages = torch.tensor(self.ages[:1] if new > 1 else self.ages)
+                hidden = at > ages[:, None, None] + torch.arange(new)[:, None]
+                bias = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill(hidden, -torch.inf)
+                bias = bias[:, None].to(device)
+            self._own_bias[device] = bias
+        return self._own_bias[device]
 
 
 ATTRIBUTE = "shared_layer"  # of keys that a shared layer handed out: the layer
@@ -323,13 +358,19 @@ class SharedLayer(DynamicLayer):
         table: of the batch, the same for all layers of a cache.
         number: of the layer, from 1.
         room: most tokens that a row may add.
+        places: most rows that there may be.
     """
 
     keys: Tensor
     values: Tensor
 
     def __init__(
-        self, prefixes: Sequence[DynamicLayer], table: PrefixTable, number: int, room: int
+        self,
+        prefixes: Sequence[DynamicLayer],
+        table: PrefixTable,
+        number: int,
+        room: int,
+        places: int,
     ) -> None:
         super().__init__()
         self.prefixes = [held(layer) for layer in prefixes]
@@ -337,7 +378,7 @@ class SharedLayer(DynamicLayer):
         keys, values = self.prefixes[0]
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self._own = [
-            tensor.new_empty(len(table), tensor.shape[1], room, tensor.shape[-1])
+            tensor.new_zeros(places, tensor.shape[1], room, tensor.shape[-1])
             for tensor in (keys, values)
         ]
         self._waiting = False  # keys were handed out that no attention function has used yet
@@ -351,6 +392,8 @@ class SharedLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Write new keys and values ``[rows, kv_heads, new, dim]``; returns the rows' own ones.
 
+        Rows of several ages have one new token each.
+
         Raises:
             RuntimeError: the model's attention didn't use what was returned the last time.
         """
@@ -358,7 +401,11 @@ class SharedLayer(DynamicLayer):
         start = self.table.age
         end = start + key_states.shape[2]
         for own, states in zip(self._own, (key_states, value_states), strict=True):
-            own[: len(states), :, start:end] = states
+            if len(set(self.table.ages)) == 1:
+                own[: len(states), :, start:end] = states
+            else:
+                row, at = self.table.own_places(own.device)
+                own[row, :, at] = states[:, :, 0]
         self._set_views(end)
         self._waiting = True
         # A view that isn't kept, or the two would keep each other alive. It carries this layer,
@@ -373,7 +420,12 @@ class SharedLayer(DynamicLayer):
             raise RuntimeError(UNUSED)
 
     def get_seq_length(self) -> int:
-        return self.table.length + self.keys.shape[2]
+        return self.table.width + max(0, self.keys.shape[2] - self.table.age)
+
+    def join(self, other: "SharedLayer") -> None:
+        """Take in rows, which have no token of their own yet; the table is told before."""
+        self.prefixes += other.prefixes
+        self._set_views(self.table.age)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the given rows, in the given order, moving only those that change their place; the
@@ -387,7 +439,7 @@ class SharedLayer(DynamicLayer):
         )
         for own in self._own:
             own[to, :, :tokens] = own[source, :, :tokens]
-        self._set_views(tokens)
+        self._set_views(self.table.age)
 
     def attend(
         self,
@@ -412,7 +464,7 @@ class SharedLayer(DynamicLayer):
             ``[rows, heads, new, value_dim]``.
         """
         self._waiting = False
-        bias = self.table.causal(query.shape[2], query.device)
+        bias = self.table.own_bias(query.shape[2], query.device)
         own = attend(query, key, value, scaling=scaling, softcap=softcap, bias=bias)
         return merge(self._attend_prefixes(query, scaling, softcap), own, sinks)
 

@@ -100,6 +100,30 @@ class State:
         self.cache.reorder_cache(cast(torch.LongTensor, at))  # which is its dtype
         self.mask, self.position = self.mask[at], self.position[at]
 
+    @torch.inference_mode()
+    def join(self, other: "State") -> None:
+        """Take in the rows of another state, which were fed nothing yet, behind its own."""
+        both = self, other
+        length = max(int(state.mask.sum(1).max()) for state in both)
+        everyone = [torch.arange(state.rows) for state in both]
+        if self.table is not None and other.table is not None:
+            self.table.join(other.table, length)
+        for at, (mine, theirs) in enumerate(
+            zip(self.cache.layers, other.cache.layers, strict=True)
+        ):
+            if isinstance(mine, SharedLayer) and isinstance(theirs, SharedLayer):
+                mine.join(theirs)
+            else:
+                self.cache.layers[at] = rows_of([mine, theirs], everyone, length)
+        self.mask = torch.cat([_of_width(state.mask, length) for state in both])
+        self.position = torch.cat([self.position, other.position])
+        self.padded = not bool(self.mask.all())
+
+
+def _of_width(mask: Tensor, width: int) -> Tensor:
+    """A mask with so many columns: padding added on its left, or taken away."""
+    return pad(mask, (width - mask.shape[1], 0))
+
 
 @dataclass
 class Prefilled:
@@ -298,7 +322,7 @@ def forward(
     for layer in shared:
         layer.check_used()
     if state.table is not None:
-        state.table.age += ids.shape[1]
+        state.table.advance(ids.shape[1])
     state.position = state.position + mask.sum(-1)
     return Output(logits, one.residuals())
 
@@ -314,6 +338,7 @@ def expand(
     *,
     borrowed: Sequence[Borrowed | None] = (),
     copies: bool = False,
+    places: int = 0,
 ) -> State:
     """A state whose row i goes on from context ``contexts[i]``; the groups are left as they were.
 
@@ -328,6 +353,7 @@ def expand(
         borrowed: what each row borrows, if any does; of any context of the groups.
         copies: each row has a copy in every layer: it is to be a context itself, or gradients go
             through its passes, which attention in parts doesn't have.
+        places: most rows that there will be, if others are to join these.
 
     Raises:
         UserError: a row borrows in a layer that isn't shared, or from a head that isn't there.
@@ -347,10 +373,7 @@ def expand(
     ]
     length = max(state.mask.shape[1] for state in states)
     mask = torch.cat(
-        [
-            pad(state.mask[at], (length - state.mask.shape[1], 0))
-            for state, at in zip(states, index, strict=True)
-        ]
+        [_of_width(state.mask[at], length) for state, at in zip(states, index, strict=True)]
     )
     position = torch.cat([state.position[at] for state, at in zip(states, index, strict=True)])
     table = None
@@ -370,7 +393,8 @@ def expand(
                     ],
                     held(layers[0])[0].dtype,
                 )
-            cache.layers.append(SharedLayer(layers, table, number, room))
+            most = max(places, len(contexts))
+            cache.layers.append(SharedLayer(layers, table, number, room, most))
         else:
             cache.layers.append(rows_of(layers, index, length, whole=copies))
     check_borrowed(borrowed, cache.layers)
@@ -431,7 +455,7 @@ def rows_of(
         twins.append(twin)
     first, *others = twins
     if others and isinstance(first, DynamicLayer):
-        tokens = max(twin.keys.shape[-2] for twin in twins)
+        tokens = min(length, max(twin.keys.shape[-2] for twin in twins))
         for name in ("keys", "values"):
             each = [getattr(twin, name) for twin in twins]
             padded = [pad(tensor, (0, 0, tokens - tensor.shape[-2], 0)) for tensor in each]

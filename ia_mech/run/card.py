@@ -44,16 +44,13 @@ def card(record: dict[str, Any], contexts: int) -> str:
         "| `contexts/` | a row per context: the conversation, its tokens, scores of the user's "
         "real next turn |",
         "| `generations/` | a row per user turn that the model wrote |",
-        "| `residuals/layer_NN/` | the residual stream, `[context, position, d_model]`; layer 0 is "
-        "the embeddings, layer l the output of block l |",
+        "| `residuals/` | the residual stream, a tensor `[context, position, d_model]` per layer; "
+        "`layer_00` is the embeddings, `layer_NN` the output of block NN |",
         *(
             ["| `header_logits/` | the logits from which the first token of the turn is drawn |"]
             if settings["header_logits"] != "none"
             else []
         ),
-        "",
-        "One layer can be downloaded alone: "
-        '`hf download REPO --repo-type dataset --include "residuals/layer_15/*"`.',
         "",
         "## Provenance",
         "",

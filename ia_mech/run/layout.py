@@ -9,7 +9,7 @@
     contexts/part-00000.parquet           one row per context
     generations/part-00000.parquet        one row per generation
     header_logits/00000.safetensors
-    residuals/layer_00/00000.safetensors  one file per layer and part
+    residuals/00000.safetensors           one tensor per layer
 """
 
 import json
@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from ia_mech.errors import UserError
 
-FORMAT = 4
+FORMAT = 5
 RUN, CARD, MANIFESTS = "run.json", "README.md", "manifests"
 KINDS = ("responses", "contexts")  # of parts
 TENSORS = ("residuals", "header_logits")  # folders that a copy of a run may be without
@@ -162,8 +162,13 @@ def header_logits_file(part: str) -> str:
     return f"header_logits/{part}.safetensors"
 
 
-def residuals_file(layer: int, part: str) -> str:
-    return f"residuals/layer_{layer:02d}/{part}.safetensors"
+def residuals_file(part: str) -> str:
+    return f"residuals/{part}.safetensors"
+
+
+def layer_name(layer: int) -> str:
+    """The name of a layer's tensor ``[contexts, positions, d_model]``."""
+    return f"layer_{layer:02d}"
 
 
 def holds_other_files(folder: Path) -> bool:

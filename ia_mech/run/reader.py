@@ -8,7 +8,7 @@ import json
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -289,14 +289,16 @@ class Run:
         at = slice(None) if position is None else self.positions.index(position)
         layers = self.layers if layer is None else [layer]
         parts = self._finished_parts()
-        found = [torch.cat([self._residuals(part, one, at) for part in parts]) for one in layers]
-        return torch.stack(found, dim=1) if layer is None else found[0]
+        found = torch.cat([torch.stack(self._residuals(part, layers, at), 1) for part in parts])
+        return found if layer is None else found[:, 0]
 
-    def _residuals(self, part: dict[str, Any], layer: int, at: int | slice) -> "Tensor":
-        file = self._file(part, layout.residuals_file(layer, part["name"]))
+    def _residuals(
+        self, part: dict[str, Any], layers: Iterable[int], at: int | slice = slice(None)
+    ) -> "list[Tensor]":
+        file = self._file(part, layout.residuals_file(part["name"]))
         try:
             with safe_open(file, framework="pt") as tensors:
-                return tensors.get_slice("residuals")[:, at]
+                return [tensors.get_slice(layout.layer_name(layer))[:, at] for layer in layers]
         except (SafetensorError, OSError) as error:
             raise self._damaged(part, error) from None
 
@@ -331,8 +333,8 @@ class Run:
                 for name, column in zip(rows.column_names, rows.columns, strict=True):
                     for chunk in column.chunks:
                         _add_values(streams, f"{table}.{name}", chunk)
-            for layer in self.layers:
-                _add_tensor(streams, f"layer_{layer}", self._residuals(part, layer, slice(None)))
+            for layer, states in enumerate(self._residuals(part, self.layers)):
+                _add_tensor(streams, f"layer_{layer}", states)
         if self.settings["header_logits"] != "none":
             logits = self.header_logits()
             for index in range(len(logits)):

@@ -182,10 +182,12 @@ class RunWriter:
                 files[file] = self._write_tensors(file, header_logits, ids)
             if residuals is not None:
                 names = {"positions": self.record["identity"]["positions"], **ids}
-                for layer in range(residuals.shape[1]):
-                    file = layout.residuals_file(layer, name)
-                    kept = {"residuals": residuals[:, layer].contiguous().cpu()}
-                    files[file] = self._write_tensors(file, kept, names)
+                kept = {
+                    layout.layer_name(layer): states.contiguous().cpu()
+                    for layer, states in enumerate(residuals.unbind(1))
+                }
+                file = layout.residuals_file(name)
+                files[file] = self._write_tensors(file, kept, names)
         facts = {"batch_rows": batch_rows, "left_out": list(left_out)}
         self._add("contexts", name, contexts.num_rows, files, facts)
 
