@@ -18,29 +18,25 @@ Needs: judged runs with --response generate on such prompts, or with given respo
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment
+from experiments.figures import Bars, Drawing
 from experiments.tables import sentence_of, tables_of, with_detectable
 from experiments.verify import COLUMN, verify
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, holm_corrected
 from ia_mech.rates.compute import rates
-from ia_mech.results import label_of
+from ia_mech.rates.figures import gate_title
+from ia_mech.results import Table, label_of
+from ia_mech.run import Run
 from ia_mech.run.queries import exchange
 from ia_mech.run.sources import sources_of
 from ia_mech.stats import group_difference
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from experiments.figures import Drawing
-    from ia_mech.results import Table
-    from ia_mech.run import Run
 
 EVERY, COMPLETE = "all responses", "complete responses"
 ACCURACY, RATE = "accuracy", "follow-up rate"
@@ -71,9 +67,7 @@ class Decoupling(Experiment):
     columns = COLUMNS
 
     def read(self) -> None:
-        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
-
-        judged = read_runs(self.runs, self.args.judge, NO_ANNOTATOR)
+        judged = self.verdicts
         contexts = pd.concat([verified_contexts(run) for run in self.runs], ignore_index=True)
         self.notes += judged.notes
         contexts = shared_prompts(
@@ -143,7 +137,7 @@ class Decoupling(Experiment):
 
     # -- shown ------------------------------------------------------------------------------------
 
-    def tables(self, estimates: pd.DataFrame) -> "list[Table]":
+    def tables(self, estimates: pd.DataFrame) -> list[Table]:
         percent = f"{100 * self.args.level:g}% intervals over queries"
         names = ("dataset", "model", "term")
         made = tables_of(
@@ -184,10 +178,7 @@ class Decoupling(Experiment):
         )
         return made
 
-    def figures(self, estimates: pd.DataFrame) -> "Mapping[str, Drawing]":
-        from experiments.figures import Bars
-        from ia_mech.rates.figures import gate_title
-
+    def figures(self, estimates: pd.DataFrame) -> Mapping[str, Drawing]:
         assert self.gate is not None
         every = estimates[estimates["term"] == EVERY]
         names = every["dataset"].str.cat(every["model"], " · ")
@@ -225,7 +216,7 @@ class Decoupling(Experiment):
 # -- what is verified ------------------------------------------------------------------------------
 
 
-def verified_contexts(run: "Run") -> pd.DataFrame:
+def verified_contexts(run: Run) -> pd.DataFrame:
     """Contexts of a run with the verdicts on their responses."""
     frame = run.contexts
     messages = [list(messages) for messages in frame["messages"]]

@@ -14,28 +14,24 @@ generate on the same conversations. Cost: some seconds a context on a CPU (135M)
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
+from experiments.arms import conversations_of
 from experiments.experiment import Conclusion, Experiment, Model, Unit
+from experiments.figures import Bars, Drawing, Lines
 from experiments.tables import sentence_of, tables_of
+from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets, by_dataset
+from ia_mech.results import Table
+from ia_mech.run import Run
 from ia_mech.run.queries import unfinished_text
 from ia_mech.run.sources import sources_of
 from ia_mech.stats import cluster_bootstrap
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from experiments.figures import Drawing
-    from ia_mech.data.conversations import Conversation
-    from ia_mech.results import Table
-    from ia_mech.run import Run
 
 # Datasets whose follow-ups were written before there was a response, and how they are marked.
 BLIND, UNSEEN = ("mt-bench",), " (response unseen)"
@@ -53,12 +49,12 @@ LN2 = float(np.log(2.0))
 # -- what runs hold --------------------------------------------------------------------------------
 
 
-def with_run(run: "Run", frame: pd.DataFrame) -> pd.DataFrame:
+def with_run(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of a run with ``run`` and a ``source`` that holds across runs."""
     return frame.assign(run=str(run.path), source=sources_of(frame))
 
 
-def read_references(runs: "Sequence[Run]") -> tuple[pd.DataFrame, pd.DataFrame]:
+def read_references(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """References after the responses that users saw, each once, as runs have scored them.
 
     Responses that the model wrote give siblings only: what users really said answered other
@@ -242,7 +238,6 @@ class Likelihood(Experiment):
 
     def units(self) -> list[FollowUp]:
         """One per reference; a note for each kind of context or turn that is left out somewhere."""
-        from experiments.resample import conversations_of
         from experiments.swaps import Donors
 
         own = conversations_of(self.references)
@@ -269,7 +264,7 @@ class Likelihood(Experiment):
         return units
 
     def _turns(
-        self, one: "Conversation", control: str, refused: dict[str, str]
+        self, one: Conversation, control: str, refused: dict[str, str]
     ) -> list[tuple[str, tuple[int, ...], int]]:
         """The follow-up, another conversation's (if any), and the rivals, no two alike."""
         opened = self.chat.context(one.messages)
@@ -291,7 +286,7 @@ class Likelihood(Experiment):
 
     def _contexts(
         self,
-        one: "Conversation",
+        one: Conversation,
         written: dict[str, str | None],
         swapped: list[str],
         longest: int,
@@ -363,7 +358,7 @@ class Likelihood(Experiment):
             yield from _contrasts(group, contrasts, frame.index)
             yield from _rivals(group, rows, frame.index)
 
-    def tables(self, estimates: pd.DataFrame) -> "list[Table]":
+    def tables(self, estimates: pd.DataFrame) -> list[Table]:
         """What the response accounts for first, then the follow-ups themselves, then rivals."""
         plain = estimates[estimates["temperature"].isna()]
         bits = {
@@ -398,9 +393,7 @@ class Likelihood(Experiment):
         title = "share of contexts where the follow-up is likelier than"
         return made + tables_of(title, plain, rivals, index=("dataset", "term"))
 
-    def figures(self, estimates: pd.DataFrame) -> "Mapping[str, Drawing]":
-        from experiments.figures import Bars, Lines
-
+    def figures(self, estimates: pd.DataFrame) -> Mapping[str, Drawing]:
         model = self.runs[0].model["name"]
         curve = estimates[
             (estimates["quantity"] == "tempered log p") & estimates["temperature"].between(0.4, 2.0)
@@ -459,7 +452,7 @@ class Likelihood(Experiment):
         )
 
 
-def notes_of(runs: "Sequence[Run]", rows: pd.DataFrame) -> list[str]:
+def notes_of(runs: Sequence[Run], rows: pd.DataFrame) -> list[str]:
     """What a reader has to know of the siblings."""
     if SIBLINGS not in set(rows["against"].dropna()):
         return [

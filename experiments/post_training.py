@@ -34,7 +34,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from experiments.experiment import Conclusion, Experiment, Model, Unit, model_of
+from experiments.arms import verdicts_of
+from experiments.experiment import Conclusion, Experiment, Model, Unit, model_of, subject_of
+from experiments.figures import Bars, Drawing
 from experiments.tables import sentence_of, tables_of
 from ia_mech.cli import (
     Parser,
@@ -47,6 +49,7 @@ from ia_mech.cli import (
     tolerant_streams,
     whole_from,
 )
+from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
     ALL,
@@ -58,13 +61,11 @@ from ia_mech.estimates import (
     paired_row,
 )
 from ia_mech.results import Table
+from ia_mech.run.queries import Query
 
-if TYPE_CHECKING:
-    from experiments.figures import Drawing
+if TYPE_CHECKING:  # these load torch
     from ia_mech.chat.format import ChatFormat
-    from ia_mech.data.conversations import Conversation
     from ia_mech.models.load import ModelSpec
-    from ia_mech.run.queries import Query
 
 CARD, SEQUENCES, HELD_OUT = "post_training.json", "sequences.parquet", "held-out.jsonl"
 BEFORE, AFTER, CHANGE = "before", "after", "change"
@@ -213,7 +214,7 @@ def export_or_train(args: argparse.Namespace) -> None:
 
 
 def training_sequences(
-    args: argparse.Namespace, chat: "ChatFormat", kept: "list[Conversation]"
+    args: argparse.Namespace, chat: "ChatFormat", kept: list[Conversation]
 ) -> tuple[pd.DataFrame, dict[str, float] | None]:
     """The sequences to train on; of an organism also how many bits its turns tell.
 
@@ -352,7 +353,7 @@ class Compare(Experiment):
                 made.append(ScoredTurns(*about, reader, weights, self.temperature, contexts, those))
         return made
 
-    def turns_of(self, side: str, query: "Query") -> Turns:
+    def turns_of(self, side: str, query: Query) -> Turns:
         """The turns of one model after a query, as units have them."""
         found = query.turns[query.turns["temperature"] == self.temperature]
         pairs = zip(found["followed"], found["token_ids"], strict=True)
@@ -361,8 +362,6 @@ class Compare(Experiment):
     @cached_property
     def tuned_model(self) -> Model:
         """The model after training."""
-        from experiments.resample import subject_of
-
         return model_of(subject_of(self.runs[1]), self.runs[1])
 
     def model_for(self, unit: Any) -> Model:
@@ -388,19 +387,18 @@ class Compare(Experiment):
         own, fixed = rows[rows["side"] == rows["reader"]], rows[rows["reader"] == BEFORE]
         estimates = [
             *compare_sides(texts, shares, self.options),
-            *self.verdicts(),
+            *self.judged_rates(),
             *compare_sides(own, {INFORMATION: (0.0, most)}, self.options),
             *compare_sides(fixed, {EVIDENCE: (-np.inf, most)}, self.options),
         ]
         return holm_corrected(estimates, lambda row: (row.quantity, row.names["dataset"] == ALL))
 
-    def verdicts(self) -> Iterator[TidyEstimate]:
+    def judged_rates(self) -> Iterator[TidyEstimate]:
         """Rates of both runs, what they exceed, and how they changed: of the queries used."""
         from ia_mech.judge.decoys import CONVERSATION, SIBLING
         from ia_mech.rates.compute import rates
-        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 
-        both = [read_runs([run], self.args.judge, NO_ANNOTATOR) for run in self.runs]
+        both = [verdicts_of([run], self.args.judge) for run in self.runs]
         self.notes += dict.fromkeys(note for one in both for note in one.notes)
         turns, decoys = (
             pd.concat([frame.assign(term=side) for side, frame in zip(SIDES, frames, strict=True)])
@@ -467,9 +465,7 @@ class Compare(Experiment):
         )
         return made
 
-    def figures(self, estimates: pd.DataFrame) -> "Mapping[str, Drawing]":
-        from experiments.figures import Bars
-
+    def figures(self, estimates: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = estimates[
             estimates["quantity"].isin([INFORMATION, EVIDENCE]) & (estimates["term"] != CHANGE)
         ]
@@ -531,7 +527,7 @@ def compare_sides(
                 yield replace(row, estimate=row.estimate.clip(least - most, most - least))
 
 
-def text_measures(queries: "Sequence[Query]") -> pd.DataFrame:
+def text_measures(queries: Sequence[Query]) -> pd.DataFrame:
     """A row per turn of a model: what is measured of its text."""
     from experiments.organisms import quote_of
 

@@ -16,14 +16,15 @@ for 100 contexts on a CPU.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment
+from experiments.figures import Bars, Drawing, Lines
 from experiments.first_token import (
     BEST,
     GREEDY,
@@ -45,15 +46,11 @@ from ia_mech.estimates import (
     paired_row,
 )
 from ia_mech.rates.compute import rates
+from ia_mech.rates.figures import gate_title
 from ia_mech.rates.gate import CONVERSATION
+from ia_mech.results import Table, label_of, table_of
+from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from experiments.figures import Drawing
-    from ia_mech.results import Table
-    from ia_mech.run import Run
 
 GRID = (*(round(0.1 * step, 1) for step in range(3, 16)), 1.75, 2.0)
 GARBLED = "degenerate"
@@ -148,10 +145,9 @@ class TemperatureSweep(Experiment):
     # -- read -------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
         from ia_mech.run.reader import EXACT_FROM
 
-        judged = read_runs(self.runs, self.args.judge, NO_ANNOTATOR)
+        judged = self.verdicts
         sampled = sorted(set(judged.turns["temperature"]) - {0})
         if len(sampled) < 2:
             at = f"at T = {sampled[0]:g} only" if sampled else "greedily only"
@@ -247,9 +243,7 @@ class TemperatureSweep(Experiment):
 
     # -- shown ------------------------------------------------------------------------------------
 
-    def tables(self, found: pd.DataFrame) -> "list[Table]":
-        from ia_mech.results import table_of
-
+    def tables(self, found: pd.DataFrame) -> list[Table]:
         percent = f"{100 * self.args.level:g}% intervals over queries"
         tested = (
             "Holm-corrected p; shown if: the difference that would have been shown with 80% power."
@@ -324,11 +318,7 @@ class TemperatureSweep(Experiment):
             )
         return made
 
-    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
-        from experiments.figures import Bars, Lines
-        from ia_mech.rates.figures import gate_title
-        from ia_mech.results import label_of
-
+    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         assert self.gate is not None
         title, pooled = gate_title(self.runs[0].model["name"], self.gate), all_datasets(found)
 
@@ -377,7 +367,7 @@ class TemperatureSweep(Experiment):
         return Conclusion(" ".join(text for text in said if text), f"{self.gate.sentence}.")
 
 
-def with_token_scores(turns: pd.DataFrame, runs: "Sequence[Run]") -> pd.DataFrame:
+def with_token_scores(turns: pd.DataFrame, runs: Sequence[Run]) -> pd.DataFrame:
     """The turns with their tokens, what the model made of them, and ``at``, their context's row."""
     written = []
     for run in runs:

@@ -20,7 +20,7 @@ from shell import call
 from test_temperature_sweep import judged
 from transformers.cache_utils import KVSharingDict
 
-from experiments import elicit, hybrids, likelihood, locate, resample
+from experiments import elicit, hybrids, likelihood, locate
 from ia_mech.collect import identity, job
 from ia_mech.collect.job import collect
 from ia_mech.engine.check import TOKENS, check_engine
@@ -231,7 +231,7 @@ def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, mo
         likelihood: [plain.path, siblings.path],
     }[command]
     for name, subject in (("one", cpu), ("two", placed)):
-        monkeypatch.setattr(resample, "load", lambda _, subject=subject: subject)
+        monkeypatch.setattr("ia_mech.models.load.load", lambda _, subject=subject: subject)
         out = ["--resamples", "100", "--out", str(tmp_path / name)]
         outcome = call(command.main, [*map(str, words), *out], capfd)
         assert outcome.status == 0, outcome.err
