@@ -26,7 +26,7 @@ import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment
 from experiments.figures import Bars, Drawing
-from experiments.tables import sentence_of, tables_of, with_detectable
+from experiments.tables import only, sentence_of, tables_of
 from experiments.verify import COLUMN, verify
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, holm_corrected
@@ -138,10 +138,9 @@ class Decoupling(Experiment):
     # -- shown ------------------------------------------------------------------------------------
 
     def tables(self, estimates: pd.DataFrame) -> list[Table]:
-        percent = f"{100 * self.args.level:g}% intervals over queries"
         names = ("dataset", "model", "term")
         made = tables_of(
-            f"responses ({percent})",
+            f"responses ({self.intervals})",
             estimates,
             {
                 ACCURACY: ("accuracy", 2),
@@ -154,7 +153,7 @@ class Decoupling(Experiment):
             "that couldn't be. Unfinished: share that was cut off, or ended within its thought.",
         )
         made += tables_of(
-            f"user turns after them ({percent})",
+            f"user turns after them ({self.intervals})",
             estimates,
             {RATE: ("follow-up rate", 2)},
             index=(*names, "temperature"),
@@ -162,19 +161,18 @@ class Decoupling(Experiment):
             legend="Follow-up rate: share of turns that the judge calls genuine.",
         )
         made += tables_of(
-            f"after right and after wrong responses ({percent})",
-            with_detectable(estimates, DIFFERENCE),
+            f"after right and after wrong responses ({self.intervals})",
+            estimates,
             {
                 RIGHT: ("after right", 2),
                 WRONG: ("after wrong", 2),
                 DIFFERENCE: ("right less wrong", 2),
-                "detectable": ("shown if", 2),
             },
+            shown_if=DIFFERENCE,
             index=(*names, "temperature"),
             rows="turns after right",
             legend="Shares of turns that the judge calls genuine. Right less wrong: with "
-            "Holm-corrected p of permuting queries. Shown if: the difference that would have been "
-            "shown with 80% power.",
+            "Holm-corrected p of permuting queries.",
         )
         return made
 
@@ -200,12 +198,11 @@ class Decoupling(Experiment):
     def conclude(self, estimates: pd.DataFrame) -> Conclusion:
         assert self.gate is not None
         every = estimates[estimates["term"] == EVERY]
-        apart = every[every["quantity"] == DIFFERENCE]
         sentence = " ".join(
             [
-                sentence_of("accuracy", every[every["quantity"] == ACCURACY]),
-                sentence_of(RATE, every[every["quantity"] == RATE]),
-                sentence_of(DIFFERENCE, apart, null=0.0, level=self.args.level)
+                sentence_of("accuracy", only(every, ACCURACY)),
+                sentence_of(RATE, only(every, RATE)),
+                self.tested(DIFFERENCE, only(every, DIFFERENCE))
                 or "Whether being right goes with following up can't be told: no model has turns "
                 "after right and after wrong responses to a dataset.",
             ]

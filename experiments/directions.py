@@ -19,6 +19,8 @@ from ia_mech.engine.score import Turn, differentiable_logits
 from ia_mech.engine.state import Prefix, prefill, prefill_all
 from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.models.load import text_config
+from ia_mech.run.queries import Query
+from ia_mech.steering import TURN, SteeringVector
 
 DIRECTION, OPTIMISED, BIAS = "the direction", "optimised by gradient", "bias of the first token"
 RANDOM = "random direction"
@@ -76,6 +78,21 @@ class SteeredContext:
             tokens = (*self.ids[self.start :], *ids)
             found.append(Turn(number, tokens, interventions=steered, whole_at=end))
         return found
+
+
+def steered_context(
+    query: Query, k: int, vector: SteeringVector, turns: Sequence[Sequence[int]]
+) -> SteeredContext:
+    """A context of a query with turns, steered where a vector says.
+
+    Raises:
+        UserError: it lacks a position.
+    """
+    named = query.contexts["positions"].iloc[k]
+    places = {name: None if pd.isna(at) else int(at) for name, at in named.items()}
+    at = sorted({at for one in vector.at_context(places) for at in one.positions})
+    site = vector.layer, tuple(at), TURN in vector.positions
+    return SteeredContext(query.source, query.token_ids[k], *site, tuple(map(tuple, turns)))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from experiments.arms import (
 )
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Bars, Drawing
-from experiments.tables import sentence_of, tables_of
+from experiments.tables import only, tables_of
 from ia_mech.cli import path_of
 from ia_mech.estimates import ALL, Group, TidyEstimate, holm_corrected
 from ia_mech.results import Table
@@ -161,23 +161,20 @@ class Elicit(Experiment):
         )
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        rows = found[found["quantity"] == EXCESS]
+        rows = only(found, EXCESS)
         title = f"{self.runs[0].model['name']} · accepted beyond siblings"
         return {"arms": Bars(title, "rate less that after siblings", rows)}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        def said(words: str, quantity: str, term: str) -> str:
-            rows = found[(found["quantity"] == quantity) & (found["term"] == term)]
-            return sentence_of(words, rows, null=0.0, level=self.args.level)
-
-        greedy = said("accepted greedy turns, beyond siblings", EXCESS, GREEDY)
-        best = said("the best arm, chosen on other queries, adds", GAP, BEST)
+        greedy, gap = only(found, EXCESS, term=GREEDY), only(found, GAP, term=BEST)
+        sentence = self.tested("accepted greedy turns, beyond siblings", greedy)
+        sentence += " " + self.tested("the best arm, chosen on other queries, adds", gap)
         assert self.gate is not None
         control = (
             "Rates are less those of the same turns after siblings; an arm is never chosen on the "
             f"queries that it is reported on. {self.gate.sentence}."
         )
-        return Conclusion(f"{greedy} {best}", control)
+        return Conclusion(sentence, control)
 
 
 main = Elicit.main

@@ -39,7 +39,7 @@ from filelock import FileLock, Timeout
 from experiments.arms import CHAT, DECODING, Arm, judge_alike, sample_arm, verdicts_of
 from experiments.figures import Drawing
 from experiments.parts import is_kept, keep, kept
-from experiments.tables import estimates_of, print_plan
+from experiments.tables import estimates_of, print_plan, sentence_of
 from ia_mech.cli import (
     Parser,
     add_intervals,
@@ -342,6 +342,15 @@ class Experiment:
         judge_alike(self.runs[0], arms, judge, unperturbed=unperturbed)
         return judge
 
+    @property
+    def intervals(self) -> str:
+        """What titles of tables say of intervals."""
+        return f"{100 * self.args.level:g}% intervals over queries"
+
+    def tested(self, words: str, rows: pd.DataFrame, digits: int = 2) -> str:
+        """A sentence of differences: of one that isn't shown, how large it would have to be."""
+        return sentence_of(words, rows, digits, null=0.0, level=self.args.level)
+
     def place(self, name: str) -> Path:
         """A folder of the results, for what is named so."""
         return self.folder / name.replace(" ", "_")
@@ -448,7 +457,9 @@ class Experiment:
     def _key(self, unit: Unit) -> list:
         """All that a unit's rows depend on: what it holds, the model, and the code that measures
         it, as text. So they are the same whatever Python reads it."""
-        model, modules = self.runs[0].model, {type(self).measure.__module__, type(unit).__module__}
+        model, kinds = self.runs[0].model, type(unit).__mro__
+        modules = {kind.__module__ for kind in kinds if issubclass(kind, Unit) and kind is not Unit}
+        modules.add(type(self).measure.__module__)
         code = sorted(hash_of((Path(inspect.getfile(sys.modules[one])),)) for one in modules)
         what = [self.name, code, model["weights_hash"], model["dtype"], type(unit).__name__]
         return [*what, *(engine_of() if self.loads else ()), asdict(unit)]
@@ -564,11 +575,7 @@ class Experiment:
         Raises:
             UserError: says what is missing, or isn't allowed.
         """
-        if not self.several_models:
-            refuse_several_models(self.runs)
-        if not self.mixed:
-            refuse_other_settings(self.runs)
-        refuse_perturbed(self.runs)
+        refuse_unlike(self.runs, self.several_models, self.mixed)
         if self.judged:
             self.gate = self.verdicts.gate
         self.read()
@@ -809,41 +816,26 @@ def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> P
     return folder
 
 
-def refuse_other_settings(runs: list[Run]) -> None:
-    """Refuse runs that weren't decoded alike.
+def refuse_unlike(runs: list[Run], several_models: bool, mixed: bool) -> None:
+    """Refuse runs that can't be used together, and perturbed contexts, which are pooled with none.
 
     Raises:
-        UserError: they differ in how, or in the chat settings.
+        UserError: weights differ, though not ``several_models`` may be given; decoding or chat
+            settings differ, though they may not be ``mixed``; a run holds perturbed contexts.
     """
     first = runs[0]
-    for run in runs[1:]:
+    if not several_models and len({run.model["weights_hash"] for run in runs}) > 1:
+        models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
+        raise UserError(f"the runs are of several models ({models})", "give runs of one model")
+    for run in runs:
         names = (*CHAT, *DECODING)
-        if differ := [name for name in names if run.settings[name] != first.settings[name]]:
+        differ = [name for name in names if run.settings[name] != first.settings[name]]
+        if differ and not mixed:
             raise UserError(
                 f"{first.path} and {run.path} differ in {', '.join(differ)}",
                 "give runs of the same settings",
             )
-
-
-def refuse_perturbed(runs: list[Run]) -> None:
-    """Refuse perturbed contexts: what is measured in them isn't pooled with the rest.
-
-    Raises:
-        UserError: a run holds some.
-    """
-    for run in runs:
         if (run.contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED).any():
             raise UserError(
                 f"{run.path} holds perturbed contexts", "give the run that they were made from"
             )
-
-
-def refuse_several_models(runs: list[Run]) -> None:
-    """Refuse runs of several models.
-
-    Raises:
-        UserError: their weights differ.
-    """
-    if len({run.model["weights_hash"] for run in runs}) > 1:
-        names = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
-        raise UserError(f"the runs are of several models ({names})", "give runs of one model")

@@ -35,7 +35,7 @@ import pandas as pd
 from experiments.arms import Arm, conversations_of, verdicts_of
 from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
 from experiments.figures import Drawing, HeatMap
-from experiments.tables import sentence_of, tables_of, with_detectable
+from experiments.tables import only, tables_of
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
@@ -461,7 +461,6 @@ class Interchange(Experiment):
         )
         columns: dict[str, tuple[str, int | str]] = {
             MOVED: ("high less low", "+.2f"),
-            "detectable": ("shown if", 2),
             RATIO: ("of the donors' difference", 2),
             EQUAL: ("equal donors", "+.2f"),
             UNDER[HIGH]: ("under high", 2),
@@ -474,13 +473,13 @@ class Interchange(Experiment):
         return [
             *tables_of(
                 title,
-                with_detectable(found, MOVED),
+                found,
                 columns,
+                shown_if=MOVED,
                 index=("dataset", "term", "layer"),
                 rows="recipients",
                 legend="Paired by recipient; p: Holm-corrected over lines. Of the donors' "
-                "difference: 1 if the share travels with the state. Shown if: the difference that "
-                "would have been shown with 80% power, before correction.",
+                "difference: 1 if the share travels with the state.",
             ),
             *tables_of(
                 "what there is to move",
@@ -494,24 +493,19 @@ class Interchange(Experiment):
         ]
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        rows = all_datasets(found[found["quantity"] == MOVED])
+        rows = all_datasets(only(found, MOVED))
         title = f"{self.runs[0].model['name']} · {self.args.outcome}"
         unit = "share under the high donor less that under the low one"
         return {"cells": HeatMap(title, "after layer", "token", unit, rows, "layer", "term")}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, whole = self.args.level, all_datasets(found)
-        moved, equal = (whole[whole["quantity"] == name] for name in (MOVED, EQUAL))
+        moved, equal = only(whole, MOVED), only(whole, EQUAL)
         shown = moved[moved["p_holm"] <= 1 - level]
-        apart = sentence_of(
-            "the donors' own shares differ by",
-            whole[whole["quantity"] == DONORS],
-            null=0.0,
-            level=level,
-        )
+        apart = self.tested("the donors' own shares differ by", only(whole, DONORS))
         what = f"the share of sampled turns that are {self.args.outcome}"
         if len(shown):
-            ratios = whole[whole["quantity"] == RATIO].set_index(CELL)
+            ratios = only(whole, RATIO).set_index(CELL)
             said = []
             for _, row in shown.iterrows():
                 said.append(f"{row['term']} after layer {row['layer']} {cell_of(row, '+.2f')}")

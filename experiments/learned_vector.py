@@ -52,10 +52,11 @@ from experiments.directions import (
     SteeredContext,
     learn,
     random_directions,
+    steered_context,
 )
 from experiments.experiment import Conclusion, Experiment, Model, flag
 from experiments.figures import Drawing, Lines
-from experiments.tables import sentence_of, tables_of
+from experiments.tables import only, tables_of
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, holm_corrected
@@ -217,13 +218,8 @@ class LearnedVector(Experiment):
 
     def _steered(self, query: Query, k: int, turn: Ids) -> SteeredContext:
         """A context with a turn."""
-        named = query.contexts["positions"].iloc[k]
-        places = {name: None if pd.isna(at) else int(at) for name, at in named.items()}
-        layer = self.layers[0]
-        vector = self.vector(layer, torch.ones(self.runs[0].model["d_model"]))
-        at = sorted(at for one in vector.at_context(places) for at in one.positions)
-        where = layer, tuple(at), TURN in self.positions
-        return SteeredContext(query.source, query.token_ids[k], *where, (turn,))
+        vector = self.vector(self.layers[0], torch.ones(self.runs[0].model["d_model"]))
+        return steered_context(query, k, vector, (turn,))
 
     # -- measure ----------------------------------------------------------------------------------
 
@@ -445,8 +441,7 @@ class LearnedVector(Experiment):
         greedy = found[(found["temperature"] == 0) & (found["term"] == CHOSEN)]
 
         def said(words: str, quantity: str, less: str) -> str:
-            rows = greedy[greedy["quantity"] == f"{quantity}, {LESS[less]}"]
-            return sentence_of(words, rows, null=0.0, level=self.args.level)
+            return self.tested(words, only(greedy, f"{quantity}, {LESS[less]}"))
 
         learned = f"a vector at {', '.join(self.positions)}, learned and its layer chosen on others"
         sentence = said(

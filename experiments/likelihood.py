@@ -23,7 +23,7 @@ import pandas as pd
 from experiments.arms import conversations_of
 from experiments.experiment import Conclusion, Experiment, Model, Unit
 from experiments.figures import Bars, Drawing, Lines
-from experiments.tables import sentence_of, tables_of
+from experiments.tables import only, sentence_of, tables_of
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets, by_dataset
@@ -369,9 +369,8 @@ class Likelihood(Experiment):
             "likeliest after its response": ("likeliest after its own", 2),
             "likeliest after its response, by chance": ("by chance", 2),
         }
-        percent = f"{100 * self.args.level:g}% intervals over sources"
         made = tables_of(
-            f"bits in favour of the response that the user saw ({percent})",
+            f"bits in favour of the response that the user saw ({self.intervals})",
             plain,
             bits,
             index=("dataset", "term"),
@@ -422,27 +421,23 @@ class Likelihood(Experiment):
         return {"turns": rows}
 
     def conclude(self, estimates: pd.DataFrame) -> Conclusion:
-        bits = estimates[estimates["quantity"] == "contrast, bits"]
+        bits = only(estimates, "contrast, bits")
         kinds = [kind for kind in AGAINST if kind in set(bits["term"])]
-        mine = estimates[estimates["term"] == kinds[0]] if kinds else estimates.iloc[:0]
         seen = not self.references["dataset"].isin(BLIND).all()
         whose = "users' real follow-ups" if seen else "follow-ups that were written without it"
-        sentence = sentence_of(
-            f"bits by which {whose} are likelier after the response in the data "
-            f"than after {kinds[0] if kinds else 'others'}",
-            mine[mine["quantity"] == "contrast, bits"],
-            null=0.0,
-            level=self.args.level,
+        nearest = kinds[0] if kinds else "others"
+        sentence = self.tested(
+            f"bits by which {whose} are likelier after the response in the data than after "
+            f"{nearest}",
+            only(bits, "contrast, bits", term=nearest),
         )
-        order = sentence_of(
+        order = self.tested(
             "than after the same sentences in another order",
-            bits[bits["term"] == SHUFFLED],
-            null=0.0,
-            level=self.args.level,
+            only(bits, "contrast, bits", term=SHUFFLED),
         )
         control = sentence_of(
             "the same of another conversation's follow-up",
-            mine[mine["quantity"] == "control's contrast, bits"],
+            only(estimates, "control's contrast, bits", term=nearest),
         )
         return Conclusion(
             f"{sentence} {order}".strip()

@@ -33,7 +33,7 @@ from experiments.arms import Arm, arm_estimates, conversations_of, verdicts_of
 from experiments.changes import ask, contradict, shuffle_sentences, truncate
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Bars, Drawing
-from experiments.tables import sentence_of, tables_of, with_detectable
+from experiments.tables import only, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.data.conversations import (
     UNPERTURBED,
@@ -289,24 +289,21 @@ class Perturbations(Experiment):
     # -- shown ------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        percent = f"{100 * self.args.level:g}% intervals over queries"
-        less = (
-            "Less unchanged: paired by query, with Holm-corrected p. Shown if: the difference that "
-            "would have been shown with 80% power."
-        )
+        less = "Less unchanged: paired by query, with Holm-corrected p."
         made = tables_of(
-            f"follow-ups, held against the unchanged response ({percent})",
-            with_detectable(found, DIFFERENCE),
-            {RATE: ("rate", 2), DIFFERENCE: ("less unchanged", 2), "detectable": ("shown if", 2)},
+            f"follow-ups, held against the unchanged response ({self.intervals})",
+            found,
+            {RATE: ("rate", 2), DIFFERENCE: ("less unchanged", 2)},
+            shown_if=DIFFERENCE,
             index=("dataset", "temperature", "condition"),
             rows="turns",
             legend=f"Rate: share of turns that the judge calls genuine. {less}",
         )
-        columns = {BITS: ("log p", 1), BITS_DIFFERENCE: ("less unchanged", 1)}
         made += tables_of(
-            f"users' real follow-ups after each change, bits ({percent})",
-            with_detectable(found, BITS_DIFFERENCE),
-            columns | {"detectable": ("shown if", 1)},
+            f"users' real follow-ups after each change, bits ({self.intervals})",
+            found,
+            {BITS: ("log p", 1), BITS_DIFFERENCE: (LESS, 1)},
+            shown_if=BITS_DIFFERENCE,
             index=("dataset", "condition"),
             rows="follow-ups",
             legend=f"Log p: of the same tokens at T = 1, a whole turn. {less}",
@@ -316,7 +313,7 @@ class Perturbations(Experiment):
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         assert self.gate is not None
         model, pooled = self.runs[0].model["name"], all_datasets(found)
-        rows = pooled[pooled["quantity"] == DIFFERENCE]
+        rows = only(pooled, DIFFERENCE)
         made: dict[str, Drawing] = {
             "rates": Bars(
                 gate_title(model, self.gate),
@@ -326,7 +323,7 @@ class Perturbations(Experiment):
                 by="at",
             )
         }
-        rows = found[found["quantity"] == BITS_DIFFERENCE]
+        rows = only(found, BITS_DIFFERENCE)
         if len(rows):
             made["references"] = Bars(
                 f"{model} · users' real follow-ups",
@@ -341,9 +338,7 @@ class Perturbations(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         assert self.gate is not None
-        held = found[found["quantity"] == DIFFERENCE]
-        bits = found[found["quantity"] == BITS_DIFFERENCE]
-        options: dict[str, Any] = {"null": 0.0, "level": self.args.level}
+        held, bits = only(found, DIFFERENCE), only(found, BITS_DIFFERENCE)
         said: list[str] = []
         for condition, words in {
             REMOVE: "without the response",
@@ -353,14 +348,11 @@ class Perturbations(Experiment):
             CONTRADICT: "with its answer contradicted",
         }.items():
             of_rate, of_bits = (of[of["condition"] == condition] for of in (held, bits))
-            said.append(
-                sentence_of(f"{words} the held follow-up rate changes by", of_rate, **options)
-            )
-            said.append(sentence_of("log p of real follow-ups, in bits", of_bits, 1, **options))
-        bare = sentence_of(
+            said.append(self.tested(f"{words} the held follow-up rate changes by", of_rate))
+            said.append(self.tested("log p of real follow-ups, in bits", of_bits, 1))
+        bare = self.tested(
             "after the bare header, which shows no conversation, the held rate changes by",
             held[held["condition"] == HEADER_ONLY],
-            **options,
         )
         return Conclusion(
             " ".join(text for text in said if text) or "Nothing could be compared.",

@@ -49,7 +49,7 @@ from experiments.paraphrase import (
     rewording_requests,
     usable_wordings,
 )
-from experiments.tables import sentence_of, tables_of
+from experiments.tables import only, sentence_of, tables_of
 from ia_mech.cli import path_of, whole_from
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
@@ -414,32 +414,22 @@ class Reaction(Experiment):
         ]
 
     def conclude(self, estimates: pd.DataFrame) -> Conclusion:
-        level, head = self.args.level, self.headline(estimates)
+        head, wordings = self.headline(estimates), estimates[estimates["term"] == WORDINGS]
         sentences = [
             sentence_of(
                 f"bits that a turn tells about which of {self.size} {self.kind_of_responses} it "
                 f"followed, at most {np.log2(self.size):.2f}",
-                head[head["quantity"] == INFORMATION],
+                only(head, INFORMATION),
             ),
-            sentence_of(
+            self.tested(
                 "bits that one reader of all turns finds in greedy ones, less in sampled ones",
-                estimates[estimates["quantity"] == GREEDY_DIFFERENCE],
-                null=0.0,
-                level=level,
+                only(estimates, GREEDY_DIFFERENCE),
             ),
         ]
-        wordings = estimates[estimates["term"] == WORDINGS]
+        more = f"bits more than with {self.size} wordings of one response"
         controls = [
-            sentence_of(
-                f"bits more than with {self.size} wordings of one response",
-                wordings[wordings["quantity"] == DIFFERENCE],
-                null=0.0,
-                level=level,
-            ),
-            sentence_of(
-                "share of its content words that they keep",
-                wordings[wordings["quantity"] == CLOSENESS[0]],
-            ),
+            self.tested(more, only(wordings, DIFFERENCE)),
+            sentence_of("share of its content words that they keep", only(wordings, CLOSENESS[0])),
         ]
         none = "No control was made of wordings of one response: wording and content aren't told "
         control = " ".join(controls) if controls[0] else none + "apart."
@@ -451,7 +441,6 @@ class Reaction(Experiment):
 
     def tables(self, estimates: pd.DataFrame) -> list[Table]:
         count, size = len(self.used[0].contexts), self.size
-        interval = f"{100 * self.args.level:g}% intervals over queries"
 
         def table(title, rows, columns, legend, beside="temperature") -> list[Table]:
             shown = {name: (head, style) for name, head, style in columns}
@@ -460,7 +449,7 @@ class Reaction(Experiment):
 
         made = table(
             f"bits that a turn tells about which of {size} {self.kind_of_responses} it followed "
-            f"(at most {np.log2(size):.2f}; {interval})",
+            f"(at most {np.log2(size):.2f}; {self.intervals})",
             self.headline(estimates),
             [(INFORMATION, self.kind_of_responses, 2), (SAME_QUERIES, "all responses", 2)],
             "all responses: of the same queries, also the unfinished ones, which a turn can tell.",
@@ -519,7 +508,7 @@ class Reaction(Experiment):
                 f"{model} · fewer responses",
                 "responses",
                 "bits of a turn",
-                main[main["quantity"] == INFORMATION],
+                only(main, INFORMATION),
                 across="responses",
                 by="temperature",
             ),
@@ -527,7 +516,7 @@ class Reaction(Experiment):
                 f"{model} · bits by token",
                 "token of the turn",
                 "bits that it adds",
-                main[main["quantity"] == "bits by token"],
+                only(main, "bits by token"),
                 across="token",
                 by="temperature",
                 levels={"": 0.0},

@@ -41,6 +41,7 @@ from experiments.directions import (
     SteeredContext,
     find_controls,
     random_directions,
+    steered_context,
     steering_effects,
 )
 from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
@@ -203,12 +204,8 @@ def contexts_of(
     for k, mine in turns.drop_duplicates(["followed", "label"]).groupby("followed"):
         if len(mine) < 2:
             continue
-        named = query.contexts["positions"].iloc[k]
-        places = {name: None if pd.isna(at) else int(at) for name, at in named.items()}
-        at = sorted({at for one in vector.at_context(places) for at in one.positions})
-        ids = tuple(tuple(ids.tolist()[:TOKENS]) for ids in mine["token_ids"])
-        site = vector.layer, tuple(at), TURN in vector.positions
-        found.append(SteeredContext(query.source, query.token_ids[k], *site, ids))
+        both = [ids.tolist()[:TOKENS] for ids in mine["token_ids"]]
+        found.append(steered_context(query, k, vector, both))
     return tuple(found[:RESPONSES])
 
 
