@@ -87,6 +87,7 @@ class QueryValues:
         names: what it is of. Without ``dataset`` it is estimated for each, and for all together.
         baseline: what it is tested against: by source, what is subtracted; None for a plain mean.
         null: a number that a plain mean is tested against.
+        proportion: values are shares of events, for the interval of a plain mean.
         least, most: between which it lies.
     """
 
@@ -95,6 +96,7 @@ class QueryValues:
     names: dict[str, Any]
     baseline: pd.Series | None = None
     null: float | None = None
+    proportion: bool = False
     least: float = -np.inf
     most: float = np.inf
 
@@ -116,7 +118,7 @@ def estimate_means(each: Iterable[QueryValues], options: dict[str, Any]) -> Iter
                 pair = values, sources, one.baseline, one.baseline.index
                 row = paired_row(group, one.quantity, *pair)
             else:
-                row = group.mean(one.quantity, values)
+                row = group.mean(one.quantity, values, proportion=one.proportion)
             if one.null is not None:
                 more = (values - one.null).round(9)  # thirds that were added up are no signs
                 test = paired_row(group, one.quantity, more, sources, 0 * more, sources)

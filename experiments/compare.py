@@ -14,11 +14,13 @@ import argparse
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from experiments.bits import QueryValues, estimate_means
 from experiments.elicit import arm_name
 from experiments.figures import Bars, Drawing, Lines
 from experiments.locate import WINDOW
@@ -26,7 +28,7 @@ from experiments.tables import only, sentence_of, tables_of
 from ia_mech.cli import Parser, path_of, run_command, tolerant_streams
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, TidyEstimate, frame_of
+from ia_mech.estimates import ALL, frame_of
 from ia_mech.judge.label import read_labels
 from ia_mech.likelihood.carried import CEILING
 from ia_mech.models.embedded import cache_dir
@@ -34,11 +36,11 @@ from ia_mech.results import Result, about_runs, folder_of, read, refuse_place, s
 from ia_mech.run import Run
 from ia_mech.run.layout import RUN
 from ia_mech.run.sources import sources_of
-from ia_mech.stats import cluster_mean, paired_difference
 
 NAME = "compare"
 BITS, EXCESS, SHARE = "bits", "excess over siblings", "share of turns"
 SAMPLED = "sampled"
+OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}
 
 
 def numbers_of(study: Path) -> pd.DataFrame:
@@ -87,7 +89,7 @@ def turns_of(temperature: float) -> str:
     return SAMPLED if np.isnan(temperature) else arm_name(temperature)
 
 
-def estimates(numbers: dict[str, pd.DataFrame]) -> Iterator[TidyEstimate]:
+def values_of(numbers: dict[str, pd.DataFrame]) -> Iterator[QueryValues]:
     """Each model's mean over the queries of which all models have this number, and its difference
     from the first model's.
     """
@@ -104,15 +106,11 @@ def estimates(numbers: dict[str, pd.DataFrame]) -> Iterator[TidyEstimate]:
         for model in numbers:
             values, names = together[model], {"dataset": ALL, "term": term, "turns": turns}
             names["model"] = model
-            found = cluster_mean(values, values.index, proportion=quantity == SHARE)
-            if quantity in bounds:
-                found = found.clip(*bounds[quantity])
-            yield TidyEstimate(quantity, names, len(values), found)
+            row = QueryValues(quantity, values, names, proportion=quantity == SHARE)
+            least, most = bounds[quantity]
+            yield replace(row, least=least, most=most)
             if model != first and len(values):
-                base = together[first]
-                pair = paired_difference(values, values.index, base, base.index)
-                less = f"{quantity}, less"
-                yield TidyEstimate(less, names, len(values), pair.difference, pair.p, pair.test)
+                yield QueryValues(f"{quantity}, less", values, names, together[first])
 
 
 def result(studies: Sequence[Path]) -> Result:
@@ -131,7 +129,7 @@ def result(studies: Sequence[Path]) -> Result:
     if len(shared) < 2:
         raise UserError("the studies share no queries", "make them with the same --dataset")
     columns = {"dataset": "str", "model": "str", "term": "str", "turns": "str"}
-    found = frame_of(estimates(numbers), columns)
+    found = frame_of(estimate_means(values_of(numbers), OPTIONS), columns)
     found["temperature"] = np.nan
     tables = []
     for quantity, title in (

@@ -47,7 +47,9 @@ class Count(Experiment):
 
     def check(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ia_mech.rates.load.read_runs", lambda *_: SimpleNamespace(gate=GATE))
+            patch.setattr(
+                "experiments.experiment.verdicts_of", lambda *_: SimpleNamespace(gate=GATE)
+            )
             super().check()
 
     def rows(self) -> pd.DataFrame:
