@@ -31,7 +31,6 @@ from experiments.verify import COLUMN, verify
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, holm_corrected
 from ia_mech.rates.compute import rates
-from ia_mech.rates.figures import gate_title
 from ia_mech.results import Table, label_of
 from ia_mech.run import Run
 from ia_mech.run.queries import exchange
@@ -177,6 +176,8 @@ class Decoupling(Experiment):
         return made
 
     def figures(self, estimates: pd.DataFrame) -> Mapping[str, Drawing]:
+        from ia_mech.rates.figures import gate_title  # loads matplotlib
+
         assert self.gate is not None
         every = estimates[estimates["term"] == EVERY]
         names = every["dataset"].str.cat(every["model"], " · ")

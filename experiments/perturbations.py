@@ -52,7 +52,6 @@ from ia_mech.estimates import (
 )
 from ia_mech.judge.label import UNSEEN
 from ia_mech.rates.compute import rates
-from ia_mech.rates.figures import gate_title
 from ia_mech.results import Table, label_of
 from ia_mech.run import Run
 from ia_mech.run.queries import unfinished_text
@@ -311,6 +310,8 @@ class Perturbations(Experiment):
         return made
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
+        from ia_mech.rates.figures import gate_title  # loads matplotlib
+
         assert self.gate is not None
         model, pooled = self.runs[0].model["name"], all_datasets(found)
         rows = only(pooled, DIFFERENCE)

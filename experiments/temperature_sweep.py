@@ -46,7 +46,6 @@ from ia_mech.estimates import (
     paired_row,
 )
 from ia_mech.rates.compute import rates
-from ia_mech.rates.figures import gate_title
 from ia_mech.rates.gate import CONVERSATION
 from ia_mech.results import Table, label_of, table_of
 from ia_mech.run import Run
@@ -317,6 +316,8 @@ class TemperatureSweep(Experiment):
         return made
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
+        from ia_mech.rates.figures import gate_title  # loads matplotlib
+
         assert self.gate is not None
         title, pooled = gate_title(self.runs[0].model["name"], self.gate), all_datasets(found)
 
