@@ -22,7 +22,6 @@ PAGES = [
     "README.md",
     *("docs/judging.md", "docs/likelihood.md", "docs/probes.md", "docs/reaction.md"),
     *("docs/report.md", "docs/sampling.md", "docs/scale.md", "docs/steering.md", "docs/study.md"),
-    "docs/results/data/README.md",
 ]
 PROBED = ("docs/probes.md", "docs/steering.md")
 NAMES = {  # what stands on a page → what this machine has
@@ -30,7 +29,6 @@ NAMES = {  # what stands on a page → what this machine has
     "Qwen/Qwen3-4B": "smollm2-135m-instruct",
     "MODEL": "smollm2-135m-instruct",
     "gsm8k": "builtin",
-    "FOLDER": "docs/results/data/smollm2-135m-instruct/run/results/locate",
 }
 SMALL = {  # what is added to a command; of a flag that is given twice the last counts
     "sample": "--limit 4 --max-new-tokens 6 --samples 1",
@@ -43,6 +41,8 @@ SMALL = {  # what is added to a command; of a flag that is given twice the last 
 ELSEWHERE = {  # commands that need what tests don't have
     "--judge llm": "a key; tests/test_judge_llm.py asks a stub server",
     "annotate import": "a filled-in sheet; tests/test_judge_sheets.py",
+    "--results FOLDER": "a result; tests/test_report.py",
+    "compare cache": "two finished studies; tests/test_study.py",
 }
 CHAT = {"prompt": "Name a metal.", "response": "Iron.", "followup": "Does it rust?"}
 
@@ -114,9 +114,5 @@ def test_every_command_of_a_page_ends_well(page, request, tmp_path):
     for name, source in (("RUN", "RUN"), ("RUN-A", "RUN"), ("RUN-B", "RUN-B")):
         if f"--out cache/{name} " not in made:
             shutil.copytree(runs / source, tmp_path / "cache" / name)
-    for study, model in (("A", "smollm2-135m-instruct"), ("B", "qwen2.5-coder-1.5b-instruct")):
-        data = f"docs/results/data/{model}"  # rates are written into the run
-        shutil.copytree(ROOT / data, tmp_path / data)
-        shutil.copytree(ROOT / data, tmp_path / "cache" / f"study-{study}")
     for line in commands(page):
         run(in_small(line), tmp_path)

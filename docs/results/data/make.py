@@ -1,0 +1,140 @@
+"""Make the published tables of a study from its run and its experiments' results.
+
+    python docs/results/data/make.py FOLDER OUT
+    python docs/results/data/make.py figures
+
+FOLDER holds run/ (judged by the rules judge, with results of locate, of ``probes --within source
+--target latent`` and of decoupling), vectors/ (of learned-vector), changes/ (of
+perturbations) and elicit/; what isn't there is left out.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy.stats import t as student_t
+
+from experiments.figures import Bars, Lines
+from experiments.locate import OWN, query_bits_of, with_own_scores
+from ia_mech import Run
+
+TURN = ["context_id", "temperature", "sample"]
+
+
+def contexts(run: Run, folder: Path) -> pd.DataFrame:
+    """Query and response of every context, and whether the response was verified as right."""
+    found = run.contexts
+    said = {
+        role: [[m["content"] for m in one if m["role"] == role][-1] for one in found["messages"]]
+        for role in ("user", "assistant")
+    }
+    table = pd.DataFrame(
+        {
+            "context": found["context_id"].astype(str),
+            "query": found["source_id"].astype(str),
+            "dataset": found["dataset"].astype(str),
+            "query_text": said["user"],
+            "response": said["assistant"],
+            "response_tokens": found["response_tokens"].astype(int),
+        }
+    )
+    verified = folder / "run/results/decoupling/responses.parquet"
+    if verified.is_file():
+        right = pd.read_parquet(verified).set_index("context_id")["correct"]
+        table["right"] = table["context"].map(right).astype("float32")
+    return table
+
+
+def turns(run: Run) -> pd.DataFrame:
+    """Every turn with its category, and how often the judge accepted it: after its own context
+    (``accepted``), after each of its siblings, and after another conversation."""
+    verdicts = pd.read_parquet(run.path / "judgements/rules.parquet")
+    verdicts["genuine"] = verdicts["genuine"].map({True: 1.0, False: 0.0}).astype("float32")
+    own = verdicts[verdicts["decoy"].isna()].set_index(TURN)
+    siblings = verdicts[verdicts["decoy"] == "sibling"].groupby(TURN)["genuine"]
+    other = verdicts[verdicts["decoy"] == "conversation"].set_index(TURN)["genuine"]
+    table = run.generations[[*TURN, "text"]].copy()
+    key = pd.MultiIndex.from_frame(table[TURN])
+    table["category"] = own["category"].reindex(key).to_numpy()
+    table["accepted"] = own["genuine"].reindex(key).to_numpy()
+    table["accepted_after_siblings"] = siblings.mean().reindex(key).to_numpy()
+    table["accepted_after_another"] = other.reindex(key).to_numpy()
+    return table.rename(columns={"context_id": "context"})
+
+
+def bits(folder: Path) -> pd.DataFrame:
+    """Bits and hits of each query by site, layer and temperature."""
+    rows = pd.read_parquet(folder / "rows.parquet")
+    rows = with_own_scores(rows)
+    found = []
+    for (site, layer, t), one in rows.groupby(["site", "layer", "temperature"]):
+        of_query = query_bits_of(one, seed=0)
+        if of_query is not None:
+            table = {"query": of_query.queries, "bits": of_query.bits, "hits": of_query.hits}
+            found.append(pd.DataFrame(table).assign(site=site, layer=layer, temperature=t))
+    return pd.concat(found, ignore_index=True)
+
+
+def main(folder: Path, out: Path) -> None:
+    """Write all tables that the folder has the results for."""
+    run = Run.open(folder / "run")
+    tables = {"contexts": contexts(run, folder), "turns": turns(run)}
+    if (folder / "run/results/locate/rows.parquet").is_file():
+        tables["bits"] = bits(folder / "run/results/locate")
+    for name, file in {
+        "probes": "run/results/siblings-latent/predictions.parquet",
+        "vectors": "vectors/rows.parquet",
+        "changes": "changes/turns.parquet",
+        "elicit": "elicit/rows.parquet",
+    }.items():
+        if (folder / file).is_file():
+            tables[name] = pd.read_parquet(folder / file)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        for column in table.columns[table.dtypes.astype(str).isin(["category", "string", "str"])]:
+            table[column] = table[column].astype(object)
+        numbers = table.columns[table.dtypes == np.float64]
+        keep = table.astype(dict.fromkeys(numbers, np.float32))
+        keep.to_parquet(out / f"{name}.parquet", compression="zstd", compression_level=19)
+
+
+def estimates(models: dict[str, Path], names: dict[str, tuple[str, int]]) -> pd.DataFrame:
+    """Mean bits at T = 0.7 by site, a row per model and name, with intervals over queries."""
+    rows = []
+    for model, folder in models.items():
+        bits = pd.read_parquet(folder / "bits.parquet")
+        bits = bits[bits["temperature"].round(2) == 0.7]
+        for name, (site, layer) in names.items():
+            of_query = bits.loc[(bits["site"] == site) & (bits["layer"] == layer), "bits"]
+            reach = student_t.ppf(0.975, len(of_query) - 1) * of_query.sem()
+            mean = of_query.mean()
+            rows.append({"term": name, "dataset": model, "value": mean})
+            rows[-1] |= {"low": mean - reach, "high": mean + reach, "layer": layer + 1.5}
+    return pd.DataFrame(rows)
+
+
+def figures(models: dict[str, Path], out: Path) -> None:
+    """The two figures of the README: sites, and windows of layers, of both models."""
+    sites = {"everything": (OWN, -1), "the response": ("response", -1)}
+    sites |= {"the header": ("header", -1), "the query (control)": ("query", -1)}
+    what = "bits a turn at T = 0.7 tells about its response"
+    bars = Bars("what is left if only this part is the response's", what, estimates(models, sites))
+    windows = {f"{at}": ("response, layers", at) for at in range(1, 30, 4)}
+    rows = estimates(models, windows).dropna()
+    words = "keys and values of the response, four layers alone", "middle layer", what
+    lines = Lines(*words, rows, across="layer", by="dataset")
+    for name, drawing in {"compare-models": bars, "compare-layers": lines}.items():
+        drawing.draw().savefig(out / f"{name}.png", dpi=150, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "figures":
+        data = Path(__file__).parent
+        both = {
+            "SmolLM2-135M": "smollm2-135m-instruct",
+            "Qwen2.5-Coder-1.5B": "qwen2.5-coder-1.5b-instruct",
+        }
+        figures({name: data / folder for name, folder in both.items()}, data.parents[1] / "figures")
+    else:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,409 @@
+"""The numbers of README's findings and of docs/results, made again from docs/results/data.
+
+Only pandas, NumPy and SciPy: nothing of this project computes here. Every table of the pages is
+written here, character by character, and has to stand on its page. Intervals are Student's over
+queries, of means (or differences) of each query.
+
+    PYTHONPATH=tests python -c "import test_published as p; p.show()"     prints all tables
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+SMOL, QWEN = "smollm2-135m-instruct", "qwen2.5-coder-1.5b-instruct"
+MODELS = (SMOL, QWEN)
+HOT = 0.7
+
+
+@cache
+def table(model: str, name: str) -> pd.DataFrame:
+    found = pd.read_parquet(RESULTS / "data" / model / f"{name}.parquet")
+    if "temperature" in found:
+        found["temperature"] = found["temperature"].astype(float).round(3)
+    return found
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def number(value: float, digits: int = 2, sign: bool = False) -> str:
+    text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
+    return text.replace("-", "−")
+
+
+def shown(value: float, low: float, high: float, digits: int = 2, sign: bool = False) -> str:
+    ends = f"[{number(low, digits, sign)}, {number(high, digits, sign)}]"
+    return f"{number(value, digits, sign)} {ends}"
+
+
+def interval(values: Iterable[float]) -> tuple[float, float, float]:
+    """Mean and Student's 95% interval of one value a query."""
+    x = np.asarray(list(values), dtype=float)
+    x = x[~np.isnan(x)]
+    reach = stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x))
+    return x.mean(), x.mean() - reach, x.mean() + reach
+
+
+def mean(values: Iterable[float], digits: int = 2) -> str:
+    return shown(*interval(values), digits)
+
+
+def change(values: Iterable[float], digits: int = 2) -> str:
+    return shown(*interval(values), digits, sign=True)
+
+
+@cache
+def by_query(model: str) -> pd.DataFrame:
+    """Means of each query's turns: columns (quantity, temperature)."""
+    turns = table(model, "turns").merge(table(model, "contexts")[["context", "query", "dataset"]])
+    turns["beyond siblings"] = turns["accepted"] - turns["accepted_after_siblings"]
+    turns["beyond another"] = turns["accepted"] - turns["accepted_after_another"]
+    columns = ["accepted", "beyond siblings", "beyond another"]
+    return turns.groupby(["dataset", "query", "temperature"])[columns].mean().unstack()
+
+
+def components(model: str) -> tuple[tuple, tuple, tuple]:
+    """Variances of accepted sampled turns between queries and between responses to one, and the
+    reliability of rates over 16 turns: pairs of turns with different sample numbers, jackknife."""
+    turns = table(model, "turns").merge(table(model, "contexts")[["context", "query"]])
+    rows = []
+    for _, one in turns[turns["temperature"] > 0].groupby("query"):
+        x = one.pivot_table(index="context", columns="sample", values="accepted", dropna=False)
+        v, n = np.nan_to_num(x.to_numpy(float)), (~np.isnan(x.to_numpy(float))).astype(float)
+
+        def pairs(a: np.ndarray) -> np.ndarray:
+            one, response, noise = (a**2).sum(), (a.sum(1) ** 2).sum(), (a.sum(0) ** 2).sum()
+            return np.array([response - one, a.sum() ** 2 - response - noise + one, noise - one])
+
+        same, other, shared = pairs(v) / pairs(n)
+        rows.append((v.sum() / n.sum(), same, other, shared, (v**2).sum() / n.sum()))
+    m, same, other, shared, square = np.array(rows).T
+    k = len(m)
+
+    def jackknife(whole: float, without: np.ndarray) -> tuple[float, float, float]:
+        error = np.sqrt((k - 1) / k * ((without - without.mean()) ** 2).sum())
+        reach = stats.t.ppf(0.975, k - 1) * error
+        return whole, whole - reach, whole + reach
+
+    def products(total: float | np.ndarray, squares: float | np.ndarray, n: int):
+        return (total**2 - squares) / (n * (n - 1))
+
+    whole = other.mean() - products(m.sum(), (m**2).sum(), k)
+    out = (other.sum() - other) / (k - 1)
+    out = out - products(m.sum() - m, (m**2).sum() - m**2, k - 1)
+    between = jackknife(whole, out)
+    sib = same - other
+    responses = jackknife(sib.mean(), (sib.sum() - sib) / (k - 1))
+    noise = ((square - same).mean() - (shared - other).mean()) / 16
+    return between, responses, tuple(max(v, 0) / (max(v, 0) + noise) for v in responses)
+
+
+def site(model: str, name: str, t: float, layer: int = -1, what: str = "bits") -> pd.Series:
+    """Of each query what a site tells."""
+    bits = table(model, "bits")
+    mine = (bits["site"] == name) & (bits["layer"] == layer) & (bits["temperature"] == t)
+    return bits[mine].set_index("query")[what].sort_index()
+
+
+@cache
+def auroc_parts(model: str, column: str) -> np.ndarray:
+    """Of each query, pairs of an accepted and another turn that a probe orders rightly, and all
+    pairs; both turns are after responses to it, and tested in one fold."""
+    probes, rows = table(model, "probes"), []
+    for _, one in probes.groupby(["fold", "source"]):
+        yes = one["positives"].to_numpy(float)
+        no = one["trials"].to_numpy(float) - yes
+        score = yes / (yes + no) if column == "observed" else one[column].to_numpy(float)
+        weight = np.outer(yes, no)
+        np.fill_diagonal(weight, 0)
+        gap = score[:, None] - score[None, :]
+        right = weight[gap > 1e-7].sum() + weight[abs(gap) <= 1e-7].sum() / 2
+        rows.append((right, weight.sum()))
+    return np.array(rows)
+
+
+def linearised(value: float, residuals: np.ndarray, pairs: float) -> tuple[float, float, float]:
+    """A quotient with Student's interval from what each query adds to it."""
+    k = len(residuals)
+    reach = stats.t.ppf(0.975, k - 1) * np.sqrt(k / (k - 1) * (residuals**2).sum()) / pairs
+    return value, value - reach, value + reach
+
+
+def auroc(model: str, column: str) -> tuple[float, float, float]:
+    """How often a probe orders two turns after responses to one query rightly."""
+    right, pairs = auroc_parts(model, column).T
+    value = right.sum() / pairs.sum()
+    return linearised(value, right - value * pairs, pairs.sum())
+
+
+def auroc_less(model: str, column: str, other: str) -> tuple[float, float, float]:
+    """The difference of two such numbers, paired by query."""
+    (right, pairs), (less, _) = auroc_parts(model, column).T, auroc_parts(model, other).T
+    value, base = right.sum() / pairs.sum(), less.sum() / pairs.sum()
+    return linearised(value - base, right - value * pairs - less + base * pairs, pairs.sum())
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+Row = tuple[str, Callable[[str], str]]
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |")
+
+
+def queries(model: str) -> int:
+    return table(model, "contexts")["query"].nunique()
+
+
+def accepted(model: str, what: str, t: float, dataset: str | None = None) -> pd.Series:
+    found = by_query(model) if dataset is None else by_query(model).xs(dataset, level="dataset")
+    return found[what][t]
+
+
+def rise(model: str, what: str, dataset: str | None = None) -> pd.Series:
+    return accepted(model, what, HOT, dataset) - accepted(model, what, 0.0, dataset)
+
+
+JUDGED: list[Row] = [
+    ("turns accepted, greedy", lambda m: mean(accepted(m, "accepted", 0.0))),
+    ("turns accepted, T = 0.7", lambda m: mean(accepted(m, "accepted", HOT))),
+    ("rise from greedy to T = 0.7", lambda m: change(rise(m, "accepted"))),
+    (
+        "rise, beyond turns shown after another conversation",
+        lambda m: change(rise(m, "beyond another")),
+    ),
+    ("beyond sibling responses, greedy", lambda m: change(accepted(m, "beyond siblings", 0.0))),
+    ("beyond sibling responses, T = 0.7", lambda m: change(accepted(m, "beyond siblings", HOT))),
+]
+LOCATED: list[Row] = [
+    ("bits about the response, greedy", lambda m: mean(site(m, "own context", 0.0))),
+    ("bits about the response, T = 0.7", lambda m: mean(site(m, "own context", HOT))),
+    ("through the response's keys and values", lambda m: mean(site(m, "response", HOT))),
+    ("through the header's", lambda m: mean(site(m, "header", HOT))),
+    ("through the query's (control)", lambda m: mean(site(m, "query", HOT))),
+]
+READ: list[Row] = [
+    ("best states, chosen in nested folds", lambda m: shown(*auroc(m, "log_odds"))),
+    ("words of query and response", lambda m: shown(*auroc(m, "control:text"))),
+    ("lengths", lambda m: shown(*auroc(m, "control:lengths"))),
+    ("output state", lambda m: shown(*auroc(m, "control:output"))),
+    ("output, words and ends of query and response", lambda m: shown(*auroc(m, "base"))),
+    ("these and the best states", lambda m: shown(*auroc(m, "full"))),
+]
+HEADLINE: list[Row] = [
+    *JUDGED,
+    *LOCATED,
+    ("siblings ordered by the best states (chance 0.50)", lambda m: shown(*auroc(m, "log_odds"))),
+]
+DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
+SITES = ("own context", "response", "after the response", "header", "query")
+CATEGORIES = {
+    "genuine_follow_up": "genuine",
+    "prompt_restatement": "repeats query",
+    "assistant_restatement": "repeats response",
+    "identity_leakage": "speaks as assistant",
+    "new_topic": "new topic",
+    "degenerate": "degenerate",
+}
+
+
+def side_by_side(rows: Sequence[Row]) -> str:
+    """Both models in one table."""
+    head = ["", f"SmolLM2, {queries(SMOL)} queries", f"Qwen, {queries(QWEN)} queries"]
+    return markdown(head, ([label, *(make(m) for m in MODELS)] for label, make in rows))
+
+
+def variances() -> str:
+    found = {m: components(m) for m in MODELS}
+    names = (
+        "variance of the rate between queries",
+        "variance between responses to one query",
+        "reliability of rates over 16 turns, among siblings",
+    )
+    rows = [
+        [name, *(shown(*found[m][i], 3 if i < 2 else 2) for m in MODELS)]
+        for i, name in enumerate(names)
+    ]
+    return markdown(["", "SmolLM2", "Qwen"], rows)
+
+
+def datasets(model: str) -> str:
+    head = ["queries of", "greedy", "T = 0.7", "rise", "rise beyond another conversation"]
+    head += ["beyond siblings, greedy", "T = 0.7"]
+    rows = [
+        [
+            name,
+            mean(accepted(model, "accepted", 0.0, name)),
+            mean(accepted(model, "accepted", HOT, name)),
+            change(rise(model, "accepted", name)),
+            change(rise(model, "beyond another", name)),
+            change(accepted(model, "beyond siblings", 0.0, name)),
+            change(accepted(model, "beyond siblings", HOT, name)),
+        ]
+        for name in DATASETS
+    ]
+    return markdown(head, rows)
+
+
+def categories() -> str:
+    rows = []
+    for name, label in CATEGORIES.items():
+        cells = []
+        for model in MODELS:
+            turns = table(model, "turns")
+            share = (turns["category"] == name).groupby(turns["temperature"]).mean()
+            cells += [number(share[0.0]), number(share[HOT])]
+        rows.append([label, *cells])
+    head = ["", "SmolLM2, greedy", "T = 0.7", "Qwen, greedy", "T = 0.7"]
+    return markdown(head, rows)
+
+
+def sites(model: str) -> str:
+    rows = [
+        [
+            {"own context": "everything (expressed)", "query": "the query (control)"}.get(
+                name, f"the {name}" if name != "after the response" else "all tokens after it"
+            ),
+            mean(site(model, name, 0.0)),
+            mean(site(model, name, HOT)),
+            change(site(model, name, HOT) - site(model, name, 0.0)),
+            mean(site(model, name, HOT, what="hits")),
+        ]
+        for name in SITES
+    ]
+    head = ["what is the candidate's", "greedy", "T = 0.7", "T = 0.7 less greedy"]
+    return markdown([*head, "own likeliest, T = 0.7"], rows)
+
+
+def windows(model: str) -> str:
+    bits = table(model, "bits")
+    layers = sorted(set(bits.loc[bits["site"] == "response, layers", "layer"]))
+    last = {SMOL: 30, QWEN: 28}[model]
+    whole = site(model, "response, computed on", HOT)
+    rows = []
+    for first in layers:
+        alone = site(model, "response, layers", HOT, first)
+        hits = site(model, "response, layers", HOT, first, "hits")
+        lost = site(model, "response, other layers", HOT, first) - whole
+        rows.append([f"{first}–{min(first + 3, last)}", mean(alone), mean(hits), change(lost)])
+    return markdown(["layers", "put in alone", "own likeliest", "change if left out"], rows)
+
+
+def written(model: str) -> str:
+    rows = []
+    for name in ("own context", "response and header", "response", "header", "query"):
+        key = f"written: {name}"
+        row = [name, mean(site(model, key, 0.0)), mean(site(model, key, 0.0, what="hits"))]
+        rows.append([*row, mean(site(model, key, HOT)), mean(site(model, key, HOT, what="hits"))])
+    head = ["the candidate's", "greedy: bits", "own likeliest", "T = 0.7: bits", "own likeliest"]
+    return markdown(head, rows)
+
+
+def vectors(model: str) -> str:
+    """Excess over siblings of greedy turns under learned vectors, paired by query."""
+    found = table(model, "vectors")
+    found = found[found["temperature"] == 0]
+    excess = found.pivot_table(index="source", columns=["layer", "term"], values=EXCESS)
+    rate = found.pivot_table(index="source", columns=["layer", "term"], values="accepted")
+    plain = (excess.columns.get_level_values("layer").min(), "unsteered")
+    rows = [["none", "", mean(rate[plain]), change(excess[plain]), "", ""]]
+    for layer in sorted(set(excess.columns.get_level_values("layer")) - {plain[0]}):
+        for term in ("own", "siblings", "other queries"):
+            mine = excess[(layer, term)]
+            less = change(mine - excess[(layer, "siblings")]) if term == "own" else ""
+            cells = [mean(rate[(layer, term)]), change(mine), change(mine - excess[plain]), less]
+            rows.append([str(layer), term, *cells])
+    head = ["after layer", "learned from turns after", "accepted", "beyond siblings"]
+    return markdown([*head, "less without a vector", "less the siblings' vector"], rows)
+
+
+EXCESS = "excess over siblings"
+
+
+def changes(model: str) -> str:
+    turns = table(model, "changes")
+    turns = turns.assign(query=turns["context_id"].str.replace(r"/r\d.*", "", regex=True))
+    wide = turns.pivot_table(index="query", columns=["condition", "temperature"], values="held")
+    rows = []
+    for name in ("none", "remove", "truncate", "generic_question"):
+        row = [name.replace("_", " ")]
+        for t in (0.0, HOT):
+            less = change(wide[(name, t)] - wide[("none", t)]) if name != "none" else ""
+            row += [mean(wide[(name, t)]), less]
+        rows.append(row)
+    return markdown(["", "greedy", "less unchanged", "T = 0.7", "less unchanged"], rows)
+
+
+def elicited(model: str) -> str:
+    columns = ["accepted", "accepted after siblings", EXCESS]
+    wide = table(model, "elicit").pivot_table(index="source", columns="arm", values=columns)
+    rows = []
+    for arm in table(model, "elicit")["arm"].drop_duplicates():
+        excess = wide[(EXCESS, arm)]
+        less = change(excess - wide[(EXCESS, "greedy")]) if arm != "greedy" else ""
+        after = mean(wide[("accepted after siblings", arm)])
+        rows.append([arm, mean(wide[("accepted", arm)]), after, change(excess), less])
+    return markdown(["arm", "accepted", "after siblings", "excess", "less greedy's"], rows)
+
+
+def tables() -> dict[str, list[str]]:
+    """The tables of each page."""
+    both = [side_by_side(JUDGED), side_by_side(LOCATED), variances(), side_by_side(READ)]
+    found = {"docs/results/compare.md": both, "README.md": [side_by_side(HEADLINE)]}
+    for model in MODELS:
+        mine = [datasets(model), categories(), sites(model), windows(model), written(model)]
+        found[f"docs/results/{model}.md"] = mine
+    found[f"docs/results/{SMOL}.md"] += [changes(SMOL), elicited(SMOL)]
+    return found
+
+
+def in_words() -> list[str]:
+    """Intervals that stand in sentences."""
+    own, header, query = (site(QWEN, name, HOT) for name in ("own context", "header", "query"))
+    both, alone = (
+        site(QWEN, f"written: {name}", 0.0) for name in ("response and header", "response")
+    )
+    return [
+        mean(own - site(QWEN, "own context", 0.0)),
+        mean(header - query),
+        mean(own / 10 - header),
+        mean(both - alone),
+        shown(*auroc_less(QWEN, "control:output", "control:text")),
+        shown(*auroc_less(QWEN, "control:output", "control:lengths")),
+    ]
+
+
+# Of runs whose data aren't here: after cut-off responses, and of 59 queries on a CPU.
+ELSEWHERE = ["0.81 [0.65, 0.97]", "0.12 [0.07, 0.18]"]
+PAGES = ["README.md", "docs/results/compare.md", *(f"docs/results/{m}.md" for m in MODELS)]
+INTERVAL = re.compile(r"[+−]?\d\.\d+ \[[+−]?\d\.\d+, [+−]?\d\.\d+\]")
+
+
+def show() -> None:
+    """Print all tables, to be put on the pages."""
+    for page, mine in tables().items():
+        print(f"\n# {page}\n", *mine, sep="\n\n")
+    print("\n# in words\n", *in_words(), sep="\n")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_what_the_data_say(page):
+    text = (ROOT / page).read_text("utf-8")
+    for one in tables()[page]:
+        assert one in text, one
+    made = INTERVAL.findall("\n".join([*chain(*tables().values()), *in_words()]))
+    of_judges = text.partition("## As a judge")[0]
+    for one in INTERVAL.findall(of_judges):
+        assert one in made or one in ELSEWHERE, one
