@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.coverage_data import table
 from benchmarks.planted_routes import DEPTH, DIRECT, GREEDY, KINDS, SAMPLED, Kind, model, siblings
-from experiments import elicit
+from experiments import arms, elicit
 from experiments.experiment import Model
 from experiments.hybrids import (
     HEADER,
@@ -46,10 +46,12 @@ from experiments.locate import (
     ABOVE_TENTH,
     BITS,
     CHOSEN,
-    Estimator,
+    HITS,
     Locate,
+    estimated,
     estimates,
     query_bits_of,
+    share_of,
     whole_site_bits,
     with_own_scores,
 )
@@ -96,7 +98,7 @@ def study_estimates(kind: Kind, seed: int, queries: int, noise: float = NOISE) -
             )
             for one in (rows, worded)
         ]
-        found.append(Estimator(OPTIONS).difference(BEYOND, *both, term=OWN))
+        found += estimated(OPTIONS, BEYOND, *both, term=OWN)
     return frame_of(found, Locate.columns)
 
 
@@ -234,7 +236,6 @@ def simulate_study(setting: Setting, rng: np.random.Generator) -> pd.DataFrame:
     """The estimates of one study, as ``experiments.study`` gets them."""
     names = [f"q{number:03d}" for number in range(QUERIES)]
     common = rng.normal(size=QUERIES)  # turns of one query have half of their variance in common
-    estimator = Estimator(OPTIONS)
 
     def simulated_bits(mean: float, spread: float, hits: float) -> QueryBits:
         bits = mean + spread * (common + rng.normal(size=QUERIES)) / np.sqrt(2)
@@ -253,10 +254,11 @@ def simulate_study(setting: Setting, rng: np.random.Generator) -> pd.DataFrame:
             QUERY: simulated_bits(0.0, 0.1, 1 / 3),
         }
         for site, found in sites.items():
-            rows.append(estimator.mean(BITS, found, term=site, temperature=temperature))
-            rows.append(estimator.hits(found, term=site, temperature=temperature))
+            at = {"term": site, "temperature": temperature}
+            rows += estimated(OPTIONS, BITS, found, **at)
+            rows += estimated(OPTIONS, HITS, found, **at)
             if site != OWN:
-                rows += estimator.share(found, whole, term=site, temperature=temperature)
+                rows += share_of(OPTIONS, found, whole, **at)
     located = frame_of(rows, Locate.columns).assign(stage="locate")
     return pd.concat([located, elicit_estimates(setting, names, rng).assign(stage="elicit")])
 
@@ -270,7 +272,7 @@ def elicit_estimates(setting: Setting, names: list[str], rng: np.random.Generato
         mean = setting.gap * (t > 0) + setting.prompted * prompted
         rate = mean + RATES * (common + rng.normal(size=QUERIES)) / np.sqrt(2)
         rate = rate.clip(-1, 1)
-        values = {elicit.RATE: 0.5 + rate / 2, elicit.SIBLINGS: 0.5 - rate / 2, elicit.EXCESS: rate}
+        values = {arms.RATE: 0.5 + rate / 2, arms.SIBLINGS: 0.5 - rate / 2, arms.EXCESS: rate}
         parts.append(pd.DataFrame({"source": names, "arm": arm, "dataset": "d"} | values))
     experiment = Namespace(args=Namespace(**OPTIONS), options=OPTIONS, notes=[])
     return frame_of(elicit.Elicit.estimate(experiment, pd.concat(parts)), elicit.Elicit.columns)

@@ -19,7 +19,7 @@ import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment, Unit
 from experiments.figures import Bars
-from experiments.tables import sentence_of, tables_of
+from experiments.tables import tables_of
 from ia_mech.engine.score import Turn
 from ia_mech.estimates import Group, by_dataset
 
@@ -77,8 +77,8 @@ class FirstWords(Experiment):
     def conclude(self, found):
         own, control = (found[found["term"] == term] for term in (OWN, CONTROL))
         return Conclusion(
-            sentence_of("bits for the response that a turn followed", own, null=0.0),
-            sentence_of("the same for a sibling that it did not follow", control, null=0.0),
+            self.tested("bits for the response that a turn followed", own),
+            self.tested("the same for a sibling that it did not follow", control),
         )
 
 

@@ -14,24 +14,33 @@ import argparse
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
+from experiments.bits import QueryValues, estimate_means
+from experiments.elicit import arm_name
+from experiments.figures import Bars, Drawing, Lines
+from experiments.locate import WINDOW
+from experiments.tables import only, sentence_of, tables_of
 from ia_mech.cli import Parser, path_of, run_command, tolerant_streams
+from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
-
-if TYPE_CHECKING:
-    from experiments.figures import Drawing
-    from ia_mech.estimates import TidyEstimate
-    from ia_mech.results import Result
-    from ia_mech.run import Run
+from ia_mech.estimates import ALL, frame_of
+from ia_mech.judge.label import read_labels
+from ia_mech.likelihood.carried import CEILING
+from ia_mech.models.embedded import cache_dir
+from ia_mech.results import Result, about_runs, folder_of, read, refuse_place, show, write
+from ia_mech.run import Run
+from ia_mech.run.layout import RUN
+from ia_mech.run.sources import sources_of
 
 NAME = "compare"
 BITS, EXCESS, SHARE = "bits", "excess over siblings", "share of turns"
 SAMPLED = "sampled"
+OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}
 
 
 def numbers_of(study: Path) -> pd.DataFrame:
@@ -41,10 +50,6 @@ def numbers_of(study: Path) -> pd.DataFrame:
     Raises:
         UserError: it isn't a finished study.
     """
-    from ia_mech.results import read
-    from ia_mech.run import Run
-    from ia_mech.run.layout import RUN
-
     located = study / "run" / "results" / "locate" / "queries.parquet"
     elicited = study / "run-elicit" / "rows.parquet"
     if (study / RUN).is_file():
@@ -64,12 +69,9 @@ def numbers_of(study: Path) -> pd.DataFrame:
     return pd.concat([bits[columns], arms[columns], judged[columns]], ignore_index=True)
 
 
-def category_shares(run: "Run", judge: str) -> pd.DataFrame:
+def category_shares(run: Run, judge: str) -> pd.DataFrame:
     """What a judge takes the turns of a run for: by query, the share of each category among the
     turns that it could assess."""
-    from ia_mech.judge.label import read_labels
-    from ia_mech.run.sources import sources_of
-
     labels, _, rubric = read_labels(run, "judgements", judge, [])
     labels = labels.assign(source=sources_of(run.turns))
     labels = labels[labels["category"].isin(rubric.assessed)]
@@ -84,19 +86,13 @@ def category_shares(run: "Run", judge: str) -> pd.DataFrame:
 
 def turns_of(temperature: float) -> str:
     """How turns at a temperature are named; NaN is all sampled ones."""
-    from experiments.elicit import arm_name
-
     return SAMPLED if np.isnan(temperature) else arm_name(temperature)
 
 
-def estimates(numbers: dict[str, pd.DataFrame]) -> "Iterator[TidyEstimate]":
+def values_of(numbers: dict[str, pd.DataFrame]) -> Iterator[QueryValues]:
     """Each model's mean over the queries of which all models have this number, and its difference
     from the first model's.
     """
-    from ia_mech.estimates import ALL, TidyEstimate
-    from ia_mech.likelihood.carried import CEILING
-    from ia_mech.stats import cluster_mean, paired_difference
-
     keys = ["quantity", "term", "turns"]
     bounds = {BITS: (-np.inf, CEILING), EXCESS: (-1.0, 1.0), SHARE: (0.0, 1.0)}
     first, *_ = numbers
@@ -110,29 +106,19 @@ def estimates(numbers: dict[str, pd.DataFrame]) -> "Iterator[TidyEstimate]":
         for model in numbers:
             values, names = together[model], {"dataset": ALL, "term": term, "turns": turns}
             names["model"] = model
-            found = cluster_mean(values, values.index, proportion=quantity == SHARE)
-            if quantity in bounds:
-                found = found.clip(*bounds[quantity])
-            yield TidyEstimate(quantity, names, len(values), found)
+            row = QueryValues(quantity, values, names, proportion=quantity == SHARE)
+            least, most = bounds[quantity]
+            yield replace(row, least=least, most=most)
             if model != first and len(values):
-                base = together[first]
-                pair = paired_difference(values, values.index, base, base.index)
-                less = f"{quantity}, less"
-                yield TidyEstimate(less, names, len(values), pair.difference, pair.p, pair.test)
+                yield QueryValues(f"{quantity}, less", values, names, together[first])
 
 
-def result(studies: Sequence[Path]) -> "Result":
+def result(studies: Sequence[Path]) -> Result:
     """The comparison.
 
     Raises:
         UserError: a study isn't finished; studies are of one model, or share no query.
     """
-    from experiments.tables import sentence_of, tables_of
-    from ia_mech.display import with_style
-    from ia_mech.estimates import frame_of
-    from ia_mech.results import Result, about_runs
-    from ia_mech.run import Run
-
     each = [numbers_of(study) for study in studies]
     runs = [Run.open(study / "run") for study in studies]
     models = [run.model["name"] for run in runs]
@@ -143,7 +129,7 @@ def result(studies: Sequence[Path]) -> "Result":
     if len(shared) < 2:
         raise UserError("the studies share no queries", "make them with the same --dataset")
     columns = {"dataset": "str", "model": "str", "term": "str", "turns": "str"}
-    found = frame_of(estimates(numbers), columns)
+    found = frame_of(estimate_means(values_of(numbers), OPTIONS), columns)
     found["temperature"] = np.nan
     tables = []
     for quantity, title in (
@@ -159,17 +145,17 @@ def result(studies: Sequence[Path]) -> "Result":
             rows="queries",
             full=quantity == SHARE,
         )
-    own = found[(found["term"] == "own context") & (found["quantity"] == BITS)]
-    less = found[(found["term"] == "own context") & (found["quantity"] == f"{BITS}, less")]
+    own = only(found, BITS, term="own context", turns=SAMPLED)
+    less = only(found, f"{BITS}, less", term="own context", turns=SAMPLED)
     return Result(
         name=NAME,
         question="How do models differ in what their user turns owe to the response?",
-        sentence=sentence_of("bits that sampled turns tell", own[own["turns"] == SAMPLED]),
+        sentence=sentence_of("bits that sampled turns tell", own),
         control=" ".join(
             [
                 sentence_of(
                     f"the difference from {models[0]} on the same queries",
-                    less[less["turns"] == SAMPLED],
+                    less,
                     null=0.0,
                 ),
                 "Within each study every number is held against siblings.",
@@ -182,12 +168,8 @@ def result(studies: Sequence[Path]) -> "Result":
     )
 
 
-def drawings(found: pd.DataFrame, runs: "Sequence[Run]") -> "dict[str, Drawing]":
+def drawings(found: pd.DataFrame, runs: Sequence[Run]) -> dict[str, Drawing]:
     """What sampled turns express and sites carry, and the windows of layers that carry it."""
-    from experiments.figures import Bars, Lines
-    from experiments.locate import WINDOW
-    from ia_mech.results import folder_of, read
-
     bits = found[(found["quantity"] == BITS) & (found["turns"] == SAMPLED)]
     made: dict[str, Drawing] = {
         "models": Bars("expressed (own context) and carried", "bits", bits, by="model")
@@ -228,10 +210,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from ia_mech.display import console
-    from ia_mech.models.embedded import cache_dir
-    from ia_mech.results import refuse_place, show, write
-
     if len(args.studies) < 2:
         raise UserError("one study can't be compared", "give two or more")
     names = "-".join(study.resolve().name.removeprefix("study-") for study in args.studies)

@@ -18,29 +18,24 @@ Needs: judged runs with --response generate on such prompts, or with given respo
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment
-from experiments.tables import sentence_of, tables_of, with_detectable
+from experiments.figures import Bars, Drawing
+from experiments.tables import only, sentence_of, tables_of
 from experiments.verify import COLUMN, verify
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, holm_corrected
 from ia_mech.rates.compute import rates
-from ia_mech.results import label_of
+from ia_mech.results import Table, label_of
+from ia_mech.run import Run
 from ia_mech.run.queries import exchange
 from ia_mech.run.sources import sources_of
 from ia_mech.stats import group_difference
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from experiments.figures import Drawing
-    from ia_mech.results import Table
-    from ia_mech.run import Run
 
 EVERY, COMPLETE = "all responses", "complete responses"
 ACCURACY, RATE = "accuracy", "follow-up rate"
@@ -71,9 +66,7 @@ class Decoupling(Experiment):
     columns = COLUMNS
 
     def read(self) -> None:
-        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
-
-        judged = read_runs(self.runs, self.args.judge, NO_ANNOTATOR)
+        judged = self.verdicts
         contexts = pd.concat([verified_contexts(run) for run in self.runs], ignore_index=True)
         self.notes += judged.notes
         contexts = shared_prompts(
@@ -143,11 +136,10 @@ class Decoupling(Experiment):
 
     # -- shown ------------------------------------------------------------------------------------
 
-    def tables(self, estimates: pd.DataFrame) -> "list[Table]":
-        percent = f"{100 * self.args.level:g}% intervals over queries"
+    def tables(self, estimates: pd.DataFrame) -> list[Table]:
         names = ("dataset", "model", "term")
         made = tables_of(
-            f"responses ({percent})",
+            f"responses ({self.intervals})",
             estimates,
             {
                 ACCURACY: ("accuracy", 2),
@@ -160,7 +152,7 @@ class Decoupling(Experiment):
             "that couldn't be. Unfinished: share that was cut off, or ended within its thought.",
         )
         made += tables_of(
-            f"user turns after them ({percent})",
+            f"user turns after them ({self.intervals})",
             estimates,
             {RATE: ("follow-up rate", 2)},
             index=(*names, "temperature"),
@@ -168,25 +160,23 @@ class Decoupling(Experiment):
             legend="Follow-up rate: share of turns that the judge calls genuine.",
         )
         made += tables_of(
-            f"after right and after wrong responses ({percent})",
-            with_detectable(estimates, DIFFERENCE),
+            f"after right and after wrong responses ({self.intervals})",
+            estimates,
             {
                 RIGHT: ("after right", 2),
                 WRONG: ("after wrong", 2),
                 DIFFERENCE: ("right less wrong", 2),
-                "detectable": ("shown if", 2),
             },
+            shown_if=DIFFERENCE,
             index=(*names, "temperature"),
             rows="turns after right",
             legend="Shares of turns that the judge calls genuine. Right less wrong: with "
-            "Holm-corrected p of permuting queries. Shown if: the difference that would have been "
-            "shown with 80% power.",
+            "Holm-corrected p of permuting queries.",
         )
         return made
 
-    def figures(self, estimates: pd.DataFrame) -> "Mapping[str, Drawing]":
-        from experiments.figures import Bars
-        from ia_mech.rates.figures import gate_title
+    def figures(self, estimates: pd.DataFrame) -> Mapping[str, Drawing]:
+        from ia_mech.rates.figures import gate_title  # loads matplotlib
 
         assert self.gate is not None
         every = estimates[estimates["term"] == EVERY]
@@ -209,12 +199,11 @@ class Decoupling(Experiment):
     def conclude(self, estimates: pd.DataFrame) -> Conclusion:
         assert self.gate is not None
         every = estimates[estimates["term"] == EVERY]
-        apart = every[every["quantity"] == DIFFERENCE]
         sentence = " ".join(
             [
-                sentence_of("accuracy", every[every["quantity"] == ACCURACY]),
-                sentence_of(RATE, every[every["quantity"] == RATE]),
-                sentence_of(DIFFERENCE, apart, null=0.0, level=self.args.level)
+                sentence_of("accuracy", only(every, ACCURACY)),
+                sentence_of(RATE, only(every, RATE)),
+                self.tested(DIFFERENCE, only(every, DIFFERENCE))
                 or "Whether being right goes with following up can't be told: no model has turns "
                 "after right and after wrong responses to a dataset.",
             ]
@@ -225,7 +214,7 @@ class Decoupling(Experiment):
 # -- what is verified ------------------------------------------------------------------------------
 
 
-def verified_contexts(run: "Run") -> pd.DataFrame:
+def verified_contexts(run: Run) -> pd.DataFrame:
     """Contexts of a run with the verdicts on their responses."""
     frame = run.contexts
     messages = [list(messages) for messages in frame["messages"]]

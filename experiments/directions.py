@@ -1,11 +1,12 @@
-"""Directions in the residual stream: what they change in given turns, and controls for them.
+"""Directions in the residual stream: learned ones, what they change in given turns, and controls.
 
-All are compared at one KL: that of the first token's distribution at the header, steered from
-unsteered.
+Those that are compared have one KL: that of the first token's distribution at the header, steered
+from unsteered.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,15 +16,18 @@ from torch import Tensor
 from experiments.experiment import Model, Unit
 from ia_mech.engine.intervene import Add
 from ia_mech.engine.score import Turn, differentiable_logits
-from ia_mech.engine.state import Prefix, prefill
+from ia_mech.engine.state import Prefix, prefill, prefill_all
 from ia_mech.errors import UserError
 from ia_mech.models.load import text_config
+from ia_mech.run.queries import Query
+from ia_mech.steering import TURN, SteeringVector
 
 DIRECTION, OPTIMISED, BIAS = "the direction", "optimised by gradient", "bias of the first token"
 RANDOM = "random direction"
 STEPS, BATCH, RATE = 60, 8, 0.1  # steps of Adam, contexts of each, most change of a unit vector
+LEARNED_BATCH = 12  # turns of a step of a learned direction
 MOST_DOSE = 4  # times its first dose, or a fourth: as far as that of an optimised direction goes
-ROUNDS, KL_TOLERANCE = 6, 0.1  # of the search for a dose; how near its KL has to come, relatively
+ROUNDS, KL_TOLERANCE = 16, 0.1  # of the search for a dose; how near its KL has to come, relatively
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,24 @@ class SteeredContext:
         return found
 
 
+def steered_context(
+    query: Query, k: int, vector: SteeringVector, turns: Sequence[Sequence[int]]
+) -> SteeredContext:
+    """A context of a query with turns, steered where a vector says.
+
+    Raises:
+        UserError: it lacks a position.
+    """
+    named = query.contexts["positions"].iloc[k]
+    places = {name: None if pd.isna(at) else int(at) for name, at in named.items()}
+    at = sorted({at for one in vector.at_context(places) for at in one.positions})
+    site = vector.layer, tuple(at), TURN in vector.positions
+    return SteeredContext(query.source, query.token_ids[k], *site, tuple(map(tuple, turns)))
+
+
 @dataclass(frozen=True)
-class Arm:
-    """A way of changing the model.
+class Change:
+    """A way of changing the model, an arm of what is compared.
 
     Attributes:
         term: what is done.
@@ -101,7 +120,7 @@ class ScoredQuery(Unit):
 
     half: str
     contexts: tuple[SteeredContext, ...]
-    arms: tuple[Arm, ...]
+    arms: tuple[Change, ...]
 
 
 @dataclass(frozen=True)
@@ -117,9 +136,30 @@ class ControlSearch(Unit):
     """
 
     contexts: tuple[SteeredContext, ...]
-    arm: Arm
+    arm: Change
     kl: float
-    random: tuple[Arm, ...]
+    random: tuple[Change, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Learning(Unit):
+    """A direction to be learned.
+
+    Attributes:
+        half: of the queries, that the turns are of.
+        term: what they come after.
+        contexts: each with one turn that is to become likely.
+        dose: length of what is added, in norms of the state that it is added to.
+        steps: of Adam, of :data:`LEARNED_BATCH` turns each.
+        seed: of the start and the batches, which are alike for all that are compared.
+    """
+
+    half: int
+    term: str
+    contexts: tuple[SteeredContext, ...]
+    dose: float
+    steps: int
     seed: int
 
 
@@ -129,7 +169,7 @@ def divergence(first: Tensor, plain: Tensor) -> Tensor:
 
 
 def arm_effects(
-    model: Model, contexts: Sequence[SteeredContext], arms: Sequence[Arm]
+    model: Model, contexts: Sequence[SteeredContext], arms: Sequence[Change]
 ) -> list[list[tuple[np.ndarray, Tensor, float]]]:
     """What each arm changes in each context, ``[contexts][arms]``, in nats.
 
@@ -193,19 +233,19 @@ def find_controls(model: Model, unit: ControlSearch) -> pd.DataFrame:
     is left out.
 
     Returns:
-        A row per control, with the fields of :class:`Arm`. The optimised one has no direction if
-        the model's passes have no gradient.
+        A row per control, with the fields of `Change`. The optimised one has no direction if the
+        model's passes have no gradient.
     """
     arms = list(unit.random)
     best = optimise_direction(model, unit)
     if len(best):
-        arms.append(Arm(OPTIMISED, unit.arm.dose, tuple(best.tolist())))
+        arms.append(Change(OPTIMISED, unit.arm.dose, tuple(best.tolist())))
     # Of the first token alone: a turn whose one token doesn't matter.
     firsts = [replace(one, turns=((0,),)) for one in unit.contexts]
     moved = [one.numpy() for ((_, one, _),) in arm_effects(model, firsts, [unit.arm])]
-    arms.append(Arm(BIAS, 1.0, bias=tuple(np.mean(moved, axis=0).tolist())))
+    arms.append(Change(BIAS, 1.0, bias=tuple(np.mean(moved, axis=0).tolist())))
 
-    def kl_of(some: Sequence[Arm]) -> np.ndarray:
+    def kl_of(some: Sequence[Change]) -> np.ndarray:
         rows = [
             {"arm": n, "source": context.source, "kl": kl}
             for context, effects in zip(firsts, arm_effects(model, firsts, some), strict=True)
@@ -215,7 +255,7 @@ def find_controls(model: Model, unit: ControlSearch) -> pd.DataFrame:
         return each.groupby("arm").mean().to_numpy()
 
     found = arms_of_equal_kl(arms, unit.kl, kl_of)
-    found += [] if len(best) else [Arm(OPTIMISED, 0.0)]
+    found += [] if len(best) else [Change(OPTIMISED, 0.0)]
     return pd.DataFrame(map(asdict, found))
 
 
@@ -268,21 +308,89 @@ def optimise_direction(model: Model, unit: ControlSearch) -> np.ndarray:
             cost.append(divergence(moved, first))
         return torch.stack(odds).mean(), torch.stack(cost).mean()
 
-    along = torch.randn(text_config(network.config).hidden_size, generator=draw).requires_grad_()
-    odds, _ = changed(range(len(contexts)), along, dose / 100)
-    (uphill,) = torch.autograd.grad(odds, along)
-    along = (uphill / uphill.norm()).requires_grad_()
-    adam, near = torch.optim.Adam([along], lr=RATE / len(along) ** 0.5), dose
-    for _ in range(STEPS):
+    near = dose
+
+    def start(along: Tensor) -> Tensor:
+        return -changed(range(len(contexts)), along, dose / 100)[0]
+
+    def loss(along: Tensor) -> Tensor:
+        nonlocal near
         some = torch.randperm(len(contexts), generator=draw)[:BATCH].tolist()
         odds, cost = changed(some, along, near)
+        near *= float(np.clip((kl / max(cost.item(), 1e-9)) ** 0.5, 0.5, 2.0))
+        near = float(np.clip(near, dose / MOST_DOSE, dose * MOST_DOSE))
+        return -odds * (kl / cost.clamp(min=kl / 100)).sqrt()
+
+    return descend(network, draw, start, loss, STEPS)
+
+
+@torch.inference_mode(False)  # whatever thread this is called in
+def learn(model: Model, unit: Learning) -> np.ndarray:
+    """``[d_model]`` of length 1: the direction along which a state has to be moved by the dose so
+    that turns become likely, by the mean cross-entropy of their tokens.
+
+    Raises:
+        UserError: the model's passes have no gradient.
+    """
+    network = model.subject.model
+    keys = [one.ids[: one.start] for one in unit.contexts]
+    prefixes = list(dict.fromkeys(keys))
+    groups, order = prefill_all(network, [Prefix(ids) for ids in prefixes], model.on_tokens)
+    place = {prefixes[at]: number for number, at in enumerate(order)}
+    draw = torch.Generator().manual_seed(unit.seed)
+
+    def cross_entropy(along: Tensor, dose: float = unit.dose) -> Tensor:
+        """Of a new batch, in nats per token."""
+        drawn = torch.randperm(len(keys), generator=draw)[:LEARNED_BATCH].tolist()
+        some = sorted(drawn, key=lambda i: place[keys[i]])
+        turns, ends = [], []
+        for i in some:
+            turns += unit.contexts[i].steered_turns(place[keys[i]], along, dose)
+            ends.append(len(turns[-1].ids) - len(unit.contexts[i].turns[0]))
+        log = differentiable_logits(network, groups, turns).log_softmax(-1)
+        model.on_tokens(sum(unit.contexts[i].scored for i in some))
+        said = [
+            own[end : len(turn.ids)].gather(-1, torch.tensor([turn.ids[end:]]).T.to(own.device))
+            for own, turn, end in zip(log, turns, ends, strict=True)
+        ]
+        return -torch.cat(said).mean()
+
+    def start(along: Tensor) -> Tensor:
+        return cross_entropy(along, unit.dose / 100)
+
+    return descend(network, draw, start, cross_entropy, unit.steps)
+
+
+def descend(
+    network: Any,
+    draw: torch.Generator,
+    start: Callable[[Tensor], Tensor],
+    loss: Callable[[Tensor], Tensor],
+    steps: int,
+) -> np.ndarray:
+    """The direction of least loss: downhill from a start at a dose near 0, then by steps of Adam,
+    after each of which its length is 1 again.
+
+    Args:
+        network: the model.
+        draw: draws the direction at which the start's gradient is taken.
+        start, loss: scalars of ``[d_model]``; the start's doesn't depend on the place.
+        steps: of Adam.
+
+    Returns:
+        ``[d_model]`` float32 of length 1.
+    """
+    along = torch.randn(text_config(network.config).hidden_size, generator=draw).requires_grad_()
+    (uphill,) = torch.autograd.grad(start(along), along)
+    downhill = -uphill if uphill.norm() > 0 else along.detach()
+    along = (downhill / downhill.norm()).requires_grad_()
+    adam = torch.optim.Adam([along], lr=RATE / len(along) ** 0.5)
+    for _ in range(steps):
         adam.zero_grad()
-        (-odds * (kl / cost.clamp(min=kl / 100)).sqrt()).backward()
+        loss(along).backward()
         adam.step()
         with torch.no_grad():
             along /= along.norm()
-        near *= float(np.clip((kl / max(cost.item(), 1e-9)) ** 0.5, 0.5, 2.0))
-        near = float(np.clip(near, dose / MOST_DOSE, dose * MOST_DOSE))
     return along.detach().numpy()
 
 
@@ -312,27 +420,35 @@ def random_directions(
 
 
 def arms_of_equal_kl(
-    arms: Sequence[Arm], kl: float, kl_of: Callable[[Sequence[Arm]], np.ndarray]
-) -> list[Arm]:
+    arms: Sequence[Change], kl: float, kl_of: Callable[[Sequence[Change]], np.ndarray]
+) -> list[Change]:
     """The arms with doses whose mean KL at the header is this one.
 
-    A KL grows about with the square of a dose, so each is multiplied with the root of what is
-    wanted by what it has, until it is near.
+    A KL grows about with the square of a dose: hence the first step. It may grow otherwise, so
+    steps become larger until what is wanted lies between two doses; then their geometric mean takes
+    the place of one of them, until the KL is near.
 
     Args:
         arms: with a first guess of the dose. Those that don't come near are left out.
         kl: in nats.
         kl_of: the mean KL of each of some arms.
     """
-    found: dict[int, Arm] = {}
+    found: dict[int, Change] = {}
     left = dict(enumerate(arms))
-    for _ in range(ROUNDS):
+    below, above = dict.fromkeys(left, 0.0), dict.fromkeys(left, np.inf)  # doses that were tried
+    for number in range(1, ROUNDS + 1):
         if not left:
             break
         for n, value in zip(list(left), kl_of(list(left.values())), strict=True):
+            dose = left[n].dose
             if abs(value - kl) <= KL_TOLERANCE * kl:
                 found[n] = left.pop(n)
+                continue
+            ends = below if value < kl else above
+            ends[n] = dose
+            if below[n] > 0 and above[n] < np.inf:
+                dose = (below[n] * above[n]) ** 0.5
             else:
-                by = np.clip(np.sqrt(kl / max(value, 1e-12)), 1 / 8, 8)
-                left[n] = replace(left[n], dose=float(left[n].dose * by))
+                dose *= np.clip((kl / max(value, 1e-12)) ** (number / 2), 1 / 8, 8)
+            left[n] = replace(left[n], dose=float(dose))
     return [found[n] for n in sorted(found)]

@@ -4,7 +4,7 @@ An experiment is one file with a subclass of :class:`Experiment`. ``--help`` pri
 the module: the question as its first sentence, the method, what it needs, what it costs. It has
 
 - what it needs, as class attributes: several responses to a query, a judge, the model;
-- ``conversations``, if other conversations are to be sampled first;
+- ``arms``, if turns are to be sampled under other conditions first (:mod:`experiments.arms`);
 - ``units``: what is measured by itself, and stored when it is finished;
 - ``measure``: a unit → rows;
 - ``estimate``: all rows → estimates (:mod:`ia_mech.estimates`);
@@ -18,7 +18,6 @@ would be computed. ``docs/worked_experiment.py`` is one to begin from.
 """
 
 import argparse
-import ast
 import hashlib
 import inspect
 import re
@@ -29,12 +28,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import numpy as np
 import pandas as pd
 from filelock import FileLock, Timeout
 
+from experiments.arms import CHAT, DECODING, Arm, judge_alike, sample_arm, verdicts_of
+from experiments.figures import Drawing
+from experiments.parts import is_kept, keep, kept
+from experiments.tables import estimates_of, print_plan, sentence_of
 from ia_mech.cli import (
     Parser,
     add_intervals,
@@ -46,22 +51,24 @@ from ia_mech.cli import (
     tolerant_streams,
     whole_from,
 )
+from ia_mech.display import Bar, Progress, console, with_style
 from ia_mech.errors import UserError
+from ia_mech.estimates import TidyEstimate, few_sources
+from ia_mech.models.embedded import cache_dir
+from ia_mech.rates.gate import Gate
+from ia_mech.rates.load import JudgedTurns, open_runs
+from ia_mech.results import RESULT, Result, Table, about_runs, folder_of, kind_of, read, show, write
+from ia_mech.run import Run
+from ia_mech.run.layout import UNPERTURBED, refuse_inside_run, refuse_unwritable
+from ia_mech.run.queries import Query, queries_of, subsample
 from ia_mech.run.sources import split_source
+from ia_mech.settings import Settings
 
-if TYPE_CHECKING:
-    from experiments.figures import Drawing
+if TYPE_CHECKING:  # these load torch, for which --help doesn't wait
     from ia_mech.chat.format import ChatFormat
-    from ia_mech.data.conversations import Conversation
-    from ia_mech.display import Progress
     from ia_mech.engine.score import Scored, Turn
     from ia_mech.engine.workers import Crew
-    from ia_mech.estimates import TidyEstimate
     from ia_mech.models.load import Subject
-    from ia_mech.rates.gate import Gate
-    from ia_mech.results import Result, Table
-    from ia_mech.run import Run
-    from ia_mech.run.queries import Query
 
 
 SHARES = 64  # of what a pass may hold: the smallest where memory runs out
@@ -145,7 +152,7 @@ class Experiment:
         folder: of the results; it may not be there yet.
         gate: whether the judge passes its control; None without a judge.
         notes: what a reader has to know; add to it.
-        sampled: the runs over :meth:`conversations`, once they are sampled.
+        sampled: the runs of :meth:`arms`, once they are sampled.
     """
 
     name: ClassVar[str]
@@ -162,7 +169,7 @@ class Experiment:
         "term": "str",
     }
 
-    def __init__(self, runs: "list[Run]", args: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, runs: list[Run], args: argparse.Namespace, folder: Path) -> None:
         self.runs, self.args, self.folder = runs, args, folder
         self.gate: Gate | None = None
         self.notes: list[str] = []
@@ -177,19 +184,8 @@ class Experiment:
     def read(self) -> None:
         """Refuse here what can't be answered: it is called before anything is computed."""
 
-    def conversations(self) -> "Mapping[str, list[Conversation]]":
-        """Other conversations that are sampled first, by name, each as a run of its own."""
-        return {}
-
-    def sample(self, name: str, conversations: "list[Conversation]") -> "Run":
-        """The run over conversations, sampled like the first run, without residual streams."""
-        from experiments.resample import resample_run
-
-        where, kept, changes = self.place(name), ("header_last",), self.decoding()
-        return resample_run(self.runs[0], conversations, where, kept, crew=self.crew, **changes)
-
-    def decoding(self) -> dict[str, Any]:
-        """Settings in which those runs differ from the first one, such as ``temperatures``."""
+    def arms(self) -> Mapping[str, Arm]:
+        """Conditions under which turns are sampled first, by name, each as a run of its own."""
         return {}
 
     def units(self) -> Iterable[Unit]:
@@ -207,15 +203,15 @@ class Experiment:
         """All rows. One that measures in several steps calls :meth:`measure_units` for each."""
         return self.measure_units(self.units())
 
-    def estimate(self, rows: pd.DataFrame) -> "Iterable[TidyEstimate]":
+    def estimate(self, rows: pd.DataFrame) -> Iterable[TidyEstimate]:
         """The estimates."""
         raise self._lacks("estimate")
 
-    def tables(self, found: pd.DataFrame) -> "list[Table]":
+    def tables(self, found: pd.DataFrame) -> list[Table]:
         """The tables of the estimates, the most important first."""
         return []
 
-    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
+    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         """The figures by the stem of their files."""
         return {}
 
@@ -237,15 +233,13 @@ class Experiment:
     # -- what an experiment uses ------------------------------------------------------------------
 
     @cached_property
-    def queries(self) -> "list[Query]":
+    def queries(self) -> list[Query]:
         """The queries of the runs: those with several responses where siblings are needed, and as
         many as were asked for.
 
         Raises:
             UserError: siblings are needed, and no query has several responses.
         """
-        from ia_mech.run.queries import queries_of, subsample
-
         found = queries_of(self.runs)
         if self.siblings:
             several = [query for query in found if len(query.contexts) > 1]
@@ -288,11 +282,10 @@ class Experiment:
         Raises:
             UserError: its template is not the one that the run was sampled with.
         """
-        from experiments.resample import chat_of
-        from ia_mech.collect.identity import eos_ids
+        from ia_mech.collect.identity import build_chat, eos_ids
 
         first, (tokenizer, config) = self.runs[0], self._tokenizer_and_config
-        chat = chat_of(first, tokenizer, eos_ids(None, config))
+        chat = build_chat(Settings.read(first.settings), tokenizer, eos_ids(None, config))
         if chat.describe()["template_hash"] != first.record["identity"]["chat"]["template_hash"]:
             raise UserError(
                 f"the chat template of {first.model['name']} is not the one that {first.path} was "
@@ -304,9 +297,12 @@ class Experiment:
     @cached_property
     def model(self) -> Model:
         """The subject model, loaded and checked at first use."""
-        from experiments.resample import subject_of
+        return model_of(self.subject, self.runs[0])
 
-        return model_of(subject_of(self.runs[0]), self.runs[0])
+    @cached_property
+    def subject(self) -> "Subject":
+        """Its weights and tokenizer, loaded at first use."""
+        return subject_of(self.runs[0])
 
     def model_for(self, unit: Any) -> Model:
         """The model that measures a unit: that of the first run, where runs are of one model."""
@@ -323,6 +319,37 @@ class Experiment:
     def options(self) -> dict[str, Any]:
         """``level``, ``resamples`` and ``seed``, as estimates take them."""
         return {name: getattr(self.args, name) for name in ("level", "resamples", "seed")}
+
+    @cached_property
+    def verdicts(self) -> JudgedTurns:
+        """The runs' turns with the judge's verdicts."""
+        return verdicts_of(self.runs, self.args.judge)
+
+    def sample(self, name: str, arm: Arm) -> Run:
+        """The run of an arm, which is then among :attr:`sampled`."""
+        found = sample_arm(self.runs[0], arm, self.place(name), lambda: self.subject, self.crew)
+        self.sampled[name] = found
+        return found
+
+    def judge_arms(self, *, unperturbed: bool = False) -> str:
+        """Have the arms' turns judged as the first run's were; returns the judge's name.
+
+        Raises:
+            UserError: it is another judge than the rules, which the user has to run.
+        """
+        assert self.gate is not None  # of an experiment that is judged
+        arms, judge = list(self.sampled.values()), self.gate.judge
+        judge_alike(self.runs[0], arms, judge, unperturbed=unperturbed)
+        return judge
+
+    @property
+    def intervals(self) -> str:
+        """What titles of tables say of intervals."""
+        return f"{100 * self.args.level:g}% intervals over queries"
+
+    def tested(self, words: str, rows: pd.DataFrame, digits: int = 2) -> str:
+        """A sentence of differences: of one that isn't shown, how large it would have to be."""
+        return sentence_of(words, rows, digits, null=0.0, level=self.args.level)
 
     def place(self, name: str) -> Path:
         """A folder of the results, for what is named so."""
@@ -341,14 +368,11 @@ class Experiment:
         """The rows of units one below the other, with ``source`` and ``dataset``.
 
         Several are measured at once, by workers. Finished units are kept in ``parts/`` of the
-        results, and aren't measured again unless the code of the module that defines ``measure``
-        was changed.
+        results, and aren't measured again unless something changes of what :meth:`_key` holds.
 
         Raises:
             UserError: there is no unit.
         """
-        from experiments.parts import keep, kept
-        from ia_mech.display import Bar
         from ia_mech.engine.workers import compute_in_workers
 
         units = self._at_least_one(units)
@@ -393,7 +417,7 @@ class Experiment:
             )
         return found
 
-    def _measured(self, model: Model | None, unit: Unit, progress: "Progress") -> pd.DataFrame:
+    def _measured(self, model: Model | None, unit: Unit, progress: Progress) -> pd.DataFrame:
         """The rows of a unit, measured now, in a worker."""
         from ia_mech.engine.memory import Backoff, smaller_passes
 
@@ -431,15 +455,17 @@ class Experiment:
         return self.folder / "parts"
 
     def _key(self, unit: Unit) -> list:
-        modules = {type(self).measure.__module__, type(unit).__module__}
-        code = [code_of(module) for module in modules]
-        weights = self.runs[0].model["weights_hash"]
-        return [self.name, sorted(code), weights, type(unit).__name__, asdict(unit)]
+        """All that a unit's rows depend on: what it holds, the model, and the code that measures
+        it, as text. So they are the same whatever Python reads it."""
+        model, kinds = self.runs[0].model, type(unit).__mro__
+        modules = {kind.__module__ for kind in kinds if issubclass(kind, Unit) and kind is not Unit}
+        modules.add(type(self).measure.__module__)
+        code = sorted(hash_of((Path(inspect.getfile(sys.modules[one])),)) for one in modules)
+        what = [self.name, code, model["weights_hash"], model["dtype"], type(unit).__name__]
+        return [*what, *(engine_of() if self.loads else ()), asdict(unit)]
 
     def _stored(self, units: Sequence[Unit]) -> int:
         """How many units were measured before."""
-        from experiments.parts import is_kept
-
         return sum(is_kept(self._parts, self._key(unit)) for unit in units)
 
     # -- the command ------------------------------------------------------------------------------
@@ -488,13 +514,8 @@ class Experiment:
             judge = "whose verdicts (default: the only judge)"
             parser.add_argument("--judge", metavar="NAME", help=judge)
         if cls.queries_used is not None:
-            parser.add_argument(
-                "--queries",
-                type=whole_from(2),
-                default=cls.queries_used,
-                metavar="N",
-                help=f"at most N queries, drawn by --seed (default: {cls.queries_used})",
-            )
+            least, what = whole_from(2), "at most N queries, drawn by --seed"
+            flag(parser, "--queries", least, cls.queries_used, what, metavar="N")
         cls.add_flags(parser)
         usual = f"results/{cls.name} in the first run"
         if cls.beside:
@@ -532,11 +553,6 @@ class Experiment:
     @classmethod
     def command(cls, args: argparse.Namespace) -> None:
         """What the command does: answer, write and print."""
-        from experiments.tables import print_plan
-        from ia_mech.display import console, with_style
-        from ia_mech.rates.load import open_runs
-        from ia_mech.results import kind_of, read, show, write
-
         runs = open_runs(args.runs)
         one = cls(runs, args, output_folder(cls, args.out, args.runs[0]))
         one.check()
@@ -559,26 +575,17 @@ class Experiment:
         Raises:
             UserError: says what is missing, or isn't allowed.
         """
-        from experiments.resample import refuse_other_settings
-        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
-
-        if not self.several_models:
-            refuse_several_models(self.runs)
-        if not self.mixed:
-            refuse_other_settings(self.runs)
-        refuse_perturbed(self.runs)
+        refuse_unlike(self.runs, self.several_models, self.mixed)
         if self.judged:
-            self.gate = read_runs(self.runs, self.args.judge, NO_ANNOTATOR).gate
+            self.gate = self.verdicts.gate
         self.read()
 
     def plan(self) -> dict[str, str]:
         """What would be sampled and measured: name → how much."""
-        lines, sampled, tokens, units = {}, 0, 0, []
-        decoding = self.runs[0].settings | self.decoding()
-        per_context = len(decoding["temperatures"]) * decoding["samples"] + 1
-        for name, those in self.conversations().items():
-            lines[name] = f"{len(those)} contexts to sample {per_context} turns after each"
-            sampled += len(those)
+        lines, tokens, units, arms = {}, 0, list[Unit](), self.arms()
+        for name, arm in arms.items():
+            turns = f"{arm.rows(self.runs[0])} turns after each"
+            lines[name] = f"{len(arm.conversations)} contexts to sample {turns}"
         if type(self).units is not Experiment.units:
             units = self._at_least_one(self.units())
             tokens = sum(unit.tokens for unit in units)
@@ -587,43 +594,38 @@ class Experiment:
                 f"{len(units)} units of {queries} queries, about {tokens:,} tokens; "
                 f"{self._stored(units)} are measured already"
             )
-        if sampled or (units and self.loads):
-            lines |= self._costs(decoding, sampled, per_context, tokens, len(units))
+        if arms or (units and self.loads):
+            lines |= self._costs(list(arms.values()), tokens, len(units))
         return lines or {"to compute": "nothing: the runs hold all that is read"}
 
-    def _costs(
-        self, decoding: Mapping[str, Any], contexts: int, rows: int, tokens: int, units: int
-    ) -> dict[str, str]:
-        """Memory and time, where contexts are sampled with so many rows each and units of so many
-        tokens in all are measured."""
+    def _costs(self, arms: Sequence[Arm], tokens: int, units: int) -> dict[str, str]:
+        """Memory and time, where arms are sampled and units of so many tokens are measured."""
         import torch
 
         from ia_mech.collect.summary import hours_text, memory_text
         from ia_mech.engine.footprint import footprint
         from ia_mech.engine.score import LOGITS, STATE_BYTES
 
-        first, config = self.runs[0], self._tokenizer_and_config[1]
-        device, new = first.model["device"], decoding["max_new_tokens"]
-        size = footprint(config, getattr(torch, first.model["dtype"]))
-        longest, batch = int(first.contexts["context_tokens"].max()), decoding["batch_rows"]
+        first = self.runs[0]
+        device, batch = first.model["device"], first.settings["batch_rows"]
+        size = footprint(self.config, getattr(torch, first.model["dtype"]))
+        longest = int(first.contexts["context_tokens"].max())
         seconds = size.seconds(tokens, 2 * units, device)
         part = (4 * LOGITS[device] + STATE_BYTES[device]) if units else 0
-        if contexts:
+        for arm in arms:
+            contexts, each = len(arm.conversations), arm.rows(first)
+            new = arm.settings.get("max_new_tokens", first.settings["max_new_tokens"])
+            rows = contexts * each
             seconds += size.seconds(contexts * longest, contexts, device)
-            passes = -(-contexts * rows // batch) * new
-            seconds += size.seconds(contexts * rows * new, passes, device)
-            each = size.row(longest, new) + size.context(longest) // rows
-            part = max(part, min(contexts * rows, batch) * each)
+            seconds += size.seconds(rows * new, -(-rows // batch) * new, device)
+            row = size.row(longest, new) + size.context(longest) // each
+            part = max(part, min(rows, batch) * row)
         return {"memory": memory_text(size.weights, part), "time": hours_text(seconds)}
 
-    def result(self) -> "Result":
+    def result(self) -> Result:
         """Sample, measure, estimate, conclude."""
-        from experiments.tables import estimates_of
-        from ia_mech.estimates import few_sources
-        from ia_mech.results import Result, about_runs
-
-        for name, those in self.conversations().items():
-            self.sampled[name] = self.sample(name, those)
+        for name, arm in self.arms().items():
+            self.sample(name, arm)
         rows = self.rows()
         estimates = list(self.estimate(rows))
         if unknown := {name for one in estimates for name in one.names} - set(self.columns):
@@ -670,23 +672,67 @@ class Experiment:
         )
 
 
-def model_of(subject: "Subject", run: "Run") -> Model:
+def flag(
+    parser: argparse.ArgumentParser, name: str, kind: Any, default: Any, what: str, **more: Any
+) -> None:
+    """Add a flag with a value of a kind, whose help ends with its default, if there is one."""
+    shown = [f"{one:g}" if isinstance(one, float) else str(one) for one in np.atleast_1d(default)]
+    what += "" if default is None else f" (default: {' '.join(shown)})"
+    parser.add_argument(name, type=kind, default=default, help=what.replace("%", "%%"), **more)
+
+
+def model_of(subject: "Subject", run: Run) -> Model:
     """A model with the chat settings of a run, checked as before sampling."""
-    from experiments.resample import chat_of
-    from ia_mech.collect.identity import eos_ids, probe_ids
+    from ia_mech.collect.identity import build_chat, eos_ids, probe_ids
     from ia_mech.engine.check import check_engine
 
     stops = eos_ids(subject.model.generation_config, subject.model.config)
-    chat = chat_of(run, subject.tokenizer, stops)
+    chat = build_chat(Settings.read(run.settings), subject.tokenizer, stops)
     check_engine(subject.model, probe_ids(chat))
     return Model(subject, chat)
 
 
+def subject_of(run: Run) -> "Subject":
+    """The model that a run was sampled from.
+
+    Raises:
+        UserError: it can't be loaded, has other weights now, or was changed while it sampled.
+    """
+    from ia_mech.models.load import load, recall
+
+    if run.settings["intervention"] is not None:
+        raise UserError(
+            f"{run.path} was sampled under --intervention {run.settings['intervention']}: scored "
+            "again, its turns would be those of another model",
+            "give a run that was sampled without one",
+        )
+    spec = recall(run.settings, run.model["weights_hash"])
+    subject = load(spec)
+    if subject.weights_hash != run.model["weights_hash"]:
+        raise UserError(
+            f"{spec.name} has the weights {subject.weights_hash} now, {run.path} those of "
+            f"{run.model['weights_hash']}",
+            "give --model of the same weights, or sample the run again",
+        )
+    return subject
+
+
 @lru_cache
-def code_of(module: str) -> str:
-    """What a module's code says, without comments and layout, as a short hash."""
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return hashlib.blake2b(ast.dump(tree).encode(), digest_size=8).hexdigest()
+def hash_of(files: tuple[Path, ...]) -> str:
+    """What files say, as a short hash."""
+    text = b"".join(file.read_bytes() for file in files)
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def engine_of() -> list[str]:
+    """What computes with the model: our code as a hash, and torch's version on any machine."""
+    import torch
+
+    import ia_mech
+
+    package = Path(ia_mech.__file__).parent
+    files = (sorted((package / name).glob("*.py")) for name in ("engine", "likelihood"))
+    return [hash_of((*chain.from_iterable(files),)), torch.__version__.partition("+")[0]]
 
 
 @contextmanager
@@ -750,14 +796,9 @@ def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> P
         UserError: a file, a folder that can't be written, one among a run's own files, or one with
             results of another experiment, or of none.
     """
-    from ia_mech.results import RESULT, folder_of, kind_of
-    from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
-
     inside = folder_of(first_run, cls.name)
     usual = inside
     if cls.beside:
-        from ia_mech.models.embedded import cache_dir
-
         usual = cache_dir() / f"{first_run.resolve().name}-{cls.beside}"
     folder = usual if out is None else out
     if cls.beside or folder.resolve() != inside.resolve():
@@ -775,27 +816,26 @@ def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> P
     return folder
 
 
-def refuse_perturbed(runs: "list[Run]") -> None:
-    """Refuse perturbed contexts: what is measured in them isn't pooled with the rest.
+def refuse_unlike(runs: list[Run], several_models: bool, mixed: bool) -> None:
+    """Refuse runs that can't be used together, and perturbed contexts, which are pooled with none.
 
     Raises:
-        UserError: a run holds some.
+        UserError: weights differ, though not ``several_models`` may be given; decoding or chat
+            settings differ, though they may not be ``mixed``; a run holds perturbed contexts.
     """
-    from ia_mech.run.layout import UNPERTURBED
-
+    first = runs[0]
+    if not several_models and len({run.model["weights_hash"] for run in runs}) > 1:
+        models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
+        raise UserError(f"the runs are of several models ({models})", "give runs of one model")
     for run in runs:
+        names = (*CHAT, *DECODING)
+        differ = [name for name in names if run.settings[name] != first.settings[name]]
+        if differ and not mixed:
+            raise UserError(
+                f"{first.path} and {run.path} differ in {', '.join(differ)}",
+                "give runs of the same settings",
+            )
         if (run.contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED).any():
             raise UserError(
                 f"{run.path} holds perturbed contexts", "give the run that they were made from"
             )
-
-
-def refuse_several_models(runs: "list[Run]") -> None:
-    """Refuse runs of several models.
-
-    Raises:
-        UserError: their weights differ.
-    """
-    if len({run.model["weights_hash"] for run in runs}) > 1:
-        names = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
-        raise UserError(f"the runs are of several models ({names})", "give runs of one model")

@@ -26,15 +26,18 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from experiments.experiment import Conclusion, Experiment, Model, Unit
-from experiments.tables import sentence_of, tables_of, with_detectable
+from experiments.arms import Arm, conversations_of, verdicts_of
+from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
+from experiments.figures import Drawing, HeatMap
+from experiments.tables import only, tables_of
 from ia_mech.cli import above_zero, whole_from
+from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
     Group,
@@ -45,16 +48,14 @@ from ia_mech.estimates import (
     paired_row,
 )
 from ia_mech.judge.rubric import ASSESSED, GENUINE
-from ia_mech.results import cell_of
+from ia_mech.results import Table, cell_of
 from ia_mech.stats import cluster_bootstrap
 
-if TYPE_CHECKING:
-    from experiments.figures import Drawing
+if TYPE_CHECKING:  # these load torch
+    from torch import Tensor
+
     from ia_mech.chat.format import ChatContext
-    from ia_mech.data.conversations import Conversation
     from ia_mech.engine.intervene import Replace
-    from ia_mech.results import Table
-    from ia_mech.run import Run
 
 EXCHANGED = "interchange"  # the perturbation of sampled contexts, and the key of their metadata
 HEADER = "header"  # all tokens of the header together
@@ -234,27 +235,12 @@ class Interchange(Experiment):
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--outcome",
-            choices=ASSESSED,
-            default=GENUINE,
-            metavar="CATEGORY",
-            help=f"whose share is exchanged, one of {', '.join(ASSESSED)} (default: {GENUINE})",
-        )
-        parser.add_argument(
-            "--samples",
-            type=whole_from(1),
-            default=16,
-            metavar="N",
-            help="turns under each donor (default: 16)",
-        )
-        parser.add_argument(
-            "--temperature",
-            type=above_zero,
-            default=TEMPERATURE,
-            metavar="T",
-            help=f"of turns, one that the runs have (default: {TEMPERATURE:g})",
-        )
+        add, names = partial(flag, parser), ", ".join(ASSESSED)
+        share = f"whose share is exchanged, one of {names}"
+        add("--outcome", str, GENUINE, share, choices=ASSESSED, metavar="CATEGORY")
+        add("--samples", whole_from(1), 16, "turns under each donor", metavar="N")
+        turns = "of turns, one that the runs have"
+        add("--temperature", above_zero, TEMPERATURE, turns, metavar="T")
 
     # -- chosen -----------------------------------------------------------------------------------
 
@@ -264,8 +250,6 @@ class Interchange(Experiment):
         Raises:
             UserError: the runs lack the temperature, a second turn there, or contexts.
         """
-        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
-
         settings = self.runs[0].settings
         if self.args.temperature not in settings["temperatures"] or settings["samples"] < 2:
             has = ", ".join(f"{t:g}" for t in settings["temperatures"]) or "greedy ones alone"
@@ -274,7 +258,7 @@ class Interchange(Experiment):
                 f"{self.args.temperature:g} (it has {has}; samples: {settings['samples']})",
                 "give --temperature, or sample more turns (--samples 16)",
             )
-        turns = read_runs(self.runs, self.args.judge, NO_ANNOTATOR).turns
+        turns = self.verdicts.turns
         every = shares_of(turns, self.args.outcome, self.args.temperature).dropna()
         finished = every[~every["unfinished"].astype(bool)]
         self.contexts = finished[finished["greedy"] == 0].reset_index(drop=True)
@@ -331,12 +315,7 @@ class Interchange(Experiment):
 
     # -- sampled ----------------------------------------------------------------------------------
 
-    def decoding(self) -> dict[str, Any]:
-        return {"temperatures": (self.args.temperature,), "samples": self.args.samples}
-
-    def conversations(self) -> "Mapping[str, list[Conversation]]":
-        from experiments.resample import conversations_of
-
+    def arms(self) -> Mapping[str, Arm]:
         own = conversations_of(self.rows_of_contexts)
         states = [run.identity_digest for run in self.runs]
         found = []
@@ -355,30 +334,31 @@ class Interchange(Experiment):
                         metadata=recipient.metadata | {EXCHANGED: about},
                     )
                     found.append(changed)
-        return {"turns": found}
+        settings = {"temperatures": (self.args.temperature,), "samples": self.args.samples}
+        return {"turns": Arm(found, settings, self._donor_states)}
 
-    def sample(self, name: str, conversations: "list[Conversation]") -> "Run":
+    @cached_property
+    def _states(self) -> "dict[tuple[int, str], Tensor]":
+        """``[contexts of all runs, d_model]`` by layer and position."""
         import torch
 
-        from experiments.resample import resample_run
-        from ia_mech.engine.intervene import Replace
-
-        states = {  # [contexts of all runs, d_model]
+        return {
             (layer, position): torch.cat([run.residuals(layer, position) for run in self.runs])
             for place, layer in self.cells
             for position in self.tokens[place]
         }
 
-        def put(conversation: "Conversation", context: "ChatContext") -> "list[Replace]":
-            about = conversation.metadata[EXCHANGED]
-            layer, names = about["layer"], self.tokens[about["place"]]
-            at = positions_of(context.positions, names)
-            donor = [states[layer, name][about["row"]] for name in names]
-            return [Replace(layer, at, torch.stack(donor))]
+    def _donor_states(self, conversation: Conversation, context: "ChatContext") -> "list[Replace]":
+        """What a conversation's donor has, where it is put."""
+        import torch
 
-        where, changes = self.place(name), self.decoding() | {"crew": self.crew}
-        kept = ("header_last",)
-        return resample_run(self.runs[0], conversations, where, kept, interventions=put, **changes)
+        from ia_mech.engine.intervene import Replace
+
+        about = conversation.metadata[EXCHANGED]
+        layer, names = about["layer"], self.tokens[about["place"]]
+        at = positions_of(context.positions, names)
+        donor = [self._states[layer, name][about["row"]] for name in names]
+        return [Replace(layer, at, torch.stack(donor))]
 
     # -- the recipient's own states ---------------------------------------------------------------
 
@@ -446,14 +426,9 @@ class Interchange(Experiment):
     # -- estimated --------------------------------------------------------------------------------
 
     def rows(self) -> pd.DataFrame:
-        from experiments.resample import judge_alike
-        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
-
-        assert self.gate is not None
         self._own = len(self.measure_units(self.units(), "putting in own states"))
-        (run,), judge = self.sampled.values(), self.gate.judge
-        judge_alike(self.runs[0], [run], judge)
-        turns = read_runs([run], judge, NO_ANNOTATOR).turns
+        judge, (run,) = self.judge_arms(), self.sampled.values()
+        turns = verdicts_of([run], judge).turns
         turns = turns[turns["temperature"] == self.args.temperature]
         labels = with_outcome(turns, self.args.outcome)
         share = labels.groupby(turns["context_id"].astype(object)).mean()
@@ -480,13 +455,12 @@ class Interchange(Experiment):
 
     # -- shown ------------------------------------------------------------------------------------
 
-    def tables(self, found: pd.DataFrame) -> "list[Table]":
+    def tables(self, found: pd.DataFrame) -> list[Table]:
         title = (
             f"share of {self.args.outcome} under states of donors, T = {self.args.temperature:g}"
         )
         columns: dict[str, tuple[str, int | str]] = {
             MOVED: ("high less low", "+.2f"),
-            "detectable": ("shown if", 2),
             RATIO: ("of the donors' difference", 2),
             EQUAL: ("equal donors", "+.2f"),
             UNDER[HIGH]: ("under high", 2),
@@ -499,13 +473,13 @@ class Interchange(Experiment):
         return [
             *tables_of(
                 title,
-                with_detectable(found, MOVED),
+                found,
                 columns,
+                shown_if=MOVED,
                 index=("dataset", "term", "layer"),
                 rows="recipients",
                 legend="Paired by recipient; p: Holm-corrected over lines. Of the donors' "
-                "difference: 1 if the share travels with the state. Shown if: the difference that "
-                "would have been shown with 80% power, before correction.",
+                "difference: 1 if the share travels with the state.",
             ),
             *tables_of(
                 "what there is to move",
@@ -518,27 +492,20 @@ class Interchange(Experiment):
             ),
         ]
 
-    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
-        from experiments.figures import HeatMap
-
-        rows = all_datasets(found[found["quantity"] == MOVED])
+    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
+        rows = all_datasets(only(found, MOVED))
         title = f"{self.runs[0].model['name']} · {self.args.outcome}"
         unit = "share under the high donor less that under the low one"
         return {"cells": HeatMap(title, "after layer", "token", unit, rows, "layer", "term")}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, whole = self.args.level, all_datasets(found)
-        moved, equal = (whole[whole["quantity"] == name] for name in (MOVED, EQUAL))
+        moved, equal = only(whole, MOVED), only(whole, EQUAL)
         shown = moved[moved["p_holm"] <= 1 - level]
-        apart = sentence_of(
-            "the donors' own shares differ by",
-            whole[whole["quantity"] == DONORS],
-            null=0.0,
-            level=level,
-        )
+        apart = self.tested("the donors' own shares differ by", only(whole, DONORS))
         what = f"the share of sampled turns that are {self.args.outcome}"
         if len(shown):
-            ratios = whole[whole["quantity"] == RATIO].set_index(CELL)
+            ratios = only(whole, RATIO).set_index(CELL)
             said = []
             for _, row in shown.iterrows():
                 said.append(f"{row['term']} after layer {row['layer']} {cell_of(row, '+.2f')}")

@@ -23,8 +23,9 @@ vectors, and four times the run's greedy turns; name a few --layers.
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -32,153 +33,55 @@ import torch
 from scipy.special import softmax
 from torch import Tensor
 
-from experiments.directions import RATE, SteeredContext, random_directions
-from experiments.elicit import EXCESS, SIBLINGS, rates_by_query
-from experiments.elicit import RATE as ACCEPTED
-from experiments.experiment import Conclusion, Experiment, Model, Unit
-from experiments.tables import sentence_of, tables_of
-from ia_mech.cli import above_zero, shell_word, whole_from
-from ia_mech.engine.score import differentiable_logits
-from ia_mech.engine.state import Prefix, prefill_all
+from experiments.arms import (
+    EXCESS,
+    OF_QUERIES,
+    SIBLINGS,
+    Arm,
+    arm_estimates,
+    conversations_of,
+    estimate_best,
+    rates_by_query,
+    verdicts_of,
+)
+from experiments.arms import RATE as ACCEPTED
+from experiments.bits import Ids, SiblingTurns, score_turns, unit_of
+from experiments.directions import (
+    LEARNED_BATCH,
+    Learning,
+    SteeredContext,
+    learn,
+    random_directions,
+    steered_context,
+)
+from experiments.experiment import Conclusion, Experiment, Model, flag
+from experiments.figures import Drawing, Lines
+from experiments.tables import only, tables_of
+from ia_mech.cli import above_zero, whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, Group, TidyEstimate, holm_corrected, paired_row
+from ia_mech.estimates import ALL, Group, TidyEstimate, holm_corrected
 from ia_mech.likelihood.reaction import readable_bits
-from ia_mech.likelihood.scorer import after_each
-from ia_mech.models.load import text_config
-from ia_mech.stats import cluster_bootstrap, cluster_mean
+from ia_mech.results import Table
+from ia_mech.run import Run
+from ia_mech.run.queries import Query
 from ia_mech.steering import ADD, TURN, SteeringVector
-
-if TYPE_CHECKING:
-    from experiments.figures import Drawing
-    from ia_mech.results import Table
-    from ia_mech.run import Run
-    from ia_mech.run.queries import Query
 
 UNSTEERED = "unsteered"
 OWN, SIBLING, OTHER, RANDOM = "own", "siblings", "other queries", "random"  # what vectors are of
 LEARNED = OWN, SIBLING, OTHER
 CHOSEN = "chosen layer"
 GENUINE, DEPENDENT, BITS = "genuine", "genuine and dependent", "readable bits"
-RANGES = {
-    ACCEPTED: (0.0, 1.0),
-    SIBLINGS: (0.0, 1.0),
-    EXCESS: (-1.0, 1.0),
-    DEPENDENT: (0.0, 1.0),
-    BITS: (-np.inf, np.inf),
-}
+BOUNDS = OF_QUERIES | {DEPENDENT: (0.0, 1.0), BITS: (-np.inf, np.inf)}
 COMPARED = EXCESS, DEPENDENT, BITS  # paired by query
 LESS = {UNSTEERED: "less unsteered", SIBLING: "less the siblings' vector"}
 DOSE = 0.5  # length of a vector, in norms of the state that it is added to
-BATCH, TOKENS = 12, 48  # turns of a step; tokens of a turn that count
+TOKENS = 48  # of a turn that count
 UNIT = -1  # of the layer, where nothing is steered
 FILE = "vector.safetensors"
 KEY = ["run", "context_id", "temperature", "sample"]  # of a turn
 
-Ids = tuple[int, ...]
 
-
-@dataclass(frozen=True)
-class Learning(Unit):
-    """A vector to be learned.
-
-    Attributes:
-        half: of the queries, that the turns are of.
-        term: what they come after.
-        contexts: each with one turn that is to become likely.
-        dose: length of the vector, in norms of the state that it is added to.
-        steps: of Adam, of :data:`BATCH` turns each.
-        seed: of the start and the batches, which are alike for all that are compared.
-    """
-
-    half: int
-    term: str
-    contexts: tuple[SteeredContext, ...]
-    dose: float
-    steps: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class Turns(Unit):
-    """Turns of a query, to be scored after each of its contexts, unsteered."""
-
-    contexts: tuple[Ids, ...]
-    turns: tuple[Ids, ...]
-
-
-@torch.inference_mode(False)  # whatever thread this is called in
-def learn(model: Model, unit: Learning) -> np.ndarray:
-    """``[d_model]`` of length 1: the direction along which a state has to be moved by the dose so
-    that turns become likely.
-
-    It begins as the gradient at a dose near 0. Then Adam lowers the mean cross-entropy of the
-    turns' tokens; after each step the direction is of length 1 again.
-
-    Raises:
-        UserError: the model's passes have no gradient.
-    """
-    network = model.subject.model
-    keys = [one.ids[: one.start] for one in unit.contexts]
-    prefixes = list(dict.fromkeys(keys))
-    groups, order = prefill_all(network, [Prefix(ids) for ids in prefixes], model.on_tokens)
-    place = {prefixes[at]: number for number, at in enumerate(order)}
-    draw = torch.Generator().manual_seed(unit.seed)
-
-    def cross_entropy(along: Tensor, dose: float) -> Tensor:
-        """Of a new batch, in nats per token."""
-        drawn = torch.randperm(len(keys), generator=draw)[:BATCH].tolist()
-        some = sorted(drawn, key=lambda i: place[keys[i]])
-        turns, ends = [], []
-        for i in some:
-            turns += unit.contexts[i].steered_turns(place[keys[i]], along, dose)
-            ends.append(len(turns[-1].ids) - len(unit.contexts[i].turns[0]))
-        log = differentiable_logits(network, groups, turns).log_softmax(-1)
-        model.on_tokens(sum(unit.contexts[i].scored for i in some))
-        said = [
-            own[end : len(turn.ids)].gather(-1, torch.tensor([turn.ids[end:]]).T.to(own.device))
-            for own, turn, end in zip(log, turns, ends, strict=True)
-        ]
-        return -torch.cat(said).mean()
-
-    along = torch.randn(text_config(network.config).hidden_size, generator=draw).requires_grad_()
-    (uphill,) = torch.autograd.grad(cross_entropy(along, unit.dose / 100), along)
-    start = -uphill if uphill.norm() > 0 else along.detach()
-    along = (start / start.norm()).requires_grad_()
-    adam = torch.optim.Adam([along], lr=RATE / len(along) ** 0.5)
-    for _ in range(unit.steps):
-        adam.zero_grad()
-        cross_entropy(along, unit.dose).backward()
-        adam.step()
-        with torch.no_grad():
-            along /= along.norm()
-    return along.detach().numpy()
-
-
-def at_chosen_layer(
-    ranked: np.ndarray, reported: np.ndarray, part: np.ndarray, counts: np.ndarray
-) -> np.ndarray:
-    """Values at the layer that is best on other queries, whose vectors were learned on the same.
-
-    Args:
-        ranked: ``[layers, queries]`` by whose mean a layer is chosen.
-        reported: ``[layers, queries]`` what is read off there.
-        part: ``[queries]`` of four: those of 0 and 1 were measured under the same vectors, and so
-            were those of 2 and 3; each is reported where the other has chosen.
-        counts: ``[resamples, queries]`` how often each query was drawn.
-
-    Returns:
-        ``[resamples]`` means over queries; NaN where a part has nothing to choose by.
-    """
-    total = np.zeros(len(counts))
-    for one in np.unique(part):
-        choosing, reporting = counts * (part == one ^ 1), counts * (part == one)
-        best = (choosing @ ranked.T).argmax(1)  # sums rank as means do
-        total += (reporting * reported[best]).sum(1)
-        total[(choosing.sum(1) == 0) & (reporting.sum(1) > 0)] = np.nan
-    return total / counts.sum(1)
-
-
-def parts_of(queries: "Sequence[Query]", seed: int) -> dict[str, int]:
+def parts_of(queries: Sequence[Query], seed: int) -> dict[str, int]:
     """The part of each query by its source, drawn within datasets: 0 and 1 are one half of the
     queries, 2 and 3 the other."""
     order = np.random.default_rng([seed, 3]).permutation(len(queries)).tolist()
@@ -205,17 +108,25 @@ class LearnedVector(Experiment):
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        more, layers = parser.add_argument, "after which (default: one to seven eighths of them)"
-        more("--layers", type=whole_from(0), nargs="+", metavar="L", help=layers)
+        add = partial(flag, parser)
+        layers = "after which (default: one to seven eighths of them)"
+        add("--layers", whole_from(0), None, layers, nargs="+", metavar="L")
         tokens = f"which tokens' states, {TURN}: the turn's (default: all of the header)"
-        more("--positions", nargs="+", metavar="NAME", help=tokens)
-        steps = f"of {BATCH} turns, to learn a vector (default: 30)"
-        more("--steps", type=whole_from(1), default=30, metavar="N", help=steps)
-        turns = "most accepted turns to learn from, of each half (default: 96)"
-        more("--turns", type=whole_from(2), default=96, metavar="N", help=turns)
-        also = "of the run, at which turns are written, too (default: greedy turns alone)"
-        more("--temperatures", type=above_zero, nargs="+", default=[], metavar="T", help=also)
-        more("--quick", action="store_true", help="one half learns, the other is measured")
+        add("--positions", str, None, tokens, nargs="+", metavar="NAME")
+        steps, turns = f"of {LEARNED_BATCH} turns, to learn a vector", "most accepted turns to "
+        add("--steps", whole_from(1), 30, steps, metavar="N")
+        add("--turns", whole_from(2), 96, f"{turns}learn from, of each half", metavar="N")
+        parser.add_argument(
+            "--temperatures",
+            type=above_zero,
+            nargs="+",
+            default=[],
+            metavar="T",
+            help="of the run, at which turns are written, too (default: greedy turns alone)",
+        )
+        parser.add_argument(
+            "--quick", action="store_true", help="one half learns, the other is measured"
+        )
 
     # -- read -------------------------------------------------------------------------------------
 
@@ -265,10 +176,7 @@ class LearnedVector(Experiment):
 
     def _accepted(self) -> set[tuple]:
         """Run, context, temperature and sample of the accepted turns that were sampled."""
-        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
-
-        assert self.gate is not None
-        turns = read_runs(self.runs, self.gate.judge, NO_ANNOTATOR).turns
+        turns = self.verdicts.turns
         mine = turns[(turns["temperature"] > 0) & (turns[GENUINE] == 1)]
         return set(mine[KEY].astype(object).itertuples(index=False, name=None))
 
@@ -308,15 +216,10 @@ class LearnedVector(Experiment):
         kept = [pairs for _, pairs in found[: self.args.turns]]
         return {term: [pairs[term] for pairs in kept] for term in LEARNED}
 
-    def _steered(self, query: "Query", k: int, turn: Ids) -> SteeredContext:
+    def _steered(self, query: Query, k: int, turn: Ids) -> SteeredContext:
         """A context with a turn."""
-        named = query.contexts["positions"].iloc[k]
-        places = {name: None if pd.isna(at) else int(at) for name, at in named.items()}
-        layer = self.layers[0]
-        vector = self.vector(layer, torch.ones(self.runs[0].model["d_model"]))
-        at = sorted(at for one in vector.at_context(places) for at in one.positions)
-        where = layer, tuple(at), TURN in self.positions
-        return SteeredContext(query.source, query.token_ids[k], *where, (turn,))
+        vector = self.vector(self.layers[0], torch.ones(self.runs[0].model["d_model"]))
+        return steered_context(query, k, vector, (turn,))
 
     # -- measure ----------------------------------------------------------------------------------
 
@@ -328,7 +231,7 @@ class LearnedVector(Experiment):
                 for term, contexts in those.items():
                     at = tuple(replace(one, layer=layer) for one in contexts)
                     tokens = sum(len(ids) for ids in {one.ids[: one.start] for one in at})
-                    batch = min(BATCH, len(at)) * sum(one.scored for one in at) // len(at)
+                    batch = min(LEARNED_BATCH, len(at)) * sum(one.scored for one in at) // len(at)
                     name = f"half {half + 1}", "", tokens + (self.args.steps + 1) * batch
                     how = DOSE, self.args.steps, self.args.seed
                     found.append(Learning(*name, half, term, at, *how))
@@ -350,16 +253,13 @@ class LearnedVector(Experiment):
         }
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        """Of :class:`Learning` the direction; of :class:`Turns` a row each, ``ids`` and
-        ``logprobs`` ``[K]`` in nats."""
+        """Of :class:`Learning` the direction, else the scores of turns."""
         if isinstance(unit, Learning):
             row = {"half": unit.half, "term": unit.term, "layer": unit.contexts[0].layer}
             return pd.DataFrame([row | {"direction": learn(model, unit)}])
-        scores = after_each(model.score, unit.contexts, unit.turns)
-        sums = [[one.logprobs_raw.sum(dtype=float) for one in each] for each in scores]
-        return pd.DataFrame({"ids": list(map(list, unit.turns)), "logprobs": sums})
+        return score_turns(model, unit)
 
-    def measured(self, learner: int) -> "list[Query]":
+    def measured(self, learner: int) -> list[Query]:
         """The queries whose turns are written under what a half has learned."""
         return [query for query in self.queries if self.part[query.source] // 2 != learner]
 
@@ -369,16 +269,12 @@ class LearnedVector(Experiment):
         Raises:
             UserError: another judge than the rules has yet to label the turns.
         """
-        from experiments.resample import judge_alike
-
-        assert self.gate is not None
         learned = self.measure_units(self.units(), "learning vectors")
         arms = [(UNSTEERED, UNIT, run) for run in self.runs]
         for half, layer, term, direction in self._with_random(learned):
             name = f"layer {layer} {term} {half + 1}"
-            self.sampled[name] = self._write_under(self.vector(layer, direction), name, half)
-            arms.append((term, layer, self.sampled[name]))
-        judge_alike(self.runs[0], list(self.sampled.values()), self.gate.judge)
+            arms.append((term, layer, self._write_under(self.vector(layer, direction), name, half)))
+        self.judge_arms()
         read = [self._judged(*arm) for arm in arms]
         rates = pd.concat([rates for rates, _ in read], ignore_index=True)
         wanted = {query.source for half in self.learners for query in self.measured(half)}
@@ -387,7 +283,7 @@ class LearnedVector(Experiment):
         turns = self._dependence(turns[turns["source"].isin(wanted) & turns["ids"].map(bool)])
         keys = ["temperature", "layer", "term", "source"]
         means = turns.groupby(keys)[[DEPENDENT, BITS]].mean().reset_index()
-        return rates.drop(columns="arm").merge(means, "left", keys)
+        return rates.merge(means, "left", keys)
 
     def _with_random(self, learned: pd.DataFrame) -> Iterator[tuple[int, int, str, Tensor]]:
         """Half, layer, name and direction of the learned vectors, and for each that was learned
@@ -402,69 +298,41 @@ class LearnedVector(Experiment):
                 (drawn,) = random_directions(centred, direction, 1, self.args.seed + one.half)
                 yield one.half, one.layer, RANDOM, torch.from_numpy(drawn).float()
 
-    def _write_under(self, vector: SteeringVector, name: str, learner: int) -> "Run":
+    def _write_under(self, vector: SteeringVector, name: str, learner: int) -> Run:
         """The turns of the other half under a vector, which is kept beside them."""
-        from experiments.resample import conversations_of, resample_run
-
         folder = self.place(name)
         folder.mkdir(parents=True, exist_ok=True)
         vector.save(folder / FILE)
         contexts = pd.concat([one.contexts for one in self.measured(learner)], ignore_index=True)
-        return resample_run(
-            self.runs[0],
-            conversations_of(contexts),
-            folder,
-            ("header_last",),
-            folder / FILE,
-            self.model.subject,
-            self.crew,
-            temperatures=tuple(self.args.temperatures),
-        )
+        settings = {"temperatures": tuple(self.args.temperatures), "intervention": folder / FILE}
+        return self.sample(name, Arm(conversations_of(contexts), settings))
 
-    def _judged(self, term: str, layer: int, run: "Run") -> tuple[pd.DataFrame, pd.DataFrame]:
+    def _judged(self, term: str, layer: int, run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Rates of a run's arm by temperature and query, and its greedy turns with verdicts."""
-        from ia_mech.judge.decoys import SIBLING as SHOWN
-        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
-
         assert self.gate is not None
-        judged = read_runs([run], self.gate.judge, NO_ANNOTATOR)
-        decoys = judged.decoys[judged.decoys["decoy"] == SHOWN].assign(arm=term)
-        if decoys.empty:
-            raise UserError(
-                f"{run.path} has no turns judged after siblings",
-                f"judge it again: python -m ia_mech.judge run {shell_word(run.path)} --replace",
-            )
-        rates = pd.concat(
-            rates_by_query(mine, GENUINE).assign(temperature=float(t))
-            for t, mine in decoys.groupby("temperature")
-            if t in (0.0, *self.args.temperatures)
-        )
+        judged = verdicts_of([run], self.gate.judge)
+        rates = rates_by_query(judged, GENUINE)
+        rates = rates[rates["temperature"].isin([0.0, *self.args.temperatures])]
         greedy = run.generations[run.generations["temperature"] == 0].set_index("context_id")
         turns = judged.turns[judged.turns["temperature"] == 0]
         turns = turns[["temperature", "source", "context_id", GENUINE]].astype(
             {"source": object, "context_id": object}
         )
         turns["ids"] = [tuple(greedy["token_ids"][one].tolist()) for one in turns["context_id"]]
-        for frame in (rates, turns):  # named as queries are
-            frame["source"] = frame["source"].str.replace("\0", "\x1f", regex=False)
         names = {"term": term, "layer": layer}
         return rates.assign(**names), turns.assign(**names)
 
     def _dependence(self, turns: pd.DataFrame) -> pd.DataFrame:
         """Greedy turns with what they tell about their response: :data:`DEPENDENT`, and
         :data:`BITS` by one reader of all arms; scored without steering."""
-        units = []
+        units = list[SiblingTurns]()
         for query in self.queries:
             written = tuple(dict.fromkeys(turns.loc[turns["source"] == query.source, "ids"]))
-            contexts = tuple(query.token_ids)
-            tokens = sum(map(len, contexts)) + len(contexts) * sum(map(len, written))
             if written:
-                units.append(Turns(query.source, query.dataset, tokens, contexts, written))
-        columns = self.measure_units(units, "scoring turns")[["source", "ids", "logprobs"]]
-        scored = {
-            (source, tuple(ids)): np.array(sums)
-            for source, ids, sums in columns.itertuples(index=False)
-        }
+                units.append(unit_of("written", query, [(ids, 1.0) for ids in written]))
+        rows = self.measure_units(units, "scoring turns")
+        keys = [(unit.source, ids) for unit in units for ids, _ in unit.turns]
+        scored = dict(zip(keys, rows["reader"], strict=True))
         place = {
             (query.source, name): k
             for query in self.queries
@@ -488,27 +356,21 @@ class LearnedVector(Experiment):
     # -- estimate ---------------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
-        level, tested = self.args.level, []
         group = Group(np.array([]), self.options, {"dataset": ALL})
-        grouped = rows.groupby(["temperature", "layer", "term"], sort=False)
-        arms = {key: own.set_index("source") for key, own in grouped}
-        for (t, layer, term), own in arms.items():
-            names = {"temperature": t, "layer": None if layer == UNIT else layer, "term": term}
-            for quantity, ends in RANGES.items():
-                if quantity in own and own[quantity].notna().any():
-                    found = cluster_mean(own[quantity], own.index, level=level).clip(*ends)
-                    count = int(own[quantity].notna().sum())
-                    yield TidyEstimate(quantity, {"dataset": ALL} | names, count, found)
-            against = {UNSTEERED: (t, UNIT, UNSTEERED)} if term != UNSTEERED else {}
-            against |= {SIBLING: (t, layer, SIBLING)} if term == OWN else {}
-            for less, key in against.items():
-                for quantity in (one for one in COMPARED if one in own and key in arms):
-                    base, what = arms[key][quantity], f"{quantity}, {LESS[less]}"
-                    pair = own[quantity], own.index, base, base.index
-                    tested.append(paired_row(group, what, *pair, **names))
+
+        def against(t: float, layer: int, term: str) -> dict[str, tuple]:
+            found = {} if term == UNSTEERED else {LESS[UNSTEERED]: (t, UNIT, UNSTEERED)}
+            return found | ({LESS[SIBLING]: (t, layer, SIBLING)} if term == OWN else {})
+
+        by = ["temperature", "layer", "term"]
+        found = arm_estimates(rows, by, BOUNDS, against, group, COMPARED)
+        named = (
+            replace(one, names=one.names | {"layer": None}) if one.names["layer"] == UNIT else one
+            for one in found
+        )
         # Over layers: each quantity, temperature and kind of vector is a family.
         yield from holm_corrected(
-            tested, lambda row: (row.quantity, row.names["temperature"], row.names["term"])
+            named, lambda row: (row.quantity, row.names["temperature"], row.names["term"])
         )
         for t in sorted(set(rows["temperature"])):
             yield from self._at_chosen_layer(rows[rows["temperature"] == t], t)
@@ -523,11 +385,7 @@ class LearnedVector(Experiment):
             own = wide[quantity][OWN].to_numpy()
             for less, words in LESS.items():
                 reported = (own - wide[quantity][less].to_numpy()).T  # unsteered has one column
-
-                def statistic(counts: np.ndarray, reported=reported) -> np.ndarray:
-                    return at_chosen_layer(ranked, reported, part, counts)
-
-                (found,) = cluster_bootstrap(statistic, list(wide.index), **self.options)
+                found = estimate_best(ranked, reported, part, list(wide.index), self.options)
                 names = {"dataset": ALL, "temperature": t, "term": CHOSEN}
                 yield TidyEstimate(f"{quantity}, {words}", names, len(wide), found)
         layers = list(wide[EXCESS][OWN])
@@ -538,7 +396,7 @@ class LearnedVector(Experiment):
 
     # -- say --------------------------------------------------------------------------------------
 
-    def tables(self, found: pd.DataFrame) -> "list[Table]":
+    def tables(self, found: pd.DataFrame) -> list[Table]:
         index = "temperature", "layer", "term"
         legend = (
             "own, siblings, other queries: after whose responses the turns came that a vector was "
@@ -572,9 +430,7 @@ class LearnedVector(Experiment):
         )
         return made
 
-    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
-        from experiments.figures import Lines
-
+    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = found[(found["quantity"] == EXCESS) & (found["temperature"] == 0)]
         plain = rows.loc[rows["term"] == UNSTEERED, "value"].item()
         title = f"{self.runs[0].model['name']} · greedy turns under learned vectors"
@@ -585,8 +441,7 @@ class LearnedVector(Experiment):
         greedy = found[(found["temperature"] == 0) & (found["term"] == CHOSEN)]
 
         def said(words: str, quantity: str, less: str) -> str:
-            rows = greedy[greedy["quantity"] == f"{quantity}, {LESS[less]}"]
-            return sentence_of(words, rows, null=0.0, level=self.args.level)
+            return self.tested(words, only(greedy, f"{quantity}, {LESS[less]}"))
 
         learned = f"a vector at {', '.join(self.positions)}, learned and its layer chosen on others"
         sentence = said(

@@ -14,28 +14,24 @@ generate on the same conversations. Cost: some seconds a context on a CPU (135M)
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
+from experiments.arms import conversations_of
 from experiments.experiment import Conclusion, Experiment, Model, Unit
-from experiments.tables import sentence_of, tables_of
+from experiments.figures import Bars, Drawing, Lines
+from experiments.tables import only, sentence_of, tables_of
+from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets, by_dataset
+from ia_mech.results import Table
+from ia_mech.run import Run
 from ia_mech.run.queries import unfinished_text
 from ia_mech.run.sources import sources_of
 from ia_mech.stats import cluster_bootstrap
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from experiments.figures import Drawing
-    from ia_mech.data.conversations import Conversation
-    from ia_mech.results import Table
-    from ia_mech.run import Run
 
 # Datasets whose follow-ups were written before there was a response, and how they are marked.
 BLIND, UNSEEN = ("mt-bench",), " (response unseen)"
@@ -53,12 +49,12 @@ LN2 = float(np.log(2.0))
 # -- what runs hold --------------------------------------------------------------------------------
 
 
-def with_run(run: "Run", frame: pd.DataFrame) -> pd.DataFrame:
+def with_run(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of a run with ``run`` and a ``source`` that holds across runs."""
     return frame.assign(run=str(run.path), source=sources_of(frame))
 
 
-def read_references(runs: "Sequence[Run]") -> tuple[pd.DataFrame, pd.DataFrame]:
+def read_references(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """References after the responses that users saw, each once, as runs have scored them.
 
     Responses that the model wrote give siblings only: what users really said answered other
@@ -242,7 +238,6 @@ class Likelihood(Experiment):
 
     def units(self) -> list[FollowUp]:
         """One per reference; a note for each kind of context or turn that is left out somewhere."""
-        from experiments.resample import conversations_of
         from experiments.swaps import Donors
 
         own = conversations_of(self.references)
@@ -269,7 +264,7 @@ class Likelihood(Experiment):
         return units
 
     def _turns(
-        self, one: "Conversation", control: str, refused: dict[str, str]
+        self, one: Conversation, control: str, refused: dict[str, str]
     ) -> list[tuple[str, tuple[int, ...], int]]:
         """The follow-up, another conversation's (if any), and the rivals, no two alike."""
         opened = self.chat.context(one.messages)
@@ -291,7 +286,7 @@ class Likelihood(Experiment):
 
     def _contexts(
         self,
-        one: "Conversation",
+        one: Conversation,
         written: dict[str, str | None],
         swapped: list[str],
         longest: int,
@@ -363,7 +358,7 @@ class Likelihood(Experiment):
             yield from _contrasts(group, contrasts, frame.index)
             yield from _rivals(group, rows, frame.index)
 
-    def tables(self, estimates: pd.DataFrame) -> "list[Table]":
+    def tables(self, estimates: pd.DataFrame) -> list[Table]:
         """What the response accounts for first, then the follow-ups themselves, then rivals."""
         plain = estimates[estimates["temperature"].isna()]
         bits = {
@@ -374,9 +369,8 @@ class Likelihood(Experiment):
             "likeliest after its response": ("likeliest after its own", 2),
             "likeliest after its response, by chance": ("by chance", 2),
         }
-        percent = f"{100 * self.args.level:g}% intervals over sources"
         made = tables_of(
-            f"bits in favour of the response that the user saw ({percent})",
+            f"bits in favour of the response that the user saw ({self.intervals})",
             plain,
             bits,
             index=("dataset", "term"),
@@ -398,9 +392,7 @@ class Likelihood(Experiment):
         title = "share of contexts where the follow-up is likelier than"
         return made + tables_of(title, plain, rivals, index=("dataset", "term"))
 
-    def figures(self, estimates: pd.DataFrame) -> "Mapping[str, Drawing]":
-        from experiments.figures import Bars, Lines
-
+    def figures(self, estimates: pd.DataFrame) -> Mapping[str, Drawing]:
         model = self.runs[0].model["name"]
         curve = estimates[
             (estimates["quantity"] == "tempered log p") & estimates["temperature"].between(0.4, 2.0)
@@ -429,27 +421,23 @@ class Likelihood(Experiment):
         return {"turns": rows}
 
     def conclude(self, estimates: pd.DataFrame) -> Conclusion:
-        bits = estimates[estimates["quantity"] == "contrast, bits"]
+        bits = only(estimates, "contrast, bits")
         kinds = [kind for kind in AGAINST if kind in set(bits["term"])]
-        mine = estimates[estimates["term"] == kinds[0]] if kinds else estimates.iloc[:0]
         seen = not self.references["dataset"].isin(BLIND).all()
         whose = "users' real follow-ups" if seen else "follow-ups that were written without it"
-        sentence = sentence_of(
-            f"bits by which {whose} are likelier after the response in the data "
-            f"than after {kinds[0] if kinds else 'others'}",
-            mine[mine["quantity"] == "contrast, bits"],
-            null=0.0,
-            level=self.args.level,
+        nearest = kinds[0] if kinds else "others"
+        sentence = self.tested(
+            f"bits by which {whose} are likelier after the response in the data than after "
+            f"{nearest}",
+            only(bits, "contrast, bits", term=nearest),
         )
-        order = sentence_of(
+        order = self.tested(
             "than after the same sentences in another order",
-            bits[bits["term"] == SHUFFLED],
-            null=0.0,
-            level=self.args.level,
+            only(bits, "contrast, bits", term=SHUFFLED),
         )
         control = sentence_of(
             "the same of another conversation's follow-up",
-            mine[mine["quantity"] == "control's contrast, bits"],
+            only(estimates, "control's contrast, bits", term=nearest),
         )
         return Conclusion(
             f"{sentence} {order}".strip()
@@ -459,7 +447,7 @@ class Likelihood(Experiment):
         )
 
 
-def notes_of(runs: "Sequence[Run]", rows: pd.DataFrame) -> list[str]:
+def notes_of(runs: Sequence[Run], rows: pd.DataFrame) -> list[str]:
     """What a reader has to know of the siblings."""
     if SIBLINGS not in set(rows["against"].dropna()):
         return [

@@ -30,14 +30,17 @@ Models with recurrent layers take twice as many.
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from experiments.experiment import Conclusion, Experiment, Model
+from experiments.bits import QueryValues, estimate_means, halves_of
+from experiments.experiment import Conclusion, Experiment, Model, flag
+from experiments.figures import Bars, Drawing, HeatMap, Lines
 from experiments.hybrids import (
     ALL_LAYERS,
     ALL_THREE,
@@ -80,7 +83,6 @@ from ia_mech.estimates import (
     all_datasets,
     estimate_of,
     holm_corrected,
-    paired_row,
 )
 from ia_mech.likelihood.carried import (
     CANDIDATES,
@@ -89,11 +91,8 @@ from ia_mech.likelihood.carried import (
     bits_by_query,
     shapley_values,
 )
+from ia_mech.results import Table
 from ia_mech.stats import cluster_bootstrap, cluster_mean
-
-if TYPE_CHECKING:
-    from experiments.figures import Drawing
-    from ia_mech.results import Table
 
 OWN_SCORES = [f"own_score_{number}" for number in range(CANDIDATES)]  # after own contexts
 BITS, HITS, SHARE = "bits", "own is likeliest", "share of expressed"
@@ -108,7 +107,6 @@ AFTER_RECIPIENT = "likelier after the recipient"
 EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
 MAP_SITES = (WINDOW, WITHOUT_WINDOW, HEAD, HEADER_FIRST, HEADER_LAST)  # by layer
 WHOLE_SITES, ALL_WRITTEN = (*SITES, *OF_RECURRENT), (*WRITTEN, *WRITTEN_OF_RECURRENT)
-RANKING, REPORTING = "ranking half", "reporting half"
 GREEDY, SAMPLED = "greedy", "sampled"  # the latter: of all temperatures above 0 together
 BitsBySite = dict[float | None, dict[str, QueryBits]]  # by temperature (None: sampled) and site
 
@@ -174,52 +172,51 @@ def query_table(whole: BitsBySite) -> pd.DataFrame:
 # -- estimate --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Estimator:
-    """Estimates with their names; ``options`` are ``level``, ``resamples`` and ``seed``."""
+Options = dict[str, Any]  # ``level``, ``resamples`` and ``seed``
 
-    options: dict[str, Any]
 
-    def mean(self, quantity: str, found: QueryBits, **names: Any) -> TidyEstimate:
-        row = self._group(found, names).mean(quantity, found.bits)
-        return replace(row, estimate=row.estimate.clip(-np.inf, CEILING))
+def estimated(
+    options: Options, quantity: str, found: QueryBits, base: QueryBits | None = None, **names: Any
+) -> Iterator[TidyEstimate]:
+    """Mean bits of queries, or hits; less those of another arm or site, if there is one.
 
-    def hits(self, found: QueryBits, **names: Any) -> TidyEstimate:
-        """How often the own candidate is the likeliest, against the third that chance gives."""
-        group, queries = self._group(found, names), found.queries
-        more = (found.hits - 1 / CANDIDATES).round(9)  # thirds that were added up are no signs
-        test = paired_row(group, HITS, more, queries, np.zeros(len(more)), queries)
-        return replace(test, estimate=group.mean(HITS, found.hits).estimate.clip(0, 1))
+    How often the own candidate is the likeliest is tested against the third that chance gives.
+    """
+    hits = quantity in (HITS, HITS_LESS_QUERY)
+    values, *less = (
+        pd.Series(one.hits if hits else one.bits, one.queries) for one in (found, base) if one
+    )
+    row = QueryValues(quantity, values, {"dataset": ALL} | names)
+    if less:
+        row = replace(row, baseline=less[0])
+    elif hits:
+        row = replace(row, null=1 / CANDIDATES, least=0.0, most=1.0)
+    else:
+        row = replace(row, most=CEILING)
+    return estimate_means([row], options)
 
-    def share(self, found: QueryBits, expressed: QueryBits, **names: Any) -> Iterator[TidyEstimate]:
-        """What a site carries as a share of what is expressed in the same queries, and the bits
-        by which it is more than :data:`EQUIVALENT` of it."""
-        group, expressed = self._group(found, names), expressed.only(found.queries)
-        if cluster_mean(expressed.bits, expressed.queries).low > 0:
 
-            def ratio(counts: np.ndarray) -> np.ndarray:
-                return (counts @ found.bits) / (counts @ expressed.bits)
+def share_of(
+    options: Options, found: QueryBits, expressed: QueryBits, **names: Any
+) -> Iterator[TidyEstimate]:
+    """What a site carries as a share of what is expressed in the same queries, and the bits by
+    which it is more than :data:`EQUIVALENT` of it."""
+    group = Group(np.array(found.queries), options, {"dataset": ALL} | names)
+    expressed = expressed.only(found.queries)
+    if cluster_mean(expressed.bits, expressed.queries).low > 0:
 
-            (estimate,) = cluster_bootstrap(ratio, found.queries, **self.options)
-            yield group.row(SHARE, estimate, len(found.bits))
-        yield group.mean(ABOVE_TENTH, found.bits - EQUIVALENT * expressed.bits)
+        def ratio(counts: np.ndarray) -> np.ndarray:
+            return (counts @ found.bits) / (counts @ expressed.bits)
 
-    def difference(
-        self, quantity: str, found: QueryBits, base: QueryBits, **names: Any
-    ) -> TidyEstimate:
-        """Bits, or hits, less those of another arm or site in the same queries."""
-        of = "hits" if quantity == HITS_LESS_QUERY else "bits"
-        pairs = getattr(found, of), found.queries, getattr(base, of), base.queries
-        return paired_row(self._group(found, names), quantity, *pairs)
-
-    def _group(self, found: QueryBits, names: dict[str, Any]) -> Group:
-        return Group(np.array(found.queries), self.options, {"dataset": ALL} | names)
+        (estimate,) = cluster_bootstrap(ratio, found.queries, **options)
+        yield group.row(SHARE, estimate, len(found.bits))
+    yield group.mean(ABOVE_TENTH, found.bits - EQUIVALENT * expressed.bits)
 
 
 def estimates(
     rows: pd.DataFrame,
     whole: BitsBySite,
-    options: dict[str, Any],
+    options: Options,
 ) -> list[TidyEstimate]:
     """Every estimate.
 
@@ -240,28 +237,28 @@ def estimates(
     )
 
 
-def whole_site_estimates(whole: BitsBySite, options: dict[str, Any]) -> Iterator[TidyEstimate]:
+def whole_site_estimates(whole: BitsBySite, options: Options) -> Iterator[TidyEstimate]:
     """What is expressed, and what sites carry, by temperature and of all sampled turns."""
-    estimator = Estimator(options)
+    row = partial(estimated, options)
     greedy = whole.get(0.0, {}).get(OWN)
     for t, sites in whole.items():
         names: dict[str, Any] = {"temperature": np.nan if t is None else t}
         for site, bits in sites.items():
-            yield estimator.mean(BITS, bits, term=site, **names)
-            yield estimator.hits(bits, term=site, **names)
+            yield from row(BITS, bits, term=site, **names)
+            yield from row(HITS, bits, term=site, **names)
             if site != OWN and OWN in sites:
-                yield from estimator.share(bits, sites[OWN], term=site, **names)
+                yield from share_of(options, bits, sites[OWN], term=site, **names)
             if site not in (OWN, QUERY) and QUERY in sites:
                 for quantity in (LESS_QUERY, HITS_LESS_QUERY):
-                    yield estimator.difference(quantity, bits, sites[QUERY], term=site, **names)
+                    yield from row(quantity, bits, sites[QUERY], term=site, **names)
         if ALL_THREE in sites:
-            yield from split_estimates(sites, estimator, **names)
+            yield from split_estimates(sites, options, **names)
         if t != 0 and greedy is not None and OWN in sites:
-            yield estimator.difference(LESS_GREEDY, sites[OWN], greedy, term=OWN, **names)
+            yield from row(LESS_GREEDY, sites[OWN], greedy, term=OWN, **names)
 
 
 def split_estimates(
-    sites: Mapping[str, QueryBits], estimator: Estimator, **names: Any
+    sites: Mapping[str, QueryBits], options: Options, **names: Any
 ) -> Iterator[TidyEstimate]:
     """What each site of a recurrent model adds to all that they carry together: where it is left
     out, and on average over the orders in which they can be put in, which adds up."""
@@ -271,19 +268,19 @@ def split_estimates(
     }
     for site, bits in shapley_values(together, PLAYERS).items():
         found = replace(sites[ALL_THREE], bits=bits)
-        yield estimator.mean(SPLIT, found, term=site, **names)
+        yield from estimated(options, SPLIT, found, term=site, **names)
         rest = together[frozenset(PLAYERS) - {site}]
         found = replace(found, bits=sites[ALL_THREE].bits - rest)
-        yield estimator.mean(LEFT_OUT, found, term=site, **names)
+        yield from estimated(options, LEFT_OUT, found, term=site, **names)
 
 
 def map_estimates(
     rows: pd.DataFrame,
     whole: BitsBySite,
-    options: dict[str, Any],
+    options: Options,
 ) -> Iterator[TidyEstimate]:
     """What cells of maps carry, turns written after hybrids, and the strongest cells."""
-    estimator, seed = Estimator(options), options["seed"]
+    row, seed = partial(estimated, options), options["seed"]
     # What windows are parts of: layers without a shared prefix are in none.
     base = FULL_LAYERS if (rows["site"] == FULL_LAYERS).any() else ALL_LAYERS
     all_layers = query_bits_of(rows[rows["site"] == base], seed)
@@ -294,17 +291,17 @@ def map_estimates(
             continue
         site, layer, head, t = place
         names = {"term": site, "temperature": t} | cell_columns(layer, head)
-        yield estimator.mean(BITS, found, **names)
-        yield estimator.hits(found, **names)
+        yield from row(BITS, found, **names)
+        yield from row(HITS, found, **names)
         if site == WITHOUT_WINDOW and all_layers is not None:
-            yield estimator.difference(LESS_ALL_LAYERS, found, all_layers, **names)
+            yield from row(LESS_ALL_LAYERS, found, all_layers, **names)
         if site in ALL_WRITTEN:
             own = cell[SCORES].to_numpy()[np.arange(len(cell)), cell["own"]]
             group = Group(cell["source"].to_numpy(), options, {"dataset": ALL} | names)
             more = (cell[RECIPIENT_SCORE] > own).astype(float)
             yield group.mean(AFTER_RECIPIENT, more, proportion=True)
     for site in (WINDOW, HEAD):
-        yield from strongest_cells(mapped[mapped["site"] == site], whole, estimator)
+        yield from strongest_cells(mapped[mapped["site"] == site], whole, options)
 
 
 def cell_columns(layer: int, head: int) -> dict[str, int]:
@@ -312,39 +309,32 @@ def cell_columns(layer: int, head: int) -> dict[str, int]:
     return {name: at for name, at in (("layer", layer), ("head", head)) if at >= 0}
 
 
-def halves(queries: Sequence[str], seed: int) -> dict[str, str]:
-    """Each query's half, drawn by seed."""
-    names = sorted(set(queries))
-    order = np.random.default_rng([seed, 2]).permutation(len(names))
-    return {names[at]: (RANKING, REPORTING)[place % 2] for place, at in enumerate(order)}
-
-
 def strongest_cells(
     cells: pd.DataFrame,
     whole: BitsBySite,
-    estimator: Estimator,
+    options: Options,
 ) -> Iterator[TidyEstimate]:
     """The two cells that carry most in one half of the queries, as the other half has them."""
-    seed = estimator.options["seed"]
-    half = cells["source"].map(halves(list(cells["source"]), seed))
+    seed = options["seed"]
+    half = cells["source"].map(halves_of(list(cells["source"]), seed))
     ranked = {}
-    for place, cell in cells[half == RANKING].groupby(["layer", "head"]):
+    for place, cell in cells[half == 0].groupby(["layer", "head"]):
         found = query_bits_of(cell, seed)
         if found is not None:
             ranked[place] = found.bits.mean()
     for layer, head in sorted(sorted(ranked, key=lambda place: -ranked[place])[:2]):
         here = (cells["layer"] == layer) & (cells["head"] == head)
-        cell = cells[(half == REPORTING) & here]
+        cell = cells[(half == 1) & here]
         found = query_bits_of(cell, seed)
         if found is not None:
             t = cell["temperature"].iloc[0]
             names = {"term": cell["site"].iloc[0], "temperature": t} | cell_columns(layer, head)
-            yield estimator.mean(CHOSEN, found, **names)
-            yield from estimator.share(found, whole[t][OWN], **names)
+            yield from estimated(options, CHOSEN, found, **names)
+            yield from share_of(options, found, whole[t][OWN], **names)
 
 
 def accepted_bits(
-    rows: pd.DataFrame, verdicts: pd.DataFrame, options: dict[str, Any]
+    rows: pd.DataFrame, verdicts: pd.DataFrame, options: Options
 ) -> Iterator[TidyEstimate]:
     """How much of what sampled turns express is in turns that a judge accepts.
 
@@ -407,15 +397,9 @@ class Locate(Experiment):
             metavar="MAP",
             help=f"which of {', '.join(MAPS)}; nothing: whole sites alone (default: all but heads)",
         )
-        parser.add_argument(
-            "--recipients",
-            type=int,
-            choices=range(1, RESPONSES + 1),
-            default=RESPONSES,
-            metavar="N",
-            help=f"responses to a query that are recipients, 1 to {RESPONSES}: fewer take less "
-            f"time and give wider intervals (default: {RESPONSES})",
-        )
+        fewer = f"responses to a query that are recipients, 1 to {RESPONSES}: fewer take less time "
+        every, fewer = range(1, RESPONSES + 1), f"{fewer}and give wider intervals"
+        flag(parser, "--recipients", int, RESPONSES, fewer, choices=every, metavar="N")
 
     def units(self) -> Iterator[SiblingContexts]:
         from ia_mech.engine.splice import RECURRENT, layer_kinds
@@ -486,7 +470,7 @@ class Locate(Experiment):
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         return {"rows": rows, "queries": query_table(self.whole)}
 
-    def tables(self, found: pd.DataFrame) -> "list[Table]":
+    def tables(self, found: pd.DataFrame) -> list[Table]:
         columns: dict[str, tuple[str, int | str]] = {
             BITS: ("bits", 2),
             HITS: ("own likeliest (chance 0.33)", 2),
@@ -555,7 +539,7 @@ class Locate(Experiment):
             )
         return made
 
-    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
+    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         return drawings(found, self.runs[0].model["name"])
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
@@ -591,10 +575,8 @@ def strongest_windows(found: pd.DataFrame, layers: int) -> str:
     )
 
 
-def drawings(found: pd.DataFrame, model: str) -> "dict[str, Drawing]":
+def drawings(found: pd.DataFrame, model: str) -> dict[str, Drawing]:
     """What is expressed and carried, by site and by layer, from the estimates."""
-    from experiments.figures import Bars, HeatMap, Lines
-
     bits = found[found["quantity"] == BITS]
     whole = bits[bits["term"].isin([OWN, *WHOLE_SITES]) & bits["layer"].isna()]
     names = [GREEDY if t == 0 else SAMPLED if np.isnan(t) else f"T = {t:g}"

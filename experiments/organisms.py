@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.resample import conversations_of
+from experiments.arms import conversations_of
 from ia_mech.chat.format import ChatFormat
 from ia_mech.cli import shell_word
 from ia_mech.collect.identity import build_chat, eos_ids

@@ -21,17 +21,19 @@ judge runs at once; for another judge the message says which command to run.
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from experiments.arms import Arm, arm_estimates, conversations_of, verdicts_of
 from experiments.changes import ask, contradict, shuffle_sentences, truncate
-from experiments.experiment import Conclusion, Experiment
-from experiments.tables import sentence_of, tables_of, with_detectable
+from experiments.experiment import Conclusion, Experiment, flag
+from experiments.figures import Bars, Drawing
+from experiments.tables import only, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.data.conversations import (
     UNPERTURBED,
@@ -47,19 +49,13 @@ from ia_mech.estimates import (
     all_datasets,
     by_dataset,
     holm_corrected,
-    paired_row,
 )
+from ia_mech.judge.label import UNSEEN
 from ia_mech.rates.compute import rates
 from ia_mech.results import Table, label_of
+from ia_mech.run import Run
 from ia_mech.run.queries import unfinished_text
 from ia_mech.run.sources import sources_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from experiments.figures import Drawing
-    from experiments.swaps import Donors
-    from ia_mech.run import Run
 
 REMOVE, SWAP, SHUFFLE, CONTRADICT = "remove", "swap", "shuffle", "contradict"
 TRUNCATE, QUESTION = "truncate", "generic_question"
@@ -73,7 +69,8 @@ STREAM = -3  # of the draws; samples and swaps have streams of their own
 HELD = "held"  # the outcome: genuine after the unchanged response
 RATE, DIFFERENCE = "rate", "difference"
 BITS = "log p of real follow-ups, bits"
-BITS_DIFFERENCE = f"{BITS}: difference"
+LESS = "less unchanged"
+BITS_DIFFERENCE = f"{BITS}, {LESS}"
 COLUMNS = {  # of estimates; ``events`` are the turns with the outcome
     **dict.fromkeys(("dataset", "condition", "outcome"), "str"),
     **{"temperature": "float64", "level": "float64", "events": "Int64"},
@@ -140,13 +137,8 @@ class Perturbations(Experiment):
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--samples",
-            type=whole_from(1),
-            default=4,
-            metavar="N",
-            help="turns per temperature, of those that the run has (default: 4)",
-        )
+        turns = "turns per temperature, of those that the run has"
+        flag(parser, "--samples", whole_from(1), 4, turns, metavar="N")
         parser.add_argument(
             "--conditions",
             nargs="+",
@@ -158,6 +150,7 @@ class Perturbations(Experiment):
 
     # -- sampled ----------------------------------------------------------------------------------
 
+    @property
     def decoding(self) -> dict[str, Any]:
         """T = 1 if the runs have it, else all their temperatures."""
         of = self.runs[0].settings
@@ -174,7 +167,6 @@ class Perturbations(Experiment):
     @cached_property
     def changed_conversations(self) -> list[Conversation]:
         """Every conversation under every condition that changes it and can be made of it."""
-        from experiments.resample import conversations_of
         from experiments.swaps import Donors
 
         own = conversations_of(self.base)
@@ -195,7 +187,7 @@ class Perturbations(Experiment):
         return made
 
     def _changed(
-        self, own: Sequence[Conversation], order: int, name: str, donors: "Donors"
+        self, own: Sequence[Conversation], order: int, name: str, donors: Any
     ) -> Conversation:
         """A conversation under a condition; UserError if it can't be made, or is too long."""
         from ia_mech.chat.headers import context_and_reference
@@ -217,8 +209,8 @@ class Perturbations(Experiment):
             raise UserError("the context is too long for the model", "")
         return changed
 
-    def conversations(self) -> "Mapping[str, list[Conversation]]":
-        return {"conditions": self.changed_conversations}
+    def arms(self) -> Mapping[str, Arm]:
+        return {"conditions": Arm(self.changed_conversations, self.decoding)}
 
     # -- read -------------------------------------------------------------------------------------
 
@@ -226,24 +218,19 @@ class Perturbations(Experiment):
         """The turns before and after: ``run``, ``context_id``, ``dataset``, ``source``,
         ``condition``, ``temperature``, ``sample``, ``category``, ``genuine`` and ``held`` (1, 0 or
         NaN)."""
-        from experiments.resample import judge_alike
-        from ia_mech.judge.label import UNSEEN
-        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
-
-        assert self.gate is not None  # this is a judged experiment
-        (run,), judge = self.sampled.values(), self.gate.judge
+        (run,) = self.sampled.values()
         for unperturbed in (False, True):  # after what the model was given, and after what it was
-            judge_alike(self.runs[0], [run], judge, unperturbed=unperturbed)
+            judge = self.judge_arms(unperturbed=unperturbed)
         self._note_changes(run)
-        turns = read_runs([*self.runs, run], judge, NO_ANNOTATOR).turns
-        like = self.decoding()
+        turns = verdicts_of([*self.runs, run], judge).turns
+        like = self.decoding
         alike = turns["temperature"].isin([0.0, *like["temperatures"]])
         alike &= turns["sample"] < like["samples"]
         used = pd.MultiIndex.from_frame(self.base[["run", "context_id"]])
         before = pd.MultiIndex.from_frame(turns[["run", "context_id"]].astype(object)).isin(used)
         turns = turns[(turns["run"] == str(run.path)) | (before & alike)].reset_index(drop=True)
         keys = ["source", "context_id", "temperature", "sample"]
-        held = read_runs([run], judge + UNSEEN, NO_ANNOTATOR).turns.set_index(keys)["genuine"]
+        held = verdicts_of([run], judge + UNSEEN).turns.set_index(keys)["genuine"]
         found = held.reindex(pd.MultiIndex.from_frame(turns[keys])).to_numpy()
         own = turns["perturbation"] == UNPERTURBED
         names = turns["perturbation"].astype(object)
@@ -253,7 +240,7 @@ class Perturbations(Experiment):
         kept = [*texts, "condition", "temperature", "sample", "genuine", HELD]
         return turns[kept].astype(dict.fromkeys(texts, object))
 
-    def _note_changes(self, run: "Run") -> None:
+    def _note_changes(self, run: Run) -> None:
         how = run.contexts["metadata"].map(lambda text: json.loads(text)["how"])
         ways = how[run.contexts["perturbation"] == CONTRADICT].value_counts()
         counts = ", ".join(f"{way} {count}" for way, count in ways.items())
@@ -287,56 +274,47 @@ class Perturbations(Experiment):
             names = {"outcome": HELD, "dataset": dataset, "level": self.args.level}
             found += rates(rows[here], by, **names)
             found += rates(rows[here], by, before, within="source", seed=self.args.seed, **names)
-        scored = self.follow_up_bits()
-        for dataset, here in by_dataset(scored):
-            found += self._likelihoods(scored[here], {"dataset": dataset})
-        return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"] == ALL))
+        scored = self.follow_up_bits().rename(columns={"bits": BITS})
 
-    def _likelihoods(self, scored: pd.DataFrame, names: dict[str, Any]) -> Iterator[TidyEstimate]:
-        before = scored[scored["condition"] == UNPERTURBED]
-        for condition, own in scored.groupby("condition", sort=False):
-            of = names | {"condition": condition}
-            group = Group(own["source"].to_numpy(), self.options, of)
-            bits = group.mean(BITS, own["bits"])
-            yield replace(bits, estimate=bits.estimate.clip(-np.inf, 0))
-            if condition != UNPERTURBED:
-                pair = own["bits"], own["source"], before["bits"], before["source"]
-                yield paired_row(group, BITS_DIFFERENCE, *pair)
+        def against(condition: str) -> dict[str, tuple[str]]:
+            return {} if condition == UNPERTURBED else {LESS: (UNPERTURBED,)}
+
+        for dataset, here in by_dataset(scored):
+            group = Group(np.array([]), self.options, {"dataset": dataset})
+            bounds = {BITS: (-np.inf, 0.0)}
+            found += arm_estimates(scored[here], ["condition"], bounds, against, group)
+        return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"] == ALL))
 
     # -- shown ------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        percent = f"{100 * self.args.level:g}% intervals over queries"
-        less = (
-            "Less unchanged: paired by query, with Holm-corrected p. Shown if: the difference that "
-            "would have been shown with 80% power."
-        )
+        less = "Less unchanged: paired by query, with Holm-corrected p."
         made = tables_of(
-            f"follow-ups, held against the unchanged response ({percent})",
-            with_detectable(found, DIFFERENCE),
-            {RATE: ("rate", 2), DIFFERENCE: ("less unchanged", 2), "detectable": ("shown if", 2)},
+            f"follow-ups, held against the unchanged response ({self.intervals})",
+            found,
+            {RATE: ("rate", 2), DIFFERENCE: ("less unchanged", 2)},
+            shown_if=DIFFERENCE,
             index=("dataset", "temperature", "condition"),
             rows="turns",
             legend=f"Rate: share of turns that the judge calls genuine. {less}",
         )
-        columns = {BITS: ("log p", 1), BITS_DIFFERENCE: ("less unchanged", 1)}
         made += tables_of(
-            f"users' real follow-ups after each change, bits ({percent})",
-            with_detectable(found, BITS_DIFFERENCE),
-            columns | {"detectable": ("shown if", 1)},
+            f"users' real follow-ups after each change, bits ({self.intervals})",
+            found,
+            {BITS: ("log p", 1), BITS_DIFFERENCE: (LESS, 1)},
+            shown_if=BITS_DIFFERENCE,
             index=("dataset", "condition"),
             rows="follow-ups",
             legend=f"Log p: of the same tokens at T = 1, a whole turn. {less}",
         )
         return made
 
-    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
-        from experiments.figures import Bars
-        from ia_mech.rates.figures import gate_title
+    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
+        from ia_mech.rates.figures import gate_title  # loads matplotlib
 
         assert self.gate is not None
         model, pooled = self.runs[0].model["name"], all_datasets(found)
-        rows = pooled[pooled["quantity"] == DIFFERENCE]
+        rows = only(pooled, DIFFERENCE)
         made: dict[str, Drawing] = {
             "rates": Bars(
                 gate_title(model, self.gate),
@@ -346,7 +324,7 @@ class Perturbations(Experiment):
                 by="at",
             )
         }
-        rows = found[found["quantity"] == BITS_DIFFERENCE]
+        rows = only(found, BITS_DIFFERENCE)
         if len(rows):
             made["references"] = Bars(
                 f"{model} · users' real follow-ups",
@@ -361,9 +339,7 @@ class Perturbations(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         assert self.gate is not None
-        held = found[found["quantity"] == DIFFERENCE]
-        bits = found[found["quantity"] == BITS_DIFFERENCE]
-        options: dict[str, Any] = {"null": 0.0, "level": self.args.level}
+        held, bits = only(found, DIFFERENCE), only(found, BITS_DIFFERENCE)
         said: list[str] = []
         for condition, words in {
             REMOVE: "without the response",
@@ -373,14 +349,11 @@ class Perturbations(Experiment):
             CONTRADICT: "with its answer contradicted",
         }.items():
             of_rate, of_bits = (of[of["condition"] == condition] for of in (held, bits))
-            said.append(
-                sentence_of(f"{words} the held follow-up rate changes by", of_rate, **options)
-            )
-            said.append(sentence_of("log p of real follow-ups, in bits", of_bits, 1, **options))
-        bare = sentence_of(
+            said.append(self.tested(f"{words} the held follow-up rate changes by", of_rate))
+            said.append(self.tested("log p of real follow-ups, in bits", of_bits, 1))
+        bare = self.tested(
             "after the bare header, which shows no conversation, the held rate changes by",
             held[held["condition"] == HEADER_ONLY],
-            **options,
         )
         return Conclusion(
             " ".join(text for text in said if text) or "Nothing could be compared.",

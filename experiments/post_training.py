@@ -27,15 +27,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from experiments.experiment import Conclusion, Experiment, Model, Unit, model_of
-from experiments.tables import sentence_of, tables_of
+from experiments.arms import verdicts_of
+from experiments.bits import SiblingTurns, score_turns, unit_of
+from experiments.experiment import Conclusion, Experiment, Model, model_of, subject_of
+from experiments.figures import Bars, Drawing
+from experiments.tables import only, tables_of
 from ia_mech.cli import (
     Parser,
     above_zero,
@@ -47,6 +50,7 @@ from ia_mech.cli import (
     tolerant_streams,
     whole_from,
 )
+from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
     ALL,
@@ -58,13 +62,11 @@ from ia_mech.estimates import (
     paired_row,
 )
 from ia_mech.results import Table
+from ia_mech.run.queries import Query
 
-if TYPE_CHECKING:
-    from experiments.figures import Drawing
+if TYPE_CHECKING:  # these load torch
     from ia_mech.chat.format import ChatFormat
-    from ia_mech.data.conversations import Conversation
     from ia_mech.models.load import ModelSpec
-    from ia_mech.run.queries import Query
 
 CARD, SEQUENCES, HELD_OUT = "post_training.json", "sequences.parquet", "held-out.jsonl"
 BEFORE, AFTER, CHANGE = "before", "after", "change"
@@ -213,7 +215,7 @@ def export_or_train(args: argparse.Namespace) -> None:
 
 
 def training_sequences(
-    args: argparse.Namespace, chat: "ChatFormat", kept: "list[Conversation]"
+    args: argparse.Namespace, chat: "ChatFormat", kept: list[Conversation]
 ) -> tuple[pd.DataFrame, dict[str, float] | None]:
     """The sequences to train on; of an organism also how many bits its turns tell.
 
@@ -264,28 +266,19 @@ def card_of(spec: "ModelSpec") -> dict[str, Any]:
 # -- before and after -----------------------------------------------------------------------------
 
 
-Turns = tuple[tuple[str, int, tuple[int, ...]], ...]
-
-
 @dataclass(frozen=True)
-class ScoredTurns(Unit):
-    """Turns after the responses to one query, read by one of the models.
+class ReadTurns(SiblingTurns):
+    """Turns after the responses to one query, read by the model before or after.
 
     The model before training reads the turns of both, the tuned one its own.
 
     Attributes:
-        reader: before or after training.
         weights: the reader's.
-        temperature: that the turns were sampled at.
-        contexts: token ids, with each response.
-        turns: whose each is, which response it followed, and its token ids.
+        written: whose each turn is, and which response it followed.
     """
 
-    reader: str
     weights: str
-    temperature: float
-    contexts: tuple[tuple[int, ...], ...]
-    turns: Turns
+    written: tuple[tuple[str, int], ...]
 
 
 class Compare(Experiment):
@@ -339,47 +332,39 @@ class Compare(Experiment):
             for side, run in zip(SIDES, self.runs, strict=True)
         }
 
-    def units(self) -> list[ScoredTurns]:
+    def units(self) -> list[ReadTurns]:
         made = []
-        for first, second in zip(*self.sides.values(), strict=True):
-            turns = self.turns_of(BEFORE, first), self.turns_of(AFTER, second)
-            contexts = tuple(first.token_ids)
-            read = turns[0] + turns[1], turns[1]
-            for reader, run, those in zip(SIDES, self.runs, read, strict=True):
-                scored = len(contexts) * sum(len(ids) for *_, ids in those)
-                about = first.source, first.dataset, sum(map(len, contexts)) + scored
+        for pair in zip(*self.sides.values(), strict=True):
+            for number, (reader, run) in enumerate(zip(SIDES, self.runs, strict=True)):
+                read = [
+                    (side, query.turns[query.turns["temperature"] == self.temperature])
+                    for side, query in list(zip(SIDES, pair, strict=True))[number:]
+                ]
+                written = [(side, int(k)) for side, own in read for k in own["followed"]]
+                ids = [tuple(one.tolist()) for _, own in read for one in own["token_ids"]]
+                unit = unit_of(reader, pair[0], [(one, self.temperature) for one in ids])
                 weights = run.model["weights_hash"]
-                made.append(ScoredTurns(*about, reader, weights, self.temperature, contexts, those))
+                made.append(ReadTurns(**vars(unit), weights=weights, written=tuple(written)))
         return made
-
-    def turns_of(self, side: str, query: "Query") -> Turns:
-        """The turns of one model after a query, as units have them."""
-        found = query.turns[query.turns["temperature"] == self.temperature]
-        pairs = zip(found["followed"], found["token_ids"], strict=True)
-        return tuple((side, int(k), tuple(ids.tolist())) for k, ids in pairs)
 
     @cached_property
     def tuned_model(self) -> Model:
         """The model after training."""
-        from experiments.resample import subject_of
-
         return model_of(subject_of(self.runs[1]), self.runs[1])
 
     def model_for(self, unit: Any) -> Model:
-        return self.model if unit.reader == BEFORE else self.tuned_model
+        return self.model if unit.arm == BEFORE else self.tuned_model
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
         """A row per turn: ``side`` (whose it is), ``followed``, ``reader``, bits and evidence."""
         from ia_mech.likelihood.reaction import evidence, reaction_bits
-        from ia_mech.likelihood.scorer import after_each
 
-        side, followed, turns = map(list, zip(*unit.turns, strict=True))
-        score = partial(model.score, temperatures=[unit.temperature])
-        scores = after_each(score, unit.contexts, turns)
-        logprobs = [[one.logprobs_tempered[0].sum(dtype=np.float64) for one in r] for r in scores]
-        rows = pd.DataFrame({"side": side, "followed": followed, "reader": unit.reader})
+        side, followed = map(list, zip(*unit.written, strict=True))
+        scores = score_turns(model, unit)["own"]
+        logprobs = [one.reshape(len(unit.contexts), -1).sum(1) for one in scores]
+        rows = pd.DataFrame({"side": side, "followed": followed, "reader": unit.arm})
         rows[INFORMATION], rows[EVIDENCE] = reaction_bits(logprobs), evidence(logprobs, followed)
-        return rows.assign(temperature=unit.temperature)
+        return rows.assign(temperature=self.temperature)
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         most = float(np.log2(rows["followed"].max() + 1))
@@ -388,19 +373,18 @@ class Compare(Experiment):
         own, fixed = rows[rows["side"] == rows["reader"]], rows[rows["reader"] == BEFORE]
         estimates = [
             *compare_sides(texts, shares, self.options),
-            *self.verdicts(),
+            *self.judged_rates(),
             *compare_sides(own, {INFORMATION: (0.0, most)}, self.options),
             *compare_sides(fixed, {EVIDENCE: (-np.inf, most)}, self.options),
         ]
         return holm_corrected(estimates, lambda row: (row.quantity, row.names["dataset"] == ALL))
 
-    def verdicts(self) -> Iterator[TidyEstimate]:
+    def judged_rates(self) -> Iterator[TidyEstimate]:
         """Rates of both runs, what they exceed, and how they changed: of the queries used."""
         from ia_mech.judge.decoys import CONVERSATION, SIBLING
         from ia_mech.rates.compute import rates
-        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 
-        both = [read_runs([run], self.args.judge, NO_ANNOTATOR) for run in self.runs]
+        both = [verdicts_of([run], self.args.judge) for run in self.runs]
         self.notes += dict.fromkeys(note for one in both for note in one.notes)
         turns, decoys = (
             pd.concat([frame.assign(term=side) for side, frame in zip(SIDES, frames, strict=True)])
@@ -435,7 +419,6 @@ class Compare(Experiment):
     # -- what is shown ----------------------------------------------------------------------------
 
     def tables(self, estimates: pd.DataFrame) -> list[Table]:
-        percent = f"{100 * self.args.level:g}% intervals over sources"
         index = ["dataset", "temperature", "term"]
         order = {BEFORE: 0, AFTER: 1, CHANGE: 2}
         estimates = estimates.sort_values(
@@ -447,7 +430,7 @@ class Compare(Experiment):
             return tables_of(title, estimates, columns, index=index, legend=legend)
 
         made = table(
-            f"what turns tell about their response ({percent})",
+            f"what turns tell about their response ({self.intervals})",
             [INFORMATION, EVIDENCE],
             legend="I_K: as the model reads that wrote them; evidence: as the model before "
             "training reads them, a lower bound. Changes are paired by source.",
@@ -467,9 +450,7 @@ class Compare(Experiment):
         )
         return made
 
-    def figures(self, estimates: pd.DataFrame) -> "Mapping[str, Drawing]":
-        from experiments.figures import Bars
-
+    def figures(self, estimates: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = estimates[
             estimates["quantity"].isin([INFORMATION, EVIDENCE]) & (estimates["term"] != CHANGE)
         ]
@@ -484,19 +465,14 @@ class Compare(Experiment):
         taught = ""
         if self.information is not None:
             taught = f"A turn that was trained on tells {information_text(self.information)}. "
-        level = self.args.level
-        sentence = taught + sentence_of(
+        sentence = taught + self.tested(
             "bits by which a turn tells more about its response after training than before",
-            changed[changed["quantity"] == INFORMATION],
-            null=0.0,
-            level=level,
+            only(changed, INFORMATION),
         )
-        control = sentence_of(
+        control = self.tested(
             "change of the judge's rate over that after another response to the same query, which "
             "form alone doesn't raise",
-            changed[changed["quantity"] == OVER_SIBLING],
-            null=0.0,
-            level=level,
+            only(changed, OVER_SIBLING),
         )
         without = "No turn was judged after another response to its query: nothing tells reaction "
         return Conclusion(sentence, control or f"{without}from form.")
@@ -531,7 +507,7 @@ def compare_sides(
                 yield replace(row, estimate=row.estimate.clip(least - most, most - least))
 
 
-def text_measures(queries: "Sequence[Query]") -> pd.DataFrame:
+def text_measures(queries: Sequence[Query]) -> pd.DataFrame:
     """A row per turn of a model: what is measured of its text."""
     from experiments.organisms import quote_of
 

@@ -19,16 +19,26 @@ runs again for the controls, and a second or two per turn to score on a CPU (135
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from experiments.experiment import Conclusion, Experiment, Model, Unit
+from experiments.arms import Arm
+from experiments.bits import (
+    QueryValues,
+    SiblingTurns,
+    estimate_means,
+    mean_by_query,
+    score_turns,
+    turns_of,
+    unit_of,
+)
+from experiments.experiment import Conclusion, Experiment, Model, flag
+from experiments.figures import Drawing, Lines
 from experiments.paraphrase import (
     REQUESTED,
     Wordings,
@@ -39,22 +49,14 @@ from experiments.paraphrase import (
     rewording_requests,
     usable_wordings,
 )
-from experiments.tables import sentence_of, tables_of
+from experiments.tables import only, sentence_of, tables_of
 from ia_mech.cli import path_of, whole_from
+from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
-from ia_mech.estimates import (
-    ALL,
-    Group,
-    TidyEstimate,
-    all_datasets,
-    by_dataset,
-    holm_corrected,
-    paired_row,
-)
+from ia_mech.estimates import ALL, TidyEstimate, all_datasets, holm_corrected
 from ia_mech.likelihood.copying import GROUPS, copy_features
 from ia_mech.likelihood.reaction import (
     bits_by_token,
-    by_query,
     choice_bits,
     evidence,
     identified,
@@ -64,12 +66,6 @@ from ia_mech.likelihood.reaction import (
 )
 from ia_mech.results import Table
 from ia_mech.run.queries import Query, exchange, queries_of, subsample
-from ia_mech.run.sources import split_source
-
-if TYPE_CHECKING:
-    from experiments.figures import Drawing
-    from ia_mech.data.conversations import Conversation
-    from ia_mech.run import Run
 
 # What an estimate is of: the runs' responses, those that are finished, or a control.
 ALTERNATIVES, COMPLETE = "alternatives", "complete responses"
@@ -89,37 +85,10 @@ SURPLUS = 3  # times as many wordings are written as are needed: some are no goo
 REWORDING_TEMPERATURE = 0.6  # at 1 the embedded model copies a text or loses it
 ROOM = 1.25  # tokens that a wording may have, in those of the longest response
 
-Ids = tuple[int, ...]
-
-
 # -- measure ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Turns(Unit):
-    """The turns after the responses to one query, and the contexts that they are scored after.
-
-    Attributes:
-        arm: :data:`ALTERNATIVES` or a control.
-        contexts: token ids with each of the K responses.
-        turns: token ids and temperature of each turn.
-    """
-
-    arm: str
-    contexts: tuple[Ids, ...]
-    turns: tuple[tuple[Ids, float], ...]
-
-
-def unit_of(arm: str, query: Query) -> Turns:
-    """A query's turns, to be scored after each of its contexts."""
-    contexts = tuple(query.token_ids)
-    turns = [tuple(ids.tolist()) for ids in query.turns["token_ids"]]
-    tokens = sum(map(len, contexts)) + len(contexts) * sum(map(len, turns))
-    pairs = tuple(zip(turns, query.turns["temperature"].astype(float), strict=True))
-    return Turns(query.source, query.dataset, tokens, arm, contexts, pairs)
-
-
-def turns_of(queries: Sequence[Query], rows: pd.DataFrame) -> pd.DataFrame:
+def with_bits(queries: Sequence[Query], rows: pd.DataFrame) -> pd.DataFrame:
     """The turns of an arm's queries with their likelihoods and bits.
 
     Args:
@@ -155,55 +124,9 @@ def information_of(
     return pd.Series(found, dtype=float)
 
 
-def mean_by_query(turns: pd.DataFrame, values: Any) -> pd.Series:
-    """Values of turns → their mean by query."""
-    count = len(turns["whole"].iloc[0])
-    names, found = by_query(values, turns["followed"], turns["source"], count)
-    return pd.Series(found, index=names)
-
-
-# -- estimate --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class QueryValues:
-    """A value of every query, of which the mean is estimated.
-
-    Attributes:
-        quantity: what it is.
-        values: by source.
-        names: what it is of.
-        baseline: by source, what is subtracted and tested; None for a plain mean.
-        least, most: between which it lies.
-    """
-
-    quantity: str
-    values: pd.Series
-    names: dict[str, Any]
-    baseline: pd.Series | None = None
-    least: float = -np.inf
-    most: float = np.inf
-
-
 def share_of_pairs_that_differ(texts: pd.Series) -> float:
     """Of K texts, without bias for a fresh pair."""
     return float(np.mean([one != other for one, other in combinations(texts, 2)]))
-
-
-def estimate_means(each: Iterable[QueryValues], options: dict[str, Any]) -> Iterator[TidyEstimate]:
-    """The means of values over the queries of each dataset, and over all of them."""
-    for one in each:
-        frame = one.values.rename_axis("source").reset_index(name="value")
-        frame["dataset"] = frame["source"].map(lambda source: split_source(source)[0])
-        for dataset, here in by_dataset(frame):
-            values, sources = frame.loc[here, "value"], frame.loc[here, "source"].to_numpy()
-            group = Group(sources, options, {"dataset": dataset} | one.names)
-            if one.baseline is None:
-                row = group.mean(one.quantity, values)
-            else:
-                baseline = one.baseline, one.baseline.index
-                row = paired_row(group, one.quantity, values, sources, *baseline)
-            yield replace(row, estimate=row.estimate.clip(one.least, one.most))
 
 
 # -- the experiment --------------------------------------------------------------------------------
@@ -219,19 +142,11 @@ class Reaction(Experiment):
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--queries",
-            type=whole_from(LEAST_QUERIES),
-            metavar="N",
-            help="at most N queries, drawn by --seed (default: all)",
-        )
-        parser.add_argument(
-            "--paraphrases",
-            type=path_of,
-            metavar="FILE",
-            help='wordings of responses in place of the model\'s own, as JSONL: {"id": '
-            '"open-03/r0", "versions": […]}',
-        )
+        add, most = partial(flag, parser), "at most N queries, drawn by --seed (default: all)"
+        add("--queries", whole_from(LEAST_QUERIES), None, most, metavar="N")
+        what = "wordings of responses in place of the model's own, as JSONL: "
+        what += '{"id": "open-03/r0", "versions": […]}'
+        add("--paraphrases", path_of, None, what, metavar="FILE")
 
     # -- what is read and sampled -----------------------------------------------------------------
 
@@ -294,17 +209,28 @@ class Reaction(Experiment):
         """Whether the headline is of complete responses alone."""
         return all(query.complete[k] for query in self.used for k in self.compared[query.source])
 
-    def conversations(self) -> "Mapping[str, list[Conversation]]":
+    def arms(self) -> Mapping[str, Arm]:
         made = {}
         if self.reworded:
-            made[REQUESTED] = rewording_requests(self.reworded, self.controlled)
+            contexts = (one.contexts.iloc[self.reworded[one.source]] for one in self.controlled)
+            longest = max(int(one["response_tokens"]) for one in contexts)
+            changes = {
+                "response": "generate",
+                "responses": SURPLUS * self.size,
+                "unfinished": True,  # those that are complete are chosen below
+                "response_temperature": REWORDING_TEMPERATURE,
+                "max_response_tokens": int(ROOM * longest) + 1,
+                "temperatures": (),  # the turns after wordings by themselves are of no interest
+                "max_new_tokens": 1,
+            }
+            made[REQUESTED] = Arm(rewording_requests(self.reworded, self.controlled), changes)
         if self.wordings:
-            made[WORDINGS] = self.control(WORDINGS)
+            made[WORDINGS] = Arm(self.control(WORDINGS))
         if self.controlled:
-            made[ASSISTANT] = self.control(ASSISTANT)
+            made[ASSISTANT] = Arm(self.control(ASSISTANT))
         return made
 
-    def control(self, name: str) -> "list[Conversation]":
+    def control(self, name: str) -> list[Conversation]:
         """The conversations of a control: K′ texts that stand as responses to each query."""
         header = "assistant" if name == ASSISTANT else "user"
         made = []
@@ -318,28 +244,6 @@ class Reaction(Experiment):
                 made.append(perturbed_conversation(query, index, messages, KINDS[name], header))
         return made
 
-    def sample(self, name: str, conversations: "list[Conversation]") -> "Run":
-        from experiments.resample import resample_run
-
-        if name != REQUESTED:
-            return super().sample(name, conversations)
-        contexts = [query.contexts.iloc[self.reworded[query.source]] for query in self.controlled]
-        longest = max(int(one["response_tokens"]) for one in contexts)
-        return resample_run(
-            self.runs[0],
-            conversations,
-            self.place(name),
-            ("header_last",),
-            crew=self.crew,
-            response="generate",
-            responses=SURPLUS * self.size,
-            unfinished=True,  # those that are complete are chosen below
-            response_temperature=REWORDING_TEMPERATURE,
-            max_response_tokens=int(ROOM * longest) + 1,
-            temperatures=(),  # the turns after wordings by themselves are of no interest
-            max_new_tokens=1,
-        )
-
     def plan(self) -> dict[str, str]:
         lines = super().plan()
         if self.reworded:
@@ -350,7 +254,7 @@ class Reaction(Experiment):
 
     # -- what is measured -------------------------------------------------------------------------
 
-    def arms(self) -> dict[str, list[Query]]:
+    def measured(self) -> dict[str, list[Query]]:
         """The queries of what has been sampled, by the name of the arm."""
         queries = {ALTERNATIVES: self.used}
         for name in CONTROLS:
@@ -358,8 +262,9 @@ class Reaction(Experiment):
                 queries[name] = queries_of([self.sampled[name]], KINDS[name])
         return queries
 
-    def units(self) -> list[Turns]:
-        return [unit_of(arm, query) for arm, queries in self.arms().items() for query in queries]
+    def units(self) -> list[SiblingTurns]:
+        of_arms = self.measured().items()
+        return [unit_of(arm, one, turns_of(one)) for arm, queries in of_arms for one in queries]
 
     def rows(self) -> pd.DataFrame:
         if REQUESTED in self.sampled:
@@ -372,37 +277,18 @@ class Reaction(Experiment):
                 "such control."
             )
             if self.wordings:
-                self.sampled[WORDINGS] = self.sample(WORDINGS, self.control(WORDINGS))
+                self.sample(WORDINGS, Arm(self.control(WORDINGS)))
         return self.measure_units(self.units(), "scoring")
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        """One row per turn, in the unit's order, log-probabilities in nats.
-
-        ``own`` ``[K · tokens]``: of each token, turn-end included, after each response, at the
-        turn's own temperature (at T = 1 for greedy turns); ``reader`` ``[K]``: of the whole turn at
-        T = 1.
-        """
-        from ia_mech.likelihood.scorer import after_each
-
-        temperatures = sorted({t for _, t in unit.turns} - {0.0, 1.0})
-        score = partial(model.score, temperatures=temperatures)
-        scores = after_each(score, unit.contexts, [ids for ids, _ in unit.turns])
-        rows = []
-        for each, (_, temperature) in zip(scores, unit.turns, strict=True):
-            raw = np.stack([one.logprobs_raw for one in each]).astype(np.float64)
-            own = raw
-            if temperature in temperatures:
-                which = temperatures.index(temperature)
-                own = np.stack([one.logprobs_tempered[which] for one in each]).astype(np.float64)
-            rows.append({"own": own.ravel(), "reader": raw.sum(1)})
-        return pd.DataFrame(rows).assign(arm=unit.arm)
+        return score_turns(model, unit)
 
     # -- what is estimated ------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         arms = {
-            name: turns_of(queries, rows[rows["arm"] == name])
-            for name, queries in self.arms().items()
+            name: with_bits(queries, rows[rows["arm"] == name])
+            for name, queries in self.measured().items()
         }
         self.turns, seed = arms[ALTERNATIVES], self.args.seed
         own = self.turns["followed"], self.turns["source"]
@@ -413,21 +299,25 @@ class Reaction(Experiment):
         return holm_corrected(estimates, lambda row: (row.quantity, row.names["dataset"] == ALL))
 
     def values_of_turns(self, arms: Mapping[str, pd.DataFrame]) -> Iterator[QueryValues]:
-        """All values of the arms' turns (:func:`turns_of`), a temperature at a time."""
+        """All values of the arms' turns (:func:`with_bits`), a temperature at a time."""
         main, count = self.turns, len(self.used[0].contexts)
+
+        def mean(of: pd.DataFrame, values: Any) -> pd.Series:
+            return mean_by_query(of, values, count)
+
         most = {fewer: float(np.log2(fewer)) for fewer in range(2, count + 1)}
         greedy = main[main["temperature"] == 0]
-        greedy_bits = mean_by_query(greedy, greedy["readable_bits"])
+        greedy_bits = mean(greedy, greedy["readable_bits"])
         for temperature, turns in main.groupby("temperature"):
             names = {"temperature": temperature, "term": ALTERNATIVES, "responses": count}
-            readable = mean_by_query(turns, turns["readable_bits"])
+            readable = mean(turns, turns["readable_bits"])
             yield QueryValues(READABLE, readable, names, most=most[count])
             if temperature == 0:
                 each = turns.groupby("source")["text"].agg(share_of_pairs_that_differ)
                 yield QueryValues(DIFFERENT, each, names, least=0, most=1)
                 continue
             yield QueryValues(GREEDY_DIFFERENCE, greedy_bits, names, baseline=readable)
-            identified = mean_by_query(turns, turns["identified"])
+            identified = mean(turns, turns["identified"])
             yield QueryValues("identified", identified, names, least=0, most=1)
             for fewer, highest in most.items():
                 bits, labels = information_of(turns, fewer), names | {"responses": fewer}
@@ -441,9 +331,7 @@ class Reaction(Experiment):
             for token in range(min(MOST_TOKENS, turns["bits_by_token"].map(len).max())):
                 # After a turn's end no token adds bits.
                 added = [one[token] if token < len(one) else 0.0 for one in turns["bits_by_token"]]
-                yield QueryValues(
-                    "bits by token", mean_by_query(turns, added), names | {"token": token + 1}
-                )
+                yield QueryValues("bits by token", mean(turns, added), names | {"token": token + 1})
             yield from self.values_of_copying(turns, names)
 
     def comparisons(
@@ -481,13 +369,14 @@ class Reaction(Experiment):
         )
         own, seed = (turns["followed"], turns["source"]), self.args.seed
         columns: list[int] = []
-        most = float(np.log2(features.shape[1]))
+        count = features.shape[1]
+        most = float(np.log2(count))
         for group, added in GROUPS.items():
             columns += added
             copied = choice_bits(features[:, :, columns], *own, seed=seed).bits
             labels = names | {"term": group}
-            yield QueryValues(COPIED, mean_by_query(turns, copied), labels, most=most)
-            beyond = mean_by_query(turns, turns["reaction_bits"] - copied)
+            yield QueryValues(COPIED, mean_by_query(turns, copied, count), labels, most=most)
+            beyond = mean_by_query(turns, turns["reaction_bits"] - copied, count)
             yield QueryValues(BEYOND, beyond, labels, least=-most)
 
     def values_of_wordings(self) -> Iterator[QueryValues]:
@@ -525,32 +414,22 @@ class Reaction(Experiment):
         ]
 
     def conclude(self, estimates: pd.DataFrame) -> Conclusion:
-        level, head = self.args.level, self.headline(estimates)
+        head, wordings = self.headline(estimates), estimates[estimates["term"] == WORDINGS]
         sentences = [
             sentence_of(
                 f"bits that a turn tells about which of {self.size} {self.kind_of_responses} it "
                 f"followed, at most {np.log2(self.size):.2f}",
-                head[head["quantity"] == INFORMATION],
+                only(head, INFORMATION),
             ),
-            sentence_of(
+            self.tested(
                 "bits that one reader of all turns finds in greedy ones, less in sampled ones",
-                estimates[estimates["quantity"] == GREEDY_DIFFERENCE],
-                null=0.0,
-                level=level,
+                only(estimates, GREEDY_DIFFERENCE),
             ),
         ]
-        wordings = estimates[estimates["term"] == WORDINGS]
+        more = f"bits more than with {self.size} wordings of one response"
         controls = [
-            sentence_of(
-                f"bits more than with {self.size} wordings of one response",
-                wordings[wordings["quantity"] == DIFFERENCE],
-                null=0.0,
-                level=level,
-            ),
-            sentence_of(
-                "share of its content words that they keep",
-                wordings[wordings["quantity"] == CLOSENESS[0]],
-            ),
+            self.tested(more, only(wordings, DIFFERENCE)),
+            sentence_of("share of its content words that they keep", only(wordings, CLOSENESS[0])),
         ]
         none = "No control was made of wordings of one response: wording and content aren't told "
         control = " ".join(controls) if controls[0] else none + "apart."
@@ -562,7 +441,6 @@ class Reaction(Experiment):
 
     def tables(self, estimates: pd.DataFrame) -> list[Table]:
         count, size = len(self.used[0].contexts), self.size
-        interval = f"{100 * self.args.level:g}% intervals over queries"
 
         def table(title, rows, columns, legend, beside="temperature") -> list[Table]:
             shown = {name: (head, style) for name, head, style in columns}
@@ -571,7 +449,7 @@ class Reaction(Experiment):
 
         made = table(
             f"bits that a turn tells about which of {size} {self.kind_of_responses} it followed "
-            f"(at most {np.log2(size):.2f}; {interval})",
+            f"(at most {np.log2(size):.2f}; {self.intervals})",
             self.headline(estimates),
             [(INFORMATION, self.kind_of_responses, 2), (SAME_QUERIES, "all responses", 2)],
             "all responses: of the same queries, also the unfinished ones, which a turn can tell.",
@@ -622,9 +500,7 @@ class Reaction(Experiment):
         )
         return made
 
-    def figures(self, estimates: pd.DataFrame) -> "Mapping[str, Drawing]":
-        from experiments.figures import Lines
-
+    def figures(self, estimates: pd.DataFrame) -> Mapping[str, Drawing]:
         model, whole = self.runs[0].model["name"], all_datasets(estimates)
         main = whole[whole["term"] == ALTERNATIVES]
         return {
@@ -632,7 +508,7 @@ class Reaction(Experiment):
                 f"{model} · fewer responses",
                 "responses",
                 "bits of a turn",
-                main[main["quantity"] == INFORMATION],
+                only(main, INFORMATION),
                 across="responses",
                 by="temperature",
             ),
@@ -640,7 +516,7 @@ class Reaction(Experiment):
                 f"{model} · bits by token",
                 "token of the turn",
                 "bits that it adds",
-                main[main["quantity"] == "bits by token"],
+                only(main, "bits by token"),
                 across="token",
                 by="temperature",
                 levels={"": 0.0},

@@ -20,6 +20,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,26 +35,27 @@ from experiments.directions import (
     OPTIMISED,
     RANDOM,
     STEPS,
-    Arm,
+    Change,
     ControlSearch,
     ScoredQuery,
     SteeredContext,
     find_controls,
     random_directions,
+    steered_context,
     steering_effects,
 )
-from experiments.experiment import Conclusion, Experiment, Model, Unit
+from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
+from experiments.figures import Bars, Drawing
 from experiments.tables import sentence_of, tables_of
 from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row
+from ia_mech.results import Table
+from ia_mech.run.queries import Query, subsample
 from ia_mech.stats import Estimate, permutation_p
 from ia_mech.steering import ADD, TURN, SteeringVector
 
 if TYPE_CHECKING:
-    from experiments.figures import Drawing
-    from ia_mech.results import Table
-    from ia_mech.run.queries import Query
     from probes.card import Probe
 
 DOSES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -180,7 +182,7 @@ def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
 
 
 def contexts_of(
-    query: "Query", labels: pd.Series, vector: SteeringVector
+    query: Query, labels: pd.Series, vector: SteeringVector
 ) -> tuple[SteeredContext, ...]:
     """A query's contexts after which the judge accepts a turn and another not, with one of each.
 
@@ -202,12 +204,8 @@ def contexts_of(
     for k, mine in turns.drop_duplicates(["followed", "label"]).groupby("followed"):
         if len(mine) < 2:
             continue
-        named = query.contexts["positions"].iloc[k]
-        places = {name: None if pd.isna(at) else int(at) for name, at in named.items()}
-        at = sorted({at for one in vector.at_context(places) for at in one.positions})
-        ids = tuple(tuple(ids.tolist()[:TOKENS]) for ids in mine["token_ids"])
-        site = vector.layer, tuple(at), TURN in vector.positions
-        found.append(SteeredContext(query.source, query.token_ids[k], *site, ids))
+        both = [ids.tolist()[:TOKENS] for ids in mine["token_ids"]]
+        found.append(steered_context(query, k, vector, both))
     return tuple(found[:RESPONSES])
 
 
@@ -230,21 +228,12 @@ class Steering(Experiment):
         along = parser.add_mutually_exclusive_group(required=True)
         along.add_argument("--probe", type=path_of, metavar="PROBE", help="what probes.train wrote")
         along.add_argument("--vector", type=path_of, metavar="FILE", help="a steering vector's")
-        parser.add_argument(
-            "--doses",
-            type=above_zero,
-            nargs="+",
-            metavar="D",
-            default=DOSES,
-            help=f"in norms of the state (default: {' '.join(f'{dose:g}' for dose in DOSES)})",
+        add, most = (
+            partial(flag, parser),
+            "the dose is chosen among those of at most this KL at the header",
         )
-        parser.add_argument(
-            "--most-kl",
-            type=above_zero,
-            default=0.5,
-            metavar="NATS",
-            help="the dose is chosen among those of at most this KL at the header (default: 0.5)",
-        )
+        add("--doses", above_zero, DOSES, "in norms of the state", nargs="+", metavar="D")
+        add("--most-kl", above_zero, 0.5, f"{most} at the header", metavar="NATS")
 
     # -- read -------------------------------------------------------------------------------------
 
@@ -283,16 +272,13 @@ class Steering(Experiment):
             )
         return vector, outcome
 
-    def _contexts(self) -> "list[tuple[Query, str, tuple[SteeredContext, ...]]]":
+    def _contexts(self) -> list[tuple[Query, str, tuple[SteeredContext, ...]]]:
         """The queries with turns to compare, of each its half and its contexts.
 
         Raises:
             UserError: verdicts don't have the outcome; fewer than four queries have such turns.
         """
-        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
-        from ia_mech.run.queries import subsample
-
-        judged = read_runs(self.runs, self.args.judge, NO_ANNOTATOR)
+        judged = self.verdicts
         if self.outcome not in judged.outcomes:
             raise UserError(
                 f"judge {judged.judge!r} doesn't test whether turns are {self.outcome}",
@@ -344,11 +330,11 @@ class Steering(Experiment):
         arms = [self.direction_arm(dose) for dose in sorted(set(self.args.doses))]
         return [*self.scoring_units(CHOOSING, arms), *self.scoring_units(REPORTING, arms)]
 
-    def direction_arm(self, dose: float) -> Arm:
+    def direction_arm(self, dose: float) -> Change:
         """The direction at a dose."""
-        return Arm(DIRECTION, dose, tuple(self.vector.direction.tolist()))
+        return Change(DIRECTION, dose, tuple(self.vector.direction.tolist()))
 
-    def scoring_units(self, half: str, arms: Sequence[Arm]) -> list[ScoredQuery]:
+    def scoring_units(self, half: str, arms: Sequence[Change]) -> list[ScoredQuery]:
         """The queries of a half under arms."""
         found = []
         for query, own, contexts in self.used:
@@ -363,7 +349,7 @@ class Steering(Experiment):
         along = self.vector.direction.double().numpy()
         drawn = random_directions(self.states, along, CONTROLS, self.args.seed)
         random = tuple(
-            Arm(RANDOM, dose, tuple(one.tolist()), draw=n) for n, one in enumerate(drawn)
+            Change(RANDOM, dose, tuple(one.tolist()), draw=n) for n, one in enumerate(drawn)
         )
         contexts = tuple(one for _, half, some in self.used if half == CHOOSING for one in some)
         tokens = 4 * sum(one.scored for one in contexts)
@@ -389,12 +375,12 @@ class Steering(Experiment):
         kl = float(choosing[choosing["dose"] == dose].groupby("source")["kl"].mean().mean())
         made = self.measure_units([self.search_unit(dose, kl)], "controls of the same KL")
         arms = [
-            Arm(one.term, one.dose, tuple(one.direction), tuple(one.bias), one.draw)
+            Change(one.term, one.dose, tuple(one.direction), tuple(one.bias), one.draw)
             for one in made.itertuples()
         ]
         if less := CONTROLS + 2 - len(arms):
             self.notes.append(f"{less} controls are left out: they don't reach the KL of the dose.")
-        if (none := Arm(OPTIMISED, 0.0)) in arms:
+        if (none := Change(OPTIMISED, 0.0)) in arms:
             arms.remove(none)
             self.notes.append(
                 f"no direction is optimised: the passes of {self.runs[0].model['name']} have no "
@@ -418,7 +404,7 @@ class Steering(Experiment):
     def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         return estimates(rows[rows["half"] == REPORTING], self.vector.dose, self.options)
 
-    def tables(self, found: pd.DataFrame) -> "list[Table]":
+    def tables(self, found: pd.DataFrame) -> list[Table]:
         here = f"{100 * self.args.level:g}% intervals over the sources that chose nothing"
         own = found["term"] == DIRECTION
         made = tables_of(
@@ -445,9 +431,7 @@ class Steering(Experiment):
         )
         return made
 
-    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
-        from experiments.figures import Bars
-
+    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         title = f"{self.runs[0].model['name']} · directions of the same KL"
         rows = all_datasets(found[(found["quantity"] == ODDS) & self._alike(found)])
         rows[["low", "high"]] = rows[["low", "high"]].where(rows["term"] != RANDOM)

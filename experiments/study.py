@@ -20,12 +20,15 @@ import importlib
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
-from experiments.elicit import BEST, EXCESS, GAP, GREEDY, TEMPERATURE
+from experiments.arms import EXCESS
+from experiments.elicit import BEST, GAP, GREEDY, TEMPERATURE
+from experiments.experiment import flag
 from experiments.hybrids import (
     HEADER,
     HEADS,
@@ -57,19 +60,17 @@ from ia_mech.cli import (
     tolerant_streams,
     whole_from,
 )
+from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
 from ia_mech.likelihood.carried import CEILING
-
-if TYPE_CHECKING:
-    from ia_mech.results import Result
+from ia_mech.models.embedded import cache_dir
+from ia_mech.results import Result, about_runs, folder_of, kind_of, read, show, write
+from ia_mech.run import Run
 
 NAME = "study"
 TEMPERATURES = (0.7, 1.0)
 RESPONSE_TOKENS, TURN_TOKENS = 512, 40
-WRITTEN, DRAWN = (
-    300,
-    1.75,
-)  # for the plan: tokens of a response, and draws of it until it is finished
+WRITTEN, DRAWN = 300, 1.75  # for the plan: tokens of a response, draws of it until one is finished
 QUICK = 12  # queries of --quick
 LEAST = 50  # queries: with fewer, that a site carries nothing can hardly be shown
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
@@ -124,21 +125,13 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     sample += ["--unfinished"] * args.unfinished
     locate = ["--queries", str(args.queries), "--recipients", str(args.recipients)]
     locate += ["--maps", *args.maps]
+    written = contexts * int(DRAWN * WRITTEN + arms * TURN_TOKENS)
+    put_in = args.queries * (located + RESPONSES * length)
     found = [
-        Stage(
-            "sample",
-            "ia_mech.collect.command",
-            sample,
-            (2 * contexts * length, contexts * int(DRAWN * WRITTEN + arms * TURN_TOKENS)),
-        ),
+        Stage("sample", "ia_mech.collect.command", sample, (2 * contexts * length, written)),
         Stage("judge", "ia_mech.judge.__main__", ["run", run]),
         Stage("rates", "ia_mech.rates.__main__", [run]),
-        Stage(
-            "locate",
-            "experiments.locate",
-            [run, *locate],
-            (args.queries * (located + RESPONSES * length), 0),
-        ),
+        Stage("locate", "experiments.locate", [run, *locate], (put_in, 0)),
         Stage(
             "elicit",
             "experiments.elicit",
@@ -147,17 +140,9 @@ def stages(args: argparse.Namespace) -> list[Stage]:
         ),
     ]
     if args.wording:
-        found.append(
-            Stage(
-                "reaction",
-                "experiments.reaction",
-                [run, "--out", f"{run}-reaction"],
-                (
-                    contexts * arms * TURN_TOKENS * RESPONSES,
-                    contexts * arms * TURN_TOKENS // 2,
-                ),
-            )
-        )
+        words, own = [run, "--out", f"{run}-reaction"], contexts * arms * TURN_TOKENS
+        tokens = own * RESPONSES, own // 2
+        found.append(Stage("reaction", "experiments.reaction", words, tokens))
     if not args.quick and args.queries >= PROBED:
         for target in ("rate", "latent"):
             words = [run, "--target", target, "--replace"]
@@ -252,16 +237,12 @@ def fit_into_hours(args: argparse.Namespace, read: float, write: float) -> argpa
 # -- what was found --------------------------------------------------------------------------------
 
 
-def result(out: Path) -> "Result":
+def result(out: Path) -> Result:
     """The study's own result, from those of its stages.
 
     Raises:
         UserError: a stage has no result yet.
     """
-    from ia_mech.display import with_style
-    from ia_mech.results import Result, about_runs, folder_of, kind_of, read
-    from ia_mech.run import Run
-
     run = Run.open(out / "run")
     located = read(folder_of(run.path, "locate"))
     elicited = read(out / "run-elicit")
@@ -356,47 +337,32 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", type=nonblank, metavar="MODEL", help="an embedded model, a hub id …"
     )
-    parser.add_argument(
-        "--dataset", type=nonblank, default="builtin:study", metavar="DATA",
-        help="of the queries (default: builtin:study)",
-    )  # fmt: skip
-    parser.add_argument("--queries", type=whole_from(4), metavar="N", help="(default: 60)")
-    parser.add_argument(
-        "--samples", type=whole_from(1), metavar="N",
-        help="turns per context and temperature (default: 4)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--maps", nargs="*", choices=MAPS, metavar="MAP",
-        help=f"of the stage locate: {', '.join(MAPS)} (default: all but heads)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--recipients", type=int, choices=range(1, 5), metavar="N",
-        help="of the stage locate, 1 to 4: fewer take less time and give wider intervals "
-        "(default: 4)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--unfinished", action="store_true",
+    add, switch = partial(flag, parser), partial(parser.add_argument, action="store_true")
+    add("--dataset", nonblank, "builtin:study", "of the queries", metavar="DATA")
+    add("--queries", whole_from(4), None, "(default: 60)", metavar="N")
+    turns = "turns per context and temperature (default: 4)"
+    add("--samples", whole_from(1), None, turns, metavar="N")
+    maps = f"of the stage locate: {', '.join(MAPS)} (default: all but heads)"
+    add("--maps", str, None, maps, nargs="*", choices=MAPS, metavar="MAP")
+    fewer = "of the stage locate, 1 to 4: fewer take less time and give wider intervals "
+    add("--recipients", int, None, f"{fewer}(default: 4)", choices=range(1, 5), metavar="N")
+    switch(
+        "--unfinished",
         help="take responses as they come, cut off or not, instead of drawing finished ones",
-    )  # fmt: skip
-    parser.add_argument(
-        "--wording", action="store_true",
+    )
+    switch(
+        "--wording",
         help="also how much turns tell about wordings of one response, written by the model",
-    )  # fmt: skip
-    parser.add_argument(
-        "--where", action="store_true",
+    )
+    switch(
+        "--where",
         help="also whether follow-ups travel with a state, and after which layers a vector opens "
         "reacting (hours)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help=f"{QUICK} queries, one sample, one recipient; no maps, no probes",
     )
-    parser.add_argument("--hours", type=float, metavar="H", help="as much as fits into these")
-    parser.add_argument(
-        "--out", type=path_of, metavar="DIR", help="of the study (default: cache/study-MODEL)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
+    switch("--quick", help=f"{QUICK} queries, one sample, one recipient; no maps, no probes")
+    add("--hours", float, None, "as much as fits into these", metavar="H")
+    add("--out", path_of, None, "of the study (default: cache/study-MODEL)", metavar="DIR")
+    switch("--dry-run", help="say what it takes, and stop")
     add_workers(parser)
     return parser
 
@@ -411,8 +377,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     """Arguments with the defaults that depend on others."""
-    from ia_mech.models.embedded import cache_dir
-
     args.queries = args.queries or (QUICK if args.quick else 60)
     args.samples = args.samples or (1 if args.quick else 4)
     args.recipients = args.recipients or (1 if args.quick else 4)
@@ -423,10 +387,13 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _study(args: argparse.Namespace) -> int | None:
-    from ia_mech.display import console
-    from ia_mech.results import folder_of, show, write
-    from ia_mech.run import Run
+    from ia_mech.models.load import models_kept
 
+    with models_kept():  # one load for all stages
+        return _run_stages(args)
+
+
+def _run_stages(args: argparse.Namespace) -> int | None:
     begun = (args.out / "run" / "run.json").is_file()
     if args.hours is not None and begun:  # what fitted then; the pace may be another now
         settings = Run(args.out / "run").settings
@@ -475,7 +442,7 @@ def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
     print_plan(lines)
 
 
-def study(model: str, **options: Any) -> "Result":
+def study(model: str, **options: Any) -> Result:
     """A whole study of a model, as the command makes it.
 
     Args:
@@ -495,8 +462,6 @@ def study(model: str, **options: Any) -> "Result":
             words.append(flag)
         elif value is not None and value is not False:
             words += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
-    from ia_mech.results import folder_of, read
-
     args = with_defaults(build_parser().parse_args(words))
     if status := _study(args):
         raise UserError(f"the study ended with status {status}", "see what its last stage said")

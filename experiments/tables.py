@@ -14,6 +14,15 @@ from ia_mech.estimates import ALL, TidyEstimate, all_datasets, frame_of
 from ia_mech.results import Table, cell_of, table_of
 
 POWER = 0.8  # with which an effect would have been shown
+SHOWN_IF = "Shown if: the difference that would have been shown with 80% power, before correction."
+
+
+def only(found: pd.DataFrame, quantity: str, **names: Any) -> pd.DataFrame:
+    """The estimates of a quantity, and of these names."""
+    mine = found["quantity"] == quantity
+    for name, value in names.items():
+        mine &= found[name] == value
+    return found[mine]
 
 
 def print_plan(lines: Mapping[str, str]) -> None:
@@ -35,12 +44,25 @@ def estimates_of(
 
 
 def tables_of(
-    title: str, found: pd.DataFrame, columns: Mapping[Any, tuple[str, int | str]], /, **options: Any
+    title: str,
+    found: pd.DataFrame,
+    columns: Mapping[Any, tuple[str, int | str]],
+    /,
+    shown_if: str = "",
+    **options: Any,
 ) -> list[Table]:
     """Tables (:func:`ia_mech.results.table_of`) of estimates: all datasets together, then each.
 
-    The latter is printed with ``--full`` alone. There is none without rows for ``columns``.
+    The latter is printed with ``--full`` alone. There is none without rows for ``columns``. Beside
+    the quantity ``shown_if`` stands what it could have shown.
     """
+    if shown_if:
+        found = with_detectable(found, shown_if)
+        items, digits = list(columns.items()), columns[shown_if][1]
+        at = list(columns).index(shown_if) + 1
+        shown = "shown if", digits if isinstance(digits, int) else 2
+        columns = dict([*items[:at], ("detectable", shown), *items[at:]])
+        options["legend"] = f"{options.get('legend', '')} {SHOWN_IF}".strip()
     there = found[found[options.get("key", "quantity")].isin(list(columns))]
     if there.empty:
         return []

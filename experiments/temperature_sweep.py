@@ -16,14 +16,15 @@ for 100 contexts on a CPU.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment
+from experiments.figures import Bars, Drawing, Lines
 from experiments.first_token import (
     BEST,
     GREEDY,
@@ -33,7 +34,7 @@ from experiments.first_token import (
     lens_curves,
     openings_of,
 )
-from experiments.tables import sentence_of, tables_of, with_detectable
+from experiments.tables import only, sentence_of, tables_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
     ALL,
@@ -46,14 +47,9 @@ from ia_mech.estimates import (
 )
 from ia_mech.rates.compute import rates
 from ia_mech.rates.gate import CONVERSATION
+from ia_mech.results import Table, label_of, table_of
+from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from experiments.figures import Drawing
-    from ia_mech.results import Table
-    from ia_mech.run import Run
 
 GRID = (*(round(0.1 * step, 1) for step in range(3, 16)), 1.75, 2.0)
 GARBLED = "degenerate"
@@ -148,10 +144,9 @@ class TemperatureSweep(Experiment):
     # -- read -------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
         from ia_mech.run.reader import EXACT_FROM
 
-        judged = read_runs(self.runs, self.args.judge, NO_ANNOTATOR)
+        judged = self.verdicts
         sampled = sorted(set(judged.turns["temperature"]) - {0})
         if len(sampled) < 2:
             at = f"at T = {sampled[0]:g} only" if sampled else "greedily only"
@@ -247,32 +242,27 @@ class TemperatureSweep(Experiment):
 
     # -- shown ------------------------------------------------------------------------------------
 
-    def tables(self, found: pd.DataFrame) -> "list[Table]":
-        from ia_mech.results import table_of
-
-        percent = f"{100 * self.args.level:g}% intervals over queries"
-        tested = (
-            "Holm-corrected p; shown if: the difference that would have been shown with 80% power."
-        )
+    def tables(self, found: pd.DataFrame) -> list[Table]:
+        tested = "Holm-corrected p."
         once = found["temperature"].isna()
         genuine = found[found["outcome"] == "genuine"]
         made = tables_of(
-            f"genuine turns by temperature ({percent})",
-            with_detectable(genuine, RATE_DIFFERENCE),
+            f"genuine turns by temperature ({self.intervals})",
+            genuine,
             {
                 RATE: ("rate", 2),
                 RATE_DIFFERENCE: ("less greedy's", 2),
-                "detectable": ("shown if", 2),
                 "floor": ("floor", 2),
                 "excess": ("excess", 2),
             },
+            shown_if=RATE_DIFFERENCE,
             rows="turns",
             legend="Rate: share of turns that the judge calls genuine. Less greedy's: of the same "
             f"queries. {tested} Floor: the same turns shown after another conversation; excess: "
             "what their rate is above it.",
         )
         made += tables_of(
-            f"where greedy decoding leaves a turn ({percent})",
+            f"where greedy decoding leaves a turn ({self.intervals})",
             found[~once],
             {
                 "token where greedy leaves": ("token", 0),
@@ -285,9 +275,10 @@ class TemperatureSweep(Experiment):
             "gap, log p of greedy's token less its own at T = 1, nats.",
         )
         made += tables_of(
-            f"do genuine turns lie deeper? ({percent})",
-            with_detectable(found[~once], DEEPER),
-            {DEEPER: ("gap less others'", 2), "detectable": ("shown if", 2)},
+            f"do genuine turns lie deeper? ({self.intervals})",
+            found[~once],
+            {DEEPER: ("gap less others'", 2)},
+            shown_if=DEEPER,
             index=("dataset", "temperature", "term"),
             rows="genuine turns",
             legend="Genuine turns' mean gap, nats, less that of other turns after the same "
@@ -300,7 +291,7 @@ class TemperatureSweep(Experiment):
         }
         made.append(
             table_of(
-                f"the first token by temperature ({percent})",
+                f"the first token by temperature ({self.intervals})",
                 all_datasets(found),
                 first,
                 rows="contexts",
@@ -312,7 +303,7 @@ class TemperatureSweep(Experiment):
         if (found["quantity"] == AHEAD).any():
             made.append(
                 table_of(
-                    f"greedy's opening by layer, logit lens ({percent})",
+                    f"greedy's opening by layer, logit lens ({self.intervals})",
                     all_datasets(found),
                     {AHEAD: ("ahead for good", 2)},
                     index=("layer",),
@@ -324,34 +315,27 @@ class TemperatureSweep(Experiment):
             )
         return made
 
-    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
-        from experiments.figures import Bars, Lines
-        from ia_mech.rates.figures import gate_title
-        from ia_mech.results import label_of
+    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
+        from ia_mech.rates.figures import gate_title  # loads matplotlib
 
         assert self.gate is not None
         title, pooled = gate_title(self.runs[0].model["name"], self.gate), all_datasets(found)
 
-        def rows_of(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
-            return rows[rows["quantity"] == quantity]
-
         floor = {"the judge's floor": self.gate.floor} if self.gate.decoys else None
         across, share = "temperature (0 = greedy)", "share of turns"
         made: dict[str, Drawing] = {
-            "rates": Lines(title, across, share, rows_of(found, RATE), by="dataset", levels=floor),
-            "first_token": Lines(
-                title, "temperature", TOKENS, rows_of(found, TOKENS), by="dataset"
-            ),
+            "rates": Lines(title, across, share, only(found, RATE), by="dataset", levels=floor),
+            "first_token": Lines(title, "temperature", TOKENS, only(found, TOKENS), by="dataset"),
         }
-        mass = rows_of(pooled, MASS)
+        mass = only(pooled, MASS)
         if mass["value"].notna().any():
             made["openings"] = Lines(title, "temperature", "probability", mass)
-        deep = rows_of(pooled, DEEPER)
+        deep = only(pooled, DEEPER)
         if len(deep):
             at = [label_of(t, "temperature") for t in deep["temperature"]]
             words = "genuine turns' gap to greedy, less other turns', nats"
             made["hidden"] = Bars(title, words, deep.assign(at=at), names="at", by="term")
-        lens = rows_of(pooled, LENS)
+        lens = only(pooled, LENS)
         if len(lens):
             up = "log p at header_last, nats"
             made["lens"] = Lines(title, "layer (0 = embeddings)", up, lens, across="layer")
@@ -362,22 +346,20 @@ class TemperatureSweep(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         assert self.gate is not None
-        options: dict[str, Any] = {"null": 0.0, "level": self.args.level}
-        deep = found[(found["quantity"] == DEEPER) & (found["term"] == OTHER_TURNS[0])]
+        deep = only(found, DEEPER, term=OTHER_TURNS[0])
         said = [
-            sentence_of(f"{RATE} by temperature", found[found["quantity"] == RATE]),
-            sentence_of("less greedy's", found[found["quantity"] == RATE_DIFFERENCE], **options),
-            sentence_of(
+            sentence_of(f"{RATE} by temperature", only(found, RATE)),
+            self.tested("less greedy's", only(found, RATE_DIFFERENCE)),
+            self.tested(
                 "nats by which genuine turns lie further from greedy than others after the same "
                 "response",
                 deep[deep["temperature"].notna()],
-                **options,
             ),
         ]
         return Conclusion(" ".join(text for text in said if text), f"{self.gate.sentence}.")
 
 
-def with_token_scores(turns: pd.DataFrame, runs: "Sequence[Run]") -> pd.DataFrame:
+def with_token_scores(turns: pd.DataFrame, runs: Sequence[Run]) -> pd.DataFrame:
     """The turns with their tokens, what the model made of them, and ``at``, their context's row."""
     written = []
     for run in runs:

@@ -14,7 +14,7 @@ from runs import files_under
 from shell import call
 
 from benchmarks.probe_validation.planted import Plan, plant, write
-from experiments.resample import subject_of
+from experiments.experiment import subject_of
 from experiments.temperature_sweep import main as sweep
 from ia_mech.collect.command import main
 from ia_mech.judge.__main__ import main as judge

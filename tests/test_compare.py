@@ -20,7 +20,7 @@ def test_shares_are_of_the_turns_assessed_and_of_each_source_alone(monkeypatch):
     turns = pd.DataFrame(names).merge(contexts, on="context_id")
     said = [GENUINE, "generic", CANNOT_ASSESS, "generic", None]
     labels = LabelSet(turns[["context_id", "temperature"]].assign(category=said), None, BUILT_IN)
-    monkeypatch.setattr("ia_mech.judge.label.read_labels", lambda *_: labels)
+    monkeypatch.setattr("experiments.compare.read_labels", lambda *_: labels)
     found = category_shares(SimpleNamespace(turns=turns), "rules")
     shares = found.set_index(["source", "term"])["value"]
     one, two = sources_of(contexts)

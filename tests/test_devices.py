@@ -22,7 +22,7 @@ from shell import call
 from test_temperature_sweep import judged
 from transformers.cache_utils import KVSharingDict
 
-from experiments import directions, elicit, hybrids, likelihood, locate, resample, steering
+from experiments import arms, directions, elicit, hybrids, likelihood, locate, steering
 from experiments.experiment import Model
 from ia_mech.collect import identity, job
 from ia_mech.collect.job import collect
@@ -208,7 +208,7 @@ def test_gradients_go_through_both_devices(architecture, gpus, monkeypatch):
         directions.SteeredContext("q", tuple(tiny.prompt(n, seed=n)), 2, (n - 1,), True, turns)
         for n in (9, 12)
     ]
-    start = directions.Arm(directions.DIRECTION, 0.4)
+    start = directions.Change(directions.DIRECTION, 0.4)
     unit = directions.ControlSearch("", "", 0, tuple(contexts), start, 0.05, (), 0)
     found = []
     for model in (over_two(architecture), tiny.model(architecture)):
@@ -259,7 +259,7 @@ def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, mo
         likelihood: [plain.path, siblings.path],
     }[command]
     for name, subject in (("one", cpu), ("two", placed)):
-        monkeypatch.setattr(resample, "load", lambda _, subject=subject: subject)
+        monkeypatch.setattr("ia_mech.models.load.load", lambda _, subject=subject: subject)
         out = ["--resamples", "100", "--out", str(tmp_path / name)]
         outcome = call(command.main, [*map(str, words), *out], capfd)
         assert outcome.status == 0, outcome.err

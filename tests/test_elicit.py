@@ -1,4 +1,4 @@
-"""The elicitation gap: the choice of an arm against loops, and a whole command on a tiny run."""
+"""The elicitation gap of arms that are alike and of one that is better, and the command."""
 
 import shutil
 
@@ -9,29 +9,18 @@ import torch
 from conftest import Silent
 from shell import call, refusal
 
-from experiments.elicit import EXCESS, GREEDY, OPENING, RATE, SIBLINGS, gaps, main, rates_by_query
+from experiments.arms import EXCESS, RATE, SIBLINGS, best_elsewhere, rates_by_query
+from experiments.elicit import GREEDY, OPENING, main
+from ia_mech.judge.decoys import SIBLING
 from ia_mech.judge.label import label_run
 from ia_mech.judge.rules import RulesJudge
+from ia_mech.rates.load import JudgedTurns
 from ia_mech.run import Run
 from ia_mech.steering import SteeringVector
 
 
-def by_loops(excess, greedy, half, counts) -> float:
-    total = 0.0
-    for reported in (0, 1):
-        drawn = [q for q in range(len(half)) for _ in range(int(counts[q]))]
-        ranking = [q for q in drawn if half[q] != reported]
-        best = max(range(len(excess)), key=lambda arm: sum(excess[arm][q] for q in ranking))
-        total += sum(excess[best][q] - excess[greedy][q] for q in drawn if half[q] == reported)
-    return total / len(drawn)
-
-
-def test_the_gap_is_that_of_arms_chosen_on_other_queries():
-    rng = np.random.default_rng(0)
-    excess, half = rng.normal(size=(4, 12)), np.arange(12) % 2
-    counts = rng.multinomial(12, np.full(12, 1 / 12), size=50).astype(float)
-    wanted = [by_loops(excess, 1, half, one) for one in counts]
-    np.testing.assert_allclose(gaps(excess, 1, half, counts), wanted, atol=1e-12)
+def gaps(excess, greedy, half, counts):
+    return best_elsewhere(excess, excess - excess[greedy], half, counts)
 
 
 def test_arms_that_are_alike_have_no_gap_though_the_best_is_chosen():
@@ -60,8 +49,9 @@ def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings
             {"source": "b", "own_genuine": 0.0, "genuine": np.nan},
             {"source": "c", "own_genuine": 0.0, "genuine": 1.0},
         ]
-    ).assign(arm=GREEDY, dataset="d")
-    found = rates_by_query(rows, "genuine").set_index("source")
+    ).assign(temperature=0.0, dataset="d", decoy=SIBLING)
+    judged = JudgedTurns(pd.DataFrame(), "me", {}, None, [], [], decoys=rows)
+    found = rates_by_query(judged, "genuine").set_index("source")
     assert found[RATE].to_dict() == {"a": 1.0, "c": 0.0}  # nothing is known of b's siblings
     assert found[SIBLINGS].to_dict() == {"a": 0.5, "c": 1.0}
     assert found[EXCESS].to_dict() == {"a": 0.5, "c": -1.0}
@@ -92,7 +82,7 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     by_arm = found.set_index(["quantity", "term"])["value"]
     for arm in set(arms) - {GREEDY}:  # every query has turns of all arms
         apart = by_arm[EXCESS, arm] - by_arm[EXCESS, GREEDY]
-        assert by_arm["excess, less greedy's", arm] == pytest.approx(apart)
+        assert by_arm["excess over siblings, less greedy's", arm] == pytest.approx(apart)
     prompted, opened, steered = (
         Run.open(out / way / "run") for way in ("prompt", "opening", "steering")
     )

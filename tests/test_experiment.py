@@ -47,7 +47,9 @@ class Count(Experiment):
 
     def check(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ia_mech.rates.load.read_runs", lambda *_: SimpleNamespace(gate=GATE))
+            patch.setattr(
+                "experiments.experiment.verdicts_of", lambda *_: SimpleNamespace(gate=GATE)
+            )
             super().check()
 
     def rows(self) -> pd.DataFrame:
@@ -317,8 +319,17 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
     np.testing.assert_allclose(found[whole, "own response"], np.mean(means), **scored.bits(3))
     # Units are measured again when the code was changed, and one without rows isn't kept.
     assert "3 are measured already" in call(first_words.main, [*words, "--dry-run"], capfd).out
-    monkeypatch.setattr("experiments.experiment.code_of", lambda module: "changed")
-    assert "0 are measured already" in call(first_words.main, [*words, "--dry-run"], capfd).out
+    for what, value, count in (
+        ("torch.__version__", f"{torch.__version__.partition('+')[0]}+cu130", 3),
+        ("torch.__version__", "1.0", 0),
+        ("experiments.experiment.engine_of", lambda: ["changed"], 0),
+        ("experiments.experiment.hash_of", lambda paths: "changed", 0),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(what, value)
+            said = call(first_words.main, [*words, "--dry-run"], capfd).out
+        assert f"{count} are measured already" in said
+    monkeypatch.setattr("experiments.experiment.hash_of", lambda paths: "changed")
     before = files(folder)
     monkeypatch.setattr(first_words, "measure", lambda *_: pd.DataFrame())
     outcome = call(first_words.main, words, capfd)

@@ -16,9 +16,9 @@ import torch
 from conftest import Silent
 from shell import call, files, refusal
 
-from experiments.directions import SteeredContext
-from experiments.elicit import EXCESS, SIBLINGS
-from experiments.elicit import RATE as ACCEPTED
+from experiments.arms import EXCESS, SIBLINGS, best_elsewhere
+from experiments.arms import RATE as ACCEPTED
+from experiments.directions import Learning, SteeredContext, learn
 from experiments.experiment import Model
 from experiments.learned_vector import (
     BITS,
@@ -32,9 +32,6 @@ from experiments.learned_vector import (
     UNIT,
     UNSTEERED,
     LearnedVector,
-    Learning,
-    at_chosen_layer,
-    learn,
     main,
 )
 from ia_mech.engine.intervene import Add
@@ -118,8 +115,8 @@ def test_a_layer_is_chosen_on_queries_of_the_same_vectors_and_reported_on_others
     ranked, reported, part = rng.normal(size=(3, 16)), rng.normal(size=(3, 16)), np.arange(16) % 4
     counts = 1.0 + rng.multinomial(16, np.full(16, 1 / 16), size=50)
     wanted = [by_loops(ranked, reported, part, one) for one in counts]
-    np.testing.assert_allclose(at_chosen_layer(ranked, reported, part, counts), wanted, atol=1e-12)
-    assert np.isnan(at_chosen_layer(ranked, reported, part, 1.0 * (part == 0)[None]))
+    np.testing.assert_allclose(best_elsewhere(ranked, reported, part, counts), wanted, atol=1e-12)
+    assert np.isnan(best_elsewhere(ranked, reported, part, 1.0 * (part == 0)[None]))
 
 
 @pytest.mark.slow
@@ -132,7 +129,7 @@ def test_layers_that_do_nothing_are_called_in_5_percent_though_the_best_is_chose
         options = {"level": 0.95, "resamples": 400, "seed": seed}
 
         def statistic(counts: np.ndarray, values=values) -> np.ndarray:
-            return at_chosen_layer(values, values, part, counts)
+            return best_elsewhere(values, values, part, counts)
 
         (found,) = cluster_bootstrap(statistic, range(60), **options)
         called += not found.low <= 0 <= found.high

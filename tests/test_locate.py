@@ -13,6 +13,7 @@ import scored
 from shell import call, refusal
 
 from experiments import hybrids
+from experiments.bits import halves_of
 from experiments.experiment import Model
 from experiments.hybrids import (
     AFTER_RESPONSE,
@@ -39,7 +40,6 @@ from experiments.locate import (
     Locate,
     accepted_bits,
     estimates,
-    halves,
     main,
     query_bits_of,
     whole_site_bits,
@@ -179,9 +179,9 @@ def test_estimates_have_the_share_the_test_and_the_windows_chosen_on_other_queri
         at = "bits, less with all layers", WITHOUT_WINDOW, window[0]
         assert cells[at] == pytest.approx(less) and (cells[at] < -1.0) == (planted.READ in window)
     chosen = [row for row in found if row.quantity == "bits, chosen on other queries"]
-    of = halves([f"q{number}" for number in range(QUERIES)], 0)
+    of = halves_of([f"q{number}" for number in range(QUERIES)], 0)
     assert {row.names["layer"] for row in chosen if row.names["term"] == WINDOW} >= {planted.READ}
-    assert all(row.estimate.sources == list(of.values()).count("reporting half") for row in chosen)
+    assert all(row.estimate.sources == list(of.values()).count(1) for row in chosen)
 
 
 def test_bits_of_accepted_turns_are_those_that_an_own_count_gives():

@@ -200,7 +200,7 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     def fail(*args, **options):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("experiments.resample.load", fail)
+    monkeypatch.setattr("ia_mech.models.load.load", fail)
     before, base = files(folder), files(plain.path)
     outcome = perturb(plain.path, "--out", folder, "--samples", "2", "--full")
     assert outcome.status == 0, outcome.err

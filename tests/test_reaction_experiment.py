@@ -12,9 +12,10 @@ import scored
 import tiny
 from shell import call
 
+from experiments.bits import SiblingTurns
 from experiments.experiment import Model
 from experiments.paraphrase import closeness, read_wordings, usable_wordings
-from experiments.reaction import Reaction, Turns, compared_responses, main
+from experiments.reaction import Reaction, compared_responses, main
 from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.command import main as sample
 from ia_mech.engine.check import check_engine
@@ -45,7 +46,7 @@ def test_likelihoods_equal_those_of_full_passes(architecture):
         for n, temperature in enumerate((0.0, 0.7, 1.0, 0.7))
     ]
     found = Reaction([], None, None).measure(
-        model, Turns("d\x1fq", "d", 1, "alternatives", tuple(contexts), tuple(turns))
+        model, SiblingTurns("d\x1fq", "d", 1, "alternatives", tuple(contexts), tuple(turns))
     )
     for (ids, temperature), row in zip(turns, found.to_dict("records"), strict=True):
         near = scored.nats(len(ids))

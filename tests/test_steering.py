@@ -19,7 +19,7 @@ from experiments.directions import (
     DIRECTION,
     OPTIMISED,
     RANDOM,
-    Arm,
+    Change,
     ControlSearch,
     ScoredQuery,
     SteeredContext,
@@ -80,7 +80,10 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
     bias[50] = 1.0
     for at, in_turn in (((20,), False), ((17,), True)):
         context = SteeredContext("q", ids, 2, at, in_turn, turns)
-        arms = [Arm(DIRECTION, 0.7, tuple(direction.tolist())), Arm(BIAS, 2.0, (), tuple(bias))]
+        arms = [
+            Change(DIRECTION, 0.7, tuple(direction.tolist())),
+            Change(BIAS, 2.0, (), tuple(bias)),
+        ]
         found = steering_effects(Model(tiny_subject, None), unit([context], arms))
         sums, firsts = {}, {}
         for name in ("plain", "moved"):
@@ -167,15 +170,25 @@ def test_controls_reach_the_kl_that_is_wanted(monkeypatch):
     told[planted.READ_OUT + TO] = 1.0
     made = [planted_context(n) for n in range(4)]
     contexts = tuple(replace(one, layer=5, at=(len(one.ids) - 1,)) for one in made)
-    arm = Arm(DIRECTION, 0.02, tuple(told.tolist()))
+    arm = Change(DIRECTION, 0.02, tuple(told.tolist()))
     for kl in (1e-4, 1e-3, 1e-2):
         search = ControlSearch("", "", 0, contexts, arm, kl, (replace(arm, term=RANDOM),), 0)
-        *found, none = [Arm(**row) for row in find_controls(model, search).to_dict("records")]
-        assert none == Arm(OPTIMISED, 0.0)
+        *found, none = [Change(**row) for row in find_controls(model, search).to_dict("records")]
+        assert none == Change(OPTIMISED, 0.0)
         assert [one.term for one in found] == [RANDOM, BIAS]
         reached = steering_effects(model, unit(contexts, found)).groupby("term")["kl"].mean()
         np.testing.assert_allclose(reached, kl, rtol=0.1)
-    assert arms_of_equal_kl([Arm("idle", 1e-9)], 1e-2, lambda arms: np.zeros(len(arms))) == []
+    assert arms_of_equal_kl([Change("idle", 1e-9)], 1e-2, lambda arms: np.zeros(len(arms))) == []
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0, 3.5, 4.0, 5.0])
+@pytest.mark.parametrize("start", [0.01, 0.3, 1.0, 4.0, 20.0])
+def test_a_dose_is_found_whatever_power_of_it_a_kl_grows_with(power, start):
+    def kl_of(arms) -> np.ndarray:
+        return np.array([0.02 * one.dose**power for one in arms])
+
+    (found,) = arms_of_equal_kl([Change("one", start)], 0.05, kl_of)
+    assert abs(kl_of([found])[0] - 0.05) <= 0.1 * 0.05
 
 
 def test_the_dose_is_chosen_within_the_kl():
@@ -212,8 +225,8 @@ def found_along(direction: np.ndarray, best: np.ndarray, seed: int, dose: float 
     model, rng = model_of(planted.model(True)), np.random.default_rng(seed)
     states = rng.standard_normal((60, planted.WIDTH))
     drawn = random_directions(states, direction, 19, seed)
-    arms = [Arm(DIRECTION, dose, tuple(direction)), Arm(OPTIMISED, dose, tuple(best))]
-    arms += [Arm(RANDOM, dose, tuple(one), draw=n) for n, one in enumerate(drawn)]
+    arms = [Change(DIRECTION, dose, tuple(direction)), Change(OPTIMISED, dose, tuple(best))]
+    arms += [Change(RANDOM, dose, tuple(one), draw=n) for n, one in enumerate(drawn)]
     numbers = rng.permutation(24)[:10]
     parts = [
         steering_effects(model, unit([planted_context(n)], arms)).assign(source=str(n), dataset="d")
@@ -227,7 +240,7 @@ def found_along(direction: np.ndarray, best: np.ndarray, seed: int, dose: float 
 def test_a_planted_direction_is_found_and_optimising_finds_it(monkeypatch):
     monkeypatch.setattr(directions, "STEPS", 15)
     contexts = tuple(planted_context(n) for n in range(6))
-    one = ControlSearch("", "", 0, contexts, Arm(DIRECTION, 0.4), 0.05, (), 0)
+    one = ControlSearch("", "", 0, contexts, Change(DIRECTION, 0.4), 0.05, (), 0)
     model = model_of(planted.model(True))
     with torch.inference_mode():  # as in a worker
         best = optimise_direction(model, one)

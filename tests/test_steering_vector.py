@@ -11,7 +11,7 @@ from contract import LOGPROB
 from safetensors.torch import save_file
 from test_intervene import by_plain_hooks, hooks_of, vectors
 
-from experiments.resample import subject_of
+from experiments.experiment import subject_of
 from ia_mech.collect.job import collect
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.intervene import Add, ProjectOut

@@ -21,6 +21,7 @@ from shell import call, refusal
 from experiments import compare, study
 from ia_mech import console
 from ia_mech.estimates import estimate_of
+from ia_mech.models import load as models
 from ia_mech.results import read
 
 STUDY = "run/results/study"
@@ -39,11 +40,14 @@ def made(data, tiny_model_dir, tmp_path_factory) -> Path:
 
 
 def finished(model: str, data: str, out: Path) -> Path:
-    """The folder of a study of a model."""
+    """The folder of a study of a model, which is loaded once for all its stages."""
+    loaded, once = [], models._load
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "_load", lambda spec: loaded.append(spec) or once(spec))
         patch.setattr(study, "RESPONSE_TOKENS", 5)
         patch.setattr(study, "TURN_TOKENS", 6)
         assert study.main([model, "--dataset", data, *SETTINGS, "--out", str(out)]) == 0
+    assert len(loaded) <= 1
     return out
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -209,7 +210,31 @@ def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
     return tokenizer, config
 
 
+_kept: ContextVar[dict[ModelSpec, Subject] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def models_kept() -> Iterator[None]:
+    """Within it, a model that has been loaded is not loaded again."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
 def load(spec: ModelSpec) -> Subject:
+    """A model for inference, loaded now, or before (:func:`models_kept`); see :func:`_load`."""
+    kept = _kept.get()
+    if kept is None:
+        return _load(spec)
+    key = replace(spec, name=_identifier(spec.name, spec.revision)[0])  # however it is spelt
+    if key not in kept:
+        kept[key] = _load(spec)
+    return replace(kept[key], spec=spec)
+
+
+def _load(spec: ModelSpec) -> Subject:
     """Load a model for inference.
 
     The global float32 matmul precision is set to full (no TF32): on CUDA devices TF32 changes

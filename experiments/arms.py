@@ -1,0 +1,305 @@
+"""Arms: conditions under which a run's turns are sampled anew, and how they compare with it.
+
+An arm changes the conversations, the settings, or what happens while a context is prefilled. It is
+sampled with the model and all other settings of the first run, to ``run/`` in a folder of the
+experiment's, beside ``conversations.jsonl``: a run like any other, which goes on where it was
+interrupted. Its turns are judged as the first run's were, and compared with those of the unchanged
+run, or of another arm, paired by query: the rate of accepted turns, and its excess over that of the
+same turns shown after siblings.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from ia_mech.cli import shell_word
+from ia_mech.data.conversations import Conversation
+from ia_mech.display import Bar
+from ia_mech.errors import UserError
+from ia_mech.estimates import Group, TidyEstimate, paired_row
+from ia_mech.judge.decoys import SIBLING
+from ia_mech.judge.label import UNSEEN, label_run
+from ia_mech.judge.rules import RulesJudge
+from ia_mech.judge.verdict import identity_hash
+from ia_mech.rates.load import NO_ANNOTATOR, JudgedTurns, read_runs
+from ia_mech.run import Run, integrity, layout
+from ia_mech.run.integrity import without_folders
+from ia_mech.settings import Settings
+from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean
+
+if TYPE_CHECKING:
+    from ia_mech.collect.job import Interventions
+    from ia_mech.engine.workers import Crew
+    from ia_mech.models.load import Subject
+
+CONVERSATIONS, RUN = "conversations.jsonl", "run"
+# Settings of a run that an arm shares with it, unless it says otherwise.
+CHAT = ("system", "thinking", "template_option", "date", "opening")
+DECODING = ("temperatures", "samples", "max_new_tokens", "seed")
+SHARED = (
+    *CHAT,
+    *DECODING,
+    *("revision", "random_blocks", "dtype", "device", "attention", "trust_remote_code"),
+    *("device_map", "batch_rows", "ignore_check"),
+)
+POSITIONS = ("header_last",)  # where the residual stream of arms is kept
+RATE, SIBLINGS, EXCESS = "accepted", "accepted after siblings", "excess over siblings"
+OF_QUERIES = {RATE: (0.0, 1.0), SIBLINGS: (0.0, 1.0), EXCESS: (-1.0, 1.0)}  # and their bounds
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A condition under which turns are sampled.
+
+    Attributes:
+        conversations: with their responses.
+        settings: in which the arm's run differs from the first one.
+        interventions: what is changed in each context while it is prefilled, as of
+            :func:`ia_mech.collect.job.collect`.
+    """
+
+    conversations: Sequence[Conversation]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    interventions: "Interventions | None" = None
+
+    def rows(self, first: Run) -> int:
+        """Turns after each context."""
+        of = first.settings | dict(self.settings)
+        return len(of["temperatures"]) * of["samples"] + 1
+
+
+# -- sampled ---------------------------------------------------------------------------------------
+
+
+def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
+    """The conversations of contexts, with the response that each was given."""
+
+    def text_of(value: Any) -> str | None:
+        return value if isinstance(value, str) else None  # pandas has NaN for none
+
+    return [
+        Conversation(
+            id=row["context_id"],
+            source_id=row["source_id"],
+            dataset=row["dataset"],
+            messages=tuple(row["messages"]),
+            reference=text_of(row["reference"]),
+            answer=text_of(row["answer"]),
+            metadata=json.loads(row["metadata"]),
+            finish_reason=text_of(row["response_finish_reason"]),
+        )
+        for row in contexts.to_dict("records")
+    ]
+
+
+def sample_arm(
+    first: Run, arm: Arm, folder: Path, subject: "Callable[[], Subject]", crew: "Crew"
+) -> Run:
+    """The run of an arm in a folder: sampled, continued, or as it is.
+
+    Args:
+        first: the run whose model and settings are used.
+        arm: what differs; with the setting ``intervention``, a file with a steering vector.
+        folder: made if it isn't there.
+        subject: loads the model, where something is left to sample.
+        crew: workers and threads of each.
+
+    Raises:
+        UserError: the folder holds other conversations, or a run without them.
+    """
+    from ia_mech.collect.job import collect
+    from ia_mech.models.load import recall
+    from ia_mech.steering import SteeringVector
+
+    # Absolute, for the path is part of the run's configuration, wherever the command is given.
+    file, out = folder.resolve() / CONVERSATIONS, folder / RUN
+    lines = (json.dumps(one.to_dict(), ensure_ascii=False) for one in arm.conversations)
+    content = "".join(f"{line}\n" for line in lines).encode()
+    same = file.is_file() and file.read_bytes() == content
+    if (out / layout.RUN).is_file() and not same:
+        differs = "holds other conversations, or other conditions, than these"
+        raise UserError(
+            f"{file} {differs if file.is_file() else 'is missing'}",
+            "give another --out, or what it was made with",
+        )
+
+    def write(scratch: Path) -> None:
+        scratch.write_bytes(content)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if not same:
+        integrity.replace_file(file, write)
+    model, changes, steered = recall(first.settings, first.model["weights_hash"]), {}, {}
+    if vector := arm.settings.get("intervention"):
+        changes["intervention"] = str(vector)
+        # The vector itself, not its file's name, tells runs apart.
+        steered["intervention"] = SteeringVector.load(vector).sha256
+    settings = Settings(
+        **{name: first.settings[name] for name in SHARED}
+        | {"model": model.name, "adapter": model.adapter, "dataset": str(file), "limit": None}
+        | {"response": "given", "header_logits": "none", "positions": POSITIONS}
+        | dict(arm.settings)
+        | changes
+    )
+    if (out / layout.RUN).is_file():
+        there = Run.open(out)
+        wanted = {"settings": settings.to_dict(), **steered}
+        kept = {"settings": there.settings | {"dataset": str(file)}}
+        kept |= {name: there.record["identity"].get(name) for name in steered}
+        if there.complete and without_folders(kept) == without_folders(wanted):
+            return there
+    used, contexts = subject(), len(arm.conversations)
+    turns = f"{contexts} changed contexts, {contexts * len(settings.rows())} user turns"
+    print(f"{turns}, {settings.model} on {used.device}, to {out}", file=sys.stderr)
+    return collect(settings, used, out, Bar(), crew=crew, interventions=arm.interventions)
+
+
+# -- judged ----------------------------------------------------------------------------------------
+
+
+def judge_alike(first: Run, runs: Sequence[Run], judge: str, *, unperturbed: bool = False) -> None:
+    """Have runs labelled by the judge of a first one.
+
+    Args:
+        first: labelled by that judge.
+        runs: labelled here by the rules judge, if they aren't yet.
+        judge: its name.
+        unperturbed: turns are shown after the unchanged responses; then the name has another end.
+
+    Raises:
+        UserError: it is another judge, which the user has to run.
+    """
+    name = judge + UNSEEN if unperturbed else judge
+    todo = [run for run in runs if name not in run.labels.judges]
+    own, rules = first.labels.record("judgements", judge).get("identity", {}), RulesJudge()
+    if todo and identity_hash(own) != identity_hash(rules.identity):
+        against = " against the unchanged responses" if unperturbed else ""
+        commands = " and ".join(
+            f"python -m ia_mech.judge run {shell_word(run.path)} --name {name}"
+            + (" --unperturbed" if unperturbed else "")
+            for run in todo
+        )
+        raise UserError(
+            f"{' and '.join(str(run.path) for run in todo)}: not judged by {judge!r}{against}",
+            f"run {commands} with the flags that judged {first.path}, then this command again",
+        )
+    for run in todo:
+        label_run(run, rules, name, Bar(), unperturbed=unperturbed)
+
+
+def verdicts_of(runs: Sequence[Run], judge: str | None) -> JudgedTurns:
+    """The turns of runs with a judge's verdicts; no annotations are read."""
+    return read_runs(runs, judge, NO_ANNOTATOR)
+
+
+def rates_by_query(judged: JudgedTurns, outcome: str) -> pd.DataFrame:
+    """Rates of turns by temperature and query, and of the same turns shown after siblings.
+
+    Args:
+        judged: with decoys.
+        outcome: what counts as accepted.
+
+    Returns:
+        One row per temperature and source with both verdicts: ``temperature``, ``dataset``,
+        ``source``, and :data:`OF_QUERIES`, means over its turns.
+
+    Raises:
+        UserError: no turn was judged after siblings.
+    """
+    decoys = judged.decoys[judged.decoys["decoy"] == SIBLING]
+    if decoys.empty:
+        path = judged.runs[0].path
+        raise UserError(
+            f"{path} has no turns judged after siblings",
+            f"judge it again: python -m ia_mech.judge run {shell_word(path)} --replace",
+        )
+    both = decoys.dropna(subset=[outcome, f"own_{outcome}"])
+    own, other = both[f"own_{outcome}"].astype(float), both[outcome].astype(float)
+    keys = ["temperature", "dataset", "source"]
+    rows = both[keys].astype({"temperature": float, "dataset": object, "source": object})
+    rows = rows.assign(**{RATE: own, SIBLINGS: other, EXCESS: own - other})
+    return rows.groupby(keys, sort=False).mean().reset_index()
+
+
+# -- compared --------------------------------------------------------------------------------------
+
+
+def arm_estimates(
+    rows: pd.DataFrame,
+    by: Sequence[str],
+    bounds: Mapping[str, tuple[float, float]],
+    against: Callable[..., Mapping[str, Hashable]],
+    group: Group,
+    compared: Sequence[str] | None = None,
+) -> Iterator[TidyEstimate]:
+    """Means of arms, and their differences from others, paired by query.
+
+    Args:
+        rows: ``source``, the columns that name an arm, and values of quantities.
+        by: the columns that name an arm.
+        bounds: quantity → between which it lies. One that is nowhere known is left out.
+        against: of an arm's names, in words → the names of the arm that is subtracted; the
+            difference is called ``quantity, words``.
+        group: gives options and names; its sources aren't looked at.
+        compared: the quantities of differences (default: all).
+    """
+    arms = dict(list(rows.groupby(list(by), sort=False)))
+    for key, own in arms.items():
+        names = dict(zip(by, key, strict=True))
+        known = [one for one in bounds if one in own and own[one].notna().any()]
+        for quantity in known:
+            values, sources = own[quantity], own["source"]
+            found = cluster_mean(values, sources, level=group.options["level"])
+            clipped = found.clip(*bounds[quantity])
+            yield group.row(quantity, clipped, int(values.notna().sum()), **names)
+        for words, other in against(*key).items():
+            for quantity in known:
+                if other in arms and quantity in (compared or known):
+                    base = arms[other]
+                    pair = own[quantity], own["source"], base[quantity], base["source"]
+                    yield paired_row(group, f"{quantity}, {words}", *pair, **names)
+
+
+def best_elsewhere(
+    ranked: np.ndarray, reported: np.ndarray, part: np.ndarray, counts: np.ndarray
+) -> np.ndarray:
+    """What the arm has that is best on other queries.
+
+    Args:
+        ranked: ``[arms, queries]`` by whose mean an arm is chosen.
+        reported: ``[arms, queries]`` what is read off there.
+        part: ``[queries]`` numbers: queries of 0 are reported where those of 1 have chosen, and the
+            other way round; so are those of 2 and 3, and so on.
+        counts: ``[resamples, queries]`` how often each query was drawn.
+
+    Returns:
+        ``[resamples]`` means over queries; NaN where a part has nothing to choose by.
+    """
+    total = np.zeros(len(counts))
+    for one in np.unique(part):
+        choosing, reporting = counts * (part == one ^ 1), counts * (part == one)
+        best = (choosing @ ranked.T).argmax(1)  # sums rank as means do
+        total += (reporting * reported[best]).sum(1)
+        total[(choosing.sum(1) == 0) & (reporting.sum(1) > 0)] = np.nan
+    return total / counts.sum(1)
+
+
+def estimate_best(
+    ranked: np.ndarray,
+    reported: np.ndarray,
+    part: np.ndarray,
+    sources: Sequence[str],
+    options: Mapping[str, Any],
+) -> Estimate:
+    """:func:`best_elsewhere` with its interval; the bootstrap repeats the choice."""
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        return best_elsewhere(ranked, reported, part, counts)
+
+    return cluster_bootstrap(statistic, list(sources), **options)[0]
