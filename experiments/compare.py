@@ -67,16 +67,13 @@ def numbers_of(study: Path) -> pd.DataFrame:
 def category_shares(run: "Run", judge: str) -> pd.DataFrame:
     """What a judge takes the turns of a run for: by query, the share of each category among the
     turns that it could assess."""
-    from ia_mech.judge.label import read_labels
-    from ia_mech.run.sources import sources_of
+    from ia_mech.judge.rubric import rubric_of
 
-    labels, _, rubric = read_labels(run, "judgements", judge, [])
-    labels = labels.assign(source=sources_of(run.turns))
-    labels = labels[labels["category"].isin(rubric.assessed)]
+    rubric = rubric_of(run.labels.record("judgements", judge))
+    labels = run.labelled(judge)
+    labels = labels[labels["genuine"].notna()].astype({"source": object, "category": object})
     labels["turns"] = labels["temperature"].map(turns_of)
-    counts = pd.crosstab(
-        [labels["turns"], labels["source"]], labels["category"].astype(str), normalize="index"
-    )
+    counts = pd.crosstab([labels["turns"], labels["source"]], labels["category"], normalize="index")
     counts = counts.reindex(columns=list(rubric.assessed), fill_value=0.0)
     each = counts.rename_axis(["turns", "source"]).rename_axis("term", axis=1).stack()
     return each.rename("value").reset_index().assign(quantity=SHARE)

@@ -227,7 +227,7 @@ class Perturbations(Experiment):
         ``condition``, ``temperature``, ``sample``, ``category``, ``genuine`` and ``held`` (1, 0 or
         NaN)."""
         from experiments.resample import judge_alike
-        from ia_mech.judge.label import UNSEEN
+        from ia_mech.judge.judging import UNSEEN
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 
         assert self.gate is not None  # this is a judged experiment

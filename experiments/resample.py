@@ -20,7 +20,7 @@ from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
 from ia_mech.engine.workers import ANY, Crew
 from ia_mech.errors import UserError
-from ia_mech.judge.label import UNSEEN, label_run
+from ia_mech.judge.judging import UNSEEN, label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import identity_hash
 from ia_mech.models.load import Subject, load, recall

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from experiments.compare import category_shares
-from ia_mech.judge.label import LabelSet
+from ia_mech.judge.judging import LabelSet
 from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE
 from ia_mech.run.sources import sources_of
 
@@ -20,7 +20,7 @@ def test_shares_are_of_the_turns_assessed_and_of_each_source_alone(monkeypatch):
     turns = pd.DataFrame(names).merge(contexts, on="context_id")
     said = [GENUINE, "generic", CANNOT_ASSESS, "generic", None]
     labels = LabelSet(turns[["context_id", "temperature"]].assign(category=said), None, BUILT_IN)
-    monkeypatch.setattr("ia_mech.judge.label.read_labels", lambda *_: labels)
+    monkeypatch.setattr("ia_mech.judge.judging.read_labels", lambda *_: labels)
     found = category_shares(SimpleNamespace(turns=turns), "rules")
     shares = found.set_index(["source", "term"])["value"]
     one, two = sources_of(contexts)

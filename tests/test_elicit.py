@@ -10,7 +10,7 @@ from conftest import Silent
 from shell import call, refusal
 
 from experiments.elicit import EXCESS, GREEDY, OPENING, RATE, SIBLINGS, gaps, main, rates_by_query
-from ia_mech.judge.label import label_run
+from ia_mech.judge.judging import label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.run import Run
 from ia_mech.steering import SteeringVector

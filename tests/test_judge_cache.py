@@ -11,7 +11,7 @@ from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge import rubric
 from ia_mech.judge.cache import VerdictCache
-from ia_mech.judge.label import judge_items
+from ia_mech.judge.judging import judge_items
 from ia_mech.judge.verdict import Item, Verdict
 
 ITEMS = [Item("query", "response", f"turn {number}") for number in range(3)]

@@ -10,7 +10,7 @@ from judging import DECOYS, ROWS, FakeJudge, Recorded, genuine
 from runs import CONTEXTS, planted, unfinished
 
 from ia_mech.errors import UserError
-from ia_mech.judge.label import items_of, label_run
+from ia_mech.judge.judging import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, VERSION, rubric_hash
 from ia_mech.judge.verdict import FAILURES, TRUNCATED, Judge, Verdict, identity_hash
 from ia_mech.run import Run

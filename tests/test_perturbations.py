@@ -37,7 +37,7 @@ from ia_mech.chat.headers import context_and_reference
 from ia_mech.collect.job import collect
 from ia_mech.data.conversations import HEADERS, Conversation, open_conversations, validate
 from ia_mech.display import Quiet
-from ia_mech.judge.label import UNSEEN, items_of, label_run
+from ia_mech.judge.judging import UNSEEN, items_of, label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.run import Run
 from ia_mech.settings import Settings

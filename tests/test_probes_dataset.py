@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
-from ia_mech.judge.label import items_of, label_run
+from ia_mech.judge.judging import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.judge.verdict import Verdict
 from ia_mech.run import Run

@@ -22,7 +22,7 @@ from scipy.stats import beta, norm
 from ia_mech import __version__
 from ia_mech.chat.template import message
 from ia_mech.collect.rows import entropy
-from ia_mech.judge.label import items_of
+from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import BUILT_IN, GENUINE, VERSION, rubric_hash
 from ia_mech.judge.verdict import Verdict, identity_hash
 from ia_mech.lens import Lens

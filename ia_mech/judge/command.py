@@ -16,7 +16,7 @@ from ia_mech.cli import NOTHING, one_line, shell_word
 from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import draw_decoys
-from ia_mech.judge.label import (
+from ia_mech.judge.judging import (
     UNSEEN,
     check_judged,
     decoys_per_source,

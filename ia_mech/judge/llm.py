@@ -1,7 +1,7 @@
 """A language model as a judge, at any server that speaks OpenAI's chat-completions protocol.
 
 The client retries by itself what may pass (server errors, rate limits, timeouts, broken
-connections). :mod:`ia_mech.judge.label` calls a judge from ``concurrency`` threads, each of which
+connections). :mod:`ia_mech.judge.judging` calls a judge from ``concurrency`` threads, each of which
 stores a verdict before it requests the next. Until the server has answered once, requests go one
 at a time, so that a wrong address, name or parameter is told after one request.
 """

@@ -5,8 +5,8 @@ happen to be worded alike are rows of their own). Strata are a judge's categorie
 are seen; the key, which stays in the run, has each row's inclusion probability, by whose inverse
 every figure is weighted. A fifth of the rows of a sheet are decoys (``decoys``) on top of that
 sample, so that annotators have a floor like any judge; their labels count for nothing else. The
-sheet itself shows text alone. It is written as a page to annotate in (:mod:`ia_mech.page`), which
-exports JSON, and as CSV; both are read back.
+sheet itself shows text alone. It is written as a table (CSV) and as a page to annotate in
+(:mod:`ia_mech.page`), which saves such a table; a table is what is read back.
 
 Texts are a model's and not to be trusted: a cell that a spreadsheet would run as a formula gets an
 apostrophe in front, and characters that can't be seen become �
@@ -22,8 +22,6 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,18 +31,19 @@ import pandas as pd
 from ia_mech.cli import one_line, shell_word
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import draw_decoys
-from ia_mech.judge.label import check_finished, items_of, read_labels
+from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import BUILT_IN, Rubric, rubric_of
 from ia_mech.judge.verdict import Item
 from ia_mech.page import packed, rendered
 from ia_mech.run import Run, integrity, layout
+from ia_mech.run.labelled import FAILED
 from ia_mech.run.labels import KEY, check_name
-from ia_mech.untrusted import parse_json, spreadsheet_safe, visible
+from ia_mech.untrusted import spreadsheet_safe, visible
 
 PAGE_KEYS = "123456789abcfghijklmopqrstvwxyz"  # of categories on the page; "0" is the last one's
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
-ALL, FAILED = "all", "failed"  # strata that are no category: without a judge; no verdict
-DECOY = "decoy"  # the stratum of decoys, which are no sample of the run's turns
+# Strata that are no category, beside ``failed``: of all turns where there is no judge, and of decoys.
+ALL, DECOY = "all", "decoy"
 DECOY_SHARE = 0.25  # of the number of turns: a fifth of the sheet
 LEAST_PER_STRATUM = 5  # rows of a stratum, where it has so many
 
@@ -87,7 +86,7 @@ def export_sheet(
         UserError: an unfinished run; no such judge, or several and none was named; n that the run
             can't give.
     """
-    check_finished(run)
+    run.check_finished()
     by = _judge(run, by)
     rows = run.turns
     if not 1 <= n <= len(rows):
@@ -95,7 +94,9 @@ def export_sheet(
             f"a sheet of {n} rows can't be drawn: {run.path} has {len(rows)} user turns",
             f"give --n from 1 to {len(rows)} ({len(rows)} takes them all)",
         )
-    strata = np.array([ALL] * len(rows) if by is None else _strata(run, by))
+    strata = np.array([ALL] * len(rows))
+    if by is not None:
+        strata = run.labelled(by)["category"].astype(object).fillna(FAILED).to_numpy()
     sizes = dict(sorted(Counter(strata.tolist()).items()))
     if n < len(sizes):
         raise UserError(
@@ -187,9 +188,23 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, ...]:
         "html": _page(sheet).encode(),
     }
     contents = {out.with_name(f"{out.name}.{form}"): made for form, made in forms.items()}
-    write_new_files(contents)
+    for path in contents:
+        layout.check_output(path)
+        if path.exists():
+            raise UserError(f"{path} exists", "give another --out, or remove it")
+    for path, content in contents.items():
+        integrity.replace_file(path, lambda scratch, content=content: scratch.write_bytes(content))
     run.labels.write_sheet(name, sheet.key)
     return tuple(contents)
+
+
+def csv_bytes(table: pd.DataFrame) -> bytes:
+    """A CSV file: UTF-8 with byte order mark, comma, everything quoted, every text inert."""
+    cells = table.astype(object).map(
+        lambda cell: "" if pd.isna(cell) else spreadsheet_safe(str(cell))
+    )
+    text = cells.to_csv(index=False, quoting=csv.QUOTE_ALL, lineterminator="\r\n")
+    return text.encode("utf-8-sig")
 
 
 def _page(sheet: Sheet) -> str:
@@ -244,47 +259,6 @@ def _judge(run: Run, by: str | None) -> str | None:
         f"{run.path} has verdicts of several judges ({', '.join(judges)})",
         "name the one to stratify by with --by",
     )
-
-
-def _strata(run: Run, by: str) -> list[str]:
-    """The judge's category of every row of ``run.turns``, or ``failed``."""
-    verdicts = read_labels(run, "judgements", by, []).turns
-    return verdicts["category"].astype(object).fillna(FAILED).tolist()
-
-
-# -- files -------------------------------------------------------------------------------------
-
-
-def csv_bytes(table: pd.DataFrame) -> bytes:
-    """A CSV file: UTF-8 with byte order mark, comma, everything quoted, every text inert."""
-    cells = table.astype(object).map(
-        lambda cell: "" if pd.isna(cell) else spreadsheet_safe(str(cell))
-    )
-    text = cells.to_csv(index=False, quoting=csv.QUOTE_ALL, lineterminator="\r\n")
-    return text.encode("utf-8-sig")
-
-
-def refuse_existing(path: Path) -> None:
-    """Raise UserError unless a file can be written there that replaces none."""
-    layout.check_output(path)
-    if path.exists():
-        raise UserError(f"{path} exists", "give another --out, or remove it")
-
-
-def write_new_files(contents: dict[Path, bytes]) -> None:
-    """Write files, each whole.
-
-    Raises:
-        UserError: one is there, or its folder isn't. None is written then.
-    """
-    for path in contents:
-        refuse_existing(path)
-    for path, content in contents.items():
-        integrity.replace_file(path, partial(_write_bytes, content))
-
-
-def _write_bytes(content: bytes, path: Path) -> None:
-    path.write_bytes(content)
 
 
 # -- reading a filled-in sheet -----------------------------------------------------------------
@@ -349,78 +323,31 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
 
 
 def read_sheet(path: Path) -> list[SheetRow]:
-    """The rows of a filled-in sheet, by its suffix: CSV or the page's JSON.
-
-    Raises:
-        UserError: none of these, not UTF-8, not what the suffix claims, or a column is
-            missing.
-    """
-    suffix = path.suffix.lower()
-    if path.is_file() and suffix not in (".csv", ".json"):
-        raise UserError(f"{path} is no .csv or .json", "save the sheet as CSV UTF-8")
-    rows = []
-    for where, row in (_csv_rows if suffix == ".csv" else json_lines)(path):
-        values = [row.get(column, "") for column in COLUMNS_READ]
-        absent = [column for column in ("item", "category") if column not in row]
-        if absent or not all(isinstance(value, str) for value in values):
-            problem = f"has no column {absent[0]!r}" if absent else "a cell isn't a text"
-            raise UserError(f"{where}: {problem}", f"keep the columns {', '.join(COLUMNS_READ)}")
-        rows.append(SheetRow(where, *(value.strip() for value in values)))
-    return rows
-
-
-def _text_of(path: Path) -> str:
-    """A file's text, without a byte order mark; UserError unless it is there and UTF-8."""
-    if not path.is_file():
-        problem = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
-        raise UserError(problem, "check the path")
-    content = path.read_bytes()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path} isn't UTF-8 in line {line}", "save it as UTF-8 (in a spreadsheet: CSV UTF-8)"
-        ) from None
-
-
-def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, object) of every line that isn't blank, or of the objects of one list.
-
-    Raises:
-        UserError: what isn't JSON, or is no object.
-    """
-    text = _text_of(path)
-    if text.lstrip().startswith("["):  # as the page exports it
-        values = enumerate(parse_json(text, str(path), "correct it"), 1)
-        objects = ((f"object {number} of {path}", value) for number, value in values)
-    else:
-        # Not splitlines(): a text may hold U+2028, which JSON needn't escape.
-        lines = [(f"line {n} of {path}", line) for n, line in enumerate(text.split("\n"), 1)]
-        full = [(where, line) for where, line in lines if line.strip()]
-        objects = ((where, parse_json(line, where, "correct it")) for where, line in full)
-    for where, value in objects:
-        if not isinstance(value, dict):
-            raise UserError(f"{where} isn't a JSON object", "correct it")
-        yield where, value
-
-
-def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, cells by column) of every row of a CSV file.
+    """The rows of a filled-in table. Of its columns a ``note`` may be absent.
 
     Spreadsheets in languages with a decimal comma separate cells by semicolons.
+
+    Raises:
+        UserError: it isn't CSV in UTF-8, or a column is missing.
     """
-    text = _text_of(path)
-    separator = max(",;\t", key=text.partition("\n")[0].count)
     try:
+        text = path.read_bytes().decode("utf-8-sig")
+        separator = max(",;\t", key=text.partition("\n")[0].count)
         table = pd.read_csv(io.StringIO(text), sep=separator, dtype=str, keep_default_na=False)
-    except ValueError as error:  # pandas' own are subclasses
+    except ValueError as error:  # pandas' own and UnicodeDecodeError are subclasses
         raise UserError(
-            f"{path} isn't CSV ({one_line(str(error), 100)})",
+            f"{path} isn't CSV in UTF-8 ({one_line(str(error), 100)})",
             "save it as CSV UTF-8, or annotate in the page",
         ) from None
-    for number, row in enumerate(table.to_dict("records"), 2):
-        yield f"row {number} of {path}", row
+    if absent := [column for column in ("item", "category") if column not in table]:
+        raise UserError(
+            f"{path} has no column {absent[0]!r}", f"keep the columns {', '.join(COLUMNS_READ)}"
+        )
+    cells = table.reindex(columns=list(COLUMNS_READ)).fillna("")
+    return [
+        SheetRow(f"row {number} of {path}", *map(str.strip, row))
+        for number, row in enumerate(cells.itertuples(index=False), 2)
+    ]
 
 
 def _sheet_of(run: Run, file: Path, rows: list[SheetRow]) -> tuple[str, dict[str, Any]]:
@@ -492,8 +419,8 @@ def export_command(args: argparse.Namespace) -> None:
         print(f"  and {decoys} turns after contexts that they did not follow, as a control")
     for file in files:
         print(f"sheet: {file}")
-    print("open the .html, which needs no network, and import the .json that it exports; or fill")
-    print("in the table's category (and note), explained by: python -m ia_mech.judge rubric")
+    print("open the .html, which needs no network, and import the table that it saves; or fill in")
+    print("this table's category (and note), explained by: python -m ia_mech.judge rubric")
     print("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
     words = f"{shell_word(args.run)} {shell_word(files[0])}"
     print(f"next: python -m ia_mech.annotate import {words} --annotator NAME")

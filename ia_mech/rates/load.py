@@ -20,20 +20,18 @@ import pyarrow.parquet as pq
 
 from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
-from ia_mech.judge.label import check_finished, items_of, read_labels, same_judges
+from ia_mech.judge.judging import same_judges
 from ia_mech.judge.rubric import CANNOT_ASSESS, Rubric, rubric_of
-from ia_mech.judge.verdict import GROUNDED_P, JUDGED, OUTCOMES, identity_hash
+from ia_mech.judge.verdict import GROUNDED_P, OUTCOMES, identity_hash
 from ia_mech.models.embedded import cache_dir
 from ia_mech.rates.gate import CONVERSATION, Gate, gate_of, worst_gate
 from ia_mech.rates.grounding import p_values
 from ia_mech.results import folders_of
 from ia_mech.run import Run
+from ia_mech.run.labelled import FAILED
 from ia_mech.run.labels import KEY
 from ia_mech.run.sources import SEPARATOR, sources_of
 
-# Columns of verdicts that rates need.
-_VERDICT = ["category", "genuine", "status", "fitted", "grounding"]
-FAILED = "failed"  # the judge gave no category
 DEPENDENT = "dependent"  # genuine, and the own response is likelier than its siblings together
 EVERY, UNFINISHED = "all", "unfinished"  # responses that turns come after; the third is "complete"
 NO_ANNOTATOR = ""  # no annotator: annotations are not read
@@ -145,7 +143,7 @@ def open_runs(runs: Sequence[str | Path | Run]) -> list[Run]:
     """
     opened = [run if isinstance(run, Run) else Run.open(run) for run in runs]
     for at, run in enumerate(opened):
-        check_finished(run)
+        run.check_finished()
         for other in opened[:at]:
             if other.identity_digest == run.identity_digest:
                 same = run.path.resolve() == other.path.resolve()
@@ -192,9 +190,8 @@ def read_runs(
     decoys: list[pd.DataFrame] = []
     earlier: list[tuple[Path, pd.MultiIndex]] = []
     for run in runs:
-        own, own_decoys = _turns_and_decoys(run, judge)
+        own, own_decoys = _turns_and_decoys(run, judge, annotator)
         own[DEPENDENT] = _dependent(own, runs, run)
-        _add_annotations(own, run, annotator, judge)
         turns.append(_without_repeated(own, run, earlier))
         decoys.append(own_decoys)
     pooled = _pooled(turns)
@@ -252,18 +249,11 @@ def _choose_judge(runs: list[Run], judge: str | None) -> str:
                 f"{run.path} has not been judged",
                 f"run: python -m ia_mech.judge run {shell_word(run.path)}",
             )
-    if judge is None:
-        names = sorted({name for run in runs for name in run.labels.judges})
-        if len(names) > 1:
-            raise UserError(f"there are verdicts of {', '.join(names)}", "choose one with --judge")
-        return names[0]
-    for run in runs:
-        if judge not in run.labels.judges:
-            raise UserError(
-                f"{run.path} has no verdicts of {judge!r}",
-                f"give --judge one of: {', '.join(run.labels.judges)}",
-            )
-    return judge
+    names = {name for run in runs for name in run.labels.judges} if judge is None else {judge}
+    if len(names) > 1:
+        listed = ", ".join(sorted(names))
+        raise UserError(f"there are verdicts of {listed}", "choose one with --judge")
+    return names.pop()
 
 
 def _same_judge(runs: list[Run], judge: str) -> dict[str, Any]:
@@ -305,64 +295,52 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 # -- one run ------------------------------------------------------------------------------------
 
 
-def _turns_and_decoys(run: Run, judge: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """``turns`` of :class:`JudgedTurns`, without labels but with ``item``, and its ``decoys``."""
-    verdicts = read_labels(run, "judgements", judge, _VERDICT)
-    decoys = verdicts.decoys
-    turns = _sampled_turns(run)
-    turns["fitted"] = verdicts.turns["fitted"].fillna(False).astype(bool)
-    frame = turns[_OF_TURN].iloc[decoys["row"]].reset_index(drop=True)
-    frame["decoy"] = decoys["decoy"].astype(object)
-    source_of = turns.drop_duplicates("context_id").set_index("context_id")["source"].astype(object)
-    frame["shown_source"] = decoys["shown"].astype(object).map(source_of)
-    unperturbed = run.labels.record("judgements", judge).get("unperturbed", False)
-    items = items_of(run, decoys, unperturbed=unperturbed)
-    every = pd.concat([verdicts.turns, decoys], ignore_index=True)
+def _turns_and_decoys(
+    run: Run, judge: str, annotator: str | None
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """``turns`` of :class:`JudgedTurns` but for ``dependent``, and its ``decoys``."""
+    there = annotator if annotator in run.labels.annotators else None
+    turns = run.labelled(judge, there, ["fitted", "grounding"])
+    of_run = {name: run.model[key] for name, key in (("model", "name"), ("weights_hash",) * 2)}
+    for name, value in ({"run": str(run.path)} | of_run).items():
+        turns[name] = pd.Categorical.from_codes([0] * len(turns), [value])
+    turns["fitted"] = turns["fitted"].fillna(False).astype(bool)
+    turns["context"], words = _contexts_and_words(run, turns)
+    turns["unlabelled"] = _unlabelled(run, turns, annotator, judge)
+    if there is None:
+        turns["truth"] = turns["inclusion"] = np.nan
+    decoys = run.decoys(judge, ["grounding"])
+    row = decoys.pop("row")
     p = p_values(
-        every["grounding"].to_numpy(dtype=float),
-        np.array([len(item.turn.split()) for item in items]),
-        pd.concat([turns["source"], frame["source"]]).to_numpy(dtype=object),
-        pd.concat([turns["source"], frame["shown_source"]]).to_numpy(dtype=object),
-        (every["decoy"] == CONVERSATION).to_numpy(),
+        np.concatenate([turns["grounding"], decoys["grounding"]]).astype(float),
+        np.concatenate([words, words[row]]),
+        np.concatenate([turns["source"].astype(object), decoys["source"]]),
+        np.concatenate([turns["source"].astype(object), decoys["shown_source"]]),
+        np.concatenate([np.zeros(len(turns), dtype=bool), decoys["decoy"] == CONVERSATION]),
     )
-    count, outcomes = len(turns), _outcomes(every, verdicts.rubric, p)
+    genuine = np.concatenate([turns["genuine"], decoys["genuine"]])
+    grounded = np.where(genuine == 1, np.where(np.isnan(p), np.nan, p <= GROUNDED_P), genuine)
+    if np.isnan(p).all():  # the judge doesn't test it
+        grounded[:] = np.nan
+    turns["grounded"] = grounded[: len(turns)]
+    frame = turns[_OF_TURN].iloc[row].reset_index(drop=True)
+    frame = frame.assign(decoy=decoys["decoy"].astype(object), shown_source=decoys["shown_source"])
+    frame["genuine"], frame["grounded"] = decoys["genuine"], grounded[len(turns) :]
     for name in OUTCOMES:
-        frame[name], frame[f"own_{name}"] = outcomes[name][count:], outcomes[name][decoys["row"]]
-    return turns.assign(**{name: values[:count] for name, values in outcomes.items()}), frame
+        frame[f"own_{name}"] = turns[name].to_numpy()[row]
+    return turns, frame
 
 
-def _sampled_turns(run: Run) -> pd.DataFrame:
-    """The columns of ``JudgedTurns.turns`` that name what was sampled."""
-    turns = run.turns
-    hashes = {
-        context: hashlib.sha256(str(text).encode(errors="surrogatepass")).hexdigest()[:32]
-        for contexts, _ in run.windows(["context_id", "text"])
-        for context, text in zip(contexts["context_id"], contexts["text"], strict=True)
-    }
-    first = turns.drop_duplicates("context_id")
-    names = first["context_id"].astype(str)
-    sources = sources_of(first)
-    contexts = pd.DataFrame(
-        {
-            "perturbation": first["perturbation"].astype(object).fillna("none"),
-            "source": sources,
-            "context": sources + SEPARATOR + names + SEPARATOR + names.map(hashes),
-        }
-    ).astype("category")
-    of_turn = contexts.take(pd.Index(names).get_indexer(turns["context_id"]))
-    of_run = {
-        "run": str(run.path),
-        "model": run.model["name"],
-        "weights_hash": run.model["weights_hash"],
-    }
-    return of_turn.set_axis(turns.index).assign(
-        **{name: pd.Categorical.from_codes([0] * len(turns), [of_run[name]]) for name in of_run},
-        dataset=turns["dataset"],
-        temperature=turns["temperature"],
-        sample=turns["sample"],
-        unfinished=turns["response_unfinished"].fillna(False).astype(bool),
-        context_id=turns["context_id"],
-    )
+def _contexts_and_words(run: Run, turns: pd.DataFrame) -> tuple[pd.Series, np.ndarray]:
+    """``[turns]`` keys of contexts that hold across runs, and how many words turns have."""
+    keys, words = {}, np.empty(len(turns), dtype=int)
+    for contexts, own in run.windows(["context_id", "dataset", "source_id", "text"], ["text"]):
+        texts = zip(sources_of(contexts), contexts["context_id"], contexts["text"], strict=True)
+        for source, name, text in texts:
+            digest = hashlib.sha256(str(text).encode(errors="surrogatepass")).hexdigest()[:32]
+            keys[name] = SEPARATOR.join([source, name, digest])
+        words[own.index] = [len(text.split()) for text in own["text"]]
+    return turns["context_id"].map(keys).astype("category"), words
 
 
 def _pooled(frames: list[pd.DataFrame]) -> pd.DataFrame:
@@ -370,23 +348,6 @@ def _pooled(frames: list[pd.DataFrame]) -> pd.DataFrame:
     pooled = pd.concat(frames, ignore_index=True)
     names = [name for name, dtype in frames[0].dtypes.items() if dtype == "category"]
     return pooled.astype(dict.fromkeys(names, "category"))
-
-
-def _outcomes(verdicts: pd.DataFrame, rubric: Rubric, p: np.ndarray) -> dict[str, Any]:
-    """``[rows]`` category and outcomes, as in ``JudgedTurns.turns``; ``p`` of their grounding."""
-    category = verdicts["category"].where(verdicts["status"] == JUDGED)
-    category = pd.Categorical(
-        category.astype(object).fillna(FAILED), sorted((*rubric.names, FAILED))
-    )
-    assessed = category.isin(rubric.assessed)
-    genuine = np.where(assessed, category.isin(rubric.accepted), np.nan).astype(float)
-    grounded = np.where(genuine == 1, np.where(np.isnan(p), np.nan, p <= GROUNDED_P), genuine)
-    tested = not np.isnan(p).all()
-    return {
-        "category": category,
-        "genuine": genuine,
-        "grounded": grounded if tested else np.full(len(p), np.nan),
-    }
 
 
 def _dependent(frame: pd.DataFrame, runs: list[Run], run: Run) -> np.ndarray:
@@ -445,23 +406,15 @@ def table_of_run(folder: Path, run: Run, stem: str, columns: Sequence[str]) -> p
     return table[table["run"] == run.name] if "run" in table else table
 
 
-def _add_annotations(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> None:
-    """Add the columns of the annotator, see :class:`JudgedTurns`."""
-    frame["truth"] = frame["inclusion"] = np.nan
-    frame["unlabelled"] = ""
+def _unlabelled(run: Run, turns: pd.DataFrame, annotator: str | None, judge: str) -> str:
+    """What the annotator labelled nothing of: the run or a stratum of it; else empty."""
     if annotator is None:
-        return
+        return ""
     if annotator not in run.labels.annotators:
-        frame["unlabelled"] = f"turns of {run.name}"
-        return
-    labels, _, rubric = read_labels(run, "annotations", annotator)
-    assessed = labels["category"].isin(rubric.assessed)
-    frame["truth"] = labels["category"].isin(rubric.accepted).astype(float).where(assessed)
-    frame["inclusion"] = labels["inclusion_probability"].astype(float)
-    known = set(labels["stratum"][assessed])
+        return f"turns of {run.name}"
+    known = set(turns["stratum"][turns["truth"].notna()])
     missing = [name for name in _strata_to_label(run, annotator, judge) if name not in known]
-    if missing:
-        frame["unlabelled"] = f"the stratum {', '.join(missing)} of {run.name}"
+    return f"the stratum {', '.join(missing)} of {run.name}" if missing else ""
 
 
 def _strata_to_label(run: Run, annotator: str, judge: str) -> list[str]:

@@ -1,12 +1,11 @@
-"""How far judges and annotators agree: ``agreement`` over a run, ``check`` over annotated turns.
+"""How far the judges and annotators of a run agree.
 
-Statistics and intervals are ``ia_mech.stats``'; here labels become what those take. Labels are
-matched by the run's rows. A row that one side abstained on
-(``cannot_assess``) or failed on (no category) is counted and then left out. Rows that annotators
-labelled are a sample of the run's and are weighted by the inverse of their inclusion probability,
-so that every figure is about the run and not about the sheet. Labels of decoys (``decoys``) count
-in no comparison: what a labeller calls genuine of them stands beside its share of the run's turns.
-Nor do turns that a judge was fitted on.
+Statistics and intervals are ``ia_mech.stats``'; here labels become what those take. A row that one
+side abstained on (``cannot_assess``) or failed on is counted and then left out. Rows that
+annotators labelled are a sample of the run's and are weighted by the inverse of their inclusion
+probability, so that every figure is about the run and not about the sheet. Labels of decoys
+(``decoys``) count in no comparison: what a labeller calls genuine of them stands beside its share
+of the run's turns. Nor do turns that a judge was fitted on.
 """
 
 import argparse
@@ -14,7 +13,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,27 +21,16 @@ from numpy.typing import ArrayLike
 from rich.console import Console
 from rich.markup import escape
 
-from ia_mech.cli import NOTHING, one_line, shell_word
-from ia_mech.display import Bar, console
+from ia_mech.cli import one_line, shell_word
+from ia_mech.display import console
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
-from ia_mech.judge.command import make_judge, print_plan
-from ia_mech.judge.label import (
-    LabelSet,
-    check_finished,
-    items_of,
-    judge_items,
-    read_labels,
-    same_judges,
-)
-from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, Rubric
-from ia_mech.judge.sheets import json_lines, refuse_existing, write_new_files
-from ia_mech.judge.verdict import JUDGED, Item
-from ia_mech.results import Result, Table, about_runs, folder_of, print_table, show, write
+from ia_mech.judge.judging import items_of, same_judges
+from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, Rubric, rubric_of
+from ia_mech.results import Result, Table, about_runs, folder_of, show, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.run.layout import refuse_unwritable
-from ia_mech.run.sources import sources_of
 from ia_mech.stats import (
     Estimate,
     balanced_accuracy,
@@ -54,7 +41,6 @@ from ia_mech.stats import (
     weighted_share,
 )
 
-JUDGE, ANNOTATOR = "judge", "annotator"
 TEXTS = ("query", "response", "user_turn")
 _UNKNOWN = Estimate(np.nan, np.nan, np.nan, 0, "no rows")
 _OF = dict.fromkeys(("truth", "prediction", "term", "decoy"), "str")  # what estimates are of
@@ -181,35 +167,28 @@ def _kappas(
 
 @dataclass(frozen=True)
 class Labeller:
-    """A judge or annotator, whose labels are laid out over all rows of ``run.turns``.
+    """A judge or an annotator of a run.
 
     Attributes:
         name: in the run, where no judge and annotator have the same one.
-        kind: ``judge`` or ``annotator``.
-        labels: its labels.
+        annotates: whether it is an annotator.
+        turns: ``[rows of Run.turns]`` its ``label`` (a category, ``failed``, or missing), whether
+            that is ``genuine``, ``why``, ``source``; of a judge ``scores`` and whether it was
+            ``fitted`` on the row; of an annotator ``sheet``, ``stratum`` and ``inclusion``.
+        decoys: its labels of these, as ``Run.decoys``.
+        rubric: what it labelled by.
     """
 
     name: str
-    kind: str
-    labels: LabelSet
+    annotates: bool
+    turns: pd.DataFrame
+    decoys: pd.DataFrame
+    rubric: Rubric
 
     @property
     def labelled(self) -> np.ndarray:
         """``[rows]`` whether it has a label, or a failure, for the row."""
-        return self.labels.turns["context_id"].notna().to_numpy()
-
-    @property
-    def categories(self) -> np.ndarray:
-        """``[rows]`` its categories; None where it failed and where it has no label."""
-        column = self.labels.turns["category"].astype(object)
-        return column.where(column.notna(), None).to_numpy()
-
-    @property
-    def fitted(self) -> np.ndarray:
-        """``[rows]`` whether it was fitted on the row, so that agreement there shows nothing."""
-        if self.kind == ANNOTATOR:
-            return np.zeros(len(self.labels.turns), dtype=bool)
-        return self.labels.turns["fitted"].fillna(False).to_numpy(dtype=bool)
+        return self.turns["label"].notna().to_numpy()
 
 
 def labellers_of(run: Run, between: Sequence[str] | None = None) -> list[Labeller]:
@@ -219,14 +198,10 @@ def labellers_of(run: Run, between: Sequence[str] | None = None) -> list[Labelle
         UserError: an unfinished run, an unknown name, fewer than two labellers, or ones that
             labelled by different rubrics.
     """
-    check_finished(run)
-    kinds = {JUDGE: "judgements", ANNOTATOR: "annotations"}
-    labellers = [
-        Labeller(name, kind, read_labels(run, kinds[kind], name))
-        for name, kind in _chosen(run, between).items()
-    ]
+    run.check_finished()
+    labellers = [_labeller(run, name) for name in _chosen(run, between)]
     for one in labellers[1:]:
-        if one.labels.rubric.names != labellers[0].labels.rubric.names:
+        if one.rubric.names != labellers[0].rubric.names:
             raise UserError(
                 f"{labellers[0].name} and {one.name} labelled by different rubrics",
                 "name those of one rubric with --between",
@@ -234,53 +209,56 @@ def labellers_of(run: Run, between: Sequence[str] | None = None) -> list[Labelle
     return labellers
 
 
-def compare_pairs(run: Run, labellers: Sequence[Labeller]) -> dict[tuple[str, str], Comparison]:
+def _labeller(run: Run, name: str) -> Labeller:
+    annotates = name in run.labels.annotators
+    if annotates:
+        turns = run.labelled(annotator=name).assign(fitted=False, scores=None)
+        names = {"truth_category": "label", "truth": "genuine", "note": "why"}
+    else:
+        turns = run.labelled(name, columns=["rationale", "scores", "fitted"])
+        turns["fitted"] = turns["fitted"].fillna(False).astype(bool)
+        names = {"category": "label", "rationale": "why"}
+    turns = turns.rename(columns=names).astype({"label": object, "source": object})
+    rubric = rubric_of(run.labels.record("annotations" if annotates else "judgements", name))
+    return Labeller(name, annotates, turns, run.decoys(name), rubric)
+
+
+def compare_pairs(labellers: Sequence[Labeller]) -> dict[tuple[str, str], Comparison]:
     """By the names of (truth, prediction): each two of the labellers, on the turns that neither was
     fitted on. Annotators are the truth of judges; between equals it is the one named first.
     """
-    sources = sources_of(run.turns).to_numpy(dtype=object)
     pairs = {}
     for first, second in combinations(labellers, 2):
-        if second.kind == ANNOTATOR and first.kind == JUDGE:
+        if second.annotates and not first.annotates:
             first, second = second, first
         rows, weights = joint_rows([first, second])
-        fair = ~(first.fitted | second.fitted)[rows]
-        rows, weights = rows[fair], weights[fair]
+        fair = ~(first.turns["fitted"] | second.turns["fitted"]).to_numpy()[rows]
+        truth, prediction = (one.turns.iloc[rows[fair]] for one in (first, second))
         pairs[first.name, second.name] = compare(
-            first.categories[rows],
-            second.categories[rows],
-            sources[rows],
-            weights,
-            second.labels.rubric,
+            truth["label"], prediction["label"], truth["source"], weights[fair], second.rubric
         )
     return pairs
 
 
-def genuine_shares(run: Run, labeller: Labeller) -> Iterator[TidyEstimate]:
+def genuine_shares(labeller: Labeller) -> Iterator[TidyEstimate]:
     """What a labeller calls genuine, of the turns and of the decoys that it put into a category.
 
     The turns are weighted by inverse inclusion probabilities. As in :mod:`ia_mech.rates`, decoys of
     a judge count only if the same turn is in a category after its own context, too.
     """
-    sources = sources_of(run.turns).to_numpy(dtype=object)
-    categories, rubric = labeller.categories, labeller.labels.rubric
     rows, weights = joint_rows([labeller])
-    assessed = pd.Series(categories[rows]).isin(rubric.assessed).to_numpy()
-    rows, weights = rows[assessed], weights[assessed]
-    genuine = pd.Series(categories[rows]).isin(rubric.accepted).to_numpy()
-    share = cluster_mean(genuine, sources[rows], proportion=True, weights=weights)
+    turns = labeller.turns.iloc[rows]
+    there = turns["genuine"].notna().to_numpy()
+    turns = turns[there]
+    share = cluster_mean(turns["genuine"], turns["source"], proportion=True, weights=weights[there])
     names = {"prediction": labeller.name, "term": "genuine"}
-    yield TidyEstimate("share", names, len(rows), share)
-    source_of = run.contexts.set_index("context_id").pipe(sources_of)
-    decoys = labeller.labels.decoys
-    decoys = decoys[decoys["category"].isin(rubric.assessed)]
-    if labeller.kind == JUDGE:
-        own = pd.Series(categories[decoys["row"]], index=decoys.index)
-        decoys = decoys[own.isin(rubric.assessed)]
-    for kind, alike in decoys.groupby("decoy"):
-        ends = (alike["shown"].map(source_of), alike["context_id"].map(source_of))
-        genuine = alike["category"].isin(rubric.accepted).astype(float)
-        floor = dyadic_mean(genuine, *ends, ends=(0, 1))
+    yield TidyEstimate("share", names, len(turns), share)
+    decoys = labeller.decoys[labeller.decoys["genuine"].notna()]
+    if not labeller.annotates:
+        own = labeller.turns["genuine"].to_numpy()[decoys["row"]]
+        decoys = decoys[~np.isnan(own)]
+    for kind, alike in decoys.groupby("decoy", observed=True):
+        floor = dyadic_mean(alike["genuine"], alike["shown_source"], alike["source"], ends=(0, 1))
         yield TidyEstimate("floor", names | {"decoy": kind}, len(alike), floor)
 
 
@@ -291,8 +269,8 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
         UserError: as :func:`labellers_of`.
     """
     labellers = labellers_of(run, between)
-    pairs = compare_pairs(run, labellers)
-    shares = [share for labeller in labellers for share in genuine_shares(run, labeller)]
+    pairs = compare_pairs(labellers)
+    shares = [share for labeller in labellers for share in genuine_shares(labeller)]
     estimates = [
         TidyEstimate(quantity, {"truth": truth, "prediction": name, "term": term}, pair.n, figure)
         for (truth, name), pair in pairs.items()
@@ -316,13 +294,13 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
         sentence=f"Agreement beyond chance on genuine or not (Cohen's κ): {', '.join(kappas)}.",
         control=f"{control}: {', '.join(floors)}." if floors else "",
         estimates=frame_of([*estimates, *shares], _OF),
-        tables=_tables(pairs, shares),
+        tables=tables_of_pairs(pairs, shares),
         notes=[note.replace(str(run.path), run.name) for note in same_judges(run)]
         + [
-            f"{one_line(x.name)} was fitted on {x.fitted.sum()} of the {len(x.fitted)} turns: no "
-            "comparison counts these."
+            f"{one_line(x.name)} was fitted on {x.turns['fitted'].sum()} of the {len(x.turns)} "
+            "turns: no comparison counts these."
             for x in labellers
-            if x.fitted.any()
+            if x.turns["fitted"].any()
         ],
         about={"kind": "agreement", **about_runs([run], names), "settings": {"between": names}},
         data={"disagreements": disagreements(run, labellers)},
@@ -342,12 +320,16 @@ def joint_rows(labellers: Sequence[Labeller]) -> tuple[np.ndarray, np.ndarray]:
     """
     joint = np.logical_and.reduce([labeller.labelled for labeller in labellers])
     weights = np.ones(len(joint))
-    annotators = [labeller for labeller in labellers if labeller.kind == ANNOTATOR]
-    for sheet in dict.fromkeys(_sheet(annotator) for annotator in annotators):
-        same = [annotator for annotator in annotators if _sheet(annotator) == sheet]
-        own = same[0].labels.turns[same[0].labelled]
-        shared = np.logical_and.reduce([annotator.labelled for annotator in same])
-        probability = own["inclusion_probability"].fillna(1.0).astype(float)
+    by_sheet: dict[str, list[Labeller]] = {}
+    for labeller in labellers:
+        if labeller.annotates:
+            sheets = labeller.turns["sheet"].dropna().unique()
+            sheet = str(sheets[0]) if len(sheets) else f"none, of {labeller.name}"
+            by_sheet.setdefault(sheet, []).append(labeller)
+    for same in by_sheet.values():
+        own = same[0].turns[same[0].labelled]
+        shared = np.logical_and.reduce([labeller.labelled for labeller in same])
+        probability = own["inclusion"].fillna(1.0)
         for _, cell in probability.groupby([own["stratum"].fillna(""), probability]):
             at = cell.index[shared[cell.index]]
             weights[at] *= len(cell) / cell.iloc[0] / max(len(at), 1)
@@ -371,10 +353,10 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
     table = run.turns[[*KEY, "source_id", "dataset"]].reset_index(drop=True)
     items = items_of(run)
     table[list(TEXTS)] = [[item.query, item.response, item.turn] for item in items]
-    labels = pd.DataFrame({x.name: x.categories for x in labellers}, dtype=object)
-    rubric = labellers[0].labels.rubric
+    labels = pd.DataFrame({x.name: x.turns["label"] for x in labellers}, dtype=object)
+    rubric = labellers[0].rubric
     assessed = labels.where(labels.isin(rubric.assessed))
-    annotators = [x.name for x in labellers if x.kind == ANNOTATOR]
+    annotators = [x.name for x in labellers if x.annotates]
     order = pd.DataFrame(
         {
             "judges_alone": assessed[annotators].isna().all(axis=1),
@@ -383,50 +365,39 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
             "tie": np.random.default_rng(seed).random(len(table)),
         }
     )
+    for name, column in labels.items():
+        table[f"{name}: label"] = column.where(column.notna(), None)
     for x in labellers:
-        shown = labels[x.name].where(labels[x.name].notna() | ~x.labelled, "failed")
-        table[f"{x.name}: label"] = shown
-    for x in labellers:
-        why = x.labels.turns["rationale" if x.kind == JUDGE else "note"]
-        table[f"{x.name}: why"] = why.astype(object).where(why.astype(bool) & why.notna(), None)
+        why = x.turns["why"].astype(object)
+        table[f"{x.name}: why"] = why.where(why.astype(bool) & why.notna(), None)
     differ = assessed.nunique(axis=1) >= 2
     return table.loc[order[differ].sort_values(list(order)).index]
 
 
 def _certainty(labeller: Labeller) -> np.ndarray:
     """``[rows]`` the score that a judge gave its own category; 0 where it has none."""
-    turns = labeller.labels.turns
-    scores = turns["scores"] if "scores" in turns else [None] * len(turns)
-    return np.array(
-        [
-            json.loads(given).get(category) or 0.0
-            if isinstance(given, str) and category in labeller.labels.rubric.assessed
-            else 0.0
-            for given, category in zip(scores, labeller.categories, strict=True)
-        ]
-    )
+    given = zip(labeller.turns["scores"], labeller.turns["label"], strict=True)
+    scored = [
+        json.loads(scores).get(label) if isinstance(scores, str) else None
+        for scores, label in given
+    ]
+    return np.array([score or 0.0 for score in scored])
 
 
-def _sheet(annotator: Labeller) -> str:
-    sheets = annotator.labels.turns["sheet"].dropna().unique()
-    return str(sheets[0]) if len(sheets) else f"none, of {annotator.name}"
-
-
-def _chosen(run: Run, between: Sequence[str] | None) -> dict[str, str]:
-    """The labellers to compare, by name: judge or annotator."""
-    kinds = dict.fromkeys(run.labels.judges, JUDGE)
-    kinds |= dict.fromkeys(run.labels.annotators, ANNOTATOR)
-    known = ", ".join(kinds) or "no labels"
+def _chosen(run: Run, between: Sequence[str] | None) -> list[str]:
+    """The names of the labellers to compare."""
+    there = [*run.labels.judges, *run.labels.annotators]
+    known = ", ".join(there) or "no labels"
     for name in between or ():
-        if name not in kinds:
+        if name not in there:
             raise UserError(f"{run.path} has no labels of {name!r}", f"choose from: {known}")
-    if len(kinds) < 2:
+    if len(there) < 2:
         judge = f"python -m ia_mech.judge run {shell_word(run.path)}"
         raise UserError(
             f"agreement needs two labellers, and {run.path} has {known}",
-            f"run: {judge}{' --judge llm or hf' if kinds else ''}, or export and import a sheet",
+            f"run: {judge}{' --judge llm or hf' if there else ''}, or export and import a sheet",
         )
-    chosen = {name: kinds[name] for name in between or kinds}
+    chosen = [*dict.fromkeys(between or there)]
     if len(chosen) < 2:
         raise UserError("agreement needs two different labellers", f"choose from: {known}")
     return chosen
@@ -435,7 +406,7 @@ def _chosen(run: Run, between: Sequence[str] | None) -> dict[str, str]:
 # -- what is shown -----------------------------------------------------------------------------
 
 
-def _tables(
+def tables_of_pairs(
     pairs: dict[tuple[str, str], Comparison], shares: Sequence[TidyEstimate]
 ) -> list[Table]:
     """All pairs, what is called genuine, and in full each pair."""
@@ -533,77 +504,3 @@ def command(args: argparse.Namespace) -> None:
     _print_disagreements(screen, result.data["disagreements"], names, args.disagreements)
     screen.print(escape(f"wrote {shell_word(folder)}"), soft_wrap=True)
     screen.print(escape(f"next: python -m ia_mech.report {shell_word(args.run)}"), soft_wrap=True)
-
-
-def check(args: argparse.Namespace) -> int:
-    """``python -m ia_mech.judge check``: judge a file's turns, and compare with its annotations.
-
-    Returns the exit status.
-    """
-    if args.out is not None:
-        refuse_existing(args.out)
-    rows = _read_turns(args.file)
-    items = [Item(row["query"], row["response"], row["user_turn"]) for row in rows]
-    judge = make_judge(args)
-    _check_categories(rows, judge.rubric, args.file)
-    if args.dry_run:
-        print_plan(judge, items)
-        return 0
-    judged, _ = judge_items(items, judge, Bar())
-    verdicts = [judged[item] for item in items]
-    screen = console()
-    annotated = [i for i, row in enumerate(rows) if row.get("category")]
-    if annotated:
-        comparison = compare(
-            [rows[i]["category"] for i in annotated],
-            [verdicts[i].category for i in annotated],
-            # A row without a source stands alone.
-            [f"row {i}" if (s := rows[i].get("source_id")) is None else str(s) for i in annotated],
-            rubric=judge.rubric,
-        )
-        for table in _tables({(args.file.name, args.judge): comparison}, []):
-            print_table(screen, table)
-        if known := sum(judge.fitted_on(items)):
-            screen.print(
-                f"[bold]{known} of these {len(items)} turns were in the judge's fit[/]: on "
-                "them it looks better than it is; its card has cross-validated figures.",
-                soft_wrap=True,
-            )
-    else:
-        for row, verdict in zip(rows, verdicts, strict=True):
-            screen.print(
-                f"{verdict.category or verdict.status:<22}{escape(one_line(row['user_turn'], 90))}",
-                soft_wrap=True,
-            )
-    if judge.caveat:
-        screen.print(escape(judge.caveat), soft_wrap=True)
-    if args.out is not None:
-        lines = [
-            json.dumps(row | {"judge": args.judge, "verdict": verdict.to_json()}) + "\n"
-            for row, verdict in zip(rows, verdicts, strict=True)
-        ]
-        write_new_files({args.out: "".join(lines).encode()})
-        print(f"verdicts: {args.out}")
-    return 0 if any(verdict.status == JUDGED for verdict in verdicts) else NOTHING
-
-
-def _read_turns(path: Path) -> list[dict[str, Any]]:
-    """The rows of an annotated file; UserError names the line that isn't as it should be."""
-    rows = []
-    for where, row in json_lines(path):
-        if not all(isinstance(row.get(key), str) for key in TEXTS):
-            raise UserError(f"{where} lacks a text", f"each needs {', '.join(TEXTS)}")
-        rows.append(row)
-    if not rows:
-        raise UserError(f"{path} holds no turn", "give a JSON-lines file")
-    return rows
-
-
-def _check_categories(rows: list[dict[str, Any]], rubric: Rubric, path: Path) -> None:
-    """Raise UserError unless the annotations are of the rubric's categories."""
-    for row in rows:
-        if row.get("category") and row["category"] not in [*rubric.names]:
-            raise UserError(
-                f"{path}: no category {row['category']!r} in the rubric",
-                f"give one of {', '.join(rubric.names)}",
-            )
