@@ -49,7 +49,7 @@ from ia_mech.estimates import (
     holm_corrected,
     paired_row,
 )
-from ia_mech.rates.compute import rates
+from ia_mech.rates.compute import differences, rates
 from ia_mech.results import Table, label_of
 from ia_mech.run.queries import unfinished_text
 from ia_mech.run.sources import sources_of
@@ -286,7 +286,8 @@ class Perturbations(Experiment):
         for dataset, here in by_dataset(rows):
             names = {"outcome": HELD, "dataset": dataset, "level": self.args.level}
             found += rates(rows[here], by, **names)
-            found += rates(rows[here], by, before, within="source", seed=self.args.seed, **names)
+            paired = {"within": "source", "seed": self.args.seed}
+            found += differences(rows[here], by, before, **paired, **names)
         scored = self.follow_up_bits()
         for dataset, here in by_dataset(scored):
             found += self._likelihoods(scored[here], {"dataset": dataset})

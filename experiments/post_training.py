@@ -397,7 +397,7 @@ class Compare(Experiment):
     def verdicts(self) -> Iterator[TidyEstimate]:
         """Rates of both runs, what they exceed, and how they changed: of the queries used."""
         from ia_mech.judge.decoys import CONVERSATION, SIBLING
-        from ia_mech.rates.compute import rates
+        from ia_mech.rates.compute import differences, floors, rates
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 
         both = [read_runs([run], self.args.judge, NO_ANNOTATOR) for run in self.runs]
@@ -414,13 +414,14 @@ class Compare(Experiment):
         quantities |= {(SIBLING, "excess"): OVER_SIBLING}
         by = ["term", "temperature"]
         for dataset, here in by_dataset(turns):
-            about = {"level": self.args.level, "seed": self.args.seed, "dataset": dataset}
+            about = {"level": self.args.level, "dataset": dataset}
             yield from rates(turns[here], by, quantity=RATE, **about)
-            for row in rates(turns[here], by, {"term": BEFORE}, **about):
+            change = turns[here], by, {"term": BEFORE}
+            for row in differences(*change, seed=self.args.seed, **about):
                 yield replace(row, quantity=RATE, names=row.names | {"term": CHANGE})
             among = decoys if dataset == ALL else decoys[decoys["dataset"] == dataset]
             for kind in (CONVERSATION, SIBLING):
-                for row in rates(among, ["term"], kind, **about):
+                for row in floors(among, kind, ["term"], **about):
                     if name := quantities.get((kind, row.quantity)):
                         yield replace(row, quantity=name)
             over = among[among["decoy"] == SIBLING].dropna(subset=["genuine", "own_genuine"])

@@ -22,6 +22,7 @@ import json
 import math
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from ia_mech.untrusted import spreadsheet_safe, visible
 
 PAGE_KEYS = "123456789abcfghijklmopqrstvwxyz"  # of categories on the page; "0" is the last one's
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
-# Strata that are no category, beside ``failed``: of all turns where there is no judge, and of decoys.
+# Strata that are no category, beside ``failed``: of all turns without a judge, and of decoys.
 ALL, DECOY = "all", "decoy"
 DECOY_SHARE = 0.25  # of the number of turns: a fifth of the sheet
 LEAST_PER_STRATUM = 5  # rows of a stratum, where it has so many
@@ -193,9 +194,13 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, ...]:
         if path.exists():
             raise UserError(f"{path} exists", "give another --out, or remove it")
     for path, content in contents.items():
-        integrity.replace_file(path, lambda scratch, content=content: scratch.write_bytes(content))
+        integrity.replace_file(path, partial(_write, content))
     run.labels.write_sheet(name, sheet.key)
     return tuple(contents)
+
+
+def _write(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
 
 
 def csv_bytes(table: pd.DataFrame) -> bytes:

@@ -9,14 +9,14 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.data.conversations import UNPERTURBED
-from ia_mech.judge.decoys import KINDS
+from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.stats import Estimate, dyadic_difference
 
-LEVEL = 0.95  # of the interval that decides
-PASSED, FAILED = "passed", "failed"
+GATE_LEVEL = 0.95  # of the interval that decides
+PASSED, NOT_PASSED = "passed", "failed"
 UNDECIDED, NO_DECOYS = "undecided", "no decoys"
-CONVERSATION, SIBLING = KINDS
+CONVERSATION, SIBLING = DECOY_KINDS
 AFTER = {CONVERSATION: "another conversation", SIBLING: "another response to the same query"}
 
 
@@ -59,7 +59,7 @@ class Gate:
             return NO_DECOYS
         if self.margin.low > 0:
             return PASSED
-        return FAILED if self.margin.high < 0 else UNDECIDED
+        return NOT_PASSED if self.margin.high < 0 else UNDECIDED
 
     @property
     def word(self) -> str:
@@ -122,7 +122,7 @@ def _gate(
     own, other = pairs[f"own_{outcome}"].astype(float), pairs[outcome].astype(float)
     sources = pairs["source"], pairs["shown_source"]
     excess, twice = (
-        dyadic_difference(own, other, *sources, times=times, level=LEVEL) for times in (1, 2)
+        dyadic_difference(own, other, *sources, times=times, level=GATE_LEVEL) for times in (1, 2)
     )
     margin = twice if kind == CONVERSATION else excess
     rate, floor = (float(of.mean()) if len(pairs) else np.nan for of in (own, other))

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import KINDS
+from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import GENUINE, NAMES, rubric_of
 from ia_mech.models.load import load_tokenizer_and_config, recall
 from ia_mech.page import packed
@@ -223,7 +223,7 @@ def columns_of(
         ).tolist(),
         "temperature": turns["temperature"].tolist(),
         "text": _texts(turns["text"]),
-        "decoy": [KINDS.index(kind) + 1 if kind else 0 for kind in turns["decoy"]],
+        "decoy": [DECOY_KINDS.index(kind) + 1 if kind else 0 for kind in turns["decoy"]],
         "labels": {
             visible(judge): {
                 "category": [
