@@ -12,11 +12,11 @@ from runs import unfinished
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main
+from ia_mech.judge.comparison import compare
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.judging import items_of, label_run, same_judges
 from ia_mech.judge.labellers import (
     agreement,
-    compare,
     compare_pairs,
     disagreements,
     joint_rows,

@@ -11,8 +11,8 @@ from ia_mech.cli import NOTHING, one_line
 from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
 from ia_mech.judge.command import make_judge, print_plan
+from ia_mech.judge.comparison import TEXTS, compare, tables_of_pairs
 from ia_mech.judge.judging import judge_items
-from ia_mech.judge.labellers import TEXTS, compare, tables_of_pairs
 from ia_mech.judge.rubric import Rubric
 from ia_mech.judge.verdict import JUDGED, Item
 from ia_mech.results import print_table

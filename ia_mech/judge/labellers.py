@@ -1,23 +1,19 @@
 """How far the judges and annotators of a run agree.
 
-Statistics and intervals are ``ia_mech.stats``'; here labels become what those take. A row that one
-side abstained on (``cannot_assess``) or failed on is counted and then left out. Rows that
-annotators labelled are a sample of the run's and are weighted by the inverse of their inclusion
-probability, so that every figure is about the run and not about the sheet. Labels of decoys
-(``decoys``) count in no comparison: what a labeller calls genuine of them stands beside its share
-of the run's turns. Nor do turns that a judge was fitted on.
+Rows that annotators labelled are a sample of the run's and are weighted by the inverse of their
+inclusion probability, so that every figure is about the run and not about the sheet. Labels of
+decoys (``decoys``) count in no comparison: what a labeller calls genuine of them stands beside its
+share of the run's turns. Nor do turns that a judge was fitted on.
 """
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
 from rich.console import Console
 from rich.markup import escape
 
@@ -25,142 +21,19 @@ from ia_mech.cli import one_line, shell_word
 from ia_mech.display import console
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
+from ia_mech.judge.comparison import TEXTS, Comparison, compare, tables_of_pairs
 from ia_mech.judge.judging import items_of, same_judges
-from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, Rubric, rubric_of
-from ia_mech.results import Result, Table, about_runs, folder_of, show, write
+from ia_mech.judge.rubric import Rubric, rubric_of
+from ia_mech.results import Result, about_runs, folder_of, show, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.run.layout import refuse_unwritable
 from ia_mech.stats import (
-    Estimate,
-    balanced_accuracy,
-    cluster_bootstrap,
     cluster_mean,
     dyadic_mean,
-    kappa_of,
-    weighted_share,
 )
 
-TEXTS = ("query", "response", "user_turn")
-_UNKNOWN = Estimate(np.nan, np.nan, np.nan, 0, "no rows")
 _OF = dict.fromkeys(("truth", "prediction", "term", "decoy"), "str")  # what estimates are of
-
-Labels = Sequence[str | None] | np.ndarray  # a category per row; None where there is none
-
-# -- two columns of labels ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How far a prediction agrees with a truth (which may be another judge's labels).
-
-    Attributes:
-        matched: rows that have both.
-        apart: how many of these are ``cannot_assess`` or without a category, in words; empty for
-            none.
-        n: the rows compared, those with a category other than ``cannot_assess`` on both sides.
-        weight: the sum of their weights: about how many rows of the run they represent.
-        figures: by (quantity, of): ``accuracy`` and ``kappa`` of ``categories``; these and
-            ``balanced_accuracy`` of ``genuine`` follow-ups against the rest (NaN unless the truth
-            has both); ``precision`` and ``recall`` of each category, NaN where none was predicted
-            so, or is so.
-        confusion: ``[c, c]`` rows, truth down, prediction across.
-    """
-
-    matched: int
-    apart: str
-    n: int
-    weight: float
-    figures: dict[tuple[str, str], Estimate]
-    confusion: np.ndarray
-    rubric: Rubric = BUILT_IN
-
-
-def compare(
-    truth: Labels,
-    prediction: Labels,
-    sources: Iterable[Any],
-    weights: ArrayLike | None = None,
-    rubric: Rubric = BUILT_IN,
-) -> Comparison:
-    """Compare two columns of labels.
-
-    Args:
-        truth: ``[n]`` category of each row; None where there is none.
-        prediction: ``[n]`` the labels to be measured.
-        sources: ``[n]`` the source of each row, the unit of the intervals.
-        weights: ``[n]`` how many rows each represents, as the inverse inclusion probability.
-        rubric: that both labelled by.
-    """
-    rows = pd.DataFrame(
-        {
-            "truth": pd.Categorical(truth, rubric.names),
-            "prediction": pd.Categorical(prediction, rubric.names),
-            "source": pd.Series(sources, dtype=object).to_numpy(),
-            "weight": np.ones(len(truth)) if weights is None else np.asarray(weights, dtype=float),
-        }
-    )
-    assessed = rubric.assessed
-    kept = rows[rows["truth"].isin(assessed) & rows["prediction"].isin(assessed)]
-    t, p = (kept[side].to_numpy(dtype=object) for side in ("truth", "prediction"))
-    source, weight = kept["source"].to_numpy(), kept["weight"].to_numpy()
-
-    every = np.ones(len(t), dtype=bool)
-
-    def share(event: np.ndarray, among: np.ndarray = every) -> Estimate:
-        return weighted_share(event, among, source, weight)
-
-    size = len(assessed)
-    down, across = (pd.Categorical(x, assessed).codes.astype(int) for x in (t, p))
-    cells = down * size + across
-    kappa, kappa_genuine = _kappas(cells, source, weight, rubric)
-    true, predicted = np.isin(t, rubric.accepted), np.isin(p, rubric.accepted)
-    figures = {
-        ("accuracy", "genuine"): share(true == predicted),
-        ("balanced_accuracy", "genuine"): balanced_accuracy(true, predicted, source, weight),
-        ("kappa", "genuine"): kappa_genuine,
-        ("accuracy", "categories"): share(t == p),
-        ("kappa", "categories"): kappa,
-    }
-    for name in assessed:
-        figures["precision", name] = share(t == name, p == name)
-        figures["recall", name] = share(p == name, t == name)
-    apart = {
-        f"{reason} in the {side}": int(left_out.sum())
-        for side in ("truth", "prediction")
-        for reason, left_out in (
-            (CANNOT_ASSESS, rows[side] == CANNOT_ASSESS),
-            ("no category", rows[side].isna()),
-        )
-    }
-    return Comparison(
-        matched=len(rows),
-        apart=", ".join(f"{reason} {count}" for reason, count in apart.items() if count),
-        n=len(kept),
-        weight=float(weight.sum()),
-        figures=figures,
-        confusion=np.bincount(cells, minlength=size**2).reshape(size, size),
-        rubric=rubric,
-    )
-
-
-def _kappas(
-    cells: np.ndarray, sources: np.ndarray, weights: np.ndarray, rubric: Rubric
-) -> list[Estimate]:
-    """κ of the categories, and of genuine against the rest; ``[n]`` cells of the confusion."""
-    if not len(cells):
-        return [_UNKNOWN] * 2
-    names, size = rubric.assessed, len(rubric.assessed)
-    accepted = np.isin(names, rubric.accepted)
-    side = np.stack([accepted, ~accepted], axis=1)
-    merge = np.kron(side, side).astype(float)  # cells of all categories into those of genuine
-
-    def statistic(counts: np.ndarray) -> np.ndarray:
-        two = (counts @ merge).reshape(-1, 2, 2)
-        return np.stack([kappa_of(counts.reshape(-1, size, size)), kappa_of(two)], axis=1)
-
-    return cluster_bootstrap(statistic, sources, cells, weights=weights, number=size**2)
-
 
 # -- the labellers of a run --------------------------------------------------------------------
 
@@ -404,60 +277,6 @@ def _chosen(run: Run, between: Sequence[str] | None) -> list[str]:
 
 
 # -- what is shown -----------------------------------------------------------------------------
-
-
-def tables_of_pairs(
-    pairs: dict[tuple[str, str], Comparison], shares: Sequence[TidyEstimate]
-) -> list[Table]:
-    """All pairs, what is called genuine, and in full each pair."""
-    rows = []
-    for (truth, name), pair in pairs.items():
-        shown = [("accuracy", "genuine"), ("balanced_accuracy", "genuine"), ("kappa", "genuine")]
-        figures = [pair.figures[figure].text() for figure in (*shown, ("kappa", "categories"))]
-        names = f"{one_line(name)} / {one_line(truth)}"
-        rows.append([names, str(pair.n), f"{pair.weight:.0f}", *figures])
-    heads = ["pair", "n", "≈ rows", "agreement", "balanced accuracy", "κ", "κ of categories"]
-    legend = (
-        "genuine follow-ups against the rest, but for the last column. n: rows that both put into "
-        "a category; ≈ rows: how many of the run's these represent, by which figures are weighted"
-    )
-    tables = [Table("agreement (95% intervals over sources)", heads, rows, legend)]
-    if any(share.quantity == "floor" for share in shares):
-        contexts = {"": "their own context", "sibling": "another response"}
-        lines = []
-        for share in shares:
-            kind = share.names.get("decoy", "")
-            context = contexts.get(kind, f"another {kind}")
-            name = one_line(share.names["prediction"])
-            lines.append([name, context, str(share.rows), share.estimate.text()])
-        heads = ["labeller", "turns after", "n", "genuine"]
-        tables.append(Table("share called genuine", heads, lines))
-    for (truth, name), pair in pairs.items():
-        tables += _pair_tables(f"{one_line(name)} against {one_line(truth)}", pair)
-    return tables
-
-
-def _pair_tables(title: str, pair: Comparison) -> list[Table]:
-    """Precision and recall by category, and the confusion matrix in rows."""
-    counts, names = pair.confusion, pair.rubric.assessed
-    lines = [
-        [name, str(counts[i].sum()), str(counts[:, i].sum())]
-        + [pair.figures[quantity, name].text() for quantity in ("precision", "recall")]
-        for i, name in enumerate(names)
-    ]
-    heads = ["category", "n truth", "n predicted", "precision", "recall"]
-    apart = f"; left out: {pair.apart}" if pair.apart else ""
-    # Columns go by number: eight names side by side fit no terminal.
-    cells = [
-        [f"{i + 1} {name}", *(str(count) if count else "·" for count in counts[i])]
-        for i, name in enumerate(names)
-    ]
-    numbers = ["truth ↓   prediction →", *map(str, range(1, len(names) + 1))]
-    about = f"{pair.n} of {pair.matched} rows{apart}"
-    return [
-        Table(title, heads, lines, about, full=True),
-        Table(f"{title}: rows", numbers, cells, full=True),
-    ]
 
 
 def _print_disagreements(

@@ -53,22 +53,18 @@ class JudgedTurns:
     """What rates are computed from.
 
     Attributes:
-        turns: one row per user turn; names are categorical.
+        turns: those of :meth:`ia_mech.run.Run.labelled`, a row each, and
 
-            - Of the run: ``run`` (its folder), ``model``, ``weights_hash``, ``dataset``,
-              ``perturbation``, ``source`` and ``context`` (keys that hold across runs),
-              ``context_id`` (the run's own name of the context), ``temperature``, ``sample``,
-              ``unfinished`` (it follows an unfinished response).
-            - Of the judge: ``category`` (a name of the rubric, or ``failed``), and the outcomes, 1,
-              0, or NaN where not assessed: ``genuine``; ``grounded``, genuine with a word of the
-              conversation that turns held against others seldom share
-              (:mod:`ia_mech.rates.grounding`); ``dependent``, genuine with a likelihood that
-              favours the own response over all its siblings together. The last two are NaN where
-              the judge doesn't test it, or no bits were computed (``experiments.reaction``).
-            - Of the annotator: ``truth`` (likewise; NaN where not annotated), ``inclusion`` (the
-              probability of being chosen for annotation), ``unlabelled`` (what the annotator
-              labelled nothing of, the turn's run or a stratum of it; else empty), ``fitted`` (the
-              judge was fitted on the turn).
+            - of the run ``run`` (its folder), ``model``, ``weights_hash`` and ``context`` (a key
+              that holds across runs);
+            - of the judge ``fitted`` (it was fitted on the turn) and two more outcomes, 1, 0, or
+              NaN where not assessed: ``grounded``, genuine with a word of the conversation that
+              turns held against others seldom share (:mod:`ia_mech.rates.grounding`), and
+              ``dependent``, genuine with a likelihood that favours the own response over all its
+              siblings together. They are NaN where the judge doesn't test it, or no bits were
+              computed (``experiments.reaction``);
+            - of the annotator ``unlabelled`` (what the annotator labelled nothing of, the turn's
+              run or a stratum of it; else empty).
         judge: the judge's name.
         record: who the judge is.
         annotator: whose labels are in ``truth``; None without any.
@@ -133,9 +129,6 @@ class JudgedTurns:
 
 def open_runs(runs: Sequence[str | Path | Run]) -> list[Run]:
     """Finished runs, each once.
-
-    Args:
-        runs: folders, or runs that are open.
 
     Raises:
         UserError: not a run, an unfinished one, one that another is a copy of, or runs under
@@ -211,11 +204,7 @@ def read_runs(
 
 
 def restrict_responses(judged: JudgedTurns, responses: str) -> JudgedTurns:
-    """Only the turns after such responses, with a note of how many they are.
-
-    Args:
-        judged: the turns.
-        responses: ``all``, ``complete`` or ``unfinished``.
+    """Only the turns after ``complete`` or ``unfinished`` responses, or ``all``, with a note.
 
     Raises:
         UserError: there are none.
@@ -301,8 +290,8 @@ def _turns_and_decoys(
     """``turns`` of :class:`JudgedTurns` but for ``dependent``, and its ``decoys``."""
     there = annotator if annotator in run.labels.annotators else None
     turns = run.labelled(judge, there, ["fitted", "grounding"])
-    of_run = {name: run.model[key] for name, key in (("model", "name"), ("weights_hash",) * 2)}
-    for name, value in ({"run": str(run.path)} | of_run).items():
+    of_run = str(run.path), run.model["name"], run.model["weights_hash"]
+    for name, value in zip(("run", "model", "weights_hash"), of_run, strict=True):
         turns[name] = pd.Categorical.from_codes([0] * len(turns), [value])
     turns["fitted"] = turns["fitted"].fillna(False).astype(bool)
     turns["context"], words = _contexts_and_words(run, turns)
@@ -373,22 +362,15 @@ def _dependent(frame: pd.DataFrame, runs: list[Run], run: Run) -> np.ndarray:
     return np.full(len(frame), np.nan)
 
 
-def result_folders(run: Run) -> list[Path]:
-    """The folders with results on a run: in it, and beside it or in the cache."""
-    return folders_of(run.path, run.identity_digest, [run.path.resolve().parent, cache_dir()])
+def result_folders(run: Run, more: Sequence[Path] = ()) -> list[Path]:
+    """The folders with results on a run: in it, beside it or in the cache, and ``more``."""
+    found = folders_of(run.path, run.identity_digest, [run.path.resolve().parent, cache_dir()])
+    return list(dict.fromkeys([*found, *(folder.resolve() for folder in more)]))
 
 
 def table_of_run(folder: Path, run: Run, stem: str, columns: Sequence[str]) -> pd.DataFrame | None:
-    """A run's rows in a table of a result.
-
-    Args:
-        folder: of the result.
-        run: the run.
-        stem: of the table's file.
-        columns: that it must have.
-
-    Returns:
-        None if there is no such table, or the result isn't of the run.
+    """A run's rows in the table ``<stem>.parquet`` of a result; None if there is none with these
+    columns, or the result isn't of the run.
 
     Raises:
         UserError: the table is damaged.

@@ -16,7 +16,6 @@ import pandas as pd
 from ia_mech.cli import shell_word
 from ia_mech.estimates import ALL
 from ia_mech.page import image
-from ia_mech.rates.load import result_folders
 from ia_mech.results import Result, Table, read
 from ia_mech.run import Run
 
@@ -80,15 +79,6 @@ class Card:
     name: str
     question: str
     answers: list[Answer]
-
-
-def folders_of(run: Run, more: Sequence[Path] = ()) -> list[Path]:
-    """The folders with results on a run, and ``more``, each once.
-
-    Raises:
-        UserError: one is damaged.
-    """
-    return list(dict.fromkeys([*result_folders(run), *(folder.resolve() for folder in more)]))
 
 
 def cards_of(

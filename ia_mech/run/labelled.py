@@ -4,23 +4,30 @@ Labels are laid out over ``Run.turns`` here and nowhere else.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import pandas as pd
 
-from ia_mech.run.labels import KEY
+from ia_mech.run.labels import KEY, Labels
 from ia_mech.run.layout import UNPERTURBED
 from ia_mech.run.sources import sources_of
-
-if TYPE_CHECKING:
-    from ia_mech.run.reader import Run
 
 FAILED = "failed"  # the category of a turn that a judge gave none
 
 
+class TurnsAndLabels(Protocol):
+    """What is read of a run (:class:`ia_mech.run.Run`)."""
+
+    @property
+    def turns(self) -> pd.DataFrame: ...
+
+    @property
+    def labels(self) -> Labels: ...
+
+
 def labelled_turns(
-    run: "Run", judge: str | None, annotator: str | None, columns: Sequence[str]
+    run: TurnsAndLabels, judge: str | None, annotator: str | None, columns: Sequence[str]
 ) -> pd.DataFrame:
     """See :meth:`ia_mech.run.Run.labelled`."""
     turns = run.turns
@@ -54,7 +61,7 @@ def labelled_turns(
     return frame
 
 
-def labelled_decoys(run: "Run", name: str, columns: Sequence[str]) -> pd.DataFrame:
+def labelled_decoys(run: TurnsAndLabels, name: str, columns: Sequence[str]) -> pd.DataFrame:
     """See :meth:`ia_mech.run.Run.decoys`."""
     kind = "judgements" if name in run.labels.judges else "annotations"
     wanted = [*dict.fromkeys([*KEY, "decoy", "shown", "category", "genuine", *columns])]
@@ -70,10 +77,8 @@ def labelled_decoys(run: "Run", name: str, columns: Sequence[str]) -> pd.DataFra
 
 def _named(labels: pd.DataFrame) -> pd.DataFrame:
     """Labels with a category each, failures included, and ``genuine`` as a number."""
-    category = labels["category"].astype("category")
-    if FAILED not in category.cat.categories:
-        category = category.cat.add_categories(FAILED)
-    return labels.assign(category=category.fillna(FAILED), genuine=labels["genuine"].astype(float))
+    category = labels["category"].astype(object).fillna(FAILED).astype("category")
+    return labels.assign(category=category, genuine=labels["genuine"].astype(float))
 
 
 def _over(turns: pd.DataFrame, labels: pd.DataFrame) -> pd.DataFrame:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import pandas as pd
 import pyarrow as pa
@@ -30,9 +30,6 @@ import pyarrow.parquet as pq
 from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.run import integrity
-
-if TYPE_CHECKING:
-    from ia_mech.run.reader import Run
 
 KEY = ("context_id", "temperature", "sample")  # names a user turn within its run
 
@@ -85,6 +82,13 @@ _RECORD = b"ia_mech"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
+class LabelledRun(Protocol):
+    path: Path
+
+    @property
+    def turns_digest(self) -> str: ...
+
+
 class Labels:
     """The labels of one run. Reached as ``Run.labels``.
 
@@ -92,7 +96,7 @@ class Labels:
     when it is read.
     """
 
-    def __init__(self, run: "Run") -> None:
+    def __init__(self, run: LabelledRun) -> None:
         self.path = run.path
         self._run = run
 
