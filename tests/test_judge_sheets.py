@@ -379,11 +379,11 @@ def test_the_commands_name_what_comes_next(judged, tmp_path, capsys):
 
 BROWSER = """
 const fs = require("fs"), vm = require("vm");
-const kept = {}, tabs = [];
+const kept = {}, tabs = [], files = [];
 async function tab(file) {
   const page = fs.readFileSync(file, "utf-8"), elements = {}, keys = {};
   const made = () => ({ children: [], value: "", append() {}, setAttribute() {}, remove() {},
-    replaceChildren() {}, addEventListener() {}, focus() {}, blur() {} });
+    replaceChildren() {}, addEventListener() {}, focus() {}, blur() {}, click() {} });
   const at = (id) => elements[id] ??= made();
   at("data").textContent = page.match(/id="data">([^<]*)</)[1];
   const told = [];
@@ -397,7 +397,8 @@ async function tab(file) {
     addEventListener: (_, press) => { keys.press = press; } };
   const script = page.match(/<script>([\\s\\S]*?)<\\/script>/)[1];
   vm.runInNewContext(script, { document, localStorage, window,
-    confirm: () => true, atob, Blob, DecompressionStream, Response, Uint8Array, setTimeout, URL });
+    confirm: () => true, atob, Blob, DecompressionStream, Response, Uint8Array, setTimeout: () => {},
+    URL: { createObjectURL(blob) { files.push(blob); } } });
   while (!at("state").textContent) await new Promise((done) => setTimeout(done, 5));
   return { press: (key) => keys.press({ key, preventDefault() {} }),
     state: () => at("state").textContent };
@@ -407,7 +408,12 @@ async function tab(file) {
   for (const key of "12") first.press(key);
   for (const key of "34") second.press(key);
   const other = await tab(process.argv[3]), again = await tab(process.argv[2]);
-  console.log(JSON.stringify([again.state(), other.state(), Object.keys(kept).length]));
+  const [key] = Object.keys(kept), state = JSON.parse(kept[key]);
+  state.notes[Object.keys(state.labels)[0]] = "so, \\"né\\";\\n1";
+  kept[key] = JSON.stringify(state);
+  again.press("e");
+  const bytes = Buffer.from(await files[0].arrayBuffer()).toString("base64");
+  console.log(JSON.stringify([again.state(), other.state(), Object.keys(kept).length, bytes]));
 })();
 """
 
@@ -424,4 +430,12 @@ def test_tabs_of_a_page_keep_each_others_labels_and_pages_of_one_name_stay_apart
     done = subprocess.run(
         ["node", str(script), *pages], capture_output=True, text=True, check=True, timeout=60
     )
-    assert json.loads(done.stdout) == ["4 of 15 done", "0 of 25 done", 1]
+    *found, saved = json.loads(done.stdout)
+    assert found == ["4 of 15 done", "0 of 25 done", 1]
+    # What the page saves is a table that import reads.
+    file = tmp_path / "sheet-filled.csv"
+    file.write_bytes(base64.b64decode(saved))
+    rows = read_sheet(file)
+    assert [row.category for row in rows] == list(NAMES[:4])
+    assert [row.note for row in rows] == ['so, "né";\n1', "", "", ""]
+    import_sheet(Run.open(tmp_path / "0" / "run"), file, "anna")
