@@ -269,24 +269,13 @@ def _judge(run: Run, by: str | None) -> str | None:
 # -- reading a filled-in sheet -----------------------------------------------------------------
 
 
-class SheetRow(NamedTuple):
-    """What is read of one row of a filled-in sheet; ``where`` names it in an error."""
-
-    where: str
-    item: str
-    category: str
-    note: str
-
-
 def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False) -> Path:
-    """Check a filled-in sheet row by row and write ``annotations/<annotator>.parquet``.
+    """Check a filled-in table row by row and write ``annotations/<annotator>.parquet``.
 
     Rows without a category are left out. If some are, what was filled in counts as the sample: as
     the sheet is in random order, its first rows are a random part of each stratum, and inclusion
     probabilities become rows filled in / rows of the stratum. (A turn that can't be assessed is a
     ``cannot_assess``, not a gap.) An item that stands there twice with one category counts once.
-    The record of the labels counts, per stratum, rows there are, drawn and filled in. Labels of
-    decoys are stored as such (:meth:`ia_mech.run.labels.Labels.decoys`).
 
     Raises:
         UserError: whatever is wrong, naming the first bad row; labels of this annotator are there
@@ -299,36 +288,32 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
             "give another --annotator, or --replace",
         )
     rows = read_sheet(file)
-    sheet, key = _sheet_of(run, file, rows)
+    key = _key_of(run, file, rows)
     places, strata, rubric = key["items"], key["strata"], rubric_of(key)
-    labelled = _labelled(rows, places, rubric)
-    if not labelled:
-        raise UserError(f"no row of {file} has a category", "fill in the column 'category'")
-    filled = Counter(places[item]["stratum"] for item in labelled)
+    labelled = _labelled(file, rows, places, rubric)
+    filled = Counter(places[item]["stratum"] for item in labelled["item"])
     chances = {name: filled[name] / of["rows"] for name, of in strata.items()}
     stored = [
-        places[item]
+        places[row.item]
         | {
             "category": row.category,
             "genuine": rubric.genuine(row.category),
             "note": row.note,
-            "sheet": sheet,
-            "inclusion_probability": chances.get(places[item]["stratum"]),
+            "sheet": key["sheet"],
+            "inclusion_probability": chances.get(places[row.item]["stratum"]),
         }
-        for item, row in labelled.items()
+        for row in labelled.itertuples()
     ]
     record = {
         "annotator": annotator,
-        "sheet": sheet,
-        "judge": key["judge"],
-        "rubric": key["rubric"],
+        **{name: key[name] for name in ("sheet", "judge", "rubric")},
         "strata": {s: v | {"filled": filled[s]} for s, v in strata.items()},
     }
     return run.labels.write_annotations(annotator, stored, record)
 
 
-def read_sheet(path: Path) -> list[SheetRow]:
-    """The rows of a filled-in table. Of its columns a ``note`` may be absent.
+def read_sheet(path: Path) -> pd.DataFrame:
+    """:data:`COLUMNS_READ` of a filled-in table, by the number of the row in the file.
 
     Spreadsheets in languages with a decimal comma separate cells by semicolons.
 
@@ -348,55 +333,45 @@ def read_sheet(path: Path) -> list[SheetRow]:
         raise UserError(
             f"{path} has no column {absent[0]!r}", f"keep the columns {', '.join(COLUMNS_READ)}"
         )
-    cells = table.reindex(columns=list(COLUMNS_READ)).fillna("")
-    return [
-        SheetRow(f"row {number} of {path}", *map(str.strip, row))
-        for number, row in enumerate(cells.itertuples(index=False), 2)
-    ]
+    cells = table.reindex(columns=list(COLUMNS_READ)).fillna("").map(str.strip)
+    return cells.set_axis(pd.RangeIndex(2, len(cells) + 2))
 
 
-def _sheet_of(run: Run, file: Path, rows: list[SheetRow]) -> tuple[str, dict[str, Any]]:
-    """The sheet that a file's items belong to, and its key."""
-    sheets = {name: run.labels.sheet(name) for name in run.labels.sheets}
-    items = {row.item for row in rows}
-    fitting = [name for name in sheets if items & sheets[name]["items"].keys()]
-    if not fitting:
-        raise UserError(
-            f"{file} holds annotations of another run: none of its {len(items)} items is on a "
-            f"sheet of {run.path} ({', '.join(sheets) or 'there is no sheet'})",
-            "give the run that the sheet was exported from",
-        )
-    if len(fitting) > 1:
-        raise UserError(
-            f"{file} mixes the sheets {' and '.join(fitting)}, which are samples of their own",
-            "import one file per sheet, each as an annotator of its own (anna-1, anna-2)",
-        )
-    return fitting[0], sheets[fitting[0]]
+def _key_of(run: Run, file: Path, rows: pd.DataFrame) -> dict[str, Any]:
+    """The key of the sheet that a table is of."""
+    sheets = run.labels.sheets
+    for key in map(run.labels.sheet, sheets):
+        if rows["item"].isin(list(key["items"])).any():
+            return key
+    raise UserError(
+        f"{file} holds annotations of another run: none of its {rows['item'].nunique()} items is "
+        f"on a sheet of {run.path} ({', '.join(sheets) or 'there is no sheet'})",
+        "give the run that the sheet was exported from",
+    )
 
 
-def _labelled(rows: list[SheetRow], places: dict[str, Any], rubric: Rubric) -> dict[str, SheetRow]:
-    """Rows with a category by item; UserError names the first that can't be."""
-    labelled: dict[str, SheetRow] = {}
-    for row in rows:
-        if row.item not in places:
-            raise UserError(
-                f"{row.where} has the item {row.item!r}", "keep the items of the exported sheet"
-            )
-        if not row.category:
-            continue
-        category = rubric.named(row.category)
-        if category is None:
-            raise UserError(
-                f"{row.where} has the unknown category {row.category[:60]!r}",
-                f"choose from {', '.join(rubric.names)}",
-            )
-        first = labelled.setdefault(row.item, row._replace(category=category))
-        if first.category != category:
-            raise UserError(
-                f"{row.where} calls {row.item} {category}, and {first.where} {first.category}",
-                "keep one of the two",
-            )
-    return labelled
+def _labelled(
+    file: Path, rows: pd.DataFrame, places: dict[str, Any], rubric: Rubric
+) -> pd.DataFrame:
+    """The rows with a category, each item once; UserError names the first that can't be."""
+
+    def refuse(bad: pd.Series, problem: str, remedy: str) -> None:
+        if bad.any():
+            row = bad.idxmax()
+            words = problem.format(**rows.loc[row].map(lambda text: repr(text[:60])))
+            raise UserError(f"row {row} of {file} {words}", remedy)
+
+    remedy = "keep the items of the exported sheet, a table of each sheet"
+    refuse(~rows["item"].isin(list(places)), "has the item {item}", remedy)
+    filled = rows[rows["category"] != ""]
+    if filled.empty:
+        raise UserError(f"no row of {file} has a category", "fill in the column 'category'")
+    named = filled["category"].map(rubric.named)
+    known = f"choose from {', '.join(rubric.names)}"
+    refuse(named.isna(), "has the unknown category {category}", known)
+    first = named.groupby(filled["item"]).transform("first")
+    refuse(named != first, "calls {item} {category}, unlike a row before it", "keep one of the two")
+    return filled.assign(category=named).drop_duplicates("item")
 
 
 # -- from the command line ---------------------------------------------------------------------
