@@ -227,7 +227,7 @@ class Perturbations(Experiment):
         ``condition``, ``temperature``, ``sample``, ``category``, ``genuine`` and ``held`` (1, 0 or
         NaN)."""
         from experiments.resample import judge_alike
-        from ia_mech.judge.judging import UNSEEN
+        from ia_mech.judge.judging import ON_UNPERTURBED
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 
         assert self.gate is not None  # this is a judged experiment
@@ -243,7 +243,8 @@ class Perturbations(Experiment):
         before = pd.MultiIndex.from_frame(turns[["run", "context_id"]].astype(object)).isin(used)
         turns = turns[(turns["run"] == str(run.path)) | (before & alike)].reset_index(drop=True)
         keys = ["source", "context_id", "temperature", "sample"]
-        held = read_runs([run], judge + UNSEEN, NO_ANNOTATOR).turns.set_index(keys)["genuine"]
+        unchanged = read_runs([run], judge + ON_UNPERTURBED, NO_ANNOTATOR).turns
+        held = unchanged.set_index(keys)["genuine"]
         found = held.reindex(pd.MultiIndex.from_frame(turns[keys])).to_numpy()
         own = turns["perturbation"] == UNPERTURBED
         names = turns["perturbation"].astype(object)

@@ -26,7 +26,7 @@ from ia_mech.run.labelled import positions
 from ia_mech.run.labels import KEY
 from ia_mech.run.queries import exchange
 
-UNSEEN = "-unperturbed"  # ends the name of verdicts on responses that the model was not given
+ON_UNPERTURBED = "-unperturbed"  # ends names of verdicts on responses that models weren't given
 
 
 def check_judged(run: Run, unperturbed: bool) -> None:
@@ -63,7 +63,7 @@ def items_of(
 
     Args:
         run: the run.
-        decoys: decoys of this run, rows as of :func:`draw_decoys`; none if not given.
+        decoys: of this run, as :func:`draw_decoys` gives them.
         unperturbed: show the response that the source's conversation had before it was perturbed,
             not the one that the model was given. A turn that was written without having seen the
             response can then be held against it.
@@ -125,9 +125,7 @@ def judge_items(
     with opened as cache:
         verdicts: dict[Item, Verdict] = {}
         if cache is not None:
-            known = (None, *judge.rubric.names)
-            kept = {item: verdict for item in wanted if (verdict := cache.get(item))}
-            verdicts = {item: v for item, v in kept.items() if v.category in known}
+            verdicts = {item: verdict for item in wanted if (verdict := cache.get(item))}
         cached = set(verdicts)
         missing = [item for item in wanted if item not in cached]
         if cached:
@@ -237,14 +235,20 @@ def label_run(
 ) -> Path:
     """Judge every user turn of a run and its decoys; write ``judgements/<name>.parquet``.
 
-    ``decoys`` is how many turns of each source and temperature are shown as decoys
-    (:func:`draw_decoys`); by default all for a judge that is free, one for a judge that is paid.
-    ``unperturbed`` is that of :func:`items_of`, ``options`` are those of :func:`judge_items`.
+    Args:
+        run: the run.
+        judge: of its turns.
+        name: of the verdicts.
+        progress: as of :func:`judge_items`, like ``options``.
+        decoys: turns of each source and temperature that are shown as decoys; see
+            :func:`decoys_per_source`.
+        replace: another judge's verdicts of that name.
+        unperturbed: as of :func:`items_of`.
 
     Raises:
         UserError: a name that can't be a file's; a run that can't be written to; verdicts of
-            another judge under that name; what :func:`items_of` and :func:`judge_items` raise.
-            Nothing is written then.
+            another judge under that name; a run or a judge that can't be used. Nothing is written
+            then.
     """
     run.labels.check_name("judgements", name)
     check_judged(run, unperturbed)

@@ -11,7 +11,8 @@ from scipy.special import gammaln
 from ia_mech.estimates import ALL, TidyEstimate, by_dataset, frame_of, holm_corrected
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import CANNOT_ASSESS
-from ia_mech.rates.load import DEPENDENT, EVERY, FAILED, SUBJECT, JudgedTurns
+from ia_mech.rates.evidence import DEPENDENT
+from ia_mech.rates.load import EVERY, FAILED, SUBJECT, JudgedTurns
 from ia_mech.stats import (
     Estimate,
     cluster_mean,

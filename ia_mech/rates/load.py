@@ -6,7 +6,6 @@ prompt together, and prompts of two datasets that happen to have the same id sta
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,24 +14,19 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.judge.judging import same_judges
 from ia_mech.judge.rubric import CANNOT_ASSESS, Rubric, rubric_of
 from ia_mech.judge.verdict import GROUNDED_P, OUTCOMES, identity_hash
-from ia_mech.models.embedded import cache_dir
+from ia_mech.rates.evidence import DEPENDENT, dependent
 from ia_mech.rates.gate import CONVERSATION, Gate, gate_of, worst_gate
 from ia_mech.rates.grounding import p_values
-from ia_mech.results import folders_of
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
-from ia_mech.run.labels import KEY
 from ia_mech.run.sources import SEPARATOR, sources_of
 
-DEPENDENT = "dependent"  # genuine, and the own response is likelier than its siblings together
 EVERY, UNFINISHED = "all", "unfinished"  # responses that turns come after; the third is "complete"
 NO_ANNOTATOR = ""  # no annotator: annotations are not read
 _SAMPLING = (
@@ -177,14 +171,14 @@ def read_runs(
     """
     runs = open_runs(runs)
     judge = _choose_judge(runs, judge)
-    record = _same_judge(runs, judge)
+    record = _record_of_one_judge(runs, judge)
     annotator = _choose_annotator(runs, annotator)
     turns: list[pd.DataFrame] = []
     decoys: list[pd.DataFrame] = []
     earlier: list[tuple[Path, pd.MultiIndex]] = []
     for run in runs:
         own, own_decoys = _turns_and_decoys(run, judge, annotator)
-        own[DEPENDENT] = _dependent(own, runs, run)
+        own[DEPENDENT] = dependent(own, runs, run)
         turns.append(_without_repeated(own, run, earlier))
         decoys.append(own_decoys)
     pooled = _pooled(turns)
@@ -245,7 +239,7 @@ def _choose_judge(runs: list[Run], judge: str | None) -> str:
     return names.pop()
 
 
-def _same_judge(runs: list[Run], judge: str) -> dict[str, Any]:
+def _record_of_one_judge(runs: list[Run], judge: str) -> dict[str, Any]:
     """The judge's record; UserError if the runs' verdicts aren't one judge's."""
     records = [run.labels.record("judgements", judge) for run in runs]
     hashes = [
@@ -337,55 +331,6 @@ def _pooled(frames: list[pd.DataFrame]) -> pd.DataFrame:
     pooled = pd.concat(frames, ignore_index=True)
     names = [name for name, dtype in frames[0].dtypes.items() if dtype == "category"]
     return pooled.astype(dict.fromkeys(names, "category"))
-
-
-def _dependent(frame: pd.DataFrame, runs: list[Run], run: Run) -> np.ndarray:
-    """``[turns]`` of :data:`DEPENDENT`, from the first results with the evidence of turns.
-
-    With w the likelihoods of a turn after the K responses to its query, as shares, the evidence is
-    log₂ K wₖ of the response k that it followed. A turn that depends on no response has wₖ > ½ with
-    a probability of 1 / K at most: one response alone can have it.
-    """
-    for folder in dict.fromkeys(at for one in (run, *runs) for at in result_folders(one)):
-        table = table_of_run(folder, run, "turns", [*KEY, "evidence"])
-        if table is None:
-            continue
-        table = table.drop(columns=["dataset", "source_id"], errors="ignore").merge(
-            run.contexts[["context_id", "dataset", "source_id"]].astype(object), on="context_id"
-        )
-        responses = table.groupby(sources_of(table))["context_id"].transform("nunique")
-        likelier = (table["evidence"] > np.log2(responses) - 1).where(table["evidence"].notna())
-        favoured = pd.Series(likelier.to_numpy(), pd.MultiIndex.from_frame(table[list(KEY)]))
-        keys = pd.MultiIndex.from_frame(frame[list(KEY)].astype({"context_id": object}))
-        favoured = favoured[~favoured.index.duplicated()].reindex(keys)
-        return favoured.to_numpy(dtype=float) * frame["genuine"].to_numpy()
-    return np.full(len(frame), np.nan)
-
-
-def result_folders(run: Run, more: Sequence[Path] = ()) -> list[Path]:
-    """The folders with results on a run: in it, beside it or in the cache, and ``more``."""
-    found = folders_of(run.path, run.identity_digest, [run.path.resolve().parent, cache_dir()])
-    return list(dict.fromkeys([*found, *(folder.resolve() for folder in more)]))
-
-
-def table_of_run(folder: Path, run: Run, stem: str, columns: Sequence[str]) -> pd.DataFrame | None:
-    """A run's rows in the table ``<stem>.parquet`` of a result; None if there is none with these
-    columns, or the result isn't of the run.
-
-    Raises:
-        UserError: the table is damaged.
-    """
-    file = folder / f"{stem}.parquet"
-    try:
-        if not file.is_file() or not {*columns} <= set(pq.read_schema(file).names):
-            return None
-        about = json.loads(pq.read_schema(file).metadata[b"ia_mech"])
-        if run.identity_digest not in about.get("identities", []):
-            return None
-        table = pq.read_table(file).to_pandas()
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
-        raise UserError(f"{file} is damaged", "remove it, or analyse again") from None
-    return table[table["run"] == run.name] if "run" in table else table
 
 
 def _unlabelled(run: Run, turns: pd.DataFrame, annotator: str | None, judge: str) -> str:

@@ -17,8 +17,9 @@ from ia_mech.rates.compute import (
     estimates,
     matching,
 )
+from ia_mech.rates.evidence import DEPENDENT
 from ia_mech.rates.gate import AFTER, NO_DECOYS, NOT_PASSED, PASSED, UNDECIDED, Gate
-from ia_mech.rates.load import DEPENDENT, EVERY, SUBJECT, JudgedTurns
+from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns
 from ia_mech.results import Result, Table, about_runs, table_of
 from ia_mech.run.labels import KEY
 

@@ -65,7 +65,8 @@ def _report(args: argparse.Namespace) -> None:
     elif out.is_dir():
         raise UserError(f"{out} is a folder", "remove it, or give --out")
 
-    from ia_mech.rates.load import open_runs, result_folders
+    from ia_mech.rates.evidence import result_folders
+    from ia_mech.rates.load import open_runs
     from ia_mech.report.contents import missing
     from ia_mech.run.integrity import replace_file
 
@@ -94,7 +95,7 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     from ia_mech import __version__
     from ia_mech.judge.rubric import CATEGORIES
     from ia_mech.page import rendered
-    from ia_mech.rates.load import result_folders
+    from ia_mech.rates.evidence import result_folders
     from ia_mech.report.contents import cards_of, provenance
     from ia_mech.report.turns import browser
 

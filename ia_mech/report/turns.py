@@ -12,7 +12,7 @@ from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import GENUINE, NAMES, rubric_of
 from ia_mech.models.load import load_tokenizer_and_config, recall
 from ia_mech.page import packed
-from ia_mech.rates.load import DEPENDENT, table_of_run
+from ia_mech.rates.evidence import DEPENDENT, table_of_run
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
 from ia_mech.run.labels import KEY
