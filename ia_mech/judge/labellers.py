@@ -136,11 +136,7 @@ def genuine_shares(labeller: Labeller) -> Iterator[TidyEstimate]:
 
 
 def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
-    """Compare the labellers of a run: those named by ``between``, or all there are.
-
-    Raises:
-        UserError: as :func:`labellers_of`.
-    """
+    """The labellers of :func:`labellers_of` compared; raises what that raises."""
     labellers = labellers_of(run, between)
     pairs = compare_pairs(labellers)
     shares = [share for labeller in labellers for share in genuine_shares(labeller)]

@@ -54,15 +54,10 @@ COLUMNS_READ = ("item", "category", "note")  # the last may be absent
 
 
 class Sheet(NamedTuple):
-    """A drawn sheet: ``rows`` for annotators, in random order, and ``key`` to stay in the run.
+    """A drawn sheet."""
 
-    The key names the run and the judge, ``strata`` (rows there are, rows drawn) and, per item, the
-    row of the run, its stratum and its inclusion probability; of a decoy, the row of the run, its
-    kind and the context that is shown.
-    """
-
-    rows: list[dict[str, Any]]
-    key: dict[str, Any]
+    rows: list[dict[str, Any]]  # for annotators, in random order
+    key: dict[str, Any]  # stays in the run: the judge, the strata, and which turn each item is
 
 
 def export_sheet(
