@@ -37,7 +37,7 @@ from benchmarks.coverage_data import (
     symmetric,
     table,
 )
-from ia_mech.judge.decoys import KINDS
+from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.stats import (
     Estimate,
     cluster_bootstrap,
@@ -180,7 +180,7 @@ def decoys(trials: int) -> None:
     trials *= 2
     print(f"### Excess over decoys, 4 turns of each source: {trials} data sets a row\n")
     pairs = ((0.02, 0.02), (0.2, 0.02), (0.6, 0.02), (0.2, 0.2), (0.6, 0.2), (0.6, 0.6))
-    cells = list(product(KINDS, (20, 60, 100), pairs))
+    cells = list(product(DECOY_KINDS, (20, 60, 100), pairs))
 
     def rows() -> Iterator[list[object]]:
         for number, (kind, sources, (rate, floor)) in enumerate(cells):

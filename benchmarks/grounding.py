@@ -31,7 +31,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 
 from benchmarks.coverage_data import table
 from ia_mech.judge import rules
-from ia_mech.judge.label import items_of
+from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import GENUINE
 from ia_mech.judge.rules import grounding
 from ia_mech.judge.rules.features import FUNCTION_WORDS, stem

@@ -29,13 +29,11 @@ from ia_mech.cli import Parser, path_of, run_command, tolerant_streams
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, frame_of
-from ia_mech.judge.label import read_labels
 from ia_mech.likelihood.carried import CEILING
 from ia_mech.models.embedded import cache_dir
 from ia_mech.results import Result, about_runs, folder_of, read, refuse_place, show, write
 from ia_mech.run import Run
 from ia_mech.run.layout import RUN
-from ia_mech.run.sources import sources_of
 
 NAME = "compare"
 BITS, EXCESS, SHARE = "bits", "excess over siblings", "share of turns"
@@ -72,13 +70,13 @@ def numbers_of(study: Path) -> pd.DataFrame:
 def category_shares(run: Run, judge: str) -> pd.DataFrame:
     """What a judge takes the turns of a run for: by query, the share of each category among the
     turns that it could assess."""
-    labels, _, rubric = read_labels(run, "judgements", judge, [])
-    labels = labels.assign(source=sources_of(run.turns))
-    labels = labels[labels["category"].isin(rubric.assessed)]
+    from ia_mech.judge.rubric import rubric_of
+
+    rubric = rubric_of(run.labels.record("judgements", judge))
+    labels = run.labelled(judge)
+    labels = labels[labels["genuine"].notna()].astype({"source": object, "category": object})
     labels["turns"] = labels["temperature"].map(turns_of)
-    counts = pd.crosstab(
-        [labels["turns"], labels["source"]], labels["category"].astype(str), normalize="index"
-    )
+    counts = pd.crosstab([labels["turns"], labels["source"]], labels["category"], normalize="index")
     counts = counts.reindex(columns=list(rubric.assessed), fill_value=0.0)
     each = counts.rename_axis(["turns", "source"]).rename_axis("term", axis=1).stack()
     return each.rename("value").reset_index().assign(quantity=SHARE)

@@ -50,8 +50,8 @@ from ia_mech.estimates import (
     by_dataset,
     holm_corrected,
 )
-from ia_mech.judge.label import UNSEEN
-from ia_mech.rates.compute import rates
+from ia_mech.judge.judging import ON_UNPERTURBED
+from ia_mech.rates.compute import differences, rates
 from ia_mech.results import Table, label_of
 from ia_mech.run import Run
 from ia_mech.run.queries import unfinished_text
@@ -230,7 +230,7 @@ class Perturbations(Experiment):
         before = pd.MultiIndex.from_frame(turns[["run", "context_id"]].astype(object)).isin(used)
         turns = turns[(turns["run"] == str(run.path)) | (before & alike)].reset_index(drop=True)
         keys = ["source", "context_id", "temperature", "sample"]
-        held = verdicts_of([run], judge + UNSEEN).turns.set_index(keys)["genuine"]
+        held = verdicts_of([run], judge + ON_UNPERTURBED).turns.set_index(keys)["genuine"]
         found = held.reindex(pd.MultiIndex.from_frame(turns[keys])).to_numpy()
         own = turns["perturbation"] == UNPERTURBED
         names = turns["perturbation"].astype(object)
@@ -273,7 +273,8 @@ class Perturbations(Experiment):
         for dataset, here in by_dataset(rows):
             names = {"outcome": HELD, "dataset": dataset, "level": self.args.level}
             found += rates(rows[here], by, **names)
-            found += rates(rows[here], by, before, within="source", seed=self.args.seed, **names)
+            paired = {"within": "source", "seed": self.args.seed}
+            found += differences(rows[here], by, before, **paired, **names)
         scored = self.follow_up_bits().rename(columns={"bits": BITS})
 
         def against(condition: str) -> dict[str, tuple[str]]:

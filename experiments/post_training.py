@@ -382,7 +382,7 @@ class Compare(Experiment):
     def judged_rates(self) -> Iterator[TidyEstimate]:
         """Rates of both runs, what they exceed, and how they changed: of the queries used."""
         from ia_mech.judge.decoys import CONVERSATION, SIBLING
-        from ia_mech.rates.compute import rates
+        from ia_mech.rates.compute import differences, floors, rates
 
         both = [verdicts_of([run], self.args.judge) for run in self.runs]
         self.notes += dict.fromkeys(note for one in both for note in one.notes)
@@ -398,13 +398,14 @@ class Compare(Experiment):
         quantities |= {(SIBLING, "excess"): OVER_SIBLING}
         by = ["term", "temperature"]
         for dataset, here in by_dataset(turns):
-            about = {"level": self.args.level, "seed": self.args.seed, "dataset": dataset}
+            about = {"level": self.args.level, "dataset": dataset}
             yield from rates(turns[here], by, quantity=RATE, **about)
-            for row in rates(turns[here], by, {"term": BEFORE}, **about):
+            change = turns[here], by, {"term": BEFORE}
+            for row in differences(*change, seed=self.args.seed, **about):
                 yield replace(row, quantity=RATE, names=row.names | {"term": CHANGE})
             among = decoys if dataset == ALL else decoys[decoys["dataset"] == dataset]
             for kind in (CONVERSATION, SIBLING):
-                for row in rates(among, ["term"], kind, **about):
+                for row in floors(among, kind, ["term"], **about):
                     if name := quantities.get((kind, row.quantity)):
                         yield replace(row, quantity=name)
             over = among[among["decoy"] == SIBLING].dropna(subset=["genuine", "own_genuine"])

@@ -45,7 +45,7 @@ from ia_mech.estimates import (
     holm_corrected,
     paired_row,
 )
-from ia_mech.rates.compute import rates
+from ia_mech.rates.compute import differences, floors, rates
 from ia_mech.rates.gate import CONVERSATION
 from ia_mech.results import Table, label_of, table_of
 from ia_mech.run import Run
@@ -216,9 +216,9 @@ class TemperatureSweep(Experiment):
             decoys = self.decoys[(self.decoys["dataset"] == dataset) | (dataset == ALL)]
             names: dict[str, Any] = {"dataset": dataset, "level": self.args.level}
             found += rates(turns, by, quantity=RATE, **names)
-            options = {"within": "context", "seed": self.args.seed, **names}
-            found += rates(turns, by, greedy, quantity=RATE, **options)
-            found += rates(decoys, by, CONVERSATION, **names)
+            options = {"within": "context", "seed": self.args.seed, "quantity": RATE_DIFFERENCE}
+            found += differences(turns, by, greedy, **options, **names)
+            found += floors(decoys, CONVERSATION, by, **names)
         for dataset, here in by_dataset(self.contexts):
             sources = self.contexts["source"].to_numpy()[here]
             group = Group(sources, self.options, {"dataset": dataset})

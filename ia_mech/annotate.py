@@ -13,8 +13,8 @@ and is blind, and import what its annotator hands back.
 EPILOG = """\
 examples:
   python -m ia_mech.annotate export cache/RUN --n 200 --out sheet
-      sheet.html is the page; its button "export" (key e) saves sheet.json
-  python -m ia_mech.annotate import cache/RUN sheet.json --annotator anna
+      sheet.html is the page; its button "export" (key e) saves sheet-filled.csv
+  python -m ia_mech.annotate import cache/RUN sheet-filled.csv --annotator anna
 Then: python -m ia_mech.judge agreement cache/RUN
 """
 
@@ -69,14 +69,14 @@ def _add_import(commands) -> None:
     parser = commands.add_parser(
         "import",
         help="read a filled-in sheet",
-        description="Check a filled-in sheet (CSV in UTF-8, or the page's JSON) row by row and\n"
-        "write annotations/<annotator>.parquet. Rows without a category are "
+        description="Check a filled-in sheet (CSV in UTF-8) row by row and write\n"
+        "annotations/<annotator>.parquet. Rows without a category are "
         "left out; one bad row and\nnothing is written. Only item, category and note are read.",
     )
     parser.set_defaults(function="import_command")
     add = parser.add_argument
     add("run", type=path_of, help="the run that the sheet was exported from")
-    add("file", type=path_of, help="the sheet, .csv or .json")
+    add("file", type=path_of, help="the sheet, as the page saved it or a spreadsheet")
     add("--annotator", required=True, help="who filled it in; a name for the file")
     add("--replace", action="store_true", help="replace labels of this annotator that are there")
 

@@ -7,7 +7,7 @@ from stub_server import StubServer
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.llm import LlmJudge
-from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rubric import BUILT_IN, GENUINE
 from ia_mech.judge.verdict import Item, Judge, Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY as COLUMNS
@@ -115,6 +115,7 @@ def plant(run: Run, name: str, labels: list[str | None], **columns: list) -> Non
         {
             **key,
             "category": labels[i],
+            "genuine": BUILT_IN.genuine(labels[i]),
             "status": "judged" if labels[i] else "unparsable",
             **{column: values[i] for column, values in columns.items()},
         }

@@ -6,22 +6,22 @@ import pandas as pd
 import pytest
 
 from experiments.compare import category_shares
-from ia_mech.judge.label import LabelSet
 from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE
 from ia_mech.run.sources import sources_of
 
 
-def test_shares_are_of_the_turns_assessed_and_of_each_source_alone(monkeypatch):
+def test_shares_are_of_the_turns_assessed_and_of_each_source_alone():
     """Two datasets use the id 1; a turn that can't be assessed is left out, as in rates."""
     contexts = pd.DataFrame(
         {"context_id": ["a", "b"], "dataset": ["one", "two"], "source_id": ["1", "1"]}
     )
     names = {"context_id": list("aaabb"), "temperature": 0.0}
     turns = pd.DataFrame(names).merge(contexts, on="context_id")
-    said = [GENUINE, "generic", CANNOT_ASSESS, "generic", None]
-    labels = LabelSet(turns[["context_id", "temperature"]].assign(category=said), None, BUILT_IN)
-    monkeypatch.setattr("experiments.compare.read_labels", lambda *_: labels)
-    found = category_shares(SimpleNamespace(turns=turns), "rules")
+    said = [GENUINE, "generic", CANNOT_ASSESS, "generic", "failed"]
+    genuine = pd.Series(map(BUILT_IN.genuine, said), dtype=float)
+    turns = turns.assign(source=sources_of(turns), category=said, genuine=genuine)
+    labels = SimpleNamespace(record=lambda *_: {})
+    found = category_shares(SimpleNamespace(labelled=lambda _: turns, labels=labels), "rules")
     shares = found.set_index(["source", "term"])["value"]
     one, two = sources_of(contexts)
     assert shares[one, GENUINE] == pytest.approx(1 / 2)

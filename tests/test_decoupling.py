@@ -25,7 +25,7 @@ from experiments.decoupling import (
 )
 from experiments.tables import estimates_of
 from ia_mech.errors import UserError
-from ia_mech.judge.label import items_of
+from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import GENUINE
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.labels import KEY

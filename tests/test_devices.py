@@ -22,7 +22,7 @@ from shell import call
 from test_temperature_sweep import judged
 from transformers.cache_utils import KVSharingDict
 
-from experiments import arms, directions, elicit, hybrids, likelihood, locate, steering
+from experiments import directions, elicit, hybrids, likelihood, locate, steering
 from experiments.experiment import Model
 from ia_mech.collect import identity, job
 from ia_mech.collect.job import collect
@@ -34,7 +34,7 @@ from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Borrowed, SharedLayer
 from ia_mech.engine.splice import Hybrid, Piece, aligned, check_ceiling, spliced
 from ia_mech.engine.state import expand
-from ia_mech.judge.label import label_run
+from ia_mech.judge.judging import label_run
 from ia_mech.judge.rubric import GENUINE
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.models.load import Subject

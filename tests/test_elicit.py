@@ -12,7 +12,7 @@ from shell import call, refusal
 from experiments.arms import EXCESS, RATE, SIBLINGS, best_elsewhere, rates_by_query
 from experiments.elicit import GREEDY, OPENING, main
 from ia_mech.judge.decoys import SIBLING
-from ia_mech.judge.label import label_run
+from ia_mech.judge.judging import label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.rates.load import JudgedTurns
 from ia_mech.run import Run

@@ -35,7 +35,7 @@ from experiments.interchange import (
 )
 from ia_mech.collect.job import collect
 from ia_mech.estimates import frame_of
-from ia_mech.judge.label import label_run
+from ia_mech.judge.judging import label_run
 from ia_mech.judge.rubric import GENUINE
 from ia_mech.judge.verdict import Verdict
 from ia_mech.models.load import ModelSpec, Subject, weights_hash

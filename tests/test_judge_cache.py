@@ -11,7 +11,7 @@ from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge import rubric
 from ia_mech.judge.cache import VerdictCache
-from ia_mech.judge.label import judge_items
+from ia_mech.judge.judging import judge_items
 from ia_mech.judge.verdict import Item, Verdict
 
 ITEMS = [Item("query", "response", f"turn {number}") for number in range(3)]
@@ -96,7 +96,7 @@ def test_one_writer_at_a_time(filled, tmp_path):
 
 def test_a_changed_rubric_or_judge_misses(tmp_path, monkeypatch):
     def judged_anew(**identity) -> int:
-        judge = FakeJudge(rubric=rubric.rubric_hash(), **identity)
+        judge = FakeJudge(rubric=rubric.BUILT_IN.hash, **identity)
         judge_items(ITEMS * 2, judge, Quiet(), cache_folder=tmp_path)
         return len(judge.asked)
 

@@ -8,7 +8,7 @@ import pytest
 from judging import ROWS, FakeJudge, Recorded, genuine
 
 from ia_mech.judge.decoys import CONVERSATION, SIBLING, draw_decoys
-from ia_mech.judge.label import items_of, label_run
+from ia_mech.judge.judging import items_of, label_run
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 

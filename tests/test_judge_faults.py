@@ -16,7 +16,7 @@ from stub_server import DROP, HANG, Reply, StubServer, Wire, completion, error, 
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache
-from ia_mech.judge.label import judge_items
+from ia_mech.judge.judging import judge_items
 from ia_mech.judge.llm import MOST_FAILURES, MOST_REJECTED, LlmJudge
 from ia_mech.judge.verdict import Item
 

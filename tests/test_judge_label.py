@@ -10,8 +10,8 @@ from judging import DECOYS, ROWS, FakeJudge, Recorded, genuine
 from runs import CONTEXTS, planted, unfinished
 
 from ia_mech.errors import UserError
-from ia_mech.judge.label import items_of, label_run
-from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, VERSION, rubric_hash
+from ia_mech.judge.judging import items_of, label_run
+from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE, VERSION
 from ia_mech.judge.verdict import FAILURES, TRUNCATED, Judge, Verdict, identity_hash
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
@@ -67,7 +67,7 @@ def test_rows_are_those_of_the_generations_in_their_order(run, label):
     assert run.labels.record("judgements", "fake") == {
         "identity": judge.identity,
         "identity_hash": identity_hash(judge.identity),
-        "rubric": {"version": VERSION, "hash": rubric_hash()},
+        "rubric": {"version": VERSION, "hash": BUILT_IN.hash},
         "decoys_per_source": 1,
         "unperturbed": False,
         "caveat": judge.caveat,

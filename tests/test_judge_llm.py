@@ -18,7 +18,7 @@ from ia_mech.errors import UserError
 from ia_mech.judge import prompt
 from ia_mech.judge.answers import NoVerdict, find_verdict, read_completion
 from ia_mech.judge.llm import LlmJudge
-from ia_mech.judge.rubric import CATEGORIES, NAMES, read_rubric, rubric_hash, rubric_of
+from ia_mech.judge.rubric import BUILT_IN, CATEGORIES, NAMES, read_rubric, rubric_of
 from ia_mech.judge.verdict import Item, Verdict
 from ia_mech.models import embedded
 
@@ -261,7 +261,7 @@ def test_no_key(monkeypatch):
 def test_the_identity_is_all_that_decides_verdicts(monkeypatch):
     judge = LlmJudge("m", params={"temperature": 0}, mode="text")
     given = {"model": "m", "params": {"temperature": 0}, "mode": "text"}
-    hashes = {"rubric": rubric_hash(), "prompt": prompt.prompt_hash()}
+    hashes = {"rubric": BUILT_IN.hash, "prompt": prompt.prompt_hash()}
     address = {"base_url": "https://api.openai.com/v1"}
     assert judge.identity == {"kind": "llm"} | given | hashes | address
     before = prompt.prompt_hash()
@@ -409,7 +409,7 @@ def test_a_rubric_of_ones_own_is_what_the_server_is_told(tmp_path):
     assert schema["properties"]["category"]["enum"] == ["yes", "no", "cannot_assess"]
     told = body["messages"][0]["content"]
     assert told.startswith("Say whether the user goes on.") and "genuine_follow_up" not in told
-    assert judge.identity["rubric"] == rubric.hash != rubric_hash()
+    assert judge.identity["rubric"] == rubric.hash != BUILT_IN.hash
 
 
 @pytest.mark.parametrize(

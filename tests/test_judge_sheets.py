@@ -18,7 +18,7 @@ from runs import files_under
 from ia_mech.annotate import main
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import draw_decoys
-from ia_mech.judge.label import items_of
+from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.sheets import (
     COLUMNS,
@@ -211,18 +211,10 @@ def test_texts_survive_the_csv_and_none_is_a_formula():
 # -- the way back ---------------------------------------------------------------------------------
 
 
-def _page_json(path, rows):
-    path = path.with_suffix(".json")
-    kept = [{name: row[name] for name in ("item", "category", "note")} for row in rows]
-    path.write_text(json.dumps(kept, indent=1))
-    return path
-
-
 WAYS = [
     lambda p, rows: save(p, rows, encoding="utf-8-sig"),
     lambda p, rows: save(p, rows[::-1], columns=("note", "category", "item")),
     lambda p, rows: save(p, rows, delimiter=";"),  # where a comma is the decimal mark
-    _page_json,
 ]
 
 
@@ -303,32 +295,29 @@ def test_labels_are_replaced_only_when_asked(judged):
     assert (judged.path / "annotations/bert.parquet").read_bytes() == kept
 
 
-BAD = [  # suffix and content of a file, where ITEM is one of the sheet; and what is said of it
-    (".csv", "item,category\nITEM,restatment\n", "row 2 of .* unknown category 'restatment'; cho"),
-    (".csv", "item,category\nITEM,generic\nt00,generic", "row 3 of .* the item 't00'; keep the it"),
-    (".csv", "item,category\nITEM,generic\n,generic", "row 3 of .* has the item ''"),
-    (".csv", "item,category\nITEM,generic\nITEM,\nITEM,new topic", "row 4 .* and row 2 .* generic"),
-    (".csv", "item,note\nITEM,x\n", "has no column 'category'; keep the columns item, category, n"),
-    (".csv", "item,category\nt00,generic\n", "annotations of another run: none of its 1 items"),
-    (".csv", "item,category\nITEM,\n", "no row of .* has a category"),
-    (".csv", "item,category\nITEM,né\n", "isn't UTF-8 in line 2; save it"),
-    (".csv", 'item,category\n"t12', "isn't CSV "),
-    (".csv", "item,category\na,b\na,b,c", "isn't CSV .*Expected 2 fields in line 3, saw 3"),
-    (".json", '{"item', "line 1 of .* is not JSON"),
-    (".json", "[" * 100_000, "is not JSON"),
-    (".json", "[3]", "object 1 of .* isn't a JSON object"),
-    (".json", '[{"item": "ITEM"}]', "has no column 'category'"),
-    (".json", '[{"item": "ITEM", "category": 3}]', "a cell isn't a text"),
-    (".xlsx", "", r"is no .csv or .json; save the sheet as CSV"),
-    (".csv", None, "there is no file"),
+BAD = [  # content of a table, where ITEM is one of the sheet's items; and what is said of it
+    ("item,category\nITEM,restatment\n", "row 2 of .* unknown category 'restatment'; choose"),
+    ("item,category\nITEM,generic\nt00,generic", "row 3 of .* the item 't00'; keep the items"),
+    ("item,category\nITEM,generic\n,generic", "row 3 of .* has the item ''"),
+    (
+        "item,category\nITEM,generic\nITEM,\nITEM,new topic",
+        "row 4 .* 'new topic', unlike a",
+    ),
+    ("item,note\nITEM,x\n", "has no column 'category'; keep the columns item, category, note"),
+    ("item,category\nt00,generic\n", "annotations of another run: none of its 1 items"),
+    ("item,category\nITEM,\n", "no row of .* has a category"),
+    ("item,category\nITEM,né\n", "isn't CSV in UTF-8 .*position 29"),
+    ('item,category\n"t12', "isn't CSV "),
+    ("item,category\na,b\na,b,c", "isn't CSV .*Expected 2 fields in line 3, saw 3"),
+    (None, "No such file"),
 ]
 
 
 def test_bad_sheets_are_refused_in_one_line_and_nothing_is_written(judged, tmp_path, capsys):
     sheet, _ = exported(judged)
     before = files_under(judged.path)
-    for number, (suffix, content, fragment) in enumerate(BAD):
-        file = tmp_path / f"bad-{number}{suffix}"
+    for number, (content, fragment) in enumerate(BAD):
+        file = tmp_path / f"bad-{number}.csv"
         if content is not None:
             file.write_bytes(content.replace("ITEM", sheet.rows[3]["item"]).encode("cp1252"))
         assert main(["import", str(judged.path), str(file), "--annotator", "anna"]) == 2, fragment
@@ -341,7 +330,7 @@ def test_a_file_holds_one_sheet_and_an_annotator_is_not_named_like_a_judge(judge
     one, files = exported(judged, name="one")
     other, _ = exported(judged, name="other")
     file = save(files[0].with_name("both.csv"), filled_in(one) + filled_in(other))
-    with pytest.raises(UserError, match="mixes the sheets one and other"):
+    with pytest.raises(UserError, match=r"has the item .*a table of each sheet"):
         import_sheet(judged, file, "anna")
     with pytest.raises(UserError, match="has labels of a judge named 'rules'; give another name"):
         import_sheet(judged, file, "rules")
@@ -380,7 +369,7 @@ def test_the_commands_name_what_comes_next(judged, tmp_path, capsys):
         f"next: python -m ia_mech.annotate import {judged.path} '{out}' --annotator NAME\n" in text
     )
     assert judged.labels.sheets == ["for-anna"]
-    rows = [{**row._asdict(), "category": "generic"} for row in read_sheet(out)]
+    rows = read_sheet(out).assign(category="generic").to_dict("records")
     save(out, rows[:20], columns=("item", "category"))
     assert main(["import", str(judged.path), str(out), "--annotator", "anna"]) == 0
     text = capsys.readouterr().out
@@ -393,11 +382,11 @@ def test_the_commands_name_what_comes_next(judged, tmp_path, capsys):
 
 BROWSER = """
 const fs = require("fs"), vm = require("vm");
-const kept = {}, tabs = [];
+const kept = {}, tabs = [], files = [];
 async function tab(file) {
   const page = fs.readFileSync(file, "utf-8"), elements = {}, keys = {};
   const made = () => ({ children: [], value: "", append() {}, setAttribute() {}, remove() {},
-    replaceChildren() {}, addEventListener() {}, focus() {}, blur() {} });
+    replaceChildren() {}, addEventListener() {}, focus() {}, blur() {}, click() {} });
   const at = (id) => elements[id] ??= made();
   at("data").textContent = page.match(/id="data">([^<]*)</)[1];
   const told = [];
@@ -411,7 +400,8 @@ async function tab(file) {
     addEventListener: (_, press) => { keys.press = press; } };
   const script = page.match(/<script>([\\s\\S]*?)<\\/script>/)[1];
   vm.runInNewContext(script, { document, localStorage, window,
-    confirm: () => true, atob, Blob, DecompressionStream, Response, Uint8Array, setTimeout, URL });
+    confirm: () => true, atob, Blob, DecompressionStream, Response, Uint8Array,
+    setTimeout: () => {}, URL: { createObjectURL(blob) { files.push(blob); } } });
   while (!at("state").textContent) await new Promise((done) => setTimeout(done, 5));
   return { press: (key) => keys.press({ key, preventDefault() {} }),
     state: () => at("state").textContent };
@@ -421,7 +411,12 @@ async function tab(file) {
   for (const key of "12") first.press(key);
   for (const key of "34") second.press(key);
   const other = await tab(process.argv[3]), again = await tab(process.argv[2]);
-  console.log(JSON.stringify([again.state(), other.state(), Object.keys(kept).length]));
+  const [key] = Object.keys(kept), state = JSON.parse(kept[key]);
+  state.notes[Object.keys(state.labels)[0]] = "so, \\"né\\";\\n1";
+  kept[key] = JSON.stringify(state);
+  again.press("e");
+  const bytes = Buffer.from(await files[0].arrayBuffer()).toString("base64");
+  console.log(JSON.stringify([again.state(), other.state(), Object.keys(kept).length, bytes]));
 })();
 """
 
@@ -438,4 +433,12 @@ def test_tabs_of_a_page_keep_each_others_labels_and_pages_of_one_name_stay_apart
     done = subprocess.run(
         ["node", str(script), *pages], capture_output=True, text=True, check=True, timeout=60
     )
-    assert json.loads(done.stdout) == ["4 of 15 done", "0 of 25 done", 1]
+    *found, saved = json.loads(done.stdout)
+    assert found == ["4 of 15 done", "0 of 25 done", 1]
+    # What the page saves is a table that import reads.
+    file = tmp_path / "sheet-filled.csv"
+    file.write_bytes(base64.b64decode(saved))
+    rows = read_sheet(file)
+    assert rows["category"].tolist() == list(NAMES[:4])
+    assert rows["note"].tolist() == ['so, "né";\n1', "", "", ""]
+    import_sheet(Run.open(tmp_path / "0" / "run"), file, "anna")

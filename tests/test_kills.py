@@ -21,7 +21,7 @@ from stub_server import StubServer, item_of
 
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.decoys import draw_decoys
-from ia_mech.judge.label import items_of
+from ia_mech.judge.judging import items_of
 from ia_mech.judge.verdict import Item
 from ia_mech.run import Run
 

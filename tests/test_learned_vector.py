@@ -37,7 +37,7 @@ from experiments.learned_vector import (
 from ia_mech.engine.intervene import Add
 from ia_mech.engine.score import Turn
 from ia_mech.errors import UserError
-from ia_mech.judge.label import label_run
+from ia_mech.judge.judging import label_run
 from ia_mech.judge.rubric import GENUINE
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import Verdict

@@ -211,7 +211,7 @@ def test_annotations_make_the_round_trip(judged, opened, tmp_path):
     with page.expect_download() as download:
         page.keyboard.press("e")
     saved = tmp_path / download.value.suggested_filename
-    assert saved.name == f"{sheet.key['sheet']}.json"
+    assert saved.name == f"{sheet.key['sheet']}-filled.csv"
     download.value.save_as(saved)
     import_sheet(judged, saved, "anna")
     own, decoys = judged.labels.annotations("anna"), judged.labels.decoys("anna", "annotations")

@@ -37,7 +37,7 @@ from ia_mech.chat.headers import context_and_reference
 from ia_mech.collect.job import collect
 from ia_mech.data.conversations import HEADERS, Conversation, open_conversations, validate
 from ia_mech.display import Quiet
-from ia_mech.judge.label import UNSEEN, items_of, label_run
+from ia_mech.judge.judging import ON_UNPERTURBED, items_of, label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.run import Run
 from ia_mech.settings import Settings
@@ -139,8 +139,8 @@ def test_both_verdicts_are_read_as_what_they_are(plain, run, turns):
             ]
             said = [judge.rubric.genuine(judge.verdict(item).category) for item in items]
             assert own[column].tolist() == [float(s) for s in said]
-    assert run.labels.judges == ["rules", "rules" + UNSEEN]
-    assert run.labels.record("judgements", "rules" + UNSEEN)["unperturbed"] is True
+    assert run.labels.judges == ["rules", "rules" + ON_UNPERTURBED]
+    assert run.labels.record("judgements", "rules" + ON_UNPERTURBED)["unperturbed"] is True
     unchanged = turns[turns["condition"] == "none"]
     assert unchanged["held"].tolist() == unchanged["genuine"].tolist()
     assert len(unchanged) == len(plain.contexts) * 3 and set(unchanged["temperature"]) == {0, 1}

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
-from ia_mech.judge.label import items_of, label_run
-from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
+from ia_mech.judge.judging import items_of, label_run
+from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE
 from ia_mech.judge.verdict import Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
@@ -41,7 +41,7 @@ def plant(run: Run, say) -> Run:
         category = say(number[key[0]], *key[1:])
         rows.append(
             dict(zip(KEY, key, strict=True))
-            | {"repeat": 0, "category": category, "genuine": category == GENUINE}
+            | {"repeat": 0, "category": category, "genuine": BUILT_IN.genuine(category)}
             | {"status": "judged", "item": item.id}
         )
     run.labels.write_judgements("rules", rows, RULES)

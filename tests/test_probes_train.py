@@ -231,7 +231,7 @@ def in_progress(run: Path) -> None:
         (None, ["--positions", "nowhere"], "position nowhere was not kept", "header_last"),
         (None, ["--layers", "2", "9"], "no layer 9", "0 … 3"),
         (None, ["--layers", "5-2"], "is no layer and no range", "--help"),
-        (None, ["--judge", "anna"], "no verdicts of 'anna'", "--judge"),
+        (None, ["--judge", "anna"], "no judgements of 'anna'", "give one of"),
         (None, ["--out", "../up"], "can't name a file", "letters"),
         (None, ["--permutations", "5"], "not a whole number from 19 up", "--help"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
-from ia_mech.rates.compute import estimates, pass_at_k, rates
+from ia_mech.rates.compute import differences, estimates, floors, pass_at_k, rates
 from ia_mech.rates.load import FAILED, JudgedTurns, restrict_responses
 from ia_mech.stats import (
     cluster_mean,
@@ -306,7 +306,7 @@ def test_the_rate_table_takes_any_columns_and_any_baseline():
     ]
     expected = rows.groupby(["half", "condition"])["apt"].mean()
     assert [row.estimate.value for row in found] == pytest.approx(expected.tolist())
-    found = list(rates(rows, ["half", "condition"], {"condition": "plain"}, outcome="apt"))
+    found = list(differences(rows, ["half", "condition"], {"condition": "plain"}, outcome="apt"))
     assert [row.names["condition"] for row in found] == ["steered"] * 2
     for row in found:
         here = rows[rows["half"] == row.names["half"]]
@@ -322,7 +322,7 @@ def test_above_a_floor_all_three_numbers_are_of_the_same_decoys():
     decoys["decoy"] = "conversation"
     decoys["genuine"] = rng.choice([0.0, 1.0, np.nan], 60)
     decoys["own_genuine"] = rng.choice([0.0, 1.0, np.nan], 60)
-    rate, floor, excess = rates(decoys, ["temperature"], "conversation")
+    rate, floor, excess = floors(decoys, "conversation", ["temperature"])
     both = decoys.dropna()
     assert floor.estimate.value == both["genuine"].mean()
     difference = both["own_genuine"] - both["genuine"]
@@ -330,4 +330,4 @@ def test_above_a_floor_all_three_numbers_are_of_the_same_decoys():
     assert rate.estimate == turns
     assert excess.estimate == dyadic_mean(difference, both["source"], both["shown_source"])
     assert {row.rows for row in (rate, floor, excess)} == {len(both)}
-    assert not list(rates(decoys, [], "sibling"))
+    assert not list(floors(decoys, "sibling"))

@@ -16,9 +16,9 @@ from runs import CONTEXTS, rehashed, rewritten, unfinished, with_settings
 from shell import Outcome, call, files, refusal
 
 from experiments.compare import category_shares
-from ia_mech.judge.label import items_of
-from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, read_rubric
-from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
+from ia_mech.judge.judging import items_of
+from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE, read_rubric, rubric_of
+from ia_mech.judge.sheets import csv_bytes, export_sheet, import_sheet, write_sheet
 from ia_mech.rates.__main__ import main
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.load import read_runs
@@ -45,16 +45,17 @@ def plant(run: Run, judge: str = "rules", *, say=category_of, record=RULES, fitt
     for key, item in zip(keys, items_of(run), strict=True):
         row = dict(zip(KEY, key, strict=True))
         row |= {"status": "judged", "item": item.id}
-        rows += [row | {"category": say(key), "fitted": item.id in fitted}]
+        verdict = {"category": say(key), "genuine": rubric_of(record).genuine(say(key))}
+        rows += [row | verdict | {"fitted": item.id in fitted}]
     run.labels.write_judgements(judge, rows, record)
     return run
 
 
-def annotate(run: Run, annotator: str = "anna", *, rows: slice = slice(None), **columns) -> None:
+def annotate(run: Run, annotator: str = "anna", *, rows: slice = slice(None)) -> None:
     labels = [
         dict(zip(KEY, key, strict=True))
-        | {"category": category_of(key), "inclusion_probability": 0.5}
-        | columns
+        | {"category": category_of(key), "genuine": BUILT_IN.genuine(category_of(key))}
+        | {"inclusion_probability": 0.5}
         for key in run.generations[list(KEY)].itertuples(index=False, name=None)
     ]
     run.labels.write_annotations(annotator, labels[rows], {})
@@ -186,8 +187,8 @@ def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
     strata = {item: of["stratum"] for item, of in sheet.key["items"].items()}
     rows = [row | {"category": strata[row["item"]]} for row in sheet.rows]
     rows = [row for row in rows if row["category"] not in (GENUINE, "decoy")]
-    filled = tmp_path / "sheet.json"
-    filled.write_text(json.dumps(rows))
+    filled = tmp_path / "filled.csv"
+    filled.write_bytes(csv_bytes(pd.DataFrame(rows)))
     import_sheet(run, filled, "anna")
     assert set(read_runs([run.path]).turns["unlabelled"]) == {f"the stratum {GENUINE} of run"}
 
@@ -196,7 +197,7 @@ def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
 
 
 def test_labels_that_can_not_be_taken(run, rates):
-    refused(rates(run.path, "--judge", "gpt"), "no verdicts of 'gpt'", "rules")
+    refused(rates(run.path, "--judge", "gpt"), "no judgements of 'gpt'", "rules")
     refused(rates(run.path, "--annotator", "anna"), "no labels of 'anna'")
     plant(run, "other")
     refused(rates(run.path), "other, rules", "--judge")
@@ -208,11 +209,7 @@ def test_labels_that_can_not_be_taken(run, rates):
     (run.path / "annotations" / "ben.parquet").unlink()
     plant(run, say=lambda key: None)
     refused(rates(run.path), "assessed none of the", "judge again")
-    plant(run, say=lambda key: "follow_up")
-    refused(rates(run.path), "name follow_up, which the rubric lacks", "make them again")
     plant(run)
-    annotate(run, category="lovely")
-    refused(rates(run.path), "name lovely", "annotate import")
     for name in ("annotations/anna.parquet", "judgements/rules.parquet"):
         (run.path / name).write_bytes(b"PAR1")
         refused(rates(run.path), f"{name.split('/')[1]} can't be read")
@@ -238,19 +235,15 @@ def test_runs_that_can_not_be_pooled(merged, copy, rates, tmp_path):
     refused(rates(first.path), "still being written", "let the command")
 
 
-def test_flags_that_are_refused(run, rates, tmp_path):
+def test_a_place_that_results_can_not_go_to(run, rates, tmp_path):
     (tmp_path / "file").touch()
     before = files(tmp_path)
-    for flags, *problem in (
-        (("--out", tmp_path / "file"), "is a file"),
-        (("--out", ""), "'' names nothing"),
-        (("--out", run.path / "contexts" / "new"), "lies inside the run", "leave --out out"),
-        (("--out", run.path), "is a run"),
-        (("--seed", "-1"), "--seed: '-1' is not a whole number from 0 up"),
-        (("--level", "0.9999999999999999"), "is not between 0 and 1"),
-        (("--responses", "some"), "--help"),
+    for place, *problem in (
+        (tmp_path / "file", "is a file"),
+        (run.path / "contexts" / "new", "lies inside the run", "leave --out out"),
+        (run.path, "is a run"),
     ):
-        refused(rates(run.path, *flags), *problem)
+        refused(rates(run.path, "--out", place), *problem)
     assert files(tmp_path) == before
 
 

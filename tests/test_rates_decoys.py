@@ -14,7 +14,7 @@ from test_results import example_result
 
 from ia_mech.display import Quiet
 from ia_mech.judge.decoys import draw_decoys
-from ia_mech.judge.label import items_of, label_run
+from ia_mech.judge.judging import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.judge.verdict import Verdict
 from ia_mech.rates.gate import gate_of

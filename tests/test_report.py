@@ -22,7 +22,7 @@ from shell import call, refusal
 
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main as judge_main
-from ia_mech.judge.decoys import KINDS
+from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import GENUINE
 from ia_mech.page import packed, rendered
 from ia_mech.rates.__main__ import main as rates_main
@@ -146,7 +146,7 @@ def test_turns_and_decoys_stand_after_what_the_judge_was_shown(run):
     codes = turns["labels"]["rules"]["category"]
     assert expected == {
         (contexts["id"][turns["context"][i]], turns["temperature"][i], turns["text"][i],
-         data["categories"][codes[i]], ["", *KINDS][turns["decoy"][i]])
+         data["categories"][codes[i]], ["", *DECOY_KINDS][turns["decoy"][i]])
         for i in range(len(verdicts))
     }  # fmt: skip
     messages = dict(zip(run.contexts["context_id"], run.contexts["messages"], strict=True))

@@ -18,7 +18,7 @@ from ia_mech.engine.sampling import response_stream_key, stream_key
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.engine.workers import Crew
 from ia_mech.errors import UserError
-from ia_mech.judge.label import label_run
+from ia_mech.judge.judging import label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.load import read_runs

@@ -1,10 +1,8 @@
 """Whoever reads a file of a run gets what was written, or one line that names the file."""
 
 import json
-import shutil
 
 import pytest
-from runs import rewritten, with_settings
 from shell import call, refusal
 
 from ia_mech.errors import UserError
@@ -122,26 +120,6 @@ def test_what_is_not_a_run_is_refused(tmp_path):
     (tmp_path / "file").write_text("{}")
     with pytest.raises(UserError, match=r"file is not a run \(it is a file\)"):
         Run.open(tmp_path / "file")
-
-
-# -- labels ---------------------------------------------------------------------------------------
-
-
-def test_labels_of_another_run_or_under_another_name_are_refused(run, tmp_path):
-    labels = tmp_path / "rules.parquet"
-    run.labels.write_judgements("rules", [], {})
-    shutil.copy(run.path / "judgements/rules.parquet", labels)
-    shutil.copy(labels, run.path / "judgements/strict.parquet")
-    again = run.labels
-    with pytest.raises(UserError, match=r"strict\.parquet can't be read \(it holds the judgements"):
-        again.judgements("strict")
-    (run.path / "judgements/strict.parquet").unlink()
-    rewritten(run.path, "run.json", with_settings(seed=1))  # labels made its own
-    shutil.copy(labels, run.path / "judgements/rules.parquet")
-    other = Run.open(run.path).labels
-    for read in (other.judgements, lambda name: other.record("judgements", name)):
-        with pytest.raises(UserError, match=r"rules\.parquet can't be read \(it is of another run"):
-            read("rules")
 
 
 # -- identities -----------------------------------------------------------------------------------

@@ -4,16 +4,20 @@ import os
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from judging import ROWS as COUNT
+from judging import keys_of
 from runs import files_under
 
 from ia_mech.errors import UserError
-from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
+from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE
 from ia_mech.run import Run
-from ia_mech.run.labels import ANNOTATIONS, JUDGEMENTS, Labels
+from ia_mech.run.labels import ANNOTATIONS, JUDGEMENTS, KEY, Labels
+from ia_mech.run.sources import sources_of
 
 WHO = {"identity": {"kind": "rules", "model": "ü"}, "repeats": 1}
 VERDICTS = [
@@ -40,8 +44,8 @@ def labels(tmp_path) -> Labels:
     return labels_in(tmp_path / "run")
 
 
-def labels_in(path, run: str = "0123456789abcdef", turns: str = "turns") -> Labels:
-    return Labels(SimpleNamespace(path=path, identity_digest=run, turns_digest=turns))
+def labels_in(path, turns: str = "turns") -> Labels:
+    return Labels(SimpleNamespace(path=path, turns_digest=turns))
 
 
 # -- round trips --------------------------------------------------------------------------------
@@ -77,18 +81,12 @@ def test_annotations_and_sheets_come_back_as_they_were_written(labels):
     assert labels.sheet("sheet-1") == key
 
 
-def test_a_sheet_that_is_not_this_one_is_refused_by_name(labels, tmp_path):
+def test_the_key_of_a_sheet_that_can_not_be_read_is_refused_by_name(labels):
     path = labels.write_sheet("sheet-1", {"n": 1})
-    whole = path.read_bytes()
-    another = labels.write_sheet("sheet-2", {"n": 2}).read_bytes()
-    (tmp_path / "other").mkdir()
-    elsewhere = labels_in(tmp_path / "other", "fedcba9876543210").write_sheet("sheet-1", {"n": 1})
-    for content in (b"{}", b"[]", another, elsewhere.read_bytes()):
+    for content in (b"{}", b"[]"):
         path.write_bytes(content)
         with pytest.raises(UserError, match=rf"{path} is damaged \(.*; export another sheet"):
             labels.sheet("sheet-1")
-    path.write_bytes(whole)
-    assert labels.sheet("sheet-1") == {"n": 1}
 
 
 def test_labels_of_other_turns_are_refused(labels):
@@ -127,6 +125,44 @@ def test_labels_leave_the_rest_of_the_run_as_it_was(merged, tmp_path):
     assert files_under(run.path) == sorted(before + added)
     again = Run.open(run.path)
     assert again.digest() == merged.digest() and again.verify() == []
+
+
+# -- laid out over the turns --------------------------------------------------------------------
+
+
+def test_labels_are_laid_out_over_the_turns_whatever_their_order(run):
+    """Against a look-up by key, row by row: verdicts, failures, what isn't assessed, and gaps."""
+    keys = keys_of(run)
+    said = [[GENUINE, "new_topic", CANNOT_ASSESS, None][i % 4] for i in range(COUNT)]
+    order = np.random.default_rng(0).permutation(COUNT)
+    verdicts = [
+        keys[i] | {"category": said[i], "genuine": BUILT_IN.genuine(said[i]), "rationale": f"{i}"}
+        for i in order
+    ]
+    shown = keys[20]["context_id"]
+    decoys = [keys[i] | {"category": said[i], "decoy": "sibling", "shown": shown} for i in (9, 4)]
+    run.labels.write_judgements("rules", verdicts + decoys, {})
+    of_sheet = {"sheet": "s", "stratum": "all", "inclusion_probability": 0.25}
+    labels = [keys[i] | of_sheet | {"category": GENUINE, "genuine": True} for i in (7, 3)]
+    run.labels.write_annotations("anna", labels, {})
+
+    frame = run.labelled("rules", "anna", ["rationale"])
+    assert frame[list(KEY)].to_dict("records") == keys
+    assert frame["category"].tolist() == [category or "failed" for category in said]
+    number = {None: np.nan, True: 1.0, False: 0.0}
+    expected = [number[BUILT_IN.genuine(category)] for category in said]
+    np.testing.assert_array_equal(frame["genuine"], expected)
+    assert frame["rationale"].tolist() == [str(i) for i in range(COUNT)]
+    assert np.flatnonzero(frame["truth"] == 1).tolist() == [3, 7]
+    assert frame["truth_category"].notna().sum() == 2 and frame["inclusion"].sum() == 0.5
+    source_of = dict(zip(run.contexts["context_id"], sources_of(run.contexts), strict=True))
+    assert frame["source"].tolist() == [source_of[key["context_id"]] for key in keys]
+
+    found = run.decoys("rules")
+    assert found["row"].tolist() == [9, 4] and set(found["decoy"]) == {"sibling"}
+    assert set(found["shown_source"]) == {source_of[shown]}
+    assert found["source"].tolist() == [source_of[keys[i]["context_id"]] for i in (9, 4)]
+    assert run.decoys("anna").empty and "category" not in run.labelled()
 
 
 # -- names --------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from experiments.temperature_sweep import (
     leaving_point,
     main,
 )
-from ia_mech.judge.label import items_of
+from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import ASSESSED, GENUINE
 from ia_mech.lens import Lens, lens_file, save_lens
 from ia_mech.run import Run

@@ -14,7 +14,7 @@ from ia_mech.collect.job import collect
 from ia_mech.collect.summary import print_run
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
-from ia_mech.judge.label import items_of
+from ia_mech.judge.judging import items_of
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run, layout
 from ia_mech.run.queries import unfinished_text

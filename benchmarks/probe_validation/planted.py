@@ -22,8 +22,8 @@ from scipy.stats import beta, norm
 from ia_mech import __version__
 from ia_mech.chat.template import message
 from ia_mech.collect.rows import entropy
-from ia_mech.judge.label import items_of
-from ia_mech.judge.rubric import BUILT_IN, GENUINE, VERSION, rubric_hash
+from ia_mech.judge.judging import items_of
+from ia_mech.judge.rubric import BUILT_IN, GENUINE, VERSION
 from ia_mech.judge.verdict import Verdict, identity_hash
 from ia_mech.lens import Lens
 from ia_mech.run import Run, RunWriter, layout
@@ -415,7 +415,7 @@ def _judge(run: Run, positive: dict[str, bool]) -> None:
     record = {
         "identity": {"kind": NAME},
         "identity_hash": identity_hash({"kind": NAME}),
-        "rubric": {"version": VERSION, "hash": rubric_hash()},
+        "rubric": {"version": VERSION, "hash": BUILT_IN.hash},
         "caveat": "the labels were drawn from planted rates: no text was read",
     }
     run.labels.write_judgements(NAME, rows, record)

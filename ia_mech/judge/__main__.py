@@ -117,10 +117,9 @@ def _add_check(commands) -> None:
         description="Judge the turns of a JSON-lines file (query, response, user_turn; category "
         "where\nannotated; source_id for intervals) and compare with the annotations.",
     )
-    parser.set_defaults(function="ia_mech.judge.agreement:check")
+    parser.set_defaults(function="ia_mech.judge.check:check")
     parser.add_argument("file", type=path_of, help="JSON-lines file")
     _add_judge(parser)
-    parser.add_argument("--out", type=path_of, help="write the verdicts here (JSON lines)")
 
 
 def _add_judge(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +202,7 @@ def _add_agreement(commands) -> None:
         "between equals it is the one named first.\nDecoys stand apart: the share that each calls "
         "genuine. Written: results/agreement in the run.",
     )
-    parser.set_defaults(function="ia_mech.judge.agreement:command")
+    parser.set_defaults(function="ia_mech.judge.labellers:command")
     add = parser.add_argument
     add("run", type=path_of, help="a run's folder")
     add("--between", nargs="+", metavar="NAME", help="judges and annotators (default: all)")

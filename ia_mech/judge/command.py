@@ -16,8 +16,8 @@ from ia_mech.cli import NOTHING, one_line, shell_word
 from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import draw_decoys
-from ia_mech.judge.label import (
-    UNSEEN,
+from ia_mech.judge.judging import (
+    ON_UNPERTURBED,
     check_judged,
     decoys_per_source,
     items_of,
@@ -28,9 +28,8 @@ from ia_mech.judge.verdict import JUDGED, Item, Judge, identity_hash
 from ia_mech.run import Run
 from ia_mech.untrusted import parse_json
 
-# Of verdicts; what is counted on the screen.
-_PRINTED_COLUMNS = ["category", "status", "error", "item", "cached"]
-_PRINTED_COLUMNS += ["prompt_tokens", "completion_tokens", "cost"]
+_COUNTED = ["category", "status", "error", "item", "cached"]  # of verdicts, on the screen
+_COUNTED += ["prompt_tokens", "completion_tokens", "cost"]
 
 # Flags that are for some judges; for those not given a judge has defaults.
 _SERVER_FLAGS = ("base_url", "api_key_env", "mode", "concurrency", "timeout", "retries", "max_cost")
@@ -46,7 +45,7 @@ _JUDGES_OF_FLAG = {
 def run_judge(args: argparse.Namespace) -> int:
     """``python -m ia_mech.judge run``; returns its exit status."""
     run = Run.open(args.run)
-    name = args.name or _default_name(args) + UNSEEN * args.unperturbed
+    name = args.name or _default_name(args) + ON_UNPERTURBED * args.unperturbed
     run.labels.check_name("judgements", name)
     check_judged(run, args.unperturbed)
     judge = make_judge(args, run)
@@ -65,8 +64,8 @@ def run_judge(args: argparse.Namespace) -> int:
         replace=args.replace,
         unperturbed=args.unperturbed,
     )
-    rows = run.labels.judgements(name, _PRINTED_COLUMNS)
-    decoys = run.labels.decoys(name, columns=_PRINTED_COLUMNS)
+    rows = run.labels.judgements(name, _COUNTED)
+    decoys = run.labels.decoys(name, columns=_COUNTED)
     _print_verdicts(rows, decoys, judge.rubric, time.monotonic() - begun)
     if judge.caveat:
         console().print(escape(judge.caveat), soft_wrap=True)

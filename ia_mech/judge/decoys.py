@@ -16,7 +16,7 @@ from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
-CONVERSATION, SIBLING = KINDS = ("conversation", "sibling")
+CONVERSATION, SIBLING = DECOY_KINDS = ("conversation", "sibling")
 
 
 def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:

@@ -25,7 +25,6 @@ from ia_mech.models.load import ModelSpec, Subject, context_limit, load, refuse_
 # An item without content: how likely the model finds each name regardless of the texts.
 CONTENT_FREE = Item("N/A", "N/A", "N/A")
 
-
 UNLIKE_TEXTS = "a", "7"  # texts that have no beginning in common
 
 

@@ -1,7 +1,7 @@
 """A language model as a judge, at any server that speaks OpenAI's chat-completions protocol.
 
 The client retries by itself what may pass (server errors, rate limits, timeouts, broken
-connections). :mod:`ia_mech.judge.label` calls a judge from ``concurrency`` threads, each of which
+connections). :mod:`ia_mech.judge.judging` calls a judge from ``concurrency`` threads, each of which
 stores a verdict before it requests the next. Until the server has answered once, requests go one
 at a time, so that a wrong address, name or parameter is told after one request.
 """
@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,9 +30,7 @@ from ia_mech.judge.prompt import MODES, messages, prompt_hash, response_format, 
 from ia_mech.judge.rubric import BUILT_IN, Rubric
 from ia_mech.judge.verdict import Item, Judge, Verdict
 
-KEY_VARIABLE = (
-    "OPENAI_API_KEY"  # goes to OpenAI, or to the server that $OPENAI_BASE_URL names with it
-)
+KEY_VARIABLE = "OPENAI_API_KEY"  # goes to OpenAI, or to the server in $OPENAI_BASE_URL
 OPENAI_URL = "https://api.openai.com/v1"
 ACCOUNT = {  # headers that say which account pays, for OpenAI alone
     "OpenAI-Organization": "OPENAI_ORG_ID",
@@ -67,25 +65,17 @@ REMEDIES = {  # by HTTP status: what to do where every other request would be re
 }
 
 
+@dataclass(eq=False)
 class _Failure(Exception):
-    """A request without a chat completion.
+    """A request without a chat completion."""
 
-    Attributes:
-        status: of HTTP, or of an error that came with status 200; 0 where nothing came.
-        code: of the error, in the server's words.
-        param: the request parameter that the error is about, in the server's words.
-        wait: seconds after which the server wants to be asked again; None if it doesn't say.
-        target: of a redirect.
-        slow: it took longer than the time limit.
-    """
-
-    def __init__(self, message: str, status: int = 0, **about: Any) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code, self.param = about.get("code"), about.get("param")
-        self.wait: float | None = about.get("wait")
-        self.target: str | None = about.get("target")
-        self.slow: bool = about.get("slow", False)
+    message: str
+    status: int = 0  # of HTTP, or of an error that came with status 200; 0 where nothing came
+    code: Any = None  # of the error, in the server's words
+    param: Any = None  # the request parameter that it is about, in the server's words
+    wait: float | None = None  # seconds after which the server wants to be asked again
+    target: str | None = None  # of a redirect
+    slow: bool = False  # it took longer than the time limit
 
     @property
     def passing(self) -> bool:
@@ -145,15 +135,10 @@ class LlmJudge(Judge):
         max_cost: float | None = None,
         rubric: Rubric = BUILT_IN,
     ) -> None:
-        self.model = model
-        self.mode = mode
+        self.model, self.mode, self.rubric = model, mode, rubric
         self.params = dict(params or {})
-        self.concurrency = concurrency
-        self.timeout = timeout
-        self.retries = retries
-        self.price = price
-        self.max_cost = max_cost
-        self.rubric = rubric
+        self.concurrency, self.timeout, self.retries = concurrency, timeout, retries
+        self.price, self.max_cost = price, max_cost
         self._check_settings()
         self.base_url = _address(base_url)
         self._is_openai = urlsplit(self.base_url).hostname == urlsplit(OPENAI_URL).hostname
@@ -182,7 +167,7 @@ class LlmJudge(Judge):
 
     @property
     def caveat(self) -> str:  # type: ignore[override]
-        """What the server's answers showed of it."""
+        """What the server's answers have shown."""
         return "; ".join(self._notes.values())
 
     def estimate(self, items: Sequence[Item]) -> str:
@@ -271,7 +256,7 @@ class LlmJudge(Judge):
         Raises:
             UserError: every other item would fail, too.
         """
-        status, message = failure.status, self._message_of(str(failure))
+        status, message = failure.status, self._message_of(failure.message)
         remedy = REMEDIES.get(402 if failure.code == "insufficient_quota" else status)
         if 300 <= status < 400:
             target = failure.target or "nowhere"
@@ -328,7 +313,11 @@ class LlmJudge(Judge):
             except _Failure as failure:
                 timeouts += failure.slow
                 if failure.slow:
-                    self._grow_timeout(limit)
+                    with self._lock:
+                        self.timeout = max(self.timeout, 2 * limit)
+                        self._notes["timeout"] = (
+                            f"{self.base_url} is slow: the time limit is {self.timeout:g} s now"
+                        )
                 wait = failure.wait
                 if wait is None:
                     wait = min(0.5 * 2**retried, 8.0) * random.uniform(0.75, 1.0)
@@ -349,13 +338,6 @@ class LlmJudge(Judge):
     def _wait(self, seconds: float) -> bool:
         """Wait before a retry; True if none is wanted any more."""
         return self.ended.wait(seconds)
-
-    def _grow_timeout(self, limit: float) -> None:
-        with self._lock:
-            self.timeout = max(self.timeout, 2 * limit)
-            self._notes["timeout"] = (
-                f"{self.base_url} is slow: the time limit is {self.timeout:g} s now"
-            )
 
     def _post(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
         """One request.
@@ -386,15 +368,20 @@ class LlmJudge(Judge):
         problem = _problem_of(body, status)
         if status == 200 and not problem and isinstance(body.get("choices"), list):
             return body
-        about = {name: problem.get(name) for name in ("code", "param")}
-        about |= {"wait": _seconds_to_wait(response), "target": response.headers.get("location")}
         if status == 200 and problem:  # a proxy's, for an error of the server behind it
-            code = str(about["code"])
+            code = str(problem.get("code"))
             status = int(code) if code.isdecimal() and 400 <= int(code) < 600 else 502
         text = problem.get("message") or response.text[:LONGEST_MESSAGE]
         if status == 200:
             raise _Failure(f"not a chat completion: {text!r}", status)
-        raise _Failure(f"HTTP {status}: {text}", status, **about)
+        raise _Failure(
+            f"HTTP {status}: {text}",
+            status,
+            code=problem.get("code"),
+            param=problem.get("param"),
+            wait=_seconds_to_wait(response),
+            target=response.headers.get("location"),
+        )
 
     def _message_of(self, text: str) -> str:
         """What went wrong, on one line and without the key."""
@@ -473,7 +460,6 @@ class LlmJudge(Judge):
 
     @cached_property
     def _key(self) -> str:
-        """The key; a server other than OpenAI's may do without."""
         key = os.environ.get(self.api_key_env or "", "").strip()
         if not key and self._needs_key:
             raise UserError(

@@ -374,8 +374,3 @@ def _built(content: dict[str, Any], where: str) -> Rubric:
     if {*rubric.names} & {"all", "failed", "decoy"}:
         raise UserError(f"{where} has a category named all, failed or decoy", "name it otherwise")
     return rubric
-
-
-def rubric_hash() -> str:
-    """16 hex digits over every word of the built-in rubric."""
-    return BUILT_IN.hash

@@ -5,8 +5,8 @@ happen to be worded alike are rows of their own). Strata are a judge's categorie
 are seen; the key, which stays in the run, has each row's inclusion probability, by whose inverse
 every figure is weighted. A fifth of the rows of a sheet are decoys (``decoys``) on top of that
 sample, so that annotators have a floor like any judge; their labels count for nothing else. The
-sheet itself shows text alone. It is written as a page to annotate in (:mod:`ia_mech.page`), which
-exports JSON, and as CSV; both are read back.
+sheet itself shows text alone. It is written as a table (CSV) and as a page to annotate in
+(:mod:`ia_mech.page`), which saves such a table; a table is what is read back.
 
 Texts are a model's and not to be trusted: a cell that a spreadsheet would run as a formula gets an
 apostrophe in front, and characters that can't be seen become �
@@ -22,7 +22,6 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,18 +32,19 @@ import pandas as pd
 from ia_mech.cli import one_line, shell_word
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import draw_decoys
-from ia_mech.judge.label import check_finished, items_of, read_labels
+from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import BUILT_IN, Rubric, rubric_of
 from ia_mech.judge.verdict import Item
 from ia_mech.page import packed, rendered
 from ia_mech.run import Run, integrity, layout
+from ia_mech.run.labelled import FAILED
 from ia_mech.run.labels import KEY, check_name
-from ia_mech.untrusted import parse_json, spreadsheet_safe, visible
+from ia_mech.untrusted import spreadsheet_safe, visible
 
 PAGE_KEYS = "123456789abcfghijklmopqrstvwxyz"  # of categories on the page; "0" is the last one's
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
-ALL, FAILED = "all", "failed"  # strata that are no category: without a judge; no verdict
-DECOY = "decoy"  # the stratum of decoys, which are no sample of the run's turns
+# Strata that are no category, beside ``failed``: of all turns without a judge, and of decoys.
+ALL, DECOY = "all", "decoy"
 DECOY_SHARE = 0.25  # of the number of turns: a fifth of the sheet
 LEAST_PER_STRATUM = 5  # rows of a stratum, where it has so many
 
@@ -54,15 +54,10 @@ COLUMNS_READ = ("item", "category", "note")  # the last may be absent
 
 
 class Sheet(NamedTuple):
-    """A drawn sheet: ``rows`` for annotators, in random order, and ``key`` to stay in the run.
+    """A drawn sheet."""
 
-    The key names the run and the judge, ``strata`` (rows there are, rows drawn) and, per item, the
-    row of the run, its stratum and its inclusion probability; of a decoy, the row of the run, its
-    kind and the context that is shown.
-    """
-
-    rows: list[dict[str, Any]]
-    key: dict[str, Any]
+    rows: list[dict[str, Any]]  # for annotators, in random order
+    key: dict[str, Any]  # stays in the run: the judge, the strata, and which turn each item is
 
 
 def export_sheet(
@@ -87,7 +82,7 @@ def export_sheet(
         UserError: an unfinished run; no such judge, or several and none was named; n that the run
             can't give.
     """
-    check_finished(run)
+    run.check_finished()
     by = _judge(run, by)
     rows = run.turns
     if not 1 <= n <= len(rows):
@@ -95,7 +90,9 @@ def export_sheet(
             f"a sheet of {n} rows can't be drawn: {run.path} has {len(rows)} user turns",
             f"give --n from 1 to {len(rows)} ({len(rows)} takes them all)",
         )
-    strata = np.array([ALL] * len(rows) if by is None else _strata(run, by))
+    strata = np.array([ALL] * len(rows))
+    if by is not None:
+        strata = run.labelled(by)["category"].astype(object).fillna(FAILED).to_numpy()
     sizes = dict(sorted(Counter(strata.tolist()).items()))
     if n < len(sizes):
         raise UserError(
@@ -187,9 +184,27 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, ...]:
         "html": _page(sheet).encode(),
     }
     contents = {out.with_name(f"{out.name}.{form}"): made for form, made in forms.items()}
-    write_new_files(contents)
+    for path in contents:
+        layout.check_output(path)
+        if path.exists():
+            raise UserError(f"{path} exists", "give another --out, or remove it")
+    for path, content in contents.items():
+        integrity.replace_file(path, partial(_write, content))
     run.labels.write_sheet(name, sheet.key)
     return tuple(contents)
+
+
+def _write(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
+
+
+def csv_bytes(table: pd.DataFrame) -> bytes:
+    """A CSV file: UTF-8 with byte order mark, comma, everything quoted, every text inert."""
+    cells = table.astype(object).map(
+        lambda cell: "" if pd.isna(cell) else spreadsheet_safe(str(cell))
+    )
+    text = cells.to_csv(index=False, quoting=csv.QUOTE_ALL, lineterminator="\r\n")
+    return text.encode("utf-8-sig")
 
 
 def _page(sheet: Sheet) -> str:
@@ -246,68 +261,16 @@ def _judge(run: Run, by: str | None) -> str | None:
     )
 
 
-def _strata(run: Run, by: str) -> list[str]:
-    """The judge's category of every row of ``run.turns``, or ``failed``."""
-    verdicts = read_labels(run, "judgements", by, []).turns
-    return verdicts["category"].astype(object).fillna(FAILED).tolist()
-
-
-# -- files -------------------------------------------------------------------------------------
-
-
-def csv_bytes(table: pd.DataFrame) -> bytes:
-    """A CSV file: UTF-8 with byte order mark, comma, everything quoted, every text inert."""
-    cells = table.astype(object).map(
-        lambda cell: "" if pd.isna(cell) else spreadsheet_safe(str(cell))
-    )
-    text = cells.to_csv(index=False, quoting=csv.QUOTE_ALL, lineterminator="\r\n")
-    return text.encode("utf-8-sig")
-
-
-def refuse_existing(path: Path) -> None:
-    """Raise UserError unless a file can be written there that replaces none."""
-    layout.check_output(path)
-    if path.exists():
-        raise UserError(f"{path} exists", "give another --out, or remove it")
-
-
-def write_new_files(contents: dict[Path, bytes]) -> None:
-    """Write files, each whole.
-
-    Raises:
-        UserError: one is there, or its folder isn't. None is written then.
-    """
-    for path in contents:
-        refuse_existing(path)
-    for path, content in contents.items():
-        integrity.replace_file(path, partial(_write_bytes, content))
-
-
-def _write_bytes(content: bytes, path: Path) -> None:
-    path.write_bytes(content)
-
-
 # -- reading a filled-in sheet -----------------------------------------------------------------
 
 
-class SheetRow(NamedTuple):
-    """What is read of one row of a filled-in sheet; ``where`` names it in an error."""
-
-    where: str
-    item: str
-    category: str
-    note: str
-
-
 def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False) -> Path:
-    """Check a filled-in sheet row by row and write ``annotations/<annotator>.parquet``.
+    """Check a filled-in table row by row and write ``annotations/<annotator>.parquet``.
 
     Rows without a category are left out. If some are, what was filled in counts as the sample: as
     the sheet is in random order, its first rows are a random part of each stratum, and inclusion
     probabilities become rows filled in / rows of the stratum. (A turn that can't be assessed is a
     ``cannot_assess``, not a gap.) An item that stands there twice with one category counts once.
-    The record of the labels counts, per stratum, rows there are, drawn and filled in. Labels of
-    decoys are stored as such (:meth:`ia_mech.run.labels.Labels.decoys`).
 
     Raises:
         UserError: whatever is wrong, naming the first bad row; labels of this annotator are there
@@ -320,151 +283,90 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
             "give another --annotator, or --replace",
         )
     rows = read_sheet(file)
-    sheet, key = _sheet_of(run, file, rows)
+    key = _key_of(run, file, rows)
     places, strata, rubric = key["items"], key["strata"], rubric_of(key)
-    labelled = _labelled(rows, places, rubric)
-    if not labelled:
-        raise UserError(f"no row of {file} has a category", "fill in the column 'category'")
-    filled = Counter(places[item]["stratum"] for item in labelled)
+    labelled = _labelled(file, rows, places, rubric)
+    filled = Counter(places[item]["stratum"] for item in labelled["item"])
     chances = {name: filled[name] / of["rows"] for name, of in strata.items()}
     stored = [
-        places[item]
+        places[row.item]
         | {
             "category": row.category,
             "genuine": rubric.genuine(row.category),
             "note": row.note,
-            "sheet": sheet,
-            "inclusion_probability": chances.get(places[item]["stratum"]),
+            "sheet": key["sheet"],
+            "inclusion_probability": chances.get(places[row.item]["stratum"]),
         }
-        for item, row in labelled.items()
+        for row in labelled.itertuples()
     ]
     record = {
         "annotator": annotator,
-        "sheet": sheet,
-        "judge": key["judge"],
-        "rubric": key["rubric"],
+        **{name: key[name] for name in ("sheet", "judge", "rubric")},
         "strata": {s: v | {"filled": filled[s]} for s, v in strata.items()},
     }
     return run.labels.write_annotations(annotator, stored, record)
 
 
-def read_sheet(path: Path) -> list[SheetRow]:
-    """The rows of a filled-in sheet, by its suffix: CSV or the page's JSON.
-
-    Raises:
-        UserError: none of these, not UTF-8, not what the suffix claims, or a column is
-            missing.
-    """
-    suffix = path.suffix.lower()
-    if path.is_file() and suffix not in (".csv", ".json"):
-        raise UserError(f"{path} is no .csv or .json", "save the sheet as CSV UTF-8")
-    rows = []
-    for where, row in (_csv_rows if suffix == ".csv" else json_lines)(path):
-        values = [row.get(column, "") for column in COLUMNS_READ]
-        absent = [column for column in ("item", "category") if column not in row]
-        if absent or not all(isinstance(value, str) for value in values):
-            problem = f"has no column {absent[0]!r}" if absent else "a cell isn't a text"
-            raise UserError(f"{where}: {problem}", f"keep the columns {', '.join(COLUMNS_READ)}")
-        rows.append(SheetRow(where, *(value.strip() for value in values)))
-    return rows
-
-
-def _text_of(path: Path) -> str:
-    """A file's text, without a byte order mark; UserError unless it is there and UTF-8."""
-    if not path.is_file():
-        problem = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
-        raise UserError(problem, "check the path")
-    content = path.read_bytes()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path} isn't UTF-8 in line {line}", "save it as UTF-8 (in a spreadsheet: CSV UTF-8)"
-        ) from None
-
-
-def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, object) of every line that isn't blank, or of the objects of one list.
-
-    Raises:
-        UserError: what isn't JSON, or is no object.
-    """
-    text = _text_of(path)
-    if text.lstrip().startswith("["):  # as the page exports it
-        values = enumerate(parse_json(text, str(path), "correct it"), 1)
-        objects = ((f"object {number} of {path}", value) for number, value in values)
-    else:
-        # Not splitlines(): a text may hold U+2028, which JSON needn't escape.
-        lines = [(f"line {n} of {path}", line) for n, line in enumerate(text.split("\n"), 1)]
-        full = [(where, line) for where, line in lines if line.strip()]
-        objects = ((where, parse_json(line, where, "correct it")) for where, line in full)
-    for where, value in objects:
-        if not isinstance(value, dict):
-            raise UserError(f"{where} isn't a JSON object", "correct it")
-        yield where, value
-
-
-def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, cells by column) of every row of a CSV file.
+def read_sheet(path: Path) -> pd.DataFrame:
+    """:data:`COLUMNS_READ` of a filled-in table, by the number of the row in the file.
 
     Spreadsheets in languages with a decimal comma separate cells by semicolons.
+
+    Raises:
+        UserError: it isn't CSV in UTF-8, or a column is missing.
     """
-    text = _text_of(path)
-    separator = max(",;\t", key=text.partition("\n")[0].count)
     try:
+        text = path.read_bytes().decode("utf-8-sig")
+        separator = max(",;\t", key=text.partition("\n")[0].count)
         table = pd.read_csv(io.StringIO(text), sep=separator, dtype=str, keep_default_na=False)
-    except ValueError as error:  # pandas' own are subclasses
+    except ValueError as error:  # pandas' own and UnicodeDecodeError are subclasses
         raise UserError(
-            f"{path} isn't CSV ({one_line(str(error), 100)})",
+            f"{path} isn't CSV in UTF-8 ({one_line(str(error), 100)})",
             "save it as CSV UTF-8, or annotate in the page",
         ) from None
-    for number, row in enumerate(table.to_dict("records"), 2):
-        yield f"row {number} of {path}", row
-
-
-def _sheet_of(run: Run, file: Path, rows: list[SheetRow]) -> tuple[str, dict[str, Any]]:
-    """The sheet that a file's items belong to, and its key."""
-    sheets = {name: run.labels.sheet(name) for name in run.labels.sheets}
-    items = {row.item for row in rows}
-    fitting = [name for name in sheets if items & sheets[name]["items"].keys()]
-    if not fitting:
+    if absent := [column for column in ("item", "category") if column not in table]:
         raise UserError(
-            f"{file} holds annotations of another run: none of its {len(items)} items is on a "
-            f"sheet of {run.path} ({', '.join(sheets) or 'there is no sheet'})",
-            "give the run that the sheet was exported from",
+            f"{path} has no column {absent[0]!r}", f"keep the columns {', '.join(COLUMNS_READ)}"
         )
-    if len(fitting) > 1:
-        raise UserError(
-            f"{file} mixes the sheets {' and '.join(fitting)}, which are samples of their own",
-            "import one file per sheet, each as an annotator of its own (anna-1, anna-2)",
-        )
-    return fitting[0], sheets[fitting[0]]
+    cells = table.reindex(columns=list(COLUMNS_READ)).fillna("").map(str.strip)
+    return cells.set_axis(pd.RangeIndex(2, len(cells) + 2))
 
 
-def _labelled(rows: list[SheetRow], places: dict[str, Any], rubric: Rubric) -> dict[str, SheetRow]:
-    """Rows with a category by item; UserError names the first that can't be."""
-    labelled: dict[str, SheetRow] = {}
-    for row in rows:
-        if row.item not in places:
-            raise UserError(
-                f"{row.where} has the item {row.item!r}", "keep the items of the exported sheet"
-            )
-        if not row.category:
-            continue
-        category = rubric.named(row.category)
-        if category is None:
-            raise UserError(
-                f"{row.where} has the unknown category {row.category[:60]!r}",
-                f"choose from {', '.join(rubric.names)}",
-            )
-        first = labelled.setdefault(row.item, row._replace(category=category))
-        if first.category != category:
-            raise UserError(
-                f"{row.where} calls {row.item} {category}, and {first.where} {first.category}",
-                "keep one of the two",
-            )
-    return labelled
+def _key_of(run: Run, file: Path, rows: pd.DataFrame) -> dict[str, Any]:
+    """The key of the sheet that a table is of."""
+    sheets = run.labels.sheets
+    for key in map(run.labels.sheet, sheets):
+        if rows["item"].isin(list(key["items"])).any():
+            return key
+    raise UserError(
+        f"{file} holds annotations of another run: none of its {rows['item'].nunique()} items is "
+        f"on a sheet of {run.path} ({', '.join(sheets) or 'there is no sheet'})",
+        "give the run that the sheet was exported from",
+    )
+
+
+def _labelled(
+    file: Path, rows: pd.DataFrame, places: dict[str, Any], rubric: Rubric
+) -> pd.DataFrame:
+    """The rows with a category, each item once; UserError names the first that can't be."""
+
+    def refuse(bad: pd.Series, problem: str, remedy: str) -> None:
+        if bad.any():
+            row = bad.idxmax()
+            words = problem.format(**rows.loc[row].map(lambda text: repr(text[:60])))
+            raise UserError(f"row {row} of {file} {words}", remedy)
+
+    remedy = "keep the items of the exported sheet, a table of each sheet"
+    refuse(~rows["item"].isin(list(places)), "has the item {item}", remedy)
+    filled = rows[rows["category"] != ""]
+    if filled.empty:
+        raise UserError(f"no row of {file} has a category", "fill in the column 'category'")
+    named = filled["category"].map(rubric.named)
+    known = f"choose from {', '.join(rubric.names)}"
+    refuse(named.isna(), "has the unknown category {category}", known)
+    first = named.groupby(filled["item"]).transform("first")
+    refuse(named != first, "calls {item} {category}, unlike a row before it", "keep one of the two")
+    return filled.assign(category=named).drop_duplicates("item")
 
 
 # -- from the command line ---------------------------------------------------------------------
@@ -492,8 +394,8 @@ def export_command(args: argparse.Namespace) -> None:
         print(f"  and {decoys} turns after contexts that they did not follow, as a control")
     for file in files:
         print(f"sheet: {file}")
-    print("open the .html, which needs no network, and import the .json that it exports; or fill")
-    print("in the table's category (and note), explained by: python -m ia_mech.judge rubric")
+    print("open the .html, which needs no network, and import the table that it saves; or fill in")
+    print("this table's category (and note), explained by: python -m ia_mech.judge rubric")
     print("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
     words = f"{shell_word(args.run)} {shell_word(files[0])}"
     print(f"next: python -m ia_mech.annotate import {words} --annotator NAME")

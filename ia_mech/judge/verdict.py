@@ -104,7 +104,7 @@ class Judge:
     """What labels items. Subclass it, and name the subclass with ``--judge module:Class``.
 
     A judge sees the three texts of an item and nothing else. Distinct items, the cache, threads,
-    progress and the rows in the run are :mod:`ia_mech.judge.label`'s.
+    progress and the rows in the run are :mod:`ia_mech.judge.judging`'s.
 
     Attributes:
         identity: all that decides its verdicts (kind, model, rubric hash, settings), as JSON. No

@@ -94,12 +94,12 @@ unpacked().then((data) => {
 
   function save() {
     reread();
+    const cell = (text) => `"${text.replaceAll('"', '""')}"`;
     const made = rows.filter((row) => row.item in state.labels || state.notes[row.item])
-      .map(({ item }) => ({
-        item, category: state.labels[item] || "", note: state.notes[item] || "",
-      }));
-    const file = new Blob([JSON.stringify(made, null, 1)], { type: "application/json" });
-    const link = el("a", { href: URL.createObjectURL(file), download: `${sheet}.json` });
+      .map(({ item }) => [item, state.labels[item] || "", state.notes[item] || ""]);
+    const lines = [["item", "category", "note"], ...made].map((row) => row.map(cell).join(","));
+    const file = new Blob([`\ufeff${lines.join("\r\n")}\r\n`], { type: "text/csv" });
+    const link = el("a", { href: URL.createObjectURL(file), download: `${sheet}-filled.csv` });
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   }

@@ -9,9 +9,10 @@ import pandas as pd
 from scipy.special import gammaln
 
 from ia_mech.estimates import ALL, TidyEstimate, by_dataset, frame_of, holm_corrected
-from ia_mech.judge.decoys import KINDS
+from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import CANNOT_ASSESS
-from ia_mech.rates.load import DEPENDENT, EVERY, FAILED, SUBJECT, JudgedTurns
+from ia_mech.rates.evidence import DEPENDENT
+from ia_mech.rates.load import EVERY, FAILED, SUBJECT, JudgedTurns
 from ia_mech.stats import (
     Estimate,
     cluster_mean,
@@ -41,61 +42,103 @@ NAMES = {  # what an estimate is of: dtypes
 def rates(
     rows: pd.DataFrame,
     by: Sequence[str] = (),
-    against: str | Mapping[str, Any] | None = None,
     *,
     outcome: str = "genuine",
     quantity: str = "rate",
+    level: float = 0.95,
+    **names: Any,
+) -> Iterator[TidyEstimate]:
+    """How often an outcome is found in each group of rows.
+
+    Args:
+        rows: ``JudgedTurns.turns``, or any table with ``source``, the outcome and ``by``.
+        by: columns whose values make a group each; one group of all rows without any.
+        outcome: the column that is 1, 0, or NaN where there is no telling.
+        quantity: what rates are called.
+        level: coverage of intervals.
+        names: what else the estimates are of.
+
+    Yields:
+        Estimates with the group's values, ``outcome``, ``events`` (rows with it) and ``names``.
+    """
+    for group, own in _groups(rows, by):
+        rate = cluster_mean(own[outcome], own["source"], proportion=True, level=level)
+        of = {"outcome": outcome, "level": level, "events": int(own[outcome].sum())}
+        counted = int(own[outcome].notna().sum())
+        yield TidyEstimate(quantity, names | group | of, counted, rate)
+
+
+def differences(
+    rows: pd.DataFrame,
+    by: Sequence[str],
+    base: Mapping[str, Any],
+    *,
     within: str | None = None,
+    outcome: str = "genuine",
+    quantity: str = "difference",
     level: float = 0.95,
     seed: int = 0,
     **names: Any,
 ) -> Iterator[TidyEstimate]:
-    """The rate table: how often an outcome is found in each group of rows, alone or against others.
+    """How much higher each group's rate is than that of the rows of a condition which are like it
+    in all else that ``by`` names, paired by source.
 
     Args:
-        rows: ``JudgedTurns.turns``, or any table with ``source``, the outcome and the columns named
-            here; against decoys ``JudgedTurns.decoys``.
-        by: columns whose values make a group each; one group of all rows without any.
-        against: None for the rate of each group. A kind of decoy
-            (:data:`ia_mech.judge.decoys.KINDS`): what the rate of the decoys' turns is
-            (``decoyed_rate``), what the same turns' is after contexts that they didn't follow
-            (``floor``), and the difference (``excess``). A condition, such as ``{"temperature":
-            0}``: how much higher the group's rate is than that of the rows of this condition which
-            are like the group in all else that ``by`` names (``difference``, paired by source); the
-            condition's own groups have none.
-        outcome: the column that is 1, 0, or NaN where there is no telling.
-        quantity: what rates are called; a difference is called so and ``difference``.
+        rows, by, outcome, quantity, level, names: as for :func:`rates`.
+        base: the condition, such as ``{"temperature": 0}``. Its own groups have no difference.
         within: a column; only rows of those of its values count that both conditions have.
-        level: coverage of intervals.
         seed: of sign flips.
-        names: what else the estimates are of.
+    """
+    for group, own in _groups(rows, by):
+        if all(group[name] == value for name, value in base.items()):
+            continue
+        others = rows[matching(rows, group | dict(base))]
+        if within is not None:
+            both = set(own[within]) & set(others[within])
+            own, others = (part[part[within].isin(both)] for part in (own, others))
+        columns = own[outcome], own["source"], others[outcome], others["source"]
+        pair = paired_difference(*columns, level=level, seed=seed)
+        counted = int(own[outcome].notna().sum() + others[outcome].notna().sum())
+        of = names | group | {"outcome": outcome, "level": level, "events": pd.NA}
+        yield TidyEstimate(quantity, of, counted, pair.difference, pair.p, pair.test or None)
+
+
+def floors(
+    decoys: pd.DataFrame,
+    kind: str,
+    by: Sequence[str] = (),
+    *,
+    outcome: str = "genuine",
+    level: float = 0.95,
+    **names: Any,
+) -> Iterator[TidyEstimate]:
+    """How often turns are accepted after contexts that they didn't follow, all of the decoys with
+    both verdicts.
+
+    Args:
+        decoys: as ``JudgedTurns.decoys``.
+        kind: of the decoys that count (:data:`ia_mech.judge.decoys.DECOY_KINDS`).
+        by, outcome, level, names: as for :func:`rates`.
 
     Yields:
-        Estimates with the group's values, ``outcome``, ``events`` (rows with the outcome; none of
-        differences), of decoys ``decoy``, and ``names``.
+        By group ``decoyed_rate``, of the turns after their own contexts; ``floor``, after the
+        others; and ``excess``, the difference.
     """
-    if isinstance(against, str):
-        rows = rows[rows["decoy"] == against]
-    for group, own in _groups(rows, by):
-        of = names | group | {"outcome": outcome, "level": level}
-        if against is None:
-            rate = cluster_mean(own[outcome], own["source"], proportion=True, level=level)
-            of["events"] = int(own[outcome].sum())
-            yield TidyEstimate(quantity, of, int(own[outcome].notna().sum()), rate)
-        elif isinstance(against, str):
-            yield from _above_floor(own, outcome, of | {"decoy": against}, level)
-        elif any(group.get(name, value) != value for name, value in against.items()):
-            like = {name: value for name, value in group.items() if name not in against}
-            base = rows[matching(rows, like | dict(against))]
-            if within is not None:
-                both = set(own[within]) & set(base[within])
-                own, base = (part[part[within].isin(both)] for part in (own, base))
-            columns = own[outcome], own["source"], base[outcome], base["source"]
-            pair = paired_difference(*columns, level=level, seed=seed)
-            counted = int(own[outcome].notna().sum() + base[outcome].notna().sum())
-            name = "difference" if quantity == "rate" else f"{quantity}: difference"
-            of["events"] = pd.NA
-            yield TidyEstimate(name, of, counted, pair.difference, pair.p, pair.test or None)
+    for group, those in _groups(decoys[decoys["decoy"] == kind], by):
+        of = names | group | {"outcome": outcome, "level": level, "decoy": kind}
+        both = those[["source", "shown_source", outcome, f"own_{outcome}"]].dropna()
+        own, other = both[f"own_{outcome}"].astype(float), both[outcome].astype(float)
+        # The turns of decoys are turns: their rate has the interval of any other rate.
+        rate = cluster_mean(own, both["source"], proportion=True, level=level)
+        pair = both["source"], both["shown_source"]
+        floor = dyadic_mean(other, *pair, ends=(0, 1), level=level)
+        excess = dyadic_difference(own, other, *pair, level=level)
+        for quantity, estimate, events in (
+            ("decoyed_rate", rate, int(own.sum())),
+            ("floor", floor, int(other.sum())),
+            ("excess", excess, pd.NA),
+        ):
+            yield TidyEstimate(quantity, of | {"events": events}, len(both), estimate)
 
 
 def _groups(rows: pd.DataFrame, by: Sequence[str]) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
@@ -112,25 +155,6 @@ def matching(rows: pd.DataFrame, values: Mapping[str, Any]) -> np.ndarray:
     for name, value in values.items():
         equal &= (rows[name] == value).to_numpy()
     return equal
-
-
-def _above_floor(
-    decoys: pd.DataFrame, outcome: str, of: dict[str, Any], level: float
-) -> Iterator[TidyEstimate]:
-    """All three are of the decoys with both verdicts."""
-    both = decoys[["source", "shown_source", outcome, f"own_{outcome}"]].dropna()
-    own, other = both[f"own_{outcome}"].astype(float), both[outcome].astype(float)
-    # The turns of decoys are turns: their rate has the interval of any other rate.
-    rate = cluster_mean(own, both["source"], proportion=True, level=level)
-    pair = both["source"], both["shown_source"]
-    floor = dyadic_mean(other, *pair, ends=(0, 1), level=level)
-    excess = dyadic_difference(own, other, *pair, level=level)
-    for quantity, estimate, events in (
-        ("decoyed_rate", rate, int(own.sum())),
-        ("floor", floor, int(other.sum())),
-        ("excess", excess, pd.NA),
-    ):
-        yield TidyEstimate(quantity, of | {"events": events}, len(both), estimate)
 
 
 def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
@@ -152,7 +176,7 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
           turns, and ``reliability``, that of the rates of a query's responses over ``n_samples``
           turns (:mod:`ia_mech.stats.components`; where queries have several responses);
           ``rate_prediction_powered``, corrected by the annotator's labels. Of decoys
-          ``decoyed_rate``, ``floor`` and ``excess`` (:func:`rates`).
+          ``decoyed_rate``, ``floor`` and ``excess`` (:func:`floors`).
         - ``model``, ``weights_hash``, ``perturbation``, ``dataset`` (may be ``(all)``),
           ``temperature`` (0 is greedy; missing over all of them, of ``reach`` all but greedy),
           ``judge``, ``responses`` (after which the turns come), ``outcome``, ``category`` (of
@@ -165,7 +189,6 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
           of the turns were annotated for the correction; of decoys, ``rows`` are those with both
           verdicts; of ``reach``, contexts. ``sources``: behind the estimate.
     """
-    options = {"level": level, "seed": seed}
     rows: list[TidyEstimate] = []
     for subject, turns in judged.turns.groupby(SUBJECT, observed=True):
         names = dict(zip(SUBJECT, subject, strict=True))
@@ -177,16 +200,18 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
             of, own = names | {"dataset": dataset}, turns[here]
             among = decoys if dataset == ALL else decoys[decoys["dataset"] == dataset]
             for outcome, word in words.items():
-                about = {"outcome": outcome, **options, **of, "gate": word}
+                about = {"outcome": outcome, "level": level, **of, "gate": word}
                 rows += rates(own, ["temperature"], **about)
-                for kind in KINDS:
-                    rows += rates(among, ["temperature"], kind, **about)
-                    rows += rates(among, (), kind, **about)
-            about = {**options, **of, "gate": words["genuine"]}
+                for kind in DECOY_KINDS:
+                    rows += floors(among, kind, ["temperature"], **about)
+                    rows += floors(among, kind, **about)
+            about = {"level": level, **of, "gate": words["genuine"]}
             if own[DEPENDENT].notna().any():
                 rows += rates(own, ["temperature"], outcome=DEPENDENT, **about)
             # Of pooled runs some may lack a temperature: their greedy turns are no baseline for it.
-            rows += rates(own, ["temperature"], {"temperature": 0.0}, within="context", **about)
+            greedy = {"temperature": 0.0}
+            like: dict[str, Any] = {"within": "context", "seed": seed}
+            rows += differences(own, ["temperature"], greedy, **like, **about)
             rows += _profile(own, judged.rubric.assessed, about)
             if judged.responses == EVERY and own["unfinished"].any():
                 rows += rates(

@@ -9,14 +9,14 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.data.conversations import UNPERTURBED
-from ia_mech.judge.decoys import KINDS
+from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.stats import Estimate, dyadic_difference
 
-LEVEL = 0.95  # of the interval that decides
-PASSED, FAILED = "passed", "failed"
+GATE_LEVEL = 0.95  # of the interval that decides
+PASSED, NOT_PASSED = "passed", "failed"
 UNDECIDED, NO_DECOYS = "undecided", "no decoys"
-CONVERSATION, SIBLING = KINDS
+CONVERSATION, SIBLING = DECOY_KINDS
 AFTER = {CONVERSATION: "another conversation", SIBLING: "another response to the same query"}
 
 
@@ -24,32 +24,22 @@ AFTER = {CONVERSATION: "another conversation", SIBLING: "another response to the
 class Gate:
     """What decoys of one kind say of a judge, over all datasets and temperatures of a model.
 
-    Attributes:
-        judge: its name.
-        outcome: one of ``judge.verdict.OUTCOMES``.
-        decoys: how many there are with both verdicts.
-        rate: of the turns of these decoys, after their own contexts; each decoy counts.
-        floor: of the same turns, after the contexts that they didn't follow.
-        excess: rate less floor, with its interval.
-        margin: what decides, with its interval. After other conversations rate less twice the
-            floor: more than half of the rate must be excess. After siblings the excess itself: an
-            apt turn may fit another response to its query, too, so that it is a lower bound of how
-            often turns react to theirs.
-        kind: of the decoys.
-        model: whose turns they are.
-        siblings: the same of decoys of siblings, where these are of other conversations.
+    The margin decides. After other conversations it is the rate less twice the floor: more than
+    half of the rate must be excess. After siblings it is the excess itself: an apt turn may fit
+    another response to its query, too, so that it is a lower bound of how often turns react to
+    theirs.
     """
 
     judge: str
-    outcome: str
-    decoys: int
-    rate: float
-    floor: float
-    excess: Estimate
+    outcome: str  # one of ``judge.verdict.OUTCOMES``
+    decoys: int  # with both verdicts
+    rate: float  # of the turns of these decoys after their own contexts; each decoy counts
+    floor: float  # of the same turns after the contexts that they didn't follow
+    excess: Estimate  # rate less floor
     margin: Estimate
     kind: str = CONVERSATION
-    model: str = ""
-    siblings: "Gate | None" = None
+    model: str = ""  # whose turns they are
+    siblings: "Gate | None" = None  # the gate after siblings, where this one isn't it
 
     @property
     def verdict(self) -> str:
@@ -59,7 +49,7 @@ class Gate:
             return NO_DECOYS
         if self.margin.low > 0:
             return PASSED
-        return FAILED if self.margin.high < 0 else UNDECIDED
+        return NOT_PASSED if self.margin.high < 0 else UNDECIDED
 
     @property
     def word(self) -> str:
@@ -100,14 +90,8 @@ class Gate:
 
 
 def gate_of(decoys: pd.DataFrame, judge: str, outcome: str, model: str = "") -> Gate:
-    """The gate of a judge on the turns of one model, with that of siblings.
-
-    Args:
-        decoys: as ``JudgedTurns.decoys``, of that model. Where there are some of unperturbed
-            contexts, these decide.
-        judge: its name.
-        outcome: one of ``judge.verdict.OUTCOMES``.
-        model: its name.
+    """The gate of a judge on the turns of one model, whose decoys these are
+    (``JudgedTurns.decoys``). Where some are of unperturbed contexts, these decide.
     """
     plain = decoys[decoys["perturbation"] == UNPERTURBED]
     decoys = (decoys if plain.empty else plain).dropna(subset=[outcome, f"own_{outcome}"])
@@ -122,7 +106,7 @@ def _gate(
     own, other = pairs[f"own_{outcome}"].astype(float), pairs[outcome].astype(float)
     sources = pairs["source"], pairs["shown_source"]
     excess, twice = (
-        dyadic_difference(own, other, *sources, times=times, level=LEVEL) for times in (1, 2)
+        dyadic_difference(own, other, *sources, times=times, level=GATE_LEVEL) for times in (1, 2)
     )
     margin = twice if kind == CONVERSATION else excess
     rate, floor = (float(of.mean()) if len(pairs) else np.nan for of in (own, other))

@@ -6,7 +6,6 @@ prompt together, and prompts of two datasets that happen to have the same id sta
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,26 +14,19 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
-from ia_mech.judge.label import check_finished, items_of, read_labels, same_judges
+from ia_mech.judge.judging import same_judges
 from ia_mech.judge.rubric import CANNOT_ASSESS, Rubric, rubric_of
-from ia_mech.judge.verdict import GROUNDED_P, JUDGED, OUTCOMES, identity_hash
-from ia_mech.models.embedded import cache_dir
+from ia_mech.judge.verdict import GROUNDED_P, OUTCOMES, identity_hash
+from ia_mech.rates.evidence import DEPENDENT, dependent
 from ia_mech.rates.gate import CONVERSATION, Gate, gate_of, worst_gate
 from ia_mech.rates.grounding import p_values
-from ia_mech.results import folders_of
 from ia_mech.run import Run
-from ia_mech.run.labels import KEY
+from ia_mech.run.labelled import FAILED
 from ia_mech.run.sources import SEPARATOR, sources_of
 
-# Columns of verdicts that rates need.
-_VERDICT = ["category", "genuine", "status", "fitted", "grounding"]
-FAILED = "failed"  # the judge gave no category
-DEPENDENT = "dependent"  # genuine, and the own response is likelier than its siblings together
 EVERY, UNFINISHED = "all", "unfinished"  # responses that turns come after; the third is "complete"
 NO_ANNOTATOR = ""  # no annotator: annotations are not read
 _SAMPLING = (
@@ -55,22 +47,18 @@ class JudgedTurns:
     """What rates are computed from.
 
     Attributes:
-        turns: one row per user turn; names are categorical.
+        turns: those of :meth:`ia_mech.run.Run.labelled`, a row each, and
 
-            - Of the run: ``run`` (its folder), ``model``, ``weights_hash``, ``dataset``,
-              ``perturbation``, ``source`` and ``context`` (keys that hold across runs),
-              ``context_id`` (the run's own name of the context), ``temperature``, ``sample``,
-              ``unfinished`` (it follows an unfinished response).
-            - Of the judge: ``category`` (a name of the rubric, or ``failed``), and the outcomes, 1,
-              0, or NaN where not assessed: ``genuine``; ``grounded``, genuine with a word of the
-              conversation that turns held against others seldom share
-              (:mod:`ia_mech.rates.grounding`); ``dependent``, genuine with a likelihood that
-              favours the own response over all its siblings together. The last two are NaN where
-              the judge doesn't test it, or no bits were computed (``experiments.reaction``).
-            - Of the annotator: ``truth`` (likewise; NaN where not annotated), ``inclusion`` (the
-              probability of being chosen for annotation), ``unlabelled`` (what the annotator
-              labelled nothing of, the turn's run or a stratum of it; else empty), ``fitted`` (the
-              judge was fitted on the turn).
+            - of the run ``run`` (its folder), ``model``, ``weights_hash`` and ``context`` (a key
+              that holds across runs);
+            - of the judge ``fitted`` (it was fitted on the turn) and two more outcomes, 1, 0, or
+              NaN where not assessed: ``grounded``, genuine with a word of the conversation that
+              turns held against others seldom share (:mod:`ia_mech.rates.grounding`), and
+              ``dependent``, genuine with a likelihood that favours the own response over all its
+              siblings together. They are NaN where the judge doesn't test it, or no bits were
+              computed (``experiments.reaction``);
+            - of the annotator ``unlabelled`` (what the annotator labelled nothing of, the turn's
+              run or a stratum of it; else empty).
         judge: the judge's name.
         record: who the judge is.
         annotator: whose labels are in ``truth``; None without any.
@@ -136,16 +124,13 @@ class JudgedTurns:
 def open_runs(runs: Sequence[str | Path | Run]) -> list[Run]:
     """Finished runs, each once.
 
-    Args:
-        runs: folders, or runs that are open.
-
     Raises:
         UserError: not a run, an unfinished one, one that another is a copy of, or runs under
             different interventions.
     """
     opened = [run if isinstance(run, Run) else Run.open(run) for run in runs]
     for at, run in enumerate(opened):
-        check_finished(run)
+        run.check_finished()
         for other in opened[:at]:
             if other.identity_digest == run.identity_digest:
                 same = run.path.resolve() == other.path.resolve()
@@ -186,15 +171,14 @@ def read_runs(
     """
     runs = open_runs(runs)
     judge = _choose_judge(runs, judge)
-    record = _same_judge(runs, judge)
+    record = _record_of_one_judge(runs, judge)
     annotator = _choose_annotator(runs, annotator)
     turns: list[pd.DataFrame] = []
     decoys: list[pd.DataFrame] = []
     earlier: list[tuple[Path, pd.MultiIndex]] = []
     for run in runs:
-        own, own_decoys = _turns_and_decoys(run, judge)
-        own[DEPENDENT] = _dependent(own, runs, run)
-        _add_annotations(own, run, annotator, judge)
+        own, own_decoys = _turns_and_decoys(run, judge, annotator)
+        own[DEPENDENT] = dependent(own, runs, run)
         turns.append(_without_repeated(own, run, earlier))
         decoys.append(own_decoys)
     pooled = _pooled(turns)
@@ -214,11 +198,7 @@ def read_runs(
 
 
 def restrict_responses(judged: JudgedTurns, responses: str) -> JudgedTurns:
-    """Only the turns after such responses, with a note of how many they are.
-
-    Args:
-        judged: the turns.
-        responses: ``all``, ``complete`` or ``unfinished``.
+    """Only the turns after ``complete`` or ``unfinished`` responses, or ``all``, with a note.
 
     Raises:
         UserError: there are none.
@@ -252,21 +232,14 @@ def _choose_judge(runs: list[Run], judge: str | None) -> str:
                 f"{run.path} has not been judged",
                 f"run: python -m ia_mech.judge run {shell_word(run.path)}",
             )
-    if judge is None:
-        names = sorted({name for run in runs for name in run.labels.judges})
-        if len(names) > 1:
-            raise UserError(f"there are verdicts of {', '.join(names)}", "choose one with --judge")
-        return names[0]
-    for run in runs:
-        if judge not in run.labels.judges:
-            raise UserError(
-                f"{run.path} has no verdicts of {judge!r}",
-                f"give --judge one of: {', '.join(run.labels.judges)}",
-            )
-    return judge
+    names = {name for run in runs for name in run.labels.judges} if judge is None else {judge}
+    if len(names) > 1:
+        listed = ", ".join(sorted(names))
+        raise UserError(f"there are verdicts of {listed}", "choose one with --judge")
+    return names.pop()
 
 
-def _same_judge(runs: list[Run], judge: str) -> dict[str, Any]:
+def _record_of_one_judge(runs: list[Run], judge: str) -> dict[str, Any]:
     """The judge's record; UserError if the runs' verdicts aren't one judge's."""
     records = [run.labels.record("judgements", judge) for run in runs]
     hashes = [
@@ -305,64 +278,52 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 # -- one run ------------------------------------------------------------------------------------
 
 
-def _turns_and_decoys(run: Run, judge: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """``turns`` of :class:`JudgedTurns`, without labels but with ``item``, and its ``decoys``."""
-    verdicts = read_labels(run, "judgements", judge, _VERDICT)
-    decoys = verdicts.decoys
-    turns = _sampled_turns(run)
-    turns["fitted"] = verdicts.turns["fitted"].fillna(False).astype(bool)
-    frame = turns[_OF_TURN].iloc[decoys["row"]].reset_index(drop=True)
-    frame["decoy"] = decoys["decoy"].astype(object)
-    source_of = turns.drop_duplicates("context_id").set_index("context_id")["source"].astype(object)
-    frame["shown_source"] = decoys["shown"].astype(object).map(source_of)
-    unperturbed = run.labels.record("judgements", judge).get("unperturbed", False)
-    items = items_of(run, decoys, unperturbed=unperturbed)
-    every = pd.concat([verdicts.turns, decoys], ignore_index=True)
+def _turns_and_decoys(
+    run: Run, judge: str, annotator: str | None
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """``turns`` of :class:`JudgedTurns` but for ``dependent``, and its ``decoys``."""
+    there = annotator if annotator in run.labels.annotators else None
+    turns = run.labelled(judge, there, ["fitted", "grounding"])
+    of_run = str(run.path), run.model["name"], run.model["weights_hash"]
+    for name, value in zip(("run", "model", "weights_hash"), of_run, strict=True):
+        turns[name] = pd.Categorical.from_codes([0] * len(turns), [value])
+    turns["fitted"] = turns["fitted"].fillna(False).astype(bool)
+    turns["context"], words = _contexts_and_words(run, turns)
+    turns["unlabelled"] = _unlabelled(run, turns, annotator, judge)
+    if there is None:
+        turns["truth"] = turns["inclusion"] = np.nan
+    decoys = run.decoys(judge, ["grounding"])
+    row = decoys.pop("row")
     p = p_values(
-        every["grounding"].to_numpy(dtype=float),
-        np.array([len(item.turn.split()) for item in items]),
-        pd.concat([turns["source"], frame["source"]]).to_numpy(dtype=object),
-        pd.concat([turns["source"], frame["shown_source"]]).to_numpy(dtype=object),
-        (every["decoy"] == CONVERSATION).to_numpy(),
+        np.concatenate([turns["grounding"], decoys["grounding"]]).astype(float),
+        np.concatenate([words, words[row]]),
+        np.concatenate([turns["source"].astype(object), decoys["source"]]),
+        np.concatenate([turns["source"].astype(object), decoys["shown_source"]]),
+        np.concatenate([np.zeros(len(turns), dtype=bool), decoys["decoy"] == CONVERSATION]),
     )
-    count, outcomes = len(turns), _outcomes(every, verdicts.rubric, p)
+    genuine = np.concatenate([turns["genuine"], decoys["genuine"]])
+    grounded = np.where(genuine == 1, np.where(np.isnan(p), np.nan, p <= GROUNDED_P), genuine)
+    if np.isnan(p).all():  # the judge doesn't test it
+        grounded[:] = np.nan
+    turns["grounded"] = grounded[: len(turns)]
+    frame = turns[_OF_TURN].iloc[row].reset_index(drop=True)
+    frame = frame.assign(decoy=decoys["decoy"].astype(object), shown_source=decoys["shown_source"])
+    frame["genuine"], frame["grounded"] = decoys["genuine"], grounded[len(turns) :]
     for name in OUTCOMES:
-        frame[name], frame[f"own_{name}"] = outcomes[name][count:], outcomes[name][decoys["row"]]
-    return turns.assign(**{name: values[:count] for name, values in outcomes.items()}), frame
+        frame[f"own_{name}"] = turns[name].to_numpy()[row]
+    return turns, frame
 
 
-def _sampled_turns(run: Run) -> pd.DataFrame:
-    """The columns of ``JudgedTurns.turns`` that name what was sampled."""
-    turns = run.turns
-    hashes = {
-        context: hashlib.sha256(str(text).encode(errors="surrogatepass")).hexdigest()[:32]
-        for contexts, _ in run.windows(["context_id", "text"])
-        for context, text in zip(contexts["context_id"], contexts["text"], strict=True)
-    }
-    first = turns.drop_duplicates("context_id")
-    names = first["context_id"].astype(str)
-    sources = sources_of(first)
-    contexts = pd.DataFrame(
-        {
-            "perturbation": first["perturbation"].astype(object).fillna("none"),
-            "source": sources,
-            "context": sources + SEPARATOR + names + SEPARATOR + names.map(hashes),
-        }
-    ).astype("category")
-    of_turn = contexts.take(pd.Index(names).get_indexer(turns["context_id"]))
-    of_run = {
-        "run": str(run.path),
-        "model": run.model["name"],
-        "weights_hash": run.model["weights_hash"],
-    }
-    return of_turn.set_axis(turns.index).assign(
-        **{name: pd.Categorical.from_codes([0] * len(turns), [of_run[name]]) for name in of_run},
-        dataset=turns["dataset"],
-        temperature=turns["temperature"],
-        sample=turns["sample"],
-        unfinished=turns["response_unfinished"].fillna(False).astype(bool),
-        context_id=turns["context_id"],
-    )
+def _contexts_and_words(run: Run, turns: pd.DataFrame) -> tuple[pd.Series, np.ndarray]:
+    """``[turns]`` keys of contexts that hold across runs, and how many words turns have."""
+    keys, words = {}, np.empty(len(turns), dtype=int)
+    for contexts, own in run.windows(["context_id", "dataset", "source_id", "text"], ["text"]):
+        texts = zip(sources_of(contexts), contexts["context_id"], contexts["text"], strict=True)
+        for source, name, text in texts:
+            digest = hashlib.sha256(str(text).encode(errors="surrogatepass")).hexdigest()[:32]
+            keys[name] = SEPARATOR.join([source, name, digest])
+        words[own.index] = [len(text.split()) for text in own["text"]]
+    return turns["context_id"].map(keys).astype("category"), words
 
 
 def _pooled(frames: list[pd.DataFrame]) -> pd.DataFrame:
@@ -372,96 +333,15 @@ def _pooled(frames: list[pd.DataFrame]) -> pd.DataFrame:
     return pooled.astype(dict.fromkeys(names, "category"))
 
 
-def _outcomes(verdicts: pd.DataFrame, rubric: Rubric, p: np.ndarray) -> dict[str, Any]:
-    """``[rows]`` category and outcomes, as in ``JudgedTurns.turns``; ``p`` of their grounding."""
-    category = verdicts["category"].where(verdicts["status"] == JUDGED)
-    category = pd.Categorical(
-        category.astype(object).fillna(FAILED), sorted((*rubric.names, FAILED))
-    )
-    assessed = category.isin(rubric.assessed)
-    genuine = np.where(assessed, category.isin(rubric.accepted), np.nan).astype(float)
-    grounded = np.where(genuine == 1, np.where(np.isnan(p), np.nan, p <= GROUNDED_P), genuine)
-    tested = not np.isnan(p).all()
-    return {
-        "category": category,
-        "genuine": genuine,
-        "grounded": grounded if tested else np.full(len(p), np.nan),
-    }
-
-
-def _dependent(frame: pd.DataFrame, runs: list[Run], run: Run) -> np.ndarray:
-    """``[turns]`` of :data:`DEPENDENT`, from the first results with the evidence of turns.
-
-    With w the likelihoods of a turn after the K responses to its query, as shares, the evidence is
-    log₂ K wₖ of the response k that it followed. A turn that depends on no response has wₖ > ½ with
-    a probability of 1 / K at most: one response alone can have it.
-    """
-    for folder in dict.fromkeys(at for one in (run, *runs) for at in result_folders(one)):
-        table = table_of_run(folder, run, "turns", [*KEY, "evidence"])
-        if table is None:
-            continue
-        table = table.drop(columns=["dataset", "source_id"], errors="ignore").merge(
-            run.contexts[["context_id", "dataset", "source_id"]].astype(object), on="context_id"
-        )
-        responses = table.groupby(sources_of(table))["context_id"].transform("nunique")
-        likelier = (table["evidence"] > np.log2(responses) - 1).where(table["evidence"].notna())
-        favoured = pd.Series(likelier.to_numpy(), pd.MultiIndex.from_frame(table[list(KEY)]))
-        keys = pd.MultiIndex.from_frame(frame[list(KEY)].astype({"context_id": object}))
-        favoured = favoured[~favoured.index.duplicated()].reindex(keys)
-        return favoured.to_numpy(dtype=float) * frame["genuine"].to_numpy()
-    return np.full(len(frame), np.nan)
-
-
-def result_folders(run: Run) -> list[Path]:
-    """The folders with results on a run: in it, and beside it or in the cache."""
-    return folders_of(run.path, run.identity_digest, [run.path.resolve().parent, cache_dir()])
-
-
-def table_of_run(folder: Path, run: Run, stem: str, columns: Sequence[str]) -> pd.DataFrame | None:
-    """A run's rows in a table of a result.
-
-    Args:
-        folder: of the result.
-        run: the run.
-        stem: of the table's file.
-        columns: that it must have.
-
-    Returns:
-        None if there is no such table, or the result isn't of the run.
-
-    Raises:
-        UserError: the table is damaged.
-    """
-    file = folder / f"{stem}.parquet"
-    try:
-        if not file.is_file() or not {*columns} <= set(pq.read_schema(file).names):
-            return None
-        about = json.loads(pq.read_schema(file).metadata[b"ia_mech"])
-        if run.identity_digest not in about.get("identities", []):
-            return None
-        table = pq.read_table(file).to_pandas()
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
-        raise UserError(f"{file} is damaged", "remove it, or analyse again") from None
-    return table[table["run"] == run.name] if "run" in table else table
-
-
-def _add_annotations(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> None:
-    """Add the columns of the annotator, see :class:`JudgedTurns`."""
-    frame["truth"] = frame["inclusion"] = np.nan
-    frame["unlabelled"] = ""
+def _unlabelled(run: Run, turns: pd.DataFrame, annotator: str | None, judge: str) -> str:
+    """What the annotator labelled nothing of: the run or a stratum of it; else empty."""
     if annotator is None:
-        return
+        return ""
     if annotator not in run.labels.annotators:
-        frame["unlabelled"] = f"turns of {run.name}"
-        return
-    labels, _, rubric = read_labels(run, "annotations", annotator)
-    assessed = labels["category"].isin(rubric.assessed)
-    frame["truth"] = labels["category"].isin(rubric.accepted).astype(float).where(assessed)
-    frame["inclusion"] = labels["inclusion_probability"].astype(float)
-    known = set(labels["stratum"][assessed])
+        return f"turns of {run.name}"
+    known = set(turns["stratum"][turns["truth"].notna()])
     missing = [name for name in _strata_to_label(run, annotator, judge) if name not in known]
-    if missing:
-        frame["unlabelled"] = f"the stratum {', '.join(missing)} of {run.name}"
+    return f"the stratum {', '.join(missing)} of {run.name}" if missing else ""
 
 
 def _strata_to_label(run: Run, annotator: str, judge: str) -> list[str]:

@@ -6,7 +6,7 @@ import pandas as pd
 
 from ia_mech.cli import one_line
 from ia_mech.estimates import all_datasets, estimate_of, few_sources
-from ia_mech.judge.decoys import KINDS
+from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import heading
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.rates import figures
@@ -17,8 +17,9 @@ from ia_mech.rates.compute import (
     estimates,
     matching,
 )
-from ia_mech.rates.gate import AFTER, FAILED, NO_DECOYS, PASSED, UNDECIDED, Gate
-from ia_mech.rates.load import DEPENDENT, EVERY, SUBJECT, JudgedTurns
+from ia_mech.rates.evidence import DEPENDENT
+from ia_mech.rates.gate import AFTER, NO_DECOYS, NOT_PASSED, PASSED, UNDECIDED, Gate
+from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns
 from ia_mech.results import Result, Table, about_runs, table_of
 from ia_mech.run.labels import KEY
 
@@ -27,7 +28,7 @@ Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → he
 LINES = ("model", "perturbation", "dataset", "temperature")
 _ABOVE = {  # what decoys of other conversations say of the rate over all temperatures
     PASSED: "Over all of these, the rate is more than twice the judge's floor.",
-    FAILED: "Over all of these, the rate is less than twice the judge's floor.",
+    NOT_PASSED: "Over all of these, the rate is less than twice the judge's floor.",
     UNDECIDED: "Whether the rate over all of these is more than twice the judge's floor is "
     "undecided.",
     NO_DECOYS: "The judge's floor is unknown.",
@@ -129,7 +130,7 @@ def _tables(
     tables = [
         _rate_table(f"rates ({100 * level:g}% intervals over sources)", whole),
         _gate_table(gates),
-        *(_floor_table(rows, outcome, kind) for outcome in OUTCOMES for kind in KINDS),
+        *(_floor_table(rows, outcome, kind) for outcome in OUTCOMES for kind in DECOY_KINDS),
         _variance_table(of_turns),
         *_profile_tables(of_turns),
         _reach_table(of_turns),

@@ -65,8 +65,9 @@ def _report(args: argparse.Namespace) -> None:
     elif out.is_dir():
         raise UserError(f"{out} is a folder", "remove it, or give --out")
 
+    from ia_mech.rates.evidence import result_folders
     from ia_mech.rates.load import open_runs
-    from ia_mech.report.contents import folders_of, missing
+    from ia_mech.report.contents import missing
     from ia_mech.run.integrity import replace_file
 
     runs = open_runs(args.runs)
@@ -79,7 +80,7 @@ def _report(args: argparse.Namespace) -> None:
     replace_file(out, write)
     print(f"report: {shell_word(out)}")
     for run in runs:
-        for command in missing(run, folders_of(run)):
+        for command in missing(run, result_folders(run)):
             print(f"next: {command}")
 
 
@@ -94,11 +95,12 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     from ia_mech import __version__
     from ia_mech.judge.rubric import CATEGORIES
     from ia_mech.page import rendered
-    from ia_mech.report.contents import cards_of, folders_of, provenance
+    from ia_mech.rates.evidence import result_folders
+    from ia_mech.report.contents import cards_of, provenance
     from ia_mech.report.turns import browser
 
     names = _names(runs)
-    folders = [folders_of(run, () if n else more) for n, run in enumerate(runs)]
+    folders = [result_folders(run, () if n else more) for n, run in enumerate(runs)]
     cards = cards_of(runs, names, folders)
     data, turns_note = browser(runs, names, folders)
     models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))

@@ -16,7 +16,6 @@ import pandas as pd
 from ia_mech.cli import shell_word
 from ia_mech.estimates import ALL
 from ia_mech.page import image
-from ia_mech.rates.load import result_folders
 from ia_mech.results import Result, Table, read
 from ia_mech.run import Run
 
@@ -33,62 +32,36 @@ _INTERVAL = re.compile(r"(\[[-+−–\d.,% ]{3,40}\])")
 
 @dataclass(frozen=True)
 class Answer:
-    """What one analysis says of one run, or of several.
+    """What one analysis says of one run, or of several."""
 
-    Attributes:
-        run: what the page calls the run; empty for a result of several runs.
-        result: the result.
-        pictures: (name, address) of each figure.
-        estimates: every number.
-        folder: where the files are, as seen from the run: a page holds no places of this machine.
-    """
-
-    run: str
+    run: str  # what the page calls it; empty for a result of several runs
     result: Result
-    pictures: list[tuple[str, str]]
-    estimates: Table
-    folder: str
+    pictures: list[tuple[str, str]]  # name and address of each figure
+    estimates: Table  # every number
+    folder: str  # of the files, as seen from the run: a page holds no places of this machine
 
     @property
     def kind(self) -> str:
-        """Of the analysis."""
         return str(self.result.about.get("kind", self.result.name))
 
     @property
     def sentence(self) -> list[str]:
-        """The sentence cut at intervals, which are the 2nd, the 4th piece and so on."""
+        """Cut at intervals, which are the 2nd, the 4th piece and so on; so is :attr:`control`."""
         return _INTERVAL.split(self.result.sentence)
 
     @property
     def control(self) -> list[str]:
-        """The control, likewise."""
         return _INTERVAL.split(self.result.control or "none.")
 
 
 @dataclass(frozen=True)
 class Card:
-    """One question with the answers to it, which stand side by side.
+    """One question with the answers to it, which stand side by side."""
 
-    Attributes:
-        id: of the element on the page.
-        name: the kind of analysis, in words.
-        question: what was asked.
-        answers: one a run.
-    """
-
-    id: str
-    name: str
+    id: str  # of the element on the page
+    name: str  # the kind of analysis, in words
     question: str
     answers: list[Answer]
-
-
-def folders_of(run: Run, more: Sequence[Path] = ()) -> list[Path]:
-    """The folders with results on a run, and ``more``, each once.
-
-    Raises:
-        UserError: one is damaged.
-    """
-    return list(dict.fromkeys([*result_folders(run), *(folder.resolve() for folder in more)]))
 
 
 def cards_of(

@@ -8,21 +8,20 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import KINDS
+from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import GENUINE, NAMES, rubric_of
-from ia_mech.judge.verdict import JUDGED
 from ia_mech.models.load import load_tokenizer_and_config, recall
 from ia_mech.page import packed
-from ia_mech.rates.load import DEPENDENT, FAILED, table_of_run
+from ia_mech.rates.evidence import DEPENDENT, table_of_run
 from ia_mech.run import Run
+from ia_mech.run.labelled import FAILED
 from ia_mech.run.labels import KEY
 from ia_mech.untrusted import visible
 
 OTHERS = [FAILED, "not judged"]  # what a turn is that no category was named for
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
 OUTCOMES = ("grounded", DEPENDENT)  # columns of turns.parquet of rates
-VERDICT = [*KEY, "category", "status", "rationale"]
-DECOY = (*KEY, "shown", "decoy")
+DECOY = ("row", "shown", "decoy")  # names a decoy of a run
 MAX_TOKENS = 10_000_000  # of the turns of a page: some 100 MB, which a browser can still take
 
 TokenLengths = Callable[[str, np.ndarray], list[int] | None]  # of a turn's text and token ids
@@ -125,14 +124,11 @@ def _frames(
         if found is not None:
             of_context = found.drop_duplicates("context_id").set_index("context_id")["probability"]
             contexts[f"probe {folder.name}"] = contexts["context_id"].map(of_context)
-    labels, decoys = [], []
+    texts, decoys = turns[[*KEY, "text"]], []
     for judge in run.labels.judges:
-        verdicts = run.labels.judgements(judge, VERDICT)
-        labels.append(_labels(verdicts[verdicts["context_id"].isin(kept)], judge, KEY))
-        decoys.append(_labels(run.labels.decoys(judge), judge, DECOY))
-    texts = turns[[*KEY, "text"]]
-    for of_judge in labels:
-        turns = turns.join(of_judge, on=list(KEY))
+        of_turns = run.labelled(judge, columns=["rationale"])
+        turns = turns.join(_labels(of_turns.loc[turns.index], judge))
+        decoys.append(_labels(run.decoys(judge, ["rationale"]).set_index(list(DECOY)), judge))
     for folder in folders:
         found = table_of_run(folder, run, "turns", [*KEY, BITS])
         turns = _joined(turns, found, {BITS: BITS, TOKEN_BITS: TOKEN_BITS})
@@ -142,20 +138,16 @@ def _frames(
                 turns = _joined(turns, found, {name: f"{name} {judge}" for name in OUTCOMES})
     turns = turns.assign(decoy="")
     if decoys:
-        rows = pd.concat(decoys, axis=1).reset_index().merge(texts, on=list(KEY))
+        rows = pd.concat(decoys, axis=1).reset_index().join(texts, on="row", how="inner")
         rows = rows[rows["shown"].isin(kept)].assign(context_id=rows["shown"])
-        turns = pd.concat([turns, rows.drop(columns="shown")])
+        turns = pd.concat([turns, rows.drop(columns=["row", "shown"])])
     return contexts, turns
 
 
-def _labels(rows: pd.DataFrame, judge: str, key: Sequence[str]) -> pd.DataFrame:
+def _labels(rows: pd.DataFrame, judge: str) -> pd.DataFrame:
     """Category and reason of a judge's verdicts."""
-    rows = rows.astype({"context_id": object, "category": object}).set_index(list(key))
-    columns = {
-        f"category {judge}": rows["category"].where(rows["status"] == JUDGED, FAILED),
-        f"reason {judge}": rows["rationale"],
-    }
-    return pd.DataFrame(columns)
+    columns = {"category": f"category {judge}", "rationale": f"reason {judge}"}
+    return rows[list(columns)].astype({"category": object}).rename(columns=columns)
 
 
 def _query(messages: list[dict[str, str]]) -> str:
@@ -231,7 +223,7 @@ def columns_of(
         ).tolist(),
         "temperature": turns["temperature"].tolist(),
         "text": _texts(turns["text"]),
-        "decoy": [KINDS.index(kind) + 1 if kind else 0 for kind in turns["decoy"]],
+        "decoy": [DECOY_KINDS.index(kind) + 1 if kind else 0 for kind in turns["decoy"]],
         "labels": {
             visible(judge): {
                 "category": [

@@ -7,11 +7,11 @@
     annotations/sheets/<sheet>.json  which row of a blind sheet is which user turn
 
 A row with a ``decoy`` is a label of the turn after the context ``shown``, which it did not follow
-(:mod:`ia_mech.judge.decoys`); such rows are read apart.
+(:mod:`ia_mech.judge.decoys`); such rows are read apart. :mod:`ia_mech.run.labelled` lays labels out
+over the run's turns.
 
-Each Parquet file carries a record of who made it (the judge's identity, the annotator's sheet) and
-of which run in its metadata under ``ia_mech``. Files are replaced whole: the old one or the new
-one, never a half.
+Each Parquet file carries a record of who made it (the judge's identity, the annotator's sheet) in
+its metadata under ``ia_mech``. Files are replaced whole: the old one or the new one, never a half.
 """
 
 import hashlib
@@ -22,7 +22,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -84,12 +83,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class LabelledRun(Protocol):
-    """What labels have to know of their :class:`ia_mech.run.Run`."""
-
     path: Path
 
-    @property
-    def identity_digest(self) -> str: ...
     @property
     def turns_digest(self) -> str: ...
 
@@ -97,8 +92,8 @@ class LabelledRun(Protocol):
 class Labels:
     """The labels of one run. Reached as ``Run.labels``.
 
-    A file records the run and the texts of the turns that it labels (``Run.turns_digest``). Both
-    are compared when it is read, and nothing else has to be: what was written whole is of them.
+    A file records the texts of the turns that it labels (``Run.turns_digest``), which are compared
+    when it is read.
     """
 
     def __init__(self, run: LabelledRun) -> None:
@@ -115,6 +110,11 @@ class Labels:
         """Names of the annotators whose labels are there."""
         return _stems(self.path / "annotations", ".parquet")
 
+    @property
+    def sheets(self) -> list[str]:
+        """Names of the blind sheets that were exported."""
+        return _stems(self.path / "annotations" / "sheets", ".json")
+
     def digest(self, names: Sequence[str]) -> str:
         """A hash of all that judges and annotators of these names say: 16 hex digits.
 
@@ -128,19 +128,13 @@ class Labels:
             content.update(self._file(kind, name).read_bytes())
         return content.hexdigest()[:16]
 
-    @property
-    def sheets(self) -> list[str]:
-        """Names of the blind sheets that were exported."""
-        return _stems(self.path / "annotations" / "sheets", ".json")
-
     def judgements(self, judge: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Verdicts of one judge, a row per user turn; columns as :data:`JUDGEMENTS`.
+        """Verdicts of one judge on turns after their own contexts, as they were written.
 
-        If ``columns`` are chosen, those of :data:`CATEGORICAL` among them are categorical.
-
-        All are of turns after their own contexts; :meth:`decoys` has the others.
-
-        ``genuine`` is nullable: None for ``cannot_assess`` and where ``status`` isn't ``judged``.
+        Args:
+            judge: whose.
+            columns: of :data:`JUDGEMENTS`, those of :data:`CATEGORICAL` among them categorical; all
+                if not given. ``genuine`` is nullable.
 
         Raises:
             UserError: no such judge has judged this run, or its file can't be read.
@@ -158,12 +152,8 @@ class Labels:
     def decoys(
         self, name: str, kind: str = "judgements", columns: Sequence[str] | None = None
     ) -> pd.DataFrame:
-        """Labels of turns after contexts that they didn't follow.
-
-        Args:
-            name: whose.
-            kind: ``judgements`` or ``annotations``.
-            columns: as for :meth:`judgements`.
+        """Labels of turns after contexts that they didn't follow, of ``judgements`` or
+        ``annotations``.
 
         Raises:
             UserError: as :meth:`judgements` and :meth:`annotations`.
@@ -176,7 +166,25 @@ class Labels:
         Raises:
             UserError: there is no such file, or it can't be read.
         """
-        return self._content(kind, name, [])[1]
+        there = self.judges if kind == "judgements" else self.annotators
+        if name not in there:
+            known = f"give one of {', '.join(there)}, or " if there else ""
+            raise UserError(
+                f"{self.path} has no {kind} of {name!r}",
+                f"{known}run: {self.command(kind, name).removesuffix(' --replace')}",
+            )
+        file = self._file(kind, name)
+        try:
+            record = dict(json.loads((pq.read_schema(file).metadata or {})[_RECORD]))
+            turns = record.pop("turns")
+        except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
+            raise self._unreadable(kind, name, error) from None
+        if turns != self._run.turns_digest:
+            remedy = f"make them again: {self.command(kind, name)}"
+            raise UserError(
+                f"{file} is of other turns: {self.path} was sampled again since", remedy
+            )
+        return record
 
     def write_judgements(
         self, judge: str, rows: Iterable[dict[str, Any]], record: dict[str, Any]
@@ -194,100 +202,27 @@ class Labels:
         """Keep which row of an exported sheet is which user turn."""
         path = self.path / "annotations" / "sheets" / f"{check_name(name)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        record = key | {"of": [self._run.identity_digest, name], "turns": self._run.turns_digest}
-        integrity.write_json(path, record)
+        integrity.write_json(path, key | {"turns": self._run.turns_digest})
         return path
 
     def sheet(self, name: str) -> dict[str, Any]:
-        """The key of an exported sheet.
+        """The key of an exported sheet, by its name among :attr:`sheets`.
 
         Raises:
-            UserError: no such sheet, or a key that can't be read.
+            UserError: a key that can't be read, or is of other turns.
         """
-        if name not in self.sheets:
-            raise UserError(
-                f"{self.path} has no sheet {name!r}",
-                f"there are: {', '.join(self.sheets) or 'none'}",
-            )
         path = self.path / "annotations" / "sheets" / f"{name}.json"
         try:
             key = integrity.read_json(path)
-            if key.pop("of", None) != [self._run.identity_digest, name]:
-                raise ValueError("it is of another sheet")
-        except ValueError as error:
+            turns = key.pop("turns")
+        except (ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path} is damaged ({error})", "export another sheet") from None
-        self._check_turns(path, key, "export and annotate a new sheet")
+        if turns != self._run.turns_digest:
+            raise UserError(
+                f"{path} is of other turns: {self.path} was sampled again since",
+                "export and annotate a new sheet",
+            )
         return key
-
-    # -- files --------------------------------------------------------------------------------
-
-    def _file(self, kind: str, name: str) -> Path:
-        return self.path / kind / f"{check_name(name)}.parquet"
-
-    def _read(
-        self,
-        kind: str,
-        name: str,
-        columns: Sequence[str] | None,
-        *,
-        decoys: bool,
-    ) -> pd.DataFrame:
-        table = self._content(kind, name, columns, decoys=decoys)[0]
-        schema = JUDGEMENTS if kind == "judgements" else ANNOTATIONS
-        wanted = schema.names if columns is None else columns
-        missing = [name for name in wanted if name not in table.column_names]
-        if missing:
-            raise self._unreadable(kind, name, f"no column {', '.join(missing)}")
-        frame = table.to_pandas()
-        if columns is not None:
-            frame = frame[list(columns)]
-        return frame.astype({"genuine": "boolean"} if "genuine" in frame else {})
-
-    def _content(
-        self, kind: str, name: str, columns: Sequence[str] | None, *, decoys: bool = False
-    ) -> tuple[pa.Table, dict[str, Any]]:
-        """A file's rows of decoys or of the others, with these columns or all; and its record."""
-        self._check_there(kind, name)
-        try:
-            file, decoy = self._file(kind, name), pc.field("decoy")
-            record = json.loads(pq.read_schema(file).metadata[_RECORD])
-            chosen: dict[str, Any] = {"filters": decoy.is_valid() if decoys else decoy.is_null()}
-            if columns is not None:
-                chosen |= {"columns": list(columns), "read_dictionary": list(CATEGORICAL)}
-            table = pq.read_table(file, **chosen)
-            run, whose = record.pop("run"), record.pop("name")
-        except (pa.ArrowException, OSError, ValueError, LookupError) as error:
-            raise self._unreadable(kind, name, error) from None
-        except (TypeError, AttributeError):  # no metadata, or something else in it
-            raise self._unreadable(kind, name, "it has no record of who wrote it") from None
-        if run != self._run.identity_digest:
-            raise self._unreadable(kind, name, "it is of another run")
-        if whose != name:
-            raise self._unreadable(kind, name, f"it holds the {kind} of {whose!r}")
-        self._check_turns(file, record, f"make them again: {self.command(kind, name)}")
-        return table, record
-
-    def _check_turns(self, path: Path, record: dict[str, Any], remedy: str) -> None:
-        turns = self._run.turns_digest
-        if record.pop("turns", turns) != turns:
-            raise UserError(
-                f"{path} is of other turns: {self.path} was sampled again since", remedy
-            )
-
-    def _check_there(self, kind: str, name: str) -> None:
-        there = self.judges if kind == "judgements" else self.annotators
-        if name not in there:
-            known = f"give one of {', '.join(there)}, or " if there else ""
-            raise UserError(
-                f"{self.path} has no {kind} of {name!r}",
-                f"{known}run: {self.command(kind, name).removesuffix(' --replace')}",
-            )
-
-    def _unreadable(self, kind: str, name: str, problem: Exception | str) -> UserError:
-        return UserError(
-            f"{self._file(kind, name)} can't be read ({problem})",
-            f"remove it and run: {self.command(kind, name)}",
-        )
 
     def check_name(self, kind: str, name: str) -> None:
         """Refuse a name for a file of this kind.
@@ -311,6 +246,37 @@ class Labels:
         # Without its --judge, the rules judge would give its verdicts that name.
         return f"python -m ia_mech.judge run {path} --judge … --name {name} --replace"
 
+    # -- files --------------------------------------------------------------------------------
+
+    def _file(self, kind: str, name: str) -> Path:
+        return self.path / kind / f"{check_name(name)}.parquet"
+
+    def _read(
+        self, kind: str, name: str, columns: Sequence[str] | None, *, decoys: bool
+    ) -> pd.DataFrame:
+        """A file's rows of decoys or of the others, with these columns or all."""
+        self.record(kind, name)
+        schema = JUDGEMENTS if kind == "judgements" else ANNOTATIONS
+        wanted, dictionaries = schema.names if columns is None else list(columns), []
+        if columns is not None:
+            dictionaries = list(CATEGORICAL)
+        decoy = pc.field("decoy")
+        rows = decoy.is_valid() if decoys else decoy.is_null()
+        try:
+            table = pq.read_table(
+                self._file(kind, name), columns=wanted, filters=rows, read_dictionary=dictionaries
+            )
+            frame = table.to_pandas()[wanted]
+        except (pa.ArrowException, OSError, LookupError) as error:
+            raise self._unreadable(kind, name, error) from None
+        return frame.astype({"genuine": "boolean"} if "genuine" in frame else {})
+
+    def _unreadable(self, kind: str, name: str, problem: Exception) -> UserError:
+        return UserError(
+            f"{self._file(kind, name)} can't be read ({problem})",
+            f"remove it and run: {self.command(kind, name)}",
+        )
+
     def _write(
         self,
         kind: str,
@@ -321,8 +287,7 @@ class Labels:
     ) -> Path:
         path = self._file(kind, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        about = {"run": self._run.identity_digest, "turns": self._run.turns_digest, "name": name}
-        text = json.dumps(record | about, sort_keys=True)
+        text = json.dumps(record | {"turns": self._run.turns_digest}, sort_keys=True)
         schema = schema.with_metadata({_RECORD: text})
 
         def write(scratch: Path) -> None:
@@ -338,12 +303,6 @@ def _parts(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     rows = iter(rows)
     while part := list(islice(rows, ROWS_AT_A_TIME)):
         yield part
-
-
-def positions(turns: pd.DataFrame, labels: pd.DataFrame) -> np.ndarray:
-    """``[labels]`` which of ``Run.turns`` each label is of; -1 where none."""
-    keys, wanted = (pd.MultiIndex.from_frame(frame[list(KEY)]) for frame in (turns, labels))
-    return keys.get_indexer(wanted)
 
 
 def check_name(name: str) -> str:

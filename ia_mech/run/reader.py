@@ -242,6 +242,60 @@ class Run:
         """What judges and annotators say of the generations."""
         return Labels(self)
 
+    def labelled(
+        self, judge: str | None = None, annotator: str | None = None, columns: Sequence[str] = ()
+    ) -> pd.DataFrame:
+        """One row per user turn, in the order of :attr:`turns`, with its labels.
+
+        Args:
+            judge: whose verdicts: ``category`` (``failed`` where it gave none) and ``genuine``.
+            annotator: whose labels: ``truth_category`` and ``truth`` (whether it is genuine),
+                ``inclusion`` (the probability of being chosen for annotation), ``stratum``,
+                ``sheet`` and ``note``; missing where it labelled nothing.
+            columns: further columns of the judge's file (:data:`ia_mech.run.labels.JUDGEMENTS`).
+
+        Returns:
+            The columns of :attr:`turns`; ``source``, a key that holds across runs;
+            ``perturbation``, ``none`` where there is none; ``unfinished``; and the labels.
+            ``genuine`` and ``truth`` are 1, 0, or NaN where it wasn't assessed.
+
+        Raises:
+            UserError: no such labels, or ones that can't be read or are of other turns.
+        """
+        from ia_mech.run.labelled import labelled_turns
+
+        return labelled_turns(self, judge, annotator, columns)
+
+    def decoys(self, name: str, columns: Sequence[str] = ()) -> pd.DataFrame:
+        """One row per label that a judge or annotator gave a turn after a context that it didn't
+        follow.
+
+        Args:
+            name: whose labels.
+            columns: further columns of the file.
+
+        Returns:
+            What names the turn; ``row``, its position in :attr:`turns`; ``decoy``, the kind;
+            ``shown``, the context's id; ``source`` and ``shown_source``, of the turn and of that
+            context; ``category`` and ``genuine``.
+
+        Raises:
+            UserError: as :meth:`labelled`.
+        """
+        from ia_mech.run.labelled import labelled_decoys
+
+        return labelled_decoys(self, name, columns)
+
+    def check_finished(self) -> None:
+        """Raise UserError for a run that is still being written, or was left unfinished."""
+        if not self.complete:
+            parts, planned = len(self.parts("contexts")), self.record["parts"]["contexts"]
+            raise UserError(
+                f"{self.path} is still being written or was interrupted ({parts} of {planned} "
+                "parts)",
+                "let the command that writes it finish, or give that command again",
+            )
+
     def __repr__(self) -> str:
         unfinished = "" if self.complete else ", unfinished"
         return f"Run({str(self.path)!r}{unfinished})"

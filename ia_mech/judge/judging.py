@@ -1,4 +1,4 @@
-"""A run's turns and their labels: judging them, and reading the labels over the turns.
+"""Judging a run: what a judge sees of each turn, its verdicts, and their rows in the run.
 
 Each distinct item is judged once, and never twice. All items stand in one order, which doesn't
 depend on which are decoys. Rows of the same text in the same context share one verdict; verdicts of
@@ -11,9 +11,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE
@@ -21,28 +20,18 @@ from ia_mech.display import Progress
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.decoys import draw_decoys
-from ia_mech.judge.rubric import Rubric, rubric_of
 from ia_mech.judge.verdict import JUDGED, TRUNCATED, Item, Judge, Verdict, identity_hash
 from ia_mech.run import Run, layout
-from ia_mech.run.labels import KEY, positions
+from ia_mech.run.labelled import positions
+from ia_mech.run.labels import KEY
 from ia_mech.run.queries import exchange
 
-UNSEEN = "-unperturbed"  # ends the name of verdicts on responses that the model was not given
-
-
-def check_finished(run: Run) -> None:
-    """Raise UserError for a run that is still being written, or was left unfinished."""
-    if not run.complete:
-        parts, planned = len(run.parts("contexts")), run.record["parts"]["contexts"]
-        raise UserError(
-            f"{run.path} is still being written or was interrupted ({parts} of {planned} parts)",
-            "let the command that writes it finish, or give that command again",
-        )
+ON_UNPERTURBED = "-unperturbed"  # ends names of verdicts on responses that models weren't given
 
 
 def check_judged(run: Run, unperturbed: bool) -> None:
     """Raise UserError for a run that can't be judged, yet or in this way."""
-    check_finished(run)
+    run.check_finished()
     if unperturbed and run.turns["perturbation"].isin([UNPERTURBED, None]).all():
         raise UserError(f"{run.path} holds no perturbed context", "judge it without --unperturbed")
 
@@ -74,7 +63,7 @@ def items_of(
 
     Args:
         run: the run.
-        decoys: decoys of this run, rows as of :func:`draw_decoys`; none if not given.
+        decoys: of this run, as :func:`draw_decoys` gives them.
         unperturbed: show the response that the source's conversation had before it was perturbed,
             not the one that the model was given. A turn that was written without having seen the
             response can then be held against it.
@@ -136,9 +125,7 @@ def judge_items(
     with opened as cache:
         verdicts: dict[Item, Verdict] = {}
         if cache is not None:
-            known = (None, *judge.rubric.names)
-            kept = {item: verdict for item in wanted if (verdict := cache.get(item))}
-            verdicts = {item: v for item, v in kept.items() if v.category in known}
+            verdicts = {item: verdict for item in wanted if (verdict := cache.get(item))}
         cached = set(verdicts)
         missing = [item for item in wanted if item not in cached]
         if cached:
@@ -248,14 +235,20 @@ def label_run(
 ) -> Path:
     """Judge every user turn of a run and its decoys; write ``judgements/<name>.parquet``.
 
-    ``decoys`` is how many turns of each source and temperature are shown as decoys
-    (:func:`draw_decoys`); by default all for a judge that is free, one for a judge that is paid.
-    ``unperturbed`` is that of :func:`items_of`, ``options`` are those of :func:`judge_items`.
+    Args:
+        run: the run.
+        judge: of its turns.
+        name: of the verdicts.
+        progress: as of :func:`judge_items`, like ``options``.
+        decoys: turns of each source and temperature that are shown as decoys; see
+            :func:`decoys_per_source`.
+        replace: another judge's verdicts of that name.
+        unperturbed: as of :func:`items_of`.
 
     Raises:
         UserError: a name that can't be a file's; a run that can't be written to; verdicts of
-            another judge under that name; what :func:`items_of` and :func:`judge_items` raise.
-            Nothing is written then.
+            another judge under that name; a run or a judge that can't be used. Nothing is written
+            then.
     """
     run.labels.check_name("judgements", name)
     check_judged(run, unperturbed)
@@ -324,48 +317,3 @@ def _rows(
             row |= {"prompt_tokens": 0, "completion_tokens": 0}
             row["cost"] = None if verdict.cost is None else 0.0
         yield row
-
-
-class LabelSet(NamedTuple):
-    """Labels of one run by one judge or annotator.
-
-    Attributes:
-        turns: ``[rows of Run.turns]`` the columns of the file; missing where a turn has no label.
-        decoys: the labels of decoys: the columns of the file, and ``row``, the position of the
-            decoy's turn in ``Run.turns``.
-        rubric: what they were labelled by.
-    """
-
-    turns: pd.DataFrame
-    decoys: pd.DataFrame
-    rubric: Rubric
-
-
-def read_labels(run: Run, kind: str, name: str, columns: Sequence[str] | None = None) -> LabelSet:
-    """The labels of a judge or an annotator, laid out over the run's turns.
-
-    Args:
-        run: whose turns they are of.
-        kind: ``judgements`` or ``annotations``.
-        name: of the judge or annotator.
-        columns: of a judge's file, :data:`KEY` and ``category`` always; all if not given.
-
-    Raises:
-        UserError: no such labels, or ones of another run, of other turns or another rubric.
-    """
-    if columns is not None:
-        columns = [*dict.fromkeys([*KEY, "category", *columns])]
-    labels = run.labels
-    judged = kind == "judgements"
-    own = labels.judgements(name, columns) if judged else labels.annotations(name)
-    decoys = labels.decoys(name, kind, None if columns is None else [*columns, "decoy", "shown"])
-    rubric = rubric_of(labels.record(kind, name))
-    unknown = {*own["category"].dropna(), *decoys["category"].dropna()} - {*rubric.names}
-    if unknown:
-        raise UserError(
-            f"the labels of {name!r} in {run.path} name {', '.join(sorted(unknown))}, which the "
-            "rubric lacks",
-            f"make them again: {labels.command(kind, name)}",
-        )
-    turns = own.set_axis(positions(run.turns, own)).reindex(np.arange(len(run.turns)))
-    return LabelSet(turns, decoys.assign(row=positions(run.turns, decoys)), rubric)

@@ -1,0 +1,187 @@
+"""How far two columns of labels agree. Statistics and intervals are ``ia_mech.stats``'.
+
+A row that one side abstained on (``cannot_assess``) or has no category of is counted and left out.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+
+from ia_mech.cli import one_line
+from ia_mech.estimates import TidyEstimate
+from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, Rubric
+from ia_mech.results import Table
+from ia_mech.stats import (
+    Estimate,
+    balanced_accuracy,
+    cluster_bootstrap,
+    kappa_of,
+    weighted_share,
+)
+
+TEXTS = ("query", "response", "user_turn")
+_UNKNOWN = Estimate(np.nan, np.nan, np.nan, 0, "no rows")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a prediction agrees with a truth (which may be another judge's labels).
+
+    Attributes:
+        matched: rows that have both.
+        apart: how many of these are ``cannot_assess`` or without a category, in words.
+        n: the rows compared.
+        weight: the sum of their weights: about how many rows of the run they represent.
+        figures: by (quantity, of): ``accuracy`` and ``kappa`` of ``categories``; these and
+            ``balanced_accuracy`` of ``genuine`` follow-ups against the rest (NaN unless the truth
+            has both); ``precision`` and ``recall`` of each category, NaN where none was predicted
+            so, or is so.
+        confusion: ``[c, c]`` rows, truth down, prediction across.
+        rubric: that both labelled by.
+    """
+
+    matched: int
+    apart: str
+    n: int
+    weight: float
+    figures: dict[tuple[str, str], Estimate]
+    confusion: np.ndarray
+    rubric: Rubric
+
+
+def compare(
+    truth: Sequence[str | None] | pd.Series,
+    prediction: Sequence[str | None] | pd.Series,
+    sources: Iterable[Any],
+    weights: ArrayLike | None = None,
+    rubric: Rubric = BUILT_IN,
+) -> Comparison:
+    """Compare two columns of labels.
+
+    Args:
+        truth: ``[n]`` category of each row; anything else where there is none.
+        prediction: ``[n]`` the labels to be measured.
+        sources: ``[n]`` the source of each row, the unit of the intervals.
+        weights: ``[n]`` how many rows each represents, as the inverse inclusion probability.
+        rubric: that both labelled by.
+    """
+    pairs = (("truth", truth), ("prediction", prediction))
+    sides = {side: pd.Series(labels, dtype=object) for side, labels in pairs}
+    assessed, size = rubric.assessed, len(rubric.assessed)
+    t, p = (pd.Categorical(labels, assessed).codes.astype(int) for labels in sides.values())
+    kept = (t >= 0) & (p >= 0)
+    t, p = t[kept], p[kept]
+    source = pd.Series(sources, dtype=object).to_numpy()[kept]
+    weight = np.ones(len(t)) if weights is None else np.asarray(weights, dtype=float)[kept]
+    accepted = np.isin(assessed, rubric.accepted)
+    true, predicted = accepted[t], accepted[p]
+    every = np.ones(len(t), dtype=bool)
+
+    def share(event: np.ndarray, among: np.ndarray = every) -> Estimate:
+        return weighted_share(event, among, source, weight)
+
+    cells = t * size + p
+    kappa, kappa_genuine = _kappas(cells, source, weight, rubric)
+    figures = {
+        ("accuracy", "genuine"): share(true == predicted),
+        ("balanced_accuracy", "genuine"): balanced_accuracy(true, predicted, source, weight),
+        ("kappa", "genuine"): kappa_genuine,
+        ("accuracy", "categories"): share(t == p),
+        ("kappa", "categories"): kappa,
+    }
+    for code, name in enumerate(assessed):
+        figures["precision", name] = share(t == code, p == code)
+        figures["recall", name] = share(p == code, t == code)
+    apart = {
+        f"{reason} in the {side}": int(left_out.sum())
+        for side, labels in sides.items()
+        for reason, left_out in (
+            (CANNOT_ASSESS, labels == CANNOT_ASSESS),
+            ("no category", ~labels.isin(rubric.names)),
+        )
+    }
+    return Comparison(
+        matched=len(sides["truth"]),
+        apart=", ".join(f"{reason} {count}" for reason, count in apart.items() if count),
+        n=len(t),
+        weight=float(weight.sum()),
+        figures=figures,
+        confusion=np.bincount(cells, minlength=size**2).reshape(size, size),
+        rubric=rubric,
+    )
+
+
+def _kappas(
+    cells: np.ndarray, sources: np.ndarray, weights: np.ndarray, rubric: Rubric
+) -> list[Estimate]:
+    """κ of the categories, and of genuine against the rest; ``[n]`` cells of the confusion."""
+    if not len(cells):
+        return [_UNKNOWN] * 2
+    names, size = rubric.assessed, len(rubric.assessed)
+    accepted = np.isin(names, rubric.accepted)
+    side = np.stack([accepted, ~accepted], axis=1)
+    merge = np.kron(side, side).astype(float)  # cells of all categories into those of genuine
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        two = (counts @ merge).reshape(-1, 2, 2)
+        return np.stack([kappa_of(counts.reshape(-1, size, size)), kappa_of(two)], axis=1)
+
+    return cluster_bootstrap(statistic, sources, cells, weights=weights, number=size**2)
+
+
+def tables_of_pairs(
+    pairs: Mapping[tuple[str, str], Comparison], shares: Sequence[TidyEstimate]
+) -> list[Table]:
+    """All pairs, what is called genuine, and in full each pair."""
+    rows = []
+    for (truth, name), pair in pairs.items():
+        shown = [("accuracy", "genuine"), ("balanced_accuracy", "genuine"), ("kappa", "genuine")]
+        figures = [pair.figures[figure].text() for figure in (*shown, ("kappa", "categories"))]
+        names = f"{one_line(name)} / {one_line(truth)}"
+        rows.append([names, str(pair.n), f"{pair.weight:.0f}", *figures])
+    heads = ["pair", "n", "≈ rows", "agreement", "balanced accuracy", "κ", "κ of categories"]
+    legend = (
+        "genuine follow-ups against the rest, but for the last column. n: rows that both put into "
+        "a category; ≈ rows: how many of the run's these represent, by which figures are weighted"
+    )
+    tables = [Table("agreement (95% intervals over sources)", heads, rows, legend)]
+    if any(share.quantity == "floor" for share in shares):
+        contexts = {"": "their own context", "sibling": "another response"}
+        lines = []
+        for share in shares:
+            kind = share.names.get("decoy", "")
+            context = contexts.get(kind, f"another {kind}")
+            name = one_line(share.names["prediction"])
+            lines.append([name, context, str(share.rows), share.estimate.text()])
+        heads = ["labeller", "turns after", "n", "genuine"]
+        tables.append(Table("share called genuine", heads, lines))
+    for (truth, name), pair in pairs.items():
+        tables += _pair_tables(f"{one_line(name)} against {one_line(truth)}", pair)
+    return tables
+
+
+def _pair_tables(title: str, pair: Comparison) -> list[Table]:
+    """Precision and recall by category, and the confusion matrix in rows."""
+    counts, names = pair.confusion, pair.rubric.assessed
+    lines = [
+        [name, str(counts[i].sum()), str(counts[:, i].sum())]
+        + [pair.figures[quantity, name].text() for quantity in ("precision", "recall")]
+        for i, name in enumerate(names)
+    ]
+    heads = ["category", "n truth", "n predicted", "precision", "recall"]
+    apart = f"; left out: {pair.apart}" if pair.apart else ""
+    # Columns go by number: eight names side by side fit no terminal.
+    cells = [
+        [f"{i + 1} {name}", *(str(count) if count else "·" for count in counts[i])]
+        for i, name in enumerate(names)
+    ]
+    numbers = ["truth ↓   prediction →", *map(str, range(1, len(names) + 1))]
+    about = f"{pair.n} of {pair.matched} rows{apart}"
+    return [
+        Table(title, heads, lines, about, full=True),
+        Table(f"{title}: rows", numbers, cells, full=True),
+    ]

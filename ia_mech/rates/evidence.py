@@ -1,0 +1,68 @@
+"""What the results on a run hold of its turns, and which turns depend on their own response."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ia_mech.errors import UserError
+from ia_mech.models.embedded import cache_dir
+from ia_mech.results import folders_of
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
+from ia_mech.run.sources import sources_of
+
+DEPENDENT = "dependent"  # genuine, and the own response is likelier than its siblings together
+
+
+def dependent(frame: pd.DataFrame, runs: list[Run], run: Run) -> np.ndarray:
+    """``[turns]`` of :data:`DEPENDENT`, from the first results with the evidence of turns.
+
+    With w the likelihoods of a turn after the K responses to its query, as shares, the evidence is
+    log₂ K wₖ of the response k that it followed. A turn that depends on no response has wₖ > ½ with
+    a probability of 1 / K at most: one response alone can have it.
+    """
+    for folder in dict.fromkeys(at for one in (run, *runs) for at in result_folders(one)):
+        table = table_of_run(folder, run, "turns", [*KEY, "evidence"])
+        if table is None:
+            continue
+        table = table.drop(columns=["dataset", "source_id"], errors="ignore").merge(
+            run.contexts[["context_id", "dataset", "source_id"]].astype(object), on="context_id"
+        )
+        responses = table.groupby(sources_of(table))["context_id"].transform("nunique")
+        likelier = (table["evidence"] > np.log2(responses) - 1).where(table["evidence"].notna())
+        favoured = pd.Series(likelier.to_numpy(), pd.MultiIndex.from_frame(table[list(KEY)]))
+        keys = pd.MultiIndex.from_frame(frame[list(KEY)].astype({"context_id": object}))
+        favoured = favoured[~favoured.index.duplicated()].reindex(keys)
+        return favoured.to_numpy(dtype=float) * frame["genuine"].to_numpy()
+    return np.full(len(frame), np.nan)
+
+
+def result_folders(run: Run, more: Sequence[Path] = ()) -> list[Path]:
+    """The folders with results on a run: in it, beside it or in the cache, and ``more``."""
+    found = folders_of(run.path, run.identity_digest, [run.path.resolve().parent, cache_dir()])
+    return list(dict.fromkeys([*found, *(folder.resolve() for folder in more)]))
+
+
+def table_of_run(folder: Path, run: Run, stem: str, columns: Sequence[str]) -> pd.DataFrame | None:
+    """A run's rows in the table ``<stem>.parquet`` of a result; None if there is none with these
+    columns, or the result isn't of the run.
+
+    Raises:
+        UserError: the table is damaged.
+    """
+    file = folder / f"{stem}.parquet"
+    try:
+        if not file.is_file() or not {*columns} <= set(pq.read_schema(file).names):
+            return None
+        about = json.loads(pq.read_schema(file).metadata[b"ia_mech"])
+        if run.identity_digest not in about.get("identities", []):
+            return None
+        table = pq.read_table(file).to_pandas()
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
+        raise UserError(f"{file} is damaged", "remove it, or analyse again") from None
+    return table[table["run"] == run.name] if "run" in table else table

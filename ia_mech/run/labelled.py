@@ -1,0 +1,92 @@
+"""A run's user turns with their labels: what rates, agreement, probes' targets and the page read.
+
+Labels are laid out over ``Run.turns`` here and nowhere else.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import pandas as pd
+
+from ia_mech.run.labels import KEY, Labels
+from ia_mech.run.layout import UNPERTURBED
+from ia_mech.run.sources import sources_of
+
+FAILED = "failed"  # the category of a turn that a judge gave none
+
+
+class TurnsAndLabels(Protocol):
+    """What is read of a run (:class:`ia_mech.run.Run`)."""
+
+    @property
+    def turns(self) -> pd.DataFrame: ...
+
+    @property
+    def labels(self) -> Labels: ...
+
+
+def labelled_turns(
+    run: TurnsAndLabels, judge: str | None, annotator: str | None, columns: Sequence[str]
+) -> pd.DataFrame:
+    """See :meth:`ia_mech.run.Run.labelled`."""
+    turns = run.turns
+    first = turns.drop_duplicates("context_id")
+    of_context = pd.DataFrame(
+        {
+            "source": sources_of(first),
+            "perturbation": first["perturbation"].astype(object).fillna(UNPERTURBED),
+        }
+    ).astype("category")
+    contexts = pd.Index(first["context_id"].astype(str))
+    of_turn = of_context.take(contexts.get_indexer(turns["context_id"]))
+    unfinished = turns["response_unfinished"].fillna(False).astype(bool)
+    frame = turns.assign(
+        source=of_turn["source"].array,
+        perturbation=of_turn["perturbation"].array,
+        unfinished=unfinished,
+    )
+    if judge is not None:
+        wanted = [*dict.fromkeys([*KEY, "category", "genuine", *columns])]
+        found = _over(turns, _named(run.labels.judgements(judge, wanted)))
+        frame = frame.assign(**{name: found[name] for name in wanted if name not in KEY})
+    if annotator is not None:
+        found = _over(turns, _named(run.labels.annotations(annotator)))
+        frame = frame.assign(
+            truth=found["genuine"],
+            truth_category=found["category"].astype(object),
+            inclusion=found["inclusion_probability"].astype(float),
+            **{name: found[name].astype(object) for name in ("stratum", "sheet", "note")},
+        )
+    return frame
+
+
+def labelled_decoys(run: TurnsAndLabels, name: str, columns: Sequence[str]) -> pd.DataFrame:
+    """See :meth:`ia_mech.run.Run.decoys`."""
+    kind = "judgements" if name in run.labels.judges else "annotations"
+    wanted = [*dict.fromkeys([*KEY, "decoy", "shown", "category", "genuine", *columns])]
+    found = _named(run.labels.decoys(name, kind, wanted))
+    first = run.turns.drop_duplicates("context_id")
+    source_of = pd.Series(sources_of(first).to_numpy(), first["context_id"].astype(object))
+    return found.assign(
+        row=positions(run.turns, found),
+        source=found["context_id"].astype(object).map(source_of),
+        shown_source=found["shown"].astype(object).map(source_of),
+    )
+
+
+def _named(labels: pd.DataFrame) -> pd.DataFrame:
+    """Labels with a category each, failures included, and ``genuine`` as a number."""
+    category = labels["category"].astype(object).fillna(FAILED).astype("category")
+    return labels.assign(category=category, genuine=labels["genuine"].astype(float))
+
+
+def _over(turns: pd.DataFrame, labels: pd.DataFrame) -> pd.DataFrame:
+    """Labels laid out over the turns; missing where a turn has none."""
+    return labels.set_axis(positions(turns, labels)).reindex(turns.index)
+
+
+def positions(turns: pd.DataFrame, labels: pd.DataFrame) -> np.ndarray:
+    """``[labels]`` which of the turns each is of."""
+    keys, wanted = (pd.MultiIndex.from_frame(frame[list(KEY)]) for frame in (turns, labels))
+    return keys.get_indexer(wanted)
