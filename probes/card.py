@@ -28,7 +28,7 @@ from torch import Tensor
 import ia_mech
 from ia_mech.errors import UserError
 from ia_mech.run.integrity import read_json, replace_file, write_json
-from probes.fit.solvers import Features, logistic_path, project
+from probes.fit.solvers import logistic_path, project
 from probes.targets import Outcome
 
 WEIGHTS, CARD = "probe.safetensors", "card.json"
@@ -73,8 +73,8 @@ def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str,
     states = np.asarray(states, dtype=float)
     runs, k, n = outcome.runs, outcome.positives, outcome.trials
     rows = np.arange(len(states))
-    projection = project(Features.from_states(states), rows, rows[:0], runs)
-    centred, run_count = projection.train, int(runs.max()) + 1
+    split = project(states, rows, runs)
+    centred, run_count = split.train, int(runs.max()) + 1
     if not centred.shape[1]:
         raise ValueError("hidden states that don't differ have no direction")
     (fitted,) = logistic_path(centred, runs, k, n, [penalty], run_count)
@@ -82,14 +82,14 @@ def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str,
     apart /= (centred @ apart).std()
     (scaled,) = logistic_path((centred @ apart)[:, None], runs, k, n, [1e-3], run_count)
     base_log_odds = float(logit(k.sum() / n.sum()))
-    centres, found = states.mean(0) + projection.centres(), {}
+    found = {}
     for name, weights, intercepts in (
         ("logistic", fitted.weights, fitted.intercepts),
         ("mass-mean", scaled.weights[0] * apart, scaled.intercepts),
     ):
-        raw = projection.weights(weights)
+        raw = split.axes @ weights
         slope = float(np.linalg.norm(raw))
-        level = float((intercepts - centres @ raw).mean())
+        level = float((intercepts - split.centres @ raw).mean())
         unit = (raw / slope).astype(np.float32)
         found[name] = Direction(name, unit, (base_log_odds - level) / slope, slope, base_log_odds)
     return found
