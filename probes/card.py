@@ -13,11 +13,11 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy
 import torch
 from numpy.typing import ArrayLike
 from safetensors import SafetensorError
@@ -33,6 +33,12 @@ from probes.targets import Outcome
 
 WEIGHTS, CARD = "probe.safetensors", "card.json"
 DIRECTIONS = ("logistic", "mass-mean")
+SOFTWARE = {
+    "ia_mech": ia_mech.__version__,
+    "python": platform.python_version(),
+    "numpy": np.__version__,
+    "scipy": scipy.__version__,
+}
 
 
 @dataclass(frozen=True)
@@ -97,19 +103,11 @@ def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str,
 
 @dataclass(frozen=True)
 class Probe:
-    """Directions of equal width and their card.
-
-    Attributes:
-        directions: by name.
-        card: plain JSON; run, model, layer convention, position, target, sources, scores.
-    """
+    """Directions of equal width, by name, and their card: plain JSON with run, model, layer
+    convention, position, target, sources and scores."""
 
     directions: Mapping[str, Direction]
     card: dict
-
-    def __repr__(self) -> str:
-        place = f"layer {self.card.get('layer')} at {self.card.get('position')}"
-        return f"Probe({place}, directions {', '.join(self.directions)})"
 
     def score(
         self, residuals: np.ndarray | Tensor, direction: str = "logistic"
@@ -154,14 +152,10 @@ class Probe:
 
     @property
     def files(self) -> dict[str, Callable[[Path], Any]]:
-        """Name → what writes the file. The card gets the numbers of the directions and the software
-        that fitted them, which a loaded card keeps."""
-        tensors = {f"weights_{name}": along.weights for name, along in self.directions.items()}
-        content = save({name: np.ascontiguousarray(w, np.float32) for name, w in tensors.items()})
+        """Name → what writes the file. A loaded card keeps the software that it was fitted with."""
         about = {name: asdict(along) for name, along in self.directions.items()}
-        for numbers in about.values():
-            del numbers["weights"]
-        card = {"software": _software(), **self.card, "directions": about}
+        content = save({f"weights_{name}": own.pop("weights") for name, own in about.items()})
+        card = {"software": dict(SOFTWARE), **self.card, "directions": about}
         card["weights"] = {"file": WEIGHTS, "sha256": sha256(content).hexdigest()}
         return {
             WEIGHTS: lambda file: file.write_bytes(content),
@@ -200,9 +194,3 @@ class Probe:
         except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"the probe in {folder} is damaged ({error!r})", again) from None
         return cls(found, card)
-
-
-def _software() -> dict[str, str]:
-    packages = ("numpy", "scipy")
-    ours = {"ia_mech": ia_mech.__version__, "python": platform.python_version()}
-    return ours | {name: version(name) for name in packages}

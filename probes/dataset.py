@@ -242,12 +242,8 @@ def check_reliable(data: ProbeSet) -> None:
 
 
 def check_enough(outcome: Outcome, target: Target, others: Sequence[str] = ()) -> None:
-    """Refuse outcomes that no probe can be trained and tested on.
-
-    Args:
-        outcome: k of n per context.
-        target: what k counts.
-        others: targets that could be given instead, see :func:`targets_with_enough`.
+    """Refuse outcomes that no probe can be trained and tested on; ``others`` are targets that could
+    be given instead.
 
     Raises:
         UserError: too few sources with a positive turn or without one, too few where rates differ,
@@ -322,14 +318,8 @@ def check_one_model(runs: Sequence[Run]) -> None:
 
 
 def with_random_blocks(data: ProbeSet, runs: Sequence[str | Path | Run]) -> dict[str, ProbeSet]:
-    """The same contexts with the states of models with random blocks.
-
-    Args:
-        data: of the model itself.
-        runs: made by ``sample --random-blocks``; each holds all contexts of ``data``.
-
-    Returns:
-        By a name for tables.
+    """The same contexts with the states of models with random blocks, by a name for tables; each
+    run was made by ``sample --random-blocks`` and holds all contexts of ``data``.
 
     Raises:
         UserError: a run without random blocks, of a model of another size, or without the positions
@@ -399,11 +389,7 @@ def _common_positions(
 ) -> list[str]:
     """Names of the positions that every context has; those left out are added to ``notes``.
 
-    Args:
-        runs: the runs.
-        indices: ``[contexts]`` name → index in the context, None where it lacks the position.
-        wanted: only these.
-        notes: added to.
+    ``indices``: ``[contexts]`` name → index in the context, None where it lacks the position.
     """
     common = [name for name in runs[0].positions if all(name in run.positions for run in runs)]
     if not common:
