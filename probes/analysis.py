@@ -37,7 +37,14 @@ from probes.fit.folds import (
     seeds_of,
     select_and_test,
 )
-from probes.fit.nested_cv import CrossValidated, Design, cross_validate, fit, held_out_loss
+from probes.fit.nested_cv import (
+    CrossValidated,
+    Design,
+    cross_validate,
+    fit,
+    held_out_loss,
+    less_means,
+)
 from probes.fit.solvers import project
 from probes.targets import Outcome
 
@@ -128,10 +135,7 @@ def less_sources(features: np.ndarray, sources: np.ndarray) -> np.ndarray:
     """``[contexts, d]`` features less the mean of their source; zeros where no more is left than
     rounding, as of a state that comes before the response."""
     given = np.asarray(features, dtype=np.float64)
-    count = np.bincount(sources)
-    means = np.zeros((len(count), given.shape[1]))
-    np.add.at(means, sources, given)
-    left = given - (means / count[:, None])[sources]
+    left = less_means(given, sources)
     return left if (left**2).sum() > SINGLE * (given**2).sum() else np.zeros_like(left)
 
 
@@ -309,8 +313,7 @@ def analyse(
         hidden: the states, read one layer at a time.
         outcome: k of n per context.
         controls: what to compare with; none if not given.
-        settings: the default analysis if not given.
-        progress: shows phases and steps; nothing is shown if not given.
+        settings, progress: the default analysis, and nothing is shown, if not given.
         random_blocks: name → states of a model with random blocks in the same contexts, at the same
             layers and positions.
 

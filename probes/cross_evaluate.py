@@ -159,8 +159,8 @@ def _pairs(
 
 
 def units_of(data: ProbeSet) -> dict[str, np.ndarray]:
-    """Name → rows of the runs or, of a single run, of its datasets. Runs are named by their
-    folders, with their number where two are alike.
+    """Name → rows of the runs or, of a single run, of its datasets. Runs whose folders are named
+    alike get their number, too.
 
     Raises:
         UserError: there is only one with an outcome.

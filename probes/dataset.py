@@ -106,11 +106,8 @@ class ProbeSet:
         return self.at(layer, ENDS).reshape(len(self), -1) if self.has_ends else None
 
     def at(self, layer: int, positions: Sequence[str]) -> np.ndarray:
-        """Hidden states, ``[contexts, positions, d_model]`` float32.
-
-        Args:
-            layer: any that the runs have.
-            positions: any that every run kept.
+        """Hidden states, ``[contexts, positions, d_model]`` float32, at any layer and at any
+        positions that every run kept.
 
         Raises:
             UserError: no such layer, a value that isn't finite, or a file that can't be read.
@@ -146,9 +143,8 @@ def read(
         runs: folders, or runs that are open.
         judge: whose verdicts; the only judge there if not given.
         target: what to predict, as :func:`probes.targets.parse_target` takes it.
-        positions: only these; all that were kept if not given.
-        layers: only these; all if not given.
-        within: ``run``, ``dataset`` or ``source``, see :class:`ProbeSet`.
+        positions, layers: only these; all that were kept if not given.
+        within: see :class:`ProbeSet`.
 
     Raises:
         UserError: what :func:`ia_mech.rates.read_runs` refuses (unfinished, not judged, …); models
