@@ -41,10 +41,10 @@ from threadpoolctl import threadpool_limits
 
 from ia_mech.display import Quiet
 from probes.analysis import Settings, analyse
-from probes.controls import Baseline, Controls, TextTypes
+from probes.controls import Baseline, Controls
 from probes.fit.folds import make_folds, permutations
-from probes.fit.nested_cv import Design, cross_validate, fit, fit_path
-from probes.fit.solvers import Features, Fit, project
+from probes.fit.nested_cv import Design, cross_validate, fit
+from probes.fit.solvers import Fit, compact, logistic_path, project
 from probes.targets import Outcome
 
 RESULTS = Path(__file__).with_suffix(".md")
@@ -94,8 +94,7 @@ class RandomStates:
             [Baseline(name, rng.normal(size=(self.contexts, d)), "") for name, d in widths.items()]
             for widths in (text, {"output": self.width, "summaries": 8})
         )
-        types = TextTypes(*rng.integers(20, size=(2, self.contexts)))
-        return Controls(own, output, types)
+        return Controls(own, output)
 
 
 class Phases(Quiet):
@@ -146,9 +145,9 @@ class Loop:
 def ours(features: np.ndarray, design: Design) -> Loop:
     """The fits as ``probes.fit.nested_cv`` makes them."""
     begun, outcome, all_folds = process_time(), design.outcome, range(design.fold_count)
-    states, pairs = Features.from_states(features), list(combinations(all_folds, 2))
+    states, pairs = compact(features), list(combinations(all_folds, 2))
     projections = {
-        folds: project(states, design.rows_outside(*folds), design.rows_of(*folds), outcome.runs)
+        folds: project(states, design.rows_outside(*folds), outcome.runs)
         for folds in [*pairs, *((fold,) for fold in all_folds)]
     }
     between = process_time()
@@ -156,8 +155,12 @@ def ours(features: np.ndarray, design: Design) -> Loop:
     losses = np.zeros((design.fold_count, len(design.penalties)))
     for pair in pairs:
         test, split = design.rows_of(*pair), projections[pair]
-        for at, found in enumerate(fit_path(split, design, design.penalties)):
-            lost = loss(found.scores(split.test, outcome.runs[test]), outcome, test)
+        labels = (
+            column[split.rows] for column in (outcome.runs, outcome.positives, outcome.trials)
+        )
+        path = logistic_path(split.train, *labels, design.penalties, 1)
+        for at, found in enumerate(path):
+            lost = loss(found.scores(split.at(test), outcome.runs[test]), outcome, test)
             for fold, other in (pair, pair[::-1]):
                 losses[fold, at] += lost[design.folds[test] == other].sum()
             fitted[pair, design.penalties[at]] = found
@@ -165,7 +168,11 @@ def ours(features: np.ndarray, design: Design) -> Loop:
         split, penalty = projections[fold,], design.penalties[losses[fold].argmin()]
         fitted[(fold,), penalty] = fit(split, design, penalty)
     total = process_time() - begun
-    weights = {key: projections[key[0]].weights(found.weights) for key, found in fitted.items()}
+    on_states = np.linalg.lstsq(states, features - features.mean(0), rcond=None)[0]
+    weights = {
+        key: on_states.T @ (projections[key[0]].axes @ found.weights)
+        for key, found in fitted.items()
+    }
     return Loop(total, between - begun, weights)
 
 
@@ -232,7 +239,7 @@ def fits(cells: list[np.ndarray], design: Design) -> str:
 def null(cells: list[np.ndarray], design: Design, permuted: Design, every: int) -> str:
     """The permutations' cost, in closed form and by logistic regression."""
     count, closed = len(permuted.label_rows) - 1, []
-    for features in map(Features.from_states, cells):
+    for features in cells:
         begun = process_time()
         cross_validate(features, permuted)
         between = process_time()

@@ -18,9 +18,17 @@ from threadpoolctl import threadpool_limits
 from ia_mech.display import Progress, Quiet
 from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, FoldScores, ResampledScore, model_confidence_set
-from probes.controls import Baseline, Controls, TextTypes, control_outcomes
+from probes.controls import Baseline, Controls
 from probes.dataset import ENDS
-from probes.fit.beyond import IncrementalScores, centre_and_scale, incremental_scores
+from probes.fit.beyond import (
+    PLANTED,
+    IncrementalScores,
+    centre_and_scale,
+    incremental_scores,
+    plant,
+    saved_by,
+    tune_base,
+)
 from probes.fit.folds import (
     SelectionTests,
     exchangeable_sources,
@@ -29,8 +37,15 @@ from probes.fit.folds import (
     seeds_of,
     select_and_test,
 )
-from probes.fit.nested_cv import CrossValidated, Design, cross_validate, fit, held_out_loss
-from probes.fit.solvers import Features, project
+from probes.fit.nested_cv import (
+    CrossValidated,
+    Design,
+    cross_validate,
+    fit,
+    held_out_loss,
+    less_means,
+)
+from probes.fit.solvers import project
 from probes.targets import Outcome
 
 NEVER = -2.0  # below any correlation
@@ -120,10 +135,7 @@ def less_sources(features: np.ndarray, sources: np.ndarray) -> np.ndarray:
     """``[contexts, d]`` features less the mean of their source; zeros where no more is left than
     rounding, as of a state that comes before the response."""
     given = np.asarray(features, dtype=np.float64)
-    count = np.bincount(sources)
-    means = np.zeros((len(count), given.shape[1]))
-    np.add.at(means, sources, given)
-    left = given - (means / count[:, None])[sources]
+    left = less_means(given, sources)
     return left if (left**2).sum() > SINGLE * (given**2).sum() else np.zeros_like(left)
 
 
@@ -134,16 +146,14 @@ class Settings:
     Attributes:
         folds: of the outer loop; the inner one has one less.
         permutations: of the tests.
-        control_draws: random functions of the control task.
         level: coverage of intervals.
         resamples: bootstrap samples.
-        seed: of folds and permutations (a stream each), resampling and control task.
+        seed: of folds and permutations (a stream each) and of resampling.
         workers: threads; the processors this process may use, if not given.
     """
 
     folds: int = 5
     permutations: int = 1000
-    control_draws: int = 10
     level: float = 0.95
     resamples: int = 2000
     seed: int = 0
@@ -160,18 +170,16 @@ class ControlComparison:
     Attributes:
         name: of the control.
         what: one line on what it is.
-        kind: ``text``, ``output`` or ``control task``.
+        kind: ``text`` or ``output``.
         auroc: its own.
-        scores: ``[contexts]`` log-odds; None for the control task, which has other labels.
-        oracle: AUROC of a probe that knows the control task's rates; None for others.
+        scores: ``[contexts]`` log-odds.
     """
 
     name: str
     what: str
     kind: str
     auroc: Estimate
-    scores: np.ndarray | None
-    oracle: Estimate | None = None
+    scores: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -185,6 +193,9 @@ class IncrementalValue:
             the one with them saves.
         gain: AUROC of the one with hidden states less that of the one without.
         base, full: both AUROCs.
+        planted: where nothing is shown to be added: the share of deviance that an addition planted
+            into the same states saves (the smallest one that was found; else the largest tried),
+            and whether it was found. None elsewhere, and where all states are at the ends.
     """
 
     scores: IncrementalScores
@@ -192,6 +203,7 @@ class IncrementalValue:
     gain: Estimate
     base: Estimate
     full: Estimate
+    planted: tuple[float, bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -301,8 +313,7 @@ def analyse(
         hidden: the states, read one layer at a time.
         outcome: k of n per context.
         controls: what to compare with; none if not given.
-        settings: the default analysis if not given.
-        progress: shows phases and steps; nothing is shown if not given.
+        settings, progress: the default analysis, and nothing is shown, if not given.
         random_blocks: name → states of a model with random blocks in the same contexts, at the same
             layers and positions.
 
@@ -367,6 +378,36 @@ def fold_scores(outcome: Outcome, folds: np.ndarray, settings: Settings) -> Fold
     )
 
 
+def select(
+    found: Sequence[CrossValidated], design: Design, shape: tuple[int, int]
+) -> SelectionTests:
+    """Choose and test among ``[layers, positions]`` cells, one after the other in ``found``.
+
+    Raises:
+        UserError: no cell has states that differ.
+    """
+    differ = np.array([one.differs for one in found])
+    if not differ.any():
+        raise UserError(
+            "hidden states at these layers and positions are the same in all contexts of a run",
+            "give other layers or positions",
+        )
+    # Where states don't differ, such as a header's tokens in layer 0, nothing is chosen.
+    inner = np.array([one.inner_correlation for one in found])
+    whole = np.array([one.whole_correlation for one in found])
+    inner[~differ] = whole[~differ] = NEVER
+    outer = np.array([one.outer_auroc for one in found])
+    sources = design.outcome.sources
+    inside = [len(np.unique(sources[design.rows_outside(fold)])) for fold in design.outer]
+    return select_and_test(
+        inner.reshape(*shape, *inner.shape[1:]),
+        outer.reshape(*shape, *outer.shape[1:]),
+        whole.reshape(shape),
+        round(float(np.mean(inside))),
+        design.outcome.source_count,
+    )
+
+
 class _Analyser:
     """One analysis: what its steps share."""
 
@@ -389,11 +430,8 @@ class _Analyser:
         self, controls: Controls, notes: list[str], random_blocks: Mapping[str, HiddenStates]
     ) -> Analysis:
         found, tested = self._probed(self.hidden, self.design, "probes")
-        each = [
-            [self.scores.auroc(one.scores).with_training(one.unreliability) for one in row]
-            for row in found
-        ]
         headline, resampled = self._headline(tested, found)
+        # In single precision: there is one score for each layer, position and context.
         cell_scores = np.array([[one.scores for one in row] for row in found], dtype=np.float32)
         return Analysis(
             self.settings,
@@ -402,16 +440,13 @@ class _Analyser:
             self.layers,
             self.positions,
             tested,
-            [[one.estimate() for one in row] for row in each],
+            [[self._auroc(one) for one in row] for row in found],
             cell_scores,
             self._p_best(cell_scores, headline.unreliability),
             headline,
-            self._controls(controls, headline),
-            self._beyond(controls, headline),
-            [
-                self._random_blocks(name, hidden, resampled)
-                for name, hidden in random_blocks.items()
-            ],
+            self._controls(controls),
+            self._beyond(controls, headline, tested),
+            [self._random_blocks(*twin, resampled) for twin in random_blocks.items()],
             notes,
         )
 
@@ -419,29 +454,14 @@ class _Analyser:
         self, hidden: HiddenStates, design: Design, phase: str
     ) -> tuple[list[list[CrossValidated]], SelectionTests]:
         """Every layer and position, ``[layers][positions]``, and the selection among them."""
-        shape, sources = (len(self.layers), len(self.positions)), self.outcome.source_count
+        shape = len(self.layers), len(self.positions)
         self.progress.start(phase, shape[0] * shape[1])
-        every = self._all_features(hidden)
-        found = list(self._map(lambda features: cross_validate(features, design), every))
-        differ = np.array([one.differs for one in found])
-        if not differ.any():
-            raise UserError(
-                "hidden states at these layers and positions are the same in all contexts of a run",
-                "give other layers or positions",
-            )
-        # Where states don't differ, such as a header's tokens in layer 0, nothing is chosen.
-        inner = np.array([one.inner_correlation for one in found])
-        whole = np.array([one.whole_correlation for one in found])
-        inner[~differ] = whole[~differ] = NEVER
-        outer = np.array([one.outer_auroc for one in found])
-        tested = select_and_test(
-            inner.reshape(*shape, *inner.shape[1:]),
-            outer.reshape(*shape, *outer.shape[1:]),
-            whole.reshape(shape),
-            round(sources * (1 - 1 / self.settings.folds)),
-            sources,
-        )
+        found = list(self._map(lambda states: cross_validate(states, design), self._cells(hidden)))
+        tested = select(found, design, shape)
         return [found[at : at + shape[1]] for at in range(0, len(found), shape[1])], tested
+
+    def _auroc(self, one: CrossValidated) -> Estimate:
+        return self.scores.auroc(one.scores).with_training(one.unreliability).estimate()
 
     def _random_blocks(
         self, name: str, hidden: HiddenStates, headline: ResampledScore
@@ -462,9 +482,8 @@ class _Analyser:
     def _p_best(self, cell_scores: np.ndarray, unreliability: float) -> np.ndarray:
         """p values of the model confidence set, widened as the headline's interval is."""
         outcome, shape = self.outcome, cell_scores.shape[:2]
-        flat = cell_scores.reshape(-1, len(outcome)).astype(float)
-        losses = held_out_loss(flat, outcome)
-        by_source = np.zeros((len(flat), outcome.source_count))
+        losses = held_out_loss(cell_scores.reshape(-1, len(outcome)).astype(float), outcome)
+        by_source = np.zeros((len(losses), outcome.source_count))
         np.add.at(by_source.T, outcome.sources, losses.T)
         p = model_confidence_set(
             by_source,
@@ -473,8 +492,6 @@ class _Analyser:
             stretch=float(np.sqrt(1 + unreliability)),
         )
         return p.reshape(shape)
-
-    # -- the headline -----------------------------------------------------------------------------
 
     def _chosen(
         self, tested: SelectionTests, found: list[list[CrossValidated]]
@@ -495,10 +512,10 @@ class _Analyser:
         weights = []  # fitted again: keeping those of every layer and position would take too much
         chosen = [(self.layers[at], self.positions[where]) for at, where in tested.chosen]
         for fold, (layer, position) in enumerate(tested.chosen):
-            train, penalty = self.design.rows_outside(fold), found[layer][position].penalties[fold]
-            states = Features.from_states(self._states(*chosen[fold]))
-            at = project(states, train, train[:1], self.outcome.runs)
-            weights.append(at.weights(fit(at, self.design, penalty).weights))
+            states = self._states(*chosen[fold]).astype(float)
+            split = project(states, self.design.rows_outside(fold), self.outcome.runs)
+            fitted = fit(split, self.design, found[layer][position].penalties[fold])
+            weights.append(split.axes @ fitted.weights)
         layer, position = tested.chosen_on_all
         headline = Headline(
             self.layers[layer],
@@ -513,83 +530,70 @@ class _Analyser:
         )
         return headline, auroc
 
-    # -- controls ---------------------------------------------------------------------------------
-
-    def _controls(self, controls: Controls, headline: Headline) -> list[ControlComparison]:
+    def _controls(self, controls: Controls) -> list[ControlComparison]:
         named = [("text", b) for b in controls.text] + [("output", b) for b in controls.output]
-        draws = self.settings.control_draws if controls.types is not None else 0
-        self.progress.start("controls", len(named) + draws)
-        found, observed = [], self.design.observed()
-        each = (Features.from_states(baseline.features) for _, baseline in named)
-        probed = self._map(lambda features: cross_validate(features, observed), each)
-        for (kind, control), one in zip(named, probed, strict=True):
-            own = self.scores.auroc(one.scores).with_training(one.unreliability).estimate()
-            found.append(ControlComparison(control.name, control.what, kind, own, one.scores))
-        if controls.types is not None and draws:
-            own, oracle = self._control_task(controls.types, headline)
-            what = f"{draws} random functions of length × opening of query and response"
-            found.append(ControlComparison("control task", what, "control task", own, None, oracle))
-        return found
+        self.progress.start("controls", len(named))
+        observed = self.design.observed()
+        features = (baseline.features for _, baseline in named)
+        probed = self._map(lambda states: cross_validate(states, observed), features)
+        return [
+            ControlComparison(control.name, control.what, kind, self._auroc(one), one.scores)
+            for (kind, control), one in zip(named, probed, strict=True)
+        ]
 
-    def _control_task(self, types: TextTypes, headline: Headline) -> tuple[Estimate, Estimate]:
-        """AUROC on random functions of the types, where each fold's headline probe reads; and of a
-        probe that knows their rates."""
-        places = {
-            place: Features.from_states(self._states(*place))
-            for place in dict.fromkeys(headline.chosen)
-        }
-
-        def probe(
-            drawn: tuple[Outcome, np.ndarray],
-        ) -> tuple[ResampledScore, ResampledScore, float]:
-            outcome, rates = drawn
-            design = Design.from_outcome(outcome, self.design.folds)
-            scores, chances = np.empty(len(outcome)), []
-            for place, features in places.items():
-                picked = np.array([other == place for other in headline.chosen])
-                here = picked[self.design.folds]
-                one = cross_validate(features, design)
-                scores[here] = one.scores[here]
-                chances.append(one.unreliability)
-            measured = fold_scores(outcome, design.folds, self.settings)
-            return measured.auroc(scores), measured.auroc(rates), float(np.mean(chances))
-
-        draws, seed = self.settings.control_draws, self.settings.seed
-        outcomes = control_outcomes(self.outcome, types, draws, seed)
-        aurocs, oracles, chances = zip(*self._map(probe, outcomes), strict=True)
-        own = ResampledScore.mean(aurocs).with_training(float(np.mean(chances)))
-        return own.estimate(), ResampledScore.mean(oracles).estimate()
-
-    # -- beyond output, text, and the ends of query and response ----------------------------------
-
-    def _beyond(self, controls: Controls, headline: Headline) -> IncrementalValue | None:
+    def _beyond(
+        self, controls: Controls, headline: Headline, tested: SelectionTests
+    ) -> IncrementalValue | None:
         ends = {layer: self.hidden.ends(layer) for layer, _ in headline.chosen}
         known = {layer: states for layer, states in ends.items() if states is not None}
         if not (controls.output and controls.text and len(known) == len(ends)):
             return None
         # States at the ends are in the base as they are, and add nothing.
-        hidden = {
-            place: self._states(*place) * (place[1] not in ENDS)
+        each = {
+            place: self._states(*place).astype(float) * (place[1] not in ENDS)
             for place in dict.fromkeys(headline.chosen)
         }
-        self.progress.start("beyond output and text", self.design.fold_count)
-        found = incremental_scores(
-            [_side_by_side(controls.output), _side_by_side(controls.text)],
-            [known[layer] for layer, _ in headline.chosen],
-            [hidden[place] for place in headline.chosen],
-            self.design.observed(),
-            self._map,
+        blocks = [_side_by_side(controls.output), _side_by_side(controls.text)]
+        of_ends, observed = [known[layer] for layer, _ in headline.chosen], self.design.observed()
+        self.progress.start("beyond output and text", 2 * observed.fold_count)
+        bases = tune_base(blocks, of_ends, observed, self._map)
+
+        def added(hidden: Mapping[tuple[int, str], np.ndarray]) -> IncrementalScores:
+            chosen = [hidden[place] for place in headline.chosen]
+            return incremental_scores(bases, chosen, observed, self._map)
+
+        def saved(found: IncrementalScores) -> Estimate:
+            scores = self.scores.deviance_explained(expit(found.full), expit(found.base))
+            return scores.with_training(found.unreliability).estimate()
+
+        def planted() -> tuple[float, bool] | None:
+            if not (tested.readable and any(states.any() for states in each.values())):
+                return None
+            share, shown = 0.0, False
+            self.progress.start("planted additions", len(PLANTED) * observed.fold_count)
+            for strength in PLANTED:
+                states, signal = plant(each, self.outcome, found.base, strength, self.settings.seed)
+                wiser = saved_by(signal, self.outcome, found.base)
+                share = self.scores.deviance_explained(expit(wiser), expit(found.base)).value
+                if shown := saved(added(states)).low > 0:
+                    break
+            return share, shown
+
+        found = added(each)
+        base, full, by_hidden = (
+            self.scores.auroc(found.base),
+            self.scores.auroc(found.full),
+            saved(found),
         )
-        base, full = self.scores.auroc(found.base), self.scores.auroc(found.full)
-        saved = self.scores.deviance_explained(expit(found.full), expit(found.base))
         # Each AUROC as if all of its variance over contexts were chance in training: only the
         # difference's share is known.
         return IncrementalValue(
             found,
-            saved.with_training(found.unreliability).estimate(),
+            by_hidden,
             (full - base).with_training(found.unreliability).estimate(),
             base.with_training(1.0).estimate(),
             full.with_training(1.0).estimate(),
+            None if by_hidden.low > 0 else planted(),
         )
 
     # -- reading and computing --------------------------------------------------------------------
@@ -598,12 +602,11 @@ class _Analyser:
         """``[contexts, d_model]``."""
         return self.hidden.layer(layer)[:, self.positions.index(position)]
 
-    def _all_features(self, hidden: HiddenStates) -> Iterator[Features]:
+    def _cells(self, hidden: HiddenStates) -> Iterator[np.ndarray]:
         """Layers first; a layer is read when its first position is needed."""
         for layer in self.layers:
             states = hidden.layer(layer)
-            for position in range(len(self.positions)):
-                yield Features.from_states(states[:, position])
+            yield from (states[:, position] for position in range(len(self.positions)))
 
     def _map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
         """Results in order; no more items are taken than the threads can soon use."""

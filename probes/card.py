@@ -13,11 +13,11 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy
 import torch
 from numpy.typing import ArrayLike
 from safetensors import SafetensorError
@@ -28,11 +28,17 @@ from torch import Tensor
 import ia_mech
 from ia_mech.errors import UserError
 from ia_mech.run.integrity import read_json, replace_file, write_json
-from probes.fit.solvers import Features, logistic_path, project
+from probes.fit.solvers import logistic_path, project
 from probes.targets import Outcome
 
 WEIGHTS, CARD = "probe.safetensors", "card.json"
 DIRECTIONS = ("logistic", "mass-mean")
+SOFTWARE = {
+    "ia_mech": ia_mech.__version__,
+    "python": platform.python_version(),
+    "numpy": np.__version__,
+    "scipy": scipy.__version__,
+}
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,8 @@ def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str,
     states = np.asarray(states, dtype=float)
     runs, k, n = outcome.runs, outcome.positives, outcome.trials
     rows = np.arange(len(states))
-    projection = project(Features.from_states(states), rows, rows[:0], runs)
-    centred, run_count = projection.train, int(runs.max()) + 1
+    split = project(states, rows, runs)
+    centred, run_count = split.train, int(runs.max()) + 1
     if not centred.shape[1]:
         raise ValueError("hidden states that don't differ have no direction")
     (fitted,) = logistic_path(centred, runs, k, n, [penalty], run_count)
@@ -82,14 +88,14 @@ def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str,
     apart /= (centred @ apart).std()
     (scaled,) = logistic_path((centred @ apart)[:, None], runs, k, n, [1e-3], run_count)
     base_log_odds = float(logit(k.sum() / n.sum()))
-    centres, found = states.mean(0) + projection.centres(), {}
+    found = {}
     for name, weights, intercepts in (
         ("logistic", fitted.weights, fitted.intercepts),
         ("mass-mean", scaled.weights[0] * apart, scaled.intercepts),
     ):
-        raw = projection.weights(weights)
+        raw = split.axes @ weights
         slope = float(np.linalg.norm(raw))
-        level = float((intercepts - centres @ raw).mean())
+        level = float((intercepts - split.centres @ raw).mean())
         unit = (raw / slope).astype(np.float32)
         found[name] = Direction(name, unit, (base_log_odds - level) / slope, slope, base_log_odds)
     return found
@@ -97,19 +103,11 @@ def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str,
 
 @dataclass(frozen=True)
 class Probe:
-    """Directions of equal width and their card.
-
-    Attributes:
-        directions: by name.
-        card: plain JSON; run, model, layer convention, position, target, sources, scores.
-    """
+    """Directions of equal width, by name, and their card: plain JSON with run, model, layer
+    convention, position, target, sources and scores."""
 
     directions: Mapping[str, Direction]
     card: dict
-
-    def __repr__(self) -> str:
-        place = f"layer {self.card.get('layer')} at {self.card.get('position')}"
-        return f"Probe({place}, directions {', '.join(self.directions)})"
 
     def score(
         self, residuals: np.ndarray | Tensor, direction: str = "logistic"
@@ -154,14 +152,10 @@ class Probe:
 
     @property
     def files(self) -> dict[str, Callable[[Path], Any]]:
-        """Name → what writes the file. The card gets the numbers of the directions and the software
-        that fitted them, which a loaded card keeps."""
-        tensors = {f"weights_{name}": along.weights for name, along in self.directions.items()}
-        content = save({name: np.ascontiguousarray(w, np.float32) for name, w in tensors.items()})
+        """Name → what writes the file. A loaded card keeps the software that it was fitted with."""
         about = {name: asdict(along) for name, along in self.directions.items()}
-        for numbers in about.values():
-            del numbers["weights"]
-        card = {"software": _software(), **self.card, "directions": about}
+        content = save({f"weights_{name}": own.pop("weights") for name, own in about.items()})
+        card = {"software": dict(SOFTWARE), **self.card, "directions": about}
         card["weights"] = {"file": WEIGHTS, "sha256": sha256(content).hexdigest()}
         return {
             WEIGHTS: lambda file: file.write_bytes(content),
@@ -200,9 +194,3 @@ class Probe:
         except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"the probe in {folder} is damaged ({error!r})", again) from None
         return cls(found, card)
-
-
-def _software() -> dict[str, str]:
-    packages = ("numpy", "scipy")
-    ours = {"ia_mech": ia_mech.__version__, "python": platform.python_version()}
-    return ours | {name: version(name) for name in packages}

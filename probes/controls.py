@@ -1,15 +1,9 @@
-"""What a probe on hidden states is compared with: baselines, and a control task.
+"""What a probe on hidden states is compared with: baselines.
 
 A probe on hidden states shows something only beyond what can be read from the context's text, its
 length, its dataset, or the model's own next-token distribution. Baselines are feature matrices and
 are made without any label, so all contexts may take part in document frequencies and
 standardisation: that can only help a baseline.
-
-The control task (Hewitt & Liang, "Designing and interpreting probes with control tasks", EMNLP
-2019, arXiv 1909.03368) is an outcome that is a random function of the input's type. A probe that
-predicts it as well as the real target shows its own capacity, not the model's knowledge;
-selectivity is the difference. A type must recur in other sources, or nothing could be learnt across
-folds: here it is length and opening, of the response and of the query.
 
 To add a control, make a :class:`Baseline` of the :class:`probes.dataset.ProbeSet` and enter it in
 :func:`controls_of`: under ``text`` if it reads the conversation, under ``output`` if it reads the
@@ -25,21 +19,17 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import ArrayLike
-from scipy.optimize import least_squares
-from scipy.special import expit, logit
 from sklearn.feature_extraction.text import TfidfVectorizer
 from torch import Tensor
 
 from ia_mech.lens import Lens, NoLens
 from probes.dataset import ENDS, ProbeSet
-from probes.targets import Outcome
 
 _CONSTANT = 1e-6  # a column that varies less, relative to its size, varies by round-off only
 _RANK = 1e-12  # eigenvalues below this share of the largest are round-off
 _TOPICS = 100  # dimensions of latent semantic analysis
 _VALUES = 2**23  # most logits held at a time: 32 MiB, three times over with what is made from them
 _MOST_LIKELY = 10
-_OPENINGS = 8  # openings that are told apart; the rarer ones are one
 HEADER_LAST = "header_last"  # where the first token of the user turn is predicted
 
 
@@ -59,42 +49,26 @@ class Baseline:
 
 
 @dataclass(frozen=True)
-class TextTypes:
-    """What the control task's random functions are of.
-
-    Attributes:
-        response: ``[contexts]`` type of each response, numbered from 0.
-        query: ``[contexts]`` type of each query, likewise; the same for all responses to a query.
-    """
-
-    response: np.ndarray
-    query: np.ndarray
-
-
-@dataclass(frozen=True)
 class Controls:
     """What the headline is compared with.
 
     Attributes:
         text: what a probe could read from the contexts themselves.
         output: the model's own output distribution; empty where it isn't available.
-        types: of the control task; None where there is none.
         missing: why a control is missing, one sentence each.
     """
 
     text: list[Baseline] = field(default_factory=list)
     output: list[Baseline] = field(default_factory=list)
-    types: TextTypes | None = None
     missing: list[str] = field(default_factory=list)
 
     def within(self, centred: Callable[[np.ndarray], np.ndarray]) -> "Controls":
-        """Of contexts that are compared within their source: baselines without its level, and no
-        control task, whose random functions are of queries, too."""
+        """Of contexts that are compared within their source: baselines without its level."""
 
         def each(baselines: list[Baseline]) -> list[Baseline]:
             return [replace(one, features=centred(one.features)) for one in baselines]
 
-        return replace(self, text=each(self.text), output=each(self.output), types=None)
+        return replace(self, text=each(self.text), output=each(self.output))
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -235,164 +209,11 @@ def _entropy(logits: Tensor) -> Tensor:
     return shifted.logsumexp(-1) - torch.einsum("cv,cv->c", probability, shifted)
 
 
-# -- the control task ------------------------------------------------------------------------------
-
-
-def text_types(tokens: ArrayLike, opening: ArrayLike) -> np.ndarray:
-    """Quartile of a text's length × its opening.
-
-    Args:
-        tokens: ``[contexts]`` lengths.
-        opening: ``[contexts]`` what each begins with, as a number. The eight most common are told
-            apart (the smaller number first, if equally common).
-
-    Returns:
-        ``[contexts]`` types, numbered from 0 without gaps.
-    """
-    tokens = np.asarray(tokens, dtype=float)
-    length = np.searchsorted(np.quantile(tokens, [0.25, 0.5, 0.75]), tokens)
-    _, index, counts = np.unique(opening, return_inverse=True, return_counts=True)
-    rank = np.empty(len(counts), dtype=int)
-    rank[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
-    kind = length * (_OPENINGS + 1) + np.minimum(rank[index], _OPENINGS)
-    return np.unique(kind, return_inverse=True)[1]
-
-
-def variances(outcome: Outcome) -> tuple[float, float]:
-    """How far apart the contexts' rates are, without the noise of counting few turns.
-
-    Moment estimates: what the observed rates vary, less the binomial variance that each is
-    expected to have. They are unbiased, and so may be negative.
-
-    Args:
-        outcome: k of n per context.
-
-    Returns:
-        Variance of the rates of a run's queries, and of the rates within a query. The second is
-        0 where no query of a run has two contexts: then the first is of the contexts.
-
-    Raises:
-        ValueError: no context has two turns, so that noise can't be told from anything else.
-    """
-    several = outcome.trials > 1
-    if not several.any():
-        raise ValueError("how far rates differ can't be told from one turn per context")
-    outcome = outcome.take(several)
-    noise = outcome.rate * (1 - outcome.rate) / (outcome.trials - 1)
-    return _variances(outcome.rate, noise, *_queries(outcome))
-
-
-def _queries(outcome: Outcome) -> tuple[np.ndarray, np.ndarray]:
-    """``[contexts]`` query of each (a source in a run), and ``[queries]`` run of each."""
-    pairs = np.stack([outcome.runs, outcome.sources])
-    found, query = np.unique(pairs, axis=1, return_inverse=True)
-    return query, found[0]
-
-
-def _variances(
-    rate: np.ndarray, noise: np.ndarray, query: np.ndarray, runs: np.ndarray
-) -> tuple[float, float]:
-    """Between and within queries, where ``noise`` is the variance of each rate's error."""
-    size = np.bincount(query)
-    mean = np.bincount(query, rate) / size
-    own = noise * (1 - 1 / size[query])
-    free = (size - 1).sum()
-    within = (((rate - mean[query]) ** 2).sum() - own.sum()) / free if free else 0.0
-    of_run = np.bincount(runs)
-    apart = mean - (np.bincount(runs, mean) / np.maximum(of_run, 1))[runs]
-    expected = within / size + np.bincount(query, noise) / size**2
-    shares = 1 - 1 / of_run[runs]
-    if not shares.any():
-        return 0.0, float(within)
-    return float((apart @ apart - shares @ expected) / shares.sum()), float(within)
-
-
-def control_outcomes(
-    outcome: Outcome, types: TextTypes, draws: int, seed: int
-) -> list[tuple[Outcome, np.ndarray]]:
-    """Outcomes where types have random rates and nothing else counts, as hard as the real one.
-
-    Log-odds are the sum of a normal deviate per type of query and one per type of response. Their
-    sizes make mean and variance of the rates, between queries and within them, those that
-    :func:`variances` estimates of the real outcome; where queries don't differ, the response's
-    part counts less its mean over the query. Turns are then drawn: what a probe can learn of
-    rates that are known from few turns is as little as in the real outcome.
-
-    Args:
-        outcome: the real one. Its trials, sources and runs stay as they are.
-        types: of the same contexts.
-        draws: how many.
-        seed: of the generator; the first outcomes are the same however many are drawn.
-
-    Returns:
-        Each outcome with the ``[contexts]`` rates that its turns were drawn from.
-
-    Raises:
-        ValueError: rates differ no more than chance makes them, or types don't differ in any run.
-    """
-    between, within = variances(outcome)
-    if max(between, within) <= 0:
-        raise ValueError("contexts' rates differ no more than chance has few turns differ")
-    rng = np.random.default_rng(seed)
-    return [_draw(outcome, types, between, within, rng) for _ in range(draws)]
-
-
-def _draw(
-    outcome: Outcome, types: TextTypes, between: float, within: float, rng: np.random.Generator
-) -> tuple[Outcome, np.ndarray]:
-    query, runs = _queries(outcome)
-    of_response, of_query = (
-        rng.standard_normal(of.max() + 1)[of] for of in (types.response, types.query)
-    )
-    if len(runs) == len(query):  # one response per query
-        of_query = np.zeros(len(query))
-    elif between <= 0:
-        of_query = np.zeros(len(query))
-        of_response = of_response - (np.bincount(query, of_response) / np.bincount(query))[query]
-    elif within <= 0:
-        of_response = np.zeros(len(query))
-    parts = [_standardised(part[:, None])[:, 0] for part in (of_query, of_response)]
-    in_runs = [np.ptp((parts[0] + parts[1])[outcome.runs == run]) for run in np.unique(runs)]
-    if max(in_runs) < _CONSTANT:
-        raise ValueError("a control task needs two types of contexts in a run; there is only one")
-    wanted = max(between, 0.0), max(within, 0.0)
-    rates = _matched(parts, outcome, wanted, query, runs)
-    return replace(outcome, positives=rng.binomial(outcome.trials.astype(int), rates) * 1.0), rates
-
-
-def _matched(
-    parts: list[np.ndarray],
-    outcome: Outcome,
-    wanted: tuple[float, float],
-    query: np.ndarray,
-    runs: np.ndarray,
-) -> np.ndarray:
-    """Rates whose log-odds are a level and multiples of the parts, with the wanted variances and
-    the mean of the outcome's rates (as nearly as the parts allow)."""
-    mean, size = outcome.rate.mean(), sum(wanted)
-    slope = mean * (1 - mean)
-
-    def rates(levels: np.ndarray) -> np.ndarray:
-        return expit(levels[0] + levels[1] * parts[0] + levels[2] * parts[1])
-
-    def off(levels: np.ndarray) -> list[float]:
-        found = rates(levels)
-        got = _variances(found, np.zeros(len(found)), query, runs)
-        return [(found.mean() - mean) / np.sqrt(size), *np.subtract(got, wanted) / size]
-
-    start = [logit(mean), *(np.sqrt(one) / slope + 0.1 for one in wanted)]
-    return rates(least_squares(off, start, bounds=([-np.inf, 0, 0], np.inf)).x)
-
-
 # -- all controls of a probe set -------------------------------------------------------------------
 
 
-def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
-    """Text baselines, the output distribution, and types for the control task.
-
-    Args:
-        data: contexts and hidden states.
-        seed: of the control task.
+def controls_of(data: ProbeSet) -> Controls:
+    """Text baselines and the output distribution.
 
     Raises:
         UserError: hidden states can't be read.
@@ -417,16 +238,7 @@ def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
             f"no states at {' and '.join(ENDS)}, so nothing can be said to go beyond them: some "
             "runs did not keep them, or some contexts lack them"
         )
-    kinds = TextTypes(
-        text_types(frame["response_tokens"], frame["first_token"]),
-        text_types(frame["prompt_tokens"], pd.factorize(frame["first_word"])[0]),
-    )
-    try:
-        control_outcomes(data.outcome, kinds, 1, seed)
-    except ValueError as error:
-        missing.append(f"no control task, so no selectivity: {error}")
-        return Controls(text, output, None, missing)
-    return Controls(text, output, kinds, missing)
+    return Controls(text, output, missing)
 
 
 def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:

@@ -6,16 +6,17 @@ answered by two models), whole sources are dealt into folds, and each fold is pr
 of the other folds' sources. Layer, position and penalty are chosen anew for every such probe, by
 cross-validation within its training contexts.
 
-The tests permute the training labels and repeat choice and training in closed form, as
-:mod:`probes.fit.nested_cv` does. Permuting the tested labels against fixed scores would be wrong: a
-probe of something else leans a little on every direction, and where the tested labels go with one
-of large variance, its scores go with them by chance. Cross-fitted scores vary even more, since each
-fold's labels train the other folds' probes.
+An entry is a nested cross-validation (:mod:`probes.fit.nested_cv`) that trains on some contexts and
+tests on others. Its test permutes the training labels and repeats choice and training. Permuting
+the tested labels against fixed scores would be wrong: a probe of something else leans a little on
+every direction, and where the tested labels go with one of large variance, its scores go with them
+by chance. Cross-fitted scores vary even more, since each fold's labels train the other folds'
+probes.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -27,20 +28,11 @@ from ia_mech.display import Progress, Quiet
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
 from ia_mech.results import Result, Table
-from ia_mech.stats import Estimate, holm, permutation_p
-from probes.analysis import HiddenStates, Settings, fold_scores
+from ia_mech.stats import Estimate, holm
+from probes.analysis import HiddenStates, Settings, fold_scores, select
 from probes.dataset import MIN_SOURCES, ProbeSet
-from probes.fit.folds import choose, make_folds, permutations, seeds_of
-from probes.fit.nested_cv import (
-    Design,
-    InnerLoop,
-    correlation,
-    fit,
-    fold_auroc,
-    ridge_predictions,
-    with_penalties,
-)
-from probes.fit.solvers import Features, project
+from probes.fit.folds import make_folds, permutations, seeds_of
+from probes.fit.nested_cv import CrossValidated, Design, cross_validate
 from probes.targets import Outcome
 
 STAR = 0.05  # Holm-adjusted p values below it are marked
@@ -54,7 +46,7 @@ class Entry:
     Attributes:
         trained, tested: names of units.
         auroc: within folds and runs, with an interval over the sources tested, widened for chance
-            in training where probes were cross-fitted.
+            in training where probes were cross-fitted, as the headline's is.
         p: how often probes of permuted labels reach this AUROC, by the closed form; NaN without
             permutations.
         p_holm: the same, adjusted over all entries.
@@ -93,7 +85,7 @@ def cross_evaluate(
         hidden: the states; each layer is read once, and the chosen layers once more.
         outcome: k of n per context.
         units: name → rows, of two runs or datasets at least; rows must not overlap.
-        settings: the default analysis if not given; there is no control task, and one thread.
+        settings: the default analysis if not given; one thread.
         progress: shows phases and steps; nothing is shown if not given.
 
     Returns:
@@ -105,36 +97,33 @@ def cross_evaluate(
     """
     settings, progress = settings or Settings(), progress or Quiet()
     pairs, notes = _pairs(outcome, units)
-    probes = {
-        (trained, tested): _probes(outcome, units[trained], units[tested], settings)
+    problems = {
+        (trained, tested): _Problem.of(outcome, units[trained], units[tested], settings)
         for trained, tested in pairs
     }
     with threadpool_limits(1):  # the matrices are small
         try:
-            p = _select(hidden, probes, progress)
-            _score(hidden, [probe for own in probes.values() for probe in own], progress)
+            _select(hidden, problems, progress)
+            _score(hidden, list(problems.values()), progress)
         finally:
             progress.stop()
+    adjusted = holm([problem.p for problem in problems.values()])
     entries = []
-    for (trained, tested), adjusted in zip(pairs, holm(list(p.values())), strict=True):
-        own, train, test = probes[trained, tested], units[trained], units[tested]
-        scores, folds = np.empty(len(outcome)), np.empty(len(outcome), dtype=int)
-        for number, probe in enumerate(own):
-            scores[probe.tested], folds[probe.tested] = probe.scores, number
-        auroc = fold_scores(outcome.take(test), folds[test], settings).auroc(scores[test])
-        # Cross-fitted scores share chance in training; how much isn't known here, so all is
-        # assumed.
+    for ((trained, tested), problem), p_holm in zip(problems.items(), adjusted, strict=True):
+        design, rows = problem.design, np.flatnonzero(problem.design.tested)
+        scores = fold_scores(design.outcome.take(rows), design.folds[rows], settings)
+        auroc = scores.auroc(problem.scores[rows])
         entries.append(
             Entry(
                 trained=trained,
                 tested=tested,
-                auroc=auroc.with_training(1.0 if len(own) > 1 else 0.0).estimate(),
-                p=p[trained, tested],
-                p_holm=float(adjusted),
-                chosen=[probe.place for probe in own],
-                train_contexts=len(train),
-                train_sources=len(set(outcome.sources[train])),
-                test_contexts=len(test),
+                auroc=auroc.with_training(float(np.mean(problem.unreliability))).estimate(),
+                p=problem.p,
+                p_holm=float(p_holm),
+                chosen=problem.places,
+                train_contexts=len(units[trained]),
+                train_sources=len(set(outcome.sources[units[trained]])),
+                test_contexts=len(rows),
             )
         )
     return entries, notes
@@ -170,8 +159,8 @@ def _pairs(
 
 
 def units_of(data: ProbeSet) -> dict[str, np.ndarray]:
-    """Name → rows of the runs or, of a single run, of its datasets. Runs are named by their
-    folders, with their number where two are alike.
+    """Name → rows of the runs or, of a single run, of its datasets. Runs whose folders are named
+    alike get their number, too.
 
     Raises:
         UserError: there is only one with an outcome.
@@ -202,126 +191,85 @@ def _unit(data: ProbeSet) -> str:
 
 
 @dataclass(eq=False)
-class _Probe:
-    """One probe: what it is trained on, what it predicts, and what comes of it.
+class _Problem:
+    """One entry's cross-validation, and what comes of it.
 
     Attributes:
-        design: its folds are those of the training contexts; every other context is in ``held``.
-        held: number of the fold that is not trained on.
-        tested: rows to predict.
-        found: of each layer and position, see :func:`_closed_form`.
-        place: layer and position that it reads.
-        scores: ``[tested]`` log-odds.
+        rows: contexts that are trained or tested on.
+        design: of these. Where no source is shared, those tested are a fold of their own.
+        scores: ``[rows]`` log-odds; NaN where not tested.
+        places: layer and position that each outer fold chose.
+        unreliability: of each outer fold's scores; 0 of one probe, whose interval is given it.
+        p: of the closed form, choice and training replayed; NaN without permutations.
     """
 
+    rows: np.ndarray
     design: Design
-    held: int
-    tested: np.ndarray
-    found: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    place: tuple[int, str] = (0, "")
-    scores: np.ndarray | None = None
+    scores: np.ndarray
+    places: list[tuple[int, str]]
+    unreliability: np.ndarray
+    p: float = np.nan
 
-    @property
-    def train(self) -> np.ndarray:
-        return self.design.rows_outside(self.held)
-
-    @property
-    def inside(self) -> list[int]:
-        """Folds of the training contexts."""
-        return [fold for fold in range(self.design.fold_count) if fold != self.held]
-
-
-def _probes(
-    outcome: Outcome, train: np.ndarray, test: np.ndarray, settings: Settings
-) -> list[_Probe]:
-    """One probe where no source is shared; else one per fold of the sources of both, whose labels
-    are permuted together."""
-    shared = bool(np.isin(outcome.sources[train], outcome.sources[test]).any())
-    moved = np.union1d(train, test) if shared else train
-    of_folds, of_permutations = seeds_of(settings.seed)
-    dealt = np.full(len(outcome), settings.folds)  # in no fold, but for those that are dealt
-    dealt[moved] = make_folds(outcome.take(moved), settings.folds, of_folds)
-    permuted = []
-    for rows in permutations(
-        outcome.take(moved), dealt[moved], settings.permutations, of_permutations
-    ):
-        taken = np.arange(len(outcome))  # other contexts keep their labels
-        taken[moved] = moved[rows]
-        permuted.append(taken)
-    design = Design.from_outcome(outcome, dealt, permuted)
-    found = []
-    for held in range(settings.folds) if shared else [settings.folds]:
-        folds = np.full(len(outcome), held)
-        folds[train] = dealt[train]
-        found.append(_Probe(replace(design, folds=folds), held, test[dealt[test] == held]))
-    return found
+    @classmethod
+    def of(
+        cls, outcome: Outcome, train: np.ndarray, test: np.ndarray, settings: Settings
+    ) -> "_Problem":
+        """Where training and test share sources, labels of both are permuted together."""
+        rows = np.union1d(train, test)
+        own, trained, tested = outcome.take(rows), np.isin(rows, train), np.isin(rows, test)
+        shared = bool(np.isin(own.sources[trained], own.sources[tested]).any())
+        moved = np.flatnonzero(trained | shared)
+        of_folds, of_permutations = seeds_of(settings.seed)
+        folds = np.full(len(rows), settings.folds)
+        folds[moved] = make_folds(own.take(moved), settings.folds, of_folds)
+        labels = np.tile(np.arange(len(rows)), (1 + settings.permutations, 1))
+        for at, taken in enumerate(
+            permutations(own.take(moved), folds[moved], settings.permutations, of_permutations)
+        ):
+            labels[1 + at, moved] = moved[taken]
+        design = Design(own, folds, labels, trained, tested)
+        return cls(rows, design, np.full(len(rows), np.nan), [], np.zeros(len(design.outer)))
 
 
 def _select(
-    hidden: HiddenStates, entries: Mapping[tuple[str, str], list[_Probe]], progress: Progress
-) -> dict[tuple[str, str], float]:
-    """Choose the ``place`` of every probe; the p value of each entry."""
-    layers, positions = list(hidden.layers), list(hidden.positions)
-    progress.start("choosing layers and positions", len(layers) * len(positions))
+    hidden: HiddenStates, problems: Mapping[tuple[str, str], _Problem], progress: Progress
+) -> None:
+    """The ``places`` and ``p`` of every problem."""
+    shape = len(hidden.layers), len(hidden.positions)
+    progress.start("choosing layers and positions", shape[0] * shape[1])
+    found: dict[tuple[str, str], list[CrossValidated]] = defaultdict(list)
+    for layer in hidden.layers:
+        states = hidden.layer(layer)
+        for position in range(shape[1]):
+            for pair, problem in problems.items():
+                own = states[problem.rows, position]
+                found[pair].append(cross_validate(own, problem.design, logistic=False))
+            progress.advance()
+    for pair, problem in problems.items():
+        tested = select(found[pair], problem.design, shape)
+        problem.p = tested.headline_p
+        problem.places = [
+            (hidden.layers[at], hidden.positions[where]) for at, where in tested.chosen
+        ]
+
+
+def _score(hidden: HiddenStates, problems: list[_Problem], progress: Progress) -> None:
+    """The ``scores`` of logistic probes, where each fold chose to read."""
+    layers = sorted({place[0] for problem in problems for place in problem.places})
+    progress.start("probes", len(layers))
     for layer in layers:
         states = hidden.layer(layer)
-        for position in range(len(positions)):
-            features = Features.from_states(states[:, position])
-            for own in entries.values():
-                for probe in own:
-                    probe.found.append(_closed_form(features, probe))
-            progress.advance()
-    p = {}
-    for names, own in entries.items():
-        statistics = []  # of each probe, [1 + permutations]
-        for probe in own:
-            inner, outer = (np.array(each) for each in zip(*probe.found, strict=True))
-            sources = len(set(probe.design.outcome.sources[probe.train]))
-            at, where = choose(inner.reshape(len(layers), len(positions), -1), sources)
-            probe.place = layers[at[0]], positions[where[0]]
-            # Each permutation is scored where its own labels choose to read.
-            statistics.append(outer[at * len(positions) + where, np.arange(len(at))])
-        statistic = np.mean(statistics, axis=0)
-        tested = len(statistic) > 1
-        p[names] = (
-            float(permutation_p(statistic[0], statistic[1:], slack=1e-6)) if tested else np.nan
-        )
-    return p
-
-
-def _closed_form(features: Features, probe: _Probe) -> tuple[np.ndarray, np.ndarray]:
-    """Of the closed-form probe with the best penalty: its ``[1 + permutations]`` correlation within
-    the training contexts, and its ``[1 + permutations]`` AUROC among those tested."""
-    design, runs = probe.design, probe.design.outcome.runs
-    columns = design.rates.shape[1]
-    inner = np.zeros((len(design.penalties), columns), dtype=np.float32)
-    for number in probe.inside:
-        train, test = design.rows_outside(number, probe.held), design.rows_of(number)
-        projection = project(features, train, test, runs)
-        for at, predicted in enumerate(ridge_predictions(projection, design)):
-            inner[at] += correlation(predicted, design, number) / len(probe.inside)
-    projection = project(features, probe.train, probe.tested, runs)
-    predicted = with_penalties(ridge_predictions(projection, design), inner.argmax(0))
-    return inner.max(0), fold_auroc(predicted, design, probe.tested)
-
-
-def _score(hidden: HiddenStates, probes: list[_Probe], progress: Progress) -> None:
-    """The ``scores`` of logistic probes, where each chose to read; their penalties are chosen by
-    the inner folds."""
-    progress.start("probes", len(probes))
-    for layer in sorted({probe.place[0] for probe in probes}):
-        states = hidden.layer(layer)
-        for probe in (probe for probe in probes if probe.place[0] == layer):
-            features = Features.from_states(states[:, hidden.positions.index(probe.place[1])])
-            design, runs = probe.design, probe.design.outcome.runs
-            loop = InnerLoop(design)
-            for number in probe.inside:
-                train, test = design.rows_outside(number, probe.held), design.rows_of(number)
-                loop.add(project(features, train, test, runs), test, (number, probe.held))
-            projection = project(features, probe.train, probe.tested, runs)
-            fitted = fit(projection, design, loop.penalty(probe.held))
-            probe.scores = fitted.scores(projection.test, runs[probe.tested])
-            progress.advance()
+        for problem in problems:
+            design = problem.design
+            for place in {place for place in problem.places if place[0] == layer}:
+                own = states[problem.rows, hidden.positions.index(place[1])]
+                found = cross_validate(own, design.observed())
+                folds = [at for at, other in enumerate(problem.places) if other == place]
+                here = design.tested & np.isin(design.folds, np.array(design.outer)[folds])
+                problem.scores[here] = found.scores[here]
+                if len(design.outer) > 1:
+                    problem.unreliability[folds] = found.unreliability
+        progress.advance()
 
 
 # -- the result -----------------------------------------------------------------------------------

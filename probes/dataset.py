@@ -5,7 +5,6 @@ the runs, one layer at a time.
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,10 +50,9 @@ class ProbeSet:
         target: what is predicted.
         contexts: one row per context: ``run`` (index into ``runs``), ``row`` (in
             ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (a key that
-            holds across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (all
-            before the response), ``response_tokens`` (as the model read it), ``context_tokens``,
-            ``unfinished``, ``token_ids``, ``first_token`` (id of the response's first one, -1 if it
-            is empty), ``first_word`` (of the query), ``positives`` and ``trials``.
+            holds across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (up
+            to the end of the query), ``response_tokens`` (from there to the response's end),
+            ``context_tokens``, ``unfinished``, ``token_ids``, ``positives`` and ``trials``.
         positions: names of the positions that every context has, in storage order.
         has_ends: every run kept the states at :data:`ENDS`, and every context has both.
         notes: what a reader has to know of how all this was put together.
@@ -108,11 +106,8 @@ class ProbeSet:
         return self.at(layer, ENDS).reshape(len(self), -1) if self.has_ends else None
 
     def at(self, layer: int, positions: Sequence[str]) -> np.ndarray:
-        """Hidden states, ``[contexts, positions, d_model]`` float32.
-
-        Args:
-            layer: any that the runs have.
-            positions: any that every run kept.
+        """Hidden states, ``[contexts, positions, d_model]`` float32, at any layer and at any
+        positions that every run kept.
 
         Raises:
             UserError: no such layer, a value that isn't finite, or a file that can't be read.
@@ -148,9 +143,8 @@ def read(
         runs: folders, or runs that are open.
         judge: whose verdicts; the only judge there if not given.
         target: what to predict, as :func:`probes.targets.parse_target` takes it.
-        positions: only these; all that were kept if not given.
-        layers: only these; all if not given.
-        within: ``run``, ``dataset`` or ``source``, see :class:`ProbeSet`.
+        positions, layers: only these; all that were kept if not given.
+        within: see :class:`ProbeSet`.
 
     Raises:
         UserError: what :func:`ia_mech.rates.read_runs` refuses (unfinished, not judged, …); models
@@ -244,12 +238,8 @@ def check_reliable(data: ProbeSet) -> None:
 
 
 def check_enough(outcome: Outcome, target: Target, others: Sequence[str] = ()) -> None:
-    """Refuse outcomes that no probe can be trained and tested on.
-
-    Args:
-        outcome: k of n per context.
-        target: what k counts.
-        others: targets that could be given instead, see :func:`targets_with_enough`.
+    """Refuse outcomes that no probe can be trained and tested on; ``others`` are targets that could
+    be given instead.
 
     Raises:
         UserError: too few sources with a positive turn or without one, too few where rates differ,
@@ -324,14 +314,8 @@ def check_one_model(runs: Sequence[Run]) -> None:
 
 
 def with_random_blocks(data: ProbeSet, runs: Sequence[str | Path | Run]) -> dict[str, ProbeSet]:
-    """The same contexts with the states of models with random blocks.
-
-    Args:
-        data: of the model itself.
-        runs: made by ``sample --random-blocks``; each holds all contexts of ``data``.
-
-    Returns:
-        By a name for tables.
+    """The same contexts with the states of models with random blocks, by a name for tables; each
+    run was made by ``sample --random-blocks`` and holds all contexts of ``data``.
 
     Raises:
         UserError: a run without random blocks, of a model of another size, or without the positions
@@ -361,58 +345,6 @@ def with_random_blocks(data: ProbeSet, runs: Sequence[str | Path | Run]) -> dict
             data, runs=[run], contexts=contexts
         )
     return twins
-
-
-# -- where responses start ------------------------------------------------------------------------
-
-
-def response_starts(run: Run) -> list[int]:
-    """``[contexts]`` index of each response's first token.
-
-    Given responses start ``response_tokens`` before their end. A generated response has as many
-    tokens as were sampled, including white space and marks that the context doesn't hold; it starts
-    behind the tokens that the template writes after the query. An empty one would start where the
-    tail does.
-    """
-    own, tail = run.contexts, len(run.record["identity"]["chat"]["tail_ids"])
-    columns = [own[name].tolist() for name in ("positions", "token_ids", "response_tokens")]
-    after = [_after_query(at, ids) for at, ids, _ in zip(*columns, strict=True)]
-    opener = _opener(after, [messages[-1]["content"] for messages in own["messages"]])
-    starts = []
-    for (at, ids, response_tokens), behind in zip(zip(*columns, strict=True), after, strict=True):
-        end, query = index_of(at, "response_end"), index_of(at, "query_end")
-        if end is None:
-            starts.append(len(ids) - tail)
-        elif query is not None and opener and behind[: len(opener)] == opener:
-            starts.append(min(query + 1 + len(opener), end))
-        else:
-            starts.append(min(max(end - response_tokens, -1 if query is None else query) + 1, end))
-    return starts
-
-
-def _after_query(at: dict, ids: np.ndarray) -> list[int]:
-    """The tokens behind the query; none if it is empty."""
-    query = index_of(at, "query_end")
-    return [] if query is None else ids[query + 1 :].tolist()
-
-
-def _opener(after: list[list[int]], responses: list[str]) -> list[int]:
-    """The tokens that a template writes between query and response; none if it can't be told.
-
-    They are the same in every context; contexts whose responses begin with different characters
-    differ from there on. One context per first character takes part: most of them agree just as
-    far.
-    """
-    texts = [text.strip() for text in responses]
-    by_first = {text[0]: ids for ids, text in zip(after, texts, strict=True) if text}
-    found: list[int] = []
-    while len(by_first) > 1:
-        tokens = Counter(ids[len(found)] for ids in by_first.values() if len(ids) > len(found))
-        token, count = tokens.most_common(1)[0] if tokens else (0, 0)
-        if 2 * count <= len(by_first):
-            break
-        found.append(token)
-    return found
 
 
 def index_of(at: dict, name: str) -> int | None:
@@ -453,11 +385,7 @@ def _common_positions(
 ) -> list[str]:
     """Names of the positions that every context has; those left out are added to ``notes``.
 
-    Args:
-        runs: the runs.
-        indices: ``[contexts]`` name → index in the context, None where it lacks the position.
-        wanted: only these.
-        notes: added to.
+    ``indices``: ``[contexts]`` name → index in the context, None where it lacks the position.
     """
     common = [name for name in runs[0].positions if all(name in run.positions for run in runs)]
     if not common:
@@ -493,10 +421,11 @@ def _common_positions(
 
 def _contexts(run: Run, number: int) -> pd.DataFrame:
     """``ProbeSet.contexts`` of one run, without outcome, but with ``positions``."""
-    own, first = run.contexts, response_starts(run)
-    end = [index_of(at, "response_end") for at in own["positions"]]
-    token_ids = own["token_ids"].tolist()
-    spans = list(zip(token_ids, first, end, strict=True))
+    own = run.contexts
+    query, response = (
+        np.array([-1 if (found := index_of(at, end)) is None else found for at in own["positions"]])
+        for end in ENDS
+    )
     return pd.DataFrame(
         {
             "run": number,
@@ -506,19 +435,11 @@ def _contexts(run: Run, number: int) -> pd.DataFrame:
             "perturbation": own["perturbation"].fillna("none"),
             "source": sources_of(own),
             "text": ["\n".join(m["content"] for m in messages) for messages in own["messages"]],
-            "prompt_tokens": first,
-            "response_tokens": [0 if e is None else e - f + 1 for _, f, e in spans],
+            "prompt_tokens": query + 1,
+            "response_tokens": np.where(response < 0, 0, response - query),
             "context_tokens": own["context_tokens"].astype(int),
             "unfinished": own["response_unfinished"].fillna(False).astype(bool),
-            "token_ids": token_ids,
-            "first_token": [-1 if e is None else int(ids[f]) for ids, f, e in spans],
-            "first_word": [_first_word(messages) for messages in own["messages"]],
+            "token_ids": own["token_ids"],
             "positions": own["positions"],
         }
     )
-
-
-def _first_word(messages: Sequence[dict]) -> str:
-    """Of the last thing that the user said."""
-    said = [message["content"] for message in messages if message["role"] == "user"]
-    return (said[-1].lower().split() or [""])[0] if said else ""

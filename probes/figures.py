@@ -17,8 +17,8 @@ from matplotlib.ticker import MaxNLocator
 from ia_mech.cli import one_line
 from ia_mech.display import COLOURS, with_style
 from probes.analysis import Analysis
+from probes.fit.folds import LEVEL
 
-LEVEL = 0.05  # of permutation tests
 REACH = 0.3  # of the colour map on either side of 0.5, in every figure: they can be compared
 LETTERS = 16  # of 8 points in an inch, about
 

@@ -37,15 +37,7 @@ READOUT = (
     "a linear readout of the first-token state, the text, and the states at the ends of query and "
     "response"
 )
-CONTROL_TASK = "random functions of length and opening of query and response (the control task)"
 RANDOM_BLOCKS = "a model with random blocks over the trained embeddings"
-# Planted complements, which count as much as the base does: contexts, features of a state, in how
-# many sets they were found, of how many (docs/probes-validation.md).
-PLANTED = (
-    (120, 32, 70, 73),
-    (480, 576, 7, 7),
-    (120, 576, 2, 7),
-)
 POWER = 0.8  # power that is called enough
 KEY = ["quantity", "layer", "position", "control"]  # no two rows have the same
 COLUMNS = [*KEY, "value", "low", "high", "p", "sources", "contexts", "level", "method"]
@@ -65,8 +57,7 @@ class Conclusion:
     """What an analysis shows, and no more.
 
     Attributes:
-        readable: both p values are at most 0.05: the headline's, with its selection replayed, and
-            the smallest family-wise one of the heat map.
+        readable: see :attr:`probes.fit.folds.SelectionTests.readable`.
         beyond: readable, and hidden states save deviance that :data:`READOUT` leaves, with an
             interval above zero. Never without these controls, nor from intervals below 95%, nor
             where random blocks are read as well.
@@ -86,14 +77,12 @@ def conclude(
     """What the headline, its p values and its controls show of ``what``, the target in words, with
     outcomes that are ``labelled_by``, say, a judge."""
     tested, gain = analysis.tested, analysis.beyond
-    readable = bool(tested.headline_p <= LEVEL and tested.p_family.min() <= LEVEL)
+    readable = tested.readable
     sure = analysis.settings.level >= COVERAGE
     as_well = [one for one in analysis.random_blocks if not one.difference.low > 0]
     beyond = (
         readable and sure and not as_well and gain is not None and bool(gain.deviance_saved.low > 0)
     )
-    auroc = round(analysis.headline.auroc.value, 2)  # as it is shown
-    tasks = [one for one in analysis.controls if one.kind == "control task"]
     subject = what[:1].upper() + what[1:]
     can = f"{subject} can be read from the hidden states"
     if not tested.permutations:
@@ -107,10 +96,6 @@ def conclude(
         )
     elif beyond:
         verdict = f"{can}, beyond {READOUT}."
-    elif any(round(task.auroc.value, 2) >= auroc for task in tasks):
-        verdict = (
-            f"{can}, but no better than {CONTROL_TASK}: it is not shown that they represent it."
-        )
     elif gain is None:
         verdict = f"{can}; whether beyond {READOUT} can't be told without these controls."
     else:
@@ -125,17 +110,14 @@ def conclude(
             f"{gain.deviance_saved.text(1, sign=True, percent=True)} of its held-out deviance, "
             f"AUROC {gain.gain.text(sign=True)}."
         )
-        if readable and not beyond:
-            size = len(analysis.outcome), analysis.headline.weights.shape[1]
-            controls.append(power_of_beyond(*size))
+        if gain.planted is not None:
+            share, shown = gain.planted
+            found = "would be found" if shown else "would not be found, nor a smaller one"
+            controls.append(
+                f"An addition planted into these states that saves {share:.1%} of it {found}."
+            )
         if not sure:
             controls.append(f"Beyond is never said of intervals below {COVERAGE:.0%}.")
-    for task in tasks:
-        known = "–" if task.oracle is None else f"{task.oracle.value:.2f}"
-        controls.append(
-            f"The control task has AUROC {task.auroc.text()}, of {known} for a probe that knows "
-            "its rates."
-        )
     own = np.array([[cell.value for cell in row] for row in analysis.auroc])
     controls += [_random(one, own) for one in analysis.random_blocks]
     if labelled_by:
@@ -173,21 +155,6 @@ def _power(analysis: Analysis) -> str:
     )
 
 
-def power_of_beyond(contexts: int, features: int) -> str:
-    """What is known of how often a complement is found in data of this size."""
-    known = ", ".join(
-        f"{found} of {of} sets of {n} contexts with {d} features" for n, d, found, of in PLANTED
-    )
-    ratio = np.log(features / contexts)
-    nearest = min(PLANTED, key=lambda one: abs(np.log(one[1] / one[0]) - ratio))
-    likely = "would probably" if nearest[2] >= POWER * nearest[3] else "may well not"
-    return (
-        f"Planted hidden states that add as much as the output tells were found in {known}; these "
-        f"are {contexts} contexts with {features} features, where such an addition {likely} be "
-        "found, and a smaller one less often."
-    )
-
-
 def _random(one: RandomBlocks, own: np.ndarray) -> str:
     """``own``: ``[layers, positions]`` AUROC of the model itself."""
     better, cells = int((one.cells >= own).sum()), own.size
@@ -214,10 +181,11 @@ def estimates(analysis: Analysis) -> pd.DataFrame:
     - the headline, which is the selection procedure and so has no layer or position: ``auroc``,
       ``auroc_of_rates`` (of the observed rates, more than any probe can reach),
       ``statistic_headline``, ``null_band_95_headline`` and ``p_headline`` (the selection replayed).
-    - a control: ``auroc_control``; of the control task also ``auroc_oracle``; of random blocks also
-      ``auroc_less_control`` (the headline's less theirs).
+    - a control: ``auroc_control``; of random blocks also ``auroc_less_control`` (the headline's
+      less theirs).
     - the readout of output, text and the ends of query and response: ``auroc_base``, ``auroc_full``
-      (with hidden states), ``auroc_gain`` and ``deviance_saved`` (what hidden states add).
+      (with hidden states), ``auroc_gain`` and ``deviance_saved`` (what hidden states add), and
+      ``deviance_planted`` (see :class:`probes.analysis.IncrementalValue`).
     - the heat map: ``null_band_95_family`` (95% quantile of the largest permuted statistic).
 
     Returns:
@@ -255,8 +223,6 @@ def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
     yield plain("p_headline", tested.headline_p, replayed, tested.headline_p)
     for control in analysis.controls:
         yield interval("auroc_control", control.auroc, control=control.name)
-        if control.oracle is not None:
-            yield interval("auroc_oracle", control.oracle, control=control.name)
     for one in analysis.random_blocks:
         yield interval("auroc_control", one.auroc, control=one.name)
         yield interval("auroc_less_control", one.difference, control=one.name)
@@ -265,6 +231,9 @@ def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
         yield interval("auroc_full", analysis.beyond.full)
         yield interval("auroc_gain", analysis.beyond.gain)
         yield interval("deviance_saved", analysis.beyond.deviance_saved)
+        if analysis.beyond.planted is not None:
+            share, shown = analysis.beyond.planted
+            yield plain("deviance_planted", share, "found" if shown else "not found")
     picked = Counter(headline.chosen)
     for i, layer in enumerate(analysis.layers):
         for j, position in enumerate(analysis.positions):
@@ -287,7 +256,7 @@ def predictions(analysis: Analysis) -> pd.DataFrame:
 
     Returns:
         One row per context, in order: ``fold`` (outer), ``positives``, ``trials``, ``log_odds`` and
-        ``probability`` of the headline, and for every control that predicts the same outcome
+        ``probability`` of the headline, and for every control
         ``control:<name>`` with its log-odds; ``base`` and ``full``, the log-odds of the readout
         without and with hidden states.
     """
@@ -299,9 +268,7 @@ def predictions(analysis: Analysis) -> pd.DataFrame:
         "log_odds": scores,
         "probability": expit(scores),
     }
-    for control in analysis.controls:
-        if control.scores is not None:
-            columns[f"control:{control.name}"] = control.scores
+    columns |= {f"control:{control.name}": control.scores for control in analysis.controls}
     if analysis.beyond is not None:
         columns |= {"base": analysis.beyond.scores.base, "full": analysis.beyond.scores.full}
     return pd.DataFrame(columns)
@@ -318,9 +285,6 @@ def tables(analysis: Analysis) -> list[Table]:
         ["rates", headline.auroc_of_rates.text(), "the observed ones: more than a probe can reach"],
     ]
     rows += [[one.name, one.auroc.text(), one.what] for one in analysis.controls]
-    for one in analysis.controls:
-        if one.oracle is not None:
-            rows.append(["  of its rates", one.oracle.text(), "what a probe that knows them has"])
     rows += [[one.name, one.auroc.text(), RANDOM_BLOCKS] for one in analysis.random_blocks]
     if analysis.beyond is not None:
         base = "output, text, and states at the ends of query and response"

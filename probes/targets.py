@@ -107,8 +107,8 @@ CHOICES = (
 
 
 class _Words(NamedTuple):
-    """How a kind of target is spoken of: what a positive turn or context is called, the subject of
-    a sentence about it, and what is counted (of rates, what the turns are)."""
+    """What a positive turn or context is called, the subject of a sentence about the target, and
+    what is counted (of rates, what the turns are)."""
 
     positive: str
     subject: str
@@ -207,17 +207,8 @@ def parse_target(text: str) -> Target:
 
 
 def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
-    """k and n of every context that has an outcome.
-
-    Args:
-        target, turns: as for :func:`turns_that_count`.
-
-    Returns:
-        ``k`` and ``n`` per (``run``, ``context_id``). Contexts with no turn that counts are absent.
-
-    Raises:
-        UserError: no turn was sampled at the target's temperature.
-    """
+    """``k`` and ``n`` per (``run``, ``context_id``), of the turns that :func:`turns_that_count`.
+    Contexts without one are absent."""
     counted = turns_that_count(target, turns)
     by_context = counted["positive"].groupby([counted[key] for key in KEYS])
     return pd.DataFrame({"k": by_context.sum().astype(int), "n": by_context.size()})

@@ -182,7 +182,7 @@ def _train(args: argparse.Namespace) -> None:
     if data.within == SOURCE:
         check_reliable(data)
     check_enough(data.outcome, data.target, data.other_targets)
-    controls = controls_of(data, settings.seed)
+    controls = controls_of(data)
     analysis = analyse(data, data.outcome, controls, settings, Bar(), twins)
     write_and_show(show.result_of(analysis, data, about, folder.name), folder, args.full)
 

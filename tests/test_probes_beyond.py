@@ -9,9 +9,17 @@ from scipy.special import expit
 from benchmarks.probe_validation.blocks import analysed
 from probes.analysis import Arrays, Settings, analyse
 from probes.controls import Baseline, Controls
-from probes.fit.beyond import RATIOS, centre_and_scale, incremental_scores, residual
+from probes.fit.beyond import (
+    RATIOS,
+    centre_and_scale,
+    incremental_scores,
+    plant,
+    residual,
+    saved_by,
+    tune_base,
+)
 from probes.fit.folds import make_folds
-from probes.fit.nested_cv import Design
+from probes.fit.nested_cv import Design, held_out_loss
 from probes.targets import Outcome
 
 CONTEXTS, FOLDS = 90, 3
@@ -21,7 +29,7 @@ FEW = Settings(permutations=0, resamples=50, workers=1)
 def cross_fit(design, output, ends, hidden):
     """Every fold reads the same states, or those that a list has for it."""
     by_fold = hidden if isinstance(hidden, list) else [hidden] * FOLDS
-    return incremental_scores([output], [ends] * FOLDS, by_fold, design)
+    return incremental_scores(tune_base([output], [ends] * FOLDS, design), by_fold, design)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +78,34 @@ def test_units_and_order_of_features_do_not_matter(made, found):
     (output, ends, hidden), design = made
     after = cross_fit(design, 1e3 * output[:, ::-1] + 7, ends, hidden / 50)
     np.testing.assert_allclose(after.full, found.full, atol=1e-5)
+
+
+def test_a_planted_addition_is_found_where_it_is_large_enough(made):
+    (output, ends, _), design = made
+    outcome, noise = design.outcome, np.random.default_rng(5).standard_normal((CONTEXTS, 6))
+    bases = tune_base([output], [ends] * FOLDS, design)
+    base = incremental_scores(bases, [noise] * FOLDS, design).base
+    lost, gained = [], []
+    for share in (0.01, 0.8):
+        states, signal = plant({"here": noise}, outcome, base, share, 0)
+        left = outcome.rate - expit(base)
+        for run in (0, 1):
+            left[outcome.runs == run] -= left[outcome.runs == run].mean()
+        assert np.corrcoef(signal, left)[0, 1] ** 2 == pytest.approx(share)
+        added = states["here"] - noise
+        assert np.linalg.matrix_rank(added, 1e-6) == 1
+        assert abs(np.corrcoef(added[:, 0], signal)[0, 1]) == pytest.approx(1)
+        # As loud as one of six directions of noise.
+        assert (added**2).sum(1).mean() == pytest.approx(1, abs=0.4)
+        found = incremental_scores(bases, [states["here"]] * FOLDS, design)
+        losses = [
+            held_out_loss(scores, outcome).sum()
+            for scores in (base, found.full, saved_by(signal, outcome, base))
+        ]
+        lost.append(1 - losses[2] / losses[0])
+        gained.append(1 - losses[1] / losses[0])
+    assert 0 <= lost[0] < 0.02 < gained[1] < lost[1]
+    assert abs(gained[0]) < 0.02
 
 
 def test_states_without_a_difference_gain_nothing(made):

@@ -1,26 +1,22 @@
-"""Controls: baselines against slow references, the control task, and what a probe set gets."""
+"""Controls: baselines against slow references, and what a probe set gets."""
 
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from scipy.special import expit, log_softmax, logit, logsumexp, softmax
+from scipy.special import log_softmax, logsumexp, softmax
 from scipy.stats import entropy
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from benchmarks.probe_validation.planted import Plan, plant, write
 from ia_mech.lens import Lens
-from ia_mech.stats import FoldScores
 from probes import controls as baselines
 from probes.analysis import Settings, fold_scores
-from probes.controls import TextTypes, control_outcomes, controls_of, text_types, variances
-from probes.dataset import ProbeSet, read
+from probes.controls import controls_of
+from probes.dataset import read
 from probes.fit.folds import make_folds
 from probes.fit.nested_cv import Design, cross_validate
-from probes.fit.solvers import Features
-from probes.targets import Outcome
 
 TEXTS = [
     "the cat sat on the mat",
@@ -133,125 +129,6 @@ def test_summaries_do_not_depend_on_the_chunks(monkeypatch):
     np.testing.assert_allclose(chunked, whole, atol=1e-4)
 
 
-# -- the control task ------------------------------------------------------------------------------
-
-
-def contexts(between=0.0, within=0.0, queries=100, per_query=4, trials=8, level=-1.5, seed=0):
-    """Contexts of two runs whose log-odds have these variances, with types of queries and
-    responses that they have nothing to do with; and their rates."""
-    rng = np.random.default_rng(seed)
-    count, query = queries * per_query, np.repeat(np.arange(queries), per_query)
-    log_odds = level + np.sqrt(between) * rng.normal(size=queries)[query]
-    rates = expit(log_odds + np.sqrt(within) * rng.normal(size=count))
-    trials = np.full(count, trials)
-    outcome = Outcome.from_counts(rng.binomial(trials, rates), trials, query, query % 2)
-    kinds = TextTypes(
-        text_types(rng.integers(1, 300, count), rng.zipf(1.5, count)),
-        text_types(rng.integers(1, 99, queries), rng.zipf(1.5, queries))[query],
-    )
-    return outcome, kinds, rates
-
-
-def oracle(outcome, rates):
-    """AUROC of a probe that knows the rates."""
-    one_fold = np.zeros(len(outcome))
-    scores = FoldScores(
-        outcome.positives, outcome.trials, outcome.sources, one_fold, outcome.runs, resamples=1
-    )
-    return scores.auroc(rates).value
-
-
-def true_variances(rates, outcome):
-    """Between and within queries, of known rates, by hand."""
-    frame = pd.DataFrame({"rate": rates, "query": outcome.sources, "run": outcome.runs})
-    within = frame.groupby("query")["rate"].var().mean()
-    mean = frame.groupby(["run", "query"])["rate"].mean()
-    size = frame.groupby("query").size().iloc[0]
-    return mean.groupby("run").var().mean() - within / size, within
-
-
-def test_variances_are_those_of_the_rates_without_the_noise_of_few_turns():
-    for settings in ({"between": 1.0, "within": 0.5}, {"between": 1.0}, {"within": 1.0}, {}):
-        off = []
-        for seed in range(20):
-            outcome, _, rates = contexts(**settings, seed=seed)
-            off.append(np.subtract(variances(outcome), true_variances(rates, outcome)))
-        error = np.std(off, axis=0, ddof=1) / np.sqrt(len(off))
-        assert (np.abs(np.mean(off, axis=0)) < 4 * error).all()
-
-
-def test_a_constant_rate_leaves_a_control_task_nothing_to_learn():
-    """At a rate of 0.10 throughout, no probe of the target can do better than chance: nor may a
-    probe that knows the control task's rates. Observed shares as rates would give it 0.8."""
-    refused, known = 0, []
-    for seed in range(12):
-        outcome, kinds, _ = contexts(level=logit(0.1), queries=60, per_query=8, seed=seed)
-        try:
-            drawn = control_outcomes(outcome, kinds, draws=3, seed=seed)
-        except ValueError as error:
-            refused += 1
-            assert "differ no more than chance" in str(error)
-            continue
-        known += [oracle(*one) for one in drawn]
-    assert refused >= 2
-    assert not known or np.mean(known) < 0.6
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"between": 1.0, "within": 1.0},
-        {"between": 1.5},
-        {"within": 1.5},
-        {"between": 1.5, "per_query": 1, "queries": 400},
-    ],
-)
-def test_the_control_task_is_as_hard_as_the_target(settings):
-    """For a probe that knows the rates, over all queries and within them."""
-    target, task, variance = [], [], []
-    for seed in range(8):
-        outcome, kinds, rates = contexts(**settings, seed=seed)
-        target.append(oracle(outcome, rates))
-        for drawn, known in control_outcomes(outcome, kinds, draws=5, seed=seed):
-            task.append(oracle(drawn, known))
-            variance.append(np.subtract(variances(drawn), variances(outcome)))
-    assert np.mean(task) == pytest.approx(np.mean(target), abs=0.03)
-    error = np.std(variance, axis=0) / np.sqrt(len(variance))
-    # Estimates below 0 can't be matched, so that where there is nothing, a little is more.
-    assert (np.abs(np.mean(variance, axis=0)) < 4 * error + 0.004).all()
-
-
-def test_rates_are_functions_of_the_types():
-    outcome, kinds, _ = contexts(between=1.0, within=1.0)
-    ((drawn, rates),) = control_outcomes(outcome, kinds, draws=1, seed=1)
-    pairs = pd.Series(rates).groupby([kinds.query, kinds.response])
-    assert pairs.agg(np.ptp).max() < 1e-12 and np.ptp(rates) > 0.1
-    for name in ("trials", "sources", "runs"):
-        np.testing.assert_array_equal(getattr(drawn, name), getattr(outcome, name))
-
-
-def test_where_queries_do_not_differ_the_control_task_compares_their_responses():
-    outcome, kinds, _ = contexts(within=2.0)
-    k = outcome.positives.reshape(-1, 4)
-    k = np.clip(k + (8 - k.mean(1, keepdims=True) - 4).round(), 0, 8)  # every query about 0.5
-    outcome = replace(outcome, positives=k.ravel())
-    assert variances(outcome)[0] < 0
-    ((_, rates),) = control_outcomes(outcome, kinds, draws=1, seed=0)
-    log_odds = pd.Series(logit(rates)).groupby(outcome.sources).mean()
-    assert np.ptp(log_odds) < 1e-6
-
-
-def test_types_are_quartiles_by_opening():
-    tokens = np.tile([10, 20, 30, 40], 5)
-    opening = np.repeat([7, 7, 3, 3, 3], 4)
-    found = text_types(tokens, opening)
-    assert sorted(set(found)) == list(range(8))
-    for a in range(20):
-        for b in range(20):
-            same = tokens[a] == tokens[b] and opening[a] == opening[b]
-            assert (found[a] == found[b]) == same
-
-
 # -- the controls of a probe set -------------------------------------------------------------------
 
 PLAN = Plan(
@@ -295,32 +172,18 @@ def test_the_output_is_read_and_keeps_the_order_of_the_contexts(pair):
     outcome = both.outcome
     design = Design.from_outcome(outcome, make_folds(outcome))
     for features, least in ((states, 0.68), (summaries, 0.6)):
-        scores = cross_validate(Features.from_states(features), design).scores
+        scores = cross_validate(features, design).scores
         assert fold_scores(outcome, design.folds, Settings(resamples=9)).auroc(scores).value > least
 
 
 # -- what is left out -----------------------------------------------------------------------------
 
 
-def changed(data: ProbeSet, **columns) -> ProbeSet:
-    return replace(data, contexts=data.contexts.assign(**columns))
-
-
-def test_what_no_control_task_can_be_made_of_has_none_and_says_why(pair):
-    data = read([pair["a"]])
-    alike = changed(data, response_tokens=20, first_token=8, prompt_tokens=30, first_word="what")
-    by_chance = changed(data, positives=np.arange(len(data)) % 2 + 3)
-    for given, why in ((alike, "there is only one"), (by_chance, "no more than chance")):
-        found = controls_of(given)
-        assert found.types is None
-        assert any(why in note for note in found.missing)
-
-
 def test_without_a_lens_or_the_header_there_is_no_output_control(pair, monkeypatch, tmp_path):
     data = read([pair["a"], pair["b"]])
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
     found = controls_of(data)
-    assert found.output == [] and found.types is not None
+    assert found.output == [] and len(found.text) == 3
     assert any("no output control" in note and "no lens for" in note for note in found.missing)
 
 

@@ -213,26 +213,14 @@ def test_a_position_that_some_context_lacks_is_left_out_with_a_note(copy):
     assert read([run.path]).positions == run.positions
 
 
-def test_an_empty_response_has_no_opening(copy):
+def test_lengths_are_by_the_ends_of_query_and_response(copy):
     run = lacking(copy(), 0, "response_end")
     frame = read([run.path]).contexts
-    tail = run.record["identity"]["chat"]["tail_ids"]
-    first = frame.iloc[0]
-    assert (first["first_token"], first["response_tokens"]) == (-1, 0)
-    assert first["prompt_tokens"] == first["context_tokens"] - len(tail)
-
-
-@pytest.mark.parametrize("counted", [0, 3])
-def test_the_response_starts_where_the_template_ends(copy, tiny_subject, counted):
-    """Also where more tokens were sampled than the context holds."""
-    run = copy()
-    found = read([with_column(run, "response_tokens", lambda _, old: old + counted).path])
-    decode = tiny_subject.tokenizer.decode
-    for context in found.contexts.itertuples():
-        messages = run.contexts["messages"][context.row]
-        start, end = context.prompt_tokens, context.prompt_tokens + context.response_tokens
-        assert decode(context.token_ids[start:end]).strip() == messages[-1]["content"].strip()
-        assert context.first_token == context.token_ids[start]
+    assert frame["response_tokens"][0] == 0
+    for context in frame[1:].itertuples():
+        at = run.contexts["positions"][context.row]
+        assert context.prompt_tokens == at["query_end"] + 1
+        assert context.prompt_tokens + context.response_tokens == at["response_end"] + 1
 
 
 # -- refusals -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from sklearn.metrics import roc_auc_score
 
 from probes.fit.folds import make_folds, permutations
 from probes.fit.nested_cv import Design, cross_validate, scores_in, unreliability
-from probes.fit.solvers import PENALTIES, Features
+from probes.fit.solvers import PENALTIES, compact
 from probes.targets import Outcome
 
 FOLDS, PERMUTATIONS = 4, 2
@@ -31,7 +31,7 @@ class Case:
         return Design.from_outcome(self.outcome, self.folds, tuple(self.label_rows))
 
     def run(self):
-        return cross_validate(Features.from_states(self.features), self.design())
+        return cross_validate(self.features, self.design())
 
     def test_rows(self, fold):
         return np.flatnonzero(self.folds == fold)
@@ -249,8 +249,8 @@ def noise_share(strength, seed, contexts=200, width=20):
         rng.binomial(8, expit(2 * latent - run)), np.full(contexts, 8), range(contexts), run
     )
     design = Design.from_outcome(outcome, make_folds(outcome, 5, seed))
-    states = Features.from_states(features)
-    found = cross_validate(states, design)
+    states = compact(features)
+    found = cross_validate(features, design)
 
     def by_half(fold, train):
         return scores_in(states, design, fold, train, found.penalties[fold])

@@ -12,9 +12,9 @@ from matplotlib.text import Text
 
 from ia_mech.stats import Estimate
 from probes import figures, show
-from probes.analysis import Arrays, ControlComparison, RandomBlocks, Settings, analyse
-from probes.controls import Baseline, Controls, TextTypes
-from probes.show import RANDOM_BLOCKS, READOUT, conclude, power_of_beyond
+from probes.analysis import Arrays, RandomBlocks, Settings, analyse
+from probes.controls import Baseline, Controls
+from probes.show import RANDOM_BLOCKS, READOUT, conclude
 from probes.targets import Outcome
 
 LAYERS, CONTEXTS, WIDTH, SIGNAL = 5, 60, 12, 3
@@ -33,7 +33,6 @@ def analysis():
     controls = Controls(
         [Baseline(ODD, rng.normal(size=(CONTEXTS, 5)), "the words [/] of a context")],
         [Baseline("output", latent[:, None] + rng.normal(size=(CONTEXTS, 4)), "the output")],
-        TextTypes(rng.integers(4, size=CONTEXTS), np.arange(CONTEXTS) % 40 % 5),
         ["no lengths [of anything]"],
     )
     sources = np.arange(CONTEXTS) % 40
@@ -41,7 +40,7 @@ def analysis():
         Arrays(states.astype(np.float32), POSITIONS, rng.normal(size=(LAYERS, CONTEXTS, 4))),
         Outcome.from_counts(k, np.full(CONTEXTS, 8), sources),
         controls,
-        Settings(folds=3, permutations=20, resamples=100, control_draws=2, workers=1),
+        Settings(folds=3, permutations=20, resamples=100, workers=1),
         random_blocks={"random blocks 1": Arrays(rng.normal(size=states.shape), POSITIONS)},
     )
 
@@ -121,7 +120,7 @@ def test_layer_curve(analysis):
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     shown = [c for c in analysis.controls if c.name in ("text", "output")]
     assert texts[-1:] == [f"{c.name}: {c.auroc.text()}" for c in shown]
-    assert not any(ODD in text or "control task" in text for text in texts)
+    assert not any(ODD in text for text in texts)
 
 
 def test_no_text_leaves_the_picture_or_is_taken_for_tex(analysis):
@@ -160,7 +159,6 @@ def test_tables_hold_scores_controls_and_every_cell(analysis):
     assert shown["rates"] == analysis.headline.auroc_of_rates.text()
     for control in analysis.controls:
         assert shown[control.name] == control.auroc.text()
-    assert shown["  of its rates"] == analysis.controls[-1].oracle.text()
     assert shown["random blocks 1"] == analysis.random_blocks[0].auroc.text()
     assert shown["base"] == analysis.beyond.base.text()
     assert heat_map.full and heat_map.columns == ["layer", *POSITIONS]
@@ -206,22 +204,21 @@ def interval(value, low, high):
 def concluded(plain, analysis):
     """The conclusion where hidden states save this share of the deviance."""
 
-    def say(saved=None, p=0.01, family=0.03, level=0.95, permutations=19, control=0.7, random=()):
+    def say(saved=None, p=0.01, family=0.03, level=0.95, permutations=19, random=(), planted=None):
         tested = replace(
             plain.tested,
             headline_p=p,
             p_family=np.array([[family], [1.0]]),
             headline_null=plain.tested.headline_null[:permutations],
         )
-        task = interval(control, 0.6, 0.8), None, interval(0.84, 0.8, 0.9)
         changed = replace(
             plain,
             settings=replace(plain.settings, level=level),
             tested=tested,
             headline=replace(plain.headline, auroc=interval(0.712, 0.654, 0.771)),
             random_blocks=list(random),
-            beyond=saved and replace(analysis.beyond, deviance_saved=interval(*saved)),
-            controls=[ControlComparison("control task", "", "control task", *task)],
+            beyond=saved
+            and replace(analysis.beyond, deviance_saved=interval(*saved), planted=planted),
         )
         return conclude(changed, "the rate")
 
@@ -240,11 +237,6 @@ SAME_LOW, NO_INTERVAL = (0.1, 0.0, 0.2), (0.3, np.nan, np.nan)
         ({"saved": SAME_LOW}, True, False, f"{CAN}; that they tell more than"),
         ({"saved": NO_INTERVAL}, True, False, f"{CAN}; that they tell more than"),
         ({}, True, False, f"{CAN}; whether beyond {READOUT} can't be told"),
-        # 0.71 is shown of the probe: a control task of 0.705 is shown as high.
-        ({"saved": SAME, "control": 0.7051}, True, False, f"{CAN}, but no better than"),
-        ({"saved": SAME, "control": 0.7049}, True, False, f"{CAN}; that they tell more than"),
-        # What no readout holds is no random function's doing.
-        ({"saved": MORE, "control": 0.9}, True, True, f"{CAN}, beyond {READOUT}. "),
         # Both tests are needed, and p = 0.05 is enough.
         ({"saved": MORE, "p": 0.05, "family": 0.05}, True, True, f"{CAN}, beyond"),
         ({"saved": MORE, "p": 0.0501}, False, False, "No evidence was found that the rate can"),
@@ -287,7 +279,8 @@ def test_where_nothing_is_shown_it_says_what_could_have_been(concluded, plain):
         f"reaches {reached:.2f}, so that a true value of about {reached + 0.8416 * null.std():.2f}"
     )
     assert words in concluded(MORE, p=0.0501).sentence
-    assert "these are 60 contexts with 6 features" in concluded(SAME).control
-    assert "add as much as the output tells" not in concluded(MORE).control
-    assert "would probably be found" in power_of_beyond(200, 40)
-    assert "may well not be found" in power_of_beyond(500, 2048)
+    for planted, said in {
+        (0.043, True): "saves 4.3% of it would be found.",
+        (0.2, False): "saves 20.0% of it would not be found, nor a smaller one.",
+    }.items():
+        assert said in concluded(SAME, planted=planted).control

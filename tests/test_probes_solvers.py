@@ -1,11 +1,11 @@
-"""Logistic regression against scikit-learn, both decompositions, odd scales."""
+"""Principal axes, and logistic regression against scikit-learn; odd scales."""
 
 import numpy as np
 import pytest
 from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 
-from probes.fit.solvers import PENALTIES, Features, logistic_path, project
+from probes.fit.solvers import PENALTIES, compact, logistic_path, project
 
 FEW, MANY = (150, 20), (60, 120)  # contexts, features: the two ways to decompose
 SHAPES = pytest.mark.parametrize("shape", [FEW, MANY], ids=["n > d", "n < d"])
@@ -37,28 +37,20 @@ def reference(columns, k, n, penalty, **settings):
     return found.fit(columns[rows], label[weight > 0], weight[weight > 0])
 
 
-def both_ways(features):
-    """The same states by their inner products and by their features."""
-    centred = features - features.mean(0)
-    size = Features.from_states(features).size
-    return Features(centred, centred @ centred.T, size), Features(centred, None, size)
-
-
 def projected(features):
-    """All contexts as training and test contexts of one run."""
-    rows = np.arange(len(features.centred))
-    return project(features, rows, rows, np.zeros(len(rows), int))
+    """All contexts as training contexts of one run."""
+    rows = np.arange(len(features))
+    return project(features, rows, np.zeros(len(rows), int))
 
 
 def fitted(features, k, n, penalty, runs=None):
     """``[d]`` weights on features as they are, ``[runs]`` intercepts, ``[n]`` log-odds."""
     rows = np.arange(len(features))
     runs = np.zeros(len(features), int) if runs is None else runs
-    projection = project(Features.from_states(features), rows, rows[:0], runs)
-    (fit,) = logistic_path(projection.train, runs, k, n, [penalty], runs.max() + 1)
-    weights = projection.weights(fit.weights)
-    centres = features.mean(0) + projection.centres()
-    return weights, fit.intercepts - centres @ weights, fit.scores(projection.train, runs)
+    split = project(features, rows, runs)
+    (fit,) = logistic_path(split.train, runs, k, n, [penalty], runs.max() + 1)
+    weights = split.axes @ fit.weights
+    return weights, fit.intercepts - split.centres @ weights, fit.scores(split.train, runs)
 
 
 # -- against scikit-learn -------------------------------------------------------------------------
@@ -111,40 +103,39 @@ def test_several_runs_get_an_intercept_each_that_is_not_penalised(shape):
 
 
 @SHAPES
-def test_inner_products_and_features_give_the_same(shape):
+def test_compact_states_give_the_same_probes_as_states_as_they_are(shape):
     features, k, n = contexts(shape)
     rows = np.arange(shape[0])
     runs, test, train = rows % 2, rows[::4], rows[rows % 4 > 0]
+    small = compact(features)
+    assert small.shape[1] == min(shape)
+    np.testing.assert_allclose(small @ small.T, (c := features - features.mean(0)) @ c.T, atol=1e-9)
     found = []
-    for states in both_ways(features):
-        projection = project(states, train, test, runs)
+    for states in (features, small):
+        split = project(states, train, runs)
         labels = runs[train], k[train], n[train]
-        path = logistic_path(projection.train, *labels, [1.0, 0.01], 2)
-        scores = [fit.scores(projection.test, runs[test]) for fit in path]
-        weights = [projection.weights(fit.weights) for fit in path]
-        found.append([projection.squares, *scores, *weights])
-        products = projection.train.T @ projection.train
-        np.testing.assert_allclose(products, np.diag(projection.squares), atol=1e-9)
-        assert (projection.train**2).sum(1).mean() == pytest.approx(1)
-        assert (np.diff(projection.squares) <= 0).all()
-        # Coordinates and raw features give the same scores of contexts that weren't fitted on.
-        raw = (states.centred - projection.centres()[runs])[test] @ weights[1]
-        np.testing.assert_allclose(raw + path[1].intercepts[runs[test]], scores[1], atol=1e-8)
+        path = logistic_path(split.train, *labels, [1.0, 0.01], 2)
+        found.append([split.squares, *(fit.scores(split.at(test), runs[test]) for fit in path)])
+        products = split.train.T @ split.train
+        np.testing.assert_allclose(products, np.diag(split.squares), atol=1e-9)
+        assert (split.train**2).sum(1).mean() == pytest.approx(1)
+        assert (np.diff(split.squares) <= 0).all()
+        # Coordinates and features give the same scores of contexts that weren't fitted on.
+        raw = (states - split.centres[runs])[test] @ (split.axes @ path[1].weights)
+        np.testing.assert_allclose(raw + path[1].intercepts[runs[test]], found[-1][-1], atol=1e-8)
     for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6 * abs(other).max())
+        np.testing.assert_allclose(one, other, atol=1e-5 * abs(other).max())
 
 
-def test_a_run_without_training_contexts_is_centred_on_the_mean_of_all():
-    for shape in (FEW, MANY):
-        features, k, n = contexts(shape)
-        runs = (np.arange(shape[0]) >= 50).astype(int)
-        train, test = np.flatnonzero(runs == 0), np.flatnonzero(runs == 1)
-        for states in both_ways(features):
-            projection = project(states, train, test, runs)
-            np.testing.assert_allclose(*projection.centres(), atol=1e-12)
-            labels = runs[train], k[train], n[train]
-            (fit,) = logistic_path(projection.train, *labels, [1.0], 2)
-            assert fit.intercepts[1] == fit.intercepts[0]
+@SHAPES
+def test_a_run_without_training_contexts_is_centred_on_the_mean_of_all(shape):
+    features, k, n = contexts(shape)
+    runs = (np.arange(shape[0]) >= 50).astype(int)
+    train = np.flatnonzero(runs == 0)
+    split = project(features, train, runs)
+    np.testing.assert_allclose(*split.centres, atol=1e-12)
+    (fit,) = logistic_path(split.train, runs[train], k[train], n[train], [1.0], 2)
+    assert fit.intercepts[1] == fit.intercepts[0]
 
 
 # -- what may go wrong ----------------------------------------------------------------------------
@@ -154,7 +145,7 @@ def test_a_run_without_training_contexts_is_centred_on_the_mean_of_all():
 def test_features_that_do_not_differ_predict_the_base_rate(shape):
     _, k, n = contexts(shape)
     constant = np.full(shape, 1234.5) + np.arange(shape[1]) / 7
-    for states in both_ways(constant):
+    for states in (constant, compact(constant)):
         assert projected(states).train.shape == (shape[0], 0)
     weights, _, scores = fitted(constant, k, n, 1.0)
     assert not weights.any()
@@ -188,7 +179,7 @@ def test_a_run_of_negatives_only_stays_finite(shape):
 def test_a_falling_path_ends_where_a_cold_start_does(shape):
     features, k, n = contexts(shape)
     labels = np.zeros(shape[0], int), k, n
-    coordinates = projected(Features.from_states(features)).train
+    coordinates = projected(features).train
     path = logistic_path(coordinates, *labels, PENALTIES, 1)
     (cold,) = logistic_path(coordinates, *labels, PENALTIES[-1:], 1)
     size = abs(cold.weights).max()

@@ -87,7 +87,7 @@ def test_it_finds_what_was_planted_and_keeps_it(run, planted, capfd, monkeypatch
     auroc = numbers.loc["auroc"]
     assert auroc["low"] < auroc["value"] < auroc["high"]
     named = set(result.estimates["control"].dropna())
-    assert named >= {"text", "lengths", "output", "control task"}
+    assert named >= {"text", "lengths", "output"}
 
     loaded, states = Probe.load(folder), Run.open(run).residuals(card["layer"], card["position"])
     for direction, least in (("logistic", 0.8), ("mass-mean", 0.5)):

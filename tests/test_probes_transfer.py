@@ -112,17 +112,20 @@ def test_a_target_that_is_constant_per_source_is_not_read_from_its_source():
 @pytest.mark.parametrize("prompts", [[0, 1, 2], [0, 0, 1]], ids=["apart", "same prompts"])
 def test_no_source_is_on_both_sides(monkeypatch, prompts):
     hidden, outcome, units = made([0, 0, 0], 40, prompts=prompts)
-    project, seen = module.project, []
+    validate, seen = module.cross_validate, []
 
-    def watched(features, train, test, runs):
-        seen.append((train, test))
-        return project(features, train, test, runs)
+    def watched(features, design, **options):
+        seen.append(design)
+        return validate(features, design, **options)
 
-    monkeypatch.setattr(module, "project", watched)
+    monkeypatch.setattr(module, "cross_validate", watched)
     entries, _ = cross_evaluate(hidden, outcome, units, FEWER)
-    assert len(seen) > 100
-    for train, test in seen:
-        assert not np.isin(outcome.sources[train], outcome.sources[test]).any()
+    assert len(seen) > 36
+    for design in seen:
+        sources = design.outcome.sources
+        for fold in design.outer:
+            train, test = design.rows_outside(fold), design.tested_rows(fold)
+            assert len(test) and not np.isin(sources[train], sources[test]).any()
     crossed = {(e.trained, e.tested) for e in entries if len(e.chosen) > 1}
     apart = {("u0", "u0"), ("u1", "u1"), ("u2", "u2")}
     same = {("u0", "u1"), ("u1", "u0")}

@@ -110,7 +110,7 @@ def test_scores_and_replicates_are_those_of_repeated_rows(case, decimals):
         assert result.replicates[r] == pytest.approx(brute(repeated), abs=1e-12)
 
 
-def test_differences_and_means_are_paired():
+def test_differences_are_paired():
     d = data()
     scores = d.fold_scores()
     good, bad = scores.auroc(d.scores), scores.auroc(d.scores + np.sin(np.arange(len(d.k))))
@@ -121,9 +121,6 @@ def test_differences_and_means_are_paired():
     assert alone.low < alone.value < alone.high
     assert interval.high - interval.low < alone.high - alone.low
     assert (good - good).estimate().method == "no resample differs"
-    mean = ResampledScore.mean([good, bad])
-    assert mean.value == (good.value + bad.value) / 2
-    np.testing.assert_allclose(mean.replicates, (good.replicates + bad.replicates) / 2)
 
 
 def test_scores_of_other_rows_of_the_same_sources_are_paired():
@@ -133,12 +130,6 @@ def test_scores_of_other_rows_of_the_same_sources_are_paired():
     first, second = d.fold_scores().auroc(d.scores), again.fold_scores().auroc(again.scores)
     np.testing.assert_allclose(first.replicates, second.replicates)
     assert (first.replicates != d.fold_scores(seed=1).auroc(d.scores).replicates).any()
-
-
-def test_a_mean_is_of_the_scores_that_a_resample_leaves_defined():
-    nan = np.nan
-    one, other = (ResampledScore(0.5, np.array(r), 9, 0.95) for r in ([1, nan, nan], [3, 5, nan]))
-    np.testing.assert_array_equal(ResampledScore.mean([one, other]).replicates, [2, 5, nan])
 
 
 def test_strata_are_not_compared():

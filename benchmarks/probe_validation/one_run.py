@@ -73,7 +73,7 @@ def analyse_planted(kind: str, seed: int) -> RunFindings:
         run = write(planted, Path(folder) / "run")
         data = dataset.read([run.path])
         controls = controls_of(data)
-        settings = Settings(permutations=199, resamples=1000, control_draws=1, workers=1)
+        settings = Settings(permutations=199, resamples=1000, workers=1)
         analysis = analyse(data, data.outcome, controls, settings)
     lens.unlink()
     headline, conclusion = analysis.headline, conclude(analysis)

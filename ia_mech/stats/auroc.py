@@ -83,13 +83,9 @@ def _in_order(values: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 
 def _tied_middle(same: np.ndarray, after: np.ndarray, misses: np.ndarray) -> np.ndarray:
-    """Negative turns below each context, and half of those that tie with it.
-
-    Args:
-        same: ``[m, n - 1]`` whether a context, in ascending order, ties with the next.
-        after: ``[m, n]`` negative turns up to and including the context.
-        misses: ``[m, n]`` negative turns of the context.
-    """
+    """``[m, n]`` negative turns below each context, and half of those that tie with it: of contexts
+    in ascending order whether each ties with the next, ``[m, n - 1]``, negative turns up to and
+    including it, and its own."""
     edge = np.zeros((len(same), 1), dtype=bool)
     # running sums don't fall, so the largest so far at which a tie starts is that of one's own tie
     below = np.where(np.hstack([edge, same]), 0.0, after - misses)

@@ -54,9 +54,8 @@ def cluster_mean(
         sources: ``[n]`` the source of each, any hashable labels.
         proportion: the mean is a rate: values lie between 0 and 1 (events, or shares of them).
         level: coverage.
-        weights: ``[n]`` weights of rows, for instance inverse inclusion probabilities; the mean is
-            the weighted mean, and rows of weight 0 are left out. All 1 if not given: every row
-            counts alike, so a source counts by its number of rows.
+        weights: ``[n]`` of rows, for instance inverse inclusion probabilities; rows of weight 0 are
+            left out. All 1 if not given, so that a source counts by its number of rows.
 
     Raises:
         ValueError: lengths differ, a source is missing, the level is out of range, or a value of a
@@ -195,12 +194,9 @@ def cluster_bootstrap(
             m statistics; NaN where it isn't defined.
         sources: ``[n]`` the source of each row.
         kinds: ``[n]`` the number of each row's kind, from 0; each row is of its own if not given.
-        weights: ``[n]`` weights of rows, for instance inverse inclusion probabilities; 1 where none
-            are given.
+        weights: ``[n]`` of rows; 1 where none are given.
         number: how many kinds there are; one more than the largest number, if not given.
-        level: coverage.
-        resamples: bootstrap samples.
-        seed: of the resampling.
+        level, resamples, seed: of the bootstrap.
 
     Returns:
         ``m`` estimates; one where the statistic gives ``[k]``.

@@ -1,17 +1,17 @@
 """How much of what turns are hangs on the query, on the response, and on the draw.
 
 A table of zeros and ones per query, ``[responses, samples]``, is taken apart into variances by
-pairs of turns. Two turns after one response share query and response;
-two after different responses to one query share the query; two after different queries share
-nothing. Only pairs with *different* sample numbers are used: turns with one sample number after
-siblings are drawn with the same noise, so they agree more than the responses make them.
+pairs of turns. Two turns after one response share query and response; two after different responses
+to one query share the query; two after different queries share nothing. Only pairs with *different*
+sample numbers are used: turns with one sample number after siblings are drawn with the same noise,
+so they agree more than the responses make them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.stats import t as student_t
+from scipy.special import stdtrit
 
 from ia_mech.stats.intervals import Estimate, check_level
 
@@ -67,11 +67,10 @@ def variance_components(tables: Sequence[np.ndarray], level: float = 0.95) -> Co
     if len(rows) < 2:
         raise ValueError("two queries with two responses, and two turns after each, are needed")
     mean, square, same, other, noise = np.array(rows).T
-    siblings = same - other
     return Components(
         len(rows),
-        _jackknifed(_between(mean, other), _without_each(mean, other), level),
-        _jackknifed(siblings.mean(), _means_without_each(siblings), level),
+        _jackknifed(lambda rest: _between(mean[rest], other[rest]), len(rows), level),
+        _jackknifed(lambda rest: (same - other)[rest].mean(), len(rows), level),
         float((square - same).mean()),
         float((noise - other).mean()),
     )
@@ -99,26 +98,17 @@ def _moments(table: np.ndarray) -> tuple[float, ...] | None:
 
 def _between(mean: np.ndarray, other: np.ndarray) -> float:
     n = len(mean)
-    return other.mean() - (mean.sum() ** 2 - (mean**2).sum()) / (n * (n - 1))
+    if n < 2:
+        return np.nan
+    return float(other.mean() - (mean.sum() ** 2 - (mean**2).sum()) / (n * (n - 1)))
 
 
-def _without_each(mean: np.ndarray, other: np.ndarray) -> np.ndarray:
-    n = len(mean)
-    if n < 3:
-        return np.full(n, np.nan)
-    products = (mean.sum() - mean) ** 2 - ((mean**2).sum() - mean**2)
-    return _means_without_each(other) - products / ((n - 1) * (n - 2))
-
-
-def _means_without_each(values: np.ndarray) -> np.ndarray:
-    return (values.sum() - values) / (len(values) - 1)
-
-
-def _jackknifed(value: float, without: np.ndarray, level: float) -> Estimate:
-    n = len(without)
+def _jackknifed(statistic: Callable[[np.ndarray], float], n: int, level: float) -> Estimate:
+    """Of a statistic of ``[n]`` booleans, the queries that count."""
+    value = float(statistic(np.ones(n, dtype=bool)))
+    without = np.array([statistic(np.arange(n) != left_out) for left_out in range(n)])
     error = np.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum())
     if not error > 0:  # all queries are alike, which says nothing of others
-        return Estimate(float(value), np.nan, np.nan, n, "undefined: all queries are alike")
-    reach = student_t.ppf((1 + level) / 2, n - 1) * error
-    low, high = float(value - reach), float(value + reach)
-    return Estimate(float(value), low, high, n, "jackknife over queries")
+        return Estimate(value, np.nan, np.nan, n, "undefined: all queries are alike")
+    reach = float(stdtrit(n - 1, (1 + level) / 2) * error)
+    return Estimate(value, value - reach, value + reach, n, "jackknife over queries")

@@ -6,7 +6,7 @@ on some, and carries the uncertainty of both.
 """
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -73,19 +73,30 @@ def prediction_powered(
             probability lies outside (0, 1].
     """
     check_level(level)
-    rows = _rows(predicted, truth, sources, inclusion)
-    table = rows.table
+    index, _ = source_index(sources)
+    verdict, actual = (
+        _binary(predicted, len(index), "predicted"),
+        _binary(truth, len(index), "truth"),
+    )
+    judged = ~np.isnan(verdict)
+    noted = (~np.isnan(actual))[judged]
+    chances = as_column(inclusion, len(index), "inclusion")[judged]
+    if not ((chances > 0) & (chances <= 1))[noted].all():
+        raise ValueError("inclusion probabilities must lie in (0, 1]")
+    weights = np.zeros(len(noted))
+    weights[noted] = 1 / chances[noted]
+    verdict, actual = verdict[judged], np.nan_to_num(actual[judged])
+    _, index = np.unique(index[judged], return_inverse=True)
+    columns = np.ones(len(index)), verdict, weights, weights * actual, weights * verdict
+    table = np.stack([np.bincount(index, column) for column in columns], axis=1)
     count, totals = len(table), table.sum(0)
     if not totals[WEIGHT]:
         reason = "undefined: no annotations" if count else "undefined: no rows"
         return Estimate(np.nan, np.nan, np.nan, count, reason)
     events, weight = totals[[TRUE, WEIGHT]]
     if events in (0, weight):
-        noted = rows.weights > 0
         every = np.ones(noted.sum(), dtype=bool)
-        alone = weighted_share(
-            rows.truth[noted], every, rows.index[noted], rows.weights[noted], level=level
-        )
+        alone = weighted_share(actual[noted], every, index[noted], weights[noted], level=level)
         return replace(alone, sources=count)
     if (table[:, WEIGHT] > 0).sum() < 2:
         return Estimate(float(events / weight), np.nan, np.nan, count, "one annotated source")
@@ -96,21 +107,34 @@ def prediction_powered(
         value, influence = _powered(table, tuned)
     sizes = table[:, ROWS]  # a mean over them with this value and these residuals
     moments = np.stack([value * sizes + sizes.sum() * influence, sizes], axis=1)
-    low, high = _unseen_errors(rows, value, float(tuned.mean()), level)
+    low, high = _unseen_errors(
+        (actual - tuned.mean() * verdict)[noted],
+        weights[noted],
+        index[noted],
+        value,
+        (-float(tuned.mean()), 1.0),
+        level,
+    )
     if (influence**2).sum() > 0:
         low, high = hull((low, high), clustered_wilson(moments, sizes.sum(), level))
     return Estimate(value, max(low, 0.0), min(high, 1.0), count, "wilson")
 
 
-def _unseen_errors(rows: "_Rows", value: float, tuned: float, level: float) -> tuple[float, float]:
-    """Ends of the interval if each stratum may hold errors of kinds that were not seen in it."""
-    noted = rows.weights > 0
-    weights, errors = rows.weights[noted], rows.truth[noted] - tuned * rows.verdict[noted]
+def _unseen_errors(
+    errors: np.ndarray,
+    weights: np.ndarray,
+    index: np.ndarray,
+    value: float,
+    ends: tuple[float, float],
+    level: float,
+) -> tuple[float, float]:
+    """Ends of the interval if each stratum may hold errors of kinds that were not seen in it; of
+    annotated rows, whose errors lie between ``ends``."""
     parts, shares = [], []
     for weight in np.unique(weights):
         at = weights == weight
-        error, sources = float(errors[at].mean()), len(np.unique(rows.index[noted][at]))
-        parts.append((error, *unseen(error, sources, level, (-tuned, 1.0))))
+        error = float(errors[at].mean())
+        parts.append((error, *unseen(error, len(np.unique(index[at])), level, ends)))
         shares.append(weight * at.sum() / weights.sum())
     middle, low, high = combined(parts, shares)
     return value + low - middle, value + high - middle
@@ -134,47 +158,6 @@ def _powered(table: np.ndarray, tuned: np.ndarray) -> tuple[float, np.ndarray]:
     influence = (left - mean * weights) / weights.sum()
     influence += (tuned * verdicts - added * rows) / rows.sum()
     return float(mean + added), influence
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows with a verdict.
-
-    Attributes:
-        verdict: ``[n]`` 0 or 1.
-        truth: ``[n]`` 0 or 1; 0 where there is none.
-        weights: ``[n]`` inverse inclusion probabilities; 0 without an annotation.
-        index: ``[n]`` numbers of their sources.
-    """
-
-    verdict: np.ndarray
-    truth: np.ndarray
-    weights: np.ndarray
-    index: np.ndarray
-
-    @property
-    def table(self) -> np.ndarray:
-        """``[sources, 5]`` sums per source."""
-        weighted = self.weights, self.weights * self.truth, self.weights * self.verdict
-        columns = np.ones(len(self.index)), self.verdict, *weighted
-        return np.stack([np.bincount(self.index, column) for column in columns], axis=1)
-
-
-def _rows(
-    predicted: ArrayLike, truth: ArrayLike, sources: Iterable[Hashable], inclusion: ArrayLike
-) -> _Rows:
-    index, _ = source_index(sources)
-    verdict = _binary(predicted, len(index), "predicted")
-    actual = _binary(truth, len(index), "truth")
-    judged = ~np.isnan(verdict)
-    annotated = judged & ~np.isnan(actual)
-    chances = as_column(inclusion, len(index), "inclusion")[annotated]
-    if not ((chances > 0) & (chances <= 1)).all():
-        raise ValueError("inclusion probabilities must lie in (0, 1]")
-    weights = np.zeros(len(index))
-    weights[annotated] = 1 / chances
-    _, own = np.unique(index[judged], return_inverse=True)
-    return _Rows(verdict[judged], np.nan_to_num(actual[judged]), weights[judged], own)
 
 
 def _binary(values: ArrayLike, rows: int, name: str) -> np.ndarray:

@@ -42,56 +42,38 @@ class PairedDifference:
 
 
 @dataclass(frozen=True)
-class Condition:
-    """One condition on the common sources.
-
-    Attributes:
-        means: ``[n]`` of each source.
-        rows: ``[n]`` how many values stand behind each of them.
-        binary: all values (of any source) are 0 or 1.
-    """
+class _Condition:
+    """One condition on the common sources: ``[n]`` means, ``[n]`` how many values stand behind
+    each, and whether all values (of any source) are 0 or 1."""
 
     means: np.ndarray
     rows: np.ndarray
     binary: bool
 
-    @property
-    def single(self) -> bool:
-        """Each source has one value, an event or none: they are independent trials."""
-        return self.binary and bool((self.rows == 1).all())
-
-    @property
-    def table(self) -> np.ndarray:
-        """``[n, 2]`` sums of values and of weights, every source weighing the same."""
-        return np.stack([self.means, np.ones(len(self.means))], axis=1)
+    def interval(self, level: float) -> tuple[float, float, float]:
+        """The rate and its interval, every source weighing the same."""
+        table = np.stack([self.means, np.ones(len(self.means))], axis=1)
+        single = self.binary and bool((self.rows == 1).all())
+        ends = rate_interval(table, self.rows.sum(), level, independent=single)
+        return float(self.means.mean()), *ends[:2]
 
 
-def _conditions(
-    values_a: ArrayLike,
-    sources_a: Iterable[Hashable],
-    values_b: ArrayLike,
-    sources_b: Iterable[Hashable],
-) -> tuple[Condition, Condition]:
-    """Both conditions on the sources that have values in both."""
-    labels_a, labels_b = list(sources_a), list(sources_b)
-    index, count = source_index(labels_a + labels_b)
-    a = as_column(values_a, len(labels_a), "values_a")
-    b = as_column(values_b, len(labels_b), "values_b")
-    sums, rows = np.zeros((2, count)), np.zeros((2, count), dtype=int)
-    for i, (values, where) in enumerate(((a, index[: len(a)]), (b, index[len(a) :]))):
-        kept = ~np.isnan(values)
-        rows[i] = np.bincount(where[kept], minlength=count)
-        sums[i] = np.bincount(where[kept], values[kept], minlength=count)
-    both = (rows > 0).all(0)
-    first, second = (
-        Condition(
-            means=sums[i, both] / rows[i, both],
-            rows=rows[i, both],
-            binary=bool((np.isnan(values) | (values == 0) | (values == 1)).all()),
-        )
-        for i, values in enumerate((a, b))
-    )
-    return first, second
+def _conditions(*given: tuple[ArrayLike, Iterable[Hashable]]) -> list[_Condition]:
+    """Each condition's values and sources, on the sources that have values in all."""
+    labels = [list(sources) for _, sources in given]
+    index, count = source_index([label for own in labels for label in own])
+    found = []
+    for number, (values, own) in enumerate(
+        zip((values for values, _ in given), labels, strict=True)
+    ):
+        column = as_column(values, len(own), f"values_{'ab'[number]}")
+        kept, start = ~np.isnan(column), sum(map(len, labels[:number]))
+        where = index[start : start + len(own)][kept]
+        rows = np.bincount(where, minlength=count)
+        sums = np.bincount(where, column[kept], minlength=count)
+        found.append((sums, rows, bool(np.isin(column[kept], (0, 1)).all())))
+    both = np.all([rows > 0 for _, rows, _ in found], axis=0)
+    return [_Condition(sums[both] / rows[both], rows[both], binary) for sums, rows, binary in found]
 
 
 def paired_difference(
@@ -133,10 +115,8 @@ def paired_difference(
     A sign-flip test and an interval are made separately and may disagree at the margin.
 
     Args:
-        values_a: ``[n]`` values of the first condition; NaN entries are left out.
-        sources_a: ``[n]`` their sources.
-        values_b: ``[m]`` values of the second condition.
-        sources_b: ``[m]`` their sources.
+        values_a, sources_a: ``[n]`` of the first condition; NaN values are left out.
+        values_b, sources_b: ``[m]`` of the second.
         level: coverage.
         permutations: sign flips to visit at most; with few sources all of them are visited.
         seed: of the flips.
@@ -148,7 +128,7 @@ def paired_difference(
         ValueError: lengths differ, or an option is out of range.
     """
     check_level(level)
-    a, b = _conditions(values_a, sources_a, values_b, sources_b)
+    a, b = _conditions((values_a, sources_a), (values_b, sources_b))
     differences, n = a.means - b.means, len(a.means)
     if n == 0:
         return PairedDifference(Estimate(np.nan, np.nan, np.nan, 0, "no common source"), np.nan)
@@ -157,7 +137,7 @@ def paired_difference(
     return PairedDifference(_interval(a, b, table, level), p, test)
 
 
-def _p_value(a: Condition, b: Condition, table: np.ndarray, flips: float) -> tuple[float, str]:
+def _p_value(a: _Condition, b: _Condition, table: np.ndarray, flips: float) -> tuple[float, str]:
     """Two-sided p value and the name of the test; ``flips`` is the p value of sign flips."""
     # Without spread only flips say anything.
     if (a.rows == b.rows).all() or len(table) == 1 or np.ptp(table[:, 0]) == 0:
@@ -169,7 +149,7 @@ def _p_value(a: Condition, b: Condition, table: np.ndarray, flips: float) -> tup
     return max(flips, float(2 * stdtr(spread.freedom, -ratio))), "student and sign flip"
 
 
-def _mover_p(a: Condition, b: Condition) -> float:
+def _mover_p(a: _Condition, b: _Condition) -> float:
     """One minus the level at which the interval of two rates' difference begins to leave out 0."""
     difference = float((a.means - b.means).mean())
     if abs(difference) < 1e-12:
@@ -188,7 +168,7 @@ def _mover_p(a: Condition, b: Condition) -> float:
     return float(10 ** brentq(inner_end, smallest, largest, xtol=1e-6))
 
 
-def _interval(a: Condition, b: Condition, table: np.ndarray, level: float) -> Estimate:
+def _interval(a: _Condition, b: _Condition, table: np.ndarray, level: float) -> Estimate:
     """The interval of the mean of the differences."""
     differences, n, rates = table[:, 0], len(table), a.binary and b.binary
     value = float(differences.mean())
@@ -200,25 +180,19 @@ def _interval(a: Condition, b: Condition, table: np.ndarray, level: float) -> Es
     return student(table, level)
 
 
-def _mover(a: Condition, b: Condition, level: float) -> tuple[float, float]:
+def _mover(a: _Condition, b: _Condition, level: float) -> tuple[float, float]:
     """Ends of the interval of a difference of rates on the same sources."""
-    n = len(a.means)
-    parts = [
-        (
-            float(one.means.mean()),
-            *rate_interval(one.table, one.rows.sum(), level, independent=one.single)[:2],
-        )
-        for one in (a, b)
-    ]
-    value, low, high = combined(parts, (1, -1), _correlation(a.means, b.means))
-    ends = unseen(value, n, level, (-1.0, 1.0))
-    if not (a.means - b.means).any():
+    n, differences = len(a.means), a.means - b.means
+    ends = unseen(float(differences.mean()), n, level, (-1.0, 1.0))
+    if not differences.any():
         return ends
-    spread = student(np.stack([a.means - b.means, np.ones(n)], axis=1), level) if n > 1 else None
-    if spread is not None and not np.isnan(spread.low):
-        ends = hull(ends, (spread.low, spread.high))
+    parts = a.interval(level), b.interval(level)
+    _, low, high = combined(parts, (1, -1), _correlation(a.means, b.means))
     low, high = hull((low, high), ends)
-    return max(low, -1.0), min(high, 1.0)
+    if n > 1:
+        spread = student(np.stack([differences, np.ones(n)], axis=1), level)
+        low, high = np.nanmin([low, spread.low]), np.nanmax([high, spread.high])
+    return max(float(low), -1.0), min(float(high), 1.0)
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:

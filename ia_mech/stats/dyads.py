@@ -146,13 +146,14 @@ def _products(values: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, float,
     """
     sources = int(pairs.max()) + 1
     two = pairs[:, 0] != pairs[:, 1]
-    sums = np.bincount(pairs[:, 0], values, sources)
-    sums += np.bincount(pairs[two, 1], values[two], sources)
+    squares = (
+        np.bincount(pairs[:, 0], values, sources) + np.bincount(pairs[two, 1], values[two], sources)
+    ) ** 2
     which, at = np.unique(pairs, axis=0, return_inverse=True)
     alike = np.bincount(at.reshape(-1), values) ** 2
     # Values that share two different sources are together in the sums of both.
     twice = alike[which[:, 0] != which[:, 1]].sum()
-    return sums**2, float((sums**2).sum() - twice), float(alike.sum())
+    return squares, float(squares.sum() - twice), float(alike.sum())
 
 
 def _disjoint(pairs: np.ndarray) -> int:

@@ -1,12 +1,10 @@
 """Scores of a probe's predictions, with intervals over sources that two probes can share.
 
 A context has k positive turns of n, and one score for all of them, so its positive and negative
-turns tie. Where functions take multiplicities, those are ``[contexts, resamples]``, how often each
-context occurs in each resample, and one call scores all resamples: the order of the contexts is the
-same in all.
+turns tie.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,10 +16,11 @@ from ia_mech.stats.resampling import as_column, bootstrap_estimate, resample_cou
 
 CHUNK = 1 << 15  # numbers per chunk: 256 kB, which a core keeps at hand
 NARROW = 1e-6  # probabilities nearer than this to 0 or 1 would make one turn decide everything
-
 UNBOUNDED = (-np.inf, np.inf)
 
 Group = tuple[int, np.ndarray]  # number of a fold, and rows in it that are compared
+# From [rows] and how often each occurs in each resample, [rows, resamples], the [resamples] sums to
+# divide, and to divide by; both 0 where the rows have nothing to say.
 Part = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -31,7 +30,7 @@ class ResampledScore:
 
     Attributes:
         value: on the data.
-        replicates: ``[resamples]`` on the resamples; may hold NaN.
+        replicates: ``[resamples]``; may hold NaN.
         sources: how many there are.
         level: coverage of the interval.
         bounds: what the score can't be below and above.
@@ -50,17 +49,19 @@ class ResampledScore:
         return bootstrap_estimate(self.value, self.replicates, self.sources, self.level)
 
     def __sub__(self, other: "ResampledScore") -> "ResampledScore":
-        """The paired difference: both must come from the same resamples, as of one FoldScores.
+        """The paired difference.
 
         Raises:
-            ValueError: they can't: numbers of resamples or of sources, or levels, differ.
+            ValueError: the two don't come from the same resamples, as those of one FoldScores do.
         """
-        self._check(other)
-        difference = self.replicates - other.replicates
-        (low, high), (other_low, other_high) = self.bounds, other.bounds
-        bounds = (low - other_high, high - other_low)
-        return ResampledScore(
-            self.value - other.value, difference, self.sources, self.level, bounds
+        own, others = ((one.sources, one.level, len(one.replicates)) for one in (self, other))
+        if own != others:
+            raise ValueError("scores don't come from the same resamples")
+        return replace(
+            self,
+            value=self.value - other.value,
+            replicates=self.replicates - other.replicates,
+            bounds=(self.bounds[0] - other.bounds[1], self.bounds[1] - other.bounds[0]),
         )
 
     def with_training(self, share: float) -> "ResampledScore":
@@ -76,40 +77,9 @@ class ResampledScore:
         Args:
             share: of the variance of scores over contexts that is chance in training, 0 to 1.
         """
-        factor = np.sqrt(1 + share)
         centre = np.nanmean(self.replicates) if not np.isnan(self.replicates).all() else np.nan
-        stretched = centre + (self.replicates - centre) * factor
+        stretched = centre + (self.replicates - centre) * np.sqrt(1 + share)
         return replace(self, replicates=np.clip(stretched, *self.bounds))
-
-    @classmethod
-    def mean(cls, several: Sequence["ResampledScore"]) -> "ResampledScore":
-        """Plain mean of scores from the same resamples, of those that a resample leaves defined.
-
-        Raises:
-            ValueError: there are none, or they can't come from the same resamples.
-        """
-        if not several:
-            raise ValueError("a mean needs at least one score")
-        first = several[0]
-        for other in several:
-            first._check(other)
-        stacked = np.array([one.replicates for one in several])
-        defined = ~np.isnan(stacked)
-        replicates = np.full(stacked.shape[1], np.nan)
-        np.divide(
-            np.where(defined, stacked, 0).sum(axis=0),
-            defined.sum(axis=0),
-            out=replicates,
-            where=defined.any(axis=0),
-        )
-        value = float(np.mean([one.value for one in several]))
-        return cls(value, replicates, first.sources, first.level, first.bounds)
-
-    def _check(self, other: "ResampledScore") -> None:
-        if (self.sources, self.level, len(self.replicates)) != (
-            (other.sources, other.level, len(other.replicates))
-        ):
-            raise ValueError("scores don't come from the same resamples")
 
 
 class FoldScores:
@@ -120,9 +90,9 @@ class FoldScores:
     intervals for test error", NeurIPS). The interval is conditional on the trained probes: it says
     how far the sources tested may mislead, not how probes trained on other sources would fare.
 
-    Whole sources are drawn with replacement from all sources, once per object: all scores share the
-    resamples, so that the difference of two is paired. Two objects share them too if they have the
-    same sources, seed and number of resamples, though their contexts differ.
+    Whole sources are drawn with replacement, once per object: all scores share the resamples, so
+    that the difference of two is paired. Two objects share them too if they have the same sources,
+    seed and number of resamples, though their contexts differ.
 
     A score that ranks contexts compares those of one fold only, as the probes of two folds need not
     share a scale, and those of one stratum only. Sums over the strata of a fold are divided, then
@@ -130,12 +100,11 @@ class FoldScores:
     and the score is NaN if all are.
 
     Args:
-        positives: ``[contexts]`` turns that have what is predicted (k); may be fractional.
-        trials: ``[contexts]`` turns assessed (n); above 0, at least ``positives``.
-        sources: ``[contexts]`` source of each, any hashable labels.
-        folds: ``[contexts]`` the fold in which each was tested, any hashable labels.
-        strata: ``[contexts]`` contexts of different strata (runs, say) are not compared; any
-            hashable labels. One stratum if not given.
+        positives: ``[contexts]`` k of each; may be fractional.
+        trials: ``[contexts]`` n; above 0, at least ``positives``.
+        sources: ``[contexts]`` source of each; like folds and strata, any hashable labels.
+        folds: ``[contexts]`` the fold in which each was tested.
+        strata: ``[contexts]`` contexts of different strata (runs, say) are not compared.
         level: coverage of intervals.
         resamples: bootstrap samples.
         seed: of the resampling.
@@ -161,33 +130,27 @@ class FoldScores:
         index, count = source_index(sources)
         if not count:
             raise ValueError("there are no contexts")
-        positives = as_column(positives, len(index), "positives")
-        trials = as_column(trials, len(index), "trials")
-        check_outcomes(positives, trials)
+        self._positives = as_column(positives, len(index), "positives")
+        self._trials = as_column(trials, len(index), "trials")
+        check_outcomes(self._positives, self._trials)
         fold, _ = source_index(folds)
         stratum = np.zeros(len(index), dtype=int) if strata is None else source_index(strata)[0]
         if not index.shape == fold.shape == stratum.shape:
             raise ValueError("sources, folds and strata must have one entry per context")
-        self._positives, self._trials, self._negatives = positives, trials, trials - positives
-        self._source, self._level = index, level
+        self._negatives, self._source, self._level = self._trials - self._positives, index, level
         _, group = np.unique(np.stack([fold, stratum]), axis=1, return_inverse=True)
         rows = (np.flatnonzero(group == g) for g in range(group.max() + 1))
         self._groups: list[Group] = [(int(fold[r[0]]), r) for r in rows]
         # Column 0 is the data. A byte does: no source is drawn 256 times, the odds are under 1e-500
-        self._draws = np.ones((count, 1 + resamples), dtype=np.uint8)
-        start = 1
-        for counts in resample_counts(count, resamples, seed):
-            self._draws[:, start : start + len(counts)] = counts.T
-            start += len(counts)
+        draws = [counts.T.astype(np.uint8) for counts in resample_counts(count, resamples, seed)]
+        self._draws = np.hstack([np.ones((count, 1), dtype=np.uint8), *draws])
 
     def auroc(self, scores: ArrayLike) -> ResampledScore:
-        """How often a positive turn scores higher than a negative one of another context.
+        """How often a positive turn scores higher than a negative one of another context, of
+        ``[contexts]`` scores; see :func:`ia_mech.stats.auroc_columns`.
 
-        See :func:`ia_mech.stats.auroc`. A context that was drawn twice is no other context. Every
-        pair of a fold counts alike, whatever its stratum.
-
-        Args:
-            scores: ``[contexts]`` numbers; may be infinite.
+        A context that was drawn twice is no other context. Every pair of a fold counts alike,
+        whatever its stratum.
 
         Raises:
             ValueError: not one score per context, or one is NaN.
@@ -213,13 +176,8 @@ class FoldScores:
     def deviance_explained(
         self, probabilities: ArrayLike, null_probabilities: ArrayLike
     ) -> ResampledScore:
-        """Share of the deviance of turns that probabilities save, as against simpler ones.
-
-        1 - D / D0, below 0 where they predict worse. Both are kept 1e-6 off 0 and 1.
-
-        Args:
-            probabilities: ``[contexts]`` numbers between 0 and 1.
-            null_probabilities: ``[contexts]`` those of the null model, likewise out of fold.
+        """Share of the deviance of turns that ``[contexts]`` probabilities save, as against those
+        of a simpler model: 1 - D / D0. Both are kept 1e-6 off 0 and 1.
 
         Raises:
             ValueError: not one per context, or one lies outside [0, 1].
@@ -237,34 +195,21 @@ class FoldScores:
         p = np.clip(column, NARROW, 1 - NARROW)
         return -2 * (self._positives * np.log(p) + self._negatives * np.log1p(-p))
 
-    def _chunks(self, rows: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-        """Columns of draws, and how often each row occurs in them: ``[rows, columns]``."""
-        width = max(1, CHUNK // len(rows))
-        for start in range(0, self._draws.shape[1], width):
-            columns = slice(start, start + width)
-            yield columns, self._draws[:, columns][self._source[rows]].astype(float)
-
     def _folded(
         self, groups: list[Group], part: Part, bounds: tuple[float, float] = UNBOUNDED
     ) -> ResampledScore:
-        """Mean over folds of a quotient of sums over the groups of a fold.
-
-        Args:
-            groups: fold and rows of each.
-            part: of ``[rows]`` and their ``[rows, columns]`` multiplicities makes the ``[columns]``
-                sums to divide, and to divide by; both 0 where the group has nothing to say.
-            bounds: of the score.
-        """
+        """Mean over folds of a quotient of sums over the groups of a fold."""
         folds = 1 + max(fold for fold, _ in groups)
-        sums = np.zeros((2, folds, self._draws.shape[1]))
+        top, bottom = sums = np.zeros((2, folds, self._draws.shape[1]))
         for fold, rows in groups:
-            for columns, counts in self._chunks(rows):
+            width = max(1, CHUNK // len(rows))
+            for start in range(0, self._draws.shape[1], width):
+                columns = slice(start, start + width)
+                counts = self._draws[:, columns][self._source[rows]].astype(float)
                 sums[:, fold, columns] += part(rows, counts)
-        top, bottom = sums
         defined = bottom > 0
         quotients = np.divide(top, bottom, out=np.zeros_like(top), where=defined)
         number = defined.sum(axis=0)
         means = np.full(len(number), np.nan)
         np.divide(quotients.sum(axis=0), number, out=means, where=number > 0)
-        sources = len(self._draws)
-        return ResampledScore(float(means[0]), means[1:], sources, self._level, bounds)
+        return ResampledScore(float(means[0]), means[1:], len(self._draws), self._level, bounds)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.special import betaincinv, ndtri, stdtrit
+from scipy.special import ndtri, stdtrit
+from scipy.stats import binomtest
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,6 @@ def zero_events_bound(sources: int, level: float = 0.95) -> float:
     if sources < 1:
         raise ValueError(f"a bound needs at least one source, not {sources}")
     return float(-np.expm1(np.log1p(-level) / sources))
-
-
-def clopper_pearson(successes: float, n: float, level: float) -> tuple[float, float]:
-    """Exact binomial interval (Clopper & Pearson 1934), also for fractional numbers of trials."""
-    tail = (1 - level) / 2
-    low = betaincinv(successes, n - successes + 1, tail) if successes > 0 else 0.0
-    high = betaincinv(successes + 1, n - successes, 1 - tail) if successes < n else 1.0
-    return float(low), float(high)
 
 
 @dataclass(frozen=True)
@@ -240,7 +233,8 @@ def rate_interval(
     if sources == 1 or spread_between(table).variance == 0:
         return *least, "exact, one-sided" if rate in (0, 1) else "all sources alike"
     if independent:
-        return *clopper_pearson(rate * sources, sources, level), "clopper-pearson"
+        exact = binomtest(round(rate * sources), sources).proportion_ci(level, "exact")
+        return exact.low, exact.high, "clopper-pearson"
     return *hull(least, clustered_wilson(table, rows, level)), "wilson"
 
 

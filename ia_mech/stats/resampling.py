@@ -21,9 +21,7 @@ def source_index(sources: Iterable[Hashable]) -> tuple[np.ndarray, int]:
 
     The order decides which draws of a generator fall to which source. Sorted, a result does not
     depend on the order of rows.
-
-    Args:
-        sources: ``[n]`` labels of any hashable kind; tuples and mixed kinds are fine.
+    Tuples and mixed kinds are fine.
 
     Returns:
         ``[n]`` numbers and how many different sources there are.
@@ -63,16 +61,8 @@ def as_weights(weights: ArrayLike | None, rows: int) -> np.ndarray:
 
 
 def resample_counts(sources: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """Bootstrap draws of sources as counts, in chunks of bounded memory.
-
-    Args:
-        sources: how many there are; each resample draws as many, with replacement.
-        resamples: how many resamples.
-        seed: of NumPy's generator; chunks don't change what is drawn.
-
-    Yields:
-        ``[chunk, sources]`` float counts; every row sums to ``sources``.
-    """
+    """Bootstrap draws of sources: ``[chunk, sources]`` float counts, every row of which sums to
+    ``sources``, in chunks of bounded memory that don't change what is drawn."""
     rng = np.random.default_rng(seed)
     chunk = max(1, CHUNK // sources)
     for start in range(0, resamples, chunk):
@@ -94,22 +84,9 @@ def widened_level(level: float, sources: int) -> float:
     A bootstrap of n sources has a spread too small by ``sqrt((n - 1) / n)`` and normal tails where
     Student's belong; this undoes both for a mean ("expanded percentile interval", Hesterberg 2015,
     Amer. Statist. 69:371).
-
-    Args:
-        level: coverage wanted.
-        sources: how many there are, at least 2.
     """
     quantile = t.ppf((1 + level) / 2, sources - 1) * np.sqrt(sources / (sources - 1))
     return float(1 - 2 * norm.sf(min(quantile, 8.0)))  # two sources ask for all there is
-
-
-def all_alike(replicates: np.ndarray) -> bool:
-    """Whether no replicate differs from another by more than rounding.
-
-    All sources then say the same, and a bootstrap knows nothing but what they say: an interval of
-    no width would claim a certainty that a handful of sources can't give.
-    """
-    return bool(np.ptp(replicates) <= 1e-12 * np.abs(replicates).max())
 
 
 def bootstrap_estimate(
@@ -118,13 +95,9 @@ def bootstrap_estimate(
     """The percentile interval (Efron 1979) of replicates, or why there is none.
 
     There is none if the statistic is NaN, on the data or on more than a tenth of the resamples
-    (fewer are left out), and none if no resample differs (:func:`all_alike`).
-
-    Args:
-        value: the statistic on the data.
-        replicates: ``[resamples]`` the statistic on each resample; may hold NaN.
-        sources: how many there are, at least 2.
-        level: coverage; it is :func:`widened_level` for the number of sources.
+    (fewer are left out), and none if no resample differs by more than rounding: an interval of no
+    width would claim a certainty that a handful of sources can't give. The level is
+    :func:`widened_level` for the number of sources, of which there are at least 2.
     """
     defined = replicates[~np.isnan(replicates)]
     reason = ""
@@ -132,7 +105,7 @@ def bootstrap_estimate(
         reason = "undefined"
     elif len(defined) < 0.9 * len(replicates):
         reason = "undefined in more than a tenth of resamples"
-    elif all_alike(defined):
+    elif np.ptp(defined) <= 1e-12 * np.abs(defined).max():
         reason = "no resample differs"
     if reason:
         return Estimate(value, np.nan, np.nan, sources, reason)

@@ -15,19 +15,33 @@ they share linearly with the base is gone, and what they add is not. No label ta
 and so all contexts do.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import expit
 
-from probes.fit.nested_cv import Design, InnerLoop, scores_in, unreliability
-from probes.fit.solvers import Features, project
+from probes.fit.nested_cv import (
+    Design,
+    held_out_loss,
+    inner_losses,
+    less_means,
+    path_scores,
+    scores_in,
+    unreliability,
+)
+from probes.fit.solvers import compact, project
+from probes.targets import Outcome
 
 RATIOS = (0.0, 0.1, 1.0, 10.0)  # of a further block's inner products to the first block's
 TIE = 1e-9  # losses, sums of thousands of terms in float64, are equal up to this share
+PLANTED = (0.1, 0.2, 0.4, 0.8)  # shares of what the base leaves that a planted addition tells
 RIDGES = np.geomspace(1e-6, 1e3, 28)  # of the residual, per context
 
-Tuned = tuple[Features, float]  # the blocks side by side, and their common penalty
+Place = TypeVar("Place", bound=Hashable)
+Tuned = tuple[np.ndarray, float]  # the blocks side by side, and their common penalty
 
 
 @dataclass(frozen=True)
@@ -47,36 +61,70 @@ class IncrementalScores:
     unreliability: float
 
 
-def incremental_scores(
+@dataclass(frozen=True)
+class Base:
+    """The readout that hidden states have to add to, of one outer fold.
+
+    Attributes:
+        parts: ``[contexts, features]`` the blocks, each at one scale.
+        mixed: ``[contexts, features]`` these side by side, each as large as the inner loop chose.
+        tuned: with the penalty that it chose.
+    """
+
+    parts: list[np.ndarray]
+    mixed: np.ndarray
+    tuned: Tuned
+
+
+def tune_base(
     blocks: Sequence[np.ndarray],
     ends: Sequence[np.ndarray],
-    hidden: Sequence[np.ndarray],
     design: Design,
     apply: Callable[..., Iterable] = map,
-) -> IncrementalScores:
-    """Cross-fit both predictors.
+) -> list[Base]:
+    """The base of each outer fold.
 
     Args:
         blocks: ``[contexts, features]`` each, in any unit: what the base reads. At least one.
-        ends: ``[contexts, features]`` for each outer fold, one more block of the base: states of
-            the same layer as ``hidden``, at the ends of query and response.
-        hidden: ``[contexts, d_model]`` for each outer fold, read where its inner loop chose.
+        ends: ``[contexts, features]`` for each outer fold, one more block: states of the layer that
+            is probed, at the ends of query and response.
         design: outcome and folds.
         apply: ``map``, or what does the same for the folds in parallel.
     """
     fixed = [centre_and_scale(block) for block in blocks]
 
+    def tune(fold: int) -> Base:
+        parts = [*fixed, centre_and_scale(ends[fold])]
+        mixed, tuned = parts[0], None
+        for more in parts[1:]:
+            mixed, _, tuned = _added(mixed, more, design, fold)
+        assert tuned is not None
+        return Base(parts, mixed, tuned)
+
+    return list(apply(tune, range(design.fold_count)))
+
+
+def incremental_scores(
+    bases: Sequence[Base],
+    hidden: Sequence[np.ndarray],
+    design: Design,
+    apply: Callable[..., Iterable] = map,
+) -> IncrementalScores:
+    """Cross-fit the base, and the base with hidden states.
+
+    Args:
+        bases: of each outer fold.
+        hidden: ``[contexts, d_model]`` for each outer fold, read where its inner loop chose.
+        design: outcome and folds.
+        apply: as :func:`tune_base` takes it.
+    """
+
     def tune(fold: int) -> tuple[float, list[Tuned]]:
-        mixed, *others = parts = [*fixed, centre_and_scale(ends[fold])]
-        left, stages = np.asarray(hidden[fold], dtype=float), []
-        for part in parts:  # one by one: a wide block must not keep what a narrow one would find
+        base, left = bases[fold], np.asarray(hidden[fold], dtype=float)
+        for part in base.parts:  # one by one: a wide block must not keep what a narrow one finds
             left = residual(left, part)
-        for more in (*others, centre_and_scale(left)):
-            wider = [np.hstack([mixed, np.sqrt(r) * more]) if r else mixed for r in RATIOS]
-            stages.append(_tuned(wider, design, fold))
-            mixed = wider[stages[-1][0]]
-        (_, base), (which, full) = stages[-2:]
-        return RATIOS[which], [base, full]
+        _, ratio, full = _added(base.mixed, centre_and_scale(left), design, fold)
+        return ratio, [base.tuned, full]
 
     ratios, tuned = zip(*apply(tune, range(design.fold_count)), strict=True)
 
@@ -121,6 +169,15 @@ def residual(states: np.ndarray, base: np.ndarray) -> np.ndarray:
     return vectors @ (left[score.argmin()][:, None] * rotated)
 
 
+def _added(
+    mixed: np.ndarray, more: np.ndarray, design: Design, fold: int
+) -> tuple[np.ndarray, float, Tuned]:
+    """Features with one more block, its ratio, and what the inner loop of the outer fold chose."""
+    wider = [np.hstack([mixed, np.sqrt(ratio) * more]) if ratio else mixed for ratio in RATIOS]
+    which, tuned = _tuned(wider, design, fold)
+    return wider[which], RATIOS[which], tuned
+
+
 def _tuned(mixtures: Iterable[np.ndarray], design: Design, fold: int) -> tuple[int, Tuned]:
     """Which mixture, and the penalty, of the smallest held-out loss in an outer fold's inner loop.
 
@@ -128,14 +185,56 @@ def _tuned(mixtures: Iterable[np.ndarray], design: Design, fold: int) -> tuple[i
     """
     best, least = None, np.inf
     for which, mixed in enumerate(mixtures):
-        features, loop = Features.from_states(mixed), InnerLoop(design)
+        states, left_out = compact(mixed), np.empty((len(design.penalties), len(design.outcome)))
         for other in range(design.fold_count):
             if other != fold:
-                test, train = design.rows_of(other), design.rows_outside(fold, other)
-                loop.add(project(features, train, test, design.outcome.runs), test, (other, fold))
-        losses = loop.losses(fold)
+                split = project(states, design.rows_outside(fold, other), design.outcome.runs)
+                test = design.rows_of(other)
+                left_out[:, test] = path_scores(split, design, test)
+        losses = inner_losses(left_out, design, fold)
         at = int(np.argmax(losses <= losses.min() * (1 + TIE)))
         if best is None or losses[at] < least * (1 - TIE):
-            best, least = (which, (features, design.penalties[at])), float(losses[at])
+            best, least = (which, (states, design.penalties[at])), float(losses[at])
     assert best is not None
     return best
+
+
+# -- what would have been found -------------------------------------------------------------------
+
+
+def plant(
+    hidden: Mapping[Place, np.ndarray], outcome: Outcome, base: np.ndarray, share: float, seed: int
+) -> tuple[dict[Place, np.ndarray], np.ndarray]:
+    """States with an addition to what the base tells, along one random direction of each.
+
+    The addition is as loud as a direction that carries a typical part of the states' variance: its
+    variance is the mean of those of the principal axes, weighted by themselves.
+
+    Args:
+        hidden: ``[contexts, d_model]`` each.
+        outcome: k of n per context.
+        base: ``[contexts]`` log-odds that the base predicts.
+        share: squared correlation of the addition with what the base leaves of the rates.
+        seed: of direction and noise.
+
+    Returns:
+        The states, and the ``[contexts]`` addition, with a variance of 1.
+    """
+    rng = np.random.default_rng(seed)
+    left = less_means(outcome.rate - expit(base), outcome.runs)
+    noise = less_means(rng.normal(size=len(outcome)), outcome.runs)
+    noise -= left * (noise @ left) / max(left @ left, TIE)
+    signal = np.sqrt(share) * left / max(left.std(), TIE) + np.sqrt(1 - share) * noise / noise.std()
+    planted = {}
+    for place, states in hidden.items():
+        centred, direction = compact(states), rng.normal(size=states.shape[1])
+        squares = np.linalg.norm(centred.T @ centred) ** 2 / max((centred**2).sum(), TIE)
+        loud = np.sqrt(squares / len(centred)) / np.linalg.norm(direction)
+        planted[place] = states + loud * signal[:, None] * direction
+    return planted, signal
+
+
+def saved_by(signal: np.ndarray, outcome: Outcome, base: np.ndarray) -> np.ndarray:
+    """``[contexts]`` log-odds of one who knows the addition, too."""
+    best = minimize_scalar(lambda times: held_out_loss(base + times * signal, outcome).sum())
+    return base + best.x * signal

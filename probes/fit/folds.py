@@ -19,6 +19,8 @@ import numpy as np
 from ia_mech.stats import permutation_p
 from probes.targets import Outcome
 
+LEVEL = 0.05  # of permutation tests
+
 
 @dataclass(frozen=True)
 class SelectionTests:
@@ -52,6 +54,12 @@ class SelectionTests:
     @property
     def permutations(self) -> int:
         return len(self.headline_null)
+
+    @property
+    def readable(self) -> bool:
+        """Both p values are at most :data:`LEVEL`: the headline's, and the smallest family-wise
+        one of the heat map."""
+        return bool(self.headline_p <= LEVEL and self.p_family.min() <= LEVEL)
 
 
 def choose(correlations: np.ndarray, sources: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from itertools import combinations
 import numpy as np
 
 from ia_mech.stats import auroc_columns
-from probes.fit.solvers import PENALTIES, Features, Fit, Projection, logistic_path, project
+from probes.fit.solvers import PENALTIES, Fit, Projection, compact, logistic_path, project
 from probes.targets import Outcome
 
 # Contexts with equal states tie, though the last bits of their scores may differ.
@@ -32,32 +32,38 @@ class Design:
         outcome: k of n per context.
         folds: ``[contexts]`` fold of each.
         label_rows: ``[1 + permutations, contexts]`` whose labels a context gets; row 0 is its own.
+        trained: ``[contexts]`` whether a context may be trained and chosen on.
+        tested: ``[contexts]`` whether it is tested on; folds of tested contexts are outer ones.
         penalties: falling.
     """
 
     outcome: Outcome
     folds: np.ndarray
     label_rows: np.ndarray
+    trained: np.ndarray
+    tested: np.ndarray
     penalties: tuple[float, ...] = PENALTIES
 
     @classmethod
     def from_outcome(
         cls, outcome: Outcome, folds: np.ndarray, permuted: Iterable[np.ndarray] = ()
     ) -> "Design":
-        """With these permutations (none if not given)."""
-        return cls(outcome, folds, np.array([np.arange(len(outcome)), *permuted]))
+        """All contexts are trained and tested on, with these permutations."""
+        every = np.ones(len(outcome), dtype=bool)
+        return cls(outcome, folds, np.array([np.arange(len(outcome)), *permuted]), every, every)
 
     def observed(self) -> "Design":
         """The same without permutations."""
         return replace(self, label_rows=self.label_rows[:1])
 
-    @property
+    @cached_property
     def fold_count(self) -> int:
         return int(self.folds.max()) + 1
 
-    @property
-    def run_count(self) -> int:
-        return int(self.outcome.runs.max()) + 1
+    @cached_property
+    def outer(self) -> list[int]:
+        """Folds that are tested on."""
+        return np.unique(self.folds[self.tested]).tolist()
 
     @cached_property
     def rates(self) -> np.ndarray:
@@ -65,19 +71,24 @@ class Design:
         return self.outcome.rate[self.label_rows].T.astype(np.float32)
 
     @cached_property
-    def standard(self) -> dict[int, np.ndarray]:
-        """Rates of each fold's contexts, centred within runs, columns of length 1 (or 0)."""
-        found = {}
-        for fold in range(self.fold_count):
-            rows = self.rows_of(fold)
-            found[fold] = _unit(_within(self.rates[rows], self.outcome.runs[rows]))
-        return found
+    def standard(self) -> list[np.ndarray]:
+        """Rates of each fold's training contexts, see :meth:`standard_rates`."""
+        return [self.standard_rates(self.rows_of(fold)) for fold in range(self.fold_count)]
+
+    def standard_rates(self, rows: np.ndarray) -> np.ndarray:
+        """``[rows, 1 + permutations]`` centred within runs, columns of length 1 (or 0)."""
+        return _unit(less_means(self.rates[rows], self.outcome.runs[rows]))
 
     def rows_of(self, *folds: int) -> np.ndarray:
-        return np.flatnonzero(np.isin(self.folds, folds))
+        """Those of these folds that may be trained on."""
+        return np.flatnonzero(self.trained & np.isin(self.folds, folds))
 
     def rows_outside(self, *folds: int) -> np.ndarray:
-        return np.flatnonzero(~np.isin(self.folds, folds))
+        """Those of other folds that may be trained on."""
+        return np.flatnonzero(self.trained & ~np.isin(self.folds, folds))
+
+    def tested_rows(self, fold: int) -> np.ndarray:
+        return np.flatnonzero(self.tested & (self.folds == fold))
 
 
 @dataclass(frozen=True)
@@ -85,68 +96,83 @@ class CrossValidated:
     """What nested cross-validation finds at one layer and position.
 
     Attributes:
-        inner_correlation: ``[folds, 1 + permutations]`` float32, for each outer fold the best
-            penalty's correlation with the rates, mean over inner folds; by the closed form.
-        outer_auroc: ``[folds, 1 + permutations]`` float32, in the outer fold with that penalty.
-        whole_correlation: over all folds, of the best penalty, for the selection on all contexts.
-        scores: ``[contexts]`` log-odds, each from the logistic probe of its outer fold.
-        penalties: ``[folds]`` that probe's penalty, by the inner loop.
-        unreliability: of the scores, see :func:`unreliability`.
+        inner_correlation: ``[outer folds, 1 + permutations]`` float32, for each the best penalty's
+            correlation with the rates, mean over inner folds; by the closed form.
+        outer_auroc: ``[outer folds, 1 + permutations]`` float32, in the outer fold with that
+            penalty.
+        whole_correlation: over all outer folds, of the best penalty, for the selection on all
+            contexts.
         differs: whether any two contexts of a run have different states.
+        scores: ``[contexts]`` log-odds, each from the logistic probe of its outer fold; NaN where
+            a context isn't tested on.
+        penalties: ``[outer folds]`` that probe's penalty, by the inner loop.
+        unreliability: of the scores, see :func:`unreliability`.
     """
 
     inner_correlation: np.ndarray
     outer_auroc: np.ndarray
     whole_correlation: float
+    differs: bool
     scores: np.ndarray
     penalties: np.ndarray
     unreliability: float
-    differs: bool
 
 
-def cross_validate(features: Features, design: Design) -> CrossValidated:
-    """Select penalties, score and test the probes at one layer and position."""
-    number, runs = design.fold_count, design.outcome.runs
-    columns = design.rates.shape[1]
-    inner = np.zeros((number, len(design.penalties), columns), dtype=np.float32)
-    loop = InnerLoop(design)
-    for pair in combinations(range(number), 2):
-        test = design.rows_of(*pair)
-        projection = project(features, design.rows_outside(*pair), test, runs)
+def cross_validate(
+    features: np.ndarray, design: Design, *, logistic: bool = True
+) -> CrossValidated:
+    """Select penalties, score and test the probes of ``[contexts, d]`` features.
+
+    Without ``logistic`` only the closed form is made, and scores and penalties are NaN.
+    """
+    states, runs = compact(features), design.outcome.runs
+    outer, columns = design.outer, design.rates.shape[1]
+    inner = np.zeros((design.fold_count, len(design.penalties), columns), dtype=np.float32)
+    # [outer fold, penalty, context]: a context's score by the probe trained without both folds.
+    left_out = np.full((design.fold_count, len(design.penalties), len(runs)), np.nan)
+    for pair in combinations(range(design.fold_count), 2):
+        if not {*pair} & {*outer}:
+            continue
+        split, test = project(states, design.rows_outside(*pair), runs), design.rows_of(*pair)
         here = {fold: design.folds[test] == fold for fold in pair}
-        for at, predicted in enumerate(ridge_predictions(projection, design)):
-            for fold, other in (pair, pair[::-1]):
-                # Predictions for one fold help to choose for the other.
-                inner[other, at] += correlation(predicted[here[fold]], design, fold)
-        loop.add(projection, test, pair)
-    inner /= number - 1
-    best = inner.argmax(1)
-    outer = np.empty((number, columns), dtype=np.float32)
+        predicted = ridge_predictions(split, design, test)
+        by_path = path_scores(split, design, test) if logistic else None
+        for fold, other in (pair, pair[::-1]):
+            # Predictions for one fold help to choose for the other.
+            for at in range(len(design.penalties)):
+                inner[other, at] += correlation(predicted[at, here[fold]], design, fold)
+            if by_path is not None:
+                left_out[other][:, test[here[fold]]] = by_path[:, here[fold]]
+    inner /= design.fold_count - 1
+    best = inner[outer].argmax(1)
+    aurocs = np.empty((len(outer), columns), dtype=np.float32)
     whole = np.zeros(len(design.penalties))
-    scores, chosen = np.empty(len(runs)), np.empty(number)
-    for fold in range(number):
-        test = design.rows_of(fold)
-        projection = project(features, design.rows_outside(fold), test, runs)
-        predicted = ridge_predictions(projection, design)
+    scores, chosen = np.full(len(runs), np.nan), np.full(len(outer), np.nan)
+    for number, fold in enumerate(outer):
+        split, test = project(states, design.rows_outside(fold), runs), design.tested_rows(fold)
+        predicted = ridge_predictions(split, design, test)
+        truth = design.standard_rates(test)[:, :1]
         for at, own in enumerate(predicted[..., :1]):
-            whole[at] += correlation(own, design, fold)[0] / number
-        outer[fold] = fold_auroc(with_penalties(predicted, best[fold]), design, test)
-        chosen[fold] = loop.penalty(fold)
-        raw = fit(projection, design, chosen[fold]).scores(projection.test, runs[test])
-        scores[test] = np.round(raw, DIGITS)
+            whole[at] += _correlation(own, truth, runs[test])[0] / len(outer)
+        aurocs[number] = fold_auroc(with_penalties(predicted, best[number]), design, test)
+        if logistic:
+            chosen[number] = design.penalties[inner_losses(left_out[fold], design, fold).argmin()]
+            raw = fit(split, design, chosen[number]).scores(split.at(test), runs[test])
+            scores[test] = np.round(raw, DIGITS)
 
     def by_half(fold: int, train: np.ndarray) -> np.ndarray:
-        return scores_in(features, design, fold, train, chosen[fold])
+        return scores_in(states, design, fold, train, chosen[outer.index(fold)])
 
-    by_run = (features.centred[runs == run] for run in np.unique(runs))
+    given = np.asarray(features)
+    tested = (given[design.tested & (runs == run)] for run in np.unique(runs[design.tested]))
     return CrossValidated(
-        inner_correlation=inner.max(1),
-        outer_auroc=outer,
+        inner_correlation=inner[outer].max(1),
+        outer_auroc=aurocs,
         whole_correlation=float(whole.max()),
+        differs=any(np.ptp(own, axis=0).any() for own in tested),
         scores=scores,
         penalties=chosen,
-        unreliability=unreliability(design, by_half),
-        differs=any((states != states[0]).any() for states in by_run),
+        unreliability=unreliability(design, by_half) if logistic else np.nan,
     )
 
 
@@ -167,13 +193,13 @@ def unreliability(design: Design, predict: Callable[[int, np.ndarray], np.ndarra
         0 (two such probes agree, or all scores are constant) to 1 (they have nothing in common).
     """
     runs, agreement = design.outcome.runs, []
-    for fold in range(design.fold_count):
-        test = design.rows_of(fold)
+    for fold in design.outer:
+        test = design.tested_rows(fold)
         others = [other for other in range(design.fold_count) if other != fold]
         halves = []
         for half in (others[::2], others[1::2]):
             scores = predict(fold, design.rows_of(*half))
-            halves.append(_unit(_within(scores[:, None], runs[test])))
+            halves.append(_unit(less_means(scores[:, None], runs[test])))
         if halves[0].any() or halves[1].any():
             agreement.append(float((halves[0] * halves[1]).sum()))
     if len(agreement) < 2:
@@ -187,25 +213,38 @@ def unreliability(design: Design, predict: Callable[[int, np.ndarray], np.ndarra
 # -- logistic regression --------------------------------------------------------------------------
 
 
-def fit(projection: Projection, design: Design, penalty: float) -> Fit:
-    """The logistic probe of the projection's training rows."""
-    return fit_path(projection, design, [penalty])[0]
+def fit(split: Projection, design: Design, penalty: float) -> Fit:
+    """The logistic probe of the training rows."""
+    return _path(split, design, [penalty])[0]
+
+
+def _path(split: Projection, design: Design, penalties: Sequence[float]) -> list[Fit]:
+    rows, outcome = split.rows, design.outcome
+    labels = outcome.runs[rows], outcome.positives[rows], outcome.trials[rows]
+    return logistic_path(split.train, *labels, penalties, int(outcome.runs.max()) + 1)
+
+
+def path_scores(split: Projection, design: Design, test: np.ndarray) -> np.ndarray:
+    """``[penalties, test]`` log-odds of the logistic probes of all penalties."""
+    coordinates, runs = split.at(test), design.outcome.runs[test]
+    fits = _path(split, design, design.penalties)
+    return np.array([fitted.scores(coordinates, runs) for fitted in fits])
 
 
 def scores_in(
-    features: Features, design: Design, fold: int, train: np.ndarray, penalty: float
+    features: np.ndarray, design: Design, fold: int, train: np.ndarray, penalty: float
 ) -> np.ndarray:
-    """``[contexts of the fold]`` scores of the logistic probe of the training rows."""
-    test, runs = design.rows_of(fold), design.outcome.runs
-    projection = project(features, train, test, runs)
-    return fit(projection, design, penalty).scores(projection.test, runs[test])
+    """``[tested contexts of the fold]`` scores of the logistic probe of the training rows."""
+    test, runs = design.tested_rows(fold), design.outcome.runs
+    split = project(features, train, runs)
+    return fit(split, design, penalty).scores(split.at(test), runs[test])
 
 
-def fit_path(projection: Projection, design: Design, penalties: Sequence[float]) -> list[Fit]:
-    """The same for several penalties, which fall."""
-    rows, outcome = projection.rows, design.outcome
-    labels = outcome.runs[rows], outcome.positives[rows], outcome.trials[rows]
-    return logistic_path(projection.train, *labels, penalties, design.run_count)
+def inner_losses(left_out: np.ndarray, design: Design, fold: int) -> np.ndarray:
+    """``[penalties]`` held-out loss over all training folds but one, in nats, of ``[penalties,
+    contexts]`` log-odds of probes trained without that fold and the context's own."""
+    rows = design.rows_outside(fold)
+    return held_out_loss(left_out[:, rows], design.outcome.take(rows)).sum(1)
 
 
 def held_out_loss(scores: np.ndarray, outcome: Outcome) -> np.ndarray:
@@ -230,43 +269,15 @@ def held_out_loss(scores: np.ndarray, outcome: Outcome) -> np.ndarray:
     return losses
 
 
-class InnerLoop:
-    """The inner loop of logistic regression, which chooses a penalty."""
-
-    def __init__(self, design: Design) -> None:
-        self.design = design
-        # [outer fold, penalty, context]: a context's score by the probe trained without both folds.
-        shape = (design.fold_count, len(design.penalties), len(design.outcome))
-        self.scores = np.full(shape, np.nan)
-
-    def add(self, projection: Projection, test: np.ndarray, pair: tuple[int, int]) -> None:
-        """Fit without both folds of a pair, and score them."""
-        runs = self.design.outcome.runs[test]
-        for at, fitted in enumerate(fit_path(projection, self.design, self.design.penalties)):
-            scores = fitted.scores(projection.test, runs)
-            for fold, other in (pair, pair[::-1]):
-                here = self.design.folds[test] == fold
-                self.scores[other, at, test[here]] = scores[here]
-
-    def losses(self, fold: int) -> np.ndarray:
-        """``[penalties]`` held-out loss over all other folds, in nats."""
-        rows = self.design.rows_outside(fold)
-        return held_out_loss(self.scores[fold][:, rows], self.design.outcome.take(rows)).sum(1)
-
-    def penalty(self, fold: int) -> float:
-        """Of the smallest held-out loss."""
-        return self.design.penalties[int(np.argmin(self.losses(fold)))]
-
-
 # -- the closed form ------------------------------------------------------------------------------
 
 
-def ridge_predictions(projection: Projection, design: Design) -> np.ndarray:
+def ridge_predictions(split: Projection, design: Design, test: np.ndarray) -> np.ndarray:
     """``[penalties, test, 1 + permutations]`` float32, up to a constant per run."""
-    train = projection.train.astype(np.float32)
-    projected = train.T @ design.rates[projection.rows]
-    shrunk = (projection.test / (projection.squares + penalty) for penalty in design.penalties)
-    return np.stack([coordinates.astype(np.float32) @ projected for coordinates in shrunk])
+    projected = split.train.astype(np.float32).T @ design.rates[split.rows]
+    coordinates = split.at(test)
+    shrunk = (coordinates / (split.squares + penalty) for penalty in design.penalties)
+    return np.stack([one.astype(np.float32) @ projected for one in shrunk])
 
 
 def with_penalties(predicted: np.ndarray, chosen: np.ndarray) -> np.ndarray:
@@ -276,12 +287,15 @@ def with_penalties(predicted: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 
 
 def correlation(predicted: np.ndarray, design: Design, fold: int) -> np.ndarray:
-    """``[columns]`` correlation of predictions with a fold's rates, both less their runs' means."""
-    rows = design.rows_of(fold)
-    centred = _within(predicted, design.outcome.runs[rows])
-    truth = design.standard[fold][:, : predicted.shape[1]]
+    """``[columns]`` correlation of predictions with the rates of a fold's training contexts, both
+    less their runs' means."""
+    return _correlation(predicted, design.standard[fold], design.outcome.runs[design.rows_of(fold)])
+
+
+def _correlation(predicted: np.ndarray, standard: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    centred = less_means(predicted, runs)
     length = np.sqrt(np.einsum("nc,nc->c", centred, centred))
-    product = np.einsum("nc,nc->c", centred, truth)
+    product = np.einsum("nc,nc->c", centred, standard)
     return np.divide(product, length, out=np.zeros_like(product), where=length > 0)
 
 
@@ -304,7 +318,7 @@ def fold_auroc(scores: np.ndarray, design: Design, rows: np.ndarray) -> np.ndarr
     return np.divide(won, total, out=np.full(len(won), 0.5), where=total > 0)
 
 
-def _within(values: np.ndarray, runs: np.ndarray) -> np.ndarray:
+def less_means(values: np.ndarray, runs: np.ndarray) -> np.ndarray:
     """Values less the mean of their run."""
     out = values.copy()
     for run in np.unique(runs):
