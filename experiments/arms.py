@@ -24,7 +24,7 @@ from ia_mech.display import Bar
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, paired_row
 from ia_mech.judge.decoys import SIBLING
-from ia_mech.judge.label import UNSEEN, label_run
+from ia_mech.judge.judging import ON_UNPERTURBED, label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import identity_hash
 from ia_mech.rates.load import NO_ANNOTATOR, JudgedTurns, read_runs
@@ -175,7 +175,7 @@ def judge_alike(first: Run, runs: Sequence[Run], judge: str, *, unperturbed: boo
     Raises:
         UserError: it is another judge, which the user has to run.
     """
-    name = judge + UNSEEN if unperturbed else judge
+    name = judge + ON_UNPERTURBED if unperturbed else judge
     todo = [run for run in runs if name not in run.labels.judges]
     own, rules = first.labels.record("judgements", judge).get("identity", {}), RulesJudge()
     if todo and identity_hash(own) != identity_hash(rules.identity):
