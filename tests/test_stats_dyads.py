@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import t
 
 from benchmarks.coverage_data import decoyed
-from ia_mech.judge.decoys import KINDS, SIBLING
+from ia_mech.judge.decoys import DECOY_KINDS, SIBLING
 from ia_mech.stats import cluster_mean, dyadic_difference, dyadic_mean, zero_events_bound
 
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rate", "floor"), [(0.2, 0.02), (0.6, 0.2)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DECOY_KINDS)
 def test_coverage_of_a_small_study(kind, rate, floor):
     """Of 300 studies at 95%, fewer than 276 cover with probability 0.002 (binomial)."""
     rng, inside = np.random.default_rng([60, int(100 * rate), int(100 * floor)]), 0
