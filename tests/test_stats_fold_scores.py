@@ -185,6 +185,25 @@ def test_a_context_drawn_twice_is_no_other_context():
         assert replicate == 1 if first and second else np.isnan(replicate)
 
 
+def test_pairs_within_a_source_count_as_often_as_it_is_drawn():
+    """Not as the square of that: the spread is that of a quotient of sums over sources."""
+    rng = np.random.default_rng(5)
+    sources = np.repeat(np.arange(150), 4)
+    k, n = rng.integers(1, 8, 600), np.full(600, 8)
+    scores = rng.standard_normal(600) + 0.1 * k
+    found = FoldScores(k, n, sources, np.zeros(600), sources, resamples=4000).auroc(scores)
+    right, pairs = np.zeros(150), np.zeros(150)
+    for one in range(150):
+        at = sources == one
+        weight = np.outer(k[at], n[at] - k[at]) * (1 - np.eye(4))
+        right[one] = (weight * (scores[at][:, None] > scores[at][None, :])).sum()
+        pairs[one] = weight.sum()
+    value = right.sum() / pairs.sum()
+    assert found.value == pytest.approx(value)
+    error = np.sqrt(((right - value * pairs) ** 2).sum()) / pairs.sum()
+    assert found.replicates.std() == pytest.approx(error, rel=0.1)
+
+
 def test_folds_without_a_value_are_left_out():
     k, n = np.array([2.0, 0, 0, 0, 3, 3]), np.full(6, 3.0)
     folds, p = [0, 0, 1, 1, 2, 2], np.array([0.5, 0.2, 0.3, 0.4, 0.6, 0.7])

@@ -150,7 +150,7 @@ class FoldScores:
         ``[contexts]`` scores; see :func:`ia_mech.stats.auroc_columns`.
 
         A context that was drawn twice is no other context. Every pair of a fold counts alike,
-        whatever its stratum.
+        whatever its stratum. In a stratum of one source, pairs count as often as it was drawn.
 
         Raises:
             ValueError: not one score per context, or one is NaN.
@@ -161,12 +161,15 @@ class FoldScores:
         within = self._positives * self._negatives
 
         def part(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            drawn = np.ones(counts.shape[1])
+            if (self._source[rows] == self._source[rows[0]]).all():
+                drawn, counts = counts[0], np.ones_like(counts)
             times = np.ascontiguousarray(counts.T)
             k, rest = times * self._positives[rows], times * self._negatives[rows]
             area, pairs = concordance(column[None, rows], k, rest)
             own = within[rows] @ counts**2
             pairs = np.maximum(pairs - own, 0.0)
-            return np.where(pairs > 0, area - own / 2, 0.0), pairs
+            return np.where(pairs > 0, area - own / 2, 0.0) * drawn, pairs * drawn
 
         ascending = [
             (fold, rows[np.argsort(column[rows], kind="stable")]) for fold, rows in self._groups
