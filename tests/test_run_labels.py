@@ -104,6 +104,15 @@ def test_labels_of_other_turns_are_refused(labels):
             read()
 
 
+def test_verdicts_under_another_name_are_refused(labels):
+    labels.write_judgements("rules", [], {})
+    (labels.path / "judgements/rules.parquet").rename(labels.path / "judgements/strict.parquet")
+    with pytest.raises(
+        UserError, match=r"strict\.parquet can't be read \(it holds the judgements of"
+    ):
+        labels.judgements("strict")
+
+
 def test_the_digest_of_turns_tells_texts_apart(merged):
     whole, parted = Run(merged.path), Run(merged.path)
     whole.generations  # noqa: B018 (read at once, not part by part)

@@ -176,7 +176,9 @@ class Labels:
         file = self._file(kind, name)
         try:
             record = dict(json.loads((pq.read_schema(file).metadata or {})[_RECORD]))
-            turns = record.pop("turns")
+            turns, whose = record.pop("turns"), record.pop("name")
+            if whose != name:
+                raise ValueError(f"it holds the {kind} of {whose!r}")
         except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
             raise self._unreadable(kind, name, error) from None
         if turns != self._run.turns_digest:
@@ -287,7 +289,8 @@ class Labels:
     ) -> Path:
         path = self._file(kind, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(record | {"turns": self._run.turns_digest}, sort_keys=True)
+        about = {"turns": self._run.turns_digest, "name": name}
+        text = json.dumps(record | about, sort_keys=True)
         schema = schema.with_metadata({_RECORD: text})
 
         def write(scratch: Path) -> None:
