@@ -153,6 +153,43 @@ def auroc_less(model: str, column: str, other: str) -> tuple[float, float, float
     return linearised(value - base, right - value * pairs - less + base * pairs, pairs.sum())
 
 
+def ordered(score: np.ndarray, turns: np.ndarray, query: np.ndarray) -> float:
+    """How often scores ``[contexts]`` order two of ``turns`` ``[contexts, samples]`` rightly."""
+    right = pairs = 0.0
+    for one in np.unique(query):
+        mine = query == one
+        yes, no = turns[mine].sum(1), (1 - turns[mine]).sum(1)
+        weight = np.outer(yes, no)
+        np.fill_diagonal(weight, 0)
+        gap = score[mine][:, None] - score[mine][None, :]
+        right += weight[gap > 1e-9].sum() + weight[abs(gap) <= 1e-9].sum() / 2
+        pairs += weight.sum()
+    return right / pairs
+
+
+def own_rates(model: str) -> tuple[str, str]:
+    """How well rates of turns order siblings: their own turns if responses make no difference
+    (turns of one sample number change places within queries), and half of them the other half.
+    Means of 10 draws."""
+    probes = table(model, "probes").set_index("context_id")
+    turns = table(model, "turns")
+    turns = turns[(turns["temperature"] > 0) & turns["context"].isin(probes.index)]
+    wide = turns.pivot_table(index="context", columns="sample", values="accepted").fillna(0.0)
+    query = pd.factorize(probes.loc[wide.index, "source"].astype(str))[0]
+    x, rng, chance, halves = wide.to_numpy(), np.random.default_rng(0), [], []
+    for _ in range(10):
+        mixed = x.copy()
+        for one in np.unique(query):
+            at = np.flatnonzero(query == one)
+            for column in range(x.shape[1]):
+                mixed[at, column] = x[rng.permutation(at), column]
+        chance.append(ordered(mixed.mean(1), mixed, query))
+        drawn = rng.permutation(x.shape[1])
+        first, second = drawn[:8], drawn[8:]
+        halves.append(ordered(x[:, first].mean(1), x[:, second], query))
+    return number(float(np.mean(chance))), number(float(np.mean(halves)))
+
+
 # -- tables ----------------------------------------------------------------------------------------
 
 Row = tuple[str, Callable[[str], str]]
@@ -371,6 +408,7 @@ def elicited(model: str) -> str:
     return markdown(["arm", "accepted", "after siblings", "excess", "less greedy's"], rows)
 
 
+@cache
 def tables() -> dict[str, list[str]]:
     """The tables of each page."""
     both = [judged(), located(), variances(), read()]
@@ -382,6 +420,15 @@ def tables() -> dict[str, list[str]]:
     return found
 
 
+def rates_in_words() -> str:
+    (chance, half), (other_chance, other_half) = (own_rates(model) for model in MODELS)
+    return (
+        f"of which {chance} and {other_chance} would arise without any difference between "
+        f"responses; rates of 8 turns order the *other* 8 with {half} and {other_half}"
+    )
+
+
+@cache
 def in_words() -> dict[str, str]:
     """Intervals that stand in sentences."""
     own, header, query = (site(QWEN, name, HOT) for name in ("own context", "header", "query"))
@@ -410,6 +457,7 @@ def in_words() -> dict[str, str]:
         "rise_more": more("beyond another"),
         "output_less_text": shown(*auroc_less(QWEN, "control:output", "control:text")),
         "output_less_lengths": shown(*auroc_less(QWEN, "control:output", "control:lengths")),
+        "own_rates": rates_in_words(),
         "states_less_words": shown(*auroc_less(SMOL, "log_odds", "control:text"), sign=True),
     }
 
@@ -436,3 +484,8 @@ def test_a_page_says_what_the_data_say(page):
     of_judges = text.partition("## As a judge")[0]
     for one in INTERVAL.findall(of_judges):
         assert one in made or one in ELSEWHERE, one
+
+
+def test_what_rates_themselves_could_tell_is_said():
+    text = " ".join((RESULTS / "compare.md").read_text("utf-8").split())
+    assert rates_in_words() in text
