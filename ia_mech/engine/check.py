@@ -175,23 +175,25 @@ class _Differences:
         self.deviations.setdefault(what, []).append(difference / max(displacement, 1e-30))
 
     def _compare_logprobs(
-        self, what: str, ours: np.ndarray, logits: Tensor, tokens: Sequence[int]
+        self,
+        what: str,
+        ours: np.ndarray,
+        logits: Tensor,
+        tokens: Sequence[int],
+        context: int,
+        warmth: float = 1.0,
     ) -> None:
-        """Compare log-probabilities ``[tokens]`` with those of ``logits`` ``[tokens + 2, vocab]``,
-        which begin a token early."""
-        chosen = torch.tensor(tokens, device=self.device)
-        every = logits.log_softmax(-1)
-        at = [
-            every[shift : shift + len(chosen)].gather(-1, chosen[:, None])[:, 0]
-            for shift in (0, 1, 2)
-        ]
+        """Compare log-probabilities ``[tokens]`` at a temperature with those of ``logits``
+        ``[tokens + 2, vocab]``, which begin a token early, on average over the tokens."""
         mine = torch.as_tensor(ours, device=self.device)
-        # Sums, as a single token's log-probability may be nearly the same a token earlier.
-        off, *displaced = (
-            float((other - at[1]).abs().nan_to_num(torch.inf).sum())
-            for other in (mine, at[0], at[2])
+        off = _difference(mine, _logprobs(logits[1:-1] / warmth, tokens))
+        # Of the turn, which is text: a model that repeats a token gives it nearly the same
+        # log-probability at each step, so that mere rounding would look like another token's.
+        before, right, after = (
+            _logprobs(self.full[context][shift:] / warmth, self.turn) for shift in range(3)
         )
-        self.deviations.setdefault(what, []).append(off / max(min(displaced), 1e-30))
+        displacement = min(_difference(before, right), _difference(after, right))
+        self.deviations.setdefault(what, []).append(off / max(displacement, 1e-30))
 
     def _pad(self) -> None:
         """A short prompt with much padding, beside one that is rotated otherwise if any is."""
@@ -222,7 +224,9 @@ class _Differences:
         scores = score(self.model, [self.prefilled], turns)
         for turn, scored in zip(turns, scores, strict=True):
             logits = self.full[turn.context][: len(turn.ids) + 2]
-            self._compare_logprobs("scoring a turn", scored.logprobs_raw, logits, turn.ids)
+            self._compare_logprobs(
+                "scoring a turn", scored.logprobs_raw, logits, turn.ids, turn.context
+            )
 
     def _sample(self) -> None:
         """Greedy and sampled rows, against the sampling rule on the logits of full passes."""
@@ -243,9 +247,10 @@ class _Differences:
         """Compare what a row wrote with logits ``[STEPS + 2, vocab]`` of a full pass over it."""
         what, warmth = "sampled rows", row.temperature or 1.0
         tokens = wrote.token_ids.tolist()
-        self._compare_logprobs(what, wrote.logprobs_raw, logits, tokens)
+        self._compare_logprobs(what, wrote.logprobs_raw, logits, tokens, row.context)
         if row.temperature:
-            self._compare_logprobs(what, wrote.logprobs_tempered, logits / warmth, tokens)
+            tempered = wrote.logprobs_tempered
+            self._compare_logprobs(what, tempered, logits, tokens, row.context, warmth)
         steps = torch.arange(STEPS, device=self.device)
         keys = torch.tensor([row.stream] * STEPS, device=self.device)
         temperature = torch.full((STEPS,), row.temperature, device=self.device)
@@ -280,6 +285,17 @@ def _full_pass(model: PreTrainedModel, ids: list[list[int]]) -> Tensor:
     cache, mask or padding."""
     with installed(model).own_attention():
         return model(torch.tensor(ids, device=model.device), use_cache=False).logits.float()
+
+
+def _logprobs(logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Log-probabilities ``[tokens]``, each of its row of ``logits`` ``[tokens or more, vocab]``."""
+    chosen = torch.tensor(tokens, device=logits.device)
+    return logits[: len(chosen)].log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Mean difference; infinite where there is no number."""
+    return float((a - b).abs().nan_to_num(torch.inf).mean())
 
 
 def _largest_difference(a: Tensor, b: Tensor) -> Tensor:
