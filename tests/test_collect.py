@@ -267,8 +267,13 @@ def test_memory_running_out_is_said_recorded_in_its_parts_and_survived(
     ]
     assert [part.get("batch_rows") for part in run.parts("contexts")] == [None, 5, 5, 5]
     assert all("batch_rows" not in part for part in whole.parts("contexts"))
-    for a, b in zip(whole.generations.iloc, run.generations.iloc, strict=True):
-        if a["token_ids"].tolist() != b["token_ids"].tolist():  # only where rounding may decide
+    assert_same_but_at_near_ties(whole, run)
+
+
+def assert_same_but_at_near_ties(one: Run, other: Run) -> None:
+    """Rows of batches of other widths differ only where rounding may decide."""
+    for a, b in zip(one.generations.iloc, other.generations.iloc, strict=True):
+        if a["token_ids"].tolist() != b["token_ids"].tolist():
             n = min(len(a["token_ids"]), len(b["token_ids"]))
             first = int(np.argmax(a["token_ids"][:n] != b["token_ids"][:n]))
             assert min(a["margins"][first], b["margins"][first]) < 1e-4
@@ -502,6 +507,26 @@ def test_rows_do_not_depend_on_the_workers(tiny_subject, tmp_path, response):
     assert not Run.open(tmp_path / "on").complete
     digests.add(sampled(settings, tiny_subject, tmp_path / "on", crew=Crew(4)).digest())
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("wanted", [20, 7])
+def test_rows_that_wait_for_places_are_those_of_batches_of_their_own(
+    wanted, tiny_subject, tmp_path, monkeypatch
+):
+    """As on a GPU, where a part holds more rows than are decoded together."""
+    settings = replace(SETTINGS, batch_rows=wanted, max_new_tokens=16)
+    monkeypatch.setattr(parts, "PARTS", {"cpu": 1})
+    apart = sampled(settings, tiny_subject, tmp_path / "apart")
+    for where in (parts, compute):
+        monkeypatch.setattr(where, "QUEUE", {"cpu": 4})
+    drawn: list[int] = []
+    honest = compute.PartProgress.decoded
+    monkeypatch.setattr(
+        compute.PartProgress, "decoded", lambda self, *n: (drawn.append(n[0]), honest(self, *n))
+    )
+    queued = sampled(settings, tiny_subject, tmp_path / "queued")
+    assert_same_but_at_near_ties(apart, queued)
+    assert max(drawn) == wanted and len(queued.parts("contexts")) < len(apart.parts("contexts"))
 
 
 # -- what is shown ---------------------------------------------------------------------------------

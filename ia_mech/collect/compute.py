@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ia_mech.chat.thoughts import Response
+from ia_mech.collect.parts import QUEUE
 from ia_mech.collect.progress import PartProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext
 from ia_mech.engine.decode import Decoded, Row, decode
@@ -161,8 +162,10 @@ class Computation:
     def contexts(
         self, contexts: Sequence[PreparedContext], limit: int, work: PartProgress
     ) -> list[ContextResult]:
-        """Results of contexts; as many are held together as ``limit`` rows are of."""
-        together = max(1, limit // len(self.settings.rows()))
+        """Results of contexts, at most ``limit`` rows at a time; where these end, rows of others
+        that are held take their places."""
+        queue = QUEUE[self.subject.device.type] * limit
+        together = max(1, queue // len(self.settings.rows()))
         results: list[ContextResult] = []
         for start in range(0, len(contexts), together):
             results += self._contexts_together(contexts[start : start + together], limit, work)

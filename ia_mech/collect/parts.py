@@ -48,6 +48,9 @@ RESPONSES = 16  # fewer responses together cost as much: reading the weights is 
 # Where memory allows few long responses at a time, a part has so many times more, which take the
 # places of those that end.
 WAITING = 4
+# A part of contexts has so many times the rows that are decoded together, and the others wait. Most
+# turns are short and a few long: a GPU's step takes as long for the last rows as for a thousand.
+QUEUE = {"cpu": 1, "cuda": 4}
 PARTS = {"cpu": 4, "cuda": 1}  # parts come in such numbers, so that workers end together
 
 
@@ -363,10 +366,10 @@ def part_room(settings: Settings, size: Footprint, out: Path) -> int:
 def plan_parts(surveyed: Survey, settings: Settings, size: Footprint, room: int) -> Parts:
     """The parts of a run.
 
-    Parts of contexts are alike in size, with at most ``batch_rows`` rows or one context each, as
-    long as they take no more than ``room`` bytes of memory. Where the rows of the longest context
-    alone take more, fewer are decoded together. Where the model writes several responses to a
-    query, no part splits them: one is drawn in place of another.
+    Parts of contexts are alike in size, with at most :data:`QUEUE` times ``batch_rows`` rows or one
+    context each, as long as they take no more than ``room`` bytes of memory. Where the rows of the
+    longest context alone take more, fewer are decoded together. Where the model writes several
+    responses to a query, no part splits them: one is drawn in place of another.
     """
     device = resolve_device(settings.device).type
     batch_rows = settings.batch_rows or BATCH_ROWS[device]
@@ -381,17 +384,23 @@ def plan_parts(surveyed: Survey, settings: Settings, size: Footprint, room: int)
         for order, one in enumerate(surveyed.conversations)
         if order not in surveyed.prompts or each == 1 or one.response_index == 0
     ]
-    parts = part_count(len(starts), max(1, batch_rows // (rows * each)), several)
+    parts = part_count(len(starts), max(1, QUEUE[device] * batch_rows // (rows * each)), several)
     firsts, splits = {starts[at * len(starts) // parts] for at in range(parts)}, set(starts)
     contexts: list[list[int]] = []
     held: list[int] = []  # bytes of each part
+    state = taken = widest = 0  # bytes of the last part: its contexts, all its rows, its widest row
     for order, length in enumerate(surveyed.lengths):
-        needed = size.context(length) + min(rows, batch_rows) * size.row(length, new)
-        if order in firsts or (order in splits and held[-1] + needed > room):
+        row = size.row(length, new)
+        state, taken = state + size.context(length), taken + min(rows, batch_rows) * row
+        widest = max(widest, row)
+        needed = state + min(taken, batch_rows * widest)
+        if order in firsts or (order in splits and needed > room):
+            state, taken, widest = size.context(length), min(rows, batch_rows) * row, row
+            needed = state + taken
             contexts.append([])
             held.append(0)
         contexts[-1].append(order)
-        held[-1] += needed
+        held[-1] = needed
     response_rows, responses = batch_rows, []
     if surveyed.prompts:
         prompt = max(surveyed.prompts.values())
