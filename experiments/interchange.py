@@ -201,22 +201,15 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
 
 @dataclass(frozen=True)
 class Recipient(Unit):
-    """A context whose own states are put in: a turn after each cell may not change.
+    """A context whose own states are put in, which may not change what is computed of it.
 
     Attributes:
         context: its token ids.
         cells: the tokens and the layer of each.
-        temperature, samples, most_tokens, seed: of turns.
-        source_id: of the recipient, of which its noise depends.
     """
 
     context: tuple[int, ...]
     cells: list[tuple[tuple[int, ...], int]]
-    temperature: float
-    samples: int
-    most_tokens: int
-    seed: int
-    source_id: str
 
 
 class Interchange(Experiment):
@@ -363,32 +356,29 @@ class Interchange(Experiment):
     # -- the recipient's own states ---------------------------------------------------------------
 
     def units(self) -> list[Unit]:
-        settings, found = self.runs[0].settings, list[Unit]()
-        turn = self.args.temperature, self.args.samples, settings["max_new_tokens"]
+        found = list[Unit]()
         for recipient in self.donors["recipient"]:
             row = self.rows_of_contexts.iloc[recipient]
-            ids, query = tuple(row["token_ids"].tolist()), self.contexts["source"][recipient]
+            ids = tuple(row["token_ids"].tolist())
             cells = [
                 (positions_of(row["positions"], self.tokens[place]), layer)
                 for place, layer in self.cells
             ]
-            tokens = 2 * len(cells) * (len(ids) + turn[-1])
-            noise = settings["seed"], row["source_id"]
-            found.append(Recipient(query, row["dataset"], tokens, ids, cells, *turn, *noise))
+            query = self.contexts["source"][recipient], row["dataset"]
+            found.append(Recipient(*query, 2 * len(cells) * len(ids), ids, cells))
         return found
 
     def measure(self, model: Model, unit: Recipient) -> pd.DataFrame:
-        """A turn per cell, written with and without the recipient's own states put in.
+        """Compare what a turn goes on from, logits and the whole state, with and without the
+        recipient's own states put in.
 
         Raises:
-            UserError: logits or turns differ in a bit.
+            UserError: they differ in a bit.
         """
         import torch
 
-        from ia_mech.engine.decode import Row, decode
         from ia_mech.engine.intervene import Replace
-        from ia_mech.engine.sampling import stream_key
-        from ia_mech.engine.state import Prefix, prefill
+        from ia_mech.engine.state import Prefix, held_tensors, prefill
 
         subject, places = model.subject.model, sorted({at for one, _ in unit.cells for at in one})
         with torch.inference_mode():
@@ -400,25 +390,19 @@ class Interchange(Experiment):
                 put = states[number, layer, [places.index(one) for one in at]]
                 own.append(Prefix(unit.context, places, (Replace(layer, at, put),)))
             again = prefill(subject, own)
-            streams = [
-                stream_key(unit.seed, unit.source_id, number % unit.samples)
-                for number in range(len(unit.cells))
-            ]
-            rows = [Row(number, unit.temperature, one) for number, one in enumerate(streams)]
-            wrote = [
-                decode(subject, [group], rows, model.chat.stop_ids, unit.most_tokens)
-                for group in (plain, again)
-            ]
-        model.on_tokens(unit.tokens)
-        same = [
-            torch.equal(plain.logits[number], again.logits[number])
-            and np.array_equal(a.token_ids, b.token_ids)
-            for number, (a, b) in enumerate(zip(*wrote, strict=True))
+        every = [
+            [one.logits, *(x for layer in one.state.cache.layers for x in held_tensors(layer))]
+            for one in (plain, again)
         ]
+        same = [
+            all(torch.equal(a[number], b[number]) for a, b in zip(*every, strict=True))
+            for number in range(len(unit.cells))
+        ]
+        model.on_tokens(unit.tokens)
         if not all(same):
             raise UserError(
-                f"a context's own states, put where they were, change {same.count(False)} of "
-                f"{len(same)} turns: this model can't be measured so",
+                f"a context's own states, put where they were, change what is computed in "
+                f"{same.count(False)} of {len(same)} cells: this model can't be measured so",
                 "report it with the model's name",
             )
         return pd.DataFrame({"same": same})
@@ -523,8 +507,8 @@ class Interchange(Experiment):
         assert self.gate is not None
         control = (
             f"Two donors of equal share differ at {false} of {len(equal)} cells (largest "
-            f"{equal['value'].abs().max():.2f}). The recipient's own states change none of "
-            f"{self._own} turns. {self.gate.sentence}."
+            f"{equal['value'].abs().max():.2f}). The recipient's own states change no bit in any of "
+            f"{self._own} cells. {self.gate.sentence}."
         )
         return Conclusion(sentence, control)
 

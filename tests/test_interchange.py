@@ -13,6 +13,7 @@ from conftest import Silent
 from judging import FakeJudge
 from shell import call, refusal
 
+import ia_mech.engine.state as state
 from experiments.experiment import Model
 from experiments.interchange import (
     ARMS,
@@ -34,6 +35,7 @@ from experiments.interchange import (
     shares_of,
 )
 from ia_mech.collect.job import collect
+from ia_mech.errors import UserError
 from ia_mech.estimates import frame_of
 from ia_mech.judge.judging import label_run
 from ia_mech.judge.rubric import GENUINE
@@ -151,7 +153,7 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
             assert cells.loc[(EQUAL, place, layer), "p_holm"] > 0.05
     said = outcome.out.splitlines()
     assert said[0].startswith(f"A state moves the share of sampled turns that are {GENUINE} at 4 ")
-    assert "change none of 256 turns" in said[1] and "differ at 0 of 16 cells" in said[1]
+    assert "change no bit in any of 256 cells" in said[1] and "differ at 0 of 16 cells" in said[1]
     run = Run.open(tmp_path / "out" / "turns" / "run")
     about = [json.loads(text)["interchange"] for text in run.contexts["metadata"]]
     recipients = run.contexts["source_id"].to_numpy()
@@ -194,16 +196,29 @@ def test_what_cannot_be_exchanged_is_refused_and_what_it_takes_is_said(used, com
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_own_states_change_no_bit_in_any_kind_of_model(family, tmp_path):
+def test_own_states_change_no_bit_in_any_kind_of_model(family, tmp_path, monkeypatch):
     model = tiny.model(family)
     subject = Subject(ModelSpec(family), model, None, "")
     chat = SimpleNamespace(stop_ids=[tiny.EOS])
     ids = tuple(tiny.prompt(30, 0))
     places = ((25,), (26,), (27, 28, 29), (29,))
     cells = [(at, layer) for at in places for layer in exchanged_layers(4)]
-    unit = Recipient("s", "d", 1, ids, cells, 0.7, 3, 6, 0, "s")
+    unit = Recipient("s", "d", 1, ids, cells)
     experiment = Interchange([], None, tmp_path)
     assert experiment.measure(Model(subject, chat), unit)["same"].tolist() == [True] * 16
+    honest = state.forward
+
+    def disturbed(*arguments, **options):
+        """The last context's keys and values in the last layer, where states are put in."""
+        made = honest(*arguments, **options)
+        if any(options["interventions"]):
+            for tensor in state.held_tensors(arguments[1].cache.layers[-1]):
+                tensor[-1] += 1e-6
+        return made
+
+    monkeypatch.setattr(state, "forward", disturbed)
+    with pytest.raises(UserError, match="change what is computed in 1 of 16 cells"):
+        experiment.measure(Model(subject, chat), unit)
 
 
 # -- the parts -------------------------------------------------------------------------------------
