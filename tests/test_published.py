@@ -245,6 +245,12 @@ READ: list[Row] = [
 BEST: list[Row] = [*READ[:2], READ[3]]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
 SITES = ("own context", "response", "after the response", "header", "query")
+PLACES = {
+    "turn_end": "turn end",
+    "turn_separator": "separator",
+    "header": "all of the header",
+    "header_last": "the header's last token",
+}
 CATEGORIES = {
     "genuine_follow_up": "genuine",
     "prompt_restatement": "repeats query",
@@ -396,6 +402,20 @@ def changes(model: str) -> str:
     return markdown(["", "greedy", "less unchanged", "T = 0.7", "less unchanged"], rows)
 
 
+def exchanged(model: str) -> str:
+    """By how much a state of a donor with a high share moves the recipient's more than that of one
+    with a low share."""
+    found = table(model, "interchange")
+    found = found.assign(moved=found["high"] - found["low"])
+    wide = found.pivot_table(index="source", columns=["term", "layer"], values="moved")
+    layers = sorted(found["layer"].unique())
+    rows = [
+        [label, *(change(wide[(term, layer)]) for layer in layers)]
+        for term, label in PLACES.items()
+    ]
+    return markdown(["state put in", *(f"after layer {layer}" for layer in layers)], rows)
+
+
 def elicited(model: str) -> str:
     columns = ["accepted", "accepted after siblings", EXCESS]
     wide = table(model, "elicit").pivot_table(index="source", columns="arm", values=columns)
@@ -416,7 +436,8 @@ def tables() -> dict[str, list[str]]:
     for model in MODELS:
         mine = [datasets(model), categories(), sites(model), windows(model), written(model)]
         found[f"docs/results/{model}.md"] = mine
-    found[f"docs/results/{SMOL}.md"] += [vectors(SMOL), changes(SMOL), elicited(SMOL)]
+    own = [exchanged, vectors, changes, elicited]
+    found[f"docs/results/{SMOL}.md"] += [make(SMOL) for make in own]
     return found
 
 
@@ -442,7 +463,12 @@ def in_words() -> dict[str, str]:
 
     hits = [site(QWEN, f"written: {name}", HOT, what="hits") for name in ("header", "query")]
     smol = site(SMOL, "own context", HOT) / 10 - site(SMOL, "header", HOT)
+    cells = table(SMOL, "interchange").set_index(["term", "layer"])
+    last = cells.loc[("header_last", 27)]
     return {
+        "donors": change(last["own high"] - last["own low"]),
+        "moved": change(last["high"] - last["low"]),
+        "equal_donors": change(last["equal a"] - last["equal b"]),
         "q_rise": mean(own - site(QWEN, "own context", 0.0)),
         "header_less_query": mean(header - query),
         "tenth": mean(own / 10 - header),

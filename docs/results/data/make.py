@@ -5,7 +5,7 @@
 
 FOLDER holds run/ (judged by the rules judge, with results of locate, of ``probes --within source
 --target latent`` and of decoupling), vectors/ (of learned-vector), changes/ (of
-perturbations) and elicit/; what isn't there is left out.
+perturbations), elicit/ and interchange/; what isn't there is left out.
 """
 
 import sys
@@ -20,6 +20,8 @@ from experiments.locate import OWN, query_bits_of, with_own_scores
 from ia_mech import Run
 
 TURN = ["context_id", "temperature", "sample"]
+EXCHANGED = ["source", "term", "layer", "high", "low", "equal a", "equal b"]
+EXCHANGED += ["own high", "own low", "unchanged"]
 
 
 def contexts(run: Run, folder: Path) -> pd.DataFrame:
@@ -87,9 +89,12 @@ def main(folder: Path, out: Path) -> None:
         "vectors": "vectors/rows.parquet",
         "changes": "changes/turns.parquet",
         "elicit": "elicit/rows.parquet",
+        "interchange": "interchange/rows.parquet",
     }.items():
         if (folder / file).is_file():
             tables[name] = pd.read_parquet(folder / file)
+    if "interchange" in tables:
+        tables["interchange"] = tables["interchange"][EXCHANGED]
     out.mkdir(parents=True, exist_ok=True)
     for name, table in tables.items():
         for column in table.columns[table.dtypes.astype(str).isin(["category", "string", "str"])]:
