@@ -9,6 +9,7 @@ A model with recurrent layers has one site more, their state, which holds all to
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +44,15 @@ HEAD = "response, layers, head"
 HEADER_FIRST, HEADER_LAST = "header_0", "header_last"
 WRITTEN = tuple(f"written: {site}" for site in (OWN, RESPONSE, HEADER, RESPONSE_AND_HEADER, QUERY))
 WRITTEN_OF_RECURRENT = (f"written: {STATE}", f"written: {ALL_THREE}")
-WINDOWS, HEADS, STATES, WRITING = MAPS = ("windows", "heads", "states", "written")
+WINDOWS, HEADS, STATES, WRITING, BANDS = MAPS = ("windows", "heads", "states", "written", "bands")
+# Bands of the response by how many of its tokens follow, at least and at most.
+BAND_SITES: dict[str, tuple[int, int | None]] = {
+    "response, last token": (0, 1),
+    "response, tokens 2–8 from its end": (1, 8),
+    "response, tokens 9–32 from its end": (8, 32),
+    "response, tokens 33–128 from its end": (32, 128),
+    "response, tokens before these": (128, None),
+}
 SCORES = [f"score_{number}" for number in range(CANDIDATES)]
 RECIPIENT_SCORE = "score_recipient"
 # Which pieces of a context are a candidate's: 0 the query, 1 the response, 2 what stands between
@@ -122,6 +131,34 @@ def hybrid(unit: SiblingContexts, site: str, recipient: int, donor: int) -> "Hyb
     return Hybrid(recipient, tuple(pieces), donor if 4 in DONATED[site] else recipient)
 
 
+def with_band(
+    unit: SiblingContexts, band: tuple[int, int | None], recipient: int, donor: int
+) -> "Hybrid":
+    """The recipient's context up to the response's end, with a band of the donor's response: as
+    many tokens in place of as many, at the same distance from the end. Of the band that has no
+    limit all tokens are exchanged, where both have some."""
+    from ia_mech.engine.splice import Hybrid, Piece
+
+    behind, most = band
+    both = recipient, donor
+    lengths = [unit.stops[which] - unit.starts[which] for which in both]
+    behind = min(behind, *lengths)
+    if most is None:
+        counts = lengths if behind < min(lengths) else [behind, behind]
+    else:
+        counts = [min(most, *lengths)] * 2
+    (own_first, first), (own_stop, stop) = (
+        [unit.stops[which] - count for which, count in zip(both, each, strict=True)]
+        for each in (counts, [behind, behind])
+    )
+    pieces = (
+        Piece(recipient, 0, own_first),
+        Piece(donor, first, stop),
+        Piece(recipient, own_stop, unit.stops[recipient]),
+    )
+    return Hybrid(recipient, tuple(piece for piece in pieces if piece.start < piece.stop))
+
+
 @dataclass(frozen=True)
 class MapCell:
     """One cell of a map.
@@ -174,7 +211,7 @@ class SiteScorer:
         for site in (*SITES, *OF_RECURRENT) if self._recurrent else SITES:
             hybrids = [hybrid(unit, site, *pair) for pair in pairs]
             self._score_site(site, spliced(whole, hybrids), pairs)
-        if {WINDOWS, HEADS, STATES} & set(unit.maps):
+        if {WINDOWS, HEADS, STATES, BANDS} & set(unit.maps):
             self._score_maps(to_response, whole)
         if WRITING in unit.maps:
             self._write_turns(whole)
@@ -220,7 +257,8 @@ class SiteScorer:
             self._add(site, d, turn, each)
 
     def _score_maps(self, to_response: "Prefilled", whole: "Prefilled") -> None:
-        """States of the header, and windows of the response, with what follows computed anew."""
+        """States of the header, and windows and bands of the response, with what follows computed
+        anew."""
         from ia_mech.engine.splice import Hybrid, Piece, spliced
 
         unit, d = self._unit, self._unit.recipients[0]
@@ -233,6 +271,10 @@ class SiteScorer:
                 hybrids.append(Hybrid(d, pieces, j if of_state else d))
         hybrids = hybrids if self._recurrent else hybrids[:CANDIDATES]
         cells = [*self._windows(to_response, d), *self._states(whole, d)]
+        for site, band in BAND_SITES.items() if BANDS in unit.maps else ():
+            following = partial(_following, len(unit.contexts) + len(hybrids))
+            cells.append(MapCell(site, -1, -1, following))
+            hybrids += [with_band(unit, band, d, j) for j in candidates]
         mapped = [turn for _, turn in self._turns_of_candidates(d) if turn[1:3] == (unit.mapped, 0)]
         wanted = [
             cell.turn(at, j, (*unit.after, *turn[3]))
@@ -262,13 +304,10 @@ class SiteScorer:
         def borrowing(taken: "dict[int, Sequence[int]]") -> Callable:
             return lambda at, j, ids: Turn(d, ids, borrowed=Borrowed(first + at, taken))
 
-        def following(which: int) -> Callable:
-            return lambda at, j, ids: Turn(first + which * CANDIDATES + at, ids)
-
         if {WINDOWS, HEADS} & set(unit.maps):
             wholes = (ALL_LAYERS, STATE_ON, RESPONSE_AND_STATE_ON)
             for which, site in enumerate(wholes if self._recurrent else wholes[:1]):
-                yield MapCell(site, -1, -1, following(which))
+                yield MapCell(site, -1, -1, partial(_following, first + which * CANDIDATES))
             if 0 < len(shared) < unit.layers:
                 every = borrowing(dict.fromkeys(shared, heads))
                 yield MapCell(FULL_LAYERS, -1, -1, every)
@@ -360,6 +399,13 @@ class SiteScorer:
         self._rows.append(row | dict(zip(SCORES, each, strict=True)) | more)
 
 
+def _following(first: int, at: int, j: int, ids: tuple[int, ...]) -> "Turn":
+    """A turn after the hybrid of a candidate, where those of all begin at a number."""
+    from ia_mech.engine.score import Turn
+
+    return Turn(first + at, ids)
+
+
 def tokens_scored(
     turns: int,
     recipients: int,
@@ -382,7 +428,7 @@ def tokens_scored(
     sites = len(SITES) + recurrent * len(OF_RECURRENT)
     scored = each * (recipients * sites + min(recipients, 2))
     windows, states = len(layer_windows(layers)), layers // window_size(layers)
-    cells = {WINDOWS: 2 * windows, HEADS: 2 * windows, STATES: 2 * states}
+    cells = {WINDOWS: 2 * windows, HEADS: 2 * windows, STATES: 2 * states, BANDS: len(BAND_SITES)}
     count = sum(cells.get(name, 0) for name in maps)
     if {WINDOWS, HEADS} & set(maps):
         count += len(COMPUTED_ON) if recurrent else 1

@@ -507,8 +507,8 @@ class Interchange(Experiment):
         assert self.gate is not None
         control = (
             f"Two donors of equal share differ at {false} of {len(equal)} cells (largest "
-            f"{equal['value'].abs().max():.2f}). The recipient's own states change no bit in any of "
-            f"{self._own} cells. {self.gate.sentence}."
+            f"{equal['value'].abs().max():.2f}). The recipient's own states change no bit in any "
+            f"of {self._own} cells. {self.gate.sentence}."
         )
         return Conclusion(sentence, control)
 

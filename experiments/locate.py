@@ -14,10 +14,11 @@ candidate is scored twice:
   tokens are the same in all contexts.
 
 Maps use one recipient per query and ask for more: windows of the response's layers, put in alone
-and left out alone, or single key-value heads of them; states of header tokens by layer; and turns
-that the model writes after hybrids. The windows that carry most are chosen on half of the queries
-and reported on the other. Before anything is scored, a hybrid of everything from another context
-has to be that context; where it isn't, the command names the layers and refuses.
+and left out alone, or single key-value heads of them; bands of its tokens, by their distance from
+its end; states of header tokens by layer; and turns that the model writes after hybrids. The
+windows that carry most are chosen on half of the queries and reported on the other. Before anything
+is scored, a hybrid of everything from another context has to be that context; where it isn't, the
+command names the layers and refuses.
 
 Needs: a run with four or more responses per query (sample with --response generate --responses 4).
 Cost: about 30,000 tokens a query with all four recipients and the usual maps; --dry-run counts.
@@ -44,6 +45,8 @@ from experiments.figures import Bars, Drawing, HeatMap, Lines
 from experiments.hybrids import (
     ALL_LAYERS,
     ALL_THREE,
+    BAND_SITES,
+    BANDS,
     COMPUTED_ON,
     DONATED,
     FULL_LAYERS,
@@ -284,7 +287,7 @@ def map_estimates(
     # What windows are parts of: layers without a shared prefix are in none.
     base = FULL_LAYERS if (rows["site"] == FULL_LAYERS).any() else ALL_LAYERS
     all_layers = query_bits_of(rows[rows["site"] == base], seed)
-    mapped = rows[rows["site"].isin([*COMPUTED_ON, *MAP_SITES, *ALL_WRITTEN])]
+    mapped = rows[rows["site"].isin([*COMPUTED_ON, *BAND_SITES, *MAP_SITES, *ALL_WRITTEN])]
     for place, cell in mapped.groupby(["site", "layer", "head", "temperature"], sort=False):
         found = query_bits_of(cell, seed)
         if found is None:
@@ -393,7 +396,7 @@ class Locate(Experiment):
             "--maps",
             nargs="*",
             choices=MAPS,
-            default=[WINDOWS, STATES, WRITING],
+            default=[WINDOWS, STATES, WRITING, BANDS],
             metavar="MAP",
             help=f"which of {', '.join(MAPS)}; nothing: whole sites alone (default: all but heads)",
         )
@@ -526,6 +529,17 @@ class Locate(Experiment):
             index=("temperature", "term"),
             rows="queries",
             legend="What is named is the candidate's, everything else the recipient's.",
+        )
+        made += tables_of(
+            "carried by bands of the response",
+            found[found["term"].isin([ALL_LAYERS, *BAND_SITES])],
+            columns,
+            index=("term",),
+            rows="queries",
+            legend=(
+                "As many tokens of the candidate's response in place of as many of the "
+                "recipient's; what follows the response is computed anew."
+            ),
         )
         for site in (*COMPUTED_ON, *MAP_SITES):
             mine = found[(found["term"] == site) & found["quantity"].isin(list(columns))]

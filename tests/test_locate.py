@@ -1,5 +1,6 @@
 """Where bits come from, in transformers whose only route is known; the command on a tiny run."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, permutations
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ from experiments.experiment import Model
 from experiments.hybrids import (
     AFTER_RESPONSE,
     ALL_LAYERS,
+    BAND_SITES,
+    BANDS,
     HEAD,
     HEADER,
     HEADER_FIRST,
@@ -35,6 +38,7 @@ from experiments.hybrids import (
     SiteScorer,
     layer_windows,
     window_size,
+    with_band,
 )
 from experiments.locate import (
     Locate,
@@ -74,12 +78,17 @@ def test_the_header_s_place_is_counted_from_the_response_s_end(family):
     assert Locate._placed(self, [query, {"role": "assistant", "content": ""}]) is None
 
 
-def unit(query: int, react: bool = True) -> SiblingContexts:
+def unit(query: int, react: bool = True, behind: int | None = None) -> SiblingContexts:
     """A query with four responses that name themselves, and turns that repeat that name, or another
-    one."""
+    one. So many tokens are behind the name; none given: it is anywhere."""
     rng = np.random.default_rng([query, 5])
     contexts = [
-        planted.context(name, length, int(rng.integers(length)), query=3 + query % 3)
+        planted.context(
+            name,
+            length,
+            int(rng.integers(length)) if behind is None else length - 1 - behind,
+            query=3 + query % 3,
+        )
         for name, length in enumerate(planted.lengths(query))
     ]
     names = range(planted.NAMES)
@@ -148,6 +157,46 @@ def test_the_planted_route_carries_all_that_is_expressed_and_no_other_site_anyth
     routes = {OWN, RESPONSE_AND_HEADER, HEADER if through_header else RESPONSE}
     for site, bits in told.items():
         assert (bits > 1.0) if site.removeprefix("written: ") in routes else (bits < 0.02), site
+
+
+@pytest.mark.parametrize("through_header", [True, False])
+@pytest.mark.parametrize(("behind", "band"), [(0, 0), (2, 1)])
+def test_the_band_that_holds_the_name_carries_everything_and_no_other_anything(
+    through_header, behind, band
+):
+    model = Model(
+        SimpleNamespace(model=planted.model(through_header)), SimpleNamespace(stop_ids=[])
+    )
+    parts = []
+    for query in range(QUERIES):
+        one = replace(unit(query, behind=behind), maps=[BANDS])
+        parts.append(SiteScorer(model, one).table().assign(source=f"q{query}"))
+    found = carried(pd.concat(parts, ignore_index=True))
+    for number, site in enumerate(BAND_SITES):
+        wanted = found[OWN] if number == band else 0.0
+        assert found[site] == pytest.approx(wanted, abs=0.06), site
+
+
+def test_a_band_is_as_many_tokens_in_place_of_as_many_at_the_same_distance():
+    lengths, prompt = [200, 5, 150, 1], 10
+    contexts = [tuple(range(1000 * n, 1000 * n + prompt + k)) for n, k in enumerate(lengths)]
+    one = SimpleNamespace(
+        contexts=contexts, starts=[prompt] * 4, stops=[prompt + k for k in lengths]
+    )
+
+    def made(recipient: int, donor: int, site: str) -> list[int]:
+        of = with_band(one, BAND_SITES[site], recipient, donor)
+        return [contexts[x.context][at] for x in of.pieces for at in range(x.start, x.stop)]
+
+    own, first = list(contexts[0]), list(BAND_SITES)
+    assert made(0, 2, first[0]) == [*own[:-1], contexts[2][-1]]
+    assert made(0, 2, first[2]) == own[:-32] + list(contexts[2][-32:-8]) + own[-8:]
+    # Of five tokens all but the last, and then none.
+    assert made(0, 1, first[1]) == own[:-5] + list(contexts[1][-5:-1]) + own[-1:]
+    assert made(0, 1, first[2]) == own and made(0, 3, first[1]) == own
+    assert made(1, 0, first[4]) == list(contexts[1]) and made(0, 1, first[4]) == own
+    # Without a limit, all that there is before the last 128.
+    assert made(0, 2, first[4]) == own[:prompt] + list(contexts[2][prompt:-128]) + own[-128:]
 
 
 def test_turns_that_do_not_react_tell_nothing_and_no_site_carries_anything():
@@ -224,7 +273,7 @@ def test_the_command_measures_expressed_as_full_passes_do(siblings, tiny_subject
     assert outcome.status == 0, outcome.err
     assert " of 1.58 bits about which of 3 responses they followed" in outcome.out.splitlines()[0]
     rows = pd.read_parquet(out / "rows.parquet")
-    maps = {WINDOW, WITHOUT_WINDOW, ALL_LAYERS, HEADER_FIRST, HEADER_LAST}
+    maps = {WINDOW, WITHOUT_WINDOW, ALL_LAYERS, HEADER_FIRST, HEADER_LAST, *BAND_SITES}
     assert set(rows["site"]) == {OWN, *SITES, *maps, *WRITTEN}
     query = next(one for one in siblings.queries() if one.source in set(rows["source"]))
     own = rows[(rows["site"] == OWN) & (rows["source"] == query.source)]
