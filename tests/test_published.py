@@ -242,7 +242,6 @@ READ: list[Row] = [
     ("output, words and ends of query and response", lambda m: shown(*auroc(m, "base"))),
     ("these and the best states", lambda m: shown(*auroc(m, "full"))),
 ]
-BEST: list[Row] = [*READ[:2], READ[3]]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
 SITES = ("own context", "response", "after the response", "header", "query")
 PLACES = {
@@ -276,9 +275,9 @@ def located() -> str:
     return side_by_side("bits about the response, of at most 1.58", LOCATED, count)
 
 
-def read(rows: Sequence[Row] = READ) -> str:
+def read() -> str:
     count = lambda m: table(m, "probes")["source"].nunique()  # noqa: E731
-    return side_by_side("siblings ordered rightly by (chance: 0.50)", rows, count)
+    return side_by_side("siblings ordered rightly by (chance: 0.50)", READ, count)
 
 
 def variances() -> str:
@@ -432,7 +431,7 @@ def elicited(model: str) -> str:
 def tables() -> dict[str, list[str]]:
     """The tables of each page."""
     both = [judged(), located(), variances(), read()]
-    found = {"docs/results/compare.md": both, "README.md": [judged(), located(), read(BEST)]}
+    found = {"docs/results/compare.md": both, "README.md": [judged(), located()]}
     for model in MODELS:
         mine = [datasets(model), categories(), sites(model), windows(model), written(model)]
         found[f"docs/results/{model}.md"] = mine
