@@ -44,7 +44,10 @@ HEAD = "response, layers, head"
 HEADER_FIRST, HEADER_LAST = "header_0", "header_last"
 WRITTEN = tuple(f"written: {site}" for site in (OWN, RESPONSE, HEADER, RESPONSE_AND_HEADER, QUERY))
 WRITTEN_OF_RECURRENT = (f"written: {STATE}", f"written: {ALL_THREE}")
-WINDOWS, HEADS, STATES, WRITING, BANDS = MAPS = ("windows", "heads", "states", "written", "bands")
+WINDOWS, HEADS, STATES, WRITING = "windows", "heads", "states", "written"
+BANDS, BLOCKS = "bands", "blocks"
+MAPS = (WINDOWS, HEADS, STATES, WRITING, BANDS, BLOCKS)
+USUAL_MAPS = (WINDOWS, STATES, WRITING, BANDS)
 # Bands of the response by how many of its tokens follow, at least and at most.
 BAND_SITES: dict[str, tuple[int, int | None]] = {
     "response, last token": (0, 1),
@@ -69,6 +72,17 @@ DONATED = {
     ALL_THREE: {1, 3, 4},
     OWN: {0, 1, 2, 3, 4},
 }
+
+
+# The response computed anew with attention within blocks of so many tokens; None: a single one.
+BLOCK_SITES: dict[str, int | None] = {
+    "response, blocks of 1": 1,
+    "response, blocks of 4": 4,
+    "response, blocks of 16": 16,
+    "response, one block": None,
+}
+RANDOM_WIDTH = 16
+RANDOM_TOKENS = f"response, {RANDOM_WIDTH} random tokens"  # the control: as few, from anywhere
 
 
 @dataclass(frozen=True)
@@ -211,7 +225,7 @@ class SiteScorer:
         for site in (*SITES, *OF_RECURRENT) if self._recurrent else SITES:
             hybrids = [hybrid(unit, site, *pair) for pair in pairs]
             self._score_site(site, spliced(whole, hybrids), pairs)
-        if {WINDOWS, HEADS, STATES, BANDS} & set(unit.maps):
+        if {WINDOWS, HEADS, STATES, BANDS, BLOCKS} & set(unit.maps):
             self._score_maps(to_response, whole)
         if WRITING in unit.maps:
             self._write_turns(whole)
@@ -257,8 +271,8 @@ class SiteScorer:
             self._add(site, d, turn, each)
 
     def _score_maps(self, to_response: "Prefilled", whole: "Prefilled") -> None:
-        """States of the header, and windows and bands of the response, with what follows computed
-        anew."""
+        """States of the header, and windows, bands and blocks of the response, with what follows
+        computed anew."""
         from ia_mech.engine.splice import Hybrid, Piece, spliced
 
         unit, d = self._unit, self._unit.recipients[0]
@@ -275,6 +289,11 @@ class SiteScorer:
             following = partial(_following, len(unit.contexts) + len(hybrids))
             cells.append(MapCell(site, -1, -1, following))
             hybrids += [with_band(unit, band, d, j) for j in candidates]
+        groups = [to_response, spliced(to_response, hybrids)]
+        for site, group in self._in_blocks(to_response) if BLOCKS in unit.maps else ():
+            first = sum(len(one.logits) for one in groups)
+            cells.append(MapCell(site, -1, -1, partial(_following, first)))
+            groups.append(spliced(group, hybrids[:CANDIDATES]))  # those of whole responses
         mapped = [turn for _, turn in self._turns_of_candidates(d) if turn[1:3] == (unit.mapped, 0)]
         wanted = [
             cell.turn(at, j, (*unit.after, *turn[3]))
@@ -282,11 +301,23 @@ class SiteScorer:
             for turn in mapped
             for at, j in enumerate(candidates)
         ]
-        groups = [to_response, spliced(to_response, hybrids)]
         scores = self._scores(groups, wanted, skip=len(unit.after) + 1)
         for cell, rows in zip(cells, scores.reshape(len(cells), -1, CANDIDATES), strict=True):
             for turn, each in zip(mapped, rows, strict=True):
                 self._add(cell.site, d, turn, each, layer=cell.layer, head=cell.head)
+
+    def _in_blocks(self, to_response: "Prefilled") -> "Iterator[tuple[str, Prefilled]]":
+        """The contexts with responses whose tokens see few others: in blocks, and at random."""
+        from ia_mech.engine.splice import among_random, in_blocks
+
+        unit = self._unit
+        contexts = [ids[:stop] for ids, stop in zip(unit.contexts, unit.stops, strict=True)]
+        what = self._model.subject.model, to_response, contexts, unit.starts
+        for site, width in BLOCK_SITES.items():
+            yield site, in_blocks(*what, width)
+            self._model.on_tokens(_response_tokens(unit))
+        yield RANDOM_TOKENS, among_random(*what, RANDOM_WIDTH, unit.seed)
+        self._model.on_tokens(_response_tokens(unit))
 
     def _windows(self, to_response: "Prefilled", d: int) -> Iterator[MapCell]:
         """The candidates' response in some layers or heads: put in alone, and left out alone."""
@@ -304,7 +335,7 @@ class SiteScorer:
         def borrowing(taken: "dict[int, Sequence[int]]") -> Callable:
             return lambda at, j, ids: Turn(d, ids, borrowed=Borrowed(first + at, taken))
 
-        if {WINDOWS, HEADS} & set(unit.maps):
+        if {WINDOWS, HEADS, BANDS, BLOCKS} & set(unit.maps):
             wholes = (ALL_LAYERS, STATE_ON, RESPONSE_AND_STATE_ON)
             for which, site in enumerate(wholes if self._recurrent else wholes[:1]):
                 yield MapCell(site, -1, -1, partial(_following, first + which * CANDIDATES))
@@ -399,6 +430,10 @@ class SiteScorer:
         self._rows.append(row | dict(zip(SCORES, each, strict=True)) | more)
 
 
+def _response_tokens(unit: SiblingContexts) -> int:
+    return sum(stop - start for start, stop in zip(unit.starts, unit.stops, strict=True))
+
+
 def _following(first: int, at: int, j: int, ids: tuple[int, ...]) -> "Turn":
     """A turn after the hybrid of a candidate, where those of all begin at a number."""
     from ia_mech.engine.score import Turn
@@ -413,6 +448,7 @@ def tokens_scored(
     layers: int,
     after: int,
     recurrent: bool = False,
+    responses: int = 0,
 ) -> int:
     """That are scored or written for a query, about; heads are counted as two a window.
 
@@ -423,16 +459,19 @@ def tokens_scored(
         layers: of the model.
         after: tokens between a response and its turn.
         recurrent: whether any layer has a recurrent state, which is one site more.
+        responses: tokens of the four together, which blocks compute anew.
     """
     each = turns * CANDIDATES // RESPONSES * CANDIDATES  # of a recipient
     sites = len(SITES) + recurrent * len(OF_RECURRENT)
     scored = each * (recipients * sites + min(recipients, 2))
     windows, states = len(layer_windows(layers)), layers // window_size(layers)
     cells = {WINDOWS: 2 * windows, HEADS: 2 * windows, STATES: 2 * states, BANDS: len(BAND_SITES)}
+    cells[BLOCKS] = of_blocks = len(BLOCK_SITES) + 1
     count = sum(cells.get(name, 0) for name in maps)
-    if {WINDOWS, HEADS} & set(maps):
+    if {WINDOWS, HEADS, BANDS, BLOCKS} & set(maps):
         count += len(COMPUTED_ON) if recurrent else 1
     mapped = count * CANDIDATES**2
     sites = len(WRITTEN) + recurrent * len(WRITTEN_OF_RECURRENT)
     written = (RESPONSES + 1) * 2 * CANDIDATES * sites if WRITING in maps else 0
-    return (scored + written) * TOKENS + mapped * (TOKENS + after)
+    anew = of_blocks * responses if BLOCKS in maps else 0
+    return (scored + written) * TOKENS + mapped * (TOKENS + after) + anew

@@ -15,10 +15,11 @@ candidate is scored twice:
 
 Maps use one recipient per query and ask for more: windows of the response's layers, put in alone
 and left out alone, or single key-value heads of them; bands of its tokens, by their distance from
-its end; states of header tokens by layer; and turns that the model writes after hybrids. The
-windows that carry most are chosen on half of the queries and reported on the other. Before anything
-is scored, a hybrid of everything from another context has to be that context; where it isn't, the
-command names the layers and refuses.
+its end; the response computed anew with attention within blocks, which tells words from what is
+composed of several; states of header tokens by layer; and turns that the model writes after
+hybrids. The windows that carry most are chosen on half of the queries and reported on the other.
+Before anything is scored, a hybrid of everything from another context has to be that context; where
+it isn't, the command names the layers and refuses.
 
 Needs: a run with four or more responses per query (sample with --response generate --responses 4).
 Cost: about 30,000 tokens a query with all four recipients and the usual maps; --dry-run counts.
@@ -46,7 +47,8 @@ from experiments.hybrids import (
     ALL_LAYERS,
     ALL_THREE,
     BAND_SITES,
-    BANDS,
+    BLOCK_SITES,
+    BLOCKS,
     COMPUTED_ON,
     DONATED,
     FULL_LAYERS,
@@ -59,18 +61,18 @@ from experiments.hybrids import (
     OWN,
     PLAYERS,
     QUERY,
+    RANDOM_TOKENS,
+    RANDOM_WIDTH,
     RECIPIENT_SCORE,
     RESPONSE,
     RESPONSES,
     SCORES,
     SITES,
     STATE,
-    STATES,
     TOKENS,
+    USUAL_MAPS,
     WINDOW,
-    WINDOWS,
     WITHOUT_WINDOW,
-    WRITING,
     WRITTEN,
     WRITTEN_OF_RECURRENT,
     SiblingContexts,
@@ -79,6 +81,7 @@ from experiments.hybrids import (
     window_size,
 )
 from experiments.tables import tables_of
+from ia_mech.errors import UserError
 from ia_mech.estimates import (
     ALL,
     Group,
@@ -108,6 +111,7 @@ SPLIT, LEFT_OUT = "bits, split among sites", "bits lost without"
 MORE_ACCEPTED = "bits of accepted turns, less those of others"
 AFTER_RECIPIENT = "likelier after the recipient"
 EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
+PART_SITES = (*BAND_SITES, *BLOCK_SITES, RANDOM_TOKENS)  # of the response's tokens
 MAP_SITES = (WINDOW, WITHOUT_WINDOW, HEAD, HEADER_FIRST, HEADER_LAST)  # by layer
 WHOLE_SITES, ALL_WRITTEN = (*SITES, *OF_RECURRENT), (*WRITTEN, *WRITTEN_OF_RECURRENT)
 GREEDY, SAMPLED = "greedy", "sampled"  # the latter: of all temperatures above 0 together
@@ -287,7 +291,7 @@ def map_estimates(
     # What windows are parts of: layers without a shared prefix are in none.
     base = FULL_LAYERS if (rows["site"] == FULL_LAYERS).any() else ALL_LAYERS
     all_layers = query_bits_of(rows[rows["site"] == base], seed)
-    mapped = rows[rows["site"].isin([*COMPUTED_ON, *BAND_SITES, *MAP_SITES, *ALL_WRITTEN])]
+    mapped = rows[rows["site"].isin([*COMPUTED_ON, *PART_SITES, *MAP_SITES, *ALL_WRITTEN])]
     for place, cell in mapped.groupby(["site", "layer", "head", "temperature"], sort=False):
         found = query_bits_of(cell, seed)
         if found is None:
@@ -396,9 +400,10 @@ class Locate(Experiment):
             "--maps",
             nargs="*",
             choices=MAPS,
-            default=[WINDOWS, STATES, WRITING, BANDS],
+            default=list(USUAL_MAPS),
             metavar="MAP",
-            help=f"which of {', '.join(MAPS)}; nothing: whole sites alone (default: all but heads)",
+            help=f"which of {', '.join(MAPS)}; nothing: whole sites alone (default: "
+            f"{' '.join(USUAL_MAPS)})",
         )
         fewer = f"responses to a query that are recipients, 1 to {RESPONSES}: fewer take less time "
         every, fewer = range(1, RESPONSES + 1), f"{fewer}and give wider intervals"
@@ -409,6 +414,12 @@ class Locate(Experiment):
 
         queries = self.queries  # refuses runs without siblings, before the model is looked for
         few, recurrent = 0, not RECURRENT.isdisjoint(layer_kinds(self.config))
+        if recurrent and BLOCKS in self.args.maps:
+            name = self.runs[0].model["name"]
+            raise UserError(
+                f"--maps {BLOCKS}: {name} has recurrent layers, where a token sees all before it",
+                "leave it out",
+            )
         temperatures = [t for t in self.runs[0].settings["temperatures"] if t > 0]
         for query in queries:
             texts = query.responses
@@ -439,7 +450,8 @@ class Locate(Experiment):
                 min(temperatures, default=0.0), layers, self.args.seed,
             )  # fmt: skip
             size = len(turns), len(unit.recipients), unit.maps, layers, len(unit.after)
-            yield replace(unit, tokens=tokens_scored(*size, recurrent=recurrent))
+            responses = sum(stop - start for start, stop in zip(starts, stops, strict=True))
+            yield replace(unit, tokens=tokens_scored(*size, recurrent, responses))
         if few:
             self.notes.append(
                 f"{few} of {len(self.queries)} queries lack {RESPONSES} different responses "
@@ -531,14 +543,16 @@ class Locate(Experiment):
             legend="What is named is the candidate's, everything else the recipient's.",
         )
         made += tables_of(
-            "carried by bands of the response",
-            found[found["term"].isin([ALL_LAYERS, *BAND_SITES])],
+            "carried by parts of the response",
+            found[found["term"].isin([ALL_LAYERS, *PART_SITES])],
             columns,
             index=("term",),
             rows="queries",
             legend=(
-                "As many tokens of the candidate's response in place of as many of the "
-                "recipient's; what follows the response is computed anew."
+                "What follows the response is computed anew. Last, 2–8, …: as many tokens of the "
+                "candidate's response in place of as many of the recipient's. Blocks: each token "
+                "of the candidate's response saw only those before it in its block, and the first "
+                f"few; the control saw itself and {RANDOM_WIDTH - 1} drawn from all before it."
             ),
         )
         for site in (*COMPUTED_ON, *MAP_SITES):

@@ -31,12 +31,12 @@ from experiments.elicit import BEST, GAP, GREEDY, TEMPERATURE
 from experiments.experiment import flag
 from experiments.hybrids import (
     HEADER,
-    HEADS,
     MAPS,
     OWN,
     QUERY,
     RESPONSE,
     RESPONSES,
+    USUAL_MAPS,
     tokens_scored,
 )
 from experiments.locate import (
@@ -342,7 +342,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--queries", whole_from(4), None, "(default: 60)", metavar="N")
     turns = "turns per context and temperature (default: 4)"
     add("--samples", whole_from(1), None, turns, metavar="N")
-    maps = f"of the stage locate: {', '.join(MAPS)} (default: all but heads)"
+    maps = f"of the stage locate: {', '.join(MAPS)} (default: {' '.join(USUAL_MAPS)})"
     add("--maps", str, None, maps, nargs="*", choices=MAPS, metavar="MAP")
     fewer = "of the stage locate, 1 to 4: fewer take less time and give wider intervals "
     add("--recipients", int, None, f"{fewer}(default: 4)", choices=range(1, 5), metavar="N")
@@ -381,7 +381,7 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     args.samples = args.samples or (1 if args.quick else 4)
     args.recipients = args.recipients or (1 if args.quick else 4)
     if args.maps is None:
-        args.maps = [] if args.quick else [name for name in MAPS if name != HEADS]
+        args.maps = [] if args.quick else list(USUAL_MAPS)
     args.out = args.out or cache_dir() / f"{NAME}-{Path(args.model).name}"
     return args
 

@@ -21,12 +21,15 @@ from experiments.hybrids import (
     ALL_LAYERS,
     BAND_SITES,
     BANDS,
+    BLOCK_SITES,
+    BLOCKS,
     HEAD,
     HEADER,
     HEADER_FIRST,
     HEADER_LAST,
     OWN,
     QUERY,
+    RANDOM_TOKENS,
     RESPONSE,
     RESPONSE_AND_HEADER,
     SCORES,
@@ -175,6 +178,21 @@ def test_the_band_that_holds_the_name_carries_everything_and_no_other_anything(
     for number, site in enumerate(BAND_SITES):
         wanted = found[OWN] if number == band else 0.0
         assert found[site] == pytest.approx(wanted, abs=0.06), site
+
+
+@pytest.mark.parametrize("through_header", [True, False])
+def test_a_turn_that_reads_a_word_reads_it_in_blocks_of_one_token(through_header):
+    """No token of these responses holds more than itself."""
+    model = Model(
+        SimpleNamespace(model=planted.model(through_header)), SimpleNamespace(stop_ids=[])
+    )
+    parts = []
+    for query in range(QUERIES):
+        one = replace(unit(query), maps=[BLOCKS])
+        parts.append(SiteScorer(model, one).table().assign(source=f"q{query}"))
+    found = carried(pd.concat(parts, ignore_index=True))
+    for site in (ALL_LAYERS, *BLOCK_SITES, RANDOM_TOKENS):
+        assert found[site] == pytest.approx(found[OWN], abs=0.06), site
 
 
 def test_a_band_is_as_many_tokens_in_place_of_as_many_at_the_same_distance():

@@ -16,12 +16,15 @@ from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Borrowed, Engine
 from ia_mech.engine.splice import (
     RECURRENT,
+    SINKS,
     Hybrid,
     Piece,
     aligned,
+    among_random,
     arriving,
     check_ceiling,
     continued,
+    in_blocks,
     is_recurrent,
     layer_kinds,
     of_everything,
@@ -261,3 +264,68 @@ def test_a_configuration_says_whether_contexts_have_a_recurrent_state(architectu
     model = tiny.model(architecture)
     group = aligned(model, [tiny.prompt(5, seed=0)])
     assert is_recurrent(group) == (not RECURRENT.isdisjoint(layer_kinds(model.config)))
+
+
+# -- with few tokens in sight ----------------------------------------------------------------------
+
+
+def after_few(model, number: int, turn: list[int], seen: dict[int, list[int]]) -> np.ndarray:
+    """Log-probabilities ``[tokens - 1]`` of a turn after its first token, after a context whose
+    tokens see only those of ``seen`` and themselves, where given: one pass with a mask."""
+    context = contexts(0)[number]
+    ids = [*context, *turn]
+    at = torch.arange(len(ids)) + max(map(len, contexts(0))) - len(context)
+    sees = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    behind = at[:, None] - at
+    for token, others in seen.items():
+        sees[token] = False
+        sees[token, [*others, token]] = True
+        # A window counts the tokens that are seen.
+        order = sorted([*others, token])
+        for far, one in enumerate(reversed(order)):
+            behind[token, one] = far
+    logits = masked_logits(model, ids, at, lambda layer, head: sees, behind)
+    logits = logits[-len(turn) : -1].double().log_softmax(-1)
+    return logits.gather(-1, torch.tensor(turn[1:])[:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen3"])
+@pytest.mark.parametrize("width", [1, 4, None])
+def test_turns_after_responses_in_blocks_equal_one_pass_with_a_mask(architecture, width):
+    model, group = tiny.model(architecture), aligned(tiny.model(architecture), contexts(0))
+    before = group.state.cache.layers[0].keys.clone()
+    made = in_blocks(model, group, contexts(0), [QUERY] * 3, width)
+    turns = [Turn(n, tiny.prompt(6 + n, seed=n)) for n in range(3)]
+    for turn, ours in zip(turns, score(model, [made], turns), strict=True):
+        length = RESPONSES[turn.context]
+        seen = {}
+        for k in range(length):
+            first = 0 if width is None else k // width * width
+            seen[QUERY + k] = [*range(SINKS), *range(QUERY + first, QUERY + k)]
+        theirs = after_few(model, turn.context, list(turn.ids), seen)
+        np.testing.assert_allclose(ours.logprobs_raw[1:], theirs, rtol=0, atol=LOGPROB)
+    assert torch.equal(group.state.cache.layers[0].keys, before)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_random_tokens_in_sight_are_as_they_were_computed(architecture):
+    model = tiny.model(architecture)
+    group = aligned(model, contexts(0))
+    turns = [Turn(n, tiny.prompt(6, seed=n)) for n in range(3)]
+
+    def scores(made) -> list[np.ndarray]:
+        return [one.logprobs_raw for one in score(model, [made], turns)]
+
+    alone = scores(in_blocks(model, group, contexts(0), [QUERY] * 3, 1))
+    same = scores(among_random(model, group, contexts(0), [QUERY] * 3, 1, seed=0))
+    few, again, other = (
+        scores(among_random(model, group, contexts(0), [QUERY] * 3, 4, seed)) for seed in (0, 0, 1)
+    )
+    for a, b in zip(alone, same, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=LOGPROB)
+    assert all(np.array_equal(a, b) for a, b in zip(few, again, strict=True))
+    assert not np.allclose(few[1], other[1], atol=1e-3)
+    # Where all earlier tokens are drawn, nothing changes.
+    whole = among_random(model, group, contexts(0), [SINKS] * 3, 10**6, seed=0)
+    for a, b in zip(scores(whole), scores(group), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=LOGPROB)

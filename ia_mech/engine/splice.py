@@ -15,6 +15,9 @@ the last few tokens, go with the last piece.
 
 A hybrid of everything from one context is that context, to the bit; :func:`check_ceiling` refuses a
 model where it isn't.
+
+Tokens may also be computed anew with few others in sight (:func:`in_blocks`): that tells what their
+keys and values say of themselves from what they gathered from further away.
 """
 
 import copy
@@ -22,8 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DynamicLayer,
@@ -39,6 +44,7 @@ from ia_mech.errors import UserError
 # Kinds of layers, as transformers names them, whose whole state is known.
 SPLICED = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "dummy"}
 RECURRENT = {"linear_attention", "hybrid"}
+SINKS = 4  # first tokens of a context: where attention rests that looks for nothing (2309.17453)
 ROUNDINGS = 16  # epsilons of the dtype by which a hybrid of everything may be off, as in check.py
 
 
@@ -177,6 +183,92 @@ def _spliced_layer(layer: Any, row: Tensor, column: Tensor, states: Tensor, last
                     each[number] = one[of.to(one.device)]
             setattr(twin, name, each)
     return twin
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Tokens ``ids`` of a context from ``first`` on."""
+
+    context: int
+    first: int
+    ids: Sequence[int]
+
+
+def in_blocks(
+    model: PreTrainedModel,
+    group: Prefilled,
+    contexts: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    width: int | None,
+) -> Prefilled:
+    """Contexts whose last tokens see only the first :data:`SINKS` and those of their own block.
+
+    Args:
+        model: without recurrent layers.
+        group: the contexts, as :func:`aligned` gives them; left as they are.
+        contexts: their ids.
+        starts: where in each the tokens begin that are computed anew, up to its end.
+        width: tokens of a block; None: one block for all of them.
+    """
+    blocks = [
+        _Block(number, first, ids[first : first + (width or len(ids))])
+        for number, (ids, start) in enumerate(zip(contexts, starts, strict=True))
+        for first in range(start, len(ids), width or len(ids))
+    ]
+    hybrids = [Hybrid(one.context, (Piece(one.context, 0, SINKS),)) for one in blocks]
+    return _computed_anew(model, group, blocks, hybrids)
+
+
+def among_random(
+    model: PreTrainedModel,
+    group: Prefilled,
+    contexts: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    width: int,
+    seed: int,
+) -> Prefilled:
+    """The control of :func:`in_blocks`: each token sees the first :data:`SINKS`, itself, and
+    ``width - 1`` tokens drawn from those between ``starts`` and it, as they were computed."""
+    rng, blocks, hybrids = np.random.default_rng(seed), list[_Block](), list[Hybrid]()
+    for number, (ids, start) in enumerate(zip(contexts, starts, strict=True)):
+        for at in range(start, len(ids)):
+            some = rng.permutation(np.arange(start, at))[: width - 1]
+            seen = [Piece(number, k, k + 1) for k in sorted(some.tolist())]
+            blocks.append(_Block(number, at, ids[at : at + 1]))
+            hybrids.append(Hybrid(number, (Piece(number, 0, SINKS), *seen)))
+    return _computed_anew(model, group, blocks, hybrids)
+
+
+@torch.inference_mode()
+def _computed_anew(
+    model: PreTrainedModel, group: Prefilled, blocks: Sequence[_Block], seen: Sequence[Hybrid]
+) -> Prefilled:
+    """The group with the keys and values that blocks have where each sees a hybrid and itself."""
+    old, cache = group.state, copy.copy(group.state.cache)
+    cache.layers = [copy.copy(layer) for layer in cache.layers]
+    full = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    full = [layer for layer in full if layer.is_initialized]
+    for layer in full:
+        layer.keys, layer.values = (one.clone() for one in held(layer))
+    lengths = old.mask.sum(1)
+    for number in sorted({one.context for one in blocks}):  # one context's are held at a time
+        mine = [at for at, one in enumerate(blocks) if one.context == number]
+        each = [torch.tensor(list(blocks[at].ids)) for at in mine]
+        first = torch.tensor([blocks[at].first for at in mine])
+        state = expand(
+            model, [spliced(group, [seen[at] for at in mine])], range(len(mine)), copies=True
+        )
+        before = state.mask.shape[1]
+        state.position = (old.position - lengths)[number] + first.to(old.position.device)
+        ids, mask = (pad_sequence(x, True) for x in (each, [torch.ones_like(x) for x in each]))
+        forward(model, state, ids, mask)
+        block, at = mask.nonzero().T
+        column = old.mask.shape[1] - int(lengths[number]) + first[block] + at
+        anew = [layer for layer in state.cache.layers if isinstance(layer, DynamicLayer)]
+        for layer, other in zip(full, [x for x in anew if x.is_initialized], strict=True):
+            for own, taken in zip(held(layer), held(other), strict=True):
+                own[number][:, column] = taken[block, :, before + at].transpose(0, 1)
+    return Prefilled(State(cache, old.mask, old.position), group.logits, None)
 
 
 def is_recurrent(group: Prefilled) -> bool:
