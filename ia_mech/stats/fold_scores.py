@@ -18,7 +18,7 @@ CHUNK = 1 << 15  # numbers per chunk: 256 kB, which a core keeps at hand
 NARROW = 1e-6  # probabilities nearer than this to 0 or 1 would make one turn decide everything
 UNBOUNDED = (-np.inf, np.inf)
 
-Group = tuple[int, np.ndarray]  # number of a fold, and rows in it that are compared
+FoldRows = tuple[int, np.ndarray]  # number of a fold, and rows in it that are compared
 # From [rows] and how often each occurs in each resample, [rows, resamples], the [resamples] sums to
 # divide, and to divide by; both 0 where the rows have nothing to say.
 Part = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -140,7 +140,7 @@ class FoldScores:
         self._negatives, self._source, self._level = self._trials - self._positives, index, level
         _, group = np.unique(np.stack([fold, stratum]), axis=1, return_inverse=True)
         rows = (np.flatnonzero(group == g) for g in range(group.max() + 1))
-        self._groups: list[Group] = [(int(fold[r[0]]), r) for r in rows]
+        self._groups: list[FoldRows] = [(int(fold[r[0]]), r) for r in rows]
         # Column 0 is the data. A byte does: no source is drawn 256 times, the odds are under 1e-500
         draws = [counts.T.astype(np.uint8) for counts in resample_counts(count, resamples, seed)]
         self._draws = np.hstack([np.ones((count, 1), dtype=np.uint8), *draws])
@@ -199,7 +199,7 @@ class FoldScores:
         return -2 * (self._positives * np.log(p) + self._negatives * np.log1p(-p))
 
     def _folded(
-        self, groups: list[Group], part: Part, bounds: tuple[float, float] = UNBOUNDED
+        self, groups: list[FoldRows], part: Part, bounds: tuple[float, float] = UNBOUNDED
     ) -> ResampledScore:
         """Mean over folds of a quotient of sums over the groups of a fold."""
         folds = 1 + max(fold for fold, _ in groups)
