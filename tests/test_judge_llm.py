@@ -23,10 +23,14 @@ from ia_mech.judge.verdict import Item, Verdict
 from ia_mech.models import embedded
 
 GOOD = json.dumps(VERDICT)
-# What a real server sent, the embedded model behind it; its folder is replaced.
-RECORDED = json.loads(
-    (Path(__file__).parent / "recorded" / "transformers_serve.json").read_text("utf-8")
-)
+RECORDED = Path(__file__).parent / "recorded"
+
+
+def recorded(server: str, name: str) -> Reply:
+    """What a real server sent: the embedded model behind transformers serve and llama.cpp (b11549,
+    of xllamacpp), a fixed answer behind LitServe 0.2.19. The model's folder is replaced."""
+    kept = json.loads((RECORDED / f"{server}.json").read_text("utf-8"))[name]
+    return Reply(kept["status"], kept["body"])
 
 
 @pytest.fixture(autouse=True)
@@ -62,13 +66,8 @@ def test_an_answer_in_each_mode(mode):
     assert body == params, "no parameter that the user didn't set"
 
 
-FORBIDDEN = {"loc": ["body", "response_format"], "msg": "Extra inputs are not permitted"}
-FASTAPI = Reply(422, {"detail": [FORBIDDEN | {"input": {"temperature": "turn 0"}}]})
-OPENAI = error(400, "Invalid parameter: 'response_format' of …", param="response_format")
-
-
-@pytest.mark.parametrize("reply", [OPENAI, FASTAPI])
-def test_a_refused_response_format_is_one_line_after_one_request(reply):
+def test_a_form_that_openai_refuses_is_one_line_after_one_request():
+    reply = error(400, "Invalid parameter: …", param="response_format")
     with (
         StubServer(lambda *_: reply) as stub,
         pytest.raises(UserError, match=r"refuses --mode json_schema .*; use --mode json_obj"),
@@ -91,33 +90,49 @@ def test_one_item_that_is_refused_changes_nothing_for_the_others():
     assert {v.mode for v in verdicts if v.category} == {"json_schema"} and len(stub.bodies) == 8
 
 
-@pytest.mark.parametrize(
-    ("name", "fragment"),
-    [
-        ("wrong model", "refuses --model .*requested 'other/model'"),
-        ("wrong param", "refuses --param nonsense_param .*Unexpected fields"),
-    ],
-)
-def test_what_transformers_serve_says_of_a_wrong_request_is_told_after_one(name, fragment):
-    recorded = RECORDED[name]
-    reply = Reply(recorded["status"], recorded["body"])
-    with StubServer(lambda *_: reply) as stub:
-        judge = LlmJudge("other/model", base_url=stub.url, params={"nonsense_param": 1})
+REFUSED = [  # server, what was sent, what the user is told, and after how many requests
+    ("transformers_serve", "wrong model", "refuses --model .*requested 'other/model'", 1),
+    ("transformers_serve", "wrong param", "refuses --param nonsense_param .*Unexpected field", 1),
+    ("transformers_serve", "wrong type", "doesn't answer .*HTTP 500: Internal Server Error", 1),
+    ("llama_cpp", "wrong type", "refuses --param temperature .*Field 'temperature'", 1),
+    ("llama_cpp", "wrong form", "refuses --mode json_schema .*; use --mode json_object or text", 1),
+    ("llama_cpp", "wrong path", "File Not Found.*check --model, and --base-url", 1),
+    ("llama_cpp", "too long", r"3511 tokens\) exceeds the available context size \(2048 tok", 3),
+    ("litserve", "wrong type", "refuses --param temperature .*Input should be a valid number", 1),
+    ("litserve", "wrong form", "refuses --mode json_schema .*response_format", 1),
+    ("litserve", "wrong path", "Not Found.*check --model, and --base-url", 1),
+]
+
+
+@pytest.mark.parametrize(("server", "name", "fragment", "requests"), REFUSED)
+def test_what_a_real_server_refuses_is_told_in_its_words(server, name, fragment, requests):
+    params = {"nonsense_param": 1, "temperature": "hot"}
+    with StubServer(lambda *_: recorded(server, name)) as stub:
+        judge = LlmJudge("other/model", base_url=stub.url, params=params, retries=0)
         with pytest.raises(UserError, match=fragment):
             judge.judge(items(20))
-    assert len(stub.bodies) == 1
+    assert len(stub.bodies) == requests
 
 
-def test_what_transformers_serve_answers_is_kept():
-    """Of a model that can't follow the rubric; cut off, and in prose."""
-    replies = [
-        Reply(RECORDED[name]["status"], RECORDED[name]["body"]) for name in ("rubric", "short")
-    ]
-    with StubServer(lambda _, n: replies[n]) as stub:
-        cut, prose = judge_for(stub).judge(items(2))
-    assert (cut.status, prose.status) == ("truncated", "unparsable")
-    assert cut.answer.startswith("You've already provided") and prose.answer.endswith("you with?")
-    assert cut.served == prose.served == "/models/smollm2@main" and cut.prompt_tokens == 3492
+ANSWERED = [  # server, answer, its status, and the tokens of the prompt
+    ("transformers_serve", "rubric", "truncated", 3492),
+    ("transformers_serve", "short", "unparsable", 33),
+    ("llama_cpp", "verdict", "judged", 3511),  # the server enforces the form
+    ("llama_cpp", "cut", "truncated", 3511),
+    ("llama_cpp", "text", "unparsable", 3511),
+    ("litserve", "verdict", "judged", 0),  # it counts none
+]
+
+
+@pytest.mark.parametrize(("server", "name", "status", "tokens"), ANSWERED)
+def test_what_a_real_server_answers_is_kept(server, name, status, tokens):
+    reply = recorded(server, name)
+    body = json.loads(reply.body)
+    with StubServer(lambda *_: reply) as stub:
+        verdict = one(judge_for(stub, price=(1.0, 1.0)))
+    assert (verdict.status, verdict.prompt_tokens) == (status, tokens)
+    assert verdict.answer == body["choices"][0]["message"]["content"]
+    assert verdict.served == body["model"] and verdict.cost > 0
 
 
 def test_the_returned_model_and_all_that_was_written_are_kept():
@@ -162,7 +177,7 @@ def test_accounts_and_keys_go_to_openai_alone(monkeypatch):
     assert "authorization" in stub.headers
     assert not {name for name in stub.headers if name.startswith("openai")}
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    assert LlmJudge("m")._client.default_headers["OpenAI-Organization"] == "org-secret"
+    assert LlmJudge("m").server._client.headers["OpenAI-Organization"] == "org-secret"
     with pytest.raises(UserError, match="would send the key to OpenAI in clear"):
         LlmJudge("m", base_url="http://api.openai.com/v1")
 
@@ -242,7 +257,7 @@ def test_a_key_for_openai_is_not_for_every_server(monkeypatch):
         one(judge_for(stub, base_url=None, api_key_env=None))
         assert stub.keys[2] == f"Bearer {KEY}"
     openai = judge_for(stub, base_url="https://api.openai.com/v1", api_key_env=None)
-    assert openai.api_key_env == "OPENAI_API_KEY"
+    assert openai.server.key_variable == "OPENAI_API_KEY"
 
 
 def test_no_key(monkeypatch):
@@ -415,12 +430,15 @@ def test_a_rubric_of_ones_own_is_what_the_server_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (("instructions =", "instruction ="), "unknown 'instruction'; give version, instructions"),
+        (("instructions =", "instruction ="), "instruction: Unexpected keyword argument"),
         (('name = "no"', 'name = "yes"'), "has a category twice"),
         (('name = "no"', 'name = "No!"'), "has a category 'No!'"),
-        (("genuine = true", "genuine = 1"), "genuine in category 1 of .* is no boolean"),
+        (
+            ("genuine = true", "genuine = 1"),
+            "categories.0.genuine: Input should be a valid boolean",
+        ),
         (("genuine = true", ""), "needs categories that count as genuine"),
-        (('definition = "Goes on."', ""), "category 1 of .* lacks 'definition'"),
+        (('definition = "Goes on."', ""), "categories.0.definition: Field required"),
         (("[[categories]]", "[[categories"), "is no rubric"),
     ],
 )
