@@ -68,11 +68,9 @@ class ResampledScore:
         """Replicates spread as if chance in training had its part in them too.
 
         In cross-validation two sources meet twice, each tested by a probe that the other helped to
-        train, and chance makes the two agree. Resampling the tested sources takes them for
-        independent. Where scores are nothing but chance in training, that misses half the variance
-        (then an interval would hold 0.5 in some 82% of cases, not 95%), and where they aren't,
-        accordingly less: the variance is multiplied by ``1 + share``. No estimate of it from the
-        folds alone can be unbiased (Bengio & Grandvalet 2004, JMLR 5:1089).
+        train, and chance makes the two agree: where scores are nothing but chance in training,
+        resampling the tested sources misses half the variance. The variance is multiplied by
+        ``1 + share``. No estimate of it from the folds alone can be unbiased (Bengio & Grandvalet 2004, JMLR 5:1089).
 
         Args:
             share: of the variance of scores over contexts that is chance in training, 0 to 1.
