@@ -70,7 +70,8 @@ class ResampledScore:
         In cross-validation two sources meet twice, each tested by a probe that the other helped to
         train, and chance makes the two agree: where scores are nothing but chance in training,
         resampling the tested sources misses half the variance. The variance is multiplied by
-        ``1 + share``. No estimate of it from the folds alone can be unbiased (Bengio & Grandvalet 2004, JMLR 5:1089).
+        ``1 + share``. No estimate of it from the folds alone can be unbiased (Bengio & Grandvalet
+        2004, JMLR 5:1089).
 
         Args:
             share: of the variance of scores over contexts that is chance in training, 0 to 1.
