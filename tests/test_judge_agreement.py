@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from judging import ROWS, FakeJudge, keys_of, plant
-from runs import unfinished
 from test_results import example_result
 
 from experiments.compare import category_shares
@@ -255,13 +254,6 @@ def test_responses_of_two_datasets_with_one_id_are_no_siblings(colliding):
     found = example_result(about=about, data={"turns": turns})
     write(found, folder_of(colliding.path, "reaction"))
     assert (read_runs([colliding], "first").turns["dependent"] == 1).all()
-
-
-def test_an_unfinished_run_is_refused(run):
-    plant(run, "good", random_labels(0))
-    run = unfinished(run)
-    with pytest.raises(UserError, match="still being written"):
-        labellers_of(run)
 
 
 # -- disagreements, and what is shown -------------------------------------------------------------
