@@ -1,17 +1,11 @@
 """Blind sheets: user turns for annotators to label, and the way back of their labels.
 
-A sheet is a stratified random sample of the run's rows (a row is one generated turn; turns that
-happen to be worded alike are rows of their own). Strata are a judge's categories, so that rare ones
-are seen; the key, which stays in the run, has each row's inclusion probability, by whose inverse
-every figure is weighted. A fifth of the rows of a sheet are decoys (``decoys``) on top of that
-sample, so that annotators have a floor like any judge; their labels count for nothing else. The
-sheet itself shows text alone. It is written as a table (CSV) and as a page to annotate in
-(:mod:`ia_mech.page`), which saves such a table; a table is what is read back.
-
-Texts are a model's and not to be trusted: a cell that a spreadsheet would run as a formula gets an
-apostrophe in front, and characters that can't be seen become �
-(:func:`ia_mech.untrusted.spreadsheet_safe`). Texts aren't read back, so neither can be mistaken
-for the model's own. Every row is checked before anything is written.
+A sheet is a random sample of the run's rows (a row is one generated turn), stratified by a judge's
+categories, and a fifth of decoys, whose labels count for nothing but the annotator's floor. Its
+key, with each row's inclusion probability, stays in the run. The sheet is written as a table (CSV)
+and as a page to annotate in (:mod:`ia_mech.page`), which saves such a table; a table is what is
+read back. Texts are a model's and not to be trusted: they are made inert
+(:func:`ia_mech.untrusted.spreadsheet_safe`) and never read back.
 """
 
 import argparse
@@ -65,8 +59,8 @@ def export_sheet(
 ) -> Sheet:
     """Draw a sheet; nothing is written.
 
-    Within a stratum rows are drawn at random without replacement, all alike. Draws depend on the
-    seed and on the sheet's name, so that two sheets of a run are independent samples.
+    Within a stratum rows are drawn at random without replacement. Draws depend on the seed and on
+    the sheet's name, so that two sheets of a run are independent samples.
 
     Args:
         run: a finished run.

@@ -85,18 +85,16 @@ class FoldScores:
     """Scores of predictions that were made out of fold, averaged over folds.
 
     What is estimated is the mean over folds of the score, on new sources, of the probe that was
-    trained without that fold (Bayle, Bayle, Janson & Mackey 2020, "Cross-validation confidence
-    intervals for test error", NeurIPS). The interval is conditional on the trained probes: it says
-    how far the sources tested may mislead, not how probes trained on other sources would fare.
+    trained without that fold (Bayle, Bayle, Janson & Mackey 2020). The interval is conditional on
+    the trained probes.
 
-    Whole sources are drawn with replacement, once per object: all scores share the resamples, so
-    that the difference of two is paired. Two objects share them too if they have the same sources,
-    seed and number of resamples, though their contexts differ.
+    Whole sources are drawn with replacement, once per object, so that the difference of two scores
+    is paired; also of two objects of the same sources, seed and number of resamples.
 
-    A score that ranks contexts compares those of one fold only, as the probes of two folds need not
-    share a scale, and those of one stratum only. Sums over the strata of a fold are divided, then
-    the mean is taken over folds; folds without a value, on the data or in a resample, are left out,
-    and the score is NaN if all are.
+    A score that ranks contexts compares those of one fold and one stratum only, as probes of two
+    folds need not share a scale. Sums over the strata of a fold are divided, then the mean is taken
+    over folds; folds without a value, on the data or in a resample, are left out, and the score is
+    NaN if all are.
 
     Args:
         positives: ``[contexts]`` k of each; may be fractional.

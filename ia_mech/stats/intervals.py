@@ -200,7 +200,11 @@ def hull(*intervals: tuple[float, float]) -> tuple[float, float]:
 def rate_interval(
     table: np.ndarray, rows: float, level: float, *, independent: bool = False
 ) -> tuple[float, float, str]:
-    """The interval of a rate; see ``cluster_mean`` for which one it is.
+    """The interval of a rate.
+
+    - All alike: the exact one-sided bound on sources (:func:`unseen`), whatever the correlation.
+    - Of independent rows the exact binomial one (Clopper & Pearson 1934).
+    - Else :func:`clustered_wilson`'s, and no less than sources of an unseen kind could add.
 
     Args:
         table: ``[sources, 2]`` sums of weighted events and of weights.
