@@ -41,9 +41,9 @@ class HfJudge(Judge):
 
     The score of a category is the log-probability of all tokens of its name after the prompt, less
     the same for an item without content (contextual calibration, Zhao et al. 2021, arXiv
-    2102.09690). It isn't divided by the name's length: no name begins another, so these are log-probabilities of
-    events that exclude each other, and calibration takes away what a long name costs. ``scores`` is
-    the softmax over all names, ``cannot_assess`` included.
+    2102.09690). It isn't divided by the name's length: no name begins another, so these are
+    log-probabilities of events that exclude each other, and calibration takes away what a long
+    name costs. ``scores`` is the softmax over all names, ``cannot_assess`` included.
 
     The rubric's part of a prompt is run through the model once, and query and response once for
     all turns of theirs that stand together. Items go one by one and unpadded, their answers as

@@ -14,7 +14,8 @@ def auroc_columns(scores: ArrayLike, positives: ArrayLike, trials: ArrayLike) ->
     """How often a random positive turn scores higher than a random negative one of another context.
 
     A context has k positive turns of n and one score. Ties count one half (Hanley & McNeil 1982,
-    Radiology 143:29). Turns of one context share its score, so pairs within a context aren't counted: they would draw the result to one half, and the more so in resamples.
+    Radiology 143:29). Turns of one context share its score, so pairs within a context aren't
+    counted: they would draw the result to one half, and the more so in resamples.
 
     Args:
         scores: ``[n, m]`` a score of each context per column; may be infinite.
