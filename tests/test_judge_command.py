@@ -272,8 +272,8 @@ LINES = [  # the second line of a file; and what is said of it
     ("[]", "line 2 of {file} isn't a JSON object; correct it"),
     ({"query": QUERY, "user_turn": "x"}, "line 2 of {file} lacks a text; each needs query, resp"),
     (row(["list"]), "line 2 of {file} lacks a text; each needs "),
-    (row("x", category="Generic"), "{file}: no category 'Generic' in the rubric; give"),
-    (row("x", category=["generic"]), "{file}: no category ['generic'] in the rubric; "),
+    (row("x", category="Generic"), "line 2 of {file}: no category 'Generic' in the rubric; give"),
+    (row("x", category=["generic"]), "line 2 of {file}: no category ['generic'] in the rubric; "),
 ]
 
 
