@@ -97,31 +97,29 @@ def export_sheet(
     name = check_name(name or "sheet-" + _hash(identity, by, n, seed)[:8])
     rng = np.random.default_rng(int(_hash(identity, name, n, seed)[:16], 16))
     sampled = allocate(sizes, n)
-    chosen = [
-        rng.choice(np.flatnonzero(strata == stratum), count, replace=False)
+    chosen = {
+        stratum: rng.choice(np.flatnonzero(strata == stratum), count, replace=False).tolist()
         for stratum, count in sampled.items()
-    ]
+    }
     decoys = _sample_decoys(run, round(DECOY_SHARE * n), rng)
     items = items_of(run, decoys)
-    keys = list(rows[list(KEY)].itertuples(index=False, name=None))
-    lines: list[tuple[Item, str, dict[str, Any]]] = []  # texts, context shown, place in the run
-    for row in np.concatenate(chosen).tolist():
-        stratum = str(strata[row])
-        place = dict(zip(KEY, keys[row], strict=True)) | {
-            "stratum": stratum,
-            "inclusion_probability": sampled[stratum] / sizes[stratum],
-        }
-        lines.append((items[row], keys[row][0], place))
-    for text, place in zip(items[len(rows) :], decoys.to_dict("records"), strict=True):
-        place |= {"stratum": DECOY, "inclusion_probability": None}
-        lines.append((text, place["shown"], place))
+    keys = rows[list(KEY)].astype({"context_id": object}).to_dict("records")
+    lines: list[tuple[Item, dict[str, Any]]] = []  # texts, place in the run
+    for stratum, drawn in chosen.items():
+        chance = sampled[stratum] / sizes[stratum]
+        of = {"stratum": stratum, "inclusion_probability": chance}
+        lines += [(items[row], keys[row] | of) for row in drawn]
+    of = {"stratum": DECOY, "inclusion_probability": None}
+    places_of_decoys = (place | of for place in decoys.to_dict("records"))
+    lines += zip(items[len(rows) :], places_of_decoys, strict=True)
     unfinished = run.contexts.set_index("context_id")["response_unfinished"]
     sheet, places = [], {}
     for line in rng.permutation(len(lines)).tolist():
-        text, shown, place = lines[line]
+        text, place = lines[line]
         item = item_id(identity, name, place)
         places[item] = place
-        row = item, text.query, text.response, not unfinished[shown], text.turn, "", ""
+        complete = not unfinished[place.get("shown", place["context_id"])]
+        row = item, text.query, text.response, complete, text.turn, "", ""
         sheet.append(dict(zip(COLUMNS, row, strict=True)))
     judge, rubric = None, BUILT_IN
     if by is not None:
