@@ -1,13 +1,6 @@
 """The judge that asks a server: what it asks, and how it reads the answers. The client is real."""
 
-import importlib.util
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -18,9 +11,8 @@ from ia_mech.errors import UserError
 from ia_mech.judge import prompt
 from ia_mech.judge.answers import NoVerdict, find_verdict, read_completion
 from ia_mech.judge.llm import LlmJudge
-from ia_mech.judge.rubric import BUILT_IN, CATEGORIES, NAMES, read_rubric, rubric_of
+from ia_mech.judge.rubric import BUILT_IN, NAMES, read_rubric, rubric_of
 from ia_mech.judge.verdict import Item, Verdict
-from ia_mech.models import embedded
 
 GOOD = json.dumps(VERDICT)
 RECORDED = Path(__file__).parent / "recorded"
@@ -64,16 +56,6 @@ def test_an_answer_in_each_mode(mode):
         assert set(schema["required"]) == set(schema["properties"])
         assert schema["additionalProperties"] is False
     assert body == params, "no parameter that the user didn't set"
-
-
-def test_a_form_that_openai_refuses_is_one_line_after_one_request():
-    reply = error(400, "Invalid parameter: …", param="response_format")
-    with (
-        StubServer(lambda *_: reply) as stub,
-        pytest.raises(UserError, match=r"refuses --mode json_schema .*; use --mode json_obj"),
-    ):
-        one(judge_for(stub))
-    assert len(stub.bodies) == 1
 
 
 def test_one_item_that_is_refused_changes_nothing_for_the_others():
@@ -334,59 +316,6 @@ def test_plain_text_stays_readable():
     line = prompt.encode(Item("if 3 < 4 and a[1] <= 2", "[1, 2] äöü 数学", "x<y?"))
     assert "3 < 4 and a[1] <= 2" in line and "[1, 2] äöü 数学" in line
     assert json.loads(line)["user_turn"] == "x<y?"
-
-
-# -- a real server ----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def url():
-    """A real server with a real model: ``transformers serve``."""
-    lacking = [name for name in ("fastapi", "uvicorn") if not importlib.util.find_spec(name)]
-    if lacking:
-        pytest.skip(f"transformers serve needs {', '.join(lacking)} (pip install fastapi uvicorn)")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve"]
-    process = subprocess.Popen(
-        [*command, str(embedded.directory().resolve()), "--host", "127.0.0.1", "--port", str(port)],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-                break
-            except OSError:
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.slow
-def test_a_real_server(url, monkeypatch):
-    """SmolLM2-135M can't follow the rubric: its answers, whatever they are, become verdicts of a
-    known type, nothing is sent that the server refuses, and no category is invented."""
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    judge = LlmJudge(
-        str(embedded.directory().resolve()),
-        base_url=url,
-        params={"temperature": 0, "max_tokens": 60},
-        concurrency=2,
-        timeout=300,
-    )
-    examples = [e for category in CATEGORIES for e in category.examples][:10]
-    verdicts = judge.judge([Item(e.query, e.response, e.turn) for e in examples])
-    for verdict in verdicts:
-        assert verdict.status in ("judged", "truncated", "unparsable", "empty")
-        assert (verdict.category in NAMES) == (verdict.status == "judged")
-        assert verdict.mode.startswith("json_schema")  # taken, and ignored, by this server
-        assert verdict.prompt_tokens > 2000 and verdict.completion_tokens > 0
 
 
 # -- a rubric of one's own --------------------------------------------------------------------
