@@ -29,7 +29,7 @@ MODULES = {
     ],
     "ia_mech.judge": [
         *("ia_mech.judge.judging", "ia_mech.judge.llm", "ia_mech.judge.rules"),
-        *("ia_mech.judge.sheets", "httpx2"),
+        *("ia_mech.judge.sheets", "openai"),
     ],
 }
 

@@ -159,7 +159,7 @@ def test_accounts_and_keys_go_to_openai_alone(monkeypatch):
     assert "authorization" in stub.headers
     assert not {name for name in stub.headers if name.startswith("openai")}
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    assert LlmJudge("m").server._client.headers["OpenAI-Organization"] == "org-secret"
+    assert LlmJudge("m").server._client.default_headers["OpenAI-Organization"] == "org-secret"
     with pytest.raises(UserError, match="would send the key to OpenAI in clear"):
         LlmJudge("m", base_url="http://api.openai.com/v1")
 

@@ -96,7 +96,7 @@ def test_help_and_a_mistyped_flag_wait_for_no_library(module):
         "places = [a.choices for a in build_parser()._actions if isinstance(a.choices, dict)]\n"
         "for words in [[], *([one] for place in places for one in place), ['--mistyped']]:\n"
         "    with contextlib.suppress(SystemExit): main([*words, '--help'])\n"
-        "print({'torch', 'httpx2', 'pandas', 'transformers', 'sklearn'} & set(sys.modules))"
+        "print({'torch', 'openai', 'pandas', 'transformers', 'sklearn'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.endswith("\nset()\n"), done

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx2
+import openai
 
 from ia_mech.cli import one_line
 from ia_mech.errors import UserError
@@ -118,13 +118,21 @@ class ChatServer:
     def post(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
         """The chat completion after one request; raises what :meth:`completion` does."""
         try:
-            response = self._client.post("chat/completions", json=request, timeout=limit)
-        except httpx2.TimeoutException as error:
-            slow = isinstance(error, (httpx2.ReadTimeout, httpx2.WriteTimeout))
-            raise Failure(f"no answer in {limit:g} s", slow=slow, repeated=True) from error
-        except httpx2.HTTPError as error:
-            absent = isinstance(error, httpx2.ConnectError) and not self.reached
-            raise Failure(str(error) or type(error).__name__, repeated=not absent) from error
+            chat = self._client.with_options(timeout=limit).chat.completions
+            others = {name: request[name] for name in request if name not in ("model", "messages")}
+            response = chat.with_raw_response.create(
+                model=request["model"], messages=request["messages"], extra_body=others
+            ).http_response
+        except openai.APIStatusError as error:
+            response = error.response
+        except openai.APITimeoutError as error:
+            slow = type(error.__cause__).__name__ not in ("ConnectTimeout", "PoolTimeout")
+            raise Failure(f"no answer in {limit:g} s", slow=slow) from error.__cause__
+        except openai.OpenAIError as error:
+            cause = error.__cause__ or error
+            absent = type(cause).__name__ == "ConnectError" and not self.reached
+            text = str(cause) or type(cause).__name__
+            raise Failure(text, repeated=not absent) from cause
         self.reached = True
         try:
             body = json.loads(response.content)
@@ -158,14 +166,18 @@ class ChatServer:
         return text if len(self._key) < LEAST_KEY_LENGTH else text.replace(self._key, "[key]")
 
     @cached_property
-    def _client(self) -> httpx2.Client:
-        headers = {"Authorization": f"Bearer {self._key}"}
-        if self._is_openai:
-            headers |= {name: os.environ.get(of, "") for name, of in ACCOUNT.items()}
-        return httpx2.Client(
-            base_url=f"{self.url}/",
-            headers={name: value for name, value in headers.items() if value},
-            limits=httpx2.Limits(max_connections=None),
+    def _client(self) -> openai.OpenAI:
+        # Of itself the client would send the account's headers to any server.
+        account = {
+            name: (self._is_openai and os.environ.get(variable)) or openai.omit
+            for name, variable in ACCOUNT.items()
+        }
+        return openai.OpenAI(
+            api_key=self._key,
+            base_url=self.url,
+            default_headers=account,  # type: ignore[arg-type]  # omit is for this
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(follow_redirects=False),
         )
 
     @cached_property
