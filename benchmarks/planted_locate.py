@@ -29,7 +29,7 @@ import pandas as pd
 import torch
 
 from benchmarks.coverage_data import table
-from benchmarks.planted_routes import DEPTH, DIRECT, GREEDY, KINDS, SAMPLED, Kind, model, siblings
+from benchmarks.planted_routes import DEPTH, DIRECT, GREEDY, ROUTES, SAMPLED, Kind, model, siblings
 from experiments import arms, elicit
 from experiments.experiment import Model
 from experiments.hybrids import (
@@ -299,11 +299,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=SEEDS, help="studies of each kind")
-    parser.add_argument("--only", choices=[*KINDS, RULE], nargs="+", help="some of it")
+    parser.add_argument("--only", choices=[*ROUTES, RULE], nargs="+", help="some of it")
     args = parser.parse_args()
     begun = time.perf_counter()
-    wanted = args.only or [*KINDS, RULE]
-    if kinds := [kind for kind in KINDS.values() if kind.name in wanted]:
+    wanted = args.only or [*ROUTES, RULE]
+    if kinds := [kind for kind in ROUTES.values() if kind.name in wanted]:
         routes(kinds, args.seeds)
     if RULE in wanted:
         rule(2 * args.seeds)

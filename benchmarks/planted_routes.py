@@ -86,7 +86,7 @@ class Kind:
 SAID = frozenset({OWN})
 # With 0.35 the bits of 60 queries are 4.2 of their standard errors, 1.5 times what is shown with a
 # power of 80%; a window of layers, of 30 queries and one recipient, needs 0.6.
-KINDS = {
+ROUTES = {
     kind.name: kind
     for kind in (
         Kind("none"),

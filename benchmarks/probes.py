@@ -40,7 +40,7 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
 from ia_mech.display import Quiet
-from probes.analysis import Settings, analyse
+from probes.analysis import AnalysisSettings, analyse
 from probes.controls import Baseline, Controls
 from probes.fit.folds import make_folds, permutations
 from probes.fit.nested_cv import Design, cross_validate, fit
@@ -111,7 +111,7 @@ class Phases(Quiet):
         self.start("end", 0)
 
 
-def whole(every: RandomStates, layers: int, settings: Settings) -> str:
+def whole(every: RandomStates, layers: int, settings: AnalysisSettings) -> str:
     """The analysis of so many layers, scaled up to all if they are fewer."""
     hidden, phases, times = replace(every, layers=range(layers)), Phases(), len(every.layers)
     outcome, controls, begun = hidden.outcome(), hidden.controls(), time.perf_counter()
@@ -291,7 +291,7 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="also d = 4096")
     parser.add_argument("--write", action="store_true", help="the output to probes.md, too")
     args = parser.parse_args()
-    settings = Settings(permutations=args.permutations, workers=args.threads)
+    settings = AnalysisSettings(permutations=args.permutations, workers=args.threads)
     layers, positions = range(args.layers), ascii_lowercase[: args.positions]
     hidden = RandomStates(args.contexts, args.width, layers, positions)
     load, said = os.getloadavg()[0], [whole(hidden, args.layers, settings)]

@@ -119,14 +119,14 @@ def read_turns() -> Turns:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Hyperparameters:
     """What the inner cross-validation chooses; see the constants above."""
 
     strength: float
     evening: float
 
 
-def fitted(turns: Turns, settings: Settings) -> rules.Classifier:
+def fitted(turns: Turns, settings: Hyperparameters) -> rules.Classifier:
     """The classifier, from the turns that no rule settles."""
     turns = turns.rows((turns.clear == "") & ~np.isin(turns.category, RULES_ONLY))
     weights = np.where(turns.close, CLOSE, 1.0)
@@ -173,12 +173,12 @@ def folds(turns: Turns, seed: int):
         yield from split.split(turns.features, label, turns.source)
 
 
-def chosen(turns: Turns, seed: int) -> Settings:
+def chosen(turns: Turns, seed: int) -> Hyperparameters:
     """The settings that do best in an inner grouped cross-validation, by turns not close."""
     clear = ~turns.close
     parts = list(folds(turns, seed))
     results = {}
-    for settings in (Settings(*values) for values in product(STRENGTHS, EVENING)):
+    for settings in (Hyperparameters(*values) for values in product(STRENGTHS, EVENING)):
         guess = np.empty(len(turns.category), dtype="<U40")
         for train, test in parts:
             guess[test] = predicted(fitted(turns.rows(train), settings), turns.rows(test))

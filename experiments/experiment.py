@@ -119,10 +119,10 @@ class Model:
         turns: "Sequence[Turn]",
         temperatures: Sequence[float] = (),
     ) -> "list[Scored]":
-        """Log-probabilities of turns after contexts (:func:`ia_mech.likelihood.scorer.score`)."""
-        from ia_mech.likelihood.scorer import score
+        """Log-probabilities of turns; see :func:`ia_mech.likelihood.scorer.score_turns`."""
+        from ia_mech.likelihood.scorer import score_turns
 
-        return score(
+        return score_turns(
             self.subject.model,
             contexts,
             turns,

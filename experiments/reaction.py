@@ -70,7 +70,7 @@ from ia_mech.run.queries import Query, exchange, queries_of, subsample
 # What an estimate is of: the runs' responses, those that are finished, or a control.
 ALTERNATIVES, COMPLETE = "alternatives", "complete responses"
 WORDINGS, ASSISTANT = CONTROLS = ("wordings of one response", "assistant header")
-KINDS = {WORDINGS: "other_wording", ASSISTANT: "header_assistant"}  # of perturbation
+PERTURBED = {WORDINGS: "other_wording", ASSISTANT: "header_assistant"}  # by arm, the perturbation
 INFORMATION, SAME_QUERIES = "I_K, bits", "I_K on the same queries, bits"
 DIFFERENCE = "I_K less the control's, bits"
 READABLE, GREEDY_DIFFERENCE = "readable bits", "greedy turns' readable bits less these"
@@ -241,7 +241,7 @@ class Reaction(Experiment):
                 said = ({"role": "assistant", "content": text} for text in texts)
                 dialogues = [[*query.messages, response] for response in said]
             for index, messages in enumerate(dialogues):
-                made.append(perturbed_conversation(query, index, messages, KINDS[name], header))
+                made.append(perturbed_conversation(query, index, messages, PERTURBED[name], header))
         return made
 
     def plan(self) -> dict[str, str]:
@@ -259,7 +259,7 @@ class Reaction(Experiment):
         queries = {ALTERNATIVES: self.used}
         for name in CONTROLS:
             if name in self.sampled:
-                queries[name] = queries_of([self.sampled[name]], KINDS[name])
+                queries[name] = queries_of([self.sampled[name]], PERTURBED[name])
         return queries
 
     def units(self) -> list[SiblingTurns]:

@@ -23,7 +23,7 @@ from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.likelihood.reaction import evidence
-from ia_mech.likelihood.scorer import after_each, score
+from ia_mech.likelihood.scorer import after_each, score_turns
 from ia_mech.models.load import Subject
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def reward(reader: Subject, contexts: Mapping[str, list[list[int]]]) -> Reward:
             rows_of[name].append(row)
         for name, rows in rows_of.items():
             turns = [completion_ids[row] for row in rows]
-            scores = after_each(partial(score, reader.model), contexts[name], turns)
+            scores = after_each(partial(score_turns, reader.model), contexts[name], turns)
             whole = [[one.logprobs_raw.sum(dtype=np.float64) for one in each] for each in scores]
             rewards[rows] = evidence(whole, [followed[row] for row in rows]).clip(WORST)
         return rewards.tolist()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Okabe & Ito's colours, which colour-blind readers can tell apart, and a grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "0.4")
 
-KINDS = ("png", "svg", "pdf")  # of files that a figure is written to
+FIGURE_FORMATS = ("png", "svg", "pdf")  # of files that a figure is written to
 
 STYLE: dict[Any, Any] = {
     "axes.labelsize": 9,
@@ -222,7 +222,7 @@ def list_names(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _save(path: Path, figure: Figure, kind: str, stem: str) -> None:
-    """Write a figure as one of :data:`KINDS`, its panels lettered if there are several."""
+    """Write a figure as one of :data:`FIGURE_FORMATS`, its panels lettered if there are several."""
     from matplotlib import rc_context
 
     panels = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
@@ -249,14 +249,14 @@ def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
         stem: of the files' names.
 
     Returns:
-        The paths, in the order of :data:`KINDS`.
+        The paths, in the order of :data:`FIGURE_FORMATS`.
 
     Raises:
         OSError: a file can't be written.
     """
     from ia_mech.run.integrity import replace_file
 
-    paths = [Path(folder) / f"{stem}.{kind}" for kind in KINDS]
-    for kind, path in zip(KINDS, paths, strict=True):
+    paths = [Path(folder) / f"{stem}.{kind}" for kind in FIGURE_FORMATS]
+    for kind, path in zip(FIGURE_FORMATS, paths, strict=True):
         replace_file(path, partial(_save, figure=figure, kind=kind, stem=stem))
     return paths

@@ -25,7 +25,7 @@ from ia_mech.run.integrity import replace_file
 
 FORMAT = 1
 TURN = "turn"  # besides the names of a template's positions
-ADD, PROJECT_OUT = KINDS = ("add", "project out")
+ADD, PROJECT_OUT = STEERING_KINDS = ("add", "project out")
 _TYPES = {"kind": str, "layer": int, "positions": list, "model": str, "weights_hash": str}
 
 
@@ -54,8 +54,10 @@ class SteeringVector:
     weights_hash: str
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"a steering vector of kind {self.kind!r}", f"use {' or '.join(KINDS)}")
+        if self.kind not in STEERING_KINDS:
+            raise UserError(
+                f"a steering vector of kind {self.kind!r}", f"use {' or '.join(STEERING_KINDS)}"
+            )
         if not self.positions:
             raise UserError("a steering vector without a position", f"name one, such as {TURN}")
         if not isfinite(self.dose):

@@ -140,7 +140,7 @@ def less_sources(features: np.ndarray, sources: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Settings:
+class AnalysisSettings:
     """How to analyse.
 
     Attributes:
@@ -272,7 +272,7 @@ class Analysis:
         notes: what a reader has to know.
     """
 
-    settings: Settings
+    settings: AnalysisSettings
     outcome: Outcome
     folds: np.ndarray
     layers: list[int]
@@ -300,7 +300,7 @@ def analyse(
     hidden: HiddenStates,
     outcome: Outcome,
     controls: Controls | None = None,
-    settings: Settings | None = None,
+    settings: AnalysisSettings | None = None,
     progress: Progress | None = None,
     random_blocks: Mapping[str, HiddenStates] | None = None,
 ) -> Analysis:
@@ -322,7 +322,7 @@ def analyse(
             positions.
         UserError: states that don't differ, and whatever reading them raises.
     """
-    controls, settings = controls or Controls(), settings or Settings()
+    controls, settings = controls or Controls(), settings or AnalysisSettings()
     progress = progress or Quiet()
     shape = hidden.layer(next(iter(hidden.layers))).shape
     if len(shape) != 3 or shape[:2] != (len(outcome), len(hidden.positions)):
@@ -364,7 +364,7 @@ def processors() -> int:
     return os.cpu_count() or 1
 
 
-def fold_scores(outcome: Outcome, folds: np.ndarray, settings: Settings) -> FoldScores:
+def fold_scores(outcome: Outcome, folds: np.ndarray, settings: AnalysisSettings) -> FoldScores:
     """Scores within folds and runs; those of equal settings and sources share their resamples."""
     return FoldScores(
         outcome.positives,
@@ -415,7 +415,7 @@ class _Analyser:
         self,
         hidden: HiddenStates,
         design: Design,
-        settings: Settings,
+        settings: AnalysisSettings,
         pool: ThreadPoolExecutor,
         workers: int,
         progress: Progress,

@@ -29,7 +29,7 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
 from ia_mech.results import Result, Table
 from ia_mech.stats import Estimate, holm
-from probes.analysis import HiddenStates, Settings, fold_scores, select
+from probes.analysis import AnalysisSettings, HiddenStates, fold_scores, select
 from probes.dataset import MIN_SOURCES, ProbeSet
 from probes.fit.folds import make_folds, permutations, seeds_of
 from probes.fit.nested_cv import CrossValidated, Design, cross_validate
@@ -74,7 +74,7 @@ def cross_evaluate(
     hidden: HiddenStates,
     outcome: Outcome,
     units: Mapping[str, np.ndarray],
-    settings: Settings | None = None,
+    settings: AnalysisSettings | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[Entry], list[str]]:
     """Train on each unit, test on each.
@@ -95,7 +95,7 @@ def cross_evaluate(
         UserError: no unit can be tested with a probe of another one, or whatever reading the
             states raises.
     """
-    settings, progress = settings or Settings(), progress or Quiet()
+    settings, progress = settings or AnalysisSettings(), progress or Quiet()
     pairs, notes = _pairs(outcome, units)
     problems = {
         (trained, tested): _Problem.of(outcome, units[trained], units[tested], settings)
@@ -212,7 +212,7 @@ class _Problem:
 
     @classmethod
     def of(
-        cls, outcome: Outcome, train: np.ndarray, test: np.ndarray, settings: Settings
+        cls, outcome: Outcome, train: np.ndarray, test: np.ndarray, settings: AnalysisSettings
     ) -> "_Problem":
         """Where training and test share sources, labels of both are permuted together."""
         rows = np.union1d(train, test)
@@ -279,7 +279,7 @@ def result_of(
     entries: list[Entry],
     data: ProbeSet,
     notes: list[str],
-    settings: Settings,
+    settings: AnalysisSettings,
     about: dict[str, Any],
     name: str,
 ) -> Result:
@@ -325,7 +325,7 @@ def _estimates(entries: list[Entry]) -> pd.DataFrame:
     return frame_of(rows, names | counts)
 
 
-def _table(entries: list[Entry], settings: Settings) -> Table:
+def _table(entries: list[Entry], settings: AnalysisSettings) -> Table:
     """Rows trained on, columns tested on; what the probe of a row reads is named once."""
     tested = list(dict.fromkeys(entry.tested for entry in entries))
     rows = []
@@ -345,7 +345,7 @@ def _table(entries: list[Entry], settings: Settings) -> Table:
     )
 
 
-def _explained(entries: list[Entry], data: ProbeSet, settings: Settings) -> list[str]:
+def _explained(entries: list[Entry], data: ProbeSet, settings: AnalysisSettings) -> list[str]:
     """What an entry means, and what else a reader has to know."""
     lines = [
         "An entry: how often the context of a random positive turn scores higher than that of a "

@@ -27,7 +27,7 @@ from ia_mech.run.layout import refuse_unwritable
 from ia_mech.run.sources import SEPARATOR
 from ia_mech.stats import Estimate
 from probes import figures
-from probes.analysis import Analysis, RandomBlocks, Settings
+from probes.analysis import Analysis, AnalysisSettings, RandomBlocks
 from probes.card import Probe, directions
 from probes.dataset import ProbeSet
 from probes.figures import LEVEL
@@ -53,7 +53,7 @@ LAYERS = "0 = embeddings, l = output of block l, before the final norm"
 
 
 @dataclass(frozen=True)
-class Conclusion:
+class Finding:
     """What an analysis shows, and no more.
 
     Attributes:
@@ -73,7 +73,7 @@ class Conclusion:
 
 def conclude(
     analysis: Analysis, what: str = "the follow-up rate", labelled_by: str = ""
-) -> Conclusion:
+) -> Finding:
     """What the headline, its p values and its controls show of ``what``, the target in words, with
     outcomes that are ``labelled_by``, say, a judge."""
     tested, gain = analysis.tested, analysis.beyond
@@ -122,7 +122,7 @@ def conclude(
     controls += [_random(one, own) for one in analysis.random_blocks]
     if labelled_by:
         controls.append(f"Labels: {labelled_by}.")
-    return Conclusion(readable, beyond, " ".join(sentences), " ".join(controls))
+    return Finding(readable, beyond, " ".join(sentences), " ".join(controls))
 
 
 def _numbers(analysis: Analysis) -> str:
@@ -357,7 +357,7 @@ def result_folder(
     return folder
 
 
-def about(kind: str, data: ProbeSet, settings: Settings, **more: Any) -> dict[str, Any]:
+def about(kind: str, data: ProbeSet, settings: AnalysisSettings, **more: Any) -> dict[str, Any]:
     """What decides a result, as plain JSON; without the number of threads."""
     return {
         "kind": kind,

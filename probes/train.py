@@ -22,7 +22,7 @@ from ia_mech.cli import (
 
 if TYPE_CHECKING:
     from ia_mech.results import Result
-    from probes.analysis import Settings
+    from probes.analysis import AnalysisSettings
 
 DESCRIPTION = """\
 Train linear probes on the residual stream at every layer and position of a judged run, compare
@@ -133,11 +133,11 @@ def chosen_places(args: argparse.Namespace) -> tuple[list[str] | None, list[int]
     return names, numbers
 
 
-def settings_of(args: argparse.Namespace) -> "Settings":
+def settings_of(args: argparse.Namespace) -> "AnalysisSettings":
     """The settings that the flags of both commands give."""
-    from probes.analysis import Settings
+    from probes.analysis import AnalysisSettings
 
-    return Settings(
+    return AnalysisSettings(
         permutations=args.permutations,
         level=args.level,
         resamples=args.resamples,

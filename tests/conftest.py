@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedTokenizerFast
 
 from ia_mech.collect.job import collect
-from ia_mech.display import KINDS, save_figure
+from ia_mech.display import FIGURE_FORMATS, save_figure
 from ia_mech.models.load import Subject
 from ia_mech.run import Run
 from ia_mech.settings import Settings
@@ -67,7 +67,7 @@ def _blank_pictures():
     """
 
     def blank(_: Figure, folder: Path, stem: str) -> None:
-        for kind in KINDS:
+        for kind in FIGURE_FORMATS:
             (Path(folder) / f"{stem}.{kind}").write_text("<svg/>")
 
     with pytest.MonkeyPatch.context() as patch:

@@ -131,19 +131,19 @@ def test_a_mask_that_shows_the_padding_is_found(architecture, dtype, monkeypatch
 @DTYPES
 @pytest.mark.parametrize("architecture", [slow("llama"), "gemma3"])
 def test_a_loop_that_samples_from_another_rows_logits_is_found(architecture, dtype, monkeypatch):
-    honest = loop.sample
+    honest = loop.draw_tokens
 
     def displaced(logits, *others):
         return honest(logits.roll(1, 0), *others)
 
-    monkeypatch.setattr(loop, "sample", displaced)
+    monkeypatch.setattr(loop, "draw_tokens", displaced)
     assert_found(architecture, dtype, "sampled rows")
 
 
 @pytest.mark.parametrize("fault", ["no noise", "another step", "another stream", "temperature"])
 @pytest.mark.parametrize("dtype", [torch.float32, *map(slow, (torch.bfloat16, torch.float16))])
 def test_another_sampling_rule_is_found(fault, dtype, monkeypatch):
-    honest = loop.sample
+    honest = loop.draw_tokens
 
     def other(logits, temperature, stream, step):
         if fault == "temperature":
@@ -157,7 +157,7 @@ def test_another_sampling_rule_is_found(fault, dtype, monkeypatch):
             return honest(logits, temperature, stream, step + 1)
         return honest(logits, temperature, stream + 1, step)
 
-    monkeypatch.setattr(loop, "sample", other)
+    monkeypatch.setattr(loop, "draw_tokens", other)
     assert_found("llama", dtype, "sampled rows")
 
 

@@ -12,7 +12,7 @@ from contract import near_ties, prefilled
 from ia_mech.collect.job import collect
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
-from ia_mech.engine.sampling import sample, stream_key
+from ia_mech.engine.sampling import draw_tokens, stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.models import embedded
@@ -73,8 +73,8 @@ def test_the_draw_equals_the_cpus(vocab):
             torch.tensor([0, 0.5, 1.0, 1.3, 2.0, 0.05]).repeat(6)[:rows],
             torch.randint(0, 2**32, (rows, 2), generator=generator),
         )
-        theirs = sample(*given, step)
-        ours = vars(sample(*(one.cuda() for one in given), step))
+        theirs = draw_tokens(*given, step)
+        ours = vars(draw_tokens(*(one.cuda() for one in given), step))
         ours = {name: found.cpu() for name, found in ours.items()}
         # Sums, powers and logarithms may round differently: tokens may differ at a near-tie.
         same = ours["token"] == theirs.token

@@ -63,7 +63,9 @@ def pip(models, monkeypatch) -> Pip:
         name="tiny",
         original="Org/Tiny",
         licence="Apache-2.0",
-        parts=tuple(embedded.Part(f"some-part{n}==1", f"some_part{n}/data.bin") for n in (1, 2, 3)),
+        parts=tuple(
+            embedded.WheelFile(f"some-part{n}==1", f"some_part{n}/data.bin") for n in (1, 2, 3)
+        ),
         sha256=hashlib.sha256(b"".join(PARTS)).hexdigest(),
         folder="tiny-12345678",
         fetched=1000,

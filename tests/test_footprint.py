@@ -10,7 +10,7 @@ from ia_mech.engine.footprint import LOGITS_HELD, footprint, part_bytes
 from ia_mech.engine.memory import smaller_passes
 from ia_mech.engine.shared import SharedLayer
 from ia_mech.engine.state import Prefix, copied_bytes, expand, forward, held_tensors, prefill
-from ia_mech.likelihood.scorer import score
+from ia_mech.likelihood.scorer import score_turns
 
 LENGTH, NEW = 30, 5
 
@@ -81,12 +81,12 @@ def test_scoring_passes_are_limited_by_state_and_logits(monkeypatch, limit):
         return honest(model, state, *others, **options)
 
     monkeypatch.setattr(scoring, "forward", counted)
-    whole = score(model, contexts, turns)
+    whole = score_turns(model, contexts, turns)
     assert rows == [8]
     monkeypatch.setitem(getattr(scoring, limit), "cpu", 4 * each[limit])
-    parts = score(model, contexts, turns)
+    parts = score_turns(model, contexts, turns)
     with smaller_passes(2):
-        halves = score(model, contexts, turns)
+        halves = score_turns(model, contexts, turns)
     assert rows == [8, 4, 4, 2, 2, 2, 2]
     for a, b, c in zip(whole, parts, halves, strict=True):
         for other in (b, c):

@@ -12,7 +12,7 @@ from ia_mech.engine.passes import Pass, current
 from ia_mech.engine.score import LOGITS, Turn
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
-from ia_mech.likelihood.scorer import score
+from ia_mech.likelihood.scorer import score_turns
 
 CONTEXT, START, DEPTH = 23, 18, 4  # sliding windows are 8 tokens
 TURNS = (5, 9, 1)
@@ -102,7 +102,7 @@ def test_scores_under_residual_edits_equal_plain_hooks(architecture, piece, monk
         Turn(0, [*context()[START:], *turns()[n]], interventions=tuple(some), whole_at=last + 1)
         for n, some in rows
     ]
-    found = score(model, [context()[:START]], given, [0.7])
+    found = score_turns(model, [context()[:START]], given, [0.7])
     moved = []
     for (number, _), edit, own in zip(rows, plain, found, strict=True):
         turn, logits = turns()[number], by_plain_hooks(model, [*context(), *turns()[number]], edit)
@@ -167,7 +167,7 @@ def test_nothing_is_left_on_whatever_happens(monkeypatch):
     for position in (-1, len(fed) - 1):
         wrong = Turn(0, fed, interventions=(Replace(1, (position,), vectors(1, seed=0)),))
         with pytest.raises(UserError, match="can't be changed"):
-            score(model, [context()[:START]], [wrong])
+            score_turns(model, [context()[:START]], [wrong])
 
 
 def test_a_pass_whose_blocks_do_not_run_once_each_is_an_error():

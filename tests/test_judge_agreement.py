@@ -7,8 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from judging import ROWS, FakeJudge, keys_of, plant
-from runs import unfinished
+from test_results import example_result
 
+from experiments.compare import category_shares
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main
@@ -19,14 +20,16 @@ from ia_mech.judge.labellers import (
     agreement,
     compare_pairs,
     disagreements,
+    genuine_shares,
     joint_rows,
     labellers_of,
 )
 from ia_mech.judge.rubric import ASSESSED, BUILT_IN, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.sheets import csv_bytes, export_sheet, import_sheet, write_sheet
 from ia_mech.judge.verdict import Verdict
+from ia_mech.rates.compute import estimates
 from ia_mech.rates.load import read_runs
-from ia_mech.results import folder_of, read
+from ia_mech.results import folder_of, read, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -205,24 +208,52 @@ def test_turns_that_a_judge_was_fitted_on_count_in_no_comparison(run):
     assert "rules was fitted on 20 of the 60 turns" in " ".join(agreement(run).notes)
 
 
-def test_sources_of_two_datasets_with_one_id_stay_apart(run):
-    """Half of the contexts under another dataset, with the ids of the other half."""
+SOURCES_OF = {  # what counts sources: of the run, of two judges' agreement, of each, of rates
+    "labelled": lambda run: run.labelled("first")["source"].nunique(),
+    "decoys": lambda run: run.decoys("first")[["source", "shown_source"]].stack().nunique(),
+    "agreement": lambda run: pairs_of(run)["first", "second"].figures["kappa", "genuine"].sources,
+    "shares": lambda run: [
+        share.estimate.sources for share in genuine_shares(labellers_of(run)[0])
+    ],
+    "rates": lambda run: rates_of(run, "rate")["sources"].unique().tolist(),
+    "floors": lambda run: rates_of(run, "floor")["sources"].unique().tolist(),
+    "categories": lambda run: category_shares(run, "first")["source"].nunique(),
+}
+
+
+def rates_of(run: Run, quantity: str) -> pd.DataFrame:
+    found = estimates(read_runs([run], "first"))
+    return found[(found["quantity"] == quantity) & (found["dataset"] == "(all)")]
+
+
+@pytest.fixture
+def colliding(run) -> Run:
+    """Half of the contexts are of another dataset, with the ids of the other half."""
     names = run.contexts["context_id"].tolist()
     of = {name: (f"d{n % 2}", f"q{n // 2}") for n, name in enumerate(names)}
     for frame in (run.contexts, run.turns):
         frame["dataset"] = [of[name][0] for name in frame["context_id"]]
         frame["source_id"] = [of[name][1] for name in frame["context_id"]]
-    plant(run, "first", random_labels(0))
-    plant(run, "second", random_labels(1))
-    pair = pairs_of(run)["first", "second"]
-    assert pair.figures["accuracy", "genuine"].sources == len(names)
+    for name in ("first", "second"):
+        say = GENUINE if name == "first" else "generic"
+        judge = FakeJudge(lambda item, _, say=say: Verdict(say), paid=False, name=name)
+        label_run(run, judge, name, Quiet())
+    return run
 
 
-def test_an_unfinished_run_is_refused(run):
-    plant(run, "good", random_labels(0))
-    run = unfinished(run)
-    with pytest.raises(UserError, match="still being written"):
-        labellers_of(run)
+@pytest.mark.parametrize("consumer", SOURCES_OF)
+def test_sources_of_two_datasets_with_one_id_stay_apart(colliding, consumer):
+    counted = np.unique(SOURCES_OF[consumer](colliding))
+    assert counted.tolist() == [len(colliding.contexts)]
+
+
+def test_responses_of_two_datasets_with_one_id_are_no_siblings(colliding):
+    """A turn of evidence -0.5 depends on its own response if it is the only one, not of two."""
+    turns = colliding.generations[list(KEY)].assign(evidence=-0.5, run=colliding.name)
+    about = {"kind": "reaction", "identities": [colliding.identity_digest]}
+    found = example_result(about=about, data={"turns": turns})
+    write(found, folder_of(colliding.path, "reaction"))
+    assert (read_runs([colliding], "first").turns["dependent"] == 1).all()
 
 
 # -- disagreements, and what is shown -------------------------------------------------------------

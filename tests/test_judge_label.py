@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from judging import DECOYS, ROWS, FakeJudge, Recorded, genuine
-from runs import CONTEXTS, planted, unfinished
+from runs import CONTEXTS, planted
 
 from ia_mech.errors import UserError
 from ia_mech.judge.judging import items_of, label_run
@@ -172,14 +172,6 @@ def test_failures_are_rows_that_are_not_kept_and_the_same_command_asks_again(lab
 
 
 # -- refusals -----------------------------------------------------------------------------------
-
-
-def test_an_unfinished_run_is_refused(run, cache):
-    begun = unfinished(run)
-    judge = FakeJudge()
-    with pytest.raises(UserError, match=r"still being written or was interrupted \(0 of 1 parts"):
-        label_run(begun, judge, "fake", Recorded(), cache_folder=cache)
-    assert judge.asked == [] and run.labels.judges == [] and not cache.exists()
 
 
 def test_another_judge_under_the_same_name_is_refused_naming_what_differs(label, run):

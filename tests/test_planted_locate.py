@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.planted_locate import NULLS, OPTIONS, TRUE, measure_study, simulate_study
-from benchmarks.planted_routes import GREEDY, KINDS, SAMPLED
+from benchmarks.planted_routes import GREEDY, ROUTES, SAMPLED
 from experiments.hybrids import (
     ALL_LAYERS,
     ALL_THREE,
@@ -36,7 +36,7 @@ SITES = (OWN, RESPONSE, HEADER, QUERY)
 @cache  # no test changes the rows
 def rows_of(name: str, wordings: bool = False) -> pd.DataFrame:
     """What is measured where every turn that can follows its response, and no weight has noise."""
-    kind = KINDS[name]
+    kind = ROUTES[name]
     kind = replace(kind, follows=float(bool(kind.carries)), windows=kind.state)
     return measure_study(kind, 0, QUERIES, 0.0, wordings=wordings)
 
@@ -54,12 +54,12 @@ def test_a_site_carries_what_reaches_the_turn_by_it_alone(name):
     rows = rows_of(name)
     found = bits(rows)
     for site in SITES:
-        if site in KINDS[name].carries:
+        if site in ROUTES[name].carries:
             assert 0.9 * found[OWN] < found[site] <= found[OWN], site
         else:
             assert abs(found[site]) < 0.02, site
-    assert found[OWN] > 1.0 if KINDS[name].carries else found[OWN] < 0.02
-    if KINDS[name].gated:  # greedy turns lack the opening word
+    assert found[OWN] > 1.0 if ROUTES[name].carries else found[OWN] < 0.02
+    if ROUTES[name].gated:  # greedy turns lack the opening word
         assert max(bits(rows, GREEDY).values()) < 0.02
 
 

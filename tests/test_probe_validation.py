@@ -15,8 +15,8 @@ from benchmarks.probe_validation.blocks import SIZES
 from benchmarks.probe_validation.one_run import RunFindings, analyse_planted
 from benchmarks.probe_validation.planted import (
     COMMON_TOKEN,
-    KINDS,
     RARE_TOKEN,
+    SIGNALS,
     Plan,
     Planted,
     plant,
@@ -56,7 +56,7 @@ def small(kind: str, contexts: int, **others) -> Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SIGNALS)
 @pytest.mark.parametrize(("prevalence", "oracle"), [(0.3, 0.75), (0.1, 0.9)])
 def test_the_labels_have_the_prevalence_and_the_oracle_auroc_that_were_asked_for(
     kind, prevalence, oracle
@@ -68,7 +68,7 @@ def test_the_labels_have_the_prevalence_and_the_oracle_auroc_that_were_asked_for
 
 
 def test_a_plan_is_reproducible_and_another_draw_is_of_the_same_world():
-    for kind in KINDS:
+    for kind in SIGNALS:
         plan = small(kind, 50)
         first, again = plant(plan), plant(plan)
         other, elsewhere = plant(replace(plan, draw=1)), plant(replace(plan, seed=1))
@@ -144,7 +144,7 @@ def test_only_the_token_s_logit_rises_with_the_latent(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["signal", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != "signal")]
+    "kind", ["signal", *(pytest.param(k, marks=pytest.mark.slow) for k in SIGNALS if k != "signal")]
 )
 def test_a_written_run_is_whole_and_has_the_planted_counts(kind, tmp_path):
     plan = Plan(kind, contexts=40, per_source=2, samples=3, temperatures=(1.3, 0.7))

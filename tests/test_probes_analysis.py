@@ -9,14 +9,14 @@ from sklearn.metrics import roc_auc_score
 
 from ia_mech.errors import UserError
 from probes import analysis
-from probes.analysis import Arrays, Settings, analyse, fold_scores
+from probes.analysis import AnalysisSettings, Arrays, analyse, fold_scores
 from probes.controls import Baseline, Controls
 from probes.fit.folds import make_folds, permutations, seeds_of, select_and_test
 from probes.fit.nested_cv import Design, cross_validate
 from probes.targets import Outcome
 
 LAYERS, CONTEXTS, POSITIONS, WIDTH = 4, 100, ("start", "end"), 12
-SMALL = Settings(folds=4, permutations=19, resamples=100, workers=1)
+SMALL = AnalysisSettings(folds=4, permutations=19, resamples=100, workers=1)
 
 
 def planted(contexts=CONTEXTS, strength=2.0, layer=2, runs=1):

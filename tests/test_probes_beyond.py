@@ -7,7 +7,7 @@ import pytest
 from scipy.special import expit
 
 from benchmarks.probe_validation.blocks import analysed
-from probes.analysis import Arrays, Settings, analyse
+from probes.analysis import AnalysisSettings, Arrays, analyse
 from probes.controls import Baseline, Controls
 from probes.fit.beyond import (
     RATIOS,
@@ -23,7 +23,7 @@ from probes.fit.nested_cv import Design, held_out_loss
 from probes.targets import Outcome
 
 CONTEXTS, FOLDS = 90, 3
-FEW = Settings(permutations=0, resamples=50, workers=1)
+FEW = AnalysisSettings(permutations=0, resamples=50, workers=1)
 
 
 def cross_fit(design, output, ends, hidden):

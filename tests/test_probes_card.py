@@ -18,7 +18,7 @@ from probes.targets import Outcome
 
 WIDTH = 24
 EACH = pytest.mark.parametrize("name", DIRECTIONS)
-KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def contexts(runs=1, sign=1.0):

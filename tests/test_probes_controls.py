@@ -12,7 +12,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from benchmarks.probe_validation.planted import Plan, plant, write
 from ia_mech.lens import Lens
 from probes import controls as baselines
-from probes.analysis import Settings, fold_scores
+from probes.analysis import AnalysisSettings, fold_scores
 from probes.controls import controls_of
 from probes.dataset import read
 from probes.fit.folds import make_folds
@@ -173,7 +173,10 @@ def test_the_output_is_read_and_keeps_the_order_of_the_contexts(pair):
     design = Design.from_outcome(outcome, make_folds(outcome))
     for features, least in ((states, 0.68), (summaries, 0.6)):
         scores = cross_validate(features, design).scores
-        assert fold_scores(outcome, design.folds, Settings(resamples=9)).auroc(scores).value > least
+        assert (
+            fold_scores(outcome, design.folds, AnalysisSettings(resamples=9)).auroc(scores).value
+            > least
+        )
 
 
 # -- what is left out -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from matplotlib.text import Text
 
 from ia_mech.stats import Estimate
 from probes import figures, show
-from probes.analysis import Arrays, RandomBlocks, Settings, analyse
+from probes.analysis import AnalysisSettings, Arrays, RandomBlocks, analyse
 from probes.controls import Baseline, Controls
 from probes.show import RANDOM_BLOCKS, READOUT, conclude
 from probes.targets import Outcome
@@ -40,7 +40,7 @@ def analysis():
         Arrays(states.astype(np.float32), POSITIONS, rng.normal(size=(LAYERS, CONTEXTS, 4))),
         Outcome.from_counts(k, np.full(CONTEXTS, 8), sources),
         controls,
-        Settings(folds=3, permutations=20, resamples=100, workers=1),
+        AnalysisSettings(folds=3, permutations=20, resamples=100, workers=1),
         random_blocks={"random blocks 1": Arrays(rng.normal(size=states.shape), POSITIONS)},
     )
 
@@ -192,7 +192,7 @@ def plain():
     rng = np.random.default_rng(0)
     states = rng.normal(size=(2, 60, 1, 6)).astype(np.float32)
     outcome = Outcome.from_counts(rng.binomial(4, 0.4, 60), np.full(60, 4), np.arange(60) % 30)
-    settings = Settings(folds=3, permutations=19, resamples=50, workers=1)
+    settings = AnalysisSettings(folds=3, permutations=19, resamples=50, workers=1)
     return analyse(Arrays(states, ["header_last"]), outcome, None, settings)
 
 

@@ -7,7 +7,7 @@ from scipy.special import expit
 
 from ia_mech.errors import UserError
 from ia_mech.stats import Estimate
-from probes.analysis import Arrays, Settings, analyse, less_sources
+from probes.analysis import AnalysisSettings, Arrays, analyse, less_sources
 from probes.controls import Baseline, Controls
 from probes.dataset import LEAST_RELIABILITY, _reliability, check_reliable
 from probes.fit.folds import exchangeable_sources, permutations
@@ -15,7 +15,7 @@ from probes.fit.nested_cv import held_out_loss
 from probes.targets import Outcome, Target
 
 SOURCES, SIBLINGS, TURNS = 40, 4, 16
-FAST = Settings(permutations=59, resamples=200, workers=1)
+FAST = AnalysisSettings(permutations=59, resamples=200, workers=1)
 POSITIONS = ("query_end", "header_last")
 
 
@@ -48,7 +48,7 @@ def test_a_response_s_part_is_found_where_it_is():
 
 def test_what_hangs_on_the_query_alone_is_not_found():
     """The test's level, 5%: of 12 planted runs at most 3 may be (a chance of 0.2% for more)."""
-    settings = Settings(permutations=19, resamples=50, workers=1)
+    settings = AnalysisSettings(permutations=19, resamples=50, workers=1)
     found = [analyse(*planted(seed, of_response=0.0), settings=settings) for seed in range(12)]
     assert sum(one.tested.headline_p <= 0.05 for one in found) <= 3
     hidden, outcome = planted(0, of_response=0.0)

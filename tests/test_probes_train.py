@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from runs import rehashed, unfinished
+from runs import rehashed
 from safetensors import safe_open
 from safetensors.torch import save_file
 from shell import call, files, refusal
@@ -212,26 +212,19 @@ def taken(run: Path) -> None:
     (run / "results").write_text("mine")
 
 
-def in_progress(run: Path) -> None:
-    unfinished(Run(run))
-
-
 @pytest.mark.parametrize(
     ("change", "words", "problem", "remedy"),
     [
-        (lambda run: shutil.rmtree(run / "judgements"), [], "has not been judged", "judge run"),
         (all_alike, [], "none of 80 sources has a genuine follow-up", "--temperatures"),
         (few_positive, [], "only 6 of 80 sources have a genuine", "sample about 270 sources"),
         (not_a_number, [], "layer 2 at header_last holds NaN", "--dtype"),
         (damaged, [], "is damaged", "the command that made the run again"),
         (taken, [], "results is a file", "give a copy of the run"),
-        (in_progress, [], "still being written or was interrupted", "finish"),
         (None, ["--target", "happiness"], "unknown target 'happiness'", "rate@T"),
         (None, ["--target", "rate@0.7"], "no turn was sampled at temperature 0.7", "rate@1"),
         (None, ["--positions", "nowhere"], "position nowhere was not kept", "header_last"),
         (None, ["--layers", "2", "9"], "no layer 9", "0 … 3"),
         (None, ["--layers", "5-2"], "is no layer and no range", "--help"),
-        (None, ["--judge", "anna"], "no judgements of 'anna'", "give one of"),
         (None, ["--out", "../up"], "can't name a file", "letters"),
         (None, ["--permutations", "5"], "not a whole number from 19 up", "--help"),
     ],

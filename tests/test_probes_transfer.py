@@ -14,12 +14,12 @@ from ia_mech.results import read
 from ia_mech.stats import holm
 from probes import cross_evaluate as module
 from probes import transfer
-from probes.analysis import Arrays, Settings
+from probes.analysis import AnalysisSettings, Arrays
 from probes.cross_evaluate import cross_evaluate
 from probes.targets import Outcome
 
-QUICK = Settings(permutations=49, resamples=200)
-FEWER = Settings(permutations=0, resamples=50)
+QUICK = AnalysisSettings(permutations=49, resamples=200)
+FEWER = AnalysisSettings(permutations=0, resamples=50)
 WIDTH, TRIALS = 12, 8
 CONTEXTS = 30  # of a planted run
 
@@ -62,7 +62,7 @@ def matrix(hidden, outcome, units, settings=QUICK):
 
 def test_a_shared_direction_carries_over_and_another_does_not():
     hidden, outcome, units = made([0, 0, 5])
-    entries, notes = cross_evaluate(hidden, outcome, units, Settings(permutations=199))
+    entries, notes = cross_evaluate(hidden, outcome, units, AnalysisSettings(permutations=199))
     found = by_pair(entries)
     assert not notes and len(found) == 9
     alike = [found[pair] for pair in [("u0", "u1"), ("u1", "u0"), ("u0", "u0"), ("u2", "u2")]]
@@ -84,7 +84,7 @@ def test_a_shared_direction_carries_over_and_another_does_not():
 @pytest.mark.slow
 @pytest.mark.parametrize("prompts", [[0, 1], [0, 0]], ids=["apart", "same prompts"])
 def test_without_signal_p_values_keep_their_level(prompts):
-    settings = Settings(permutations=39, resamples=100)
+    settings = AnalysisSettings(permutations=39, resamples=100)
     p = []
     for seed in range(8):
         entries, _ = cross_evaluate(

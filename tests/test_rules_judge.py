@@ -204,7 +204,7 @@ def test_the_shipped_model_is_what_the_study_fits():
     settings = content["settings"]
     classifier = study.fitted(
         study.read_turns(),
-        study.Settings(settings["strength"], settings["evening"]),
+        study.Hyperparameters(settings["strength"], settings["evening"]),
     )
     np.testing.assert_allclose(content["coefficients"], classifier.coefficients, atol=2e-3)
     np.testing.assert_allclose(content["mean"], classifier.mean, atol=1e-5)
@@ -218,7 +218,7 @@ def test_a_judge_that_never_saw_a_source_does_well_on_its_turns():
     guess = np.empty(len(turns.category), dtype="<U40")
     for train, test in study.folds(turns, 0):
         assert not set(turns.source[train]) & set(turns.source[test])
-        judge = study.fitted(turns.rows(train), study.Settings(0.03, 0.0))
+        judge = study.fitted(turns.rows(train), study.Hyperparameters(0.03, 0.0))
         guess[test] = study.predicted(judge, turns.rows(test))
     lead = turns.set == study.LEAD
     sides = turns.category[lead] == GENUINE, guess[lead] == GENUINE

@@ -13,11 +13,11 @@ from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.installed import install
 from ia_mech.engine.sampling import (
     Draw,
+    draw_tokens,
     gumbel,
     log_sum_exp,
     philox,
     ranks,
-    sample,
     stream_key,
     uniforms,
 )
@@ -121,7 +121,7 @@ def test_tokens_of_several_blocks_follow_the_softmax(vocab, draws):
     logits[vocab // 4 : vocab // 2] = -torch.inf  # all of a block, if there are four
     counts = np.zeros(vocab)
     for keys in torch.arange(draws).split(50_000):
-        drawn = sample(
+        drawn = draw_tokens(
             logits.expand(len(keys), -1).contiguous(),
             torch.full((len(keys),), 0.8),
             torch.stack([keys, torch.full_like(keys, vocab)], 1),
@@ -187,7 +187,7 @@ def test_blocks_keep_nearly_all_of_the_coupling(header, changed):
         other += 0.3 * torch.randn(len(header), generator=torch.Generator().manual_seed(3))
     keys = torch.tensor([stream_key(0, "coupled", i) for i in range(rows)])
     first, second = (
-        sample(logits.expand(rows, -1).contiguous(), torch.full((rows,), t), keys, 0).token
+        draw_tokens(logits.expand(rows, -1).contiguous(), torch.full((rows,), t), keys, 0).token
         for logits, t in ((header, 1.0), (other, temperature))
     )
     p, q = header.double().softmax(-1).numpy(), (other.double() / temperature).softmax(-1).numpy()
@@ -216,7 +216,7 @@ VOCABULARIES = pytest.mark.parametrize("vocab", [1, 40, 64, 65, 150, 1003])
 def test_draws_equal_the_rule_written_plainly(vocab):
     """Tokens wherever rounding can't decide, margins within it, log-probabilities and ranks."""
     logits, temperature, stream = rows_of(vocab)
-    drawn, equal = sample(logits, temperature, stream, 5), 0
+    drawn, equal = draw_tokens(logits, temperature, stream, 5), 0
     for row, one in enumerate(logits.double()):
         t, token = float(temperature[row]), int(drawn.token[row])
         right, margin = two_level.draw(one, t, stream[row].tolist(), 5)
@@ -244,7 +244,7 @@ def test_margins_bound_what_changes_a_token(vocab):
     """No change of logits by less than half of the margin does, whatever its direction; one that
     goes against the chosen token, or its block, by more does."""
     logits, temperature, stream = rows_of(vocab)
-    drawn = sample(logits, temperature, stream, 5)
+    drawn = draw_tokens(logits, temperature, stream, 5)
     # Changes are rounded, too, by as much as 2**-24 of logits up to 100.
     rounding = 2 * two_level.ROUNDING + 2**-23 * 50 / temperature.clamp(min=0.05)
     warmth = torch.where(temperature == 0, 1.0, temperature)[:, None]
@@ -260,9 +260,11 @@ def test_margins_bound_what_changes_a_token(vocab):
     firm = drawn.margin > 4 * rounding
     less, more = most - rounding[:, None] * warmth, most + rounding[:, None] * warmth
     for direction in directions:
-        changed = sample(logits + direction * less, temperature, stream, 5)
+        changed = draw_tokens(logits + direction * less, temperature, stream, 5)
         assert torch.equal(changed.token[firm], drawn.token[firm])
-    others = [sample(logits + each * more, temperature, stream, 5).token for each in directions[2:]]
+    others = [
+        draw_tokens(logits + each * more, temperature, stream, 5).token for each in directions[2:]
+    ]
     turned = (others[0] != drawn.token) | (others[1] != drawn.token)
     assert turned[drawn.margin < 20].all()
 
@@ -271,15 +273,17 @@ def test_margins_bound_what_changes_a_token(vocab):
 def test_a_rows_draw_is_the_same_alone_and_in_any_batch(vocab, monkeypatch):
     """In slices of any size, but for the order in which a sum's terms are added."""
     logits, temperature, stream = rows_of(vocab)
-    together = sample(logits, temperature, stream, 5)
+    together = draw_tokens(logits, temperature, stream, 5)
     assert together.margin.min() > 4 * two_level.ROUNDING  # no near-tie
     order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr("ia_mech.engine.sampling.CPU_LOGITS", 7 * vocab)
     steps = torch.full((len(logits), 1), 5)
-    assert_same(sample(logits[order], temperature[order], stream[order], steps), together, order)
+    assert_same(
+        draw_tokens(logits[order], temperature[order], stream[order], steps), together, order
+    )
     for row in range(len(logits)):
         one = [row]
-        assert_same(sample(logits[one], temperature[one], stream[one], 5), together, one)
+        assert_same(draw_tokens(logits[one], temperature[one], stream[one], 5), together, one)
 
 
 def assert_same(draw: Draw, of: Draw, rows) -> None:
@@ -298,7 +302,7 @@ def test_greedy_rows_take_the_first_largest_logit(vocab):
     logits[2, 17] = logits[2, 5] = 2.0
     logits[3, :-1] = -torch.inf
     logits[4] = torch.arange(vocab)
-    drawn = sample(logits, torch.zeros(5), torch.zeros(5, 2).long(), 0)
+    drawn = draw_tokens(logits, torch.zeros(5), torch.zeros(5, 2).long(), 0)
     assert drawn.token.tolist() == [0, 33, 5, vocab - 1, vocab - 1]
     assert drawn.margin.tolist() == [0, 0, 0, torch.inf, 1]
     assert drawn.rank.tolist() == [1] * 5
@@ -310,7 +314,7 @@ def test_greedy_rows_take_the_first_largest_logit(vocab):
 def test_logits_that_are_not_numbers_give_a_token_without_a_log_probability(temperature):
     logits = torch.zeros(3, 150)
     logits[0, 149], logits[1], logits[2, 70] = torch.nan, -torch.inf, torch.inf
-    drawn = sample(logits, torch.full((3,), temperature), torch.zeros(3, 2).long(), 0)
+    drawn = draw_tokens(logits, torch.full((3,), temperature), torch.zeros(3, 2).long(), 0)
     assert ((drawn.token >= 0) & (drawn.token < 150)).all()
     assert drawn.logprob.isnan().all()
 

@@ -21,7 +21,7 @@ from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.rates.load import open_runs
 from ia_mech.settings import Settings
-from ia_mech.steering import ADD, KINDS, SteeringVector
+from ia_mech.steering import ADD, STEERING_KINDS, SteeringVector
 
 LENGTHS, STEPS, DEPTH = (11, 17, 14), 6, 4  # sliding windows are 8 tokens
 
@@ -56,7 +56,7 @@ def test_sampled_and_scored_rows_equal_full_passes_with_plain_hooks(architecture
     cases = [
         (length, kind, layer, at, turn)
         for length, layer in zip(LENGTHS, (0, 2, DEPTH), strict=True)
-        for kind in KINDS
+        for kind in STEERING_KINDS
         for at, turn in ((True, False), (False, True), (True, True), (False, False))
     ]
     prefixes, rows = [], []

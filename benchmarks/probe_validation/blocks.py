@@ -24,7 +24,7 @@ import numpy as np
 from scipy.special import expit
 
 from benchmarks.probe_validation.planted import Plan, plant
-from probes.analysis import Analysis, Arrays, Settings, analyse
+from probes.analysis import Analysis, AnalysisSettings, Arrays, analyse
 from probes.controls import Baseline, Controls, lsa
 from probes.targets import Outcome
 
@@ -32,7 +32,7 @@ SIZES = {"wide-complement": (480, 576), "scarce-complement": (120, 576)}  # cont
 BLOCKS = ("copy", "loud-copy", "complement", "leak", *SIZES, "set")
 CONTEXTS, WIDTH, TURNS = 120, 32, 8
 WORDS, ASKED, SAID = 300, 12, 25  # different ones, and of query and response
-SETTINGS = Settings(permutations=0, resamples=1000, workers=1)
+SETTINGS = AnalysisSettings(permutations=0, resamples=1000, workers=1)
 
 
 def analysed(kind: str, seed: int) -> tuple[Analysis, tuple[int, int]]:

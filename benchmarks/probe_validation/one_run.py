@@ -15,7 +15,7 @@ from benchmarks.probe_validation import blocks
 from benchmarks.probe_validation.blocks import BLOCKS
 from benchmarks.probe_validation.planted import GAUSSIAN, Plan, plant, true_auroc, write
 from probes import dataset
-from probes.analysis import Settings, analyse
+from probes.analysis import AnalysisSettings, analyse
 from probes.controls import controls_of
 from probes.show import conclude
 
@@ -73,7 +73,7 @@ def analyse_planted(kind: str, seed: int) -> RunFindings:
         run = write(planted, Path(folder) / "run")
         data = dataset.read([run.path])
         controls = controls_of(data)
-        settings = Settings(permutations=199, resamples=1000, workers=1)
+        settings = AnalysisSettings(permutations=199, resamples=1000, workers=1)
         analysis = analyse(data, data.outcome, controls, settings)
     lens.unlink()
     headline, conclusion = analysis.headline, conclude(analysis)

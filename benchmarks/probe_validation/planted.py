@@ -32,7 +32,7 @@ from ia_mech.settings import Settings
 
 NAME = "planted"
 GAUSSIAN = ("signal", "none", "output-common", "output-rare")  # true_auroc has a closed form
-KINDS = (*GAUSSIAN, "topic")
+SIGNALS = (*GAUSSIAN, "topic")
 COMMON_TOKEN, RARE_TOKEN = 20, 21  # of every lens
 
 _CONTENT = ("query_end", "response_end")  # text; the other positions are the template's own tokens
@@ -89,7 +89,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, right in {
-            "kind": self.kind in KINDS,
+            "kind": self.kind in SIGNALS,
             "positions": {_LAST} <= {*self.positions} <= {*_CONTENT, *_TAIL},
             "informative_layer": 1 <= self.informative_layer <= self.layers,
             "informative_position": self.informative_position in self.positions,

@@ -22,7 +22,7 @@ from ia_mech.cli import refuse_missing
 from ia_mech.data import presets
 from ia_mech.data.formats import SUFFIXES, ColumnMap, ParsedRow, parse
 from ia_mech.data.messages import Answer, Message
-from ia_mech.data.values import DEPTH, kind_of
+from ia_mech.data.values import DEPTH, json_type
 from ia_mech.errors import UserError
 from ia_mech.run.layout import UNPERTURBED
 from ia_mech.untrusted import parse_json
@@ -198,7 +198,7 @@ def validate(conversation: Conversation, place: str) -> None:
 
 def _check_text(content, what: str) -> None:
     if not isinstance(content, str):
-        raise UserError(f"{what} is {kind_of(content)}, not text", CORRECT)
+        raise UserError(f"{what} is {json_type(content)}, not text", CORRECT)
     try:
         content.encode()
     except UnicodeEncodeError:  # JSON can spell one; no tokenizer or Parquet file takes it

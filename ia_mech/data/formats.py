@@ -37,7 +37,7 @@ from ia_mech.data.messages import (
     read_tools,
     refuse_unread,
 )
-from ia_mech.data.values import from_json, is_gap, is_null, jsonable, kind_of, list_of
+from ia_mech.data.values import from_json, is_gap, is_null, json_type, jsonable, list_of
 from ia_mech.errors import UserError
 from ia_mech.untrusted import parse_json
 
@@ -254,7 +254,7 @@ class _Cells:
             )
         for name, text in texts.items():
             if not isinstance(text, str):
-                self.refuse(name, f"is {kind_of(text)}, not text")
+                self.refuse(name, f"is {json_type(text)}, not text")
             return text
         return None
 
@@ -281,7 +281,7 @@ class _Cells:
         listed = self.listed(name)
         if not isinstance(listed, list):
             raise UserError(
-                f"{self.place}: no list of messages (column {name!r} is {kind_of(listed)})",
+                f"{self.place}: no list of messages (column {name!r} is {json_type(listed)})",
                 f"name its column with --messages-column (found: {self.found})",
             )
         if list_of(listed, str):
@@ -298,7 +298,7 @@ class _Cells:
         texts: Any = None if name is None else self.listed(name)
         if not list_of(texts, str):
             raise UserError(
-                f"{self.place}: no list of texts (column {name!r} is {kind_of(texts)})",
+                f"{self.place}: no list of texts (column {name!r} is {json_type(texts)})",
                 f"name its column with --messages-column (found: {self.found})",
             )
         return texts
@@ -355,7 +355,7 @@ class _Cells:
             return []
         listed = self.listed(name)
         if not isinstance(listed, list) or list_of(listed, str):
-            kind = "a list of texts" if isinstance(listed, list) else kind_of(listed)
+            kind = "a list of texts" if isinstance(listed, list) else json_type(listed)
             self.refuse(name, f"is {kind}, not a list of messages or exchanges")
         where = f"{self.place}: the column {name!r}"
         return read_messages(listed, where, self.columns.metadata)
@@ -389,7 +389,7 @@ class _Cells:
         blank = value is None or value == ""
         if isinstance(value, list | dict) or (blank and getattr(self.columns, role) is not None):
             raise UserError(
-                f"{self.place}: the {role} is {kind_of(value)}, not text or a number",
+                f"{self.place}: the {role} is {json_type(value)}, not text or a number",
                 f"name another column with --{role}-column",
             )
         return None if blank else str(value)
@@ -401,7 +401,7 @@ class _Cells:
             return None
         if not list_of(value, str) and not list_of(value, dict):
             raise UserError(
-                f"{self.place}: the responses are not a list of texts ({kind_of(value)})",
+                f"{self.place}: the responses are not a list of texts ({json_type(value)})",
                 'write "responses": ["…", "…"], or name the column otherwise',
             )
         where = f"{self.place}: the column 'responses'"

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ia_mech.data.values import from_json, is_gap, is_null, jsonable, kind_of, list_of
+from ia_mech.data.values import from_json, is_gap, is_null, json_type, jsonable, list_of
 from ia_mech.errors import UserError
 
 Message = dict[str, Any]
@@ -143,7 +143,7 @@ def read_tools(value: Any, place: str) -> list[dict]:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UserError(
-                f"{place}: the tools are not a list of objects with names ({kind_of(tool)})",
+                f"{place}: the tools are not a list of objects with names ({json_type(tool)})",
                 f"write their schemas as JSON, or name the column with {METADATA} if the "
                 "assistant had no tools",
             )
@@ -174,7 +174,7 @@ def _read(given: Any, place: str, ignored: Collection[str]) -> Iterator[Message]
         given = [given[name] for name in next(pairs, ())] or given
     if not isinstance(given, list) or len(given) != 2 or isinstance(given[0], dict):
         raise UserError(
-            f"{place} is {kind_of(given)} without a role",
+            f"{place} is {json_type(given)} without a role",
             'write messages as {"role": …, "content": …} or {"from": …, "value": …}',
         )
     query, answer = given
@@ -243,7 +243,7 @@ def _thought(thoughts: list, place: str) -> str:
     first, *others = dict.fromkeys(map(str, thoughts))
     if others or not isinstance(thoughts[0], str):
         problem = (
-            "two thoughts that differ" if others else f"a thought that is {kind_of(thoughts[0])}"
+            "two thoughts that differ" if others else f"a thought that is {json_type(thoughts[0])}"
         )
         raise UserError(f"{place} has {problem}", "keep one, as text, in reasoning_content")
     return first

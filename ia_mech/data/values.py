@@ -65,7 +65,7 @@ def jsonable(value: Any, depth: int = 0) -> Any:
     return value if isinstance(value, str | int | float | bool) else str(value)
 
 
-def kind_of(value: Any) -> str:
+def json_type(value: Any) -> str:
     """What an error calls a value."""
     names = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "text"}
     return names.get(type(value).__name__, "empty" if value == "" else type(value).__name__)

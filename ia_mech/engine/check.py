@@ -31,7 +31,7 @@ from transformers.cache_utils import DynamicLayer
 from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.installed import install, installed
 from ia_mech.engine.rotary import lowered_border
-from ia_mech.engine.sampling import sample, stream_key
+from ia_mech.engine.sampling import draw_tokens, stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Engine, held
 from ia_mech.engine.state import Prefilled, Prefix, State, expand, forward, prefill
@@ -254,7 +254,7 @@ class _Differences:
         steps = torch.arange(STEPS, device=self.device)
         keys = torch.tensor([row.stream] * STEPS, device=self.device)
         temperature = torch.full((STEPS,), row.temperature, device=self.device)
-        right = sample(logits[1:-1], temperature, keys, steps[:, None])
+        right = draw_tokens(logits[1:-1], temperature, keys, steps[:, None])
         # Logits that differ by d choose the same token where the margin is above 2 d / T.
         raw = torch.from_numpy(wrote.logprobs_raw).to(self.device)
         most = (raw - right.logprob).abs().clamp(min=self.largest)

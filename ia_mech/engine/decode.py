@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ia_mech.engine.intervene import TokenwiseIntervention
-from ia_mech.engine.sampling import Draw, sample
+from ia_mech.engine.sampling import Draw, draw_tokens
 from ia_mech.engine.shared import Borrowed
 from ia_mech.engine.state import Prefilled, expand, forward
 
@@ -104,7 +104,7 @@ def decode(
             at = torch.tensor(batch, device=device)
             temperature, stream = temperatures[at], streams[at]
             steps = torch.tensor(record.length[batch], device=device)[:, None]
-        draws = sample(logits, temperature, stream, steps)
+        draws = draw_tokens(logits, temperature, stream, steps)
         tokens = record.add(batch, draws)
         left = (max_new_tokens - record.length[batch]).tolist()
         last = {at for at, token in enumerate(tokens) if token in stops or not left[at]}

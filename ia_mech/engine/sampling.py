@@ -122,7 +122,7 @@ class Draw:
     margin: Tensor
 
 
-def sample(logits: Tensor, temperature: Tensor, stream: Tensor, step: int | Tensor) -> Draw:
+def draw_tokens(logits: Tensor, temperature: Tensor, stream: Tensor, step: int | Tensor) -> Draw:
     """Draw one token per row.
 
     Args:

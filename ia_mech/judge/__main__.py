@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import sys
+from functools import partial
 
 from rich.markup import escape
 
@@ -133,12 +134,14 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--rubric",
+        default=argparse.SUPPRESS,
         type=path_of,
         metavar="FILE",
         help="instructions and categories of your own, of --judge llm and hf (docs/judging.md)",
     )
     add("--dry-run", action="store_true", help="print what judging would take, and stop")
-    add = parser.add_argument_group("language models (--judge llm)").add_argument
+    group = parser.add_argument_group("language models (--judge llm)")
+    add = partial(group.add_argument, default=argparse.SUPPRESS)
     add("--model", help="the model's name at the server; for hf: hub id or directory")
     add("--base-url", help="an OpenAI-compatible server (default: $OPENAI_BASE_URL, or OpenAI's)")
     add(
@@ -154,7 +157,6 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     add(
         "--param",
         action="append",
-        default=[],
         metavar="KEY=VALUE",
         help="a request parameter, such as temperature=0; no others are sent (gpt-5 and the like "
         "refuse that one). For your own judge: an argument",
@@ -179,10 +181,9 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
         help="send nothing more after so many dollars; open requests may go beyond it",
     )
     group = parser.add_argument_group("local models (--judge hf)")
-    group.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
-    group.add_argument(
-        "--force", action="store_true", help="let the subject model judge its own turns"
-    )
+    add = partial(group.add_argument, default=argparse.SUPPRESS)
+    add("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
+    add("--force", action="store_true", help="let the subject model judge its own turns")
     add_threads(group)
 
 

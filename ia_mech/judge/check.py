@@ -21,12 +21,11 @@ from ia_mech.untrusted import parse_json
 
 def check(args: argparse.Namespace) -> int:
     """Judge a file's turns and compare with its annotations; returns the exit status."""
-    rows = list(_turns(args.file))
+    judge = make_judge(args)
+    rows = list(_turns(args.file, judge.rubric))
     if not rows:
         raise UserError(f"{args.file} holds no turn", "give a JSON-lines file")
     items = [Item(row["query"], row["response"], row["user_turn"]) for row in rows]
-    judge = make_judge(args)
-    _check_categories(rows, judge.rubric, args.file)
     if args.dry_run:
         print_plan(judge, items)
         return 0
@@ -61,28 +60,23 @@ def check(args: argparse.Namespace) -> int:
     return 0 if any(verdict.status == JUDGED for verdict in verdicts) else NOTHING
 
 
-def _turns(path: Path) -> Iterator[dict[str, Any]]:
+def _turns(path: Path, rubric: Rubric) -> Iterator[dict[str, Any]]:
     """The object of every line of a file that isn't blank.
 
     Raises:
-        UserError: a line that isn't JSON, or no object with the texts of a turn.
+        UserError: a line that isn't JSON, no object with the texts of a turn, or has a category
+            that the rubric lacks.
     """
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if line.strip():
-            where = f"line {number} of {path}"
-            row = parse_json(line, where, "correct it")
-            if not isinstance(row, dict):
-                raise UserError(f"{where} isn't a JSON object", "correct it")
-            if not all(isinstance(row.get(key), str) for key in TEXTS):
-                raise UserError(f"{where} lacks a text", f"each needs {', '.join(TEXTS)}")
-            yield row
-
-
-def _check_categories(rows: list[dict[str, Any]], rubric: Rubric, path: Path) -> None:
-    """Raise UserError unless the annotations are of the rubric's categories."""
-    for row in rows:
+        if not line.strip():
+            continue
+        where = f"line {number} of {path}"
+        row = parse_json(line, where, "correct it")
+        if not isinstance(row, dict):
+            raise UserError(f"{where} isn't a JSON object", "correct it")
+        if not all(isinstance(row.get(key), str) for key in TEXTS):
+            raise UserError(f"{where} lacks a text", f"each needs {', '.join(TEXTS)}")
         if row.get("category") and row["category"] not in [*rubric.names]:
-            raise UserError(
-                f"{path}: no category {row['category']!r} in the rubric",
-                f"give one of {', '.join(rubric.names)}",
-            )
+            known = f"give one of {', '.join(rubric.names)}"
+            raise UserError(f"{where}: no category {row['category']!r} in the rubric", known)
+        yield row

@@ -23,7 +23,7 @@ from ia_mech.judge.judging import (
     items_of,
     label_run,
 )
-from ia_mech.judge.rubric import BUILT_IN, Rubric, heading, read_rubric
+from ia_mech.judge.rubric import Rubric, heading, read_rubric
 from ia_mech.judge.verdict import JUDGED, Item, Judge, identity_hash
 from ia_mech.run import Run
 from ia_mech.untrusted import parse_json
@@ -31,10 +31,10 @@ from ia_mech.untrusted import parse_json
 _COUNTED = ["category", "status", "error", "item", "cached"]  # of verdicts, on the screen
 _COUNTED += ["prompt_tokens", "completion_tokens", "cost"]
 
-# Flags that are for some judges; for those not given a judge has defaults.
-_SERVER_FLAGS = ("base_url", "api_key_env", "mode", "concurrency", "timeout", "retries", "max_cost")
+# Which judges a flag is for. Of those not given the namespace has nothing, and the judge a default.
+_OF_SERVERS = ("base_url", "api_key_env", "mode", "concurrency", "timeout", "retries", "price")
 _JUDGES_OF_FLAG = {
-    **dict.fromkeys((*_SERVER_FLAGS, "price"), ("llm",)),
+    **dict.fromkeys((*_OF_SERVERS, "max_cost"), ("llm",)),
     **dict.fromkeys(("device", "force"), ("hf",)),
     "rubric": ("llm", "hf"),
     "model": ("llm", "hf"),
@@ -86,24 +86,28 @@ def make_judge(args: argparse.Namespace, run: Run | None = None) -> Judge:
     Raises:
         UserError: flags that don't go together, or a judge that can't be had.
     """
-    _check_flags(args)
-    if args.judge == "rules":
+    kind = "module:Class" if ":" in args.judge else args.judge
+    given = {flag: getattr(args, flag) for flag in _JUDGES_OF_FLAG if hasattr(args, flag)}
+    for flag in given:
+        if kind not in _JUDGES_OF_FLAG[flag]:
+            needed = " or ".join(f"--judge {kind}" for kind in _JUDGES_OF_FLAG[flag])
+            raise UserError(f"--{flag.replace('_', '-')} needs {needed}", "add it, or drop it")
+    if kind in _JUDGES_OF_FLAG["model"] and not given.get("model", "").strip():
+        raise UserError(f"--judge {kind} needs a model", "give --model NAME")
+    params = _params(given.pop("param", []))
+    if "rubric" in given:
+        given["rubric"] = read_rubric(given["rubric"])
+    if kind == "rules":
         from ia_mech.judge.rules import RulesJudge
 
         return RulesJudge()
-    if args.judge == "hf":
-        return _make_hf(args, run)
-    if args.judge != "llm":
-        return _make_own(args.judge, _params(args.param))
-    from ia_mech.judge.llm import LlmJudge
+    if kind == "hf":
+        return _make_hf(run, **given)
+    if kind == "llm":
+        from ia_mech.judge.llm import LlmJudge
 
-    return LlmJudge(
-        args.model,
-        params=_params(args.param),
-        rubric=_rubric(args),
-        price=tuple(args.price) if args.price else None,
-        **_given_flags(args, *_SERVER_FLAGS),
-    )
+        return LlmJudge(**given, params=params)
+    return _make_own(args.judge, params)
 
 
 def print_plan(judge: Judge, items: Sequence[Item], *, decoys: int = 0) -> None:
@@ -113,22 +117,6 @@ def print_plan(judge: Judge, items: Sequence[Item], *, decoys: int = 0) -> None:
     print(f"{turns}, {len(distinct)} distinct")
     if estimate := judge.estimate(distinct):
         print(f"{estimate} (before what the cache has)")
-
-
-def _check_flags(args: argparse.Namespace) -> None:
-    kind = "module:Class" if ":" in args.judge else args.judge
-    for flag, kinds in _JUDGES_OF_FLAG.items():
-        value = getattr(args, flag)
-        given = value is not None and value is not False and value != []  # 0 is given
-        if given and kind not in kinds:
-            needed = " or ".join(f"--judge {kind}" for kind in kinds)
-            raise UserError(f"--{flag.replace('_', '-')} needs {needed}", "add it, or drop it")
-    if kind in _JUDGES_OF_FLAG["model"] and not (args.model or "").strip():
-        raise UserError(f"--judge {kind} needs a model", "give --model NAME")
-
-
-def _rubric(args: argparse.Namespace) -> Rubric:
-    return BUILT_IN if args.rubric is None else read_rubric(args.rubric)
 
 
 def _make_own(name: str, arguments: dict[str, Any]) -> Judge:
@@ -157,7 +145,7 @@ def _make_own(name: str, arguments: dict[str, Any]) -> Judge:
     return judge
 
 
-def _make_hf(args: argparse.Namespace, run: Run | None) -> Judge:
+def _make_hf(run: Run | None, model: str, force: bool = False, **options: Any) -> Judge:
     """A local model; the run's subject only if forced.
 
     The name is compared before anything is loaded, the weights after: another name may be a copy.
@@ -165,22 +153,15 @@ def _make_hf(args: argparse.Namespace, run: Run | None) -> Judge:
     from ia_mech.judge.hf import HfJudge
     from ia_mech.models.load import same_model
 
-    subject = None if run is None or args.force else run.model
-    known = subject and same_model(args.model, None, subject["name"], subject.get("revision"))
-    judge = (
-        None if known else HfJudge(args.model, rubric=_rubric(args), **_given_flags(args, "device"))
-    )
+    subject = None if run is None or force else run.model
+    known = subject and same_model(model, None, subject["name"], subject.get("revision"))
+    judge = None if known else HfJudge(model, **options)
     if judge is None or (subject and subject["weights_hash"] == judge.identity["weights_hash"]):
         raise UserError(
-            f"{args.model} is the subject model of {args.run}: it would judge its own turns",
+            f"{model} is the subject model of {run and run.path}: it would judge its own turns",
             "give another --model, or --force",
         )
     return judge
-
-
-def _given_flags(args: argparse.Namespace, *flags: str) -> dict[str, Any]:
-    """The flags that were given; the judge has defaults for the others."""
-    return {flag: value for flag in flags if (value := getattr(args, flag)) is not None}
 
 
 def _params(pairs: list[str]) -> dict[str, Any]:
@@ -198,7 +179,7 @@ def _params(pairs: list[str]) -> dict[str, Any]:
 
 
 def _default_name(args: argparse.Namespace) -> str:
-    name = args.judge.partition(":")[2] or Path(args.model or args.judge).name
+    name = args.judge.partition(":")[2] or Path(getattr(args, "model", args.judge)).name
     words = re.sub(r"[^A-Za-z0-9._-]", "-", name)
     return words.strip("-._")[:100] or args.judge
 

@@ -1,9 +1,7 @@
-"""Decoys: turns judged after a context that they did not follow.
+"""Decoys: turns judged after a context that they did not follow, the control of every judge.
 
-A judge that can't tell a turn's own context from another calls decoys genuine as often as it calls
-turns genuine. That share is the judge's floor, and what its rate exceeds the floor by is what its
-labels show of the context. Decoys are drawn from the run alone, so that all judges and annotators
-of a run see the same ones.
+They are drawn from the run alone, so that all judges and annotators of a run see the same ones.
+``docs/judging.md`` says what they show.
 """
 
 import json
@@ -31,13 +29,12 @@ def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
       that the turn followed, or finished like it. Responses that are worded alike count once, and
       one worded like the turn's own doesn't count.
 
-    A decoy is to be compared with the verdict on the same turn after its own context: then
-    what the judge likes about a turn, whatever its context, cancels. The draw is seeded by
-    ``Run.identity_digest``, and the decoys of a smaller ``per_source`` are among those of a larger.
+    The draw is seeded by ``Run.identity_digest``.
 
     Args:
         run: the run.
-        per_source: how many turns of each source and temperature are drawn; all if None.
+        per_source: how many turns of each source and temperature are drawn; all if None. The
+            decoys of a smaller number are among those of a larger.
 
     Returns:
         One row per decoy: the run's KEY columns (of the turn), ``decoy`` (its kind) and ``shown``

@@ -40,17 +40,14 @@ class HfJudge(Judge):
     """Judges by the likelihood of each category's name as the answer of a causal language model.
 
     The score of a category is the log-probability of all tokens of its name after the prompt, less
-    the same for an item without content: contextual calibration (Zhao et al. 2021, arXiv
-    2102.09690), or, as a difference of logarithms, the pointwise mutual information of Holtzman et
-    al. 2021 (arXiv 2104.08315). Without it, models favour some names whatever the item. The sum
-    isn't divided by the name's length: no name begins another, so the sums are log-probabilities of
-    events that exclude each other, and calibration takes away what a long name costs. ``scores`` is
-    the softmax over all names, ``cannot_assess`` included.
+    the same for an item without content (contextual calibration, Zhao et al. 2021, arXiv
+    2102.09690). It isn't divided by the name's length: no name begins another, so these are
+    log-probabilities of events that exclude each other, and calibration takes away what a long
+    name costs. ``scores`` is the softmax over all names, ``cannot_assess`` included.
 
     The rubric's part of a prompt is run through the model once, and query and response once for
     all turns of theirs that stand together. Items go one by one and unpadded, their answers as
-    one right-padded batch, so a verdict doesn't depend on what else is judged. It is deterministic:
-    repeats are equal.
+    one right-padded batch, so a verdict doesn't depend on what else is judged.
 
     Args:
         model: hub id, local directory or GGUF file, as for sampling; it needs a chat template.

@@ -198,7 +198,8 @@ def _map_in_threads(
     threads: int,
     ended: threading.Event,
 ) -> Iterator[Iterator[dict[Item, Verdict]]]:
-    """What ``work`` gives for each batch, as it comes. A single thread is the caller's own.
+    """What ``work`` gives for each batch, as it comes; the first goes alone, so that what is wrong
+    with all of them is told after one. A single thread is the caller's own.
 
     However the caller ends, nothing more is begun, and what is under way is waited for.
     """
@@ -206,9 +207,14 @@ def _map_in_threads(
         yield map(work, batches)
         return
     with ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(work, batch) for batch in batches]
+
+        def parts() -> Iterator[dict[Item, Verdict]]:
+            yield work(batches[0])
+            futures = [pool.submit(work, batch) for batch in batches[1:]]
+            yield from (future.result() for future in as_completed(futures))
+
         try:
-            yield (future.result() for future in as_completed(futures))
+            yield parts()
         finally:
             ended.set()
             pool.shutdown(wait=False, cancel_futures=True)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import tomllib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,14 @@ user turn belongs to.
 """
 
 
+_READ = {"strict": True, "extra": "forbid"}  # how files are taken
+
+
 @dataclass(frozen=True)
 class Example:
     """A worked example: why this turn, after this query and response, is of its category."""
 
+    __pydantic_config__ = _READ
     query: str
     response: str
     turn: str
@@ -38,6 +42,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Category:
+    __pydantic_config__ = _READ
     name: str
     definition: str
     examples: tuple[Example, ...] = ()
@@ -55,6 +60,7 @@ class Rubric:
         order: which category is meant where a turn fits two; may be empty.
     """
 
+    __pydantic_config__ = _READ
     version: str
     instructions: str
     categories: tuple[Category, ...]
@@ -329,48 +335,24 @@ def read_rubric(path: Path) -> Rubric:
 
 
 def _built(content: dict[str, Any], where: str) -> Rubric:
-    def made(kind: type, value: Any, what: str, **texts: Any) -> Any:
-        if not isinstance(value, dict):
-            raise UserError(f"{what} of {where} isn't a table", "see docs/judging.md")
-        known = {field.name: field.type for field in fields(kind)}
-        if unknown := sorted(value.keys() - known.keys()):
-            problem = f"{what} of {where} has an unknown {unknown[0]!r}"
-            raise UserError(problem, f"give {', '.join(known)}")
-        try:
-            one = kind(**value | texts)
-        except TypeError:
-            lacking = [name for name in known if name not in value]
-            raise UserError(f"{what} of {where} lacks {lacking[0]!r}", "add it") from None
-        for name, of in known.items():
-            if of in (str, bool) and not isinstance(getattr(one, name), of):
-                problem = f"{name} in {what} of {where} is no {'text' if of is str else 'boolean'}"
-                raise UserError(problem, "correct it")
-        return one
+    from pydantic import TypeAdapter, ValidationError  # it takes a while
 
-    def listed(value: Any) -> list[Any]:
-        return list(value) if isinstance(value, (list, tuple)) else [value]
-
-    categories = []
-    for number, value in enumerate(listed(content.get("categories", ())), 1):
-        what = f"category {number}"
-        examples = value.get("examples", ()) if isinstance(value, dict) else ()
-        shown = tuple(made(Example, one, f"an example in {what}") for one in listed(examples))
-        categories.append(made(Category, value, what, examples=shown))
-    if CANNOT_ASSESS not in [category.name for category in categories]:
-        categories.append(CATEGORIES[-1])
-    rubric = made(Rubric, content, "the whole", categories=tuple(categories))
-    wrong = [name for name in rubric.names if not re.fullmatch(r"[a-z][a-z0-9_]{0,59}", name)]
-    if wrong:
-        raise UserError(
-            f"{where} has a category {wrong[0]!r}", "use small letters, digits and underscores"
-        )
-    if len({*rubric.names}) < len(rubric.names):
-        raise UserError(f"{where} has a category twice", "name each once")
-    if not 0 < len(rubric.accepted) < len(rubric.assessed) or CANNOT_ASSESS in rubric.accepted:
-        raise UserError(
-            f"{where} needs categories that count as genuine and others that don't",
-            "give genuine = true in some of them",
-        )
-    if {*rubric.names} & {"all", "failed", "decoy"}:
-        raise UserError(f"{where} has a category named all, failed or decoy", "name it otherwise")
-    return rubric
+    try:  # as JSON, whose lists may become tuples
+        rubric = TypeAdapter(Rubric).validate_json(json.dumps(content, default=str))
+    except ValidationError as error:
+        found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        raise UserError(f"{where}: {', '.join(found[:3])}", "see docs/judging.md") from None
+    if CANNOT_ASSESS not in rubric.names:
+        rubric = replace(rubric, categories=(*rubric.categories, CATEGORIES[-1]))
+    names, accepted = rubric.names, rubric.accepted
+    if wrong := [name for name in names if not re.fullmatch(r"[a-z][a-z0-9_]{0,59}", name)]:
+        problem = f"has a category {wrong[0]!r}: use small letters, digits and underscores"
+    elif len({*names}) < len(names):
+        problem = "has a category twice"
+    elif not 0 < len(accepted) < len(rubric.assessed) or CANNOT_ASSESS in accepted:
+        problem = "needs categories that count as genuine and others that don't"
+    elif {*names} & {"all", "failed", "decoy"}:
+        problem = "has a category named all, failed or decoy"
+    else:
+        return rubric
+    raise UserError(f"{where} {problem}", "see docs/judging.md")

@@ -1,17 +1,11 @@
 """Blind sheets: user turns for annotators to label, and the way back of their labels.
 
-A sheet is a stratified random sample of the run's rows (a row is one generated turn; turns that
-happen to be worded alike are rows of their own). Strata are a judge's categories, so that rare ones
-are seen; the key, which stays in the run, has each row's inclusion probability, by whose inverse
-every figure is weighted. A fifth of the rows of a sheet are decoys (``decoys``) on top of that
-sample, so that annotators have a floor like any judge; their labels count for nothing else. The
-sheet itself shows text alone. It is written as a table (CSV) and as a page to annotate in
-(:mod:`ia_mech.page`), which saves such a table; a table is what is read back.
-
-Texts are a model's and not to be trusted: a cell that a spreadsheet would run as a formula gets an
-apostrophe in front, and characters that can't be seen become �
-(:func:`ia_mech.untrusted.spreadsheet_safe`). Texts aren't read back, so neither can be mistaken
-for the model's own. Every row is checked before anything is written.
+A sheet is a random sample of the run's rows (a row is one generated turn), stratified by a judge's
+categories, and a fifth of decoys, whose labels count for nothing but the annotator's floor. Its
+key, with each row's inclusion probability, stays in the run. The sheet is written as a table (CSV)
+and as a page to annotate in (:mod:`ia_mech.page`), which saves such a table; a table is what is
+read back. Texts are a model's and not to be trusted: they are made inert
+(:func:`ia_mech.untrusted.spreadsheet_safe`) and never read back.
 """
 
 import argparse
@@ -65,8 +59,8 @@ def export_sheet(
 ) -> Sheet:
     """Draw a sheet; nothing is written.
 
-    Within a stratum rows are drawn at random without replacement, all alike. Draws depend on the
-    seed and on the sheet's name, so that two sheets of a run are independent samples.
+    Within a stratum rows are drawn at random without replacement. Draws depend on the seed and on
+    the sheet's name, so that two sheets of a run are independent samples.
 
     Args:
         run: a finished run.
@@ -103,31 +97,29 @@ def export_sheet(
     name = check_name(name or "sheet-" + _hash(identity, by, n, seed)[:8])
     rng = np.random.default_rng(int(_hash(identity, name, n, seed)[:16], 16))
     sampled = allocate(sizes, n)
-    chosen = [
-        rng.choice(np.flatnonzero(strata == stratum), count, replace=False)
+    chosen = {
+        stratum: rng.choice(np.flatnonzero(strata == stratum), count, replace=False).tolist()
         for stratum, count in sampled.items()
-    ]
+    }
     decoys = _sample_decoys(run, round(DECOY_SHARE * n), rng)
     items = items_of(run, decoys)
-    keys = list(rows[list(KEY)].itertuples(index=False, name=None))
-    lines: list[tuple[Item, str, dict[str, Any]]] = []  # texts, context shown, place in the run
-    for row in np.concatenate(chosen).tolist():
-        stratum = str(strata[row])
-        place = dict(zip(KEY, keys[row], strict=True)) | {
-            "stratum": stratum,
-            "inclusion_probability": sampled[stratum] / sizes[stratum],
-        }
-        lines.append((items[row], keys[row][0], place))
-    for text, place in zip(items[len(rows) :], decoys.to_dict("records"), strict=True):
-        place |= {"stratum": DECOY, "inclusion_probability": None}
-        lines.append((text, place["shown"], place))
+    keys = rows[list(KEY)].astype({"context_id": object}).to_dict("records")
+    lines: list[tuple[Item, dict[str, Any]]] = []  # texts, place in the run
+    for stratum, drawn in chosen.items():
+        chance = sampled[stratum] / sizes[stratum]
+        of = {"stratum": stratum, "inclusion_probability": chance}
+        lines += [(items[row], keys[row] | of) for row in drawn]
+    of = {"stratum": DECOY, "inclusion_probability": None}
+    places_of_decoys = (place | of for place in decoys.to_dict("records"))
+    lines += zip(items[len(rows) :], places_of_decoys, strict=True)
     unfinished = run.contexts.set_index("context_id")["response_unfinished"]
     sheet, places = [], {}
     for line in rng.permutation(len(lines)).tolist():
-        text, shown, place = lines[line]
+        text, place = lines[line]
         item = item_id(identity, name, place)
         places[item] = place
-        row = item, text.query, text.response, not unfinished[shown], text.turn, "", ""
+        complete = not unfinished[place.get("shown", place["context_id"])]
+        row = item, text.query, text.response, complete, text.turn, "", ""
         sheet.append(dict(zip(COLUMNS, row, strict=True)))
     judge, rubric = None, BUILT_IN
     if by is not None:

@@ -64,12 +64,12 @@ def copy_features(turns: Sequence[str], query: str, responses: Sequence[str]) ->
         ``[turns, K, features]`` float, in the order of :data:`FEATURES`; concatenate those of
         several queries for :func:`ia_mech.likelihood.reaction.choice_bits`.
     """
-    asked = _Parts(query)
-    given = [_Parts(response) for response in responses]
+    asked = _TextSets(query)
+    given = [_TextSets(response) for response in responses]
     own, names = [one.stems for one in given], [one.names_within for one in given]
     out = np.zeros((len(turns), len(given), len(FEATURES)))
     for row, text in enumerate(turns):
-        turn = _Parts(text)
+        turn = _TextSets(text)
         columns = (
             _shared(turn.stems, own, asked.stems),
             np.array([len(turn.stems & one) / max(len(one), 1) for one in own]),
@@ -87,7 +87,7 @@ def stems(text: str) -> list[str]:
     return [_stem(word) for word in _words(text)]
 
 
-class _Parts:
+class _TextSets:
     """What a text is taken apart into, as sets."""
 
     def __init__(self, text: str) -> None:

@@ -10,7 +10,7 @@ from ia_mech.engine.score import score as score_prefilled
 from ia_mech.engine.state import Prefix, prefill_all
 
 
-def score(
+def score_turns(
     model: PreTrainedModel,
     contexts: Sequence[Sequence[int]],
     turns: Sequence[Turn],
@@ -45,7 +45,7 @@ def after_each(
     """``[turns][contexts]`` scores of every turn after every context.
 
     Args:
-        scorer: :func:`score` of a model.
+        scorer: :func:`score_turns` of a model.
         contexts: token ids, each with its open header.
         turns: token ids.
     """

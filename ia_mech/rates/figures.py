@@ -24,7 +24,7 @@ def gate_title(name: str, gate: Gate) -> str:
 
 
 @with_style
-def rates(estimates: pd.DataFrame, title: str) -> Figure:
+def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
     """Left, rate, floor and excess by temperature; right, the failure profile.
 
     Args:

@@ -251,7 +251,7 @@ def _figures(whole: pd.DataFrame, judged: JudgedTurns) -> dict:
         gate = judged.by_model[model, weights]["genuine"]
         more = "" if perturbation == "none" else f", {perturbation}"
         title = f"{one_line(model, 40)}{more}\njudge {gate}"
-        drawings["rates" if number == 1 else f"rates-{number}"] = figures.rates(of, title)
+        drawings["rates" if number == 1 else f"rates-{number}"] = figures.draw_rates(of, title)
     return drawings
 
 

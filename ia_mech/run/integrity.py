@@ -109,7 +109,7 @@ def without_folders(known: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
-def differences(there: dict[str, Any], wanted: dict[str, Any]) -> dict[str, str]:
+def changed_values(there: dict[str, Any], wanted: dict[str, Any]) -> dict[str, str]:
     """Where two identities differ: both values, by a dotted name."""
     return dict(_differences(there, wanted))
 

@@ -24,14 +24,14 @@ from ia_mech.errors import UserError
 
 FORMAT = 5
 RUN, CARD, MANIFESTS = "run.json", "README.md", "manifests"
-KINDS = ("responses", "contexts")  # of parts
+PART_KINDS = ("responses", "contexts")  # of parts
 TENSORS = ("residuals", "header_logits")  # folders that a copy of a run may be without
 METADATA = "names"  # key of the metadata of tensors: JSON, ``contexts`` and ``positions``
 
 # Of a message. What one lacks is null, and left out where messages are read.
-TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")
+MESSAGE_TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")
 AS_JSON = ("tool_calls", "tools")
-_MESSAGES = pa.list_(pa.struct([(name, pa.string()) for name in (*TEXTS, *AS_JSON)]))
+_MESSAGES = pa.list_(pa.struct([(name, pa.string()) for name in (*MESSAGE_TEXTS, *AS_JSON)]))
 
 RESPONSES = pa.schema(
     [
@@ -82,7 +82,7 @@ def message_columns(message: dict[str, Any]) -> dict[str, Any]:
     written = {
         name: json.dumps(message[name], ensure_ascii=False) for name in AS_JSON if name in message
     }
-    return {name: message.get(name) for name in TEXTS} | written
+    return {name: message.get(name) for name in MESSAGE_TEXTS} | written
 
 
 def message_of(columns: dict[str, Any]) -> dict[str, Any]:

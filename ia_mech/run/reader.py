@@ -142,14 +142,16 @@ class Run:
         planned = self.record["parts"]
         return all(
             (kind, name) in self._parts
-            for kind in layout.KINDS
+            for kind in layout.PART_KINDS
             for name in layout.part_names(planned[kind])
         )
 
     @property
     def counts(self) -> dict[str, int]:
         """How many ``responses`` were written and how many ``contexts`` are whole so far."""
-        return {kind: sum(part["contexts"] for part in self.parts(kind)) for kind in layout.KINDS}
+        return {
+            kind: sum(part["contexts"] for part in self.parts(kind)) for kind in layout.PART_KINDS
+        }
 
     @cached_property
     def contexts(self) -> pd.DataFrame:
@@ -371,7 +373,7 @@ class Run:
     def verify(self) -> list[str]:
         """Compare the content of every file with its recorded hash; what is wrong, by part."""
         problems = []
-        for kind in layout.KINDS:
+        for kind in layout.PART_KINDS:
             for part in self.parts(kind):
                 problem = integrity.damage(self.path, part["files"], content=True)
                 if problem is not None:

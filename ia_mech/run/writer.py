@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
-from ia_mech.run.card import card
+from ia_mech.run.dataset_card import dataset_card
 from ia_mech.run.reader import Run
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class RunWriter:
         run = Run(self.path)
         file = self.path / layout.CARD
         if run.complete and not file.exists():  # its text may have been edited
-            text = card(run.record, run.counts["contexts"])
+            text = dataset_card(run.record, run.counts["contexts"])
             integrity.replace_file(file, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
     # -- files --------------------------------------------------------------------------------
@@ -291,13 +291,13 @@ def refuse_another(
     Raises:
         UserError: they differ; it names all differences.
     """
-    differing = integrity.differences(there["identity"], wanted["identity"])
+    differing = integrity.changed_values(there["identity"], wanted["identity"])
     # What follows from the settings is left out where they explain it.
     settings = {name: v for name, v in differing.items() if name.startswith("settings.")}
     differing = (
         settings
         or differing
-        or integrity.differences({"parts": there["parts"]}, {"parts": wanted["parts"]})
+        or integrity.changed_values({"parts": there["parts"]}, {"parts": wanted["parts"]})
     )
     if differing:
         found = [

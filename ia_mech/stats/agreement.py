@@ -37,12 +37,11 @@ def balanced_accuracy(
     """The mean recall of two labels (Brodersen et al. 2010, ICPR), with an interval over sources.
 
     Both recalls have intervals of their own (``weighted_share``), which allow for errors that were
-    not seen; they are put together by ``intervals.combined`` with the correlation of the residuals
-    of sources.
+    not seen; ``intervals.combined`` puts them together with the correlation of the residuals of
+    sources.
 
     Args:
-        truth: ``[n]`` booleans.
-        prediction: ``[n]`` booleans.
+        truth, prediction: ``[n]`` booleans.
         sources: ``[n]`` the source of each row.
         weights: ``[n]`` inverse inclusion probabilities; 1 where none are given.
         level: coverage.

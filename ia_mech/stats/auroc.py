@@ -13,10 +13,9 @@ def check_outcomes(positives: np.ndarray, trials: np.ndarray) -> None:
 def auroc_columns(scores: ArrayLike, positives: ArrayLike, trials: ArrayLike) -> np.ndarray:
     """How often a random positive turn scores higher than a random negative one of another context.
 
-    Of many columns at once, as a permutation null needs it. A context has k positive turns of n and
-    one score. Ties count one half (Hanley & McNeil 1982, Radiology 143:29). Turns of one context
-    share its score whatever the score is, so pairs within a context say nothing and aren't counted;
-    they would draw the result to one half, and the more so in resamples, which repeat contexts.
+    A context has k positive turns of n and one score. Ties count one half (Hanley & McNeil 1982,
+    Radiology 143:29). Turns of one context share its score, so pairs within a context aren't
+    counted: they would draw the result to one half, and the more so in resamples.
 
     Args:
         scores: ``[n, m]`` a score of each context per column; may be infinite.

@@ -33,21 +33,10 @@ def cluster_mean(
     level: float = 0.95,
     weights: ArrayLike | None = None,
 ) -> Estimate:
-    """Mean of values with an interval over sources.
+    """Mean of values with an interval over sources; ``docs/statistics.md`` says which and why.
 
-    Which interval, by what the simulations in ``benchmarks/coverage.md`` showed:
-
-    - A rate: the score interval with the effective number of rows (``intervals.clustered_wilson``),
-      and no less than what sources of an unseen kind could add (``intervals.unseen``). At 2% it
-      holds its level as well as at 50%, and the percentile bootstrap doesn't. A rate of 0 or 1
-      has the exact one-sided bound on sources, which holds whatever the correlation within them.
-    - A rate from one row per source: the exact binomial interval (Clopper & Pearson 1934).
-    - A rate of rows with different weights: each weight is a stratum with an interval of its own
-      (:func:`weighted_share`).
-    - A mean of other values: Student's interval with a cluster-robust variance and as many degrees
-      of freedom as that variance is worth (``student``; see ``intervals.spread_between``). Where
-      values are skewed and sources few no interval keeps its level; this one misses least. There is
-      none where all sources are alike.
+    A rate has :func:`ia_mech.stats.intervals.rate_interval`; of rows with different weights each
+    weight is a stratum (:func:`weighted_share`). Other means have ``intervals.student``.
 
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
@@ -99,14 +88,12 @@ def weighted_share(
 ) -> Estimate:
     """Weighted share of events among some rows of a stratified sample, such as a recall.
 
-    Rows of one weight are a stratum. A share r leaves out none of the values r for which the sum
-    over strata of weight times mean of ``event - r`` (0 for rows that don't count) may be 0. Each
-    stratum's mean has its own rate interval over its sources, and they are put together by
-    ``intervals.combined``: a stratum of large weight without any row that counts widens the
-    interval by the rows of the other kind that it may hold. Where all rows weigh the same this is
-    the rate of the rows that count. Strata are independent samples of rows. Other sources would
-    fill them otherwise, though: where all rows count, the interval is no narrower than the one that
-    the variance between sources gives.
+    Rows of one weight are a stratum, with a rate interval of its own. A share r leaves out none of
+    the values for which the sum over strata of weight times mean of ``event - r`` (0 for rows that
+    don't count) may be 0. So a stratum of large weight without any row that counts widens the
+    interval by the rows of the other kind that it may hold. Other sources would fill strata
+    otherwise: where all rows count, the interval is no narrower than the one that the variance
+    between sources gives.
 
     Args:
         events: ``[n]`` events, or shares of them, from 0 to 1; only where ``among`` matters.
@@ -179,14 +166,12 @@ def cluster_bootstrap(
     resamples: int = 2000,
     seed: int = 0,
 ) -> list[Estimate]:
-    """Statistics of rows with a cluster-bootstrap interval over sources.
+    """Statistics of rows with a cluster-bootstrap interval over sources (Davison & Hinkley 1997,
+    section 3.8), as ``resampling.bootstrap_estimate`` makes it.
 
-    Whole sources are drawn with replacement (Davison & Hinkley 1997, section 3.8; Cameron, Gelbach
-    & Miller 2008, Rev. Econ. Stat. 90:414). A resample reaches the statistic as multiplicities: how
-    often each row was drawn, or, of statistics that ask how many rows there are of each kind (the
-    cells of a confusion matrix, the different values of a median), how many of each kind. These are
-    summed per source once, so that a resample costs a hundredth of the time. The interval is that
-    of ``resampling.bootstrap_estimate``.
+    A resample reaches the statistic as multiplicities: how often each row was drawn, or, of
+    statistics that ask how many rows there are of each kind (the cells of a confusion matrix), how
+    many of each kind. These are summed per source once.
 
     Args:
         statistic: called with ``[k, rows]`` multiplicities, or ``[k, kinds]`` sums of weights, one
@@ -200,10 +185,6 @@ def cluster_bootstrap(
 
     Returns:
         ``m`` estimates; one where the statistic gives ``[k]``.
-
-    Raises:
-        ValueError: lengths differ, a kind isn't a number from 0 to ``number - 1``, or a source is
-            missing.
     """
     check_level(level)
     index, clusters = source_index(sources)

@@ -39,22 +39,15 @@ def prediction_powered(
 
     Prediction-powered inference with a tuned weight (PPI++; Angelopoulos, Duchi & Zrnic 2023,
     arXiv:2311.01453): mean truth of the annotated rows + λ (mean verdict of all rows - mean verdict
-    of the annotated rows). λ = 0 is the rate of the annotations alone, λ = 1 the judge's rate plus
-    its mean error on them. Means of annotated rows are weighted by inverse inclusion probabilities,
-    normalised (Hájek 1971). A poor judge makes λ small, so that the interval is hardly ever wider
-    than without a judge.
+    of the annotated rows). Means of annotated rows are weighted by inverse inclusion probabilities,
+    normalised (Hájek 1971). λ minimises the linearised variance between sources within [0, 1] and
+    is cross-fitted: each source's rows are weighted by the λ of all other sources, since one λ for
+    all biases a rate of 20% by 0.004 (``benchmarks/coverage.md``).
 
-    λ minimises the variance between sources, linearised: minus the covariance of both terms over
-    the variance of the second, kept within [0, 1]. It is cross-fitted: each source's rows are
-    weighted by the λ of all other sources, since one λ for all biases a rate of 20% by 0.004
-    (``benchmarks/coverage.md``).
-
-    The interval is the score interval of ``intervals.clustered_wilson`` with the linearised
-    variance between sources, and no narrower than what unseen sources could add to each stratum:
-    rows of one inclusion probability are a stratum, and annotations that show no error in it don't
-    say that there is none (``intervals.unseen``). Where the annotations are all 0 or all 1, λ is
-    0, and the interval is theirs alone (``clusters.weighted_share``). λ is 0, too, where another
-    would give a rate outside (0, 1).
+    The interval is ``intervals.clustered_wilson``'s, and no narrower than what unseen sources could
+    add to each stratum, the rows of one inclusion probability. Where the annotations are all 0 or
+    all 1, λ is 0, and the interval is theirs alone (``clusters.weighted_share``). λ is 0 as well
+    where another would give a rate outside (0, 1).
 
     Args:
         predicted: ``[n]`` the judge's verdict on every row, 0 or 1; NaN (no verdict) is left out.

@@ -88,31 +88,15 @@ def paired_difference(
 ) -> PairedDifference:
     """Mean of the first condition minus mean of the second, the source being the pair.
 
-    Only sources with values in both conditions count. Each gives one difference, of its own means,
-    and all weigh the same however many rows they have: that is what makes the pair exchangeable.
-    Where every source has equally many rows per condition (one greedy row against eight samples,
-    say) this is the difference of the two means over rows.
+    Only sources with values in both conditions count; each gives one difference, of its own means,
+    and all weigh the same. Two rates (all values are 0 or 1) have MOVER's interval with the
+    correlation between the conditions, no less than Student's of the differences or than
+    ``intervals.unseen``; other means have Student's.
 
-    The interval:
-
-    - Between two rates (all values are 0 or 1): MOVER (``intervals.combined``) with the correlation
-      between the conditions over sources, and no less than Student's of the differences or than
-      what sources of an unseen kind could add (``intervals.unseen``). It holds its level near zero,
-      where bootstraps of differences don't (``benchmarks/coverage.md``).
-    - Between other means: Student's interval of the differences, as in :func:`cluster_mean`.
-
-    The p value, by what the conditions allow (``PairedDifference.test`` names it):
-
-    - If every source has as many rows in one condition as in the other, the conditions are
-      exchangeable under no difference, and flipping the signs of whole sources is an exact test
-      (:func:`sign_flip_p`).
-    - If not (one greedy row against eight samples), a single row is 0 or 1 and a mean of eight is
-      not: differences are skewed, and flipping signs rejects up to twice as often as it should at
-      the 5% level, more at smaller ones. Where the interval begins to leave out 0 (MOVER's for
-      rates, else Student's) is right at 5%, but small p values of it are too small where sources
-      are fewer than 24. p is the larger of the two, so it rejects only where both do.
-
-    A sign-flip test and an interval are made separately and may disagree at the margin.
+    p is the sign flips' (:func:`sign_flip_p`) where every source has as many rows in one condition
+    as in the other. If not (one greedy row against eight samples), flips reject up to twice as
+    often as they should, and p is the larger of theirs and of the interval's, which leaves out 0
+    from that level on. ``docs/statistics.md`` has the reasons.
 
     Args:
         values_a, sources_a: ``[n]`` of the first condition; NaN values are left out.
@@ -123,9 +107,6 @@ def paired_difference(
 
     Returns:
         All NaN without a common source; with one there is no interval.
-
-    Raises:
-        ValueError: lengths differ, or an option is out of range.
     """
     check_level(level)
     a, b = _conditions((values_a, sources_a), (values_b, sources_b))
@@ -233,13 +214,10 @@ def group_difference(
 ) -> GroupDifference:
     """Rate of the rows with label 1 minus rate of those with label 0.
 
-    The interval is MOVER's without correlation (``intervals.combined``). It says something where a
-    group has no event, and no bootstrap does. A source with rows in both groups counts in both as
-    if it were two, which is on the safe side if its rows are alike.
-
-    The p value is of the difference's size when labels change places between sources (Fisher 1935,
-    section 21; ``significance.source_permutation_p``). It and the interval are made separately and
-    may disagree at the margin. There is none where no source can change places with another.
+    The interval is MOVER's without correlation: a source with rows in both groups counts in both as
+    if it were two, which is on the safe side if its rows are alike. The p value is of the
+    difference's size when labels change places between sources
+    (``significance.source_permutation_p``). The two may disagree at the margin.
 
     Args:
         values: ``[n]`` events (0 or 1) or shares of them; NaN is left out.

@@ -33,24 +33,19 @@ def dyadic_mean(
     with the dyadic-robust variance (Aronow, Samii & Assenova 2015, Political Analysis 23:564): the
     sum of products of residuals over all pairs of values that share a source, over n squared.
 
-    - Residuals are smaller than errors. If ``m`` of the n^2 pairs share a source (each value with
-      itself included), independent values of equal variance make that sum too small by the factor
-      ``1 - m / n^2`` on average, and it is divided by it. Where each value involves one source, and
-      all sources have as many values, this is the usual ``sources / (sources - 1)``.
-    - Where values that share a source depend on each other negatively, the variance is small, and
-      its estimate may be far too small or below 0. It is therefore no less than the variance would
-      be if only values that share both sources depended on each other; the interval is then
-      conservative.
+    - Residuals are smaller than errors: if ``m`` of the n^2 pairs share a source (each value with
+      itself included), the sum is too small by the factor ``1 - m / n^2`` and is divided by it.
+    - Where values that share a source depend on each other negatively, the estimate may be far too
+      small or below 0. It is no less than if only values that share both sources depended on each
+      other; the interval is then conservative.
     - The degrees of freedom are those of ``intervals.spread_between``, of residuals per source.
 
-    If all values are alike, or those of all sources add up to the same, the interval is what values
-    of a kind that wasn't seen could add (``intervals.unseen``), counting values that share no
-    source with each other.
+    If all values are alike, or those of all sources add up to the same, the interval is that of
+    ``intervals.unseen``, counting values that share no source with each other.
 
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
-        first: ``[n]`` a source of each value, any hashable labels.
-        second: ``[n]`` its other source, or the same one again.
+        first, second: ``[n]`` the two sources of each value, which may be one.
         ends: the least and the largest that a value can be; the interval stays between them.
         level: coverage.
 
@@ -102,14 +97,11 @@ def dyadic_difference(
     """Mean of values less so many times that of others, two rates over the same pairs of sources.
 
     :func:`dyadic_mean` of the differences. A rate of 0 or 1 shows no spread in the differences, and
-    isn't certain: what ``intervals.unseen`` allows it comes on top, put together by
-    ``intervals.combined``.
+    isn't certain: what ``intervals.unseen`` allows it comes on top (``intervals.combined``).
 
     Args:
-        values: ``[n]`` from 0 to 1; rows in which either is NaN are left out.
-        others: ``[n]`` from 0 to 1.
-        first: ``[n]`` a source of each.
-        second: ``[n]`` its other source, or the same one again.
+        values, others: ``[n]`` from 0 to 1; rows in which either is NaN are left out.
+        first, second: ``[n]`` the two sources of each.
         times: factor on the others.
         level: coverage.
     """

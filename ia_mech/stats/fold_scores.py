@@ -18,7 +18,7 @@ CHUNK = 1 << 15  # numbers per chunk: 256 kB, which a core keeps at hand
 NARROW = 1e-6  # probabilities nearer than this to 0 or 1 would make one turn decide everything
 UNBOUNDED = (-np.inf, np.inf)
 
-Group = tuple[int, np.ndarray]  # number of a fold, and rows in it that are compared
+FoldRows = tuple[int, np.ndarray]  # number of a fold, and rows in it that are compared
 # From [rows] and how often each occurs in each resample, [rows, resamples], the [resamples] sums to
 # divide, and to divide by; both 0 where the rows have nothing to say.
 Part = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -68,11 +68,10 @@ class ResampledScore:
         """Replicates spread as if chance in training had its part in them too.
 
         In cross-validation two sources meet twice, each tested by a probe that the other helped to
-        train, and chance makes the two agree. Resampling the tested sources takes them for
-        independent. Where scores are nothing but chance in training, that misses half the variance
-        (then an interval would hold 0.5 in some 82% of cases, not 95%), and where they aren't,
-        accordingly less: the variance is multiplied by ``1 + share``. No estimate of it from the
-        folds alone can be unbiased (Bengio & Grandvalet 2004, JMLR 5:1089).
+        train, and chance makes the two agree: where scores are nothing but chance in training,
+        resampling the tested sources misses half the variance. The variance is multiplied by
+        ``1 + share``. No estimate of it from the folds alone can be unbiased (Bengio & Grandvalet
+        2004, JMLR 5:1089).
 
         Args:
             share: of the variance of scores over contexts that is chance in training, 0 to 1.
@@ -86,18 +85,16 @@ class FoldScores:
     """Scores of predictions that were made out of fold, averaged over folds.
 
     What is estimated is the mean over folds of the score, on new sources, of the probe that was
-    trained without that fold (Bayle, Bayle, Janson & Mackey 2020, "Cross-validation confidence
-    intervals for test error", NeurIPS). The interval is conditional on the trained probes: it says
-    how far the sources tested may mislead, not how probes trained on other sources would fare.
+    trained without that fold (Bayle, Bayle, Janson & Mackey 2020). The interval is conditional on
+    the trained probes.
 
-    Whole sources are drawn with replacement, once per object: all scores share the resamples, so
-    that the difference of two is paired. Two objects share them too if they have the same sources,
-    seed and number of resamples, though their contexts differ.
+    Whole sources are drawn with replacement, once per object, so that the difference of two scores
+    is paired; also of two objects of the same sources, seed and number of resamples.
 
-    A score that ranks contexts compares those of one fold only, as the probes of two folds need not
-    share a scale, and those of one stratum only. Sums over the strata of a fold are divided, then
-    the mean is taken over folds; folds without a value, on the data or in a resample, are left out,
-    and the score is NaN if all are.
+    A score that ranks contexts compares those of one fold and one stratum only, as probes of two
+    folds need not share a scale. Sums over the strata of a fold are divided, then the mean is taken
+    over folds; folds without a value, on the data or in a resample, are left out, and the score is
+    NaN if all are.
 
     Args:
         positives: ``[contexts]`` k of each; may be fractional.
@@ -140,7 +137,7 @@ class FoldScores:
         self._negatives, self._source, self._level = self._trials - self._positives, index, level
         _, group = np.unique(np.stack([fold, stratum]), axis=1, return_inverse=True)
         rows = (np.flatnonzero(group == g) for g in range(group.max() + 1))
-        self._groups: list[Group] = [(int(fold[r[0]]), r) for r in rows]
+        self._groups: list[FoldRows] = [(int(fold[r[0]]), r) for r in rows]
         # Column 0 is the data. A byte does: no source is drawn 256 times, the odds are under 1e-500
         draws = [counts.T.astype(np.uint8) for counts in resample_counts(count, resamples, seed)]
         self._draws = np.hstack([np.ones((count, 1), dtype=np.uint8), *draws])
@@ -199,7 +196,7 @@ class FoldScores:
         return -2 * (self._positives * np.log(p) + self._negatives * np.log1p(-p))
 
     def _folded(
-        self, groups: list[Group], part: Part, bounds: tuple[float, float] = UNBOUNDED
+        self, groups: list[FoldRows], part: Part, bounds: tuple[float, float] = UNBOUNDED
     ) -> ResampledScore:
         """Mean over folds of a quotient of sums over the groups of a fold."""
         folds = 1 + max(fold for fold, _ in groups)

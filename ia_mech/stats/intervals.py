@@ -57,15 +57,10 @@ def check_level(level: float) -> None:
 def wilson(successes: float, n: float, level: float = 0.95) -> tuple[float, float]:
     """Score interval of a rate from independent trials (Wilson 1927, JASA 22:209).
 
-    For independent trials only: of clustered rows, ``n`` is not the number of rows.
-
     Args:
         successes: number of events, from 0 to n; may be fractional.
         n: number of trials; may be fractional. 0 gives (NaN, NaN).
         level: coverage.
-
-    Returns:
-        Both ends of the interval, two-sided, within [0, 1].
     """
     check_level(level)
     if not 0 <= successes <= n:
@@ -81,17 +76,11 @@ def wilson(successes: float, n: float, level: float = 0.95) -> tuple[float, floa
 
 
 def zero_events_bound(sources: int, level: float = 0.95) -> float:
-    """Upper bound on a rate when none of the sources had an event; exact and one-sided.
+    """Upper bound on a rate when none of n sources had an event: ``1 - (1 - level) ** (1 / n)``,
+    about 3 / n at 95% (Hanley & Lippman-Hand 1983, JAMA 249:1743).
 
-    The largest rate under which no event in that many independent sources still has probability
-    ``1 - level``: ``1 - (1 - level) ** (1 / sources)``, about ``3 / sources`` at 95% ("rule of
-    three", Hanley & Lippman-Hand 1983, JAMA 249:1743). It counts every source as one observation,
-    however many samples it has, and so holds for any correlation within sources (by concavity of
-    the logarithm also where sources differ in their rates, as long as each counts alike).
-
-    Args:
-        sources: number of independent sources, at least 1.
-        level: one-sided coverage.
+    Exact and one-sided. A source counts as one observation, so it holds for any correlation within
+    sources, and where sources differ in their rates.
     """
     check_level(level)
     if sources < 1:
@@ -117,13 +106,11 @@ class Spread:
 def spread_between(table: np.ndarray) -> Spread:
     """Cluster-robust variance of a weighted mean, and what that variance is worth.
 
-    If few sources carry most of the variance, as near a rate of zero where few have events, then it
-    is a bad estimate, and too small just when the mean is too small. The number of carriers is
-    ``(sum of squares)^2 / sum of fourth powers`` of the residuals (compare the "effective number of
-    clusters" of Carter, Schnepel & Steigerwald 2017, Rev. Econ. Stat. 99:698). Less what n equal
-    sources would show, ``1 / k = 1 / carriers - 1 / n``, it gives ``1 + k`` degrees of freedom, at
-    most n - 1. Satterthwaite (1946) would have ``2 k``; that a fourth moment from few sources is
-    itself too small leaves about half, as simulation shows (``benchmarks/coverage.md``).
+    If few sources carry most of the variance, as near a rate of zero, it is a bad estimate. The
+    number of carriers is ``(sum of squares)^2 / sum of fourth powers`` of the residuals (compare
+    Carter, Schnepel & Steigerwald 2017, Rev. Econ. Stat. 99:698). Less what n equal sources would
+    show, ``1 / k = 1 / carriers - 1 / n``, it gives ``1 + k`` degrees of freedom, at most n - 1;
+    Satterthwaite's ``2 k`` is too many (``benchmarks/coverage.md``).
 
     Args:
         table: ``[sources, 2]`` sums of weighted values and of weights; at least two sources.
@@ -168,12 +155,9 @@ def clustered_wilson(table: np.ndarray, rows: float, level: float) -> tuple[floa
     """Score interval of a rate with the effective number of rows in place of the number of rows.
 
     The effective number is ``rate * (1 - rate) / variance``, no more than the rows there are, times
-    the squared ratio of the Student quantiles for ``rows - 1`` and the variance's degrees of
-    freedom, since a variance from few sources is itself uncertain (Korn & Graubard 1998, Survey
-    Methodology 24:193). The degrees of freedom are those of :func:`spread_between`, not the number
-    of sources as in Korn & Graubard; that is what keeps coverage at rates of a few percent. For
-    score intervals with effective sample sizes see Dean & Pagano (2015), J. Surv. Stat. Methodol.
-    3:484, and Franco et al. (2019), ibid. 7:334.
+    the squared ratio of Student's quantiles for ``rows - 1`` and the variance's degrees of freedom
+    (Korn & Graubard 1998, Survey Methodology 24:193; but those of :func:`spread_between`, which
+    keeps coverage at rates of a few percent).
 
     Args:
         table: ``[sources, 2]`` sums of weighted events and of weights; two sources that differ.
@@ -216,7 +200,11 @@ def hull(*intervals: tuple[float, float]) -> tuple[float, float]:
 def rate_interval(
     table: np.ndarray, rows: float, level: float, *, independent: bool = False
 ) -> tuple[float, float, str]:
-    """The interval of a rate; see ``cluster_mean`` for which one it is.
+    """The interval of a rate.
+
+    - All alike: the exact one-sided bound on sources (:func:`unseen`), whatever the correlation.
+    - Of independent rows the exact binomial one (Clopper & Pearson 1934).
+    - Else :func:`clustered_wilson`'s, and no less than sources of an unseen kind could add.
 
     Args:
         table: ``[sources, 2]`` sums of weighted events and of weights.

@@ -54,13 +54,9 @@ def source_permutation_p(
 ) -> float:
     """p value of a statistic of labels when labels change places between whole sources.
 
-    Rows of a source aren't exchangeable with those of another one by one: where all rows of a
-    source share a label, shuffling within sources changes nothing, and shuffling rows pretends to
-    more independence than there is.
-
-    - If every source has one label, sources' labels are permuted, whatever the sources' sizes.
-    - Otherwise a source's labels move as a block, rows in their order, between sources of the same
-      number of rows.
+    Where every source has one label, sources' labels are permuted, whatever the sources' sizes.
+    Otherwise a source's labels move as a block, rows in their order, between sources of the same
+    number of rows.
 
     Args:
         statistic: gives a number for ``[n]`` labels; larger means more effect. A NaN counts as no
@@ -100,15 +96,9 @@ def source_permutation_p(
 def sign_flip_p(differences: np.ndarray, permutations: int, seed: int) -> float:
     """Two-sided p value of a mean difference of zero by flipping signs (Fisher 1935, section 21).
 
-    If conditions are exchangeable within a source, each difference is as likely with the other
-    sign. Sources without a difference change nothing and are left out; with k others there are
-    2^k equally likely sums, all of which are visited where that is no more than ``permutations``
-    (then p is exact), else so many random ones and the observed one (then p is never 0).
-
-    Args:
-        differences: ``[sources]``, each weighing the same.
-        permutations: how many sums to visit at most.
-        seed: of the random signs.
+    ``[sources]`` differences weigh the same; those of 0 are left out. With k others there are 2^k
+    equally likely sums, all of which are visited where that is at most ``permutations`` (then p is
+    exact), else so many random ones and the observed one (then p is never 0).
     """
     moved = differences[differences != 0]
     k = len(moved)

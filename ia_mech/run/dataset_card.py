@@ -7,7 +7,7 @@ from ia_mech.run import layout
 _TYPES = {"int32": "int", "int64": "int", "double": "float", "bool": "yes or no", "string": "text"}
 
 
-def card(record: dict[str, Any], contexts: int) -> str:
+def dataset_card(record: dict[str, Any], contexts: int) -> str:
     """``README.md`` of a finished run, with the hub's configuration of its two tables.
 
     Args:
