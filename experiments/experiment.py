@@ -48,6 +48,7 @@ from ia_mech.cli import (
     path_of,
     refuse,
     run_command,
+    run_folder,
     tolerant_streams,
     whole_from,
 )
@@ -509,7 +510,9 @@ class Experiment:
             description=cls.help(),
             epilog="Interrupted, the same command goes on. Intervals are over queries.",
         )
-        parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
+        parser.add_argument(
+            "runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder"
+        )
         if cls.judged:
             judge = "whose verdicts (default: the only judge)"
             parser.add_argument("--judge", metavar="NAME", help=judge)

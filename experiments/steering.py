@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
-import torch
 
 from experiments.directions import (
     BATCH,
@@ -169,6 +168,8 @@ def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
     Raises:
         UserError: its card, made by hand, doesn't say of which model it is.
     """
+    import torch
+
     card = probe.card
     try:
         model, where = card["asked"]["runs"][0]["model"], (int(card["layer"]), (card["position"],))

@@ -56,6 +56,7 @@ from ia_mech.cli import (
     add_workers,
     nonblank,
     path_of,
+    refuse_missing_model,
     run_command,
     tolerant_streams,
     whole_from,
@@ -387,6 +388,7 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _study(args: argparse.Namespace) -> int | None:
+    refuse_missing_model(args.model)  # before torch is loaded, which takes seconds
     from ia_mech.models.load import models_kept
 
     with models_kept():  # one load for all stages

@@ -14,8 +14,8 @@ from ia_mech.cli import (
     Parser,
     add_intervals,
     add_threads,
-    path_of,
     run_command,
+    run_folder,
     tolerant_streams,
     whole_from,
 )
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--random-blocks",
         nargs="+",
-        type=path_of,
+        type=run_folder,
         default=[],
         metavar="RUN",
         help="of sample --random-blocks on the same conversations: what needs no trained blocks?",
@@ -81,7 +81,7 @@ def parser_of(module: str, description: str, epilog: str) -> Parser:
 def add_subject(parser: argparse.ArgumentParser) -> None:
     """What is probed: runs, judge, target, positions, layers."""
     parser.add_argument(
-        "runs", nargs="+", type=path_of, metavar="RUN", help="a judged run's folder"
+        "runs", nargs="+", type=run_folder, metavar="RUN", help="a judged run's folder"
     )
     parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
     add_threads(parser)

@@ -419,6 +419,44 @@ def test_a_command_may_say_that_nothing_usable_came_out():
     assert f"the end\n{STATUSES}" in described
 
 
+RUN_WORDS = {
+    "study": ["./nosuch"],
+    "sample": ["--model", "./nosuch"],
+    "judge": ["run", "nosuch"],
+    "annotate": ["export", "nosuch"],
+    "compare": ["nosuch", "nosuch"],
+    "post-training": ["compare", "nosuch"],
+}
+ANSWER = """
+import contextlib, importlib, io, json, sys
+for module, words, status in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
+        try:
+            found = importlib.import_module(module).main(words)
+        except SystemExit as stopped:
+            found = stopped.code
+    assert found == status, (module, words, found, said.getvalue())
+    slow = {"torch", "transformers", "sklearn", "matplotlib", "scipy.stats"} & set(sys.modules)
+    assert not slow, (module, words, slow)
+    assert status == 0 or said.getvalue().count("\\n") == 1, said.getvalue()
+"""
+
+
+def test_help_and_refusals_wait_for_no_import_that_takes_seconds(run, tmp_path):
+    """Of every command: a wrong path, a bad flag; and folders that can't be written to."""
+    (tmp_path / "file").touch()
+    calls = []
+    for name, (module, _) in COMMANDS.items():
+        words = RUN_WORDS.get(name, ["nosuch"])
+        calls += [(module, ["--help"], 0), (module, words, 2), (module, [*words, "--nosuch"], 2)]
+    for name in ("reaction", "learned-vector", "steering", "interchange", "rates"):
+        calls.append((COMMANDS[name][0], [str(run.path), "--out", str(run.path)], 2))
+    calls.append((COMMANDS["sample"][0], ["--out", str(tmp_path)], 2))
+    words = [sys.executable, "-c", ANSWER, json.dumps(calls)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_package_that_is_no_command_names_its_commands():
     done = subprocess.run([sys.executable, "-m", "experiments"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")

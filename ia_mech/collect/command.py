@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ia_mech import cli
-from ia_mech.cli import Parser, path_of, refuse_missing, run_command, tolerant_streams
+from ia_mech.cli import (
+    Parser,
+    path_of,
+    refuse_missing,
+    refuse_missing_model,
+    run_command,
+    tolerant_streams,
+)
 from ia_mech.data.formats import SUFFIXES
 from ia_mech.errors import UserError
 from ia_mech.settings import FIRST, RUN, WHOLE, Flag, Settings, Shard, default_text, parse_value
@@ -119,8 +126,13 @@ def main(argv: list[str] | None = None) -> int:
         names = {setting.name for setting in fields(Settings)}
         settings = Settings.read({k: v for k, v in vars(args).items() if k in names})
         out = out or settings.folder()
+        # All of this before torch is loaded, which takes seconds.
         if (file := Path(settings.dataset).expanduser()).suffix in SUFFIXES:
-            refuse_missing(file)  # before torch is loaded, which takes seconds
+            refuse_missing(file)
+        refuse_missing_model(settings.model)
+        from ia_mech.run.layout import refuse_as_run
+
+        refuse_as_run(out)
         if args.ray is not None and (args.shard != WHOLE or args.dry_run):
             flag = "--dry-run" if args.dry_run else "--shard"
             raise UserError(f"--ray makes all of a run, {flag} doesn't", "leave one of them out")

@@ -17,6 +17,7 @@ from ia_mech.cli import (
     coverage,
     path_of,
     run_command,
+    run_folder,
     shell_word,
     tolerant_streams,
     whole_from,
@@ -38,7 +39,7 @@ example:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(prog="python -m ia_mech.rates", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
+    parser.add_argument("runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder")
     parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
     parser.add_argument(
         "--annotator",
@@ -75,14 +76,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _rates(args: argparse.Namespace) -> None:
-    from ia_mech.display import console
-    from ia_mech.rates.load import read_runs
-    from ia_mech.rates.result import result
     from ia_mech.results import folder_of, refuse_place, show, write
     from ia_mech.run.layout import refuse_unwritable
 
     if args.out is not None:
         refuse_place(args.out)
+
+    from ia_mech.display import console
+    from ia_mech.rates.load import read_runs
+    from ia_mech.rates.result import result
+
     judged = read_runs(args.runs, args.judge, args.annotator, args.responses)
     rates = result(judged, level=args.level, seed=args.seed)
     folder = args.out or folder_of(args.runs[0], rates.name)
