@@ -503,9 +503,9 @@ class Experiment:
     @classmethod
     def build_parser(cls) -> argparse.ArgumentParser:
         """The command line."""
-        module = cls.file().name if cls.is_of_a_user() else f"-m experiments.{cls.name}"
+        own = f"ia-mech {cls.name.replace('_', '-')}"
         parser = Parser(
-            prog=f"python {module}",
+            prog=f"python {cls.file().name}" if cls.is_of_a_user() else own,
             usage="%(prog)s RUN [RUN …] [options]",
             description=cls.help(),
             epilog="Interrupted, the same command goes on. Intervals are over queries.",

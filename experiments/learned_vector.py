@@ -15,9 +15,9 @@ Needs: a judged run with several responses per query and sampled turns; a model 
 gradients. Cost, of 60 queries on two cores (135M): at each layer some three minutes for each of six
 vectors, and four times the run's greedy turns; name a few --layers.
 
-    python -m experiments.learned_vector cache/RUN --dry-run
-    python -m experiments.learned_vector cache/RUN --layers 8 15 22
-    python -m experiments.learned_vector cache/RUN --layers 8 --positions header_last
+    ia-mech learned-vector cache/RUN --dry-run
+    ia-mech learned-vector cache/RUN --layers 8 15 22
+    ia-mech learned-vector cache/RUN --layers 8 --positions header_last
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""``python -m ia_mech.annotate export`` and ``import``: turns for people to label, blind."""
+"""``ia-mech annotate export`` and ``import``: turns for people to label, blind."""
 
 import importlib
 import sys
@@ -12,10 +12,10 @@ and is blind, and import what its annotator hands back.
 
 EPILOG = """\
 examples:
-  python -m ia_mech.annotate export cache/RUN --n 200 --out sheet
+  ia-mech annotate export cache/RUN --n 200 --out sheet
       sheet.html is the page; its button "export" (key e) saves sheet-filled.csv
-  python -m ia_mech.annotate import cache/RUN sheet-filled.csv --annotator anna
-Then: python -m ia_mech.judge agreement cache/RUN
+  ia-mech annotate import cache/RUN sheet-filled.csv --annotator anna
+Then: ia-mech judge agreement cache/RUN
 """
 
 
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser() -> Parser:
     """The command line; ``args.function`` names a function of :mod:`ia_mech.judge.sheets`."""
-    parser = Parser(prog="python -m ia_mech.annotate", description=DESCRIPTION, epilog=EPILOG)
+    parser = Parser(prog="ia-mech annotate", description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=Parser
     )

@@ -173,7 +173,7 @@ class SteeringVector:
         Raises:
             UserError: there is none, or it isn't one, or of another format.
         """
-        remedy = "write it with SteeringVector.save, or with python -m experiments.steering"
+        remedy = "write it with SteeringVector.save, or with ia-mech steering"
         if not Path(file).is_file():
             raise UserError(f"there is no steering vector {file}", remedy)
         try:

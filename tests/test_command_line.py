@@ -345,7 +345,7 @@ def test_the_commands_that_are_suggested_work(merged, capfd, tmp_path, folder):
     words = in_bash(re.search(r"^read it: (.*)$", out, re.MULTILINE)[1])
     assert words[:2] == ["python", "-c"] and len(words) == 3
     judge = in_bash(re.search(r"^next: (.*)$", out, re.MULTILINE)[1])
-    assert judge == ["python", "-m", "ia_mech.judge", "run", str(path)]
+    assert judge == ["ia-mech", "judge", "run", str(path)]
     exec(words[2], {})
     assert re.search(r"torch.Size\(\[.*32\]\)\n$", capfd.readouterr().out)
 
@@ -404,7 +404,7 @@ def test_the_function_and_the_command_have_one_name():
 
     command = [sys.executable, "-m", "ia_mech.sample", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("usage: python -m ia_mech.sample")
+    assert done.stdout.startswith("usage: ia-mech sample")
     with pytest.raises(ImportError, match="from ia_mech import sample"):
         importlib.import_module("ia_mech.sample")
     assert ia_mech.sample is command_line.sample and ia_mech.Run is Run
@@ -457,10 +457,7 @@ def test_help_and_refusals_wait_for_no_import_that_takes_seconds(run, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_package_that_is_no_command_names_its_commands():
+def test_a_package_that_is_no_command_says_where_commands_are_listed():
     done = subprocess.run([sys.executable, "-m", "experiments"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    commands = {module for module, _ in COMMANDS.values() if module.startswith("experiments")}
-    assert set(re.findall(r"experiments\.\w+", line)) == commands
+    assert done.stderr.count("\n") == 1 and "ia-mech --help" in done.stderr

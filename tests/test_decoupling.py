@@ -1,4 +1,4 @@
-"""python -m experiments.decoupling: planted runs with known accuracies, rates and associations."""
+"""ia-mech decoupling: planted runs with known accuracies, rates and associations."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""python -m ia_mech.judge: what run, check and rubric print and write, and what they refuse."""
+"""ia-mech judge: what run, check and rubric print and write, and what they refuse."""
 
 import json
 import re
@@ -124,7 +124,7 @@ def test_the_rules_judge_labels_every_turn(judge, run):
     )
     assert lines[-3] == RulesJudge().caveat and "is a heuristic" in lines[-3]
     assert lines[-2] == f"verdicts: {run.path}/judgements/rules.parquet"
-    assert lines[-1] == f"next: python -m ia_mech.rates {run.path}"
+    assert lines[-1] == f"next: ia-mech rates {run.path}"
     counts = rows["category"].value_counts()
     listed = [f"{heading(name)} {counts[name]}" for name in NAMES if name in counts]
     assert f"categories: {', '.join(listed)}" in " ".join(lines)
@@ -247,7 +247,7 @@ def test_help_answers_without_loading_torch_or_openai(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for command in COMMANDS:
-        assert f"usage: python -m ia_mech.judge {command}" in done.stdout
+        assert f"usage: ia-mech judge {command}" in done.stdout
     assert not (tmp_path / "cache").exists()
 
 
@@ -340,4 +340,4 @@ def test_annotate_shows_its_own_commands(capfd):
     from ia_mech.annotate import main
 
     out = call(main, ["export", "--help"], capfd).out
-    assert "usage: python -m ia_mech.annotate export" in out
+    assert "usage: ia-mech annotate export" in out

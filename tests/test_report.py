@@ -104,14 +104,14 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     for labels in ([], ["rules"]):
         outcome = report(run.path)
         (line,) = [line for line in outcome.out.splitlines() if line.startswith("next: ")]
-        module, *words = line.removeprefix("next: python -m ia_mech.").split()
+        name, *words = line.removeprefix("next: ia-mech ").split()
         page = (run.path / "report.html").read_text()
-        assert f"python -m ia_mech.{module}" in page and "There are no results yet" in page
+        assert f"ia-mech {name}" in page and "There are no results yet" in page
         turns = unpacked(page)["turns"]
         own = [text for text, decoy in zip(turns["text"], turns["decoy"], strict=True) if not decoy]
         assert own == [visible(text) for text in run.generations["text"]]
         assert list(turns["labels"]) == labels
-        assert mains[module](words) == 0
+        assert mains[name](words) == 0
     outcome = report(run.path)
     assert (outcome.status, outcome.err) == (0, "")
     assert outcome.out == f"report: {run.path / 'report.html'}\n"

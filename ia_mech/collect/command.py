@@ -37,18 +37,18 @@ same command goes on with an interrupted run. docs/sampling.md says more of ever
 
 EPILOG = """\
 examples:
-  python -m ia_mech.sample                                 24 built-in conversations, ~1 minute
-  python -m ia_mech.sample --limit all --dry-run           what that would compute and write
-  python -m ia_mech.sample --dataset chats.jsonl --limit all           your own conversations
-  python -m ia_mech.sample --model Qwen/Qwen3-0.6B --dataset gsm8k --response generate
+  ia-mech sample                                 24 built-in conversations, ~1 minute
+  ia-mech sample --limit all --dry-run           what that would compute and write
+  ia-mech sample --dataset chats.jsonl --limit all           your own conversations
+  ia-mech sample --model Qwen/Qwen3-0.6B --dataset gsm8k --response generate
 """
 
 
 def build_parser() -> Parser:
     """The command line. Values of settings are left as words, for :class:`Settings` to read."""
     parser = Parser(
-        prog="python -m ia_mech.sample",
-        usage="python -m ia_mech.sample [flags]",
+        prog="ia-mech sample",
+        usage="ia-mech sample [flags]",
         description=DESCRIPTION,
         epilog=EPILOG,
         add_help=False,
@@ -181,7 +181,7 @@ def sample(
     threads: int | None = None,
     **settings: Any,
 ) -> "Run":
-    """Make a run, or go on with it: ``python -m ia_mech.sample`` as a function.
+    """Make a run, or go on with it: ``ia-mech sample`` as a function.
 
     Args:
         out: the run's folder; ``cache/<model>-<dataset>-<hash>`` if None.

@@ -2,8 +2,8 @@
 
 Usage::
 
-    python -m ia_mech.report cache/RUN
-    python -m ia_mech.report cache/RUN-A cache/RUN-B --out both.html
+    ia-mech report cache/RUN
+    ia-mech report cache/RUN-A cache/RUN-B --out both.html
 """
 
 import argparse
@@ -28,7 +28,7 @@ if they say that they are of it.
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = Parser(prog="python -m ia_mech.report", description=DESCRIPTION)
+    parser = Parser(prog="ia-mech report", description=DESCRIPTION)
     parser.add_argument("runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder")
     parser.add_argument(
         "--results",

@@ -120,10 +120,10 @@ def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
 def missing(run: Run, folders: Sequence[Path]) -> list[str]:
     """Commands that make the first results of a run which has none of its judges."""
     if not run.labels.judges:
-        return [f"python -m ia_mech.judge run {shell_word(run.path)}"]
+        return [f"ia-mech judge run {shell_word(run.path)}"]
     there = {folder.name for folder in folders}
     return [
-        f"python -m ia_mech.rates {shell_word(run.path)} --judge {judge}"
+        f"ia-mech rates {shell_word(run.path)} --judge {judge}"
         for judge in run.labels.judges
         if f"rates-{judge}" not in there
     ]
