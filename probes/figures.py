@@ -58,6 +58,10 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
     bar.outline.set_linewidth(0.7)
     _head(figure, axes, analysis, title)
     _explain_marks(figure, analysis, tested)
+    figure.set_label(
+        "Each cell is a probe at one layer and position: the redder, the better it tells contexts "
+        "apart that it was not trained on; white is guessing, grey isn't shown to be better."
+    )
     return figure
 
 

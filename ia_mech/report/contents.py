@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.cli import shell_word
+from ia_mech.display import reading_of
 from ia_mech.estimates import ALL
 from ia_mech.page import image
 from ia_mech.results import Result, Table, read
@@ -27,7 +28,17 @@ ORDER = (
 )
 LAST = "agreement"
 MAX_ESTIMATES = 400  # that a page lists; the file has all
+LEVEL = 0.05  # of tests
 _INTERVAL = re.compile(r"(\[[-+−–\d.,% ]{3,40}\])")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure: its name, its address, and how to read it."""
+
+    name: str
+    address: str
+    reading: str
 
 
 @dataclass(frozen=True)
@@ -36,13 +47,18 @@ class Answer:
 
     run: str  # what the page calls it; empty for a result of several runs
     result: Result
-    pictures: list[tuple[str, str]]  # name and address of each figure
+    pictures: list[Picture]
+    open: int  # how many of them are shown at once: none where nothing was found
     estimates: Table  # every number
     folder: str  # of the files, as seen from the run: a page holds no places of this machine
 
     @property
     def kind(self) -> str:
         return str(self.result.about.get("kind", self.result.name))
+
+    @property
+    def judge(self) -> str:
+        return str(self.result.about.get("judge", ""))
 
     @property
     def sentence(self) -> list[str]:
@@ -85,8 +101,8 @@ def cards_of(
     cards: dict[tuple[str, str], list[Answer]] = {}
     shown: set[str] = set()
     for answer in sorted(by_folder.values(), key=lambda answer: _place(answer.kind)):
-        pictures = [(name, picture) for name, picture in answer.pictures if picture not in shown]
-        shown.update(picture for _, picture in pictures)
+        pictures = [picture for picture in answer.pictures if picture.address not in shown]
+        shown.update(picture.address for picture in pictures)
         answers = cards.setdefault((answer.kind, answer.result.question), [])
         answers.append(replace(answer, pictures=pictures))
     return [
@@ -111,10 +127,20 @@ def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
     return Answer(
         run=name if len(covered) < 2 else "",
         result=result,
-        pictures=[(stem.replace("_", " "), image(svg)) for stem, svg in result.figures.items()],
+        pictures=[
+            Picture(stem.replace("_", " "), image(svg), reading_of(svg))
+            for stem, svg in result.figures.items()
+        ],
+        open=0 if _is_null(result.estimates) else 1,
         estimates=estimates_table(result.estimates),
         folder="/".join(folder.parts[-2:]) if inside else folder.name,
     )
+
+
+def _is_null(estimates: pd.DataFrame) -> bool:
+    """Whether hypotheses were tested, and none was rejected."""
+    p = estimates.get("p", pd.Series(dtype=float)).dropna()
+    return len(p) > 0 and not (p <= LEVEL).any()
 
 
 def missing(run: Run, folders: Sequence[Path]) -> list[str]:
