@@ -161,7 +161,8 @@ def title_axes(axes: Axes, title: str) -> None:
     grid, figure = axes.get_gridspec(), axes.get_figure()
     panels = grid.ncols if grid is not None else 1
     width = figure.get_window_extent().width / figure.dpi if figure is not None else 6.0
-    axes.set_title(fill(title, int(TITLE * width / panels)), fontsize=10, fontweight="bold")
+    lines = [fill(line, int(TITLE * width / panels)) for line in title.splitlines()]
+    axes.set_title("\n".join(lines), fontsize=10, fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
 
 

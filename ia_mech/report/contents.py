@@ -28,7 +28,6 @@ ORDER = (
 )
 LAST = "agreement"
 MAX_ESTIMATES = 400  # that a page lists; the file has all
-LEVEL = 0.05  # of tests
 _INTERVAL = re.compile(r"(\[[-+−–\d.,% ]{3,40}\])")
 
 
@@ -48,7 +47,6 @@ class Answer:
     run: str  # what the page calls it; empty for a result of several runs
     result: Result
     pictures: list[Picture]
-    open: int  # how many of them are shown at once: none where nothing was found
     estimates: Table  # every number
     folder: str  # of the files, as seen from the run: a page holds no places of this machine
 
@@ -131,16 +129,9 @@ def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
             Picture(stem.replace("_", " "), image(svg), reading_of(svg))
             for stem, svg in result.figures.items()
         ],
-        open=0 if _is_null(result.estimates) else 1,
         estimates=estimates_table(result.estimates),
         folder="/".join(folder.parts[-2:]) if inside else folder.name,
     )
-
-
-def _is_null(estimates: pd.DataFrame) -> bool:
-    """Whether hypotheses were tested, and none was rejected."""
-    p = estimates.get("p", pd.Series(dtype=float)).dropna()
-    return len(p) > 0 and not (p <= LEVEL).any()
 
 
 def missing(run: Run, folders: Sequence[Path]) -> list[str]:
