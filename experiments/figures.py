@@ -24,6 +24,7 @@ class Lines:
         across: the column on the x axis.
         by: the column that tells lines apart.
         levels: label → value where a dotted line is drawn across, such as a ceiling or chance.
+        log: whether the y axis is logarithmic.
     """
 
     title: str
@@ -33,6 +34,7 @@ class Lines:
     across: str = "temperature"
     by: str = "term"
     levels: dict[str, float] | None = None
+    log: bool = False
 
     def draw(self) -> "Figure":
         """As a matplotlib figure."""
@@ -43,6 +45,8 @@ class Lines:
             draw_line(axes, rows[self.across], rows, colour, label)
         for label, level in (self.levels or {}).items():
             axes.axhline(level, color="0.3", lw=0.8, ls=":", label=label or None)
+        if self.log:
+            axes.set_yscale("log")
         axes.legend()
         dotted = f" Dotted: {', '.join(filter(None, self.levels))}." if self.levels else ""
         figure.set_label(

@@ -325,7 +325,9 @@ class TemperatureSweep(Experiment):
         across, share = "temperature (0 = greedy)", "share of turns"
         made: dict[str, Drawing] = {
             "rates": Lines(title, across, share, only(found, RATE), by="dataset", levels=floor),
-            "first_token": Lines(title, "temperature", TOKENS, only(found, TOKENS), by="dataset"),
+            "first_token": Lines(
+                title, "temperature", TOKENS, only(found, TOKENS), by="dataset", log=True
+            ),
         }
         mass = only(pooled, MASS)
         if mass["value"].notna().any():
