@@ -181,7 +181,7 @@ def judge_alike(first: Run, runs: Sequence[Run], judge: str, *, unperturbed: boo
     if todo and identity_hash(own) != identity_hash(rules.identity):
         against = " against the unchanged responses" if unperturbed else ""
         commands = " and ".join(
-            f"python -m ia_mech.judge run {shell_word(run.path)} --name {name}"
+            f"ia-mech judge run {shell_word(run.path)} --name {name}"
             + (" --unperturbed" if unperturbed else "")
             for run in todo
         )
@@ -217,7 +217,7 @@ def rates_by_query(judged: JudgedTurns, outcome: str) -> pd.DataFrame:
         path = judged.runs[0].path
         raise UserError(
             f"{path} has no turns judged after siblings",
-            f"judge it again: python -m ia_mech.judge run {shell_word(path)} --replace",
+            f"judge it again: ia-mech judge run {shell_word(path)} --replace",
         )
     both = decoys.dropna(subset=[outcome, f"own_{outcome}"])
     own, other = both[f"own_{outcome}"].astype(float), both[outcome].astype(float)

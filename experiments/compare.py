@@ -7,7 +7,7 @@ query. Nothing else is computed: each study has stored its numbers by query.
 
 Needs: two or more finished studies of the same queries. Cost: seconds.
 
-    python -m experiments.compare cache/study-A cache/study-B
+    ia-mech compare cache/study-A cache/study-B
 """
 
 import argparse
@@ -188,7 +188,7 @@ def drawings(found: pd.DataFrame, runs: Sequence[Run]) -> dict[str, Drawing]:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(
-        prog="python -m experiments.compare",
+        prog="ia-mech compare",
         usage="%(prog)s STUDY STUDY [STUDY …] [--out DIR]",
         description=(__doc__ or "").strip(),
     )

@@ -11,8 +11,8 @@ complete responses may explain both.
 Needs: judged runs with --response generate on such prompts, or with given responses and a column
 ``correct``. Cost: seconds; no language model is loaded.
 
-    python -m experiments.decoupling cache/RUN
-    python -m experiments.decoupling cache/RUN-OF-MODEL-A cache/RUN-OF-MODEL-B
+    ia-mech decoupling cache/RUN
+    ia-mech decoupling cache/RUN-OF-MODEL-A cache/RUN-OF-MODEL-B
 """
 
 import json

@@ -4,23 +4,26 @@ Those that are compared have one KL: that of the first token's distribution at t
 from unsteered.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-import torch
-from torch import Tensor
 
 from experiments.experiment import Model, Unit
-from ia_mech.engine.intervene import Add
-from ia_mech.engine.score import Turn, differentiable_logits
-from ia_mech.engine.state import Prefix, prefill, prefill_all
 from ia_mech.errors import UserError
-from ia_mech.models.load import text_config
 from ia_mech.run.queries import Query
 from ia_mech.steering import TURN, SteeringVector
+
+if TYPE_CHECKING:  # these load torch
+    import torch
+    from torch import Tensor
+
+    from ia_mech.engine.score import Turn
 
 DIRECTION, OPTIMISED, BIAS = "the direction", "optimised by gradient", "bias of the first token"
 RANDOM = "random direction"
@@ -67,6 +70,9 @@ class SteeredContext:
         Args:
             number: of the context, by which the scorer knows it.
         """
+        from ia_mech.engine.intervene import Add
+        from ia_mech.engine.score import Turn
+
         end = len(self.ids) - self.start
         found = []
         for ids in self.turns:
@@ -177,6 +183,8 @@ def arm_effects(
         ``[turns]`` changes of the turns' log-probabilities, ``[vocab]`` of those of the first
         token, and the first token's KL.
     """
+    import torch
+
     directions: list[tuple[Tensor | None, float]] = [(None, 0.0)]  # unsteered first
     directions += [(torch.tensor(arm.direction), arm.dose) for arm in arms if not arm.bias]
     wanted = [
@@ -259,7 +267,20 @@ def find_controls(model: Model, unit: ControlSearch) -> pd.DataFrame:
     return pd.DataFrame(map(asdict, found))
 
 
-@torch.inference_mode(False)  # whatever thread this is called in
+def with_gradients(search: Callable[[Model, Any], np.ndarray]) -> Callable[..., np.ndarray]:
+    """A function whose computation can be differentiated, whatever thread it is called in."""
+
+    @wraps(search)
+    def differentiable(model: Model, unit: Any) -> np.ndarray:
+        import torch
+
+        with torch.inference_mode(False):
+            return search(model, unit)
+
+    return differentiable
+
+
+@with_gradients
 def optimise_direction(model: Model, unit: ControlSearch) -> np.ndarray:
     """The direction that raises the log-odds of accepted turns most, for the KL it costs.
 
@@ -271,6 +292,11 @@ def optimise_direction(model: Model, unit: ControlSearch) -> np.ndarray:
         ``[d_model]`` float32 of length 1; empty if the model's passes have no gradient (recurrent
         layers that change their state in place).
     """
+    import torch
+
+    from ia_mech.engine.score import differentiable_logits
+    from ia_mech.engine.state import Prefix, prefill
+
     contexts, kl, dose = unit.contexts, unit.kl, unit.arm.dose
     network = model.subject.model
     groups = [prefill(network, [Prefix(context.ids[: context.start])]) for context in contexts]
@@ -324,7 +350,7 @@ def optimise_direction(model: Model, unit: ControlSearch) -> np.ndarray:
     return descend(network, draw, start, loss, STEPS)
 
 
-@torch.inference_mode(False)  # whatever thread this is called in
+@with_gradients
 def learn(model: Model, unit: Learning) -> np.ndarray:
     """``[d_model]`` of length 1: the direction along which a state has to be moved by the dose so
     that turns become likely, by the mean cross-entropy of their tokens.
@@ -332,6 +358,11 @@ def learn(model: Model, unit: Learning) -> np.ndarray:
     Raises:
         UserError: the model's passes have no gradient.
     """
+    import torch
+
+    from ia_mech.engine.score import differentiable_logits
+    from ia_mech.engine.state import Prefix, prefill_all
+
     network = model.subject.model
     keys = [one.ids[: one.start] for one in unit.contexts]
     prefixes = list(dict.fromkeys(keys))
@@ -380,6 +411,10 @@ def descend(
     Returns:
         ``[d_model]`` float32 of length 1.
     """
+    import torch
+
+    from ia_mech.models.load import text_config
+
     along = torch.randn(text_config(network.config).hidden_size, generator=draw).requires_grad_()
     (uphill,) = torch.autograd.grad(start(along), along)
     downhill = -uphill if uphill.norm() > 0 else along.detach()

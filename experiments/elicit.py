@@ -13,8 +13,8 @@ Needs: a judged run with several responses per query. Cost: for each of prompt a
 to the whole of the time that sampling the run's turns took; the rules judge labels the new turns at
 once.
 
-    python -m experiments.elicit cache/RUN
-    python -m experiments.elicit cache/RUN --opening "Let me ask one thing." --dry-run
+    ia-mech elicit cache/RUN
+    ia-mech elicit cache/RUN --opening "Let me ask one thing." --dry-run
 """
 
 import argparse

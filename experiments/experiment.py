@@ -48,6 +48,7 @@ from ia_mech.cli import (
     path_of,
     refuse,
     run_command,
+    run_folder,
     tolerant_streams,
     whole_from,
 )
@@ -502,14 +503,16 @@ class Experiment:
     @classmethod
     def build_parser(cls) -> argparse.ArgumentParser:
         """The command line."""
-        module = cls.file().name if cls.is_of_a_user() else f"-m experiments.{cls.name}"
+        own = f"ia-mech {cls.name.replace('_', '-')}"
         parser = Parser(
-            prog=f"python {module}",
+            prog=f"python {cls.file().name}" if cls.is_of_a_user() else own,
             usage="%(prog)s RUN [RUN …] [options]",
             description=cls.help(),
             epilog="Interrupted, the same command goes on. Intervals are over queries.",
         )
-        parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
+        parser.add_argument(
+            "runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder"
+        )
         if cls.judged:
             judge = "whose verdicts (default: the only judge)"
             parser.add_argument("--judge", metavar="NAME", help=judge)

@@ -24,6 +24,7 @@ class Lines:
         across: the column on the x axis.
         by: the column that tells lines apart.
         levels: label → value where a dotted line is drawn across, such as a ceiling or chance.
+        log: whether the y axis is logarithmic.
     """
 
     title: str
@@ -33,6 +34,7 @@ class Lines:
     across: str = "temperature"
     by: str = "term"
     levels: dict[str, float] | None = None
+    log: bool = False
 
     def draw(self) -> "Figure":
         """As a matplotlib figure."""
@@ -43,7 +45,14 @@ class Lines:
             draw_line(axes, rows[self.across], rows, colour, label)
         for label, level in (self.levels or {}).items():
             axes.axhline(level, color="0.3", lw=0.8, ls=":", label=label or None)
+        if self.log:
+            axes.set_yscale("log")
         axes.legend()
+        dotted = f" Dotted: {', '.join(filter(None, self.levels))}." if self.levels else ""
+        figure.set_label(
+            f"Each line is one {self.by.replace('_', ' ')}; the band around it is its interval, so "
+            f"what lies within another line's band isn't told apart from it.{dotted}"
+        )
         return figure
 
 
@@ -81,6 +90,8 @@ class Bars:
         list_names(axes, [str(name) for name in names])
         if count > 1:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside, over no interval
+        nothing = "" if self.at is None else f" One that crosses {self.at:g} shows no difference."
+        figure.set_label(f"Each point is an estimate, the bar through it its interval.{nothing}")
         return figure
 
 
@@ -115,6 +126,9 @@ class HeatMap:
         axes.set_xticks(range(len(columns)), [str(one) for one in columns])
         axes.set_yticks(range(len(lines)), [str(one) for one in lines])
         figure.colorbar(image, label=self.unit)
+        figure.set_label(
+            f"The colour of a cell is its estimate, {self.unit}; an empty one wasn't measured."
+        )
         return figure
 
 

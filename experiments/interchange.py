@@ -15,8 +15,8 @@ Needs: a judged run with many sampled turns per context, and states at all posit
 contexts per query, each prefilled and sampled anew (60 queries of the embedded model: some hours on
 a CPU).
 
-    python -m experiments.interchange cache/RUN
-    python -m experiments.interchange cache/RUN --outcome assistant_restatement --dry-run
+    ia-mech interchange cache/RUN
+    ia-mech interchange cache/RUN --outcome assistant_restatement --dry-run
 """
 
 import argparse

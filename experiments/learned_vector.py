@@ -15,9 +15,9 @@ Needs: a judged run with several responses per query and sampled turns; a model 
 gradients. Cost, of 60 queries on two cores (135M): at each layer some three minutes for each of six
 vectors, and four times the run's greedy turns; name a few --layers.
 
-    python -m experiments.learned_vector cache/RUN --dry-run
-    python -m experiments.learned_vector cache/RUN --layers 8 15 22
-    python -m experiments.learned_vector cache/RUN --layers 8 --positions header_last
+    ia-mech learned-vector cache/RUN --dry-run
+    ia-mech learned-vector cache/RUN --layers 8 15 22
+    ia-mech learned-vector cache/RUN --layers 8 --positions header_last
 """
 
 import argparse
@@ -29,9 +29,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
-import torch
 from scipy.special import softmax
-from torch import Tensor
 
 from experiments.arms import (
     EXCESS,
@@ -144,7 +142,7 @@ class LearnedVector(Experiment):
         header = [name for name in names if name.startswith("header_")]
         self.positions = tuple(args.positions or header)
         for layer in self.layers:
-            anything = self.vector(layer, torch.ones(first.model["d_model"]))
+            anything = self.vector(layer, np.ones(first.model["d_model"]))
             anything.check(depth, first.model["d_model"], names)
         if lacking := set(args.temperatures) - set(first.settings["temperatures"]):
             raise UserError(
@@ -168,10 +166,12 @@ class LearnedVector(Experiment):
         """The halves that learn; each is measured under what the other has learned."""
         return (0,) if self.args.quick else (0, 1)
 
-    def vector(self, layer: int, direction: Tensor) -> SteeringVector:
+    def vector(self, layer: int, direction: np.ndarray) -> SteeringVector:
         """A direction as what is added after a layer."""
-        model = self.runs[0].model
-        what = ADD, layer, self.positions, direction, DOSE
+        import torch
+
+        model, along = self.runs[0].model, torch.tensor(direction, dtype=torch.float32)
+        what = ADD, layer, self.positions, along, DOSE
         return SteeringVector(*what, model["name"], model["weights_hash"])
 
     def _accepted(self) -> set[tuple]:
@@ -218,7 +218,7 @@ class LearnedVector(Experiment):
 
     def _steered(self, query: Query, k: int, turn: Ids) -> SteeredContext:
         """A context with a turn."""
-        vector = self.vector(self.layers[0], torch.ones(self.runs[0].model["d_model"]))
+        vector = self.vector(self.layers[0], np.ones(self.runs[0].model["d_model"]))
         return steered_context(query, k, vector, (turn,))
 
     # -- measure ----------------------------------------------------------------------------------
@@ -285,18 +285,18 @@ class LearnedVector(Experiment):
         means = turns.groupby(keys)[[DEPENDENT, BITS]].mean().reset_index()
         return rates.merge(means, "left", keys)
 
-    def _with_random(self, learned: pd.DataFrame) -> Iterator[tuple[int, int, str, Tensor]]:
+    def _with_random(self, learned: pd.DataFrame) -> Iterator[tuple[int, int, str, np.ndarray]]:
         """Half, layer, name and direction of the learned vectors, and for each that was learned
         after own responses a random one, with the covariance of the states and nothing of it."""
         named = next((name for name in self.positions if name != TURN), "header_last")
         for one in learned.itertuples():
             direction = np.array(one.direction, dtype=np.float32)
-            yield one.half, one.layer, one.term, torch.from_numpy(direction)
+            yield one.half, one.layer, one.term, direction
             if one.term == OWN:
                 states = [run.residuals(one.layer, named).double().numpy() for run in self.runs]
                 centred = np.concatenate([of_run - of_run.mean(0) for of_run in states])
                 (drawn,) = random_directions(centred, direction, 1, self.args.seed + one.half)
-                yield one.half, one.layer, RANDOM, torch.from_numpy(drawn).float()
+                yield one.half, one.layer, RANDOM, drawn
 
     def _write_under(self, vector: SteeringVector, name: str, learner: int) -> Run:
         """The turns of the other half under a vector, which is kept beside them."""

@@ -9,8 +9,8 @@ query or the response repeated, and a closing.
 Needs: runs of conversations with a later user turn; for siblings also a run with --response
 generate on the same conversations. Cost: some seconds a context on a CPU (135M).
 
-    python -m experiments.likelihood cache/RUN
-    python -m experiments.likelihood cache/RUN cache/SIBLINGS
+    ia-mech likelihood cache/RUN
+    ia-mech likelihood cache/RUN cache/SIBLINGS
 """
 
 import sys

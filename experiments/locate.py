@@ -25,9 +25,9 @@ Needs: a run with four or more responses per query (sample with --response gener
 Cost: about 30,000 tokens a query with all four recipients and the usual maps; --dry-run counts.
 Models with recurrent layers take twice as many.
 
-    python -m experiments.locate cache/RUN
-    python -m experiments.locate cache/RUN --queries 20 --maps             # whole sites alone
-    python -m experiments.locate cache/RUN --recipients 1 --maps windows   # a larger model
+    ia-mech locate cache/RUN
+    ia-mech locate cache/RUN --queries 20 --maps             # whole sites alone
+    ia-mech locate cache/RUN --recipients 1 --maps windows   # a larger model
 """
 
 import argparse

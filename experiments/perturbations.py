@@ -14,8 +14,8 @@ Needs: judged runs; real follow-ups for the likelihoods. Cost: eight times the s
 turns (48 queries of the embedded model, 5 turns each: some fifteen minutes on a CPU). The rules
 judge runs at once; for another judge the message says which command to run.
 
-    python -m experiments.perturbations cache/RUN
-    python -m experiments.perturbations cache/RUN --queries 100 --samples 8
+    ia-mech perturbations cache/RUN
+    ia-mech perturbations cache/RUN --queries 100 --samples 8
 """
 
 import argparse

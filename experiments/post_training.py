@@ -11,11 +11,11 @@ tell about their response is computed and printed beside them.
 Needs: pip install 'ia-mech[train]' for sft, grpo and --adapter; runs with --responses 4. Cost: to
 compare, 15 s of one core per query with 3 responses (135M); to train, see docs/post-training.md.
 
-    python -m experiments.post_training sft cache/RUN --organism 0.5 --out cache/half
-    python -m ia_mech.sample --dataset cache/half/held-out.jsonl --limit all --out cache/before
-    python -m ia_mech.sample --dataset cache/half/held-out.jsonl --limit all --adapter cache/half \
-        --out cache/after        # python -m ia_mech.judge run cache/before, and cache/after
-    python -m experiments.post_training compare cache/before cache/after
+    ia-mech post-training sft cache/RUN --organism 0.5 --out cache/half
+    ia-mech sample --dataset cache/half/held-out.jsonl --limit all --out cache/before
+    ia-mech sample --dataset cache/half/held-out.jsonl --limit all --adapter cache/half \
+        --out cache/after        # ia-mech judge run cache/before, and cache/after
+    ia-mech post-training compare cache/before cache/after
 """
 
 import argparse
@@ -83,7 +83,7 @@ INFORMATION, EVIDENCE = "I_K, bits", "evidence, bits"
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line, but for ``compare``, which is an experiment like any other."""
-    parser = Parser(prog="python -m experiments.post_training", description=__doc__)
+    parser = Parser(prog="ia-mech post-training", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, what in (
         ("export", "write the tokenized training sequences, for any trainer"),

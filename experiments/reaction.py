@@ -12,9 +12,9 @@ as much as sampled ones.
 Needs: runs with several responses per query, better eight than four. Cost: sampling a third of the
 runs again for the controls, and a second or two per turn to score on a CPU (135M).
 
-    python -m ia_mech.sample --response generate --responses 8 --out cache/several
-    python -m experiments.reaction cache/several --dry-run
-    python -m experiments.reaction cache/several
+    ia-mech sample --response generate --responses 8 --out cache/several
+    ia-mech reaction cache/several --dry-run
+    ia-mech reaction cache/several
 """
 
 import argparse

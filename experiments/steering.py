@@ -10,10 +10,10 @@ which shows whether any direction could move these turns.
 
 Needs: a judged run with several sampled turns per context. Cost: half an hour on a CPU (135M).
 
-    python -m probes.train cache/RUN
-    python -m experiments.steering cache/RUN --probe cache/RUN/results/probe-rate-rules
-    python -m experiments.steering cache/RUN --vector my.safetensors --doses 0.1 0.2 0.4
-    python -m ia_mech.sample … --intervention cache/RUN/results/steering/vector.safetensors
+    ia-mech probes cache/RUN
+    ia-mech steering cache/RUN --probe cache/RUN/results/probe-rate-rules
+    ia-mech steering cache/RUN --vector my.safetensors --doses 0.1 0.2 0.4
+    ia-mech sample … --intervention cache/RUN/results/steering/vector.safetensors
 """
 
 import argparse
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
-import torch
 
 from experiments.directions import (
     BATCH,
@@ -169,6 +168,8 @@ def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
     Raises:
         UserError: its card, made by hand, doesn't say of which model it is.
     """
+    import torch
+
     card = probe.card
     try:
         model, where = card["asked"]["runs"][0]["model"], (int(card["layer"]), (card["position"],))
@@ -177,7 +178,7 @@ def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
     except (LookupError, TypeError, ValueError):
         raise UserError(
             f"the probe {path} doesn't say which direction of which model it is",
-            "write the probe again with probes.train, or give --vector",
+            "write the probe again with ia-mech probes, or give --vector",
         ) from None
 
 
@@ -226,7 +227,9 @@ class Steering(Experiment):
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         along = parser.add_mutually_exclusive_group(required=True)
-        along.add_argument("--probe", type=path_of, metavar="PROBE", help="what probes.train wrote")
+        along.add_argument(
+            "--probe", type=path_of, metavar="PROBE", help="what ia-mech probes wrote"
+        )
         along.add_argument("--vector", type=path_of, metavar="FILE", help="a steering vector's")
         add, most = (
             partial(flag, parser),
@@ -450,8 +453,8 @@ class Steering(Experiment):
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, there = self.args.level, set(found["term"])
         self.notes.append(
-            "next: what the model writes under it: python -m ia_mech.sample … --intervention "
-            f"{self.folder / FILE}; then ia_mech.judge run, and ia_mech.rates."
+            "next: what the model writes under it: ia-mech sample … --intervention "
+            f"{self.folder / FILE}; then ia-mech judge run, and ia-mech rates."
         )
         own = all_datasets(found[(found["term"] == DIRECTION) & (found["quantity"] == KL)])
         kl = own.loc[own["dose"] == self.vector.dose, "value"].item()

@@ -10,9 +10,9 @@ again.
 Needs: a model. Cost: the embedded model (135M) on two cores takes some two hours, with --quick
 ten minutes; --dry-run says what will be computed and how long it takes at a measured pace.
 
-    python -m experiments.study smollm2-135m-instruct --quick
-    python -m experiments.study Qwen/Qwen3-0.6B --queries 40 --out cache/qwen3
-    python -m experiments.study qwen2.5-coder-1.5b-instruct --hours 6 --dry-run
+    ia-mech study smollm2-135m-instruct --quick
+    ia-mech study Qwen/Qwen3-0.6B --queries 40 --out cache/qwen3
+    ia-mech study qwen2.5-coder-1.5b-instruct --hours 6 --dry-run
 """
 
 import argparse
@@ -56,6 +56,7 @@ from ia_mech.cli import (
     add_workers,
     nonblank,
     path_of,
+    refuse_missing_model,
     run_command,
     tolerant_streams,
     whole_from,
@@ -330,7 +331,7 @@ def latent_sentence(found: pd.DataFrame, header: str) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(
-        prog="python -m experiments.study",
+        prog="ia-mech study",
         usage="%(prog)s MODEL [options]",
         description=(__doc__ or "").strip(),
     )
@@ -387,6 +388,7 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _study(args: argparse.Namespace) -> int | None:
+    refuse_missing_model(args.model)  # before torch is loaded, which takes seconds
     from ia_mech.models.load import models_kept
 
     with models_kept():  # one load for all stages

@@ -12,7 +12,7 @@ Needs: judged runs with two temperatures or more and all header logits; for the 
 model's lens (its final norm and unembedding, which sampling writes), not the model. Cost: a minute
 for 100 contexts on a CPU.
 
-    python -m experiments.temperature_sweep cache/RUN
+    ia-mech temperature-sweep cache/RUN
 """
 
 import sys
@@ -171,7 +171,7 @@ class TemperatureSweep(Experiment):
         if unfinished := int(self.turns["unfinished"].sum()):
             self.notes.append(
                 f"{unfinished} of {len(self.turns)} turns come after an unfinished response, "
-                "another stimulus: python -m ia_mech.rates --responses complete leaves them out."
+                "another stimulus: ia-mech rates --responses complete leaves them out."
             )
 
     def rows(self) -> pd.DataFrame:
@@ -325,7 +325,9 @@ class TemperatureSweep(Experiment):
         across, share = "temperature (0 = greedy)", "share of turns"
         made: dict[str, Drawing] = {
             "rates": Lines(title, across, share, only(found, RATE), by="dataset", levels=floor),
-            "first_token": Lines(title, "temperature", TOKENS, only(found, TOKENS), by="dataset"),
+            "first_token": Lines(
+                title, "temperature", TOKENS, only(found, TOKENS), by="dataset", log=True
+            ),
         }
         mass = only(pooled, MASS)
         if mass["value"].notna().any():

@@ -16,6 +16,10 @@ __all__ = ["Run", "sample", "study"]
 __version__ = "0.1.0"
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Import what needs torch only when it is used."""
     if name == "sample":

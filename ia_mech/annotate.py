@@ -1,9 +1,9 @@
-"""``python -m ia_mech.annotate export`` and ``import``: turns for people to label, blind."""
+"""``ia-mech annotate export`` and ``import``: turns for people to label, blind."""
 
 import importlib
 import sys
 
-from ia_mech.cli import Parser, path_of, run_command, tolerant_streams, whole_from
+from ia_mech.cli import Parser, path_of, run_command, run_folder, tolerant_streams, whole_from
 
 DESCRIPTION = """\
 Label user turns by hand: export a page to annotate in, which opens in any browser without a network
@@ -12,10 +12,10 @@ and is blind, and import what its annotator hands back.
 
 EPILOG = """\
 examples:
-  python -m ia_mech.annotate export cache/RUN --n 200 --out sheet
+  ia-mech annotate export cache/RUN --n 200 --out sheet
       sheet.html is the page; its button "export" (key e) saves sheet-filled.csv
-  python -m ia_mech.annotate import cache/RUN sheet-filled.csv --annotator anna
-Then: python -m ia_mech.judge agreement cache/RUN
+  ia-mech annotate import cache/RUN sheet-filled.csv --annotator anna
+Then: ia-mech judge agreement cache/RUN
 """
 
 
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser() -> Parser:
     """The command line; ``args.function`` names a function of :mod:`ia_mech.judge.sheets`."""
-    parser = Parser(prog="python -m ia_mech.annotate", description=DESCRIPTION, epilog=EPILOG)
+    parser = Parser(prog="ia-mech annotate", description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=Parser
     )
@@ -54,7 +54,7 @@ def _add_export(commands) -> None:
     )
     parser.set_defaults(function="export_command")
     add = parser.add_argument
-    add("run", type=path_of, help="a run's folder")
+    add("run", type=run_folder, help="a run's folder")
     add("--n", type=int, default=200, help="turns (default: 200); a quarter as many decoys come on")
     add("--by", metavar="JUDGE", help="whose verdicts stratify (default: the only one, or rules)")
     add("--seed", type=whole_from(0), default=0, help="of the sampling (default: 0)")
@@ -75,7 +75,7 @@ def _add_import(commands) -> None:
     )
     parser.set_defaults(function="import_command")
     add = parser.add_argument
-    add("run", type=path_of, help="the run that the sheet was exported from")
+    add("run", type=run_folder, help="the run that the sheet was exported from")
     add("file", type=path_of, help="the sheet, as the page saved it or a spreadsheet")
     add("--annotator", required=True, help="who filled it in; a name for the file")
     add("--replace", action="store_true", help="replace labels of this annotator that are there")

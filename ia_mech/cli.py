@@ -10,10 +10,11 @@ import string
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from ia_mech.errors import UserError, exhaustion
 
+RUN = "run.json"  # what makes a folder a run
 NOTHING = 3  # the exit status of a command that ended as it should, with nothing usable
 
 # What OpenMP, MKL and OpenBLAS (in NumPy and SciPy) read when they are loaded.
@@ -28,7 +29,7 @@ exit status: 0 done, 1 a bug, 2 bad input, 3 nothing usable, 130 interrupted, 14
 class Parser(argparse.ArgumentParser):
     """A parser that keeps the line breaks of its texts and refuses in one line.
 
-    Its help ends with the exit statuses.
+    Its help ends with the exit statuses. The type of an argument may raise UserError, too.
     """
 
     def __init__(self, *args, **options) -> None:
@@ -36,6 +37,12 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("allow_abbrev", False)  # a new flag must not change what a script says
         options["epilog"] = "\n".join([*options.get("epilog", "").splitlines(), STATUSES])
         super().__init__(*args, **options)
+
+    def parse_args(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().parse_args(*args, **options)
+        except UserError as error:
+            self.exit(refuse(str(error)))
 
     def error(self, message: str) -> NoReturn:
         message = " ".join(message.split())
@@ -236,10 +243,38 @@ def path_of(given: str) -> Path:
     return Path(nonblank(given))
 
 
+def run_folder(given: str) -> Path:
+    """The folder of a run, for argparse: one that is none is refused before torch is loaded."""
+    path = path_of(given)
+    refuse_no_run(path)
+    return path
+
+
+def refuse_no_run(path: Path) -> None:
+    """Raise UserError if a folder is no run's."""
+    if (path / RUN).is_file():
+        return
+    lacking = "it is a file" if path.is_file() else f"no {RUN}"
+    inside = path / "run"  # of a study
+    there = f"{inside}, which is one" if (inside / RUN).is_file() else "what ia-mech sample wrote"
+    raise UserError(f"{path} is not a run ({lacking})", f"give {there}")
+
+
 def refuse_missing(path: Path) -> None:
     """Raise UserError if there is no such file."""
     if not path.is_file():
         raise UserError(f"no file {path}", "give the path of an existing file")
+
+
+def refuse_missing_model(name: str) -> None:
+    """Raise UserError if a model is named like a folder or file that isn't there."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return
+    if path.suffix.lower() == ".gguf":
+        raise UserError(f"no file {path}", "give the path of an existing GGUF file")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"no directory {name}", "give an existing directory or a hub id")
 
 
 def shell_word(word: object) -> str:

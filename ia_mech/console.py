@@ -1,4 +1,4 @@
-"""``ia-mech COMMAND …``: every command under one name; ``python -m MODULE`` is the same.
+"""``ia-mech COMMAND …``: every command; ``python -m MODULE`` is the same as any of them.
 
 Modules are named as text, and imported when their command is given.
 """
@@ -19,6 +19,7 @@ COMMANDS = {
     "rates": ("ia_mech.rates.__main__", "how often turns are follow-ups, over a floor"),
     "annotate": ("ia_mech.annotate", "a blind page to annotate in"),
     "probes": ("probes.train", "where in the model labels can be read"),
+    "transfer": ("probes.transfer", "do probes of one run or dataset work on another"),
     "report": ("ia_mech.report.__main__", "one page of all results on a run"),
     "reaction": ("experiments.reaction", "bits that turns tell about their response"),
     "locate": ("experiments.locate", "which states carry these bits"),

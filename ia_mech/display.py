@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
+from html import unescape
 from pathlib import Path
 from string import ascii_lowercase
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
@@ -150,9 +153,16 @@ def with_style(draw: Callable[..., Any]) -> Callable[..., Any]:
     return draw_styled
 
 
+TITLE = 11  # letters of a title in an inch
+
+
 def title_axes(axes: Axes, title: str) -> None:
-    """Give axes a title and no more frame than they need."""
-    axes.set_title(title, fontsize=10, fontweight="bold")
+    """Give axes a title, in lines as long as they are wide, and no more frame than they need."""
+    grid, figure = axes.get_gridspec(), axes.get_figure()
+    panels = grid.ncols if grid is not None else 1
+    width = figure.get_window_extent().width / figure.dpi if figure is not None else 6.0
+    lines = [fill(line, int(TITLE * width / panels)) for line in title.splitlines()]
+    axes.set_title("\n".join(lines), fontsize=10, fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -230,14 +240,20 @@ def _save(path: Path, figure: Figure, kind: str, stem: str) -> None:
         title = axes.get_title()
         if len(panels) > 1 and not f"{title}  ".startswith(f"{letter}  "):
             axes.title.set_text(f"{letter}  {title}".rstrip())
-    undated: dict[str, dict[str, None]] = {
+    undated: dict[str, dict[str, Any]] = {
         "png": {"Software": None},
-        "svg": {"Date": None},
+        "svg": {"Date": None, "Description": figure.get_label() or None},
         "pdf": {"CreationDate": None},
     }
     # Ticks are only made now. Ids in an SVG are random without a salt.
     with rc_context({**STYLE, "svg.hashsalt": stem}):
         figure.savefig(path, format=kind, dpi=150, metadata=undated[kind])
+
+
+def reading_of(svg: bytes) -> str:
+    """How to read a figure that was saved as SVG: the label of the figure."""
+    found = re.search(rb"<dc:description>(.*?)</dc:description>", svg, re.DOTALL)
+    return "" if found is None else unescape(" ".join(found[1].decode().split()))
 
 
 def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:

@@ -14,8 +14,10 @@ report shows what :func:`read` gives and computes nothing.
 import json
 import os
 import shutil
+from base64 import b64encode
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +35,7 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import estimate_of, p_value, write_parquet
 from ia_mech.run.integrity import fsync_folder, read_json
 from ia_mech.run.layout import RUN, refuse_unwritable
-from ia_mech.untrusted import escape_unseen
+from ia_mech.untrusted import escape_unseen, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,6 +97,15 @@ class Result:
     about: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     files: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of a result that was read: its answer, its control, its figures."""
+        words = (self.question, self.sentence, f"Control: {self.control}")
+        texts = "".join(f"<p>{escape(visible(text))}</p>" for text in words)
+        svgs = (svg for svg in self.figures.values() if isinstance(svg, bytes))
+        return texts + "".join(
+            f'<img src="data:image/svg+xml;base64,{b64encode(svg).decode()}">' for svg in svgs
+        )
 
 
 def about_runs(runs: "Sequence[Run]", labellers: Sequence[str] = ()) -> dict[str, Any]:
@@ -234,12 +245,13 @@ def write(result: Result, folder: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def read(folder: Path) -> Result:
-    """A result that :func:`write` has put there.
+def read(folder: str | Path) -> Result:
+    """A result that :func:`write` has put there; a notebook shows it with its figures.
 
     Raises:
         UserError: there is none, or it is damaged.
     """
+    folder = Path(folder)
     record = _record(folder)
     try:
         return Result(

@@ -30,7 +30,7 @@ COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what flo
 MOST = 1_000_000  # samples of a temperature, and tokens of a turn: rows are planned as lists
 Shard = tuple[int, int]  # one of the shares of a run: its number, from 1, and of how many
 WHOLE: Shard = (1, 1)
-SEE_HELP = "see python -m ia_mech.sample --help"
+SEE_HELP = "see ia-mech sample --help"
 
 # Groups of the help, in its order.
 FIRST = "what matters first"

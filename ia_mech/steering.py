@@ -8,20 +8,25 @@ of the user turn that is generated. So they also say when the model is changed: 
 during decoding, or both.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor
 
-from ia_mech.engine.intervene import Add, ProjectOut, TokenwiseIntervention, check_layers
 from ia_mech.errors import UserError
 from ia_mech.run.integrity import replace_file
+
+if TYPE_CHECKING:  # these load torch
+    from torch import Tensor
+
+    from ia_mech.engine.intervene import TokenwiseIntervention
 
 FORMAT = 1
 TURN = "turn"  # besides the names of a template's positions
@@ -72,6 +77,8 @@ class SteeringVector:
         )
 
     def _intervention(self) -> TokenwiseIntervention:
+        from ia_mech.engine.intervene import Add, ProjectOut
+
         made = Add if self.kind == ADD else ProjectOut
         return made(self.layer, (0,), self.direction, self.dose)
 
@@ -109,6 +116,8 @@ class SteeringVector:
         Raises:
             UserError: another width, a layer or a position that isn't there.
         """
+        from ia_mech.engine.intervene import check_layers
+
         if len(self.direction) != width:
             raise UserError(
                 f"the steering vector has {len(self.direction)} numbers, the model's states have "
@@ -138,6 +147,8 @@ class SteeringVector:
 
     @property
     def _content(self) -> bytes:
+        from safetensors.torch import save
+
         facts = {"format": FORMAT, "kind": self.kind, "layer": self.layer, "dose": self.dose}
         facts |= {"positions": self.positions, "model": self.model}
         facts |= {"weights_hash": self.weights_hash}
@@ -158,13 +169,13 @@ class SteeringVector:
         replace_file(Path(file), write)
 
     @classmethod
-    def load(cls, file: str | Path) -> "SteeringVector":
+    def load(cls, file: str | Path) -> SteeringVector:
         """Read a file that :meth:`save` wrote.
 
         Raises:
             UserError: there is none, or it isn't one, or of another format.
         """
-        remedy = "write it with SteeringVector.save, or with python -m experiments.steering"
+        remedy = "write it with SteeringVector.save, or with ia-mech steering"
         if not Path(file).is_file():
             raise UserError(f"there is no steering vector {file}", remedy)
         try:

@@ -181,7 +181,7 @@ class Probe:
         for name in (WEIGHTS, CARD):
             if not (folder / name).is_file():
                 raise UserError(f"{path} is not a probe (no {name})", "give a probe's folder")
-        again = "write the probe again with probes.train"
+        again = "write the probe again with ia-mech probes"
         try:
             card, content = read_json(folder / CARD), (folder / WEIGHTS).read_bytes()
             if sha256(content).hexdigest() != card["weights"]["sha256"]:

@@ -58,6 +58,10 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
     bar.outline.set_linewidth(0.7)
     _head(figure, axes, analysis, title)
     _explain_marks(figure, analysis, tested)
+    figure.set_label(
+        "Each cell is a probe at one layer and position: the redder, the better it tells contexts "
+        "apart that it was not trained on; white is guessing, grey isn't shown to be better."
+    )
     return figure
 
 
@@ -156,5 +160,10 @@ def layer_curve(analysis: Analysis, title: str) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10], integer=True))
     _head(figure, axes, analysis, title)
     look: dict[str, Any] = {"fontsize": 7.5, "handlelength": 2.6, "columnspacing": 1.5}
+    figure.set_label(
+        "Black is the result: it is held against the dashed and dotted controls, and against the "
+        "grey band, which holds 95% of what permuted labels give. A layer's own dot, blue, was "
+        "chosen by nothing."
+    )
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, **look)
     return figure

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 from scipy.special import expit
 from scipy.stats import norm
 
@@ -378,6 +379,17 @@ def about(kind: str, data: ProbeSet, settings: AnalysisSettings, **more: Any) ->
 WITHIN = {"run": "", "dataset": " within datasets", "source": " among responses to one query"}
 
 
+def _drawn(analysis: Analysis, title: str) -> dict[str, Figure]:
+    """The heat map, then the curve over layers: after a map that is all grey there is more to see
+    in the curve, so that then it comes first."""
+    drawn = {
+        "heat_map": figures.heat_map(analysis, title),
+        "layer_curve": figures.layer_curve(analysis, title),
+    }
+    grey = (analysis.tested.p_family > LEVEL).all()
+    return dict(reversed(drawn.items())) if grey else drawn
+
+
 def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: str) -> Result:
     """What is shown and kept of an analysis, the probe that is fitted on all contexts included."""
     target, headline = data.target, analysis.headline
@@ -397,10 +409,7 @@ def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: s
         control=conclusion.control,
         estimates=estimates(analysis),
         tables=tables(analysis),
-        figures={
-            "heat_map": figures.heat_map(analysis, title),
-            "layer_curve": figures.layer_curve(analysis, title),
-        },
+        figures=_drawn(analysis, title),
         notes=[*notes, *analysis.notes],
         about=about,
         data={"predictions": pd.concat([names, predictions(analysis)], axis=1)},

@@ -1,4 +1,4 @@
-"""``python -m probes.train``: train linear probes on a judged run, with controls, and keep them.
+"""``ia-mech probes``: train linear probes on a judged run, with controls, and keep them.
 
 What needs torch, pandas or matplotlib is imported late, so that ``--help`` and a mistyped flag
 answer at once.
@@ -14,8 +14,8 @@ from ia_mech.cli import (
     Parser,
     add_intervals,
     add_threads,
-    path_of,
     run_command,
+    run_folder,
     tolerant_streams,
     whole_from,
 )
@@ -32,21 +32,21 @@ each. No language model is loaded. docs/probes.md explains the method.
 
 EPILOG = """\
 examples:
-  python -m probes.train cache/RUN
-  python -m probes.train cache/RUN --target latent --positions header_last --layers 10-20
-  python -m probes.train cache/RUN-A cache/RUN-B --judge gpt-5-mini --out pooled
-  python -m probes.train cache/RUN --random-blocks cache/RUN-RANDOM
-Judge a run first: python -m ia_mech.judge run cache/RUN
+  ia-mech probes cache/RUN
+  ia-mech probes cache/RUN --target latent --positions header_last --layers 10-20
+  ia-mech probes cache/RUN-A cache/RUN-B --judge gpt-5-mini --out pooled
+  ia-mech probes cache/RUN --random-blocks cache/RUN-RANDOM
+Judge a run first: ia-mech judge run cache/RUN
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = parser_of("probes.train", DESCRIPTION, EPILOG)
+    parser = parser_of("probes", DESCRIPTION, EPILOG)
     parser.add_argument(
         "--random-blocks",
         nargs="+",
-        type=path_of,
+        type=run_folder,
         default=[],
         metavar="RUN",
         help="of sample --random-blocks on the same conversations: what needs no trained blocks?",
@@ -54,9 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parser_of(module: str, description: str, epilog: str) -> Parser:
+def parser_of(command: str, description: str, epilog: str) -> Parser:
     """What both commands take: runs, judge, target, positions, layers, statistics, result."""
-    prog, usage = f"python -m {module}", "%(prog)s RUN [RUN ...] [options]"
+    prog, usage = f"ia-mech {command}", "%(prog)s RUN [RUN ...] [options]"
     parser = Parser(prog=prog, usage=usage, description=description, epilog=epilog)
     add_subject(parser)
     numbers = parser.add_argument_group("statistics")
@@ -81,7 +81,7 @@ def parser_of(module: str, description: str, epilog: str) -> Parser:
 def add_subject(parser: argparse.ArgumentParser) -> None:
     """What is probed: runs, judge, target, positions, layers."""
     parser.add_argument(
-        "runs", nargs="+", type=path_of, metavar="RUN", help="a judged run's folder"
+        "runs", nargs="+", type=run_folder, metavar="RUN", help="a judged run's folder"
     )
     parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
     add_threads(parser)

@@ -1,4 +1,4 @@
-"""``python -m probes.transfer``: do probes transfer between runs or datasets? A matrix of scores.
+"""``ia-mech transfer``: do probes transfer between runs or datasets? A matrix of scores.
 
 What needs torch or pandas is imported late, so that ``--help`` and a mistyped flag answer at once.
 """
@@ -19,15 +19,15 @@ the first run. No language model is loaded. docs/probes.md explains the method.
 
 EPILOG = """\
 examples:
-  python -m probes.transfer cache/RUN-A cache/RUN-B cache/RUN-C
-  python -m probes.transfer cache/RUN --layers 10-20 --positions header_last
+  ia-mech transfer cache/RUN-A cache/RUN-B cache/RUN-C
+  ia-mech transfer cache/RUN --layers 10-20 --positions header_last
 """
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
-    args = parser_of("probes.transfer", DESCRIPTION, EPILOG).parse_args(argv)
+    args = parser_of("transfer", DESCRIPTION, EPILOG).parse_args(argv)
     return run_command(lambda: _transfer(args), lambda: "nothing was written", args.threads)
 
 

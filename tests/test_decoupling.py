@@ -1,4 +1,4 @@
-"""python -m experiments.decoupling: planted runs with known accuracies, rates and associations."""
+"""ia-mech decoupling: planted runs with known accuracies, rates and associations."""
 
 import json
 import shutil
@@ -327,5 +327,5 @@ def test_a_judge_has_to_be_chosen(planted):
     _, found = measured(run, judge="other")
     assert one(found, RATE)["value"] == 0.5
     shutil.rmtree(run.path / "judgements")
-    with pytest.raises(UserError, match="has not been judged; run: python"):
+    with pytest.raises(UserError, match="has not been judged; run: ia-mech judge"):
         measured(Run.open(run.path))

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -389,22 +388,3 @@ def test_fewer_queries_are_among_more(first_words, siblings, tmp_path):
 def test_runs_without_siblings_are_refused(first_words, merged, capfd):
     line = refusal(call(first_words.main, [str(merged.path)], capfd))
     assert "has one response per query" in line
-
-
-def test_help_waits_for_neither_torch_nor_matplotlib():
-    """Of all but steering, which is about tensors, in one fresh interpreter."""
-    names = (
-        "decoupling", "elicit", "interchange", "likelihood", "locate", "perturbations",
-        "post_training", "reaction", "study", "temperature_sweep",
-    )  # fmt: skip
-    code = "import contextlib, importlib, sys\n" + "".join(
-        f"main = importlib.import_module('experiments.{name}').main\n"
-        "with contextlib.suppress(SystemExit): main(['--help'])\n"
-        for name in names
-    )
-    code += "print({'torch', 'matplotlib', 'sklearn'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True
-    )
-    assert done.stdout.endswith("\nset()\n")
-    assert done.stdout.count("usage: ") == len(names)

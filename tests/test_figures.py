@@ -9,8 +9,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+from experiments.figures import Lines
 from experiments.temperature_sweep import RATE, TemperatureSweep
-from ia_mech.display import draw_line, draw_points, new_axes, save_figure
+from ia_mech.display import draw_line, draw_points, new_axes, reading_of, save_figure
 from ia_mech.rates.gate import Gate
 from ia_mech.stats import Estimate
 
@@ -25,6 +26,20 @@ def frame(*rows: dict) -> pd.DataFrame:
     usual = {"dataset": "d", "temperature": 1.0, "term": "", "model": "m", "value": 0.4,
              "low": 0.3, "high": 0.6}  # fmt: skip
     return pd.DataFrame([usual | row for row in rows])
+
+
+def test_a_figure_says_in_its_file_how_to_read_it_and_its_title_is_not_clipped(tmp_path, pictures):
+    title = "smollm2-135m-instruct · genuine follow-ups by rules · floor +0.12 [+0.06, +0.18]"
+    figure = Lines(title, "x", "y", frame({}, {"temperature": 2.0}), levels={"a & b": 0.5}).draw()
+    (axes,) = figure.axes
+    figure.savefig(tmp_path / "drawn.png")
+    drawn = axes.title.get_window_extent()
+    assert drawn.x0 >= 0 and drawn.x1 <= figure.bbox.width
+    assert " ".join(axes.get_title().split()) == title
+    _, svg, _ = save_figure(figure, tmp_path, "lines")
+    assert reading_of(svg.read_bytes()) == figure.get_label()
+    assert "one term" in figure.get_label() and "Dotted: a & b." in figure.get_label()
+    assert reading_of(b"<svg/>") == ""
 
 
 def test_panels_are_lettered_once_and_colour_bars_and_single_panels_are_not(tmp_path):
@@ -66,6 +81,6 @@ def test_figures_of_a_judges_rate_show_its_floor_and_excess(gate):
         assert floors == [] and axes.get_title() == "m\njudge planted: no decoys"
         return
     assert floors[0].get_ydata()[0] == FLOOR
-    assert axes.get_title() == (
-        "m\njudge planted: undecided (40 decoys), excess over its floor +0.09 [-0.02, +0.20]"
+    assert " ".join(axes.get_title().split()) == (
+        "m judge planted: undecided (40 decoys), excess over its floor +0.09 [-0.02, +0.20]"
     )

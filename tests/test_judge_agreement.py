@@ -180,10 +180,10 @@ def test_weights_of_two_annotators(run):
 
 
 def test_who_is_compared_with_whom(run):
-    with pytest.raises(UserError, match="has no labels; run: python -m ia_mech"):
+    with pytest.raises(UserError, match="has no labels; run: ia-mech judge"):
         labellers_of(run)
     plant(run, "first", random_labels(0))
-    with pytest.raises(UserError, match="has first; run: python -m ia_mech"):
+    with pytest.raises(UserError, match="has first; run: ia-mech judge"):
         labellers_of(run)
     plant(run, "second", random_labels(1))
     annotate(run, "anna", dict.fromkeys(range(9), GENUINE))
@@ -300,7 +300,7 @@ def test_the_command(run, capsys):
     assert "rules / anna" in text
     assert "=[red]x[/red]� :cat:" in text and "\x1b" not in text
     assert "10 disagreements" in text and len(re.findall("anna labels it", text)) == 3
-    assert text.endswith(f"next: python -m ia_mech.report {run.path}\n")
+    assert text.endswith(f"next: ia-mech report {run.path}\n")
 
     found = read(folder_of(run.path, "agreement"))
     rows = found.estimates.query("truth == 'anna'").set_index(["quantity", "term"])

@@ -1,4 +1,4 @@
-"""python -m ia_mech.judge: what run, check and rubric print and write, and what they refuse."""
+"""ia-mech judge: what run, check and rubric print and write, and what they refuse."""
 
 import json
 import re
@@ -122,7 +122,7 @@ def test_the_rules_judge_labels_every_turn(judge, run):
     )
     assert lines[-3] == RulesJudge().caveat and "is a heuristic" in lines[-3]
     assert lines[-2] == f"verdicts: {run.path}/judgements/rules.parquet"
-    assert lines[-1] == f"next: python -m ia_mech.rates {run.path}"
+    assert lines[-1] == f"next: ia-mech rates {run.path}"
     counts = rows["category"].value_counts()
     listed = [f"{heading(name)} {counts[name]}" for name in NAMES if name in counts]
     assert f"categories: {', '.join(listed)}" in " ".join(lines)

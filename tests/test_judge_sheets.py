@@ -363,9 +363,7 @@ def test_the_commands_name_what_comes_next(judged, tmp_path, capsys):
     assert main(["export", str(judged.path), "--n", "30", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "30 of 60 turns, by categories of rules:" in text and f"sheet: {out}\n" in text
-    assert (
-        f"next: python -m ia_mech.annotate import {judged.path} '{out}' --annotator NAME\n" in text
-    )
+    assert f"next: ia-mech annotate import {judged.path} '{out}' --annotator NAME\n" in text
     assert judged.labels.sheets == ["for-anna"]
     rows = read_sheet(out).assign(category="generic").to_dict("records")
     save(out, rows[:20], columns=("item", "category"))
@@ -373,7 +371,7 @@ def test_the_commands_name_what_comes_next(judged, tmp_path, capsys):
     text = capsys.readouterr().out
     count = 20 - len(judged.labels.decoys("anna", "annotations"))
     assert f"{count} of 30 rows labelled by anna: generic {count}\n" in text
-    assert f"next: python -m ia_mech.judge agreement {judged.path}" in text
+    assert f"next: ia-mech judge agreement {judged.path}" in text
 
 
 # -- what the page keeps --------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Skipped where playwright or Chromium is absent (``pip install playwright``; ``ap
 chromium``). The check by axe-core needs its file (``npm pack axe-core``), named in ``$AXE_CORE``.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -116,7 +117,7 @@ def test_filters_pages_and_permalinks(judged, opened):
     assert row.locator(".turn .text").all_text_contents() == shown
     row.get_by_text(f"{5 - len(shown)} other turns").click()
     playwright.expect(row.locator(".turn")).to_have_count(5)
-    row.get_by_text("why").first.click()
+    row.locator(".why").first.click()
     assert row.locator(".turn details[open]").count() == 1
     page.get_by_role("button", name="clear").click()
     assert counted(page) == (12, 60)
@@ -129,6 +130,98 @@ def test_filters_pages_and_permalinks(judged, opened):
     again = opened(content, page.evaluate("location.hash"))
     assert again.evaluate("document.activeElement.getAttribute('aria-label')") == ids[11]
     assert "no such context" in opened(content, "#context=none").locator("#count").text_content()
+
+
+def choice(page, name: str) -> str:
+    """What a control of the filters says."""
+    return page.locator(f'#filters [name="{name}"]').input_value()
+
+
+def test_the_address_holds_what_is_chosen(judged, opened):
+    content = render_report([judged])
+    page = opened(content)
+    option(page, "category", "accepted")
+    option(page, "sort by", "random")
+    page.get_by_label("20 at random: draw no.").fill("2")
+    place, found = page.evaluate("location.hash"), counted(page)
+    shown = page.locator(".context").all_text_contents()
+    again = opened(content, place)
+    assert choice(again, "category") == "accepted" and choice(again, "sort by") == "random"
+    assert counted(again) == found and again.locator(".context").all_text_contents() == shown
+    assert opened(content, "#length=3&elements=4").locator("#count").text_content()  # no controls
+    page.get_by_role("button", name="clear").click()
+    assert page.evaluate("location.hash") == "" and counted(page) == (12, 60)
+
+
+def test_some_turns_are_drawn_at_random(judged, opened):
+    page = opened(render_report([judged]))
+    drawn = []
+    for number in ("1", "2", "1"):
+        page.get_by_label("20 at random: draw no.").fill(number)
+        assert counted(page)[1] == 20
+        drawn.append(page.locator(".context").all_text_contents())
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_contexts_are_sorted_by_the_largest_value_of_what_passes(opened):
+    contexts, turns = many(4, 2)
+    turns["score rules"] = [0.1, 0.2, 0.9, 0.3, 0.4, 0.5, np.nan, np.nan]
+    turns["category rules"] = [GENUINE, "generic"] * 4
+    page = opened(rendered_turns(contexts, turns))
+    option(page, "sort by", "certainty of rules")
+
+    def order() -> list[str]:
+        return page.locator(".context h3").all_text_contents()
+
+    assert order() == ["c1", "c2", "c0", "c3"]
+    option(page, "category", "generic")
+    assert order() == ["c2", "c1", "c0", "c3"]
+
+
+def test_a_claim_and_a_row_of_a_table_lead_to_their_turns(judged, opened):
+    assert rates_main([str(judged.path)]) == 0
+    page = opened(render_report([judged]))
+    labels = judged.labels.judgements("rules")
+    page.get_by_role("link", name="accepted", exact=True).click()
+    assert choice(page, "category") == "accepted"
+    assert counted(page)[1] == (labels["category"] == GENUINE).sum()
+    page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    rows = page.locator("td a[href*='dataset=builtin-maths&temperature=T+']")
+    if rows.count() == 0:
+        rows = page.locator("td a[href*='temperature=T+'][href*='dataset=builtin-maths']")
+    rows.first.click()
+    assert choice(page, "category") == ""  # filters of before are gone
+    assert choice(page, "dataset") == "builtin-maths"
+    temperature = float(choice(page, "temperature").removeprefix("T = "))
+    run = judged.generations
+    wanted = (run["dataset"] == "builtin-maths") & (run["temperature"] == temperature)
+    assert counted(page)[1] == wanted.sum() > 0
+
+
+def test_what_passes_is_exported(judged, opened, tmp_path):
+    page = opened(render_report([judged]))
+    option(page, "category", "accepted")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="save these turns").click()
+    download.value.save_as(tmp_path / "turns.jsonl")
+    lines = (tmp_path / "turns.jsonl").read_text("utf-8").splitlines()
+    saved = pd.DataFrame([json.loads(line) for line in lines])
+    accepted = judged.labels.judgements("rules")["category"] == GENUINE
+    own = judged.generations[accepted.to_numpy()]
+    expected = list(zip(own["context_id"], own["temperature"], own["text"], strict=True))
+    found = list(zip(saved["context_id"], saved["temperature"], saved["user_turn"], strict=True))
+    assert sorted(found) == sorted(expected)
+    assert {labels["rules"]["category"] for labels in saved["labels"]} == {GENUINE}
+
+
+def test_judges_and_annotators_who_disagree(judged, opened):
+    plant(judged, "other", [GENUINE if i % 2 else "generic" for i in range(60)])
+    page = opened(render_report([judged]))
+    option(page, "judges and annotators", "disagree")
+    one, two = (judged.labels.judgements(name)["genuine"] for name in ("rules", "other"))
+    assert counted(page)[1] == (one != two).sum() > 0
+    option(page, "judges and annotators", "agree")
+    assert counted(page)[1] == (one == two).sum() > 0
 
 
 def test_decoys_are_folded_and_can_be_chosen(run, opened):
@@ -169,7 +262,7 @@ def test_hostile_texts_do_nothing(run, opened):
     for _ in range(2):
         for row in page.locator(".context").all():
             assert row.locator(".turn").count() == 5
-            row.get_by_text("why").first.click()
+            row.locator(".why").first.click()
         further = page.get_by_role("button", name="further")
         if further.is_enabled():
             further.click()
@@ -260,6 +353,7 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     about["query"] = [f"What is {n}?" for n in range(contexts)]
     about["response"] = [f"{n} is a number. " * 20 for n in range(contexts)]
     about["response_unfinished"] = False
+    about[["reference", "answer", "before", "after"]] = ""
     count = contexts * turns
     rng = np.random.default_rng(0)
     words = np.array(["a", "lens", "gathers", "the", "lamp", "light", "into", "one", "beam"])
@@ -269,6 +363,7 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     said["logprob_raw"] = -15.0
     said["pieces"] = None
     said["category rules"] = np.array(NAMES)[rng.integers(0, len(NAMES), count)]
+    said["score rules"] = rng.random(count)
     said["reason rules"], said["grounded rules"], said["decoy"] = "because", np.nan, ""
     return about, said
 

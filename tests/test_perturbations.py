@@ -1,4 +1,4 @@
-"""python -m experiments.perturbations: what it changes, samples, judges, compares and refuses."""
+"""ia-mech perturbations: what it changes, samples, judges, compares and refuses."""
 
 import json
 import re
@@ -221,7 +221,7 @@ def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folde
     assert planned.status == 0 and " contexts to sample 4 turns after each" in planned.out
     bare, colder = (shutil.copytree(plain.path, tmp_path / name) for name in ("bare", "colder"))
     shutil.rmtree(bare / "judgements")
-    assert refused(bare, *out).startswith(f"{bare} has not been judged; run: python -m")
+    assert refused(bare, *out).startswith(f"{bare} has not been judged; run: ia-mech judge")
     rewritten(colder, "run.json", with_settings(temperatures=[0.5, 0.9]))
     assert "differ in temperatures" in refused(plain.path, colder, *out)
     assert not (tmp_path / "out").exists()
@@ -241,7 +241,7 @@ def test_another_judge_has_to_be_run_by_its_user(perturb, plain, folder, tmp_pat
     base.labels.write_judgements("gpt", labels, record)
     copy = shutil.copytree(folder, tmp_path / "copy")
     line = refusal(perturb(base.path, "--judge", "gpt", "--out", copy, "--samples", "2"))
-    assert "not judged by 'gpt'; run python -m ia_mech.judge run " in line
+    assert "not judged by 'gpt'; run ia-mech judge run " in line
     assert " --name gpt with the flags that judged " in line
 
 

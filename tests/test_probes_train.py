@@ -1,4 +1,4 @@
-"""``python -m probes.train`` on planted runs: what it says, what it keeps, what it refuses."""
+"""``ia-mech probes`` on planted runs: what it says, what it keeps, what it refuses."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""python -m ia_mech.rates: which runs it takes, what it prints and writes, what it refuses."""
+"""ia-mech rates: which runs it takes, what it prints and writes, what it refuses."""
 
 import itertools
 import json
@@ -121,7 +121,7 @@ def test_every_rate_is_printed_with_its_interval_and_written(run, rates, tmp_pat
             assert re.match(r"[+-]\d\.\d\d \[[+-]\d\.\d\d, [+-]\d\.\d\d\] p", cells[4]), row
     assert CAVEAT in outcome.out and "fewer than 24 sources" in outcome.out
     assert "no rate is corrected by anna's labels" in outcome.out  # there are too few
-    assert lines[-1] == f"next: python -m ia_mech.report {run.path}"
+    assert lines[-1] == f"next: ia-mech report {run.path}"
 
     kept = read(folder_of(run.path, "rates-rules"))
     expected = estimates(read_runs([run.path]), level=0.9, seed=4)

@@ -24,6 +24,7 @@ from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main as judge_main
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.page import packed, rendered
 from ia_mech.rates.__main__ import main as rates_main
 from ia_mech.report import turns as browsers
@@ -104,14 +105,14 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     for labels in ([], ["rules"]):
         outcome = report(run.path)
         (line,) = [line for line in outcome.out.splitlines() if line.startswith("next: ")]
-        module, *words = line.removeprefix("next: python -m ia_mech.").split()
+        name, *words = line.removeprefix("next: ia-mech ").split()
         page = (run.path / "report.html").read_text()
-        assert f"python -m ia_mech.{module}" in page and "There are no results yet" in page
+        assert f"ia-mech {name}" in page and "There are no results yet" in page
         turns = unpacked(page)["turns"]
         own = [text for text, decoy in zip(turns["text"], turns["decoy"], strict=True) if not decoy]
         assert own == [visible(text) for text in run.generations["text"]]
         assert list(turns["labels"]) == labels
-        assert mains[module](words) == 0
+        assert mains[name](words) == 0
     outcome = report(run.path)
     assert (outcome.status, outcome.err) == (0, "")
     assert outcome.out == f"report: {run.path / 'report.html'}\n"
@@ -152,6 +153,40 @@ def test_turns_and_decoys_stand_after_what_the_judge_was_shown(run):
     messages = dict(zip(run.contexts["context_id"], run.contexts["messages"], strict=True))
     responses = [messages[id_][-1]["content"] for id_ in contexts["id"]]
     assert contexts["response"] == responses
+
+
+def test_what_is_known_of_a_context_and_of_a_verdict_stands_beside_its_turns(judged):
+    verdicts = ["because", "", ""] * 20
+    plant(judged, "other", ["generic", "new_topic", "generic"] * 20, rationale=verdicts)
+    data = unpacked(render_report([judged]))
+    contexts, rows = data["contexts"], judged.contexts.set_index("context_id")
+    for at, id_ in enumerate(contexts["id"]):
+        for name in ("reference", "answer"):
+            given = rows.loc[id_, name]
+            assert contexts[name][at] == (given if isinstance(given, str) else "")
+        whole = contexts["before"][at] + contexts["response"][at] + contexts["after"][at]
+        text = rows.loc[id_, "text"]
+        assert text.startswith(contexts["before"][at]) and text.endswith(contexts["after"][at])
+        assert contexts["after"][at] and len(whole) <= len(text)
+    assert any(contexts["answer"]) and any(contexts["reference"])
+    assert data["turns"]["labels"]["other"]["reason"] == verdicts
+
+
+def test_what_people_said_and_why_a_judge_gave_no_verdict(judged):
+    sheet = export_sheet(judged, 12)
+    rows = [row | {"category": "generic", "note": "dull"} for row in sheet.rows]
+    table, *_ = write_sheet(judged, sheet._replace(rows=rows), judged.path.parent / "sheet")
+    import_sheet(judged, table, "anna")
+    (judged.path / "judgements" / "rules.parquet").unlink()
+    scores = [json.dumps({"generic": 0.75, "new_topic": 0.25}), *[None] * 59]
+    why = {"error": ["", "no JSON", *[""] * 58], "mode": ["text", *[""] * 59], "scores": scores}
+    plant(judged, "rules", ["generic", None, *["generic"] * 58], **why)
+    labels = unpacked(render_report([judged]))["turns"]["labels"]
+    assert list(labels) == ["rules", "anna (annotator)"]
+    assert labels["rules"]["score"][:2] == [0.75, None]
+    assert labels["rules"]["reason"][:3] == ["judged by text", "no JSON", ""]
+    own = judged.labels.annotations("anna")
+    assert labels["anna (annotator)"]["reason"].count("dull") == len(own) > 0
 
 
 # -- results --------------------------------------------------------------------------------------

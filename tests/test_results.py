@@ -1,6 +1,7 @@
 """Results: written whole, read back equal, printed with the sentence first."""
 
 import json
+from base64 import b64encode
 
 import numpy as np
 import pandas as pd
@@ -41,6 +42,7 @@ def test_a_result_comes_back_as_it_was_written(tmp_path, pictures):
         assert getattr(again, name) == getattr(result, name)
     pd.testing.assert_frame_equal(again.estimates, result.estimates)
     assert again.figures["rates"].lstrip().startswith(b"<?xml")
+    assert b64encode(again.figures["rates"]).decode() in again._repr_html_()
     assert sorted(path.name for path in folder.iterdir()) == [
         *("estimates.parquet", "probe.bin", "rates.pdf", "rates.png", "rates.svg"),
         *("result.json", "turns.parquet"),

@@ -219,7 +219,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(labels, monkeyp
 
 def test_an_unknown_judge_is_refused_naming_those_there(labels):
     for read in (labels.judgements, lambda name: labels.record("judgements", name)):
-        with pytest.raises(UserError, match="run has no judgements of 'gpt'; run: python -m"):
+        with pytest.raises(UserError, match="run has no judgements of 'gpt'; run: ia-mech judge"):
             read("gpt")
     labels.write_judgements("rules", ROWS, WHO)
     labels.write_judgements("other", ROWS, WHO)

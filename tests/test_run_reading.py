@@ -179,6 +179,42 @@ def test_a_notebook_shows_what_a_run_is(merged):
     assert "planted" in merged._repr_html_() and "12" in merged._repr_html_()
 
 
+def test_token_ids_are_read_by_the_runs_own_tokenizer(siblings, tokenizer):
+    ids = siblings.generations["token_ids"]
+    texts = siblings.decode(ids)
+    assert texts == [tokenizer.decode(one.tolist()) for one in ids] and any(texts)
+    assert siblings.decode(ids.iloc[0]) == texts[0] and siblings.decode([]) == ""
+    assert siblings.tokenizer().get_vocab() == tokenizer.get_vocab()
+
+
+def test_the_likeliest_first_tokens_are_those_of_the_softmax(siblings):
+    at, temperatures = 5, (0.5, 1.0, 2.0)
+    table = siblings.top_tokens(siblings.contexts["context_id"].iloc[at], temperatures, k=3)
+    logits = siblings.header_logits()[at].double()
+    order = logits.argsort(descending=True)[:3]
+    assert table["token_id"].tolist() == order.tolist()
+    assert table["token"].tolist() == [siblings.decode([token]) for token in order]
+    for temperature in temperatures:
+        expected = (logits / temperature).softmax(-1)[order]
+        assert table[temperature].to_numpy() == pytest.approx(expected.numpy(), rel=1e-5)
+    usual = siblings.top_tokens(siblings.contexts["context_id"].iloc[at])
+    assert list(usual) == ["token_id", "token", *siblings.settings["temperatures"]]
+    assert len(usual) == 5
+    with pytest.raises(UserError, match=r"give a context_id of run\.contexts"):
+        siblings.top_tokens("nosuch")
+    with pytest.raises(UserError, match="from 1 up"):
+        siblings.top_tokens(siblings.contexts["context_id"].iloc[0], k=0)
+    with pytest.raises(UserError, match=r"a row of run\.contexts"):
+        siblings.header_logits()["q1"]
+
+
+def test_metadata_are_columns(merged):
+    stored = merged.contexts.set_index("context_id")["metadata"].map(json.loads)
+    assert merged.metadata.index.tolist() == stored.index.tolist()
+    rows = {id_: row.dropna().to_dict() for id_, row in merged.metadata.iterrows()}
+    assert rows == stored.to_dict() and merged.metadata.shape[1] > 1
+
+
 # -- header logits ------------------------------------------------------------------------------
 
 

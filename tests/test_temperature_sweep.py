@@ -393,7 +393,7 @@ def test_runs_that_make_no_sweep_are_refused(copied, capfd):
     assert "doesn't keep all header logits; sample with" in refused(header_logits="5")
     assert "go on from --opening: header_last doesn't predict" in refused(opening="Wait,")
     shutil.rmtree(run.path / "judgements")
-    assert "has not been judged; run: python" in refused()
+    assert "has not been judged; run: ia-mech judge" in refused()
 
 
 def test_one_temperature_is_no_sweep(tiny_subject, tmp_path, capfd):

@@ -8,7 +8,7 @@ Usage::
     python -m benchmarks.probe_validation --write table.md      and keep the table
 
 Runs drawn by ``planted.py`` are written in the run format, read back and analysed as
-``python -m probes.train`` would; those of ``blocks.py`` are analysed as arrays. No model is behind
+``ia-mech probes`` would; those of ``blocks.py`` are analysed as arrays. No model is behind
 any of them.
 """
 

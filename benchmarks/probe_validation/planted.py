@@ -1,4 +1,4 @@
-"""Synthetic runs with a known truth, to check what ``python -m probes.train`` claims.
+"""Synthetic runs with a known truth, to check what ``ia-mech probes`` claims.
 
 No model is behind them: model, dataset and judge are all named "planted". A plan's ``seed`` makes
 a *world* (means, noise covariance, lens, direction), its ``draw`` draws contexts from that. A fixed

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ia_mech import cli
-from ia_mech.cli import Parser, path_of, refuse_missing, run_command, tolerant_streams
+from ia_mech.cli import (
+    Parser,
+    path_of,
+    refuse_missing,
+    refuse_missing_model,
+    run_command,
+    tolerant_streams,
+)
 from ia_mech.data.formats import SUFFIXES
 from ia_mech.errors import UserError
 from ia_mech.settings import FIRST, RUN, WHOLE, Flag, Settings, Shard, default_text, parse_value
@@ -30,18 +37,18 @@ same command goes on with an interrupted run. docs/sampling.md says more of ever
 
 EPILOG = """\
 examples:
-  python -m ia_mech.sample                                 24 built-in conversations, ~1 minute
-  python -m ia_mech.sample --limit all --dry-run           what that would compute and write
-  python -m ia_mech.sample --dataset chats.jsonl --limit all           your own conversations
-  python -m ia_mech.sample --model Qwen/Qwen3-0.6B --dataset gsm8k --response generate
+  ia-mech sample                                 24 built-in conversations, ~1 minute
+  ia-mech sample --limit all --dry-run           what that would compute and write
+  ia-mech sample --dataset chats.jsonl --limit all           your own conversations
+  ia-mech sample --model Qwen/Qwen3-0.6B --dataset gsm8k --response generate
 """
 
 
 def build_parser() -> Parser:
     """The command line. Values of settings are left as words, for :class:`Settings` to read."""
     parser = Parser(
-        prog="python -m ia_mech.sample",
-        usage="python -m ia_mech.sample [flags]",
+        prog="ia-mech sample",
+        usage="ia-mech sample [flags]",
         description=DESCRIPTION,
         epilog=EPILOG,
         add_help=False,
@@ -119,8 +126,13 @@ def main(argv: list[str] | None = None) -> int:
         names = {setting.name for setting in fields(Settings)}
         settings = Settings.read({k: v for k, v in vars(args).items() if k in names})
         out = out or settings.folder()
+        # All of this before torch is loaded, which takes seconds.
         if (file := Path(settings.dataset).expanduser()).suffix in SUFFIXES:
-            refuse_missing(file)  # before torch is loaded, which takes seconds
+            refuse_missing(file)
+        refuse_missing_model(settings.model)
+        from ia_mech.run.layout import refuse_as_run
+
+        refuse_as_run(out)
         if args.ray is not None and (args.shard != WHOLE or args.dry_run):
             flag = "--dry-run" if args.dry_run else "--shard"
             raise UserError(f"--ray makes all of a run, {flag} doesn't", "leave one of them out")
@@ -169,7 +181,7 @@ def sample(
     threads: int | None = None,
     **settings: Any,
 ) -> "Run":
-    """Make a run, or go on with it: ``python -m ia_mech.sample`` as a function.
+    """Make a run, or go on with it: ``ia-mech sample`` as a function.
 
     Args:
         out: the run's folder; ``cache/<model>-<dataset>-<hash>`` if None.

@@ -73,10 +73,7 @@ def open_inputs(settings: Settings, out: Path) -> Inputs:
         UserError: a device, a folder, a vector or a dataset that can't be used.
     """
     resolve_device(settings.device)
-    layout.refuse_inside_run(out)
-    layout.refuse_unwritable(out, "give another --out or set IA_MECH_CACHE")
-    if out.is_dir() and layout.holds_other_files(out):
-        raise UserError(f"{out} holds files but no run", "give an empty or new folder as --out")
+    layout.refuse_as_run(out)
     source = open_conversations(
         settings.dataset,
         limit=settings.limit,

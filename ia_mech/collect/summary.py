@@ -242,5 +242,5 @@ def print_run(run: Run) -> None:
     code = f"from ia_mech import Run; run = Run.open({path}); "
     code += "print(run.generations, run.residuals().shape)"
     _print_line(f"read it: python -c {shell_word(code)}")
-    command = "experiments.reaction" if several_responses(run) else "ia_mech.judge run"
-    _print_line(f"next: python -m {command} {shell_word(run.path)}")
+    command = "reaction" if several_responses(run) else "judge run"
+    _print_line(f"next: ia-mech {command} {shell_word(run.path)}")

@@ -1,4 +1,4 @@
-"""``python -m ia_mech.judge``: subcommands, their flags and help."""
+"""``ia-mech judge``: subcommands, their flags and help."""
 
 import argparse
 import importlib
@@ -13,6 +13,7 @@ from ia_mech.cli import (
     one_line,
     path_of,
     run_command,
+    run_folder,
     tolerant_streams,
     whole_from,
 )
@@ -21,20 +22,20 @@ from ia_mech.judge.rubric import CATEGORIES, ORDER, VERSION
 
 DESCRIPTION = """\
 Label generated user turns: which are genuine follow-ups? Judges see text only: the query, the
-response and the turn. Every judge uses one rubric (python -m ia_mech.judge rubric), and any number
+response and the turn. Every judge uses one rubric (ia-mech judge rubric), and any number
 of judges and annotators can label the same run, to be compared. Every judge also sees decoys, which
 are turns after a conversation that they did not follow: what it accepts of them is its floor.
 """
 
 EPILOG = """\
 examples:
-  python -m ia_mech.judge run cache/RUN
+  ia-mech judge run cache/RUN
       the embedded rules judge: offline, deterministic, free; a heuristic, say so where you use it
-  python -m ia_mech.judge run cache/RUN --judge llm --model gpt-5-mini
+  ia-mech judge run cache/RUN --judge llm --model gpt-5-mini
       a language model at OpenAI (key from $OPENAI_API_KEY), or at --base-url, any compatible server
-  python -m ia_mech.judge agreement cache/RUN
+  ia-mech judge agreement cache/RUN
       how far judges and annotators agree, and what they accept of decoys
-Labels by people: python -m ia_mech.annotate. Then: python -m ia_mech.rates cache/RUN
+Labels by people: ia-mech annotate. Then: ia-mech rates cache/RUN
 """
 
 
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line; ``args.function`` is ``module:function`` of the subcommand."""
-    parser = Parser(prog="python -m ia_mech.judge", description=DESCRIPTION, epilog=EPILOG)
+    parser = Parser(prog="ia-mech judge", description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=Parser
     )
@@ -92,7 +93,7 @@ def _add_run(commands) -> None:
     )
     parser.set_defaults(function="ia_mech.judge.command:run_judge")
     add = parser.add_argument
-    add("run", type=path_of, help="a run's folder")
+    add("run", type=run_folder, help="a run's folder")
     _add_judge(parser)
     add("--name", help="of the verdicts (default: rules, or the model's name)")
     add(
@@ -205,7 +206,7 @@ def _add_agreement(commands) -> None:
     )
     parser.set_defaults(function="ia_mech.judge.labellers:command")
     add = parser.add_argument
-    add("run", type=path_of, help="a run's folder")
+    add("run", type=run_folder, help="a run's folder")
     add("--between", nargs="+", metavar="NAME", help="judges and annotators (default: all)")
     add(
         "--disagreements",

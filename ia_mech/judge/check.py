@@ -1,4 +1,4 @@
-"""``python -m ia_mech.judge check``: a judge against the annotated turns of a file."""
+"""``ia-mech judge check``: a judge against the annotated turns of a file."""
 
 import argparse
 from collections.abc import Iterator

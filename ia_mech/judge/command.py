@@ -1,4 +1,4 @@
-"""``python -m ia_mech.judge run``, and the judge that a command's flags describe."""
+"""``ia-mech judge run``, and the judge that a command's flags describe."""
 
 import argparse
 import importlib
@@ -43,7 +43,7 @@ _JUDGES_OF_FLAG = {
 
 
 def run_judge(args: argparse.Namespace) -> int:
-    """``python -m ia_mech.judge run``; returns its exit status."""
+    """``ia-mech judge run``; returns its exit status."""
     run = Run.open(args.run)
     name = args.name or _default_name(args) + ON_UNPERTURBED * args.unperturbed
     run.labels.check_name("judgements", name)
@@ -74,7 +74,7 @@ def run_judge(args: argparse.Namespace) -> int:
         print("no turn could be judged, for the reasons above: fix them, then judge again")
         return NOTHING
     chosen = f" --judge {shell_word(name)}" if len(run.labels.judges) > 1 else ""
-    print(f"next: python -m ia_mech.rates {shell_word(args.run)}{chosen}")
+    print(f"next: ia-mech rates {shell_word(args.run)}{chosen}")
     return 0
 
 

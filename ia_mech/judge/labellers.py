@@ -261,7 +261,7 @@ def _chosen(run: Run, between: Sequence[str] | None) -> list[str]:
         if name not in there:
             raise UserError(f"{run.path} has no labels of {name!r}", f"choose from: {known}")
     if len(there) < 2:
-        judge = f"python -m ia_mech.judge run {shell_word(run.path)}"
+        judge = f"ia-mech judge run {shell_word(run.path)}"
         raise UserError(
             f"agreement needs two labellers, and {run.path} has {known}",
             f"run: {judge}{' --judge llm or hf' if there else ''}, or export and import a sheet",
@@ -306,7 +306,7 @@ def _print_disagreements(
 
 
 def command(args: argparse.Namespace) -> None:
-    """``python -m ia_mech.judge agreement``."""
+    """``ia-mech judge agreement``."""
     run = Run.open(args.run)
     result = agreement(run, args.between)
     folder = folder_of(run.path, result.name)
@@ -318,4 +318,4 @@ def command(args: argparse.Namespace) -> None:
     names = result.about["settings"]["between"]
     _print_disagreements(screen, result.data["disagreements"], names, args.disagreements)
     screen.print(escape(f"wrote {shell_word(folder)}"), soft_wrap=True)
-    screen.print(escape(f"next: python -m ia_mech.report {shell_word(args.run)}"), soft_wrap=True)
+    screen.print(escape(f"next: ia-mech report {shell_word(args.run)}"), soft_wrap=True)

@@ -365,7 +365,7 @@ def _labelled(
 
 
 def export_command(args: argparse.Namespace) -> None:
-    """``python -m ia_mech.annotate export``."""
+    """``ia-mech annotate export``."""
     run = Run.open(args.run)
     out = args.out
     if out is not None:
@@ -387,14 +387,14 @@ def export_command(args: argparse.Namespace) -> None:
     for file in files:
         print(f"sheet: {file}")
     print("open the .html, which needs no network, and import the table that it saves; or fill in")
-    print("this table's category (and note), explained by: python -m ia_mech.judge rubric")
+    print("this table's category (and note), explained by: ia-mech judge rubric")
     print("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
     words = f"{shell_word(args.run)} {shell_word(files[0])}"
-    print(f"next: python -m ia_mech.annotate import {words} --annotator NAME")
+    print(f"next: ia-mech annotate import {words} --annotator NAME")
 
 
 def import_command(args: argparse.Namespace) -> None:
-    """``python -m ia_mech.annotate import``."""
+    """``ia-mech annotate import``."""
     run = Run.open(args.run)
     path = import_sheet(run, args.file, args.annotator, replace=args.replace)
     labels = Counter(run.labels.annotations(args.annotator)["category"])
@@ -413,4 +413,4 @@ def import_command(args: argparse.Namespace) -> None:
         names = " or ".join(unseen)
         print(f"no label is of a turn that the judge calls {names}: no figure covers such turns")
     print(f"labels: {path}")
-    print(f"next: python -m ia_mech.judge agreement {shell_word(args.run)}")
+    print(f"next: ia-mech judge agreement {shell_word(args.run)}")

@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import brentq, minimize
 from scipy.special import log_softmax, rel_entr, softmax
 from threadpoolctl import threadpool_limits
 
@@ -268,6 +267,8 @@ def fit_beta(scores: np.ndarray, followed: np.ndarray, weight: np.ndarray) -> fl
     top = 1 / reach
     while slope(top) > 0:
         top *= 2
+    from scipy.optimize import brentq  # which takes half a second to load
+
     return float(brentq(slope, 0, top, xtol=1e-10 * top))
 
 
@@ -342,6 +343,8 @@ def _logit(
         expected = (share[:, None] * np.exp(log_q)).ravel() @ flat
         value = ridge / 2 * b @ b - share @ _at_followed(log_q, followed)
         return float(value), ridge * b - chosen + expected
+
+    from scipy.optimize import minimize
 
     return minimize(loss, start, jac=True, method="L-BFGS-B").x
 

@@ -31,6 +31,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 from transformers.utils.quantization_config import Mxfp4Config
 
+from ia_mech.cli import refuse_missing_model
 from ia_mech.errors import UserError, exhaustion, is_out_of_memory
 from ia_mech.models import embedded
 from ia_mech.run.integrity import replace_file
@@ -477,10 +478,9 @@ def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
     if spec.name in embedded.MODELS:
         _refuse_revision(spec)
         return str(embedded.directory(spec.name, fetch)), kwargs
+    refuse_missing_model(spec.name)
     path = Path(spec.name).expanduser()
     if path.suffix.lower() == ".gguf":
-        if not path.is_file():
-            raise UserError(f"no file {path}", "give the path of an existing GGUF file")
         _refuse_revision(spec)
         return str(path.parent), kwargs | {"gguf_file": path.name}
     if path.is_dir():
@@ -491,8 +491,6 @@ def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
             raise UserError(f"{path} holds no config.json", remedy)
         _refuse_revision(spec)
         return str(path), kwargs
-    if spec.name.startswith((".", "/", "~")) or spec.name.count("/") > 1:
-        raise UserError(f"no directory {spec.name}", "give an existing directory or a hub id")
     # Out of the hub's reach from_pretrained retries for most of a minute, with a line each time;
     # told so, it looks into the local cache at once.
     kwargs["local_files_only"] = not (fetch and _hub_answers(spec.name))

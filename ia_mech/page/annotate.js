@@ -98,10 +98,7 @@ unpacked().then((data) => {
     const made = rows.filter((row) => row.item in state.labels || state.notes[row.item])
       .map(({ item }) => [item, state.labels[item] || "", state.notes[item] || ""]);
     const lines = [["item", "category", "note"], ...made].map((row) => row.map(cell).join(","));
-    const file = new Blob([`\ufeff${lines.join("\r\n")}\r\n`], { type: "text/csv" });
-    const link = el("a", { href: URL.createObjectURL(file), download: `${sheet}-filled.csv` });
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+    saveAs(`${sheet}-filled.csv`, `\ufeff${lines.join("\r\n")}\r\n`, "text/csv");
   }
 
   function restart() {

@@ -12,6 +12,13 @@ function el(name, attributes, ...children) {
   return made;
 }
 
+// Have the browser save a text as a file.
+function saveAs(name, text, type) {
+  const link = el("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
 const byId = (id) => document.getElementById(id);
 
 // The page's data. Its element goes when the page is about to be drawn: tests wait for that.

@@ -5,6 +5,15 @@ const SHOWN_AFTER = ["its own conversation", "another conversation (decoy)",
 const FOLLOWED = [null, "decoy: followed another conversation",
   "decoy: followed another response to this query"];
 const CONTEXTS = 10; // on a page
+const DRAWN = 20; // turns at a time, at random
+
+// A number that looks random and is always the same for the same two.
+function noise(i, seed) {
+  let x = Math.imul(i + 1, 0x9e3779b1) ^ Math.imul(seed + 1, 0x85ebca6b);
+  x = Math.imul(x ^ (x >>> 15), 0x2c1b3c6d);
+  x = Math.imul(x ^ (x >>> 12), 0x297a2d39);
+  return (x ^ (x >>> 15)) >>> 0;
+}
 
 for (const button of document.querySelectorAll("figure button")) {
   button.addEventListener("click", () => {
@@ -26,49 +35,64 @@ unpacked().then((data) => {
   const temperature = (t) => (t === 0 ? "greedy" : `T = ${t}`);
   const upwards = (values) => [...new Set(values)].sort((a, b) => a - b);
 
-  // -- filters: each has a control, and a test of a turn, or null where all pass ----------------
+  // -- filters: each has a control, and gives a test of a turn, or null where all pass. ----------
+  // What is chosen stands in the page's address, by the names of the controls.
   const form = byId("filters");
   const filters = [];
 
-  function choice(name, values, test, shown = String, first = null) {
-    const distinct = [...new Set(values)];
-    if (distinct.length < 2) return;
-    const select = el("select", {}, el("option", { value: "" }, "all"));
-    distinct.forEach((value, k) => select.append(
-      el("option", { value: String(k), defaultSelected: value === first }, shown(value))));
-    form.append(el("label", {}, name, select));
-    filters.push(() => {
-      if (select.value === "") return null;
-      const wanted = distinct[Number(select.value)];
-      return (i) => test(i) === wanted;
-    });
+  function control(name, element) {
+    element.name = name;
+    form.append(el("label", {}, name, element));
+    return element;
   }
 
+  // `tests` is a list of [what is shown, test of a turn].
+  function choice(name, tests, first = "") {
+    if (tests.length < 2) return;
+    const select = control(name, el("select", {}, el("option", { value: "" }, "all"), ...tests.map(
+      ([shown]) => el("option", { value: shown, defaultSelected: shown === first }, shown))));
+    const byName = new Map(tests);
+    filters.push(() => byName.get(select.value) || null);
+  }
+
+  const valuesOf = (values, of, shown = String) =>
+    [...new Set(values)].map((value) => [shown(value), (i) => of(i) === value]);
+
   const words = (category) => category.replaceAll("_", " ");
+  const accepted = data.categories.map((name) => data.accepted.includes(name));
+  const assessed = data.categories.map((name, k) => k < data.categories.length - 2); // the last: no verdict
   const byJudge = (judge) => (judges.length > 1 ? ` by ${judge}` : "");
   const ofContext = (column) => (i) => contexts[column][turns.context[i]];
-  const search = el("input", { type: "search" });
-  form.append(el("label", {}, "text of turn or context", search));
+  const search = control("text of turn or context", el("input", { type: "search" }));
   for (const judge of judges) {
     const codes = turns.labels[judge].category;
-    choice(`category${byJudge(judge)}`, upwards(codes), (i) => codes[i], (k) => words(data.categories[k]));
+    choice(`category${byJudge(judge)}`, [
+      ["accepted", (i) => accepted[codes[i]]],
+      ["not accepted", (i) => assessed[codes[i]] && !accepted[codes[i]]],
+      ...valuesOf(upwards(codes), (i) => codes[i], (k) => words(data.categories[k])),
+    ]);
   }
-  choice("temperature", upwards(turns.temperature), (i) => turns.temperature[i], temperature);
-  choice("run", contexts.run, ofContext("run"), (k) => data.runs[k]);
-  choice("dataset", upwards(contexts.dataset), ofContext("dataset"), (k) => data.datasets[k]);
-  choice("response", upwards(contexts.response_index.filter((k) => k !== null)), ofContext("response_index"));
+  if (judges.length > 1) {
+    const verdicts = (i) => judges.map((judge) => turns.labels[judge].category[i]).filter((k) => assessed[k]);
+    const disagree = (i) => new Set(verdicts(i).map((k) => accepted[k])).size > 1;
+    choice("judges and annotators", [
+      ["disagree", disagree], ["agree", (i) => verdicts(i).length > 1 && !disagree(i)]]);
+  }
+  choice("temperature", valuesOf(upwards(turns.temperature), (i) => turns.temperature[i], temperature));
+  choice("run", valuesOf(contexts.run, ofContext("run"), (k) => data.runs[k]));
+  choice("dataset", valuesOf(upwards(contexts.dataset), ofContext("dataset"), (k) => data.datasets[k]));
+  choice("response", valuesOf(upwards(contexts.response_index.filter((k) => k !== null)), ofContext("response_index")));
   for (const judge of judges) {
     for (const outcome of ["grounded", "dependent"]) {
       const values = turns.labels[judge][outcome] || [];
-      choice(`genuine and ${outcome}${byJudge(judge)}`, [1, 0].filter((value) => values.includes(value)),
-        (i) => values[i], (value) => (value ? "yes" : "no"));
+      choice(`genuine and ${outcome}${byJudge(judge)}`, valuesOf([1, 0].filter((value) => values.includes(value)),
+        (i) => values[i], (value) => (value ? "yes" : "no")));
     }
   }
-  choice("shown after", upwards(turns.decoy), (i) => turns.decoy[i], (k) => SHOWN_AFTER[k], 0);
+  choice("shown after", valuesOf(upwards(turns.decoy), (i) => turns.decoy[i], (k) => SHOWN_AFTER[k]), SHOWN_AFTER[0]);
   for (const [name, beyond] of [["bits from", (b, v) => b >= v], ["bits to", (b, v) => b <= v]]) {
     if (!bits) break;
-    const input = el("input", { type: "number", step: "0.1" });
-    form.append(el("label", {}, name, input));
+    const input = control(name, el("input", { type: "number", step: "0.1" }));
     filters.push(() => {
       if (input.value === "") return null;
       const limit = Number(input.value);
@@ -87,6 +111,20 @@ unpacked().then((data) => {
     return (i) => inContext[turns.context[i]] || lower.turns[i].includes(wanted);
   });
 
+  // Turns can be drawn at random, and contexts sorted: by the largest value of a turn that passes.
+  const draws = control(`${DRAWN} at random: draw no.`, el("input", { type: "number", min: "1", step: "1" }));
+  const orders = { "as sampled": null, random: (i) => noise(turns.context[i], 0), "log p": (i) => turns.logprob[i] };
+  if (bits) orders.bits = (i) => bits[i];
+  for (const judge of judges) {
+    const scores = turns.labels[judge].score;
+    if (scores.some((score) => score !== null)) orders[`certainty of ${judge}`] = (i) => scores[i];
+  }
+  for (const name of Object.keys(contexts.probes)) {
+    orders[`prediction of ${name}`] = (i) => contexts.probes[name][turns.context[i]];
+  }
+  const sorting = control("sort by", el("select", {}, ...Object.keys(orders).map((name) =>
+    el("option", { value: name, defaultSelected: name === "as sampled" }, name))));
+
   // Tokens are shaded by a value; `most` is that of the darkest.
   const shadings = { nothing: null };
   if (turns.token_bits) shadings["bits about the response"] = (i) => [turns.token_bits[i], "--bits", 3];
@@ -96,8 +134,9 @@ unpacked().then((data) => {
   }
   const shading = el("select", {}, ...Object.keys(shadings).map((name) =>
     el("option", { value: name, defaultSelected: name.startsWith("bits") }, name)));
-  if (shading.length > 1) form.append(el("label", {}, "shade tokens by", shading));
-  form.append(el("button", { type: "button", onclick: () => { form.reset(); filter(); } }, "clear"));
+  if (shading.length > 1) control("shade tokens by", shading);
+  form.append(el("button", { type: "button", onclick: () => { form.reset(); chosen(); } }, "clear"),
+    el("button", { type: "button", onclick: exported }, "save these turns (JSON lines)"));
 
   // -- one context with its turns ---------------------------------------------------------------
   function text(content, name) {
@@ -124,12 +163,11 @@ unpacked().then((data) => {
   function turn(i) {
     const why = [];
     const labels = judges.map((judge) => {
-      const { category, reason } = turns.labels[judge];
-      const name = data.categories[category[i]];
-      const accepted = data.accepted.includes(name);
+      const { category, reason, score } = turns.labels[judge];
+      const yes = accepted[category[i]];
       if (reason[i]) why.push(judges.length > 1 ? `${judge}: ${reason[i]}` : reason[i]);
-      return el("span", { class: accepted ? "accepted" : "" },
-        `${accepted ? "✓ " : ""}${words(name)}${byJudge(judge)}`);
+      return el("span", { class: yes ? "accepted" : "" }, (yes ? "✓ " : "") + words(data.categories[category[i]])
+        + (score[i] === null ? "" : ` ${score[i].toFixed(2)}`) + byJudge(judge));
     });
     if (turns.decoy[i]) labels.push(FOLLOWED[turns.decoy[i]]);
     if (bits && bits[i] !== null) labels.push(`${bits[i].toFixed(2)} bits`);
@@ -154,6 +192,10 @@ unpacked().then((data) => {
     return [fold];
   }
 
+  // What is known of a context besides, where it is.
+  const said = (title, content) => (content
+    ? [el("details", {}, el("summary", {}, title), text(content, title))] : []);
+
   function row(c) {
     const shown = [], others = [], decoys = [];
     for (const i of turnsOf[c]) (passes[i] ? shown : turns.decoy[i] ? decoys : others).push(i);
@@ -170,7 +212,10 @@ unpacked().then((data) => {
           (several ? `${data.runs[contexts.run[c]]}: ` : "") + contexts.id[c])),
         el("p", { class: "meta" }, about.join(" · ")),
         el("h4", {}, "query"), text(contexts.query[c], "query"),
-        el("h4", {}, "response"), text(contexts.response[c], "response")),
+        el("h4", {}, "response"), text(contexts.response[c], "response"),
+        ...said("the user's written follow-up", contexts.reference[c]),
+        ...said("gold answer", contexts.answer[c]),
+        ...said("system prompt and rendered header", contexts.before[c] && `${contexts.before[c]}…${contexts.after[c]}`)),
       el("div", {}, columns(shown), ...folded("other turns", others),
         ...folded("decoys: turns that did not follow this, as judges were shown them", decoys)));
   }
@@ -201,13 +246,24 @@ unpacked().then((data) => {
 
   function filter() {
     const tests = filters.map((make) => make()).filter((test) => test !== null);
-    const hit = new Uint8Array(contexts.id.length);
-    for (let i = 0; i < count; i++) {
-      passes[i] = tests.every((test) => test(i)) ? 1 : 0;
-      if (passes[i]) hit[turns.context[i]] = 1;
+    for (let i = 0; i < count; i++) passes[i] = tests.every((test) => test(i)) ? 1 : 0;
+    const seed = Number(draws.value);
+    let value = orders[sorting.value];
+    if (seed > 0) {
+      value = (i) => noise(i, seed);
+      const kept = [...passes.keys()].filter((i) => passes[i]).sort((a, b) => value(b) - value(a));
+      passes.fill(0);
+      for (const i of kept.slice(0, DRAWN)) passes[i] = 1;
     }
-    found = [];
-    hit.forEach((one, c) => { if (one) found.push(c); });
+    const hit = new Uint8Array(contexts.id.length), largest = new Float64Array(contexts.id.length).fill(-Infinity);
+    for (let i = 0; i < count; i++) {
+      if (!passes[i]) continue;
+      const c = turns.context[i];
+      hit[c] = 1;
+      if (value) largest[c] = Math.max(largest[c], value(i) ?? -Infinity);
+    }
+    found = [...hit.keys()].filter((c) => hit[c]);
+    if (value) found.sort((a, b) => largest[b] - largest[a] || a - b); // -∞ less -∞ is NaN
     first = 0;
     draw();
   }
@@ -218,10 +274,46 @@ unpacked().then((data) => {
     rows.scrollIntoView();
   }
 
-  // An address that names a context.
+  // -- the page's address: what was chosen, or one context ----------------------------------------
+  const controls = () => [...form.elements].filter((one) => one.name);
+  const usual = (one) => (one.tagName === "SELECT" ? [...one.options].find((o) => o.defaultSelected) : { value: "" });
+
+  function chosen() {
+    filter();
+    const changed = controls().filter((one) => one.value !== (usual(one) || one.options[0]).value);
+    history.replaceState(null, "", `#${new URLSearchParams(changed.map((one) => [one.name, one.value]))}`);
+  }
+
+  function exported() {
+    const lines = [...passes.keys()].filter((i) => passes[i]).map((i) => {
+      const c = turns.context[i];
+      const labels = Object.fromEntries(judges.map((judge) => {
+        const { category, reason, score } = turns.labels[judge];
+        return [judge, { category: data.categories[category[i]], score: score[i], reason: reason[i] }];
+      }));
+      return JSON.stringify({
+        run: data.runs[contexts.run[c]], dataset: data.datasets[contexts.dataset[c]],
+        context_id: contexts.id[c], temperature: turns.temperature[i], shown_after: SHOWN_AFTER[turns.decoy[i]],
+        query: contexts.query[c], response: contexts.response[c], user_turn: turns.text[i], labels,
+        log_p: turns.logprob[i], bits: bits && bits[i],
+      });
+    });
+    saveAs("turns.jsonl", lines.map((line) => `${line}\n`).join(""), "application/jsonl");
+  }
+
   function follow() {
     const place = new URLSearchParams(location.hash.slice(1));
-    if (!place.has("context")) return;
+    const named = controls().filter((one) => place.has(one.name));
+    if (place.has("context")) return followContext(place);
+    if (!named.length) return;
+    form.reset();
+    for (const one of named) one.value = place.get(one.name);
+    filter();
+    byId("turns").scrollIntoView();
+    byId("turns").focus({ preventScroll: true });
+  }
+
+  function followContext(place) {
     const run = Number(place.get("run") || 0);
     const c = contexts.id.findIndex((id, k) => id === place.get("context") && contexts.run[k] === run);
     if (c >= 0 && !found.includes(c)) {
@@ -239,11 +331,50 @@ unpacked().then((data) => {
     rows.children[k - first].focus({ preventScroll: true });
   }
 
-  form.addEventListener("input", (event) => (event.target === shading ? draw() : filter()));
+  form.addEventListener("input", (event) => (event.target === shading ? draw() : chosen()));
   form.addEventListener("submit", (event) => event.preventDefault());
   byId("previous").addEventListener("click", () => turned(-CONTEXTS));
   byId("next").addEventListener("click", () => turned(CONTEXTS));
   window.addEventListener("hashchange", follow);
   filter();
   follow();
+
+  // -- a number leads to its turns: cells of a row, or its title, name what turns are filtered by -----
+  const values = (name) => [...(form.elements.namedItem(name)?.options || [])].map((o) => o.value);
+  const link = (place, ...content) => el("a", { href: `#${new URLSearchParams(place)}` }, ...content);
+
+  function placeOf(pairs, judge) {
+    const place = {};
+    for (const [head, cell] of pairs) {
+      const at = ["T", "temperature"].includes(head) ? Number(cell === "greedy" ? 0 : cell) : NaN;
+      for (const name of ["temperature", "dataset", "run", `category${byJudge(judge)}`]) {
+        const wanted = name === "temperature" ? !isNaN(at) && temperature(at) : words(cell);
+        if (wanted && wanted !== "all" && values(name).map(words).includes(wanted)) {
+          place[name] = values(name).find((value) => words(value) === wanted);
+        }
+      }
+    }
+    return place;
+  }
+
+  for (const side of document.querySelectorAll(".side")) {
+    const judge = side.dataset.judge || judges[0];
+    const own = values("run").includes(side.dataset.run) ? { run: side.dataset.run } : {};
+    const name = `category${byJudge(judge)}`;
+    if (side.dataset.judge && values(name).length) {
+      side.querySelector(".control").after(el("p", { class: "small screen" }, "Read turns that the judge ",
+        link({ ...own, [name]: "accepted" }, "accepted"), " or ", link({ ...own, [name]: "not accepted" }, "didn't"), "."));
+    }
+    for (const table of side.querySelectorAll("table")) {
+      const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+      const titles = (table.caption?.textContent || "").split(" · ").map((part) => part.split(": "));
+      for (const { cells } of table.tBodies[0].rows) {
+        const pairs = [...cells].map((cell, k) => [heads[k], cell.textContent]);
+        const place = placeOf([...titles.filter((pair) => pair.length === 2), ...pairs], judge);
+        if (cells.length && Object.keys(place).length) {
+          cells[0].replaceChildren(link({ ...own, ...place }, cells[0].textContent || "turns"));
+        }
+      }
+    }
+  }
 });

@@ -2,8 +2,8 @@
 
 Usage::
 
-    python -m ia_mech.rates cache/RUN
-    python -m ia_mech.rates cache/RUN-A cache/RUN-B --judge rules
+    ia-mech rates cache/RUN
+    ia-mech rates cache/RUN-A cache/RUN-B --judge rules
 
 What needs torch or pandas is imported late, so that ``--help`` and a mistyped flag answer at once.
 """
@@ -17,6 +17,7 @@ from ia_mech.cli import (
     coverage,
     path_of,
     run_command,
+    run_folder,
     shell_word,
     tolerant_streams,
     whole_from,
@@ -24,21 +25,21 @@ from ia_mech.cli import (
 
 DESCRIPTION = """\
 Say how often the generated user turns of a run are genuine follow-ups, per model, dataset and
-temperature, from the verdicts of python -m ia_mech.judge, over the judge's floor: what it accepts
+temperature, from the verdicts of ia-mech judge, over the judge's floor: what it accepts
 of turns held against another conversation, or against another response to the same query. Runs of
 one model and dataset are pooled. Intervals are over sources (prompts). Methods: docs/statistics.md
 """
 
 EPILOG = """\
 example:
-  python -m ia_mech.rates cache/RUN-* --judge gpt-5-mini --annotator anna --full
+  ia-mech rates cache/RUN-* --judge gpt-5-mini --annotator anna --full
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = Parser(prog="python -m ia_mech.rates", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
+    parser = Parser(prog="ia-mech rates", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder")
     parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
     parser.add_argument(
         "--annotator",
@@ -75,14 +76,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _rates(args: argparse.Namespace) -> None:
-    from ia_mech.display import console
-    from ia_mech.rates.load import read_runs
-    from ia_mech.rates.result import result
     from ia_mech.results import folder_of, refuse_place, show, write
     from ia_mech.run.layout import refuse_unwritable
 
     if args.out is not None:
         refuse_place(args.out)
+
+    from ia_mech.display import console
+    from ia_mech.rates.load import read_runs
+    from ia_mech.rates.result import result
+
     judged = read_runs(args.runs, args.judge, args.annotator, args.responses)
     rates = result(judged, level=args.level, seed=args.seed)
     folder = args.out or folder_of(args.runs[0], rates.name)
@@ -90,7 +93,7 @@ def _rates(args: argparse.Namespace) -> None:
     write(rates, folder)
     show(rates, console(), full=args.full)
     print(f"wrote {shell_word(folder)}", file=sys.stderr)
-    print(f"next: python -m ia_mech.report {' '.join(shell_word(run) for run in args.runs)}")
+    print(f"next: ia-mech report {' '.join(shell_word(run) for run in args.runs)}")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,11 @@ def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
     _profile(right, whole[whole["quantity"] == "category_share"])
     for axes in (left, right):
         axes.set_xlabel("temperature (0 = greedy)")
+    figure.set_label(
+        "Left: shares of turns with their intervals; what lies above the floor is more than the "
+        "judge accepts of turns that followed something else. Right: all turns of a temperature, "
+        "by category."
+    )
     return figure
 
 

@@ -230,7 +230,7 @@ def _choose_judge(runs: list[Run], judge: str | None) -> str:
         if not run.labels.judges:
             raise UserError(
                 f"{run.path} has not been judged",
-                f"run: python -m ia_mech.judge run {shell_word(run.path)}",
+                f"run: ia-mech judge run {shell_word(run.path)}",
             )
     names = {name for run in runs for name in run.labels.judges} if judge is None else {judge}
     if len(names) > 1:
@@ -251,7 +251,7 @@ def _record_of_one_judge(runs: list[Run], judge: str) -> dict[str, Any]:
             raise UserError(
                 f"the verdicts named {judge!r} of {runs[0].path} and {run.path} are of different "
                 "judges (model, settings or rubric)",
-                "judge both alike (python -m ia_mech.judge run … --replace), or report them apart",
+                "judge both alike (ia-mech judge run … --replace), or report them apart",
             )
     return records[0]
 

@@ -289,7 +289,7 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
         )
     elif not judged.annotator:
         notes.append(
-            "no annotations: a rate is only as good as the judge. python -m ia_mech.annotate "
+            "no annotations: a rate is only as good as the judge. ia-mech annotate "
             "export makes a sheet of turns; filled in and imported, it corrects the rates."
         )
     notes += judged.notes

@@ -2,8 +2,8 @@
 
 Usage::
 
-    python -m ia_mech.report cache/RUN
-    python -m ia_mech.report cache/RUN-A cache/RUN-B --out both.html
+    ia-mech report cache/RUN
+    ia-mech report cache/RUN-A cache/RUN-B --out both.html
 """
 
 import argparse
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ia_mech.cli import Parser, path_of, run_command, tolerant_streams
+from ia_mech.cli import Parser, path_of, run_command, run_folder, tolerant_streams
 
 if TYPE_CHECKING:
     from ia_mech.run import Run
@@ -28,8 +28,8 @@ if they say that they are of it.
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = Parser(prog="python -m ia_mech.report", description=DESCRIPTION)
-    parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
+    parser = Parser(prog="ia-mech report", description=DESCRIPTION)
+    parser.add_argument("runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder")
     parser.add_argument(
         "--results",
         nargs="+",

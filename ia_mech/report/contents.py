@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.cli import shell_word
+from ia_mech.display import reading_of
 from ia_mech.estimates import ALL
 from ia_mech.page import image
 from ia_mech.results import Result, Table, read
@@ -31,18 +32,31 @@ _INTERVAL = re.compile(r"(\[[-+−–\d.,% ]{3,40}\])")
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A figure: its name, its address, and how to read it."""
+
+    name: str
+    address: str
+    reading: str
+
+
+@dataclass(frozen=True)
 class Answer:
     """What one analysis says of one run, or of several."""
 
     run: str  # what the page calls it; empty for a result of several runs
     result: Result
-    pictures: list[tuple[str, str]]  # name and address of each figure
+    pictures: list[Picture]
     estimates: Table  # every number
     folder: str  # of the files, as seen from the run: a page holds no places of this machine
 
     @property
     def kind(self) -> str:
         return str(self.result.about.get("kind", self.result.name))
+
+    @property
+    def judge(self) -> str:
+        return str(self.result.about.get("judge", ""))
 
     @property
     def sentence(self) -> list[str]:
@@ -85,8 +99,8 @@ def cards_of(
     cards: dict[tuple[str, str], list[Answer]] = {}
     shown: set[str] = set()
     for answer in sorted(by_folder.values(), key=lambda answer: _place(answer.kind)):
-        pictures = [(name, picture) for name, picture in answer.pictures if picture not in shown]
-        shown.update(picture for _, picture in pictures)
+        pictures = [picture for picture in answer.pictures if picture.address not in shown]
+        shown.update(picture.address for picture in pictures)
         answers = cards.setdefault((answer.kind, answer.result.question), [])
         answers.append(replace(answer, pictures=pictures))
     return [
@@ -111,7 +125,10 @@ def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
     return Answer(
         run=name if len(covered) < 2 else "",
         result=result,
-        pictures=[(stem.replace("_", " "), image(svg)) for stem, svg in result.figures.items()],
+        pictures=[
+            Picture(stem.replace("_", " "), image(svg), reading_of(svg))
+            for stem, svg in result.figures.items()
+        ],
         estimates=estimates_table(result.estimates),
         folder="/".join(folder.parts[-2:]) if inside else folder.name,
     )
@@ -120,10 +137,10 @@ def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
 def missing(run: Run, folders: Sequence[Path]) -> list[str]:
     """Commands that make the first results of a run which has none of its judges."""
     if not run.labels.judges:
-        return [f"python -m ia_mech.judge run {shell_word(run.path)}"]
+        return [f"ia-mech judge run {shell_word(run.path)}"]
     there = {folder.name for folder in folders}
     return [
-        f"python -m ia_mech.rates {shell_word(run.path)} --judge {judge}"
+        f"ia-mech rates {shell_word(run.path)} --judge {judge}"
         for judge in run.labels.judges
         if f"rates-{judge}" not in there
     ]

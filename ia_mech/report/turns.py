@@ -1,5 +1,6 @@
 """The turns of runs as columns, for a page's browser."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from ia_mech.untrusted import visible
 
 OTHERS = [FAILED, "not judged"]  # what a turn is that no category was named for
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
+VERDICT = ["rationale", "error", "scores", "mode"]  # what a judge says beside the category
+WORDS = ["query", "response", "reference", "answer", "before", "after"]  # of a context
 OUTCOMES = ("grounded", DEPENDENT)  # columns of turns.parquet of rates
+ABOUT = ["context_id", "dataset", "response_unfinished", "response_index"]
 DECOY = ("row", "shown", "decoy")  # names a decoy of a run
 MAX_TOKENS = 10_000_000  # of the turns of a page: some 100 MB, which a browser can still take
 
@@ -97,19 +101,22 @@ def _frames(
     """The ``kept`` contexts of a run, and the turns after them, with all that is known of each."""
     frames = []
     for contexts, turns in run.windows(
-        ["context_id", "dataset", "response_unfinished", "response_index", "messages", "order"],
+        [*ABOUT, "order", "messages", "text", "reference", "answer"],
         [*KEY, "text", "logprob_raw", "logprobs_raw", "token_ids"],
     ):
         contexts = contexts[contexts["context_id"].isin(kept)]
         turns = turns[turns["context_id"].isin(kept)]
         cells = zip(turns["text"], turns["token_ids"], strict=True)
         pieces = [lengths(text, ids) if lengths else None for text, ids in cells]
-        messages = contexts["messages"]
+        messages = [list(all_) for all_ in contexts["messages"]]
+        around = [_around(*of) for of in zip(contexts["text"], messages, strict=True)]
         frames.append(
             (
-                contexts.drop(columns="messages").assign(
-                    query=[_query(list(all_)[:-1]) for all_ in messages],
+                contexts.drop(columns=["messages", "text"]).assign(
+                    query=[_query(all_[:-1]) for all_ in messages],
                     response=[all_[-1]["content"] for all_ in messages],
+                    before=[before for before, _ in around],
+                    after=[after for _, after in around],
                 ),
                 turns.drop(columns="token_ids").assign(
                     pieces=pd.Series(pieces, turns.index, dtype=object)
@@ -126,9 +133,14 @@ def _frames(
             contexts[f"probe {folder.name}"] = contexts["context_id"].map(of_context)
     texts, decoys = turns[[*KEY, "text"]], []
     for judge in run.labels.judges:
-        of_turns = run.labelled(judge, columns=["rationale"])
+        of_turns = run.labelled(judge, columns=VERDICT)
         turns = turns.join(_labels(of_turns.loc[turns.index], judge))
-        decoys.append(_labels(run.decoys(judge, ["rationale"]).set_index(list(DECOY)), judge))
+        decoys.append(_labels(run.decoys(judge, VERDICT).set_index(list(DECOY)), judge))
+    for person in run.labels.annotators:
+        said = run.labelled(annotator=person).loc[turns.index]
+        said = said.drop(columns="category", errors="ignore")
+        said = said.rename(columns={"truth_category": "category", "note": "rationale"})
+        turns = turns.join(_labels(said, f"{person} (annotator)"))
     for folder in folders:
         found = table_of_run(folder, run, "turns", [*KEY, BITS])
         turns = _joined(turns, found, {BITS: BITS, TOKEN_BITS: TOKEN_BITS})
@@ -145,9 +157,33 @@ def _frames(
 
 
 def _labels(rows: pd.DataFrame, judge: str) -> pd.DataFrame:
-    """Category and reason of a judge's verdicts."""
-    columns = {"category": f"category {judge}", "rationale": f"reason {judge}"}
-    return rows[list(columns)].astype({"category": object}).rename(columns=columns)
+    """Category, reason and certainty of a judge's verdicts: the score of the category."""
+    none = pd.Series(None, rows.index, dtype=object)
+    said, error, scores, mode = (rows.get(name, none).astype(object) for name in VERDICT)
+    modes = mode.map(lambda how: f"judged by {how}" if isinstance(how, str) and how else "")
+    reasons = (
+        " · ".join(part for part in parts if isinstance(part, str) and part)
+        for parts in zip(said, error, modes, strict=True)
+    )
+    certain = (
+        json.loads(given).get(category) if isinstance(given, str) else None
+        for given, category in zip(scores, rows["category"], strict=True)
+    )
+    return pd.DataFrame(
+        {
+            f"category {judge}": rows["category"].astype(object),
+            f"reason {judge}": pd.Series(reasons, rows.index, dtype=object),
+            f"score {judge}": pd.Series(certain, rows.index, dtype=float),
+        }
+    )
+
+
+def _around(rendered: str, messages: list[dict[str, str]]) -> tuple[str, str]:
+    """What the template has before the first message, a default system message perhaps, and after
+    the response: the open header. Empty where the messages' texts aren't in what it rendered."""
+    first, last = messages[0]["content"].strip(), messages[-1]["content"].strip()
+    begin, end = rendered.find(first), rendered.rfind(last)
+    return rendered[: max(begin, 0)], rendered[end + len(last) :] if end >= 0 and last else ""
 
 
 def _query(messages: list[dict[str, str]]) -> str:
@@ -230,6 +266,7 @@ def columns_of(
                     codes.get(name, len(categories) - 1) for name in turns[f"category {judge}"]
                 ],
                 "reason": _texts(turns[f"reason {judge}"]),
+                "score": _numbers(turns[f"score {judge}"], 2),
                 **{
                     name: _numbers(turns[f"{name} {judge}"], 0)
                     for name in OUTCOMES
@@ -255,8 +292,7 @@ def columns_of(
             "dataset": [datasets.index(name) for name in contexts["dataset"]],
             "response_index": _numbers(contexts["response_index"], 0),
             "unfinished": contexts["response_unfinished"].fillna(False).astype(bool).tolist(),
-            "query": _texts(contexts["query"]),
-            "response": _texts(contexts["response"]),
+            **{name: _texts(contexts[name]) for name in WORDS},
             "probes": {
                 visible(name.removeprefix("probe ")): _numbers(contexts[name], 3)
                 for name in contexts

@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from ia_mech.cli import refuse_no_run
 from ia_mech.errors import UserError
 from ia_mech.run.layout import FORMAT, RUN
 
@@ -28,10 +29,8 @@ def read_record(path: Path) -> tuple[dict[str, Any], str]:
     Raises:
         UserError: not a run, a run of another format, or a damaged file.
     """
+    refuse_no_run(path)
     file = path / RUN
-    if not file.is_file():
-        lacking = "it is a file" if path.is_file() else f"no {RUN}"
-        raise UserError(f"{path} is not a run ({lacking})", "give a folder under cache/")
     remedy = "restore it from a copy, or remove the folder and sample again"
     return _read(file, ("identity", "parts"), remedy), content_hash(file)
 

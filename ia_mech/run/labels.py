@@ -242,11 +242,11 @@ class Labels:
         """The command that writes such a file, also over one that is there."""
         path = shell_word(self.path)
         if kind != "judgements":
-            return f"python -m ia_mech.annotate import {path} FILE --annotator {name} --replace"
+            return f"ia-mech annotate import {path} FILE --annotator {name} --replace"
         if name == "rules":
-            return f"python -m ia_mech.judge run {path} --replace"
+            return f"ia-mech judge run {path} --replace"
         # Without its --judge, the rules judge would give its verdicts that name.
-        return f"python -m ia_mech.judge run {path} --judge … --name {name} --replace"
+        return f"ia-mech judge run {path} --judge … --name {name} --replace"
 
     # -- files --------------------------------------------------------------------------------
 

@@ -20,10 +20,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from ia_mech.cli import RUN
 from ia_mech.errors import UserError
 
 FORMAT = 5
-RUN, CARD, MANIFESTS = "run.json", "README.md", "manifests"
+CARD, MANIFESTS = "README.md", "manifests"
 PART_KINDS = ("responses", "contexts")  # of parts
 TENSORS = ("residuals", "header_logits")  # folders that a copy of a run may be without
 METADATA = "names"  # key of the metadata of tensors: JSON, ``contexts`` and ``positions``
@@ -175,6 +176,18 @@ def holds_other_files(folder: Path) -> bool:
     """Whether a folder without a run holds more than the record of one, half written."""
     names = [path.name for path in folder.iterdir()]
     return RUN not in names and not all(name.startswith(f"{RUN}.") for name in names)
+
+
+def refuse_as_run(folder: Path) -> None:
+    """Refuse a folder that no run can be written to, or gone on with.
+
+    Raises:
+        UserError: it lies inside a run, can't be written, or holds other files.
+    """
+    refuse_inside_run(folder)
+    refuse_unwritable(folder, "give another --out or set IA_MECH_CACHE")
+    if folder.is_dir() and holds_other_files(folder):
+        raise UserError(f"{folder} holds files but no run", "give an empty or new folder as --out")
 
 
 def refuse_inside_run(path: Path) -> None:

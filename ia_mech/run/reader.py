@@ -11,9 +11,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from html import escape
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -162,6 +164,12 @@ class Run:
     def generations(self) -> pd.DataFrame:
         """One row per generation: greedy (temperature 0) first, then by temperature and sample."""
         return self._table("generations").to_pandas()
+
+    @cached_property
+    def metadata(self) -> pd.DataFrame:
+        """What the data say of each conversation besides it: a column per field, by context id."""
+        rows = [json.loads(text) for text in self.contexts["metadata"]]
+        return pd.DataFrame(rows, pd.Index(self.contexts["context_id"]))
 
     @cached_property
     def turns(self) -> pd.DataFrame:
@@ -370,6 +378,71 @@ class Run:
         files = [self._file(part, layout.header_logits_file(part["name"])) for part in parts]
         return HeaderLogits(files, self.model["vocab"])
 
+    @cached_property
+    def _tokenizer(self) -> Any:
+        loading = import_module("ia_mech.models.load")  # named as text: a run is read without it
+        spec = loading.recall(self.settings, self.model["weights_hash"])
+        return loading.load_tokenizer_and_config(spec)[0]
+
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers has it.
+
+        Raises:
+            UserError: the model is neither on this machine nor to be had.
+        """
+        return self._tokenizer
+
+    def decode(self, ids: Iterable[Any]) -> Any:
+        """The text of token ids, special tokens included; of several lists, a list of texts.
+
+        Args:
+            ids: such as ``run.generations["token_ids"]``, or one row of it.
+
+        Raises:
+            UserError: as :meth:`tokenizer`.
+        """
+        several = [one.tolist() if hasattr(one, "tolist") else one for one in ids]
+        if several and isinstance(several[0], Iterable):
+            return [self.decode(one) for one in several]
+        return self.tokenizer().decode(several, clean_up_tokenization_spaces=False)
+
+    def top_tokens(
+        self, context_id: str, temperatures: Sequence[float] = (), k: int = 5
+    ) -> pd.DataFrame:
+        """The likeliest first tokens of the user turn after a context.
+
+        Args:
+            context_id: as in :attr:`contexts`.
+            temperatures: each above 0; those of the run if none is given.
+            k: how many tokens. They are the same at every temperature, which only moves
+                probability among them.
+
+        Returns:
+            A row per token, the likeliest first: ``token_id``, ``token`` (its text), and its
+            probability in a column per temperature.
+
+        Raises:
+            UserError: no such context or temperature (:meth:`HeaderLogits.log_probs`); or as
+                :meth:`header_logits` and :meth:`tokenizer`.
+        """
+        ids = self.contexts["context_id"]
+        found = np.flatnonzero(ids == context_id)
+        if not len(found):
+            raise UserError(
+                f"{self.path} has no context {context_id!r}",
+                f"give a context_id of run.contexts, such as {ids.iloc[0]!r}",
+            )
+        if k < 1:
+            raise UserError(f"{k} tokens", "give k from 1 up")
+        index, logits = int(found[0]), self.header_logits()
+        top = logits[index].topk(min(k, self.model["vocab"])).indices
+        columns = {
+            temperature: logits.log_probs(index, temperature)[top].exp().numpy()
+            for temperature in temperatures or self.settings["temperatures"]
+        }
+        named = {"token_id": top.numpy(), "token": self.decode(top[:, None])}
+        return pd.DataFrame(named | columns)
+
     def verify(self) -> list[str]:
         """Compare the content of every file with its recorded hash; what is wrong, by part."""
         problems = []
@@ -528,10 +601,10 @@ class HeaderLogits:
         Raises:
             UserError: there is no context of that number.
         """
-        if not 0 <= index < len(self):
+        if not isinstance(index, int | np.integer) or not 0 <= index < len(self):
             raise UserError(
-                f"there are header logits of {len(self)} contexts, none of number {index}",
-                f"give 0 … {len(self) - 1}",
+                f"there are header logits of {len(self)} contexts, none of number {index!r}",
+                f"give 0 … {len(self) - 1}, a row of run.contexts",
             )
         file, row = self._places[index]
         try:

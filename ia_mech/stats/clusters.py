@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import brentq
 from scipy.sparse import csr_array
 
 from ia_mech.stats.intervals import (
@@ -152,6 +151,8 @@ def _root(away: Callable[[float], float], end: float, value: float) -> float:
     outer, inner = away(end), away(value)
     if outer * inner >= 0:
         return end
+    from scipy.optimize import brentq  # which takes half a second to load
+
     return float(brentq(away, end, value, xtol=1e-6))
 
 

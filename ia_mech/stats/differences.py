@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import brentq
 from scipy.special import stdtr
 
 from ia_mech.stats.clusters import cluster_mean
@@ -146,6 +145,8 @@ def _mover_p(a: _Condition, b: _Condition) -> float:
         return P_RANGE[0]
     if inner_end(largest) <= 0:
         return 1.0
+    from scipy.optimize import brentq  # which takes half a second to load
+
     return float(10 ** brentq(inner_end, smallest, largest, xtol=1e-6))
 
 

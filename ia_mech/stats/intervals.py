@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import ndtri, stdtrit
-from scipy.stats import binomtest
 
 
 @dataclass(frozen=True)
@@ -221,6 +220,8 @@ def rate_interval(
     if sources == 1 or spread_between(table).variance == 0:
         return *least, "exact, one-sided" if rate in (0, 1) else "all sources alike"
     if independent:
+        from scipy.stats import binomtest  # which takes a second to load
+
         exact = binomtest(round(rate * sources), sources).proportion_ci(level, "exact")
         return exact.low, exact.high, "clopper-pearson"
     return *hull(least, clustered_wilson(table, rows, level)), "wilson"

@@ -9,7 +9,6 @@ from contextlib import suppress
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import norm, t
 
 from ia_mech.stats.intervals import Estimate
 
@@ -85,6 +84,8 @@ def widened_level(level: float, sources: int) -> float:
     Student's belong; this undoes both for a mean ("expanded percentile interval", Hesterberg 2015,
     Amer. Statist. 69:371).
     """
+    from scipy.stats import norm, t  # which takes a second to load
+
     quantile = t.ppf((1 + level) / 2, sources - 1) * np.sqrt(sources / (sources - 1))
     return float(1 - 2 * norm.sf(min(quantile, 8.0)))  # two sources ask for all there is
 
