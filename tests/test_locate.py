@@ -162,35 +162,35 @@ def test_the_planted_route_carries_all_that_is_expressed_and_no_other_site_anyth
         assert (bits > 1.0) if site.removeprefix("written: ") in routes else (bits < 0.02), site
 
 
-@pytest.mark.parametrize("through_header", [True, False])
-@pytest.mark.parametrize(("behind", "band"), [(0, 0), (2, 1)])
-def test_the_band_that_holds_the_name_carries_everything_and_no_other_anything(
-    through_header, behind, band
-):
+def mapped(queries: int, maps: list[str], through_header: bool, behind: int | None = None) -> dict:
+    """Mean bits by site of one map alone, with one recipient a query."""
     model = Model(
         SimpleNamespace(model=planted.model(through_header)), SimpleNamespace(stop_ids=[])
     )
     parts = []
-    for query in range(QUERIES):
-        one = replace(unit(query, behind=behind), maps=[BANDS])
+    for query in range(queries):
+        one = unit(query, behind=behind)
+        one = replace(one, maps=maps, recipients=one.recipients[:1])
         parts.append(SiteScorer(model, one).table().assign(source=f"q{query}"))
-    found = carried(pd.concat(parts, ignore_index=True))
+    return carried(pd.concat(parts, ignore_index=True))
+
+
+@pytest.mark.parametrize(
+    ("through_header", "behind", "band"), [(False, 0, 0), (False, 2, 1), (True, 2, 1)]
+)
+def test_the_band_that_holds_the_name_carries_everything_and_no_other_anything(
+    through_header, behind, band
+):
+    found = mapped(4, [BANDS], through_header, behind)
     for number, site in enumerate(BAND_SITES):
-        wanted = found[OWN] if number == band else 0.0
+        wanted = found[ALL_LAYERS] if number == band else 0.0
         assert found[site] == pytest.approx(wanted, abs=0.06), site
 
 
 @pytest.mark.parametrize("through_header", [True, False])
 def test_a_turn_that_reads_a_word_reads_it_in_blocks_of_one_token(through_header):
     """No token of these responses holds more than itself."""
-    model = Model(
-        SimpleNamespace(model=planted.model(through_header)), SimpleNamespace(stop_ids=[])
-    )
-    parts = []
-    for query in range(QUERIES):
-        one = replace(unit(query), maps=[BLOCKS])
-        parts.append(SiteScorer(model, one).table().assign(source=f"q{query}"))
-    found = carried(pd.concat(parts, ignore_index=True))
+    found = mapped(4, [BLOCKS], through_header)
     for site in (ALL_LAYERS, *BLOCK_SITES, RANDOM_TOKENS):
         assert found[site] == pytest.approx(found[OWN], abs=0.06), site
 
