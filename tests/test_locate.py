@@ -162,14 +162,13 @@ def test_the_planted_route_carries_all_that_is_expressed_and_no_other_site_anyth
         assert (bits > 1.0) if site.removeprefix("written: ") in routes else (bits < 0.02), site
 
 
-def mapped(queries: int, maps: list[str], through_header: bool, behind: int | None = None) -> dict:
+def mapped(units: list[SiblingContexts], maps: list[str], through_header: bool) -> dict:
     """Mean bits by site of one map alone, with one recipient a query."""
     model = Model(
         SimpleNamespace(model=planted.model(through_header)), SimpleNamespace(stop_ids=[])
     )
     parts = []
-    for query in range(queries):
-        one = unit(query, behind=behind)
+    for query, one in enumerate(units):
         one = replace(one, maps=maps, recipients=one.recipients[:1])
         parts.append(SiteScorer(model, one).table().assign(source=f"q{query}"))
     return carried(pd.concat(parts, ignore_index=True))
@@ -181,7 +180,7 @@ def mapped(queries: int, maps: list[str], through_header: bool, behind: int | No
 def test_the_band_that_holds_the_name_carries_everything_and_no_other_anything(
     through_header, behind, band
 ):
-    found = mapped(4, [BANDS], through_header, behind)
+    found = mapped([unit(query, behind=behind) for query in range(4)], [BANDS], through_header)
     for number, site in enumerate(BAND_SITES):
         wanted = found[ALL_LAYERS] if number == band else 0.0
         assert found[site] == pytest.approx(wanted, abs=0.06), site
@@ -190,9 +189,31 @@ def test_the_band_that_holds_the_name_carries_everything_and_no_other_anything(
 @pytest.mark.parametrize("through_header", [True, False])
 def test_a_turn_that_reads_a_word_reads_it_in_blocks_of_one_token(through_header):
     """No token of these responses holds more than itself."""
-    found = mapped(4, [BLOCKS], through_header)
+    found = mapped([unit(query) for query in range(4)], [BLOCKS], through_header)
     for site in (ALL_LAYERS, *BLOCK_SITES, RANDOM_TOKENS):
         assert found[site] == pytest.approx(found[OWN], abs=0.06), site
+
+
+def composed(query: int) -> SiblingContexts:
+    """The last token of a response gathers its name, which stands five tokens or more before; a
+    turn reads it there, since no token of the header gathers anything."""
+    tail = [planted.END, planted.SEPARATOR, planted.HEADER, planted.HEADER + 2]
+    before = [planted.BOS, *[planted.FILLER] * (3 + query % 3)]
+    contexts = [
+        (*before, planted.NAME + name, *[planted.FILLER] * length, planted.HEADER + 1, *tail)
+        for name, length in enumerate(planted.lengths(query))
+    ]
+    starts, stops = [len(before)] * planted.NAMES, [len(ids) - len(tail) for ids in contexts]
+    return replace(unit(query), contexts=contexts, starts=starts, stops=stops, header=(2, 4))
+
+
+def test_what_a_turn_reads_that_tokens_composed_dies_in_small_blocks_alone():
+    found = mapped([composed(query) for query in range(4)], [BLOCKS], through_header=True)
+    assert found[OWN] > 1
+    for site, width in (BLOCK_SITES | {RANDOM_TOKENS: 16}).items():
+        # The control sees all of such a short response: fewer keys alone do no damage.
+        wanted = 0.0 if width in (1, 4) else found[OWN]
+        assert found[site] == pytest.approx(wanted, abs=0.06), site
 
 
 def test_a_band_is_as_many_tokens_in_place_of_as_many_at_the_same_distance():
@@ -304,6 +325,12 @@ def test_the_command_measures_expressed_as_full_passes_do(siblings, tiny_subject
             each = scored.logprobs(tiny_subject.model, list(query.token_ids[j]), list(turn))
             wanted = pytest.approx(each[1:].sum(), abs=scored.nats(len(turn))["atol"])
             assert getattr(row, f"score_{number}") == wanted
+
+
+def test_blocks_are_refused_where_layers_are_recurrent(siblings, monkeypatch, capfd):
+    monkeypatch.setattr("ia_mech.engine.splice.layer_kinds", lambda config: ["linear_attention"])
+    line = refusal(call(main, [str(siblings.path), "--maps", "blocks"], capfd))
+    assert line.startswith("--maps blocks: ") and "has recurrent layers" in line
 
 
 def test_a_split_is_the_mean_over_all_orders_and_adds_up():
