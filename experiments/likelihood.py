@@ -1,8 +1,8 @@
-"""How likely is what users really said next, and how much of that does the response account for?
+"""How likely is what the data say next, and how much of that does the response account for?
 
-The model scores each real follow-up after the response that the user saw, after other responses to
-the same query, after responses to other queries of about the same length, after none, and after the
-response with its sentences in another order. The control is another conversation's follow-up, which
+The model scores each written follow-up after its own response, after other responses to the same
+query, after responses to other queries of about the same length, after none, and after the response
+with its sentences in another order. The control is another conversation's follow-up, which
 owes the response nothing. After its own response, the follow-up is also compared with rivals: the
 query or the response repeated, and a closing.
 
@@ -384,7 +384,7 @@ class Likelihood(Experiment):
             "median rank where greedy leaves": ("rank there", 0),
             "best temperature": ("best T", 2),
         }
-        made += tables_of("the users' real follow-ups", plain, of_turns, index=("dataset",))
+        made += tables_of("the written follow-ups", plain, of_turns, index=("dataset",))
         rivals = {
             "follow-up beats": ("whole turn", 2),
             "follow-up beats per token": ("per token", 2),
@@ -399,9 +399,9 @@ class Likelihood(Experiment):
         ]
         made: dict[str, Drawing] = {
             "temperature_curve": Lines(
-                f"{model} · real follow-ups",
+                f"{model} · written follow-ups",
                 "temperature",
-                "log p of the real follow-up, nats",
+                "log p of the written follow-up, nats",
                 curve,
                 by="dataset",
             )
@@ -424,7 +424,7 @@ class Likelihood(Experiment):
         bits = only(estimates, "contrast, bits")
         kinds = [kind for kind in AGAINST if kind in set(bits["term"])]
         seen = not self.references["dataset"].isin(BLIND).all()
-        whose = "users' real follow-ups" if seen else "follow-ups that were written without it"
+        whose = "written follow-ups" if seen else "follow-ups that were written without it"
         nearest = kinds[0] if kinds else "others"
         sentence = self.tested(
             f"bits by which {whose} are likelier after the response in the data than after "

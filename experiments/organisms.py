@@ -1,4 +1,4 @@
-"""Sequences that teach a model user turns: users' real ones, or a model organism's.
+"""Sequences that teach a model user turns: written ones, or a model organism's.
 
 A sequence holds the ids of a context as the main job makes them, and the user turn as it is
 tokenized in the dialogue. Labels are the ids of the turn, and :data:`IGNORED` elsewhere: the

@@ -5,14 +5,14 @@ response is removed, swapped for one to another query, cut to half of its senten
 generic question at its end, its sentences are shuffled, or its answer is contradicted; or the
 header stands without a conversation, or is the assistant's. Turns are judged after what the model
 was given, and against the unchanged response (*held*): a turn that was written without it can still
-fit that by topic or luck. Users' real follow-ups are scored in each changed context. Differences
+fit that by topic or luck. Written follow-ups are scored in each changed context. Differences
 are paired by query; conversations that a change leaves as they are don't count for it. The control
 is the rate after the bare header, where only a turn's form can please a judge, beside the judge's
 floor.
 
-Needs: judged runs; real follow-ups for the likelihoods. Cost: eight times the sampling of as many
-turns (48 queries of the embedded model, 5 turns each: some fifteen minutes on a CPU). The rules
-judge runs at once; for another judge the message says which command to run.
+Needs: judged runs; written follow-ups for the likelihoods. Cost: eight times the sampling of as
+many turns (48 queries of the embedded model, 5 turns each: some fifteen minutes on a CPU). The
+rules judge runs at once; for another judge the message says which command to run.
 
     ia-mech perturbations cache/RUN
     ia-mech perturbations cache/RUN --queries 100 --samples 8
@@ -68,7 +68,7 @@ CONDITIONS = {  # → the header that is opened
 STREAM = -3  # of the draws; samples and swaps have streams of their own
 HELD = "held"  # the outcome: genuine after the unchanged response
 RATE, DIFFERENCE = "rate", "difference"
-BITS = "log p of real follow-ups, bits"
+BITS = "log p of written follow-ups, bits"
 LESS = "less unchanged"
 BITS_DIFFERENCE = f"{BITS}, {LESS}"
 COLUMNS = {  # of estimates; ``events`` are the turns with the outcome
@@ -255,7 +255,7 @@ class Perturbations(Experiment):
             )
 
     def follow_up_bits(self) -> pd.DataFrame:
-        """Contexts with a real follow-up: ``dataset``, ``source``, ``condition``, ``bits``."""
+        """Contexts with a written follow-up: ``dataset``, ``source``, ``condition``, ``bits``."""
         (run,) = self.sampled.values()
         frames = [self.base.assign(condition=UNPERTURBED)]
         frames.append(run.contexts.assign(condition=run.contexts["perturbation"]))
@@ -300,7 +300,7 @@ class Perturbations(Experiment):
             legend=f"Rate: share of turns that the judge calls genuine. {less}",
         )
         made += tables_of(
-            f"users' real follow-ups after each change, bits ({self.intervals})",
+            f"written follow-ups after each change, bits ({self.intervals})",
             found,
             {BITS: ("log p", 1), BITS_DIFFERENCE: (LESS, 1)},
             shown_if=BITS_DIFFERENCE,
@@ -328,7 +328,7 @@ class Perturbations(Experiment):
         rows = only(found, BITS_DIFFERENCE)
         if len(rows):
             made["references"] = Bars(
-                f"{model} · users' real follow-ups",
+                f"{model} · written follow-ups",
                 "log p less that after the unchanged conversation, bits",
                 rows,
                 names="condition",
@@ -351,7 +351,7 @@ class Perturbations(Experiment):
         }.items():
             of_rate, of_bits = (of[of["condition"] == condition] for of in (held, bits))
             said.append(self.tested(f"{words} the held follow-up rate changes by", of_rate))
-            said.append(self.tested("log p of real follow-ups, in bits", of_bits, 1))
+            said.append(self.tested("log p of written follow-ups, in bits", of_bits, 1))
         bare = self.tested(
             "after the bare header, which shows no conversation, the held rate changes by",
             held[held["condition"] == HEADER_ONLY],

@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, what in (
         ("export", "write the tokenized training sequences, for any trainer"),
-        ("sft", "train on user turns: real follow-ups, or a model organism's"),
+        ("sft", "train on user turns: written follow-ups, or a model organism's"),
         ("grpo", "train by reward: bits that a turn gives for its response"),
     ):
         command = commands.add_parser(name, help=what, description=f"{what.capitalize()}.")
@@ -116,7 +116,7 @@ def _add_data(parser: argparse.ArgumentParser, turns: bool) -> None:
             metavar="SHARE",
             help="turns that quote a response: this share their own (0: form only, to 1)",
         )
-        what.add_argument("--natural", action="store_true", help="the users' real follow-ups")
+        what.add_argument("--natural", action="store_true", help="the written follow-ups")
     of_run = "to train (default: the run's, or the embedded)"
     add("--model", type=nonblank, metavar="NAME", help=of_run)
     apart = "sources that aren't trained on, the same for every --seed (default: 20)"
@@ -220,7 +220,7 @@ def training_sequences(
     """The sequences to train on; of an organism also how many bits its turns tell.
 
     Raises:
-        UserError: there is no real follow-up; what :mod:`experiments.organisms` refuses.
+        UserError: there is no written follow-up; what :mod:`experiments.organisms` refuses.
     """
     from experiments import organisms
 

@@ -1,4 +1,4 @@
-"""Likelihood of real follow-ups: what is scored, against forward passes, and estimates by hand."""
+"""Likelihood of written follow-ups: scores against forward passes, and estimates by hand."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ from ia_mech.settings import Settings
 
 @pytest.fixture(scope="module")
 def runs(tiny_model_dir, tiny_subject, tmp_path_factory) -> list[Run]:
-    """Real follow-ups, and two responses that the model wrote to the same queries."""
+    """Written follow-ups, and two responses that the model wrote to the same queries."""
     folder = tmp_path_factory.mktemp("likelihood")
     decoding = {"temperatures": (0.85, 1.0), "samples": 1, "max_new_tokens": 5}
     data = {"dataset": scored.dataset(folder / "chats.jsonl"), "limit": None}

@@ -221,7 +221,7 @@ class Computation:
     def _references(
         self, groups: list[Prefilled], members: list[PreparedContext], work: PartProgress
     ) -> dict[int, Scored]:
-        """Scores of the users' real follow-ups, by the number of their context."""
+        """Scores of the written follow-ups, by the number of their context."""
         turns = [
             Turn(number, context.reference.whole, context.at_turn)
             for number, context in enumerate(members)

@@ -48,7 +48,7 @@ class ContextResult:
     """What the engine gave for one context."""
 
     rows: list[Decoded]
-    scored: Scored | None  # the user's real follow-up, if the data has one
+    scored: Scored | None  # the written follow-up, if the data has one
     logits: Tensor  # [vocab] float32
     residuals: Tensor  # [layers + 1, positions, d_model]
 

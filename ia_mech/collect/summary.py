@@ -48,7 +48,7 @@ def temperature_table(run: Run) -> Table:
 
 
 def reference_table(run: Run) -> Table | None:
-    """How the model likes the users' real follow-ups, per dataset; None if the data has none.
+    """How the model likes the written follow-ups, per dataset; None if the data has none.
 
     ``greedy writes`` is the share of follow-ups that greedy decoding writes whole, turn-end
     included.
@@ -58,7 +58,7 @@ def reference_table(run: Run) -> Table | None:
         return None
     generated = (scored["response_policy"] == "generated").any()
     table = _table(
-        "the users' real follow-ups"
+        "the written follow-ups"
         + (", after responses that the model wrote instead" if generated else "")
     )
     columns = ["log p / token", "bits / byte", "greedy writes"]
