@@ -244,6 +244,19 @@ READ: list[Row] = [
 ]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
 SITES = ("own context", "response", "after the response", "header", "query")
+PARTS = {
+    "response, computed on": "whole response",
+    "response, last token": "last token",
+    "response, tokens 2–8 from its end": "tokens 2–8 from its end",
+    "response, tokens 9–32 from its end": "tokens 9–32",
+    "response, tokens 33–128 from its end": "tokens 33–128",
+    "response, tokens before these": "tokens before these",
+    "response, one block": "whole, in one block",
+    "response, blocks of 16": "whole, in blocks of 16",
+    "response, blocks of 4": "whole, in blocks of 4",
+    "response, blocks of 1": "whole, in blocks of 1",
+    "response, 16 random tokens": "whole, 16 random tokens in sight",
+}
 PLACES = {
     "turn_end": "turn end",
     "turn_separator": "separator",
@@ -401,6 +414,16 @@ def changes(model: str) -> str:
     return markdown(["", "greedy", "less unchanged", "T = 0.7", "less unchanged"], rows)
 
 
+def parts(model: str) -> str:
+    """What parts of the response carry, and the response in blocks."""
+    found = table(model, "parts")
+    rows = []
+    for name, label in PARTS.items():
+        mine = found[found["site"] == name]
+        rows.append([label, mean(mine["bits"]), mean(mine["hits"])])
+    return markdown(["the candidate's", "bits, T = 0.7", "own likeliest"], rows)
+
+
 def exchanged(model: str) -> str:
     """By how much a state of a donor with a high share moves the recipient's more than that of one
     with a low share."""
@@ -435,7 +458,7 @@ def tables() -> dict[str, list[str]]:
     for model in MODELS:
         mine = [datasets(model), categories(), sites(model), windows(model), written(model)]
         found[f"docs/results/{model}.md"] = mine
-    own = [exchanged, vectors, changes, elicited]
+    own = [parts, exchanged, vectors, changes, elicited]
     found[f"docs/results/{SMOL}.md"] += [make(SMOL) for make in own]
     return found
 
@@ -464,7 +487,12 @@ def in_words() -> dict[str, str]:
     smol = site(SMOL, "own context", HOT) / 10 - site(SMOL, "header", HOT)
     cells = table(SMOL, "interchange").set_index(["term", "layer"])
     last = cells.loc[("header_last", 27)]
+    of = table(SMOL, "parts").pivot_table(index="query", columns="site", values="bits")
+    near, far = of["response, blocks of 16"], of["response, 16 random tokens"]
     return {
+        "near": change(near - far),
+        "further": change(near - of["response, one block"]),
+        "few_near": change(of["response, blocks of 4"] - far),
         "donors": change(last["own high"] - last["own low"]),
         "moved": change(last["high"] - last["low"]),
         "equal_donors": change(last["equal a"] - last["equal b"]),

@@ -4,8 +4,8 @@
     python docs/results/data/make.py figures
 
 FOLDER holds run/ (judged by the rules judge, with results of locate, of ``probes --within source
---target latent`` and of decoupling), vectors/ (of learned-vector), changes/ (of
-perturbations), elicit/ and interchange/; what isn't there is left out.
+--target latent`` and of decoupling), vectors/ (of learned-vector), changes/ (of perturbations),
+elicit/, interchange/ and bands/ (of locate --maps bands blocks); what isn't there is left out.
 """
 
 import sys
@@ -16,7 +16,7 @@ import pandas as pd
 from scipy.stats import t as student_t
 
 from experiments.figures import Bars, Lines
-from experiments.locate import OWN, query_bits_of, with_own_scores
+from experiments.locate import ALL_LAYERS, OWN, PART_SITES, query_bits_of, with_own_scores
 from ia_mech import Run
 
 TURN = ["context_id", "temperature", "sample"]
@@ -82,8 +82,12 @@ def main(folder: Path, out: Path) -> None:
     """Write all tables that the folder has the results for."""
     run = Run.open(folder / "run")
     tables = {"contexts": contexts(run, folder), "turns": turns(run)}
-    if (folder / "run/results/locate/rows.parquet").is_file():
-        tables["bits"] = bits(folder / "run/results/locate")
+    for name, results in {"bits": "run/results/locate", "parts": "bands"}.items():
+        if (folder / results / "rows.parquet").is_file():
+            tables[name] = bits(folder / results)
+    if "parts" in tables:
+        every = tables["parts"]
+        tables["parts"] = every[every["site"].isin([ALL_LAYERS, *PART_SITES])]
     for name, file in {
         "probes": "run/results/siblings-latent/predictions.parquet",
         "vectors": "vectors/rows.parquet",
