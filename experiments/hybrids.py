@@ -286,9 +286,12 @@ class SiteScorer:
         hybrids = hybrids if self._recurrent else hybrids[:CANDIDATES]
         cells = [*self._windows(to_response, d), *self._states(whole, d)]
         for site, band in BAND_SITES.items() if BANDS in unit.maps else ():
+            exchanged = [with_band(unit, band, d, j) for j in candidates]
+            if all(len({piece.context for piece in one.pieces}) == 1 for one in exchanged):
+                continue  # no response is long enough
             following = partial(_following, len(unit.contexts) + len(hybrids))
             cells.append(MapCell(site, -1, -1, following))
-            hybrids += [with_band(unit, band, d, j) for j in candidates]
+            hybrids += exchanged
         groups = [to_response, spliced(to_response, hybrids)]
         for site, group in self._in_blocks(to_response) if BLOCKS in unit.maps else ():
             first = sum(len(one.logits) for one in groups)

@@ -261,8 +261,10 @@ class Interchange(Experiment):
         if len(self.donors) < 2:
             raise UserError(
                 f"{len(self.donors)} queries have a finished response whose greedy turn isn't "
-                f"{self.args.outcome}, and donors among other queries of their dataset",
-                "give a run of more queries, or another --outcome",
+                f"{self.args.outcome}, and donors among other queries of their dataset (of "
+                f"{len(every)} judged contexts {len(finished)} have a finished response, and "
+                f"{len(self.contexts)} of these such a turn)",
+                "give a run of more queries with finished responses, or another --outcome",
             )
         most = self.donors[list(ARMS)].stack().value_counts().max()
         self.notes.append(

@@ -61,6 +61,7 @@ from ia_mech.cli import (
     tolerant_streams,
     whole_from,
 )
+from ia_mech.data.conversations import open_conversations
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
 from ia_mech.likelihood.carried import CEILING
@@ -400,6 +401,9 @@ def _run_stages(args: argparse.Namespace) -> int | None:
     if args.hours is not None and begun:  # what fitted then; the pace may be another now
         settings = Run(args.out / "run").settings
         args.queries, args.samples, args.hours = settings["limit"], settings["samples"], None
+    if not begun:  # what can't be used is known before anything is planned by it
+        queries = sum(1 for _ in open_conversations(args.dataset, limit=args.queries))
+        args.queries = min(args.queries, queries)
     if args.hours is not None or args.dry_run:
         read, written = measured_pace(args.model)
         if args.hours is not None:

@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, "__version__"})
 
 
 def __getattr__(name: str) -> Any:

@@ -254,6 +254,8 @@ def refuse_no_run(path: Path) -> None:
     """Raise UserError if a folder is no run's."""
     if (path / RUN).is_file():
         return
+    if not path.exists():
+        raise UserError(f"no folder {path}", "give what ia-mech sample wrote")
     lacking = "it is a file" if path.is_file() else f"no {RUN}"
     inside = path / "run"  # of a study
     there = f"{inside}, which is one" if (inside / RUN).is_file() else "what ia-mech sample wrote"

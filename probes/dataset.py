@@ -251,7 +251,7 @@ def check_enough(outcome: Outcome, target: Target, others: Sequence[str] = ()) -
     def fewest(rows: np.ndarray | slice) -> tuple[int, str]:
         """Sources of the rarer kind, and what there is of them."""
         few, kind = min(zip(outcome.sources_of_either_kind(rows), kinds, strict=True))
-        have = f"only {few}" if few else "none"
+        have = "all" if few == sources else f"only {few}" if few else "none"
         return few, f"{have} of {sources} sources {'has' if few < 2 else 'have'} {kind}"
 
     few, there = fewest(slice(None))

@@ -181,7 +181,9 @@ def test_the_band_that_holds_the_name_carries_everything_and_no_other_anything(
     through_header, behind, band
 ):
     found = mapped([unit(query, behind=behind) for query in range(4)], [BANDS], through_header)
-    for number, site in enumerate(BAND_SITES):
+    bands = list(BAND_SITES)[:2]  # no response has more than 7 tokens
+    assert {*BAND_SITES} & {*found} == {*bands}
+    for number, site in enumerate(bands):
         wanted = found[ALL_LAYERS] if number == band else 0.0
         assert found[site] == pytest.approx(wanted, abs=0.06), site
 
@@ -312,8 +314,9 @@ def test_the_command_measures_expressed_as_full_passes_do(siblings, tiny_subject
     assert outcome.status == 0, outcome.err
     assert " of 1.58 bits about which of 3 responses they followed" in outcome.out.splitlines()[0]
     rows = pd.read_parquet(out / "rows.parquet")
-    maps = {WINDOW, WITHOUT_WINDOW, ALL_LAYERS, HEADER_FIRST, HEADER_LAST, *BAND_SITES}
-    assert set(rows["site"]) == {OWN, *SITES, *maps, *WRITTEN}
+    maps = {WINDOW, WITHOUT_WINDOW, ALL_LAYERS, HEADER_FIRST, HEADER_LAST}
+    assert set(rows["site"]) - {*BAND_SITES} == {OWN, *SITES, *maps, *WRITTEN}
+    assert {*BAND_SITES} & {*rows["site"]}
     query = next(one for one in siblings.queries() if one.source in set(rows["source"]))
     own = rows[(rows["site"] == OWN) & (rows["source"] == query.source)]
     turns = query.turns.set_index(["followed", "sample", "temperature"])["token_ids"]

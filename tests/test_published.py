@@ -244,6 +244,7 @@ READ: list[Row] = [
 ]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
 SITES = ("own context", "response", "after the response", "header", "query")
+COPIED = ["prompt_restatement", "assistant_restatement", "identity_leakage"]
 PARTS = {
     "response, computed on": "whole response",
     "response, last token": "last token",
@@ -487,9 +488,14 @@ def in_words() -> dict[str, str]:
     smol = site(SMOL, "own context", HOT) / 10 - site(SMOL, "header", HOT)
     cells = table(SMOL, "interchange").set_index(["term", "layer"])
     last = cells.loc[("header_last", 27)]
+    turns = table(QWEN, "turns").merge(table(QWEN, "contexts")[["context", "query"]])
+    others = turns[~turns["category"].isin(COPIED)].groupby(["query", "temperature"])["accepted"]
+    rest = others.mean().unstack().dropna()
     of = table(SMOL, "parts").pivot_table(index="query", columns="site", values="bits")
     near, far = of["response, blocks of 16"], of["response, 16 random tokens"]
     return {
+        "rest": mean(rest[0.0]) + mean(rest[HOT]) + change(rest[HOT] - rest[0.0]),
+        "siblings_rise": change(rise(QWEN, "beyond siblings")),
         "near": change(near - far),
         "further": change(near - of["response, one block"]),
         "few_near": change(of["response, blocks of 4"] - far),

@@ -63,7 +63,7 @@ def labelled_turns(
 
 def labelled_decoys(run: TurnsAndLabels, name: str, columns: Sequence[str]) -> pd.DataFrame:
     """See :meth:`ia_mech.run.Run.decoys`."""
-    kind = "judgements" if name in run.labels.judges else "annotations"
+    kind = "annotations" if name in run.labels.annotators else "judgements"
     wanted = [*dict.fromkeys([*KEY, "decoy", "shown", "category", "genuine", *columns])]
     found = _named(run.labels.decoys(name, kind, wanted))
     first = run.turns.drop_duplicates("context_id")

@@ -401,9 +401,15 @@ class Run:
         Raises:
             UserError: as :meth:`tokenizer`.
         """
+        wanted = "give run.generations['token_ids'], or one row of it"
+        if isinstance(ids, str) or not isinstance(ids, Iterable):
+            raise UserError(f"{ids!r} is no list of token ids", wanted)
         several = [one.tolist() if hasattr(one, "tolist") else one for one in ids]
         if several and isinstance(several[0], Iterable):
             return [self.decode(one) for one in several]
+        for one in several:
+            if not isinstance(one, int) or not 0 <= one < self.model["vocab"]:
+                raise UserError(f"{one!r} is no token id of {self.model['name']}", wanted)
         return self.tokenizer().decode(several, clean_up_tokenization_spaces=False)
 
     def top_tokens(
@@ -432,8 +438,10 @@ class Run:
                 f"{self.path} has no context {context_id!r}",
                 f"give a context_id of run.contexts, such as {ids.iloc[0]!r}",
             )
-        if k < 1:
-            raise UserError(f"{k} tokens", "give k from 1 up")
+        if not isinstance(k, int) or k < 1:
+            raise UserError(f"{k!r} tokens", "give k, a whole number from 1 up")
+        if isinstance(temperatures, str) or not isinstance(temperatures, Iterable):
+            raise UserError(f"temperatures {temperatures!r} are no list", "give (0.7, 1.0)")
         index, logits = int(found[0]), self.header_logits()
         top = logits[index].topk(min(k, self.model["vocab"])).indices
         columns = {
