@@ -167,6 +167,8 @@ def test_labels_are_laid_out_over_the_turns_whatever_their_order(run):
     source_of = dict(zip(run.contexts["context_id"], sources_of(run.contexts), strict=True))
     assert frame["source"].tolist() == [source_of[key["context_id"]] for key in keys]
 
+    with pytest.raises(UserError, match="ia-mech judge run"):
+        run.decoys("unjudged")
     found = run.decoys("rules")
     assert found["row"].tolist() == [9, 4] and set(found["decoy"]) == {"sibling"}
     assert set(found["shown_source"]) == {source_of[shown]}

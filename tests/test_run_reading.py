@@ -185,6 +185,9 @@ def test_token_ids_are_read_by_the_runs_own_tokenizer(siblings, tokenizer):
     assert texts == [tokenizer.decode(one.tolist()) for one in ids] and any(texts)
     assert siblings.decode(ids.iloc[0]) == texts[0] and siblings.decode([]) == ""
     assert siblings.tokenizer().get_vocab() == tokenizer.get_vocab()
+    for wrong in ("hello", 5, [-1], [10**9], [1.5]):
+        with pytest.raises(UserError, match=r"give run\.generations\['token_ids'\]"):
+            siblings.decode(wrong)
 
 
 def test_the_likeliest_first_tokens_are_those_of_the_softmax(siblings):
@@ -204,6 +207,8 @@ def test_the_likeliest_first_tokens_are_those_of_the_softmax(siblings):
         siblings.top_tokens("nosuch")
     with pytest.raises(UserError, match="from 1 up"):
         siblings.top_tokens(siblings.contexts["context_id"].iloc[0], k=0)
+    with pytest.raises(UserError, match=r"give \(0\.7, 1\.0\)"):
+        siblings.top_tokens(siblings.contexts["context_id"].iloc[0], 0.7)
     with pytest.raises(UserError, match=r"a row of run\.contexts"):
         siblings.header_logits()["q1"]
 
