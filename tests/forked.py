@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+LONGEST = 300  # seconds; a command that hangs is ended, so that its test fails
 PART = "a part"  # what a fork writes when it begins to compute one
 
 # What each command imports, most of it late.
@@ -143,14 +144,16 @@ def _begin(err: Path, words: list[str], environment: dict[str, str]) -> tuple[in
 
 def _attend(child: int, reader: int, err: Path, after: float | None, number: int) -> Ended:
     """Wait for a child to end, and perhaps end it."""
+    if not select.select([reader], [], [], LONGEST)[0]:
+        os.kill(child, signal.SIGKILL)
     written = os.read(reader, 1)  # it begins
     begun = time.monotonic()
-    until = None if after is None else begun + after
+    until = begun + (LONGEST if after is None else after)
     while True:
-        left = None if until is None else max(0.0, until - time.monotonic())
-        if not select.select([reader], [], [], left)[0]:
-            os.kill(child, number)  # not waited for yet, so still this child
-            until = None
+        if not select.select([reader], [], [], max(0.0, until - time.monotonic()))[0]:
+            # Not waited for yet, so still this child.
+            os.kill(child, signal.SIGKILL if after is None else number)
+            after, until = None, time.monotonic() + LONGEST
             continue
         more = os.read(reader, 65536)
         if not more:  # it is gone
