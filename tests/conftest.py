@@ -30,6 +30,9 @@ pytest_plugins = ["runs"]
 # Ctrl-C would wait for an interrupt that can't come.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tests kill processes, not the power: flushing to the disk shows nothing here, and is slow.
+os.fsync = lambda _: None
+
 # For tiny models a second thread costs more than it brings, and very much more on a busy machine.
 # The variable is for emulating other machines (docs/development.md).
 torch.set_num_threads(int(os.environ.get("IA_MECH_TEST_THREADS", "1")))

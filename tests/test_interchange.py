@@ -103,6 +103,7 @@ def sampled(small: Subject, odds: tuple[float, float], folder) -> Run:
         model=subject.spec.name,
         temperatures=(0.7,),
         samples=SAMPLES,
+        batch_rows=800,
         max_new_tokens=1,
     )
     run = collect(settings, subject, folder / "run", Silent())

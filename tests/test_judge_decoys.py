@@ -112,9 +112,8 @@ def test_the_draw_depends_on_the_run_alone():
 
 
 @pytest.fixture
-def labelled(run, tmp_path, monkeypatch):
-    """Judge the run, whose turns all differ; returns the judge. Nothing waits for the disk."""
-    monkeypatch.setattr("os.fsync", lambda _: None)
+def labelled(run, tmp_path):
+    """Judge the run, whose turns all differ; returns the judge."""
     run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
 
     def call(say=genuine, name: str = "fake", paid: bool = True, **options) -> FakeJudge:

@@ -19,11 +19,6 @@ from ia_mech.run.labels import KEY
 ALL = ROWS + DECOYS
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda _: None)
-
-
 @pytest.fixture
 def cache(tmp_path) -> Path:
     return tmp_path / "judgements"

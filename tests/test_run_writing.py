@@ -173,7 +173,6 @@ def test_every_state_between_two_file_operations_can_be_gone_on_from(
     tmp_path, monkeypatch, by_hand, step
 ):
     """A kill can fall between any two operations on files, or in the middle of writing one."""
-    monkeypatch.setattr("os.fsync", lambda _: None)  # says nothing about a kill, and is slow
     live, states = tmp_path / "live", []
 
     def keep() -> None:
