@@ -312,11 +312,11 @@ class SiteScorer:
         unit = self._unit
         contexts = [ids[:stop] for ids, stop in zip(unit.contexts, unit.stops, strict=True)]
         what = self._model.subject.model, to_response, contexts, unit.starts
-        for site, width in (BLOCK_SITES | RANDOM_SITES).items():
-            if site in BLOCK_SITES:
-                yield site, in_blocks(*what, width)
-            else:
-                yield site, among_random(*what, width, unit.seed)
+        for site, width in BLOCK_SITES.items():
+            yield site, in_blocks(*what, width)
+            self._model.on_tokens(_response_tokens(unit))
+        for site, count in RANDOM_SITES.items():
+            yield site, among_random(*what, count, unit.seed)
             self._model.on_tokens(_response_tokens(unit))
 
     def _windows(self, to_response: "Prefilled", d: int) -> Iterator[MapCell]:

@@ -290,8 +290,8 @@ def token_estimates(rows: pd.DataFrame, options: Options) -> Iterator[TidyEstima
     for quantity, part in parts.items():
         for t, sites in whole_site_bits(part, options["seed"]).items():
             for site, bits in sites.items():
-                names = {"term": site, "temperature": np.nan if t is None else t}
-                yield from estimated(options, quantity, bits, **names)
+                at = np.nan if t is None else t
+                yield from estimated(options, quantity, bits, term=site, temperature=at)
 
 
 def split_estimates(
