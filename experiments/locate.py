@@ -65,6 +65,7 @@ from experiments.hybrids import (
     RANDOM_SITES,
     RECIPIENT_SCORE,
     RESPONSE,
+    RESPONSE_AND_HEADER,
     RESPONSES,
     SCORES,
     SITES,
@@ -613,32 +614,36 @@ class Locate(Experiment):
         return drawings(found, self.runs[0].model["name"])
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        lookup = Lookup(found)
-        name = self.runs[0].model["name"]
-        sentence = (
-            f"{name}'s sampled turns tell {lookup(BITS, OWN)} of {CEILING:.2f} bits about which "
-            f"of {CANDIDATES} responses they followed, greedy ones {lookup(BITS, OWN, 0.0)}"
-        )
-        for site in (RESPONSE, HEADER):
-            share = lookup(SHARE, site)
-            sentence += (
-                f"; {lookup(BITS, site)} ({share}) through the keys and values of the {site}"
-            )
-        if (found["term"] == STATE).any():
-            sentence += f"; {lookup(BITS, STATE)} ({lookup(SHARE, STATE)}) through the {STATE}"
-        if windows := strongest_windows(found, self.runs[0].model["layers"]):
-            sentence += f", of the response's layers most in {windows}"
-        if (found["term"] == ALL_LAYERS).any() and (found["term"].isin(BLOCK_SITES)).any():
-            t = found.loc[found["term"] == ALL_LAYERS, "temperature"].iloc[0]
-            kept = [f"{lookup(BITS, site, t)} in {site.split(', ')[1]}" for site in BLOCK_SITES]
-            sentence += (
-                f"; of {lookup(BITS, ALL_LAYERS, t)}, the response alone keeps {', '.join(kept)}"
-            )
+        lookup, model = Lookup(found), self.runs[0].model
+        ways = [
+            f"{lookup(BITS, site)} ({lookup(SHARE, site)}) through the {of}"
+            for site, of in {
+                RESPONSE: "response's keys and values",
+                HEADER: "header's",
+                STATE: STATE,
+            }.items()
+            if (found["term"] == site).any()
+        ]
+        windows = strongest_windows(found, model["layers"])
+        said = [
+            f"{model['name']}'s sampled turns tell {lookup(BITS, OWN)} of {CEILING:.2f} bits about "
+            f"which of {CANDIDATES} responses they followed, greedy ones {lookup(BITS, OWN, 0.0)}.",
+            f"They tell {', '.join(ways)}{f'; layers: most in {windows}' if windows else ''}.",
+        ]
+        mapped = found.loc[found["term"].isin([ALL_LAYERS, *WRITTEN]), "temperature"].max()
+        parts = {site: f"written: {site}" for site in (RESPONSE, HEADER, RESPONSE_AND_HEADER)}
+        if found["term"].isin(parts.values()).any():
+            each = [f"{lookup(BITS, of, mapped)} ({site})" for site, of in parts.items()]
+            said.append(f"Turns written where only a part is a candidate's tell {', '.join(each)}.")
+        if found["term"].isin(BLOCK_SITES).any():
+            kept = [f"{lookup(BITS, site, mapped)} ({site.split(', ')[1]})" for site in BLOCK_SITES]
+            whole = lookup(BITS, ALL_LAYERS, mapped)
+            said.append(f"Computed anew, the response keeps of its {whole}: {', '.join(kept)}.")
         control = (
             "Each number is held against two siblings whose states are put in alike; keys and "
             f"values of the query, the same tokens in all siblings, carry {lookup(BITS, QUERY)}."
         )
-        return Conclusion(f"{sentence}.", control)
+        return Conclusion(" ".join(said), control)
 
 
 def strongest_windows(found: pd.DataFrame, layers: int) -> str:
