@@ -60,7 +60,7 @@ def test_bars_and_bands_end_where_intervals_do():
     for lying in (False, True):
         _, axes = new_axes("", "")
         draw_points(axes, [7, 9], rows, lying=lying)
-        (bars,) = axes.collections
+        bars, _ = axes.collections
         ends = [segment[:, 0 if lying else 1].tolist() for segment in bars.get_segments()]
         assert ends == [pytest.approx([0.3, 0.6]), [0.5, 0.5]], "none where there is no interval"
     _, axes = new_axes("", "")
@@ -74,13 +74,15 @@ def test_bars_and_bands_end_where_intervals_do():
 def test_figures_of_a_judges_rate_show_its_floor_and_excess(gate):
     experiment = TemperatureSweep([SimpleNamespace(model={"name": "m"})], Namespace(), Path())
     experiment.gate = gate
-    figure = experiment.figures(frame({"quantity": RATE}))["rates"].draw()
+    floors = [] if gate is WITHOUT else [{"quantity": "floor", "value": at} for at in (0.1, FLOOR)]
+    floors = [row | {"temperature": float(at)} for at, row in enumerate(floors)]
+    figure = experiment.figures(frame({"quantity": RATE}, *floors))["rates"].draw()
     (axes,) = figure.axes
-    floors = [line for line in axes.lines if line.get_label() == "the judge's floor"]
+    drawn = [line for line in axes.lines if line.get_label() == "the judge's floor"]
     if gate is WITHOUT:
-        assert floors == [] and axes.get_title() == "m\njudge planted: no decoys"
+        assert drawn == [] and axes.get_title() == "m\njudge planted: no decoys"
         return
-    assert floors[0].get_ydata()[0] == FLOOR
+    assert drawn[0].get_xdata().tolist() == [0, 1] and drawn[0].get_ydata().tolist() == [0.1, FLOOR]
     assert " ".join(axes.get_title().split()) == (
         "m judge planted: undecided (40 decoys), excess over its floor +0.09 [-0.02, +0.20]"
     )
