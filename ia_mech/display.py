@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import threading
@@ -235,7 +236,11 @@ def draw_points(
 
 def link_of(**about: Any) -> str:
     """The link of a mark, as an address within a page: of which turns it is."""
-    known = {name: value for name, value in about.items() if value == value and value is not None}
+    known = {
+        name: value
+        for name, value in about.items()
+        if (isinstance(value, str) and value) or (isinstance(value, float) and not math.isnan(value))
+    }
     return f"#{urlencode(known)}"
 
 
@@ -267,7 +272,8 @@ def _save(path: Path, figure: Figure, kind: str, stem: str) -> None:
     }
     # Ticks are only made now. Ids in an SVG are random without a salt.
     with rc_context({**STYLE, "svg.hashsalt": stem}):
-        figure.savefig(path, format=kind, dpi=150, metadata=undated[kind])
+        # Tight: a title that is wider than its axes isn't clipped.
+        figure.savefig(path, format=kind, dpi=150, bbox_inches="tight", metadata=undated[kind])
 
 
 def reading_of(svg: bytes) -> str:

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 import numpy as np
 import pandas as pd
@@ -19,7 +20,7 @@ from test_report import CATEGORIES, HOSTILE, hostile, judged, moons, no_tokenize
 from ia_mech.judge.__main__ import main as judge_main
 from ia_mech.judge.rubric import GENUINE, NAMES, heading
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
-from ia_mech.page import packed, rendered
+from ia_mech.page import glossary, packed, rendered
 from ia_mech.rates.__main__ import main as rates_main
 from ia_mech.report.__main__ import render_report
 from ia_mech.report.turns import columns_of
@@ -198,6 +199,26 @@ def test_a_claim_and_a_row_of_a_table_lead_to_their_turns(judged, opened):
     assert counted(page)[1] == wanted.sum() > 0
 
 
+def test_a_mark_of_a_figure_leads_to_its_turns_and_words_say_what_they_mean(
+    judged, opened, pictures
+):
+    assert rates_main([str(judged.path)]) == 0
+    page = opened(render_report([judged]))
+    bar = page.locator(".plot a[href*='category=new']").first
+    bar.focus()
+    page.keyboard.press("Enter")
+    place = dict(parse_qsl(bar.get_attribute("href")[1:]))
+    assert choice(page, "category") == place["category"] == "new topic"
+    assert choice(page, "temperature") == place["temperature"]
+    at = 0.0 if place["temperature"] == "greedy" else float(place["temperature"][4:])
+    labels = judged.labels.judgements("rules")
+    wanted = (labels["category"] == "new_topic") & (labels["temperature"] == at)
+    assert counted(page)[1] == wanted.sum() > 0
+    meanings = dict(glossary())
+    assert page.locator(".sentence abbr").first.get_attribute("title") in meanings.values()
+    assert page.locator("#words dt").all_text_contents() == list(meanings)
+
+
 def test_what_passes_is_exported(judged, opened, tmp_path):
     page = opened(render_report([judged]))
     option(page, "category", "accepted")
@@ -330,7 +351,7 @@ def test_a_figure_can_be_enlarged(judged, opened):
     page = opened(render_report([judged]), viewport={"width": 390, "height": 844})
     figure = page.locator("figure img")
     assert figure.bounding_box()["width"] <= 390
-    figure.click()
+    figure.click(position={"x": 2, "y": 2})  # not on a mark
     assert page.locator("dialog img").bounding_box()["width"] > 800
     page.get_by_role("button", name="close").click()
     assert not page.locator("dialog").is_visible()
