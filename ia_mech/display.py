@@ -239,7 +239,8 @@ def link_of(**about: Any) -> str:
     known = {
         name: value
         for name, value in about.items()
-        if (isinstance(value, str) and value) or (isinstance(value, float) and not math.isnan(value))
+        if (isinstance(value, str) and value)
+        or (isinstance(value, float) and not math.isnan(value))
     }
     return f"#{urlencode(known)}"
 

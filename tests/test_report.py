@@ -330,6 +330,21 @@ def test_tokens_are_as_long_as_javascript_counts(judged, monkeypatch):
     assert "not shown" not in note
 
 
+def test_a_context_has_its_likeliest_first_tokens_at_temperature_1(judged, monkeypatch):
+    fake = SimpleNamespace(decode=lambda ids, **_: f"<{ids[0]}>")
+    monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda *_, **__: (fake, None))
+    for limit in (browsers.MAX_TOKENS, 40 * judged.settings["max_new_tokens"]):
+        data, _ = browsers.browser([judged], ["run"], [[]], limit)
+        contexts = json.loads(gzip.decompress(base64.b64decode(data)))["contexts"]
+        places = {id_: at for at, id_ in enumerate(judged.contexts["context_id"])}
+        for id_, first in zip(contexts["id"], contexts["first"], strict=True):
+            shares = np.exp(judged.header_logits()[places[id_]].double().numpy())
+            shares /= shares.sum()
+            assert [share for _, share in first] == pytest.approx(np.sort(shares)[:-6:-1], abs=1e-3)
+            ids = [int(token[1:-1]) for token, _ in first]
+            assert shares[ids] == pytest.approx([share for _, share in first], abs=1e-3)
+
+
 # -- texts stay texts ---------------------------------------------------------------------------
 
 HOSTILE = [

@@ -24,9 +24,8 @@ from ia_mech.run import Run
 ORDER = (
     *("compare", "study", "rates", "reaction", "locate", "elicit", "probe", "steering"),
     *("learned_vector", "interchange"),
-    *("perturbations", "likelihood", "decoupling", "temperature_sweep"),
+    *("perturbations", "likelihood", "decoupling", "temperature_sweep", "agreement"),
 )
-LAST = "agreement"
 MAX_ESTIMATES = 400  # that a page lists; the file has all
 _INTERVAL = re.compile(r"(\[[-+−–\d.,% ]{3,40}\])")
 
@@ -112,8 +111,7 @@ def cards_of(
 
 
 def _place(kind: str) -> tuple[int, str]:
-    unknown = len(ORDER) + (kind == LAST)
-    return (ORDER.index(kind) if kind in ORDER else unknown, kind)
+    return (ORDER.index(kind) if kind in ORDER else len(ORDER), kind)
 
 
 def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:

@@ -16,9 +16,9 @@ from ia_mech.models.load import load_tokenizer_and_config, recall
 from ia_mech.page import packed
 from ia_mech.rates.evidence import DEPENDENT, table_of_run
 from ia_mech.run import Run
-from ia_mech.run.reader import HeaderLogits
 from ia_mech.run.labelled import FAILED
 from ia_mech.run.labels import KEY
+from ia_mech.run.reader import HeaderLogits
 from ia_mech.untrusted import visible
 
 OTHERS = [FAILED, "not judged"]  # what a turn is that no category was named for
@@ -113,7 +113,9 @@ def _frames(
         contexts = contexts.set_axis(range(begin, begin + len(contexts)))
         begin += len(contexts)
         contexts = contexts[contexts["context_id"].isin(kept)]
-        first = [_openings(logits, at, piece) if logits and piece else None for at in contexts.index]
+        first = [
+            _openings(logits, at, piece) if logits and piece else None for at in contexts.index
+        ]
         turns = turns[turns["context_id"].isin(kept)]
         cells = zip(turns["text"], turns["token_ids"], strict=True)
         pieces = [_lengths(piece, text, ids) if piece else None for text, ids in cells]
@@ -151,13 +153,13 @@ def _frames(
         said = said.drop(columns="category", errors="ignore")
         said = said.rename(columns={"truth_category": "category", "note": "rationale"})
         turns = turns.join(_labels(said, f"{person} (annotator)"))
+    named = {
+        f"rates-{judge}": {name: f"{name} {judge}" for name in OUTCOMES}
+        for judge in run.labels.judges
+    }
     for folder in folders:
-        found = table_of_run(folder, run, "turns", [*KEY, BITS])
-        turns = _joined(turns, found, {BITS: BITS, TOKEN_BITS: TOKEN_BITS})
-        for judge in run.labels.judges:
-            if folder.name == f"rates-{judge}":
-                found = table_of_run(folder, run, "turns", [*KEY, *OUTCOMES])
-                turns = _joined(turns, found, {name: f"{name} {judge}" for name in OUTCOMES})
+        found = table_of_run(folder, run, "turns", KEY)
+        turns = _joined(turns, found, named.get(folder.name, {BITS: BITS, TOKEN_BITS: TOKEN_BITS}))
     turns = turns.assign(decoy="")
     if decoys:
         rows = pd.concat(decoys, axis=1).reset_index().join(texts, on="row", how="inner")
@@ -179,9 +181,7 @@ def _labels(rows: pd.DataFrame, judge: str) -> pd.DataFrame:
             strict=True,
         )
     ]
-    certain = [
-        of.get(category) for of, category in zip(scores, rows["category"], strict=True)
-    ]
+    certain = [of.get(category) for of, category in zip(scores, rows["category"], strict=True)]
     return pd.DataFrame(
         {
             f"category {judge}": rows["category"].astype(object),
