@@ -169,7 +169,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
                 optional=True,
             ),
         ]
-    for name, lacking in (("workers", ("judge", "probes")), ("threads", ("judge",))):
+    for name, lacking in (("workers", ("judge", "rates", "probes")), ("threads", ("judge",))):
         if (number := getattr(args, name)) is not None:
             for stage in found:
                 if stage.name.split()[0] not in lacking:

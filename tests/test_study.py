@@ -25,7 +25,7 @@ from ia_mech.models import load as models
 from ia_mech.results import read
 
 STUDY = "run/results/study"
-SETTINGS = ["--queries", "5", "--quick", "--maps", "windows", "--unfinished"]
+SETTINGS = ["--queries", "5", "--quick", "--maps", "windows", "--unfinished", "--workers", "1"]
 
 
 @pytest.fixture(scope="module")
