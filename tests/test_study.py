@@ -44,6 +44,8 @@ def finished(model: str, data: str, out: Path) -> Path:
     loaded, once = [], models._load
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "_load", lambda spec: loaded.append(spec) or once(spec))
+        # Other tests' copies of the model, which are used meanwhile, are none of this study's.
+        patch.setattr(models, "_places", lambda weights: out.parent / "notes" / weights)
         patch.setattr(study, "RESPONSE_TOKENS", 5)
         patch.setattr(study, "TURN_TOKENS", 6)
         assert study.main([model, "--dataset", data, *SETTINGS, "--out", str(out)]) == 0
