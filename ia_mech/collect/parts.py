@@ -114,16 +114,11 @@ def check_model(
     """Refuse what a model lacks, by its configuration alone.
 
     Raises:
-        UserError: positions, header logits, tokens or a vector's layer that the model hasn't.
+        UserError: positions, tokens or a vector's layer that the model hasn't.
     """
     text = text_config(model_config)
     refuse_unknown_ids(probe_ids(chat), model_config)
     kept_positions(settings, chat)
-    kept, most = settings.header_logits, text.vocab_size
-    if kept not in ("full", "none") and int(kept) > most:
-        raise UserError(
-            f"--header-logits {kept}: the model has {most} logits", f"give full, or at most {most}"
-        )
     if inputs.vector is not None:
         inputs.vector.check(text.num_hidden_layers, text.hidden_size, chat.position_names)
 
@@ -567,10 +562,7 @@ def run_bytes(
     """About how many bytes a run takes whose contexts have these tokens, in so many parts."""
     text = text_config(model_config)
     residuals = len(positions) * (text.num_hidden_layers + 1) * text.hidden_size * dtype_bytes
-    if settings.header_logits in ("full", "none"):
-        logits = 2 * text.vocab_size if settings.header_logits == "full" else 0
-    else:  # a float16 value and an int32 index each
-        logits = 6 * int(settings.header_logits)
+    logits = 2 * text.vocab_size if settings.header_logits == "full" else 0
     # A generation: id, log-probability, rank and margin of four bytes each per token, and its text.
     turns = len(settings.rows()) * (settings.max_new_tokens * 20 + 100)
     files = parts * (22_000 + 400 * text.num_hidden_layers)  # what they cost without content
@@ -596,7 +588,7 @@ def check_disk(needed: int, out: Path) -> None:
     if needed > free and not (out / layout.RUN).is_file():
         raise UserError(
             f"the run needs about {size_text(needed)}, {out.parent} has {size_text(free)} free",
-            "free some space, lower --limit, name fewer --positions, or use --header-logits 1000",
+            "free some space, lower --limit, name fewer --positions, or use --header-logits none",
         )
 
 
