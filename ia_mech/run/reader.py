@@ -274,7 +274,7 @@ class Run:
         """
         from ia_mech.run.labelled import labelled_turns
 
-        return labelled_turns(self, judge, annotator, columns)
+        return labelled_turns(self.turns, self.labels, judge, annotator, columns)
 
     def decoys(self, name: str, columns: Sequence[str] = ()) -> pd.DataFrame:
         """One row per label that a judge or annotator gave a turn after a context that it didn't
@@ -294,7 +294,7 @@ class Run:
         """
         from ia_mech.run.labelled import labelled_decoys
 
-        return labelled_decoys(self, name, columns)
+        return labelled_decoys(self.turns, self.labels, name, columns)
 
     def check_finished(self) -> None:
         """Raise UserError for a run that is still being written, or was left unfinished."""
