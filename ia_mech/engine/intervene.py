@@ -114,7 +114,7 @@ def _require_direction(direction: Tensor) -> None:
 def at_tokens(
     steered: Sequence[TokenwiseIntervention], positions: Sequence[int]
 ) -> list[Intervention]:
-    """The same at other positions; nothing at none."""
+    """The same at other positions, such as all of a turn; nothing at none."""
     return [replace(one, positions=tuple(positions)) for one in steered] if positions else []
 
 

@@ -194,14 +194,12 @@ class PrefixTable:
         self._own_bias, self._own_places = {}, {}
 
     def join(self, other: "PrefixTable", width: int) -> None:
-        """The rows of another table, behind its own; the longest of all is so long."""
+        """The rows of another table, which borrow nothing, behind its own; the longest of all is
+        so long."""
         first = sum(map(len, self._masks))
         self._masks += other._masks
         self._contexts += [first + context for context in other._contexts]
-        self._borrowed += [
-            None if one is None else Borrowed(first + one.context, one.heads)
-            for one in other._borrowed
-        ]
+        self._borrowed += [None] * len(other)
         self.ages, self.width = self.ages + other.ages, width
         self._drop_tensors()
 
