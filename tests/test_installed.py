@@ -268,7 +268,7 @@ def jobs() -> list[Job]:
             edits = (
                 Replace(len(lengths), (1, 3), states),
                 Add(0, (2,), states[0], 0.3),
-                ProjectOut(4, (0, 2), states[1]),
+                ProjectOut(4, (0, 2), states[1], 1.0),
             )
             steered = (Add(1, (0,), states[0], 0.2),)
             kinds = [

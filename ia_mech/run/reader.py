@@ -177,10 +177,7 @@ class Run:
 
         Names (``layout.NAMES``) are categorical, their categories sorted.
         """
-        columns = [*layout.NAMES, *layout.PLACE]
-        if "generations" in vars(self):  # read already
-            return self.generations[columns].astype(dict.fromkeys(layout.NAMES, "category"))
-        frame = self._table("generations", columns).to_pandas()
+        frame = self._table("generations", [*layout.NAMES, *layout.PLACE]).to_pandas()
         for name in layout.NAMES:
             found = frame[name].cat.remove_unused_categories()
             frame[name] = found.cat.reorder_categories(sorted(found.cat.categories))
@@ -212,9 +209,6 @@ class Run:
                 )
         contexts = [*dict.fromkeys(["order", *contexts])]
         turns = [*dict.fromkeys([*layout.TURN_KEYS, *turns])]
-        if "generations" in vars(self):  # read already
-            yield self.contexts[contexts], self.generations[turns]
-            return
         begin = 0
         for part in self._finished_parts():
             own = _contexts(self._table("contexts", contexts, [part]))
