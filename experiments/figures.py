@@ -47,6 +47,7 @@ class Lines:
             axes.axhline(level, color="0.3", lw=0.8, ls=":", label=label or None)
         if self.log:
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
         axes.legend()
         dotted = f" Dotted: {', '.join(filter(None, self.levels))}." if self.levels else ""
         figure.set_label(

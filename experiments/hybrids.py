@@ -57,6 +57,7 @@ BAND_SITES: dict[str, tuple[int, int | None]] = {
     "response, tokens before these": (128, None),
 }
 SCORES = [f"score_{number}" for number in range(CANDIDATES)]
+FIRST_SCORES = [f"first_{number}" for number in range(CANDIDATES)]  # of the first token alone
 RECIPIENT_SCORE = "score_recipient"
 # Which pieces of a context are a candidate's: 0 the query, 1 the response, 2 what stands between
 # it and the header, 3 the header, 4 the recurrent state after it.
@@ -81,8 +82,7 @@ BLOCK_SITES: dict[str, int | None] = {
     "response, blocks of 16": 16,
     "response, one block": None,
 }
-RANDOM_WIDTH = 16
-RANDOM_TOKENS = f"response, {RANDOM_WIDTH} random tokens"  # the control: as few, from anywhere
+RANDOM_SITES = {f"response, {n} random tokens": n for n in (4, 16)}  # as few, from anywhere
 
 
 @dataclass(frozen=True)
@@ -156,14 +156,9 @@ def with_band(
     behind, most = band
     both = recipient, donor
     lengths = [unit.stops[which] - unit.starts[which] for which in both]
-    behind = min(behind, *lengths)
-    if most is None:
-        counts = lengths if behind < min(lengths) else [behind, behind]
-    else:
-        counts = [min(most, *lengths)] * 2
+    counts = min(most or max(lengths), *lengths), min(behind, *lengths)
     (own_first, first), (own_stop, stop) = (
-        [unit.stops[which] - count for which, count in zip(both, each, strict=True)]
-        for each in (counts, [behind, behind])
+        [unit.stops[which] - count for which in both] for count in counts
     )
     pieces = (
         Piece(recipient, 0, own_first),
@@ -203,7 +198,8 @@ class SiteScorer:
         self._numbers = range(len(unit.contexts))
 
     def table(self) -> pd.DataFrame:
-        """A row per site, recipient and turn, with the scores after the three candidates in nats.
+        """A row per site, recipient and turn, with the scores after the three candidates in nats:
+        of the turn (:data:`SCORES`) and of its first token (:data:`FIRST_SCORES`).
 
         Of turns that were written after hybrids there is the score after the recipient, too.
 
@@ -266,7 +262,7 @@ class SiteScorer:
             for _, turn in self._turns_of_candidates(d):
                 rows.append((d, turn))
                 wanted += [Turn(at, turn[3]) for at, pair in enumerate(pairs) if pair[0] == d]
-        scores = self._scores([group], wanted).reshape(-1, CANDIDATES)
+        scores = self._scores([group], wanted).reshape(-1, CANDIDATES, 2)
         for (d, turn), each in zip(rows, scores, strict=True):
             self._add(site, d, turn, each)
 
@@ -304,8 +300,8 @@ class SiteScorer:
             for turn in mapped
             for at, j in enumerate(candidates)
         ]
-        scores = self._scores(groups, wanted, skip=len(unit.after) + 1)
-        for cell, rows in zip(cells, scores.reshape(len(cells), -1, CANDIDATES), strict=True):
+        scores = self._scores(groups, wanted, skip=len(unit.after))
+        for cell, rows in zip(cells, scores.reshape(len(cells), -1, CANDIDATES, 2), strict=True):
             for turn, each in zip(mapped, rows, strict=True):
                 self._add(cell.site, d, turn, each, layer=cell.layer, head=cell.head)
 
@@ -319,8 +315,9 @@ class SiteScorer:
         for site, width in BLOCK_SITES.items():
             yield site, in_blocks(*what, width)
             self._model.on_tokens(_response_tokens(unit))
-        yield RANDOM_TOKENS, among_random(*what, RANDOM_WIDTH, unit.seed)
-        self._model.on_tokens(_response_tokens(unit))
+        for site, count in RANDOM_SITES.items():
+            yield site, among_random(*what, count, unit.seed)
+            self._model.on_tokens(_response_tokens(unit))
 
     def _windows(self, to_response: "Prefilled", d: int) -> Iterator[MapCell]:
         """The candidates' response in some layers or heads: put in alone, and left out alone."""
@@ -406,13 +403,13 @@ class SiteScorer:
         self._model.on_tokens(sum(len(one.token_ids) for one in decoded))
         turns = [tuple(one.token_ids.tolist()) for one in decoded]
         wanted = [Turn(j, ids) for ids in turns for j in self._numbers]
-        scores = self._scores([whole], wanted, skip=0).reshape(-1, len(self._numbers))
+        scores = self._scores([whole], wanted).reshape(-1, len(self._numbers), 2)
         for (site, j, row), ids, after in zip(rows, turns, scores, strict=True):
             turn = (j, row.temperature, 0, ids)
-            self._add(site, d, turn, np.delete(after, d), **{RECIPIENT_SCORE: after[d]})
+            self._add(site, d, turn, np.delete(after, d, 0), **{RECIPIENT_SCORE: after[d, 0]})
 
-    def _scores(self, groups: "list[Prefilled]", turns: "list[Turn]", skip: int = 1) -> np.ndarray:
-        """``[turns]`` log-likelihoods in nats, without the first ``skip`` tokens."""
+    def _scores(self, groups: "list[Prefilled]", turns: "list[Turn]", skip: int = 0) -> np.ndarray:
+        """``[turns, 2]`` log-likelihoods in nats behind ``skip`` tokens: of all, of the first."""
         from ia_mech.engine.score import score
 
         found = score(
@@ -421,7 +418,8 @@ class SiteScorer:
             turns,
             on_tokens=self._model.on_tokens,
         )
-        return np.array([one.logprobs_raw[skip:].sum(dtype=float) for one in found])
+        each = (one.logprobs_raw[skip:].astype(float) for one in found)
+        return np.array([(one.sum(), one[:1].sum()) for one in each])
 
     def _add(self, site: str, recipient: int, turn: tuple, scores: ArrayLike, **more) -> None:
         followed, temperature, sample, _ = turn
@@ -429,8 +427,9 @@ class SiteScorer:
         row = {"site": site, "layer": -1, "head": -1, "recipient": recipient, "followed": followed}
         row |= {"temperature": temperature, "sample": sample, "own": own, RECIPIENT_SCORE: np.nan}
         row["context_id"] = self._unit.context_ids[followed]
-        each = np.asarray(scores, dtype=float).tolist()
-        self._rows.append(row | dict(zip(SCORES, each, strict=True)) | more)
+        whole, first = np.asarray(scores, dtype=float).T.tolist()
+        row |= dict(zip(SCORES, whole, strict=True)) | dict(zip(FIRST_SCORES, first, strict=True))
+        self._rows.append(row | more)
 
 
 def _response_tokens(unit: SiblingContexts) -> int:
@@ -469,7 +468,7 @@ def tokens_scored(
     scored = each * (recipients * sites + min(recipients, 2))
     windows, states = len(layer_windows(layers)), layers // window_size(layers)
     cells = {WINDOWS: 2 * windows, HEADS: 2 * windows, STATES: 2 * states, BANDS: len(BAND_SITES)}
-    cells[BLOCKS] = of_blocks = len(BLOCK_SITES) + 1
+    cells[BLOCKS] = of_blocks = len(BLOCK_SITES) + len(RANDOM_SITES)
     count = sum(cells.get(name, 0) for name in maps)
     if {WINDOWS, HEADS, BANDS, BLOCKS} & set(maps):
         count += len(COMPUTED_ON) if recurrent else 1

@@ -51,6 +51,7 @@ from experiments.hybrids import (
     BLOCKS,
     COMPUTED_ON,
     DONATED,
+    FIRST_SCORES,
     FULL_LAYERS,
     HEAD,
     HEADER,
@@ -61,10 +62,10 @@ from experiments.hybrids import (
     OWN,
     PLAYERS,
     QUERY,
-    RANDOM_TOKENS,
-    RANDOM_WIDTH,
+    RANDOM_SITES,
     RECIPIENT_SCORE,
     RESPONSE,
+    RESPONSE_AND_HEADER,
     RESPONSES,
     SCORES,
     SITES,
@@ -100,18 +101,22 @@ from ia_mech.likelihood.carried import (
 from ia_mech.results import Table
 from ia_mech.stats import cluster_bootstrap, cluster_mean
 
-OWN_SCORES = [f"own_score_{number}" for number in range(CANDIDATES)]  # after own contexts
+# After own contexts.
+OWN_SCORES = [f"own_{name}" for name in SCORES]
+OWN_FIRST_SCORES = [f"own_{name}" for name in FIRST_SCORES]
 BITS, HITS, SHARE = "bits", "own is likeliest", "share of expressed"
 ABOVE_TENTH, CHOSEN = "bits above a tenth of expressed", "bits, chosen on other queries"
 # Paired by query. The query's tokens are the same in all candidates: a control.
-LESS_GREEDY, LESS_ALL_LAYERS = "bits, less greedy's", "bits, less with all layers"
+LESS_GREEDY, LESS_WHOLE = "bits, less greedy's", "bits, less the whole response's"
+LESS_RANDOM = "bits, less those of as many random tokens"
 LESS_QUERY, HITS_LESS_QUERY = "bits, less the query's", "own is likeliest, less the query's"
 # Of the sites of a recurrent model, which may hold the same, or only together.
 SPLIT, LEFT_OUT = "bits, split among sites", "bits lost without"
 MORE_ACCEPTED = "bits of accepted turns, less those of others"
 AFTER_RECIPIENT = "likelier after the recipient"
 EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
-PART_SITES = (*BAND_SITES, *BLOCK_SITES, RANDOM_TOKENS)  # of the response's tokens
+PART_SITES = (*BAND_SITES, *BLOCK_SITES, *RANDOM_SITES)  # of the response's tokens
+FIRST_BITS, LATER_BITS = "bits of first tokens", "bits of later tokens"
 MAP_SITES = (WINDOW, WITHOUT_WINDOW, HEAD, HEADER_FIRST, HEADER_LAST)  # by layer
 WHOLE_SITES, ALL_WRITTEN = (*SITES, *OF_RECURRENT), (*WRITTEN, *WRITTEN_OF_RECURRENT)
 GREEDY, SAMPLED = "greedy", "sampled"  # the latter: of all temperatures above 0 together
@@ -127,12 +132,25 @@ def with_own_scores(rows: pd.DataFrame) -> pd.DataFrame:
     Turns that were written after hybrids have no others.
     """
     keys = ["source", "recipient", "followed", "temperature", "sample"]
-    own = rows.loc[rows["site"] == OWN, [*keys, *SCORES]]
-    own = own.rename(columns=dict(zip(SCORES, OWN_SCORES, strict=True)))
+    names = [*SCORES, *FIRST_SCORES]
+    own = rows.loc[rows["site"] == OWN, [*keys, *names]]
+    own = own.rename(columns={name: f"own_{name}" for name in names})
     found = rows.merge(own, on=keys, how="left")
     written = found["site"].isin(ALL_WRITTEN)
-    found.loc[written, OWN_SCORES] = found.loc[written, SCORES].to_numpy()
+    found.loc[written, own.columns[len(keys) :]] = found.loc[written, names].to_numpy()
     return found
+
+
+def of_first_tokens(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of :func:`with_own_scores` with the scores of first tokens in place of whole turns'."""
+    first = dict(zip((*FIRST_SCORES, *OWN_FIRST_SCORES), (*SCORES, *OWN_SCORES), strict=True))
+    return rows.drop(columns=list(first.values())).rename(columns=first)
+
+
+def of_later_tokens(rows: pd.DataFrame) -> pd.DataFrame:
+    """The same without first tokens, whose distribution is the last header state's alone."""
+    pairs = zip((*SCORES, *OWN_SCORES), (*FIRST_SCORES, *OWN_FIRST_SCORES), strict=True)
+    return rows.assign(**{whole: rows[whole] - rows[first] for whole, first in pairs})
 
 
 def query_bits_of(rows: pd.DataFrame, seed: int) -> QueryBits | None:
@@ -233,7 +251,7 @@ def estimates(
         options: ``level``, ``resamples`` and ``seed``.
     """
     found = [*whole_site_estimates(whole, options), *map_estimates(rows, whole, options)]
-    differences = (LESS_QUERY, HITS_LESS_QUERY, LESS_GREEDY, LESS_ALL_LAYERS)
+    differences = (LESS_QUERY, HITS_LESS_QUERY, LESS_GREEDY, LESS_WHOLE, LESS_RANDOM)
 
     def family(row: TidyEstimate) -> tuple[str, str]:
         return row.quantity, row.names["term"]
@@ -264,6 +282,19 @@ def whole_site_estimates(whole: BitsBySite, options: Options) -> Iterator[TidyEs
             yield from row(LESS_GREEDY, sites[OWN], greedy, term=OWN, **names)
 
 
+def token_estimates(rows: pd.DataFrame, options: Options) -> Iterator[TidyEstimate]:
+    """What first and later tokens express, and what sites carry of it.
+
+    ``rows`` are those of :func:`with_own_scores`.
+    """
+    parts = {FIRST_BITS: of_first_tokens(rows), LATER_BITS: of_later_tokens(rows)}
+    for quantity, part in parts.items():
+        for t, sites in whole_site_bits(part, options["seed"]).items():
+            for site, bits in sites.items():
+                at = np.nan if t is None else t
+                yield from estimated(options, quantity, bits, term=site, temperature=at)
+
+
 def split_estimates(
     sites: Mapping[str, QueryBits], options: Options, **names: Any
 ) -> Iterator[TidyEstimate]:
@@ -291,6 +322,7 @@ def map_estimates(
     # What windows are parts of: layers without a shared prefix are in none.
     base = FULL_LAYERS if (rows["site"] == FULL_LAYERS).any() else ALL_LAYERS
     all_layers = query_bits_of(rows[rows["site"] == base], seed)
+    of_queries: dict[str, QueryBits] = {}
     mapped = rows[rows["site"].isin([*COMPUTED_ON, *PART_SITES, *MAP_SITES, *ALL_WRITTEN])]
     for place, cell in mapped.groupby(["site", "layer", "head", "temperature"], sort=False):
         found = query_bits_of(cell, seed)
@@ -300,8 +332,15 @@ def map_estimates(
         names = {"term": site, "temperature": t} | cell_columns(layer, head)
         yield from row(BITS, found, **names)
         yield from row(HITS, found, **names)
-        if site == WITHOUT_WINDOW and all_layers is not None:
-            yield from row(LESS_ALL_LAYERS, found, all_layers, **names)
+        of_queries[site] = found
+        if site in (WITHOUT_WINDOW, *PART_SITES) and all_layers is not None:
+            same = all_layers.only(found.queries)  # some queries have no such band
+            yield from row(LESS_WHOLE, found, same, **names)
+        width = RANDOM_SITES.get(site)
+        blocks = next((one for one, of in BLOCK_SITES.items() if of == width), None)
+        if width and blocks in of_queries:
+            names["term"] = blocks
+            yield from row(LESS_RANDOM, of_queries[blocks], found, **names)
         if site in ALL_WRITTEN:
             own = cell[SCORES].to_numpy()[np.arange(len(cell)), cell["own"]]
             group = Group(cell["source"].to_numpy(), options, {"dataset": ALL} | names)
@@ -480,7 +519,8 @@ class Locate(Experiment):
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         scored = with_own_scores(rows)
         self.whole = whole_site_bits(scored, self.args.seed)
-        return estimates(scored, self.whole, self.options)
+        found = estimates(scored, self.whole, self.options)
+        return [*found, *token_estimates(scored, self.options)]
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         return {"rows": rows, "queries": query_table(self.whole)}
@@ -497,13 +537,15 @@ class Locate(Experiment):
         made = tables_of(
             title,
             found[found["term"].isin([OWN, *WHOLE_SITES])],
-            columns,
+            columns | {FIRST_BITS: ("first tokens", 2), LATER_BITS: ("later ones", 2)},
             index=("temperature", "term"),
             rows="queries",
             legend=(
                 f"{OWN}: expressed. Sites: carried by keys and values of the header, of all tokens "
                 "after the response, of the response; the query's are the same tokens in all, so "
-                "that they show what differing lengths alone do. share: of what is expressed."
+                "that they show what differing lengths alone do. share: of what is expressed. "
+                "first tokens, later ones: bits of these alone; a first token is drawn from the "
+                "header's last state."
             ),
         )
         made += tables_of(
@@ -524,7 +566,8 @@ class Locate(Experiment):
                 LESS_QUERY: ("bits less the query's", "+.2f"),
                 HITS_LESS_QUERY: ("own likeliest, less the query's", "+.2f"),
                 LESS_GREEDY: ("bits less greedy's", "+.2f"),
-                LESS_ALL_LAYERS: ("bits less with all layers", "+.2f"),
+                LESS_WHOLE: ("bits less the whole response's", "+.2f"),
+                LESS_RANDOM: ("bits less as many random tokens'", "+.2f"),
             },
             index=("temperature", "term", "layer"),
             rows="queries",
@@ -552,7 +595,7 @@ class Locate(Experiment):
                 "What follows the response is computed anew. Last, 2–8, …: as many tokens of the "
                 "candidate's response in place of as many of the recipient's. Blocks: each token "
                 "of the candidate's response saw only those before it in its block, and the first "
-                f"few; the control saw itself and {RANDOM_WIDTH - 1} drawn from all before it."
+                "few; random tokens: itself and as many others, drawn from all before it."
             ),
         )
         for site in (*COMPUTED_ON, *MAP_SITES):
@@ -571,26 +614,36 @@ class Locate(Experiment):
         return drawings(found, self.runs[0].model["name"])
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        lookup = Lookup(found)
-        name = self.runs[0].model["name"]
-        sentence = (
-            f"{name}'s sampled turns tell {lookup(BITS, OWN)} of {CEILING:.2f} bits about which "
-            f"of {CANDIDATES} responses they followed, greedy ones {lookup(BITS, OWN, 0.0)}"
-        )
-        for site in (RESPONSE, HEADER):
-            share = lookup(SHARE, site)
-            sentence += (
-                f"; {lookup(BITS, site)} ({share}) through the keys and values of the {site}"
-            )
-        if (found["term"] == STATE).any():
-            sentence += f"; {lookup(BITS, STATE)} ({lookup(SHARE, STATE)}) through the {STATE}"
-        if windows := strongest_windows(found, self.runs[0].model["layers"]):
-            sentence += f", of the response's layers most in {windows}"
+        lookup, model = Lookup(found), self.runs[0].model
+        ways = [
+            f"{lookup(BITS, site)} ({lookup(SHARE, site)}) through the {of}"
+            for site, of in {
+                RESPONSE: "response's keys and values",
+                HEADER: "header's",
+                STATE: STATE,
+            }.items()
+            if (found["term"] == site).any()
+        ]
+        windows = strongest_windows(found, model["layers"])
+        said = [
+            f"{model['name']}'s sampled turns tell {lookup(BITS, OWN)} of {CEILING:.2f} bits about "
+            f"which of {CANDIDATES} responses they followed, greedy ones {lookup(BITS, OWN, 0.0)}.",
+            f"They tell {', '.join(ways)}{f'; layers: most in {windows}' if windows else ''}.",
+        ]
+        mapped = found.loc[found["term"].isin([ALL_LAYERS, *WRITTEN]), "temperature"].max()
+        parts = {site: f"written: {site}" for site in (RESPONSE, HEADER, RESPONSE_AND_HEADER)}
+        if found["term"].isin(parts.values()).any():
+            each = [f"{lookup(BITS, of, mapped)} ({site})" for site, of in parts.items()]
+            said.append(f"Turns written where only a part is a candidate's tell {', '.join(each)}.")
+        if found["term"].isin(BLOCK_SITES).any():
+            kept = [f"{lookup(BITS, site, mapped)} ({site.split(', ')[1]})" for site in BLOCK_SITES]
+            whole = lookup(BITS, ALL_LAYERS, mapped)
+            said.append(f"Computed anew, the response keeps of its {whole}: {', '.join(kept)}.")
         control = (
             "Each number is held against two siblings whose states are put in alike; keys and "
             f"values of the query, the same tokens in all siblings, carry {lookup(BITS, QUERY)}."
         )
-        return Conclusion(f"{sentence}.", control)
+        return Conclusion(" ".join(said), control)
 
 
 def strongest_windows(found: pd.DataFrame, layers: int) -> str:

@@ -124,7 +124,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     sample += ["--response-temperature", "1", "--max-response-tokens", str(RESPONSE_TOKENS)]
     sample += ["--temperatures", *map(str, TEMPERATURES), "--samples", str(args.samples)]
     sample += ["--max-new-tokens", str(TURN_TOKENS), "--out", run]
-    sample += ["--unfinished"] * args.unfinished
+    sample += ["--unfinished"] * args.unfinished + ["--skip-unusable"] * args.skip_unusable
     locate = ["--queries", str(args.queries), "--recipients", str(args.recipients)]
     locate += ["--maps", *args.maps]
     written = contexts * int(DRAWN * WRITTEN + arms * TURN_TOKENS)
@@ -352,6 +352,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--unfinished",
         help="take responses as they come, cut off or not, instead of drawing finished ones",
     )
+    switch("--skip-unusable", help="leave out rows that can't be used, instead of refusing")
     switch(
         "--wording",
         help="also how much turns tell about wordings of one response, written by the model",
@@ -402,7 +403,8 @@ def _run_stages(args: argparse.Namespace) -> int | None:
         settings = Run(args.out / "run").settings
         args.queries, args.samples, args.hours = settings["limit"], settings["samples"], None
     if not begun:  # what can't be used is known before anything is planned by it
-        queries = sum(1 for _ in open_conversations(args.dataset, limit=args.queries))
+        usable = {"limit": args.queries, "skip_unusable": args.skip_unusable}
+        queries = sum(1 for _ in open_conversations(args.dataset, **usable))
         args.queries = min(args.queries, queries)
     if args.hours is not None or args.dry_run:
         read, written = measured_pace(args.model)

@@ -320,11 +320,12 @@ class TemperatureSweep(Experiment):
 
         assert self.gate is not None
         title, pooled = gate_title(self.runs[0].model["name"], self.gate), all_datasets(found)
-
-        floor = {"the judge's floor": self.gate.floor} if self.gate.decoys else None
-        across, share = "temperature (0 = greedy)", "share of turns"
+        floor = only(pooled, "floor").assign(dataset="the judge's floor")
+        shares = pd.concat([only(found, RATE), floor])
         made: dict[str, Drawing] = {
-            "rates": Lines(title, across, share, only(found, RATE), by="dataset", levels=floor),
+            "rates": Lines(
+                title, "temperature (0 = greedy)", "share of turns", shares, by="dataset"
+            ),
             "first_token": Lines(
                 title, "temperature", TOKENS, only(found, TOKENS), by="dataset", log=True
             ),

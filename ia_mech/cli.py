@@ -2,13 +2,16 @@
 
 import argparse
 import contextlib
+import difflib
 import io
 import math
 import os
 import shlex
+import signal
 import string
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -46,6 +49,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = " ".join(message.split())
+        for word in message.split():
+            if word.startswith("--") and message.startswith("unrecognized"):
+                message += did_you_mean(word.partition("=")[0], self._option_string_actions)
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
@@ -56,6 +62,12 @@ class Parser(argparse.ArgumentParser):
         super().exit(status, message)
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """What was meant by a mistyped word, to be said after it; an empty text if nothing is close."""
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
 def run_command(
     body: Callable[[], int | None], interrupted: Callable[[], str], threads: int | None = None
 ) -> int:
@@ -64,8 +76,11 @@ def run_command(
     That is what the body returns, with None for 0; ``NOTHING`` if nothing usable came out. 2: bad
     input, which one line on stderr explains. 130: interrupted, with what ``interrupted()`` says was
     kept. 141: whoever read the output, such as ``head``, has closed it. A bug's exception is passed
-    on, and Python ends with 1.
+    on, and Python ends with 1. A scheduler's SIGTERM does what Ctrl-C does.
     """
+    in_background = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if threading.current_thread() is threading.main_thread() and not in_background:
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         with using_threads(threads):
             status = _status(body, interrupted)

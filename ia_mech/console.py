@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ia_mech import __version__
-from ia_mech.cli import refuse
+from ia_mech.cli import did_you_mean, refuse
 
 COMMANDS = {
     "study": ("experiments.study", "a whole study of a model, ending with one sentence"),
@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ia-mech {version()}")
         return 0
     if words[0] not in COMMANDS:
-        return refuse(f"no command {words[0]!r}; ia-mech --help lists them")
+        meant = did_you_mean(words[0], COMMANDS)
+        return refuse(f"no command {words[0]!r}{meant}; ia-mech --help lists them")
     return importlib.import_module(COMMANDS[words[0]][0]).main(words[1:])
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlencode
 
 from rich.console import Console
 from rich.segment import Segment
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "0.4")
 
 FIGURE_FORMATS = ("png", "svg", "pdf")  # of files that a figure is written to
+
+# Columns of estimates that say which turns a mark is of: what its link names.
+LINKED = ("model", "run", "dataset", "temperature", "category", "decoy")
+REACH = 8.0  # points to each side of a mark within which a click is one on it
 
 STYLE: dict[Any, Any] = {
     "axes.labelsize": 9,
@@ -201,6 +207,7 @@ def draw_line(
     style: dict[str, Any] = {"lw": 1.4, "marker": "o", "ms": 3}
     axes.plot(places, rows["value"], color=colour, label=label, **(style | look))
     axes.fill_between(places, rows["low"], rows["high"], color=colour, alpha=0.12, lw=0)
+    _link(axes, places, rows["value"], rows)
 
 
 def draw_points(
@@ -221,8 +228,27 @@ def draw_points(
     style: dict[str, Any] = {"fmt": "o", "ms": 4, "lw": 1.2} | look
     if lying:
         axes.errorbar(value, at, xerr=reach, **style)
+        _link(axes, value, at, rows)
     else:
         axes.errorbar(at, value, yerr=reach, **style)
+        _link(axes, at, value, rows)
+
+
+def link_of(**about: Any) -> str:
+    """The link of a mark, as an address within a page: of which turns it is."""
+    known = {
+        name: value
+        for name, value in about.items()
+        if (isinstance(value, str) and value)
+        or (isinstance(value, float) and not math.isnan(value))
+    }
+    return f"#{urlencode(known)}"
+
+
+def _link(axes: Axes, across: Any, up: Any, rows: pd.DataFrame) -> None:
+    """Lay the links of points over them, unseen: an SVG has a link for each point of a scatter."""
+    about = rows[[name for name in LINKED if name in rows]].astype(object).to_dict("records")
+    axes.scatter(across, up, color="k", alpha=0, urls=[link_of(**row) for row in about])
 
 
 def list_names(axes: Axes, names: Sequence[str]) -> None:
@@ -247,13 +273,36 @@ def _save(path: Path, figure: Figure, kind: str, stem: str) -> None:
     }
     # Ticks are only made now. Ids in an SVG are random without a salt.
     with rc_context({**STYLE, "svg.hashsalt": stem}):
-        figure.savefig(path, format=kind, dpi=150, metadata=undated[kind])
+        # Tight: a title that is wider than its axes isn't clipped.
+        figure.savefig(path, format=kind, dpi=150, bbox_inches="tight", metadata=undated[kind])
 
 
 def reading_of(svg: bytes) -> str:
     """How to read a figure that was saved as SVG: the label of the figure."""
     found = re.search(rb"<dc:description>(.*?)</dc:description>", svg, re.DOTALL)
     return "" if found is None else unescape(" ".join(found[1].decode().split()))
+
+
+def links_of(svg: bytes) -> tuple[str, list[tuple[str, list[float]]]]:
+    """The links of a figure's marks, and where they are.
+
+    Returns:
+        The figure's ``viewBox``; for each mark its :func:`link_of` and left, top, width and height
+        of what is to be clicked.
+    """
+    box = re.search(rb'viewBox="([\d. ]+)"', svg)
+    found = []
+    for link, mark in re.findall(rb'<a xlink:href="(#[^"]*)"[^>]*>(.*?)</a>', svg, re.DOTALL):
+        point = re.search(rb'<use [^>]*?x="([\d.]+)" y="([\d.]+)"', mark)
+        path = re.findall(rb"[ML] ([\d.]+) ([\d.]+)", mark)
+        corners = [point.groups()] if point else path
+        if corners:
+            x, y = ([float(corner[axis]) for corner in corners] for axis in (0, 1))
+            more = REACH if point else 0.0
+            left, top = min(x) - more, min(y) - more
+            size = [max(x) + more - left, max(y) + more - top]
+            found.append((unescape(link.decode()), [round(n, 1) for n in (left, top, *size)]))
+    return box[1].decode() if box else "", found
 
 
 def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:

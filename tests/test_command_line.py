@@ -13,6 +13,7 @@ import pytest
 import torch
 from shell import Outcome, call, files, refusal
 
+from ia_mech import console
 from ia_mech.cli import NOTHING, STATUSES, Parser, run_command, shell_word
 from ia_mech.collect import command as command_line
 from ia_mech.collect.summary import print_run
@@ -181,6 +182,20 @@ def test_output_that_is_not_read_to_the_end_is_no_error():
             process.stdout.close()  # as `| head -0` does
             assert process.stderr.read() == b""
             assert process.wait() == 141
+
+
+def test_a_scheduler_s_sigterm_does_what_ctrl_c_does():
+    code = "import os, signal, sys, time; from ia_mech.cli import run_command; "
+    code += "stop = lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)); "
+    code += "sys.exit(run_command(stop, lambda: 'all is kept'))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 130 and ended.stderr == "\ninterrupted; all is kept\n"
+
+
+@pytest.mark.parametrize("words", [["smaple"], ["sample", "--modle", "x"]])
+def test_a_mistyped_word_is_told_what_was_meant(words, capfd):
+    line = refusal(call(console.main, words, capfd))
+    assert f"(did you mean {'sample' if len(words) == 1 else '--model'}?)" in line
 
 
 # -- runs that are there already ------------------------------------------------------------------

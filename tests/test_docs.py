@@ -14,7 +14,12 @@ from ia_mech.console import COMMANDS
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     path
-    for folder, pattern in ((".", "*.md"), ("docs", "**/*.md"), ("benchmarks", "**/*.md"))
+    for folder, pattern in (
+        (".", "*.md"),
+        ("docs", "**/*.md"),
+        ("benchmarks", "**/*.md"),
+        ("ia_mech", "**/*.md"),
+    )
     for path in (ROOT / folder).glob(pattern)
 )
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]

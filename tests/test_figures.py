@@ -8,10 +8,19 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from experiments.figures import Lines
 from experiments.temperature_sweep import RATE, TemperatureSweep
-from ia_mech.display import draw_line, draw_points, new_axes, reading_of, save_figure
+from ia_mech.display import (
+    draw_line,
+    draw_points,
+    link_of,
+    links_of,
+    new_axes,
+    reading_of,
+    save_figure,
+)
 from ia_mech.rates.gate import Gate
 from ia_mech.stats import Estimate
 
@@ -32,14 +41,43 @@ def test_a_figure_says_in_its_file_how_to_read_it_and_its_title_is_not_clipped(t
     title = "smollm2-135m-instruct · genuine follow-ups by rules · floor +0.12 [+0.06, +0.18]"
     figure = Lines(title, "x", "y", frame({}, {"temperature": 2.0}), levels={"a & b": 0.5}).draw()
     (axes,) = figure.axes
-    figure.savefig(tmp_path / "drawn.png")
-    drawn = axes.title.get_window_extent()
-    assert drawn.x0 >= 0 and drawn.x1 <= figure.bbox.width
+    axes.set_yticks([0.5], ["a long name of a tick"])  # moves axes and title to the right
     assert " ".join(axes.get_title().split()) == title
-    _, svg, _ = save_figure(figure, tmp_path, "lines")
+    png, svg, _ = save_figure(figure, tmp_path, "lines")
+    edges = imread(png)[:, [0, -1], :3]
+    assert edges.min() == 1.0  # white
     assert reading_of(svg.read_bytes()) == figure.get_label()
     assert "one term" in figure.get_label() and "Dotted: a & b." in figure.get_label()
     assert reading_of(b"<svg/>") == ""
+
+
+def test_marks_lead_to_what_they_are_of_and_the_file_says_where_they_are(tmp_path, pictures):
+    rows = frame({"decoy": None}, {"temperature": 3.0, "decoy": "sibling", "value": 0.6})
+    for draw in (lambda axes: draw_line(axes, rows["temperature"], rows, "C0", "line"),
+                 lambda axes: draw_points(axes, [1.0, 3.0], rows)):  # fmt: skip
+        figure, axes = new_axes("t", "x", "y")
+        draw(axes)
+        (bar,) = axes.bar([2.0], [0.5])
+        bar.set_url(link_of(temperature=0.0, category="a b"))
+        _, svg, _ = save_figure(figure, tmp_path, "marks")
+        box, found = links_of(svg.read_bytes())
+        links, places = (list(of) for of in zip(*found, strict=True))
+        own = "#model=m&dataset=d&temperature"
+        assert sorted(links) == sorted(
+            [f"{own}=1.0", f"{own}=3.0&decoy=sibling", "#temperature=0.0&category=a+b"]
+        )
+        at = {link: np.array(place) for link, place in zip(links, places, strict=True)}
+        one, three = at[f"{own}=1.0"], at[f"{own}=3.0&decoy=sibling"]
+        pixels = axes.transData.transform([[1.0, 0.4], [3.0, 0.6]])
+        apart = (pixels[1] - pixels[0]) * [1, -1] * 72 / figure.dpi  # an SVG has 72 to the inch
+        assert three[:2] - one[:2] == pytest.approx(apart, abs=0.2)
+        assert one[2:].tolist() == three[2:].tolist() == [16, 16]
+        bar_at = at["#temperature=0.0&category=a+b"]
+        assert bar_at[0] + bar_at[2] / 2 == pytest.approx((one + three)[0] / 2 + 8, abs=0.2)
+        width, height = map(float, box.split()[2:])
+        for left, top, wide, high in places:
+            assert 0 <= left <= left + wide <= width and 0 <= top <= top + high <= height
+    assert links_of(b"<svg/>") == ("", [])
 
 
 def test_panels_are_lettered_once_and_colour_bars_and_single_panels_are_not(tmp_path):
@@ -60,7 +98,7 @@ def test_bars_and_bands_end_where_intervals_do():
     for lying in (False, True):
         _, axes = new_axes("", "")
         draw_points(axes, [7, 9], rows, lying=lying)
-        (bars,) = axes.collections
+        bars, _ = axes.collections
         ends = [segment[:, 0 if lying else 1].tolist() for segment in bars.get_segments()]
         assert ends == [pytest.approx([0.3, 0.6]), [0.5, 0.5]], "none where there is no interval"
     _, axes = new_axes("", "")
@@ -74,13 +112,15 @@ def test_bars_and_bands_end_where_intervals_do():
 def test_figures_of_a_judges_rate_show_its_floor_and_excess(gate):
     experiment = TemperatureSweep([SimpleNamespace(model={"name": "m"})], Namespace(), Path())
     experiment.gate = gate
-    figure = experiment.figures(frame({"quantity": RATE}))["rates"].draw()
+    floors = [] if gate is WITHOUT else [{"quantity": "floor", "value": at} for at in (0.1, FLOOR)]
+    floors = [row | {"temperature": float(at)} for at, row in enumerate(floors)]
+    figure = experiment.figures(frame({"quantity": RATE}, *floors))["rates"].draw()
     (axes,) = figure.axes
-    floors = [line for line in axes.lines if line.get_label() == "the judge's floor"]
+    drawn = [line for line in axes.lines if line.get_label() == "the judge's floor"]
     if gate is WITHOUT:
-        assert floors == [] and axes.get_title() == "m\njudge planted: no decoys"
+        assert drawn == [] and axes.get_title() == "m\njudge planted: no decoys"
         return
-    assert floors[0].get_ydata()[0] == FLOOR
+    assert drawn[0].get_xdata().tolist() == [0, 1] and drawn[0].get_ydata().tolist() == [0.1, FLOOR]
     assert " ".join(axes.get_title().split()) == (
         "m judge planted: undecided (40 decoys), excess over its floor +0.09 [-0.02, +0.20]"
     )

@@ -11,6 +11,7 @@ import pandas as pd
 import planted_reaction as planted
 import pytest
 import scored
+import torch
 from shell import call, refusal
 
 from experiments import hybrids
@@ -29,7 +30,7 @@ from experiments.hybrids import (
     HEADER_LAST,
     OWN,
     QUERY,
-    RANDOM_TOKENS,
+    RANDOM_SITES,
     RESPONSE,
     RESPONSE_AND_HEADER,
     SCORES,
@@ -44,11 +45,16 @@ from experiments.hybrids import (
     with_band,
 )
 from experiments.locate import (
+    FIRST_BITS,
+    LATER_BITS,
+    LESS_RANDOM,
+    LESS_WHOLE,
     Locate,
     accepted_bits,
     estimates,
     main,
     query_bits_of,
+    token_estimates,
     whole_site_bits,
     with_own_scores,
 )
@@ -192,7 +198,7 @@ def test_the_band_that_holds_the_name_carries_everything_and_no_other_anything(
 def test_a_turn_that_reads_a_word_reads_it_in_blocks_of_one_token(through_header):
     """No token of these responses holds more than itself."""
     found = mapped([unit(query) for query in range(4)], [BLOCKS], through_header)
-    for site in (ALL_LAYERS, *BLOCK_SITES, RANDOM_TOKENS):
+    for site in (ALL_LAYERS, *BLOCK_SITES, *RANDOM_SITES):
         assert found[site] == pytest.approx(found[OWN], abs=0.06), site
 
 
@@ -212,10 +218,12 @@ def composed(query: int) -> SiblingContexts:
 def test_what_a_turn_reads_that_tokens_composed_dies_in_small_blocks_alone():
     found = mapped([composed(query) for query in range(4)], [BLOCKS], through_header=True)
     assert found[OWN] > 1
-    for site, width in (BLOCK_SITES | {RANDOM_TOKENS: 16}).items():
-        # The control sees all of such a short response: fewer keys alone do no damage.
+    for site, width in BLOCK_SITES.items():
         wanted = 0.0 if width in (1, 4) else found[OWN]
         assert found[site] == pytest.approx(wanted, abs=0.06), site
+    few, all_of_them = RANDOM_SITES  # such a short response is seen whole: no damage by fewer keys
+    assert found[all_of_them] == pytest.approx(found[OWN], abs=0.06)
+    assert 0.0 < found[few] < found[OWN]
 
 
 def test_a_band_is_as_many_tokens_in_place_of_as_many_at_the_same_distance():
@@ -236,8 +244,60 @@ def test_a_band_is_as_many_tokens_in_place_of_as_many_at_the_same_distance():
     assert made(0, 1, first[1]) == own[:-5] + list(contexts[1][-5:-1]) + own[-1:]
     assert made(0, 1, first[2]) == own and made(0, 3, first[1]) == own
     assert made(1, 0, first[4]) == list(contexts[1]) and made(0, 1, first[4]) == own
-    # Without a limit, all that there is before the last 128.
-    assert made(0, 2, first[4]) == own[:prompt] + list(contexts[2][prompt:-128]) + own[-128:]
+    # Without a limit, as many before the last 128 as both have.
+    assert made(0, 2, first[4]) == own[:-150] + list(contexts[2][prompt:-128]) + own[-128:]
+
+
+def test_first_tokens_tell_by_the_header_what_later_ones_tell_by_the_response(monkeypatch):
+    """A model whose last header token reads the response, as the turn's own tokens do."""
+    made = planted.model(through_header=False)
+    table = made.model.embed_tokens.weight
+    with torch.no_grad():
+        table[planted.HEADER + 2] = table[planted.OPENER]
+    monkeypatch.setattr(planted, "model", lambda through_header: made)
+    monkeypatch.setattr(planted, "turn", lambda name, length: (planted.ECHO + name,) * length)
+    model = Model(SimpleNamespace(model=made), None)
+    parts = [
+        SiteScorer(model, replace(unit(query), maps=[])).table().assign(source=f"q{query}")
+        for query in range(4)
+    ]
+    rows = with_own_scores(pd.concat(parts, ignore_index=True))
+    found = {
+        (row.quantity, row.names["term"]): row.estimate.value
+        for row in token_estimates(rows, OPTIONS)
+        if row.names["temperature"] == 1.0
+    }
+    for quantity, site in ((FIRST_BITS, HEADER), (LATER_BITS, RESPONSE)):
+        expressed = found[quantity, OWN]
+        assert expressed > 0.5
+        for other in SITES:
+            carries = other == site or {other, site} == {AFTER_RESPONSE, HEADER}
+            wanted = expressed if carries else 0.0
+            assert found[quantity, other] == pytest.approx(wanted, abs=0.02), (quantity, other)
+
+
+def test_what_blocks_keep_is_compared_with_the_whole_and_with_as_many_random_tokens():
+    model = Model(SimpleNamespace(model=planted.model(through_header=True)), None)
+    parts = []
+    for query in range(QUERIES):
+        one = replace(composed(query), maps=[BLOCKS], recipients=[query % 4])
+        parts.append(SiteScorer(model, one).table().assign(source=f"q{query}"))
+    rows = with_own_scores(pd.concat(parts, ignore_index=True))
+    found = {
+        (row.quantity, row.names["term"]): row
+        for row in estimates(rows, whole_site_bits(rows, 0), OPTIONS)
+        if row.names["temperature"] == 1.0
+    }
+    bits = {site: found["bits", site].estimate.value for site in (*BLOCK_SITES, *RANDOM_SITES)}
+    assert {site for quantity, site in found if quantity == LESS_RANDOM} == {
+        site for site, width in BLOCK_SITES.items() if width in (4, 16)
+    }
+    of_four, of_sixteen = (found[LESS_RANDOM, f"response, blocks of {width}"] for width in (4, 16))
+    less = bits["response, blocks of 4"] - bits["response, 4 random tokens"]
+    assert of_four.estimate.value == pytest.approx(less) and of_four.p_holm < 0.05
+    assert of_sixteen.estimate.value == pytest.approx(0, abs=0.06)
+    less = found[LESS_WHOLE, "response, blocks of 1"]
+    assert less.estimate.high < -1 and less.p_holm < 0.05
 
 
 def test_turns_that_do_not_react_tell_nothing_and_no_site_carries_anything():
@@ -266,7 +326,7 @@ def test_estimates_have_the_share_the_test_and_the_windows_chosen_on_other_queri
     }  # fmt: skip
     for window in layer_windows(planted.DEPTH):
         less = cells["bits", WITHOUT_WINDOW, window[0]] - cells["bits", ALL_LAYERS, None]
-        at = "bits, less with all layers", WITHOUT_WINDOW, window[0]
+        at = "bits, less the whole response's", WITHOUT_WINDOW, window[0]
         assert cells[at] == pytest.approx(less) and (cells[at] < -1.0) == (planted.READ in window)
     chosen = [row for row in found if row.quantity == "bits, chosen on other queries"]
     of = halves_of([f"q{number}" for number in range(QUERIES)], 0)
@@ -326,8 +386,9 @@ def test_the_command_measures_expressed_as_full_passes_do(siblings, tiny_subject
         assert candidates[row.own] == row.followed
         for number, j in enumerate(candidates):
             each = scored.logprobs(tiny_subject.model, list(query.token_ids[j]), list(turn))
-            wanted = pytest.approx(each[1:].sum(), abs=scored.nats(len(turn))["atol"])
-            assert getattr(row, f"score_{number}") == wanted
+            within = scored.nats(len(turn))["atol"]
+            assert getattr(row, f"score_{number}") == pytest.approx(each.sum(), abs=within)
+            assert getattr(row, f"first_{number}") == pytest.approx(each[0], abs=within)
 
 
 def test_blocks_are_refused_where_layers_are_recurrent(siblings, monkeypatch, capfd):

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 import numpy as np
 import pandas as pd
@@ -17,9 +18,9 @@ from judging import plant
 from test_report import CATEGORIES, HOSTILE, hostile, judged, moons, no_tokenizer, unpacked
 
 from ia_mech.judge.__main__ import main as judge_main
-from ia_mech.judge.rubric import GENUINE, NAMES
+from ia_mech.judge.rubric import GENUINE, NAMES, heading
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
-from ia_mech.page import packed, rendered
+from ia_mech.page import glossary, packed, rendered
 from ia_mech.rates.__main__ import main as rates_main
 from ia_mech.report.__main__ import render_report
 from ia_mech.report.turns import columns_of
@@ -107,7 +108,7 @@ def test_filters_pages_and_permalinks(judged, opened):
     assert page.locator(".turn .accepted").count() == accepted[:50].sum() > 0
     option(page, "temperature", "T = 0.7")
     assert counted(page) == (12, 24)
-    option(page, "category", "genuine follow up")
+    option(page, "category", "genuine")
     passing = [i for i in np.flatnonzero(accepted) if turns["temperature"][i] == 0.7]
     first = turns["context"][passing[0]]
     assert counted(page) == (len({turns["context"][i] for i in passing}), len(passing))
@@ -198,6 +199,26 @@ def test_a_claim_and_a_row_of_a_table_lead_to_their_turns(judged, opened):
     assert counted(page)[1] == wanted.sum() > 0
 
 
+def test_a_mark_of_a_figure_leads_to_its_turns_and_words_say_what_they_mean(
+    judged, opened, pictures
+):
+    assert rates_main([str(judged.path)]) == 0
+    page = opened(render_report([judged]))
+    bar = page.locator(".plot a[href*='category=new']").first
+    bar.focus()
+    page.keyboard.press("Enter")
+    place = dict(parse_qsl(bar.get_attribute("href")[1:]))
+    assert choice(page, "category") == place["category"] == "new topic"
+    assert choice(page, "temperature") == place["temperature"]
+    at = 0.0 if place["temperature"] == "greedy" else float(place["temperature"][4:])
+    labels = judged.labels.judgements("rules")
+    wanted = (labels["category"] == "new_topic") & (labels["temperature"] == at)
+    assert counted(page)[1] == wanted.sum() > 0
+    meanings = dict(glossary())
+    assert page.locator(".sentence abbr").first.get_attribute("title") in meanings.values()
+    assert page.locator("#words dt").all_text_contents() == list(meanings)
+
+
 def test_what_passes_is_exported(judged, opened, tmp_path):
     page = opened(render_report([judged]))
     option(page, "category", "accepted")
@@ -248,7 +269,10 @@ def test_tokens_are_shaded_and_add_up(opened):
     page = opened(rendered_turns(contexts, turns))
     tokens = page.locator(".turn .text span")
     assert tokens.all_text_contents() == ["😀", " on"]
-    assert tokens.first.get_attribute("title") == "2.00"
+    said = tokens.first.get_attribute("title").splitlines()
+    chance = f"p = {np.exp(round(float(turns['logprobs_raw'][0][0]), 2)):.3f} at T = 1"
+    assert said == ["2.00 bits", chance, "likeliest here:", '"A" p = 0.500', '"The" p = 0.250']
+    assert "likeliest" not in tokens.nth(1).get_attribute("title")
     colours = [tokens.nth(k).evaluate("e => getComputedStyle(e).backgroundColor") for k in (0, 1)]
     assert len(set(colours)) == 2 and "rgba(0, 0, 0, 0)" not in colours
     page.get_by_label("bits from").fill("0")
@@ -296,7 +320,7 @@ def test_annotations_make_the_round_trip(judged, opened, tmp_path):
     page.wait_for_selector("#data", state="detached")
     assert state.text_content() == f"2 of {len(items)} done, 1 deferred"
     for _ in items[3:]:
-        page.get_by_role("button", name="3 assistant restatement").click()
+        page.get_by_role("button", name="3 repeats response").click()
     shown = page.locator("#turn .text").last.text_content()
     assert shown == (sheet.rows[1]["user_turn"] or "(empty)")  # the deferred one comes last
     page.keyboard.press("7")
@@ -327,7 +351,7 @@ def test_a_figure_can_be_enlarged(judged, opened):
     page = opened(render_report([judged]), viewport={"width": 390, "height": 844})
     figure = page.locator("figure img")
     assert figure.bounding_box()["width"] <= 390
-    figure.click()
+    figure.click(position={"x": 2, "y": 2})  # not on a mark
     assert page.locator("dialog img").bounding_box()["width"] > 800
     page.get_by_role("button", name="close").click()
     assert not page.locator("dialog").is_visible()
@@ -354,6 +378,7 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     about["response"] = [f"{n} is a number. " * 20 for n in range(contexts)]
     about["response_unfinished"] = False
     about[["reference", "answer", "before", "after"]] = ""
+    about["first"] = [[["A", 0.5], ["The", 0.25]]] * contexts
     count = contexts * turns
     rng = np.random.default_rng(0)
     words = np.array(["a", "lens", "gathers", "the", "lamp", "light", "into", "one", "beam"])
@@ -374,7 +399,8 @@ def rendered_turns(contexts: pd.DataFrame, turns: pd.DataFrame) -> str:
         "report",
         packed(columns_of(contexts, turns, ["run"])),
         **dict.fromkeys(("title", "description", "turns_note", "version"), "t"),
-        **dict.fromkeys(("cards", "without_results", "rubric"), ()),
+        **dict.fromkeys(("cards", "without_results", "rubric", "words"), ()),
+        heading=heading,
         several=False,
         provenance=Table("", [], []),
     )

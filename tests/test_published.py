@@ -224,12 +224,17 @@ JUDGED: list[Row] = [
     ("beyond sibling responses, greedy", lambda m: change(accepted(m, "beyond siblings", 0.0))),
     ("beyond sibling responses, T = 0.7", lambda m: change(accepted(m, "beyond siblings", HOT))),
 ]
-LOCATED: list[Row] = [
-    ("greedy", lambda m: mean(site(m, "own context", 0.0))),
-    ("T = 0.7", lambda m: mean(site(m, "own context", HOT))),
-    ("T = 0.7, through the response's keys and values", lambda m: mean(site(m, "response", HOT))),
-    ("through the header's", lambda m: mean(site(m, "header", HOT))),
-    ("through the query's (control)", lambda m: mean(site(m, "query", HOT))),
+WRITTEN: list[Row] = [
+    ("greedy", lambda m: mean(wrote(m, "own context", 0.0))),
+    ("T = 0.7", lambda m: mean(wrote(m, "own context", HOT))),
+    (
+        "rise from greedy to T = 0.7",
+        lambda m: change(wrote(m, "own context", HOT) - wrote(m, "own context", 0.0)),
+    ),
+    ("T = 0.7, response and header from it", lambda m: mean(wrote(m, "response and header", HOT))),
+    ("the response alone", lambda m: mean(wrote(m, "response", HOT))),
+    ("the header alone", lambda m: mean(wrote(m, "header", HOT))),
+    ("the query alone (control)", lambda m: mean(wrote(m, "query", HOT))),
 ]
 READ: list[Row] = [
     ("best states, chosen in nested folds", lambda m: shown(*auroc(m, "log_odds"))),
@@ -284,9 +289,14 @@ def judged() -> str:
     return side_by_side("turns that the judge accepts", JUDGED, queries)
 
 
-def located() -> str:
-    count = lambda m: table(m, "bits")["query"].nunique()  # noqa: E731
-    return side_by_side("bits about the response, of at most 1.58", LOCATED, count)
+def told() -> str:
+    count = lambda m: len(wrote(m, "own context", HOT))  # noqa: E731
+    return side_by_side("bits about the response, of at most 1.58", WRITTEN, count)
+
+
+def wrote(model: str, part: str, t: float) -> pd.Series:
+    """Bits of turns that the model wrote where only a part of the context is from a response."""
+    return site(model, f"written: {part}", t)
 
 
 def read() -> str:
@@ -454,8 +464,8 @@ def elicited(model: str) -> str:
 @cache
 def tables() -> dict[str, list[str]]:
     """The tables of each page."""
-    both = [judged(), located(), variances(), read()]
-    found = {"docs/results/compare.md": both, "README.md": [judged(), located()]}
+    both = [judged(), told(), variances(), read()]
+    found = {"docs/results/compare.md": both, "README.md": [judged(), told()]}
     for model in MODELS:
         mine = [datasets(model), categories(), sites(model), windows(model), written(model)]
         found[f"docs/results/{model}.md"] = mine
@@ -503,6 +513,7 @@ def in_words() -> dict[str, str]:
         "moved": change(last["high"] - last["low"]),
         "equal_donors": change(last["equal a"] - last["equal b"]),
         "q_rise": mean(own - site(QWEN, "own context", 0.0)),
+        "q_rise_written": mean(wrote(QWEN, "own context", HOT) - wrote(QWEN, "own context", 0.0)),
         "header_less_query": mean(header - query),
         "tenth": mean(own / 10 - header),
         "smol_tenth": mean(smol),

@@ -184,7 +184,8 @@ def test_what_people_said_and_why_a_judge_gave_no_verdict(judged):
     labels = unpacked(render_report([judged]))["turns"]["labels"]
     assert list(labels) == ["rules", "anna (annotator)"]
     assert labels["rules"]["score"][:2] == [0.75, None]
-    assert labels["rules"]["reason"][:3] == ["judged by text", "no JSON", ""]
+    shown = "scores: generic 0.75, new topic 0.25 · judged by text"
+    assert labels["rules"]["reason"][:3] == [shown, "no JSON", ""]
     own = judged.labels.annotations("anna")
     assert labels["anna (annotator)"]["reason"].count("dull") == len(own) > 0
 
@@ -305,7 +306,7 @@ def test_long_estimates_are_cut_and_say_so():
 
 def test_a_page_that_would_be_too_large_holds_a_sample_of_whole_contexts(judged):
     _, words = browsers.browser([judged], ["run"], [[]])
-    assert words.startswith("60 turns after 12 contexts.") and "not shaded" in words
+    assert words.startswith("60 turns after 12 contexts.") and "not shown" in words
     limit = 40 * judged.settings["max_new_tokens"]  # of the tokens that 60 turns may have
     small, words = browsers.browser([judged], ["run"], [[]], limit)
     kept = json.loads(gzip.decompress(base64.b64decode(small)))
@@ -317,7 +318,7 @@ def test_a_page_that_would_be_too_large_holds_a_sample_of_whole_contexts(judged)
 
 def test_tokens_are_as_long_as_javascript_counts(judged, monkeypatch):
     tokens = {0: "a ", 1: "😀", 2: " b\U000e0041", 3: "<end>"}  # the last letter is a tag
-    fake = SimpleNamespace(decode=lambda ids, **_: tokens[ids[0]])
+    fake = SimpleNamespace(decode=lambda ids, **_: tokens.get(ids[0], "?"))
     monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda *_, **__: (fake, None))
     rows = judged.generations
     rows["text"] = ["".join(tokens[n] for n in range(3)), *["a b"] * (len(rows) - 1)]
@@ -329,7 +330,22 @@ def test_tokens_are_as_long_as_javascript_counts(judged, monkeypatch):
     turns = json.loads(gzip.decompress(base64.b64decode(data)))["turns"]
     assert turns["pieces"][turns["text"].index("a 😀 b�")] == [2, 2, 3]  # an emoji is two units
     assert turns["pieces"].count(None) == len(rows) - 1  # of texts that these aren't the tokens of
-    assert "not shaded" not in note
+    assert "not shown" not in note
+
+
+def test_a_context_has_its_likeliest_first_tokens_at_temperature_1(judged, monkeypatch):
+    fake = SimpleNamespace(decode=lambda ids, **_: f"<{ids[0]}>")
+    monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda *_, **__: (fake, None))
+    for limit in (browsers.MAX_TOKENS, 40 * judged.settings["max_new_tokens"]):
+        data, _ = browsers.browser([judged], ["run"], [[]], limit)
+        contexts = json.loads(gzip.decompress(base64.b64decode(data)))["contexts"]
+        places = {id_: at for at, id_ in enumerate(judged.contexts["context_id"])}
+        for id_, first in zip(contexts["id"], contexts["first"], strict=True):
+            shares = np.exp(judged.header_logits()[places[id_]].double().numpy())
+            shares /= shares.sum()
+            assert [share for _, share in first] == pytest.approx(np.sort(shares)[:-6:-1], abs=1e-3)
+            ids = [int(token[1:-1]) for token, _ in first]
+            assert shares[ids] == pytest.approx([share for _, share in first], abs=1e-3)
 
 
 # -- texts stay texts ---------------------------------------------------------------------------
@@ -371,7 +387,7 @@ def test_hostile_texts_are_inert(run):
     page = render_report([bad])
     outside = re.sub(r'id="data">.*?</script>', "", page, flags=re.S)
     assert outside.count("<script") == 2  # the data's and the script's own
-    assert "<img src=x" not in outside and "<svg" not in outside and "\u202e" not in page
+    assert "<img src=x" not in outside and "<svg onload" not in outside and "\u202e" not in page
     assert not re.search(r"[\x00-\x08\x0b-\x1f\u2066]", page)
     data = unpacked(page)
     seen = "".join(data["turns"]["text"] + data["contexts"]["id"] + data["contexts"]["query"])

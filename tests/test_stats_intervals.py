@@ -170,7 +170,7 @@ def test_bad_input_is_named():
 
 def test_an_estimate_reads_as_value_and_interval():
     assert Estimate(0.5, 0.25, 0.75, 9).text() == "0.50 [0.25, 0.75]"
-    assert Estimate(0.5, np.nan, np.nan, 1).text() == "0.50 [–]"
+    assert Estimate(0.5, np.nan, np.nan, 1).text() == "0.50 [no interval]"
     assert Estimate(np.nan, np.nan, np.nan, 0).text() == "–"
 
 

@@ -27,7 +27,7 @@ from ia_mech.cli import one_line, shell_word
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.judging import items_of
-from ia_mech.judge.rubric import BUILT_IN, Rubric, rubric_of
+from ia_mech.judge.rubric import BUILT_IN, Rubric, heading, rubric_of
 from ia_mech.judge.verdict import Item
 from ia_mech.page import packed, rendered
 from ia_mech.run import Run, integrity, layout
@@ -209,7 +209,12 @@ def _page(sheet: Sheet) -> str:
     rubric = rubric_of(sheet.key)
     keys = [*PAGE_KEYS[: len(rubric.names) - 1], "0"]
     choices = [
-        {"name": category.name, "key": key, "short": category.definition.partition(".")[0] + "."}
+        {
+            "name": category.name,
+            "shown": heading(category.name),
+            "key": key,
+            "short": category.definition.partition(".")[0] + ".",
+        }
         for category, key in zip(rubric.categories, keys, strict=True)
     ]
     digest = _hash(*(row["item"] for row in rows))[:16]  # items are of one sheet of one run
@@ -221,6 +226,7 @@ def _page(sheet: Sheet) -> str:
         data,
         title="Annotate user turns",
         rubric=rubric.categories,
+        heading=heading,
         order=rubric.order,
     )
 

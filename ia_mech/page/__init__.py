@@ -9,6 +9,7 @@ the script only ever shows as text.
 import base64
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from functools import cache
@@ -58,6 +59,13 @@ def image(content: bytes) -> str:
     """An SVG picture as an address. As an image it can neither run scripts nor load anything, and
     its ids can't clash with another picture's."""
     return f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}"
+
+
+def glossary() -> list[tuple[str, str]]:
+    """The words of results with their meanings, of the first table in ``glossary.md``."""
+    text = (FOLDER / "glossary.md").read_text(encoding="utf-8").partition("## In the code")[0]
+    rows = re.findall(r"^\| \*\*(.+?)\*\* \| (.+?) \|", text, re.MULTILINE)
+    return [(word, re.sub("[*`]", "", meaning)) for word, meaning in rows]
 
 
 def rendered(body: str, data: str, **content: Any) -> str:

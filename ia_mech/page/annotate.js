@@ -109,10 +109,10 @@ unpacked().then((data) => {
   }
 
   const keys = { u: undo, d: defer, e: save, n: () => byId("note").focus() };
-  categories.forEach(({ name, key: pressed, short }) => {
+  categories.forEach(({ name, shown: called, key: pressed, short }) => {
     keys[pressed] = () => label(name);
     byId("choices").append(el("button", { type: "button", onclick: keys[pressed] },
-      el("kbd", {}, pressed), ` ${name.replaceAll("_", " ")}`, el("span", { class: "small" }, ` ${short}`)));
+      el("kbd", {}, pressed), ` ${called}`, el("span", { class: "small" }, ` ${short}`)));
   });
   for (const [id, action] of Object.entries({ undo, defer, export: save, restart })) {
     byId(id).addEventListener("click", action);

@@ -2,6 +2,7 @@
 // What a turn was shown after, from the turn's side; and what a decoy followed, from the context's.
 const SHOWN_AFTER = ["its own conversation", "another conversation (decoy)",
   "another response to its query (decoy)"];
+const DECOYS = [null, "conversation", "sibling"]; // as results name them
 const FOLLOWED = [null, "decoy: followed another conversation",
   "decoy: followed another response to this query"];
 const CONTEXTS = 10; // on a page
@@ -18,7 +19,8 @@ function noise(i, seed) {
 for (const button of document.querySelectorAll("figure button")) {
   button.addEventListener("click", () => {
     const close = el("button", { type: "button" }, "close");
-    byId("enlarged").replaceChildren(close, button.firstElementChild.cloneNode());
+    const parts = [...button.parentElement.querySelectorAll("img, svg")].map((part) => part.cloneNode(true));
+    byId("enlarged").replaceChildren(close, el("div", { class: "plot" }, ...parts));
     byId("enlarged").showModal();
   });
 }
@@ -58,7 +60,6 @@ unpacked().then((data) => {
   const valuesOf = (values, of, shown = String) =>
     [...new Set(values)].map((value) => [shown(value), (i) => of(i) === value]);
 
-  const words = (category) => category.replaceAll("_", " ");
   const accepted = data.categories.map((name) => data.accepted.includes(name));
   const assessed = data.categories.map((name, k) => k < data.categories.length - 2); // the last: no verdict
   const byJudge = (judge) => (judges.length > 1 ? ` by ${judge}` : "");
@@ -69,7 +70,7 @@ unpacked().then((data) => {
     choice(`category${byJudge(judge)}`, [
       ["accepted", (i) => accepted[codes[i]]],
       ["not accepted", (i) => assessed[codes[i]] && !accepted[codes[i]]],
-      ...valuesOf(upwards(codes), (i) => codes[i], (k) => words(data.categories[k])),
+      ...valuesOf(upwards(codes), (i) => codes[i], (k) => data.headings[k]),
     ]);
   }
   if (judges.length > 1) {
@@ -143,17 +144,28 @@ unpacked().then((data) => {
     return el("div", { class: "text", dir: "auto", role: "group", "aria-label": name }, content || "(empty)");
   }
 
-  function shaded(i) {
-    const [values, colour, most] = shadings[shading.value] ? shadings[shading.value](i) : [];
+  const chance = (share) => (share < 0.001 ? "p < 0.001" : `p = ${share.toFixed(3)}`);
+  const openings = (c) => (contexts.first[c] || []).map(([token, share]) => `${JSON.stringify(token)} ${chance(share)}`);
+
+  // A turn, each token with its shade and what is known of it: what else it might have been, of the first alone.
+  function tokens(i) {
     const pieces = turns.pieces[i];
-    if (!pieces || !values) return text(turns.text[i], "user turn");
+    if (!pieces) return text(turns.text[i], "user turn");
+    const [values, colour, most] = shadings[shading.value] ? shadings[shading.value](i) : [];
+    const told = turns.token_bits && turns.token_bits[i], logprobs = turns.logprobs[i];
     const shown = text(" ", "user turn");
     let from = 0;
     shown.replaceChildren(...pieces.map((length, k) => {
-      const value = values[k] || 0;
-      const token = el("span", { title: value.toFixed(2) }, turns.text[i].slice(from, from + length));
-      const share = Math.min(1, Math.abs(value) / most) * 0.55;
-      token.style.backgroundColor = `rgba(var(${value < 0 && colour === "--bits" ? "--odd" : colour}), ${share})`;
+      const known = [];
+      if (told && told[k] !== null) known.push(`${told[k].toFixed(2)} bits`);
+      if (logprobs) known.push(`${chance(Math.exp(logprobs[k]))} at T = 1`);
+      if (k === 0 && contexts.first[turns.context[i]]) known.push("likeliest here:", ...openings(turns.context[i]));
+      const token = el("span", { title: known.join("\n") }, turns.text[i].slice(from, from + length));
+      const value = (values && values[k]) || 0;
+      if (value) {
+        const share = Math.min(1, Math.abs(value) / most) * 0.55;
+        token.style.backgroundColor = `rgba(var(${value < 0 && colour === "--bits" ? "--odd" : colour}), ${share})`;
+      }
       from += length;
       return token;
     }), turns.text[i].slice(from));
@@ -166,7 +178,7 @@ unpacked().then((data) => {
       const { category, reason, score } = turns.labels[judge];
       const yes = accepted[category[i]];
       if (reason[i]) why.push(judges.length > 1 ? `${judge}: ${reason[i]}` : reason[i]);
-      return el("span", { class: yes ? "accepted" : "" }, (yes ? "✓ " : "") + words(data.categories[category[i]])
+      return el("span", { class: yes ? "accepted" : "" }, (yes ? "✓ " : "") + data.headings[category[i]]
         + (score[i] === null ? "" : ` ${score[i].toFixed(2)}`) + byJudge(judge));
     });
     if (turns.decoy[i]) labels.push(FOLLOWED[turns.decoy[i]]);
@@ -174,7 +186,7 @@ unpacked().then((data) => {
     if (turns.logprob[i] !== null) why.push(`log p ${turns.logprob[i].toFixed(1)} at T = 1`);
     const line = labels.flatMap((part, k) => (k ? [" · ", part] : [part]));
     if (why.length) line.push(el("span", { class: "why" }, judges.length ? "why" : "more"));
-    return el("div", { class: turns.decoy[i] ? "turn decoy" : "turn" }, shaded(i), why.length
+    return el("div", { class: turns.decoy[i] ? "turn decoy" : "turn" }, tokens(i), why.length
       ? el("details", { class: "meta" }, el("summary", {}, ...line), ...why.map((part) => el("p", {}, part)))
       : el("div", { class: "meta" }, ...line));
   }
@@ -215,6 +227,7 @@ unpacked().then((data) => {
         el("h4", {}, "response"), text(contexts.response[c], "response"),
         ...said("the user's written follow-up", contexts.reference[c]),
         ...said("gold answer", contexts.answer[c]),
+        ...said("likeliest first tokens of a turn, at T = 1", openings(c).join("\n")),
         ...said("system prompt and rendered header", contexts.before[c] && `${contexts.before[c]}…${contexts.after[c]}`)),
       el("div", {}, columns(shown), ...folded("other turns", others),
         ...folded("decoys: turns that did not follow this, as judges were shown them", decoys)));
@@ -339,19 +352,24 @@ unpacked().then((data) => {
   filter();
   follow();
 
-  // -- a number leads to its turns: cells of a row, or its title, name what turns are filtered by -----
+  // -- a number leads to its turns: cells of a row, its title, or the link of a figure's mark name what
+  // turns are filtered by -----
   const values = (name) => [...(form.elements.namedItem(name)?.options || [])].map((o) => o.value);
   const link = (place, ...content) => el("a", { href: `#${new URLSearchParams(place)}` }, ...content);
 
   function placeOf(pairs, judge) {
     const place = {};
     for (const [head, cell] of pairs) {
-      const at = ["T", "temperature"].includes(head) ? Number(cell === "greedy" ? 0 : cell) : NaN;
-      for (const name of ["temperature", "dataset", "run", `category${byJudge(judge)}`]) {
-        const wanted = name === "temperature" ? !isNaN(at) && temperature(at) : words(cell);
-        if (wanted && wanted !== "all" && values(name).map(words).includes(wanted)) {
-          place[name] = values(name).find((value) => words(value) === wanted);
-        }
+      const at = ["T", "temperature"].includes(head) && cell ? Number(cell === "greedy" ? 0 : cell) : NaN;
+      const sampled = values("temperature");
+      if (!isNaN(at) && sampled.length && !sampled.includes(temperature(at))) return {}; // of no turns
+      const wanted = {
+        temperature: temperature(at), dataset: cell, run: cell,
+        [`category${byJudge(judge)}`]: data.headings[data.categories.indexOf(cell)] || cell,
+        "shown after": head === "decoy" && SHOWN_AFTER[DECOYS.indexOf(cell)],
+      };
+      for (const [name, value] of Object.entries(wanted)) {
+        if (value && value !== "all" && values(name).includes(value)) place[name] = value;
       }
     }
     return place;
@@ -364,6 +382,15 @@ unpacked().then((data) => {
     if (side.dataset.judge && values(name).length) {
       side.querySelector(".control").after(el("p", { class: "small screen" }, "Read turns that the judge ",
         link({ ...own, [name]: "accepted" }, "accepted"), " or ", link({ ...own, [name]: "not accepted" }, "didn't"), "."));
+    }
+    for (const mark of side.querySelectorAll(".plot a")) {
+      const place = placeOf([...new URLSearchParams(mark.getAttribute("href").slice(1))], judge);
+      if (Object.keys(place).length === 0) {
+        mark.remove();
+        continue;
+      }
+      mark.setAttribute("href", `#${new URLSearchParams({ ...own, ...place })}`);
+      mark.firstElementChild.textContent = `read turns: ${Object.values(place).join(", ")}`;
     }
     for (const table of side.querySelectorAll("table")) {
       const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
@@ -378,3 +405,27 @@ unpacked().then((data) => {
     }
   }
 });
+
+// -- words carry their meaning, each once in a paragraph or a table's head --------------------------
+const meanings = new Map([...document.querySelectorAll("#words dt")].map((word) =>
+  [word.textContent, word.nextElementSibling.textContent]));
+const listed = [...meanings.keys()].filter((word) => word.length > 1).sort((a, b) => b.length - a.length);
+const inText = new RegExp(`\\b(${listed.join("|")})s?\\b`, "gi");
+for (const block of document.querySelectorAll(".card :is(p, li, caption, thead, figcaption)")) {
+  const left = new Map([...meanings].map(([word, meaning]) => [word.toLowerCase(), meaning]));
+  const walker = document.createTreeWalker(block, NodeFilter.SHOW_TEXT);
+  const texts = [];
+  while (walker.nextNode()) texts.push(walker.currentNode);
+  for (const node of texts) {
+    const parts = [];
+    let from = 0;
+    for (const { 0: shown, 1: word, index } of node.data.matchAll(inText)) {
+      const meaning = left.get(word.toLowerCase());
+      if (!meaning) continue;
+      left.delete(word.toLowerCase());
+      parts.push(node.data.slice(from, index), el("abbr", { title: meaning }, shown));
+      from = index + shown.length;
+    }
+    if (parts.length) node.replaceWith(...parts, node.data.slice(from));
+  }
+}

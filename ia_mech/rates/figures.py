@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ia_mech.display import COLOURS, draw_points, title_axes, with_style
+from ia_mech.display import COLOURS, draw_points, link_of, title_axes, with_style
 from ia_mech.estimates import all_datasets
 from ia_mech.judge.rubric import heading
 from ia_mech.rates.gate import CONVERSATION, Gate
@@ -66,7 +66,7 @@ def _profile(axes: Axes, shares: pd.DataFrame) -> None:
         own = shares[shares["category"] == category].set_index("temperature")["value"]
         heights = own.reindex(temperatures).fillna(0).to_numpy()
         if heights.any():
-            axes.bar(
+            bars = axes.bar(
                 range(len(temperatures)),
                 heights,
                 bottom=under,
@@ -74,6 +74,8 @@ def _profile(axes: Axes, shares: pd.DataFrame) -> None:
                 edgecolor="white",
                 label=heading(category),
             )
+            for bar, temperature in zip(bars, temperatures, strict=True):
+                bar.set_url(link_of(temperature=temperature, category=category))
             under = under + heights
     axes.set_xticks(range(len(temperatures)), [f"{t:g}" for t in temperatures])
     axes.set_ylim(0, 1)

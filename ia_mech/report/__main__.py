@@ -93,8 +93,8 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     import pandas as pd
 
     from ia_mech import __version__
-    from ia_mech.judge.rubric import CATEGORIES
-    from ia_mech.page import rendered
+    from ia_mech.judge.rubric import CATEGORIES, heading
+    from ia_mech.page import glossary, rendered
     from ia_mech.rates.evidence import result_folders
     from ia_mech.report.contents import cards_of, provenance
     from ia_mech.report.turns import browser
@@ -117,6 +117,8 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
         f"turn: {turns:,} turns ({settings}) after {len(contexts):,} contexts, each a query with a "
         f"response: {sources:,} queries from {', '.join(sorted(contexts['dataset'].unique()))}.",
         rubric=CATEGORIES,
+        heading=heading,
+        words=glossary(),
         cards=cards,
         several=len(runs) > 1,
         without_results=[

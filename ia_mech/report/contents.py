@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.cli import shell_word
-from ia_mech.display import reading_of
+from ia_mech.display import links_of, reading_of
 from ia_mech.estimates import ALL
 from ia_mech.page import image
 from ia_mech.results import Result, Table, read
@@ -24,20 +24,21 @@ from ia_mech.run import Run
 ORDER = (
     *("compare", "study", "rates", "reaction", "locate", "elicit", "probe", "steering"),
     *("learned_vector", "interchange"),
-    *("perturbations", "likelihood", "decoupling", "temperature_sweep"),
+    *("perturbations", "likelihood", "decoupling", "temperature_sweep", "agreement"),
 )
-LAST = "agreement"
 MAX_ESTIMATES = 400  # that a page lists; the file has all
 _INTERVAL = re.compile(r"(\[[-+−–\d.,% ]{3,40}\])")
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure: its name, its address, and how to read it."""
+    """A figure: its name, its address, how to read it, its size, and its marks' links."""
 
     name: str
     address: str
     reading: str
+    box: str
+    marks: list[tuple[str, list[float]]]
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,7 @@ def cards_of(
 
 
 def _place(kind: str) -> tuple[int, str]:
-    unknown = len(ORDER) + (kind == LAST)
-    return (ORDER.index(kind) if kind in ORDER else unknown, kind)
+    return (ORDER.index(kind) if kind in ORDER else len(ORDER), kind)
 
 
 def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
@@ -126,7 +126,7 @@ def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
         run=name if len(covered) < 2 else "",
         result=result,
         pictures=[
-            Picture(stem.replace("_", " "), image(svg), reading_of(svg))
+            Picture(stem.replace("_", " "), image(svg), reading_of(svg), *links_of(svg))
             for stem, svg in result.figures.items()
         ],
         estimates=estimates_table(result.estimates),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import pandas as pd
 
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import DECOY_KINDS
-from ia_mech.judge.rubric import GENUINE, NAMES, rubric_of
+from ia_mech.judge.rubric import GENUINE, NAMES, heading, rubric_of
 from ia_mech.models.load import load_tokenizer_and_config, recall
 from ia_mech.page import packed
 from ia_mech.rates.evidence import DEPENDENT, table_of_run
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
 from ia_mech.run.labels import KEY
+from ia_mech.run.reader import HeaderLogits
 from ia_mech.untrusted import visible
 
 OTHERS = [FAILED, "not judged"]  # what a turn is that no category was named for
@@ -28,7 +30,9 @@ ABOUT = ["context_id", "dataset", "response_unfinished", "response_index"]
 DECOY = ("row", "shown", "decoy")  # names a decoy of a run
 MAX_TOKENS = 10_000_000  # of the turns of a page: some 100 MB, which a browser can still take
 
-TokenLengths = Callable[[str, np.ndarray], list[int] | None]  # of a turn's text and token ids
+OPENINGS = 5  # first tokens that a context shows
+
+Piece = Callable[[int], str]  # a token's text
 
 
 def browser(
@@ -54,7 +58,7 @@ def browser(
     Raises:
         UserError: a table of a result is damaged.
     """
-    lengths = [_token_lengths(run) for run in runs]
+    pieces = [_piece(run) for run in runs]
     all_folders = list(dict.fromkeys(folder for of_run in folders for folder in of_run))
     contexts = pd.concat(
         [
@@ -67,8 +71,8 @@ def browser(
     share = min(1.0, limit / tokens)
     drawn = contexts.groupby(["run", "dataset"]).sample(frac=share, random_state=0)
     frames = [
-        _frames(run, of_run, set(drawn.loc[drawn["run"] == number, "context_id"]), all_folders)
-        for number, (run, of_run) in enumerate(zip(runs, lengths, strict=True))
+        _frames(run, piece, set(drawn.loc[drawn["run"] == number, "context_id"]), all_folders)
+        for number, (run, piece) in enumerate(zip(runs, pieces, strict=True))
     ]
     shown, turns = (
         pd.concat([frame.assign(run=number) for number, frame in enumerate(of_runs)])
@@ -86,28 +90,35 @@ def browser(
             f"every run and dataset, so that a browser can take it. The numbers above are of "
             "all turns."
         )
-    unknown = [run.model["name"] for run, of in zip(runs, lengths, strict=True) if of is None]
+    unknown = [run.model["name"] for run, of in zip(runs, pieces, strict=True) if of is None]
     if unknown:
         note += (
-            f" Tokens of {', '.join(dict.fromkeys(unknown))} are not shaded, since the "
+            f" Single tokens of {', '.join(dict.fromkeys(unknown))} are not shown, since the "
             "tokenizer is not on this machine."
         )
     return data, note
 
 
 def _frames(
-    run: Run, lengths: TokenLengths | None, kept: set[str], folders: Sequence[Path]
+    run: Run, piece: Piece | None, kept: set[str], folders: Sequence[Path]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The ``kept`` contexts of a run, and the turns after them, with all that is known of each."""
     frames = []
+    logits = _header_logits(run) if piece else None
+    begin = 0
     for contexts, turns in run.windows(
         [*ABOUT, "order", "messages", "text", "reference", "answer"],
         [*KEY, "text", "logprob_raw", "logprobs_raw", "token_ids"],
     ):
+        contexts = contexts.set_axis(range(begin, begin + len(contexts)))
+        begin += len(contexts)
         contexts = contexts[contexts["context_id"].isin(kept)]
+        first = [
+            _openings(logits, at, piece) if logits and piece else None for at in contexts.index
+        ]
         turns = turns[turns["context_id"].isin(kept)]
         cells = zip(turns["text"], turns["token_ids"], strict=True)
-        pieces = [lengths(text, ids) if lengths else None for text, ids in cells]
+        pieces = [_lengths(piece, text, ids) if piece else None for text, ids in cells]
         messages = [list(all_) for all_ in contexts["messages"]]
         around = [_around(*of) for of in zip(contexts["text"], messages, strict=True)]
         frames.append(
@@ -117,6 +128,7 @@ def _frames(
                     response=[all_[-1]["content"] for all_ in messages],
                     before=[before for before, _ in around],
                     after=[after for _, after in around],
+                    first=pd.Series(first, contexts.index, dtype=object),
                 ),
                 turns.drop(columns="token_ids").assign(
                     pieces=pd.Series(pieces, turns.index, dtype=object)
@@ -141,13 +153,13 @@ def _frames(
         said = said.drop(columns="category", errors="ignore")
         said = said.rename(columns={"truth_category": "category", "note": "rationale"})
         turns = turns.join(_labels(said, f"{person} (annotator)"))
+    named = {
+        f"rates-{judge}": {name: f"{name} {judge}" for name in OUTCOMES}
+        for judge in run.labels.judges
+    }
     for folder in folders:
-        found = table_of_run(folder, run, "turns", [*KEY, BITS])
-        turns = _joined(turns, found, {BITS: BITS, TOKEN_BITS: TOKEN_BITS})
-        for judge in run.labels.judges:
-            if folder.name == f"rates-{judge}":
-                found = table_of_run(folder, run, "turns", [*KEY, *OUTCOMES])
-                turns = _joined(turns, found, {name: f"{name} {judge}" for name in OUTCOMES})
+        found = table_of_run(folder, run, "turns", KEY)
+        turns = _joined(turns, found, named.get(folder.name, {BITS: BITS, TOKEN_BITS: TOKEN_BITS}))
     turns = turns.assign(decoy="")
     if decoys:
         rows = pd.concat(decoys, axis=1).reset_index().join(texts, on="row", how="inner")
@@ -159,16 +171,17 @@ def _frames(
 def _labels(rows: pd.DataFrame, judge: str) -> pd.DataFrame:
     """Category, reason and certainty of a judge's verdicts: the score of the category."""
     none = pd.Series(None, rows.index, dtype=object)
-    said, error, scores, mode = (rows.get(name, none).astype(object) for name in VERDICT)
-    modes = mode.map(lambda how: f"judged by {how}" if isinstance(how, str) and how else "")
-    reasons = (
+    said, error, given, mode = (rows.get(name, none).astype(object) for name in VERDICT)
+    scores = [json.loads(text) if isinstance(text, str) else {} for text in given]
+    reasons = [
         " · ".join(part for part in parts if isinstance(part, str) and part)
-        for parts in zip(said, error, modes, strict=True)
-    )
-    certain = (
-        json.loads(given).get(category) if isinstance(given, str) else None
-        for given, category in zip(scores, rows["category"], strict=True)
-    )
+        for parts in zip(
+            *(said, error, map(_scores, scores)),
+            mode.map(lambda how: f"judged by {how}" if isinstance(how, str) and how else ""),
+            strict=True,
+        )
+    ]
+    certain = [of.get(category) for of, category in zip(scores, rows["category"], strict=True)]
     return pd.DataFrame(
         {
             f"category {judge}": rows["category"].astype(object),
@@ -176,6 +189,13 @@ def _labels(rows: pd.DataFrame, judge: str) -> pd.DataFrame:
             f"score {judge}": pd.Series(certain, rows.index, dtype=float),
         }
     )
+
+
+def _scores(scores: dict[str, float]) -> str:
+    """The scores of a verdict's categories that aren't about 0, the largest first."""
+    known = sorted(((value, name) for name, value in scores.items() if value), reverse=True)
+    shown = ", ".join(f"{heading(name)} {value:.2f}" for value, name in known if value >= 0.05)
+    return f"scores: {shown}" if shown else ""
 
 
 def _around(rendered: str, messages: list[dict[str, str]]) -> tuple[str, str]:
@@ -206,37 +226,46 @@ def _joined(
     return turns.drop(columns=kept, errors="ignore").merge(found, "left", on=list(KEY))
 
 
-def _token_lengths(run: Run) -> TokenLengths | None:
-    """A function of a turn's text and ids: how many UTF-16 units of the shown text each token is;
-    None where tokens don't add up to the text.
-
-    None without the model's tokenizer, which is not fetched: a page can be made where the model
-    isn't.
-    """
+def _piece(run: Run) -> Piece | None:
+    """What a token of the model says; None without the model's tokenizer, which is not fetched: a
+    page can be made where the model isn't."""
     try:
         spec = recall(run.settings, run.model["weights_hash"])
         tokenizer, _ = load_tokenizer_and_config(spec, fetch=False)
     except UserError:
         return None
-    known: dict[int, str] = {}
+    return cache(lambda token: tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
-    def piece(token: int) -> str:
-        if token not in known:
-            known[token] = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        return known[token]
 
-    def lengths(text: str, ids: np.ndarray) -> list[int] | None:
-        found: list[int] = []
-        at = 0
-        for token in ids.tolist():
-            part = piece(token)
-            if not text.startswith(part, at):
-                return found if at == len(text) else None  # the turn's end isn't in its text
-            found.append(len(visible(part).encode("utf-16-le")) // 2)
-            at += len(part)
-        return found
+def _lengths(piece: Piece, text: str, ids: np.ndarray) -> list[int] | None:
+    """How many UTF-16 units of a turn's shown text each token is; None where tokens don't add up to
+    the text."""
+    found: list[int] = []
+    at = 0
+    for token in ids.tolist():
+        part = piece(token)
+        if not text.startswith(part, at):
+            return found if at == len(text) else None  # the turn's end isn't in its text
+        found.append(len(visible(part).encode("utf-16-le")) // 2)
+        at += len(part)
+    return found
 
-    return lengths
+
+def _header_logits(run: Run) -> HeaderLogits | None:
+    try:
+        return run.header_logits()
+    except UserError:  # none were kept
+        return None
+
+
+def _openings(logits: HeaderLogits, at: int, piece: Piece) -> list[list[str | float]]:
+    """The likeliest first tokens of the turn after a context with their probabilities at T = 1."""
+    top = logits.log_probs(at).topk(OPENINGS)
+    tokens, shares = top.indices.tolist(), top.values.exp().tolist()
+    return [
+        [visible(piece(token)), round(share, 3)]
+        for token, share in zip(tokens, shares, strict=True)
+    ]
 
 
 def columns_of(
@@ -285,6 +314,7 @@ def columns_of(
         "runs": [visible(name) for name in names],
         "datasets": [visible(name) for name in datasets],
         "categories": categories,
+        "headings": [visible(heading(name)) for name in categories],
         "accepted": list(accepted),
         "contexts": {
             "id": _texts(contexts["context_id"]),
@@ -293,6 +323,7 @@ def columns_of(
             "response_index": _numbers(contexts["response_index"], 0),
             "unfinished": contexts["response_unfinished"].fillna(False).astype(bool).tolist(),
             **{name: _texts(contexts[name]) for name in WORDS},
+            "first": contexts["first"].where(contexts["first"].notna(), None).tolist(),
             "probes": {
                 visible(name.removeprefix("probe ")): _numbers(contexts[name], 3)
                 for name in contexts

@@ -31,7 +31,7 @@ class Estimate:
         return replace(self, low=float(low), high=float(high))
 
     def text(self, digits: int | str = 2, *, sign: bool = False, percent: bool = False) -> str:
-        """``0.42 [0.31, 0.55]``; ``–`` without a value, ``[–]`` without an interval.
+        """``0.42 [0.31, 0.55]``; ``–`` without a value, ``[no interval]`` without one.
 
         Args:
             digits: decimals, or a format such as ``.0e``.
@@ -44,7 +44,8 @@ class Estimate:
         value, low, high = (format(scale * x, style) for x in (self.value, self.low, self.high))
         if np.isnan(self.value):
             return "–"
-        return f"{value}{unit} [–]" if np.isnan(self.low) else f"{value}{unit} [{low}, {high}]"
+        interval = "no interval" if np.isnan(self.low) else f"{low}, {high}"
+        return f"{value}{unit} [{interval}]"
 
 
 def check_level(level: float) -> None:

@@ -125,10 +125,13 @@ def estimates(models: dict[str, Path], names: dict[str, tuple[str, int]]) -> pd.
 
 def figures(models: dict[str, Path], out: Path) -> None:
     """The two figures of the README: sites, and windows of layers, of both models."""
-    sites = {"everything": (OWN, -1), "the response": ("response", -1)}
-    sites |= {"the header": ("header", -1), "the query (control)": ("query", -1)}
+    parts = {"everything": OWN, "response and header": "response and header"}
+    parts |= {"the response": "response", "the header": "header", "the query (control)": "query"}
+    sites = {name: (f"written: {part}", -1) for name, part in parts.items()}
     what = "bits a turn at T = 0.7 tells about its response"
-    bars = Bars("what is left if only this part is the response's", what, estimates(models, sites))
+    bars = Bars(
+        "turns written where only this part is the response's", what, estimates(models, sites)
+    )
     windows = {f"{at}": ("response, layers", at) for at in range(1, 30, 4)}
     rows = estimates(models, windows).dropna()
     words = "keys and values of the response, four layers alone", "middle layer", what
