@@ -448,19 +448,8 @@ class SharedLayer(DynamicLayer):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of queries ``[rows, heads, new, dim]`` over prefix and own tokens.
-
-        Args:
-            query: of the newest tokens of every row.
-            key: the rows' own, ``[rows, kv_heads, own, dim]``.
-            value: theirs, ``[rows, kv_heads, own, value_dim]``.
-            scaling: factor of the scores.
-            softcap: see :func:`attend`.
-            sinks: see :func:`merge`.
-
-        Returns:
-            ``[rows, heads, new, value_dim]``.
-        """
+        """Attention of queries ``[rows, heads, new, dim]`` over prefix and own tokens, whose keys
+        and values are ``[rows, kv_heads, own, …]``: ``[rows, heads, new, value_dim]``."""
         self._waiting = False
         bias = self.table.own_bias(query.shape[2], query.device)
         own = attend(query, key, value, scaling=scaling, softcap=softcap, bias=bias)
