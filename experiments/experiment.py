@@ -605,7 +605,7 @@ class Experiment:
         """Memory and time, where arms are sampled and units of so many tokens are measured."""
         import torch
 
-        from ia_mech.collect.summary import hours_text, memory_text
+        from ia_mech.collect.cost import hours_text, memory_text
         from ia_mech.engine.footprint import footprint
         from ia_mech.engine.score import LOGITS, STATE_BYTES
 

@@ -78,11 +78,6 @@ def _limit(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"{problem}, or: all") from None
 
 
-def _header_logits(text: str) -> str:
-    # As text, in one spelling: "010" and "10" are one setting.
-    return text if text in ("full", "none") else str(whole_from(1)(text))
-
-
 def _opening(text: str) -> str:
     if text != text.strip() or not text:  # it would merge with the words beside it
         raise argparse.ArgumentTypeError(f"{text!r} says nothing, or has white space at its ends")
@@ -271,12 +266,8 @@ class Settings:
     positions: tuple[str, ...] = _setting(
         ("all",), TURNS, "P", "where the residual stream is kept: all, header, or names"
     )
-    header_logits: str = _setting(
-        "full",
-        TURNS,
-        "K",
-        "those at the context's end: full, the K largest, or none",
-        _header_logits,
+    header_logits: str = _choice(
+        ("full", "none"), TURNS, "those at the context's end: full or none"
     )
     batch_rows: int | None = _setting(
         None,

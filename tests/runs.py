@@ -149,9 +149,9 @@ def _random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def shifted(logits: torch.Tensor) -> dict[str, torch.Tensor]:
+def shifted(logits: torch.Tensor) -> torch.Tensor:
     """Full header logits as they are stored."""
-    return {"shifted": (logits - logits.amax(-1, keepdim=True)).half()}
+    return (logits - logits.amax(-1, keepdim=True)).half()
 
 
 def sampled(settings, subject, out: Path, **options) -> Run:
@@ -270,9 +270,9 @@ def by_hand(tmp_path) -> Run:
     return write_by_hand(tmp_path / "by-hand")
 
 
-def first_part(tmp_path: Path, header_logits: dict, kept: str = "full") -> Run:
+def first_part(tmp_path: Path, header_logits: torch.Tensor) -> Run:
     """A run of one part of two contexts with these header logits."""
-    record = record_of(1, positions=KEPT, model=SMALL_MODEL | {"vocab": 49_152}, header_logits=kept)
+    record = record_of(1, positions=KEPT, model=SMALL_MODEL | {"vocab": 49_152})
     with RunWriter(tmp_path / "first", record) as writer:
         add_part(writer, 0, header_logits)
     return Run.open(tmp_path / "first")

@@ -20,8 +20,9 @@ import ia_mech.collect.job as job
 import ia_mech.collect.parts as parts
 from ia_mech.collect.command import main
 from ia_mech.collect.compute import Computation
-from ia_mech.collect.parts import Survey, plan_parts
+from ia_mech.collect.parts import plan_parts
 from ia_mech.collect.summary import print_run
+from ia_mech.collect.survey import Survey
 from ia_mech.display import Quiet
 from ia_mech.engine.footprint import footprint
 from ia_mech.engine.workers import Crew
@@ -137,7 +138,8 @@ SIZE = footprint(tiny.model("llama").config, torch.float32)
 
 
 def survey_of(lengths: list[int], prompts: dict[int, int] | None = None) -> Survey:
-    return Survey({}, [None] * len(lengths), lengths, prompts or {}, len(lengths), [])
+    read = {"conversations": [None] * len(lengths), "lengths": lengths, "prompts": prompts or {}}
+    return Survey(None, None, (), None, None, **read)
 
 
 def test_a_part_fills_a_batch_and_a_part_of_responses_serves_whole_ones():

@@ -74,7 +74,6 @@ REFUSED = {  # words, in which {tmp} is a folder with the files below: the begin
     "--dataset {tmp}/none.jsonl": "no file {tmp}/none.jsonl; give the path of an existing file",
     "--dataset {tmp}/text.jsonl": "text.jsonl line 1 is not JSON (Expecting",
     "--dataset {tmp}/blank.jsonl": "dataset blank has no rows; give one that has",
-    "--header-logits 99999": "--header-logits 99999: the model has 803 logits; give full, or",
     "--device gpu": "--device 'gpu' is not a device; use auto, cpu, cuda or cuda:N",
     "--device cuda": "no CUDA device is available here; use --device cpu",
     "--device cuda:1": "no CUDA device is available here; use --device cpu",
@@ -121,7 +120,7 @@ def test_what_the_machine_refuses_is_one_line(refused, monkeypatch):
         raise PermissionError(13, "Permission denied", "chats.jsonl")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ia_mech.collect.parts.open_conversations", denied)
+        patch.setattr("ia_mech.collect.survey.open_conversations", denied)
         expected = "Permission denied: 'chats.jsonl'; check the path, its permissions and its disk"
         assert expected in refused()
     usage = shutil.disk_usage("/")
@@ -152,7 +151,7 @@ def test_what_needs_no_weights_is_checked_before_they_are_loaded(refused, monkey
 
 
 def test_a_dry_run_writes_nothing_and_says_what_a_run_then_writes(sample, tmp_path):
-    words = "--limit 6 --samples 2 --temperatures 0.5 1 1.5 --max-new-tokens 8 --header-logits 10"
+    words = "--limit 6 --samples 2 --temperatures 0.5 1 1.5 --max-new-tokens 8"
     outcome = sample(*words.split(), "--dry-run", small=False)
     assert outcome.status == 0 and outcome.err == ""
     assert list(tmp_path.iterdir()) == []

@@ -209,11 +209,11 @@ def captured(lengths, edits, model) -> list:
     return [found.logits, found.residuals.nan_to_num(0.0)]
 
 
-def written(lengths, steered, heads, model) -> list:
-    """Rows that are decoded: greedy and sampled, steered, and with borrowed keys."""
+def written(lengths, steered, model) -> list:
+    """Rows that are decoded: greedy and sampled, and steered."""
     group = prefill(model, [Prefix(tiny.prompt(n, seed=n)) for n in lengths])
     rows = [
-        Row(c, t, stream_key(0, f"s{c}", 0), steered, Borrowed(0, heads) if heads and c else None)
+        Row(c, t, stream_key(0, f"s{c}", 0), steered)
         for c in range(len(lengths))
         for t in (0.0, 0.9)
     ]
@@ -221,11 +221,17 @@ def written(lengths, steered, heads, model) -> list:
     return [value for one in found for value in (one.token_ids, one.logprobs_raw)]
 
 
-def read(lengths, edits, model) -> list:
-    """Turns that are scored, some of them edited."""
+def read(lengths, edits, heads, model) -> list:
+    """Turns that are scored, some of them edited, some with borrowed keys."""
     group = prefill(model, [Prefix(tiny.prompt(n, seed=n)) for n in lengths])
     turns = [
-        Turn(c, tiny.prompt(6 + c, seed=c), interventions=edits if c % 2 else (), whole_at=3)
+        Turn(
+            c,
+            tiny.prompt(6 + c, seed=c),
+            Borrowed(0, heads) if heads and c else None,
+            interventions=edits if c % 2 else (),
+            whole_at=3,
+        )
         for c in range(len(lengths))
     ]
     found = score(model, [group], turns, [0.7])
@@ -262,15 +268,15 @@ def jobs() -> list[Job]:
             edits = (
                 Replace(len(lengths), (1, 3), states),
                 Add(0, (2,), states[0], 0.3),
-                ProjectOut(4, (0, 2), states[1]),
+                ProjectOut(4, (0, 2), states[1], 1.0),
             )
             steered = (Add(1, (0,), states[0], 0.2),)
             kinds = [
                 partial(captured, lengths, ()),
                 partial(captured, lengths, edits),
-                partial(written, lengths, (), None),
-                partial(written, lengths, steered, heads),
-                partial(read, lengths, edits),
+                partial(written, lengths, ()),
+                partial(written, lengths, steered),
+                partial(read, lengths, edits, heads),
             ]
             if name != "qwen3_5":  # its recurrent layers change their state in place
                 kinds.append(partial(differentiated, lengths))
@@ -308,7 +314,7 @@ def test_threads_decode_at_once(architecture):
     model = tiny.fresh(architecture)
     install(model)
     begin = threading.Barrier(THREADS)
-    job = Job(model, partial(written, (23, 14, 5), (), None))
+    job = Job(model, partial(written, (23, 14, 5), ()))
 
     def run() -> list:
         begin.wait()
@@ -320,7 +326,7 @@ def test_threads_decode_at_once(architecture):
 
 def test_a_pass_that_is_stopped_leaves_others_and_the_model_alone():
     model = tiny.model("llama")
-    job = Job(model, partial(written, (23, 14, 5), (), None))
+    job = Job(model, partial(written, (23, 14, 5), ()))
     wanted = job()
 
     class Stopped(Exception): ...

@@ -323,6 +323,9 @@ def test_tokens_are_as_long_as_javascript_counts(judged, monkeypatch):
     rows = judged.generations
     rows["text"] = ["".join(tokens[n] for n in range(3)), *["a b"] * (len(rows) - 1)]
     rows["token_ids"] = [np.array([0, 1, 2, 3])] * len(rows)
+    monkeypatch.setattr(
+        type(judged), "windows", lambda self, some, of: iter([(self.contexts[some], rows[of])])
+    )
     data, note = browsers.browser([judged], ["run"], [[]])
     turns = json.loads(gzip.decompress(base64.b64decode(data)))["turns"]
     assert turns["pieces"][turns["text"].index("a 😀 b�")] == [2, 2, 3]  # an emoji is two units

@@ -9,8 +9,8 @@ from ia_mech.chat.thoughts import Response
 from ia_mech.collect import compute, job
 from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect
-from ia_mech.collect.parts import without_response
 from ia_mech.collect.summary import several_responses
+from ia_mech.collect.survey import without_response
 from ia_mech.data.conversations import Conversation, open_conversations
 from ia_mech.display import Quiet
 from ia_mech.engine.decode import Row, decode

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from judging import ROWS as COUNT
 from judging import keys_of
-from runs import files_under
+from runs import files_under, with_column, write_by_hand
 
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE
@@ -113,13 +113,12 @@ def test_verdicts_under_another_name_are_refused(labels):
         labels.judgements("strict")
 
 
-def test_the_digest_of_turns_tells_texts_apart(merged):
-    whole, parted = Run(merged.path), Run(merged.path)
-    whole.generations  # noqa: B018 (read at once, not part by part)
-    assert whole.turns_digest == parted.turns_digest
-    changed = Run(merged.path)
-    changed.generations.loc[3, "text"] += "."
-    assert changed.turns_digest != whole.turns_digest
+def test_the_digest_of_turns_tells_texts_apart(tmp_path):
+    def change(stored: list) -> None:
+        stored[1] = with_column("text", "another")(stored[1])
+
+    runs = [write_by_hand(tmp_path / f"{n}", how) for n, how in enumerate([None, None, change])]
+    assert runs[0].turns_digest == runs[1].turns_digest != runs[2].turns_digest
 
 
 # -- what is there ------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ def test_what_the_kernel_refuses_to_write_is_an_oserror(tmp_path, vocab, text, f
     """Also from the safetensors library, whose own error isn't one."""
     long = text and np.random.default_rng(0).bytes(100_000).hex()
     contexts = with_column("text", long)(contexts_table(PARTS[0]))
-    logits = {"shifted": torch.zeros(2, vocab, dtype=torch.float16)}
+    logits = torch.zeros(2, vocab, dtype=torch.float16)
     residuals = torch.stack([residuals_of(order) for order in PARTS[0]])
     stored = contexts, generations_table(PARTS[0]), logits, residuals
     with RunWriter(tmp_path / "run", RECORD) as run:

@@ -43,7 +43,7 @@ def made(monkeypatch) -> list[tuple]:
 def test_the_command_the_function_and_the_record_of_a_run_read_values_alike(made):
     words = (
         "--limit all --temperatures 1.3,0.5 1 --samples 2 --positions header turn_end "
-        "--header-logits 010 --system '' --date 2026-02-01 --model x/y "
+        "--header-logits none --system '' --date 2026-02-01 --model x/y "
         "--responses 2 --skip-unusable --template-option a=false 'b=[1, \"x y\"]' "
         "--template-option c=low,high d="
     )
@@ -52,7 +52,7 @@ def test_the_command_the_function_and_the_record_of_a_run_read_values_alike(made
         "temperatures": np.array([0.5, 1.0, 1.3]),
         "samples": np.int64(2),
         "positions": "header, turn_end",
-        "header_logits": 10,
+        "header_logits": "none",
         "system": "",
         "date": date(2026, 2, 1),
         "model": Path("x/y"),
@@ -65,7 +65,7 @@ def test_the_command_the_function_and_the_record_of_a_run_read_values_alike(made
     (first, out, shard, crew), second = made
     assert second == (first, out, shard, crew)
     assert out == first.folder() and (shard, crew) == ((1, 1), (None, None))
-    assert (first.limit, first.temperatures, first.header_logits) == (None, (0.5, 1.0, 1.3), "10")
+    assert (first.limit, first.temperatures, first.header_logits) == (None, (0.5, 1.0, 1.3), "none")
     kept = json.loads(json.dumps(first.to_dict()))
     assert Settings.read(kept) == first
     assert set(kept) == {one.name for one in fields(Settings)}
@@ -132,7 +132,6 @@ REFUSED = [
     ("--temperatures", "argument --temperatures: expected at least one argument"),
     ("--samples 0", "--samples: '0' is not a whole number from 1 to 1000000"),
     ("--seed -1", "--seed: '-1' is not a whole number from 0 up"),
-    ("--header-logits top", "--header-logits: 'top' is not"),
     ("--date 20260101", "--date: '20260101' is not a date such as 2026-01-31"),
     ("--date ''", "--date: '' is not a date"),
     ("--dtype int8", "--dtype: 'int8' is none of auto, float32, bfloat16, float16"),

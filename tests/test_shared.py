@@ -7,10 +7,9 @@ import pytest
 import tiny
 import torch
 import transformers
-from contract import LOGPROB, MARGIN, masked_logits, prefilled, stepped
+from contract import LOGPROB, masked_logits, prefilled, stepped
 
 from ia_mech.engine.check import check_engine
-from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Borrowed, Engine, SharedLayer, attend, attend_shared, merge
 from ia_mech.engine.state import expand, forward
@@ -306,21 +305,6 @@ def test_scores_with_borrowed_keys_equal_passes_with_a_mask_per_head(architectur
         plain = logprobs(by_one_pass(model, turn.context, None, turn.ids), turn.ids)
         moved += np.abs(theirs - plain).max() > 1e-3
     assert moved == 6, "whoever borrows writes something else"
-
-
-@pytest.mark.parametrize("architecture", BORROWING)
-def test_rows_with_borrowed_keys_are_decoded_as_passes_with_a_mask_per_head(architecture):
-    model = tiny.model(architecture)
-    groups = [prefilled(model, lengths) for lengths in GROUPS]
-    rows = [Row(context, 0.0, (0, 0), borrowed=one) for context, one in cases(architecture)]
-    decoded = decode(model, groups, rows, [tiny.EOS, *range(60, 80)], 12)
-    assert len({len(one.token_ids) for one in decoded}) > 1, "rows end at different times"
-    for row, ours in zip(rows, decoded, strict=True):
-        logits = by_one_pass(model, row.context, row.borrowed, ours.token_ids)
-        theirs = logprobs(logits, ours.token_ids)
-        np.testing.assert_allclose(ours.logprobs_raw, theirs, rtol=0, atol=LOGPROB)
-        best = logits.argmax(-1).numpy()
-        assert ((best == ours.token_ids) | (ours.margins < MARGIN)).all()
 
 
 def test_what_cant_be_borrowed_is_refused():

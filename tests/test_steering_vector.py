@@ -14,7 +14,7 @@ from test_intervene import by_plain_hooks, hooks_of, vectors
 from experiments.experiment import subject_of
 from ia_mech.collect.job import collect
 from ia_mech.engine.decode import Row, decode
-from ia_mech.engine.intervene import Add, ProjectOut
+from ia_mech.engine.intervene import Add, ProjectOut, at_tokens
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.state import Prefix, prefill
@@ -81,10 +81,13 @@ def test_sampled_and_scored_rows_equal_full_passes_with_plain_hooks(architecture
             argmax = logits.argmax(-1).tolist()
             for token, best, margin in zip(written, argmax, -top.diff()[:, 0], strict=True):
                 assert token == best or margin < 1e-4
-    turns = [Turn(i, own.token_ids.tolist(), rows[i].steered) for i, own in enumerate(found[:14])]
+    turns = []
+    for i, own in enumerate(found[:14]):
+        edits = at_tokens(rows[i].steered, range(len(own.token_ids) - 1))
+        turns.append(Turn(i, own.token_ids.tolist(), interventions=tuple(edits)))
     for one, own in zip(score(model, groups, turns, [0.7]), found, strict=False):
         np.testing.assert_allclose(one.logprobs_raw, own.logprobs_raw, rtol=0, atol=LOGPROB)
-    plain = score(model, groups, [replace(turn, steered=()) for turn in turns])
+    plain = score(model, groups, [replace(turn, interventions=()) for turn in turns])
     moved = [
         np.abs(one.logprobs_raw - own.logprobs_raw).max()
         for one, own in zip(plain, found, strict=False)

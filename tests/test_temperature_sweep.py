@@ -390,7 +390,7 @@ def test_runs_that_make_no_sweep_are_refused(copied, capfd):
         rewritten(run.path, "run.json", with_settings(**changed))
         return refusal(call(main, [str(run.path)], capfd))
 
-    assert "doesn't keep all header logits; sample with" in refused(header_logits="5")
+    assert "doesn't keep all header logits; sample with" in refused(header_logits="none")
     assert "go on from --opening: header_last doesn't predict" in refused(opening="Wait,")
     shutil.rmtree(run.path / "judgements")
     assert "has not been judged; run: ia-mech judge" in refused()

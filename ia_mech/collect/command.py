@@ -165,11 +165,11 @@ def _make(settings: Settings, out: Path, args: argparse.Namespace) -> None:
 
 
 def _dry_run(settings: Settings, out: Path, shard: Shard) -> None:
-    from ia_mech.collect.parts import dry_run
+    from ia_mech.collect.cost import dry_run
     from ia_mech.collect.summary import print_plan
 
-    plan, there = dry_run(settings, out, shard)
-    print_plan(settings, plan, out, there)
+    lines, surveyed = dry_run(settings, out, shard)
+    print_plan(lines, surveyed.notes, surveyed.skipped)
 
 
 def sample(

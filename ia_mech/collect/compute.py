@@ -15,6 +15,7 @@ from ia_mech.collect.parts import QUEUE
 from ia_mech.collect.progress import PartProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext
 from ia_mech.engine.decode import Decoded, Row, decode
+from ia_mech.engine.intervene import at_tokens
 from ia_mech.engine.sampling import response_stream_key, stream_key
 from ia_mech.engine.score import Scored, Turn, score
 from ia_mech.engine.state import Prefilled, Prefix, prefill_all
@@ -222,11 +223,12 @@ class Computation:
         self, groups: list[Prefilled], members: list[PreparedContext], work: PartProgress
     ) -> dict[int, Scored]:
         """Scores of the written follow-ups, by the number of their context."""
-        turns = [
-            Turn(number, context.reference.whole, context.at_turn)
-            for number, context in enumerate(members)
-            if context.reference is not None
-        ]
+        turns = []
+        for number, context in enumerate(members):
+            if context.reference is not None:
+                ids = context.reference.whole
+                steered = at_tokens(context.at_turn, range(len(ids) - 1))  # the last is predicted
+                turns.append(Turn(number, ids, interventions=tuple(steered)))
         scores = score(
             self.subject.model,
             groups,

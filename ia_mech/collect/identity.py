@@ -8,18 +8,14 @@ from importlib import metadata
 from typing import Any
 
 import torch
-import transformers
 
-from ia_mech import __version__
 from ia_mech.chat.format import ChatFormat
 from ia_mech.engine import weights
 from ia_mech.engine.check import TOKENS
 from ia_mech.engine.shared import Engine
-from ia_mech.likelihood.reference import scored_temperatures
 from ia_mech.models.load import Subject
 from ia_mech.run.integrity import without_folders
 from ia_mech.settings import Settings
-from ia_mech.steering import SteeringVector
 
 # Packages that bring kernels which transformers takes where they are installed: of recurrent layers
 # (Qwen3.5: the first two), and of attention.
@@ -57,38 +53,9 @@ def eos_ids(generation_config: Any, model_config: Any) -> list[int]:
 
 def identity(subject: Subject, chat: ChatFormat, engine: Engine, requested: dict) -> dict:
     """What two runs must share to be one run; ``requested`` is its part from
-    :func:`requested_identity`."""
+    :meth:`ia_mech.collect.survey.Survey.identity`."""
     known = {"model": subject.describe(), "engine": engine.name, "chat": chat.describe()}
     return without_folders(json.loads(json.dumps(known)) | requested)
-
-
-def requested_identity(
-    settings: Settings,
-    positions: Sequence[str],
-    conversations: dict,
-    vector: SteeringVector | None,
-) -> dict:
-    """That part of the identity which is known before the model's weights are.
-
-    Args:
-        settings: with ``batch_rows``.
-        positions: that are kept.
-        conversations: facts of :func:`ia_mech.collect.parts.survey`.
-        vector: that the model is steered with.
-    """
-    known = {
-        "settings": settings.to_dict(),
-        "positions": list(positions),
-        "score_temperatures": scored_temperatures(settings.temperatures),
-        "conversations": conversations,
-        "intervention": None if vector is None else vector.sha256,
-        "software": {
-            "ia_mech": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
-    return without_folders(json.loads(json.dumps(known)))
 
 
 def machine(subject: Subject, threads: int) -> dict:

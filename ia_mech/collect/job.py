@@ -1,22 +1,20 @@
 """The main job as a function: conversations in, a run on disk out.
 
 ``chat`` knows templates and text, ``engine`` knows token ids and tensors; this module is where the
-two meet. Where the subject model has to write responses itself, that comes first, in parts of their
-own. Then every context is prefilled once, and that one pass feeds the captured residual stream, the
-header logits, all sampled rows and the scores of reference turns. The main thread prepares parts
-and writes them; workers compute them meanwhile.
+two meet. It plans the parts of a run, has workers compute those that aren't there, and writes each.
+Where the subject model has to write responses itself, that comes first, in parts of their own. Then
+every context is prefilled once, and that one pass feeds the captured residual stream, the header
+logits, all sampled rows and the scores of reference turns.
 """
 
-import contextlib
 import copy
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from safetensors import SafetensorError
@@ -25,6 +23,7 @@ from ia_mech.chat.format import ChatContext, ChatFormat
 from ia_mech.chat.headers import context_and_reference
 from ia_mech.chat.thoughts import Response
 from ia_mech.collect.compute import Computation, Drawn, Query
+from ia_mech.collect.cost import check_disk, flag_of, run_bytes
 from ia_mech.collect.identity import (
     build_chat,
     eos_ids,
@@ -32,26 +31,11 @@ from ia_mech.collect.identity import (
     machine,
     machine_changes,
     probe_ids,
-    requested_identity,
 )
-from ia_mech.collect.parts import (
-    Inputs,
-    Parts,
-    Survey,
-    check_disk,
-    check_model,
-    check_without_weights,
-    flag_of,
-    kept_positions,
-    open_inputs,
-    part_room,
-    plan_parts,
-    run_bytes,
-    survey,
-    without_response,
-)
+from ia_mech.collect.parts import Parts, part_room, plan_parts
 from ia_mech.collect.progress import PartProgress, PhaseProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext, tables
+from ia_mech.collect.survey import Survey, survey, without_response
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Progress
 from ia_mech.engine.check import check_engine
@@ -85,9 +69,9 @@ def make_run(
     What needs no weights is refused before they are fetched. Arguments and Raises: see
     :func:`collect`.
     """
-    inputs = check_without_weights(settings, out)
+    surveyed = survey(settings, out)
     subject = load(settings.model_spec)
-    run = collect(settings, subject, out, progress, inputs=inputs, shard=shard, crew=crew)
+    run = collect(settings, subject, out, progress, surveyed=surveyed, shard=shard, crew=crew)
     if run.counts["contexts"]:
         try:
             problem = save_lens(subject, run.contexts["token_ids"].iloc[0].tolist()[:64])
@@ -104,7 +88,7 @@ def collect(
     out: Path,
     progress: Progress,
     *,
-    inputs: Inputs | None = None,
+    surveyed: Survey | None = None,
     shard: Shard = WHOLE,
     crew: Crew = ANY,
     interventions: Interventions | None = None,
@@ -116,10 +100,10 @@ def collect(
         subject: its model.
         out: the run's folder.
         progress: shows what is done.
-        inputs: what :func:`ia_mech.collect.parts.open_inputs` returned, if it was called.
+        surveyed: what :func:`ia_mech.collect.survey.survey` returned, if it was called.
         shard: which shard of the run to make, and of how many.
         crew: workers, of which nothing depends, and threads of each, which change rounding; where
-            none are asked for, those that the run was begun with.
+            none are asked for, those that the run was begun with, as far as there are cores.
         interventions: what is changed in each context while it is prefilled. All that it depends on
             has to be in the conversations' metadata, by which the run is known.
 
@@ -127,45 +111,39 @@ def collect(
         UserError: anything wrong with data, template, folder or disk; nothing is written then that
             a later call wouldn't use.
     """
-    inputs, model = inputs or open_inputs(settings, out), subject.model
+    model = subject.model
+    surveyed = surveyed or survey(settings, out, (subject.tokenizer, model.config))
     chat = build_chat(settings, subject.tokenizer, eos_ids(model.generation_config, model.config))
-    check_model(settings, inputs, chat, model.config)
-    if inputs.vector is not None:
-        inputs.vector.check_weights(subject.weights_hash)
+    if surveyed.vector is not None:
+        surveyed.vector.check_weights(subject.weights_hash)
     engine = check_engine(model, probe_ids(chat), ignore=settings.ignore_check)
-    surveyed = survey(inputs, settings, chat, model.config)
     size = replace(footprint(model.config, model.dtype), shared=engine.share)
     room = part_room(settings, size, out)
     parts, asked = plan_parts(surveyed, settings, size, room), settings
     settings = replace(settings, batch_rows=parts.batch_rows)
-    positions = kept_positions(settings, chat)
-    requested = requested_identity(settings, positions, surveyed.facts, inputs.vector)
+    requested = surveyed.identity(settings)
+    work = len(parts.contexts), parts.part_bytes, subject.device.type == "cpu"
     record = {
         "identity": identity(subject, chat, engine, requested),
         "parts": parts.counts,
         "part_room": room,
+        "threads": crew.for_items(*work)[1],
         "skipped": surveyed.skipped,
-        "source": inputs.source.description | {"dataset": requested["settings"]["dataset"]},
+        "source": surveyed.source.description | {"dataset": requested["settings"]["dataset"]},
     }
-    crew = Crew(crew.workers, crew.threads or _threads_before(out, shard))
-    on_cpu = subject.device.type == "cpu"
-    workers, threads = crew.for_items(len(parts.contexts), parts.part_bytes, on_cpu)
     mine = parts.of_shard(shard)
-    lengths = [surveyed.lengths[order] for part in mine.contexts.values() for order in part]
-    count, itemsize = len(mine.contexts), model.dtype.itemsize
-    needed = run_bytes(settings, positions, model.config, itemsize, lengths, count)
     try:
-        check_disk(needed, out)
+        check_disk(run_bytes(settings, surveyed, mine, model.dtype.itemsize), out)
         begun, _ = begin_run(out, record)
         if begun.get("part_room", room) != room:  # another machine began it at this moment
-            return collect(asked, subject, out, progress, inputs=inputs, shard=shard, crew=crew)
+            return collect(asked, subject, out, progress, surveyed=surveyed, shard=shard, crew=crew)
+        threads = crew.threads or min(begun.get("threads", 1), usable_cores())
         with RunWriter(out, record, flag_of) as writer:
             for note in surveyed.notes:
                 progress.say(f"note: {note}")
             remember(settings.model_spec, subject.weights_hash)
-            job = _Job(settings, inputs, subject, chat, engine, surveyed, mine, writer, progress)
-            job.interventions = interventions
-            job.work(shard, workers, threads)
+            job = _Job(settings, subject, chat, surveyed, mine, writer, progress, interventions)
+            job.work(engine, shard, *Crew(crew.workers, threads).for_items(*work))
     except BrokenPipeError:  # of the progress, not of the run
         raise
     except OSError as error:
@@ -176,26 +154,6 @@ def collect(
             f"{remedy}; the same command then goes on from what is kept",
         ) from error
     return Run.open(out)
-
-
-def _threads_before(out: Path, shard: Shard) -> int | None:
-    """How many threads a worker of a shard had last, else one of another shard, as far as this
-    machine has cores; None if there was none."""
-    # It isn't begun, or it is damaged.
-    with contextlib.suppress(UserError, LookupError, ValueError, TypeError):
-        return min(usable_cores(), int(_last_session(Run(out), shard)["threads"]))
-    return None
-
-
-def _last_session(run: Run, shard: Shard) -> dict[str, Any]:
-    """Of the processes that made parts of the run, what its manifests say of the last one: of the
-    last one that made this shard, if there is one.
-
-    Raises:
-        IndexError: no part was made yet.
-    """
-    own = [session for session in run.sessions if session.get("shard") == list(shard)]
-    return (own or run.sessions)[-1]
 
 
 def _reader(chat: ChatFormat) -> Callable[[Sequence[int], Sequence[int]], Response]:
@@ -216,64 +174,62 @@ class _Job:
     def __init__(
         self,
         settings: Settings,
-        inputs: Inputs,
         subject: Subject,
         chat: ChatFormat,
-        engine: Engine,
         surveyed: Survey,
         parts: Parts,
         writer: RunWriter,
         progress: Progress,
+        interventions: Interventions | None,
     ) -> None:
-        self.settings, self.inputs, self.subject, self.chat = settings, inputs, subject, chat
-        self.engine, self.survey, self.parts = engine, surveyed, parts
-        self.writer, self.progress = writer, progress
-        self.interventions: Interventions | None = None
+        self.settings, self.subject, self.chat, self.survey = settings, subject, chat, surveyed
+        self.parts, self.writer, self.progress = parts, writer, progress
+        self.interventions = interventions
         self.left_out: dict[str, list[str]] = defaultdict(list)  # conversations, by part
         self.computation = Computation(
             subject,
             settings,
-            kept_positions(settings, chat),
+            surveyed.positions,
             chat.stop_ids,
             chat.response_stop_ids,
             _reader(chat),
         )
 
-    def work(self, shard: Shard, workers: int, threads: int) -> None:
+    def work(self, engine: Engine, shard: Shard, workers: int, threads: int) -> None:
         """Compute and write what isn't there yet, with so many workers of so many threads."""
         self.workers, self.threads = workers, threads
-        self.responses = self._todo("responses", self.parts.responses)
-        self.contexts = self._todo("contexts", self.parts.contexts)
-        if not self.responses and not self.contexts:
+        responses = self._todo("responses", self.parts.responses)
+        contexts = self._todo("contexts", self.parts.contexts)
+        if responses or contexts:
+            self._begin_session(engine, shard)
+            try:
+                if responses:
+                    self._write_responses(responses)
+                if contexts:
+                    self._write_contexts(contexts)
+            finally:
+                self.progress.stop()
+        else:
             here = self.writer.path
             done = here if Run(here).complete else f"this shard of {here}"
             line = f"{done} was finished before; nothing was computed again"
-            if not self.parts.responses and not self.parts.contexts:
+            if not self.parts.contexts:
                 line = f"this shard has no part of {here}: the run has fewer parts than shards"
             self.progress.say(line)
-            self.writer.finish()
-            return
-        self._begin_session(shard)
-        try:
-            if self.responses:
-                self._write_responses()
-            if self.contexts:
-                self._write_contexts()
-        finally:
-            self.progress.stop()
         self.writer.finish()
 
-    def _todo(self, kind: str, parts: dict[str, list[int]]) -> dict[str, list[int]]:
+    def _todo(self, kind: str, parts: dict[str, list[int]]) -> list[str]:
         """The parts that no process has written yet, or that are damaged."""
         for problem in self.writer.drop_damaged(kind, parts):
             self.progress.say(f"{problem}; it is computed again")
         done = self.writer.finished_parts(kind)
-        return {name: orders for name, orders in parts.items() if name not in done}
+        return [name for name in parts if name not in done]
 
-    def _begin_session(self, shard: Shard) -> None:
+    def _begin_session(self, engine: Engine, shard: Shard) -> None:
         here, say = machine(self.subject, self.threads), self.progress.say
-        with contextlib.suppress(IndexError):
-            before = _last_session(Run(self.writer.path), shard)
+        sessions = Run(self.writer.path).sessions
+        own = [one for one in sessions if one.get("shard") == list(shard)]
+        for before in (own or sessions)[-1:]:
             if changed := machine_changes(before, here):
                 say(
                     f"note: {changed} since this run was last worked on; rows computed now may "
@@ -284,40 +240,18 @@ class _Job:
             f"{self.settings.model}: {about['layers']} layers, d_model {about['d_model']}, "
             f"{about['dtype']} on {about['device']}, weights {about['weights_hash']}"
         )
-        say(f"engine: {self.engine}")
-        if self.inputs.vector is not None:
-            say(f"steered: {self.inputs.vector}")
+        say(f"engine: {engine}")
+        if self.survey.vector is not None:
+            say(f"steered: {self.survey.vector}")
         if self.survey.skipped:
             say(f"skipped: {len(self.survey.skipped)} that can't be used, such as")
             say(f"  {self.survey.skipped[0]}")
-        notes = {
-            "engine": str(self.engine) if self.engine.why else "",
-            "ignored_check": self.engine.ignored,
-        }
-        if self.engine.ignored:
-            say(f"note: ignored check: {self.engine.ignored}")
-        known = {name: value for name, value in notes.items() if value}
-        self.writer.start_session(here | known | {"shard": list(shard), "workers": self.workers})
-
-    def _start_phase(
-        self,
-        phase: str,
-        parts: dict[str, list[int]],
-        todo: Collection[str],
-        lengths: dict[int, int],
-        rows: int,
-        most: int,
-        unit: str,
-    ) -> PhaseProgress:
-        """The progress of a phase: contexts of these ``lengths`` with so many rows each."""
-        sizes = {
-            name: (rows * len(orders), sum(lengths[order] for order in orders))
-            for name, orders in parts.items()
-        }
-        before = [size for name, size in sizes.items() if name not in todo]
-        done = sum(size[0] for size in before), sum(size[1] for size in before)
-        left = {name: sizes[name] for name in todo}
-        return PhaseProgress(self.progress, phase, left, done, most, unit)
+        if engine.ignored:
+            say(f"note: ignored check: {engine.ignored}")
+            here["ignored_check"] = engine.ignored
+        if engine.why:
+            here["engine"] = str(engine)
+        self.writer.start_session(here | {"shard": list(shard), "workers": self.workers})
 
     def _compute_parts(
         self,
@@ -385,12 +319,13 @@ class _Job:
 
     # -- responses ------------------------------------------------------------------------------
 
-    def _write_responses(self) -> None:
+    def _write_responses(self, todo: list[str]) -> None:
         prompts, most = self.survey.prompts, self.settings.max_response_tokens
         orders = {
             name: [i for i in part if i in prompts] for name, part in self.parts.responses.items()
         }
-        work = self._start_phase("responses", orders, self.responses, prompts, 1, most, "response")
+        sizes = {name: (len(part), sum(prompts[i] for i in part)) for name, part in orders.items()}
+        work = PhaseProgress(self.progress, "responses", "response", sizes, todo, most)
 
         def prepare(name: str) -> list[Query]:
             queries = groupby(orders[name], lambda i: self.survey.conversations[i].query_id)
@@ -401,7 +336,7 @@ class _Job:
 
         each = self.settings.responses
         self._compute_parts(
-            "responses", work, self.responses, each, prepare, compute, self._write_response_part
+            "responses", work, todo, each, prepare, compute, self._write_response_part
         )
 
     def _query(self, orders: tuple[int, ...]) -> Query:
@@ -430,11 +365,14 @@ class _Job:
 
     # -- contexts -------------------------------------------------------------------------------
 
-    def _write_contexts(self) -> None:
-        each, most = len(self.settings.rows()), self.settings.max_new_tokens
-        lengths = dict(enumerate(self.survey.lengths))
-        parts = self.parts.contexts
-        work = self._start_phase("user turns", parts, self.contexts, lengths, each, most, "row")
+    def _write_contexts(self, todo: list[str]) -> None:
+        each, lengths = len(self.settings.rows()), self.survey.lengths
+        sizes = {
+            name: (each * len(part), sum(lengths[i] for i in part))
+            for name, part in self.parts.contexts.items()
+        }
+        most = self.settings.max_new_tokens
+        work = PhaseProgress(self.progress, "user turns", "row", sizes, todo, most)
         responses = Run(self.writer.path).responses
         if len(responses):
             self._say_left_out(responses)
@@ -443,7 +381,7 @@ class _Job:
 
         def prepare(name: str) -> list[PreparedContext]:
             out, ready = self.left_out[name], []
-            for order in self.contexts[name]:
+            for order in self.parts.contexts[name]:
                 if order in self.survey.prompts and order not in written:
                     out.append(self.survey.conversations[order].id)
                 else:
@@ -460,7 +398,7 @@ class _Job:
             self.writer.add_contexts(name, *made, limit, self.left_out[name])
 
         compute = self.computation.contexts
-        self._compute_parts("contexts", work, self.contexts, each, prepare, compute, write)
+        self._compute_parts("contexts", work, todo, each, prepare, compute, write)
 
     def _say_left_out(self, responses: pd.DataFrame) -> None:
         """Say how many queries have too few responses that are finished and differ.
@@ -490,7 +428,7 @@ class _Job:
         Given responses were checked before anything was written. One that the model wrote may be
         refused by the template only now; such a conversation is reported and ``left_out``.
         """
-        conversation, vector = self.survey.conversations[order], self.inputs.vector
+        conversation, vector = self.survey.conversations[order], self.survey.vector
         if written is not None:
             messages = tuple(without_response(conversation))
             conversation = replace(conversation, messages=messages)

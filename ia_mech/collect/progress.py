@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ia_mech.display import Progress
 
@@ -16,31 +16,29 @@ class PhaseProgress:
     Args:
         progress: where it is shown.
         phase: its name.
-        parts: of each part still to be done, its rows and the tokens of its contexts.
-        done: the same of all parts that were written before, together.
-        allowance: most tokens of a row.
         unit: what a row is called.
+        sizes: of every part its rows, and the tokens of its contexts.
+        todo: the parts that weren't written before.
+        allowance: most tokens of a row.
     """
 
     def __init__(
         self,
         progress: Progress,
         phase: str,
-        parts: dict[str, tuple[int, int]],
-        done: tuple[int, int],
-        allowance: int,
         unit: str,
+        sizes: dict[str, tuple[int, int]],
+        todo: Collection[str],
+        allowance: int,
     ) -> None:
-        self.allowance = allowance
         self._progress, self._unit = progress, unit
-        # Of each part its rows, and the tokens of rows and contexts.
-        self._parts = {name: (rows, rows * allowance + own) for name, (rows, own) in parts.items()}
-        self._rows = done[0] + sum(rows for rows, _ in parts.values())
-        self._ended, self._drawn = done[0], 0
+        work = {name: (rows, rows * allowance + own) for name, (rows, own) in sizes.items()}
+        self._parts = {name: work[name] for name in todo}
+        self._rows, total = (sum(each) for each in zip(*work.values(), strict=True))
+        left, tokens = (sum(each) for each in zip(*self._parts.values(), strict=True))
+        self._ended, self._drawn = self._rows - left, 0
         self._begun, self._reporting = time.monotonic(), threading.Lock()
-        before = done[0] * allowance + done[1]
-        total = before + sum(tokens for _, tokens in self._parts.values())
-        progress.start(phase, total, done=before, unit="")
+        progress.start(phase, total, done=total - tokens, unit="")
 
     def begin(self, name: str) -> "PartProgress":
         """A worker begins a part."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ia_mech.collect.job import make_run
-from ia_mech.collect.parts import check_without_weights
+from ia_mech.collect.survey import survey
 from ia_mech.display import Progress, Quiet
 from ia_mech.engine.workers import Crew
 from ia_mech.errors import UserError
@@ -39,7 +39,7 @@ def sample_on_ray(
     except ImportError:
         raise UserError("--ray needs Ray", "install it: pip install 'ia-mech[ray]'") from None
     out = out.absolute()
-    check_without_weights(settings, out)  # refused before anything is started
+    survey(settings, out)  # refused before anything is started
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent out unasked
     try:
         if place := re.search(r"([^/:]+):([0-9]+)$", address):  # Ray would try for minutes

@@ -58,7 +58,7 @@ def tables(
     results: list[ContextResult],
     settings: Settings,
     chat: ChatFormat,
-) -> tuple[pa.Table, pa.Table, dict[str, Tensor] | None, Tensor | None]:
+) -> tuple[pa.Table, pa.Table, Tensor | None, Tensor | None]:
     """One part as ``RunWriter.add_contexts`` takes it.
 
     Returns:
@@ -73,7 +73,10 @@ def tables(
     ]
     logits = residuals = None
     if results:
-        logits = stored_logits(torch.stack([r.logits for r in results]), settings.header_logits)
+        if settings.header_logits == "full":
+            logits = torch.stack([r.logits for r in results])
+            # Less the maximum: the likely tokens then lie near zero, where float16 is finest.
+            logits = (logits - logits.amax(-1, keepdim=True)).half()
         residuals = torch.stack([r.residuals for r in results])
     return (
         pa.Table.from_pylist(contexts, schema=layout.contexts_schema(chat.position_names)),
@@ -154,23 +157,3 @@ def _key_columns(context: PreparedContext) -> dict:
 def entropy(logits: Tensor) -> float:
     """Entropy of ``softmax(logits)`` in nats; logits ``[vocab]``."""
     return float(torch.special.entr(logits.double().softmax(-1)).sum())
-
-
-def stored_logits(logits: Tensor, mode: str) -> dict[str, Tensor] | None:
-    """Header logits ``[contexts, vocab]`` as they are stored; see ``run.HeaderLogits``.
-
-    The maximum is subtracted before rounding to float16: the likely tokens then lie near zero,
-    where float16 is finest.
-    """
-    if mode == "none":
-        return None
-    shifted = logits - logits.amax(-1, keepdim=True)
-    if mode == "full":
-        return {"shifted": shifted.half()}
-    values, indices = shifted.topk(min(int(mode), shifted.shape[-1]), dim=-1)
-    kept = (values.logsumexp(-1) - shifted.logsumexp(-1)).exp()
-    return {
-        "values": values.half(),
-        "indices": indices.int(),
-        "tail_mass": (1 - kept).clamp(min=0),
-    }

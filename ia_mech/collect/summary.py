@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -10,11 +9,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from ia_mech.cli import one_line, shell_word
-from ia_mech.collect.parts import Plan, size_text
+from ia_mech.collect.cost import random_blocks_text
 from ia_mech.display import console
 from ia_mech.run import Run, layout
 from ia_mech.run.queries import exchange, unfinished_text
-from ia_mech.settings import Settings, Shard
+from ia_mech.settings import Shard
 from ia_mech.stats import cluster_mean
 
 LISTED = 10  # skipped rows that are named
@@ -117,49 +116,13 @@ def examples(run: Run, count: int = 3) -> Sequence[tuple[pd.Series, pd.Series]]:
     return picked
 
 
-def print_plan(settings: Settings, plan: Plan, out: Path, existing: Run | None) -> None:
-    """The table of ``--dry-run``; ``existing`` is the run that the command would go on with."""
-    kept = "nothing"
-    if existing is not None:
-        kept = ", ".join(f"{count} {kind}" for kind, count in existing.counts.items())
-        if existing.complete:
-            kept = "all of it: nothing would be computed again"
-    lens = f"{size_text(plan.lens_bytes)}, its final norm and unembedding, if not kept yet"
-    for name, value in (
-        ("model", settings.model + _random_blocks_text(settings.random_blocks)),
-        ("conversations", f"{settings.dataset}: {plan.dataset_conversations}"),
-        ("contexts", str(plan.contexts)),
-        ("responses to generate", str(plan.responses_to_generate)),
-        ("user header", repr(plan.header_text)),
-        ("positions kept", ", ".join(plan.positions)),
-        ("context tokens", f"{plan.context_tokens} (longest {plan.longest_context})"),
-        ("rows to decode", f"{plan.rows} x at most {settings.max_new_tokens} tokens"),
-        ("new tokens", f"at most {plan.tokens}, responses included"),
-        ("parts", f"{plan.parts}; a kill costs at most one of {plan.part_rows} rows"),
-        ("memory", memory_text(plan.weight_bytes, plan.part_bytes)),
-        ("time", hours_text(plan.seconds)),
-        ("bytes to be written", f"{size_text(plan.bytes)}, to {out}"),
-        ("of this already there", kept),
-        ("once for this model", lens),
-    ):
+def print_plan(lines: dict[str, str], notes: Sequence[str], skipped: Sequence[str]) -> None:
+    """What ``--dry-run`` found (:func:`ia_mech.collect.cost.dry_run`)."""
+    for name, value in lines.items():
         _print_line(f"{name:<23}{value}")
-    for note in plan.notes:
+    for note in notes:
         _print_line(f"note: {note}")
-    _print_skipped(plan.skipped)
-
-
-def memory_text(weights: int, part: int) -> str:
-    """What weights and what is computed at once take of memory."""
-    return f"{size_text(weights)} for weights, at most {size_text(part)} for each part in work"
-
-
-def hours_text(seconds: float) -> str:
-    """About how long something takes at most."""
-    return f"about {seconds / 3600:.2g} hours at most, at the usual speed of such a device"
-
-
-def _random_blocks_text(seed: int | None) -> str:
-    return "" if seed is None else f" with random blocks (seed {seed}) over its trained embeddings"
+    _print_skipped(skipped)
 
 
 def _print_skipped(rows: Sequence[str]) -> None:
@@ -203,7 +166,7 @@ def print_run(run: Run) -> None:
     screen.print(" ".join(text for name, text in LEGEND.items() if name in columns), soft_wrap=True)
     if line := several_responses(run):
         _print_line(line)
-    if words := _random_blocks_text(run.settings["random_blocks"]):
+    if words := random_blocks_text(run.settings["random_blocks"]):
         _print_line(f"note: {run.model['name']}{words}: a control, not a model that anyone trained")
     if opening := run.settings["opening"]:
         _print_line(

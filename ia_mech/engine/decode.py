@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from ia_mech.engine.intervene import TokenwiseIntervention
 from ia_mech.engine.sampling import Draw, draw_tokens
-from ia_mech.engine.shared import Borrowed
 from ia_mech.engine.state import Prefilled, expand, forward
 
 FREED = 4  # rows join a batch when one place in so many is free: each time, states are copied
@@ -30,14 +29,12 @@ class Row:
         temperature: 0 for greedy.
         stream: of its noise, from :func:`ia_mech.engine.sampling.stream_key`; unused if greedy.
         steered: takes place at each token of the turn, for which position 0 stands.
-        borrowed: keys and values of another context that it attends to.
     """
 
     context: int
     temperature: float
     stream: tuple[int, int]
     steered: tuple[TokenwiseIntervention, ...] = ()
-    borrowed: Borrowed | None = None
 
 
 @dataclass(frozen=True)
@@ -121,13 +118,11 @@ def decode(
         token = draws.token[kept + begun] if changed else draws.token
         state = state if kept else None  # whose memory the next one takes
         if begun:
-            new = [rows[row] for row in batch[len(kept) :]]
             fresh = expand(
                 model,
                 groups,
-                [row.context for row in new],
+                [rows[row].context for row in batch[len(kept) :]],
                 0 if kept else max_new_tokens - 1,
-                borrowed=[row.borrowed for row in new],
                 places=places,
             )
             if state is None:

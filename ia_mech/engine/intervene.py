@@ -45,15 +45,14 @@ class Replace:
 
 
 @dataclass(frozen=True, eq=False)
-class Add:
-    """Add a direction to the residual stream.
+class _Along:
+    """A change along a direction, at any token alike.
 
     Attributes:
         layer: whose states.
         positions: of the row's tokens.
         direction: ``[d_model]``, of any length but 0.
-        dose: length of what is added, in units of the norm of the state it is added to. With 0
-            nothing is touched.
+        dose: how much; with 0 nothing is touched.
     """
 
     layer: int
@@ -63,37 +62,29 @@ class Add:
 
     def __post_init__(self) -> None:
         _require_positions(self.positions)
-        _require_direction(self.direction)
+        if not 0 < self.direction.norm() < torch.inf:
+            raise UserError("the direction has no length", "give one that isn't zero")
+
+    def _unit(self, own: Tensor) -> Tensor:
+        return (self.direction / self.direction.norm()).to(own)
+
+
+class Add(_Along):
+    """Add a direction to the residual stream; ``dose`` is the length of what is added, in units of
+    the norm of the state it is added to."""
 
     def apply(self, own: Tensor) -> Tensor:
         """What takes the place of ``[positions, d_model]``."""
-        unit = (self.direction / self.direction.norm()).to(own)
-        return own + self.dose * own.norm(dim=-1, keepdim=True) * unit
+        return own + self.dose * own.norm(dim=-1, keepdim=True) * self._unit(own)
 
 
-@dataclass(frozen=True, eq=False)
-class ProjectOut:
-    """Remove the residual stream's component along a direction.
-
-    Attributes:
-        layer: whose states.
-        positions: of the row's tokens.
-        direction: ``[d_model]``, of any length but 0.
-        dose: share of the component that is removed. With 0 nothing is touched.
-    """
-
-    layer: int
-    positions: tuple[int, ...]
-    direction: Tensor
-    dose: float = 1.0
-
-    def __post_init__(self) -> None:
-        _require_positions(self.positions)
-        _require_direction(self.direction)
+class ProjectOut(_Along):
+    """Remove the residual stream's component along a direction; ``dose`` is the share of it that is
+    removed."""
 
     def apply(self, own: Tensor) -> Tensor:
         """What takes the place of ``[positions, d_model]``."""
-        unit = (self.direction / self.direction.norm()).to(own)
+        unit = self._unit(own)
         return own - self.dose * (own * unit).sum(-1, keepdim=True) * unit
 
 
@@ -106,15 +97,10 @@ def _require_positions(positions: Sequence[int]) -> None:
         raise UserError("an intervention selects no position", "select at least one position")
 
 
-def _require_direction(direction: Tensor) -> None:
-    if not 0 < direction.norm() < torch.inf:
-        raise UserError("the direction has no length", "give one that isn't zero")
-
-
 def at_tokens(
     steered: Sequence[TokenwiseIntervention], positions: Sequence[int]
 ) -> list[Intervention]:
-    """The same at other positions; nothing at none."""
+    """The same at other positions, such as all of a turn; nothing at none."""
     return [replace(one, positions=tuple(positions)) for one in steered] if positions else []
 
 

@@ -8,7 +8,7 @@ may run one model at once, each in a pass of its own, and after a pass nothing h
 |---|---|---|---|
 | captured | the same number of positions in each row | all, 0 to L | as edits leave them |
 | edited | any positions, in each row others | any, 0 to L | in the order of a row's interventions |
-| borrowed | all | those that share their prefix | by ``shared.Borrowed``, with the rows' state |
+| borrowed | all | those that share their prefix | by ``shared.Borrowed``, for scored turns |
 | stopped | | between any two | by what :data:`on_block` raises |
 
 Positions are indices into a row's own tokens, whatever part of them the pass computes.

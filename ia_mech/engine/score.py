@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ia_mech.engine.intervene import Intervention, TokenwiseIntervention, at_tokens, within
+from ia_mech.engine.intervene import Intervention, within
 from ia_mech.engine.memory import allowed
 from ia_mech.engine.sampling import cpu_slices, log_sum_exp, ranks
 from ia_mech.engine.shared import Borrowed
@@ -36,7 +36,6 @@ class Turn:
     Attributes:
         context: the number of the context that it follows, counted through all groups.
         ids: its tokens.
-        steered: takes place at each of its tokens; its own positions aren't looked at.
         borrowed: keys and values of another context that it attends to.
         interventions: take place at indices into ``ids``; the last token is only predicted.
         whole_at: index of a token of which the whole distribution is wanted.
@@ -44,15 +43,9 @@ class Turn:
 
     context: int
     ids: Sequence[int]
-    steered: tuple[TokenwiseIntervention, ...] = ()
     borrowed: Borrowed | None = None
     interventions: tuple[Intervention, ...] = ()
     whole_at: int | None = None
-
-    def interventions_in(self, start: int, stop: int) -> list[Intervention]:
-        """What takes place at its tokens from ``start`` up to ``stop``."""
-        steered = at_tokens(self.steered, range(start, min(stop, len(self.ids) - 1)))
-        return [*steered, *within(self.interventions, start, stop)]
 
 
 @dataclass(frozen=True)
@@ -143,7 +136,7 @@ def differentiable_logits(
             ids[:, :-1],
             mask[:, :-1],
             keep=0,
-            interventions=[turn.interventions_in(0, len(turn.ids) - 1) for turn in turns],
+            interventions=[turn.interventions for turn in turns],
             gradients=True,
         )
         return torch.cat([first, logits], dim=1)
@@ -216,7 +209,7 @@ def _score_pass(
             mask[:, fed],
             keep=0,
             first=[fed.start] * len(turns),
-            interventions=[turn.interventions_in(fed.start, fed.stop) for turn in turns],
+            interventions=[within(turn.interventions, fed.start, fed.stop) for turn in turns],
         ).logits
     host = scores.cpu().numpy()
     return [

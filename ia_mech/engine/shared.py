@@ -194,14 +194,12 @@ class PrefixTable:
         self._own_bias, self._own_places = {}, {}
 
     def join(self, other: "PrefixTable", width: int) -> None:
-        """The rows of another table, behind its own; the longest of all is so long."""
+        """The rows of another table, which borrow nothing, behind its own; the longest of all is
+        so long."""
         first = sum(map(len, self._masks))
         self._masks += other._masks
         self._contexts += [first + context for context in other._contexts]
-        self._borrowed += [
-            None if one is None else Borrowed(first + one.context, one.heads)
-            for one in other._borrowed
-        ]
+        self._borrowed += [None] * len(other)
         self.ages, self.width = self.ages + other.ages, width
         self._drop_tensors()
 
@@ -450,19 +448,8 @@ class SharedLayer(DynamicLayer):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of queries ``[rows, heads, new, dim]`` over prefix and own tokens.
-
-        Args:
-            query: of the newest tokens of every row.
-            key: the rows' own, ``[rows, kv_heads, own, dim]``.
-            value: theirs, ``[rows, kv_heads, own, value_dim]``.
-            scaling: factor of the scores.
-            softcap: see :func:`attend`.
-            sinks: see :func:`merge`.
-
-        Returns:
-            ``[rows, heads, new, value_dim]``.
-        """
+        """Attention of queries ``[rows, heads, new, dim]`` over prefix and own tokens, whose keys
+        and values are ``[rows, kv_heads, own, …]``: ``[rows, heads, new, value_dim]``."""
         self._waiting = False
         bias = self.table.own_bias(query.shape[2], query.device)
         own = attend(query, key, value, scaling=scaling, softcap=softcap, bias=bias)

@@ -2,10 +2,6 @@
 
 from typing import Any
 
-from ia_mech.run import layout
-
-_TYPES = {"int32": "int", "int64": "int", "double": "float", "bool": "yes or no", "string": "text"}
-
 
 def dataset_card(record: dict[str, Any], contexts: int) -> str:
     """``README.md`` of a finished run, with the hub's configuration of its two tables.
@@ -63,12 +59,6 @@ def dataset_card(record: dict[str, Any], contexts: int) -> str:
         f"- software: {software}",
         "",
         "`run.json` has all settings, `manifests/` a hash of every file.",
-        "",
-        "## Columns",
-        "",
-        *_columns("contexts", layout.contexts_schema(identity["positions"])),
-        "",
-        *_columns("generations", layout.GENERATIONS),
     ]
     return "\n".join(lines) + "\n"
 
@@ -104,11 +94,3 @@ def _configs() -> list[str]:
         "- config_name: contexts",
         "  data_files: contexts/*.parquet",
     ]
-
-
-def _columns(table: str, schema: Any) -> list[str]:
-    kinds: dict[str, list[str]] = {}
-    for field in schema:
-        kinds.setdefault(_TYPES.get(str(field.type), "nested"), []).append(f"`{field.name}`")
-    listed = (f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
-    return [f"`{table}`: {'; '.join(listed)}"]

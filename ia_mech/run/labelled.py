@@ -4,7 +4,6 @@ Labels are laid out over ``Run.turns`` here and nowhere else.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import pandas as pd
@@ -16,21 +15,14 @@ from ia_mech.run.sources import sources_of
 FAILED = "failed"  # the category of a turn that a judge gave none
 
 
-class TurnsAndLabels(Protocol):
-    """What is read of a run (:class:`ia_mech.run.Run`)."""
-
-    @property
-    def turns(self) -> pd.DataFrame: ...
-
-    @property
-    def labels(self) -> Labels: ...
-
-
 def labelled_turns(
-    run: TurnsAndLabels, judge: str | None, annotator: str | None, columns: Sequence[str]
+    turns: pd.DataFrame,
+    labels: Labels,
+    judge: str | None,
+    annotator: str | None,
+    columns: Sequence[str],
 ) -> pd.DataFrame:
     """See :meth:`ia_mech.run.Run.labelled`."""
-    turns = run.turns
     first = turns.drop_duplicates("context_id")
     of_context = pd.DataFrame(
         {
@@ -48,10 +40,10 @@ def labelled_turns(
     )
     if judge is not None:
         wanted = [*dict.fromkeys([*KEY, "category", "genuine", *columns])]
-        found = _over(turns, _named(run.labels.judgements(judge, wanted)))
+        found = _over(turns, _named(labels.judgements(judge, wanted)))
         frame = frame.assign(**{name: found[name] for name in wanted if name not in KEY})
     if annotator is not None:
-        found = _over(turns, _named(run.labels.annotations(annotator)))
+        found = _over(turns, _named(labels.annotations(annotator)))
         frame = frame.assign(
             truth=found["genuine"],
             truth_category=found["category"].astype(object),
@@ -61,15 +53,17 @@ def labelled_turns(
     return frame
 
 
-def labelled_decoys(run: TurnsAndLabels, name: str, columns: Sequence[str]) -> pd.DataFrame:
+def labelled_decoys(
+    turns: pd.DataFrame, labels: Labels, name: str, columns: Sequence[str]
+) -> pd.DataFrame:
     """See :meth:`ia_mech.run.Run.decoys`."""
-    kind = "annotations" if name in run.labels.annotators else "judgements"
+    kind = "annotations" if name in labels.annotators else "judgements"
     wanted = [*dict.fromkeys([*KEY, "decoy", "shown", "category", "genuine", *columns])]
-    found = _named(run.labels.decoys(name, kind, wanted))
-    first = run.turns.drop_duplicates("context_id")
+    found = _named(labels.decoys(name, kind, wanted))
+    first = turns.drop_duplicates("context_id")
     source_of = pd.Series(sources_of(first).to_numpy(), first["context_id"].astype(object))
     return found.assign(
-        row=positions(run.turns, found),
+        row=positions(turns, found),
         source=found["context_id"].astype(object).map(source_of),
         shown_source=found["shown"].astype(object).map(source_of),
     )

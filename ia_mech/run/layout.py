@@ -27,6 +27,7 @@ FORMAT = 5
 CARD, MANIFESTS = "README.md", "manifests"
 PART_KINDS = ("responses", "contexts")  # of parts
 TENSORS = ("residuals", "header_logits")  # folders that a copy of a run may be without
+LOGITS = "shifted"  # the tensor of header logits
 METADATA = "names"  # key of the metadata of tensors: JSON, ``contexts`` and ``positions``
 
 # Of a message. What one lacks is null, and left out where messages are read.

@@ -177,10 +177,7 @@ class Run:
 
         Names (``layout.NAMES``) are categorical, their categories sorted.
         """
-        columns = [*layout.NAMES, *layout.PLACE]
-        if "generations" in vars(self):  # read already
-            return self.generations[columns].astype(dict.fromkeys(layout.NAMES, "category"))
-        frame = self._table("generations", columns).to_pandas()
+        frame = self._table("generations", [*layout.NAMES, *layout.PLACE]).to_pandas()
         for name in layout.NAMES:
             found = frame[name].cat.remove_unused_categories()
             frame[name] = found.cat.reorder_categories(sorted(found.cat.categories))
@@ -212,9 +209,6 @@ class Run:
                 )
         contexts = [*dict.fromkeys(["order", *contexts])]
         turns = [*dict.fromkeys([*layout.TURN_KEYS, *turns])]
-        if "generations" in vars(self):  # read already
-            yield self.contexts[contexts], self.generations[turns]
-            return
         begin = 0
         for part in self._finished_parts():
             own = _contexts(self._table("contexts", contexts, [part]))
@@ -274,7 +268,7 @@ class Run:
         """
         from ia_mech.run.labelled import labelled_turns
 
-        return labelled_turns(self, judge, annotator, columns)
+        return labelled_turns(self.turns, self.labels, judge, annotator, columns)
 
     def decoys(self, name: str, columns: Sequence[str] = ()) -> pd.DataFrame:
         """One row per label that a judge or annotator gave a turn after a context that it didn't
@@ -294,7 +288,7 @@ class Run:
         """
         from ia_mech.run.labelled import labelled_decoys
 
-        return labelled_decoys(self, name, columns)
+        return labelled_decoys(self.turns, self.labels, name, columns)
 
     def check_finished(self) -> None:
         """Raise UserError for a run that is still being written, or was left unfinished."""
@@ -374,9 +368,10 @@ class Run:
         """
         if self.settings["header_logits"] == "none":
             raise UserError(f"{self.path} has no header logits", "sample with --header-logits full")
-        parts = self._finished_parts()
-        files = [self._file(part, layout.header_logits_file(part["name"])) for part in parts]
-        return HeaderLogits(files, self.model["vocab"])
+        return HeaderLogits(
+            (self._file(part, layout.header_logits_file(part["name"])), part["contexts"])
+            for part in self._finished_parts()
+        )
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -475,8 +470,7 @@ class Run:
         if self.settings["header_logits"] != "none":
             logits = self.header_logits()
             for index in range(len(logits)):
-                for name, tensor in logits.stored(index).items():
-                    _add_tensor(streams, f"header_logits.{name}", tensor)
+                _add_tensor(streams, f"header_logits.{layout.LOGITS}", logits.stored(index))
         total = hashlib.sha256()
         for name, stream in sorted(streams.items()):
             total.update(f"{name} {stream.hexdigest()}\n".encode())
@@ -588,14 +582,15 @@ class HeaderLogits:
     """The model's next-token distribution at the end of each context, one at a time: that of
     ``header_last``, or of the last token of an opening.
 
-    ``full`` files hold logits minus their maximum in float16, which keeps the first-token
-    distribution at any temperature from :data:`EXACT_FROM` up to a total variation of 1e-3.
-    ``top-k`` files hold the k largest and how much probability (at T = 1) the others have together.
+    Logits less their maximum in float16 keep the first-token distribution at any temperature from
+    :data:`EXACT_FROM` up to a total variation of 1e-3.
+
+    Args:
+        files: each with how many contexts it holds.
     """
 
-    def __init__(self, files: list[Path], vocab: int) -> None:
-        self.vocab = vocab
-        self._places = [(file, row) for file in files for row in range(_rows_in(file))]
+    def __init__(self, files: Iterable[tuple[Path, int]]) -> None:
+        self._places = [(file, row) for file, count in files for row in range(count)]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -603,77 +598,42 @@ class HeaderLogits:
     def __iter__(self) -> "Iterator[Tensor]":
         return (self[index] for index in range(len(self)))
 
-    def stored(self, index: int) -> "dict[str, Tensor]":
-        """What the file has for one context (in the order of ``Run.contexts``).
+    def __getitem__(self, index: int) -> "Tensor":
+        """Logits less their maximum, ``[vocab]`` float32, of a row of ``Run.contexts``.
 
         Raises:
             UserError: there is no context of that number.
         """
+        return self.stored(index).float()
+
+    def stored(self, index: int) -> "Tensor":
+        """The same in float16, as the file has it."""
         if not isinstance(index, int | np.integer) or not 0 <= index < len(self):
             raise UserError(
                 f"there are header logits of {len(self)} contexts, none of number {index!r}",
                 f"give 0 … {len(self) - 1}, a row of run.contexts",
             )
         file, row = self._places[index]
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                return {key: tensors.get_slice(key)[row : row + 1][0] for key in tensors.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(file, error) from None
-
-    def __getitem__(self, index: int) -> "Tensor":
-        """Logits minus their maximum, ``[vocab]`` float32; -inf where top-k didn't keep them."""
-        import torch
-
-        stored = self.stored(index)
-        if "shifted" in stored:
-            return stored["shifted"].float()
-        logits = torch.full((self.vocab,), -torch.inf)
-        logits[stored["indices"].long()] = stored["values"].float()
-        return logits
+        with safe_open(file, framework="pt") as tensors:
+            return tensors.get_slice(layout.LOGITS)[row]
 
     def log_probs(self, index: int, temperature: float = 1.0) -> "Tensor":
         """Log-probabilities of the first token at a temperature, ``[vocab]`` float32, in nats.
 
-        From a top-k file they are exact at T = 1 (the tail's mass is stored); at another
-        temperature the tail's share isn't known. Below :data:`EXACT_FROM` it warns that float16
-        is too coarse.
+        Below :data:`EXACT_FROM` it warns that float16 is too coarse.
 
         Raises:
-            UserError: a temperature that isn't above 0, a top-k file and one other than 1, or no
-                context of that number.
+            UserError: a temperature that isn't above 0, or no context of that number.
         """
         if not 0 < temperature < math.inf:
             raise UserError(
                 f"temperature {temperature} has no distribution",
                 "give one above 0; greedy decoding takes the largest logit",
             )
-        stored = self.stored(index)
-        if "shifted" in stored:
-            if temperature < EXACT_FROM:
-                warnings.warn(
-                    f"first-token distributions at T = {temperature:g} may be off by more than "
-                    f"1e-3: logits in float16 are fine enough from T = {EXACT_FROM:g} up",
-                    stacklevel=2,
-                )
-            return (stored["shifted"].float() / temperature).log_softmax(-1)
-        if temperature != 1.0:
-            raise UserError(
-                "top-k header logits give the first-token distribution at T = 1 only",
-                "sample with --header-logits full",
+        if temperature < EXACT_FROM:
+            warnings.warn(
+                f"first-token distributions at T = {temperature:g} may be off by more than "
+                f"1e-3: logits in float16 are fine enough from T = {EXACT_FROM:g} up",
+                stacklevel=2,
             )
-        kept = self[index].log_softmax(-1)
-        return kept + (-stored["tail_mass"].float()).log1p()
-
-
-def _rows_in(file: Path) -> int:
-    """How many contexts a safetensors file is of."""
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return tensors.get_slice(tensors.keys()[0]).get_shape()[0]
-    except (SafetensorError, OSError, LookupError) as error:
-        raise _unreadable(file, error) from None
-
-
-def _unreadable(file: Path, error: Exception) -> UserError:
-    return UserError(f"{file} is damaged: {error}", "give the command that made the run again")
+        return (self[index] / temperature).log_softmax(-1)

@@ -150,7 +150,7 @@ class RunWriter:
         name: str,
         contexts: pa.Table,
         generations: pa.Table,
-        header_logits: "dict[str, Tensor] | None",
+        header_logits: "Tensor | None",
         residuals: "Tensor | None",
         batch_rows: int | None = None,
         left_out: Sequence[str] = (),
@@ -161,7 +161,7 @@ class RunWriter:
             name: of the part.
             contexts: one row per context, in the run's order.
             generations: their rows.
-            header_logits: tensors with the contexts first, or None.
+            header_logits: ``[contexts, vocab]``, or None.
             residuals: ``[contexts, layers + 1, positions, d_model]``.
             batch_rows: most rows that were decoded together, where memory allowed fewer than were
                 asked for.
@@ -179,7 +179,7 @@ class RunWriter:
                 files[file] = self._write_table(file, table)
             if header_logits is not None:
                 file = layout.header_logits_file(name)
-                files[file] = self._write_tensors(file, header_logits, ids)
+                files[file] = self._write_tensors(file, {layout.LOGITS: header_logits}, ids)
             if residuals is not None:
                 names = {"positions": self.record["identity"]["positions"], **ids}
                 kept = {

@@ -1,0 +1,147 @@
+"""What a run takes of disk, memory and time, and what ``--dry-run`` says."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from ia_mech.collect.parts import Parts, part_room, plan_parts
+from ia_mech.collect.survey import Survey, survey
+from ia_mech.engine.footprint import Footprint, footprint
+from ia_mech.errors import UserError
+from ia_mech.models.load import resolve_device, resolve_dtype, stored_dtype, text_config
+from ia_mech.run import Run, layout
+from ia_mech.run.integrity import without_folders
+from ia_mech.run.writer import refuse_another
+from ia_mech.settings import Settings, Shard
+
+
+def run_bytes(settings: Settings, surveyed: Survey, parts: Parts, itemsize: int) -> int:
+    """About how many bytes are written of these parts, by a model with so many bytes a number."""
+    text = text_config(surveyed.config)
+    states = len(surveyed.positions) * (text.num_hidden_layers + 1) * text.hidden_size
+    logits = 2 * text.vocab_size if settings.header_logits == "full" else 0
+    # A generation: id, log-probability, rank and margin of four bytes each per token, and its text.
+    turns = len(settings.rows()) * (settings.max_new_tokens * 20 + 100)
+    scores = 600  # a log-probability per temperature, and what columns cost
+    each = states * itemsize + logits + turns + scores
+    tokens = sum(surveyed.lengths[order] for order in parts.orders)
+    files = len(parts.contexts) * (22_000 + 400 * text.num_hidden_layers)  # without content
+    return len(parts.orders) * each + 10 * tokens + files
+
+
+def check_disk(needed: int, out: Path) -> None:
+    """Refuse a new run that the disk has not enough space for.
+
+    Raises:
+        UserError: says how much is needed and how much is free.
+    """
+    free = shutil.disk_usage(next(p for p in out.absolute().parents if p.exists())).free
+    if needed > free and not (out / layout.RUN).is_file():
+        raise UserError(
+            f"the run needs about {size_text(needed)}, {out.parent} has {size_text(free)} free",
+            "free some space, lower --limit, name fewer --positions, or use --header-logits none",
+        )
+
+
+def dry_run(settings: Settings, out: Path, shard: Shard) -> tuple[dict[str, str], Survey]:
+    """What a command would do and write, found out without the model's weights.
+
+    Returns:
+        Lines by their name, and what was surveyed for them.
+
+    Raises:
+        UserError: anything that can't be used; a folder that holds another run.
+    """
+    surveyed, device = survey(settings, out), resolve_device(settings.device)
+    config, text = surveyed.config, text_config(surveyed.config)
+    dtype = resolve_dtype(settings.dtype, device)
+    size = footprint(config, stored_dtype(config) if isinstance(dtype, str) else dtype)
+    parts = plan_parts(surveyed, settings, size, part_room(settings, size, out))
+    settings = replace(settings, batch_rows=parts.batch_rows)
+    kept = _kept(settings, surveyed, parts, out)
+    parts = parts.of_shard(shard)
+    lengths = [surveyed.lengths[order] for order in parts.orders]
+    each, contexts = len(settings.rows()), len(lengths)
+    writing = sum(order in surveyed.prompts for order in parts.orders)
+    tokens = each * contexts * settings.max_new_tokens + writing * settings.max_response_tokens
+    rows = [each * len(part) for part in parts.contexts.values()]
+    rows += [sum(one in surveyed.prompts for one in part) for part in parts.responses.values()]
+    itemsize = size.weights // size.parameters
+    lens = size_text((text.vocab_size + 2) * text.hidden_size * itemsize)
+    written = size_text(run_bytes(settings, surveyed, parts, itemsize))
+    return {
+        "model": settings.model + random_blocks_text(settings.random_blocks),
+        "conversations": f"{settings.dataset}: {surveyed.dataset_conversations}",
+        "contexts": str(contexts),
+        "responses to generate": str(writing),
+        "user header": repr(surveyed.chat.header_text),
+        "positions kept": ", ".join(surveyed.positions),
+        "context tokens": f"{sum(lengths)} (longest {max(lengths, default=0)})",
+        "rows to decode": f"{each * contexts} x at most {settings.max_new_tokens} tokens",
+        "new tokens": f"at most {tokens}, responses included",
+        "parts": f"{len(rows)}; a kill costs at most one of {max(rows, default=0)} rows",
+        "memory": memory_text(size.weights, parts.part_bytes),
+        "time": hours_text(_seconds(parts, settings, size, sum(lengths), writing, device.type)),
+        "bytes to be written": f"{written}, to {out}",
+        "of this already there": kept,
+        "once for this model": f"{lens}, its final norm and unembedding, if not kept yet",
+    }, surveyed
+
+
+def _kept(settings: Settings, surveyed: Survey, parts: Parts, out: Path) -> str:
+    """What is there already of the run that the command would go on with.
+
+    Raises:
+        UserError: the folder holds another run.
+    """
+    if not (out / layout.RUN).is_file():
+        return "nothing"
+    run, wanted = Run.open(out), surveyed.identity(settings)
+    there = without_folders(run.record["identity"])
+    known = {"identity": {name: there.get(name) for name in wanted}, "parts": run.record["parts"]}
+    refuse_another(out, known, {"identity": wanted, "parts": parts.counts}, flag_of)
+    if run.complete:
+        return "all of it: nothing would be computed again"
+    return ", ".join(f"{count} {kind}" for kind, count in run.counts.items())
+
+
+def _seconds(
+    parts: Parts, settings: Settings, size: Footprint, tokens: int, written: int, device: str
+) -> float:
+    """About how long contexts of so many tokens take, with so many responses, none of which ends
+    before its limit."""
+    rows, count = len(settings.rows()), len(parts.contexts)
+    batches = count * -(-rows // parts.batch_rows)
+    steps, many = settings.max_new_tokens, settings.max_response_tokens
+    turns = size.seconds(rows * len(parts.orders) * steps, batches * steps, device)
+    responses = size.seconds(written * many, len(parts.responses) * many, device)
+    return turns + responses + size.seconds(tokens, count, device)
+
+
+def size_text(count: int) -> str:
+    """A number of bytes, with its unit."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def memory_text(weights: int, part: int) -> str:
+    """What weights and what is computed at once take of memory."""
+    return f"{size_text(weights)} for weights, at most {size_text(part)} for each part in work"
+
+
+def hours_text(seconds: float) -> str:
+    """About how long something takes at most."""
+    return f"about {seconds / 3600:.2g} hours at most, at the usual speed of such a device"
+
+
+def random_blocks_text(seed: int | None) -> str:
+    """What a model's name lacks where its blocks are random."""
+    return "" if seed is None else f" with random blocks (seed {seed}) over its trained embeddings"
+
+
+def flag_of(path: str) -> str:
+    """What a user calls a part of a run's identity: a flag for ``settings.samples``."""
+    group, _, name = path.partition(".")
+    return "--" + name.replace("_", "-") if group == "settings" else path.removesuffix(".sha256")

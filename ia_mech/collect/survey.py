@@ -1,0 +1,275 @@
+"""Everything that can be wrong with what was asked for, found before weights are loaded.
+
+First what needs nothing but the settings, then what needs the model's tokenizer and configuration,
+then every conversation: it is read, checked and measured.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+
+from ia_mech import __version__
+from ia_mech.chat.format import ChatFormat
+from ia_mech.chat.headers import context_and_reference
+from ia_mech.collect.identity import build_chat, probe_ids
+from ia_mech.data.conversations import Conversation, ConversationSource, open_conversations
+from ia_mech.engine.rotary import refuse_growth
+from ia_mech.errors import UserError
+from ia_mech.likelihood.reference import scored_temperatures
+from ia_mech.models.load import (
+    context_limit,
+    load_tokenizer_and_config,
+    refuse_unknown_ids,
+    resolve_device,
+    text_config,
+)
+from ia_mech.run import layout
+from ia_mech.run.integrity import without_folders
+from ia_mech.settings import Settings
+from ia_mech.steering import SteeringVector
+
+
+@dataclass
+class Survey:
+    """What a run reads, of all its shards, checked and measured.
+
+    Attributes:
+        chat: the model's chat format; without the stop ids that only its weights' folder names.
+        config: of the model.
+        positions: names of those that are kept, in the template's order.
+        vector: that the model is steered with.
+        source: of the conversations.
+        conversations: one per context, in the run's order.
+        lengths: tokens of each context, at its longest where the response is still to be written.
+        prompts: tokens of the prompt of each response that is still to be written, by order.
+        dataset_conversations: how many conversations the dataset gave, each of which may become
+            several contexts.
+        skipped: one line for each that can't be used, where these are to be skipped.
+        facts: part of the run's identity.
+        notes: what else to say of the data.
+    """
+
+    chat: ChatFormat
+    config: PretrainedConfig
+    positions: tuple[str, ...]
+    vector: SteeringVector | None
+    source: ConversationSource
+    conversations: list[Conversation] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    prompts: dict[int, int] = field(default_factory=dict)
+    dataset_conversations: int = 0
+    skipped: list[str] = field(default_factory=list)
+    facts: dict = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def identity(self, settings: Settings) -> dict:
+        """That part of the run's identity which is known before the model's weights are;
+        ``settings`` have their ``batch_rows``."""
+        known = {
+            "settings": settings.to_dict(),
+            "positions": self.positions,
+            "score_temperatures": scored_temperatures(settings.temperatures),
+            "conversations": self.facts,
+            "intervention": None if self.vector is None else self.vector.sha256,
+            "software": {
+                "ia_mech": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+        return without_folders(json.loads(json.dumps(known)))
+
+
+def survey(settings: Settings, out: Path, loaded: tuple[Any, Any] | None = None) -> Survey:
+    """Check what was asked for, and read all conversations.
+
+    Args:
+        settings: of the run.
+        out: the run's folder.
+        loaded: the model's tokenizer and configuration, if they are there already.
+
+    Raises:
+        UserError: a device, a folder, a vector or a dataset that can't be used; positions, tokens
+            or a vector's layer that the model hasn't; or, where such conversations aren't to be
+            skipped, a missing response, a context longer than the model's or rotated otherwise as
+            it grows, or a refusing template.
+    """
+    resolve_device(settings.device)
+    layout.refuse_as_run(out)
+    source = open_conversations(
+        settings.dataset,
+        limit=settings.limit,
+        columns=settings.columns,
+        split=settings.split,
+        subset=settings.subset,
+        skip_unusable=settings.skip_unusable,
+    )
+    file = settings.intervention
+    vector = None if file is None else SteeringVector.load(file)
+    tokenizer, config = loaded or load_tokenizer_and_config(settings.model_spec)
+    chat, text = build_chat(settings, tokenizer), text_config(config)
+    refuse_unknown_ids(probe_ids(chat), config)
+    surveyed = Survey(chat, config, kept_positions(settings, chat), vector, source)
+    if vector is not None:
+        vector.check(text.num_hidden_layers, text.hidden_size, chat.position_names)
+    _read(surveyed, settings)
+    return surveyed
+
+
+def kept_positions(settings: Settings, chat: ChatFormat) -> tuple[str, ...]:
+    """Position names that are kept, in the template's order.
+
+    Raises:
+        UserError: a name that the template hasn't.
+    """
+    wanted: set[str] = set()
+    for name in settings.positions:
+        if name == "all":
+            wanted.update(chat.position_names)
+        elif name == "header":
+            wanted.update(n for n in chat.position_names if n.startswith("header_"))
+        elif name in chat.position_names:
+            wanted.add(name)
+        else:
+            raise UserError(
+                f"--positions {name}: this model's template has no such position",
+                f"give all, header, or names among {', '.join(chat.position_names)}",
+            )
+    return tuple(name for name in chat.position_names if name in wanted)
+
+
+def without_response(conversation: Conversation) -> list[dict]:
+    """The messages up to and including the query."""
+    messages = list(conversation.messages)
+    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+
+
+def _read(surveyed: Survey, settings: Settings) -> None:
+    queries: set[str] = set()
+    total = hashlib.sha256()
+    for conversation in _alternatives(surveyed.source, settings):
+        conversation = _told_apart(conversation, surveyed.chat)
+        try:
+            length, prompt = _lengths(conversation, settings, surveyed)
+        except UserError as error:
+            problem = f"conversation {conversation.id}: {error.problem}"
+            if not settings.skip_unusable:
+                raise UserError(problem, error.remedy) from error
+            surveyed.skipped.append(problem)
+            continue
+        if prompt is not None:
+            surveyed.prompts[len(surveyed.lengths)] = prompt
+        surveyed.conversations.append(conversation)
+        surveyed.lengths.append(length)
+        queries.add(conversation.query_id)
+        row = json.dumps(conversation.to_dict(), sort_keys=True, ensure_ascii=False)
+        total.update(row.encode() + b"\n")
+    surveyed.skipped.extend(surveyed.source.skipped)
+    if not surveyed.conversations:
+        raise UserError(
+            f"no conversation of {settings.dataset} can be used ({len(surveyed.skipped)} skipped, "
+            f"such as {surveyed.skipped[0]})",
+            "give others",
+        )
+    if settings.writes_responses and not surveyed.prompts:
+        raise UserError(
+            "every conversation has a response: --responses and --response-temperature do nothing",
+            "use --response generate, which replaces them, or leave the two flags out",
+        )
+    lengths = surveyed.lengths
+    surveyed.facts = {"count": len(lengths), "tokens": sum(lengths), "sha256": total.hexdigest()}
+    surveyed.dataset_conversations = len(queries)
+    surveyed.notes = _notes(settings, surveyed.source, len(queries))
+
+
+def _notes(settings: Settings, source: ConversationSource, count: int) -> list[str]:
+    """How many conversations of the data are used, and which of its columns no model sees."""
+    notes = []
+    if source.rest and settings.dataset.split(":")[0] != "builtin":
+        total = source.count()
+        first = f"{count} of {total}" if total else f"the first {count}"
+        notes.append(f"{settings.dataset}: {first} conversations used (--limit)")
+    elif settings.limit is not None and count < settings.limit:
+        fewer = f"has fewer conversations than --limit {settings.limit}: {count}"
+        notes.append(f"{settings.dataset} {fewer}")
+    if source.left:
+        notes.append(f"columns that are kept as metadata alone: {', '.join(source.left)}")
+    return notes
+
+
+def _needs_response(settings: Settings, conversation: Conversation) -> bool:
+    """Whether the subject model has to write the response of this conversation."""
+    if settings.response == "generate":
+        return True
+    return settings.response == "auto" and conversation.response is None
+
+
+def _alternatives(source: Iterable[Conversation], settings: Settings) -> Iterator[Conversation]:
+    """The conversations, each as often as the model writes responses to its query.
+
+    Raises:
+        UserError: the data has several responses, and the model is to write others.
+    """
+    for conversation in source:
+        several = settings.responses > 1 and _needs_response(settings, conversation)
+        if several and conversation.response_index is not None:
+            raise UserError(
+                f"conversation {conversation.id} is one of several responses already",
+                "use --response given, or give each query once",
+            )
+        if several:
+            yield from map(conversation.with_response_index, range(settings.responses))
+        else:
+            yield conversation
+
+
+def _told_apart(conversation: Conversation, chat: ChatFormat) -> Conversation:
+    """The conversation, what its responses say without the thoughts that they hold."""
+    ended = conversation.finish_reason
+    if conversation.response and conversation.thought is None:
+        within = chat.thoughts.of_text(conversation.response).within_thought
+        ended = "thought" if within else ended
+    messages = tuple(chat.thoughts.told_apart(conversation.messages))
+    return replace(conversation, messages=messages, finish_reason=ended)
+
+
+def _lengths(
+    conversation: Conversation, settings: Settings, surveyed: Survey
+) -> tuple[int, int | None]:
+    """Tokens of a conversation's context, at its longest, and of the prompt if the response is
+    still to be written."""
+    chat, config = surveyed.chat, surveyed.config
+    messages, extra, prompt = list(conversation.messages), 0, None
+    if _needs_response(settings, conversation):
+        # A stand-in for the response, so that everything around it is checked now.
+        messages = [*without_response(conversation), {"role": "assistant", "content": "Yes."}]
+        prompt = len(chat.prompt(messages[:-1]))
+        extra = settings.max_response_tokens
+    elif conversation.response is None:
+        raise UserError(
+            "no response, and --response given was asked for",
+            "use --response auto to let the model write the missing ones",
+        )
+    context, turn = context_and_reference(chat, replace(conversation, messages=tuple(messages)))
+    if surveyed.vector is not None:
+        surveyed.vector.at_context(context.positions)
+    refuse_unknown_ids([*context.ids, *(() if turn is None else turn.whole)], config)
+    length, following = len(context.ids) + extra, 0 if turn is None else len(turn.whole)
+    needed, limit = length + max(settings.max_new_tokens, following), context_limit(config)
+    if limit is not None and needed > limit:
+        raise UserError(
+            f"it needs {needed} tokens, the model has {limit}",
+            "remove or shorten it, lower --max-response-tokens or --max-new-tokens, or use "
+            "--skip-unusable",
+        )
+    # No pass reads the last token. A response that is written may have any length up to its limit.
+    shortest = len(context.ids) if prompt is None else prompt
+    refuse_growth(text_config(config), shortest, needed - 1)
+    return length, prompt
