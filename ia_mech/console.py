@@ -30,7 +30,6 @@ COMMANDS = {
     "interchange": ("experiments.interchange", "whether follow-ups travel with a state"),
     "temperature-sweep": ("experiments.temperature_sweep", "what temperature does"),
     "post-training": ("experiments.post_training", "train on user turns"),
-    "decoupling": ("experiments.decoupling", "accuracy beside follow-ups, over models"),
 }
 
 
