@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 PAGES = [
     "README.md",
-    *("docs/judging.md", "docs/probes.md", "docs/reaction.md"),
+    *("docs/judging.md", "docs/probes.md", "docs/locate.md"),
     *("docs/report.md", "docs/sampling.md", "docs/scale.md", "docs/steering.md", "docs/study.md"),
 ]
 PROBED = ("docs/probes.md", "docs/steering.md")
