@@ -37,7 +37,7 @@ from ia_mech.stats import group_difference
 
 QUESTION = "Are right responses followed up more often than wrong ones?"
 NAMES = compute.NAMES | {"correct": "object"}
-ACCURACY, UNVERIFIED, DIFFERENCE = "accuracy", "unverified", "right less wrong"
+ACCURACY, DIFFERENCE, SIBLINGS = "accuracy", "right less wrong", " over siblings"
 NEEDED = (
     "verifying takes a gold answer that is one number or formula (--answer-column), IFEval's "
     "columns instruction_id_list and kwargs, or a column correct beside given responses"
@@ -102,9 +102,8 @@ def estimates(
 
     Returns:
         One row per estimate, as of :func:`ia_mech.rates.compute.estimates`: ``accuracy`` (of
-        responses that could be verified) and ``unverified``, of responses; and per temperature,
-        with ``correct`` (``right`` or ``wrong``), ``rate``, ``decoyed_rate``, ``floor`` and
-        ``excess``, and their difference ``right less wrong`` with p by permuting whole queries,
+        responses that could be verified); and per temperature, with ``correct`` (``right`` or
+        ``wrong``), ``rate``, ``decoyed_rate``, ``floor`` and ``excess``, and their difference ``right less wrong`` with p by permuting whole queries,
         Holm-corrected over all of them.
     """
     known = responses[responses["verifier"].notna()]
@@ -120,10 +119,8 @@ def estimates(
         gate = judged.by_model[names["model"], names["weights_hash"]]["genuine"].word
         of = names | {"judge": judged.judge, "responses": judged.responses, "level": level}
         for dataset, here in by_dataset(own):
-            of_responses = own[here].assign(unverified=own["correct"].isna())
             about = of | {"dataset": dataset}
-            for quantity, outcome in ((ACCURACY, "correct"), (UNVERIFIED, "unverified")):
-                rows += rates(of_responses, outcome=outcome, quantity=quantity, **about)
+            rows += rates(own[here], outcome="correct", quantity=ACCURACY, **about)
         mine = matching(turns, names)
         for dataset, at in turns[mine].groupby("dataset", observed=True):
             about = of | {"dataset": dataset, "gate": gate}
@@ -208,20 +205,26 @@ def _sentence(of: pd.DataFrame, level: float) -> str:
 
 def _tables(rows: pd.DataFrame, level: float) -> list[Table]:
     intervals = f"({100 * level:g}% intervals over sources)"
-    of_responses: Columns = {ACCURACY: ("right", 2), UNVERIFIED: ("unverified", 2)}
+    over = rows["quantity"].where(rows["decoy"] != SIBLING, rows["quantity"] + SIBLINGS)
     of_turns: Columns = {
         "rate": ("genuine", 2),
         "floor": ("floor", 2),
         "excess": ("excess", "+.2f"),
     }
-    siblings: Columns = {"excess": ("excess over siblings", "+.2f")}
-    beyond = rows["decoy"] == SIBLING
-    by = (*LINES, "correct")
-    legend = "floor: the same turns, held against another conversation"
+    of_turns |= {f"excess{SIBLINGS}": (f"excess{SIBLINGS}", "+.2f")}
     tables = [
-        table_of(f"responses {intervals}", rows, of_responses, LINES[:3], rows="responses"),
-        table_of(f"turns after them {intervals}", rows[~beyond], of_turns, by, legend=legend),
-        table_of("beyond siblings", rows[beyond], siblings, by, rows="decoys"),
+        table_of(
+            f"responses {intervals}", rows, {ACCURACY: ("right", 2)}, LINES[:3], rows="responses"
+        ),
+        table_of(
+            f"turns after them {intervals}",
+            rows.assign(key=over),
+            of_turns,
+            (*LINES, "correct"),
+            key="key",
+            rows="turns",
+            legend="floor: the same turns, held against another conversation",
+        ),
         table_of(
             DIFFERENCE,
             rows,
