@@ -101,10 +101,10 @@ def estimates(
         seed: of permutations.
 
     Returns:
-        One row per estimate, as of :func:`ia_mech.rates.compute.estimates`: ``accuracy`` (of
-        responses that could be verified); and per temperature, with ``correct`` (``right`` or
-        ``wrong``), ``rate``, ``decoyed_rate``, ``floor`` and ``excess``, and their difference ``right less wrong`` with p by permuting whole queries,
-        Holm-corrected over all of them.
+        One row per estimate, as of :func:`ia_mech.rates.compute.estimates`: ``accuracy``, of
+        responses that could be verified; and per temperature, with ``correct`` (``right`` or
+        ``wrong``), ``rate``, ``decoyed_rate``, ``floor`` and ``excess``, and their difference
+        ``right less wrong`` with p by permuting whole queries, Holm-corrected over all of them.
     """
     known = responses[responses["verifier"].notna()]
     labels = known.drop_duplicates("context").set_index("context")["correct"]
