@@ -7,6 +7,7 @@ from unsteered.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,8 @@ if TYPE_CHECKING:  # these load torch
 
 DIRECTION, OPTIMISED, BIAS = "the direction", "optimised by gradient", "bias of the first token"
 RANDOM = "random direction"
-STEPS, BATCH, RATE = 60, 8, 0.1  # steps of Adam, contexts of each, most change of a unit vector
-LEARNED_BATCH = 12  # turns of a step of a learned direction
-MOST_DOSE = 4  # times its first dose, or a fourth: as far as that of an optimised direction goes
+STEPS = 60  # of Adam, of an optimised direction
+BATCH, RATE = 12, 0.1  # contexts of a step, most change of a unit vector
 ROUNDS, KL_TOLERANCE = 16, 0.1  # of the search for a dose; how near its KL has to come, relatively
 
 
@@ -155,9 +155,10 @@ class Learning(Unit):
     Attributes:
         half: of the queries, that the turns are of.
         term: what they come after.
-        contexts: each with one turn that is to become likely.
+        contexts: each with a turn that is to become likely, and maybe one that is to become less
+            so.
         dose: length of what is added, in norms of the state that it is added to.
-        steps: of Adam, of :data:`LEARNED_BATCH` turns each.
+        steps: of Adam, of :data:`BATCH` turns each.
         seed: of the start and the batches, which are alike for all that are compared.
     """
 
@@ -245,9 +246,11 @@ def find_controls(model: Model, unit: ControlSearch) -> pd.DataFrame:
         model's passes have no gradient.
     """
     arms = list(unit.random)
-    best = optimise_direction(model, unit)
-    if len(best):
-        arms.append(Change(OPTIMISED, unit.arm.dose, tuple(best.tolist())))
+    dose, optimised = unit.arm.dose, False
+    how = Learning("", "", unit.tokens, 0, OPTIMISED, unit.contexts, dose, STEPS, unit.seed)
+    with suppress(UserError):  # its passes have no gradient
+        arms.append(Change(OPTIMISED, dose, tuple(learn(model, how).tolist())))
+        optimised = True
     # Of the first token alone: a turn whose one token doesn't matter.
     firsts = [replace(one, turns=((0,),)) for one in unit.contexts]
     moved = [one.numpy() for ((_, one, _),) in arm_effects(model, firsts, [unit.arm])]
@@ -263,7 +266,7 @@ def find_controls(model: Model, unit: ControlSearch) -> pd.DataFrame:
         return each.groupby("arm").mean().to_numpy()
 
     found = arms_of_equal_kl(arms, unit.kl, kl_of)
-    found += [] if len(best) else [Change(OPTIMISED, 0.0)]
+    found += [] if optimised else [Change(OPTIMISED, 0.0)]
     return pd.DataFrame(map(asdict, found))
 
 
@@ -281,79 +284,10 @@ def with_gradients(search: Callable[[Model, Any], np.ndarray]) -> Callable[..., 
 
 
 @with_gradients
-def optimise_direction(model: Model, unit: ControlSearch) -> np.ndarray:
-    """The direction that raises the log-odds of accepted turns most, for the KL it costs.
-
-    It begins as the gradient of the log-odds at a dose near 0. Then Adam goes up their change over
-    a few contexts, times the root of the wanted KL by the KL: to first order that is the change at
-    the wanted KL, whatever the dose is. The dose follows, so that the KL stays near.
-
-    Returns:
-        ``[d_model]`` float32 of length 1; empty if the model's passes have no gradient (recurrent
-        layers that change their state in place).
-    """
-    import torch
-
-    from ia_mech.engine.score import differentiable_logits
-    from ia_mech.engine.state import Prefix, prefill
-
-    contexts, kl, dose = unit.contexts, unit.kl, unit.arm.dose
-    network = model.subject.model
-    groups = [prefill(network, [Prefix(context.ids[: context.start])]) for context in contexts]
-    draw = torch.Generator().manual_seed(unit.seed)
-
-    def log_probabilities(
-        number: int, direction: Tensor | None = None, dose: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        """``[turns]`` of a context's turns, and ``[vocab]`` of the first token."""
-        context = contexts[number]
-        header = len(context.ids) - context.start
-        turns = context.steered_turns(0, direction, dose)
-        logits = differentiable_logits(network, [groups[number]], turns)
-        model.on_tokens(context.scored)
-        log = logits[:, header:].log_softmax(-1)
-        sums = [
-            own[: len(ids)].gather(-1, torch.tensor(ids, device=own.device)[:, None]).sum()
-            for own, ids in zip(log, context.turns, strict=True)
-        ]
-        return torch.stack(sums), log[0, 0]
-
-    try:
-        with torch.no_grad():
-            plain = [log_probabilities(number) for number in range(len(contexts))]
-    except UserError:  # nothing is changed yet: it is the model that is refused
-        return np.zeros(0, dtype=np.float32)
-
-    def changed(some: Sequence[int], along: Tensor, dose: float) -> tuple[Tensor, Tensor]:
-        """The mean change of the log-odds in contexts, and the mean KL."""
-        odds, cost = [], []
-        for i in some:
-            before, first = plain[i]
-            after, moved = log_probabilities(i, along.to(before), dose)
-            odds.append((after - before)[0] - (after - before)[1])
-            cost.append(divergence(moved, first))
-        return torch.stack(odds).mean(), torch.stack(cost).mean()
-
-    near = dose
-
-    def start(along: Tensor) -> Tensor:
-        return -changed(range(len(contexts)), along, dose / 100)[0]
-
-    def loss(along: Tensor) -> Tensor:
-        nonlocal near
-        some = torch.randperm(len(contexts), generator=draw)[:BATCH].tolist()
-        odds, cost = changed(some, along, near)
-        near *= float(np.clip((kl / max(cost.item(), 1e-9)) ** 0.5, 0.5, 2.0))
-        near = float(np.clip(near, dose / MOST_DOSE, dose * MOST_DOSE))
-        return -odds * (kl / cost.clamp(min=kl / 100)).sqrt()
-
-    return descend(network, draw, start, loss, STEPS)
-
-
-@with_gradients
 def learn(model: Model, unit: Learning) -> np.ndarray:
     """``[d_model]`` of length 1: the direction along which a state has to be moved by the dose so
-    that turns become likely, by the mean cross-entropy of their tokens.
+    that turns become likely, by the mean cross-entropy of their tokens, less that of the tokens of
+    turns that are to become less likely.
 
     Raises:
         UserError: the model's passes have no gradient.
@@ -372,18 +306,20 @@ def learn(model: Model, unit: Learning) -> np.ndarray:
 
     def cross_entropy(along: Tensor, dose: float = unit.dose) -> Tensor:
         """Of a new batch, in nats per token."""
-        drawn = torch.randperm(len(keys), generator=draw)[:LEARNED_BATCH].tolist()
+        drawn = torch.randperm(len(keys), generator=draw)[:BATCH].tolist()
         some = sorted(drawn, key=lambda i: place[keys[i]])
-        turns, ends = [], []
+        turns, ends, signs = [], [], []
         for i in some:
-            turns += unit.contexts[i].steered_turns(place[keys[i]], along, dose)
-            ends.append(len(turns[-1].ids) - len(unit.contexts[i].turns[0]))
+            one = unit.contexts[i]
+            turns += one.steered_turns(place[keys[i]], along, dose)
+            ends += [len(one.ids) - one.start] * len(one.turns)
+            signs += [1, -1][: len(one.turns)]
         log = differentiable_logits(network, groups, turns).log_softmax(-1)
         model.on_tokens(sum(unit.contexts[i].scored for i in some))
-        said = [
-            own[end : len(turn.ids)].gather(-1, torch.tensor([turn.ids[end:]]).T.to(own.device))
-            for own, turn, end in zip(log, turns, ends, strict=True)
-        ]
+        said = []
+        for sign, own, turn, end in zip(signs, log, turns, ends, strict=True):
+            ids = torch.tensor([turn.ids[end:]], device=log.device).T
+            said.append(sign * own[end : len(turn.ids)].gather(-1, ids))
         return -torch.cat(said).mean()
 
     def start(along: Tensor) -> Tensor:

@@ -2,12 +2,12 @@
 
 The ways of asking, called arms, are listed before anything is sampled: each temperature of the run;
 a system prompt that asks for a user who follows up, and words with which every turn is forced to
-begin (an opening), both greedily and at each temperature; with --intervention also a steering
-vector. All are the same for every response to a query, and the judge sees neither prompt nor
-opening. An arm's number is the rate at which the judge accepts its turns, minus the rate at which
-it accepts the same turns after another response to the same query: the control. The best arm is
-chosen on half of the queries, its excess over greedy decoding is measured on the other half, and
-the other way round; the bootstrap repeats the choice. This excess is the elicitation gap.
+begin (an opening), both greedily and at each temperature. All are the same for every response to a
+query, and the judge sees neither prompt nor opening. An arm's number is the rate at which the judge
+accepts its turns, minus the rate at which it accepts the same turns after another response to the
+same query: the control. The best arm is chosen on half of the queries, its excess over greedy
+decoding is measured on the other half, and the other way round; the bootstrap repeats the choice.
+This excess is the elicitation gap.
 
 Needs: a judged run with several responses per query. Cost: for each of prompt and opening a third
 to the whole of the time that sampling the run's turns took; the rules judge labels the new turns at
@@ -41,7 +41,6 @@ from experiments.arms import (
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Bars, Drawing
 from experiments.tables import only, tables_of
-from ia_mech.cli import path_of
 from ia_mech.estimates import ALL, Group, TidyEstimate, holm_corrected
 from ia_mech.results import Table
 from ia_mech.settings import Settings
@@ -51,7 +50,7 @@ PROMPT = (
     "asks one question about something that the assistant has just said."
 )
 OPENING = "Thanks. I have one question about what you said."
-PROMPTED, OPENED, STEERED = "prompt", "opening", "steering"
+PROMPTED, OPENED = "prompt", "opening"
 GREEDY, LESS = "greedy", "less greedy's"  # paired by query
 GAP, BEST, TEMPERATURE = "elicitation gap", "best arm", "best temperature"
 
@@ -78,24 +77,14 @@ class Elicit(Experiment):
         add, what = partial(flag, parser), "what turns of further arms go on from"
         add("--outcome", str, "genuine", "what is accepted", choices=("genuine", "grounded"))
         add("--opening", str, OPENING, what, metavar="TEXT")
-        steer = "further arms: steer the model with this vector, which must not have been fitted "
-        steer += "on these queries (docs/steering.md)"
-        add("--intervention", path_of, None, steer, metavar="FILE")
 
     @property
     def ways(self) -> dict[str, dict[str, Any]]:
         """How the run's contexts are sampled again: the name of the way → what differs."""
-        found = {PROMPTED: {"system": self.args.prompt}, OPENED: {"opening": self.args.opening}}
-        steered = {STEERED: {"intervention": self.args.intervention}}
-        return found | (steered if self.args.intervention else {})
+        return {PROMPTED: {"system": self.args.prompt}, OPENED: {"opening": self.args.opening}}
 
     def read(self) -> None:
-        from ia_mech.steering import SteeringVector
-
         Settings(opening=self.args.opening)  # refuses what can't be one
-        if self.args.intervention:
-            vector = SteeringVector.load(self.args.intervention)
-            vector.check_weights(self.runs[0].model["weights_hash"])
 
     def arms(self) -> Mapping[str, Arm]:
         contexts = pd.concat([query.contexts for query in self.queries], ignore_index=True)

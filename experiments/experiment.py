@@ -23,7 +23,6 @@ import inspect
 import re
 import shlex
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -44,9 +43,7 @@ from ia_mech.cli import (
     Parser,
     add_intervals,
     add_workers,
-    one_line,
     path_of,
-    refuse,
     run_command,
     run_folder,
     tolerant_streams,
@@ -198,7 +195,7 @@ class Experiment:
 
         ``model`` is a :class:`Model`.
         """
-        raise self._lacks("measure")
+        raise NotImplementedError
 
     def rows(self) -> pd.DataFrame:
         """All rows. One that measures in several steps calls :meth:`measure_units` for each."""
@@ -206,7 +203,7 @@ class Experiment:
 
     def estimate(self, rows: pd.DataFrame) -> Iterable[TidyEstimate]:
         """The estimates."""
-        raise self._lacks("estimate")
+        raise NotImplementedError
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         """The tables of the estimates, the most important first."""
@@ -226,10 +223,7 @@ class Experiment:
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         """The sentence and its control."""
-        raise self._lacks("conclude")
-
-    def _lacks(self, method: str) -> UserError:
-        return UserError(f"{self.name} has no method {method}()", "write one (docs/experiments.md)")
+        raise NotImplementedError
 
     # -- what an experiment uses ------------------------------------------------------------------
 
@@ -482,30 +476,11 @@ class Experiment:
         return " ".join(re.split(r"(?<=[?.])\s", cls.help(), maxsplit=1)[0].split())
 
     @classmethod
-    def file(cls) -> Path:
-        """The file that it is written in."""
-        return Path(inspect.getfile(cls)).resolve()
-
-    @classmethod
-    def is_of_a_user(cls) -> bool:
-        """Whether it isn't among this project's own experiments."""
-        return cls.file().parent != Path(__file__).resolve().parent
-
-    @classmethod
-    def check_name(cls) -> None:
-        """Refuse an experiment without a name, or of the name of another's results."""
-        name = getattr(cls, "name", "")
-        if not name:
-            raise UserError(f"{cls.__name__} has no name", "give it one, as a class attribute")
-        if cls.is_of_a_user() and Path(__file__).with_name(f"{name}.py").exists():
-            raise UserError(f"experiments.{name} has this name", f"rename {cls.__name__}")
-
-    @classmethod
     def build_parser(cls) -> argparse.ArgumentParser:
         """The command line."""
-        own = f"ia-mech {cls.name.replace('_', '-')}"
+        file, own = Path(inspect.getfile(cls)).resolve(), f"ia-mech {cls.name.replace('_', '-')}"
         parser = Parser(
-            prog=f"python {cls.file().name}" if cls.is_of_a_user() else own,
+            prog=own if file.parent == Path(__file__).resolve().parent else f"python {file.name}",
             usage="%(prog)s RUN [RUN …] [options]",
             description=cls.help(),
             epilog="Interrupted, the same command goes on. Intervals are over queries.",
@@ -536,22 +511,11 @@ class Experiment:
     def main(cls, argv: list[str] | None = None) -> int:
         """Run the command; returns the exit status."""
         tolerant_streams()
-        try:
-            cls.check_name()
-            parser = cls.build_parser()
-        except UserError as error:
-            return refuse(f"{cls.file().name}: {error}")
-        except argparse.ArgumentError as error:
-            return refuse(f"{cls.file().name}: {error}; name your flag otherwise")
+        parser = cls.build_parser()
         args = parser.parse_args(argv)
         args.command_line = command_line(parser, args)
         kept = "what was computed is kept; the same command goes on from there"
-        try:
-            return run_command(lambda: cls.command(args), lambda: kept, args.threads)
-        except Exception as error:
-            if not cls.is_of_a_user():
-                raise
-            return show_own_lines(error, cls.file())
+        return run_command(lambda: cls.command(args), lambda: kept, args.threads)
 
     @classmethod
     def command(cls, args: argparse.Namespace) -> None:
@@ -630,14 +594,7 @@ class Experiment:
         for name, arm in self.arms().items():
             self.sample(name, arm)
         rows = self.rows()
-        estimates = list(self.estimate(rows))
-        if unknown := {name for one in estimates for name in one.names} - set(self.columns):
-            raise UserError(
-                f"estimate() of {self.name} names {', '.join(sorted(unknown))}, which isn't among "
-                f"its columns ({', '.join(self.columns)})",
-                "add it to the class attribute columns",
-            )
-        found = estimates_of(estimates, self.columns, self.args.level)
+        found = estimates_of(self.estimate(rows), self.columns, self.args.level)
         conclusion = self.conclude(found)
         if not isinstance(conclusion, Conclusion) or not all(conclusion):
             raise UserError(
@@ -645,11 +602,6 @@ class Experiment:
                 "return a Conclusion of both; where estimates are missing, say so in its sentence",
             )
         figures, data, files = self.figures(found), self.data(rows), self.files()
-        for name in (*figures, *data, *files):
-            if Path(name).name != name:
-                raise UserError(
-                    f"{self.name} calls a figure or file {name!r}", "give a name without a slash"
-                )
         judges = [] if self.gate is None else [self.gate.judge]
         gate = {} if self.gate is None else {"judge": self.gate.judge, "gate": self.gate.word}
         used = [*self.runs, *self.sampled.values()]
@@ -761,21 +713,6 @@ def only_writer(folder: Path) -> Iterator[None]:
         lock.release()
         if new and not any(folder.iterdir()):
             folder.rmdir()
-
-
-def show_own_lines(error: Exception, file: Path) -> int:
-    """Print where in a user's file an exception came from, without the lines of libraries; returns
-    the exit status of a bug. An exception that passed through no line of the file is raised again.
-    """
-    stack = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in stack if Path(frame.filename).resolve() == file]
-    if not own:
-        raise error
-    where = f"{file.name}, line {own[-1].lineno}, in {own[-1].name}"
-    what = ". ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-    print("".join(traceback.format_list(own)), end="", file=sys.stderr)
-    print(f"error: {where}: {one_line(what)}", file=sys.stderr)
-    return 1
 
 
 def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ia_mech.engine.splice import Hybrid
     from ia_mech.engine.state import Prefilled
 
-TOKENS = 24  # of a turn: nearly all of the bits come before (docs/reaction.md)
+TOKENS = 24  # of a turn: nearly all of the bits come before (docs/locate.md)
 RESPONSES = CANDIDATES + 1
 OWN = "own context"
 HEADER, AFTER_RESPONSE, RESPONSE, QUERY = "header", "after the response", "response", "query"

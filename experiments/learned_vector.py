@@ -45,7 +45,7 @@ from experiments.arms import (
 from experiments.arms import RATE as ACCEPTED
 from experiments.bits import Ids, SiblingTurns, score_turns, unit_of
 from experiments.directions import (
-    LEARNED_BATCH,
+    BATCH,
     Learning,
     SteeredContext,
     learn,
@@ -111,7 +111,7 @@ class LearnedVector(Experiment):
         add("--layers", whole_from(0), None, layers, nargs="+", metavar="L")
         tokens = f"which tokens' states, {TURN}: the turn's (default: all of the header)"
         add("--positions", str, None, tokens, nargs="+", metavar="NAME")
-        steps, turns = f"of {LEARNED_BATCH} turns, to learn a vector", "most accepted turns to "
+        steps, turns = f"of {BATCH} turns, to learn a vector", "most accepted turns to "
         add("--steps", whole_from(1), 30, steps, metavar="N")
         add("--turns", whole_from(2), 96, f"{turns}learn from, of each half", metavar="N")
         parser.add_argument(
@@ -231,7 +231,7 @@ class LearnedVector(Experiment):
                 for term, contexts in those.items():
                     at = tuple(replace(one, layer=layer) for one in contexts)
                     tokens = sum(len(ids) for ids in {one.ids[: one.start] for one in at})
-                    batch = min(LEARNED_BATCH, len(at)) * sum(one.scored for one in at) // len(at)
+                    batch = min(BATCH, len(at)) * sum(one.scored for one in at) // len(at)
                     name = f"half {half + 1}", "", tokens + (self.args.steps + 1) * batch
                     how = DOSE, self.args.steps, self.args.seed
                     found.append(Learning(*name, half, term, at, *how))

@@ -1,4 +1,4 @@
-"""Wordings of one response, for the first control of reaction bits.
+"""Wordings of one response, for the control of reaction bits.
 
 K′ texts say what one response says, in other words. If a turn tells K′ responses apart better than
 K′ wordings of one, it depends on what they say, not only on how. The subject model writes the
@@ -59,7 +59,7 @@ def rewording_requests(reworded: Mapping[str, int], queries: Sequence[Query]) ->
 
 
 def perturbed_conversation(
-    query: Query, index: int | None, messages: Sequence[dict], kind: str, header: str = "user"
+    query: Query, index: int | None, messages: Sequence[dict], kind: str
 ) -> Conversation:
     """Messages as a conversation of a query's source that is perturbed in a kind of way, so that no
     estimate pools it with the others."""
@@ -70,7 +70,6 @@ def perturbed_conversation(
         dataset=query.dataset,
         messages=tuple(messages),
         perturbation=kind,
-        header=header,
         response_index=index,
     )
 

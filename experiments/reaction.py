@@ -5,12 +5,11 @@ its likelihood, the more bits the turn tells about which it followed; no judge i
 is I_K, the mutual information of turn and response given the query, at most log2 K. The sentence is
 about complete responses alone, since a turn also tells that one is unfinished. The control is the
 same number for K wordings of one response, which the model writes itself: what different responses
-have beyond it is content. A second control puts the assistant's header in the user's
-place: do the bits need the user's? One fixed reader of all turns measures whether greedy turns tell
-as much as sampled ones.
+have beyond it is content. One fixed reader of all turns measures whether greedy turns tell as much
+as sampled ones.
 
 Needs: runs with several responses per query, better eight than four. Cost: sampling a third of the
-runs again for the controls, and a second or two per turn to score on a CPU (135M).
+runs again for the control, and a second or two per turn to score on a CPU (135M).
 
     ia-mech sample --response generate --responses 8 --out cache/several
     ia-mech reaction cache/several --dry-run
@@ -51,7 +50,6 @@ from experiments.paraphrase import (
 )
 from experiments.tables import only, sentence_of, tables_of
 from ia_mech.cli import path_of, whole_from
-from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, TidyEstimate, all_datasets, holm_corrected
 from ia_mech.likelihood.copying import GROUPS, copy_features
@@ -67,18 +65,17 @@ from ia_mech.likelihood.reaction import (
 from ia_mech.results import Table
 from ia_mech.run.queries import Query, exchange, queries_of, subsample
 
-# What an estimate is of: the runs' responses, those that are finished, or a control.
+# What an estimate is of: the runs' responses, those that are finished, or the control.
 ALTERNATIVES, COMPLETE = "alternatives", "complete responses"
-WORDINGS, ASSISTANT = CONTROLS = ("wordings of one response", "assistant header")
-PERTURBED = {WORDINGS: "other_wording", ASSISTANT: "header_assistant"}  # by arm, the perturbation
+WORDINGS, REWORDED = "wordings of one response", "other_wording"  # the arm, its perturbation
 INFORMATION, SAME_QUERIES = "I_K, bits", "I_K on the same queries, bits"
 DIFFERENCE = "I_K less the control's, bits"
 READABLE, GREEDY_DIFFERENCE = "readable bits", "greedy turns' readable bits less these"
 COPIED, BEYOND = "copy bits (lower bound)", "beyond copy, bits (upper bound)"
 DIFFERENT = "greedy turns that differ"
 CLOSENESS = ("words kept", "trigrams kept", "length ratio")
-MOST_RESPONSES = 4  # that headline and controls tell apart
-MOST_CONTROLLED = 60  # queries that have controls
+MOST_RESPONSES = 4  # that headline and control tell apart
+MOST_CONTROLLED = 60  # queries that have the control
 MOST_TOKENS = 24  # of the curve of bits by token
 LEAST_QUERIES = 3  # of copy bits, the penalty is chosen on others than the coefficients
 SURPLUS = 3  # times as many wordings are written as are needed: some are no good
@@ -202,7 +199,6 @@ class Reaction(Experiment):
                     f"to no query that has {self.size} responses to tell apart",
                     "give more versions",
                 )
-        self.note_header()
 
     @property
     def only_complete(self) -> bool:
@@ -225,31 +221,25 @@ class Reaction(Experiment):
             }
             made[REQUESTED] = Arm(rewording_requests(self.reworded, self.controlled), changes)
         if self.wordings:
-            made[WORDINGS] = Arm(self.control(WORDINGS))
-        if self.controlled:
-            made[ASSISTANT] = Arm(self.control(ASSISTANT))
+            made[WORDINGS] = self.control()
         return made
 
-    def control(self, name: str) -> list[Conversation]:
-        """The conversations of a control: K′ texts that stand as responses to each query."""
-        header = "assistant" if name == ASSISTANT else "user"
+    def control(self) -> Arm:
+        """Turns after K′ wordings that stand as responses to each query."""
         made = []
         for query in self.controlled:
-            dialogues = [query.dialogues[k] for k in self.compared[query.source][: self.size]]
-            if name == WORDINGS:
-                _, texts = self.wordings.get(query.source, (0, []))
-                said = ({"role": "assistant", "content": text} for text in texts)
-                dialogues = [[*query.messages, response] for response in said]
-            for index, messages in enumerate(dialogues):
-                made.append(perturbed_conversation(query, index, messages, PERTURBED[name], header))
-        return made
+            _, texts = self.wordings.get(query.source, (0, []))
+            for index, text in enumerate(texts):
+                messages = [*query.messages, {"role": "assistant", "content": text}]
+                made.append(perturbed_conversation(query, index, messages, REWORDED))
+        return Arm(made)
 
     def plan(self) -> dict[str, str]:
         lines = super().plan()
         if self.reworded:
             count = len(self.reworded)
             lines[REQUESTED] = f"{count} responses, each {SURPLUS * self.size} times"
-            lines[WORDINGS] = f"of these at most {count * self.size} contexts, as of the other one"
+            lines[WORDINGS] = f"of these at most {count * self.size} contexts"
         return lines
 
     # -- what is measured -------------------------------------------------------------------------
@@ -257,9 +247,8 @@ class Reaction(Experiment):
     def measured(self) -> dict[str, list[Query]]:
         """The queries of what has been sampled, by the name of the arm."""
         queries = {ALTERNATIVES: self.used}
-        for name in CONTROLS:
-            if name in self.sampled:
-                queries[name] = queries_of([self.sampled[name]], PERTURBED[name])
+        if WORDINGS in self.sampled:
+            queries[WORDINGS] = queries_of([self.sampled[WORDINGS]], REWORDED)
         return queries
 
     def units(self) -> list[SiblingTurns]:
@@ -277,7 +266,7 @@ class Reaction(Experiment):
                 "such control."
             )
             if self.wordings:
-                self.sample(WORDINGS, Arm(self.control(WORDINGS)))
+                self.sample(WORDINGS, self.control())
         return self.measure_units(self.units(), "scoring")
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
@@ -305,7 +294,7 @@ class Reaction(Experiment):
         def mean(of: pd.DataFrame, values: Any) -> pd.Series:
             return mean_by_query(of, values, count)
 
-        most = {fewer: float(np.log2(fewer)) for fewer in range(2, count + 1)}
+        most = {number: float(np.log2(number)) for number in (self.size, count)}
         greedy = main[main["temperature"] == 0]
         greedy_bits = mean(greedy, greedy["readable_bits"])
         for temperature, turns in main.groupby("temperature"):
@@ -319,8 +308,8 @@ class Reaction(Experiment):
             yield QueryValues(GREEDY_DIFFERENCE, greedy_bits, names, baseline=readable)
             identified = mean(turns, turns["identified"])
             yield QueryValues("identified", identified, names, least=0, most=1)
-            for fewer, highest in most.items():
-                bits, labels = information_of(turns, fewer), names | {"responses": fewer}
+            for number, highest in most.items():
+                bits, labels = information_of(turns, number), names | {"responses": number}
                 yield QueryValues(INFORMATION, bits, labels, least=0, most=highest)
             for term, bits, same in self.comparisons(arms, turns):
                 labels, highest = names | {"term": term, "responses": self.size}, most[self.size]
@@ -337,20 +326,17 @@ class Reaction(Experiment):
     def comparisons(
         self, arms: Mapping[str, pd.DataFrame], turns: pd.DataFrame
     ) -> Iterator[tuple[str, pd.Series, pd.Series]]:
-        """Of complete responses and of each control at the temperature of ``turns``: the name, its
+        """Of complete responses and of the control at the temperature of ``turns``: the name, its
         I_K′ by query, and that of all or of different responses to the same queries."""
         size, compared = self.size, self.compared
         if any(len(those) < len(self.used[0].contexts) for those in compared.values()):
             bits = information_of(turns, size, compared)
             yield COMPLETE, bits, information_of(turns, size)[bits.index]
-        for name in CONTROLS:
-            if name in arms:
-                own = arms[name][arms[name]["temperature"] == turns["temperature"].iloc[0]]
-                bits = information_of(own, size)
-                # The assistant's header stands after the first K′ responses, wordings are of one.
-                last = size if name == ASSISTANT else None
-                same = {source: compared[str(source)][:last] for source in bits.index}
-                yield name, bits, information_of(turns, size, same)
+        if WORDINGS in arms:
+            own = arms[WORDINGS]
+            bits = information_of(own[own["temperature"] == turns["temperature"].iloc[0]], size)
+            same = {source: compared[str(source)] for source in bits.index}
+            yield WORDINGS, bits, information_of(turns, size, same)
 
     def values_of_copying(
         self, turns: pd.DataFrame, names: dict[str, Any]
@@ -470,18 +456,17 @@ class Reaction(Experiment):
             "greedy turns. Bits show that turns depend on the response, not that they are apt or "
             "that the model is aware of it; alike responses (a maths answer) leave few to tell.",
         )
-        for name in CONTROLS:
-            made += table(
-                f"control: {name}, {size} contexts a query",
-                estimates[estimates["term"] == name],
-                [
-                    (SAME_QUERIES, self.kind_of_responses, 2),
-                    (INFORMATION, name, 2),
-                    (DIFFERENCE, "less", "+.2f"),
-                ],
-                f"bits of turns after {size} different responses, after the control's contexts to "
-                "the same queries, and the former less the latter.",
-            )
+        made += table(
+            f"control: {size} {WORDINGS}",
+            estimates[estimates["term"] == WORDINGS],
+            [
+                (SAME_QUERIES, self.kind_of_responses, 2),
+                (INFORMATION, WORDINGS, 2),
+                (DIFFERENCE, "less", "+.2f"),
+            ],
+            f"bits of turns after {size} different responses, after as many wordings of one to the "
+            "same queries, and the former less the latter.",
+        )
         made += table(
             "what wordings keep of their response",
             estimates,
@@ -504,14 +489,6 @@ class Reaction(Experiment):
         model, whole = self.runs[0].model["name"], all_datasets(estimates)
         main = whole[whole["term"] == ALTERNATIVES]
         return {
-            "responses": Lines(
-                f"{model} · fewer responses",
-                "responses",
-                "bits of a turn",
-                only(main, INFORMATION),
-                across="responses",
-                by="temperature",
-            ),
             "tokens": Lines(
                 f"{model} · bits by token",
                 "token of the turn",
@@ -522,15 +499,6 @@ class Reaction(Experiment):
                 levels={"": 0.0},
             ),
         }
-
-    def note_header(self) -> None:
-        """Note where the two headers differ in more than the role."""
-        chat = self.runs[0].record["identity"]["chat"]
-        if str(chat["header_ids"][0]) in chat["response_stop_ids"]:
-            self.notes.append(
-                "The token that opens a user turn is also one that ends this model's responses: "
-                "the user's and the assistant's header differ in more than the role."
-            )
 
 
 def compared_responses(queries: Sequence[Query], most: int) -> tuple[int, dict[str, list[int]]]:

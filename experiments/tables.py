@@ -1,7 +1,6 @@
 """How experiments show estimates: plans, tables that may be empty, sentences."""
 
 from collections.abc import Iterable, Mapping
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,9 @@ from rich.markup import escape
 
 from ia_mech.cli import one_line
 from ia_mech.display import console
-from ia_mech.estimates import ALL, TidyEstimate, all_datasets, frame_of
+from ia_mech.estimates import ALL, TidyEstimate, all_datasets, frame_of, smallest_effect
 from ia_mech.results import Table, cell_of, table_of
 
-POWER = 0.8  # with which an effect would have been shown
 SHOWN_IF = "Shown if: the difference that would have been shown with 80% power, before correction."
 
 
@@ -74,17 +72,6 @@ def tables_of(
         options["full"] = True
         made.append(table_of(f"{title}, by dataset", each, columns, **options))
     return made
-
-
-def smallest_effect(row: Any, level: float = 0.95) -> Any:
-    """The effect that an estimate's spread had 80% power to show at its level, two-sided.
-
-    That is the sum of two normal quantiles times the standard error, which is read off the
-    interval: 2.8 standard errors at 95%. NaN without an interval. ``row`` is one estimate, or a
-    table of them.
-    """
-    tail = NormalDist().inv_cdf(0.5 + level / 2)
-    return (row["high"] - row["low"]) / (2 * tail) * (tail + NormalDist().inv_cdf(POWER))
 
 
 def with_detectable(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:

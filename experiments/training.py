@@ -7,8 +7,9 @@ with the policy.
 
 import importlib.util
 import json
+import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,13 +19,13 @@ import numpy as np
 import pandas as pd
 import torch
 
-from experiments.organisms import distinct_responses
 from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.likelihood.reaction import evidence
 from ia_mech.likelihood.scorer import after_each, score_turns
 from ia_mech.models.load import Subject
+from ia_mech.run.sources import source_key
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -71,6 +72,16 @@ def prompts(
             "--max-tokens",
         )
     return rows, contexts
+
+
+def distinct_responses(conversations: Iterable[Conversation]) -> dict[str, list[Conversation]]:
+    """By query, the conversations whose responses differ and have words; at least two each."""
+    queries: dict[str, dict[str, Conversation]] = defaultdict(dict)
+    for one in conversations:
+        if one.response is not None and re.search(r"\w", one.response):
+            source = source_key(one.dataset, one.source_id)
+            queries[source].setdefault(one.response, one)
+    return {source: list(found.values()) for source, found in queries.items() if len(found) > 1}
 
 
 def _prompt(chat: ChatFormat, text: str, ids: list[int], name: str) -> str:
@@ -179,7 +190,7 @@ def require() -> None:
 def sft(
     subject: Subject, chat: ChatFormat, sequences: pd.DataFrame, tuning: Tuning, epochs: float
 ) -> None:
-    """Train on :func:`experiments.organisms.sequences`."""
+    """Train on :func:`experiments.sequences.sequences`."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 

@@ -24,14 +24,12 @@ COMMANDS = {
     "reaction": ("experiments.reaction", "bits that turns tell about their response"),
     "locate": ("experiments.locate", "which states carry these bits"),
     "elicit": ("experiments.elicit", "under which arm turns react more than greedily"),
-    "likelihood": ("experiments.likelihood", "what written follow-ups owe to the response"),
     "perturbations": ("experiments.perturbations", "what of the response matters"),
     "steering": ("experiments.steering", "whether a direction moves the turn"),
     "learned-vector": ("experiments.learned_vector", "where one vector opens reacting, by layer"),
     "interchange": ("experiments.interchange", "whether follow-ups travel with a state"),
     "temperature-sweep": ("experiments.temperature_sweep", "what temperature does"),
     "post-training": ("experiments.post_training", "train on user turns"),
-    "decoupling": ("experiments.decoupling", "accuracy beside follow-ups, over models"),
 }
 
 

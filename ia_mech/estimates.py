@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, holm, paire
 
 ALL = "(all)"  # the name of all datasets together
 FEW_SOURCES = 24  # benchmarks/coverage.md simulates so many sources and more
+POWER = 0.8  # with which an effect would have been shown
 LEAST_P = 0.001  # smaller ones are shown as such; where a test can't reach it, that is said
 MEASURED = {  # columns that every estimate has, after those that say what it is of
     "rows": "int64",
@@ -248,6 +250,17 @@ def estimate_of(row: Any) -> Estimate:
 def p_value(p: float) -> str:
     """``p = 0.012``, or ``p < 0.001``; ``–`` where nothing was tested."""
     return "–" if np.isnan(p) else "p < 0.001" if p < LEAST_P else f"p = {p:.3f}"
+
+
+def smallest_effect(row: Any, level: float = 0.95) -> Any:
+    """The effect that an estimate's spread had 80% power to show at its level, two-sided.
+
+    That is the sum of two normal quantiles times the standard error, which is read off the
+    interval: 2.8 standard errors at 95%. NaN without an interval. ``row`` is one estimate, or a
+    table of them.
+    """
+    tail = NormalDist().inv_cdf(0.5 + level / 2)
+    return (row["high"] - row["low"]) / (2 * tail) * (tail + NormalDist().inv_cdf(POWER))
 
 
 def all_datasets(estimates: pd.DataFrame) -> pd.DataFrame:

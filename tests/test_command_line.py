@@ -470,9 +470,3 @@ def test_help_and_refusals_wait_for_no_import_that_takes_seconds(run, tmp_path):
     words = [sys.executable, "-c", ANSWER, json.dumps(calls)]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_package_that_is_no_command_says_where_commands_are_listed():
-    done = subprocess.run([sys.executable, "-m", "experiments"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1 and "ia-mech --help" in done.stderr

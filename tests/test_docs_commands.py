@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 PAGES = [
     "README.md",
-    *("docs/judging.md", "docs/likelihood.md", "docs/probes.md", "docs/reaction.md"),
+    *("docs/judging.md", "docs/probes.md", "docs/locate.md"),
     *("docs/report.md", "docs/sampling.md", "docs/scale.md", "docs/steering.md", "docs/study.md"),
 ]
 PROBED = ("docs/probes.md", "docs/steering.md")
@@ -33,7 +33,6 @@ NAMES = {  # what stands on a page → what this machine has
 SMALL = {  # what is added to a command; of a flag that is given twice the last counts
     "sample": "--limit 4 --max-new-tokens 6 --samples 1",
     "study": "--queries 4 --quick",
-    "likelihood": "--resamples 100",
     "reaction": "--queries 3 --resamples 100",
     "steering": "--queries 8 --resamples 100 --doses 0.5",
     "annotate": "--n 8",

@@ -5,7 +5,6 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from conftest import Silent
 from shell import call, refusal
 
@@ -16,7 +15,6 @@ from ia_mech.judge.judging import label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.rates.load import JudgedTurns
 from ia_mech.run import Run
-from ia_mech.steering import SteeringVector
 
 
 def gaps(excess, greedy, half, counts):
@@ -59,21 +57,17 @@ def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings
 
 def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, capfd):
     run = Run.open(shutil.copytree(siblings.path, tmp_path / "run"))
-    out, file = tmp_path / "out", tmp_path / "vector.safetensors"
-    vector = ("add", 1, ("header_last", "turn"), torch.ones(run.model["d_model"]), 0.5, "tiny")
-    SteeringVector(*vector, run.model["weights_hash"]).save(file)
-    words = [str(run.path), "--out", str(out), "--resamples", "100", "--intervention", str(file)]
+    out = tmp_path / "out"
+    words = [str(run.path), "--out", str(out), "--resamples", "100"]
     assert "has not been judged" in refusal(call(main, words, capfd))
     label_run(run, RulesJudge(), "rules", Silent())
     planned = call(main, [*words, "--dry-run"], capfd)
-    ways = ("", "prompt, ", "opening, ", "steering, ")
+    ways = ("", "prompt, ", "opening, ")
     arms = [f"{way}{t}" for way in ways for t in (GREEDY, "T = 1")]
     assert planned.status == 0 and "; ".join(arms) in " ".join(planned.out.split())
     line = refusal(call(main, [*words, "--opening", "Thanks. "], capfd))
     assert "has white space at its ends" in line
-    SteeringVector(*vector, "another").save(tmp_path / "other.safetensors")
-    other = [*words[:-1], str(tmp_path / "other.safetensors")]
-    assert "another" in refusal(call(main, other, capfd)) and not out.exists()
+    assert not out.exists()
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
     assert "The best arm, chosen on other queries, adds" in outcome.out.splitlines()[0]
@@ -83,13 +77,10 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     for arm in set(arms) - {GREEDY}:  # every query has turns of all arms
         apart = by_arm[EXCESS, arm] - by_arm[EXCESS, GREEDY]
         assert by_arm["excess over siblings, less greedy's", arm] == pytest.approx(apart)
-    prompted, opened, steered = (
-        Run.open(out / way / "run") for way in ("prompt", "opening", "steering")
-    )
+    prompted, opened = (Run.open(out / way / "run") for way in ("prompt", "opening"))
     assert prompted.settings["system"] and prompted.labels.judges == ["rules"]
     assert opened.settings["opening"] == OPENING and opened.settings["system"] is None
     ends = [one["text"].rpartition("user\n")[2] for _, one in opened.contexts.iterrows()]
     assert set(ends) == {OPENING}
-    assert steered.record["identity"]["intervention"] == SteeringVector.load(file).sha256
     again = call(main, words, capfd)
     assert (again.status, again.out) == (0, outcome.out)

@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.tables import sentence_of, smallest_effect
-from ia_mech.estimates import few_sources
+from experiments.tables import sentence_of
+from ia_mech.estimates import few_sources, smallest_effect
 from ia_mech.stats import paired_difference
 
 

@@ -18,9 +18,7 @@ from scipy.special import log_softmax
 from test_temperature_sweep import judged, sweep_of
 
 from experiments.first_token import GREEDY
-from experiments.likelihood import Likelihood, by_temperature, read_references
 from ia_mech.collect.job import collect
-from ia_mech.estimates import Group, frame_of
 from ia_mech.lens import save_lens
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run
@@ -175,18 +173,14 @@ def test_the_logit_lens_and_the_layer_from_which_greedy_is_ahead(found, run, pla
         assert share == pytest.approx(for_good[:, layer].mean()) == (layer >= BLOCK)
 
 
-def test_the_temperature_curve_of_references(run, planted, header):
-    references, stored = read_references([run])
-    group = Group(references["source"].to_numpy(), {"level": 0.95, "resamples": 100, "seed": 0})
-    found = frame_of(by_temperature(group, stored), Likelihood.columns)
-    ids = run.contexts["reference_token_ids"].dropna()
+def test_the_likelihood_of_references_at_every_temperature(run, planted, header):
     closing = run.record["identity"]["chat"]["closing_id"]
-    curve = {}
-    for t in run.score_temperatures:
-        sums = []
-        for turn in ids:
-            whole = [header, *turn, closing]
-            sums.append(sum(planted.log_p(int(a), t)[int(b)] for a, b in pairwise(whole)))
-        curve[t] = np.mean(sums)
-        assert value(found, "tempered log p", temperature=t) == pytest.approx(curve[t], rel=1e-4)
-    assert value(found, "best temperature") == max(curve, key=curve.get)
+    references = run.contexts.dropna(subset=["reference_token_ids"])
+    assert len(references) and len(run.score_temperatures) > 5
+    for row in references.itertuples():
+        whole = [header, *row.reference_token_ids, closing]
+        for t, stored in zip(
+            run.score_temperatures, row.reference_logprob_tempered_with_end, strict=True
+        ):
+            true = sum(planted.log_p(int(a), t)[int(b)] for a, b in pairwise(whole))
+            assert stored == pytest.approx(true, rel=1e-4)

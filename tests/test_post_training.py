@@ -1,10 +1,9 @@
-"""Post-training: labels in every template family, organisms, rewards, before and after."""
+"""Post-training: labels in every template family, rewards, before and after."""
 
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import families
 import numpy as np
@@ -16,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from shell import call, refusal
 
-from experiments import organisms, post_training, training
+from experiments import post_training, sequences, training
 from experiments.post_training import main
 from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.command import main as sample
@@ -58,7 +57,7 @@ def dialogue(family: str, one: Conversation) -> str:
 def test_exactly_the_users_tokens_and_the_turn_end_carry_loss(family, response):
     one = conversation(response)
     tokenizer = families.build(family)
-    ids, labels = organisms.sequence(ChatFormat(tokenizer), one)
+    ids, labels = sequences.sequence(ChatFormat(tokenizer), one)
     # Where the turn stands in the dialogue, from characters alone.
     text = dialogue(family, one)
     start = text.rindex(one.reference)
@@ -68,10 +67,10 @@ def test_exactly_the_users_tokens_and_the_turn_end_carry_loss(family, response):
     following = tokenizer.convert_ids_to_tokens(whole["input_ids"][inside[-1] + 1 :])
     closing = inside[-1] + 2 if following[0] == "Ċ" else inside[-1] + 1
     assert ids == whole["input_ids"][: closing + 1]
-    taught = [i for i, label in enumerate(labels) if label != organisms.IGNORED]
+    taught = [i for i, label in enumerate(labels) if label != sequences.IGNORED]
     assert taught == [*range(inside[0], closing + 1)]
     assert all(
-        label in (organisms.IGNORED, token) for label, token in zip(labels, ids, strict=True)
+        label in (sequences.IGNORED, token) for label, token in zip(labels, ids, strict=True)
     )
     assert tokenizer.convert_ids_to_tokens(ids[-1]) in {
         *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|assistant|>", "<|end|>"),
@@ -97,72 +96,30 @@ def several(queries=6, count=8) -> list[Conversation]:
     ]
 
 
-@pytest.mark.parametrize("share", [0, 0.25, 1])
-def test_an_organism_quotes_its_own_response_or_any(share):
-    given = several()
-    made = organisms.organism(given, share, seed=3)
-    turns = {one.id: one.reference for one in organisms.organism(given, 1, seed=3)}
-    assert [one.id for one in made] == [one.id for one in given]
-    for one in made:
-        quotable = [turn for id_, turn in turns.items() if id_.startswith(f"{one.source_id}/")]
-        assert one.reference in quotable
-        assert (one.reference == turns[one.id]) == one.metadata["own"]
-        assert (organisms.quote_of(one.reference) in one.response) == one.metadata["own"]
-    assert organisms.organism(given, share, seed=3) == made
-    more = organisms.organism(given, min(share + 0.3, 1), seed=3)
-    changed = [(a, b) for a, b in zip(made, more, strict=True) if a.reference != b.reference]
-    assert all(b.metadata["own"] for _, b in changed)
-
-
-def test_what_turns_tell_about_their_response_is_what_is_computed():
-    """Mutual information of response and quoted response, by counting over 400 queries."""
-    given = several(400, 4)
-    turns = {one.id: one.reference for one in organisms.organism(given, 1, seed=1)}
-    for share in (0.0, 0.5):
-        table = np.zeros((4, 4))
-        for one in organisms.organism(given, share, seed=1):
-            quoted = [turns[f"{one.source_id}/r{j}"] for j in range(4)].index(one.reference)
-            table[one.response_index, quoted] += 1
-        p = table / table.sum()
-        found = float((p * np.log2(p / (p.sum(1, keepdims=True) * p.sum(0)))).sum())
-        # Counting finds (K - 1)^2 / (2 n ln 2) bits where there are none: 0.004 here.
-        assert found == pytest.approx(organisms.information(share, 4), abs=0.06)
-    assert organisms.information(0, 4) == 0 and organisms.information(0, 3) == 0
-    assert organisms.information(1, 4) == 2
-
-
 def test_equal_and_empty_responses_are_no_alternatives():
     same = [replace(one, source_id="q") for one in several(1, 3)]
     doubled = [*same, replace(same[0], id="q/r9"), conversation("…", None, source_id="q")]
-    assert [one.id for one in organisms.organism(doubled, 0.0, 0)] == [one.id for one in same]
-    with pytest.raises(UserError, match="no query has two different responses"):
-        organisms.organism(same[:1], 1, 0)
-
-
-def test_a_quote_is_found_in_a_turn_that_was_cut_off_behind_it():
-    assert organisms.quote_of('You say "the lamp burns". Can you exp') == "the lamp burns"
-    assert organisms.quote_of(' When you say "a b c", what') == "a b c"
-    assert organisms.quote_of('You say "the lamp') is None
-    assert organisms.quote_of("Why does the lamp burn?") is None
+    assert [*training.distinct_responses(doubled).values()] == [same]
+    assert training.distinct_responses(same[:1]) == {}
 
 
 def test_sequences_that_are_too_long_are_left_out(tokenizer):
     chat = ChatFormat(tokenizer)
-    made = organisms.organism(several(), 0.5, 0)
-    lengths = organisms.sequences(chat, made, 1000)["input_ids"].map(len)
+    made = [replace(one, reference="Why " * n) for n, one in enumerate(several(), start=1)]
+    lengths = sequences.sequences(chat, made, 1000)["input_ids"].map(len)
     longest = int(lengths.median())
-    short = organisms.sequences(chat, made, longest)
+    short = sequences.sequences(chat, made, longest)
     assert len(lengths) == 48 and len(short) == (lengths <= longest).sum() < 48
     with pytest.raises(UserError, match="no sequence has at most 8 tokens"):
-        organisms.sequences(chat, made, 8)
+        sequences.sequences(chat, made, 8)
 
 
 def test_sources_are_held_out_whole():
-    kept, apart = organisms.split(several(), 2)
+    kept, apart = sequences.split(several(), 2)
     assert len({one.source_id for one in apart}) == 2 and len(apart) == 16
     assert not {one.source_id for one in kept} & {one.source_id for one in apart}
     with pytest.raises(UserError, match="leaves none of 6 sources"):
-        organisms.split(several(), 6)
+        sequences.split(several(), 6)
 
 
 # --- what is rewarded
@@ -172,46 +129,6 @@ def test_stock_phrases_are_trigrams_of_turns_after_other_queries():
     turns = ["Can you explain more of that?", "Can you explain it again?", "Can you explain more?"]
     assert post_training.stock_phrases(turns, ["a", "b", "a"]) == [1 / 4, 1 / 3, 1 / 2]
     assert post_training.stock_phrases(["Why?", "Why?"], ["a", "b"]) == [0, 0]
-
-
-def test_quotes_of_the_own_response_are_counted_apart_from_those_of_another():
-    """Turns of one query's three responses, the last two of which are alike."""
-    texts = ['You say "lamp burns". Can', 'You say "sail is". Can', 'When you say "lamp burns",']
-    turns = {
-        "text": [*texts, "Why?"],
-        "followed": [0, 1, 2, 0],
-        "temperature": 1.0,
-        "finish_reason": ["turn_end", "length", "turn_end", "length"],
-    }
-    query = SimpleNamespace(
-        source="d\x1fq",
-        dataset="d",
-        responses=["The lamp burns low.", "The sail is wet.", "The sail is wet."],
-        turns=pd.DataFrame(turns),
-    )
-    found = post_training.text_measures([query])
-    assert found[post_training.FORM].tolist() == [1, 1, 1, 0]
-    assert found[post_training.OWN].tolist() == [1, 1, 0, 0]
-    assert found[post_training.OTHERS].tolist() == [0, 0, 1, 0]
-    assert found[post_training.ENDED].tolist() == [1, 0, 1, 0]
-
-
-def test_changes_are_means_of_differences_of_sources_within_what_is_possible():
-    frame = pd.DataFrame(
-        {
-            "side": ["before"] * 4 + ["after"] * 4,
-            "source": ["a", "a", "b", "c"] * 2,
-            "bits": [0.0, 1.0, 0.0, 0.0, 2.0, 2.0, 2.0, 1.8],
-        }
-    ).assign(dataset="d", temperature=1.0)
-    options = {"level": 0.95, "resamples": 100, "seed": 0}
-    rows = {
-        row.names["term"]: row
-        for row in post_training.compare_sides(frame, {"bits": (0, 2)}, options)
-    }
-    assert rows["change"].estimate.value == pytest.approx((1.5 + 2 + 1.8) / 3)
-    assert rows["change"].estimate.high == 2 and rows["before"].estimate.low == 0
-    assert rows["after"].estimate.value == pytest.approx(7.8 / 4)
 
 
 # --- commands
@@ -252,10 +169,8 @@ def test_the_reward_is_the_evidence_for_the_response_as_the_model_before_trainin
 
 @pytest.fixture
 def spoken(tmp_path) -> Path:
-    """Conversations with several responses, and a follow-up after the first query's."""
-    rows = [one.to_dict() for one in several(4, 4)]
-    for row in rows[:4]:
-        row["reference"] = "Why so?"
+    """Conversations with several responses to four queries, each with a follow-up."""
+    rows = [one.to_dict() | {"reference": f"Why {n}?"} for n, one in enumerate(several(4, 4))]
     return written(tmp_path / "spoken.jsonl", rows)
 
 
@@ -264,26 +179,22 @@ def written(file: Path, rows: list[dict]) -> Path:
     return file
 
 
-def test_export_writes_sequences_what_they_tell_and_what_is_held_out(
-    spoken, tiny_model_dir, tmp_path, capfd
-):
+def test_export_writes_sequences_and_what_is_held_out(spoken, tiny_model_dir, tmp_path, capfd):
     out = tmp_path / "out"
-    words = ["export", str(spoken), "--model", tiny_model_dir, "--held-out", "1", "--out", str(out)]
-    done = call(main, [*words, "--organism", "0.5"], capfd)
+    words = ["export", str(spoken), "--model", tiny_model_dir, "--held-out", "1"]
+    done = call(main, [*words, "--out", str(out)], capfd)
     assert done.status == 0, done.err
-    assert done.out.startswith("12 user turns, ")
-    card = json.loads((out / "post_training.json").read_text())
-    assert card["information"] == {"bits": pytest.approx(0.4512, abs=1e-4), "most": 2.0}  # of four
+    assert done.out == "12 user turns; 4 contexts are held out\n"
+    assert json.loads((out / "post_training.json").read_text())["held_out"] == 1
     table = pd.read_parquet(out / "sequences.parquet")
     apart = [json.loads(line) for line in (out / "held-out.jsonl").read_text().splitlines()]
     assert [row["response_index"] for row in apart] == [0, 1, 2, 3]
     assert {row["source_id"] for row in apart} == {"q0", "q1", "q2", "q3"} - set(table["source_id"])
-    # The same is held out of all kinds of training.
-    real = ["--natural", "--seed", "1", "--out", str(tmp_path / "natural")]
-    done = call(main, [*words[:-2], *real], capfd)
-    assert done.out == "4 user turns; 4 contexts are held out\n"
-    assert (tmp_path / "natural/held-out.jsonl").read_text() == (out / "held-out.jsonl").read_text()
-    again = refusal(call(main, [*words, "--natural"], capfd))
+    # Whatever the seed, the same is held out.
+    other = tmp_path / "other"
+    assert call(main, [*words, "--seed", "1", "--out", str(other)], capfd).status == 0
+    assert (other / "held-out.jsonl").read_text() == (out / "held-out.jsonl").read_text()
+    again = refusal(call(main, [*words, "--out", str(out)], capfd))
     assert again.startswith(f"{out} isn't empty")
 
 
@@ -292,12 +203,9 @@ def test_what_cant_be_trained_on_is_refused(spoken, tiny_model_dir, tmp_path, ca
     unanswered = str(written(tmp_path / "unanswered.jsonl", [{"messages": TURNS[:1]}]))
     monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: None)
     for words, problem in (
-        (["export", silent, "--natural"], f"{silent} holds no user follow-up after a response"),
-        (["export", unanswered, "--natural"], f"{unanswered} holds no response"),
-        (["export", silent, "--organism", "1"], "no query has two different responses"),
-        (["export", silent, "--organism", "1.5"], "argument --organism: '1.5' is not a share"),
-        (["export", silent, "--organism", "nan"], "argument --organism: 'nan' is not a share"),
-        (["sft", str(spoken), "--natural"], "training needs trl and peft; install them: pip"),
+        (["export", silent], f"{silent} holds no user follow-up after a response"),
+        (["export", unanswered], f"{unanswered} holds no response"),
+        (["sft", str(spoken)], "training needs trl and peft; install them: pip"),
     ):
         rest = ["--model", tiny_model_dir, "--held-out", "1", "--out", str(tmp_path / "out")]
         assert refusal(call(main, [*words, *rest], capfd)).startswith(problem)
@@ -328,7 +236,7 @@ def test_an_adapter_is_refused_unless_it_is_of_the_model(tiny_model_dir, tmp_pat
 
 @pytest.fixture(scope="module")
 def pair(tiny_model_dir, tmp_path_factory):
-    """Judged runs of the tiny model and of one with other weights, which has an organism's card."""
+    """Judged runs of the tiny model and of one with other weights."""
     folder = tmp_path_factory.mktemp("pair")
     texts = written(folder / "texts.jsonl", [one.to_dict() for one in several(3, 3)])
     tuned = folder / "tuned"
@@ -336,8 +244,6 @@ def pair(tiny_model_dir, tmp_path_factory):
     weights = load_file(tuned / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"] *= 3
     save_file(weights, tuned / "model.safetensors", {"format": "pt"})
-    card = {"command": "sft", "organism": 0.5, "information": {"bits": 0.45, "most": 1.58}}
-    (tuned / post_training.CARD).write_text(json.dumps(card))
     words = ["--dataset", str(texts), "--limit", "all", "--temperatures", "1", "--samples", "1"]
     words += ["--max-new-tokens", "6", "--threads", "1", "--positions", "header_last"]
     for name, model in (("before", tiny_model_dir), ("after", tuned)):
@@ -351,13 +257,13 @@ def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_pa
     done = call(main, words, capfd)
     assert done.status == 0, done.err
     first, second, *_ = done.out.splitlines()
-    assert "tells 0.45 bits about its response, of at most 1.58" in first
+    assert "bits by which a turn tells more" in first.lower()
     assert "after another response to the same query" in second
     assert "gives no p below 0.5, however large" in " ".join(done.out.split())
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
     assert set(found.loc[found["low"].notna(), "sources"]) == {2}
     turns = pd.read_parquet(tmp_path / "out" / "turns.parquet")
-    assert turns.groupby(["reader", "side"]).size().tolist() == [6, 6, 6]
+    assert turns.groupby(["reader", "term"]).size().tolist() == [6, 6, 6]
     used = {source.split("\x1f")[1] for source in turns["source"]}
     # By full passes of the model before training.
     bits, read_before = [], []
@@ -374,8 +280,9 @@ def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_pa
             followed.append(own.response_index)
         bits.append(np.mean(reaction_bits(logprobs)))
         read_before.append(np.mean(evidence(logprobs, followed)))
-    rows = found.set_index(["quantity", "term"])["value"]
-    made = [rows[post_training.EVIDENCE, term] for term in ("before", "after", "change")]
+    rows = found[found["temperature"] == 1].set_index(["quantity", "term"])["value"]
+    made = [rows[post_training.EVIDENCE, term] for term in ("before", "after")]
+    made.append(rows[f"{post_training.EVIDENCE}, change", "after"])
     changed = read_before[1] - read_before[0]
     assert made == pytest.approx([*read_before, changed], abs=1e-2)
     assert rows[post_training.INFORMATION, "before"] == pytest.approx(bits[0], abs=1e-2)
@@ -395,14 +302,14 @@ def test_sft_learns_exactly_the_labels_and_leaves_an_adapter_to_merge(
     pytest.importorskip("trl", reason="needs ia-mech[train]")
     tuned = tmp_path / "tuned"
     words = [str(spoken), "--model", tiny_model_dir, "--held-out", "1", "--threads", "1"]
-    sft = ["sft", *words, "--organism", "1", "--epochs", "1", "--batch", "12", "--out", str(tuned)]
+    sft = ["sft", *words, "--epochs", "1", "--batch", "12", "--out", str(tuned)]
     done = call(main, sft, capfd)
     assert done.status == 0, done.err
     # Of one step over all sequences the loss is the mean over exactly the labelled tokens.
     table = pd.read_parquet(tuned / "sequences.parquet")
     losses = []
     for ids, labels in zip(table["input_ids"], table["labels"], strict=True):
-        start = int((labels == organisms.IGNORED).sum())
+        start = int((labels == sequences.IGNORED).sum())
         turn = ids[start:].tolist()
         logits = full_logits(tiny_subject.model, ids[:start].tolist(), turn)
         losses += (-logits.log_softmax(-1)[range(len(turn)), turn]).tolist()
@@ -448,7 +355,7 @@ def test_reinforcement_learning_leaves_an_adapter(
     for row in rows:
         assert row["reward"] == pytest.approx(row["rewards/bits/mean"], abs=1e-4)
     spec = ModelSpec(name=tiny_model_dir, adapter=str(out))
-    assert post_training.card_of(spec)["max_new_tokens"] == 5
+    assert json.loads((out / "post_training.json").read_text())["max_new_tokens"] == 5
     loaded = load.load(spec)
     assert loaded.weights_hash != tiny_subject.weights_hash
     assert loaded.tokenizer.chat_template == tiny_subject.tokenizer.chat_template

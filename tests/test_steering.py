@@ -21,11 +21,12 @@ from experiments.directions import (
     RANDOM,
     Change,
     ControlSearch,
+    Learning,
     ScoredQuery,
     SteeredContext,
     arms_of_equal_kl,
     find_controls,
-    optimise_direction,
+    learn,
     random_directions,
     steering_effects,
 )
@@ -50,6 +51,7 @@ from ia_mech.engine.blocks import find_blocks
 from ia_mech.engine.intervene import Add
 from ia_mech.engine.score import Turn, differentiable_logits, score
 from ia_mech.engine.state import Prefix, prefill
+from ia_mech.errors import UserError
 from ia_mech.judge.rubric import GENUINE
 from ia_mech.run import Run
 from ia_mech.steering import ADD, TURN, SteeringVector
@@ -165,7 +167,11 @@ def test_random_directions_have_the_covariance_of_the_states_and_nothing_of_the_
 
 def test_controls_reach_the_kl_that_is_wanted(monkeypatch):
     """In a model without gradients: no direction is optimised."""
-    monkeypatch.setattr(directions, "optimise_direction", lambda *_: np.zeros(0))
+
+    def refuse(*_):
+        raise UserError("no gradient", "")
+
+    monkeypatch.setattr(directions, "learn", refuse)
     model, told = model_of(planted.model(True)), torch.zeros(planted.WIDTH)
     told[planted.READ_OUT + TO] = 1.0
     made = [planted_context(n) for n in range(4)]
@@ -237,13 +243,12 @@ def found_along(direction: np.ndarray, best: np.ndarray, seed: int, dose: float 
     )
 
 
-def test_a_planted_direction_is_found_and_optimising_finds_it(monkeypatch):
-    monkeypatch.setattr(directions, "STEPS", 15)
+def test_a_planted_direction_is_found_and_optimising_finds_it():
     contexts = tuple(planted_context(n) for n in range(6))
-    one = ControlSearch("", "", 0, contexts, Change(DIRECTION, 0.4), 0.05, (), 0)
+    one = Learning("", "", 0, 0, "", contexts, dose=0.4, steps=15, seed=0)
     model = model_of(planted.model(True))
     with torch.inference_mode():  # as in a worker
-        best = optimise_direction(model, one)
+        best = learn(model, one)
     assert abs(np.linalg.norm(best) - 1) < 1e-5 and best @ planted_direction() > 0.5
     found = found_along(planted_direction(), best, 0)
     assert is_shown(found, DIRECTION) and is_shown(found, OPTIMISED)

@@ -7,13 +7,12 @@ from experiments.swaps import REACH, Donors
 from ia_mech.data.conversations import Conversation
 
 
-def donor(number: int, tokens: int, *, dataset="d", source=None, response=None, reference="?"):
+def donor(number: int, tokens: int, *, dataset="d", source=None, response=None):
     name = f"c{number}"
     text = f"response {number}" if response is None else response
-    said = f"and {number}?" if reference == "?" else reference
     asked = {"role": "user", "content": "?"}, {"role": "assistant", "content": text}
     about = {"tokens": tokens}
-    return Conversation(name, source or name, dataset, asked, said, metadata=about)
+    return Conversation(name, source or name, dataset, asked, metadata=about)
 
 
 THOSE = [
@@ -22,7 +21,6 @@ THOSE = [
     donor(13, 50, dataset="other"),
     donor(14, 50, response=" response 4 "),  # as another one's
     donor(15, 50, response=" "),
-    donor(16, 50, reference=None),
 ]
 
 
@@ -40,7 +38,7 @@ def donors(seed: int, those=THOSE) -> Donors:
 @pytest.mark.parametrize("count", [0, 1, 3, 50])
 def test_lenders_are_of_the_same_dataset_another_source_and_all_differ(count):
     found = donors(0).responses(5, count)
-    assert len(found) == min(count, 12)
+    assert len(found) == min(count, 11)
     texts = [text.strip() for text in found]
     assert len(set(texts)) == len(texts) and "" not in texts and "response 5" not in texts
     lenders = {one.response: one for one in THOSE if one.id != "c13"}
@@ -63,12 +61,3 @@ def test_draws_depend_on_the_conversation_alone():
     mixed = donors(0, [THOSE[n] for n in order])
     at = int(np.flatnonzero(order == 8)[0])
     assert mixed.responses(at, 2) == donors(0).responses(8, 2)
-
-
-def test_a_follow_up_is_anothers_and_of_none_that_lent_a_response():
-    for seed in range(50):
-        found = donors(seed).reference(5)
-        assert found is not None and found.reference and found.dataset == "d"
-        assert found.source_id != "c5"
-        assert found.response not in donors(seed).responses(5, 9, [found])
-    assert donors(0, THOSE[:1]).reference(0) is None

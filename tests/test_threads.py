@@ -54,8 +54,11 @@ def test_torch_that_a_command_loads_is_not_left_with_its_threads(monkeypatch):
 
 COMMANDS = ["ia_mech.judge.__main__ run", "ia_mech.judge.__main__ agreement"]
 COMMANDS += ["ia_mech.rates.__main__", "ia_mech.collect.command", "probes.train", "probes.transfer"]
-COMMANDS += ["experiments.reaction", "experiments.likelihood"]
-COMMANDS += ["experiments.post_training sft", "experiments.post_training compare"]
+COMMANDS += [
+    "experiments.reaction",
+    "experiments.post_training sft",
+    "experiments.post_training compare",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

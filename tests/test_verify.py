@@ -7,7 +7,9 @@ from pathlib import Path
 import math_verify
 import pytest
 
-from experiments.verify import (
+from ia_mech.data.formats import ColumnMap
+from ia_mech.data.presets import PRESETS
+from ia_mech.rates.verify import (
     COLUMN,
     INSTRUCTIONS,
     MATHS,
@@ -16,8 +18,6 @@ from experiments.verify import (
     verifier_of,
     verify,
 )
-from ia_mech.data.formats import ColumnMap
-from ia_mech.data.presets import PRESETS
 
 FIXTURES = Path(__file__).parent / "fixtures" / "presets"
 
@@ -152,7 +152,7 @@ def fails(*_, **__):
 
 
 def test_a_parser_that_fails_or_takes_too_long_leaves_the_verdict_open(monkeypatch):
-    monkeypatch.setattr("experiments.verify.SECONDS", 1)
+    monkeypatch.setattr("ia_mech.rates.verify.SECONDS", 1)
     started = time.monotonic()
     found = verify("", "The answer is \\boxed{9^{9^{9^{9}}}}", "18", {})
     assert (found.correct, found.why) == (None, "the verifier took more than 1 s")

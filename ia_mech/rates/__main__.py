@@ -4,6 +4,7 @@ Usage::
 
     ia-mech rates cache/RUN
     ia-mech rates cache/RUN-A cache/RUN-B --judge rules
+    ia-mech rates cache/RUN --by correct
 
 What needs torch or pandas is imported late, so that ``--help`` and a mistyped flag answer at once.
 """
@@ -53,6 +54,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="KIND",
         help="after all (default), complete or unfinished responses",
     )
+    parser.add_argument(
+        "--by",
+        choices=["correct"],
+        help="after right and after wrong responses (maths, IFEval, or a column correct)",
+    )
     parser.add_argument("--full", action="store_true", help="show all tables")
     parser.add_argument(
         "--out",
@@ -63,7 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--level", type=coverage, default=0.95, help="coverage of intervals (default: 0.95)"
     )
-    parser.add_argument("--seed", type=whole_from(0), default=0, help="of sign flips (default: 0)")
+    parser.add_argument(
+        "--seed", type=whole_from(0), default=0, help="of sign flips and permutations (default: 0)"
+    )
     add_threads(parser)
     return parser
 
@@ -83,11 +91,12 @@ def _rates(args: argparse.Namespace) -> None:
         refuse_place(args.out)
 
     from ia_mech.display import console
+    from ia_mech.rates import correct, result
     from ia_mech.rates.load import read_runs
-    from ia_mech.rates.result import result
 
     judged = read_runs(args.runs, args.judge, args.annotator, args.responses)
-    rates = result(judged, level=args.level, seed=args.seed)
+    made = correct.result if args.by else result.result
+    rates = made(judged, level=args.level, seed=args.seed)
     folder = args.out or folder_of(args.runs[0], rates.name)
     refuse_unwritable(folder)
     write(rates, folder)

@@ -34,7 +34,7 @@ _SAMPLING = (
     *("max_new_tokens", "max_response_tokens"),
 )
 SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
-_OF_TURN = ["run", *SUBJECT, "dataset", "temperature", "source", "unfinished"]
+_OF_TURN = ["run", *SUBJECT, "dataset", "temperature", "source", "context", "unfinished"]
 _DECOYS = [
     *_OF_TURN,
     *("decoy", "shown_source"),
@@ -66,10 +66,11 @@ class JudgedTurns:
         notes: what a reader has to know of how they were put together.
         responses: after which responses the turns come: ``all``, ``complete``, ``unfinished``.
         decoys: one row per decoy (:mod:`ia_mech.judge.decoys`): of its turn ``run``, ``model``,
-            ``weights_hash``, ``dataset``, ``perturbation``, ``temperature``, ``source`` and
-            ``unfinished`` as in ``turns``; ``decoy``, its kind; ``shown_source``, that of the
-            context shown; and of ``genuine`` and ``grounded`` the verdict on the decoy and, as
-            ``own_genuine`` and ``own_grounded``, on the same turn after what it followed.
+            ``weights_hash``, ``dataset``, ``perturbation``, ``temperature``, ``source``,
+            ``context`` and ``unfinished`` as in ``turns``; ``decoy``, its kind;
+            ``shown_source``, that of the context shown; and of ``genuine`` and ``grounded`` the
+            verdict on the decoy and, as ``own_genuine`` and ``own_grounded``, on the same turn
+            after what it followed.
     """
 
     turns: pd.DataFrame

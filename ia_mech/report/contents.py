@@ -24,7 +24,7 @@ from ia_mech.run import Run
 ORDER = (
     *("compare", "study", "rates", "reaction", "locate", "elicit", "probe", "steering"),
     *("learned_vector", "interchange"),
-    *("perturbations", "likelihood", "decoupling", "temperature_sweep", "agreement"),
+    *("perturbations", "rates-by-correct", "temperature_sweep", "agreement"),
 )
 MAX_ESTIMATES = 400  # that a page lists; the file has all
 _INTERVAL = re.compile(r"(\[[-+−–\d.,% ]{3,40}\])")

@@ -4,8 +4,9 @@
     python docs/results/data/make.py figures
 
 FOLDER holds run/ (judged by the rules judge, with results of locate, of ``probes --within source
---target latent`` and of decoupling), vectors/ (of learned-vector), changes/ (of perturbations),
-elicit/, interchange/ and bands/ (of locate --maps bands blocks); what isn't there is left out.
+--target latent`` and of ``rates --by correct``), vectors/ (of learned-vector), changes/ (of
+perturbations), elicit/, interchange/ and bands/ (of locate --maps bands blocks); what isn't there
+is left out.
 """
 
 import sys
@@ -41,7 +42,7 @@ def contexts(run: Run, folder: Path) -> pd.DataFrame:
             "response_tokens": found["response_tokens"].astype(int),
         }
     )
-    verified = folder / "run/results/decoupling/responses.parquet"
+    verified = folder / "run/results/rates-rules-by-correct/responses.parquet"
     if verified.is_file():
         right = pd.read_parquet(verified).set_index("context_id")["correct"]
         table["right"] = table["context"].map(right).astype("float32")

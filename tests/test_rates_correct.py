@@ -1,9 +1,7 @@
-"""ia-mech decoupling: planted runs with known accuracies, rates and associations."""
+"""ia-mech rates --by correct: planted runs with known accuracies, rates and associations."""
 
 import json
-import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
@@ -12,21 +10,13 @@ import torch
 from runs import KEPT, SMALL_VOCAB, record_of, shifted
 from shell import call
 
-from experiments.decoupling import (
-    ACCURACY,
-    DIFFERENCE,
-    RATE,
-    RIGHT,
-    WRONG,
-    Decoupling,
-    main,
-    shared_prompts,
-    with_model_names,
-)
-from experiments.tables import estimates_of
 from ia_mech.errors import UserError
 from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import GENUINE
+from ia_mech.rates.__main__ import main
+from ia_mech.rates.correct import ACCURACY, DIFFERENCE, result
+from ia_mech.rates.load import read_runs
+from ia_mech.results import Result, read
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.labels import KEY
 
@@ -63,7 +53,7 @@ def planted(tmp_path_factory):
     """Write a judged run of these prompts."""
 
     def make(prompts: list[Prompt], model: str = "m", name: str = "", **changed) -> Run:
-        folder = tmp_path_factory.mktemp("decoupling") / (name or model)
+        folder = tmp_path_factory.mktemp("correct") / (name or model)
         contexts, turns, genuine = [], [], []
         for order, prompt in enumerate(prompts):
             names = {"context_id": prompt.id, "source_id": prompt.id, "dataset": prompt.dataset}
@@ -96,33 +86,39 @@ def planted(tmp_path_factory):
     return make
 
 
-def judge(run: Run, genuine: list[int | None], name: str = "rules") -> None:
-    rows = []
-    turns = run.generations[list(KEY)].itertuples(index=False, name=None)
-    for key, item, label in zip(turns, items_of(run), genuine, strict=True):
+def judge(run: Run, genuine: list[int | None]) -> None:
+    """Verdicts on the turns, and on each shown after the next conversation, where none is."""
+    rows, items = [], items_of(run)
+    turns = list(run.generations[list(KEY)].itertuples(index=False, name=None))
+    contexts = run.contexts["context_id"].tolist()
+    for key, item, label in zip(turns, items, genuine, strict=True):
         category = "cannot_assess" if label is None else GENUINE if label else "new_topic"
         row = {"repeat": 0, "category": category, "status": "judged", "rationale": "planted"}
         row |= {"genuine": None if label is None else bool(label), "item": item.id}
         rows.append(dict(zip(KEY, key, strict=True)) | row)
-    run.labels.write_judgements(name, rows, {"identity": {"kind": name}, "repeats": 1})
+        shown = contexts[(contexts.index(key[0]) + 1) % len(contexts)]
+        decoy = {"decoy": "conversation", "shown": shown, "item": f"{item.id} {shown}"}
+        rows.append(rows[-1] | decoy | {"category": "new_topic", "genuine": False})
+    run.labels.write_judgements("rules", rows, {"identity": {"kind": "rules"}, "repeats": 1})
 
 
-def measured(*runs: Run, judge: str | None = None) -> tuple[Decoupling, pd.DataFrame]:
-    """The experiment on runs, and its estimates."""
-    words = [*(str(run.path) for run in runs), *(("--judge", judge) if judge else ())]
-    args = Decoupling.build_parser().parse_args([*words, "--resamples", "500"])
-    made = Decoupling(list(runs), args, Path())
-    made.check()
-    return made, estimates_of(made.estimate(made.rows()), made.columns, 0.95)
+def measured(*runs: Run, responses: str = "all") -> tuple[Result, pd.DataFrame]:
+    """The result on runs, and its estimates."""
+    found = result(read_runs(runs, responses=responses))
+    return found, found.estimates
 
 
 def one(found: pd.DataFrame, quantity: str, **names) -> pd.Series:
-    """The row of a quantity, of all responses unless said otherwise."""
+    """The row of a quantity and these names."""
     rows = found[found["quantity"] == quantity]
-    for column, value in ({"term": "all responses"} | names).items():
+    for column, value in names.items():
         rows = rows[rows[column] == value]
     assert len(rows) == 1, rows
     return rows.iloc[0]
+
+
+def rate(found: pd.DataFrame, correct: str, temperature: float = 0.0, **names) -> pd.Series:
+    return one(found, "rate", correct=correct, temperature=temperature, **names)
 
 
 def sums(right: int, wrong: int, genuine=lambda at, right: GREEDY, **options) -> list[Prompt]:
@@ -137,26 +133,26 @@ INSTRUCTED = {
     "kwargs": [{}, {}],
 }
 
-# -- one model ----------------------------------------------------------------------------------
-
 
 def test_the_command_writes_the_planted_accuracy_and_rates(planted, capfd):
     run = planted(sums(3, 5, lambda at, _: {0.0: [at < 2], 1.0: [1, 0, 0, at == 7]}))
-    outcome = call(main, [str(run.path), "--resamples", "500"], capfd)
+    outcome = call(main, [str(run.path), "--by", "correct"], capfd)
     assert outcome.status == 0, outcome.err
-    for text in ("0.38 [", "right less wrong", "greedy", "shown if", "math-verify", "rules"):
+    for text in ("0.38 [", "right less wrong", "greedy", "would have been shown", "math-verify"):
         assert text in outcome.out
-    folder = run.path / "results" / "decoupling"
-    found = pd.read_parquet(folder / "estimates.parquet")
+    folder = run.path / "results" / "rates-rules-by-correct"
+    found = read(folder).estimates
     accuracy = one(found, ACCURACY, model="m", dataset="sums")
     assert (accuracy["value"], accuracy["rows"], accuracy["sources"]) == (3 / 8, 8, 8)
     assert 0 < accuracy["low"] < 3 / 8 < accuracy["high"] < 1
-    assert one(found, "unverified")["value"] == one(found, "unfinished")["value"] == 0
-    greedy = one(found, RATE, temperature=0.0)
-    assert (greedy["value"], greedy["rows"]) == (2 / 8, 8)
-    warm = one(found, RATE, temperature=1.0)
-    assert warm["value"] == pytest.approx((8 + 1) / 32) and warm["rows"] == 32
-    assert set(found["term"]) == {"all responses"}  # none is unfinished
+    for correct, value, rows in (("right", 2 / 3, 3), ("wrong", 0, 5)):
+        at = rate(found, correct)
+        assert at["value"] == pytest.approx(value) and at["rows"] == rows
+        assert one(found, "floor", correct=correct, temperature=0.0)["value"] == 0
+        excess = one(found, "excess", correct=correct, temperature=0.0)
+        assert excess["value"] == pytest.approx(value) and excess["rows"] == rows
+    assert rate(found, "right", 1.0)["value"] == pytest.approx(3 / 12)
+    assert rate(found, "wrong", 1.0)["value"] == pytest.approx(6 / 20)
     responses = pd.read_parquet(folder / "responses.parquet")
     assert responses["correct"].tolist() == [1] * 3 + [0] * 5
     assert responses["answer"].tolist() == ["18"] * 3 + ["19"] * 5
@@ -166,15 +162,13 @@ def test_the_command_writes_the_planted_accuracy_and_rates(planted, capfd):
 def test_the_association_has_its_closed_form(planted):
     run = planted(sums(2, 2, lambda at, right: {0.0: [int(right)], 1.0: [int(right), 1]}))
     _, found = measured(run)
-    assert one(found, RIGHT, temperature=0.0)["value"] == 1
-    assert one(found, WRONG, temperature=0.0)["value"] == 0
+    assert (rate(found, "right")["value"], rate(found, "wrong")["value"]) == (1, 0)
     cold, warm = (one(found, DIFFERENCE, temperature=t) for t in (0.0, 1.0))
     assert (cold["value"], warm["value"]) == (1, 0.5)
     assert cold["low"] < 1 == cold["high"] and cold["test"] == "permutation of sources"
     for row in (cold, warm):  # of the 6 ways to choose the right ones, 2 are as far apart
         assert row["p"] == pytest.approx(1 / 3, abs=0.06)
         assert row["p_holm"] == pytest.approx(2 * min(cold["p"], warm["p"]), abs=0.1)
-        assert row["detectable"] > 0
 
 
 def test_where_all_are_alike_there_is_no_association_and_it_is_said(planted):
@@ -182,12 +176,11 @@ def test_where_all_are_alike_there_is_no_association_and_it_is_said(planted):
     row = one(found, DIFFERENCE, temperature=0.0)
     assert row[["value", "low", "high", "p", "p_holm"]].isna().all() and row["test"] is None
     assert one(found, ACCURACY)["value"] == 0
-    sentence, control = made.conclude(found)
-    assert "can't be told" in sentence and control
+    assert "can't be told" in made.sentence and made.control
 
 
 @pytest.fixture(scope="module")
-def mixed(planted):
+def mixed(planted) -> Run:
     """Sums of which some are unfinished, instructions, and responses that the data brought along:
     the gold answer says another thing of each of these than the column does."""
     unknown = {"instruction_id_list": ["no:such", "punctuation:no_comma"], "kwargs": [{}, {}]}
@@ -206,43 +199,43 @@ def mixed(planted):
         ),
         Prompt("x", **given),
     ]
-    return measured(planted(prompts, "mixed"))
+    return planted(prompts, "mixed")
 
 
-def test_unfinished_responses_are_shown_apart(mixed):
-    made, found = mixed
-    sums = made.responses[made.responses["dataset"] == "sums"]
+def test_unfinished_responses_can_be_left_out(mixed):
+    made, found = measured(mixed)
+    responses = made.data["responses"]
+    sums = responses[responses["dataset"] == "sums"]
     assert sums["correct"].tolist() == [1, 0, 0, 1]
     assert sums["why"].iloc[2] == "unfinished before it states an answer"
-    about = {"dataset": "sums"}
-    assert (
-        one(found, ACCURACY, **about)["value"] == one(found, "unfinished", **about)["value"] == 0.5
-    )
-    complete = one(found, ACCURACY, term="complete responses", **about)
-    assert (complete["value"], complete["rows"]) == (0.5, 2)
-    about["temperature"] = 0.0
-    assert one(found, RATE, **about)["value"] == 0.25
-    assert one(found, RATE, term="complete responses", **about)["value"] == 0.5
-    assert any("responses are unfinished" in note for note in made.notes)
+    assert one(found, ACCURACY, dataset="sums")["value"] == 0.5
+    assert rate(found, "right", dataset="sums")["value"] == 0.5
+    assert any("2 of 11 responses are unfinished" in note for note in made.notes)
+    made, found = measured(mixed, responses="complete")
+    accuracy = one(found, ACCURACY, dataset="sums")
+    assert (accuracy["value"], accuracy["rows"]) == (0.5, 2)
+    assert rate(found, "right", dataset="sums")["value"] == 1
+    assert made.name == "rates-rules-by-correct-complete"
 
 
 def test_unassessed_turns_and_unverified_responses_are_left_out_and_noted(mixed):
-    made, found = mixed
-    assert one(found, RATE, temperature=1.0, dataset="sums")["rows"] == 3
-    assert one(found, "unverified", dataset="orders")["value"] == 0.5
+    made, found = measured(mixed)
+    assert rate(found, "right", 1.0, dataset="sums")["rows"] == 1
+    responses = made.data["responses"]
+    assert responses[responses["dataset"] == "orders"]["correct"].isna().sum() == 1
     accuracy = one(found, ACCURACY, dataset="orders")
     assert (accuracy["value"], accuracy["rows"]) == (1, 1)
-    assert one(found, RIGHT, dataset="orders")["rows"] == 1
+    assert rate(found, "right", dataset="orders")["rows"] == 1
     assert one(found, ACCURACY, dataset="(all)")["rows"] == 9
     assert DIFFERENCE not in set(found.loc[found["dataset"] == "(all)", "quantity"])
-    assert any(" user turns were not assessed." in note for note in made.notes)
     assert any("count as neither right nor wrong: " in note for note in made.notes)
 
 
 def test_given_responses_are_right_where_the_data_say_so(mixed):
-    made, found = mixed
-    given = made.responses[made.responses["dataset"] == "given"]
-    assert given["correct"].tolist() == [1, 0, 1, 0]
+    made, found = measured(mixed)
+    responses = made.data["responses"]
+    given = responses[responses["dataset"] == "given"]
+    assert given["correct"].iloc[:4].tolist() == [1, 0, 1, 0]
     assert one(found, ACCURACY, dataset="given")["value"] == 0.5
     assert any(note.startswith("1 of 5 responses of given left out: ") for note in made.notes)
 
@@ -255,35 +248,20 @@ def test_runs_of_one_model_are_pooled_and_a_response_counts_once(planted):
         name="again",
     )
     made, found = measured(first, again)
-    assert len(made.responses) == 3
+    assert len(made.data["responses"]) == 3
     assert one(found, ACCURACY)["value"] == pytest.approx(1 / 3)
-    assert one(found, RATE, temperature=0.0)["rows"] == 3  # not 5
-    warm = one(found, RIGHT, temperature=1.0)
+    assert rate(found, "wrong")["rows"] == 2  # not 3
+    warm = rate(found, "right", 1.0)
     assert (warm["value"], warm["rows"]) == (1, 2)
 
 
-# -- several models -----------------------------------------------------------------------------
-
-
-def test_models_are_compared_on_the_prompts_they_share(planted):
+def test_models_stand_apart(planted):
     first = planted(sums(2, 2, lambda at, _: {0.0: [at == 3]}), "one")
-    second = planted(sums(0, 3), "two")
-    made, found = measured(first, second)
-    assert made.responses.groupby("model").size().to_dict() == {"one": 3, "two": 3}
-    assert "sums: the 3 of 4 prompts that all models share." in made.notes
-    assert one(found, ACCURACY, model="one")["value"] == pytest.approx(2 / 3)
-    assert one(found, RATE, model="one")["value"] == 0  # s3's isn't shared
-    alone, _ = measured(first)
-    assert len(alone.responses) == 4 and not any("share" in note for note in alone.notes)
-
-
-def test_two_sets_of_weights_with_one_name_are_kept_apart():
-    weights = ["hash of m", "0123456789", "other"]
-    contexts = pd.DataFrame({"name": ["m", "m", "n"], "weights_hash": weights})
-    assert with_model_names(contexts)["model"].tolist() == ["m hash of ", "m 01234567", "n"]
-
-
-# -- what is refused ------------------------------------------------------------------------------
+    made, found = measured(first, planted(sums(0, 3), "two"))
+    assert one(found, ACCURACY, model="one")["value"] == 1 / 2
+    assert one(found, ACCURACY, model="two")["value"] == 0
+    assert rate(found, "wrong", model="one")["value"] == 1 / 2
+    assert "responses of one" in made.sentence and "responses of two" in made.sentence
 
 
 @pytest.mark.parametrize(
@@ -291,41 +269,14 @@ def test_two_sets_of_weights_with_one_name_are_kept_apart():
     [
         (
             [*sums(1, 1, policy="given"), Prompt("c", answer="It depends on what you like.")],
-            "nothing says which responses of sums are right; verifying takes",
+            "which responses of sums are right can't be told; verifying takes",
         ),
         (
             [Prompt(f"u{n}", metadata=UNKNOWN, answer=None) for n in (0, 1)],
-            "none of the 2 responses could be verified: no:such: IFEval has no such instruction",
+            "can't be told: no:such: IFEval has no such instruction",
         ),
     ],
 )
 def test_runs_that_say_nothing_of_accuracy_are_refused(planted, prompts, problem):
     with pytest.raises(UserError, match=problem):
         measured(planted(prompts))
-
-
-@pytest.mark.parametrize(
-    ("names", "problem"),
-    [
-        (["sums/s0", "more/s0"], "no prompts in common .one: sums, two: more"),
-        (["sums/s0", "sums/t0"], "no prompts in common .one: sums, two: sums"),
-        (["sums/s0", "sums/s0"], "'s0' of sums has several texts"),
-    ],
-)
-def test_models_without_common_prompts_are_refused(names, problem):
-    contexts = pd.DataFrame([name.split("/") for name in names], columns=["dataset", "source_id"])
-    contexts = contexts.assign(source=names, model=["one", "two"], prompt=["9?", "9 times 2?"])
-    with pytest.raises(UserError, match=problem):
-        shared_prompts(contexts, [])
-
-
-def test_a_judge_has_to_be_chosen(planted):
-    run = planted(sums(1, 1))
-    judge(run, [1, 0], "other")
-    with pytest.raises(UserError, match="there are verdicts of other, rules; choose"):
-        measured(run)
-    _, found = measured(run, judge="other")
-    assert one(found, RATE)["value"] == 0.5
-    shutil.rmtree(run.path / "judgements")
-    with pytest.raises(UserError, match="has not been judged; run: ia-mech judge"):
-        measured(Run.open(run.path))

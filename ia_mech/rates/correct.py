@@ -1,0 +1,268 @@
+"""Rates of genuine turns after right and after wrong responses, beside the responses' accuracy.
+
+Responses are checked by :mod:`ia_mech.rates.verify`. A difference says nothing about causes: easy
+prompts and finished responses may explain both.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+import pandas as pd
+
+from ia_mech.cli import one_line
+from ia_mech.errors import UserError
+from ia_mech.estimates import (
+    TidyEstimate,
+    all_datasets,
+    by_dataset,
+    estimate_of,
+    few_sources,
+    frame_of,
+    holm_corrected,
+    smallest_effect,
+)
+from ia_mech.judge.decoys import DECOY_KINDS, SIBLING
+from ia_mech.rates import compute
+from ia_mech.rates.compute import floors, matching, rates
+from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns
+from ia_mech.rates.result import LINES, Columns
+from ia_mech.rates.verify import COLUMN, verify
+from ia_mech.results import Result, Table, about_runs, table_of
+from ia_mech.run.queries import exchange
+from ia_mech.stats import group_difference
+
+QUESTION = "Are right responses followed up more often than wrong ones?"
+NAMES = compute.NAMES | {"correct": "object"}
+ACCURACY, DIFFERENCE, SIBLINGS = "accuracy", "right less wrong", " over siblings"
+NEEDED = (
+    "verifying takes a gold answer that is one number or formula (--answer-column), IFEval's "
+    "columns instruction_id_list and kwargs, or a column correct beside given responses"
+)
+
+
+def verified_responses(judged: JudgedTurns) -> pd.DataFrame:
+    """The responses that turns follow, each once, with the verdicts on them.
+
+    Returns:
+        One row per response: of its turns ``run``, ``model``, ``weights_hash``, ``perturbation``,
+        ``dataset``, ``source``, ``context_id``, ``context`` and ``unfinished``; ``query`` and
+        ``response``; and the fields of :class:`ia_mech.rates.verify.Correctness`, ``correct`` 1, 0
+        or NaN.
+
+    Raises:
+        UserError: nothing says which responses are right, or none of them could be verified.
+    """
+    columns = ["run", *SUBJECT, "dataset", "source", "context_id", "context", "unfinished"]
+    first = judged.turns.drop_duplicates([*SUBJECT, "context"])[columns]
+    first = first.astype(dict.fromkeys(columns[:-1], object))
+    unfinished = first.set_index(["run", "context_id"])["unfinished"]
+    rows = []
+    for run in judged.runs:
+        for one in run.contexts.itertuples():
+            key = str(run.path), one.context_id
+            if key not in unfinished.index:
+                continue
+            query, response = exchange(one.messages)
+            found = verify(
+                query,
+                response,
+                one.answer if isinstance(one.answer, str) else None,
+                json.loads(one.metadata),
+                given=one.response_policy != "generated",
+                unfinished=bool(unfinished[key]),
+            )
+            about = dict(zip(("run", "context_id"), key, strict=True))
+            rows.append(about | {"query": query, "response": response} | asdict(found))
+    every = first.merge(pd.DataFrame(rows), on=["run", "context_id"])
+    known = every[every["verifier"].notna()]
+    if known["correct"].isna().all():
+        why = f": {_reasons(known)}" if len(known) else ""
+        datasets = ", ".join(sorted(set(every["dataset"])))
+        raise UserError(f"which responses of {datasets} are right can't be told{why}", NEEDED)
+    return every.assign(correct=every["correct"].astype(float))
+
+
+def estimates(
+    judged: JudgedTurns, responses: pd.DataFrame, *, level: float, seed: int
+) -> pd.DataFrame:
+    """Accuracy, and rates after right and after wrong responses, per model, perturbation, dataset.
+
+    Datasets aren't pooled but for the accuracy: they differ in accuracy and in rate, which would be
+    an association by itself.
+
+    Args:
+        judged: turns with their labels.
+        responses: of :func:`verified_responses`.
+        level: coverage of intervals.
+        seed: of permutations.
+
+    Returns:
+        One row per estimate, as of :func:`ia_mech.rates.compute.estimates`: ``accuracy``, of
+        responses that could be verified; and per temperature, with ``correct`` (``right`` or
+        ``wrong``), ``rate``, ``decoyed_rate``, ``floor`` and ``excess``, and their difference
+        ``right less wrong`` with p by permuting whole queries, Holm-corrected over all of them.
+    """
+    known = responses[responses["verifier"].notna()]
+    labels = known.drop_duplicates("context").set_index("context")["correct"]
+    labels = labels.map({1.0: "right", 0.0: "wrong"})
+    turns, decoys = (
+        frame.assign(correct=frame["context"].astype(object).map(labels)).dropna(subset="correct")
+        for frame in (judged.turns, judged.decoys)
+    )
+    rows: list[TidyEstimate] = []
+    for subject, own in known.groupby(SUBJECT):
+        names: dict[str, Any] = dict(zip(SUBJECT, subject, strict=True))
+        gate = judged.by_model[names["model"], names["weights_hash"]]["genuine"].word
+        of = names | {"judge": judged.judge, "responses": judged.responses, "level": level}
+        for dataset, here in by_dataset(own):
+            about = of | {"dataset": dataset}
+            rows += rates(own[here], outcome="correct", quantity=ACCURACY, **about)
+        mine = matching(turns, names)
+        for dataset, at in turns[mine].groupby("dataset", observed=True):
+            about = of | {"dataset": dataset, "gate": gate}
+            those = decoys[matching(decoys, names | {"dataset": dataset})]
+            rows += rates(at, ["temperature", "correct"], **about)
+            for kind in DECOY_KINDS:
+                rows += floors(those, kind, ["temperature", "correct"], **about)
+            rows += _differences(at, about, level, seed)
+    return frame_of(holm_corrected(rows, lambda row: row.quantity), NAMES)
+
+
+def _differences(
+    turns: pd.DataFrame, names: dict[str, Any], level: float, seed: int
+) -> Iterator[TidyEstimate]:
+    for temperature, at in turns.groupby("temperature"):
+        right = (at["correct"] == "right").astype(int)
+        found = group_difference(at["genuine"], right, at["source"], level=level, seed=seed)
+        of = names | {"temperature": float(temperature), "outcome": "genuine"}
+        counted = int(at["genuine"].notna().sum())
+        yield TidyEstimate(DIFFERENCE, of, counted, found.difference, found.p, found.test or None)
+
+
+def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result:
+    """Accuracy and rates by it, as a result.
+
+    Args:
+        judged: turns with their labels.
+        level: coverage of intervals.
+        seed: of permutations.
+
+    Raises:
+        UserError: as :func:`verified_responses`.
+    """
+    responses = verified_responses(judged)
+    rows = estimates(judged, responses, level=level, seed=seed)
+    shown = "" if judged.responses == EVERY else f"-{judged.responses}"
+    gates = [of["genuine"] for of in judged.by_model.values()]
+    notes = [*_notes(responses), *few_sources(rows), *judged.notes]
+    for run in judged.runs:  # results may be shared: they hold no folders of this machine
+        notes = [note.replace(str(run.path), run.name) for note in notes]
+    return Result(
+        name=f"rates-{judged.judge}-by-correct{shown}",
+        question=QUESTION,
+        sentence=" ".join(_sentence(of, level) for _, of in rows.groupby(SUBJECT, sort=False)),
+        control=" ".join(f"{gate.sentence}." for gate in gates),
+        estimates=rows,
+        tables=_tables(rows, level),
+        notes=notes,
+        about={
+            "kind": "rates-by-correct",
+            **about_runs(judged.runs, [judged.judge]),
+            "judge": judged.judge,
+            "gate": judged.gate.word,
+            "settings": {"responses": judged.responses, "level": level, "seed": seed},
+        },
+        data={"responses": responses.drop(columns=["run", "source", "context"])},
+    )
+
+
+def _sentence(of: pd.DataFrame, level: float) -> str:
+    """Of one model and perturbation."""
+    accuracy = all_datasets(of[of["quantity"] == ACCURACY]).iloc[0]
+    found = of[(of["quantity"] == DIFFERENCE) & of["value"].notna()]
+    differences = []
+    for row in found.itertuples():
+        at = f"T = {row.temperature:g}" if row.temperature else "greedy"
+        text = f"{one_line(row.dataset, 40)} {at} {estimate_of(row).text(sign=True)}"
+        if row.low <= 0 <= row.high:
+            shown = smallest_effect(row._asdict(), level)
+            text += f" (with 80% power {shown:.2f} would have been shown)"
+        differences.append(text)
+    told = (
+        "Rate of genuine turns after right responses less that after wrong ones: "
+        f"{', '.join(differences)}."
+        if differences
+        else "Whether being right goes with following up can't be told: no dataset has judged "
+        "turns after right and after wrong responses."
+    )
+    whose = f"{accuracy['rows']} responses of {one_line(of['model'].iloc[0])}"
+    return f"{estimate_of(accuracy).text()} of {whose} are right. {told}"
+
+
+def _tables(rows: pd.DataFrame, level: float) -> list[Table]:
+    intervals = f"({100 * level:g}% intervals over sources)"
+    over = rows["quantity"].where(rows["decoy"] != SIBLING, rows["quantity"] + SIBLINGS)
+    of_turns: Columns = {
+        "rate": ("genuine", 2),
+        "floor": ("floor", 2),
+        "excess": ("excess", "+.2f"),
+    }
+    of_turns |= {f"excess{SIBLINGS}": (f"excess{SIBLINGS}", "+.2f")}
+    tables = [
+        table_of(
+            f"responses {intervals}", rows, {ACCURACY: ("right", 2)}, LINES[:3], rows="responses"
+        ),
+        table_of(
+            f"turns after them {intervals}",
+            rows.assign(key=over),
+            of_turns,
+            (*LINES, "correct"),
+            key="key",
+            rows="turns",
+            legend="floor: the same turns, held against another conversation",
+        ),
+        table_of(
+            DIFFERENCE,
+            rows,
+            {DIFFERENCE: ("difference", "+.2f")},
+            LINES,
+            rows="turns",
+            legend="p: queries change places, Holm-corrected",
+        ),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def _notes(responses: pd.DataFrame) -> list[str]:
+    """What a reader has to know of the verdicts on responses."""
+    notes = []
+    for dataset, every in responses.groupby("dataset"):
+        own = every[every["verifier"].notna()]
+        if len(own) < len(every):
+            lost = f"{len(every) - len(own)} of {len(every)} responses of {dataset}"
+            notes.append(f"{lost} left out: {NEEDED}.")
+        names = [name for name in sorted(own["verifier"].unique()) if name != COLUMN]
+        if len(own):
+            by = " and ".join(f"{name} {version(name)}" for name in names) or f"the {COLUMN}"
+            notes.append(f"{dataset}: {len(own)} responses verified by {by}.")
+        if unknown := int(own["correct"].isna().sum()):
+            notes.append(
+                f"{unknown} of {len(own)} responses of {dataset} count as neither right nor wrong: "
+                f"{_reasons(own)}."
+            )
+    if unfinished := int(responses["unfinished"].sum()):
+        notes.append(
+            f"{unfinished} of {len(responses)} responses are unfinished, which may be why they are "
+            "wrong, or right, and is another stimulus: --responses complete leaves them out."
+        )
+    return notes
+
+
+def _reasons(responses: pd.DataFrame) -> str:
+    """Why responses couldn't be verified, with how many each."""
+    found = Counter(responses.loc[responses["correct"].isna(), "why"])
+    return "; ".join(f"{why} ({count})" for why, count in found.most_common())
