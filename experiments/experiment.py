@@ -40,6 +40,7 @@ from experiments.figures import Drawing
 from experiments.parts import is_kept, keep, kept
 from experiments.tables import estimates_of, print_plan, sentence_of
 from ia_mech.cli import (
+    RUN,
     Parser,
     add_intervals,
     add_workers,
@@ -459,9 +460,9 @@ class Experiment:
         what = [self.name, code, model["weights_hash"], model["dtype"], type(unit).__name__]
         return [*what, *(engine_of() if self.loads else ()), asdict(unit)]
 
-    def _stored(self, units: Sequence[Unit]) -> int:
-        """How many units were measured before."""
-        return sum(is_kept(self._parts, self._key(unit)) for unit in units)
+    def _stored(self, units: Sequence[Unit]) -> list[bool]:
+        """Which units were measured before."""
+        return [is_kept(self._parts, self._key(unit)) for unit in units]
 
     # -- the command ------------------------------------------------------------------------------
 
@@ -549,21 +550,32 @@ class Experiment:
 
     def plan(self) -> dict[str, str]:
         """What would be sampled and measured: name → how much."""
-        lines, tokens, units, arms = {}, 0, list[Unit](), self.arms()
+        lines, tokens, todo, arms = {}, 0, 0, self.arms()
         for name, arm in arms.items():
             turns = f"{arm.rows(self.runs[0])} turns after each"
             lines[name] = f"{len(arm.conversations)} contexts to sample {turns}"
+            if self._sampled_before(name):
+                lines[name] += "; done already"
         if type(self).units is not Experiment.units:
             units = self._at_least_one(self.units())
-            tokens = sum(unit.tokens for unit in units)
+            stored = self._stored(units)
+            lacking = [one for one, is_there in zip(units, stored, strict=True) if not is_there]
+            tokens, todo = sum(unit.tokens for unit in lacking), len(lacking)
             queries = len({unit.source for unit in units})
             lines["to measure"] = (
-                f"{len(units)} units of {queries} queries, about {tokens:,} tokens; "
-                f"{self._stored(units)} are measured already"
+                f"{len(units)} units of {queries} queries; {sum(stored)} are measured already, the "
+                f"others have about {tokens:,} tokens"
             )
-        if arms or (units and self.loads):
-            lines |= self._costs(list(arms.values()), tokens, len(units))
-        return lines or {"to compute": "nothing: the runs hold all that is read"}
+        to_sample = [arm for name, arm in arms.items() if not self._sampled_before(name)]
+        if to_sample or (todo and self.loads):
+            lines |= self._costs(to_sample, tokens, todo)
+        lines = lines or {"to compute": "nothing: the runs hold all that is read"}
+        return lines | {"results": f"go to {self.folder}"}
+
+    def _sampled_before(self, name: str) -> bool:
+        """Whether an arm's run is there, and finished."""
+        place = self.place(name) / "run"
+        return (place / RUN).is_file() and Run.open(place).complete
 
     def _costs(self, arms: Sequence[Arm], tokens: int, units: int) -> dict[str, str]:
         """Memory and time, where arms are sampled and units of so many tokens are measured."""
@@ -572,9 +584,11 @@ class Experiment:
         from ia_mech.collect.cost import hours_text, memory_text
         from ia_mech.engine.footprint import footprint
         from ia_mech.engine.score import LOGITS, STATE_BYTES
+        from ia_mech.models.load import resolve_device
 
         first = self.runs[0]
-        device, batch = first.model["device"], first.settings["batch_rows"]
+        device = resolve_device(first.settings["device"]).type  # here, wherever the run was made
+        batch = first.settings["batch_rows"]
         size = footprint(self.config, getattr(torch, first.model["dtype"]))
         longest = int(first.contexts["context_tokens"].max())
         seconds = size.seconds(tokens, 2 * units, device)

@@ -246,7 +246,7 @@ class LearnedVector(Experiment):
             f"{', '.join(map(str, self.layers))}",
             "to learn": f"{len(units)} of them from "
             f"{' and '.join(str(len(those[OWN])) for those in self.examples)} accepted turns, "
-            f"about {sum(unit.tokens for unit in units):,} tokens; {self._stored(units)} are "
+            f"about {sum(unit.tokens for unit in units):,} tokens; {sum(self._stored(units))} are "
             "learned already",
             "then to sample": f"{contexts} contexts under each of {len(self.layers) * len(vectors)}"
             f" vectors, {turns} turns after each; greedy ones are scored",

@@ -84,3 +84,6 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     assert set(ends) == {OPENING}
     again = call(main, words, capfd)
     assert (again.status, again.out) == (0, outcome.out)
+    planned = call(main, [*words, "--dry-run"], capfd).out
+    assert planned.count("; done already") == 2 and "\ntime " not in planned
+    assert f"go to {out}" in " ".join(planned.split())
