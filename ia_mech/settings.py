@@ -465,3 +465,9 @@ def default_text(setting: Any) -> str:
 
 def _shown(value: Any) -> str:
     return one_line(repr(value), 60)
+
+
+def flag_of(path: str) -> str:
+    """What a user calls a part of a run's identity: a flag for ``settings.samples``."""
+    group, _, name = path.partition(".")
+    return "--" + name.replace("_", "-") if group == "settings" else path.removesuffix(".sha256")

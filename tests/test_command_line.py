@@ -184,6 +184,16 @@ def test_output_that_is_not_read_to_the_end_is_no_error():
             assert process.wait() == 141
 
 
+def test_a_run_of_other_settings_is_refused_before_torch_is_loaded(merged, tmp_path):
+    shutil.copytree(merged.path, tmp_path / "run")
+    code = "import sys; from ia_mech.collect.command import main; "
+    code += f"status = main(['--out', {str(tmp_path / 'run')!r}, '--seed', '7']); "
+    code += "sys.exit(99 if 'torch' in sys.modules else status)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    assert "holds another configuration" in ended.stderr and "--seed is 0 there" in ended.stderr
+
+
 def test_a_scheduler_s_sigterm_does_what_ctrl_c_does():
     code = "import os, signal, sys, time; from ia_mech.cli import run_command; "
     code += "stop = lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)); "

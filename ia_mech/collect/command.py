@@ -5,6 +5,7 @@ late, so that ``--help`` and a mistyped flag answer at once.
 """
 
 import argparse
+import json
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -22,7 +23,17 @@ from ia_mech.cli import (
 )
 from ia_mech.data.formats import SUFFIXES
 from ia_mech.errors import UserError
-from ia_mech.settings import FIRST, RUN, WHOLE, Flag, Settings, Shard, default_text, parse_value
+from ia_mech.settings import (
+    FIRST,
+    RUN,
+    WHOLE,
+    Flag,
+    Settings,
+    Shard,
+    default_text,
+    flag_of,
+    parse_value,
+)
 
 if TYPE_CHECKING:
     from ia_mech.display import Progress
@@ -133,6 +144,8 @@ def main(argv: list[str] | None = None) -> int:
         from ia_mech.run.layout import refuse_as_run
 
         refuse_as_run(out)
+        if (out / cli.RUN).is_file():
+            _refuse_other_settings(settings, out)
         if args.ray is not None and (args.shard != WHOLE or args.dry_run):
             flag = "--dry-run" if args.dry_run else "--shard"
             raise UserError(f"--ray makes all of a run, {flag} doesn't", "leave one of them out")
@@ -142,6 +155,19 @@ def main(argv: list[str] | None = None) -> int:
             _make(settings, out, args)
 
     return run_command(body, lambda: _kept(out))
+
+
+def _refuse_other_settings(settings: Settings, out: Path) -> None:
+    """Refuse to go on with a run of other settings; what else differs is known later."""
+    from ia_mech.run import integrity
+    from ia_mech.run.writer import refuse_another
+
+    there = integrity.read_record(out)[0]["identity"]["settings"]
+    known = {"settings": json.loads(json.dumps(settings.to_dict()))}
+    wanted = integrity.without_folders(known)["settings"]
+    wanted["batch_rows"] = there["batch_rows"]  # memory may have set it: compared later
+    before, now = ({"identity": {"settings": each}, "parts": {}} for each in (there, wanted))
+    refuse_another(out, before, now, flag_of)
 
 
 def _make(settings: Settings, out: Path, args: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from ia_mech.models.load import resolve_device, resolve_dtype, stored_dtype, tex
 from ia_mech.run import Run, layout
 from ia_mech.run.integrity import without_folders
 from ia_mech.run.writer import refuse_another
-from ia_mech.settings import Settings, Shard
+from ia_mech.settings import Settings, Shard, flag_of
 
 
 def run_bytes(settings: Settings, surveyed: Survey, parts: Parts, itemsize: int) -> int:
@@ -139,9 +139,3 @@ def hours_text(seconds: float) -> str:
 def random_blocks_text(seed: int | None) -> str:
     """What a model's name lacks where its blocks are random."""
     return "" if seed is None else f" with random blocks (seed {seed}) over its trained embeddings"
-
-
-def flag_of(path: str) -> str:
-    """What a user calls a part of a run's identity: a flag for ``settings.samples``."""
-    group, _, name = path.partition(".")
-    return "--" + name.replace("_", "-") if group == "settings" else path.removesuffix(".sha256")

@@ -23,7 +23,7 @@ from ia_mech.chat.format import ChatContext, ChatFormat
 from ia_mech.chat.headers import context_and_reference
 from ia_mech.chat.thoughts import Response
 from ia_mech.collect.compute import Computation, Drawn, Query
-from ia_mech.collect.cost import check_disk, flag_of, run_bytes
+from ia_mech.collect.cost import check_disk, run_bytes
 from ia_mech.collect.identity import (
     build_chat,
     eos_ids,
@@ -49,7 +49,7 @@ from ia_mech.lens import save_lens
 from ia_mech.models.load import Subject, load, remember
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.writer import begin_run
-from ia_mech.settings import WHOLE, Settings, Shard
+from ia_mech.settings import WHOLE, Settings, Shard, flag_of
 
 # What is changed in the context of a conversation.
 Interventions = Callable[[Conversation, ChatContext], Sequence[Intervention]]
