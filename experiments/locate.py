@@ -526,6 +526,7 @@ class Locate(Experiment):
         return {"rows": rows, "queries": query_table(self.whole)}
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
+        found = without_repeats(found)
         columns: dict[str, tuple[str, int | str]] = {
             BITS: ("bits", 2),
             HITS: ("own likeliest (chance 0.33)", 2),
@@ -611,7 +612,7 @@ class Locate(Experiment):
         return made
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        return drawings(found, self.runs[0].model["name"])
+        return drawings(without_repeats(found), self.runs[0].model["name"])
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         lookup, model = Lookup(found), self.runs[0].model
@@ -644,6 +645,13 @@ class Locate(Experiment):
             f"values of the query, the same tokens in all siblings, carry {lookup(BITS, QUERY)}."
         )
         return Conclusion(" ".join(said), control)
+
+
+def without_repeats(found: pd.DataFrame) -> pd.DataFrame:
+    """Estimates to be shown: where turns have one temperature above 0, those of all sampled turns
+    are the same."""
+    t = found["temperature"]
+    return found[t.notna()] if t[t > 0].nunique() == 1 else found
 
 
 def strongest_windows(found: pd.DataFrame, layers: int) -> str:

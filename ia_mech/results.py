@@ -172,9 +172,10 @@ def table_of(
 
 
 def label_of(value: Any, column: str) -> str:
-    """A value that names a line; a missing one stands for all there are."""
+    """A value that names a line; a missing one stands for all there are, of temperatures for all
+    above 0."""
     if not isinstance(value, str) and pd.isna(value):
-        return "all"
+        return "sampled" if column == "temperature" else "all"
     if column == "temperature" and value == 0:
         return "greedy"
     return one_line(value, 60) if isinstance(value, str) else f"{value:g}"
