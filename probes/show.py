@@ -22,7 +22,7 @@ from scipy.stats import norm
 
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of, p_value
-from ia_mech.results import RESULT, Result, Table, about_runs, folder_of, read
+from ia_mech.results import Result, Table, about_runs, folder_of, kind_of
 from ia_mech.run.labels import check_name
 from ia_mech.run.layout import refuse_unwritable
 from ia_mech.run.sources import SEPARATOR
@@ -321,40 +321,21 @@ def _cell(analysis: Analysis, i: int, j: int) -> str:
 # -- the result -----------------------------------------------------------------------------------
 
 
-def result_folder(
-    about: dict[str, Any], home: Path, name: str | None = None, replace: bool = False
-) -> Path:
-    """A folder that an analysis may write: a new one, one with the same analysis (given the same
-    again), or one with another if it is to be replaced.
-
-    Args:
-        about: what decides the result; see :class:`ia_mech.results.Result`.
-        home: the run to keep it in.
-        name: of the folder; made from kind, target and judge if not given.
-        replace: allow to replace an analysis of other settings.
+def result_folder(about: dict[str, Any], home: Path, name: str | None = None) -> Path:
+    """Where an analysis goes in the run ``home``; ``name`` is made from kind, target and judge if
+    not given.
 
     Raises:
-        UserError: a name that no file can have, one that is taken, or a run that can't be written
-            to.
+        UserError: a name that no file can have, one of a result of another kind, or a run that
+            can't be written to.
     """
     if name is None:
-        settings = about["settings"]
-        parts = [about["kind"], settings["target"].replace("@", "-at-"), about["judge"]]
-        name = "-".join(part for part in parts if part)
+        target = about["settings"]["target"].replace("@", "-at-")
+        name = f"{about['kind']}-{target}-{about['judge']}"
     folder = folder_of(home, check_name(name))
     refuse_unwritable(folder, "give a copy of the run")
-    if (folder / RESULT).exists() and not replace:
-        before = read(folder).about
-        keys = ("kind", "identities", "judge", "labels", "settings")
-        differing = [key for key in keys if before.get(key) != about[key]]
-        if differing == ["settings"]:
-            old, new = dict(before["settings"]), about["settings"]
-            differing = [key for key in new if old.get(key) != new[key]]
-        if differing:
-            raise UserError(
-                f"{folder} holds an analysis that differs in {', '.join(differing)}",
-                "give another --out, or --replace",
-            )
+    if (owner := kind_of(folder)) not in (None, about["kind"]):
+        raise UserError(f"{folder} holds results of {owner}", "give another --out")
     return folder
 
 
