@@ -5,10 +5,10 @@ Nothing here knows runs or files: ``probes.train`` reads a run, calls :func:`ana
 """
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -53,13 +53,15 @@ SINGLE = 1e-10  # of the squares of states in single precision: less is rounding
 
 T = TypeVar("T")
 R = TypeVar("R")
+Place = tuple[int, str]  # layer and position
 
 
 # -- what goes in ---------------------------------------------------------------------------------
 
 
 class HiddenStates(Protocol):
-    """Hidden states by layer; ``probes.dataset.ProbeSet`` is one, :class:`Arrays` another."""
+    """Hidden states, read as they are needed; ``probes.dataset.ProbeSet`` is one, :class:`Arrays`
+    another. Several threads may read at once."""
 
     @property
     def layers(self) -> Sequence[int]: ...
@@ -67,8 +69,8 @@ class HiddenStates(Protocol):
     @property
     def positions(self) -> Sequence[str]: ...
 
-    def layer(self, layer: int) -> np.ndarray:
-        """``[contexts, positions, d_model]``."""
+    def at(self, layer: int, position: str) -> np.ndarray:
+        """``[contexts, d_model]``."""
         ...
 
     def ends(self, layer: int) -> np.ndarray | None:
@@ -95,45 +97,20 @@ class Arrays:
     def layers(self) -> Sequence[int]:
         return range(len(self.states))
 
-    def layer(self, layer: int) -> np.ndarray:
-        return self.states[layer]
+    def at(self, layer: int, position: str) -> np.ndarray:
+        return self.states[layer][:, self.positions.index(position)]
 
     def ends(self, layer: int) -> np.ndarray | None:
         if self.conversation is not None:
             return self.conversation[layer]
         if not {*ENDS} <= {*self.positions}:
             return None
-        return np.hstack([self.states[layer][:, self.positions.index(name)] for name in ENDS])
-
-
-@dataclass(frozen=True)
-class _LessSources:
-    """Hidden states less the mean of their source, whose level no probe of siblings may use."""
-
-    hidden: HiddenStates
-    sources: np.ndarray
-
-    @property
-    def layers(self) -> Sequence[int]:
-        return self.hidden.layers
-
-    @property
-    def positions(self) -> Sequence[str]:
-        return self.hidden.positions
-
-    def layer(self, layer: int) -> np.ndarray:
-        states = self.hidden.layer(layer)
-        each = [less_sources(states[:, at], self.sources) for at in range(states.shape[1])]
-        return np.stack(each, axis=1)
-
-    def ends(self, layer: int) -> np.ndarray | None:
-        states = self.hidden.ends(layer)
-        return None if states is None else less_sources(states, self.sources)
+        return np.hstack([self.at(layer, name) for name in ENDS])
 
 
 def less_sources(features: np.ndarray, sources: np.ndarray) -> np.ndarray:
-    """``[contexts, d]`` features less the mean of their source; zeros where no more is left than
-    rounding, as of a state that comes before the response."""
+    """``[contexts, d]`` features less the mean of their source, whose level no probe of siblings
+    may use; zeros where no more is left than rounding, as of a state before the response."""
     given = np.asarray(features, dtype=np.float64)
     left = less_means(given, sources)
     return left if (left**2).sum() > SINGLE * (given**2).sum() else np.zeros_like(left)
@@ -165,19 +142,9 @@ class AnalysisSettings:
 
 @dataclass(frozen=True)
 class ControlComparison:
-    """A control beside the headline.
+    """A control beside the headline: its own AUROC, and ``[contexts]`` log-odds."""
 
-    Attributes:
-        name: of the control.
-        what: one line on what it is.
-        kind: ``text`` or ``output``.
-        auroc: its own.
-        scores: ``[contexts]`` log-odds.
-    """
-
-    name: str
-    what: str
-    kind: str
+    control: Baseline
     auroc: Estimate
     scores: np.ndarray
 
@@ -318,25 +285,15 @@ def analyse(
             layers and positions.
 
     Raises:
-        ValueError: fewer sources than folds, or states that are not of these contexts and
-            positions.
+        ValueError: fewer sources than folds, or states of another number of contexts.
         UserError: states that don't differ, and whatever reading them raises.
     """
     controls, settings = controls or Controls(), settings or AnalysisSettings()
     progress = progress or Quiet()
-    shape = hidden.layer(next(iter(hidden.layers))).shape
-    if len(shape) != 3 or shape[:2] != (len(outcome), len(hidden.positions)):
-        raise ValueError(
-            f"a layer has shape {shape}; [contexts, positions, d_model] begins with "
-            f"({len(outcome)}, {len(hidden.positions)})"
-        )
+    count = len(hidden.at(hidden.layers[0], hidden.positions[0]))
+    if count != len(outcome):
+        raise ValueError(f"states of {count} contexts, and an outcome of {len(outcome)}")
     notes = list(controls.missing)
-    if outcome.compares_siblings:
-        sources_of = outcome.sources
-        hidden = _LessSources(hidden, sources_of)
-        controls = controls.within(lambda states: less_sources(states, sources_of))
-        twins = (random_blocks or {}).items()
-        random_blocks = {name: _LessSources(twin, sources_of) for name, twin in twins}
     exchangeable, sources = exchangeable_sources(outcome), outcome.source_count
     if exchangeable < sources:
         notes.append(
@@ -348,10 +305,9 @@ def analyse(
     folds = make_folds(outcome, settings.folds, of_folds)
     permuted = permutations(outcome, folds, settings.permutations, of_permutations)
     design = Design.from_outcome(outcome, folds, permuted)
-    workers = settings.workers or processors()
-    with threadpool_limits(1), ThreadPoolExecutor(workers) as pool:
+    with threadpool_limits(1), ThreadPoolExecutor(settings.workers or processors()) as pool:
         try:
-            analyser = _Analyser(hidden, design, settings, pool, workers, progress)
+            analyser = _Analyser(hidden, design, settings, pool, progress)
             return analyser.run(controls, notes, random_blocks or {})
         finally:
             progress.stop()
@@ -417,12 +373,11 @@ class _Analyser:
         design: Design,
         settings: AnalysisSettings,
         pool: ThreadPoolExecutor,
-        workers: int,
         progress: Progress,
     ) -> None:
         self.hidden, self.design, self.settings = hidden, design, settings
-        self.pool, self.workers, self.progress = pool, workers, progress
-        self.outcome = design.outcome
+        self.pool, self.progress = pool, progress
+        self.outcome, self.observed = design.outcome, design.observed()
         self.scores = fold_scores(self.outcome, design.folds, settings)
         self.layers, self.positions = list(hidden.layers), list(hidden.positions)
 
@@ -434,31 +389,33 @@ class _Analyser:
         # In single precision: there is one score for each layer, position and context.
         cell_scores = np.array([[one.scores for one in row] for row in found], dtype=np.float32)
         return Analysis(
-            self.settings,
-            self.outcome,
-            self.design.folds,
-            self.layers,
-            self.positions,
-            tested,
-            [[self._auroc(one) for one in row] for row in found],
-            cell_scores,
-            self._p_best(cell_scores, headline.unreliability),
-            headline,
-            self._controls(controls),
-            self._beyond(controls, headline, tested),
-            [self._random_blocks(*twin, resampled) for twin in random_blocks.items()],
-            notes,
+            settings=self.settings,
+            outcome=self.outcome,
+            folds=self.design.folds,
+            layers=self.layers,
+            positions=self.positions,
+            tested=tested,
+            auroc=[[self._auroc(one) for one in row] for row in found],
+            cell_scores=cell_scores,
+            p_best=self._p_best(cell_scores, headline.unreliability),
+            headline=headline,
+            controls=self._controls(controls),
+            beyond=self._beyond(controls, headline, tested),
+            random_blocks=[self._random_blocks(*one, resampled) for one in random_blocks.items()],
+            notes=notes,
         )
 
     def _probed(
         self, hidden: HiddenStates, design: Design, phase: str
     ) -> tuple[list[list[CrossValidated]], SelectionTests]:
         """Every layer and position, ``[layers][positions]``, and the selection among them."""
-        shape = len(self.layers), len(self.positions)
-        self.progress.start(phase, shape[0] * shape[1])
-        found = list(self._map(lambda states: cross_validate(states, design), self._cells(hidden)))
-        tested = select(found, design, shape)
-        return [found[at : at + shape[1]] for at in range(0, len(found), shape[1])], tested
+        places, width = list(product(self.layers, self.positions)), len(self.positions)
+        self.progress.start(phase, len(places))
+        found = list(
+            self._map(lambda place: cross_validate(self._own(hidden.at(*place)), design), places)
+        )
+        tested = select(found, design, (len(self.layers), width))
+        return [found[at : at + width] for at in range(0, len(found), width)], tested
 
     def _auroc(self, one: CrossValidated) -> Estimate:
         return self.scores.auroc(one.scores).with_training(one.unreliability).estimate()
@@ -467,7 +424,7 @@ class _Analyser:
         self, name: str, hidden: HiddenStates, headline: ResampledScore
     ) -> RandomBlocks:
         """Against the headline's AUROC."""
-        found, tested = self._probed(hidden, self.design.observed(), "random blocks")
+        found, tested = self._probed(hidden, self.observed, "random blocks")
         scores, unreliability = self._chosen(tested, found)
         auroc = self.scores.auroc(scores)
         cells = np.array([[self.scores.auroc(one.scores).value for one in row] for row in found])
@@ -512,55 +469,57 @@ class _Analyser:
         weights = []  # fitted again: keeping those of every layer and position would take too much
         chosen = [(self.layers[at], self.positions[where]) for at, where in tested.chosen]
         for fold, (layer, position) in enumerate(tested.chosen):
-            states = self._states(*chosen[fold]).astype(float)
+            states = self._own(self.hidden.at(*chosen[fold])).astype(float)
             split = project(states, self.design.rows_outside(fold), self.outcome.runs)
             fitted = fit(split, self.design, found[layer][position].penalties[fold])
             weights.append(split.axes @ fitted.weights)
         layer, position = tested.chosen_on_all
         headline = Headline(
-            self.layers[layer],
-            self.positions[position],
-            chosen,
-            scores,
-            np.array(weights),
-            float(np.median(found[layer][position].penalties)),
-            auroc.with_training(unreliability).estimate(),
-            self.scores.auroc(self.outcome.rate).estimate(),
-            unreliability,
+            layer=self.layers[layer],
+            position=self.positions[position],
+            chosen=chosen,
+            scores=scores,
+            weights=np.array(weights),
+            penalty=float(np.median(found[layer][position].penalties)),
+            auroc=auroc.with_training(unreliability).estimate(),
+            auroc_of_rates=self.scores.auroc(self.outcome.rate).estimate(),
+            unreliability=unreliability,
         )
         return headline, auroc
 
     def _controls(self, controls: Controls) -> list[ControlComparison]:
-        named = [("text", b) for b in controls.text] + [("output", b) for b in controls.output]
+        named = [*controls.text, *controls.output]
         self.progress.start("controls", len(named))
-        observed = self.design.observed()
-        features = (baseline.features for _, baseline in named)
-        probed = self._map(lambda states: cross_validate(states, observed), features)
+        probed = self._map(
+            lambda one: cross_validate(self._own(one.features), self.observed), named
+        )
         return [
-            ControlComparison(control.name, control.what, kind, self._auroc(one), one.scores)
-            for (kind, control), one in zip(named, probed, strict=True)
+            ControlComparison(control, self._auroc(one), one.scores)
+            for control, one in zip(named, probed, strict=True)
         ]
 
     def _beyond(
         self, controls: Controls, headline: Headline, tested: SelectionTests
     ) -> IncrementalValue | None:
-        ends = {layer: self.hidden.ends(layer) for layer, _ in headline.chosen}
-        known = {layer: states for layer, states in ends.items() if states is not None}
+        ends = [self.hidden.ends(layer) for layer, _ in headline.chosen]
+        known = [self._own(states) for states in ends if states is not None]
         if not (controls.output and controls.text and len(known) == len(ends)):
             return None
         # States at the ends are in the base as they are, and add nothing.
         each = {
-            place: self._states(*place).astype(float) * (place[1] not in ENDS)
+            place: self._own(self.hidden.at(*place)).astype(float) * (place[1] not in ENDS)
             for place in dict.fromkeys(headline.chosen)
         }
-        blocks = [_side_by_side(controls.output), _side_by_side(controls.text)]
-        of_ends, observed = [known[layer] for layer, _ in headline.chosen], self.design.observed()
-        self.progress.start("beyond output and text", 2 * observed.fold_count)
-        bases = tune_base(blocks, of_ends, observed, self._map)
+        blocks = [
+            np.hstack([centre_and_scale(self._own(one.features)) for one in baselines])
+            for baselines in (controls.output, controls.text)
+        ]
+        self.progress.start("beyond output and text", 2 * self.observed.fold_count)
+        bases = tune_base(blocks, known, self.observed, self._map)
 
-        def added(hidden: Mapping[tuple[int, str], np.ndarray]) -> IncrementalScores:
+        def added(hidden: Mapping[Place, np.ndarray]) -> IncrementalScores:
             chosen = [hidden[place] for place in headline.chosen]
-            return incremental_scores(bases, chosen, observed, self._map)
+            return incremental_scores(bases, chosen, self.observed, self._map)
 
         def saved(found: IncrementalScores) -> Estimate:
             scores = self.scores.deviance_explained(expit(found.full), expit(found.base))
@@ -570,7 +529,7 @@ class _Analyser:
             if not (tested.readable and any(states.any() for states in each.values())):
                 return None
             share, shown = 0.0, False
-            self.progress.start("planted additions", len(PLANTED) * observed.fold_count)
+            self.progress.start("planted additions", len(PLANTED) * self.observed.fold_count)
             for strength in PLANTED:
                 states, signal = plant(each, self.outcome, found.base, strength, self.settings.seed)
                 wiser = saved_by(signal, self.outcome, found.base)
@@ -580,47 +539,26 @@ class _Analyser:
             return share, shown
 
         found = added(each)
-        base, full, by_hidden = (
-            self.scores.auroc(found.base),
-            self.scores.auroc(found.full),
-            saved(found),
-        )
+        base, full = self.scores.auroc(found.base), self.scores.auroc(found.full)
+        by_hidden = saved(found)
         # Each AUROC as if all of its variance over contexts were chance in training: only the
         # difference's share is known.
         return IncrementalValue(
-            found,
-            by_hidden,
-            (full - base).with_training(found.unreliability).estimate(),
-            base.with_training(1.0).estimate(),
-            full.with_training(1.0).estimate(),
-            None if by_hidden.low > 0 else planted(),
+            scores=found,
+            deviance_saved=by_hidden,
+            gain=(full - base).with_training(found.unreliability).estimate(),
+            base=base.with_training(1.0).estimate(),
+            full=full.with_training(1.0).estimate(),
+            planted=None if by_hidden.low > 0 else planted(),
         )
 
-    # -- reading and computing --------------------------------------------------------------------
-
-    def _states(self, layer: int, position: str) -> np.ndarray:
-        """``[contexts, d_model]``."""
-        return self.hidden.layer(layer)[:, self.positions.index(position)]
-
-    def _cells(self, hidden: HiddenStates) -> Iterator[np.ndarray]:
-        """Layers first; a layer is read when its first position is needed."""
-        for layer in self.layers:
-            states = hidden.layer(layer)
-            yield from (states[:, position] for position in range(len(self.positions)))
+    def _own(self, features: np.ndarray) -> np.ndarray:
+        """``[contexts, d]`` features as they are compared."""
+        siblings = self.outcome.compares_siblings
+        return less_sources(features, self.outcome.sources) if siblings else features
 
     def _map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-        """Results in order; no more items are taken than the threads can soon use."""
-        waiting: deque[Future[R]] = deque()
-        for item in items:
-            waiting.append(self.pool.submit(function, item))
-            if len(waiting) > self.workers:
-                yield waiting.popleft().result()
-                self.progress.advance()
-        while waiting:
-            yield waiting.popleft().result()
+        """Results in order, each of them a step of the progress."""
+        for result in self.pool.map(function, items):
+            yield result
             self.progress.advance()
-
-
-def _side_by_side(baselines: Sequence[Baseline]) -> np.ndarray:
-    """``[contexts, features]`` of several baselines, each as large as the others."""
-    return np.hstack([centre_and_scale(baseline.features) for baseline in baselines])

@@ -12,8 +12,8 @@ readout that hidden states have to add to (:mod:`probes.fit.beyond`).
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -61,14 +61,6 @@ class Controls:
     text: list[Baseline] = field(default_factory=list)
     output: list[Baseline] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-
-    def within(self, centred: Callable[[np.ndarray], np.ndarray]) -> "Controls":
-        """Of contexts that are compared within their source: baselines without its level."""
-
-        def each(baselines: list[Baseline]) -> list[Baseline]:
-            return [replace(one, features=centred(one.features)) for one in baselines]
-
-        return replace(self, text=each(self.text), output=each(self.output))
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -252,7 +244,7 @@ def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:
         lens = Lens.load(runs[0].model["weights_hash"])
     except NoLens as missing:
         return [], str(missing)
-    last = torch.from_numpy(data.at(runs[0].layers[-1], [HEADER_LAST])[:, 0])
+    last = torch.from_numpy(data.at(runs[0].layers[-1], HEADER_LAST))
     ends = {int(token) for run in runs for token in run.record["identity"]["chat"]["stop_ids"]}
     temperatures = {t for run in runs for t in run.settings["temperatures"] if t > 0}
     summaries = output_summaries(lens, last, sorted(ends), sorted(temperatures))

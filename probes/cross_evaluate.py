@@ -82,7 +82,7 @@ def cross_evaluate(
     A unit with too few sources of either kind is not trained on, or not tested on either.
 
     Args:
-        hidden: the states; each layer is read once, and the chosen layers once more.
+        hidden: the states; each layer and position is read once, and the chosen ones once more.
         outcome: k of n per context.
         units: name → rows, of two runs or datasets at least; rows must not overlap.
         settings: the default analysis if not given; one thread.
@@ -238,13 +238,12 @@ def _select(
     shape = len(hidden.layers), len(hidden.positions)
     progress.start("choosing layers and positions", shape[0] * shape[1])
     found: dict[tuple[str, str], list[CrossValidated]] = defaultdict(list)
-    for layer in hidden.layers:
-        states = hidden.layer(layer)
-        for position in range(shape[1]):
-            for pair, problem in problems.items():
-                own = states[problem.rows, position]
-                found[pair].append(cross_validate(own, problem.design, logistic=False))
-            progress.advance()
+    for place in product(hidden.layers, hidden.positions):
+        states = hidden.at(*place)
+        for pair, problem in problems.items():
+            own = states[problem.rows]
+            found[pair].append(cross_validate(own, problem.design, logistic=False))
+        progress.advance()
     for pair, problem in problems.items():
         tested = select(found[pair], problem.design, shape)
         problem.p = tested.headline_p
@@ -255,20 +254,20 @@ def _select(
 
 def _score(hidden: HiddenStates, problems: list[_Problem], progress: Progress) -> None:
     """The ``scores`` of logistic probes, where each fold chose to read."""
-    layers = sorted({place[0] for problem in problems for place in problem.places})
-    progress.start("probes", len(layers))
-    for layer in layers:
-        states = hidden.layer(layer)
+    places = dict.fromkeys(place for problem in problems for place in problem.places)
+    progress.start("probes", len(places))
+    for place in places:
+        states = hidden.at(*place)
         for problem in problems:
             design = problem.design
-            for place in {place for place in problem.places if place[0] == layer}:
-                own = states[problem.rows, hidden.positions.index(place[1])]
-                found = cross_validate(own, design.observed())
-                folds = [at for at, other in enumerate(problem.places) if other == place]
-                here = design.tested & np.isin(design.folds, np.array(design.outer)[folds])
-                problem.scores[here] = found.scores[here]
-                if len(design.outer) > 1:
-                    problem.unreliability[folds] = found.unreliability
+            folds = [at for at, other in enumerate(problem.places) if other == place]
+            if not folds:
+                continue
+            found = cross_validate(states[problem.rows], design.observed())
+            here = design.tested & np.isin(design.folds, np.array(design.outer)[folds])
+            problem.scores[here] = found.scores[here]
+            if len(design.outer) > 1:
+                problem.unreliability[folds] = found.unreliability
         progress.advance()
 
 

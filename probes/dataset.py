@@ -97,35 +97,29 @@ class ProbeSet:
         """Where the outcomes come from, for conclusions, captions and names of figures."""
         return f"judge {self.gate}"
 
-    def layer(self, layer: int) -> np.ndarray:
-        """``[contexts, positions, d_model]`` hidden states at one layer, see :meth:`at`."""
-        return self.at(layer, self.positions)
-
     def ends(self, layer: int) -> np.ndarray | None:
-        """``[contexts, 2 d_model]`` likewise at :data:`ENDS`, side by side; None without them."""
-        return self.at(layer, ENDS).reshape(len(self), -1) if self.has_ends else None
+        """``[contexts, 2 d_model]`` states at :data:`ENDS`, side by side; None without them."""
+        return np.hstack([self.at(layer, name) for name in ENDS]) if self.has_ends else None
 
-    def at(self, layer: int, positions: Sequence[str]) -> np.ndarray:
-        """Hidden states, ``[contexts, positions, d_model]`` float32, at any layer and at any
-        positions that every run kept.
+    def at(self, layer: int, position: str) -> np.ndarray:
+        """Hidden states, ``[contexts, d_model]`` float32, at any layer and position of all runs.
 
         Raises:
             UserError: no such layer, a value that isn't finite, or a file that can't be read.
         """
-        states = np.empty((len(self), len(positions), self.width), dtype=np.float32)
+        states = np.empty((len(self), self.width), dtype=np.float32)
         for number, frame in self.contexts.groupby("run"):
             run = self.runs[number]
-            for at, position in enumerate(positions):
-                found = run.residuals(layer, position).float().numpy()[frame["row"]]
-                finite = np.isfinite(found).all(axis=1)
-                if not finite.all():
-                    context = frame["context_id"].iloc[int(np.argmin(finite))]
-                    raise UserError(
-                        f"layer {layer} at {position} holds NaN or infinity for context {context} "
-                        f"of {run.path}",
-                        "give the command that wrote the run again or else with another --dtype",
-                    )
-                states[frame.index, at] = found
+            found = run.residuals(layer, position).float().numpy()[frame["row"]]
+            finite = np.isfinite(found).all(axis=1)
+            if not finite.all():
+                context = frame["context_id"].iloc[int(np.argmin(finite))]
+                raise UserError(
+                    f"layer {layer} at {position} holds NaN or infinity for context {context} "
+                    f"of {run.path}",
+                    "give the command that wrote the run again or else with another --dtype",
+                )
+            states[frame.index] = found
         return states
 
 

@@ -222,8 +222,8 @@ def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
     yield plain("null_band_95_headline", band, permuted)
     replayed = f"{permuted}, selection replayed"
     yield plain("p_headline", tested.headline_p, replayed, tested.headline_p)
-    for control in analysis.controls:
-        yield interval("auroc_control", control.auroc, control=control.name)
+    for compared in analysis.controls:
+        yield interval("auroc_control", compared.auroc, control=compared.control.name)
     for one in analysis.random_blocks:
         yield interval("auroc_control", one.auroc, control=one.name)
         yield interval("auroc_less_control", one.difference, control=one.name)
@@ -269,7 +269,7 @@ def predictions(analysis: Analysis) -> pd.DataFrame:
         "log_odds": scores,
         "probability": expit(scores),
     }
-    columns |= {f"control:{control.name}": control.scores for control in analysis.controls}
+    columns |= {f"control:{one.control.name}": one.scores for one in analysis.controls}
     if analysis.beyond is not None:
         columns |= {"base": analysis.beyond.scores.base, "full": analysis.beyond.scores.full}
     return pd.DataFrame(columns)
@@ -285,7 +285,7 @@ def tables(analysis: Analysis) -> list[Table]:
         ["headline", headline.auroc.text(), "hidden states, chosen inside the training folds"],
         ["rates", headline.auroc_of_rates.text(), "the observed ones: more than a probe can reach"],
     ]
-    rows += [[one.name, one.auroc.text(), one.what] for one in analysis.controls]
+    rows += [[one.control.name, one.auroc.text(), one.control.what] for one in analysis.controls]
     rows += [[one.name, one.auroc.text(), RANDOM_BLOCKS] for one in analysis.random_blocks]
     if analysis.beyond is not None:
         base = "output, text, and states at the ends of query and response"
@@ -396,7 +396,7 @@ def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: s
         data={"predictions": pd.concat([names, predictions(analysis)], axis=1)},
         files={},
     )
-    states = data.layer(headline.layer)[:, analysis.positions.index(headline.position)]
+    states = data.at(headline.layer, headline.position)
     probe = Probe(directions(states, data.outcome, headline.penalty), _card(analysis, data, found))
     return replace(found, files=probe.files)
 

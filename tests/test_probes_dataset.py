@@ -101,9 +101,9 @@ def other(copy) -> Run:
 def aligned(found: ProbeSet) -> None:
     """Row by row what the runs hold."""
     for layer in found.layers:
-        states = found.layer(layer)
-        assert states.dtype == np.float32
-        assert states.shape == (len(found), len(found.positions), found.width)
+        states = [found.at(layer, position) for position in found.positions]
+        assert all(one.dtype == np.float32 for one in states)
+        assert {one.shape for one in states} == {(len(found), found.width)}
         for number, frame in found.contexts.groupby("run"):
             run = found.runs[number]
             ids = run.contexts["context_id"].tolist()
@@ -111,7 +111,7 @@ def aligned(found: ProbeSet) -> None:
             assert frame["row"].tolist() == rows
             for at, position in enumerate(found.positions):
                 own = run.residuals(layer, position)[rows]
-                np.testing.assert_array_equal(states[frame.index, at], own)
+                np.testing.assert_array_equal(states[at][frame.index], own)
 
 
 def test_rows_are_the_contexts_with_an_outcome(copy):
@@ -141,7 +141,8 @@ def test_runs_are_pooled_row_by_row(copy, other):
     found = read([run.path, other.path])
     assert found.contexts["run"].tolist() == [0] * 11 + [1] * 11
     assert found.contexts["source"][:11].tolist() == found.contexts["source"][11:].tolist()
-    assert not np.array_equal(found.layer(2)[:11], found.layer(2)[11:])
+    states = found.at(2, "header_last")
+    assert not np.array_equal(states[:11], states[11:])
     assert len(set(found.outcome.runs)) == 2
     aligned(found)
     greedy = read([run.path, other.path], target="greedy")  # repeated greedy turns count once

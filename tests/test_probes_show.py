@@ -64,7 +64,7 @@ def test_rows_hold_every_estimate_once(analysis):
     assert not frame.duplicated(show.KEY).any()
     cells = frame[frame["layer"].notna() & frame["control"].isna()]
     assert (cells.groupby("quantity").size() == LAYERS * len(POSITIONS)).all()
-    named = {control.name for control in analysis.controls} | {"random blocks 1"}
+    named = {one.control.name for one in analysis.controls} | {"random blocks 1"}
     assert set(frame["control"].dropna()) == named
     assert frame[["value", "sources", "contexts"]].notna().all(axis=None)
 
@@ -79,7 +79,7 @@ def test_rows_hold_the_right_numbers(analysis):
     assert tested["value"] == analysis.tested.statistic[4, 1]
     assert tested["p"] == analysis.tested.p_family[4, 1]
     control = analysis.controls[1]
-    own = frame.loc[("auroc_control", pd.NA, pd.NA, control.name)].squeeze()
+    own = frame.loc[("auroc_control", pd.NA, pd.NA, control.control.name)].squeeze()
     assert own["low"] == control.auroc.low
     assert frame.loc["deviance_saved"]["low"].item() == analysis.beyond.deviance_saved.low
     shares = frame.loc["selected_in_folds"]["value"]
@@ -118,8 +118,8 @@ def test_layer_curve(analysis):
     curve = [row[at].value for row in analysis.auroc]
     assert np.array_equal(drawn["each layer by itself, 95% interval"], curve)
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
-    shown = [c for c in analysis.controls if c.name in ("text", "output")]
-    assert texts[-1:] == [f"{c.name}: {c.auroc.text()}" for c in shown]
+    shown = [c for c in analysis.controls if c.control.name in ("text", "output")]
+    assert texts[-1:] == [f"{c.control.name}: {c.auroc.text()}" for c in shown]
     assert not any(ODD in text for text in texts)
 
 
@@ -158,7 +158,7 @@ def test_tables_hold_scores_controls_and_every_cell(analysis):
     assert shown["headline"] == analysis.headline.auroc.text()
     assert shown["rates"] == analysis.headline.auroc_of_rates.text()
     for control in analysis.controls:
-        assert shown[control.name] == control.auroc.text()
+        assert shown[control.control.name] == control.auroc.text()
     assert shown["random blocks 1"] == analysis.random_blocks[0].auroc.text()
     assert shown["base"] == analysis.beyond.base.text()
     assert heat_map.full and heat_map.columns == ["layer", *POSITIONS]
