@@ -21,12 +21,8 @@ from ia_mech.run.sources import sources_of
 from ia_mech.stats import Estimate, variance_components
 from probes.fit.folds import exchangeable_sources
 from probes.targets import (
-    FAILURES,
-    GREEDY,
     GROUNDED,
     KEYS,
-    LATENT,
-    RATE,
     Outcome,
     Target,
     counts_of,
@@ -63,7 +59,6 @@ class ProbeSet:
         reliability: of the rates of responses to one query, over as many turns as a context has
             (:mod:`ia_mech.stats.components`); None where no query has several.
         gate: whether the judge can tell a turn's own conversation from another.
-        other_targets: those that have enough sources, should this one not.
     """
 
     runs: list[Run]
@@ -75,7 +70,6 @@ class ProbeSet:
     layers: Sequence[int]
     width: int
     gate: Gate
-    other_targets: list[str]
     within: str = RUN
     has_ends: bool = False
     reliability: Estimate | None = None
@@ -156,12 +150,13 @@ def read(
     gate = judged.gates[outcome]
     notes = [*judged.notes, f"{gate.sentence}."]
     _check_same_size(runs)
-    contexts = pd.concat([_contexts(run, number) for number, run in enumerate(runs)])
+    each = [_contexts(run, number) for number, run in enumerate(runs)]
+    contexts, has = (pd.concat(frames, ignore_index=True) for frames in zip(*each, strict=True))
     keys = pd.MultiIndex.from_arrays(
         [contexts["run"].map(lambda number: str(runs[number].path)), contexts["context_id"]]
     )
-    counts = counts_of(wanted, judged.turns).reindex(keys)
     counted = turns_that_count(wanted, judged.turns)
+    counts = counts_of(counted).reindex(keys)
     there = counts["n"].notna().to_numpy()
     if not there.any():
         raise UserError(
@@ -173,25 +168,22 @@ def read(
             f"{(~there).sum()} of {len(contexts)} contexts have no outcome for the target "
             f"{wanted.name} and are left out."
         )
-    kept = contexts[there].reset_index(drop=True)
+    kept, has = contexts[there].reset_index(drop=True), has[there].eq(True)
     kept["positives"] = counts["k"].to_numpy()[there].astype(int)
     kept["trials"] = counts["n"].to_numpy()[there].astype(int)
-    where = kept.pop("positions")
     return ProbeSet(
         runs=runs,
         judge=judged.judge,
         target=wanted,
-        positions=_common_positions(runs, where, positions, notes),
+        positions=_common_positions(has, positions, notes),
         contexts=kept,
         notes=notes,
         layers=_chosen_layers(runs[0].layers, layers),
         width=runs[0].model["d_model"],
         within=within,
         gate=gate,
-        other_targets=targets_with_enough(judged.turns),
         reliability=_reliability(counted),
-        has_ends=all({*ENDS} <= {*run.positions} for run in runs)
-        and all(index_of(at, name) is not None for at in where for name in ENDS),
+        has_ends=all(name in has and has[name].all() for name in ENDS),
     )
 
 
@@ -231,34 +223,29 @@ def check_reliable(data: ProbeSet) -> None:
 # -- is there enough? -----------------------------------------------------------------------------
 
 
-def check_enough(outcome: Outcome, target: Target, others: Sequence[str] = ()) -> None:
-    """Refuse outcomes that no probe can be trained and tested on; ``others`` are targets that could
-    be given instead.
+def check_enough(outcome: Outcome, target: Target) -> None:
+    """Refuse outcomes that no probe can be trained and tested on.
 
     Raises:
         UserError: too few sources with a positive turn or without one, too few where rates differ,
             or too few that can be permuted.
     """
-    sources, kinds = outcome.source_count, (target.positive, target.negative)
+    sources = outcome.source_count
     needs = f"a probe needs {MIN_SOURCES} with one and {MIN_SOURCES} without"
 
     def fewest(rows: np.ndarray | slice) -> tuple[int, str]:
         """Sources of the rarer kind, and what there is of them."""
+        kinds = "has its property", "lacks it"
         few, kind = min(zip(outcome.sources_of_either_kind(rows), kinds, strict=True))
-        have = "all" if few == sources else f"only {few}" if few else "none"
-        return few, f"{have} of {sources} sources {'has' if few < 2 else 'have'} {kind}"
+        return few, f"only {few} of {sources} sources have a turn that {kind} ({target.name})"
 
     few, there = fewest(slice(None))
     if few < MIN_SOURCES:
-        ways = [f"give --target {' or '.join(others)}"] if others else []
+        more = "sample other conversations (--dataset)"
         if few:
             enough = math.ceil(sources * MIN_SOURCES / few / 10) * 10
-            ways.append(f"sample about {enough} sources at this rate (--limit)")
-        else:
-            ways.append("sample other conversations (--dataset)")
-        if few < sources and target.kind != GREEDY:
-            ways.append("more turns of each (--samples, --temperatures)")
-        raise UserError(f"{there}; {needs}", ", or ".join(ways))
+            more = f"sample about {enough} sources at this rate (--limit)"
+        raise UserError(f"{there}; {needs}", f"{more}, or give another --target")
     # A run whose contexts all have the same rate has nothing to predict.
     varies = np.array([np.ptp(outcome.rate[outcome.runs == run]) > 0 for run in outcome.runs])
     few, there = fewest(varies)
@@ -276,18 +263,6 @@ def check_enough(outcome: Outcome, target: Target, others: Sequence[str] = ()) -
             "permute",
             "give runs whose sources have equally many contexts",
         )
-
-
-def targets_with_enough(turns: pd.DataFrame) -> list[str]:
-    """Targets with enough sources of either kind, of ``JudgedTurns.turns``."""
-    source_of, found = turns.groupby(KEYS, observed=True)["source"].first(), []
-    for name in (RATE, GREEDY, LATENT, *FAILURES):
-        counts = counts_of(Target(name), turns)
-        if len(counts):
-            own = Outcome.from_counts(counts["k"], counts["n"], source_of[counts.index])
-            if min(own.sources_of_either_kind()) >= MIN_SOURCES:
-                found.append(name)
-    return found
 
 
 # -- random blocks --------------------------------------------------------------------------------
@@ -341,12 +316,6 @@ def with_random_blocks(data: ProbeSet, runs: Sequence[str | Path | Run]) -> dict
     return twins
 
 
-def index_of(at: dict, name: str) -> int | None:
-    """Where a context has a position; None if it lacks it."""
-    value = at.get(name)
-    return None if value is None or math.isnan(value) else int(value)
-
-
 # -- what the runs have in common -----------------------------------------------------------------
 
 
@@ -375,52 +344,37 @@ def _chosen_layers(there: range, wanted: Sequence[int] | None) -> Sequence[int]:
 
 
 def _common_positions(
-    runs: list[Run], indices: pd.Series, wanted: Sequence[str] | None, notes: list[str]
+    has: pd.DataFrame, wanted: Sequence[str] | None, notes: list[str]
 ) -> list[str]:
-    """Names of the positions that every context has; those left out are added to ``notes``.
+    """Those of the wanted positions that every context has; ``notes`` get the others.
 
-    ``indices``: ``[contexts]`` name → index in the context, None where it lacks the position.
+    ``has``: ``[contexts, positions]`` whether a context has a position, and its run kept it.
     """
-    common = [name for name in runs[0].positions if all(name in run.positions for run in runs)]
-    if not common:
+    if unknown := [name for name in wanted or () if name not in has]:
         raise UserError(
-            "there is no position whose residual stream was kept in every run",
-            "sample with --positions all",
+            f"position {', '.join(unknown)} was not kept", f"give some of {', '.join(has)}"
         )
-    unknown = [name for name in wanted or () if name not in common]
-    if unknown:
+    names = [name for name in has if wanted is None or name in wanted]
+    lacking = {name: count for name in names if (count := int((~has[name]).sum()))}
+    notes += [
+        f"left out: {name}, which {count} of {len(has)} contexts lack."
+        for name, count in lacking.items()
+    ]
+    if len(lacking) == len(names):
         raise UserError(
-            f"position {', '.join(unknown)} was not kept in every run",
-            f"give some of {', '.join(common)}",
-        )
-    partly = {name for run in runs for name in run.positions}.difference(common)
-    if partly and wanted is None:
-        notes.append(f"left out: {', '.join(sorted(partly))}, which some runs did not keep.")
-    names = []
-    for name in common:
-        if wanted is not None and name not in wanted:
-            continue
-        lacking = sum(index_of(at, name) is None for at in indices)
-        if lacking:
-            notes.append(f"left out: {name}, which {lacking} of {len(indices)} contexts lack.")
-        else:
-            names.append(name)
-    if not names:
-        raise UserError(
-            f"no position is left: some contexts lack {', '.join(wanted or common)}",
+            f"no position is left: some contexts lack {', '.join(names) or 'any'}",
             "choose others with --positions, or sample with --positions all",
         )
-    return names
+    return [name for name in names if name not in lacking]
 
 
-def _contexts(run: Run, number: int) -> pd.DataFrame:
-    """``ProbeSet.contexts`` of one run, without outcome, but with ``positions``."""
+def _contexts(run: Run, number: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """``ProbeSet.contexts`` of one run, without outcome; and which kept positions each has."""
     own = run.contexts
-    query, response = (
-        np.array([-1 if (found := index_of(at, end)) is None else found for at in own["positions"]])
-        for end in ENDS
-    )
-    return pd.DataFrame(
+    at = pd.DataFrame(list(own["positions"])).reindex(columns=[*run.positions, *ENDS])
+    at = at.loc[:, ~at.columns.duplicated()]
+    query, response = (at[name].fillna(-1).astype(int).to_numpy() for name in ENDS)
+    contexts = pd.DataFrame(
         {
             "run": number,
             "row": np.arange(len(own)),
@@ -434,6 +388,6 @@ def _contexts(run: Run, number: int) -> pd.DataFrame:
             "context_tokens": own["context_tokens"].astype(int),
             "unfinished": own["response_unfinished"].fillna(False).astype(bool),
             "token_ids": own["token_ids"],
-            "positions": own["positions"],
         }
     )
+    return contexts, at[run.positions].notna()

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -106,32 +105,17 @@ CHOICES = (
 )
 
 
-class _Words(NamedTuple):
-    """What a positive turn or context is called, the subject of a sentence about the target, and
-    what is counted (of rates, what the turns are)."""
-
-    positive: str
-    subject: str
-    counted: str
-
-
+# Kind → the subject of a sentence about the target, and what is counted (of rates, what the turns
+# are).
 _WORDS = {
-    RATE: _Words("a genuine follow-up", "the follow-up rate", "are genuine follow-ups"),
-    GROUNDED: _Words(
-        "a genuine and grounded turn",
-        "the rate of genuine and grounded turns",
-        "are genuine and grounded",
-    ),
-    **{
-        name: _Words(f"a turn of {name}", f"the rate of {name}", f"are {name}") for name in FAILURES
-    },
-    GREEDY: _Words(
-        "a genuine follow-up",
+    RATE: ("the follow-up rate", "are genuine follow-ups"),
+    GROUNDED: ("the rate of genuine and grounded turns", "are genuine and grounded"),
+    **{name: (f"the rate of {name}", f"are {name}") for name in FAILURES},
+    GREEDY: (
         "whether the greedy turn is a genuine follow-up",
         "k is 1 if the greedy turn is a genuine follow-up and 0 if not, of n = 1.",
     ),
-    LATENT: _Words(
-        "a genuine follow-up",
+    LATENT: (
         "the follow-up rate of samples where the greedy turn is none",
         "are genuine follow-ups; contexts whose greedy turn is one are left out",
     ),
@@ -157,24 +141,14 @@ class Target:
         return self.kind if self.temperature is None else f"{self.kind}@{self.temperature:g}"
 
     @property
-    def positive(self) -> str:
-        """What a positive turn or context is called, with its article."""
-        return _WORDS[self.kind].positive
-
-    @property
-    def negative(self) -> str:
-        """What one without it is called, with its article."""
-        return f"a turn other than {self.positive}"
-
-    @property
     def words(self) -> str:
         """The subject of a sentence about it."""
-        what = _WORDS[self.kind].subject
+        what, _ = _WORDS[self.kind]
         return what if self.temperature is None else f"{what} at T = {self.temperature:g}"
 
     def describe(self) -> str:
         """One sentence: what k and n are."""
-        what = _WORDS[self.kind].counted
+        _, what = _WORDS[self.kind]
         if self.kind == GREEDY:
             return what
         at = "above temperature 0" if self.temperature is None else f"at T = {self.temperature:g}"
@@ -206,12 +180,9 @@ def parse_target(text: str) -> Target:
     return Target(name, temperature)
 
 
-def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
-    """``k`` and ``n`` per (``run``, ``context_id``), of the turns that :func:`turns_that_count`.
-    Contexts without one are absent."""
-    counted = turns_that_count(target, turns)
-    by_context = counted["positive"].groupby([counted[key] for key in KEYS])
-    return pd.DataFrame({"k": by_context.sum().astype(int), "n": by_context.size()})
+def counts_of(counted: pd.DataFrame) -> pd.DataFrame:
+    """``k`` and ``n`` per (``run``, ``context_id``), of :func:`turns_that_count`."""
+    return counted.groupby(KEYS, observed=True)["positive"].agg(k="sum", n="size")
 
 
 def turns_that_count(target: Target, turns: pd.DataFrame) -> pd.DataFrame:

@@ -169,7 +169,7 @@ def _train(args: argparse.Namespace) -> None:
     folder = show.result_folder(about, args.runs[0], args.out)
     if data.within == SOURCE:
         check_reliable(data)
-    check_enough(data.outcome, data.target, data.other_targets)
+    check_enough(data.outcome, data.target)
     controls = controls_of(data)
     analysis = analyse(data, data.outcome, controls, settings, Bar(), twins)
     write_and_show(show.result_of(analysis, data, about, folder.name), folder, args.full)
