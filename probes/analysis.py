@@ -122,7 +122,7 @@ class AnalysisSettings:
 
     Attributes:
         folds: of the outer loop; the inner one has one less.
-        permutations: of the tests.
+        permutations: of the tests; without any there is nothing to conclude.
         level: coverage of intervals.
         resamples: bootstrap samples.
         seed: of folds and permutations (a stream each) and of resampling.

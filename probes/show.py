@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 from scipy.special import expit
 from scipy.stats import norm
 
@@ -86,9 +85,7 @@ def conclude(
     )
     subject = what[:1].upper() + what[1:]
     can = f"{subject} can be read from the hidden states"
-    if not tested.permutations:
-        verdict = f"{subject} was not tested: nothing is claimed without permutations."
-    elif not readable:
+    if not readable:
         verdict = f"No evidence was found that {what} can be read from the hidden states."
     elif as_well:
         verdict = (
@@ -102,7 +99,7 @@ def conclude(
     else:
         verdict = f"{can}; that they tell more than {READOUT} is not shown."
     sentences = [verdict, _numbers(analysis)]
-    if tested.permutations and not readable:
+    if not readable:
         sentences.append(_power(analysis))
     controls = []
     if gain is not None:
@@ -128,17 +125,15 @@ def conclude(
 
 def _numbers(analysis: Analysis) -> str:
     tested, auroc = analysis.tested, analysis.headline.auroc
-    p = ""
-    if tested.permutations:
-        p = f", {p_value(tested.headline_p)} (selection replayed; of the heat map, family-wise, "
-        p += f"{p_value(float(tested.p_family.min()))})"
+    p, family = p_value(tested.headline_p), p_value(float(tested.p_family.min()))
     count, level = int(analysis.among_best.sum()), f"{100 * analysis.settings.level:g}%"
     best = f"{count} of {analysis.among_best.size} layers × positions can't be told from the best"
     if count == analysis.among_best.size:
         best = f"no layer or position stands out: none of {count} pairs can be told from the best"
     return (
         f"Probes whose layer and position are chosen inside the training folds have AUROC "
-        f"{auroc.text()}{p}; {best} ({level} confidence set)."
+        f"{auroc.text()}, {p} (selection replayed; of the heat map, family-wise, {family}); {best} "
+        f"({level} confidence set)."
     )
 
 
@@ -175,13 +170,13 @@ def estimates(analysis: Analysis) -> pd.DataFrame:
 
     Quantities, by what their rows are of:
 
-    - a layer and position: ``auroc_cell``, ``statistic`` (the closed-form probes' AUROC, which is
-      tested), ``null_band_95`` (95% quantile of the permuted statistics there), ``p_family``
-      (family-wise), ``p_best`` (of the model confidence set), ``selected_in_folds`` (share of the
-      outer folds that chose it); and with a control, ``auroc_cell`` of random blocks.
+    - a layer and position: ``auroc_cell`` (with a control: of random blocks), ``statistic`` (AUROC
+      of the closed-form probes, which is tested, with its family-wise p), ``null_band_95`` (95%
+      quantile of the permuted statistics there), ``p_best`` (of the model confidence set),
+      ``selected_in_folds`` (share of the outer folds that chose it).
     - the headline, which is the selection procedure and so has no layer or position: ``auroc``,
       ``auroc_of_rates`` (of the observed rates, more than any probe can reach),
-      ``statistic_headline``, ``null_band_95_headline`` and ``p_headline`` (the selection replayed).
+      ``statistic_headline`` (with p, the selection replayed) and ``null_band_95_headline``.
     - a control: ``auroc_control``; of random blocks also ``auroc_less_control`` (the headline's
       less theirs).
     - the readout of output, text and the ends of query and response: ``auroc_base``, ``auroc_full``
@@ -191,9 +186,7 @@ def estimates(analysis: Analysis) -> pd.DataFrame:
 
     Returns:
         :data:`COLUMNS`; :data:`KEY` is unique. ``layer``, ``position`` and ``control`` are missing
-        where a quantity has none, ``low``, ``high`` and ``level`` where there is no interval. ``p``
-        stands beside the statistic that it belongs to, and is the ``value`` of the rows named after
-        it.
+        where a quantity has none, ``low``, ``high`` and ``level`` where there is no interval.
     """
     return frame_of(_rows(analysis), _DTYPES, COLUMNS)
 
@@ -217,11 +210,9 @@ def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
 
     yield interval("auroc", headline.auroc)
     yield interval("auroc_of_rates", headline.auroc_of_rates)
-    band = np.quantile(tested.headline_null, 0.95) if tested.permutations else np.nan
+    band = float(np.quantile(tested.headline_null, 0.95))
     yield plain("statistic_headline", tested.headline_statistic, "closed form", tested.headline_p)
     yield plain("null_band_95_headline", band, permuted)
-    replayed = f"{permuted}, selection replayed"
-    yield plain("p_headline", tested.headline_p, replayed, tested.headline_p)
     for compared in analysis.controls:
         yield interval("auroc_control", compared.auroc, control=compared.control.name)
     for one in analysis.random_blocks:
@@ -244,7 +235,6 @@ def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
             yield interval("auroc_cell", analysis.auroc[i][j], **at)
             yield plain("statistic", tested.statistic[i, j], "closed form", p, **at)
             yield plain("null_band_95", tested.null_quantile[i, j], permuted, **at)
-            yield plain("p_family", p, permuted, p, **at)
             yield plain("p_best", analysis.p_best[i, j], "model confidence set", **at)
             yield plain("selected_in_folds", share, "inner folds", **at)
             for one in analysis.random_blocks:
@@ -300,12 +290,12 @@ def tables(analysis: Analysis) -> list[Table]:
         [str(layer), *(_cell(analysis, i, j) for j in range(len(analysis.positions)))]
         for i, layer in enumerate(analysis.layers)
     ]
-    tested = "* family-wise p ≤ 0.05 (closed form); " if analysis.tested.permutations else ""
     heat_map = Table(
         f"AUROC by layer and position, {len(analysis.outcome)} contexts in every column",
         ["layer", *analysis.positions],
         cells,
-        f"{tested}° in the {level} confidence set of the best (held-out log loss)",
+        f"* family-wise p ≤ 0.05 (closed form); ° in the {level} confidence set of the best "
+        "(held-out log loss)",
         full=True,
     )
     return [scores, heat_map]
@@ -360,17 +350,6 @@ def about(kind: str, data: ProbeSet, settings: AnalysisSettings, **more: Any) ->
 WITHIN = {"run": "", "dataset": " within datasets", "source": " among responses to one query"}
 
 
-def _drawn(analysis: Analysis, title: str) -> dict[str, Figure]:
-    """The heat map, then the curve over layers: after a map that is all grey there is more to see
-    in the curve, so that then it comes first."""
-    drawn = {
-        "heat_map": figures.heat_map(analysis, title),
-        "layer_curve": figures.layer_curve(analysis, title),
-    }
-    grey = (analysis.tested.p_family > LEVEL).all()
-    return dict(reversed(drawn.items())) if grey else drawn
-
-
 def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: str) -> Result:
     """What is shown and kept of an analysis, the probe that is fitted on all contexts included."""
     target, headline = data.target, analysis.headline
@@ -390,7 +369,10 @@ def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: s
         control=conclusion.control,
         estimates=estimates(analysis),
         tables=tables(analysis),
-        figures=_drawn(analysis, title),
+        figures={
+            "heat_map": figures.heat_map(analysis, title),
+            "layer_curve": figures.layer_curve(analysis, title),
+        },
         notes=[*notes, *analysis.notes],
         about=about,
         data={"predictions": pd.concat([names, predictions(analysis)], axis=1)},

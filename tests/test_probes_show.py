@@ -45,16 +45,6 @@ def analysis():
     )
 
 
-@pytest.fixture(scope="module")
-def untested(analysis):
-    """The same without permutations."""
-    shape = analysis.tested.statistic.shape
-    nothing = dict.fromkeys(("p_family", "null_quantile"), np.full(shape, np.nan))
-    nothing |= dict.fromkeys(("headline_p", "family_quantile"), np.nan)
-    nothing |= {"headline_null": np.empty(0)}
-    return replace(analysis, tested=replace(analysis.tested, **nothing))
-
-
 # -- tables ---------------------------------------------------------------------------------------
 
 
@@ -85,7 +75,7 @@ def test_rows_hold_the_right_numbers(analysis):
     shares = frame.loc["selected_in_folds"]["value"]
     assert shares.sum() == pytest.approx(1)
     assert shares.max() == Counter(analysis.headline.chosen).most_common(1)[0][1] / 3
-    assert frame.loc["p_headline"]["value"].item() == analysis.tested.headline_p
+    assert frame.loc["statistic_headline"]["p"].item() == analysis.tested.headline_p
 
 
 # -- figures --------------------------------------------------------------------------------------
@@ -143,15 +133,6 @@ def test_no_text_leaves_the_picture_or_is_taken_for_tex(analysis):
             assert box.x1 <= width + 1 and box.y1 <= height + 1, text
 
 
-def test_without_permutations_nothing_is_said_of_them(untested):
-    frame = show.estimates(untested).set_index("quantity")
-    assert frame.loc[["p_family", "null_band_95", "p_headline"], "value"].isna().all()
-    assert frame.loc[["auroc_cell", "statistic"], "value"].notna().all()
-    for draw in (figures.layer_curve, figures.heat_map):
-        draw(untested, "rate").draw_without_rendering()
-    assert "nan" not in str(show.tables(untested)) + conclude(untested).sentence
-
-
 def test_tables_hold_scores_controls_and_every_cell(analysis):
     scores, heat_map = show.tables(analysis)
     shown = {row[0]: row[1] for row in scores.rows}
@@ -204,12 +185,11 @@ def interval(value, low, high):
 def concluded(plain, analysis):
     """The conclusion where hidden states save this share of the deviance."""
 
-    def say(saved=None, p=0.01, family=0.03, level=0.95, permutations=19, random=(), planted=None):
+    def say(saved=None, p=0.01, family=0.03, level=0.95, random=(), planted=None):
         tested = replace(
             plain.tested,
             headline_p=p,
             p_family=np.array([[family], [1.0]]),
-            headline_null=plain.tested.headline_null[:permutations],
         )
         changed = replace(
             plain,
@@ -241,7 +221,6 @@ SAME_LOW, NO_INTERVAL = (0.1, 0.0, 0.2), (0.3, np.nan, np.nan)
         ({"saved": MORE, "p": 0.05, "family": 0.05}, True, True, f"{CAN}, beyond"),
         ({"saved": MORE, "p": 0.0501}, False, False, "No evidence was found that the rate can"),
         ({"saved": MORE, "family": 0.0501}, False, False, "No evidence was found that the rate"),
-        ({"saved": MORE, "p": np.nan, "permutations": 0}, False, False, "The rate was not tested"),
         # Beyond is never said of intervals below 95%.
         ({"saved": MORE, "level": 0.9499}, True, False, f"{CAN}; that they tell more than"),
         ({"saved": MORE, "level": 0.99}, True, True, f"{CAN}, beyond"),

@@ -83,7 +83,7 @@ def test_it_finds_what_was_planted_and_keeps_it(run, planted, capfd, monkeypatch
     for text in (result.sentence, result.control):
         assert text in said.out  # in one line each, whatever the screen's width
     numbers = result.estimates.set_index("quantity")
-    assert numbers.loc["p_headline", "value"] == 1 / 40
+    assert numbers.loc["statistic_headline", "p"] == 1 / 40
     auroc = numbers.loc["auroc"]
     assert auroc["low"] < auroc["value"] < auroc["high"]
     named = set(result.estimates["control"].dropna())
@@ -213,8 +213,8 @@ def taken(run: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words", "problem", "remedy"),
     [
-        (all_alike, [], "none of 80 sources has a genuine follow-up", "--temperatures"),
-        (few_positive, [], "only 6 of 80 sources have a genuine", "sample about 270 sources"),
+        (all_alike, [], "only 0 of 80 sources have a turn that has", "--target"),
+        (few_positive, [], "only 6 of 80 sources have a turn that has", "sample about 270 sources"),
         (not_a_number, [], "layer 2 at header_last holds NaN", "--dtype"),
         (damaged, [], "is damaged", "the command that made the run again"),
         (taken, [], "results is a file", "give a copy of the run"),
