@@ -28,7 +28,7 @@ from ia_mech.run.sources import SEPARATOR
 from ia_mech.stats import Estimate
 from probes import figures
 from probes.analysis import Analysis, AnalysisSettings, RandomBlocks
-from probes.card import Probe, directions
+from probes.card import CARD, Probe, directions
 from probes.dataset import ProbeSet
 from probes.figures import LEVEL
 
@@ -376,11 +376,10 @@ def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: s
         notes=[*notes, *analysis.notes],
         about=about,
         data={"predictions": pd.concat([names, predictions(analysis)], axis=1)},
-        files={},
     )
     states = data.at(headline.layer, headline.position)
     probe = Probe(directions(states, data.outcome, headline.penalty), _card(analysis, data, found))
-    return replace(found, files=probe.files)
+    return replace(found, files={CARD: lambda file: probe.save(file.parent)})  # and its weights
 
 
 def _data_note(analysis: Analysis, data: ProbeSet) -> str:
