@@ -118,23 +118,14 @@ def less_sources(features: np.ndarray, sources: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class AnalysisSettings:
-    """How to analyse.
+    """How to analyse."""
 
-    Attributes:
-        folds: of the outer loop; the inner one has one less.
-        permutations: of the tests; without any there is nothing to conclude.
-        level: coverage of intervals.
-        resamples: bootstrap samples.
-        seed: of folds and permutations (a stream each) and of resampling.
-        workers: threads; the processors this process may use, if not given.
-    """
-
-    folds: int = 5
-    permutations: int = 1000
-    level: float = 0.95
-    resamples: int = 2000
-    seed: int = 0
-    workers: int | None = None
+    folds: int = 5  # of the outer loop; the inner one has one less
+    permutations: int = 1000  # without any there is nothing to conclude
+    level: float = 0.95  # coverage of intervals
+    resamples: int = 2000  # bootstrap samples
+    seed: int = 0  # of folds and permutations (a stream each) and of resampling
+    workers: int | None = None  # threads; the processors this process may use, if not given
 
 
 # -- what comes out -------------------------------------------------------------------------------
@@ -154,105 +145,63 @@ class IncrementalValue:
     """What hidden states add to a linear readout of the first-token state, the text, and the states
     at the ends of query and response.
 
-    Attributes:
-        scores: out of fold, of both, see :mod:`probes.fit.beyond`.
-        deviance_saved: share of the held-out deviance of the readout without hidden states that
-            the one with them saves.
-        gain: AUROC of the one with hidden states less that of the one without.
-        base, full: both AUROCs.
-        planted: where nothing is shown to be added: the share of deviance that an addition planted
-            into the same states saves (the smallest one that was found; else the largest tried),
-            and whether it was found. None elsewhere, and where all states are at the ends.
+    ``planted``: where nothing is shown to be added, the share of deviance that an addition planted
+    into the same states saves (the smallest one that was found; else the largest tried), and
+    whether it was found. None elsewhere, and where all states are at the ends.
     """
 
-    scores: IncrementalScores
-    deviance_saved: Estimate
-    gain: Estimate
-    base: Estimate
+    scores: IncrementalScores  # of both readouts, out of fold
+    deviance_saved: Estimate  # by hidden states, as a share of the held-out deviance of the other
+    gain: Estimate  # AUROC with hidden states less that without
+    base: Estimate  # both AUROCs
     full: Estimate
     planted: tuple[float, bool] | None = None
 
 
 @dataclass(frozen=True)
 class RandomBlocks:
-    """The same procedure on the states of a model with random blocks, in the same contexts.
+    """The same procedure on the states of a model with random blocks, in the same contexts."""
 
-    Attributes:
-        name: of its run.
-        auroc: as the headline's.
-        difference: the headline's AUROC less this, over the same resamples.
-        cells: ``[layers, positions]`` AUROC of each layer and position by itself.
-    """
-
-    name: str
-    auroc: Estimate
-    difference: Estimate
-    cells: np.ndarray
+    name: str  # of its run
+    auroc: Estimate  # as the headline's
+    difference: Estimate  # the headline's AUROC less this, over the same resamples
+    cells: np.ndarray  # [layers, positions] AUROC of each by itself
 
 
 @dataclass(frozen=True)
 class Headline:
     """The selection procedure: each outer fold is scored by the probe whose layer, position and
-    penalty its inner loop chose.
+    penalty its inner loop chose."""
 
-    Attributes:
-        layer, position: what the same rule chooses on all contexts, for the probe that is kept.
-        chosen: (layer, position) that each outer fold chose.
-        scores: ``[contexts]`` log-odds, each from the probe that its outer fold chose.
-        weights: ``[folds, d_model]`` of those probes, on hidden states as they are.
-        penalty: for all contexts at ``layer`` and ``position``: the median of what the inner loops
-            chose.
-        auroc: of these scores.
-        auroc_of_rates: of the contexts' observed rates: more than any probe can reach.
-        unreliability: of the scores (:func:`probes.fit.nested_cv.unreliability`), mean over
-            ``chosen``; intervals are widened by it.
-    """
-
-    layer: int
+    layer: int  # what the same rule chooses on all contexts, for the probe that is kept
     position: str
-    chosen: list[tuple[int, str]]
-    scores: np.ndarray
-    weights: np.ndarray
-    penalty: float
-    auroc: Estimate
-    auroc_of_rates: Estimate
-    unreliability: float
+    chosen: list[Place]  # by each outer fold
+    scores: np.ndarray  # [contexts] log-odds, each from the probe that its outer fold chose
+    weights: np.ndarray  # [folds, d_model] of those probes, on hidden states as they are
+    penalty: float  # of the probe that is kept: the median of what the inner loops chose there
+    auroc: Estimate  # of the scores
+    auroc_of_rates: Estimate  # of the contexts' observed rates: more than any probe can reach
+    unreliability: float  # of the scores, mean over the chosen; intervals are widened by it
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What came out.
-
-    Attributes:
-        settings, outcome, folds: what went in, and the outer fold of each context.
-        layers, positions: of the heat map.
-        tested: selection and permutation tests.
-        auroc: ``[layers][positions]`` of each layer and position by itself.
-        cell_scores: ``[layers, positions, contexts]`` float32 log-odds.
-        p_best: ``[layers, positions]`` p values of the model confidence set: by held-out log loss,
-            which layers and positions can't be told from the best.
-        headline: the selection procedure's scores.
-        controls: controls.
-        beyond: what hidden states add to output, text and the states at the ends of query and
-            response; None where one of these is lacking.
-        random_blocks: one for each model with random blocks.
-        notes: what a reader has to know.
-    """
+    """What came out."""
 
     settings: AnalysisSettings
     outcome: Outcome
-    folds: np.ndarray
-    layers: list[int]
+    folds: np.ndarray  # [contexts] outer fold
+    layers: list[int]  # of the heat map
     positions: list[str]
     tested: SelectionTests
-    auroc: list[list[Estimate]]
-    cell_scores: np.ndarray
-    p_best: np.ndarray
+    auroc: list[list[Estimate]]  # [layers][positions], each by itself
+    cell_scores: np.ndarray  # [layers, positions, contexts] float32 log-odds
+    p_best: np.ndarray  # [layers, positions] of the model confidence set, by held-out log loss
     headline: Headline
     controls: list[ControlComparison]
-    beyond: IncrementalValue | None
+    beyond: IncrementalValue | None  # None where output, text or the ends are lacking
     random_blocks: list[RandomBlocks]
-    notes: list[str]
+    notes: list[str]  # what a reader has to know
 
     @property
     def among_best(self) -> np.ndarray:
@@ -277,7 +226,7 @@ def analyse(
     ``outcome = Outcome.from_counts(positives, trials, sources)``.
 
     Args:
-        hidden: the states, read one layer at a time.
+        hidden: the states of the outcome's contexts.
         outcome: k of n per context.
         controls: what to compare with; none if not given.
         settings, progress: the default analysis, and nothing is shown, if not given.

@@ -46,17 +46,12 @@ class Direction:
 
     Log-odds are ``slope * (x @ weights - threshold) + base_log_odds``.
 
-    Attributes:
-        weights: ``[d]`` float32 of length 1.
-        threshold: projection at which the predicted probability is the base rate.
-        slope: change of log-odds per unit of activation, above 0.
-        base_log_odds: log-odds of the base rate: of all turns of the training contexts together.
     """
 
-    weights: np.ndarray
-    threshold: float
-    slope: float
-    base_log_odds: float
+    weights: np.ndarray  # [d] float32 of length 1
+    threshold: float  # projection at which the predicted probability is the base rate
+    slope: float  # change of log-odds per unit of activation, above 0
+    base_log_odds: float  # of the base rate: of all turns of the training contexts together
 
 
 def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str, Direction]:

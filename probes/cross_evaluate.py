@@ -16,7 +16,7 @@ probes.
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -29,7 +29,7 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
 from ia_mech.results import Result, Table
 from ia_mech.stats import Estimate, holm
-from probes.analysis import AnalysisSettings, HiddenStates, fold_scores, select
+from probes.analysis import AnalysisSettings, HiddenStates, Place, fold_scores, select
 from probes.dataset import MIN_SOURCES, ProbeSet
 from probes.fit.folds import make_folds, permutations, seeds_of
 from probes.fit.nested_cv import CrossValidated, Design, cross_validate
@@ -41,31 +41,20 @@ MIN_TESTED = 10  # sources with a positive turn, and with a negative one, in wha
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the matrix.
-
-    Attributes:
-        trained, tested: names of units.
-        auroc: within folds and runs, with an interval over the sources tested, widened for chance
-            in training where probes were cross-fitted, as the headline's is.
-        p: how often probes of permuted labels reach this AUROC, by the closed form; NaN without
-            permutations.
-        p_holm: the same, adjusted over all entries.
-        chosen: (layer, position) of each probe: one, or one per fold where sources are shared.
-        train_contexts, train_sources, test_contexts: how many there are.
-    """
+    """One entry of the matrix: names of what was trained and tested on, and what came of it."""
 
     trained: str
     tested: str
-    auroc: Estimate
-    p: float
-    p_holm: float
-    chosen: list[tuple[int, str]]
+    auroc: Estimate  # within folds and runs, over the sources tested, widened where cross-fitted
+    p: float  # how often probes of permuted labels reach it, by the closed form
+    p_holm: float  # adjusted over all entries
+    chosen: list[Place]  # by each probe: one, or one per fold where sources are shared
     train_contexts: int
     train_sources: int
     test_contexts: int
 
     @property
-    def most_chosen(self) -> tuple[int, str]:
+    def most_chosen(self) -> Place:
         """The layer and position that most of its probes read."""
         return Counter(self.chosen).most_common(1)[0][0]
 
@@ -77,16 +66,10 @@ def cross_evaluate(
     settings: AnalysisSettings | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[Entry], list[str]]:
-    """Train on each unit, test on each.
+    """Train on each unit (name → rows, of two at least, without overlap), test on each.
 
-    A unit with too few sources of either kind is not trained on, or not tested on either.
-
-    Args:
-        hidden: the states; each layer and position is read once, and the chosen ones once more.
-        outcome: k of n per context.
-        units: name → rows, of two runs or datasets at least; rows must not overlap.
-        settings: the default analysis if not given; one thread.
-        progress: shows phases and steps; nothing is shown if not given.
+    A unit with too few sources of either kind is not trained on, or not tested on either. Every
+    layer and position is read once, and the chosen ones once more.
 
     Returns:
         The entries, row by row, and what a reader has to know.
@@ -192,23 +175,14 @@ def _unit(data: ProbeSet) -> str:
 
 @dataclass(eq=False)
 class _Problem:
-    """One entry's cross-validation, and what comes of it.
+    """One entry's cross-validation, and what comes of it."""
 
-    Attributes:
-        rows: contexts that are trained or tested on.
-        design: of these. Where no source is shared, those tested are a fold of their own.
-        scores: ``[rows]`` log-odds; NaN where not tested.
-        places: layer and position that each outer fold chose.
-        unreliability: of each outer fold's scores; 0 of one probe, whose interval is given it.
-        p: of the closed form, choice and training replayed; NaN without permutations.
-    """
-
-    rows: np.ndarray
-    design: Design
-    scores: np.ndarray
-    places: list[tuple[int, str]]
-    unreliability: np.ndarray
-    p: float = np.nan
+    rows: np.ndarray  # contexts that are trained or tested on
+    design: Design  # of these; where no source is shared, those tested are a fold of their own
+    scores: np.ndarray  # [rows] log-odds; NaN where not tested
+    places: list[Place]  # that each outer fold chose
+    unreliability: np.ndarray  # of each fold's scores; 0 of one probe, whose interval is given it
+    p: float = np.nan  # of the closed form, choice and training replayed
 
     @classmethod
     def of(
@@ -316,11 +290,16 @@ def _estimates(entries: list[Entry]) -> pd.DataFrame:
     rows = []
     for entry in entries:
         layer, position = entry.most_chosen
-        of: dict[str, Any] = {"trained": entry.trained, "tested": entry.tested, "layer": layer}
-        of |= {"position": position, "train_sources": entry.train_sources}
-        of["train_contexts"] = entry.train_contexts
-        one = TidyEstimate("auroc", of, entry.test_contexts, entry.auroc, entry.p)
-        rows.append(replace(one, p_holm=entry.p_holm))
+        of = {
+            "trained": entry.trained,
+            "tested": entry.tested,
+            "layer": layer,
+            "position": position,
+            "train_sources": entry.train_sources,
+            "train_contexts": entry.train_contexts,
+        }
+        auroc, rows_tested = entry.auroc, entry.test_contexts
+        rows.append(TidyEstimate("auroc", of, rows_tested, auroc, entry.p, p_holm=entry.p_holm))
     return frame_of(rows, names | counts)
 
 

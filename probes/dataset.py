@@ -40,38 +40,28 @@ ENDS = ("query_end", "response_end")  # what the conversation says is read there
 class ProbeSet:
     """Contexts with an outcome, in the order of the runs and then of ``run.contexts``.
 
-    Attributes:
-        runs: the runs, in the given order.
-        judge: whose verdicts the outcomes are made from.
-        target: what is predicted.
-        contexts: one row per context: ``run`` (index into ``runs``), ``row`` (in
-            ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (a key that
-            holds across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (up
-            to the end of the query), ``response_tokens`` (from there to the response's end),
-            ``context_tokens``, ``unfinished``, ``token_ids``, ``positives`` and ``trials``.
-        positions: names of the positions that every context has, in storage order.
-        has_ends: every run kept the states at :data:`ENDS`, and every context has both.
-        notes: what a reader has to know of how all this was put together.
-        layers: the chosen layers, ascending; 0 = embeddings.
-        width: d_model.
-        within: ``run``, ``dataset`` or ``source``: what contexts must share to be compared, besides
-            their perturbation. Each gets an intercept, and labels are permuted within it.
-        reliability: of the rates of responses to one query, over as many turns as a context has
-            (:mod:`ia_mech.stats.components`); None where no query has several.
-        gate: whether the judge can tell a turn's own conversation from another.
+    ``contexts`` has one row per context: ``run`` (index into ``runs``), ``row`` (in
+    ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (a key that holds
+    across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (up to the end of
+    the query), ``response_tokens`` (from there to the response's end), ``context_tokens``,
+    ``unfinished``, ``token_ids``, ``positives`` and ``trials``.
     """
 
-    runs: list[Run]
-    judge: str
+    runs: list[Run]  # in the given order
+    judge: str  # whose verdicts the outcomes are made from
     target: Target
     contexts: pd.DataFrame
-    positions: list[str]
-    notes: list[str]
-    layers: Sequence[int]
-    width: int
-    gate: Gate
+    positions: list[str]  # that every context has, in storage order
+    notes: list[str]  # what a reader has to know of how all this was put together
+    layers: Sequence[int]  # ascending; 0 = embeddings
+    width: int  # d_model
+    gate: Gate  # whether the judge can tell a turn's own conversation from another
+    # What contexts must share to be compared, besides their perturbation: ``run``, ``dataset`` or
+    # ``source``. Each gets an intercept, and labels are permuted within it.
     within: str = RUN
-    has_ends: bool = False
+    has_ends: bool = False  # every run kept the states at :data:`ENDS`, and every context has both
+    # Of the rates of responses to one query, over as many turns as a context has
+    # (:mod:`ia_mech.stats.components`); None where no query has several.
     reliability: Estimate | None = None
 
     def __len__(self) -> int:

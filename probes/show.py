@@ -56,19 +56,15 @@ LAYERS = "0 = embeddings, l = output of block l, before the final norm"
 class Finding:
     """What an analysis shows, and no more.
 
-    Attributes:
-        readable: see :attr:`probes.fit.folds.SelectionTests.readable`.
-        beyond: readable, and hidden states save deviance that :data:`READOUT` leaves, with an
-            interval above zero. Never without these controls, nor from intervals below 95%, nor
-            where random blocks are read as well.
-        sentence: what was found, the plain sentence first.
-        control: what it is held against.
+    ``beyond``: readable, and hidden states save deviance that :data:`READOUT` leaves, with an
+    interval above zero. Never without these controls, nor from intervals below 95%, nor where
+    random blocks are read as well.
     """
 
-    readable: bool
+    readable: bool  # see :attr:`probes.fit.folds.SelectionTests.readable`
     beyond: bool
-    sentence: str
-    control: str
+    sentence: str  # what was found, the plain sentence first
+    control: str  # what it is held against
 
 
 def conclude(

@@ -20,20 +20,14 @@ class Outcome:
     All samples of a context share its header state, so a context is one row with a rate, not n rows
     with a label each.
 
-    Attributes:
-        positives: ``[contexts]`` turns that have the predicted property (k).
-        trials: ``[contexts]`` turns assessed (n); above 0, at least ``positives``.
-        sources: ``[contexts]`` source of each, numbered from 0: the unit of folds, permutations and
-            intervals.
-        runs: ``[contexts]`` run of each (or dataset, or source, to compare within these only),
-            numbered from 0: a covariate. Probes get an intercept per run, labels are permuted
-            within runs, and scores compare contexts of the same run only.
+    Sources are the unit of folds, permutations and intervals. Runs are a covariate: probes get an
+    intercept per run, labels are permuted within runs, and scores compare contexts of one run only.
     """
 
-    positives: np.ndarray
-    trials: np.ndarray
-    sources: np.ndarray
-    runs: np.ndarray
+    positives: np.ndarray  # [contexts] turns that have the predicted property (k)
+    trials: np.ndarray  # [contexts] turns assessed (n); above 0, at least ``positives``
+    sources: np.ndarray  # [contexts] source of each, numbered from 0
+    runs: np.ndarray  # [contexts] run, dataset or source of each, numbered from 0
 
     @classmethod
     def from_counts(
@@ -124,16 +118,10 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Target:
-    """A target, as :func:`parse_target` makes it.
+    """A target, as :func:`parse_target` makes it."""
 
-    Attributes:
-        kind: ``rate``, ``grounded``, ``greedy``, ``latent`` or a failure category, whose rate is
-            predicted.
-        temperature: the one whose turns count; None for all above 0.
-    """
-
-    kind: str
-    temperature: float | None = None
+    kind: str  # ``rate``, ``grounded``, ``greedy``, ``latent``, or a failure category (its rate)
+    temperature: float | None = None  # whose turns count; None for all above 0
 
     @property
     def name(self) -> str:
@@ -188,11 +176,9 @@ def counts_of(counted: pd.DataFrame) -> pd.DataFrame:
 def turns_that_count(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
     """The turns that a target is of, with the column ``positive``.
 
-    Args:
-        target: what to predict.
-        turns: one row per turn with ``run``, ``context_id``, ``temperature``, ``category`` and
-            ``genuine`` (NaN where not assessed), as ``JudgedTurns.turns``; for ``grounded`` also
-            ``grounded`` (likewise).
+    ``turns`` are one row each with ``run``, ``context_id``, ``temperature``, ``category`` and
+    ``genuine`` (NaN where not assessed), as ``JudgedTurns.turns``; for ``grounded`` also
+    ``grounded``.
 
     Returns:
         The assessed ones; for ``latent`` without those of contexts whose greedy turn is genuine,

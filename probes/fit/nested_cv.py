@@ -26,23 +26,14 @@ SHARE_DIGITS = 5  # of float32 predictions, as shares of the largest
 
 @dataclass(frozen=True)
 class Design:
-    """What all layers and positions share: outcome, folds, permuted labels, penalties.
-
-    Attributes:
-        outcome: k of n per context.
-        folds: ``[contexts]`` fold of each.
-        label_rows: ``[1 + permutations, contexts]`` whose labels a context gets; row 0 is its own.
-        trained: ``[contexts]`` whether a context may be trained and chosen on.
-        tested: ``[contexts]`` whether it is tested on; folds of tested contexts are outer ones.
-        penalties: falling.
-    """
+    """What all layers and positions share."""
 
     outcome: Outcome
-    folds: np.ndarray
-    label_rows: np.ndarray
-    trained: np.ndarray
-    tested: np.ndarray
-    penalties: tuple[float, ...] = PENALTIES
+    folds: np.ndarray  # [contexts] fold of each
+    label_rows: np.ndarray  # [1 + permutations, contexts] whose labels it gets; row 0 is its own
+    trained: np.ndarray  # [contexts] whether it may be trained and chosen on
+    tested: np.ndarray  # [contexts] whether it is tested on; folds of tested ones are outer ones
+    penalties: tuple[float, ...] = PENALTIES  # falling
 
     @classmethod
     def from_outcome(
@@ -93,29 +84,16 @@ class Design:
 
 @dataclass(frozen=True)
 class CrossValidated:
-    """What nested cross-validation finds at one layer and position.
+    """What nested cross-validation finds at one layer and position, by the closed form (inner
+    correlations are means over inner folds, of the best penalty) and by logistic probes."""
 
-    Attributes:
-        inner_correlation: ``[outer folds, 1 + permutations]`` float32, for each the best penalty's
-            correlation with the rates, mean over inner folds; by the closed form.
-        outer_auroc: ``[outer folds, 1 + permutations]`` float32, in the outer fold with that
-            penalty.
-        whole_correlation: over all outer folds, of the best penalty, for the selection on all
-            contexts.
-        differs: whether any two contexts of a run have different states.
-        scores: ``[contexts]`` log-odds, each from the logistic probe of its outer fold; NaN where
-            a context isn't tested on.
-        penalties: ``[outer folds]`` that probe's penalty, by the inner loop.
-        unreliability: of the scores, see :func:`unreliability`.
-    """
-
-    inner_correlation: np.ndarray
-    outer_auroc: np.ndarray
-    whole_correlation: float
-    differs: bool
-    scores: np.ndarray
-    penalties: np.ndarray
-    unreliability: float
+    inner_correlation: np.ndarray  # [outer folds, 1 + permutations] float32, with the rates
+    outer_auroc: np.ndarray  # [outer folds, 1 + permutations] float32, with that penalty
+    whole_correlation: float  # over all outer folds, for the selection on all contexts
+    differs: bool  # any two contexts of a run have different states
+    scores: np.ndarray  # [contexts] log-odds, each from its outer fold's probe; NaN if not tested
+    penalties: np.ndarray  # [outer folds] of those probes, by the inner loop
+    unreliability: float  # of the scores, see :func:`unreliability`
 
 
 def cross_validate(
