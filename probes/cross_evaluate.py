@@ -118,18 +118,18 @@ def _pairs(
     """Names of what is trained and tested on, of every entry; and notes."""
     trained, tested, notes = [], [], []
     for name, rows in units.items():
-        have = outcome.sources_of_either_kind(rows)
-        lacks = f"{name}: {have[0]} sources with a positive turn, {have[1]} with a negative"
-        if np.ptp(outcome.rate[rows]) == 0:
-            lacks, have = f"{name}: every context has the same rate", (0, 0)
-        if min(have) >= MIN_SOURCES:
-            trained.append(name)
-        if min(have) >= MIN_TESTED:
-            tested.append(name)
-        if min(have) < MIN_TESTED:
-            notes.append(f"{lacks}; not tested on ({MIN_TESTED} of each needed), nor trained on.")
-        elif min(have) < MIN_SOURCES:
-            notes.append(f"{lacks}; not trained on by itself ({MIN_SOURCES} of each needed).")
+        positive, negative = outcome.sources_of_either_kind(rows)
+        differ = np.ptp(outcome.rate[rows]) > 0
+        few = min(positive, negative) if differ else 0
+        trained += [name] * (few >= MIN_SOURCES)
+        tested += [name] * (few >= MIN_TESTED)
+        if few < MIN_SOURCES:
+            what = "trained on" if few >= MIN_TESTED else "trained or tested on"
+            alike = "" if differ else ", and all contexts the same rate"
+            notes.append(
+                f"{name} isn't {what}: {positive} sources have a positive turn, {negative} a "
+                f"negative one{alike}."
+            )
     pairs = list(product(trained, tested))
     if all(one == other for one, other in pairs):
         raise UserError(
@@ -330,12 +330,9 @@ def _explained(entries: list[Entry], data: ProbeSet, settings: AnalysisSettings)
         f"random negative one of the same {data.within}, by the row's probe, among the column's "
         "contexts (0.5: chance). The interval is over the sources tested, given the trained "
         "probes.",
+        f"Where training and test share sources, {settings.folds} probes were cross-fitted by "
+        "folds of whole sources, and the tested labels are permuted with those trained on.",
     ]
-    if any(len(entry.chosen) > 1 for entry in entries):
-        lines.append(
-            f"Where training and test share sources, {settings.folds} probes were cross-fitted by "
-            "folds of whole sources, and the tested labels are permuted with those trained on."
-        )
     models = len({run.model["weights_hash"] for run in data.runs})
     if models > 1:
         lines.append(
