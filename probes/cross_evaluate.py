@@ -14,9 +14,10 @@ by chance. Cross-fitted scores vary even more, since each fold's labels train th
 probes.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -29,7 +30,7 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
 from ia_mech.results import Result, Table
 from ia_mech.stats import Estimate, holm
-from probes.analysis import AnalysisSettings, HiddenStates, Place, fold_scores, select
+from probes.analysis import AnalysisSettings, HiddenStates, Place, fold_scores, processors, select
 from probes.dataset import MIN_SOURCES, ProbeSet
 from probes.fit.folds import make_folds, permutations, seeds_of
 from probes.fit.nested_cv import CrossValidated, Design, cross_validate
@@ -68,8 +69,7 @@ def cross_evaluate(
 ) -> tuple[list[Entry], list[str]]:
     """Train on each unit (name → rows, of two at least, without overlap), test on each.
 
-    A unit with too few sources of either kind is not trained on, or not tested on either. Every
-    layer and position is read once, and the chosen ones once more.
+    A unit with too few sources of either kind is not trained on, or not tested on either.
 
     Returns:
         The entries, row by row, and what a reader has to know.
@@ -80,36 +80,73 @@ def cross_evaluate(
     """
     settings, progress = settings or AnalysisSettings(), progress or Quiet()
     pairs, notes = _pairs(outcome, units)
-    problems = {
-        (trained, tested): _Problem.of(outcome, units[trained], units[tested], settings)
-        for trained, tested in pairs
-    }
-    with threadpool_limits(1):  # the matrices are small
+    problems = [_problem(outcome, units[one], units[other], settings) for one, other in pairs]
+    places = list(product(hidden.layers, hidden.positions))
+
+    def probed(place: Place) -> list[CrossValidated]:
+        states = hidden.at(*place)
+        return [cross_validate(states[rows], design) for rows, design in problems]
+
+    progress.start("probes", len(places))
+    by_place = []
+    with threadpool_limits(1), ThreadPoolExecutor(settings.workers or processors()) as pool:
         try:
-            _select(hidden, problems, progress)
-            _score(hidden, list(problems.values()), progress)
+            for found in pool.map(probed, places):
+                by_place.append(found)
+                progress.advance()
         finally:
             progress.stop()
-    adjusted = holm([problem.p for problem in problems.values()])
-    entries = []
-    for ((trained, tested), problem), p_holm in zip(problems.items(), adjusted, strict=True):
-        design, rows = problem.design, np.flatnonzero(problem.design.tested)
-        scores = fold_scores(design.outcome.take(rows), design.folds[rows], settings)
-        auroc = scores.auroc(problem.scores[rows])
+    shape, entries = (len(hidden.layers), len(hidden.positions)), []
+    of_problems = zip(pairs, problems, zip(*by_place, strict=True), strict=True)
+    for (trained, tested), (_, design), cells in of_problems:
+        selected = select(cells, design, shape)
+        chosen = [int(np.ravel_multi_index(tuple(cell), shape)) for cell in selected.chosen]
+        scores = np.empty(len(design.folds))
+        for fold, at in zip(design.outer, chosen, strict=True):
+            here = design.tested_rows(fold)
+            scores[here] = cells[at].scores[here]
+        # The interval is given a single probe, so that it isn't widened by chance in its training.
+        widened = np.mean([cells[at].unreliability for at in chosen]) if len(chosen) > 1 else 0.0
+        rows = np.flatnonzero(design.tested)
+        by_fold = fold_scores(design.outcome.take(rows), design.folds[rows], settings)
         entries.append(
             Entry(
                 trained=trained,
                 tested=tested,
-                auroc=auroc.with_training(float(np.mean(problem.unreliability))).estimate(),
-                p=problem.p,
-                p_holm=float(p_holm),
-                chosen=problem.places,
+                auroc=by_fold.auroc(scores[rows]).with_training(float(widened)).estimate(),
+                p=selected.headline_p,
+                p_holm=np.nan,
+                chosen=[places[at] for at in chosen],
                 train_contexts=len(units[trained]),
                 train_sources=len(set(outcome.sources[units[trained]])),
                 test_contexts=len(rows),
             )
         )
-    return entries, notes
+    adjusted = holm([entry.p for entry in entries])
+    return [replace(one, p_holm=float(p)) for one, p in zip(entries, adjusted, strict=True)], notes
+
+
+def _problem(
+    outcome: Outcome, train: np.ndarray, test: np.ndarray, settings: AnalysisSettings
+) -> tuple[np.ndarray, Design]:
+    """The contexts that are trained or tested on, and the cross-validation of these.
+
+    Where no source is shared, those tested are a fold of their own; where some are, labels of both
+    are permuted together.
+    """
+    rows = np.union1d(train, test)
+    own, trained, tested = outcome.take(rows), np.isin(rows, train), np.isin(rows, test)
+    shared = bool(np.isin(own.sources[trained], own.sources[tested]).any())
+    moved = np.flatnonzero(trained | shared)
+    of_folds, of_permutations = seeds_of(settings.seed)
+    folds = np.full(len(rows), settings.folds)
+    folds[moved] = make_folds(own.take(moved), settings.folds, of_folds)
+    labels = np.tile(np.arange(len(rows)), (1 + settings.permutations, 1))
+    for at, taken in enumerate(
+        permutations(own.take(moved), folds[moved], settings.permutations, of_permutations)
+    ):
+        labels[1 + at, moved] = moved[taken]
+    return rows, Design(own, folds, labels, trained, tested)
 
 
 def _pairs(
@@ -168,81 +205,6 @@ def units_of(data: ProbeSet) -> dict[str, np.ndarray]:
 
 def _unit(data: ProbeSet) -> str:
     return "run" if len(data.runs) > 1 else "dataset"
-
-
-# -- probes ---------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _Problem:
-    """One entry's cross-validation, and what comes of it."""
-
-    rows: np.ndarray  # contexts that are trained or tested on
-    design: Design  # of these; where no source is shared, those tested are a fold of their own
-    scores: np.ndarray  # [rows] log-odds; NaN where not tested
-    places: list[Place]  # that each outer fold chose
-    unreliability: np.ndarray  # of each fold's scores; 0 of one probe, whose interval is given it
-    p: float = np.nan  # of the closed form, choice and training replayed
-
-    @classmethod
-    def of(
-        cls, outcome: Outcome, train: np.ndarray, test: np.ndarray, settings: AnalysisSettings
-    ) -> "_Problem":
-        """Where training and test share sources, labels of both are permuted together."""
-        rows = np.union1d(train, test)
-        own, trained, tested = outcome.take(rows), np.isin(rows, train), np.isin(rows, test)
-        shared = bool(np.isin(own.sources[trained], own.sources[tested]).any())
-        moved = np.flatnonzero(trained | shared)
-        of_folds, of_permutations = seeds_of(settings.seed)
-        folds = np.full(len(rows), settings.folds)
-        folds[moved] = make_folds(own.take(moved), settings.folds, of_folds)
-        labels = np.tile(np.arange(len(rows)), (1 + settings.permutations, 1))
-        for at, taken in enumerate(
-            permutations(own.take(moved), folds[moved], settings.permutations, of_permutations)
-        ):
-            labels[1 + at, moved] = moved[taken]
-        design = Design(own, folds, labels, trained, tested)
-        return cls(rows, design, np.full(len(rows), np.nan), [], np.zeros(len(design.outer)))
-
-
-def _select(
-    hidden: HiddenStates, problems: Mapping[tuple[str, str], _Problem], progress: Progress
-) -> None:
-    """The ``places`` and ``p`` of every problem."""
-    shape = len(hidden.layers), len(hidden.positions)
-    progress.start("choosing layers and positions", shape[0] * shape[1])
-    found: dict[tuple[str, str], list[CrossValidated]] = defaultdict(list)
-    for place in product(hidden.layers, hidden.positions):
-        states = hidden.at(*place)
-        for pair, problem in problems.items():
-            own = states[problem.rows]
-            found[pair].append(cross_validate(own, problem.design, logistic=False))
-        progress.advance()
-    for pair, problem in problems.items():
-        tested = select(found[pair], problem.design, shape)
-        problem.p = tested.headline_p
-        problem.places = [
-            (hidden.layers[at], hidden.positions[where]) for at, where in tested.chosen
-        ]
-
-
-def _score(hidden: HiddenStates, problems: list[_Problem], progress: Progress) -> None:
-    """The ``scores`` of logistic probes, where each fold chose to read."""
-    places = dict.fromkeys(place for problem in problems for place in problem.places)
-    progress.start("probes", len(places))
-    for place in places:
-        states = hidden.at(*place)
-        for problem in problems:
-            design = problem.design
-            folds = [at for at, other in enumerate(problem.places) if other == place]
-            if not folds:
-                continue
-            found = cross_validate(states[problem.rows], design.observed())
-            here = design.tested & np.isin(design.folds, np.array(design.outer)[folds])
-            problem.scores[here] = found.scores[here]
-            if len(design.outer) > 1:
-                problem.unreliability[folds] = found.unreliability
-        progress.advance()
 
 
 # -- the result -----------------------------------------------------------------------------------

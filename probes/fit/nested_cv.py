@@ -96,13 +96,8 @@ class CrossValidated:
     unreliability: float  # of the scores, see :func:`unreliability`
 
 
-def cross_validate(
-    features: np.ndarray, design: Design, *, logistic: bool = True
-) -> CrossValidated:
-    """Select penalties, score and test the probes of ``[contexts, d]`` features.
-
-    Without ``logistic`` only the closed form is made, and scores and penalties are NaN.
-    """
+def cross_validate(features: np.ndarray, design: Design) -> CrossValidated:
+    """Select penalties, score and test the probes of ``[contexts, d]`` features."""
     states, runs = compact(features), design.outcome.runs
     outer, columns = design.outer, design.rates.shape[1]
     inner = np.zeros((design.fold_count, len(design.penalties), columns), dtype=np.float32)
@@ -114,18 +109,17 @@ def cross_validate(
         split, test = project(states, design.rows_outside(*pair), runs), design.rows_of(*pair)
         here = {fold: design.folds[test] == fold for fold in pair}
         predicted = ridge_predictions(split, design, test)
-        by_path = path_scores(split, design, test) if logistic else None
+        by_path = path_scores(split, design, test)
         for fold, other in (pair, pair[::-1]):
             # Predictions for one fold help to choose for the other.
             for at in range(len(design.penalties)):
                 inner[other, at] += correlation(predicted[at, here[fold]], design, fold)
-            if by_path is not None:
-                left_out[other][:, test[here[fold]]] = by_path[:, here[fold]]
+            left_out[other][:, test[here[fold]]] = by_path[:, here[fold]]
     inner /= design.fold_count - 1
     best = inner[outer].argmax(1)
     aurocs = np.empty((len(outer), columns), dtype=np.float32)
     whole = np.zeros(len(design.penalties))
-    scores, chosen = np.full(len(runs), np.nan), np.full(len(outer), np.nan)
+    scores, chosen = np.full(len(runs), np.nan), np.empty(len(outer))
     for number, fold in enumerate(outer):
         split, test = project(states, design.rows_outside(fold), runs), design.tested_rows(fold)
         predicted = ridge_predictions(split, design, test)
@@ -133,10 +127,9 @@ def cross_validate(
         for at, own in enumerate(predicted[..., :1]):
             whole[at] += _correlation(own, truth, runs[test])[0] / len(outer)
         aurocs[number] = fold_auroc(with_penalties(predicted, best[number]), design, test)
-        if logistic:
-            chosen[number] = design.penalties[inner_losses(left_out[fold], design, fold).argmin()]
-            raw = fit(split, design, chosen[number]).scores(split.at(test), runs[test])
-            scores[test] = np.round(raw, DIGITS)
+        chosen[number] = design.penalties[inner_losses(left_out[fold], design, fold).argmin()]
+        raw = fit(split, design, chosen[number]).scores(split.at(test), runs[test])
+        scores[test] = np.round(raw, DIGITS)
 
     def by_half(fold: int, train: np.ndarray) -> np.ndarray:
         return scores_in(states, design, fold, train, chosen[outer.index(fold)])
@@ -150,7 +143,7 @@ def cross_validate(
         differs=any(np.ptp(own, axis=0).any() for own in tested),
         scores=scores,
         penalties=chosen,
-        unreliability=unreliability(design, by_half) if logistic else np.nan,
+        unreliability=unreliability(design, by_half),
     )
 
 
