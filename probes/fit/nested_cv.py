@@ -112,9 +112,11 @@ def cross_validate(features: np.ndarray, design: Design) -> CrossValidated:
         by_path = path_scores(split, design, test)
         for fold, other in (pair, pair[::-1]):
             # Predictions for one fold help to choose for the other.
+            rows = test[here[fold]]
             for at in range(len(design.penalties)):
-                inner[other, at] += correlation(predicted[at, here[fold]], design, fold)
-            left_out[other][:, test[here[fold]]] = by_path[:, here[fold]]
+                own = predicted[at, here[fold]]
+                inner[other, at] += correlation(own, design.standard[fold], runs[rows])
+            left_out[other][:, rows] = by_path[:, here[fold]]
     inner /= design.fold_count - 1
     best = inner[outer].argmax(1)
     aurocs = np.empty((len(outer), columns), dtype=np.float32)
@@ -125,8 +127,9 @@ def cross_validate(features: np.ndarray, design: Design) -> CrossValidated:
         predicted = ridge_predictions(split, design, test)
         truth = design.standard_rates(test)[:, :1]
         for at, own in enumerate(predicted[..., :1]):
-            whole[at] += _correlation(own, truth, runs[test])[0] / len(outer)
-        aurocs[number] = fold_auroc(with_penalties(predicted, best[number]), design, test)
+            whole[at] += correlation(own, truth, runs[test])[0] / len(outer)
+        of_best = np.take_along_axis(predicted, best[number][None, None], axis=0)[0]
+        aurocs[number] = fold_auroc(of_best, design, test)
         chosen[number] = design.penalties[inner_losses(left_out[fold], design, fold).argmin()]
         raw = fit(split, design, chosen[number]).scores(split.at(test), runs[test])
         scores[test] = np.round(raw, DIGITS)
@@ -251,19 +254,9 @@ def ridge_predictions(split: Projection, design: Design, test: np.ndarray) -> np
     return np.stack([one.astype(np.float32) @ projected for one in shrunk])
 
 
-def with_penalties(predicted: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """``[test, columns]`` of :func:`ridge_predictions`, each column by the penalty (an index) that
-    was chosen for it."""
-    return np.take_along_axis(predicted, chosen[None, None], axis=0)[0]
-
-
-def correlation(predicted: np.ndarray, design: Design, fold: int) -> np.ndarray:
-    """``[columns]`` correlation of predictions with the rates of a fold's training contexts, both
-    less their runs' means."""
-    return _correlation(predicted, design.standard[fold], design.outcome.runs[design.rows_of(fold)])
-
-
-def _correlation(predicted: np.ndarray, standard: np.ndarray, runs: np.ndarray) -> np.ndarray:
+def correlation(predicted: np.ndarray, standard: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    """``[columns]`` correlation of predictions, less their runs' means, with rates that are
+    standardised by :meth:`Design.standard_rates`."""
     centred = less_means(predicted, runs)
     length = np.sqrt(np.einsum("nc,nc->c", centred, centred))
     product = np.einsum("nc,nc->c", centred, standard)
