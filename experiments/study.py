@@ -147,7 +147,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
         found.append(Stage("reaction", "experiments.reaction", words, tokens))
     if not args.quick and args.queries >= PROBED:
         for target in ("rate", "latent"):
-            words = [run, "--target", target, "--replace"]
+            words = [run, "--target", target]
             found.append(Stage(f"probes {target}", "probes.train", words, optional=True))
     if args.where:
         put, learned = args.queries * PUT_IN, 3 * EIGHTHS * STEPS * TURNS

@@ -5,10 +5,10 @@ Nothing here knows runs or files: ``probes.train`` reads a run, calls :func:`ana
 """
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -53,13 +53,15 @@ SINGLE = 1e-10  # of the squares of states in single precision: less is rounding
 
 T = TypeVar("T")
 R = TypeVar("R")
+Place = tuple[int, str]  # layer and position
 
 
 # -- what goes in ---------------------------------------------------------------------------------
 
 
 class HiddenStates(Protocol):
-    """Hidden states by layer; ``probes.dataset.ProbeSet`` is one, :class:`Arrays` another."""
+    """Hidden states, read as they are needed; ``probes.dataset.ProbeSet`` is one, :class:`Arrays`
+    another. Several threads may read at once."""
 
     @property
     def layers(self) -> Sequence[int]: ...
@@ -67,8 +69,8 @@ class HiddenStates(Protocol):
     @property
     def positions(self) -> Sequence[str]: ...
 
-    def layer(self, layer: int) -> np.ndarray:
-        """``[contexts, positions, d_model]``."""
+    def at(self, layer: int, position: str) -> np.ndarray:
+        """``[contexts, d_model]``."""
         ...
 
     def ends(self, layer: int) -> np.ndarray | None:
@@ -95,45 +97,20 @@ class Arrays:
     def layers(self) -> Sequence[int]:
         return range(len(self.states))
 
-    def layer(self, layer: int) -> np.ndarray:
-        return self.states[layer]
+    def at(self, layer: int, position: str) -> np.ndarray:
+        return self.states[layer][:, self.positions.index(position)]
 
     def ends(self, layer: int) -> np.ndarray | None:
         if self.conversation is not None:
             return self.conversation[layer]
         if not {*ENDS} <= {*self.positions}:
             return None
-        return np.hstack([self.states[layer][:, self.positions.index(name)] for name in ENDS])
-
-
-@dataclass(frozen=True)
-class _LessSources:
-    """Hidden states less the mean of their source, whose level no probe of siblings may use."""
-
-    hidden: HiddenStates
-    sources: np.ndarray
-
-    @property
-    def layers(self) -> Sequence[int]:
-        return self.hidden.layers
-
-    @property
-    def positions(self) -> Sequence[str]:
-        return self.hidden.positions
-
-    def layer(self, layer: int) -> np.ndarray:
-        states = self.hidden.layer(layer)
-        each = [less_sources(states[:, at], self.sources) for at in range(states.shape[1])]
-        return np.stack(each, axis=1)
-
-    def ends(self, layer: int) -> np.ndarray | None:
-        states = self.hidden.ends(layer)
-        return None if states is None else less_sources(states, self.sources)
+        return np.hstack([self.at(layer, name) for name in ENDS])
 
 
 def less_sources(features: np.ndarray, sources: np.ndarray) -> np.ndarray:
-    """``[contexts, d]`` features less the mean of their source; zeros where no more is left than
-    rounding, as of a state that comes before the response."""
+    """``[contexts, d]`` features less the mean of their source, whose level no probe of siblings
+    may use; zeros where no more is left than rounding, as of a state before the response."""
     given = np.asarray(features, dtype=np.float64)
     left = less_means(given, sources)
     return left if (left**2).sum() > SINGLE * (given**2).sum() else np.zeros_like(left)
@@ -141,23 +118,14 @@ def less_sources(features: np.ndarray, sources: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class AnalysisSettings:
-    """How to analyse.
+    """How to analyse."""
 
-    Attributes:
-        folds: of the outer loop; the inner one has one less.
-        permutations: of the tests.
-        level: coverage of intervals.
-        resamples: bootstrap samples.
-        seed: of folds and permutations (a stream each) and of resampling.
-        workers: threads; the processors this process may use, if not given.
-    """
-
-    folds: int = 5
-    permutations: int = 1000
-    level: float = 0.95
-    resamples: int = 2000
-    seed: int = 0
-    workers: int | None = None
+    folds: int = 5  # of the outer loop; the inner one has one less
+    permutations: int = 1000  # without any there is nothing to conclude
+    level: float = 0.95  # coverage of intervals
+    resamples: int = 2000  # bootstrap samples
+    seed: int = 0  # of folds and permutations (a stream each) and of resampling
+    workers: int | None = None  # threads; the processors this process may use, if not given
 
 
 # -- what comes out -------------------------------------------------------------------------------
@@ -165,19 +133,9 @@ class AnalysisSettings:
 
 @dataclass(frozen=True)
 class ControlComparison:
-    """A control beside the headline.
+    """A control beside the headline: its own AUROC, and ``[contexts]`` log-odds."""
 
-    Attributes:
-        name: of the control.
-        what: one line on what it is.
-        kind: ``text`` or ``output``.
-        auroc: its own.
-        scores: ``[contexts]`` log-odds.
-    """
-
-    name: str
-    what: str
-    kind: str
+    control: Baseline
     auroc: Estimate
     scores: np.ndarray
 
@@ -187,105 +145,63 @@ class IncrementalValue:
     """What hidden states add to a linear readout of the first-token state, the text, and the states
     at the ends of query and response.
 
-    Attributes:
-        scores: out of fold, of both, see :mod:`probes.fit.beyond`.
-        deviance_saved: share of the held-out deviance of the readout without hidden states that
-            the one with them saves.
-        gain: AUROC of the one with hidden states less that of the one without.
-        base, full: both AUROCs.
-        planted: where nothing is shown to be added: the share of deviance that an addition planted
-            into the same states saves (the smallest one that was found; else the largest tried),
-            and whether it was found. None elsewhere, and where all states are at the ends.
+    ``planted``: where nothing is shown to be added, the share of deviance that an addition planted
+    into the same states saves (the smallest one that was found; else the largest tried), and
+    whether it was found. None elsewhere, and where all states are at the ends.
     """
 
-    scores: IncrementalScores
-    deviance_saved: Estimate
-    gain: Estimate
-    base: Estimate
+    scores: IncrementalScores  # of both readouts, out of fold
+    deviance_saved: Estimate  # by hidden states, as a share of the held-out deviance of the other
+    gain: Estimate  # AUROC with hidden states less that without
+    base: Estimate  # both AUROCs
     full: Estimate
     planted: tuple[float, bool] | None = None
 
 
 @dataclass(frozen=True)
 class RandomBlocks:
-    """The same procedure on the states of a model with random blocks, in the same contexts.
+    """The same procedure on the states of a model with random blocks, in the same contexts."""
 
-    Attributes:
-        name: of its run.
-        auroc: as the headline's.
-        difference: the headline's AUROC less this, over the same resamples.
-        cells: ``[layers, positions]`` AUROC of each layer and position by itself.
-    """
-
-    name: str
-    auroc: Estimate
-    difference: Estimate
-    cells: np.ndarray
+    name: str  # of its run
+    auroc: Estimate  # as the headline's
+    difference: Estimate  # the headline's AUROC less this, over the same resamples
+    cells: np.ndarray  # [layers, positions] AUROC of each by itself
 
 
 @dataclass(frozen=True)
 class Headline:
     """The selection procedure: each outer fold is scored by the probe whose layer, position and
-    penalty its inner loop chose.
+    penalty its inner loop chose."""
 
-    Attributes:
-        layer, position: what the same rule chooses on all contexts, for the probe that is kept.
-        chosen: (layer, position) that each outer fold chose.
-        scores: ``[contexts]`` log-odds, each from the probe that its outer fold chose.
-        weights: ``[folds, d_model]`` of those probes, on hidden states as they are.
-        penalty: for all contexts at ``layer`` and ``position``: the median of what the inner loops
-            chose.
-        auroc: of these scores.
-        auroc_of_rates: of the contexts' observed rates: more than any probe can reach.
-        unreliability: of the scores (:func:`probes.fit.nested_cv.unreliability`), mean over
-            ``chosen``; intervals are widened by it.
-    """
-
-    layer: int
+    layer: int  # what the same rule chooses on all contexts, for the probe that is kept
     position: str
-    chosen: list[tuple[int, str]]
-    scores: np.ndarray
-    weights: np.ndarray
-    penalty: float
-    auroc: Estimate
-    auroc_of_rates: Estimate
-    unreliability: float
+    chosen: list[Place]  # by each outer fold
+    scores: np.ndarray  # [contexts] log-odds, each from the probe that its outer fold chose
+    weights: np.ndarray  # [folds, d_model] of those probes, on hidden states as they are
+    penalty: float  # of the probe that is kept: the median of what the inner loops chose there
+    auroc: Estimate  # of the scores
+    auroc_of_rates: Estimate  # of the contexts' observed rates: more than any probe can reach
+    unreliability: float  # of the scores, mean over the chosen; intervals are widened by it
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What came out.
-
-    Attributes:
-        settings, outcome, folds: what went in, and the outer fold of each context.
-        layers, positions: of the heat map.
-        tested: selection and permutation tests.
-        auroc: ``[layers][positions]`` of each layer and position by itself.
-        cell_scores: ``[layers, positions, contexts]`` float32 log-odds.
-        p_best: ``[layers, positions]`` p values of the model confidence set: by held-out log loss,
-            which layers and positions can't be told from the best.
-        headline: the selection procedure's scores.
-        controls: controls.
-        beyond: what hidden states add to output, text and the states at the ends of query and
-            response; None where one of these is lacking.
-        random_blocks: one for each model with random blocks.
-        notes: what a reader has to know.
-    """
+    """What came out."""
 
     settings: AnalysisSettings
     outcome: Outcome
-    folds: np.ndarray
-    layers: list[int]
+    folds: np.ndarray  # [contexts] outer fold
+    layers: list[int]  # of the heat map
     positions: list[str]
     tested: SelectionTests
-    auroc: list[list[Estimate]]
-    cell_scores: np.ndarray
-    p_best: np.ndarray
+    auroc: list[list[Estimate]]  # [layers][positions], each by itself
+    cell_scores: np.ndarray  # [layers, positions, contexts] float32 log-odds
+    p_best: np.ndarray  # [layers, positions] of the model confidence set, by held-out log loss
     headline: Headline
     controls: list[ControlComparison]
-    beyond: IncrementalValue | None
+    beyond: IncrementalValue | None  # None where output, text or the ends are lacking
     random_blocks: list[RandomBlocks]
-    notes: list[str]
+    notes: list[str]  # what a reader has to know
 
     @property
     def among_best(self) -> np.ndarray:
@@ -310,7 +226,7 @@ def analyse(
     ``outcome = Outcome.from_counts(positives, trials, sources)``.
 
     Args:
-        hidden: the states, read one layer at a time.
+        hidden: the states of the outcome's contexts.
         outcome: k of n per context.
         controls: what to compare with; none if not given.
         settings, progress: the default analysis, and nothing is shown, if not given.
@@ -318,25 +234,15 @@ def analyse(
             layers and positions.
 
     Raises:
-        ValueError: fewer sources than folds, or states that are not of these contexts and
-            positions.
+        ValueError: fewer sources than folds, or states of another number of contexts.
         UserError: states that don't differ, and whatever reading them raises.
     """
     controls, settings = controls or Controls(), settings or AnalysisSettings()
     progress = progress or Quiet()
-    shape = hidden.layer(next(iter(hidden.layers))).shape
-    if len(shape) != 3 or shape[:2] != (len(outcome), len(hidden.positions)):
-        raise ValueError(
-            f"a layer has shape {shape}; [contexts, positions, d_model] begins with "
-            f"({len(outcome)}, {len(hidden.positions)})"
-        )
+    count = len(hidden.at(hidden.layers[0], hidden.positions[0]))
+    if count != len(outcome):
+        raise ValueError(f"states of {count} contexts, and an outcome of {len(outcome)}")
     notes = list(controls.missing)
-    if outcome.compares_siblings:
-        sources_of = outcome.sources
-        hidden = _LessSources(hidden, sources_of)
-        controls = controls.within(lambda states: less_sources(states, sources_of))
-        twins = (random_blocks or {}).items()
-        random_blocks = {name: _LessSources(twin, sources_of) for name, twin in twins}
     exchangeable, sources = exchangeable_sources(outcome), outcome.source_count
     if exchangeable < sources:
         notes.append(
@@ -348,10 +254,9 @@ def analyse(
     folds = make_folds(outcome, settings.folds, of_folds)
     permuted = permutations(outcome, folds, settings.permutations, of_permutations)
     design = Design.from_outcome(outcome, folds, permuted)
-    workers = settings.workers or processors()
-    with threadpool_limits(1), ThreadPoolExecutor(workers) as pool:
+    with threadpool_limits(1), ThreadPoolExecutor(settings.workers or processors()) as pool:
         try:
-            analyser = _Analyser(hidden, design, settings, pool, workers, progress)
+            analyser = _Analyser(hidden, design, settings, pool, progress)
             return analyser.run(controls, notes, random_blocks or {})
         finally:
             progress.stop()
@@ -417,12 +322,11 @@ class _Analyser:
         design: Design,
         settings: AnalysisSettings,
         pool: ThreadPoolExecutor,
-        workers: int,
         progress: Progress,
     ) -> None:
         self.hidden, self.design, self.settings = hidden, design, settings
-        self.pool, self.workers, self.progress = pool, workers, progress
-        self.outcome = design.outcome
+        self.pool, self.progress = pool, progress
+        self.outcome, self.observed = design.outcome, design.observed()
         self.scores = fold_scores(self.outcome, design.folds, settings)
         self.layers, self.positions = list(hidden.layers), list(hidden.positions)
 
@@ -434,31 +338,33 @@ class _Analyser:
         # In single precision: there is one score for each layer, position and context.
         cell_scores = np.array([[one.scores for one in row] for row in found], dtype=np.float32)
         return Analysis(
-            self.settings,
-            self.outcome,
-            self.design.folds,
-            self.layers,
-            self.positions,
-            tested,
-            [[self._auroc(one) for one in row] for row in found],
-            cell_scores,
-            self._p_best(cell_scores, headline.unreliability),
-            headline,
-            self._controls(controls),
-            self._beyond(controls, headline, tested),
-            [self._random_blocks(*twin, resampled) for twin in random_blocks.items()],
-            notes,
+            settings=self.settings,
+            outcome=self.outcome,
+            folds=self.design.folds,
+            layers=self.layers,
+            positions=self.positions,
+            tested=tested,
+            auroc=[[self._auroc(one) for one in row] for row in found],
+            cell_scores=cell_scores,
+            p_best=self._p_best(cell_scores, headline.unreliability),
+            headline=headline,
+            controls=self._controls(controls),
+            beyond=self._beyond(controls, headline, tested),
+            random_blocks=[self._random_blocks(*one, resampled) for one in random_blocks.items()],
+            notes=notes,
         )
 
     def _probed(
         self, hidden: HiddenStates, design: Design, phase: str
     ) -> tuple[list[list[CrossValidated]], SelectionTests]:
         """Every layer and position, ``[layers][positions]``, and the selection among them."""
-        shape = len(self.layers), len(self.positions)
-        self.progress.start(phase, shape[0] * shape[1])
-        found = list(self._map(lambda states: cross_validate(states, design), self._cells(hidden)))
-        tested = select(found, design, shape)
-        return [found[at : at + shape[1]] for at in range(0, len(found), shape[1])], tested
+        places, width = list(product(self.layers, self.positions)), len(self.positions)
+        self.progress.start(phase, len(places))
+        found = list(
+            self._map(lambda place: cross_validate(self._own(hidden.at(*place)), design), places)
+        )
+        tested = select(found, design, (len(self.layers), width))
+        return [found[at : at + width] for at in range(0, len(found), width)], tested
 
     def _auroc(self, one: CrossValidated) -> Estimate:
         return self.scores.auroc(one.scores).with_training(one.unreliability).estimate()
@@ -467,7 +373,7 @@ class _Analyser:
         self, name: str, hidden: HiddenStates, headline: ResampledScore
     ) -> RandomBlocks:
         """Against the headline's AUROC."""
-        found, tested = self._probed(hidden, self.design.observed(), "random blocks")
+        found, tested = self._probed(hidden, self.observed, "random blocks")
         scores, unreliability = self._chosen(tested, found)
         auroc = self.scores.auroc(scores)
         cells = np.array([[self.scores.auroc(one.scores).value for one in row] for row in found])
@@ -512,55 +418,57 @@ class _Analyser:
         weights = []  # fitted again: keeping those of every layer and position would take too much
         chosen = [(self.layers[at], self.positions[where]) for at, where in tested.chosen]
         for fold, (layer, position) in enumerate(tested.chosen):
-            states = self._states(*chosen[fold]).astype(float)
+            states = self._own(self.hidden.at(*chosen[fold])).astype(float)
             split = project(states, self.design.rows_outside(fold), self.outcome.runs)
             fitted = fit(split, self.design, found[layer][position].penalties[fold])
             weights.append(split.axes @ fitted.weights)
         layer, position = tested.chosen_on_all
         headline = Headline(
-            self.layers[layer],
-            self.positions[position],
-            chosen,
-            scores,
-            np.array(weights),
-            float(np.median(found[layer][position].penalties)),
-            auroc.with_training(unreliability).estimate(),
-            self.scores.auroc(self.outcome.rate).estimate(),
-            unreliability,
+            layer=self.layers[layer],
+            position=self.positions[position],
+            chosen=chosen,
+            scores=scores,
+            weights=np.array(weights),
+            penalty=float(np.median(found[layer][position].penalties)),
+            auroc=auroc.with_training(unreliability).estimate(),
+            auroc_of_rates=self.scores.auroc(self.outcome.rate).estimate(),
+            unreliability=unreliability,
         )
         return headline, auroc
 
     def _controls(self, controls: Controls) -> list[ControlComparison]:
-        named = [("text", b) for b in controls.text] + [("output", b) for b in controls.output]
+        named = [*controls.text, *controls.output]
         self.progress.start("controls", len(named))
-        observed = self.design.observed()
-        features = (baseline.features for _, baseline in named)
-        probed = self._map(lambda states: cross_validate(states, observed), features)
+        probed = self._map(
+            lambda one: cross_validate(self._own(one.features), self.observed), named
+        )
         return [
-            ControlComparison(control.name, control.what, kind, self._auroc(one), one.scores)
-            for (kind, control), one in zip(named, probed, strict=True)
+            ControlComparison(control, self._auroc(one), one.scores)
+            for control, one in zip(named, probed, strict=True)
         ]
 
     def _beyond(
         self, controls: Controls, headline: Headline, tested: SelectionTests
     ) -> IncrementalValue | None:
-        ends = {layer: self.hidden.ends(layer) for layer, _ in headline.chosen}
-        known = {layer: states for layer, states in ends.items() if states is not None}
+        ends = [self.hidden.ends(layer) for layer, _ in headline.chosen]
+        known = [self._own(states) for states in ends if states is not None]
         if not (controls.output and controls.text and len(known) == len(ends)):
             return None
         # States at the ends are in the base as they are, and add nothing.
         each = {
-            place: self._states(*place).astype(float) * (place[1] not in ENDS)
+            place: self._own(self.hidden.at(*place)).astype(float) * (place[1] not in ENDS)
             for place in dict.fromkeys(headline.chosen)
         }
-        blocks = [_side_by_side(controls.output), _side_by_side(controls.text)]
-        of_ends, observed = [known[layer] for layer, _ in headline.chosen], self.design.observed()
-        self.progress.start("beyond output and text", 2 * observed.fold_count)
-        bases = tune_base(blocks, of_ends, observed, self._map)
+        blocks = [
+            np.hstack([centre_and_scale(self._own(one.features)) for one in baselines])
+            for baselines in (controls.output, controls.text)
+        ]
+        self.progress.start("beyond output and text", 2 * self.observed.fold_count)
+        bases = tune_base(blocks, known, self.observed, self._map)
 
-        def added(hidden: Mapping[tuple[int, str], np.ndarray]) -> IncrementalScores:
+        def added(hidden: Mapping[Place, np.ndarray]) -> IncrementalScores:
             chosen = [hidden[place] for place in headline.chosen]
-            return incremental_scores(bases, chosen, observed, self._map)
+            return incremental_scores(bases, chosen, self.observed, self._map)
 
         def saved(found: IncrementalScores) -> Estimate:
             scores = self.scores.deviance_explained(expit(found.full), expit(found.base))
@@ -570,7 +478,7 @@ class _Analyser:
             if not (tested.readable and any(states.any() for states in each.values())):
                 return None
             share, shown = 0.0, False
-            self.progress.start("planted additions", len(PLANTED) * observed.fold_count)
+            self.progress.start("planted additions", len(PLANTED) * self.observed.fold_count)
             for strength in PLANTED:
                 states, signal = plant(each, self.outcome, found.base, strength, self.settings.seed)
                 wiser = saved_by(signal, self.outcome, found.base)
@@ -580,47 +488,26 @@ class _Analyser:
             return share, shown
 
         found = added(each)
-        base, full, by_hidden = (
-            self.scores.auroc(found.base),
-            self.scores.auroc(found.full),
-            saved(found),
-        )
+        base, full = self.scores.auroc(found.base), self.scores.auroc(found.full)
+        by_hidden = saved(found)
         # Each AUROC as if all of its variance over contexts were chance in training: only the
         # difference's share is known.
         return IncrementalValue(
-            found,
-            by_hidden,
-            (full - base).with_training(found.unreliability).estimate(),
-            base.with_training(1.0).estimate(),
-            full.with_training(1.0).estimate(),
-            None if by_hidden.low > 0 else planted(),
+            scores=found,
+            deviance_saved=by_hidden,
+            gain=(full - base).with_training(found.unreliability).estimate(),
+            base=base.with_training(1.0).estimate(),
+            full=full.with_training(1.0).estimate(),
+            planted=None if by_hidden.low > 0 else planted(),
         )
 
-    # -- reading and computing --------------------------------------------------------------------
-
-    def _states(self, layer: int, position: str) -> np.ndarray:
-        """``[contexts, d_model]``."""
-        return self.hidden.layer(layer)[:, self.positions.index(position)]
-
-    def _cells(self, hidden: HiddenStates) -> Iterator[np.ndarray]:
-        """Layers first; a layer is read when its first position is needed."""
-        for layer in self.layers:
-            states = hidden.layer(layer)
-            yield from (states[:, position] for position in range(len(self.positions)))
+    def _own(self, features: np.ndarray) -> np.ndarray:
+        """``[contexts, d]`` features as they are compared."""
+        siblings = self.outcome.compares_siblings
+        return less_sources(features, self.outcome.sources) if siblings else features
 
     def _map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-        """Results in order; no more items are taken than the threads can soon use."""
-        waiting: deque[Future[R]] = deque()
-        for item in items:
-            waiting.append(self.pool.submit(function, item))
-            if len(waiting) > self.workers:
-                yield waiting.popleft().result()
-                self.progress.advance()
-        while waiting:
-            yield waiting.popleft().result()
+        """Results in order, each of them a step of the progress."""
+        for result in self.pool.map(function, items):
+            yield result
             self.progress.advance()
-
-
-def _side_by_side(baselines: Sequence[Baseline]) -> np.ndarray:
-    """``[contexts, features]`` of several baselines, each as large as the others."""
-    return np.hstack([centre_and_scale(baseline.features) for baseline in baselines])

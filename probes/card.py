@@ -10,11 +10,10 @@ aren't taken for one.
 """
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import scipy
@@ -22,7 +21,7 @@ import torch
 from numpy.typing import ArrayLike
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
-from scipy.special import expit, logit
+from scipy.special import logit
 from torch import Tensor
 
 import ia_mech
@@ -47,19 +46,12 @@ class Direction:
 
     Log-odds are ``slope * (x @ weights - threshold) + base_log_odds``.
 
-    Attributes:
-        name: one of :data:`DIRECTIONS`.
-        weights: ``[d]`` float32 of length 1.
-        threshold: projection at which the predicted probability is the base rate.
-        slope: change of log-odds per unit of activation, above 0.
-        base_log_odds: log-odds of the base rate: of all turns of the training contexts together.
     """
 
-    name: str
-    weights: np.ndarray
-    threshold: float
-    slope: float
-    base_log_odds: float
+    weights: np.ndarray  # [d] float32 of length 1
+    threshold: float  # projection at which the predicted probability is the base rate
+    slope: float  # change of log-odds per unit of activation, above 0
+    base_log_odds: float  # of the base rate: of all turns of the training contexts together
 
 
 def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str, Direction]:
@@ -97,7 +89,7 @@ def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str,
         slope = float(np.linalg.norm(raw))
         level = float((intercepts - split.centres @ raw).mean())
         unit = (raw / slope).astype(np.float32)
-        found[name] = Direction(name, unit, (base_log_odds - level) / slope, slope, base_log_odds)
+        found[name] = Direction(unit, (base_log_odds - level) / slope, slope, base_log_odds)
     return found
 
 
@@ -109,40 +101,33 @@ class Probe:
     directions: Mapping[str, Direction]
     card: dict
 
-    def score(
-        self, residuals: np.ndarray | Tensor, direction: str = "logistic"
-    ) -> np.ndarray | Tensor:
+    def score(self, residuals: Tensor, direction: str = "logistic") -> Tensor:
         """Projections less the threshold, in units of the residual stream; 0 at the base rate.
 
         Contexts that the probe was trained on score better than new ones do.
 
         Args:
-            residuals: ``[…, d]`` of any float type, an array or a tensor on any device.
+            residuals: ``[…, d]`` of any float type, on any device.
             direction: which.
 
         Returns:
-            ``[…]`` float32, of the same kind and on the same device.
+            ``[…]`` float32, on the same device.
 
         Raises:
             UserError: there is no such direction.
             ValueError: the residuals have another width.
         """
         along = self._direction(direction)
-        width, shape = len(along.weights), tuple(np.shape(residuals))
+        width, shape = len(along.weights), tuple(residuals.shape)
         if shape[-1:] != (width,):
             raise ValueError(f"the probe is for width {width}, the residuals have shape {shape}")
-        if isinstance(residuals, Tensor):
-            weights = torch.as_tensor(along.weights, device=residuals.device)
-            return residuals.float() @ weights - along.threshold
-        return np.asarray(residuals).astype(np.float32) @ along.weights - along.threshold
+        weights = torch.as_tensor(along.weights, device=residuals.device)
+        return residuals.float() @ weights - along.threshold
 
-    def probability(
-        self, residuals: np.ndarray | Tensor, direction: str = "logistic"
-    ) -> np.ndarray | Tensor:
+    def probability(self, residuals: Tensor, direction: str = "logistic") -> Tensor:
         """``[…]`` float32 predicted rate of follow-ups; see :meth:`score` for the rest."""
         along, scores = self._direction(direction), self.score(residuals, direction)
-        log_odds = along.slope * scores + along.base_log_odds
-        return log_odds.sigmoid() if isinstance(log_odds, Tensor) else expit(log_odds)
+        return (along.slope * scores + along.base_log_odds).sigmoid()
 
     def _direction(self, name: str) -> Direction:
         if name not in self.directions:
@@ -150,24 +135,17 @@ class Probe:
             raise UserError(f"the probe has no direction {name!r}", f"choose from {known}")
         return self.directions[name]
 
-    @property
-    def files(self) -> dict[str, Callable[[Path], Any]]:
-        """Name → what writes the file. A loaded card keeps the software that it was fitted with."""
+    def save(self, folder: str | Path) -> None:
+        """Write the two files, each replaced atomically, the card last. A loaded card keeps the
+        software that it was fitted with."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         about = {name: asdict(along) for name, along in self.directions.items()}
         content = save({f"weights_{name}": own.pop("weights") for name, own in about.items()})
         card = {"software": dict(SOFTWARE), **self.card, "directions": about}
         card["weights"] = {"file": WEIGHTS, "sha256": sha256(content).hexdigest()}
-        return {
-            WEIGHTS: lambda file: file.write_bytes(content),
-            CARD: lambda file: write_json(file, card),
-        }
-
-    def save(self, folder: str | Path) -> None:
-        """Write the two files, each replaced atomically, the card last."""
-        folder, files = Path(folder), self.files
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / WEIGHTS, files[WEIGHTS])
-        files[CARD](folder / CARD)
+        replace_file(folder / WEIGHTS, lambda file: file.write_bytes(content))
+        write_json(folder / CARD, card)
 
     @classmethod
     def load(cls, path: str | Path) -> "Probe":

@@ -12,8 +12,8 @@ readout that hidden states have to add to (:mod:`probes.fit.beyond`).
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -27,6 +27,7 @@ from probes.dataset import ENDS, ProbeSet
 
 _CONSTANT = 1e-6  # a column that varies less, relative to its size, varies by round-off only
 _RANK = 1e-12  # eigenvalues below this share of the largest are round-off
+_TERMS = {"token_pattern": r"\b\w+\b", "ngram_range": (1, 2), "sublinear_tf": True}
 _TOPICS = 100  # dimensions of latent semantic analysis
 _VALUES = 2**23  # most logits held at a time: 32 MiB, three times over with what is made from them
 _MOST_LIKELY = 10
@@ -35,40 +36,20 @@ HEADER_LAST = "header_last"  # where the first token of the user turn is predict
 
 @dataclass(frozen=True)
 class Baseline:
-    """Features of contexts, probed in place of hidden states.
+    """Features of contexts, probed in place of hidden states."""
 
-    Attributes:
-        name: short, for tables.
-        features: ``[contexts, features]`` float64, at least one column.
-        what: one line that says what they are.
-    """
-
-    name: str
-    features: np.ndarray
-    what: str
+    name: str  # short, for tables
+    features: np.ndarray  # [contexts, features] float64, at least one column
+    what: str  # one line that says what they are
 
 
 @dataclass(frozen=True)
 class Controls:
-    """What the headline is compared with.
+    """What the headline is compared with."""
 
-    Attributes:
-        text: what a probe could read from the contexts themselves.
-        output: the model's own output distribution; empty where it isn't available.
-        missing: why a control is missing, one sentence each.
-    """
-
-    text: list[Baseline] = field(default_factory=list)
-    output: list[Baseline] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-
-    def within(self, centred: Callable[[np.ndarray], np.ndarray]) -> "Controls":
-        """Of contexts that are compared within their source: baselines without its level."""
-
-        def each(baselines: list[Baseline]) -> list[Baseline]:
-            return [replace(one, features=centred(one.features)) for one in baselines]
-
-        return replace(self, text=each(self.text), output=each(self.output))
+    text: list[Baseline] = field(default_factory=list)  # what the contexts themselves tell
+    output: list[Baseline] = field(default_factory=list)  # the model's own output distribution
+    missing: list[str] = field(default_factory=list)  # why one is missing, a sentence each
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -86,9 +67,9 @@ def lsa(texts: Sequence[str]) -> Baseline:
     if not any(re.search(r"\w", text) for text in texts):
         return Baseline("text", np.zeros((len(texts), 1)), what)
     try:
-        terms = _vectorizer(min_df=2).fit_transform(texts)
+        terms = TfidfVectorizer(**_TERMS, min_df=2).fit_transform(texts)
     except ValueError:  # no term occurs in two contexts
-        terms = _vectorizer(min_df=1).fit_transform(texts)
+        terms = TfidfVectorizer(**_TERMS, min_df=1).fit_transform(texts)
     values, vectors = np.linalg.eigh((terms @ terms.T).toarray())
     kept = np.flatnonzero(values > _RANK * values[-1])[::-1][:_TOPICS]
     topics = vectors[:, kept] * np.sqrt(values[kept])
@@ -102,13 +83,8 @@ def lengths(
     context_tokens: ArrayLike,
     unfinished: ArrayLike,
 ) -> Baseline:
-    """Logs of three lengths, their squares, and whether the response is unfinished.
-
-    Args:
-        prompt_tokens, response_tokens, context_tokens: ``[contexts]`` numbers of tokens.
-        unfinished: ``[contexts]`` whether the response ended at the limit of tokens, or within its
-            thought.
-    """
+    """Logs of three lengths in tokens, their squares, and whether the response is unfinished (ended
+    at the limit of tokens, or within its thought); ``[contexts]`` each."""
     tokens = np.column_stack([prompt_tokens, response_tokens, context_tokens])
     logs = _standardised(np.log1p(tokens.astype(float)))  # a response may be empty
     features = _standardised(np.column_stack([logs, logs**2, unfinished]))
@@ -116,12 +92,7 @@ def lengths(
 
 
 def dataset_id(datasets: ArrayLike, runs: ArrayLike) -> Baseline:
-    """One-hot of the pairs of run and dataset; a constant column if there is only one pair.
-
-    Args:
-        datasets: ``[contexts]`` name of the dataset of each.
-        runs: ``[contexts]`` run of each.
-    """
+    """One-hot of the pairs of run and dataset; a constant column if there is only one pair."""
     pairs = pd.MultiIndex.from_arrays([np.asarray(runs), np.asarray(datasets)])
     index, unique = pd.factorize(pairs, sort=True)
     features = np.eye(len(unique))[index] if len(unique) > 1 else np.zeros((len(index), 1))
@@ -137,9 +108,7 @@ def output_state(lens: Lens, residual: Tensor) -> Baseline:
     Every next-token logit is linear in it (up to a softcap), so that a probe on it reads whatever
     the model is about to say. What only an earlier layer shows is latent.
 
-    Args:
-        lens: of the model.
-        residual: ``[contexts, d_model]`` last layer at ``header_last``, before the final norm.
+    ``residual``: ``[contexts, d_model]`` last layer at ``header_last``, before the final norm.
     """
     features = lens.norm(residual).double().numpy()
     return Baseline("output", features, "the model's output state, final_norm(last layer)")
@@ -154,13 +123,8 @@ def output_summaries(
     """Cheap summaries of the next-token distribution, standardised; constant ones are dropped.
 
     At T = 1: entropy, log-probability of the top token, probability of the top ten, and
-    log-probability of ending the turn at once. At each other temperature: entropy. All in nats.
-
-    Args:
-        lens: of the model.
-        residual: ``[contexts, d_model]`` last layer at ``header_last``, before the final norm.
-        turn_end_ids: tokens that end a turn; if there are none, that summary is left out.
-        temperatures: those the run was sampled at, above 0.
+    log-probability of ending the turn at once, if there are tokens that do. At each other
+    temperature (above 0): entropy. All in nats. ``residual`` is as :func:`output_state` takes it.
     """
     others = [t for t in dict.fromkeys(temperatures) if t != 1]
     step = max(1, _VALUES // len(lens.unembedding))
@@ -173,12 +137,6 @@ def output_summaries(
     features = _standardised(torch.cat(chunks).double().numpy())
     what = "entropy, top tokens and turn-end mass of the model's next-token distribution"
     return Baseline("output summaries", features, what)
-
-
-def _vectorizer(min_df: int) -> TfidfVectorizer:
-    return TfidfVectorizer(
-        token_pattern=r"\b\w+\b", ngram_range=(1, 2), sublinear_tf=True, min_df=min_df
-    )
 
 
 def _standardised(columns: np.ndarray) -> np.ndarray:
@@ -252,7 +210,7 @@ def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:
         lens = Lens.load(runs[0].model["weights_hash"])
     except NoLens as missing:
         return [], str(missing)
-    last = torch.from_numpy(data.at(runs[0].layers[-1], [HEADER_LAST])[:, 0])
+    last = torch.from_numpy(data.at(runs[0].layers[-1], HEADER_LAST))
     ends = {int(token) for run in runs for token in run.record["identity"]["chat"]["stop_ids"]}
     temperatures = {t for run in runs for t in run.settings["temperatures"] if t > 0}
     summaries = output_summaries(lens, last, sorted(ends), sorted(temperatures))

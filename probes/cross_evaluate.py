@@ -14,8 +14,9 @@ by chance. Cross-fitted scores vary even more, since each fold's labels train th
 probes.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -29,7 +30,7 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
 from ia_mech.results import Result, Table
 from ia_mech.stats import Estimate, holm
-from probes.analysis import AnalysisSettings, HiddenStates, fold_scores, select
+from probes.analysis import AnalysisSettings, HiddenStates, Place, fold_scores, processors, select
 from probes.dataset import MIN_SOURCES, ProbeSet
 from probes.fit.folds import make_folds, permutations, seeds_of
 from probes.fit.nested_cv import CrossValidated, Design, cross_validate
@@ -41,31 +42,20 @@ MIN_TESTED = 10  # sources with a positive turn, and with a negative one, in wha
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the matrix.
-
-    Attributes:
-        trained, tested: names of units.
-        auroc: within folds and runs, with an interval over the sources tested, widened for chance
-            in training where probes were cross-fitted, as the headline's is.
-        p: how often probes of permuted labels reach this AUROC, by the closed form; NaN without
-            permutations.
-        p_holm: the same, adjusted over all entries.
-        chosen: (layer, position) of each probe: one, or one per fold where sources are shared.
-        train_contexts, train_sources, test_contexts: how many there are.
-    """
+    """One entry of the matrix: names of what was trained and tested on, and what came of it."""
 
     trained: str
     tested: str
-    auroc: Estimate
-    p: float
-    p_holm: float
-    chosen: list[tuple[int, str]]
+    auroc: Estimate  # within folds and runs, over the sources tested, widened where cross-fitted
+    p: float  # how often probes of permuted labels reach it, by the closed form
+    p_holm: float  # adjusted over all entries
+    chosen: list[Place]  # by each probe: one, or one per fold where sources are shared
     train_contexts: int
     train_sources: int
     test_contexts: int
 
     @property
-    def most_chosen(self) -> tuple[int, str]:
+    def most_chosen(self) -> Place:
         """The layer and position that most of its probes read."""
         return Counter(self.chosen).most_common(1)[0][0]
 
@@ -77,16 +67,9 @@ def cross_evaluate(
     settings: AnalysisSettings | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[Entry], list[str]]:
-    """Train on each unit, test on each.
+    """Train on each unit (name → rows, of two at least, without overlap), test on each.
 
     A unit with too few sources of either kind is not trained on, or not tested on either.
-
-    Args:
-        hidden: the states; each layer is read once, and the chosen layers once more.
-        outcome: k of n per context.
-        units: name → rows, of two runs or datasets at least; rows must not overlap.
-        settings: the default analysis if not given; one thread.
-        progress: shows phases and steps; nothing is shown if not given.
 
     Returns:
         The entries, row by row, and what a reader has to know.
@@ -97,36 +80,73 @@ def cross_evaluate(
     """
     settings, progress = settings or AnalysisSettings(), progress or Quiet()
     pairs, notes = _pairs(outcome, units)
-    problems = {
-        (trained, tested): _Problem.of(outcome, units[trained], units[tested], settings)
-        for trained, tested in pairs
-    }
-    with threadpool_limits(1):  # the matrices are small
+    problems = [_problem(outcome, units[one], units[other], settings) for one, other in pairs]
+    places = list(product(hidden.layers, hidden.positions))
+
+    def probed(place: Place) -> list[CrossValidated]:
+        states = hidden.at(*place)
+        return [cross_validate(states[rows], design) for rows, design in problems]
+
+    progress.start("probes", len(places))
+    by_place = []
+    with threadpool_limits(1), ThreadPoolExecutor(settings.workers or processors()) as pool:
         try:
-            _select(hidden, problems, progress)
-            _score(hidden, list(problems.values()), progress)
+            for found in pool.map(probed, places):
+                by_place.append(found)
+                progress.advance()
         finally:
             progress.stop()
-    adjusted = holm([problem.p for problem in problems.values()])
-    entries = []
-    for ((trained, tested), problem), p_holm in zip(problems.items(), adjusted, strict=True):
-        design, rows = problem.design, np.flatnonzero(problem.design.tested)
-        scores = fold_scores(design.outcome.take(rows), design.folds[rows], settings)
-        auroc = scores.auroc(problem.scores[rows])
+    shape, entries = (len(hidden.layers), len(hidden.positions)), []
+    of_problems = zip(pairs, problems, zip(*by_place, strict=True), strict=True)
+    for (trained, tested), (_, design), cells in of_problems:
+        selected = select(cells, design, shape)
+        chosen = [int(np.ravel_multi_index(tuple(cell), shape)) for cell in selected.chosen]
+        scores = np.empty(len(design.folds))
+        for fold, at in zip(design.outer, chosen, strict=True):
+            here = design.tested_rows(fold)
+            scores[here] = cells[at].scores[here]
+        # The interval is given a single probe, so that it isn't widened by chance in its training.
+        widened = np.mean([cells[at].unreliability for at in chosen]) if len(chosen) > 1 else 0.0
+        rows = np.flatnonzero(design.tested)
+        by_fold = fold_scores(design.outcome.take(rows), design.folds[rows], settings)
         entries.append(
             Entry(
                 trained=trained,
                 tested=tested,
-                auroc=auroc.with_training(float(np.mean(problem.unreliability))).estimate(),
-                p=problem.p,
-                p_holm=float(p_holm),
-                chosen=problem.places,
+                auroc=by_fold.auroc(scores[rows]).with_training(float(widened)).estimate(),
+                p=selected.headline_p,
+                p_holm=np.nan,
+                chosen=[places[at] for at in chosen],
                 train_contexts=len(units[trained]),
                 train_sources=len(set(outcome.sources[units[trained]])),
                 test_contexts=len(rows),
             )
         )
-    return entries, notes
+    adjusted = holm([entry.p for entry in entries])
+    return [replace(one, p_holm=float(p)) for one, p in zip(entries, adjusted, strict=True)], notes
+
+
+def _problem(
+    outcome: Outcome, train: np.ndarray, test: np.ndarray, settings: AnalysisSettings
+) -> tuple[np.ndarray, Design]:
+    """The contexts that are trained or tested on, and the cross-validation of these.
+
+    Where no source is shared, those tested are a fold of their own; where some are, labels of both
+    are permuted together.
+    """
+    rows = np.union1d(train, test)
+    own, trained, tested = outcome.take(rows), np.isin(rows, train), np.isin(rows, test)
+    shared = bool(np.isin(own.sources[trained], own.sources[tested]).any())
+    moved = np.flatnonzero(trained | shared)
+    of_folds, of_permutations = seeds_of(settings.seed)
+    folds = np.full(len(rows), settings.folds)
+    folds[moved] = make_folds(own.take(moved), settings.folds, of_folds)
+    labels = np.tile(np.arange(len(rows)), (1 + settings.permutations, 1))
+    for at, taken in enumerate(
+        permutations(own.take(moved), folds[moved], settings.permutations, of_permutations)
+    ):
+        labels[1 + at, moved] = moved[taken]
+    return rows, Design(own, folds, labels, trained, tested)
 
 
 def _pairs(
@@ -135,18 +155,18 @@ def _pairs(
     """Names of what is trained and tested on, of every entry; and notes."""
     trained, tested, notes = [], [], []
     for name, rows in units.items():
-        have = outcome.sources_of_either_kind(rows)
-        lacks = f"{name}: {have[0]} sources with a positive turn, {have[1]} with a negative"
-        if np.ptp(outcome.rate[rows]) == 0:
-            lacks, have = f"{name}: every context has the same rate", (0, 0)
-        if min(have) >= MIN_SOURCES:
-            trained.append(name)
-        if min(have) >= MIN_TESTED:
-            tested.append(name)
-        if min(have) < MIN_TESTED:
-            notes.append(f"{lacks}; not tested on ({MIN_TESTED} of each needed), nor trained on.")
-        elif min(have) < MIN_SOURCES:
-            notes.append(f"{lacks}; not trained on by itself ({MIN_SOURCES} of each needed).")
+        positive, negative = outcome.sources_of_either_kind(rows)
+        differ = np.ptp(outcome.rate[rows]) > 0
+        few = min(positive, negative) if differ else 0
+        trained += [name] * (few >= MIN_SOURCES)
+        tested += [name] * (few >= MIN_TESTED)
+        if few < MIN_SOURCES:
+            what = "trained on" if few >= MIN_TESTED else "trained or tested on"
+            alike = "" if differ else ", and all contexts the same rate"
+            notes.append(
+                f"{name} isn't {what}: {positive} sources have a positive turn, {negative} a "
+                f"negative one{alike}."
+            )
     pairs = list(product(trained, tested))
     if all(one == other for one, other in pairs):
         raise UserError(
@@ -185,91 +205,6 @@ def units_of(data: ProbeSet) -> dict[str, np.ndarray]:
 
 def _unit(data: ProbeSet) -> str:
     return "run" if len(data.runs) > 1 else "dataset"
-
-
-# -- probes ---------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _Problem:
-    """One entry's cross-validation, and what comes of it.
-
-    Attributes:
-        rows: contexts that are trained or tested on.
-        design: of these. Where no source is shared, those tested are a fold of their own.
-        scores: ``[rows]`` log-odds; NaN where not tested.
-        places: layer and position that each outer fold chose.
-        unreliability: of each outer fold's scores; 0 of one probe, whose interval is given it.
-        p: of the closed form, choice and training replayed; NaN without permutations.
-    """
-
-    rows: np.ndarray
-    design: Design
-    scores: np.ndarray
-    places: list[tuple[int, str]]
-    unreliability: np.ndarray
-    p: float = np.nan
-
-    @classmethod
-    def of(
-        cls, outcome: Outcome, train: np.ndarray, test: np.ndarray, settings: AnalysisSettings
-    ) -> "_Problem":
-        """Where training and test share sources, labels of both are permuted together."""
-        rows = np.union1d(train, test)
-        own, trained, tested = outcome.take(rows), np.isin(rows, train), np.isin(rows, test)
-        shared = bool(np.isin(own.sources[trained], own.sources[tested]).any())
-        moved = np.flatnonzero(trained | shared)
-        of_folds, of_permutations = seeds_of(settings.seed)
-        folds = np.full(len(rows), settings.folds)
-        folds[moved] = make_folds(own.take(moved), settings.folds, of_folds)
-        labels = np.tile(np.arange(len(rows)), (1 + settings.permutations, 1))
-        for at, taken in enumerate(
-            permutations(own.take(moved), folds[moved], settings.permutations, of_permutations)
-        ):
-            labels[1 + at, moved] = moved[taken]
-        design = Design(own, folds, labels, trained, tested)
-        return cls(rows, design, np.full(len(rows), np.nan), [], np.zeros(len(design.outer)))
-
-
-def _select(
-    hidden: HiddenStates, problems: Mapping[tuple[str, str], _Problem], progress: Progress
-) -> None:
-    """The ``places`` and ``p`` of every problem."""
-    shape = len(hidden.layers), len(hidden.positions)
-    progress.start("choosing layers and positions", shape[0] * shape[1])
-    found: dict[tuple[str, str], list[CrossValidated]] = defaultdict(list)
-    for layer in hidden.layers:
-        states = hidden.layer(layer)
-        for position in range(shape[1]):
-            for pair, problem in problems.items():
-                own = states[problem.rows, position]
-                found[pair].append(cross_validate(own, problem.design, logistic=False))
-            progress.advance()
-    for pair, problem in problems.items():
-        tested = select(found[pair], problem.design, shape)
-        problem.p = tested.headline_p
-        problem.places = [
-            (hidden.layers[at], hidden.positions[where]) for at, where in tested.chosen
-        ]
-
-
-def _score(hidden: HiddenStates, problems: list[_Problem], progress: Progress) -> None:
-    """The ``scores`` of logistic probes, where each fold chose to read."""
-    layers = sorted({place[0] for problem in problems for place in problem.places})
-    progress.start("probes", len(layers))
-    for layer in layers:
-        states = hidden.layer(layer)
-        for problem in problems:
-            design = problem.design
-            for place in {place for place in problem.places if place[0] == layer}:
-                own = states[problem.rows, hidden.positions.index(place[1])]
-                found = cross_validate(own, design.observed())
-                folds = [at for at, other in enumerate(problem.places) if other == place]
-                here = design.tested & np.isin(design.folds, np.array(design.outer)[folds])
-                problem.scores[here] = found.scores[here]
-                if len(design.outer) > 1:
-                    problem.unreliability[folds] = found.unreliability
-        progress.advance()
 
 
 # -- the result -----------------------------------------------------------------------------------
@@ -317,11 +252,16 @@ def _estimates(entries: list[Entry]) -> pd.DataFrame:
     rows = []
     for entry in entries:
         layer, position = entry.most_chosen
-        of: dict[str, Any] = {"trained": entry.trained, "tested": entry.tested, "layer": layer}
-        of |= {"position": position, "train_sources": entry.train_sources}
-        of["train_contexts"] = entry.train_contexts
-        one = TidyEstimate("auroc", of, entry.test_contexts, entry.auroc, entry.p)
-        rows.append(replace(one, p_holm=entry.p_holm))
+        of = {
+            "trained": entry.trained,
+            "tested": entry.tested,
+            "layer": layer,
+            "position": position,
+            "train_sources": entry.train_sources,
+            "train_contexts": entry.train_contexts,
+        }
+        auroc, rows_tested = entry.auroc, entry.test_contexts
+        rows.append(TidyEstimate("auroc", of, rows_tested, auroc, entry.p, p_holm=entry.p_holm))
     return frame_of(rows, names | counts)
 
 
@@ -352,12 +292,9 @@ def _explained(entries: list[Entry], data: ProbeSet, settings: AnalysisSettings)
         f"random negative one of the same {data.within}, by the row's probe, among the column's "
         "contexts (0.5: chance). The interval is over the sources tested, given the trained "
         "probes.",
+        f"Where training and test share sources, {settings.folds} probes were cross-fitted by "
+        "folds of whole sources, and the tested labels are permuted with those trained on.",
     ]
-    if any(len(entry.chosen) > 1 for entry in entries):
-        lines.append(
-            f"Where training and test share sources, {settings.folds} probes were cross-fitted by "
-            "folds of whole sources, and the tested labels are permuted with those trained on."
-        )
     models = len({run.model["weights_hash"] for run in data.runs})
     if models > 1:
         lines.append(

@@ -21,12 +21,8 @@ from ia_mech.run.sources import sources_of
 from ia_mech.stats import Estimate, variance_components
 from probes.fit.folds import exchangeable_sources
 from probes.targets import (
-    FAILURES,
-    GREEDY,
     GROUNDED,
     KEYS,
-    LATENT,
-    RATE,
     Outcome,
     Target,
     counts_of,
@@ -44,40 +40,28 @@ ENDS = ("query_end", "response_end")  # what the conversation says is read there
 class ProbeSet:
     """Contexts with an outcome, in the order of the runs and then of ``run.contexts``.
 
-    Attributes:
-        runs: the runs, in the given order.
-        judge: whose verdicts the outcomes are made from.
-        target: what is predicted.
-        contexts: one row per context: ``run`` (index into ``runs``), ``row`` (in
-            ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (a key that
-            holds across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (up
-            to the end of the query), ``response_tokens`` (from there to the response's end),
-            ``context_tokens``, ``unfinished``, ``token_ids``, ``positives`` and ``trials``.
-        positions: names of the positions that every context has, in storage order.
-        has_ends: every run kept the states at :data:`ENDS`, and every context has both.
-        notes: what a reader has to know of how all this was put together.
-        layers: the chosen layers, ascending; 0 = embeddings.
-        width: d_model.
-        within: ``run``, ``dataset`` or ``source``: what contexts must share to be compared, besides
-            their perturbation. Each gets an intercept, and labels are permuted within it.
-        reliability: of the rates of responses to one query, over as many turns as a context has
-            (:mod:`ia_mech.stats.components`); None where no query has several.
-        gate: whether the judge can tell a turn's own conversation from another.
-        other_targets: those that have enough sources, should this one not.
+    ``contexts`` has one row per context: ``run`` (index into ``runs``), ``row`` (in
+    ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (a key that holds
+    across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (up to the end of
+    the query), ``response_tokens`` (from there to the response's end), ``context_tokens``,
+    ``unfinished``, ``token_ids``, ``positives`` and ``trials``.
     """
 
-    runs: list[Run]
-    judge: str
+    runs: list[Run]  # in the given order
+    judge: str  # whose verdicts the outcomes are made from
     target: Target
     contexts: pd.DataFrame
-    positions: list[str]
-    notes: list[str]
-    layers: Sequence[int]
-    width: int
-    gate: Gate
-    other_targets: list[str]
+    positions: list[str]  # that every context has, in storage order
+    notes: list[str]  # what a reader has to know of how all this was put together
+    layers: Sequence[int]  # ascending; 0 = embeddings
+    width: int  # d_model
+    gate: Gate  # whether the judge can tell a turn's own conversation from another
+    # What contexts must share to be compared, besides their perturbation: ``run``, ``dataset`` or
+    # ``source``. Each gets an intercept, and labels are permuted within it.
     within: str = RUN
-    has_ends: bool = False
+    has_ends: bool = False  # every run kept the states at :data:`ENDS`, and every context has both
+    # Of the rates of responses to one query, over as many turns as a context has
+    # (:mod:`ia_mech.stats.components`); None where no query has several.
     reliability: Estimate | None = None
 
     def __len__(self) -> int:
@@ -97,35 +81,29 @@ class ProbeSet:
         """Where the outcomes come from, for conclusions, captions and names of figures."""
         return f"judge {self.gate}"
 
-    def layer(self, layer: int) -> np.ndarray:
-        """``[contexts, positions, d_model]`` hidden states at one layer, see :meth:`at`."""
-        return self.at(layer, self.positions)
-
     def ends(self, layer: int) -> np.ndarray | None:
-        """``[contexts, 2 d_model]`` likewise at :data:`ENDS`, side by side; None without them."""
-        return self.at(layer, ENDS).reshape(len(self), -1) if self.has_ends else None
+        """``[contexts, 2 d_model]`` states at :data:`ENDS`, side by side; None without them."""
+        return np.hstack([self.at(layer, name) for name in ENDS]) if self.has_ends else None
 
-    def at(self, layer: int, positions: Sequence[str]) -> np.ndarray:
-        """Hidden states, ``[contexts, positions, d_model]`` float32, at any layer and at any
-        positions that every run kept.
+    def at(self, layer: int, position: str) -> np.ndarray:
+        """Hidden states, ``[contexts, d_model]`` float32, at any layer and position of all runs.
 
         Raises:
             UserError: no such layer, a value that isn't finite, or a file that can't be read.
         """
-        states = np.empty((len(self), len(positions), self.width), dtype=np.float32)
+        states = np.empty((len(self), self.width), dtype=np.float32)
         for number, frame in self.contexts.groupby("run"):
             run = self.runs[number]
-            for at, position in enumerate(positions):
-                found = run.residuals(layer, position).float().numpy()[frame["row"]]
-                finite = np.isfinite(found).all(axis=1)
-                if not finite.all():
-                    context = frame["context_id"].iloc[int(np.argmin(finite))]
-                    raise UserError(
-                        f"layer {layer} at {position} holds NaN or infinity for context {context} "
-                        f"of {run.path}",
-                        "give the command that wrote the run again or else with another --dtype",
-                    )
-                states[frame.index, at] = found
+            found = run.residuals(layer, position).float().numpy()[frame["row"]]
+            finite = np.isfinite(found).all(axis=1)
+            if not finite.all():
+                context = frame["context_id"].iloc[int(np.argmin(finite))]
+                raise UserError(
+                    f"layer {layer} at {position} holds NaN or infinity for context {context} "
+                    f"of {run.path}",
+                    "give the command that wrote the run again or else with another --dtype",
+                )
+            states[frame.index] = found
         return states
 
 
@@ -162,12 +140,13 @@ def read(
     gate = judged.gates[outcome]
     notes = [*judged.notes, f"{gate.sentence}."]
     _check_same_size(runs)
-    contexts = pd.concat([_contexts(run, number) for number, run in enumerate(runs)])
+    each = [_contexts(run, number) for number, run in enumerate(runs)]
+    contexts, has = (pd.concat(frames, ignore_index=True) for frames in zip(*each, strict=True))
     keys = pd.MultiIndex.from_arrays(
         [contexts["run"].map(lambda number: str(runs[number].path)), contexts["context_id"]]
     )
-    counts = counts_of(wanted, judged.turns).reindex(keys)
     counted = turns_that_count(wanted, judged.turns)
+    counts = counts_of(counted).reindex(keys)
     there = counts["n"].notna().to_numpy()
     if not there.any():
         raise UserError(
@@ -179,25 +158,22 @@ def read(
             f"{(~there).sum()} of {len(contexts)} contexts have no outcome for the target "
             f"{wanted.name} and are left out."
         )
-    kept = contexts[there].reset_index(drop=True)
+    kept, has = contexts[there].reset_index(drop=True), has[there].eq(True)
     kept["positives"] = counts["k"].to_numpy()[there].astype(int)
     kept["trials"] = counts["n"].to_numpy()[there].astype(int)
-    where = kept.pop("positions")
     return ProbeSet(
         runs=runs,
         judge=judged.judge,
         target=wanted,
-        positions=_common_positions(runs, where, positions, notes),
+        positions=_common_positions(has, positions, notes),
         contexts=kept,
         notes=notes,
         layers=_chosen_layers(runs[0].layers, layers),
         width=runs[0].model["d_model"],
         within=within,
         gate=gate,
-        other_targets=targets_with_enough(judged.turns),
         reliability=_reliability(counted),
-        has_ends=all({*ENDS} <= {*run.positions} for run in runs)
-        and all(index_of(at, name) is not None for at in where for name in ENDS),
+        has_ends=all(name in has and has[name].all() for name in ENDS),
     )
 
 
@@ -237,34 +213,29 @@ def check_reliable(data: ProbeSet) -> None:
 # -- is there enough? -----------------------------------------------------------------------------
 
 
-def check_enough(outcome: Outcome, target: Target, others: Sequence[str] = ()) -> None:
-    """Refuse outcomes that no probe can be trained and tested on; ``others`` are targets that could
-    be given instead.
+def check_enough(outcome: Outcome, target: Target) -> None:
+    """Refuse outcomes that no probe can be trained and tested on.
 
     Raises:
         UserError: too few sources with a positive turn or without one, too few where rates differ,
             or too few that can be permuted.
     """
-    sources, kinds = outcome.source_count, (target.positive, target.negative)
+    sources = outcome.source_count
     needs = f"a probe needs {MIN_SOURCES} with one and {MIN_SOURCES} without"
 
     def fewest(rows: np.ndarray | slice) -> tuple[int, str]:
         """Sources of the rarer kind, and what there is of them."""
+        kinds = "has its property", "lacks it"
         few, kind = min(zip(outcome.sources_of_either_kind(rows), kinds, strict=True))
-        have = "all" if few == sources else f"only {few}" if few else "none"
-        return few, f"{have} of {sources} sources {'has' if few < 2 else 'have'} {kind}"
+        return few, f"only {few} of {sources} sources have a turn that {kind} ({target.name})"
 
     few, there = fewest(slice(None))
     if few < MIN_SOURCES:
-        ways = [f"give --target {' or '.join(others)}"] if others else []
+        more = "sample other conversations (--dataset)"
         if few:
             enough = math.ceil(sources * MIN_SOURCES / few / 10) * 10
-            ways.append(f"sample about {enough} sources at this rate (--limit)")
-        else:
-            ways.append("sample other conversations (--dataset)")
-        if few < sources and target.kind != GREEDY:
-            ways.append("more turns of each (--samples, --temperatures)")
-        raise UserError(f"{there}; {needs}", ", or ".join(ways))
+            more = f"sample about {enough} sources at this rate (--limit)"
+        raise UserError(f"{there}; {needs}", f"{more}, or give another --target")
     # A run whose contexts all have the same rate has nothing to predict.
     varies = np.array([np.ptp(outcome.rate[outcome.runs == run]) > 0 for run in outcome.runs])
     few, there = fewest(varies)
@@ -282,18 +253,6 @@ def check_enough(outcome: Outcome, target: Target, others: Sequence[str] = ()) -
             "permute",
             "give runs whose sources have equally many contexts",
         )
-
-
-def targets_with_enough(turns: pd.DataFrame) -> list[str]:
-    """Targets with enough sources of either kind, of ``JudgedTurns.turns``."""
-    source_of, found = turns.groupby(KEYS, observed=True)["source"].first(), []
-    for name in (RATE, GREEDY, LATENT, *FAILURES):
-        counts = counts_of(Target(name), turns)
-        if len(counts):
-            own = Outcome.from_counts(counts["k"], counts["n"], source_of[counts.index])
-            if min(own.sources_of_either_kind()) >= MIN_SOURCES:
-                found.append(name)
-    return found
 
 
 # -- random blocks --------------------------------------------------------------------------------
@@ -347,12 +306,6 @@ def with_random_blocks(data: ProbeSet, runs: Sequence[str | Path | Run]) -> dict
     return twins
 
 
-def index_of(at: dict, name: str) -> int | None:
-    """Where a context has a position; None if it lacks it."""
-    value = at.get(name)
-    return None if value is None or math.isnan(value) else int(value)
-
-
 # -- what the runs have in common -----------------------------------------------------------------
 
 
@@ -381,52 +334,37 @@ def _chosen_layers(there: range, wanted: Sequence[int] | None) -> Sequence[int]:
 
 
 def _common_positions(
-    runs: list[Run], indices: pd.Series, wanted: Sequence[str] | None, notes: list[str]
+    has: pd.DataFrame, wanted: Sequence[str] | None, notes: list[str]
 ) -> list[str]:
-    """Names of the positions that every context has; those left out are added to ``notes``.
+    """Those of the wanted positions that every context has; ``notes`` get the others.
 
-    ``indices``: ``[contexts]`` name → index in the context, None where it lacks the position.
+    ``has``: ``[contexts, positions]`` whether a context has a position, and its run kept it.
     """
-    common = [name for name in runs[0].positions if all(name in run.positions for run in runs)]
-    if not common:
+    if unknown := [name for name in wanted or () if name not in has]:
         raise UserError(
-            "there is no position whose residual stream was kept in every run",
-            "sample with --positions all",
+            f"position {', '.join(unknown)} was not kept", f"give some of {', '.join(has)}"
         )
-    unknown = [name for name in wanted or () if name not in common]
-    if unknown:
+    names = [name for name in has if wanted is None or name in wanted]
+    lacking = {name: count for name in names if (count := int((~has[name]).sum()))}
+    notes += [
+        f"left out: {name}, which {count} of {len(has)} contexts lack."
+        for name, count in lacking.items()
+    ]
+    if len(lacking) == len(names):
         raise UserError(
-            f"position {', '.join(unknown)} was not kept in every run",
-            f"give some of {', '.join(common)}",
-        )
-    partly = {name for run in runs for name in run.positions}.difference(common)
-    if partly and wanted is None:
-        notes.append(f"left out: {', '.join(sorted(partly))}, which some runs did not keep.")
-    names = []
-    for name in common:
-        if wanted is not None and name not in wanted:
-            continue
-        lacking = sum(index_of(at, name) is None for at in indices)
-        if lacking:
-            notes.append(f"left out: {name}, which {lacking} of {len(indices)} contexts lack.")
-        else:
-            names.append(name)
-    if not names:
-        raise UserError(
-            f"no position is left: some contexts lack {', '.join(wanted or common)}",
+            f"no position is left: some contexts lack {', '.join(names) or 'any'}",
             "choose others with --positions, or sample with --positions all",
         )
-    return names
+    return [name for name in names if name not in lacking]
 
 
-def _contexts(run: Run, number: int) -> pd.DataFrame:
-    """``ProbeSet.contexts`` of one run, without outcome, but with ``positions``."""
+def _contexts(run: Run, number: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """``ProbeSet.contexts`` of one run, without outcome; and which kept positions each has."""
     own = run.contexts
-    query, response = (
-        np.array([-1 if (found := index_of(at, end)) is None else found for at in own["positions"]])
-        for end in ENDS
-    )
-    return pd.DataFrame(
+    at = pd.DataFrame(list(own["positions"])).reindex(columns=[*run.positions, *ENDS])
+    at = at.loc[:, ~at.columns.duplicated()]
+    query, response = (at[name].fillna(-1).astype(int).to_numpy() for name in ENDS)
+    contexts = pd.DataFrame(
         {
             "run": number,
             "row": np.arange(len(own)),
@@ -440,6 +378,6 @@ def _contexts(run: Run, number: int) -> pd.DataFrame:
             "context_tokens": own["context_tokens"].astype(int),
             "unfinished": own["response_unfinished"].fillna(False).astype(bool),
             "token_ids": own["token_ids"],
-            "positions": own["positions"],
         }
     )
+    return contexts, at[run.positions].notna()

@@ -44,20 +44,24 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
     height = 2.3 + min(0.19 * layers, 9)
     figure = Figure(figsize=(max(5.4, 2.6 + 0.85 * positions), height), layout="constrained")
     axes = figure.add_subplot()
-    tested = not np.isnan(analysis.tested.p_family).all()
-    shown = np.where(analysis.tested.p_family <= LEVEL, values, np.nan) if tested else values
+    shown = np.where(analysis.tested.p_family <= LEVEL, values, np.nan)
     image = axes.imshow(
         shown, origin="lower", aspect="auto", cmap="RdBu_r", vmin=0.5 - REACH, vmax=0.5 + REACH
     )
     axes.set_facecolor("0.85")  # cells without a value, or without significance
-    _mark_cells(axes, analysis, shown)
-    _name_axes(axes, analysis)
     look: dict[str, Any] = {"pad": 0.03, "fraction": 0.06, "aspect": 5 * height}
     bar = figure.colorbar(image, ax=axes, extend="both", **look)
     bar.set_label("AUROC (0.5 = chance)")
     bar.outline.set_linewidth(0.7)
+    names = [one_line(name, 24) for name in analysis.positions]
+    axes.set_xticks(range(positions), names, rotation=30, ha="right", rotation_mode="anchor")
+    ticks = range(0, layers, -(-layers // 20))
+    axes.set_yticks(ticks, [str(analysis.layers[at]) for at in ticks])
+    axes.tick_params(length=2)
+    axes.set_xlabel("position")
+    axes.set_ylabel("layer (0 = embeddings)")
+    _mark_cells(figure, axes, analysis, shown)
     _head(figure, axes, analysis, title)
-    _explain_marks(figure, analysis, tested)
     figure.set_label(
         "Each cell is a probe at one layer and position: the redder, the better it tells contexts "
         "apart that it was not trained on; white is guessing, grey isn't shown to be better."
@@ -65,39 +69,23 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
     return figure
 
 
-def _mark_cells(axes: Axes, analysis: Analysis, shown: np.ndarray) -> None:
-    """Dots and the frame."""
+def _mark_cells(figure: Figure, axes: Axes, analysis: Analysis, shown: np.ndarray) -> None:
+    """Dots and the frame, and what they mean."""
     for i, j in np.argwhere(analysis.among_best):
         ink = "white" if abs(shown[i, j] - 0.5) > 0.62 * REACH else "black"
         axes.plot(j, i, "o", color=ink, markersize=3)
-    row = analysis.layers.index(analysis.headline.layer)
-    column = analysis.positions.index(analysis.headline.position)
-    axes.add_patch(
-        Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, linewidth=2, clip_on=False, zorder=3)
-    )
-
-
-def _name_axes(axes: Axes, analysis: Analysis) -> None:
-    names = [one_line(name, 24) for name in analysis.positions]
-    axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor")
-    step = -(-len(analysis.layers) // 20)
-    shown = range(0, len(analysis.layers), step)
-    axes.set_yticks(shown, [str(analysis.layers[at]) for at in shown])
-    axes.tick_params(length=2)
-    axes.set_xlabel("position")
-    axes.set_ylabel("layer (0 = embeddings)")
-
-
-def _explain_marks(figure: Figure, analysis: Analysis, tested: bool) -> None:
-    dot = Line2D([], [], marker="o", color="black", markersize=3, linestyle="none")
-    frame = Patch(fill=False, edgecolor="black", linewidth=2)
     layer, position = analysis.headline.layer, analysis.headline.position
+    corner = analysis.positions.index(position) - 0.5, analysis.layers.index(layer) - 0.5
+    axes.add_patch(Rectangle(corner, 1, 1, fill=False, linewidth=2, clip_on=False, zorder=3))
     marks: dict[str, Artist] = {
-        f"chosen on all contexts: {one_line(f'layer {layer}, {position}', 40)}": frame,
-        f"{100 * analysis.settings.level:g}% confidence set of the best": dot,
+        f"chosen on all contexts: {one_line(f'layer {layer}, {position}', 40)}": Patch(
+            fill=False, edgecolor="black", linewidth=2
+        ),
+        f"{100 * analysis.settings.level:g}% confidence set of the best": Line2D(
+            [], [], marker="o", color="black", markersize=3, linestyle="none"
+        ),
+        "family-wise p > 0.05": Patch(facecolor="0.85"),
     }
-    if tested:
-        marks["family-wise p > 0.05"] = Patch(facecolor="0.85")
     look: dict[str, Any] = {"ncols": 1, "frameon": False, "handlelength": 1.2}
     figure.legend(marks.values(), marks.keys(), loc="outside lower center", **look)
 
@@ -139,19 +127,18 @@ def layer_curve(analysis: Analysis, title: str) -> Figure:
     label = f"each layer by itself, {100 * analysis.settings.level:g}% interval"
     line = {"color": BLUE, "markersize": 3, "linewidth": 1.5}
     handles += axes.plot(layers, [cell.value for cell in curve], "o-", label=label, **line)
-    if tested.permutations:
-        band: dict[str, Any] = {"color": "0.85", "linewidth": 0, "zorder": 0}
-        band["label"] = "null's 95% quantile (closed form)"
-        handles.append(axes.fill_between(layers, 0.5, tested.null_quantile[:, at], **band))
-        # Visible where a control, which is drawn thicker, has the same value.
-        line = {"color": "0.3", "linewidth": 0.8, "zorder": 1.8}
-        line["label"] = "null's largest, 95% (family-wise)"
-        handles.append(axes.axhline(tested.family_quantile, **line))
-    for control in analysis.controls:
-        if control.name in _CONTROLS:  # the others are in the estimates
-            line = {"linewidth": 1.3, "zorder": 1.5, **_CONTROLS[control.name]}
-            label = f"{control.name}: {control.auroc.text()}"
-            handles.append(axes.axhline(control.auroc.value, label=label, **line))
+    band: dict[str, Any] = {"color": "0.85", "linewidth": 0, "zorder": 0}
+    band["label"] = "null's 95% quantile (closed form)"
+    handles.append(axes.fill_between(layers, 0.5, tested.null_quantile[:, at], **band))
+    # Visible where a control, which is drawn thicker, has the same value.
+    line = {"color": "0.3", "linewidth": 0.8, "zorder": 1.8}
+    line["label"] = "null's largest, 95% (family-wise)"
+    handles.append(axes.axhline(tested.family_quantile, **line))
+    for one in analysis.controls:
+        if one.control.name in _CONTROLS:  # the others are in the estimates
+            line = {"linewidth": 1.3, "zorder": 1.5, **_CONTROLS[one.control.name]}
+            label = f"{one.control.name}: {one.auroc.text()}"
+            handles.append(axes.axhline(one.auroc.value, label=label, **line))
     axes.axhline(0.5, color="black", linewidth=0.7, zorder=1)
     axes.set_ylabel(f"AUROC at {one_line(headline.position, 24)}")
     axes.set_xlabel("layer (0 = embeddings)")

@@ -16,20 +16,19 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 from scipy.special import expit
 from scipy.stats import norm
 
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of, p_value
-from ia_mech.results import RESULT, Result, Table, about_runs, folder_of, read
+from ia_mech.results import Result, Table, about_runs, folder_of, kind_of
 from ia_mech.run.labels import check_name
 from ia_mech.run.layout import refuse_unwritable
 from ia_mech.run.sources import SEPARATOR
 from ia_mech.stats import Estimate
 from probes import figures
 from probes.analysis import Analysis, AnalysisSettings, RandomBlocks
-from probes.card import Probe, directions
+from probes.card import CARD, Probe, directions
 from probes.dataset import ProbeSet
 from probes.figures import LEVEL
 
@@ -57,19 +56,15 @@ LAYERS = "0 = embeddings, l = output of block l, before the final norm"
 class Finding:
     """What an analysis shows, and no more.
 
-    Attributes:
-        readable: see :attr:`probes.fit.folds.SelectionTests.readable`.
-        beyond: readable, and hidden states save deviance that :data:`READOUT` leaves, with an
-            interval above zero. Never without these controls, nor from intervals below 95%, nor
-            where random blocks are read as well.
-        sentence: what was found, the plain sentence first.
-        control: what it is held against.
+    ``beyond``: readable, and hidden states save deviance that :data:`READOUT` leaves, with an
+    interval above zero. Never without these controls, nor from intervals below 95%, nor where
+    random blocks are read as well.
     """
 
-    readable: bool
+    readable: bool  # see :attr:`probes.fit.folds.SelectionTests.readable`
     beyond: bool
-    sentence: str
-    control: str
+    sentence: str  # what was found, the plain sentence first
+    control: str  # what it is held against
 
 
 def conclude(
@@ -86,9 +81,7 @@ def conclude(
     )
     subject = what[:1].upper() + what[1:]
     can = f"{subject} can be read from the hidden states"
-    if not tested.permutations:
-        verdict = f"{subject} was not tested: nothing is claimed without permutations."
-    elif not readable:
+    if not readable:
         verdict = f"No evidence was found that {what} can be read from the hidden states."
     elif as_well:
         verdict = (
@@ -102,7 +95,7 @@ def conclude(
     else:
         verdict = f"{can}; that they tell more than {READOUT} is not shown."
     sentences = [verdict, _numbers(analysis)]
-    if tested.permutations and not readable:
+    if not readable:
         sentences.append(_power(analysis))
     controls = []
     if gain is not None:
@@ -128,17 +121,15 @@ def conclude(
 
 def _numbers(analysis: Analysis) -> str:
     tested, auroc = analysis.tested, analysis.headline.auroc
-    p = ""
-    if tested.permutations:
-        p = f", {p_value(tested.headline_p)} (selection replayed; of the heat map, family-wise, "
-        p += f"{p_value(float(tested.p_family.min()))})"
+    p, family = p_value(tested.headline_p), p_value(float(tested.p_family.min()))
     count, level = int(analysis.among_best.sum()), f"{100 * analysis.settings.level:g}%"
     best = f"{count} of {analysis.among_best.size} layers × positions can't be told from the best"
     if count == analysis.among_best.size:
         best = f"no layer or position stands out: none of {count} pairs can be told from the best"
     return (
         f"Probes whose layer and position are chosen inside the training folds have AUROC "
-        f"{auroc.text()}{p}; {best} ({level} confidence set)."
+        f"{auroc.text()}, {p} (selection replayed; of the heat map, family-wise, {family}); {best} "
+        f"({level} confidence set)."
     )
 
 
@@ -175,13 +166,13 @@ def estimates(analysis: Analysis) -> pd.DataFrame:
 
     Quantities, by what their rows are of:
 
-    - a layer and position: ``auroc_cell``, ``statistic`` (the closed-form probes' AUROC, which is
-      tested), ``null_band_95`` (95% quantile of the permuted statistics there), ``p_family``
-      (family-wise), ``p_best`` (of the model confidence set), ``selected_in_folds`` (share of the
-      outer folds that chose it); and with a control, ``auroc_cell`` of random blocks.
+    - a layer and position: ``auroc_cell`` (with a control: of random blocks), ``statistic`` (AUROC
+      of the closed-form probes, which is tested, with its family-wise p), ``null_band_95`` (95%
+      quantile of the permuted statistics there), ``p_best`` (of the model confidence set),
+      ``selected_in_folds`` (share of the outer folds that chose it).
     - the headline, which is the selection procedure and so has no layer or position: ``auroc``,
       ``auroc_of_rates`` (of the observed rates, more than any probe can reach),
-      ``statistic_headline``, ``null_band_95_headline`` and ``p_headline`` (the selection replayed).
+      ``statistic_headline`` (with p, the selection replayed) and ``null_band_95_headline``.
     - a control: ``auroc_control``; of random blocks also ``auroc_less_control`` (the headline's
       less theirs).
     - the readout of output, text and the ends of query and response: ``auroc_base``, ``auroc_full``
@@ -191,9 +182,7 @@ def estimates(analysis: Analysis) -> pd.DataFrame:
 
     Returns:
         :data:`COLUMNS`; :data:`KEY` is unique. ``layer``, ``position`` and ``control`` are missing
-        where a quantity has none, ``low``, ``high`` and ``level`` where there is no interval. ``p``
-        stands beside the statistic that it belongs to, and is the ``value`` of the rows named after
-        it.
+        where a quantity has none, ``low``, ``high`` and ``level`` where there is no interval.
     """
     return frame_of(_rows(analysis), _DTYPES, COLUMNS)
 
@@ -217,13 +206,11 @@ def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
 
     yield interval("auroc", headline.auroc)
     yield interval("auroc_of_rates", headline.auroc_of_rates)
-    band = np.quantile(tested.headline_null, 0.95) if tested.permutations else np.nan
+    band = float(np.quantile(tested.headline_null, 0.95))
     yield plain("statistic_headline", tested.headline_statistic, "closed form", tested.headline_p)
     yield plain("null_band_95_headline", band, permuted)
-    replayed = f"{permuted}, selection replayed"
-    yield plain("p_headline", tested.headline_p, replayed, tested.headline_p)
-    for control in analysis.controls:
-        yield interval("auroc_control", control.auroc, control=control.name)
+    for compared in analysis.controls:
+        yield interval("auroc_control", compared.auroc, control=compared.control.name)
     for one in analysis.random_blocks:
         yield interval("auroc_control", one.auroc, control=one.name)
         yield interval("auroc_less_control", one.difference, control=one.name)
@@ -244,7 +231,6 @@ def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
             yield interval("auroc_cell", analysis.auroc[i][j], **at)
             yield plain("statistic", tested.statistic[i, j], "closed form", p, **at)
             yield plain("null_band_95", tested.null_quantile[i, j], permuted, **at)
-            yield plain("p_family", p, permuted, p, **at)
             yield plain("p_best", analysis.p_best[i, j], "model confidence set", **at)
             yield plain("selected_in_folds", share, "inner folds", **at)
             for one in analysis.random_blocks:
@@ -269,7 +255,7 @@ def predictions(analysis: Analysis) -> pd.DataFrame:
         "log_odds": scores,
         "probability": expit(scores),
     }
-    columns |= {f"control:{control.name}": control.scores for control in analysis.controls}
+    columns |= {f"control:{one.control.name}": one.scores for one in analysis.controls}
     if analysis.beyond is not None:
         columns |= {"base": analysis.beyond.scores.base, "full": analysis.beyond.scores.full}
     return pd.DataFrame(columns)
@@ -285,7 +271,7 @@ def tables(analysis: Analysis) -> list[Table]:
         ["headline", headline.auroc.text(), "hidden states, chosen inside the training folds"],
         ["rates", headline.auroc_of_rates.text(), "the observed ones: more than a probe can reach"],
     ]
-    rows += [[one.name, one.auroc.text(), one.what] for one in analysis.controls]
+    rows += [[one.control.name, one.auroc.text(), one.control.what] for one in analysis.controls]
     rows += [[one.name, one.auroc.text(), RANDOM_BLOCKS] for one in analysis.random_blocks]
     if analysis.beyond is not None:
         base = "output, text, and states at the ends of query and response"
@@ -300,12 +286,12 @@ def tables(analysis: Analysis) -> list[Table]:
         [str(layer), *(_cell(analysis, i, j) for j in range(len(analysis.positions)))]
         for i, layer in enumerate(analysis.layers)
     ]
-    tested = "* family-wise p ≤ 0.05 (closed form); " if analysis.tested.permutations else ""
     heat_map = Table(
         f"AUROC by layer and position, {len(analysis.outcome)} contexts in every column",
         ["layer", *analysis.positions],
         cells,
-        f"{tested}° in the {level} confidence set of the best (held-out log loss)",
+        f"* family-wise p ≤ 0.05 (closed form); ° in the {level} confidence set of the best "
+        "(held-out log loss)",
         full=True,
     )
     return [scores, heat_map]
@@ -321,40 +307,21 @@ def _cell(analysis: Analysis, i: int, j: int) -> str:
 # -- the result -----------------------------------------------------------------------------------
 
 
-def result_folder(
-    about: dict[str, Any], home: Path, name: str | None = None, replace: bool = False
-) -> Path:
-    """A folder that an analysis may write: a new one, one with the same analysis (given the same
-    again), or one with another if it is to be replaced.
-
-    Args:
-        about: what decides the result; see :class:`ia_mech.results.Result`.
-        home: the run to keep it in.
-        name: of the folder; made from kind, target and judge if not given.
-        replace: allow to replace an analysis of other settings.
+def result_folder(about: dict[str, Any], home: Path, name: str | None = None) -> Path:
+    """Where an analysis goes in the run ``home``; ``name`` is made from kind, target and judge if
+    not given.
 
     Raises:
-        UserError: a name that no file can have, one that is taken, or a run that can't be written
-            to.
+        UserError: a name that no file can have, one of a result of another kind, or a run that
+            can't be written to.
     """
     if name is None:
-        settings = about["settings"]
-        parts = [about["kind"], settings["target"].replace("@", "-at-"), about["judge"]]
-        name = "-".join(part for part in parts if part)
+        target = about["settings"]["target"].replace("@", "-at-")
+        name = f"{about['kind']}-{target}-{about['judge']}"
     folder = folder_of(home, check_name(name))
     refuse_unwritable(folder, "give a copy of the run")
-    if (folder / RESULT).exists() and not replace:
-        before = read(folder).about
-        keys = ("kind", "identities", "judge", "labels", "settings")
-        differing = [key for key in keys if before.get(key) != about[key]]
-        if differing == ["settings"]:
-            old, new = dict(before["settings"]), about["settings"]
-            differing = [key for key in new if old.get(key) != new[key]]
-        if differing:
-            raise UserError(
-                f"{folder} holds an analysis that differs in {', '.join(differing)}",
-                "give another --out, or --replace",
-            )
+    if (owner := kind_of(folder)) not in (None, about["kind"]):
+        raise UserError(f"{folder} holds results of {owner}", "give another --out")
     return folder
 
 
@@ -379,17 +346,6 @@ def about(kind: str, data: ProbeSet, settings: AnalysisSettings, **more: Any) ->
 WITHIN = {"run": "", "dataset": " within datasets", "source": " among responses to one query"}
 
 
-def _drawn(analysis: Analysis, title: str) -> dict[str, Figure]:
-    """The heat map, then the curve over layers: after a map that is all grey there is more to see
-    in the curve, so that then it comes first."""
-    drawn = {
-        "heat_map": figures.heat_map(analysis, title),
-        "layer_curve": figures.layer_curve(analysis, title),
-    }
-    grey = (analysis.tested.p_family > LEVEL).all()
-    return dict(reversed(drawn.items())) if grey else drawn
-
-
 def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: str) -> Result:
     """What is shown and kept of an analysis, the probe that is fitted on all contexts included."""
     target, headline = data.target, analysis.headline
@@ -409,15 +365,17 @@ def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: s
         control=conclusion.control,
         estimates=estimates(analysis),
         tables=tables(analysis),
-        figures=_drawn(analysis, title),
+        figures={
+            "heat_map": figures.heat_map(analysis, title),
+            "layer_curve": figures.layer_curve(analysis, title),
+        },
         notes=[*notes, *analysis.notes],
         about=about,
         data={"predictions": pd.concat([names, predictions(analysis)], axis=1)},
-        files={},
     )
-    states = data.layer(headline.layer)[:, analysis.positions.index(headline.position)]
+    states = data.at(headline.layer, headline.position)
     probe = Probe(directions(states, data.outcome, headline.penalty), _card(analysis, data, found))
-    return replace(found, files=probe.files)
+    return replace(found, files={CARD: lambda file: probe.save(file.parent)})  # and its weights
 
 
 def _data_note(analysis: Analysis, data: ProbeSet) -> str:

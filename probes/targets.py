@@ -3,7 +3,6 @@
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -21,20 +20,14 @@ class Outcome:
     All samples of a context share its header state, so a context is one row with a rate, not n rows
     with a label each.
 
-    Attributes:
-        positives: ``[contexts]`` turns that have the predicted property (k).
-        trials: ``[contexts]`` turns assessed (n); above 0, at least ``positives``.
-        sources: ``[contexts]`` source of each, numbered from 0: the unit of folds, permutations and
-            intervals.
-        runs: ``[contexts]`` run of each (or dataset, or source, to compare within these only),
-            numbered from 0: a covariate. Probes get an intercept per run, labels are permuted
-            within runs, and scores compare contexts of the same run only.
+    Sources are the unit of folds, permutations and intervals. Runs are a covariate: probes get an
+    intercept per run, labels are permuted within runs, and scores compare contexts of one run only.
     """
 
-    positives: np.ndarray
-    trials: np.ndarray
-    sources: np.ndarray
-    runs: np.ndarray
+    positives: np.ndarray  # [contexts] turns that have the predicted property (k)
+    trials: np.ndarray  # [contexts] turns assessed (n); above 0, at least ``positives``
+    sources: np.ndarray  # [contexts] source of each, numbered from 0
+    runs: np.ndarray  # [contexts] run, dataset or source of each, numbered from 0
 
     @classmethod
     def from_counts(
@@ -106,32 +99,17 @@ CHOICES = (
 )
 
 
-class _Words(NamedTuple):
-    """What a positive turn or context is called, the subject of a sentence about the target, and
-    what is counted (of rates, what the turns are)."""
-
-    positive: str
-    subject: str
-    counted: str
-
-
+# Kind → the subject of a sentence about the target, and what is counted (of rates, what the turns
+# are).
 _WORDS = {
-    RATE: _Words("a genuine follow-up", "the follow-up rate", "are genuine follow-ups"),
-    GROUNDED: _Words(
-        "a genuine and grounded turn",
-        "the rate of genuine and grounded turns",
-        "are genuine and grounded",
-    ),
-    **{
-        name: _Words(f"a turn of {name}", f"the rate of {name}", f"are {name}") for name in FAILURES
-    },
-    GREEDY: _Words(
-        "a genuine follow-up",
+    RATE: ("the follow-up rate", "are genuine follow-ups"),
+    GROUNDED: ("the rate of genuine and grounded turns", "are genuine and grounded"),
+    **{name: (f"the rate of {name}", f"are {name}") for name in FAILURES},
+    GREEDY: (
         "whether the greedy turn is a genuine follow-up",
         "k is 1 if the greedy turn is a genuine follow-up and 0 if not, of n = 1.",
     ),
-    LATENT: _Words(
-        "a genuine follow-up",
+    LATENT: (
         "the follow-up rate of samples where the greedy turn is none",
         "are genuine follow-ups; contexts whose greedy turn is one are left out",
     ),
@@ -140,16 +118,10 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Target:
-    """A target, as :func:`parse_target` makes it.
+    """A target, as :func:`parse_target` makes it."""
 
-    Attributes:
-        kind: ``rate``, ``grounded``, ``greedy``, ``latent`` or a failure category, whose rate is
-            predicted.
-        temperature: the one whose turns count; None for all above 0.
-    """
-
-    kind: str
-    temperature: float | None = None
+    kind: str  # ``rate``, ``grounded``, ``greedy``, ``latent``, or a failure category (its rate)
+    temperature: float | None = None  # whose turns count; None for all above 0
 
     @property
     def name(self) -> str:
@@ -157,24 +129,14 @@ class Target:
         return self.kind if self.temperature is None else f"{self.kind}@{self.temperature:g}"
 
     @property
-    def positive(self) -> str:
-        """What a positive turn or context is called, with its article."""
-        return _WORDS[self.kind].positive
-
-    @property
-    def negative(self) -> str:
-        """What one without it is called, with its article."""
-        return f"a turn other than {self.positive}"
-
-    @property
     def words(self) -> str:
         """The subject of a sentence about it."""
-        what = _WORDS[self.kind].subject
+        what, _ = _WORDS[self.kind]
         return what if self.temperature is None else f"{what} at T = {self.temperature:g}"
 
     def describe(self) -> str:
         """One sentence: what k and n are."""
-        what = _WORDS[self.kind].counted
+        _, what = _WORDS[self.kind]
         if self.kind == GREEDY:
             return what
         at = "above temperature 0" if self.temperature is None else f"at T = {self.temperature:g}"
@@ -206,22 +168,17 @@ def parse_target(text: str) -> Target:
     return Target(name, temperature)
 
 
-def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
-    """``k`` and ``n`` per (``run``, ``context_id``), of the turns that :func:`turns_that_count`.
-    Contexts without one are absent."""
-    counted = turns_that_count(target, turns)
-    by_context = counted["positive"].groupby([counted[key] for key in KEYS])
-    return pd.DataFrame({"k": by_context.sum().astype(int), "n": by_context.size()})
+def counts_of(counted: pd.DataFrame) -> pd.DataFrame:
+    """``k`` and ``n`` per (``run``, ``context_id``), of :func:`turns_that_count`."""
+    return counted.groupby(KEYS, observed=True)["positive"].agg(k="sum", n="size")
 
 
 def turns_that_count(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
     """The turns that a target is of, with the column ``positive``.
 
-    Args:
-        target: what to predict.
-        turns: one row per turn with ``run``, ``context_id``, ``temperature``, ``category`` and
-            ``genuine`` (NaN where not assessed), as ``JudgedTurns.turns``; for ``grounded`` also
-            ``grounded`` (likewise).
+    ``turns`` are one row each with ``run``, ``context_id``, ``temperature``, ``category`` and
+    ``genuine`` (NaN where not assessed), as ``JudgedTurns.turns``; for ``grounded`` also
+    ``grounded``.
 
     Returns:
         The assessed ones; for ``latent`` without those of contexts whose greedy turn is genuine,

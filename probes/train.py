@@ -21,8 +21,12 @@ from ia_mech.cli import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ia_mech.results import Result
+    from ia_mech.run import Run
     from probes.analysis import AnalysisSettings
+    from probes.dataset import ProbeSet
 
 DESCRIPTION = """\
 Train linear probes on the residual stream at every layer and position of a judged run, compare
@@ -58,28 +62,6 @@ def parser_of(command: str, description: str, epilog: str) -> Parser:
     """What both commands take: runs, judge, target, positions, layers, statistics, result."""
     prog, usage = f"ia-mech {command}", "%(prog)s RUN [RUN ...] [options]"
     parser = Parser(prog=prog, usage=usage, description=description, epilog=epilog)
-    add_subject(parser)
-    numbers = parser.add_argument_group("statistics")
-    numbers.add_argument(
-        "--permutations",
-        type=whole_from(19, "fewer can't reach p = 0.05"),
-        default=1000,
-        metavar="N",
-        help="of whole sources (default: 1000)",
-    )
-    add_intervals(numbers, seed="folds, permutations and resampling")
-    parser.add_argument(
-        "--out", metavar="NAME", help="of the folder in RUN/results (default: target and judge)"
-    )
-    parser.add_argument(
-        "--replace", action="store_true", help="replace an analysis of other settings there"
-    )
-    parser.add_argument("--full", action="store_true", help="print all tables")
-    return parser
-
-
-def add_subject(parser: argparse.ArgumentParser) -> None:
-    """What is probed: runs, judge, target, positions, layers."""
     parser.add_argument(
         "runs", nargs="+", type=run_folder, metavar="RUN", help="a judged run's folder"
     )
@@ -94,7 +76,6 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--positions",
         nargs="+",
-        default=["all"],
         metavar="NAME",
         help="of those that every run kept (default: all)",
     )
@@ -102,7 +83,6 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
         "--layers",
         nargs="+",
         type=layers,
-        default=[None],
         metavar="L",
         help="such as 0 8-12 30; 0 = embeddings (default: all)",
     )
@@ -114,35 +94,47 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
         help="compare contexts of one run, of one dataset, or responses to one query: source "
         "(default: run)",
     )
+    numbers = parser.add_argument_group("statistics")
+    numbers.add_argument(
+        "--permutations",
+        type=whole_from(19, "fewer can't reach p = 0.05"),
+        default=1000,
+        metavar="N",
+        help="of whole sources (default: 1000)",
+    )
+    add_intervals(numbers, seed="folds, permutations and resampling")
+    parser.add_argument(
+        "--out", metavar="NAME", help="of the folder in RUN/results (default: target and judge)"
+    )
+    parser.add_argument("--full", action="store_true", help="print all tables")
+    return parser
 
 
-def layers(text: str) -> list[int] | None:
-    """``all`` (None), one layer, or a range with both ends."""
-    if text == "all":
-        return None
+def layers(text: str) -> list[int]:
+    """One layer, or a range with both ends."""
     found = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text, re.ASCII)
     if not found or int(found[2] or found[1]) < int(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no layer and no range such as 8-12")
     return list(range(int(found[1]), int(found[2] or found[1]) + 1))
 
 
-def chosen_places(args: argparse.Namespace) -> tuple[list[str] | None, list[int] | None]:
-    """Positions and layers that were given; None for all."""
-    names = None if "all" in args.positions else args.positions
-    numbers = None if None in args.layers else sorted({at for part in args.layers for at in part})
-    return names, numbers
-
-
-def settings_of(args: argparse.Namespace) -> "AnalysisSettings":
-    """The settings that the flags of both commands give."""
+def read_and_settings(
+    args: argparse.Namespace, runs: "Sequence[Path | Run]"
+) -> tuple["ProbeSet", "AnalysisSettings"]:
+    """What the flags of both commands give."""
     from probes.analysis import AnalysisSettings
+    from probes.dataset import read
 
-    return AnalysisSettings(
+    layers = None if args.layers is None else [at for part in args.layers for at in part]
+    data = read(runs, args.judge, args.target, args.positions, layers, args.within)
+    settings = AnalysisSettings(
         permutations=args.permutations,
         level=args.level,
         resamples=args.resamples,
         seed=args.seed,
+        workers=args.threads,
     )
+    return data, settings
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -153,8 +145,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from dataclasses import replace
-
     from ia_mech.display import Bar
     from ia_mech.rates.load import open_runs
     from probes import show
@@ -165,36 +155,37 @@ def _train(args: argparse.Namespace) -> None:
         check_enough,
         check_one_model,
         check_reliable,
-        read,
         with_random_blocks,
     )
 
-    settings = replace(settings_of(args), workers=args.threads)
     # In an order of their own: it doesn't matter in which order runs are given.
     runs = open_runs(args.runs)
     check_one_model(runs)
     runs.sort(key=lambda run: (run.identity_digest, str(run.path)))
-    data = read(runs, args.judge, args.target, *chosen_places(args), args.within)
+    data, settings = read_and_settings(args, runs)
     twins = with_random_blocks(data, args.random_blocks)
     random = [run.identity_digest for twin in twins.values() for run in twin.runs]
     about = show.about("probe", data, settings, random_blocks=random)
-    folder = show.result_folder(about, args.runs[0], args.out, args.replace)
+    folder = show.result_folder(about, args.runs[0], args.out)
     if data.within == SOURCE:
         check_reliable(data)
-    check_enough(data.outcome, data.target, data.other_targets)
+    check_enough(data.outcome, data.target)
     controls = controls_of(data)
     analysis = analyse(data, data.outcome, controls, settings, Bar(), twins)
     write_and_show(show.result_of(analysis, data, about, folder.name), folder, args.full)
 
 
 def write_and_show(result: "Result", folder: Path, full: bool) -> None:
-    """Write a result and print it."""
+    """Write a result and print it; say if it replaced another one."""
     from ia_mech.display import console
-    from ia_mech.results import show, write
+    from ia_mech.results import kind_of, read, show, write
 
+    earlier = read(folder).about if kind_of(folder) else result.about
     write(result, folder)
     show(result, console(), full=full)
     print(f"wrote {folder}", file=sys.stderr)
+    if earlier != result.about:
+        print("this replaced the result of other settings, runs or labels", file=sys.stderr)
 
 
 if __name__ == "__main__":

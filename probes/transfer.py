@@ -8,7 +8,7 @@ import sys
 
 from ia_mech.cli import run_command, tolerant_streams
 from ia_mech.errors import UserError
-from probes.train import chosen_places, parser_of, settings_of, write_and_show
+from probes.train import parser_of, read_and_settings, write_and_show
 
 DESCRIPTION = """\
 Train probes on one run and test them on another. Rows of the matrix are what a probe was trained
@@ -38,11 +38,10 @@ def _transfer(args: argparse.Namespace) -> None:
 
     if args.within == dataset.SOURCE:
         raise UserError("--within source compares siblings, which transfer doesn't", "leave it out")
-    settings = settings_of(args)
-    data = dataset.read(args.runs, args.judge, args.target, *chosen_places(args), args.within)
+    data, settings = read_and_settings(args, args.runs)
     units = units_of(data)
     about = show.about("transfer", data, settings)
-    folder = show.result_folder(about, args.runs[0], args.out, args.replace)
+    folder = show.result_folder(about, args.runs[0], args.out)
     entries, notes = cross_evaluate(data, data.outcome, units, settings, Bar())
     result = result_of(entries, data, notes, settings, about, folder.name)
     write_and_show(result, folder, args.full)

@@ -146,7 +146,7 @@ def test_the_residual_is_that_of_ridge_regression(width):
 def test_a_copy_of_the_output_is_never_beyond_it_and_a_signal_of_its_own_is(kind, expected):
     found, _ = analysed(kind, 3)
     assert (found.beyond.deviance_saved.low > 0) == expected
-    own = next(one.auroc.value for one in found.controls if one.kind == "output")
+    own = next(one.auroc.value for one in found.controls if one.control.name == "output")
     if kind == "loud-copy":  # though alone it is read better
         assert found.headline.auroc.value > own
 

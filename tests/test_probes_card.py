@@ -63,12 +63,13 @@ def test_a_direction_says_what_a_logistic_regression_says(fitted, name):
         columns, penalty = (columns @ apart)[:, None], 1e-3
         columns /= columns.std()
     expected = reference(columns, k, n, penalty).decision_function(columns)
-    assert along.name == name and along.weights.dtype == np.float32
+    assert along.weights.dtype == np.float32
     assert np.linalg.norm(along.weights) == pytest.approx(1, abs=1e-6)
     assert along.slope > 0
-    log_odds = along.slope * probe.score(features, name) + along.base_log_odds
+    states = torch.tensor(features)
+    log_odds = along.slope * probe.score(states, name) + along.base_log_odds
     np.testing.assert_allclose(log_odds, expected, atol=1e-3)
-    np.testing.assert_allclose(probe.probability(features, name), expit(expected), atol=1e-3)
+    np.testing.assert_allclose(probe.probability(states, name), expit(expected), atol=1e-3)
 
 
 @EACH
@@ -76,7 +77,7 @@ def test_a_direction_says_what_a_logistic_regression_says(fitted, name):
 def test_larger_means_more_follow_ups(name, sign):
     features, outcome = contexts(3, sign)
     probe = Probe(directions(features, outcome, 0.1), {})
-    scores = probe.score(features, name)
+    scores = probe.score(torch.tensor(features), name)
     assert np.corrcoef(scores, outcome.rate)[0, 1] > 0.2
     assert sign * probe.directions[name].weights[0] > 0
 
@@ -85,26 +86,30 @@ def test_larger_means_more_follow_ups(name, sign):
 
 
 @EACH
-def test_tensors_and_arrays_of_any_shape_score_alike(fitted, name):
+def test_residuals_of_any_shape_and_type_score_alike(fitted, name):
     features, _, probe = fitted
-    expected = features @ probe.directions[name].weights - probe.directions[name].threshold
+    along = probe.directions[name]
+    expected = torch.tensor(features @ along.weights - along.threshold, dtype=torch.float32)
     for shape in [(200,), (4, 50), (2, 10, 10)]:
-        given = features.reshape(*shape, WIDTH)
-        for method in (probe.score, probe.probability):
-            array, tensor = method(given, name), method(torch.tensor(given), name)
-            assert array.shape == tuple(tensor.shape) == shape
-            assert array.dtype == np.float32 and tensor.dtype == torch.float32
-            np.testing.assert_allclose(tensor.numpy(), array, atol=1e-5)
-        np.testing.assert_allclose(probe.score(given, name).ravel(), expected, atol=1e-4)
-    assert probe.score(features[0], name) == pytest.approx(expected[0], abs=1e-4)
+        given = torch.tensor(features).reshape(*shape, WIDTH)
+        scores = probe.score(given, name)
+        assert scores.dtype == torch.float32
+        torch.testing.assert_close(scores, expected.reshape(shape), rtol=0, atol=1e-4)
+        log_odds = along.slope * scores + along.base_log_odds
+        torch.testing.assert_close(probe.probability(given, name), log_odds.sigmoid())
+        for dtype in DTYPES:
+            rounded = given.to(dtype)
+            torch.testing.assert_close(
+                probe.score(rounded, name), probe.score(rounded.float(), name), rtol=0, atol=0
+            )
 
 
 def test_what_a_probe_cannot_score_is_refused(fitted):
     features, _, probe = fitted
     with pytest.raises(UserError, match="'up'; choose from logistic, mass-mean"):
-        probe.score(features, "up")
+        probe.score(torch.tensor(features), "up")
     with pytest.raises(ValueError, match=rf"width {WIDTH}.*{WIDTH - 1}"):
-        probe.score(features[:, :-1])
+        probe.score(torch.tensor(features[:, :-1]))
 
 
 # -- on disk --------------------------------------------------------------------------------------
@@ -126,9 +131,10 @@ def test_a_probe_comes_back_as_it_was(fitted, saved, file):
         other = loaded.directions[name]
         np.testing.assert_array_equal(other.weights, along.weights)
         assert other.weights.dtype == np.float32
-        for number in ("name", "threshold", "slope", "base_log_odds"):
+        for number in ("threshold", "slope", "base_log_odds"):
             assert getattr(other, number) == getattr(along, number)
-        np.testing.assert_array_equal(loaded.score(features, name), probe.score(features, name))
+        states = torch.tensor(features)
+        assert torch.equal(loaded.score(states, name), probe.score(states, name))
     assert loaded.card["layer"] == 17
 
 

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +20,7 @@ from ia_mech.judge.verdict import Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.run.sources import sources_of
-from probes.dataset import ProbeSet, check_enough, read, targets_with_enough
+from probes.dataset import ProbeSet, check_enough, read
 from probes.targets import Outcome, parse_target
 
 NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
@@ -101,9 +100,9 @@ def other(copy) -> Run:
 def aligned(found: ProbeSet) -> None:
     """Row by row what the runs hold."""
     for layer in found.layers:
-        states = found.layer(layer)
-        assert states.dtype == np.float32
-        assert states.shape == (len(found), len(found.positions), found.width)
+        states = [found.at(layer, position) for position in found.positions]
+        assert all(one.dtype == np.float32 for one in states)
+        assert {one.shape for one in states} == {(len(found), found.width)}
         for number, frame in found.contexts.groupby("run"):
             run = found.runs[number]
             ids = run.contexts["context_id"].tolist()
@@ -111,7 +110,7 @@ def aligned(found: ProbeSet) -> None:
             assert frame["row"].tolist() == rows
             for at, position in enumerate(found.positions):
                 own = run.residuals(layer, position)[rows]
-                np.testing.assert_array_equal(states[frame.index, at], own)
+                np.testing.assert_array_equal(states[at][frame.index], own)
 
 
 def test_rows_are_the_contexts_with_an_outcome(copy):
@@ -141,7 +140,8 @@ def test_runs_are_pooled_row_by_row(copy, other):
     found = read([run.path, other.path])
     assert found.contexts["run"].tolist() == [0] * 11 + [1] * 11
     assert found.contexts["source"][:11].tolist() == found.contexts["source"][11:].tolist()
-    assert not np.array_equal(found.layer(2)[:11], found.layer(2)[11:])
+    states = found.at(2, "header_last")
+    assert not np.array_equal(states[:11], states[11:])
     assert len(set(found.outcome.runs)) == 2
     aligned(found)
     greedy = read([run.path, other.path], target="greedy")  # repeated greedy turns count once
@@ -272,44 +272,19 @@ def test_enough_sources_of_either_kind_pass():
 
 
 @pytest.mark.parametrize(
-    ("given", "target", "others", "words"),
+    ("given", "words"),
     [
-        (
-            outcome(0, 30),
-            "rate",
-            ["new_topic"],
-            ["none of 30 sources has a genuine", "; give --target new_topic"],
-        ),
-        (
-            outcome(30, 0),
-            "rate",
-            [],
-            ["none of 30 sources has a turn other than", "--temperatures)"],
-        ),
-        (outcome(7, 17), "rate", [], ["only 7 of 24", "about 70 sources", "(--samples"]),
-        (outcome(22, 1), "rate", [], ["only 1 of 23 sources has a turn other than"]),
-        (outcome(0, 1, 11), "rate", [], ["only 11 of 12 sources have a genuine follow-up"]),
-        (outcome(64, 3), "greedy", [], ["only 3 of 67 sources have a turn other than"]),
+        (outcome(0, 30), ["only 0 of 30 sources have a turn that has", "(--dataset)"]),
+        (outcome(30, 0), ["only 0 of 30 sources have a turn that lacks", "--target"]),
+        (outcome(7, 17), ["only 7 of 24", "about 70 sources"]),
+        (outcome(22, 1), ["only 1 of 23 sources have a turn that lacks"]),
+        (outcome(0, 1, 11), ["only 11 of 12 sources have a turn that has"]),
     ],
 )
-def test_too_little_is_refused_and_what_to_do_is_said(given, target, others, words):
+def test_too_little_is_refused_and_what_to_do_is_said(given, words):
     with pytest.raises(UserError) as refusal:
-        check_enough(given, parse_target(target), others)
+        check_enough(given, RATE)
     assert all(word in str(refusal.value) for word in words), refusal.value
-    # More turns of a context give no more greedy ones.
-    assert ("--samples" in str(refusal.value)) == (target == "rate")
-
-
-def test_the_targets_that_have_enough_are_named():
-    """20 sources have genuine samples, all have others; greedy turns are all alike."""
-    kinds = [GENUINE, NEW, "degenerate"]
-    rows = [
-        {"run": "A", "context_id": str(at), "source": str(at), "temperature": t, "category": kind}
-        for at in range(40)
-        for t, kind in [(0.0, NEW), (1.0, kinds[at % 2]), (1.0, kinds[1 + at % 2])]
-    ]
-    turns = pd.DataFrame(rows).assign(genuine=lambda frame: (frame["category"] == GENUINE) * 1.0)
-    assert targets_with_enough(turns) == ["rate", "latent", "new_topic", "degenerate"]
 
 
 def test_sources_count_where_rates_vary():

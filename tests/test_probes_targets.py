@@ -5,9 +5,13 @@ import pytest
 
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
-from probes.targets import FAILURES, Target, counts_of, parse_target
+from probes.targets import FAILURES, Target, counts_of, parse_target, turns_that_count
 
 NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
+
+
+def counts(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
+    return counts_of(turns_that_count(target, turns))
 
 
 def turns_of(said: dict[str, dict[float, list[str]]]) -> pd.DataFrame:
@@ -50,7 +54,7 @@ TURNS = turns_of(
     ],
 )
 def test_k_and_n_are_the_counted_ones(target, expected):
-    found = counts_of(parse_target(target), TURNS)
+    found = counts(parse_target(target), TURNS)
     assert list(found.index.names) == ["run", "context_id"]
     got = {context: f"{row.k}/{row.n}" for (_, context), row in found.iterrows()}
     assert " ".join(got.get(context, "–") for context in TURNS["context_id"].unique()) == expected
@@ -59,16 +63,16 @@ def test_k_and_n_are_the_counted_ones(target, expected):
 def test_grounded_turns_are_those_that_the_judge_calls_so():
     said = turns_of({"a": {1: [GENUINE, GENUINE, GENUINE, NEW, FAILED]}, "b": {1: [NEW, GENUINE]}})
     turns = said.assign(grounded=[1, 0, None, 0, None, 0, None])
-    found = counts_of(parse_target("grounded"), turns)
+    found = counts(parse_target("grounded"), turns)
     # A genuine turn that wasn't assessed for grounding doesn't count.
     assert found.to_numpy().tolist() == [[1, 3], [0, 1]]
     with pytest.raises(UserError, match="grounded@1"):
-        counts_of(parse_target("grounded@0.7"), turns)
+        counts(parse_target("grounded@0.7"), turns)
 
 
 def test_contexts_of_the_same_name_in_two_runs_stand_apart():
     both = pd.concat([TURNS, TURNS.assign(run="B", category=GENUINE, genuine=1.0)])
-    found = counts_of(parse_target("rate"), both)
+    found = counts(parse_target("rate"), both)
     assert found.loc[("A", "never"), "k"] == 0 and found.loc[("B", "never"), "k"] == 5
 
 
@@ -95,4 +99,4 @@ def test_what_is_no_target_is_refused(text, words):
 
 def test_a_temperature_that_was_not_sampled_is_refused():
     with pytest.raises(UserError, match=r"at temperature 0.5; give rate@0.7 or rate@1"):
-        counts_of(parse_target("rate@0.5"), TURNS)
+        counts(parse_target("rate@0.5"), TURNS)

@@ -83,7 +83,7 @@ def test_it_finds_what_was_planted_and_keeps_it(run, planted, capfd, monkeypatch
     for text in (result.sentence, result.control):
         assert text in said.out  # in one line each, whatever the screen's width
     numbers = result.estimates.set_index("quantity")
-    assert numbers.loc["p_headline", "value"] == 1 / 40
+    assert numbers.loc["statistic_headline", "p"] == 1 / 40
     auroc = numbers.loc["auroc"]
     assert auroc["low"] < auroc["value"] < auroc["high"]
     named = set(result.estimates["control"].dropna())
@@ -110,21 +110,19 @@ def test_runs_are_pooled_in_whatever_order_they_are_given(run, tmp_path, capfd):
     assert probe([other, run, *words], capfd).out == said.out
 
 
-def test_the_same_again_is_the_same_and_other_settings_need_a_word(run, capfd):
+def test_the_same_again_is_the_same_and_another_analysis_replaces_it(run, capfd):
     words = [run, *ONE_CELL, "--out", "mine"]
     said = probe(words, capfd)
     # Without a lens nothing is said to go beyond the output.
     assert said.status == 0 and "can't be told without these controls" in said.out
     before = files(run)
-    assert probe(words, capfd).status == 0
+    assert "replaced" not in probe(words, capfd).err
     assert files(run) == before
-    words += ["--seed", "1"]
-    assert "holds an analysis that differs in seed" in refusal(probe(words, capfd))
-    assert files(run) == before
-    assert probe([*words, "--replace"], capfd).status == 0
+    assert "this replaced the result of other settings" in probe([*words, "--seed", "1"], capfd).err
     assert files(run) != before
-    few_positive(run)
-    assert "differs in labels" in refusal(probe(words, capfd))
+    file = run / "results" / "mine" / "result.json"
+    file.write_text(file.read_text().replace('"kind": "probe"', '"kind": "rates"'))
+    assert "holds results of rates; give another --out" in refusal(probe(words, capfd))
 
 
 def test_random_blocks_that_are_read_as_well_decide_the_verdict(run, tmp_path, capfd):
@@ -215,8 +213,8 @@ def taken(run: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words", "problem", "remedy"),
     [
-        (all_alike, [], "none of 80 sources has a genuine follow-up", "--temperatures"),
-        (few_positive, [], "only 6 of 80 sources have a genuine", "sample about 270 sources"),
+        (all_alike, [], "only 0 of 80 sources have a turn that has", "--target"),
+        (few_positive, [], "only 6 of 80 sources have a turn that has", "sample about 270 sources"),
         (not_a_number, [], "layer 2 at header_last holds NaN", "--dtype"),
         (damaged, [], "is damaged", "the command that made the run again"),
         (taken, [], "results is a file", "give a copy of the run"),

@@ -19,7 +19,7 @@ from probes.cross_evaluate import cross_evaluate
 from probes.targets import Outcome
 
 QUICK = AnalysisSettings(permutations=49, resamples=200)
-FEWER = AnalysisSettings(permutations=0, resamples=50)
+FEWER = AnalysisSettings(permutations=0, resamples=50, workers=1)
 WIDTH, TRIALS = 12, 8
 CONTEXTS = 30  # of a planted run
 
@@ -76,7 +76,7 @@ def test_a_shared_direction_carries_over_and_another_does_not():
     assert len(found["u0", "u1"].chosen) == 1 and len(found["u0", "u0"].chosen) == 5
     assert (found["u1", "u0"].train_contexts, found["u1", "u0"].auroc.sources) == (60, 60)
     assert [e.p_holm for e in entries] == pytest.approx(holm([e.p for e in entries]))
-    # An entry doesn't depend on the others.
+    # An entry doesn't depend on the others, nor on the number of threads.
     for pair, entry in matrix(hidden, outcome, cut(units, 60, 60), FEWER).items():
         assert found[pair].auroc.value == entry.auroc.value
 
@@ -114,13 +114,13 @@ def test_no_source_is_on_both_sides(monkeypatch, prompts):
     hidden, outcome, units = made([0, 0, 0], 40, prompts=prompts)
     validate, seen = module.cross_validate, []
 
-    def watched(features, design, **options):
+    def watched(features, design):
         seen.append(design)
-        return validate(features, design, **options)
+        return validate(features, design)
 
     monkeypatch.setattr(module, "cross_validate", watched)
     entries, _ = cross_evaluate(hidden, outcome, units, FEWER)
-    assert len(seen) > 36
+    assert len(seen) == 36
     for design in seen:
         sources = design.outcome.sources
         for fold in design.outer:
@@ -168,9 +168,12 @@ def test_small_units_are_tested_on_only_or_left_out():
     level = replace(outcome, positives=k)
     entries, notes = cross_evaluate(hidden, level, cut(units, 60, 15, 5, 60), FEWER)
     assert {(e.trained, e.tested) for e in entries} == {("u0", "u0"), ("u0", "u1")}
-    assert len(notes) == 3 and notes[2].startswith("u3: every context has the same rate; not")
-    assert notes[0].startswith("u1: 1") and "not trained on by itself (20 of each" in notes[0]
-    assert notes[1].startswith("u2: ") and "not tested on (10 of each" in notes[1]
+    assert [note.split(":")[0] for note in notes] == [
+        "u1 isn't trained on",
+        "u2 isn't trained or tested on",
+        "u3 isn't trained or tested on",
+    ]
+    assert "all contexts the same rate" in notes[2]
 
 
 @pytest.mark.parametrize("sizes", [(60, 5), (15, 15)], ids=["only itself", "none to train on"])
@@ -233,8 +236,6 @@ def test_the_command_prints_a_matrix_and_keeps_it(runs, command, monkeypatch):
     before = files(runs[0])
     again = command(*runs, *words)
     assert again.out == said.out and files(runs[0]) == before
-    assert "differs in seed" in refusal(command(*runs, *words, "--seed", 1))
-    assert files(runs[0]) == before
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ def folder(tiny_model_dir, tmp_path_factory):
     run = judged(Run.open(out), (GENUINE, "degenerate"))
     weights = np.random.default_rng(0).standard_normal(32)
     unit_vector = (weights / np.linalg.norm(weights)).astype(np.float32)
-    along = {"logistic": Direction("logistic", unit_vector, 0.0, 1.0, 0.0)}
+    along = {"logistic": Direction(unit_vector, 0.0, 1.0, 0.0)}
     for name, weights_hash in (("probe", run.model["weights_hash"]), ("other-probe", "00")):
         asked = {"target": "rate", "runs": [{"model": {"weights_hash": weights_hash, "name": "x"}}]}
         card = {"layer": 2, "position": "header_last", "penalty": 1.0, "asked": asked}

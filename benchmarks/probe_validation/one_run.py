@@ -55,7 +55,7 @@ def analyse_planted(kind: str, seed: int) -> RunFindings:
     """Plant and analyse one run; those of :mod:`blocks` as arrays, the others through files."""
     if kind in BLOCKS:
         found, at = blocks.analysed(kind, seed)
-        own = [one.auroc.value for one in found.controls if one.kind == "output"]
+        own = [one.auroc.value for one in found.controls if one.control.name == "output"]
         headline = found.headline.auroc.value
         return RunFindings(
             kind,

@@ -46,34 +46,21 @@ Tuned = tuple[np.ndarray, float]  # the blocks side by side, and their common pe
 
 @dataclass(frozen=True)
 class IncrementalScores:
-    """Out-of-fold scores with and without the hidden states.
+    """Out-of-fold scores with and without the hidden states."""
 
-    Attributes:
-        base: ``[contexts]`` log-odds from the base blocks.
-        full: ``[contexts]`` log-odds from these and the hidden states.
-        ratios: what each outer fold's inner loop chose for the hidden states; 0 leaves them out.
-        unreliability: of ``full - base``, see :func:`probes.fit.nested_cv.unreliability`.
-    """
-
-    base: np.ndarray
-    full: np.ndarray
-    ratios: list[float]
-    unreliability: float
+    base: np.ndarray  # [contexts] log-odds from the base blocks
+    full: np.ndarray  # [contexts] log-odds from these and the hidden states
+    ratios: list[float]  # that each outer fold chose for the hidden states; 0 leaves them out
+    unreliability: float  # of ``full - base``, see :func:`probes.fit.nested_cv.unreliability`
 
 
 @dataclass(frozen=True)
 class Base:
-    """The readout that hidden states have to add to, of one outer fold.
+    """The readout that hidden states have to add to, of one outer fold."""
 
-    Attributes:
-        parts: ``[contexts, features]`` the blocks, each at one scale.
-        mixed: ``[contexts, features]`` these side by side, each as large as the inner loop chose.
-        tuned: with the penalty that it chose.
-    """
-
-    parts: list[np.ndarray]
-    mixed: np.ndarray
-    tuned: Tuned
+    parts: list[np.ndarray]  # [contexts, features] the blocks, each at one scale
+    mixed: np.ndarray  # [contexts, features] side by side, each as large as the inner loop chose
+    tuned: Tuned  # with the penalty that it chose
 
 
 def tune_base(
@@ -110,14 +97,8 @@ def incremental_scores(
     design: Design,
     apply: Callable[..., Iterable] = map,
 ) -> IncrementalScores:
-    """Cross-fit the base, and the base with hidden states.
-
-    Args:
-        bases: of each outer fold.
-        hidden: ``[contexts, d_model]`` for each outer fold, read where its inner loop chose.
-        design: outcome and folds.
-        apply: as :func:`tune_base` takes it.
-    """
+    """Cross-fit the base, and the base with ``hidden``: ``[contexts, d_model]`` for each fold,
+    read where its inner loop chose."""
 
     def tune(fold: int) -> tuple[float, list[Tuned]]:
         base, left = bases[fold], np.asarray(hidden[fold], dtype=float)

@@ -24,32 +24,18 @@ LEVEL = 0.05  # of permutation tests
 
 @dataclass(frozen=True)
 class SelectionTests:
-    """Selection and permutation tests over a heat map.
+    """Selection and permutation tests over a heat map. Layers and positions are in the given order;
+    a statistic is the AUROC of closed-form probes, mean over outer folds."""
 
-    Arrays over layers and positions are ``[layers, positions]`` in the given order.
-
-    Attributes:
-        statistic: AUROC of the closed-form probes, mean over outer folds.
-        p_family: family-wise p value: how often the largest statistic of a permutation reaches it.
-        null_quantile: the 95% quantile of the permuted statistics of each layer and position.
-        family_quantile: the 95% quantile of the largest.
-        chosen: ``[folds, 2]`` layer and position (as indices) that each outer fold's inner loop
-            chose.
-        chosen_on_all: layer and position (as indices) chosen on all contexts.
-        headline_statistic: each outer fold scores what was chosen for it.
-        headline_p: its p value, with the selection replayed under each permutation.
-        headline_null: ``[permutations]`` the headline's statistic under each.
-    """
-
-    statistic: np.ndarray
-    p_family: np.ndarray
-    null_quantile: np.ndarray
-    family_quantile: float
-    chosen: np.ndarray
-    chosen_on_all: tuple[int, int]
-    headline_statistic: float
-    headline_p: float
-    headline_null: np.ndarray
+    statistic: np.ndarray  # [layers, positions]
+    p_family: np.ndarray  # [layers, positions] how often the largest of a permutation reaches it
+    null_quantile: np.ndarray  # [layers, positions] 95% quantile of the permuted statistics
+    family_quantile: float  # 95% quantile of the largest
+    chosen: np.ndarray  # [folds, 2] layer and position (indices) that each inner loop chose
+    chosen_on_all: tuple[int, int]  # layer and position (indices) chosen on all contexts
+    headline_statistic: float  # each outer fold scores what was chosen for it
+    headline_p: float  # its p value, with the selection replayed under each permutation
+    headline_null: np.ndarray  # [permutations] the headline's statistic under each
 
     @property
     def permutations(self) -> int:
@@ -153,11 +139,6 @@ def make_folds(outcome: Outcome, folds: int = 5, seed: Seed = 0) -> np.ndarray:
     their rates, ties at random, and every ``folds`` of them in a row are dealt out to different
     folds.
 
-    Args:
-        outcome: k of n per context.
-        folds: how many.
-        seed: of dealing and ties.
-
     Returns:
         ``[contexts]`` fold of each; contexts of one source share it.
 
@@ -193,11 +174,7 @@ def permutations(
     A source's labels move together, context by context, to a source with as many contexts in the
     same runs. Labels of one block are dealt to the folds anew, then shuffled within each fold.
 
-    Args:
-        outcome: k of n per context.
-        folds: ``[contexts]`` as :func:`make_folds` gave them.
-        count: how many permutations.
-        seed: of the permutations.
+    ``folds`` are as :func:`make_folds` gave them.
 
     Yields:
         ``[contexts]`` rows: context i gets the labels of context ``rows[i]``.

@@ -26,23 +26,14 @@ SHARE_DIGITS = 5  # of float32 predictions, as shares of the largest
 
 @dataclass(frozen=True)
 class Design:
-    """What all layers and positions share: outcome, folds, permuted labels, penalties.
-
-    Attributes:
-        outcome: k of n per context.
-        folds: ``[contexts]`` fold of each.
-        label_rows: ``[1 + permutations, contexts]`` whose labels a context gets; row 0 is its own.
-        trained: ``[contexts]`` whether a context may be trained and chosen on.
-        tested: ``[contexts]`` whether it is tested on; folds of tested contexts are outer ones.
-        penalties: falling.
-    """
+    """What all layers and positions share."""
 
     outcome: Outcome
-    folds: np.ndarray
-    label_rows: np.ndarray
-    trained: np.ndarray
-    tested: np.ndarray
-    penalties: tuple[float, ...] = PENALTIES
+    folds: np.ndarray  # [contexts] fold of each
+    label_rows: np.ndarray  # [1 + permutations, contexts] whose labels it gets; row 0 is its own
+    trained: np.ndarray  # [contexts] whether it may be trained and chosen on
+    tested: np.ndarray  # [contexts] whether it is tested on; folds of tested ones are outer ones
+    penalties: tuple[float, ...] = PENALTIES  # falling
 
     @classmethod
     def from_outcome(
@@ -93,38 +84,20 @@ class Design:
 
 @dataclass(frozen=True)
 class CrossValidated:
-    """What nested cross-validation finds at one layer and position.
+    """What nested cross-validation finds at one layer and position, by the closed form (inner
+    correlations are means over inner folds, of the best penalty) and by logistic probes."""
 
-    Attributes:
-        inner_correlation: ``[outer folds, 1 + permutations]`` float32, for each the best penalty's
-            correlation with the rates, mean over inner folds; by the closed form.
-        outer_auroc: ``[outer folds, 1 + permutations]`` float32, in the outer fold with that
-            penalty.
-        whole_correlation: over all outer folds, of the best penalty, for the selection on all
-            contexts.
-        differs: whether any two contexts of a run have different states.
-        scores: ``[contexts]`` log-odds, each from the logistic probe of its outer fold; NaN where
-            a context isn't tested on.
-        penalties: ``[outer folds]`` that probe's penalty, by the inner loop.
-        unreliability: of the scores, see :func:`unreliability`.
-    """
-
-    inner_correlation: np.ndarray
-    outer_auroc: np.ndarray
-    whole_correlation: float
-    differs: bool
-    scores: np.ndarray
-    penalties: np.ndarray
-    unreliability: float
+    inner_correlation: np.ndarray  # [outer folds, 1 + permutations] float32, with the rates
+    outer_auroc: np.ndarray  # [outer folds, 1 + permutations] float32, with that penalty
+    whole_correlation: float  # over all outer folds, for the selection on all contexts
+    differs: bool  # any two contexts of a run have different states
+    scores: np.ndarray  # [contexts] log-odds, each from its outer fold's probe; NaN if not tested
+    penalties: np.ndarray  # [outer folds] of those probes, by the inner loop
+    unreliability: float  # of the scores, see :func:`unreliability`
 
 
-def cross_validate(
-    features: np.ndarray, design: Design, *, logistic: bool = True
-) -> CrossValidated:
-    """Select penalties, score and test the probes of ``[contexts, d]`` features.
-
-    Without ``logistic`` only the closed form is made, and scores and penalties are NaN.
-    """
+def cross_validate(features: np.ndarray, design: Design) -> CrossValidated:
+    """Select penalties, score and test the probes of ``[contexts, d]`` features."""
     states, runs = compact(features), design.outcome.runs
     outer, columns = design.outer, design.rates.shape[1]
     inner = np.zeros((design.fold_count, len(design.penalties), columns), dtype=np.float32)
@@ -136,29 +109,30 @@ def cross_validate(
         split, test = project(states, design.rows_outside(*pair), runs), design.rows_of(*pair)
         here = {fold: design.folds[test] == fold for fold in pair}
         predicted = ridge_predictions(split, design, test)
-        by_path = path_scores(split, design, test) if logistic else None
+        by_path = path_scores(split, design, test)
         for fold, other in (pair, pair[::-1]):
             # Predictions for one fold help to choose for the other.
+            rows = test[here[fold]]
             for at in range(len(design.penalties)):
-                inner[other, at] += correlation(predicted[at, here[fold]], design, fold)
-            if by_path is not None:
-                left_out[other][:, test[here[fold]]] = by_path[:, here[fold]]
+                own = predicted[at, here[fold]]
+                inner[other, at] += correlation(own, design.standard[fold], runs[rows])
+            left_out[other][:, rows] = by_path[:, here[fold]]
     inner /= design.fold_count - 1
     best = inner[outer].argmax(1)
     aurocs = np.empty((len(outer), columns), dtype=np.float32)
     whole = np.zeros(len(design.penalties))
-    scores, chosen = np.full(len(runs), np.nan), np.full(len(outer), np.nan)
+    scores, chosen = np.full(len(runs), np.nan), np.empty(len(outer))
     for number, fold in enumerate(outer):
         split, test = project(states, design.rows_outside(fold), runs), design.tested_rows(fold)
         predicted = ridge_predictions(split, design, test)
         truth = design.standard_rates(test)[:, :1]
         for at, own in enumerate(predicted[..., :1]):
-            whole[at] += _correlation(own, truth, runs[test])[0] / len(outer)
-        aurocs[number] = fold_auroc(with_penalties(predicted, best[number]), design, test)
-        if logistic:
-            chosen[number] = design.penalties[inner_losses(left_out[fold], design, fold).argmin()]
-            raw = fit(split, design, chosen[number]).scores(split.at(test), runs[test])
-            scores[test] = np.round(raw, DIGITS)
+            whole[at] += correlation(own, truth, runs[test])[0] / len(outer)
+        of_best = np.take_along_axis(predicted, best[number][None, None], axis=0)[0]
+        aurocs[number] = fold_auroc(of_best, design, test)
+        chosen[number] = design.penalties[inner_losses(left_out[fold], design, fold).argmin()]
+        raw = fit(split, design, chosen[number]).scores(split.at(test), runs[test])
+        scores[test] = np.round(raw, DIGITS)
 
     def by_half(fold: int, train: np.ndarray) -> np.ndarray:
         return scores_in(states, design, fold, train, chosen[outer.index(fold)])
@@ -172,7 +146,7 @@ def cross_validate(
         differs=any(np.ptp(own, axis=0).any() for own in tested),
         scores=scores,
         penalties=chosen,
-        unreliability=unreliability(design, by_half) if logistic else np.nan,
+        unreliability=unreliability(design, by_half),
     )
 
 
@@ -280,19 +254,9 @@ def ridge_predictions(split: Projection, design: Design, test: np.ndarray) -> np
     return np.stack([one.astype(np.float32) @ projected for one in shrunk])
 
 
-def with_penalties(predicted: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """``[test, columns]`` of :func:`ridge_predictions`, each column by the penalty (an index) that
-    was chosen for it."""
-    return np.take_along_axis(predicted, chosen[None, None], axis=0)[0]
-
-
-def correlation(predicted: np.ndarray, design: Design, fold: int) -> np.ndarray:
-    """``[columns]`` correlation of predictions with the rates of a fold's training contexts, both
-    less their runs' means."""
-    return _correlation(predicted, design.standard[fold], design.outcome.runs[design.rows_of(fold)])
-
-
-def _correlation(predicted: np.ndarray, standard: np.ndarray, runs: np.ndarray) -> np.ndarray:
+def correlation(predicted: np.ndarray, standard: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    """``[columns]`` correlation of predictions, less their runs' means, with rates that are
+    standardised by :meth:`Design.standard_rates`."""
     centred = less_means(predicted, runs)
     length = np.sqrt(np.einsum("nc,nc->c", centred, centred))
     product = np.einsum("nc,nc->c", centred, standard)

@@ -42,26 +42,17 @@ def compact(features: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Projection:
-    """Contexts in the principal axes of those that are trained on.
+    """Contexts in the principal axes of those that are trained on."""
 
-    Attributes:
-        features: ``[contexts, d]`` what is projected.
-        runs: ``[contexts]`` run of each context.
-        rows: the training rows.
-        train: ``[train, m]`` their coordinates, centred within runs, with a mean squared norm of 1;
-            columns are orthogonal.
-        squares: ``[m]`` squared norms of the columns of ``train``, falling.
-        axes: ``[d, m]`` what makes coordinates of centred features.
-        centres: ``[runs, d]`` training mean of each run; of all runs where a run has no training
-            row, the best guess for an unseen run.
-    """
-
-    features: np.ndarray
-    runs: np.ndarray
-    rows: np.ndarray
+    features: np.ndarray  # [contexts, d] what is projected
+    runs: np.ndarray  # [contexts]
+    rows: np.ndarray  # the training rows
+    # [train, m] their coordinates, centred within runs, of mean squared norm 1; orthogonal columns.
     train: np.ndarray
-    squares: np.ndarray
-    axes: np.ndarray
+    squares: np.ndarray  # [m] squared norms of the columns of ``train``, falling
+    axes: np.ndarray  # [d, m] what makes coordinates of centred features
+    # [runs, d] training mean of each run; of all runs where a run has no training row, the best
+    # guess for an unseen run.
     centres: np.ndarray
 
     def at(self, rows: np.ndarray) -> np.ndarray:
@@ -102,15 +93,10 @@ def project(features: np.ndarray, train: np.ndarray, runs: np.ndarray) -> Projec
 
 @dataclass(frozen=True)
 class Fit:
-    """A linear probe in the coordinates of a projection.
+    """A linear probe in the coordinates of a projection."""
 
-    Attributes:
-        weights: ``[m]``.
-        intercepts: ``[runs]``.
-    """
-
-    weights: np.ndarray
-    intercepts: np.ndarray
+    weights: np.ndarray  # [m]
+    intercepts: np.ndarray  # [runs]
 
     def scores(self, coordinates: np.ndarray, runs: np.ndarray) -> np.ndarray:
         """``[contexts]`` log-odds."""
