@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -64,6 +65,27 @@ def folder(plain, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("perturbed") / "out"
     assert main([str(plain.path), "--out", str(out), "--samples", "2"]) == 0
     return out
+
+
+def test_the_worked_arm_compares_turns_paired_by_query(plain, tmp_path, capfd):
+    file = Path(__file__).parent.parent / "docs" / "worked_arm.py"
+    worked, out = runpy.run_path(str(file), run_name="worked_arm"), tmp_path / "out"
+    outcome = call(worked["LastSentence"].main, [str(plain.path), "--out", str(out)], capfd)
+    assert outcome.status == 0, outcome.err
+    found = pd.read_parquet(out / "estimates.parquet")
+    shorter = Run.open(out / "without_its_last_sentence" / "run")
+    whole = plain.contexts.set_index("context_id")["messages"]
+    for _, one in shorter.contexts.iterrows():
+        said, before = one["messages"][-1]["content"], whole[one["context_id"]][-1]["content"]
+        assert said == "".join(sentences(before)[:-1]) != ""
+    accepted = [
+        labelled.groupby(["source_id", "temperature"])["genuine"].mean().unstack()
+        for labelled in (run.labelled("rules") for run in (shorter, plain))
+    ]
+    less = (accepted[0] - accepted[1].loc[accepted[0].index]).mean()
+    rows = found[found["quantity"] == "accepted, less the whole response's"]
+    rows = rows[rows["term"] == "without its last sentence"].set_index("temperature")["value"]
+    pd.testing.assert_series_equal(rows, less, check_names=False, check_dtype=False)
 
 
 @pytest.fixture(scope="module")

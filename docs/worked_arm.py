@@ -1,0 +1,74 @@
+"""Do user turns need the response's last sentence?
+
+Turns are sampled after each response without its last sentence, and compared with those after the
+whole one, paired by query: how often a judge accepts them. The control leaves out the first
+sentence instead: a response that is as much shorter, and ends as before.
+
+Needs: a judged run. Cost: twice that of sampling the run's turns.
+
+    python docs/worked_arm.py cache/RUN
+"""
+
+import sys
+
+import numpy as np
+import pandas as pd
+
+from experiments.arms import RATE, Arm, arm_estimates, conversations_of, verdicts_of
+from experiments.changes import sentences
+from experiments.experiment import Conclusion, Experiment
+from experiments.tables import only, tables_of
+from ia_mech.estimates import ALL, Group
+
+WHOLE, NO_LAST, NO_FIRST = "whole response", "without its last sentence", "without its first one"
+LESS = "less the whole response's"
+KEPT = {NO_LAST: slice(None, -1), NO_FIRST: slice(1, None)}
+
+
+class LastSentence(Experiment):
+    name = "last_sentence"
+    judged = True
+    queries_used = 40
+    beside = "last-sentence"  # runs of arms lie beside the run, in cache/RUN-last-sentence
+
+    def arms(self):
+        contexts = pd.concat([query.contexts for query in self.queries], ignore_index=True)
+        self.used = [one for one in conversations_of(contexts) if len(sentences(one.response)) > 1]
+        return {
+            name: Arm(
+                [one.with_response("".join(sentences(one.response)[kept])) for one in self.used]
+            )
+            for name, kept in KEPT.items()
+        }
+
+    def rows(self):
+        """A row per turn, with the share of its verdicts that accept it."""
+        judge, ids, parts = self.judge_arms(), {one.id for one in self.used}, []
+        for term, run in {WHOLE: self.runs[0], **self.sampled}.items():
+            turns = verdicts_of([run], judge).turns
+            turns = turns.loc[turns["context_id"].isin(ids), ["source", "temperature", "genuine"]]
+            parts.append(turns.rename(columns={"genuine": RATE}).assign(term=term))
+        return pd.concat(parts, ignore_index=True)
+
+    def estimate(self, rows):
+        def against(temperature, term):
+            return {} if term == WHOLE else {LESS: (temperature, WHOLE)}
+
+        group = Group(np.array([]), self.options, {"dataset": ALL})  # sources are the rows'
+        yield from arm_estimates(rows, ["temperature", "term"], {RATE: (0, 1)}, against, group)
+
+    def tables(self, found):
+        columns = {RATE: ("accepted", 2), f"{RATE}, {LESS}": (LESS, "+.2f")}
+        index = ("temperature", "term")
+        return tables_of("turns that the judge accepts", found, columns, index=index)
+
+    def conclude(self, found):
+        less = only(found, f"{RATE}, {LESS}")
+        return Conclusion(
+            self.tested(f"accepted turns {NO_LAST}, {LESS}", only(less, term=NO_LAST)),
+            self.tested(NO_FIRST, only(less, term=NO_FIRST)),
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(LastSentence.main())
