@@ -7,7 +7,6 @@ for bit: close to the original's, not equal to them.
 """
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -265,47 +264,43 @@ def _flush(file) -> None:
 
 
 def _convert(gguf: Path, folder: Path, name: str) -> None:
-    """Write a GGUF file as a folder of safetensors, configuration and tokenizer.
-
-    No more than a shard of dequantised tensors is in memory.
-    """
+    """Write a GGUF file as a folder of safetensors, configuration and tokenizer."""
     # Late: --help needs this module, and these take seconds.
     import torch
-    from gguf import GGUFReader
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-    )
+    from huggingface_hub import save_torch_model
+    from transformers import AutoModelForCausalLM
 
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    reader = GGUFReader(gguf)
     folder.mkdir()
-
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    pre_tokenizer = _pre_tokenizer(reader.fields["tokenizer.ggml.pre"].contents())
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.save_pretrained(folder)
-
-    config = AutoConfig.from_pretrained(**source)
-    config.dtype, config._name_or_path = torch.float32, name
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
+    gguf_tokenizer(gguf).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+    )
+    save_torch_model(model, folder, max_shard_size=SHARD)
+    model.config.architectures, model.config._name_or_path = [type(model).__name__], name
+    del model.config.quantization_config  # its weights are not quantized any more
+    model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
 
-    processor = TENSOR_PROCESSORS.get(config.model_type, TensorProcessor)(config=config.to_dict())
-    names = get_gguf_hf_weights_map(model, processor)
-    _write_weights(folder, reader, names, processor)
 
+def gguf_tokenizer(gguf: Path):
+    """The tokenizer of a GGUF file, with the pre-tokenizer that it names, if that is known here.
 
-def _pre_tokenizer(kind: str):
-    """The pre-tokenizer that a GGUF file names, which transformers doesn't take from it.
-
-    It decides how the white space around digits, and the digits themselves, are cut.
+    It decides how the white space around digits, and the digits themselves, are cut;
+    transformers doesn't take it from the file.
     """
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    named = GGUFReader(gguf).fields.get("tokenizer.ggml.pre")
+    parts = _pre_tokenizers(named.contents() if named else "")
+    if parts:
+        tokenizer.backend_tokenizer.pre_tokenizer = parts
+    return tokenizer
+
+
+def _pre_tokenizers(kind: str):
+    """What llama.cpp calls by this name; None for others."""
     from tokenizers import Regex, pre_tokenizers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -320,33 +315,5 @@ def _pre_tokenizer(kind: str):
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     else:
-        raise ValueError(f"unknown pre-tokenizer {kind}")
+        return None
     return pre_tokenizers.Sequence(parts)
-
-
-def _write_weights(folder: Path, reader, names: dict[str, str], processor) -> None:
-    """Dequantise one tensor after the other and write them in shards."""
-    import numpy as np
-    import torch
-    from gguf import dequantize
-    from safetensors.torch import save_file
-
-    total = sum(4 * int(tensor.n_elements) for tensor in reader.tensors)
-    files: dict[str, str] = {}  # of each tensor
-    shard: dict[str, torch.Tensor] = {}
-    with _bar("dequantising", total) as bar:
-        for tensor in reader.tensors:
-            values = dequantize(tensor.data, tensor.tensor_type)
-            values = processor.process(values, tensor.name).weights
-            values = np.require(
-                values, requirements=["C", "W"]
-            )  # some are parts of the mapped file
-            shard[names[tensor.name]] = torch.from_numpy(values)
-            bar.update(values.nbytes)
-            if tensor is reader.tensors[-1] or sum(t.nbytes for t in shard.values()) > SHARD:
-                file = f"model-{len(set(files.values())) + 1:05}.safetensors"
-                save_file(shard, folder / file, metadata={"format": "pt"})
-                files |= dict.fromkeys(shard, file)
-                shard.clear()
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

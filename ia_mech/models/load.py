@@ -205,10 +205,16 @@ def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
     place, kwargs = _locate(spec, fetch)
     _check_adapter(spec)
     with _errors_in_one_line(spec):
-        tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
+        tokenizer = _tokenizer(place, kwargs)
         config = AutoConfig.from_pretrained(place, **kwargs)
     dequantization(spec.name, config)
     return tokenizer, config
+
+
+def _tokenizer(place: str, kwargs: dict[str, Any]):
+    if "gguf_file" in kwargs:
+        return embedded.gguf_tokenizer(Path(place) / kwargs["gguf_file"])
+    return AutoTokenizer.from_pretrained(place, **kwargs)
 
 
 _kept: ContextVar[dict[ModelSpec, Subject] | None] = ContextVar("kept", default=None)
@@ -252,7 +258,7 @@ def _load(spec: ModelSpec) -> Subject:
     place, kwargs = _locate(spec)
     _check_adapter(spec)
     with _errors_in_one_line(spec):
-        tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
+        tokenizer = _tokenizer(place, kwargs)
     options: dict[str, Any] = {}
     if spec.device_map or device.type != "cpu":  # read there at once, not by way of host memory
         options["device_map"] = spec.device_map or {"": str(device)}
