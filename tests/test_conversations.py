@@ -166,6 +166,7 @@ ROWS = {  # a row, column names, its turns, and further fields of the conversati
     "gold by name": (
         {"question": "q", "answer": "4"}, {"answer": "answer"}, [Q], {"answer": "4"}
     ),
+    "a gap for the response": ({"question": "q", "response": ""}, {}, [Q], {}),
     "gold, no response": (
         {"question": "q", "response": None, "answer": "4"}, {}, [Q], {"answer": "4"}
     ),
@@ -218,7 +219,8 @@ def test_own_form_is_read_back_as_it_is(jsonl):
         thought,
     )
     told = example(id="b", messages=called, finish_reason="length")
-    assert read(jsonl(whole.to_dict(), told.to_dict())) == [whole, told]
+    empty = example(id="c", messages=(DIALOGUE[0], DIALOGUE[1] | {"content": ""}))
+    assert read(jsonl(*(one.to_dict() for one in (whole, told, empty)))) == [whole, told, empty]
 
 
 def test_named_columns_win(jsonl):

@@ -267,7 +267,7 @@ class ConversationSource:
                 "leave out the column, or write it as text",
             ) from None
         self.left |= dict.fromkeys(parsed.left)
-        made = _with_each(self._conversation(parsed, number), parsed.responses, place)
+        made = _with_each(self._conversation(parsed, number), parsed.responses)
         for conversation in made:
             validate(conversation, place)
             if conversation.id in seen:
@@ -309,18 +309,10 @@ def source_of(messages: Sequence[Message]) -> str:
     return f"q{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
-def _with_each(
-    conversation: Conversation, answers: list[Answer] | None, place: str
-) -> list[Conversation]:
-    """The conversation after each of its responses, if its row has several.
-
-    Raises:
-        UserError: there is a response besides.
-    """
+def _with_each(conversation: Conversation, answers: list[Answer] | None) -> list[Conversation]:
+    """The conversation after each of its responses, if its row has several."""
     if answers is None:
         return [conversation]
-    if conversation.response is not None:
-        raise UserError(f"{place}: a response and a list of responses", "leave out one of them")
     return [
         replace(
             conversation.with_response_index(index),
