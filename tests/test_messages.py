@@ -240,7 +240,7 @@ REFUSED = [  # a row, and what is said of it
     ({"prompt": "a", "question": "b"}, "the columns 'question' and 'prompt' may both be the query"),
     ({"prompt": "a", "chosen": said("b", "c")}, "begins with other messages than the query"),
     ({"messages": said("a", " ")}, "a message of the assistant is empty; leave it out if"),
-    ({"messages": said("a", "", "b", "c"), "reference": "d"}, "a message of the assistant is empty"),
+    ({"messages": said("a", "", "b", "c"), "reference": "d"}, "the assistant is empty"),
     ({"prompt": "a", "responses": ["b", ""]}, "a message of the assistant is empty"),
     ({"messages": said("a", "b"), "responses": ["c"]}, "a response and a list of responses"),
 ]  # fmt: skip

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from ia_mech.chat.template import MARK, ChatTemplate, Message
 from ia_mech.errors import UserError
 
-
 ANSWERED, CALLED = "what a tool answered", "calls of tools"
 
 
