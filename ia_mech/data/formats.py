@@ -562,10 +562,9 @@ def _row(
 
 def _answered(cells: _Cells, asked: list[Message], answers: list[Answer]) -> ParsedRow:
     """What was asked, with the answer, or with the answers, that columns have."""
-    several, last = cells.responses(), asked[-1:]
-    if several and (
-        any(a.messages for a in answers) or any(m["role"] == "assistant" for m in last)
-    ):
+    several = cells.responses()
+    answered = [message for message in asked[-1:] if message["role"] == "assistant"]
+    if several and (answered or any(answer.messages for answer in answers)):
         raise UserError(
             f"{cells.place}: a response and a list of responses", "leave out one of them"
         )
