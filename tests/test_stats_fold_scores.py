@@ -253,7 +253,6 @@ def test_what_makes_no_score_is_refused():
         {"strata": [0]},
         {"positives": [3, 0]},
         {"positives": [np.nan, 0]},
-        {"level": 1},
         {name: [] for name in good},
     ):
         with pytest.raises(ValueError):

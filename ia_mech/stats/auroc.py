@@ -19,8 +19,7 @@ def auroc_columns(scores: ArrayLike, positives: ArrayLike, trials: ArrayLike) ->
 
     Args:
         scores: ``[n, m]`` a score of each context per column; may be infinite.
-        positives: ``[n]`` positive turns, or ``[n, m]`` if they differ between columns.
-        trials: ``[n]`` or ``[n, m]`` all turns.
+        positives, trials: ``[n]`` turns, or ``[n, m]`` if they differ between columns.
 
     Returns:
         ``[m]`` from 0 to 1; NaN where no context has a positive turn while another has a negative.
@@ -52,17 +51,10 @@ def auroc_columns(scores: ArrayLike, positives: ArrayLike, trials: ArrayLike) ->
 def concordance(
     scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of a positive and a negative turn in the right order, ties one half, and all pairs.
+    """``[m]`` pairs of a positive and a negative turn in the right order, ties one half, and all.
 
-    Those within a context are among both: it ties with itself.
-
-    Args:
-        scores: ``[m, n]`` in ascending order, or ``[1, n]`` for all columns.
-        positives: ``[m, n]`` positive turns, in the same order.
-        negatives: ``[m, n]`` negative turns.
-
-    Returns:
-        ``[m]`` each.
+    Those within a context are among both: it ties with itself. ``scores`` are ``[m, n]`` in
+    ascending order, or ``[1, n]`` for all columns; turns ``[m, n]`` in the same order.
     """
     after = np.cumsum(negatives, axis=1)
     middle = after - negatives / 2

@@ -10,7 +10,6 @@ from scipy.special import stdtr
 from ia_mech.stats.clusters import cluster_mean
 from ia_mech.stats.intervals import (
     Estimate,
-    check_level,
     combined,
     hull,
     rate_interval,
@@ -87,27 +86,17 @@ def paired_difference(
 ) -> PairedDifference:
     """Mean of the first condition minus mean of the second, the source being the pair.
 
-    Only sources with values in both conditions count; each gives one difference, of its own means,
-    and all weigh the same. Two rates (all values are 0 or 1) have MOVER's interval with the
-    correlation between the conditions, no less than Student's of the differences or than
+    Only sources with values in both conditions count (NaN is none); each gives one difference, of
+    its own means, and all weigh the same. Two rates (all values are 0 or 1) have MOVER's interval
+    with the correlation between the conditions, no less than Student's of the differences or than
     ``intervals.unseen``; other means have Student's.
 
-    p is the sign flips' (:func:`sign_flip_p`) where every source has as many rows in one condition
-    as in the other. If not (one greedy row against eight samples), flips reject up to twice as
-    often as they should, and p is the larger of theirs and of the interval's, which leaves out 0
-    from that level on. ``docs/statistics.md`` has the reasons.
-
-    Args:
-        values_a, sources_a: ``[n]`` of the first condition; NaN values are left out.
-        values_b, sources_b: ``[m]`` of the second.
-        level: coverage.
-        permutations: sign flips to visit at most; with few sources all of them are visited.
-        seed: of the flips.
-
-    Returns:
-        All NaN without a common source; with one there is no interval.
+    p is the sign flips' (:func:`sign_flip_p`, of ``permutations`` at most) where every source has
+    as many rows in one condition as in the other. If not (one greedy row against eight samples),
+    flips reject up to twice as often as they should, and p is the larger of theirs and of the
+    interval's, which leaves out 0 from that level on. ``docs/statistics.md`` has the reasons.
+    All is NaN without a common source; with one there is no interval.
     """
-    check_level(level)
     a, b = _conditions((values_a, sources_a), (values_b, sources_b))
     differences, n = a.means - b.means, len(a.means)
     if n == 0:
@@ -189,8 +178,7 @@ class GroupDifference:
     """A difference between two groups of sources.
 
     Attributes:
-        first: the rate of the rows with label 1.
-        second: that of the rows with label 0.
+        first, second: the rates of the rows with label 1, and with label 0.
         difference: first minus second, with its interval.
         p: two-sided p value of no association; NaN where a group is empty, or no source can change
             places with another.
@@ -225,8 +213,7 @@ def group_difference(
         labels: ``[n]`` 1 or 0.
         sources: ``[n]`` the source of each row.
         level: coverage.
-        permutations: of labels.
-        seed: of the permutations.
+        permutations, seed: of the labels.
 
     Raises:
         ValueError: lengths differ, or a value lies outside [0, 1].
