@@ -52,13 +52,9 @@ class ChatContext:
 
 @dataclass(frozen=True)
 class TurnIds:
-    """Token ids of a given user turn as the dialogue holds it.
-
-    Attributes:
-        words: up to the token that holds the turn's last character.
-        end: what closes it: a mark, and white space before that where the template writes some.
-            Empty where the template closes user turns with text.
-    """
+    """Token ids of a given user turn as the dialogue holds it: ``words``, up to the token that
+    holds its last character, and ``end``, what closes it: a mark, and white space before that where
+    the template writes some. The end is empty where the template closes user turns with text."""
 
     words: list[int]
     end: list[int]
@@ -297,10 +293,8 @@ class ChatFormat:
     # -- contexts -----------------------------------------------------------------------------
 
     def context(self, messages: Sequence[Message]) -> ChatContext:
-        """Render a conversation that ends with a response and open the user header after it.
-
-        Args:
-            messages: roles and contents; the last one is the assistant's (it may be empty).
+        """Render a conversation that ends with a response (it may be empty) and open the user
+        header after it.
 
         Raises:
             UserError: the template refuses the conversation, or its text holds a mark of turns or

@@ -49,18 +49,12 @@ class Joints:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template at a fixed date, with fixed options.
-
-    Args:
-        tokenizer: a fast tokenizer (offsets into the text are needed) with a chat template.
-        date: ISO date given to templates that print today's.
-        options: variables that every rendering is given, such as ``enable_thinking``.
-
-    Attributes:
-        source: the template.
+    """A tokenizer's chat template (``source``) at a fixed date, with fixed options: variables that
+    every rendering is given, such as ``enable_thinking``.
 
     Raises:
-        UserError: no template, no offsets, or an option that the template never reads.
+        UserError: no template, no offsets into the text (a fast tokenizer has them), or an option
+            that the template never reads.
     """
 
     def __init__(

@@ -46,13 +46,8 @@ NAMED = (
 
 @dataclass(frozen=True)
 class Response:
-    """A response without its thought.
-
-    Attributes:
-        text: what it says.
-        thought: what was thought before; None if nothing was.
-        within_thought: it ended within its thought, or before what the template has after one.
-    """
+    """A response without its thought (None if nothing was thought). ``within_thought``: it ended
+    within its thought, or before what the template has after one."""
 
     text: str
     thought: str | None = None
@@ -60,11 +55,8 @@ class Response:
 
 
 class Thoughts:
-    """What a chat template does with thoughts.
-
-    Args:
-        template: the template.
-        added: ids of the tokens that text can't be cut into by accident.
+    """What a chat template does with thoughts; ``added`` are the ids of the tokens that text can't
+    be cut into by accident.
 
     Attributes:
         marks: around thoughts in what the model writes; None if the template knows no thoughts.
@@ -176,12 +168,8 @@ class Thoughts:
     # -- what a model wrote -------------------------------------------------------------------
 
     def of_text(self, text: str, prompt: str | None = None) -> Response:
-        """A response as text, without its thought.
-
-        Args:
-            text: all that was written.
-            prompt: what it was written after, which may open a thought; None if that isn't known.
-        """
+        """A response as text, without its thought; ``prompt`` is what it was written after, which
+        may open a thought, or None if that isn't known."""
         if self.marks is None:
             return Response(text)
         opening, closing = self.marks.opening, self.marks.closing

@@ -46,12 +46,8 @@ Reader = Callable[[], Iterator[tuple[str, Any]]]
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a dataset.
-
-    Attributes:
-        read: them, from the first one at every call.
-        count: how many there are; None where only reading them all would tell.
-    """
+    """The rows of a dataset: ``read`` gives them, from the first one at every call; ``count`` says
+    how many there are, or None where only reading them all would tell."""
 
     read: Reader
     count: Callable[[], int | None]
@@ -145,11 +141,8 @@ class Conversation:
 
 
 def validate(conversation: Conversation, place: str) -> None:
-    """Check what every later step takes for granted.
-
-    Args:
-        conversation: the one to check.
-        place: where its row stands; opens the error.
+    """Check what every later step takes for granted; ``place``, where the row stands, opens the
+    error.
 
     Raises:
         UserError: unknown role, content that isn't text, an empty query, or turns out of order.

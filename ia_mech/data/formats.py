@@ -199,12 +199,7 @@ def cut_dialogue(
     """The context and the user turn that followed it (None if none did); see :class:`ColumnMap`.
 
     The response is the assistant's last message before the next user turn: calls of tools, and what
-    the tools gave, stand before it.
-
-    Args:
-        messages: the dialogue.
-        cut: ``first`` or ``last``.
-        asked: how many messages ``first`` keeps in any case.
+    the tools gave, stand before it. ``first`` keeps ``asked`` messages in any case.
     """
     roles = [message["role"] for message in messages]
     users = [i for i, role in enumerate(roles) if role == "user"]

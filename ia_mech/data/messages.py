@@ -58,15 +58,11 @@ class Answer:
 
 
 def read_messages(listed: Sequence, place: str, ignored: Collection[str] = ()) -> list[Message]:
-    """Messages out of a list of messages, or of exchanges of a query and an answer.
-
-    Args:
-        listed: as JSON or Arrow gives it.
-        place: opens the errors.
-        ignored: fields that aren't part of the conversation.
+    """Messages out of a list of messages, or of exchanges of a query and an answer, as JSON or
+    Arrow gives it; ``ignored`` are fields that aren't part of the conversation.
 
     Raises:
-        UserError: something that is no message, or that can't be kept.
+        UserError: something that is no message, or that can't be kept; ``place`` opens it.
     """
     return [
         message

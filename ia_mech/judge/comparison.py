@@ -60,14 +60,10 @@ def compare(
     weights: ArrayLike | None = None,
     rubric: Rubric = BUILT_IN,
 ) -> Comparison:
-    """Compare two columns of labels.
+    """Compare two columns of labels, ``[n]`` categories each (anything else where there is none).
 
-    Args:
-        truth: ``[n]`` category of each row; anything else where there is none.
-        prediction: ``[n]`` the labels to be measured.
-        sources: ``[n]`` the source of each row, the unit of the intervals.
-        weights: ``[n]`` how many rows each represents, as the inverse inclusion probability.
-        rubric: that both labelled by.
+    ``sources`` are the unit of the intervals; ``weights`` say how many rows each represents, as the
+    inverse inclusion probability.
     """
     pairs = (("truth", truth), ("prediction", prediction))
     sides = {side: pd.Series(labels, dtype=object) for side, labels in pairs}

