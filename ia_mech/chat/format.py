@@ -423,7 +423,6 @@ class ChatFormat:
         text = _without_stop(ids, self.response_stop_ids)
         return self.thoughts.parse(
             self.template.decode(text),
-            self.template.decode(ids[len(text) :]),
             self.template.decode(prompt_ids),
             [self.template.token(i) for i in self._structure],
         )

@@ -1,10 +1,9 @@
 """Where a thought stands: in what a model wrote as its response, and in what a template renders.
 
-A response's thought is told apart by the tokenizer's own response template, where it has one; else
-by the marks that the chat template writes around thoughts, or at least names. A message has its
-thought as ``reasoning_content``. A template is given it where it reads thoughts: under a key of
-the message, or within the content. Whether a dialogue then shows it is the template's affair: most
-leave it out once a user turn follows.
+A response's thought is told apart by the marks that the chat template writes around thoughts, or at
+least names. A message has its thought as ``reasoning_content``. A template is given it where it
+reads thoughts: under a key of the message, or within the content. Whether a dialogue then shows it
+is the template's affair: most leave it out once a user turn follows.
 """
 
 import re
@@ -190,41 +189,21 @@ class Thoughts:
             return end.endswith(self.marks.opening)
         return not end.endswith(self.marks.closing)  # such a template opens the thought itself
 
-    def parse(self, text: str, end: str, prompt: str, structure: Collection[str]) -> Response:
+    def parse(self, text: str, prompt: str, structure: Collection[str]) -> Response:
         """A sampled response without its thought and the marks that the template writes.
 
         Args:
             text: what was written.
-            end: the token that ended it; empty if the limit did.
             prompt: what it was written after.
             structure: tokens that open and close turns: from the first one on that no thought and
                 no content begins with, nothing is the response's. Nor from a second end of a
                 thought on, before which templates cut a response off.
         """
-        found = self._by_tokenizer(text + end, prompt) or self._by_marks(text, prompt, structure)
+        found = self._by_marks(text, prompt, structure)
         thought = found.thought and _until(found.thought, structure).strip()
         ends = [self.marks.closing] if self.marks and thought else []
         said = _until(found.text, [*structure, *ends]).strip()
         return Response(said, thought or None, found.within_thought)
-
-    def _by_tokenizer(self, text: str, prompt: str) -> Response | None:
-        """A response as the tokenizer's own response template has it; None without one, or where it
-        can't read the response. One that calls a tool keeps the call as text."""
-        tokenizer = self._template.tokenizer
-        if getattr(tokenizer, "response_template", None) is None:
-            return None
-        try:
-            parser = tokenizer.get_response_parser(prefix=prompt)
-            parser.feed(text)
-            said, ended = parser.finalize()
-        except ValueError:
-            return None
-        if said.get("tool_calls"):
-            return None
-        key = next((key for key in KEYS if said.get(key)), None)
-        # A thought that was closed is none of the regions that end with the response.
-        within = any(e["type"] == "region_close" and e["field"] in KEYS for e in ended)
-        return Response(said.get(CONTENT) or "", said[key] if key else None, within)
 
     def _by_marks(self, text: str, prompt: str, structure: Collection[str]) -> Response:
         if self._is_told:

@@ -181,13 +181,9 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, ...]:
         if path.exists():
             raise UserError(f"{path} exists", "give another --out, or remove it")
     for path, content in contents.items():
-        integrity.replace_file(path, partial(_write, content))
+        integrity.replace_file(path, partial(Path.write_bytes, data=content))
     run.labels.write_sheet(name, sheet.key)
     return tuple(contents)
-
-
-def _write(content: bytes, path: Path) -> None:
-    path.write_bytes(content)
 
 
 def csv_bytes(table: pd.DataFrame) -> bytes:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -360,13 +361,9 @@ def remember(spec: ModelSpec, weights_hash: str) -> None:
             continue
         place = os.path.abspath(Path(given).expanduser())
         note = _places(weights_hash) / hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
-
-        def write(scratch: Path, place: str = place) -> None:
-            scratch.write_text(place)
-
         with contextlib.suppress(OSError):  # a cache that can't be written to
             note.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(note, write)
+            replace_file(note, partial(Path.write_text, data=place))
 
 
 def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
