@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import stdtr
 
 from ia_mech.stats.clusters import cluster_mean
 from ia_mech.stats.intervals import (
@@ -13,7 +12,6 @@ from ia_mech.stats.intervals import (
     combined,
     hull,
     rate_interval,
-    spread_between,
     student,
     unseen,
 )
@@ -101,33 +99,24 @@ def paired_difference(
     differences, n = a.means - b.means, len(a.means)
     if n == 0:
         return PairedDifference(Estimate(np.nan, np.nan, np.nan, 0, "no common source"), np.nan)
-    table = np.stack([differences, np.ones(n)], axis=1)
-    p, test = _p_value(a, b, table, sign_flip_p(differences, permutations, seed))
-    return PairedDifference(_interval(a, b, table, level), p, test)
-
-
-def _p_value(a: _Condition, b: _Condition, table: np.ndarray, flips: float) -> tuple[float, str]:
-    """Two-sided p value and the name of the test; ``flips`` is the p value of sign flips."""
+    found = _interval(a, b, level)
+    p, test = sign_flip_p(differences, permutations, seed), "sign flip"
     # Without spread only flips say anything.
-    if (a.rows == b.rows).all() or len(table) == 1 or np.ptp(table[:, 0]) == 0:
-        return flips, "sign flip"
-    if a.binary and b.binary:
-        return max(flips, _mover_p(a, b)), "mover and sign flip"
-    spread = spread_between(table)
-    ratio = abs(spread.mean) / np.sqrt(spread.variance)
-    return max(flips, float(2 * stdtr(spread.freedom, -ratio))), "student and sign flip"
+    if (a.rows != b.rows).any() and n > 1 and np.ptp(differences) > 0:
+        p, test = max(p, _inverted(a, b)), f"{found.method} and {test}"
+    return PairedDifference(found, p, test)
 
 
-def _mover_p(a: _Condition, b: _Condition) -> float:
-    """One minus the level at which the interval of two rates' difference begins to leave out 0."""
+def _inverted(a: _Condition, b: _Condition) -> float:
+    """One minus the level at which the interval of the difference begins to leave out 0."""
     difference = float((a.means - b.means).mean())
     if abs(difference) < 1e-12:
         return 1.0
 
     def inner_end(exponent: float) -> float:
         """How far the interval at level ``1 - 10 ** exponent`` stays clear of 0, if it does."""
-        low, high = _mover(a, b, 1 - 10**exponent)
-        return low if difference > 0 else -high
+        found = _interval(a, b, 1 - 10**exponent)
+        return found.low if difference > 0 else -found.high
 
     smallest, largest = np.log10(P_RANGE)
     if inner_end(smallest) > 0:
@@ -139,31 +128,22 @@ def _mover_p(a: _Condition, b: _Condition) -> float:
     return float(10 ** brentq(inner_end, smallest, largest, xtol=1e-6))
 
 
-def _interval(a: _Condition, b: _Condition, table: np.ndarray, level: float) -> Estimate:
-    """The interval of the mean of the differences."""
-    differences, n, rates = table[:, 0], len(table), a.binary and b.binary
+def _interval(a: _Condition, b: _Condition, level: float) -> Estimate:
+    """The mean of the differences: Student's, for rates MOVER's hull with it."""
+    differences, n, rates = a.means - b.means, len(a.means), a.binary and b.binary
     value = float(differences.mean())
-    if n == 1 and not (rates and value == 0):
+    ends = unseen(value, n, level, (-1.0, 1.0))
+    if rates and not differences.any():
+        return Estimate(value, *ends, n, "exact, one-sided")
+    if n == 1:
         return Estimate(value, np.nan, np.nan, 1, "one source")
-    if rates:
-        method = "mover" if differences.any() else "exact, one-sided"
-        return Estimate(value, *_mover(a, b, level), n, method)
-    return student(table, level)
-
-
-def _mover(a: _Condition, b: _Condition, level: float) -> tuple[float, float]:
-    """Ends of the interval of a difference of rates on the same sources."""
-    n, differences = len(a.means), a.means - b.means
-    ends = unseen(float(differences.mean()), n, level, (-1.0, 1.0))
-    if not differences.any():
-        return ends
+    plain = student(np.stack([differences, np.ones(n)], axis=1), level)
+    if not rates:
+        return plain
     parts = a.interval(level), b.interval(level)
-    _, low, high = combined(parts, (1, -1), _correlation(a.means, b.means))
-    low, high = hull((low, high), ends)
-    if n > 1:
-        spread = student(np.stack([differences, np.ones(n)], axis=1), level)
-        low, high = np.nanmin([low, spread.low]), np.nanmax([high, spread.high])
-    return max(float(low), -1.0), min(float(high), 1.0)
+    together = combined(parts, (1, -1), _correlation(a.means, b.means))[1:]
+    low, high = hull(together, ends, *([] if np.isnan(plain.low) else [(plain.low, plain.high)]))
+    return Estimate(value, max(low, -1.0), min(high, 1.0), n, "mover")
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:
