@@ -171,7 +171,11 @@ class ChatTemplate:
 
     def _span(self, messages: Sequence[Message], index: int, text: str) -> Span:
         role, content = messages[index]["role"], messages[index]["content"]
-        before, after = self._around(messages, index)
+        marked = [*messages]
+        marked[index] = messages[index] | {"content": MARK + MARK}
+        rendered = self.render(marked)
+        _refuse_unless_once(rendered, MARK + MARK, role)
+        before, _, after = rendered.partition(MARK + MARK)
         if text == before.rstrip() + after:  # white space that is written before words alone
             before = before.rstrip()
         if (
@@ -189,16 +193,6 @@ class ChatTemplate:
                 "remove template markup from its text",
             )
         return len(before), len(text) - len(after)
-
-    def _around(self, messages: Sequence[Message], index: int) -> tuple[str, str]:
-        """What the template renders before and after the content of message ``index``."""
-        role = messages[index]["role"]
-        marked = [*messages]
-        marked[index] = messages[index] | {"content": MARK + MARK}
-        text = self.render(marked)
-        _refuse_unless_once(text, MARK + MARK, role)
-        before, _, after = text.partition(MARK + MARK)
-        return before, after
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a text and the characters each stands for."""

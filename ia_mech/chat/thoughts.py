@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ia_mech.chat.template import MARK, ChatTemplate, Message, message
+from ia_mech.data.messages import THOUGHTS as KEYS  # of messages; ours is the first
 from ia_mech.errors import UserError
 
-KEYS = ("reasoning_content", "reasoning", "thinking")  # of messages; ours is the first
 CONTENT = "content"
 _THOUGHT = MARK[::-1]  # stands where a thought will be
 _QUERY = message("user", "What is it?")
@@ -199,19 +199,17 @@ class Thoughts:
                 no content begins with, nothing is the response's. Nor from a second end of a
                 thought on, before which templates cut a response off.
         """
-        found = self._by_marks(text, prompt, structure)
+        if self._is_told:
+            found = self._channels(text, prompt, structure)
+        else:
+            marks = "" if self.marks is None else self.marks.opening + self.marks.closing
+            others = [token for token in structure if token not in marks]
+            found = self.of_text(_until(text, others).strip(), prompt)
+            found = replace(found, text=found.text.removeprefix(self.content_mark))
         thought = found.thought and _until(found.thought, structure).strip()
         ends = [self.marks.closing] if self.marks and thought else []
         said = _until(found.text, [*structure, *ends]).strip()
         return Response(said, thought or None, found.within_thought)
-
-    def _by_marks(self, text: str, prompt: str, structure: Collection[str]) -> Response:
-        if self._is_told:
-            return self._channels(text, prompt, structure)
-        marks = "" if self.marks is None else self.marks.opening + self.marks.closing
-        others = [token for token in structure if token not in marks]
-        found = self.of_text(_until(text, others).strip(), prompt)
-        return replace(found, text=found.text.removeprefix(self.content_mark))
 
     def _channels(self, text: str, prompt: str, structure: Collection[str]) -> Response:
         """A response whose content has a mark of its own, after those of thoughts and others."""

