@@ -44,18 +44,9 @@ _PARQUET_ROWS = 256  # at a time: bounds the memory, not the speed
 Reader = Callable[[], Iterator[tuple[str, Any]]]
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a dataset: ``read`` gives them, from the first one at every call; ``count`` says
-    how many there are, or None where only reading them all would tell."""
-
-    read: Reader
-    count: Callable[[], int | None]
-
-    @classmethod
-    def counted(cls, read: Reader) -> "Rows":
-        """Rows that are quickly passed over."""
-        return cls(read, lambda: sum(1 for _ in read()))
+# Rows of a dataset: what reads them, from the first one at every call; and how many there are, None
+# where only reading them all would tell.
+Rows = tuple[Reader, Callable[[], int | None]]
 
 
 @dataclass(frozen=True)
@@ -221,17 +212,17 @@ class ConversationSource:
     ) -> None:
         self.name = name
         self.description = description
-        self.count = rows.count
+        self._rows, self.count = rows
         self.skipped: list[str] = []
         self.rest = False
         self.left: dict[str, None] = {}
-        self._rows, self._read, self._limit, self._skip = rows, read, limit, skip_unusable
+        self._read, self._limit, self._skip = read, limit, skip_unusable
 
     def __iter__(self) -> Iterator[Conversation]:
         self.skipped, self.rest, self.left = [], False, {}
         seen: dict[str, int] = {}
         used = 0  # rows
-        rows = self._rows.read()
+        rows = self._rows()
         for number, (place, row) in enumerate(rows, start=1):
             try:
                 made = self._made(row, place, number, seen)
@@ -392,7 +383,7 @@ def _builtin(dataset: str) -> tuple[str, Rows, dict]:
         # One of each in turn, so that any number of first rows is balanced.
         return chain.from_iterable(zip(*map(_jsonl_rows, files), strict=True))
 
-    return dataset.replace(":", "-"), Rows.counted(rows), {}
+    return dataset.replace(":", "-"), _counted(rows), {}
 
 
 def _file(path: Path) -> tuple[str, Rows, dict]:
@@ -406,11 +397,15 @@ def _file(path: Path) -> tuple[str, Rows, dict]:
     if not os.access(path, os.R_OK):
         raise UserError(f"{path} can't be read", "change its permissions, or give a copy")
     if path.suffix == ".parquet":
-        rows = Rows(partial(_parquet_rows, path), partial(_parquet_count, path))
+        rows: Rows = partial(_parquet_rows, path), partial(_parquet_count, path)
     else:
         array = path.suffix == ".json" and _opens_array(path)
-        rows = Rows.counted(partial(_array_rows if array else _jsonl_rows, path))
+        rows = _counted(partial(_array_rows if array else _jsonl_rows, path))
     return path.stem, rows, {"file": path.name}
+
+
+def _counted(read: Reader) -> Rows:
+    return read, lambda: sum(1 for _ in read())  # rows that are quickly passed over
 
 
 def _jsonl_rows(path) -> Iterator[tuple[str, bytes]]:
@@ -485,7 +480,7 @@ def _hub(
     )
     found = {"path": path, "subset": subset, "split": split, "revision": commit or revision}
     count = getattr(opened, "num_rows", None)  # of a stream nobody knows
-    return name, Rows(partial(_hub_rows, opened, name), lambda: count), found
+    return name, (partial(_hub_rows, opened, name), lambda: count), found
 
 
 def _hub_rows(opened: Iterable[dict], name: str) -> Iterator[tuple[str, dict]]:

@@ -363,11 +363,9 @@ def _labelled(
 def export_command(args: argparse.Namespace) -> None:
     """``ia-mech annotate export``."""
     run = Run.open(args.run)
-    out = args.out
+    out, name = args.out, None
     if out is not None:
         out = out.with_name(re.sub(r"\.(csv|html)$", "", out.name))
-    name = None
-    if out is not None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name).lstrip("._-") or None
     sheet = export_sheet(run, args.n, by=args.by, seed=args.seed, name=name)
     # Not the run's name: it holds the model's and the dataset's.

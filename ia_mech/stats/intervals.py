@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtri, stdtrit
@@ -79,15 +80,10 @@ def zero_events_bound(sources: int, level: float = 0.95) -> float:
     return float(-np.expm1(np.log1p(-level) / sources))
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How far a weighted mean may be off, judged by its residuals per source.
-
-    Attributes:
-        mean: sum of weighted values over sum of weights.
-        variance: of the mean, linearised and robust to any dependence within sources.
-        freedom: degrees of freedom that the variance is worth.
-    """
+class Spread(NamedTuple):
+    """How far a weighted mean may be off, judged by its residuals per source: the variance of the
+    mean, linearised and robust to any dependence within sources, and the degrees of freedom that
+    this is worth."""
 
     mean: float
     variance: float
