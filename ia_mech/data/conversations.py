@@ -334,8 +334,6 @@ def open_conversations(
             ``skip_unusable``: no row that can).
     """
     columns = columns or ColumnMap()
-    if limit is not None and limit < 1:
-        raise UserError(f"--limit {limit} leaves no rows", "use --limit 1 or more, or --limit all")
     path = Path(dataset).expanduser()
     preset = None if path.suffix in SUFFIXES else presets.find(dataset)
     read = partial(_read, columns=columns, preset=preset)

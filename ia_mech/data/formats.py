@@ -84,9 +84,6 @@ class ColumnMap:
     ``cut`` decides where a dialogue of several exchanges is cut: ``first`` keeps the first
     user-assistant exchange and takes the next user turn as the reference; ``last`` cuts before the
     last user turn, so that the earlier turns stay in the context.
-
-    Raises:
-        UserError: ``format`` or ``cut`` is not one of :data:`FORMATS`, :data:`CUTS`.
     """
 
     format: str = "auto"
@@ -101,12 +98,6 @@ class ColumnMap:
     context: str | None = None
     metadata: tuple[str, ...] = ()
     cut: str = "first"
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise UserError(f"no format {self.format!r}", f"use one of {', '.join(FORMATS)}")
-        if self.cut not in CUTS:
-            raise UserError(f"no cut {self.cut!r}", f"use one of {', '.join(CUTS)}")
 
     @property
     def names_content(self) -> bool:
