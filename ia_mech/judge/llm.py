@@ -269,8 +269,6 @@ class LlmJudge(Judge):
         return (prompt * prompt_price + completion * completion_price) / 1e6
 
     def _check_settings(self, timeout: float) -> None:
-        if self.mode not in MODES:
-            raise UserError(f"no mode {self.mode!r}", f"use {', '.join(MODES)}")
         for name in self.params.keys() & RESERVED_PARAMS.keys():
             raise UserError(f"--param {name} can't be set", f"use {RESERVED_PARAMS[name]}")
         for flag, value in (("--timeout", timeout), ("--max-cost", self.max_cost)):

@@ -3,12 +3,6 @@
 import numpy as np
 
 
-def check_outcomes(positives: np.ndarray, trials: np.ndarray) -> None:
-    """Raise ValueError unless 0 ≤ positives ≤ trials, and trials are above 0 and finite."""
-    if not ((positives >= 0) & (positives <= trials) & (trials > 0) & np.isfinite(trials)).all():
-        raise ValueError("positives must lie between 0 and trials, and trials above 0")
-
-
 def auroc_columns(scores: np.ndarray, positives: np.ndarray, trials: np.ndarray) -> np.ndarray:
     """How often a random positive turn scores higher than a random negative one of another context.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ia_mech.stats.auroc import check_outcomes, concordance
+from ia_mech.stats.auroc import concordance
 from ia_mech.stats.intervals import Estimate
 from ia_mech.stats.resampling import as_column, bootstrap_estimate, resample_counts, source_index
 
@@ -96,8 +96,7 @@ class FoldScores:
         level, resamples, seed: of intervals.
 
     Raises:
-        ValueError: lengths differ, there are no contexts, a label is missing, or there are not
-            0 ≤ k ≤ n, n > 0.
+        ValueError: lengths differ, there are no contexts, or a label is missing.
     """
 
     def __init__(
@@ -117,7 +116,6 @@ class FoldScores:
             raise ValueError("there are no contexts")
         self._positives = as_column(positives, len(index), "positives")
         self._trials = as_column(trials, len(index), "trials")
-        check_outcomes(self._positives, self._trials)
         fold, _ = source_index(folds)
         stratum = np.zeros(len(index), dtype=int) if strata is None else source_index(strata)[0]
         if not index.shape == fold.shape == stratum.shape:
