@@ -24,7 +24,6 @@ from ia_mech.stats import (
 )
 
 TEXTS = ("query", "response", "user_turn")
-_UNKNOWN = Estimate(np.nan, np.nan, np.nan, 0, "no rows")
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,6 @@ def _kappas(
     cells: np.ndarray, sources: np.ndarray, weights: np.ndarray, rubric: Rubric
 ) -> list[Estimate]:
     """κ of the categories, and of genuine against the rest; ``[n]`` cells of the confusion."""
-    if not len(cells):
-        return [_UNKNOWN] * 2
     names, size = rubric.assessed, len(rubric.assessed)
     accepted = np.isin(names, rubric.accepted)
     side = np.stack([accepted, ~accepted], axis=1)
