@@ -40,8 +40,7 @@ def dataset(path: Path, conversations=CONVERSATIONS) -> str:
             messages.append({"role": "assistant", "content": one["response"]})
             ids = dict.fromkeys(("id", "source_id"), f"c{number}")
             row = {**ids, "dataset": one.get("of", "plain"), "messages": messages}
-            if one["reference"] is not None:
-                row["reference"] = one["reference"]
+            row["reference"] = one["reference"]
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     return str(path)
 

@@ -368,6 +368,7 @@ def test_a_rubric_of_ones_own_is_what_the_server_is_told(tmp_path):
         ),
         (("genuine = true", ""), "needs categories that count as genuine"),
         (('definition = "Goes on."', ""), "categories.0.definition: Field required"),
+        (('definition = "Goes on."', 'definition = " "'), "a definition of each category"),
         (("[[categories]]", "[[categories"), "is no rubric"),
     ],
 )

@@ -239,6 +239,10 @@ REFUSED = [  # a row, and what is said of it
     ({"prompt": "a", "tools": "a calculator"}, "the tools are not a list of objects with names"),
     ({"prompt": "a", "question": "b"}, "the columns 'question' and 'prompt' may both be the query"),
     ({"prompt": "a", "chosen": said("b", "c")}, "begins with other messages than the query"),
+    ({"messages": said("a", " ")}, "a message of the assistant is empty; leave it out if"),
+    ({"messages": said("a", "", "b", "c"), "reference": "d"}, "the assistant is empty"),
+    ({"prompt": "a", "responses": ["b", ""]}, "a message of the assistant is empty"),
+    ({"messages": said("a", "b"), "responses": ["c"]}, "a response and a list of responses"),
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from scipy import stats
+from scipy.special import stdtr
 from scipy.stats import binomtest
 
 from ia_mech.stats import (
@@ -11,6 +12,7 @@ from ia_mech.stats import (
     paired_difference,
     zero_events_bound,
 )
+from ia_mech.stats.intervals import spread_between
 from ia_mech.stats.significance import sign_flip_p
 
 
@@ -215,3 +217,16 @@ def test_intervals_hold_the_difference():
         found = group_difference(values, labels, range(60), permutations=1).difference
         held.append(found.low <= 0.25 <= found.high)
     assert np.mean(held) >= 0.93
+
+
+def test_p_of_other_means_is_students_where_rows_differ():
+    rng = np.random.default_rng(1)
+    first, sources = rng.normal(size=12), np.arange(12)
+    second = rng.normal(size=36) + 1
+    found = paired_difference(first, sources, second, np.repeat(sources, 3))
+    each = first - second.reshape(12, 3).mean(1)
+    spread = spread_between(np.stack([each, np.ones(12)], axis=1))
+    student = 2 * stdtr(spread.freedom, -abs(spread.mean) / np.sqrt(spread.variance))
+    assert found.test == "student and sign flip"
+    assert student > sign_flip_p(each, 10_000, 0)
+    assert found.p == pytest.approx(student, rel=1e-5)

@@ -14,7 +14,8 @@ RESAMPLES = 40
 
 def auroc(scores, positives, trials):
     """Of one column."""
-    return float(auroc_columns(np.asarray(scores, dtype=float)[:, None], positives, trials)[0])
+    columns = (np.asarray(x, dtype=float)[:, None] for x in (scores, positives, trials))
+    return float(auroc_columns(*columns)[0])
 
 
 @dataclass(frozen=True)
@@ -149,27 +150,22 @@ def test_turns_of_one_context_are_not_compared():
     assert auroc([2.0, 1.0], [1, 2], [2, 2]) == 0
     # two pairs of turns: the first context's positive one wins, its negative one ties
     assert auroc([2.0, 2.0, 1.0], [1, 1, 0], [2, 1, 1]) == pytest.approx(2.5 / 3)
-    np.testing.assert_array_equal(auroc_columns([[1.0, 2.0]], [[3, 0]], [4]), [np.nan, np.nan])
+    assert np.isnan(auroc([1.0], [3], [4]))
     assert auroc([np.inf, np.inf], [1, 0], [1, 1]) == 0.5
     k, n = [0, 1, 0.25], [2, 1, 0.5]
     assert auroc([3, np.inf, -np.inf], k, n) == auroc([1, 2, 0], k, n)
 
 
-@pytest.mark.parametrize("wide", [True, False])
-def test_columns_are_scored_one_by_one(wide):
-    """With outcomes of their own, or the same ones."""
+def test_columns_are_scored_one_by_one():
     rng = np.random.default_rng(1)
     scores = rng.normal(size=(30, 6))
     scores[:, 1] = scores[:, 1].round()
     scores[:, 2] = 0
     n, k = rng.integers(3, 7, size=(30, 6)), rng.integers(0, 4, size=(30, 6))
-    if not wide:
-        n, k = n[:, 0], k[:, 0]
     found = auroc_columns(scores, k, n)
     assert found.shape == (6,) and found[2] == 0.5
     for j in range(6):
-        own = (k[:, j], n[:, j]) if wide else (k, n)
-        d = replace(data(contexts=30), k=own[0], n=own[1], scores=scores[:, j])
+        d = replace(data(contexts=30), k=k[:, j], n=n[:, j], scores=scores[:, j])
         assert found[j] == pytest.approx(pairwise_auroc(d), abs=1e-12)
     ones = np.tile([0, 1], 15)  # a row that has one turn is a row with a label
     assert auroc(scores[:, 0], ones, np.ones(30)) == pytest.approx(
@@ -251,9 +247,6 @@ def test_what_makes_no_score_is_refused():
         {"positives": [1, 0, 1]},
         {"sources": [0, None]},
         {"strata": [0]},
-        {"positives": [3, 0]},
-        {"positives": [np.nan, 0]},
-        {"level": 1},
         {name: [] for name in good},
     ):
         with pytest.raises(ValueError):
@@ -264,8 +257,6 @@ def test_what_makes_no_score_is_refused():
         (lambda: scores.auroc([1, np.nan]), "score"),
         (lambda: scores.deviance_explained([0.1, 1.1], [0.5, 0.5]), "probabilities"),
         (lambda: scores.auroc([1, 0]) - others.auroc([1, 0]), "same resamples"),
-        (lambda: auroc([1, np.nan], [1, 0], [1, 1]), "NaN"),
-        (lambda: auroc([1, 2], [2, 0], [1, 1]), "between"),
     ):
         with pytest.raises(ValueError, match=problem):
             call()

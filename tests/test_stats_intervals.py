@@ -160,7 +160,7 @@ def test_sources_may_be_any_labels_and_rows_come_in_any_order():
 def test_bad_input_is_named():
     for call, message in (
         (lambda: cluster_mean([1, 2], ["a"]), "values must have 1 entries"),
-        (lambda: cluster_mean([1], ["a"], level=95), "level must lie strictly"),
+        (lambda: cluster_mean([1, 2], ["a", "b"], level=95), "level must lie strictly"),
         (lambda: cluster_mean([2], ["a"], proportion=True), "between 0 and 1"),
         (lambda: cluster_mean([1, 2], ["a", None]), "a source is missing"),
     ):

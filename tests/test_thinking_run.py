@@ -214,8 +214,10 @@ def test_what_belongs_to_tools_is_shown_or_refused_by_name(lacks, what):
     )
     with pytest.raises(
         UserError, match=f"the chat template doesn't show {what}; use a model whose"
-    ):
+    ) as refused:
         ChatFormat(tokenizer).context(messages)
+    # Without its calls a dialogue would still have their results.
+    assert ("--metadata-columns" in refused.value.remedy) == (what == "the tools that there are")
 
 
 def test_a_name_is_shown_or_refused():

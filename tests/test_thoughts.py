@@ -1,6 +1,5 @@
 """Thoughts: told apart in what a model writes, and in the context as the template has history."""
 
-import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,25 +176,6 @@ def test_a_prompt_that_opens_no_thought_begins_none():
     assert c.parse_response(encoded(c, TEXT), closed) == Response(TEXT)
     opened = c.prompt(dialogue()[:1]) + encoded(c, "<think>\n")
     assert c.parse_response(encoded(c, "Hm"), opened) == Response("", "Hm", within_thought=True)
-
-
-def test_a_tokenizer_s_own_response_template_comes_first():
-    tokenizer = copy.deepcopy(families.build("qwen3_5"))
-    tokenizer.response_template = {
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "reasoning_content": {"open": "<think>", "close": "<answer>"},
-            "tool_calls": {"open": "<call>", "close": "</call>", "content": "json"},
-            "content": {"close_pattern": r"\s*<\|im_end\|>"},
-        },
-    }
-    c = chat("qwen3_5", tokenizer)
-    assert parsed(c, "Hm, light.\n<answer>It is blue.") == Response(TEXT, THOUGHT)
-    assert parsed(c, "Hm, l") == Response("", "Hm, l", within_thought=True)
-    # What it can't read, and calls of tools, are read by the chat template's marks.
-    for call in ('<call>{"name": "look"}</call>', "<call>look</call>"):
-        said = Response(f"{TEXT} <answer>{call}", THOUGHT)
-        assert parsed(c, f"Hm, light.</think>{TEXT} <answer>{call}") == said
 
 
 def test_templates_that_know_no_thoughts_leave_all_of_a_response():

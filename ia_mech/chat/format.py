@@ -52,13 +52,9 @@ class ChatContext:
 
 @dataclass(frozen=True)
 class TurnIds:
-    """Token ids of a given user turn as the dialogue holds it.
-
-    Attributes:
-        words: up to the token that holds the turn's last character.
-        end: what closes it: a mark, and white space before that where the template writes some.
-            Empty where the template closes user turns with text.
-    """
+    """Token ids of a given user turn as the dialogue holds it: ``words``, up to the token that
+    holds its last character, and ``end``, what closes it: a mark, and white space before that where
+    the template writes some. The end is empty where the template closes user turns with text."""
 
     words: list[int]
     end: list[int]
@@ -96,7 +92,7 @@ class ChatFormat:
         closing_id: the first token but white space after a user turn that an answer follows, or
             None if that is text. Where nothing closes user turns it opens the assistant's.
         stop_ids: ids that end a sampled user turn.
-        position_names: all named positions, in order.
+        position_names, header_names: all named positions, and those of the header, in order.
 
     Raises:
         UserError: no template, no user role, or a template in which the header can't be told; an
@@ -188,14 +184,10 @@ class ChatFormat:
         self._separator = gap - 1 if closed and gap - 1 > closed[-1] else None
         self.turn_end_id = None if self._turn_end is None else self.tail_ids[self._turn_end]
         self._closed_tail = self.tail_ids[self._turn_end :]
-        self.position_names = (
-            "query_end",
-            "response_end",
-            "turn_end",
-            "turn_separator",
-            *(f"header_{i}" for i in range(len(self.header_ids) - 1)),
-            "header_last",
-        )
+        numbers = range(len(self.header_ids) - 1)
+        self.header_names = (*(f"header_{i}" for i in numbers), "header_last")
+        before_header = ("query_end", "response_end", "turn_end", "turn_separator")
+        self.position_names = (*before_header, *self.header_names)
         query, openings = joints.first + MARK, []
         for opening in (joints.asked, joints.prompt):
             ids, offsets = self.template.encode(query + opening.removesuffix(self._lead))
@@ -297,10 +289,8 @@ class ChatFormat:
     # -- contexts -----------------------------------------------------------------------------
 
     def context(self, messages: Sequence[Message]) -> ChatContext:
-        """Render a conversation that ends with a response and open the user header after it.
-
-        Args:
-            messages: roles and contents; the last one is the assistant's (it may be empty).
+        """Render a conversation that ends with a response (it may be empty) and open the user
+        header after it.
 
         Raises:
             UserError: the template refuses the conversation, or its text holds a mark of turns or
@@ -336,7 +326,7 @@ class ChatFormat:
             if self._separator is not None:
                 positions["turn_separator"] = tail + self._separator
         header = len(ids) - len(self.header_ids)
-        for index, name in enumerate(self.position_names[4:]):
+        for index, name in enumerate(self.header_names):
             positions[name] = header + index
         if self.opening_ids:
             text, ids = f"{text}{self._lead}{self.opening}", [*ids, *self.opening_ids]
@@ -429,7 +419,6 @@ class ChatFormat:
         text = _without_stop(ids, self.response_stop_ids)
         return self.thoughts.parse(
             self.template.decode(text),
-            self.template.decode(ids[len(text) :]),
             self.template.decode(prompt_ids),
             [self.template.token(i) for i in self._structure],
         )

@@ -59,7 +59,7 @@ def _bare_header_context(chat: ChatFormat, messages: Sequence[Message]) -> ChatC
     ids = chat.bare_header(messages)
     positions: dict[str, int | None] = dict.fromkeys(chat.position_names)
     start = len(ids) - len(chat.header_ids)
-    positions.update({name: start + i for i, name in enumerate(_header_names(chat))})
+    positions.update({name: start + i for i, name in enumerate(chat.header_names)})
     ids = [*ids, *chat.opening_ids]
     return ChatContext(chat.template.decode(ids), ids, positions)
 
@@ -67,7 +67,7 @@ def _bare_header_context(chat: ChatFormat, messages: Sequence[Message]) -> ChatC
 def _context_without(chat: ChatFormat, regular: ChatContext, name: str) -> ChatContext:
     """The context less its turn end, or less all that stands between turn end and header."""
     end = regular.positions["turn_end"]
-    header = regular.positions[_header_names(chat)[0]]
+    header = regular.positions[chat.header_names[0]]
     assert header is not None  # every context has a header
     if regular.positions[name] is None or end is None:
         raise UserError(
@@ -97,7 +97,7 @@ def _assistant_header_context(chat: ChatFormat, regular: ChatContext) -> ChatCon
             "the chat template has no assistant header of its own",
             "use a model whose template has one, or leave the condition out",
         )
-    names = _header_names(chat)
+    names = chat.header_names
     kept = regular.ids[: regular.positions[names[0]]]
     positions = regular.positions | dict.fromkeys(names)
     if len(header) == len(chat.header_ids):
@@ -107,7 +107,3 @@ def _assistant_header_context(chat: ChatFormat, regular: ChatContext) -> ChatCon
     positions["header_last"] = len(kept) + len(header) - 1
     ids = [*kept, *header, *chat.opening_ids]
     return replace(regular, text=chat.template.decode(ids), ids=ids, positions=positions)
-
-
-def _header_names(chat: ChatFormat) -> list[str]:
-    return [name for name in chat.position_names if name.startswith("header_")]

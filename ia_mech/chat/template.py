@@ -49,18 +49,12 @@ class Joints:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template at a fixed date, with fixed options.
-
-    Args:
-        tokenizer: a fast tokenizer (offsets into the text are needed) with a chat template.
-        date: ISO date given to templates that print today's.
-        options: variables that every rendering is given, such as ``enable_thinking``.
-
-    Attributes:
-        source: the template.
+    """A tokenizer's chat template (``source``) at a fixed date, with fixed options: variables that
+    every rendering is given, such as ``enable_thinking``.
 
     Raises:
-        UserError: no template, no offsets, or an option that the template never reads.
+        UserError: no template, no offsets into the text (a fast tokenizer has them), or an option
+            that the template never reads.
     """
 
     def __init__(
@@ -177,7 +171,11 @@ class ChatTemplate:
 
     def _span(self, messages: Sequence[Message], index: int, text: str) -> Span:
         role, content = messages[index]["role"], messages[index]["content"]
-        before, after = self._around(messages, index)
+        marked = [*messages]
+        marked[index] = messages[index] | {"content": MARK + MARK}
+        rendered = self.render(marked)
+        _refuse_unless_once(rendered, MARK + MARK, role)
+        before, _, after = rendered.partition(MARK + MARK)
         if text == before.rstrip() + after:  # white space that is written before words alone
             before = before.rstrip()
         if (
@@ -195,16 +193,6 @@ class ChatTemplate:
                 "remove template markup from its text",
             )
         return len(before), len(text) - len(after)
-
-    def _around(self, messages: Sequence[Message], index: int) -> tuple[str, str]:
-        """What the template renders before and after the content of message ``index``."""
-        role = messages[index]["role"]
-        marked = [*messages]
-        marked[index] = messages[index] | {"content": MARK + MARK}
-        text = self.render(marked)
-        _refuse_unless_once(text, MARK + MARK, role)
-        before, _, after = text.partition(MARK + MARK)
-        return before, after
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a text and the characters each stands for."""

@@ -1,10 +1,9 @@
 """Where a thought stands: in what a model wrote as its response, and in what a template renders.
 
-A response's thought is told apart by the tokenizer's own response template, where it has one; else
-by the marks that the chat template writes around thoughts, or at least names. A message has its
-thought as ``reasoning_content``. A template is given it where it reads thoughts: under a key of
-the message, or within the content. Whether a dialogue then shows it is the template's affair: most
-leave it out once a user turn follows.
+A response's thought is told apart by the marks that the chat template writes around thoughts, or at
+least names. A message has its thought as ``reasoning_content``. A template is given it where it
+reads thoughts: under a key of the message, or within the content. Whether a dialogue then shows it
+is the template's affair: most leave it out once a user turn follows.
 """
 
 import re
@@ -13,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ia_mech.chat.template import MARK, ChatTemplate, Message, message
+from ia_mech.data.messages import THOUGHTS as KEYS  # of messages; ours is the first
 from ia_mech.errors import UserError
 
-KEYS = ("reasoning_content", "reasoning", "thinking")  # of messages; ours is the first
 CONTENT = "content"
 _THOUGHT = MARK[::-1]  # stands where a thought will be
 _QUERY = message("user", "What is it?")
@@ -46,13 +45,8 @@ NAMED = (
 
 @dataclass(frozen=True)
 class Response:
-    """A response without its thought.
-
-    Attributes:
-        text: what it says.
-        thought: what was thought before; None if nothing was.
-        within_thought: it ended within its thought, or before what the template has after one.
-    """
+    """A response without its thought (None if nothing was thought). ``within_thought``: it ended
+    within its thought, or before what the template has after one."""
 
     text: str
     thought: str | None = None
@@ -60,11 +54,8 @@ class Response:
 
 
 class Thoughts:
-    """What a chat template does with thoughts.
-
-    Args:
-        template: the template.
-        added: ids of the tokens that text can't be cut into by accident.
+    """What a chat template does with thoughts; ``added`` are the ids of the tokens that text can't
+    be cut into by accident.
 
     Attributes:
         marks: around thoughts in what the model writes; None if the template knows no thoughts.
@@ -176,12 +167,8 @@ class Thoughts:
     # -- what a model wrote -------------------------------------------------------------------
 
     def of_text(self, text: str, prompt: str | None = None) -> Response:
-        """A response as text, without its thought.
-
-        Args:
-            text: all that was written.
-            prompt: what it was written after, which may open a thought; None if that isn't known.
-        """
+        """A response as text, without its thought; ``prompt`` is what it was written after, which
+        may open a thought, or None if that isn't known."""
         if self.marks is None:
             return Response(text)
         opening, closing = self.marks.opening, self.marks.closing
@@ -202,49 +189,27 @@ class Thoughts:
             return end.endswith(self.marks.opening)
         return not end.endswith(self.marks.closing)  # such a template opens the thought itself
 
-    def parse(self, text: str, end: str, prompt: str, structure: Collection[str]) -> Response:
+    def parse(self, text: str, prompt: str, structure: Collection[str]) -> Response:
         """A sampled response without its thought and the marks that the template writes.
 
         Args:
             text: what was written.
-            end: the token that ended it; empty if the limit did.
             prompt: what it was written after.
             structure: tokens that open and close turns: from the first one on that no thought and
                 no content begins with, nothing is the response's. Nor from a second end of a
                 thought on, before which templates cut a response off.
         """
-        found = self._by_tokenizer(text + end, prompt) or self._by_marks(text, prompt, structure)
+        if self._is_told:
+            found = self._channels(text, prompt, structure)
+        else:
+            marks = "" if self.marks is None else self.marks.opening + self.marks.closing
+            others = [token for token in structure if token not in marks]
+            found = self.of_text(_until(text, others).strip(), prompt)
+            found = replace(found, text=found.text.removeprefix(self.content_mark))
         thought = found.thought and _until(found.thought, structure).strip()
         ends = [self.marks.closing] if self.marks and thought else []
         said = _until(found.text, [*structure, *ends]).strip()
         return Response(said, thought or None, found.within_thought)
-
-    def _by_tokenizer(self, text: str, prompt: str) -> Response | None:
-        """A response as the tokenizer's own response template has it; None without one, or where it
-        can't read the response. One that calls a tool keeps the call as text."""
-        tokenizer = self._template.tokenizer
-        if getattr(tokenizer, "response_template", None) is None:
-            return None
-        try:
-            parser = tokenizer.get_response_parser(prefix=prompt)
-            parser.feed(text)
-            said, ended = parser.finalize()
-        except ValueError:
-            return None
-        if said.get("tool_calls"):
-            return None
-        key = next((key for key in KEYS if said.get(key)), None)
-        # A thought that was closed is none of the regions that end with the response.
-        within = any(e["type"] == "region_close" and e["field"] in KEYS for e in ended)
-        return Response(said.get(CONTENT) or "", said[key] if key else None, within)
-
-    def _by_marks(self, text: str, prompt: str, structure: Collection[str]) -> Response:
-        if self._is_told:
-            return self._channels(text, prompt, structure)
-        marks = "" if self.marks is None else self.marks.opening + self.marks.closing
-        others = [token for token in structure if token not in marks]
-        found = self.of_text(_until(text, others).strip(), prompt)
-        return replace(found, text=found.text.removeprefix(self.content_mark))
 
     def _channels(self, text: str, prompt: str, structure: Collection[str]) -> Response:
         """A response whose content has a mark of its own, after those of thoughts and others."""

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from ia_mech.chat.template import MARK, ChatTemplate, Message
 from ia_mech.errors import UserError
 
+ANSWERED, CALLED = "what a tool answered", "calls of tools"
+
 
 def refuse_hidden(template: ChatTemplate, turns: Sequence[Message]) -> None:
     """Refuse a dialogue of which the template would leave out what belongs to tools, or a name.
@@ -15,21 +17,20 @@ def refuse_hidden(template: ChatTemplate, turns: Sequence[Message]) -> None:
     for index, turn in enumerate(turns):
         for what, marked in _marked(turn):
             if MARK not in template.render([*turns[:index], marked, *turns[index + 1 :]]):
-                raise UserError(
-                    f"the chat template doesn't show {what}",
-                    "use a model whose template does, leave out such conversations "
-                    "(--skip-unusable), or name the column or field with --metadata-columns if it "
-                    "isn't needed",
-                )
+                remedy = "use a model whose template does, or leave out such conversations"
+                remedy += " (--skip-unusable)"
+                if what not in (ANSWERED, CALLED):  # which an answer may rest on
+                    remedy += "; or, if it isn't needed, name it with --metadata-columns"
+                raise UserError(f"the chat template doesn't show {what}", remedy)
 
 
 def _marked(turn: Message) -> Iterator[tuple[str, Message]]:
     """What a message has of these, and the message with a mark in its place."""
     if turn["role"] == "tool":
-        yield "what a tool answered", turn | {"content": MARK}
+        yield ANSWERED, turn | {"content": MARK}
     elif "name" in turn:  # a tool's is only repeated
         yield f"the {turn['role']}'s name", turn | {"name": MARK}
-    for kind, what in (("tool_calls", "calls of tools"), ("tools", "the tools that there are")):
+    for kind, what in (("tool_calls", CALLED), ("tools", "the tools that there are")):
         for number, one in enumerate(turn.get(kind) or ()):
             named = one | {"function": one["function"] | {"name": MARK}}
             yield what, turn | {kind: [*turn[kind][:number], named, *turn[kind][number + 1 :]]}

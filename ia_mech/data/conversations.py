@@ -44,22 +44,9 @@ _PARQUET_ROWS = 256  # at a time: bounds the memory, not the speed
 Reader = Callable[[], Iterator[tuple[str, Any]]]
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a dataset.
-
-    Attributes:
-        read: them, from the first one at every call.
-        count: how many there are; None where only reading them all would tell.
-    """
-
-    read: Reader
-    count: Callable[[], int | None]
-
-    @classmethod
-    def counted(cls, read: Reader) -> "Rows":
-        """Rows that are quickly passed over."""
-        return cls(read, lambda: sum(1 for _ in read()))
+# Rows of a dataset: what reads them, from the first one at every call; and how many there are, None
+# where only reading them all would tell.
+Rows = tuple[Reader, Callable[[], int | None]]
 
 
 @dataclass(frozen=True)
@@ -145,11 +132,8 @@ class Conversation:
 
 
 def validate(conversation: Conversation, place: str) -> None:
-    """Check what every later step takes for granted.
-
-    Args:
-        conversation: the one to check.
-        place: where its row stands; opens the error.
+    """Check what every later step takes for granted; ``place``, where the row stands, opens the
+    error.
 
     Raises:
         UserError: unknown role, content that isn't text, an empty query, or turns out of order.
@@ -228,17 +212,17 @@ class ConversationSource:
     ) -> None:
         self.name = name
         self.description = description
-        self.count = rows.count
+        self._rows, self.count = rows
         self.skipped: list[str] = []
         self.rest = False
         self.left: dict[str, None] = {}
-        self._rows, self._read, self._limit, self._skip = rows, read, limit, skip_unusable
+        self._read, self._limit, self._skip = read, limit, skip_unusable
 
     def __iter__(self) -> Iterator[Conversation]:
         self.skipped, self.rest, self.left = [], False, {}
         seen: dict[str, int] = {}
         used = 0  # rows
-        rows = self._rows.read()
+        rows = self._rows()
         for number, (place, row) in enumerate(rows, start=1):
             try:
                 made = self._made(row, place, number, seen)
@@ -267,7 +251,7 @@ class ConversationSource:
                 "leave out the column, or write it as text",
             ) from None
         self.left |= dict.fromkeys(parsed.left)
-        made = _with_each(self._conversation(parsed, number), parsed.responses, place)
+        made = _with_each(self._conversation(parsed, number), parsed.responses)
         for conversation in made:
             validate(conversation, place)
             if conversation.id in seen:
@@ -309,18 +293,10 @@ def source_of(messages: Sequence[Message]) -> str:
     return f"q{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
-def _with_each(
-    conversation: Conversation, answers: list[Answer] | None, place: str
-) -> list[Conversation]:
-    """The conversation after each of its responses, if its row has several.
-
-    Raises:
-        UserError: there is a response besides.
-    """
+def _with_each(conversation: Conversation, answers: list[Answer] | None) -> list[Conversation]:
+    """The conversation after each of its responses, if its row has several."""
     if answers is None:
         return [conversation]
-    if conversation.response is not None:
-        raise UserError(f"{place}: a response and a list of responses", "leave out one of them")
     return [
         replace(
             conversation.with_response_index(index),
@@ -358,8 +334,6 @@ def open_conversations(
             ``skip_unusable``: no row that can).
     """
     columns = columns or ColumnMap()
-    if limit is not None and limit < 1:
-        raise UserError(f"--limit {limit} leaves no rows", "use --limit 1 or more, or --limit all")
     path = Path(dataset).expanduser()
     preset = None if path.suffix in SUFFIXES else presets.find(dataset)
     read = partial(_read, columns=columns, preset=preset)
@@ -407,7 +381,7 @@ def _builtin(dataset: str) -> tuple[str, Rows, dict]:
         # One of each in turn, so that any number of first rows is balanced.
         return chain.from_iterable(zip(*map(_jsonl_rows, files), strict=True))
 
-    return dataset.replace(":", "-"), Rows.counted(rows), {}
+    return dataset.replace(":", "-"), _counted(rows), {}
 
 
 def _file(path: Path) -> tuple[str, Rows, dict]:
@@ -421,11 +395,15 @@ def _file(path: Path) -> tuple[str, Rows, dict]:
     if not os.access(path, os.R_OK):
         raise UserError(f"{path} can't be read", "change its permissions, or give a copy")
     if path.suffix == ".parquet":
-        rows = Rows(partial(_parquet_rows, path), partial(_parquet_count, path))
+        rows: Rows = partial(_parquet_rows, path), partial(_parquet_count, path)
     else:
         array = path.suffix == ".json" and _opens_array(path)
-        rows = Rows.counted(partial(_array_rows if array else _jsonl_rows, path))
+        rows = _counted(partial(_array_rows if array else _jsonl_rows, path))
     return path.stem, rows, {"file": path.name}
+
+
+def _counted(read: Reader) -> Rows:
+    return read, lambda: sum(1 for _ in read())  # rows that are quickly passed over
 
 
 def _jsonl_rows(path) -> Iterator[tuple[str, bytes]]:
@@ -500,7 +478,7 @@ def _hub(
     )
     found = {"path": path, "subset": subset, "split": split, "revision": commit or revision}
     count = getattr(opened, "num_rows", None)  # of a stream nobody knows
-    return name, Rows(partial(_hub_rows, opened, name), lambda: count), found
+    return name, (partial(_hub_rows, opened, name), lambda: count), found
 
 
 def _hub_rows(opened: Iterable[dict], name: str) -> Iterator[tuple[str, dict]]:

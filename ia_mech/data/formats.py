@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from ia_mech.data.messages import (
     METADATA,
     NOT_PART,
+    PARTS,
     THOUGHTS,
     UNREAD,
     Answer,
@@ -46,13 +47,7 @@ CUTS = ("first", "last")
 SUFFIXES = (".jsonl", ".json", ".parquet")  # of files with rows
 
 _ID = ("id", "question_id", "prompt_id", "key", "unique_id", "conversation_hash", "conversation_id")
-_OWN = (
-    "id",
-    "source_id",
-    "dataset",
-    "messages",
-    "reference",
-)  # as Conversation.to_dict writes them
+_OWN = ("id", "source_id", "dataset", "messages", "reference")  # as Conversation.to_dict has them
 _MESSAGES = ("messages", "conversation", "conversations")
 _QUERY = ("question", "prompt", "query", "instruction", "problem", "input")
 _RESPONSE = ("response", "output", "solution", "completion", "chosen", "choices", "outputs")
@@ -89,9 +84,6 @@ class ColumnMap:
     ``cut`` decides where a dialogue of several exchanges is cut: ``first`` keeps the first
     user-assistant exchange and takes the next user turn as the reference; ``last`` cuts before the
     last user turn, so that the earlier turns stay in the context.
-
-    Raises:
-        UserError: ``format`` or ``cut`` is not one of :data:`FORMATS`, :data:`CUTS`.
     """
 
     format: str = "auto"
@@ -106,12 +98,6 @@ class ColumnMap:
     context: str | None = None
     metadata: tuple[str, ...] = ()
     cut: str = "first"
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise UserError(f"no format {self.format!r}", f"use one of {', '.join(FORMATS)}")
-        if self.cut not in CUTS:
-            raise UserError(f"no cut {self.cut!r}", f"use one of {', '.join(CUTS)}")
 
     @property
     def names_content(self) -> bool:
@@ -166,7 +152,23 @@ def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
     if isinstance(row.get("response_index"), int):  # as our own JSONL has it
         parsed.response_index = cells.take("response_index")
     parsed.left, parsed.metadata = cells.rest()
+    if not cells.own:
+        said = [message for answer in parsed.responses or () for message in answer.messages]
+        _refuse_empty([*parsed.messages, *said], place)
     return parsed
+
+
+def _refuse_empty(messages: list[Message], place: str) -> None:
+    """Refuse an assistant's message that says, thinks and calls nothing."""
+    for message in messages:
+        content = message["content"]
+        empty = isinstance(content, str) and not content.strip()
+        if message["role"] == "assistant" and empty and not {*message} & {*PARTS}:
+            raise UserError(
+                f"{place}: a message of the assistant is empty",
+                "leave it out if it is the last (the model can write the response), or leave the "
+                "row out (--skip-unusable)",
+            )
 
 
 def split_gsm8k(solution: str) -> tuple[str, str] | None:
@@ -188,12 +190,7 @@ def cut_dialogue(
     """The context and the user turn that followed it (None if none did); see :class:`ColumnMap`.
 
     The response is the assistant's last message before the next user turn: calls of tools, and what
-    the tools gave, stand before it.
-
-    Args:
-        messages: the dialogue.
-        cut: ``first`` or ``last``.
-        asked: how many messages ``first`` keeps in any case.
+    the tools gave, stand before it. ``first`` keeps ``asked`` messages in any case.
     """
     roles = [message["role"] for message in messages]
     users = [i for i, role in enumerate(roles) if role == "user"]
@@ -227,6 +224,11 @@ class _Cells:
                 f"correct --{role}-column",
             )
         return named or next((name for name in usual if name in self.known), None)
+
+    @property
+    def own(self) -> bool:
+        """Whether the row is a conversation as this project writes it."""
+        return all(name in self.row for name in _OWN)
 
     @property
     def found(self) -> str:
@@ -320,7 +322,7 @@ class _Cells:
 
     def answers(self, name: str | None) -> list[Answer]:
         """What the assistant said, by the column of the response and those beside it."""
-        if name is None or is_null(self.row[name]):
+        if name is None or (is_gap(self.row[name]) and not self.own):
             self.take(name)
             return []
         where = f"{self.place}: the column {name!r}"
@@ -533,8 +535,7 @@ def _row(
     """A dialogue with the answers that columns have, cut after ``asked`` messages or later."""
     parsed = _answered(cells, messages, answers)
     parsed.answer = gold
-    own = all(name in cells.row for name in _OWN)
-    followup = "reference" if own else cells.followup()
+    followup = "reference" if cells.own else cells.followup()
     if followup is not None:  # the row itself says what follows, so its messages are the context
         parsed.reference = cells.take(followup)
         return parsed
@@ -548,7 +549,8 @@ def _row(
 def _answered(cells: _Cells, asked: list[Message], answers: list[Answer]) -> ParsedRow:
     """What was asked, with the answer, or with the answers, that columns have."""
     several = cells.responses()
-    if several and any(answer.messages for answer in answers):
+    answered = [message for message in asked[-1:] if message["role"] == "assistant"]
+    if several and (answered or any(answer.messages for answer in answers)):
         raise UserError(
             f"{cells.place}: a response and a list of responses", "leave out one of them"
         )

@@ -29,6 +29,7 @@ _NAMES = {
 ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
 _CALLING = ("function_call", "tool_call")  # ShareGPT's roles of messages that are a call
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+PARTS = ("reasoning_content", "tool_calls")  # of an assistant's message, beside its content
 # Of a query and its answer, where a list has both in one item.
 _EXCHANGES = (
     *(("input", "output"), ("user", "assistant"), ("human", "assistant")),
@@ -57,15 +58,11 @@ class Answer:
 
 
 def read_messages(listed: Sequence, place: str, ignored: Collection[str] = ()) -> list[Message]:
-    """Messages out of a list of messages, or of exchanges of a query and an answer.
-
-    Args:
-        listed: as JSON or Arrow gives it.
-        place: opens the errors.
-        ignored: fields that aren't part of the conversation.
+    """Messages out of a list of messages, or of exchanges of a query and an answer, as JSON or
+    Arrow gives it; ``ignored`` are fields that aren't part of the conversation.
 
     Raises:
-        UserError: something that is no message, or that can't be kept.
+        UserError: something that is no message, or that can't be kept; ``place`` opens it.
     """
     return [
         message
@@ -203,7 +200,7 @@ def _message(given: dict, place: str) -> Message:
         made["reasoning_content"] = _thought(thoughts, place)
     if called := [call for value in calls if not is_gap(value) for call in _calls(value, place)]:
         made["tool_calls"] = called
-    if made.keys() & {"reasoning_content", "tool_calls"}:
+    if made.keys() & {*PARTS}:
         if made["role"] != "assistant":
             raise UserError(
                 f"{place} ({name}) has a thought or a tool call",

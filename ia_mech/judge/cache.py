@@ -21,9 +21,8 @@ from ia_mech.models.embedded import cache_dir
 
 
 class VerdictCache:
-    """The verdicts of one judge. A context manager; holds a lock on the file while open.
-
-    ``folder`` is ``cache/judgements`` by default. Several threads may use it.
+    """The verdicts of one judge, by default under ``cache/judgements``. A context manager; holds a
+    lock on the file while open. Several threads may use it.
 
     Raises:
         UserError: another process writes the same file.
@@ -51,11 +50,7 @@ class VerdictCache:
         return self._verdicts.get(item.key(self._judge))
 
     def put(self, item: Item, verdict: Verdict) -> None:
-        """Keep a verdict; when this returns it is on the disk.
-
-        Raises:
-            OSError: it can't be written.
-        """
+        """Keep a verdict; when this returns it is on the disk."""
         key = item.key(self._judge)
         with self._writing:
             self._append({"key": key, "verdict": verdict.to_json()})

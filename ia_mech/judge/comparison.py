@@ -24,7 +24,6 @@ from ia_mech.stats import (
 )
 
 TEXTS = ("query", "response", "user_turn")
-_UNKNOWN = Estimate(np.nan, np.nan, np.nan, 0, "no rows")
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,10 @@ def compare(
     weights: ArrayLike | None = None,
     rubric: Rubric = BUILT_IN,
 ) -> Comparison:
-    """Compare two columns of labels.
+    """Compare two columns of labels, ``[n]`` categories each (anything else where there is none).
 
-    Args:
-        truth: ``[n]`` category of each row; anything else where there is none.
-        prediction: ``[n]`` the labels to be measured.
-        sources: ``[n]`` the source of each row, the unit of the intervals.
-        weights: ``[n]`` how many rows each represents, as the inverse inclusion probability.
-        rubric: that both labelled by.
+    ``sources`` are the unit of the intervals; ``weights`` say how many rows each represents, as the
+    inverse inclusion probability.
     """
     pairs = (("truth", truth), ("prediction", prediction))
     sides = {side: pd.Series(labels, dtype=object) for side, labels in pairs}
@@ -119,8 +114,6 @@ def _kappas(
     cells: np.ndarray, sources: np.ndarray, weights: np.ndarray, rubric: Rubric
 ) -> list[Estimate]:
     """κ of the categories, and of genuine against the rest; ``[n]`` cells of the confusion."""
-    if not len(cells):
-        return [_UNKNOWN] * 2
     names, size = rubric.assessed, len(rubric.assessed)
     accepted = np.isin(names, rubric.accepted)
     side = np.stack([accepted, ~accepted], axis=1)

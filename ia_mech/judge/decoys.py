@@ -29,12 +29,8 @@ def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
       that the turn followed, or finished like it. Responses that are worded alike count once, and
       one worded like the turn's own doesn't count.
 
-    The draw is seeded by ``Run.identity_digest``.
-
-    Args:
-        run: the run.
-        per_source: how many turns of each source and temperature are drawn; all if None. The
-            decoys of a smaller number are among those of a larger.
+    The draw is seeded by ``Run.identity_digest``. With ``per_source`` only so many turns of each
+    source and temperature are drawn; these decoys are among those of a larger number.
 
     Returns:
         One row per decoy: the run's KEY columns (of the turn), ``decoy`` (its kind) and ``shown``

@@ -49,12 +49,8 @@ class HfJudge(Judge):
     all turns of theirs that stand together. Items go one by one and unpadded, their answers as
     one right-padded batch, so a verdict doesn't depend on what else is judged.
 
-    Args:
-        model: hub id, local directory or GGUF file, as for sampling; it needs a chat template.
-            Thinking is switched off where the template allows it.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        rubric: what it labels by.
-        subject: a model that is loaded already, instead.
+    ``model`` and ``device`` are given as for sampling, or a model that is loaded already as
+    ``subject``. It needs a chat template; thinking is switched off where that allows it.
 
     Raises:
         UserError: a model that can't be loaded, has no chat template, or that the engine gets

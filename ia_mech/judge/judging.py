@@ -61,12 +61,9 @@ def items_of(
 ) -> list[Item]:
     """What a judge sees of every row of ``run.turns``, in its order, and then of every decoy.
 
-    Args:
-        run: the run.
-        decoys: of this run, as :func:`draw_decoys` gives them.
-        unperturbed: show the response that the source's conversation had before it was perturbed,
-            not the one that the model was given. A turn that was written without having seen the
-            response can then be held against it.
+    With ``unperturbed`` it sees the response that the source's conversation had before it was
+    perturbed, not the one that the model was given. A turn that was written without having seen the
+    response can then be held against it.
 
     Raises:
         UserError: an unfinished run; no perturbed context, or one that doesn't record what it was
@@ -107,12 +104,9 @@ def judge_items(
 ) -> tuple[dict[Item, Verdict], set[Item]]:
     """Verdicts of all distinct items, and which of them came from the cache.
 
-    Args:
-        items: repetitions are judged once.
-        judge: of the items.
-        progress: counts verdicts; its note has the tokens, dollars and failures so far.
-        cache_folder: of the verdicts that were paid for. Failures aren't kept there, but for
-            answers that a token limit cut off: the same request would be cut off again.
+    ``progress`` counts verdicts; its note has the tokens, dollars and failures so far. The cache
+    keeps no failures, but for answers that a token limit cut off: the same request would be cut off
+    again.
 
     Raises:
         UserError: what makes a judge useless. What was received before that, or before an
@@ -241,15 +235,8 @@ def label_run(
 ) -> Path:
     """Judge every user turn of a run and its decoys; write ``judgements/<name>.parquet``.
 
-    Args:
-        run: the run.
-        judge: of its turns.
-        name: of the verdicts.
-        progress: as of :func:`judge_items`, like ``options``.
-        decoys: turns of each source and temperature that are shown as decoys; see
-            :func:`decoys_per_source`.
-        replace: another judge's verdicts of that name.
-        unperturbed: as of :func:`items_of`.
+    ``decoys`` is as for :func:`decoys_per_source`, ``unperturbed`` as for :func:`items_of`, and
+    ``options`` are :func:`judge_items`'. ``replace`` is of another judge's verdicts of that name.
 
     Raises:
         UserError: a name that can't be a file's; a run that can't be written to; verdicts of

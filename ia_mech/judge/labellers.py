@@ -7,7 +7,6 @@ share of the run's turns. Nor do turns that a judge was fitted on.
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -28,10 +27,7 @@ from ia_mech.results import Result, about_runs, folder_of, show, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.run.layout import refuse_unwritable
-from ia_mech.stats import (
-    cluster_mean,
-    dyadic_mean,
-)
+from ia_mech.stats import cluster_mean, dyadic_mean
 
 _OF = dict.fromkeys(("truth", "prediction", "term", "decoy"), "str")  # what estimates are of
 
@@ -46,8 +42,8 @@ class Labeller:
         name: in the run, where no judge and annotator have the same one.
         annotates: whether it is an annotator.
         turns: ``[rows of Run.turns]`` its ``label`` (a category, ``failed``, or missing), whether
-            that is ``genuine``, ``why``, ``source``; of a judge ``scores`` and whether it was
-            ``fitted`` on the row; of an annotator ``sheet``, ``stratum`` and ``inclusion``.
+            that is ``genuine``, ``why``, ``source``, whether it was ``fitted`` on the row; of an
+            annotator ``sheet``, ``stratum`` and ``inclusion``.
         decoys: its labels of these, as ``Run.decoys``.
         rubric: what it labelled by.
     """
@@ -85,10 +81,10 @@ def labellers_of(run: Run, between: Sequence[str] | None = None) -> list[Labelle
 def _labeller(run: Run, name: str) -> Labeller:
     annotates = name in run.labels.annotators
     if annotates:
-        turns = run.labelled(annotator=name).assign(fitted=False, scores=None)
+        turns = run.labelled(annotator=name).assign(fitted=False)
         names = {"truth_category": "label", "truth": "genuine", "note": "why"}
     else:
-        turns = run.labelled(name, columns=["rationale", "scores", "fitted"])
+        turns = run.labelled(name, columns=["rationale", "fitted"])
         turns["fitted"] = turns["fitted"].fillna(False).astype(bool)
         names = {"category": "label", "rationale": "why"}
     turns = turns.rename(columns=names).astype({"label": object, "source": object})
@@ -210,8 +206,7 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
     """All turns that at least two labellers put into different categories, the most telling first.
 
     Where an annotator is contradicted comes before judges among themselves; where it matters for
-    the rate (genuine or not) before other categories; then by how sure a contradicted or
-    contradicting judge was (the score of its category, if it has scores); then at random.
+    the rate (genuine or not) before other categories; then at random.
 
     Returns:
         Columns: the row's key, source and dataset; the texts; then per labeller, as ``<name>:
@@ -230,7 +225,6 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
         {
             "judges_alone": assessed[annotators].isna().all(axis=1),
             "not_genuine": ~assessed.isin(rubric.accepted).any(axis=1),
-            "unsure": -np.max([_certainty(x) for x in labellers], axis=0),
             "tie": np.random.default_rng(seed).random(len(table)),
         }
     )
@@ -241,16 +235,6 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
         table[f"{x.name}: why"] = why.where(why.astype(bool) & why.notna(), None)
     differ = assessed.nunique(axis=1) >= 2
     return table.loc[order[differ].sort_values(list(order)).index]
-
-
-def _certainty(labeller: Labeller) -> np.ndarray:
-    """``[rows]`` the score that a judge gave its own category; 0 where it has none."""
-    given = zip(labeller.turns["scores"], labeller.turns["label"], strict=True)
-    scored = [
-        json.loads(scores).get(label) if isinstance(scores, str) else None
-        for scores, label in given
-    ]
-    return np.array([score or 0.0 for score in scored])
 
 
 def _chosen(run: Run, between: Sequence[str] | None) -> list[str]:
@@ -282,7 +266,7 @@ def _print_disagreements(
     different = table.drop_duplicates([*TEXTS, *(f"{name}: label" for name in names)])
     screen.print(
         f"[bold]{len(table)} disagreements[/], {len(different)} of them different (annotators "
-        "first, then genuine or not, then the judge's certainty)",
+        "first, then genuine or not)",
         soft_wrap=True,
     )
     for row in different.head(count).to_dict("records"):

@@ -57,12 +57,11 @@ class LlmJudge(Judge):
     Args:
         model: the model's name at the server.
         base_url, api_key_env, timeout, retries: see :class:`ia_mech.judge.server.ChatServer`.
-        mode: the form of answers that is requested: ``json_schema``, ``json_object`` or ``text``.
+        mode: the form of answers that is requested, one of :data:`ia_mech.judge.prompt.MODES`.
         params: further request parameters. Nothing is sent that isn't here.
         concurrency: most requests at a time.
         price: US dollars per million prompt and completion tokens.
         max_cost: US dollars after which nothing more is requested; open requests may go beyond it.
-            Where the server reports no tokens, they are estimated by characters.
         rubric: what it labels by.
 
     Raises:
@@ -270,8 +269,6 @@ class LlmJudge(Judge):
         return (prompt * prompt_price + completion * completion_price) / 1e6
 
     def _check_settings(self, timeout: float) -> None:
-        if self.mode not in MODES:
-            raise UserError(f"no mode {self.mode!r}", f"use {', '.join(MODES)}")
         for name in self.params.keys() & RESERVED_PARAMS.keys():
             raise UserError(f"--param {name} can't be set", f"use {RESERVED_PARAMS[name]}")
         for flag, value in (("--timeout", timeout), ("--max-cost", self.max_cost)):

@@ -345,12 +345,15 @@ def _built(content: dict[str, Any], where: str) -> Rubric:
     if CANNOT_ASSESS not in rubric.names:
         rubric = replace(rubric, categories=(*rubric.categories, CATEGORIES[-1]))
     names, accepted = rubric.names, rubric.accepted
+    said = [rubric.instructions, *(category.definition for category in rubric.categories)]
     if wrong := [name for name in names if not re.fullmatch(r"[a-z][a-z0-9_]{0,59}", name)]:
         problem = f"has a category {wrong[0]!r}: use small letters, digits and underscores"
     elif len({*names}) < len(names):
         problem = "has a category twice"
     elif not 0 < len(accepted) < len(rubric.assessed) or CANNOT_ASSESS in accepted:
         problem = "needs categories that count as genuine and others that don't"
+    elif not all(map(str.strip, said)):
+        problem = "needs instructions, and a definition of each category"
     elif {*names} & {"all", "failed", "decoy"}:
         problem = "has a category named all, failed or decoy"
     else:

@@ -181,13 +181,9 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, ...]:
         if path.exists():
             raise UserError(f"{path} exists", "give another --out, or remove it")
     for path, content in contents.items():
-        integrity.replace_file(path, partial(_write, content))
+        integrity.replace_file(path, partial(Path.write_bytes, data=content))
     run.labels.write_sheet(name, sheet.key)
     return tuple(contents)
-
-
-def _write(content: bytes, path: Path) -> None:
-    path.write_bytes(content)
 
 
 def csv_bytes(table: pd.DataFrame) -> bytes:
@@ -373,11 +369,9 @@ def _labelled(
 def export_command(args: argparse.Namespace) -> None:
     """``ia-mech annotate export``."""
     run = Run.open(args.run)
-    out = args.out
+    out, name = args.out, None
     if out is not None:
         out = out.with_name(re.sub(r"\.(csv|html)$", "", out.name))
-    name = None
-    if out is not None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name).lstrip("._-") or None
     sheet = export_sheet(run, args.n, by=args.by, seed=args.seed, name=name)
     # Not the run's name: it holds the model's and the dataset's.

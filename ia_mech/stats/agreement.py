@@ -38,16 +38,8 @@ def balanced_accuracy(
 
     Both recalls have intervals of their own (``weighted_share``), which allow for errors that were
     not seen; ``intervals.combined`` puts them together with the correlation of the residuals of
-    sources.
-
-    Args:
-        truth, prediction: ``[n]`` booleans.
-        sources: ``[n]`` the source of each row.
-        weights: ``[n]`` inverse inclusion probabilities; 1 where none are given.
-        level: coverage.
-
-    Returns:
-        NaN unless the truth has both labels.
+    sources. ``truth`` and ``prediction`` are ``[n]`` booleans, ``weights`` inverse inclusion
+    probabilities. NaN unless the truth has both labels.
     """
     true, right = (np.asarray(x, dtype=bool) for x in (truth, prediction))
     right = true == right

@@ -1,16 +1,9 @@
 """AUROC: of contexts that have k positive turns of n, and of rows that have a label each."""
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 
-def check_outcomes(positives: np.ndarray, trials: np.ndarray) -> None:
-    """Raise ValueError unless 0 ≤ positives ≤ trials, and trials are above 0 and finite."""
-    if not ((positives >= 0) & (positives <= trials) & (trials > 0) & np.isfinite(trials)).all():
-        raise ValueError("positives must lie between 0 and trials, and trials above 0")
-
-
-def auroc_columns(scores: ArrayLike, positives: ArrayLike, trials: ArrayLike) -> np.ndarray:
+def auroc_columns(scores: np.ndarray, positives: np.ndarray, trials: np.ndarray) -> np.ndarray:
     """How often a random positive turn scores higher than a random negative one of another context.
 
     A context has k positive turns of n and one score. Ties count one half (Hanley & McNeil 1982,
@@ -18,31 +11,16 @@ def auroc_columns(scores: ArrayLike, positives: ArrayLike, trials: ArrayLike) ->
     counted: they would draw the result to one half, and the more so in resamples.
 
     Args:
-        scores: ``[n, m]`` a score of each context per column; may be infinite.
-        positives: ``[n]`` positive turns, or ``[n, m]`` if they differ between columns.
-        trials: ``[n]`` or ``[n, m]`` all turns.
+        scores: ``[n, m]`` a score of each context per column; may be infinite, not NaN.
+        positives, trials: ``[n, m]`` turns.
 
     Returns:
         ``[m]`` from 0 to 1; NaN where no context has a positive turn while another has a negative.
-
-    Raises:
-        ValueError: shapes don't fit, a score is NaN, or there are not 0 ≤ k ≤ n, n > 0.
     """
-    table = np.asarray(scores, dtype=float)
-    if table.ndim != 2:
-        raise ValueError(f"scores must have two dimensions, not {table.ndim}")
-    k, n = np.asarray(positives, dtype=float), np.asarray(trials, dtype=float)
-    for name, column in (("positives", k), ("trials", n)):
-        if column.shape not in (table.shape, table.shape[:1]):
-            raise ValueError(f"{name} have shape {column.shape}, scores {table.shape}")
-    if np.isnan(table).any():
-        raise ValueError("a score is NaN")
-    if k.ndim != n.ndim:  # one of them is the same in all columns, the other is not
-        k, n = (c if c.ndim == 2 else np.broadcast_to(c[:, None], table.shape) for c in (k, n))
-    check_outcomes(k, n)
-    rows = np.ascontiguousarray(table.T)
+    given = (scores, positives, trials - positives)
+    rows, k, misses = (np.ascontiguousarray(x.T, dtype=float) for x in given)
     order = np.argsort(rows, axis=1)
-    rows, k, misses = (_in_order(values, order) for values in (rows.T, k, n - k))
+    rows, k, misses = (np.take_along_axis(x, order, axis=1) for x in (rows, k, misses))
     concordant, pairs = concordance(rows, k, misses)
     own = np.einsum("ij,ij->i", k, misses)
     concordant, pairs = concordant - own / 2, pairs - own
@@ -52,17 +30,10 @@ def auroc_columns(scores: ArrayLike, positives: ArrayLike, trials: ArrayLike) ->
 def concordance(
     scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of a positive and a negative turn in the right order, ties one half, and all pairs.
+    """``[m]`` pairs of a positive and a negative turn in the right order, ties one half, and all.
 
-    Those within a context are among both: it ties with itself.
-
-    Args:
-        scores: ``[m, n]`` in ascending order, or ``[1, n]`` for all columns.
-        positives: ``[m, n]`` positive turns, in the same order.
-        negatives: ``[m, n]`` negative turns.
-
-    Returns:
-        ``[m]`` each.
+    Those within a context are among both: it ties with itself. ``scores`` are ``[m, n]`` in
+    ascending order, or ``[1, n]`` for all columns; turns ``[m, n]`` in the same order.
     """
     after = np.cumsum(negatives, axis=1)
     middle = after - negatives / 2
@@ -72,13 +43,6 @@ def concordance(
         middle[tied] = _tied_middle(same[tied], after[tied], negatives[tied])
     pairs = positives.sum(axis=1) * negatives.sum(axis=1)
     return np.einsum("ij,ij->i", positives, middle), pairs
-
-
-def _in_order(values: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """``[m, n]``: ``[n]`` or ``[n, m]`` values, each column in its order ``[m, n]``."""
-    if values.ndim == 1:
-        return values[order]
-    return np.take_along_axis(np.ascontiguousarray(values.T), order, axis=1)
 
 
 def _tied_middle(same: np.ndarray, after: np.ndarray, misses: np.ndarray) -> np.ndarray:

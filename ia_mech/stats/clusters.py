@@ -8,7 +8,6 @@ from scipy.sparse import csr_array
 
 from ia_mech.stats.intervals import (
     Estimate,
-    check_level,
     combined,
     hull,
     rate_interval,
@@ -42,14 +41,13 @@ def cluster_mean(
         sources: ``[n]`` the source of each, any hashable labels.
         proportion: the mean is a rate: values lie between 0 and 1 (events, or shares of them).
         level: coverage.
-        weights: ``[n]`` of rows, for instance inverse inclusion probabilities; rows of weight 0 are
-            left out. All 1 if not given, so that a source counts by its number of rows.
+        weights: ``[n]``, for instance inverse inclusion probabilities; rows of weight 0 are left
+            out. Without any, a source counts by its number of rows.
 
     Raises:
-        ValueError: lengths differ, a source is missing, the level is out of range, or a value of a
-            proportion lies outside [0, 1].
+        ValueError: lengths differ, a source is missing, or a value of a proportion lies outside
+            [0, 1].
     """
-    check_level(level)
     index, _ = source_index(sources)
     column = as_column(values, len(index), "values")
     row_weights = as_weights(weights, len(column))
@@ -92,7 +90,7 @@ def weighted_share(
     don't count) may be 0. So a stratum of large weight without any row that counts widens the
     interval by the rows of the other kind that it may hold. Other sources would fill strata
     otherwise: where all rows count, the interval is no narrower than the one that the variance
-    between sources gives.
+    between sources gives. NaN where no row counts.
 
     Args:
         events: ``[n]`` events, or shares of them, from 0 to 1; only where ``among`` matters.
@@ -100,9 +98,6 @@ def weighted_share(
         sources: ``[n]`` the source of each row.
         weights: ``[n]`` above 0, the inverse inclusion probabilities.
         level: coverage.
-
-    Returns:
-        NaN where no row counts.
     """
     index, _ = source_index(sources)
     counts = np.asarray(among, dtype=bool)
@@ -177,17 +172,13 @@ def cluster_bootstrap(
     Args:
         statistic: called with ``[k, rows]`` multiplicities, or ``[k, kinds]`` sums of weights, one
             line per resample (k varies from call to call), gives ``[k]`` numbers, or ``[k, m]`` for
-            m statistics; NaN where it isn't defined.
+            m statistics; NaN where it isn't defined. Each has an estimate.
         sources: ``[n]`` the source of each row.
         kinds: ``[n]`` the number of each row's kind, from 0; each row is of its own if not given.
-        weights: ``[n]`` of rows; 1 where none are given.
-        number: how many kinds there are; one more than the largest number, if not given.
+        weights: ``[n]`` of rows.
+        number: how many kinds there are, if not one more than the largest number.
         level, resamples, seed: of the bootstrap.
-
-    Returns:
-        ``m`` estimates; one where the statistic gives ``[k]``.
     """
-    check_level(level)
     index, clusters = source_index(sources)
     codes = np.arange(len(index)) if kinds is None else np.asarray(kinds, dtype=np.intp)
     width = int(codes.max(initial=-1)) + 1 if number is None else number

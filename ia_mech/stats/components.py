@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import stdtrit
 
-from ia_mech.stats.intervals import Estimate, check_level
+from ia_mech.stats.intervals import Estimate
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Components:
         queries: how many tell: those with two responses, and two turns after each.
         between_queries: of the share of ones from query to query; it may be estimated below 0, and
             has no interval where all queries are alike. Intervals are the jackknife's.
-        between_responses: likewise of the share from response to response of one query.
+        between_responses: of the share of ones from response to response of one query.
         within: from turn to turn after one response.
         shared: of ``within``, what siblings' turns with one sample number share.
     """
@@ -52,17 +52,12 @@ class Components:
 
 
 def variance_components(tables: Sequence[np.ndarray], level: float = 0.95) -> Components:
-    """Take the variance of turns apart.
-
-    Args:
-        tables: of each query, ``[responses, samples]`` of 0, 1, or NaN where there is no label. A
-            column is one sample number.
-        level: of the intervals.
+    """The variance of turns taken apart, from a table ``[responses, samples]`` of each query: 0, 1,
+    or NaN where there is no label. A column is one sample number.
 
     Raises:
         ValueError: fewer than two queries have pairs of every kind.
     """
-    check_level(level)
     rows = [row for table in tables if (row := _moments(np.asarray(table, float))) is not None]
     if len(rows) < 2:
         raise ValueError("two queries with two responses, and two turns after each, are needed")

@@ -20,8 +20,7 @@ def model_confidence_set(
 
     Args:
         losses: ``[models, sources]`` loss of each model on each source; sources are independent.
-        resamples: bootstrap samples of sources.
-        seed: of the resampling.
+        resamples, seed: of sources.
         stretch: factor on the spread of the resampled means, where losses vary by more than the
             choice of sources (see :meth:`ia_mech.stats.ResampledScore.with_training`).
 
@@ -29,8 +28,7 @@ def model_confidence_set(
         ``[models]`` p values; the largest is 1.
 
     Raises:
-        ValueError: losses aren't finite and of shape ``[models, sources]``, with a model at least
-            and two sources.
+        ValueError: losses aren't finite, of one model at least and two sources.
     """
     table = np.asarray(losses, dtype=float)
     if table.ndim != 2 or not table.size or table.shape[1] < 2 or not np.isfinite(table).all():

@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike
 from ia_mech.stats.clusters import weighted_share
 from ia_mech.stats.intervals import (
     Estimate,
-    check_level,
     clustered_wilson,
     combined,
     hull,
@@ -47,25 +46,21 @@ def prediction_powered(
     The interval is ``intervals.clustered_wilson``'s, and no narrower than what unseen sources could
     add to each stratum, the rows of one inclusion probability. Where the annotations are all 0 or
     all 1, λ is 0, and the interval is theirs alone (``clusters.weighted_share``). λ is 0 as well
-    where another would give a rate outside (0, 1).
+    where another would give a rate outside (0, 1). There is no interval where fewer than two
+    sources were annotated, and no rate without annotations.
 
     Args:
         predicted: ``[n]`` the judge's verdict on every row, 0 or 1; NaN (no verdict) is left out.
         truth: ``[n]`` the annotation of each row, 0 or 1; NaN where there is none.
-        sources: ``[n]`` their sources.
+        sources: ``[n]`` their sources; the estimate's are those of all rows.
         inclusion: ``[n]`` the probability with which a row was chosen for annotation, in (0, 1], up
             to a common factor; of rows without an annotation it isn't looked at.
         level: coverage.
-
-    Returns:
-        The corrected rate, within [0, 1]; ``sources`` are those of all rows. Without an interval
-        where fewer than two sources were annotated. NaN without rows or annotations.
 
     Raises:
         ValueError: lengths differ, a verdict or annotation is neither 0, 1 nor NaN, or an inclusion
             probability lies outside (0, 1].
     """
-    check_level(level)
     index, _ = source_index(sources)
     verdict, actual = (
         _binary(predicted, len(index), "predicted"),

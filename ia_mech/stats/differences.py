@@ -5,16 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import stdtr
 
 from ia_mech.stats.clusters import cluster_mean
 from ia_mech.stats.intervals import (
     Estimate,
-    check_level,
     combined,
     hull,
     rate_interval,
-    spread_between,
     student,
     unseen,
 )
@@ -87,58 +84,39 @@ def paired_difference(
 ) -> PairedDifference:
     """Mean of the first condition minus mean of the second, the source being the pair.
 
-    Only sources with values in both conditions count; each gives one difference, of its own means,
-    and all weigh the same. Two rates (all values are 0 or 1) have MOVER's interval with the
-    correlation between the conditions, no less than Student's of the differences or than
+    Only sources with values in both conditions count (NaN is none); each gives one difference, of
+    its own means, and all weigh the same. Two rates (all values are 0 or 1) have MOVER's interval
+    with the correlation between the conditions, no less than Student's of the differences or than
     ``intervals.unseen``; other means have Student's.
 
-    p is the sign flips' (:func:`sign_flip_p`) where every source has as many rows in one condition
-    as in the other. If not (one greedy row against eight samples), flips reject up to twice as
-    often as they should, and p is the larger of theirs and of the interval's, which leaves out 0
-    from that level on. ``docs/statistics.md`` has the reasons.
-
-    Args:
-        values_a, sources_a: ``[n]`` of the first condition; NaN values are left out.
-        values_b, sources_b: ``[m]`` of the second.
-        level: coverage.
-        permutations: sign flips to visit at most; with few sources all of them are visited.
-        seed: of the flips.
-
-    Returns:
-        All NaN without a common source; with one there is no interval.
+    p is the sign flips' (:func:`sign_flip_p`, of ``permutations`` at most) where every source has
+    as many rows in one condition as in the other. If not (one greedy row against eight samples),
+    flips reject up to twice as often as they should, and p is the larger of theirs and of the
+    interval's, which leaves out 0 from that level on. ``docs/statistics.md`` has the reasons.
+    All is NaN without a common source; with one there is no interval.
     """
-    check_level(level)
     a, b = _conditions((values_a, sources_a), (values_b, sources_b))
     differences, n = a.means - b.means, len(a.means)
     if n == 0:
         return PairedDifference(Estimate(np.nan, np.nan, np.nan, 0, "no common source"), np.nan)
-    table = np.stack([differences, np.ones(n)], axis=1)
-    p, test = _p_value(a, b, table, sign_flip_p(differences, permutations, seed))
-    return PairedDifference(_interval(a, b, table, level), p, test)
-
-
-def _p_value(a: _Condition, b: _Condition, table: np.ndarray, flips: float) -> tuple[float, str]:
-    """Two-sided p value and the name of the test; ``flips`` is the p value of sign flips."""
+    found = _interval(a, b, level)
+    p, test = sign_flip_p(differences, permutations, seed), "sign flip"
     # Without spread only flips say anything.
-    if (a.rows == b.rows).all() or len(table) == 1 or np.ptp(table[:, 0]) == 0:
-        return flips, "sign flip"
-    if a.binary and b.binary:
-        return max(flips, _mover_p(a, b)), "mover and sign flip"
-    spread = spread_between(table)
-    ratio = abs(spread.mean) / np.sqrt(spread.variance)
-    return max(flips, float(2 * stdtr(spread.freedom, -ratio))), "student and sign flip"
+    if (a.rows != b.rows).any() and n > 1 and np.ptp(differences) > 0:
+        p, test = max(p, _inverted(a, b)), f"{found.method} and {test}"
+    return PairedDifference(found, p, test)
 
 
-def _mover_p(a: _Condition, b: _Condition) -> float:
-    """One minus the level at which the interval of two rates' difference begins to leave out 0."""
+def _inverted(a: _Condition, b: _Condition) -> float:
+    """One minus the level at which the interval of the difference begins to leave out 0."""
     difference = float((a.means - b.means).mean())
     if abs(difference) < 1e-12:
         return 1.0
 
     def inner_end(exponent: float) -> float:
         """How far the interval at level ``1 - 10 ** exponent`` stays clear of 0, if it does."""
-        low, high = _mover(a, b, 1 - 10**exponent)
-        return low if difference > 0 else -high
+        found = _interval(a, b, 1 - 10**exponent)
+        return found.low if difference > 0 else -found.high
 
     smallest, largest = np.log10(P_RANGE)
     if inner_end(smallest) > 0:
@@ -150,31 +128,22 @@ def _mover_p(a: _Condition, b: _Condition) -> float:
     return float(10 ** brentq(inner_end, smallest, largest, xtol=1e-6))
 
 
-def _interval(a: _Condition, b: _Condition, table: np.ndarray, level: float) -> Estimate:
-    """The interval of the mean of the differences."""
-    differences, n, rates = table[:, 0], len(table), a.binary and b.binary
+def _interval(a: _Condition, b: _Condition, level: float) -> Estimate:
+    """The mean of the differences: Student's, for rates MOVER's hull with it."""
+    differences, n, rates = a.means - b.means, len(a.means), a.binary and b.binary
     value = float(differences.mean())
-    if n == 1 and not (rates and value == 0):
+    ends = unseen(value, n, level, (-1.0, 1.0))
+    if rates and not differences.any():
+        return Estimate(value, *ends, n, "exact, one-sided")
+    if n == 1:
         return Estimate(value, np.nan, np.nan, 1, "one source")
-    if rates:
-        method = "mover" if differences.any() else "exact, one-sided"
-        return Estimate(value, *_mover(a, b, level), n, method)
-    return student(table, level)
-
-
-def _mover(a: _Condition, b: _Condition, level: float) -> tuple[float, float]:
-    """Ends of the interval of a difference of rates on the same sources."""
-    n, differences = len(a.means), a.means - b.means
-    ends = unseen(float(differences.mean()), n, level, (-1.0, 1.0))
-    if not differences.any():
-        return ends
+    plain = student(np.stack([differences, np.ones(n)], axis=1), level)
+    if not rates:
+        return plain
     parts = a.interval(level), b.interval(level)
-    _, low, high = combined(parts, (1, -1), _correlation(a.means, b.means))
-    low, high = hull((low, high), ends)
-    if n > 1:
-        spread = student(np.stack([differences, np.ones(n)], axis=1), level)
-        low, high = np.nanmin([low, spread.low]), np.nanmax([high, spread.high])
-    return max(float(low), -1.0), min(float(high), 1.0)
+    together = combined(parts, (1, -1), _correlation(a.means, b.means))[1:]
+    low, high = hull(together, ends, *([] if np.isnan(plain.low) else [(plain.low, plain.high)]))
+    return Estimate(value, max(low, -1.0), min(high, 1.0), n, "mover")
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -189,8 +158,7 @@ class GroupDifference:
     """A difference between two groups of sources.
 
     Attributes:
-        first: the rate of the rows with label 1.
-        second: that of the rows with label 0.
+        first, second: the rates of the rows with label 1, and with label 0.
         difference: first minus second, with its interval.
         p: two-sided p value of no association; NaN where a group is empty, or no source can change
             places with another.
@@ -225,8 +193,7 @@ def group_difference(
         labels: ``[n]`` 1 or 0.
         sources: ``[n]`` the source of each row.
         level: coverage.
-        permutations: of labels.
-        seed: of the permutations.
+        permutations, seed: of the labels.
 
     Raises:
         ValueError: lengths differ, or a value lies outside [0, 1].

@@ -9,7 +9,6 @@ from scipy.special import stdtrit
 
 from ia_mech.stats.intervals import (
     Estimate,
-    check_level,
     combined,
     degrees_of_freedom,
     unseen,
@@ -41,7 +40,8 @@ def dyadic_mean(
     - The degrees of freedom are those of ``intervals.spread_between``, of residuals per source.
 
     If all values are alike, or those of all sources add up to the same, the interval is that of
-    ``intervals.unseen``, counting values that share no source with each other.
+    ``intervals.unseen``, counting values that share no source with each other. There is none if
+    nearly all pairs of values share a source.
 
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
@@ -49,14 +49,9 @@ def dyadic_mean(
         ends: the least and the largest that a value can be; the interval stays between them.
         level: coverage.
 
-    Returns:
-        The estimate; without an interval if nearly all pairs of values share a source.
-
     Raises:
-        ValueError: lengths differ, a source is missing, the level is out of range, or a value isn't
-            between the ends.
+        ValueError: lengths differ, a source is missing, or a value isn't between the ends.
     """
-    check_level(level)
     one, other = list(first), list(second)
     index, _ = source_index(one + other)
     column = as_column(values, len(one), "values")
@@ -94,16 +89,11 @@ def dyadic_difference(
     times: float = 1.0,
     level: float = 0.95,
 ) -> Estimate:
-    """Mean of values less so many times that of others, two rates over the same pairs of sources.
+    """Mean of values less ``times`` that of others: two rates over the same pairs of sources.
 
-    :func:`dyadic_mean` of the differences. A rate of 0 or 1 shows no spread in the differences, and
-    isn't certain: what ``intervals.unseen`` allows it comes on top (``intervals.combined``).
-
-    Args:
-        values, others: ``[n]`` from 0 to 1; rows in which either is NaN are left out.
-        first, second: ``[n]`` the two sources of each.
-        times: factor on the others.
-        level: coverage.
+    :func:`dyadic_mean` of the differences; rows in which either is NaN are left out. A rate of 0 or
+    1 shows no spread in the differences, and isn't certain: what ``intervals.unseen`` allows it
+    comes on top (``intervals.combined``).
     """
     one, other = list(first), list(second)
     rates = np.stack([as_column(x, len(one), "values") for x in (values, others)])
@@ -129,13 +119,9 @@ def dyadic_difference(
 
 
 def _products(values: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, float, float]:
-    """Squared sums of values per source; sums of products over pairs of values that share a source,
-    and over those that share both.
-
-    Args:
-        values: ``[n]``.
-        pairs: ``[n, 2]`` numbers of their sources, sorted in each row.
-    """
+    """Of ``[n]`` values of ``[n, 2]`` pairs of sources (sorted in each row): squared sums of values
+    per source; sums of products over pairs of values that share a source, and over those that share
+    both."""
     sources = int(pairs.max()) + 1
     two = pairs[:, 0] != pairs[:, 1]
     squares = (

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ia_mech.stats.auroc import check_outcomes, concordance
-from ia_mech.stats.intervals import Estimate, check_level
+from ia_mech.stats.auroc import concordance
+from ia_mech.stats.intervals import Estimate
 from ia_mech.stats.resampling import as_column, bootstrap_estimate, resample_counts, source_index
 
 CHUNK = 1 << 15  # numbers per chunk: 256 kB, which a core keeps at hand
@@ -26,13 +26,11 @@ Part = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class ResampledScore:
-    """A score on the data and on every resample of sources.
+    """A score on the data (``value``) and on every resample of sources.
 
     Attributes:
-        value: on the data.
         replicates: ``[resamples]``; may hold NaN.
         sources: how many there are.
-        level: coverage of the interval.
         bounds: what the score can't be below and above.
     """
 
@@ -49,11 +47,7 @@ class ResampledScore:
         return bootstrap_estimate(self.value, self.replicates, self.sources, self.level)
 
     def __sub__(self, other: "ResampledScore") -> "ResampledScore":
-        """The paired difference.
-
-        Raises:
-            ValueError: the two don't come from the same resamples, as those of one FoldScores do.
-        """
+        """The paired difference of scores of the same resamples, as those of one FoldScores are."""
         own, others = ((one.sources, one.level, len(one.replicates)) for one in (self, other))
         if own != others:
             raise ValueError("scores don't come from the same resamples")
@@ -70,11 +64,9 @@ class ResampledScore:
         In cross-validation two sources meet twice, each tested by a probe that the other helped to
         train, and chance makes the two agree: where scores are nothing but chance in training,
         resampling the tested sources misses half the variance. The variance is multiplied by
-        ``1 + share``. No estimate of it from the folds alone can be unbiased (Bengio & Grandvalet
-        2004, JMLR 5:1089).
-
-        Args:
-            share: of the variance of scores over contexts that is chance in training, 0 to 1.
+        ``1 + share``, the share of the variance of scores over contexts that is chance in training.
+        No estimate of it from the folds alone can be unbiased (Bengio & Grandvalet 2004, JMLR
+        5:1089).
         """
         centre = np.nanmean(self.replicates) if not np.isnan(self.replicates).all() else np.nan
         stretched = centre + (self.replicates - centre) * np.sqrt(1 + share)
@@ -99,16 +91,12 @@ class FoldScores:
     Args:
         positives: ``[contexts]`` k of each; may be fractional.
         trials: ``[contexts]`` n; above 0, at least ``positives``.
-        sources: ``[contexts]`` source of each; like folds and strata, any hashable labels.
-        folds: ``[contexts]`` the fold in which each was tested.
+        sources, folds: ``[contexts]`` source of each, and the fold in which it was tested.
         strata: ``[contexts]`` contexts of different strata (runs, say) are not compared.
-        level: coverage of intervals.
-        resamples: bootstrap samples.
-        seed: of the resampling.
+        level, resamples, seed: of intervals.
 
     Raises:
-        ValueError: lengths differ, there are no contexts, a label is missing, there are not
-            0 ≤ k ≤ n, n > 0, or an option is out of range.
+        ValueError: lengths differ, there are no contexts, or a label is missing.
     """
 
     def __init__(
@@ -123,13 +111,11 @@ class FoldScores:
         resamples: int = 2000,
         seed: int = 0,
     ) -> None:
-        check_level(level)
         index, count = source_index(sources)
         if not count:
             raise ValueError("there are no contexts")
         self._positives = as_column(positives, len(index), "positives")
         self._trials = as_column(trials, len(index), "trials")
-        check_outcomes(self._positives, self._trials)
         fold, _ = source_index(folds)
         stratum = np.zeros(len(index), dtype=int) if strata is None else source_index(strata)[0]
         if not index.shape == fold.shape == stratum.shape:
@@ -148,9 +134,6 @@ class FoldScores:
 
         A context that was drawn twice is no other context. Every pair of a fold counts alike,
         whatever its stratum. In a stratum of one source, pairs count as often as it was drawn.
-
-        Raises:
-            ValueError: not one score per context, or one is NaN.
         """
         column = as_column(scores, len(self._trials), "scores")
         if np.isnan(column).any():
@@ -177,11 +160,7 @@ class FoldScores:
         self, probabilities: ArrayLike, null_probabilities: ArrayLike
     ) -> ResampledScore:
         """Share of the deviance of turns that ``[contexts]`` probabilities save, as against those
-        of a simpler model: 1 - D / D0. Both are kept 1e-6 off 0 and 1.
-
-        Raises:
-            ValueError: not one per context, or one lies outside [0, 1].
-        """
+        of a simpler model: 1 - D / D0. Both are kept 1e-6 off 0 and 1."""
         null = self._deviance(null_probabilities)
         saved = null - self._deviance(probabilities)
         return self._folded(

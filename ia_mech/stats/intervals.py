@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtri, stdtrit
@@ -12,9 +13,6 @@ class Estimate:
     """A number with an interval; ``low`` and ``high`` are NaN where none can be given.
 
     Attributes:
-        value: the estimate.
-        low: lower end of the interval.
-        high: upper end of the interval.
         sources: how many sources stand behind it.
         method: how the interval was made, or why there is none.
     """
@@ -55,13 +53,8 @@ def check_level(level: float) -> None:
 
 
 def wilson(successes: float, n: float, level: float = 0.95) -> tuple[float, float]:
-    """Score interval of a rate from independent trials (Wilson 1927, JASA 22:209).
-
-    Args:
-        successes: number of events, from 0 to n; may be fractional.
-        n: number of trials; may be fractional. 0 gives (NaN, NaN).
-        level: coverage.
-    """
+    """Score interval of a rate from independent trials (Wilson 1927, JASA 22:209); both counts may
+    be fractional. Without trials it is (NaN, NaN)."""
     check_level(level)
     if not 0 <= successes <= n:
         raise ValueError(f"successes must lie between 0 and n: {successes} of {n}")
@@ -88,15 +81,10 @@ def zero_events_bound(sources: int, level: float = 0.95) -> float:
     return float(-np.expm1(np.log1p(-level) / sources))
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How far a weighted mean may be off, judged by its residuals per source.
-
-    Attributes:
-        mean: sum of weighted values over sum of weights.
-        variance: of the mean, linearised and robust to any dependence within sources.
-        freedom: degrees of freedom that the variance is worth.
-    """
+class Spread(NamedTuple):
+    """How far a weighted mean may be off, judged by its residuals per source: the variance of the
+    mean, linearised and robust to any dependence within sources, and the degrees of freedom that
+    this is worth."""
 
     mean: float
     variance: float
@@ -104,16 +92,14 @@ class Spread:
 
 
 def spread_between(table: np.ndarray) -> Spread:
-    """Cluster-robust variance of a weighted mean, and what that variance is worth.
+    """Cluster-robust variance of a weighted mean, and what that variance is worth, of a table
+    ``[sources, 2]``: sums of weighted values and of weights; at least two sources.
 
     If few sources carry most of the variance, as near a rate of zero, it is a bad estimate. The
     number of carriers is ``(sum of squares)^2 / sum of fourth powers`` of the residuals (compare
     Carter, Schnepel & Steigerwald 2017, Rev. Econ. Stat. 99:698). Less what n equal sources would
     show, ``1 / k = 1 / carriers - 1 / n``, it gives ``1 + k`` degrees of freedom, at most n - 1;
     Satterthwaite's ``2 k`` is too many (``benchmarks/coverage.md``).
-
-    Args:
-        table: ``[sources, 2]`` sums of weighted values and of weights; at least two sources.
     """
     sources, (total, weight) = len(table), table.sum(0)
     mean = float(total / weight)
@@ -135,15 +121,12 @@ def degrees_of_freedom(squares: np.ndarray) -> float:
 
 
 def student(table: np.ndarray, level: float) -> Estimate:
-    """Mean plus and minus a Student quantile times its cluster-robust standard error.
+    """Mean plus and minus a Student quantile times its cluster-robust standard error, of a table as
+    :func:`spread_between` takes it.
 
-    Args:
-        table: ``[sources, 2]`` sums of weighted values and of weights; at least two sources.
-        level: coverage.
-
-    Returns:
-        Without an interval where all sources are alike: nothing says how others may differ.
+    Without an interval where all sources are alike: nothing says how others may differ.
     """
+    check_level(level)
     spread = spread_between(table)
     if spread.variance == 0:
         return Estimate(spread.mean, np.nan, np.nan, len(table), "all sources alike")
@@ -177,15 +160,10 @@ def unseen(
 ) -> tuple[float, float]:
     """How far a mean may be off because of sources of a kind that none of those seen is of.
 
-    They may be a share of :func:`zero_events_bound` and as different as ``ends`` allow. Around a
-    rate of 0 or 1 this is the exact one-sided interval. No interval of a bounded mean is narrower,
-    so none has width 0, however alike the sources are.
-
-    Args:
-        value: the mean.
-        sources: how many were seen.
-        level: coverage.
-        ends: the least and the largest mean that a source can have.
+    They may be a share of :func:`zero_events_bound` and as different as ``ends`` allow, the least
+    and the largest mean that a source can have. Around a rate of 0 or 1 this is the exact one-sided
+    interval. No interval of a bounded mean is narrower, so none has width 0, however alike the
+    sources are.
     """
     bound = zero_events_bound(sources, level)
     return value - bound * (value - ends[0]), value + bound * (ends[1] - value)
@@ -200,20 +178,13 @@ def hull(*intervals: tuple[float, float]) -> tuple[float, float]:
 def rate_interval(
     table: np.ndarray, rows: float, level: float, *, independent: bool = False
 ) -> tuple[float, float, str]:
-    """The interval of a rate.
+    """The interval of a rate, and the name of the method; ``table`` and ``rows`` as
+    :func:`clustered_wilson` takes them.
 
     - All alike: the exact one-sided bound on sources (:func:`unseen`), whatever the correlation.
-    - Of independent rows the exact binomial one (Clopper & Pearson 1934).
+    - ``independent`` (every source has one row, 0 or 1, and all weigh the same): the exact binomial
+      one (Clopper & Pearson 1934).
     - Else :func:`clustered_wilson`'s, and no less than sources of an unseen kind could add.
-
-    Args:
-        table: ``[sources, 2]`` sums of weighted events and of weights.
-        rows: as :func:`clustered_wilson` takes them.
-        level: coverage.
-        independent: every source has one row, 0 or 1, and all weigh the same.
-
-    Returns:
-        Both ends and the name of the method.
     """
     sources, (events, weight) = len(table), table.sum(0)
     rate = float(events / weight)
@@ -237,15 +208,8 @@ def combined(
 
     MOVER, the method of variance estimates recovery (Newcombe 1998, Statist. Med. 17:873 and 2635;
     Zou & Donner 2008, ibid. 27:1693): the distances from each value to the end that moves the sum
-    the same way are put together as standard errors are.
-
-    Args:
-        parts: ``[k]`` value, low and high of each.
-        weights: ``[k]`` their factors; 1 and -1 make a difference.
-        correlation: between each two of the parts.
-
-    Returns:
-        The sum, and both ends.
+    the same way are put together as standard errors are. ``parts`` are value, low and high of each;
+    weights of 1 and -1 make a difference; ``correlation`` is that between each two of the parts.
     """
     value, low, high = np.array(parts, dtype=float).T
     factor = np.asarray(weights, dtype=float)

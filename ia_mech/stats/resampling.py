@@ -16,14 +16,10 @@ CHUNK = 1 << 18  # counts per chunk: 2 MB, whatever the number of resamples
 
 
 def source_index(sources: Iterable[Hashable]) -> tuple[np.ndarray, int]:
-    """Number sources from 0, in sorted order where they can be sorted.
+    """``[n]`` numbers of sources from 0, and how many there are.
 
-    The order decides which draws of a generator fall to which source. Sorted, a result does not
-    depend on the order of rows.
-    Tuples and mixed kinds are fine.
-
-    Returns:
-        ``[n]`` numbers and how many different sources there are.
+    The order decides which draws of a generator fall to which source. It is sorted where labels can
+    be sorted (tuples and mixed kinds are fine), so a result doesn't depend on the order of rows.
 
     Raises:
         ValueError: a source is None or NaN.

@@ -56,18 +56,14 @@ def source_permutation_p(
 
     Where every source has one label, sources' labels are permuted, whatever the sources' sizes.
     Otherwise a source's labels move as a block, rows in their order, between sources of the same
-    number of rows.
+    number of rows. NaN where no source can change places with another.
 
     Args:
         statistic: gives a number for ``[n]`` labels; larger means more effect. A NaN counts as no
             effect.
         labels: ``[n]`` one entry per row.
         sources: ``[n]`` the source of each row.
-        permutations: random permutations.
-        seed: of the permutations.
-
-    Returns:
-        NaN where no source can change places with another.
+        permutations, seed: of the labels.
     """
     labels = np.asarray(labels)
     index, count = source_index(sources)
