@@ -63,10 +63,10 @@ class LastSentence(Experiment):
         return tables_of("turns that the judge accepts", found, columns, index=index)
 
     def conclude(self, found):
-        less = only(found, f"{RATE}, {LESS}")
+        change = f"{RATE}, {LESS}"
         return Conclusion(
-            self.tested(f"accepted turns {NO_LAST}, {LESS}", only(less, term=NO_LAST)),
-            self.tested(NO_FIRST, only(less, term=NO_FIRST)),
+            self.tested(f"accepted turns {NO_LAST}, {LESS}", only(found, change, term=NO_LAST)),
+            self.tested(NO_FIRST, only(found, change, term=NO_FIRST)),
         )
 
 

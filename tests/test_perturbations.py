@@ -1,9 +1,10 @@
 """ia-mech perturbations: what it changes, samples, judges, compares and refuses."""
 
+import importlib.util
 import json
 import re
-import runpy
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -69,8 +70,11 @@ def folder(plain, tmp_path_factory) -> Path:
 
 def test_the_worked_arm_compares_turns_paired_by_query(plain, tmp_path, capfd):
     file = Path(__file__).parent.parent / "docs" / "worked_arm.py"
-    worked, out = runpy.run_path(str(file), run_name="worked_arm"), tmp_path / "out"
-    outcome = call(worked["LastSentence"].main, [str(plain.path), "--out", str(out)], capfd)
+    spec = importlib.util.spec_from_file_location("worked_arm", file)
+    worked = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worked)
+    out = tmp_path / "out"
+    outcome = call(worked.LastSentence.main, [str(plain.path), "--out", str(out)], capfd)
     assert outcome.status == 0, outcome.err
     found = pd.read_parquet(out / "estimates.parquet")
     shorter = Run.open(out / "without_its_last_sentence" / "run")

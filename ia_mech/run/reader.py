@@ -368,10 +368,16 @@ class Run:
         """
         if self.settings["header_logits"] == "none":
             raise UserError(f"{self.path} has no header logits", "sample with --header-logits full")
-        return HeaderLogits(
-            (self._file(part, layout.header_logits_file(part["name"])), part["contexts"])
-            for part in self._finished_parts()
-        )
+        return HeaderLogits(map(self._header_logits_file, self._finished_parts()))
+
+    def _header_logits_file(self, part: dict[str, Any]) -> tuple[Path, int]:
+        """A part's file, and of how many contexts it holds logits."""
+        file = self._file(part, layout.header_logits_file(part["name"]))
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                return file, tensors.get_slice(layout.LOGITS).get_shape()[0]
+        except (SafetensorError, OSError) as error:
+            raise self._damaged(part, error) from None
 
     @cached_property
     def _tokenizer(self) -> Any:
