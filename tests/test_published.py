@@ -350,20 +350,26 @@ def categories() -> str:
 
 
 def sites(model: str) -> str:
-    rows = [
-        [
-            {"own context": "everything (expressed)", "query": "the query (control)"}.get(
-                name, f"the {name}" if name != "after the response" else "all tokens after it"
-            ),
-            mean(site(model, name, 0.0)),
-            mean(site(model, name, HOT)),
-            change(site(model, name, HOT) - site(model, name, 0.0)),
-            mean(site(model, name, HOT, what="hits")),
-        ]
-        for name in SITES
-    ]
+    """What is expressed and carried; where first tokens were scored, they count, and are shown."""
+    firsts = "first_bits" in table(model, "bits")
+    bits, hits = ("whole_bits", "whole_hits") if firsts else ("bits", "hits")
+    rows = []
+    for name in SITES:
+        label = {"own context": "everything (expressed)", "query": "the query (control)"}.get(
+            name, f"the {name}" if name != "after the response" else "all tokens after it"
+        )
+        greedy, hot = site(model, name, 0.0, what=bits), site(model, name, HOT, what=bits)
+        row = [label, mean(greedy), mean(hot), change(hot - greedy)]
+        row.append(mean(site(model, name, HOT, what=hits)))
+        if firsts:
+            row += [mean(site(model, name, t, what="first_bits")) for t in (0.0, HOT)]
+            row.append(mean(site(model, name, HOT)))
+        rows.append(row)
     head = ["what is the candidate's", "greedy", "T = 0.7", "T = 0.7 less greedy"]
-    return markdown([*head, "own likeliest, T = 0.7"], rows)
+    head.append("own likeliest, T = 0.7")
+    if firsts:
+        head += ["first tokens, greedy", "first tokens, T = 0.7", "later tokens, T = 0.7"]
+    return markdown(head, rows)
 
 
 def windows(model: str) -> str:

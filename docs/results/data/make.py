@@ -17,7 +17,16 @@ import pandas as pd
 from scipy.stats import t as student_t
 
 from experiments.figures import Bars, Lines
-from experiments.locate import ALL_LAYERS, OWN, PART_SITES, query_bits_of, with_own_scores
+from experiments.locate import (
+    ALL_LAYERS,
+    ALL_WRITTEN,
+    OWN,
+    PART_SITES,
+    of_first_tokens,
+    of_later_tokens,
+    query_bits_of,
+    with_own_scores,
+)
 from ia_mech import Run
 
 TURN = ["context_id", "temperature", "sample"]
@@ -67,14 +76,21 @@ def turns(run: Run) -> pd.DataFrame:
 
 
 def bits(folder: Path) -> pd.DataFrame:
-    """Bits and hits of each query by site, layer and temperature."""
-    rows = pd.read_parquet(folder / "rows.parquet")
-    rows = with_own_scores(rows)
+    """Bits and hits of each query by site, layer and temperature.
+
+    ``bits`` and ``hits`` are of turns from their second token on (of all tokens, where the model
+    wrote them after hybrids), ``whole_bits`` and ``whole_hits`` of all tokens, ``first_bits`` of
+    the first one.
+    """
+    rows = with_own_scores(pd.read_parquet(folder / "rows.parquet"))
     found = []
     for (site, layer, t), one in rows.groupby(["site", "layer", "temperature"]):
-        of_query = query_bits_of(one, seed=0)
-        if of_query is not None:
-            table = {"query": of_query.queries, "bits": of_query.bits, "hits": of_query.hits}
+        written = site in ALL_WRITTEN
+        scored = [one if written else of_later_tokens(one), one, of_first_tokens(one)]
+        later, whole, first = (query_bits_of(each, seed=0) for each in scored)
+        if later is not None:
+            table = {"query": later.queries, "bits": later.bits, "hits": later.hits}
+            table |= {"whole_bits": whole.bits, "whole_hits": whole.hits, "first_bits": first.bits}
             found.append(pd.DataFrame(table).assign(site=site, layer=layer, temperature=t))
     return pd.concat(found, ignore_index=True)
 
