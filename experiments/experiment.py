@@ -581,7 +581,7 @@ class Experiment:
         """Memory and time, where arms are sampled and units of so many tokens are measured."""
         import torch
 
-        from ia_mech.collect.cost import hours_text, memory_text
+        from ia_mech.collect.cost import time_text, memory_text
         from ia_mech.engine.footprint import footprint
         from ia_mech.engine.score import LOGITS, STATE_BYTES
         from ia_mech.models.load import resolve_device
@@ -601,7 +601,7 @@ class Experiment:
             seconds += size.seconds(rows * new, -(-rows // batch) * new, device)
             row = size.row(longest, new) + size.context(longest) // each
             part = max(part, min(rows, batch) * row)
-        return {"memory": memory_text(size.weights, part), "time": hours_text(seconds)}
+        return {"memory": memory_text(size.weights, part), "time": time_text(seconds)}
 
     def result(self) -> Result:
         """Sample, measure, estimate, conclude."""

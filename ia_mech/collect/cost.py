@@ -81,7 +81,7 @@ def dry_run(settings: Settings, out: Path, shard: Shard) -> tuple[dict[str, str]
         "new tokens": f"at most {tokens}, responses included",
         "parts": f"{len(rows)}; a kill costs at most one of {max(rows, default=0)} rows",
         "memory": memory_text(size.weights, parts.part_bytes),
-        "time": hours_text(_seconds(parts, settings, size, sum(lengths), writing, device.type)),
+        "time": time_text(_seconds(parts, settings, size, sum(lengths), writing, device.type)),
         "bytes to be written": f"{written}, to {out}",
         "of this already there": kept,
         "once for this model": f"{lens}, its final norm and unembedding, if not kept yet",
@@ -131,9 +131,14 @@ def memory_text(weights: int, part: int) -> str:
     return f"{size_text(weights)} for weights, at most {size_text(part)} for each part in work"
 
 
-def hours_text(seconds: float) -> str:
-    """About how long something takes at most."""
-    return f"about {seconds / 3600:.2g} hours at most, at the usual speed of such a device"
+def time_text(seconds: float) -> str:
+    """About how long something takes."""
+    long = (
+        f"{seconds / 3600:.2g} hours"
+        if seconds > 5400
+        else f"{max(1, round(seconds / 60))} minutes"
+    )
+    return f"about {long} where nothing else runs, by the usual speed of such a device"
 
 
 def random_blocks_text(seed: int | None) -> str:
