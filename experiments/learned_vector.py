@@ -48,6 +48,7 @@ from experiments.directions import (
     BATCH,
     Learning,
     SteeredContext,
+    centred_states,
     learn,
     random_directions,
     steered_context,
@@ -288,14 +289,12 @@ class LearnedVector(Experiment):
     def _with_random(self, learned: pd.DataFrame) -> Iterator[tuple[int, int, str, np.ndarray]]:
         """Half, layer, name and direction of the learned vectors, and for each that was learned
         after own responses a random one, with the covariance of the states and nothing of it."""
-        named = next((name for name in self.positions if name != TURN), "header_last")
         for one in learned.itertuples():
             direction = np.array(one.direction, dtype=np.float32)
             yield one.half, one.layer, one.term, direction
             if one.term == OWN:
-                states = [run.residuals(one.layer, named).double().numpy() for run in self.runs]
-                centred = np.concatenate([of_run - of_run.mean(0) for of_run in states])
-                (drawn,) = random_directions(centred, direction, 1, self.args.seed + one.half)
+                states = centred_states(self.runs, one.layer, self.positions)
+                (drawn,) = random_directions(states, direction, 1, self.args.seed + one.half)
                 yield one.half, one.layer, RANDOM, drawn
 
     def _write_under(self, vector: SteeringVector, name: str, learner: int) -> Run:
