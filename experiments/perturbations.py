@@ -190,6 +190,7 @@ class Perturbations(Experiment):
         """A conversation under a condition; UserError if it can't be made, or is too long."""
         from ia_mech.chat.headers import context_and_reference
         from ia_mech.engine.sampling import stream_key
+        from ia_mech.models.load import context_limit
 
         settings = self.runs[0].settings
         key = stream_key(settings["seed"], own[order].id, STREAM - list(CONDITIONS).index(name))
@@ -202,7 +203,7 @@ class Perturbations(Experiment):
             raise UserError("the response stays as it is", "")
         context, turn = context_and_reference(self.chat, changed)
         longest = max(settings["max_new_tokens"], 0 if turn is None else len(turn.whole))
-        if self.context_limit is not None and len(context.ids) + longest > self.context_limit:
+        if len(context.ids) + longest > (context_limit(self.config) or np.inf):
             raise UserError("the context is too long for the model", "")
         return changed
 
