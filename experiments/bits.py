@@ -4,7 +4,7 @@ A unit is a query: its K contexts, with a response each, and turns. What is esti
 over queries of a value that each has, or its difference from another value of the same queries.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -126,7 +126,7 @@ def estimate_means(each: Iterable[QueryValues], options: dict[str, Any]) -> Iter
             yield replace(row, estimate=row.estimate.clip(one.least, one.most))
 
 
-def halves_of(queries: Sequence[str], seed: int) -> dict[str, int]:
+def halves_of(queries: Iterable[str], seed: int) -> dict[str, int]:
     """Each query's half, 0 or 1, drawn by seed."""
     names = sorted(set(queries))
     order = np.random.default_rng([seed, 2]).permutation(len(names))

@@ -1,10 +1,15 @@
-"""What can be done to a response: its sentences in another order or half of them left out, its
-answer contradicted, a question asked at its end."""
+"""What can be done to a response: another one in its place, its sentences in another order or half
+of them left out, its answer contradicted, a question asked at its end."""
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 from sentencex import segment
+
+from ia_mech.data.conversations import Conversation
+
+REACH = 4  # a response is drawn from so many, the nearest in length
 
 RETRACTIONS = (
     "On reflection, that is wrong: the opposite is true.",
@@ -21,6 +26,33 @@ GENERIC_QUESTIONS = (  # that an assistant might end any response with
 NUMBER = re.compile(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?![\d]|[.,]\d)")
 _FENCED = re.compile(r"(^```.*?^```[^\n]*\n?)", re.DOTALL | re.MULTILINE)
 _LIST_NUMBER = re.compile(r"\s*(?:\d{1,3}|[A-Za-z])[.)]\s*")
+
+
+def other_response(
+    those: Sequence[Conversation], tokens: Sequence[int], recipient: int, rng: np.random.Generator
+) -> str | None:
+    """The response to another query of the dataset, about as long as a conversation's own.
+
+    Args:
+        those: conversations with their responses.
+        tokens: of each response.
+        recipient: the number of the conversation.
+        rng: draws one of the :data:`REACH` nearest in length (ties: by id), of which no two are the
+            same and none is empty or the conversation's own.
+
+    Returns:
+        The response; None if there is none.
+    """
+    own = those[recipient]
+    near: dict[str, str] = {}
+    order = range(len(those))
+    for i in sorted(order, key=lambda i: (abs(tokens[i] - tokens[recipient]), those[i].id)):
+        one, text = those[i], those[i].response or ""
+        if one.dataset == own.dataset and one.source_id != own.source_id:
+            near.setdefault(text.strip(), text)
+    unwanted = ("", (own.response or "").strip())
+    found = [text for bare, text in near.items() if bare not in unwanted][:REACH]
+    return found[rng.integers(len(found))] if found else None
 
 
 def sentences(text: str) -> list[str]:

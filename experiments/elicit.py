@@ -38,6 +38,7 @@ from experiments.arms import (
     rates_by_query,
     verdicts_of,
 )
+from experiments.bits import halves_of
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Bars, Drawing
 from experiments.tables import only, tables_of
@@ -117,9 +118,8 @@ class Elicit(Experiment):
         table = rows.pivot_table(index="arm", columns="source", values=EXCESS, sort=True)
         table = table.loc[arms].dropna(axis=1)
         excess = table.to_numpy()
-        order = np.random.default_rng([self.args.seed, 3]).permutation(excess.shape[1])
-        half = np.empty(len(order), dtype=int)
-        half[order] = np.arange(len(order)) % 2
+        of = halves_of(table.columns, self.args.seed)
+        half = np.array([of[source] for source in table.columns])
         # Of all arms, and of those of the run's own turns, whose states other experiments measure.
         plain = [number for number, arm in enumerate(arms) if ", " not in arm]
         for name, among in ((BEST, list(range(len(arms)))), (TEMPERATURE, plain)):

@@ -264,13 +264,6 @@ class Experiment:
         """The model's configuration."""
         return self._tokenizer_and_config[1]
 
-    @property
-    def context_limit(self) -> int | None:
-        """The tokens that the model's context holds; None if it doesn't say."""
-        from ia_mech.models.load import context_limit
-
-        return context_limit(self.config)
-
     @cached_property
     def chat(self) -> "ChatFormat":
         """The model's chat format with the run's settings; no weights are loaded.

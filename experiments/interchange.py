@@ -47,7 +47,7 @@ from ia_mech.estimates import (
     holm_corrected,
     paired_row,
 )
-from ia_mech.judge.rubric import ASSESSED, GENUINE
+from ia_mech.judge.rubric import ASSESSED, GENUINE, heading
 from ia_mech.results import Table, cell_of
 from ia_mech.stats import cluster_bootstrap
 
@@ -235,6 +235,11 @@ class Interchange(Experiment):
         turns = "of turns, one that the runs have"
         add("--temperature", above_zero, TEMPERATURE, turns, metavar="T")
 
+    @property
+    def outcome(self) -> str:
+        """As it is shown: ``judged 'repeats response'``."""
+        return f"judged {heading(self.args.outcome)!r}"
+
     # -- chosen -----------------------------------------------------------------------------------
 
     def read(self) -> None:
@@ -261,7 +266,7 @@ class Interchange(Experiment):
         if len(self.donors) < 2:
             raise UserError(
                 f"{len(self.donors)} queries have a finished response whose greedy turn isn't "
-                f"{self.args.outcome}, and donors among other queries of their dataset (of "
+                f"{self.outcome}, and donors among other queries of their dataset (of "
                 f"{len(every)} judged contexts {len(finished)} have a finished response, and "
                 f"{len(self.contexts)} of these such a turn)",
                 "give a run of more queries with finished responses, or another --outcome",
@@ -269,7 +274,7 @@ class Interchange(Experiment):
         most = self.donors[list(ARMS)].stack().value_counts().max()
         self.notes.append(
             f"{len(self.contexts)} of {len(every)} judged contexts are finished and have a greedy "
-            f"turn that isn't {self.args.outcome}; {len(self.donors)} of {len(self.queries)} "
+            f"turn that isn't {self.outcome}; {len(self.donors)} of {len(self.queries)} "
             f"queries have such a recipient with donors. A context is a donor at most {most} times."
         )
 
@@ -442,9 +447,7 @@ class Interchange(Experiment):
     # -- shown ------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        title = (
-            f"share of {self.args.outcome} under states of donors, T = {self.args.temperature:g}"
-        )
+        title = f"share {self.outcome} under states of donors, T = {self.args.temperature:g}"
         columns: dict[str, tuple[str, int | str]] = {
             MOVED: ("high less low", "+.2f"),
             RATIO: ("of the donors' difference", 2),
@@ -480,7 +483,7 @@ class Interchange(Experiment):
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = all_datasets(only(found, MOVED))
-        title = f"{self.runs[0].model['name']} · {self.args.outcome}"
+        title = f"{self.runs[0].model['name']} · {self.outcome}"
         unit = "share under the high donor less that under the low one"
         return {"cells": HeatMap(title, "after layer", "token", unit, rows, "layer", "term")}
 
@@ -489,7 +492,7 @@ class Interchange(Experiment):
         moved, equal = only(whole, MOVED), only(whole, EQUAL)
         shown = moved[moved["p_holm"] <= 1 - level]
         apart = self.tested("the donors' own shares differ by", only(whole, DONORS))
-        what = f"the share of sampled turns that are {self.args.outcome}"
+        what = f"the share of sampled turns that are {self.outcome}"
         if len(shown):
             ratios = only(whole, RATIO).set_index(CELL)
             said = []

@@ -48,6 +48,7 @@ from experiments.directions import (
     BATCH,
     Learning,
     SteeredContext,
+    centred_states,
     learn,
     random_directions,
     steered_context,
@@ -55,7 +56,7 @@ from experiments.directions import (
 from experiments.experiment import Conclusion, Experiment, Model, flag
 from experiments.figures import Drawing, Lines
 from experiments.tables import only, tables_of
-from ia_mech.cli import above_zero, whole_from
+from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, holm_corrected
 from ia_mech.likelihood.reaction import readable_bits
@@ -102,7 +103,7 @@ class LearnedVector(Experiment):
     judged = True
     queries_used = 60
     beside = "learned-vector"
-    columns: ClassVar = dict(Experiment.columns) | {"layer": "Int64"}
+    columns: ClassVar = {"dataset": "str", "term": "str", "layer": "Int64"}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
@@ -115,14 +116,6 @@ class LearnedVector(Experiment):
         add("--steps", whole_from(1), 30, steps, metavar="N")
         add("--turns", whole_from(2), 96, f"{turns}learn from, of each half", metavar="N")
         parser.add_argument(
-            "--temperatures",
-            type=above_zero,
-            nargs="+",
-            default=[],
-            metavar="T",
-            help="of the run, at which turns are written, too (default: greedy turns alone)",
-        )
-        parser.add_argument(
             "--quick", action="store_true", help="one half learns, the other is measured"
         )
 
@@ -132,8 +125,8 @@ class LearnedVector(Experiment):
         """Find layers, positions, halves, and the turns to learn from.
 
         Raises:
-            UserError: the model lacks a layer or a position, the run a temperature; or a half has
-                no accepted turns with a sibling and another query.
+            UserError: the model lacks a layer or a position; or a half has no accepted turns with a
+                sibling and another query.
         """
         first, args = self.runs[0], self.args
         depth, names = first.model["layers"], list(first.contexts["positions"].iloc[0])
@@ -144,11 +137,6 @@ class LearnedVector(Experiment):
         for layer in self.layers:
             anything = self.vector(layer, np.ones(first.model["d_model"]))
             anything.check(depth, first.model["d_model"], names)
-        if lacking := set(args.temperatures) - set(first.settings["temperatures"]):
-            raise UserError(
-                f"{first.path} has no turns at T = {min(lacking):g} to compare with",
-                "name temperatures of the run",
-            )
         if len(self.queries) < 4:
             raise UserError(
                 f"{len(self.queries)} queries have several responses: they are dealt to four parts",
@@ -210,7 +198,7 @@ class LearnedVector(Experiment):
         if not found:
             raise UserError(
                 f"half {half + 1} of the queries has no accepted sampled turn to learn from",
-                "sample more turns (--samples, --temperatures), or more queries",
+                "sample more turns (--samples), or more queries",
             )
         found.sort(key=lambda one: one[0])
         kept = [pairs for _, pairs in found[: self.args.turns]]
@@ -240,7 +228,6 @@ class LearnedVector(Experiment):
     def plan(self) -> dict[str, str]:
         units, vectors = self.units(), (*LEARNED, RANDOM)
         contexts = sum(len(one.contexts) for half in self.learners for one in self.measured(half))
-        turns = 1 + len(self.args.temperatures) * self.runs[0].settings["samples"]
         return {
             "vectors": f"{', '.join(vectors)}; at {', '.join(self.positions)}, after layers "
             f"{', '.join(map(str, self.layers))}",
@@ -249,7 +236,7 @@ class LearnedVector(Experiment):
             f"about {sum(unit.tokens for unit in units):,} tokens; {sum(self._stored(units))} are "
             "learned already",
             "then to sample": f"{contexts} contexts under each of {len(self.layers) * len(vectors)}"
-            f" vectors, {turns} turns after each; greedy ones are scored",
+            f" vectors, a greedy turn after each, which is scored",
         }
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
@@ -264,7 +251,7 @@ class LearnedVector(Experiment):
         return [query for query in self.queries if self.part[query.source] // 2 != learner]
 
     def rows(self) -> pd.DataFrame:
-        """A row per temperature, arm and query.
+        """A row per arm and query.
 
         Raises:
             UserError: another judge than the rules has yet to label the turns.
@@ -281,21 +268,19 @@ class LearnedVector(Experiment):
         rates = rates[rates["source"].isin(wanted)]
         turns = pd.concat([turns for _, turns in read], ignore_index=True)
         turns = self._dependence(turns[turns["source"].isin(wanted) & turns["ids"].map(bool)])
-        keys = ["temperature", "layer", "term", "source"]
+        keys = ["layer", "term", "source"]
         means = turns.groupby(keys)[[DEPENDENT, BITS]].mean().reset_index()
         return rates.merge(means, "left", keys)
 
     def _with_random(self, learned: pd.DataFrame) -> Iterator[tuple[int, int, str, np.ndarray]]:
         """Half, layer, name and direction of the learned vectors, and for each that was learned
         after own responses a random one, with the covariance of the states and nothing of it."""
-        named = next((name for name in self.positions if name != TURN), "header_last")
         for one in learned.itertuples():
             direction = np.array(one.direction, dtype=np.float32)
             yield one.half, one.layer, one.term, direction
             if one.term == OWN:
-                states = [run.residuals(one.layer, named).double().numpy() for run in self.runs]
-                centred = np.concatenate([of_run - of_run.mean(0) for of_run in states])
-                (drawn,) = random_directions(centred, direction, 1, self.args.seed + one.half)
+                states = centred_states(self.runs, one.layer, self.positions)
+                (drawn,) = random_directions(states, direction, 1, self.args.seed + one.half)
                 yield one.half, one.layer, RANDOM, drawn
 
     def _write_under(self, vector: SteeringVector, name: str, learner: int) -> Run:
@@ -304,18 +289,18 @@ class LearnedVector(Experiment):
         folder.mkdir(parents=True, exist_ok=True)
         vector.save(folder / FILE)
         contexts = pd.concat([one.contexts for one in self.measured(learner)], ignore_index=True)
-        settings = {"temperatures": tuple(self.args.temperatures), "intervention": folder / FILE}
+        settings = {"temperatures": (), "intervention": folder / FILE}
         return self.sample(name, Arm(conversations_of(contexts), settings))
 
     def _judged(self, term: str, layer: int, run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Rates of a run's arm by temperature and query, and its greedy turns with verdicts."""
+        """Rates of an arm's greedy turns by query, and the turns with their verdicts."""
         assert self.gate is not None
         judged = verdicts_of([run], self.gate.judge)
         rates = rates_by_query(judged, GENUINE)
-        rates = rates[rates["temperature"].isin([0.0, *self.args.temperatures])]
+        rates = rates[rates["temperature"] == 0]
         greedy = run.generations[run.generations["temperature"] == 0].set_index("context_id")
         turns = judged.turns[judged.turns["temperature"] == 0]
-        turns = turns[["temperature", "source", "context_id", GENUINE]].astype(
+        turns = turns[["source", "context_id", GENUINE]].astype(
             {"source": object, "context_id": object}
         )
         turns["ids"] = [tuple(greedy["token_ids"][one].tolist()) for one in turns["context_id"]]
@@ -358,24 +343,21 @@ class LearnedVector(Experiment):
     def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         group = Group(np.array([]), self.options, {"dataset": ALL})
 
-        def against(t: float, layer: int, term: str) -> dict[str, tuple]:
-            found = {} if term == UNSTEERED else {LESS[UNSTEERED]: (t, UNIT, UNSTEERED)}
-            return found | ({LESS[SIBLING]: (t, layer, SIBLING)} if term == OWN else {})
+        def against(layer: int, term: str) -> dict[str, tuple]:
+            found = {} if term == UNSTEERED else {LESS[UNSTEERED]: (UNIT, UNSTEERED)}
+            return found | ({LESS[SIBLING]: (layer, SIBLING)} if term == OWN else {})
 
-        by = ["temperature", "layer", "term"]
+        by = ["layer", "term"]
         found = arm_estimates(rows, by, BOUNDS, against, group, COMPARED)
         named = (
             replace(one, names=one.names | {"layer": None}) if one.names["layer"] == UNIT else one
             for one in found
         )
-        # Over layers: each quantity, temperature and kind of vector is a family.
-        yield from holm_corrected(
-            named, lambda row: (row.quantity, row.names["temperature"], row.names["term"])
-        )
-        for t in sorted(set(rows["temperature"])):
-            yield from self._at_chosen_layer(rows[rows["temperature"] == t], t)
+        # Over layers: each quantity and kind of vector is a family.
+        yield from holm_corrected(named, lambda row: (row.quantity, row.names["term"]))
+        yield from self._at_chosen_layer(rows)
 
-    def _at_chosen_layer(self, rows: pd.DataFrame, t: float) -> Iterator[TidyEstimate]:
+    def _at_chosen_layer(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         """What own responses' vectors have, at a layer chosen by their excess over the control."""
         values = [one for one in (EXCESS, DEPENDENT) if one in rows and rows[one].notna().any()]
         wide = rows.pivot_table(index="source", columns=["term", "layer"], values=values).dropna()
@@ -386,18 +368,17 @@ class LearnedVector(Experiment):
             for less, words in LESS.items():
                 reported = (own - wide[quantity][less].to_numpy()).T  # unsteered has one column
                 found = estimate_best(ranked, reported, part, list(wide.index), self.options)
-                names = {"dataset": ALL, "temperature": t, "term": CHOSEN}
+                names = {"dataset": ALL, "term": CHOSEN}
                 yield TidyEstimate(f"{quantity}, {words}", names, len(wide), found)
         layers = list(wide[EXCESS][OWN])
         best = [(one, ranked[:, part == one].mean(1).argmax()) for one in np.unique(part)]
         said = ", ".join(f"{layers[at]} by part {one + 1}" for one, at in best)
-        plain = "greedy turns" if t == 0 else f"T = {t:g}"
-        self.notes.append(f"chosen layers, {plain}: {said} of the queries.")
+        self.notes.append(f"chosen layers: {said} of the queries.")
 
     # -- say --------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        index = "temperature", "layer", "term"
+        index = "layer", "term"
         legend = (
             "own, siblings, other queries: after whose responses the turns came that a vector was "
             "learned from. Less unsteered, less the siblings' vector: paired by query; p: "
@@ -410,7 +391,7 @@ class LearnedVector(Experiment):
         }
         here = found[found["term"] != CHOSEN]
         made = tables_of(
-            "turns that the judge accepts, by layer of the vector",
+            "greedy turns that the judge accepts, by layer of the vector",
             here,
             shown | _differences(EXCESS),
             index=index,
@@ -431,17 +412,17 @@ class LearnedVector(Experiment):
         return made
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        rows = found[(found["quantity"] == EXCESS) & (found["temperature"] == 0)]
+        rows = only(found, EXCESS)
         plain = rows.loc[rows["term"] == UNSTEERED, "value"].item()
         title = f"{self.runs[0].model['name']} · greedy turns under learned vectors"
         words = title, "layer", "accepted, less after siblings", rows[rows["term"] != UNSTEERED]
         return {"layers": Lines(*words, across="layer", levels={UNSTEERED: plain})}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        greedy = found[(found["temperature"] == 0) & (found["term"] == CHOSEN)]
+        chosen = found[found["term"] == CHOSEN]
 
         def said(words: str, quantity: str, less: str) -> str:
-            return self.tested(words, only(greedy, f"{quantity}, {LESS[less]}"))
+            return self.tested(words, only(chosen, f"{quantity}, {LESS[less]}"))
 
         learned = f"a vector at {', '.join(self.positions)}, learned and its layer chosen on others"
         sentence = said(

@@ -2,22 +2,19 @@
 
 K′ texts say what one response says, in other words. If a turn tells K′ responses apart better than
 K′ wordings of one, it depends on what they say, not only on how. The subject model writes the
-wordings, asked as a user would ask, or they come from a file. How close they are to their response
-is measured, since a weak model drops content and a lazy one keeps the wording.
+wordings, asked as a user would ask. How close they are to their response is measured, since a weak
+model drops content and a lazy one keeps the wording.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ia_mech.data.conversations import Conversation
-from ia_mech.errors import UserError
 from ia_mech.likelihood.copying import stems
 from ia_mech.run.queries import Query, queries_of
 from ia_mech.run.sources import split_source
-from ia_mech.untrusted import parse_json
 
 if TYPE_CHECKING:
     from ia_mech.run import Run
@@ -112,41 +109,6 @@ def distinct_texts(texts: Sequence[str], original: str) -> list[str]:
     """Texts without repetitions, and without the original."""
     stripped = dict.fromkeys(text.strip() for text in texts)
     return [text for text in stripped if text and text != original.strip()]
-
-
-def read_wordings(file: Path, queries: Sequence[Query], count: int) -> Wordings:
-    """``count`` wordings of a response to each query that has so many, from JSONL with a line per
-    response such as ``{"id": "open-03/r0", "versions": ["…", "…"]}``; of several responses to a
-    query the first counts.
-
-    Raises:
-        UserError: no such file, not such JSON, or ids that the runs lack.
-    """
-    remedy = 'write lines such as {"id": "open-03/r0", "versions": ["…", "…"]}'
-    if not file.is_file():
-        raise UserError(f"no file {file}", "give --paraphrases an existing file")
-    known = {
-        id_: (query, k) for query in queries for k, id_ in enumerate(query.contexts["context_id"])
-    }
-    found: Wordings = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        place = f"{file.name} line {number}"
-        if not line.strip():
-            continue
-        row = parse_json(line, place, remedy)
-        texts = row.get("versions") if isinstance(row, dict) else None
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise UserError(f"{place} has no list of texts called versions", remedy)
-        if row.get("id") not in known:
-            raise UserError(
-                f"{place}: the runs have no context {row.get('id')!r}",
-                f"give ids of their contexts, such as {min(known)}",
-            )
-        query, k = known[row["id"]]
-        kept = distinct_texts(texts, query.responses[k])
-        if len(kept) >= count:
-            found.setdefault(query.source, (k, kept[:count]))
-    return found
 
 
 def closeness(text: str, original: str) -> dict[str, float]:

@@ -30,7 +30,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.arms import Arm, arm_estimates, conversations_of, verdicts_of
-from experiments.changes import ask, contradict, shuffle_sentences, truncate
+from experiments.changes import ask, contradict, other_response, shuffle_sentences, truncate
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Bars, Drawing
 from experiments.tables import only, tables_of
@@ -65,7 +65,7 @@ CONDITIONS = {  # → the header that is opened
     HEADER_ONLY: "alone",
     HEADER_ASSISTANT: "assistant",
 }
-STREAM = -3  # of the draws; samples and swaps have streams of their own
+STREAM = -3  # of the draws; samples have streams of their own
 HELD = "held"  # the outcome: genuine after the unchanged response
 RATE, DIFFERENCE = "rate", "difference"
 BITS = "log p of written follow-ups, bits"
@@ -167,16 +167,14 @@ class Perturbations(Experiment):
     @cached_property
     def changed_conversations(self) -> list[Conversation]:
         """Every conversation under every condition that changes it and can be made of it."""
-        from experiments.swaps import Donors
-
-        own = conversations_of(self.base)
-        donors = Donors(own, self.chat.tokenizer, self.runs[0].settings["seed"])
-        made = []
+        own, made = conversations_of(self.base), []
+        ids = (self.chat.tokenizer(one.response or "", add_special_tokens=False) for one in own)
+        tokens = [len(one["input_ids"]) for one in ids]
         for name in self.args.conditions:
             left_out: dict[str, int] = {}
             for order in range(len(own)):
                 try:
-                    made.append(self._changed(own, order, name, donors))
+                    made.append(self._changed(own, order, name, tokens))
                 except UserError as error:
                     left_out[error.problem] = left_out.get(error.problem, 0) + 1
             if left_out:
@@ -187,25 +185,25 @@ class Perturbations(Experiment):
         return made
 
     def _changed(
-        self, own: Sequence[Conversation], order: int, name: str, donors: Any
+        self, own: Sequence[Conversation], order: int, name: str, tokens: Sequence[int]
     ) -> Conversation:
         """A conversation under a condition; UserError if it can't be made, or is too long."""
         from ia_mech.chat.headers import context_and_reference
         from ia_mech.engine.sampling import stream_key
+        from ia_mech.models.load import context_limit
 
-        settings, swap = self.runs[0].settings, ""
-        if name == SWAP:
-            others = donors.responses(order, 1)
-            if not others:
-                raise UserError("there is no other response of the dataset", "")
-            swap = others[0]
+        settings = self.runs[0].settings
         key = stream_key(settings["seed"], own[order].id, STREAM - list(CONDITIONS).index(name))
-        changed = apply_condition(own[order], name, np.random.default_rng(list(key)), swap)
+        rng = np.random.default_rng(list(key))
+        swap = other_response(own, tokens, order, rng) if name == SWAP else ""
+        if swap is None:
+            raise UserError("there is no other response of the dataset", "")
+        changed = apply_condition(own[order], name, rng, swap)
         if changed is None:
             raise UserError("the response stays as it is", "")
         context, turn = context_and_reference(self.chat, changed)
         longest = max(settings["max_new_tokens"], 0 if turn is None else len(turn.whole))
-        if self.context_limit is not None and len(context.ids) + longest > self.context_limit:
+        if len(context.ids) + longest > (context_limit(self.config) or np.inf):
             raise UserError("the context is too long for the model", "")
         return changed
 

@@ -44,12 +44,11 @@ from experiments.paraphrase import (
     choose_response,
     closeness,
     perturbed_conversation,
-    read_wordings,
     rewording_requests,
     usable_wordings,
 )
 from experiments.tables import only, sentence_of, tables_of
-from ia_mech.cli import path_of, whole_from
+from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, TidyEstimate, all_datasets, holm_corrected
 from ia_mech.likelihood.copying import GROUPS, copy_features
@@ -141,9 +140,6 @@ class Reaction(Experiment):
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         add, most = partial(flag, parser), "at most N queries, drawn by --seed (default: all)"
         add("--queries", whole_from(LEAST_QUERIES), None, most, metavar="N")
-        what = "wordings of responses in place of the model's own, as JSONL: "
-        what += '{"id": "open-03/r0", "versions": […]}'
-        add("--paraphrases", path_of, None, what, metavar="FILE")
 
     # -- what is read and sampled -----------------------------------------------------------------
 
@@ -185,20 +181,10 @@ class Reaction(Experiment):
             if query.source in first and len(self.compared[query.source]) >= self.size
         ]
         self.wordings: Wordings = {}
-        self.reworded: dict[str, int] = {}
-        if args.paraphrases is None:
-            for query in self.controlled:
-                among = self.compared[query.source]
-                self.reworded[query.source] = choose_response(query, among, args.seed)
-        else:
-            self.wordings = read_wordings(args.paraphrases, self.used, self.size)
-            self.controlled = [one for one in self.controlled if one.source in self.wordings]
-            if not self.controlled:
-                raise UserError(
-                    f"{args.paraphrases.name} has {self.size} different versions of one response "
-                    f"to no query that has {self.size} responses to tell apart",
-                    "give more versions",
-                )
+        self.reworded = {
+            query.source: choose_response(query, self.compared[query.source], args.seed)
+            for query in self.controlled
+        }
 
     @property
     def only_complete(self) -> bool:
@@ -206,23 +192,20 @@ class Reaction(Experiment):
         return all(query.complete[k] for query in self.used for k in self.compared[query.source])
 
     def arms(self) -> Mapping[str, Arm]:
-        made = {}
-        if self.reworded:
-            contexts = (one.contexts.iloc[self.reworded[one.source]] for one in self.controlled)
-            longest = max(int(one["response_tokens"]) for one in contexts)
-            changes = {
-                "response": "generate",
-                "responses": SURPLUS * self.size,
-                "unfinished": True,  # those that are complete are chosen below
-                "response_temperature": REWORDING_TEMPERATURE,
-                "max_response_tokens": int(ROOM * longest) + 1,
-                "temperatures": (),  # the turns after wordings by themselves are of no interest
-                "max_new_tokens": 1,
-            }
-            made[REQUESTED] = Arm(rewording_requests(self.reworded, self.controlled), changes)
-        if self.wordings:
-            made[WORDINGS] = self.control()
-        return made
+        if not self.reworded:
+            return {}
+        contexts = (one.contexts.iloc[self.reworded[one.source]] for one in self.controlled)
+        longest = max(int(one["response_tokens"]) for one in contexts)
+        changes = {
+            "response": "generate",
+            "responses": SURPLUS * self.size,
+            "unfinished": True,  # those that are complete are chosen below
+            "response_temperature": REWORDING_TEMPERATURE,
+            "max_response_tokens": int(ROOM * longest) + 1,
+            "temperatures": (),  # the turns after wordings by themselves are of no interest
+            "max_new_tokens": 1,
+        }
+        return {REQUESTED: Arm(rewording_requests(self.reworded, self.controlled), changes)}
 
     def control(self) -> Arm:
         """Turns after K′ wordings that stand as responses to each query."""

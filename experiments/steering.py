@@ -2,161 +2,203 @@
 
 The logistic direction of a probe (--probe) is added to the residual stream where the probe reads,
 or that of a file (--vector) where the file says, and the run's turns are scored again. Do turns
-that the judge accepts become likelier than other turns after the same context? Half of the queries
-choose the dose, among those that change the first token's distribution little (by KL); results are
-of the other half. Controls have the same KL: random directions with the covariance of the states; a
-constant added to the first token's logits; and a direction optimised by gradient on the first half,
-which shows whether any direction could move these turns.
+that the judge accepts become likelier than other turns after the same context? The control are
+random directions with the covariance of the states. All directions change the next token equally:
+on half of the queries the dose of each is sought at which the first token's distribution moves by
+one KL (--kl). Results are of the other half.
 
 Needs: a judged run with several sampled turns per context. Cost: half an hour on a CPU (135M).
 
     ia-mech probes cache/RUN
     ia-mech steering cache/RUN --probe cache/RUN/results/probe-rate-rules
-    ia-mech steering cache/RUN --vector my.safetensors --doses 0.1 0.2 0.4
+    ia-mech steering cache/RUN --vector my.safetensors --kl 0.5
     ia-mech sample … --intervention cache/RUN/results/steering/vector.safetensors
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
+from experiments.bits import halves_of
 from experiments.directions import (
-    BATCH,
-    BIAS,
-    DIRECTION,
-    OPTIMISED,
-    RANDOM,
-    STEPS,
-    Change,
-    ControlSearch,
-    ScoredQuery,
     SteeredContext,
-    find_controls,
+    centred_states,
     random_directions,
     steered_context,
-    steering_effects,
 )
 from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
 from experiments.figures import Bars, Drawing
-from experiments.tables import sentence_of, tables_of
+from experiments.tables import only, tables_of
 from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row
 from ia_mech.results import Table
-from ia_mech.run.queries import Query, subsample
+from ia_mech.run.queries import Query
 from ia_mech.stats import Estimate, permutation_p
 from ia_mech.steering import ADD, TURN, SteeringVector
 
 if TYPE_CHECKING:
     from probes.card import Probe
 
-DOSES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
-CONTROLS = 39  # random directions
+RANDOMS = 39  # random directions
 LEAST, SIGNIFICANT = 19, 0.05  # random directions with which such a p can be reached
 RESPONSES = 3  # most contexts of a query
 TOKENS = 24  # of a turn: nearly all of the bits come before (docs/locate.md)
-CHOOSING, REPORTING = "choosing", "reporting"  # halves of the sources
-RANDOM_MEAN = "random directions"  # their mean
+LEAST_DOSE, MOST_DOSE = 2.0**-8, 2.0**4  # between which a KL is sought, in norms of the state
+ROUNDS, KL_TOLERANCE = 14, 0.1  # of the search; how near the KL has to come, relatively
+DIRECTION, RANDOM, RANDOM_MEAN = "the direction", "random direction", "random directions"
 KL, ODDS = "KL at the header", "log-odds, change"
 BEYOND, RANK = "log-odds, change beyond random directions'", "share of random directions that reach"
-ARM = ["term", "draw", "dose"]
+KEY = ["run", "context_id", "temperature", "sample"]  # of a turn
 FILE = "vector.safetensors"
+
+
+# -- measure ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dosing(Unit):
+    """Directions whose doses are sought.
+
+    Attributes:
+        contexts: of the queries that choose.
+        directions: ``[d_model]`` each.
+        kl: that each is to have, in nats.
+    """
+
+    contexts: tuple[SteeredContext, ...]
+    directions: tuple[tuple[float, ...], ...]
+    kl: float
+
+
+@dataclass(frozen=True)
+class Steered(Unit):
+    """A query's contexts, each with a turn that the judge accepts and one that it doesn't, scored
+    under directions with their doses."""
+
+    contexts: tuple[SteeredContext, ...]
+    directions: tuple[tuple[float, ...], ...]
+    doses: tuple[float, ...]
+
+
+def effects(
+    model: Model,
+    context: SteeredContext,
+    directions: Sequence[Sequence[float]],
+    doses: Sequence[float],
+) -> tuple[np.ndarray, np.ndarray]:
+    """What directions change in a context, in nats.
+
+    Returns:
+        ``[directions, turns]`` changes of the turns' log-probabilities, and ``[directions]`` KLs of
+        the first token's distribution, steered from unsteered.
+    """
+    import torch
+
+    turns = context.steered_turns(0, None, 0.0)
+    for direction, dose in zip(directions, doses, strict=True):
+        turns += context.steered_turns(0, torch.tensor(direction), dose)
+    scores = model.score([context.ids[: context.start]], turns)
+    header, count = len(context.ids) - context.start, len(context.turns)
+    sums = [one.logprobs_raw[header:].sum(dtype=np.float64) for one in scores]
+    plain, *moved = np.reshape(sums, (-1, count))
+    before, *first = (np.asarray(one.whole, dtype=np.float64) for one in scores[::count])
+    kl = [max(float(np.exp(after) @ (after - before)), 0.0) for after in first]
+    return np.array(moved) - plain, np.array(kl)
+
+
+def doses_of_equal_kl(
+    count: int, kl: float, kl_of: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """``[count]`` doses at which directions have a KL, by halving the logarithm's range; NaN for
+    one that doesn't come near.
+
+    Args:
+        count: of the directions.
+        kl: in nats.
+        kl_of: the KLs of some directions, by their numbers, at a dose each; they rise with it.
+    """
+    found = np.full(count, np.nan)
+    low, high = np.full(count, np.log(LEAST_DOSE)), np.full(count, np.log(MOST_DOSE))
+    for _ in range(ROUNDS):
+        left = np.flatnonzero(np.isnan(found))
+        if not len(left):
+            break
+        middle = (low + high)[left] / 2
+        values = kl_of(left, np.exp(middle))
+        near, less = abs(values - kl) <= KL_TOLERANCE * kl, values < kl
+        found[left[near]] = np.exp(middle[near])
+        low[left[less]], high[left[~less]] = middle[less], middle[~less]
+    return found
+
+
+def find_doses(model: Model, unit: Dosing) -> pd.DataFrame:
+    """A row per direction with its ``dose``, at which its KL, a mean over sources, is the wanted
+    one."""
+    # Of the first token alone: a turn whose one token doesn't matter.
+    firsts = [replace(one, turns=((0,),)) for one in unit.contexts]
+    sources = [one.source for one in firsts]
+
+    def kl_of(some: np.ndarray, doses: np.ndarray) -> np.ndarray:
+        along = [unit.directions[n] for n in some]
+        each = [effects(model, one, along, doses.tolist())[1] for one in firsts]
+        return pd.DataFrame(each).groupby(sources).mean().mean().to_numpy()
+
+    return pd.DataFrame({"dose": doses_of_equal_kl(len(unit.directions), unit.kl, kl_of)})
+
+
+def steer(model: Model, unit: Steered) -> pd.DataFrame:
+    """A row per context and direction: ``draw`` (its number: 0 is the direction, the others are
+    random), and in nats ``kl`` at the header and ``log_odds``, the change of the log-odds of
+    accepted turns."""
+    found = []
+    for context in unit.contexts:
+        moved, kl = effects(model, context, unit.directions, unit.doses)
+        rows = {"draw": range(len(kl)), "dose": unit.doses, "kl": kl}
+        found.append(pd.DataFrame(rows | {"log_odds": moved[:, 0] - moved[:, 1]}))
+    return pd.concat(found, ignore_index=True)
 
 
 # -- estimate --------------------------------------------------------------------------------------
 
 
-def chosen_dose(rows: pd.DataFrame, most_kl: float) -> float:
-    """The dose that raises the log-odds most, among those whose mean KL is at most ``most_kl``
-    nats; the smallest if none's is. Each source weighs the same.
-
-    Args:
-        rows: of :func:`steering_effects`, of one direction and the sources that choose.
-        most_kl: in nats.
-    """
-    each = rows.groupby(["dose", "source"])[["log_odds", "kl"]].mean()
-    of = each.groupby("dose").mean()
-    within = of[of["kl"] <= most_kl]
-    return float(of.index.min() if within.empty else within["log_odds"].idxmax())
-
-
-def estimates(rows: pd.DataFrame, dose: float, options: dict[str, Any]) -> Iterator[TidyEstimate]:
+def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
     """Every estimate; each source weighs the same.
 
     Args:
-        rows: of :func:`steering_effects`, all arms, of the half that chose nothing, with ``source``
-            and ``dataset``.
-        dose: of the direction, that was chosen.
+        rows: of :func:`steer`, with ``source`` and ``dataset``.
         options: ``level``, ``resamples`` and ``seed``.
     """
     for dataset, here in by_dataset(rows):
-        means = rows[here].groupby([*ARM, "source"], sort=False)[["kl", "log_odds"]].mean()
-        drawn = means.xs(RANDOM, level="term")
-        random = drawn.groupby("source", sort=False).mean()
-        arms = {tuple(key): arm.droplevel(ARM) for key, arm in means.groupby(ARM, sort=False)}
-        for (term, draw, at), arm in [*arms.items(), ((RANDOM_MEAN, None, None), random)]:
-            names = {"dataset": dataset, "term": term, "draw": draw, "dose": at}
-            group = Group(arm.index.to_numpy(), options, names)
-            kl = group.mean(KL, arm["kl"])
+        wide = rows[here].pivot_table(index="source", columns="draw", values=["kl", "log_odds"])
+        group = Group(wide.index.to_numpy(), options, {"dataset": dataset})
+        own, random = wide["log_odds"][0], wide["log_odds"].drop(columns=0)
+        for term, some in ((DIRECTION, [0]), (RANDOM_MEAN, list(random))):
+            kl = group.mean(KL, wide["kl"][some].mean(axis=1), term=term)
             yield replace(kl, estimate=kl.estimate.clip(0.0))
-            yield group.mean(ODDS, arm["log_odds"])
-            if term in (OPTIMISED, BIAS) or (term == DIRECTION and at == dose):
-                yield from _differences_from_random(
-                    arm["log_odds"], drawn["log_odds"], random["log_odds"], group
-                )
+            yield group.mean(ODDS, wide["log_odds"][some].mean(axis=1), term=term)
+        for draw in random:
+            yield group.mean(ODDS, random[draw], term=RANDOM, draw=draw)
+        both = own, own.index, random.mean(axis=1), random.index
+        yield paired_row(group, BEYOND, *both, term=DIRECTION)
+        each, whole = random.mean().to_numpy(), float(own.mean())
+        share = Estimate(float((each >= whole).mean()), np.nan, np.nan, len(own), "count")
+        p = float(permutation_p(whole, each))
+        test = "rank among random directions"
+        yield group.row(RANK, share, len(each), p=p, test=test, term=DIRECTION)
 
 
-def _differences_from_random(
-    arm: pd.Series, drawn: pd.Series, random: pd.Series, group: Group
-) -> Iterator[TidyEstimate]:
-    """An arm's log-odds by source against those of the random directions: their mean, and each."""
-    both = arm.to_numpy(), arm.index.to_numpy(), random.to_numpy(), random.index.to_numpy()
-    yield paired_row(group, BEYOND, *both)
-    each, whole = drawn.groupby("draw").mean().to_numpy(), float(arm.mean())
-    share = Estimate(float((each >= whole).mean()), np.nan, np.nan, len(arm), "count")
-    p = float(permutation_p(whole, each))
-    yield group.row(RANK, share, len(each), p=p, test="rank among random directions")
-
-
-# -- say -------------------------------------------------------------------------------------------
-
-
-def against_random(found: pd.DataFrame, term: str) -> pd.DataFrame:
-    """How an arm stands against the random directions, by quantity: :data:`BEYOND`,
-    :data:`RANK`."""
-    mine = all_datasets(found[found["quantity"].isin([BEYOND, RANK])])
-    return mine[mine["term"] == term].set_index("quantity", drop=False)
-
-
-def is_shown(found: pd.DataFrame, term: str) -> bool:
-    """Whether an arm raises the log-odds: more than the mean of the random directions does, by
-    flipping signs over sources, and more than nearly all of them."""
-    mine = against_random(found, term)
+def is_shown(found: pd.DataFrame) -> bool:
+    """Whether the direction raises the log-odds: more than the mean of the random directions does,
+    by flipping signs over sources, and more than nearly all of them."""
+    mine = all_datasets(found[found["quantity"].isin([BEYOND, RANK])]).set_index("quantity")
     return bool(mine["value"][BEYOND] > 0 and mine["p"].max() <= SIGNIFICANT)
-
-
-def arm_sentence(found: pd.DataFrame, term: str, level: float) -> str:
-    """How far an arm goes beyond random directions, with tests and the least p there can be."""
-    mine = against_random(found, term)
-    count = int(mine["rows"][RANK])
-    change = sentence_of(
-        "change of their log-odds beyond the mean of random directions, nats",
-        mine.loc[[BEYOND]],
-        null=0.0,
-        level=level,
-    )
-    return (
-        f"{change[:-1]}, {p_value(mine['p'][BEYOND])}; {round(mine['value'][RANK] * count)} of "
-        f"{count} random directions reach it, {p_value(mine['p'][RANK])} (the least there can be: "
-        f"{1 / (count + 1):.3f})."
-    )
 
 
 # -- what runs hold --------------------------------------------------------------------------------
@@ -183,30 +225,28 @@ def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
 
 
 def contexts_of(
-    query: Query, labels: pd.Series, vector: SteeringVector
+    query: Query, verdicts: pd.Series, vector: SteeringVector
 ) -> tuple[SteeredContext, ...]:
     """A query's contexts after which the judge accepts a turn and another not, with one of each.
 
     Args:
         query: with sampled turns.
-        labels: 1 of accepted turns, 0 of others, NaN without a verdict, by ``run``,
-            ``context_id``, ``temperature`` and ``sample``.
+        verdicts: 1 of accepted turns, 0 of others, NaN without a verdict, by :data:`KEY`.
         vector: whose layer and positions are steered.
 
     Raises:
         UserError: a context lacks a position.
     """
     turns = query.turns[(query.turns["temperature"] > 0) & (query.turns["token_ids"].map(len) > 0)]
-    keys = pd.MultiIndex.from_frame(turns[["run", "context_id", "temperature", "sample"]])
-    turns = turns.assign(label=labels.reindex(keys).to_numpy(dtype=float)).dropna(subset="label")
+    keys = pd.MultiIndex.from_frame(turns[KEY])
+    turns = turns.assign(label=verdicts.reindex(keys).to_numpy(dtype=float)).dropna(subset="label")
     order = {"label": False, "temperature": False, "sample": True}  # accepted turns first
     turns = turns.sort_values(list(order), ascending=list(order.values()), kind="stable")
     found = []
     for k, mine in turns.drop_duplicates(["followed", "label"]).groupby("followed"):
-        if len(mine) < 2:
-            continue
-        both = [ids.tolist()[:TOKENS] for ids in mine["token_ids"]]
-        found.append(steered_context(query, k, vector, both))
+        if len(mine) == 2:
+            both = [ids.tolist()[:TOKENS] for ids in mine["token_ids"]]
+            found.append(steered_context(query, k, vector, both))
     return tuple(found[:RESPONSES])
 
 
@@ -214,15 +254,17 @@ class Steering(Experiment):
     """See the module.
 
     Attributes:
-        vector: along which the model is steered, once it is read with the chosen dose.
+        vector: along which the model is steered, once it is read with its dose.
         outcome: what is accepted: ``genuine`` or ``grounded`` turns.
-        used: the queries with turns to compare, of each its half and its contexts.
+        choosing, reporting: the halves of the queries with turns to compare, each with its
+            contexts.
+        directions: the direction, and the random ones.
     """
 
     name = "steering"
     judged = True
     queries_used = 40
-    columns: ClassVar = {"dataset": "str", "term": "str", "draw": "Int64", "dose": "float64"}
+    columns: ClassVar = {"dataset": "str", "term": "str", "draw": "Int64"}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
@@ -231,20 +273,23 @@ class Steering(Experiment):
             "--probe", type=path_of, metavar="PROBE", help="what ia-mech probes wrote"
         )
         along.add_argument("--vector", type=path_of, metavar="FILE", help="a steering vector's")
-        add, most = (
-            partial(flag, parser),
-            "the dose is chosen among those of at most this KL at the header",
-        )
-        add("--doses", above_zero, DOSES, "in norms of the state", nargs="+", metavar="D")
-        add("--most-kl", above_zero, 0.5, f"{most} at the header", metavar="NATS")
+        all_have = "that every direction has at the header"
+        flag(parser, "--kl", above_zero, 0.1, all_have, metavar="NATS")
 
     # -- read -------------------------------------------------------------------------------------
 
     def read(self) -> None:
         """Read the direction, the verdicts, the contexts and the states."""
         self.vector, self.outcome = self._vector()
-        self.used = self._contexts()
-        self.states = self._states()
+        used = self._contexts()
+        half = halves_of([query.source for query, _ in used], self.args.seed)
+        self.choosing, self.reporting = (
+            [one for one in used if half[one[0].source] == number] for number in (0, 1)
+        )
+        own = self.vector.direction.double().numpy()
+        states = centred_states(self.runs, self.vector.layer, self.vector.positions)
+        drawn = random_directions(states, own, RANDOMS, self.args.seed)
+        self.directions = tuple(tuple(one.tolist()) for one in (own, *drawn))
 
     def _vector(self) -> tuple[SteeringVector, str]:
         """The direction, and what the judge of its probe accepts.
@@ -275,8 +320,8 @@ class Steering(Experiment):
             )
         return vector, outcome
 
-    def _contexts(self) -> list[tuple[Query, str, tuple[SteeredContext, ...]]]:
-        """The queries with turns to compare, of each its half and its contexts.
+    def _contexts(self) -> list[tuple[Query, tuple[SteeredContext, ...]]]:
+        """The queries with turns to compare, each with its contexts.
 
         Raises:
             UserError: verdicts don't have the outcome; fewer than four queries have such turns.
@@ -288,192 +333,123 @@ class Steering(Experiment):
                 "give --judge one that does, or another probe",
             )
         self.gate = judged.gates[self.outcome]
-        keys = judged.turns[["run", "context_id", "temperature", "sample"]].astype(
-            {"run": object, "context_id": object}
-        )
-        labels = pd.Series(judged.turns[self.outcome].to_numpy(), pd.MultiIndex.from_frame(keys))
-        found = {query.source: contexts_of(query, labels, self.vector) for query in self.queries}
-        used = [query for query in self.queries if found[query.source]]
+        keys = judged.turns[KEY].astype({"run": object, "context_id": object})
+        verdicts = pd.Series(judged.turns[self.outcome].to_numpy(), pd.MultiIndex.from_frame(keys))
+        each = [(query, contexts_of(query, verdicts, self.vector)) for query in self.queries]
+        used = [one for one in each if one[1]]
         if len(used) < 4:
             raise UserError(
                 f"{len(used)} queries have a response after which the judge accepts some turns "
                 "and not others",
                 "sample more turns (--samples), or more queries",
             )
-        if less := len(self.queries) - len(used):
+        if less := len(each) - len(used):
             self.notes.append(
                 f"{less} queries have no response after which the judge accepts some turns and not "
                 "others; they are left out."
             )
-        choosing = {one.source for one in subsample(used, len(used) // 2, self.args.seed + 1)}
-        return [
-            (query, CHOOSING if query.source in choosing else REPORTING, found[query.source])
-            for query in used
-        ]
-
-    def _states(self) -> np.ndarray:
-        """``[contexts, d_model]`` of all contexts, where the first position is steered, less each
-        run's mean."""
-        position = next(name for name in self.vector.positions if name != TURN)
-        found = []
-        for run in self.runs:
-            own = run.residuals(self.vector.layer, position).double().numpy()
-            found.append(own - own.mean(0))
-        return np.concatenate(found)
+        return used
 
     # -- measure ----------------------------------------------------------------------------------
 
     def units(self) -> list[Unit]:
-        """All, as far as it is known before; for ``--dry-run``."""
-        search = self.search_unit(1.0, self.args.most_kl)
-        return [*self.dose_units(), search, *self.scoring_units(REPORTING, search.random)]
+        """All, as far as it is known before the doses are; for ``--dry-run``."""
+        return [self.dosing(), *self.steered(np.ones(len(self.directions)))]
 
-    def dose_units(self) -> list[ScoredQuery]:
-        """All queries under all doses of the direction."""
-        arms = [self.direction_arm(dose) for dose in sorted(set(self.args.doses))]
-        return [*self.scoring_units(CHOOSING, arms), *self.scoring_units(REPORTING, arms)]
+    def dosing(self) -> Dosing:
+        """The search for all doses, on the half that chooses."""
+        contexts = tuple(one for _, some in self.choosing for one in some)
+        rounds, each = 6, len(self.directions)  # until most directions have their KL, about
+        tokens = rounds * sum(one.start + each * (len(one.ids) - one.start) for one in contexts)
+        return Dosing("all that choose", "", tokens, contexts, self.directions, self.args.kl)
 
-    def direction_arm(self, dose: float) -> Change:
-        """The direction at a dose."""
-        return Change(DIRECTION, dose, tuple(self.vector.direction.tolist()))
-
-    def scoring_units(self, half: str, arms: Sequence[Change]) -> list[ScoredQuery]:
-        """The queries of a half under arms."""
+    def steered(self, doses: np.ndarray) -> list[Steered]:
+        """The queries of the other half under the directions that have a dose."""
+        there = np.flatnonzero(~np.isnan(doses))
+        arms = tuple(self.directions[n] for n in there), tuple(doses[there].tolist())
         found = []
-        for query, own, contexts in self.used:
-            if own == half:
-                tokens = sum(one.scored for one in contexts) * (len(arms) + 1)
-                names = query.source, query.dataset, tokens, half
-                found.append(ScoredQuery(*names, contexts, tuple(arms)))
+        for query, contexts in self.reporting:
+            tokens = sum(one.start + one.scored * (len(there) + 1) for one in contexts)
+            found.append(Steered(query.source, query.dataset, tokens, contexts, *arms))
         return found
 
-    def search_unit(self, dose: float, kl: float) -> ControlSearch:
-        """The controls of a dose with this KL, on the half that chooses."""
-        along = self.vector.direction.double().numpy()
-        drawn = random_directions(self.states, along, CONTROLS, self.args.seed)
-        random = tuple(
-            Change(RANDOM, dose, tuple(one.tolist()), draw=n) for n, one in enumerate(drawn)
-        )
-        contexts = tuple(one for _, half, some in self.used if half == CHOOSING for one in some)
-        tokens = 4 * sum(one.scored for one in contexts)
-        tokens += STEPS * min(BATCH, len(contexts)) * contexts[0].scored
-        tokens += 3 * len(random) * sum(len(one.ids) - one.start + 1 for one in contexts)
-        names = "all that choose", "", tokens
-        return ControlSearch(*names, contexts, self.direction_arm(dose), kl, random, self.args.seed)
-
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        run = steering_effects if isinstance(unit, ScoredQuery) else find_controls
-        return run(model, unit)
+        return find_doses(model, unit) if isinstance(unit, Dosing) else steer(model, unit)
 
     def rows(self) -> pd.DataFrame:
-        """Doses first, on both halves; then controls with the KL of the chosen dose.
+        """The turns of one half under the doses that the other has chosen.
 
         Raises:
-            UserError: too few random directions reach that KL.
+            UserError: the direction, or too many of the random ones, don't reach the KL.
         """
-        doses = self.measure_units(self.dose_units(), "doses of the direction")
-        choosing = doses[doses["half"] == CHOOSING]
-        dose = chosen_dose(choosing, self.args.most_kl)
-        self.vector = replace(self.vector, dose=dose)
-        kl = float(choosing[choosing["dose"] == dose].groupby("source")["kl"].mean().mean())
-        made = self.measure_units([self.search_unit(dose, kl)], "controls of the same KL")
-        arms = [
-            Change(one.term, one.dose, tuple(one.direction), tuple(one.bias), one.draw)
-            for one in made.itertuples()
-        ]
-        if less := CONTROLS + 2 - len(arms):
-            self.notes.append(f"{less} controls are left out: they don't reach the KL of the dose.")
-        if (none := Change(OPTIMISED, 0.0)) in arms:
-            arms.remove(none)
-            self.notes.append(
-                f"no direction is optimised: the passes of {self.runs[0].model['name']} have no "
-                "gradient (recurrent layers change their state in place)."
-            )
-        best = [np.array(arm.direction) for arm in arms if arm.term == OPTIMISED]
-        if (reached := sum(arm.term == RANDOM for arm in arms)) < LEAST:
+        found = self.measure_units([self.dosing()], "doses of one KL")["dose"].to_numpy()
+        reached = int((~np.isnan(found[1:])).sum())
+        if np.isnan(found[0]) or reached < LEAST:
+            few = f"{reached} of {RANDOMS} random directions reach"
             raise UserError(
-                f"{reached} random directions reach the KL of dose {dose:g} ({kl:.2g} nats)",
-                "give other --doses, or another layer or position",
+                f"{'the direction does not reach' if np.isnan(found[0]) else few} a KL of "
+                f"{self.args.kl:g} nats at doses up to {MOST_DOSE:g}",
+                "give another --kl, layer or position",
             )
-        if best:
-            own = self.vector.direction.numpy()
-            cosine = float(best[0] @ own / np.linalg.norm(own))
-            self.notes.append(f"the cosine of the optimised direction to it is {cosine:.2f}.")
-        controls = self.measure_units(self.scoring_units(REPORTING, arms), "turns under controls")
-        return pd.concat([doses, controls], ignore_index=True)
+        if reached < RANDOMS:
+            left_out = f"{RANDOMS - reached} random directions don't reach the KL"
+            self.notes.append(f"{left_out}; they are left out.")
+        self.vector = replace(self.vector, dose=float(found[0]))
+        return self.measure_units(self.steered(found), "turns under directions")
 
     # -- say --------------------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
-        return estimates(rows[rows["half"] == REPORTING], self.vector.dose, self.options)
+        return estimates(rows, self.options)
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        here = f"{100 * self.args.level:g}% intervals over the sources that chose nothing"
-        own = found["term"] == DIRECTION
-        made = tables_of(
-            f"what moves the turns, at the KL of dose {self.vector.dose:g} ({here})",
-            found[self._alike(found) & (found["term"] != RANDOM)],
-            {
-                ODDS: ("log-odds", 2),
-                BEYOND: ("beyond random", 2),
-                RANK: ("reached by", 2),
-                KL: ("KL", 3),
-            },
+        columns = {ODDS: "log-odds", BEYOND: "beyond random", RANK: "reached by"}
+        return tables_of(
+            f"what moves the turns, at one KL ({self.intervals} that chose nothing)",
+            found[found["term"] != RANDOM],
+            {name: (head, 2) for name, head in columns.items()} | {KL: ("KL", 3)},
             index=("dataset", "term"),
             legend=f"log-odds: change, in nats, of those of {self.outcome} turns against others; "
-            "beyond random: less the mean of the random directions; reached by: "
-            "the share of these that change them as much; KL: of the first token's distribution, "
-            "in nats.",
+            "beyond random: less the mean of the random directions; reached by: the share of these "
+            "that change them as much; KL: of the first token's distribution, in nats.",
         )
-        made += tables_of(
-            f"the direction, by dose ({here}; {self.vector.dose:g} was chosen by the others)",
-            found[own],
-            {KL: ("KL", 3), ODDS: ("log-odds", 2)},
-            index=("dataset", "dose"),
-            legend="dose: what is added, in norms of the state.",
-        )
-        return made
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        title = f"{self.runs[0].model['name']} · directions of the same KL"
-        rows = all_datasets(found[(found["quantity"] == ODDS) & self._alike(found)])
+        title = f"{self.runs[0].model['name']} · directions of one KL"
+        rows = all_datasets(only(found, ODDS)).copy()
         rows[["low", "high"]] = rows[["low", "high"]].where(rows["term"] != RANDOM)
-        return {"controls": Bars(title, "log-odds of accepted turns, change, nats", rows)}
-
-    def _alike(self, found: pd.DataFrame) -> pd.Series:
-        """Estimates of the arms of one KL: all but the direction at other doses."""
-        return (found["term"] != DIRECTION) | (found["dose"] == self.vector.dose)
-
-    def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return {"arms": rows}
+        return {"directions": Bars(title, f"log-odds of {self.outcome} turns, change, nats", rows)}
 
     def files(self) -> dict[str, Callable[[Path], None]]:
         return {FILE: self.vector.save}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        level, there = self.args.level, set(found["term"])
         self.notes.append(
             "next: what the model writes under it: ia-mech sample … --intervention "
             f"{self.folder / FILE}; then ia-mech judge run, and ia-mech rates."
         )
-        own = all_datasets(found[(found["term"] == DIRECTION) & (found["quantity"] == KL)])
-        kl = own.loc[own["dose"] == self.vector.dose, "value"].item()
-        verb = "makes" if is_shown(found, DIRECTION) else "isn't shown to make"
+        whole = all_datasets(found)
+        beyond, rank = (only(whole, name).iloc[0] for name in (BEYOND, RANK))
+        kl, of_random = (
+            only(whole, KL, term=term)["value"].item() for term in (DIRECTION, RANDOM_MEAN)
+        )
+        change = self.tested(
+            "change of their log-odds beyond the mean of random directions, nats",
+            only(whole, BEYOND),
+        )
+        verb = "makes" if is_shown(found) else "isn't shown to make"
         sentence = (
             f"Steering along the direction in layer {self.vector.layer} at "
-            f"{', '.join(self.vector.positions)} (dose {self.vector.dose:g}) {verb} {self.outcome} "
-            f"turns likelier than random directions of the same KL ({kl:.3f} nats) do. "
-            f"{arm_sentence(found, DIRECTION, level)}"
+            f"{', '.join(self.vector.positions)} (dose {self.vector.dose:.2g}) {verb} "
+            f"{self.outcome} turns likelier than random directions of the same KL do. "
+            f"{change[:-1]}, {p_value(beyond['p'])}."
         )
-        control = "No optimised direction stands beside it: whether one could isn't known."
-        if OPTIMISED in there:
-            verb = "does" if is_shown(found, OPTIMISED) else "isn't shown to"
-            control = (
-                f"A direction that was optimised for that there, on other sources, {verb}. "
-                f"{arm_sentence(found, OPTIMISED, level)}"
-            )
-        if BIAS in there:
-            control += f" A bias of the first token alone: {arm_sentence(found, BIAS, level)}"
+        assert self.gate is not None
+        control = (
+            f"{round(rank['value'] * rank['rows'])} of {rank['rows']} random directions reach it, "
+            f"{p_value(rank['p'])} (the least there can be: {1 / (rank['rows'] + 1):.3f}). KL at "
+            f"the header: {kl:.3f} nats, random ones {of_random:.3f}. {self.gate.sentence}."
+        )
         return Conclusion(sentence, control)
 
 

@@ -55,8 +55,7 @@ GRID = (*(round(0.1 * step, 1) for step in range(3, 16)), 1.75, 2.0)
 GARBLED = "degenerate"
 RATE = "follow-up rate"
 RATE_DIFFERENCE = f"{RATE}: difference"
-LESS = " less other turns'"  # after the same response at the same temperature
-DEEPER = f"gap where greedy leaves{LESS}"
+DEEPER = "gap where greedy leaves less other turns'"  # after the same response and temperature
 OTHER_TURNS = ("all others", "others but degenerate ones")
 TOKENS, MASS = "effective number of first tokens", "mass on openings"
 LENS, AHEAD = "log p by the lens", "greedy ahead for good"
@@ -80,22 +79,17 @@ def leaving_point(turn: Any, greedy: Any) -> dict[str, float]:
         greedy: the greedy turn, likewise.
 
     Returns:
-        ``follows`` (its first token is greedy's, 1 or 0), ``leaves`` (greedy leaves it, 1 or 0),
-        and where it does, else NaN: ``token`` (its number, from 1), ``rank`` (from 1),
-        ``probability`` and ``gap`` (log-probability of greedy's token less that of the turn's, in
-        nats), all at T = 1.
+        ``token`` (its number, from 1), ``rank`` (from 1) and ``gap`` (log-probability of greedy's
+        token less that of the turn's at T = 1, in nats); NaN where greedy writes the same turn.
     """
     ids, others = np.asarray(turn.token_ids), np.asarray(greedy.token_ids)
     shared = min(len(ids), len(others))
     differ = np.flatnonzero(ids[:shared] != others[:shared])
-    found = {"follows": float(ids[0] == others[0]), "leaves": float(len(differ) > 0)}
     if not len(differ):  # the same turn, to its end or to the limit of tokens
-        return found | dict.fromkeys(("token", "rank", "probability", "gap"), np.nan)
+        return dict.fromkeys(("token", "rank", "gap"), np.nan)
     at = int(differ[0])
-    log_p = float(turn.logprobs_raw[at])
-    gap = float(greedy.logprobs_raw[at]) - log_p
-    found |= {"token": at + 1.0, "rank": float(turn.ranks[at])}
-    return found | {"probability": float(np.exp(log_p)), "gap": gap}
+    gap = float(greedy.logprobs_raw[at]) - float(turn.logprobs_raw[at])
+    return {"token": at + 1.0, "rank": float(turn.ranks[at]), "gap": gap}
 
 
 def against_others(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -232,19 +226,13 @@ class TemperatureSweep(Experiment):
             for t, at in own.groupby("temperature"):
                 found += depth_estimates(group, at, temperature=float(t))
                 found += depth_differences(group, at, temperature=float(t))
-            found += depth_differences(group, own)
 
-        def family(row: TidyEstimate) -> tuple:
-            of = LESS if row.quantity.endswith(LESS) else row.quantity
-            return of, row.names["dataset"] == ALL
-
-        return holm_corrected(found, family)
+        return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"] == ALL))
 
     # -- shown ------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         tested = "Holm-corrected p."
-        once = found["temperature"].isna()
         genuine = found[found["outcome"] == "genuine"]
         made = tables_of(
             f"genuine turns by temperature ({self.intervals})",
@@ -263,7 +251,7 @@ class TemperatureSweep(Experiment):
         )
         made += tables_of(
             f"where greedy decoding leaves a turn ({self.intervals})",
-            found[~once],
+            found,
             {
                 "token where greedy leaves": ("token", 0),
                 "rank where greedy leaves": ("rank", 0),
@@ -276,7 +264,7 @@ class TemperatureSweep(Experiment):
         )
         made += tables_of(
             f"do genuine turns lie deeper? ({self.intervals})",
-            found[~once],
+            found,
             {DEEPER: ("gap less others'", 2)},
             shown_if=DEEPER,
             index=("dataset", "temperature", "term"),
@@ -349,14 +337,13 @@ class TemperatureSweep(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         assert self.gate is not None
-        deep = only(found, DEEPER, term=OTHER_TURNS[0])
         said = [
             sentence_of(f"{RATE} by temperature", only(found, RATE)),
             self.tested("less greedy's", only(found, RATE_DIFFERENCE)),
             self.tested(
                 "nats by which genuine turns lie further from greedy than others after the same "
                 "response",
-                deep[deep["temperature"].notna()],
+                only(found, DEEPER, term=OTHER_TURNS[0]),
             ),
         ]
         return Conclusion(" ".join(text for text in said if text), f"{self.gate.sentence}.")
@@ -413,23 +400,16 @@ def depth_estimates(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator
 
 
 def depth_differences(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
-    """Genuine turns less the others of the same context and temperature, and whether that is 0.
+    """The gap of genuine turns less that of the others of the same context and temperature.
 
     Noise that leads far from greedy also garbles, and what is garbled isn't genuine. So genuine
     turns are also compared with the well-formed others alone.
     """
     for term, rows in zip(OTHER_TURNS, (turns, turns[turns["category"] != GARBLED]), strict=True):
-        columns = {
-            "first token is greedy's": rows["follows"],
-            "token where greedy leaves": rows["token"],
-            "log2 rank where greedy leaves": np.log2(rows["rank"]),
-            "gap where greedy leaves": rows["gap"],
-        }
-        for quantity, values in columns.items():
-            centred, genuine, sources = against_others(rows.assign(value=values), "value")
-            if genuine.any():
-                pair = centred[genuine], sources[genuine], centred[~genuine], sources[~genuine]
-                yield paired_row(group, quantity + LESS, *pair, term=term, **names)
+        centred, genuine, sources = against_others(rows, "gap")
+        if genuine.any():
+            pair = centred[genuine], sources[genuine], centred[~genuine], sources[~genuine]
+            yield paired_row(group, DEEPER, *pair, term=term, **names)
 
 
 def lens_estimates(group: Group, log_p: dict[str, np.ndarray]) -> Iterator[TidyEstimate]:

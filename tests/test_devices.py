@@ -22,7 +22,8 @@ from shell import call
 from test_temperature_sweep import judged
 from transformers.cache_utils import KVSharingDict
 
-from experiments import directions, elicit, hybrids, likelihood, locate, steering
+from experiments import elicit, hybrids, locate, steering
+from experiments.directions import Learning, SteeredContext, learn
 from experiments.experiment import Model
 from ia_mech.collect import identity, job
 from ia_mech.collect.job import collect
@@ -201,35 +202,33 @@ def test_the_main_job_equals_that_on_one_device(
     "architecture",
     ["llama", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpt_oss", "gemma3"))],
 )
-def test_gradients_go_through_both_devices(architecture, gpus, monkeypatch):
-    monkeypatch.setattr(directions, "STEPS", 2)
-    turns = tuple(tuple(tiny.prompt(n, seed=n)) for n in (4, 3))
-    contexts = [
-        directions.SteeredContext("q", tuple(tiny.prompt(n, seed=n)), 2, (n - 1,), True, turns)
+def test_gradients_go_through_both_devices(architecture, gpus):
+    contexts = tuple(
+        SteeredContext(
+            "q", tuple(tiny.prompt(n, n)), 2, (n - 1,), True, (tuple(tiny.prompt(4, 4)),)
+        )
         for n in (9, 12)
-    ]
-    start = directions.Change(directions.DIRECTION, 0.4)
-    unit = directions.ControlSearch("", "", 0, tuple(contexts), start, 0.05, (), 0)
+    )
+    unit = Learning("", "", 0, 0, "own", contexts, dose=0.4, steps=2, seed=0)
     found = []
     for model in (over_two(architecture), tiny.model(architecture)):
         install(model)
         subject = SimpleNamespace(model=model)
-        found.append(directions.optimise_direction(Model(subject, None), unit))
+        found.append(learn(Model(subject, None), unit))
     np.testing.assert_allclose(*found, rtol=0, atol=1e-4)
     assert len(found[0]) == 32
 
 
 @pytest.fixture(scope="module", params=tiny.FAMILIES)
 def runs(request, tokenizer, tmp_path_factory):
-    """Both models; a run with given responses; one with four responses to each query, judged by
-    rules and as planted; a vector."""
+    """Both models; a run with four responses to each query, judged by rules and as planted; a
+    vector."""
     cpu, placed = both(request.param, tokenizer)
     folder = tmp_path_factory.mktemp(request.param)
     cpu.model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     data = scored.dataset(folder / "chats.jsonl", scored.CONVERSATIONS[:4])
     given = {"dataset": data, "model": str(folder / "model"), "samples": 2, **DECODING}
-    plain = collect(Settings(**given), cpu, folder / "plain", Silent())
     settings = Settings(**given, **WRITTEN, responses=4)
     siblings = judged(
         collect(settings, cpu, folder / "siblings", Silent()), (GENUINE, "degenerate")
@@ -239,26 +238,24 @@ def runs(request, tokenizer, tmp_path_factory):
     places = ("header_last", TURN)
     made = SteeringVector(ADD, 2, places, direction, 0.5, "tiny", siblings.model["weights_hash"])
     made.save(folder / "vector.safetensors")
-    return folder, cpu, placed, plain, siblings
+    return folder, cpu, placed, siblings
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [locate, elicit, steering, likelihood])
+@pytest.mark.parametrize("command", [locate, elicit, steering])
 def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, monkeypatch, capfd):
     """Every score and every turn. What is estimated of them may differ more where it hardly depends
     on them: how sharply the query, which is the same in all, tells siblings apart."""
-    folder, cpu, placed, plain, siblings = runs
+    folder, cpu, placed, siblings = runs
     monkeypatch.setattr(hybrids, "TOKENS", 4)
-    monkeypatch.setattr(directions, "STEPS", 2)
-    monkeypatch.setattr(steering, "CONTROLS", 29)
+    monkeypatch.setattr(steering, "RANDOMS", 29)
     vector = str(folder / "vector.safetensors")
     recurrent = "linear_attention" in getattr(cpu.model.config, "layer_types", ())
     maps = [name for name in hybrids.MAPS if name != hybrids.BLOCKS or not recurrent]
     words = {
         locate: [siblings.path, "--queries", "2", "--recipients", "1", "--maps", *maps],
         elicit: [siblings.path, "--judge", "rules", "--intervention", vector],
-        steering: [siblings.path, "--judge", "planted", "--vector", vector, "--doses", "0.2"],
-        likelihood: [plain.path, siblings.path],
+        steering: [siblings.path, "--judge", "planted", "--vector", vector, "--kl", "0.001"],
     }[command]
     for name, subject in (("one", cpu), ("two", placed)):
         monkeypatch.setattr("ia_mech.models.load.load", lambda _, subject=subject: subject)
@@ -266,14 +263,10 @@ def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, mo
         outcome = call(command.main, [*map(str, words), *out], capfd)
         assert outcome.status == 0, outcome.err
     one = tmp_path / "one"
-    kept = {locate: "rows.parquet", elicit: "*/run/generations/*.parquet", steering: "arms.parquet"}
+    kept = {locate: "rows.parquet", elicit: "*/run/generations/*.parquet"}
     files = [*one.glob(kept.get(command, "*.parquet"))]
     assert files
     for file in files:
         there = tmp_path / "two" / file.relative_to(tmp_path / "one")
         wanted, found = pd.read_parquet(file), pd.read_parquet(there)
         pd.testing.assert_frame_equal(found, wanted, rtol=0, atol=scored.nats(4)["atol"])
-    if command is steering:
-        optimised = directions.OPTIMISED in {*found["term"]}
-        assert optimised != ("no gradient" in outcome.out)
-        assert optimised is not recurrent

@@ -153,7 +153,9 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
                 assert moved["value"] == ratio["value"] == 0, (place, layer)
             assert cells.loc[(EQUAL, place, layer), "p_holm"] > 0.05
     said = outcome.out.splitlines()
-    assert said[0].startswith(f"A state moves the share of sampled turns that are {GENUINE} at 4 ")
+    assert said[0].startswith(
+        "A state moves the share of sampled turns that are judged 'genuine' at 4 "
+    )
     assert "change no bit in any of 256 cells" in said[1] and "differ at 0 of 16 cells" in said[1]
     run = Run.open(tmp_path / "out" / "turns" / "run")
     about = [json.loads(text)["interchange"] for text in run.contexts["metadata"]]
@@ -190,7 +192,9 @@ def test_what_cannot_be_exchanged_is_refused_and_what_it_takes_is_said(used, com
         command(used.path, "--temperature", "1")
     )
     line = refusal(command(used.path, "--outcome", "degenerate"))
-    assert line.startswith("0 queries have a finished response whose greedy turn isn't degenerate")
+    assert line.startswith(
+        "0 queries have a finished response whose greedy turn isn't judged 'degenerate'"
+    )
     planned = command(used.path, "--dry-run", "--queries", "5")
     assert planned.status == 0 and not (tmp_path / "out").exists()
     assert "320 contexts to sample 17 turns after each" in planned.out

@@ -148,7 +148,7 @@ def rates_under(model: Model, queries, layer: int, direction, dose: float = 0.5)
         own = np.mean([name == k for k, name in enumerate(said)])
         other = np.mean([name in range(4) and name != k for k, name in enumerate(said)]) / 3
         values = {ACCEPTED: own, SIBLINGS: other, EXCESS: own - other}
-        rows.append({"source": contexts[0].source, "temperature": 0.0, "layer": layer} | values)
+        rows.append({"source": contexts[0].source, "layer": layer} | values)
     return rows
 
 
@@ -189,7 +189,7 @@ def test_the_layer_at_which_a_planted_gate_opens_is_found():
     opened = found.loc[(OPENED, CHOSEN)].iloc[0]
     assert opened["value"] == pytest.approx(11 / 16) and opened["low"] > 0
     assert found["p"][OPENED, OWN, 2] < 0.05 and found["p"][OPENED, OWN, 4] == 1
-    assert notes[-1].startswith("chosen layers, greedy turns: 2 by part 1, 2 by part 2, 2 by part")
+    assert notes[-1].startswith("chosen layers: 2 by part 1, 2 by part 2, 2 by part")
 
 
 def test_nothing_is_found_where_nothing_is_behind_the_gate():
@@ -224,7 +224,7 @@ def test_the_command_holds_what_a_half_learned_against_the_other_half(
     words += ["--layers", "2"]
     planned = call(main, [*words, "--dry-run"], capfd)
     assert planned.status == 0 and "6 of them from" in planned.out and not out.exists()
-    assert "16 contexts under each of 4 vectors, 1 turns after each" in planned.out
+    assert "16 contexts under each of 4 vectors, a greedy turn after each" in planned.out
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
     sentence, control = outcome.out.splitlines()[:2]
@@ -312,6 +312,5 @@ def test_what_cant_be_done_is_refused_in_a_line(run, tmp_path, capfd):
 
     assert "there is no layer 9 to change; give layers from 0 to 4" in refused("--layers", "9")
     assert "no position header_7 to steer at" in refused("--positions", "header_7")
-    assert "has no turns at T = 0.3 to compare with" in refused("--temperatures", "0.3")
     assert "3 queries have several responses" in refused("--queries", "3")
     assert not (tmp_path / "out").exists()

@@ -13,7 +13,7 @@ from shell import call
 
 from experiments.bits import SiblingTurns
 from experiments.experiment import Model
-from experiments.paraphrase import closeness, read_wordings, usable_wordings
+from experiments.paraphrase import closeness, usable_wordings
 from experiments.reaction import Reaction, compared_responses, main
 from ia_mech.collect.command import main as sample
 from ia_mech.engine.check import check_engine
@@ -79,7 +79,8 @@ def folder(tiny_model_dir, tmp_path_factory):
         }
         for i in range(5)
     ]
-    file = written(place / "several.jsonl", rows)
+    file = place / "several.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = place / "run"
     words = ["--model", tiny_model_dir, "--dataset", str(file), "--out", str(out)]
     words += ["--temperatures", "0.7", "1", "--samples", "2", "--max-new-tokens", "6"]
@@ -87,22 +88,22 @@ def folder(tiny_model_dir, tmp_path_factory):
     return out
 
 
-def written(file: Path, rows: list[dict]) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+def wordings(_, reworded, queries, count):
+    """In place of a model's own, which says nothing: wordings of the responses to all but one."""
+    return {
+        query.source: (reworded[query.source], [f"Wording {k} of {n}." for k in range(count)])
+        for n, query in enumerate(queries[1:])
+    }
 
 
 @pytest.fixture(scope="module")
 def answered(folder):
-    """What the command writes with three wordings of one response to four of the queries."""
-    rows = [
-        {"id": f"q{i}/r{i % 3}", "versions": [f"Wording {k} of {i}." for k in range(3)]}
-        for i in range(4)
-    ]
-    file, out = written(folder.parent / "wordings.jsonl", rows), folder.parent / "out"
+    """What the command writes with three wordings of one response to two of the queries."""
+    out = folder.parent / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.reaction.MOST_CONTROLLED", 3)
-        assert main([str(folder), "--paraphrases", str(file), "--out", str(out)]) == 0
+        patch.setattr("experiments.reaction.usable_wordings", wordings)
+        assert main([str(folder), "--out", str(out)]) == 0
     return out
 
 
@@ -132,13 +133,12 @@ def test_estimates_are_means_of_what_turns_tell(answered):
 
 
 def test_the_control_is_of_the_same_queries(answered):
-    """The given wordings of one response."""
     found = pd.read_parquet(answered / "estimates.parquet")
     tested = found[found["quantity"] == "I_K less the control's, bits"]
     assert set(tested["term"]) == {"wordings of one response"}
     assert len(tested) == 2 and (tested["p_holm"] >= tested["p"]).all()
     same = Run.open(answered / "wordings_of_one_response" / "run").contexts
-    assert set(same["source_id"]) <= {f"q{i}" for i in range(4)} and len(same) in (6, 9)
+    assert same["source_id"].nunique() == 2 and len(same) == 6
     alike = found[found["quantity"] == "I_K on the same queries, bits"]
     assert set(alike["sources"]) == {len(same) // 3}
 
@@ -166,16 +166,12 @@ def test_a_model_that_writes_no_wordings_has_no_such_control(
 # -- what is refused, and what is left out --------------------------------------------------------
 
 
-def same(contexts, turns):
-    return contexts, turns
-
-
-def read(folder, change=same, words=()) -> Reaction:
+def read(folder, change) -> Reaction:
     """The experiment, up to what it reads, on a run with changed contexts and turns."""
     run = Run.open(folder)
     contexts, turns = change(run.contexts, run.generations)
     changed = SimpleNamespace(path=folder, contexts=contexts, generations=turns, record=run.record)
-    one = Reaction([changed], Reaction.build_parser().parse_args([str(folder), *words]), Path())
+    one = Reaction([changed], Reaction.build_parser().parse_args([str(folder)]), Path())
     one.read()
     return one
 
@@ -186,24 +182,17 @@ def alike(contexts, turns):
 
 
 @pytest.mark.parametrize(
-    ("change", "wordings", "problem"),
+    ("change", "problem"),
     [
-        (lambda c, t: (c[c["response_index"] == 0], t), None, "has one response per query"),
-        (alike, None, "are all alike"),
-        (lambda c, t: (c, t[t["temperature"] == 0]), None, "has greedy turns alone"),
-        (lambda c, t: (c[c["source_id"] < "q2"], t), None, "2 queries have 3 responses"),
-        (same, [], "line 1 has no list of texts called versions"),
-        (same, {"id": "q9", "versions": ["a", "b", "c"]}, "the runs have no context 'q9'"),
-        (same, {"id": "q0/r0", "versions": "a"}, "line 1 has no list of texts called versions"),
-        (same, {"id": "q0/r0", "versions": ["a", "a ", ""]}, "3 different versions of one resp"),
+        (lambda c, t: (c[c["response_index"] == 0], t), "has one response per query"),
+        (alike, "are all alike"),
+        (lambda c, t: (c, t[t["temperature"] == 0]), "has greedy turns alone"),
+        (lambda c, t: (c[c["source_id"] < "q2"], t), "2 queries have 3 responses"),
     ],
 )
-def test_what_holds_no_answer_is_refused(change, wordings, problem, folder, tmp_path):
-    words = []
-    if wordings is not None:
-        words = ["--paraphrases", str(written(tmp_path / "wordings.jsonl", [wordings]))]
+def test_what_holds_no_answer_is_refused(change, problem, folder):
     with pytest.raises(UserError, match=problem):
-        read(folder, change, words)
+        read(folder, change)
 
 
 def test_queries_with_fewer_responses_are_left_out_and_counted(folder):
@@ -263,13 +252,3 @@ def test_closeness_tells_words_from_wording():
     assert reworded["words kept"] == pytest.approx(4 / 5)  # were is gone
     assert reworded["trigrams kept"] == 0 and reworded["length ratio"] == 10 / 9
     assert closeness("Nothing", original)["words kept"] == 0
-
-
-def test_of_versions_of_several_responses_the_first_that_are_enough_count(folder, tmp_path):
-    (query, *_) = queries = queries_of([Run.open(folder)])
-    rows = [
-        {"id": f"q0/r{k}", "versions": [f"{k}{n}" for n in range(many)]}
-        for k, many in ((2, 2), (0, 4), (1, 5))
-    ]
-    file = written(tmp_path / "wordings.jsonl", rows)
-    assert read_wordings(file, queries, 3) == {query.source: (0, ["00", "01", "02"])}

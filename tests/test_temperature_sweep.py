@@ -136,17 +136,10 @@ def test_greedy_leaves_at_the_first_token_that_differs_and_the_gap_is_of_one_dis
     found = leaving_point(
         written([4, 5, 9, 6, 2], [0.5, 0.4, 0.1, 0.7, 0.9], [1, 1, 3, 1, 1]), greedy
     )
-    assert found == pytest.approx(
-        {"follows": 1, "leaves": 1, "token": 3, "rank": 3}
-        | {"probability": 0.1, "gap": LOG(0.6 / 0.1)}
-    )
+    assert found == pytest.approx({"token": 3, "rank": 3, "gap": LOG(0.6 / 0.1)})
     at_once = leaving_point(written([7, 5], [0.01, 0.2], [12, 1]), greedy)
-    assert at_once == pytest.approx(
-        {"follows": 0, "leaves": 1, "token": 1, "rank": 12}
-        | {"probability": 0.01, "gap": LOG(0.5 / 0.01)}
-    )
-    never = leaving_point(greedy, greedy)
-    assert (never["follows"], never["leaves"]) == (1, 0) and np.isnan(never["gap"])
+    assert at_once == pytest.approx({"token": 1, "rank": 12, "gap": LOG(0.5 / 0.01)})
+    assert all(np.isnan(value) for value in leaving_point(greedy, greedy).values())
 
 
 def test_genuine_turns_are_compared_within_context_and_temperature():
@@ -332,15 +325,13 @@ def test_rates_masses_and_depths_are_those_of_their_turns(swept):
 
 def test_tests_are_corrected_in_families(swept):
     _, _, made = swept
-    others = [name for name in set(made["quantity"]) if name.endswith("less other turns'")]
-    assert len(others) == 4
     tested = 0
-    for quantities in ([RATE_DIFFERENCE], others):
-        rows = made[made["quantity"].isin(quantities)]
+    for quantity in (RATE_DIFFERENCE, DEEPER):
+        rows = made[made["quantity"] == quantity]
         for of in (rows["dataset"] == "(all)", rows["dataset"] != "(all)"):
             tested += rows.loc[of, "p"].notna().sum()
             np.testing.assert_allclose(rows.loc[of, "p_holm"], holm(rows.loc[of, "p"].to_numpy()))
-    assert tested == made["p"].notna().sum() > 25
+    assert tested == made["p"].notna().sum() > 10
 
 
 def test_without_the_model_only_its_lens_is_needed(copied, cache, capfd, monkeypatch):
@@ -361,7 +352,7 @@ def test_without_the_model_only_its_lens_is_needed(copied, cache, capfd, monkeyp
     turns = pd.read_parquet(folder / "turns.parquet").set_index(list(KEY))
     stored = run.generations.query("temperature > 0").set_index(list(KEY))
     assert turns.index.sort_values().equals(stored.index.sort_values())
-    left = turns[turns["leaves"] == 1]
+    left = turns[turns["token"].notna()]
     ranks = [stored.loc[key, "ranks"][int(at) - 1] for key, at in left["token"].items()]
     assert left["rank"].tolist() == ranks
     made = pd.read_parquet(folder / "estimates.parquet")
