@@ -23,6 +23,7 @@ import inspect
 import re
 import shlex
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -130,7 +131,7 @@ class Model:
         )
 
 
-class Experiment:
+class Experiment(ABC):
     """One question put to sampled runs. Subclasses say what is asked; see the module.
 
     Class attributes:
@@ -176,11 +177,11 @@ class Experiment:
 
     # -- what an experiment says ------------------------------------------------------------------
 
-    @classmethod
+    @classmethod  # noqa: B027 (there may be none)
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         """Add the experiment's own flags."""
 
-    def read(self) -> None:
+    def read(self) -> None:  # noqa: B027 (may allow everything)
         """Refuse here what can't be answered: it is called before anything is computed."""
 
     def arms(self) -> Mapping[str, Arm]:
@@ -202,9 +203,9 @@ class Experiment:
         """All rows. One that measures in several steps calls :meth:`measure_units` for each."""
         return self.measure_units(self.units())
 
+    @abstractmethod
     def estimate(self, rows: pd.DataFrame) -> Iterable[TidyEstimate]:
         """The estimates."""
-        raise NotImplementedError
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         """The tables of the estimates, the most important first."""
@@ -222,9 +223,9 @@ class Experiment:
         """What else is written: name → what writes the file."""
         return {}
 
+    @abstractmethod
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         """The sentence and its control."""
-        raise NotImplementedError
 
     # -- what an experiment uses ------------------------------------------------------------------
 
@@ -326,7 +327,10 @@ class Experiment:
         Raises:
             UserError: it is another judge than the rules, which the user has to run.
         """
-        assert self.gate is not None  # of an experiment that is judged
+        if self.gate is None:
+            raise UserError(
+                f"{self.name} reads no verdicts", "set its class attribute judged = True"
+            )
         arms, judge = list(self.sampled.values()), self.gate.judge
         judge_alike(self.runs[0], arms, judge, unperturbed=unperturbed)
         return judge
@@ -537,6 +541,11 @@ class Experiment:
             UserError: says what is missing, or isn't allowed.
         """
         refuse_unlike(self.runs, self.several_models, self.mixed)
+        if type(self).arms is not Experiment.arms and not self.beside:
+            raise UserError(
+                f"{self.name} samples arms, whose runs can't lie in the run",
+                "set the class attribute beside",
+            )
         if self.judged:
             self.gate = self.verdicts.gate
         self.read()
@@ -574,7 +583,7 @@ class Experiment:
         """Memory and time, where arms are sampled and units of so many tokens are measured."""
         import torch
 
-        from ia_mech.collect.cost import time_text, memory_text
+        from ia_mech.collect.cost import memory_text, time_text
         from ia_mech.engine.footprint import footprint
         from ia_mech.engine.score import LOGITS, STATE_BYTES
         from ia_mech.models.load import resolve_device

@@ -229,6 +229,17 @@ def test_a_result_without_a_control_is_refused(wrong, merged, refused, monkeypat
     assert not any(tmp_path.iterdir())
 
 
+def test_what_an_experiment_lacks_is_said_before_anything_is_sampled(merged, capfd, monkeypatch):
+    monkeypatch.setattr(Other, "arms", lambda self: {})
+    line = refusal(call(Other.main, [str(merged.path)], capfd))
+    assert line == (
+        "other samples arms, whose runs can't lie in the run; set the class attribute beside"
+    )
+    nothing = type("Nothing", (Experiment,), {"name": "nothing", "__module__": __name__})
+    with pytest.raises(TypeError, match=r"abstract methods? conclude"):
+        nothing.main([str(merged.path)])
+
+
 # -- what is measured: the experiment of docs/ ----------------------------------------------------
 
 
