@@ -227,14 +227,13 @@ JUDGED: list[Row] = [
 WRITTEN: list[Row] = [
     ("greedy", lambda m: mean(wrote(m, "own context", 0.0))),
     ("T = 0.7", lambda m: mean(wrote(m, "own context", HOT))),
-    (
-        "rise from greedy to T = 0.7",
-        lambda m: change(wrote(m, "own context", HOT) - wrote(m, "own context", 0.0)),
-    ),
+    ("rise from greedy to T = 0.7", lambda m: change(written_rise(m, "own context"))),
     ("T = 0.7, response and header from it", lambda m: mean(wrote(m, "response and header", HOT))),
-    ("the response alone", lambda m: mean(wrote(m, "response", HOT))),
-    ("the header alone", lambda m: mean(wrote(m, "header", HOT))),
-    ("the query alone (control)", lambda m: mean(wrote(m, "query", HOT))),
+    ("rise", lambda m: change(written_rise(m, "response and header"))),
+    ("T = 0.7, the response alone", lambda m: mean(wrote(m, "response", HOT))),
+    ("rise", lambda m: change(written_rise(m, "response"))),
+    ("T = 0.7, the header alone", lambda m: mean(wrote(m, "header", HOT))),
+    ("T = 0.7, the query alone (check)", lambda m: mean(wrote(m, "query", HOT))),
 ]
 READ: list[Row] = [
     ("best states, chosen in nested folds", lambda m: shown(*auroc(m, "log_odds"))),
@@ -292,6 +291,10 @@ def judged() -> str:
 def told() -> str:
     count = lambda m: len(wrote(m, "own context", HOT))  # noqa: E731
     return side_by_side("bits about the response, of at most 1.58", WRITTEN, count)
+
+
+def written_rise(model: str, part: str) -> pd.Series:
+    return wrote(model, part, HOT) - wrote(model, part, 0.0)
 
 
 def wrote(model: str, part: str, t: float) -> pd.Series:
@@ -497,6 +500,10 @@ def in_words() -> dict[str, str]:
         both = site(model, "written: response and header", t)
         return mean(both - site(model, "written: response", t))
 
+    def rest_of_context(t: float) -> str:
+        """What neither response nor header is."""
+        return change(wrote(QWEN, "own context", t) - wrote(QWEN, "response and header", t))
+
     def more(what: str) -> str:
         return mean(rise(QWEN, what) - rise(SMOL, what))  # of queries that both have
 
@@ -505,8 +512,9 @@ def in_words() -> dict[str, str]:
     cells = table(SMOL, "interchange").set_index(["term", "layer"])
     last = cells.loc[("header_last", 27)]
     turns = table(QWEN, "turns").merge(table(QWEN, "contexts")[["context", "query"]])
-    others = turns[~turns["category"].isin(COPIED)].groupby(["query", "temperature"])["accepted"]
-    rest = others.mean().unstack().dropna()
+    turns["beyond"] = turns["accepted"] - turns["accepted_after_another"]
+    others = turns[~turns["category"].isin(COPIED)].groupby(["query", "temperature"])
+    rest, beyond = (others[of].mean().unstack().dropna() for of in ("accepted", "beyond"))
     of = table(SMOL, "parts").pivot_table(index="query", columns="site", values="bits")
     near, far = of["response, blocks of 16"], of["response, 16 random tokens"]
     return {
@@ -519,7 +527,17 @@ def in_words() -> dict[str, str]:
         "moved": change(last["high"] - last["low"]),
         "equal_donors": change(last["equal a"] - last["equal b"]),
         "q_rise": mean(own - site(QWEN, "own context", 0.0)),
-        "q_rise_written": mean(wrote(QWEN, "own context", HOT) - wrote(QWEN, "own context", 0.0)),
+        "q_rise_written": mean(written_rise(QWEN, "own context")),
+        "rest_of_context": rest_of_context(HOT) + rest_of_context(0.0),
+        "rest_beyond": change(beyond[HOT] - beyond[0.0]),
+        "gsm8k": "".join(change(accepted(QWEN, "beyond another", t, "gsm8k")) for t in (0.0, HOT)),
+        "hits_of_both": "".join(
+            change(
+                site(m, "written: header", t, what="hits")
+                - site(m, "written: query", t, what="hits")
+            )
+            for m, t in ((QWEN, HOT), (QWEN, 0.0), (SMOL, 0.0))
+        ),
         "header_less_query": mean(header - query),
         "tenth": mean(own / 10 - header),
         "smol_tenth": mean(smol),
