@@ -407,6 +407,7 @@ def _run_stages(args: argparse.Namespace) -> int | None:
         queries = sum(1 for _ in open_conversations(args.dataset, **usable))
         args.queries = min(args.queries, queries)
     if args.hours is not None or args.dry_run:
+        print(f"measuring the pace of {args.model} …", file=sys.stderr, flush=True)
         read, written = measured_pace(args.model)
         if args.hours is not None:
             args = fit_into_hours(args, read, written)

@@ -78,9 +78,8 @@ def run_command(
     kept. 141: whoever read the output, such as ``head``, has closed it. A bug's exception is passed
     on, and Python ends with 1. A scheduler's SIGTERM does what Ctrl-C does.
     """
-    in_background = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if threading.current_thread() is threading.main_thread() and not in_background:
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)
     try:
         with using_threads(threads):
             status = _status(body, interrupted)
@@ -91,6 +90,13 @@ def run_command(
     except OSError as error:  # what was printed last found no room
         _discard(sys.stdout)
         return refuse(f"the output could not be written ({error.strerror}); write it elsewhere")
+
+
+def _interrupt(*_: object) -> None:
+    """Do what Ctrl-C does, also where a script began the job in the background, ignoring that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)
 
 
 def _status(body: Callable[[], int | None], interrupted: Callable[[], str]) -> int:

@@ -98,7 +98,7 @@ def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
     planned = call(main, [*words, "--dry-run"], capfd)
     assert planned.status == 0 and not (tmp_path / "run").exists(), planned.err
     assert re.search(r"memory +\S+ .B for weights, at most \S+ .B for each part", planned.out)
-    assert re.search(r"time +about \S+ minutes where", planned.out)
+    assert re.search(r"time +about \S+ min where", planned.out)
     run = call(main, words, capfd).run
     for at, ids in enumerate(run.contexts["token_ids"]):
         with torch.inference_mode():

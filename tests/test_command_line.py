@@ -194,8 +194,10 @@ def test_a_run_of_other_settings_is_refused_before_torch_is_loaded(merged, tmp_p
     assert "holds another configuration" in ended.stderr and "--seed is 0 there" in ended.stderr
 
 
-def test_a_scheduler_s_sigterm_does_what_ctrl_c_does():
-    code = "import os, signal, sys, time; from ia_mech.cli import run_command; "
+@pytest.mark.parametrize("begun", ["", "signal.signal(signal.SIGINT, signal.SIG_IGN); "])
+def test_a_scheduler_s_sigterm_does_what_ctrl_c_does(begun):
+    """Also where a script began the job in the background, with Ctrl-C ignored."""
+    code = "import os, signal, sys, time; from ia_mech.cli import run_command; " + begun
     code += "stop = lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)); "
     code += "sys.exit(run_command(stop, lambda: 'all is kept'))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

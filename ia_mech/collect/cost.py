@@ -133,11 +133,8 @@ def memory_text(weights: int, part: int) -> str:
 
 def time_text(seconds: float) -> str:
     """About how long something takes."""
-    long = (
-        f"{seconds / 3600:.2g} hours"
-        if seconds > 5400
-        else f"{max(1, round(seconds / 60))} minutes"
-    )
+    minutes = max(1, round(seconds / 60))
+    long = f"{minutes} min" if minutes < 90 else f"{seconds / 3600:.2g} hours"
     return f"about {long} where nothing else runs, by the usual speed of such a device"
 
 
