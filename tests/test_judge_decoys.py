@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 from judging import ROWS, FakeJudge, Recorded, genuine
+from runs import stored
 
 from ia_mech.judge.decoys import CONVERSATION, SIBLING, draw_decoys
 from ia_mech.judge.judging import items_of, label_run
@@ -115,6 +116,7 @@ def test_the_draw_depends_on_the_run_alone():
 def labelled(run, tmp_path):
     """Judge the run, whose turns all differ; returns the judge."""
     run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
+    stored(run)
 
     def call(say=genuine, name: str = "fake", paid: bool = True, **options) -> FakeJudge:
         judge = FakeJudge(say, paid=paid, name=name)

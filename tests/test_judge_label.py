@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from judging import DECOYS, ROWS, FakeJudge, Recorded, genuine
-from runs import CONTEXTS, planted
+from runs import CONTEXTS, planted, stored
 
 from ia_mech.errors import UserError
 from ia_mech.judge.judging import items_of, label_run
@@ -28,7 +28,7 @@ def cache(tmp_path) -> Path:
 def run(run) -> Run:
     """A run whose 60 rows are 5 different turns in each of 12 contexts."""
     run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
-    return run
+    return stored(run)
 
 
 @pytest.fixture
@@ -100,6 +100,7 @@ def test_genuine_follows_from_the_category(label):
 def test_identical_turns_in_identical_contexts_are_judged_once(run, label):
     """Tokens and cost stand on the first row of each, so that sums are what was paid."""
     run.generations["text"] = ["yes", "no", "yes", "yes", "no"] * CONTEXTS
+    stored(run)
     judge = FakeJudge()
     rows = label(judge)
     assert set(Counter(judge.asked).values()) == {1} and len(judge.asked) == CONTEXTS * 2

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from judging import FakeJudge
 from runs import planted as sampled
-from runs import rewritten
+from runs import rewritten, stored
 from test_results import example_result
 
 from ia_mech.display import Quiet
@@ -43,7 +43,7 @@ def run(tmp_path_factory) -> Run:
         )
     ]
     run.generations["text"] = [f"turn {i}" for i in range(len(run.generations))]
-    return run
+    return stored(run)
 
 
 def judged_by(run: Run, say) -> JudgedTurns:
