@@ -254,7 +254,8 @@ def estimates(
     differences = (LESS_QUERY, HITS_LESS_QUERY, LESS_GREEDY, LESS_WHOLE, LESS_RANDOM)
 
     def family(row: TidyEstimate) -> tuple[str, str]:
-        return row.quantity, row.names["term"]
+        term = row.names["term"]
+        return row.quantity, "parts" if term in PART_SITES else term
 
     tested = [row for row in found if row.quantity in differences]
     return [row for row in found if row.quantity not in differences] + holm_corrected(
@@ -322,7 +323,7 @@ def map_estimates(
     # What windows are parts of: layers without a shared prefix are in none.
     base = FULL_LAYERS if (rows["site"] == FULL_LAYERS).any() else ALL_LAYERS
     all_layers = query_bits_of(rows[rows["site"] == base], seed)
-    of_queries: dict[str, QueryBits] = {}
+    of_queries: dict[str, tuple[QueryBits, dict[str, Any]]] = {}
     mapped = rows[rows["site"].isin([*COMPUTED_ON, *PART_SITES, *MAP_SITES, *ALL_WRITTEN])]
     for place, cell in mapped.groupby(["site", "layer", "head", "temperature"], sort=False):
         found = query_bits_of(cell, seed)
@@ -332,20 +333,19 @@ def map_estimates(
         names = {"term": site, "temperature": t} | cell_columns(layer, head)
         yield from row(BITS, found, **names)
         yield from row(HITS, found, **names)
-        of_queries[site] = found
+        of_queries[site] = found, names
         if site in (WITHOUT_WINDOW, *PART_SITES) and all_layers is not None:
             same = all_layers.only(found.queries)  # some queries have no such band
             yield from row(LESS_WHOLE, found, same, **names)
-        width = RANDOM_SITES.get(site)
-        blocks = next((one for one, of in BLOCK_SITES.items() if of == width), None)
-        if width and blocks in of_queries:
-            names["term"] = blocks
-            yield from row(LESS_RANDOM, of_queries[blocks], found, **names)
         if site in ALL_WRITTEN:
             own = cell[SCORES].to_numpy()[np.arange(len(cell)), cell["own"]]
             group = Group(cell["source"].to_numpy(), options, {"dataset": ALL} | names)
             more = (cell[RECIPIENT_SCORE] > own).astype(float)
             yield group.mean(AFTER_RECIPIENT, more, proportion=True)
+    for control, width in RANDOM_SITES.items():
+        if control in of_queries:
+            found, names = of_queries[f"response, blocks of {width}"]
+            yield from row(LESS_RANDOM, found, of_queries[control][0], **names)
     for site in (WINDOW, HEAD):
         yield from strongest_cells(mapped[mapped["site"] == site], whole, options)
 
@@ -573,8 +573,9 @@ class Locate(Experiment):
             index=("temperature", "term", "layer"),
             rows="queries",
             legend=(
-                "p: Holm-corrected over the lines of a term. The query's tokens are alike in all "
-                f"contexts. {WITHOUT_WINDOW}: what is lost where a window is the recipient's."
+                "p: Holm-corrected over the lines of a term, and over parts of the response. The "
+                f"query's tokens are alike in all contexts. {WITHOUT_WINDOW}: what is lost where "
+                "a window is the recipient's."
             ),
         )
         del columns[SHARE]
@@ -596,7 +597,7 @@ class Locate(Experiment):
                 "What follows the response is computed anew. Last, 2–8, …: as many tokens of the "
                 "candidate's response in place of as many of the recipient's. Blocks: each token "
                 "of the candidate's response saw only those before it in its block, and the first "
-                "few; random tokens: itself and as many others, drawn from all before it."
+                "few. n random tokens: it saw itself and n − 1 others, drawn from all before it."
             ),
         )
         for site in (*COMPUTED_ON, *MAP_SITES):

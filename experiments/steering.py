@@ -2,7 +2,7 @@
 
 The logistic direction of a probe (--probe) is added to the residual stream where the probe reads,
 or that of a file (--vector) where the file says, and the run's turns are scored again. Do turns
-that the judge accepts become likelier than other turns after the same context? The control are
+that the judge accepts become likelier than other turns after the same context? The control is
 random directions with the covariance of the states. All directions change the next token equally:
 on half of the queries the dose of each is sought at which the first token's distribution moves by
 one KL (--kl). Results are of the other half.

@@ -159,10 +159,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _refuse_other_settings(settings: Settings, out: Path) -> None:
     """Refuse to go on with a run of other settings; what else differs is known later."""
-    from ia_mech.run import integrity
+    from ia_mech.run import Run, integrity
     from ia_mech.run.writer import refuse_another
 
-    there = integrity.read_record(out)[0]["identity"]["settings"]
+    there = Run.open(out).settings
     known = {"settings": json.loads(json.dumps(settings.to_dict()))}
     wanted = integrity.without_folders(known)["settings"]
     wanted["batch_rows"] = there["batch_rows"]  # memory may have set it: compared later
