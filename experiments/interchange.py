@@ -234,6 +234,10 @@ class Interchange(Experiment):
         add("--samples", whole_from(1), 16, "turns under each donor", metavar="N")
         turns = "of turns, one that the runs have"
         add("--temperature", above_zero, TEMPERATURE, turns, metavar="T")
+        where = "where states are put (default: all four)"
+        add("--tokens", str, None, where, nargs="+", choices=TOKENS, metavar="TOKEN")
+        after = "after which (default: 1, 3, 5 and 7 eighths of them)"
+        add("--layers", whole_from(1), None, after, nargs="+", metavar="L")
 
     @property
     def outcome(self) -> str:
@@ -292,25 +296,33 @@ class Interchange(Experiment):
         """Where states are put: the name of the place → its positions.
 
         Raises:
-            UserError: no state after the response was kept.
+            UserError: no state of these places was kept.
         """
         there = pd.DataFrame(self.rows_of_contexts["positions"].tolist()).notna().all()
         kept = set.intersection(*(set(run.positions) for run in self.runs))
         names = [name for name in there.index[there] if name in kept]
-        places = {place: [place] for place in TOKENS}
-        places[HEADER] = [name for name in names if name.startswith("header_")]
-        found = {place: own for place, own in places.items() if own and {*own} <= {*names}}
+        header = [name for name in names if name.startswith("header_")]
+        wanted = self.args.tokens or TOKENS
+        places = {place: header if place == HEADER else [place] for place in TOKENS}
+        found = {at: places[at] for at in wanted if places[at] and {*places[at]} <= {*names}}
         if not found:
             raise UserError(
-                f"{self.runs[0].path} keeps no state after the response",
+                f"{self.runs[0].path} keeps no state at {', '.join(wanted)}",
                 "sample again with --positions all",
             )
         return found
 
     @property
     def cells(self) -> list[tuple[str, int]]:
-        """Places, each after each layer."""
-        layers = exchanged_layers(self.runs[0].model["layers"])
+        """Places, each after each layer.
+
+        Raises:
+            UserError: the model has no such layer.
+        """
+        depth = self.runs[0].model["layers"]
+        layers = sorted({*(self.args.layers or exchanged_layers(depth))})
+        if layers[-1] > depth:
+            raise UserError(f"--layers {layers[-1]}: the model has {depth} layers")
         return [(place, layer) for place in self.tokens for layer in layers]
 
     # -- sampled ----------------------------------------------------------------------------------
