@@ -322,7 +322,7 @@ class Interchange(Experiment):
         depth = self.runs[0].model["layers"]
         layers = sorted({*(self.args.layers or exchanged_layers(depth))})
         if layers[-1] > depth:
-            raise UserError(f"--layers {layers[-1]}: the model has {depth} layers")
+            raise UserError(f"--layers {layers[-1]}: the model has {depth}", "give 1 to that")
         return [(place, layer) for place in self.tokens for layer in layers]
 
     # -- sampled ----------------------------------------------------------------------------------
