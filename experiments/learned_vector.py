@@ -58,7 +58,7 @@ from experiments.figures import Drawing, Lines
 from experiments.tables import only, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, Group, TidyEstimate, holm_corrected
+from ia_mech.estimates import ALL, TidyEstimate, holm_corrected
 from ia_mech.likelihood.reaction import readable_bits
 from ia_mech.results import Table
 from ia_mech.run import Run
@@ -341,17 +341,15 @@ class LearnedVector(Experiment):
     # -- estimate ---------------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
-        group = Group(np.array([]), self.options, {"dataset": ALL})
-
-        def against(layer: int, term: str) -> dict[str, tuple]:
-            found = {} if term == UNSTEERED else {LESS[UNSTEERED]: (UNIT, UNSTEERED)}
-            return found | ({LESS[SIBLING]: (layer, SIBLING)} if term == OWN else {})
-
-        by = ["layer", "term"]
-        found = arm_estimates(rows, by, BOUNDS, against, group, COMPARED)
+        less: dict[str, dict[str, Any]] = {
+            LESS[UNSTEERED]: {"layer": UNIT, "term": UNSTEERED},
+            LESS[SIBLING]: {"term": SIBLING},
+        }
+        what = rows, ["layer", "term"], BOUNDS, less, self.options
         named = (
             replace(one, names=one.names | {"layer": None}) if one.names["layer"] == UNIT else one
-            for one in found
+            for one in arm_estimates(*what, compared=COMPARED)
+            if one.names["term"] == OWN or not one.quantity.endswith(LESS[SIBLING])
         )
         # Over layers: each quantity and kind of vector is a family.
         yield from holm_corrected(named, lambda row: (row.quantity, row.names["term"]))

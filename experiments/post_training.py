@@ -51,8 +51,6 @@ from ia_mech.cli import (
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
-    ALL,
-    Group,
     TidyEstimate,
     all_datasets,
     by_dataset,
@@ -314,15 +312,13 @@ class Compare(Experiment):
             (pd.concat(texts, ignore_index=True), dict.fromkeys((STOCK, ENDED), (0.0, 1.0))),
         ]
 
-        def against(term: str, temperature: float) -> dict[str, tuple[str, float]]:
-            return {CHANGE: (BEFORE, temperature)} if term == AFTER else {}
-
+        less = {CHANGE: {"term": BEFORE}}
         found: list[TidyEstimate] = []
         for frame, bounds in compared:
             for dataset, here in by_dataset(frame):
-                group = Group(np.array([]), self.options, {"dataset": dataset})
-                found += arm_estimates(frame[here], ["term", "temperature"], bounds, against, group)
-        return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"] == ALL))
+                arms = frame[here], ["term", "temperature"], bounds, less
+                found += arm_estimates(*arms, self.options, dataset)
+        return holm_corrected(found)
 
     def judged_rates(self) -> pd.DataFrame:
         """Rates by temperature and query of both runs, and their excess over siblings."""
