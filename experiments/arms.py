@@ -10,7 +10,7 @@ same turns shown after siblings.
 
 import json
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -234,7 +234,7 @@ def arm_estimates(
     rows: pd.DataFrame,
     by: Sequence[str],
     bounds: Mapping[str, tuple[float, float]],
-    less: Mapping[str, Mapping[str, Hashable]],
+    less: Mapping[str, dict[str, Any]],
     options: dict[str, Any],
     dataset: str = ALL,
     compared: Sequence[str] | None = None,
@@ -263,10 +263,11 @@ def arm_estimates(
             yield group.row(quantity, clipped, int(values.notna().sum()), **names)
         for words, other in less.items():
             base = arms.get(tuple((names | other)[name] for name in by))
-            for quantity in known if base is not None and base is not own else ():
-                if quantity in (compared or known):
-                    pair = own[quantity], own["source"], base[quantity], base["source"]
-                    yield paired_row(group, f"{quantity}, {words}", *pair, **names)
+            if base is None or base is own:
+                continue
+            for quantity in (one for one in known if one in (compared or known)):
+                pair = own[quantity], own["source"], base[quantity], base["source"]
+                yield paired_row(group, f"{quantity}, {words}", *pair, **names)
 
 
 def best_elsewhere(

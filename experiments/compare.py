@@ -24,7 +24,7 @@ from experiments.bits import QueryValues, estimate_means
 from experiments.elicit import arm_name
 from experiments.figures import Bars, Drawing, Lines
 from experiments.locate import WINDOW
-from experiments.tables import only, sentence_of, tables_of
+from experiments.tables import headline, only, sentence_of, tables_of
 from ia_mech.cli import Parser, path_of, run_command, tolerant_streams
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
@@ -148,14 +148,10 @@ def result(studies: Sequence[Path]) -> Result:
     return Result(
         name=NAME,
         question="How do models differ in what their user turns owe to the response?",
-        sentence=sentence_of("bits that sampled turns tell", own),
+        sentence=headline(sentence_of("bits that sampled turns tell", own), found),
         control=" ".join(
             [
-                sentence_of(
-                    f"the difference from {models[0]} on the same queries",
-                    less,
-                    null=0.0,
-                ),
+                sentence_of(f"the difference from {models[0]} on the same queries", less, null=0.0),
                 "Within each study every number is held against siblings.",
             ]
         ),

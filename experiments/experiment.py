@@ -39,7 +39,7 @@ from filelock import FileLock, Timeout
 from experiments.arms import CHAT, DECODING, Arm, judge_alike, sample_arm, verdicts_of
 from experiments.figures import Drawing
 from experiments.parts import is_kept, keep, kept
-from experiments.tables import estimates_of, print_plan, sentence_of
+from experiments.tables import estimates_of, headline, print_plan, sentence_of
 from ia_mech.cli import (
     RUN,
     Parser,
@@ -93,7 +93,7 @@ class Unit:
 
 
 class Conclusion(NamedTuple):
-    """What was found, and the control that it is held against; neither may be empty."""
+    """What was found, and the control that it is held against."""
 
     sentence: str
     control: str
@@ -193,7 +193,7 @@ class Experiment(ABC):
         return []
 
     def measure(self, model: Any, unit: Any) -> pd.DataFrame:
-        """Rows of a unit, at least one; ``source`` and ``dataset`` are added.
+        """Rows of a unit; ``source`` and ``dataset`` are added.
 
         ``model`` is a :class:`Model`.
         """
@@ -327,10 +327,7 @@ class Experiment(ABC):
         Raises:
             UserError: it is another judge than the rules, which the user has to run.
         """
-        if self.gate is None:
-            raise UserError(
-                f"{self.name} reads no verdicts", "set its class attribute judged = True"
-            )
+        assert self.gate is not None  # of ``judged`` experiments
         arms, judge = list(self.sampled.values()), self.gate.judge
         judge_alike(self.runs[0], arms, judge, unperturbed=unperturbed)
         return judge
@@ -435,11 +432,6 @@ class Experiment(ABC):
         except Exception as error:
             error.add_note(f"This was of {named!r}; units before it are kept.")
             raise
-        if not isinstance(rows, pd.DataFrame) or rows.empty:
-            raise UserError(
-                f"measure() of {self.name} gave no rows of {named!r}",
-                "return a table with at least one row",
-            )
         progress.advance(max(unit.tokens - ticked, 0))
         return rows
 
@@ -541,11 +533,6 @@ class Experiment(ABC):
             UserError: says what is missing, or isn't allowed.
         """
         refuse_unlike(self.runs, self.several_models, self.mixed)
-        if type(self).arms is not Experiment.arms and not self.beside:
-            raise UserError(
-                f"{self.name} samples arms, whose runs can't lie in the run",
-                "set the class attribute beside",
-            )
         if self.judged:
             self.gate = self.verdicts.gate
         self.read()
@@ -611,35 +598,27 @@ class Experiment(ABC):
             self.sample(name, arm)
         rows = self.rows()
         found = estimates_of(self.estimate(rows), self.columns, self.args.level)
-        conclusion = self.conclude(found)
-        if not isinstance(conclusion, Conclusion) or not all(conclusion):
-            raise UserError(
-                f"conclude() of {self.name} gives no sentence with a control",
-                "return a Conclusion of both; where estimates are missing, say so in its sentence",
-            )
-        figures, data, files = self.figures(found), self.data(rows), self.files()
-        judges = [] if self.gate is None else [self.gate.judge]
+        sentence, control = self.conclude(found)
         gate = {} if self.gate is None else {"judge": self.gate.judge, "gate": self.gate.word}
         used = [*self.runs, *self.sampled.values()]
         names = {str(run.path): run.name for run in used}  # no folders of this machine in files
         return Result(
             name=self.name,
             question=self.question(),
-            sentence=conclusion.sentence,
-            control=conclusion.control,
+            sentence=headline(sentence, found),
+            control=control,
             estimates=found,
             tables=self.tables(found),
-            figures={stem: figure.draw() for stem, figure in figures.items()},
+            figures={stem: figure.draw() for stem, figure in self.figures(found).items()},
             notes=[*self._about_queries(), *self.notes, *few_sources(found)],
-            about={"kind": self.name, "level": self.args.level}
-            | {"command": self.args.command_line}
+            about={"kind": self.name, "level": self.args.level, "command": self.args.command_line}
             | gate
-            | about_runs(used, judges),
+            | about_runs(used, [gate["judge"]] if gate else []),
             data={
                 stem: frame.assign(run=frame["run"].replace(names)) if "run" in frame else frame
-                for stem, frame in data.items()
+                for stem, frame in self.data(rows).items()
             },
-            files=files,
+            files=self.files(),
         )
 
 

@@ -80,26 +80,21 @@ class Bars:
 
     def draw(self) -> "Figure":
         """As a matplotlib figure."""
-        names = list(dict.fromkeys(self.rows[self.names]))
-        figure, axes = new_axes(self.title, self.x, size=(7, 1.4 + 0.4 * len(names)))
-        told = [
-            name for name in (self.by, "temperature")
-            if name != self.names and name in self.rows and self.rows[name].nunique(False) > 1
-        ]  # fmt: skip
-        labels = [
-            ", ".join(_label(row[name], name) for name in told) for _, row in self.rows.iterrows()
-        ]
-        count = len({*labels})
-        for number, (colour, (name, rows)) in enumerate(
-            by_colour(self.rows.assign(label=labels), "label")
-        ):
-            beside = (number - (count - 1) / 2) * 0.8 / max(count, 2)
-            at = [names.index(one) + beside for one in rows[self.names]]
-            draw_points(axes, at, rows, lying=True, color=colour, label=name)
+        told = [name for name in (self.by, "temperature") if name in self.rows]
+        told = [one for one in told if one != self.names and self.rows[one].nunique(False) > 1]
+        rows = self.rows.assign(
+            line=_labels(self.rows, [self.names]), colour=_labels(self.rows, told)
+        )
+        lines, colours = _values(rows["line"]), _values(rows["colour"])
+        figure, axes = new_axes(self.title, self.x, size=(7, 1.4 + 0.4 * len(lines)))
+        for number, (colour, (name, own)) in enumerate(by_colour(rows, "colour")):
+            beside = (number - (len(colours) - 1) / 2) * 0.8 / max(len(colours), 2)
+            at = [lines.index(one) + beside for one in own["line"]]
+            draw_points(axes, at, own, lying=True, color=colour, label=name)
         if self.at is not None:
             axes.axvline(self.at, color="0.3", lw=0.8)
-        list_names(axes, [_label(name, self.names) for name in names])
-        if count > 1:
+        list_names(axes, lines)
+        if len(colours) > 1:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside, over no interval
         nothing = "" if self.at is None else f" One that crosses {self.at:g} shows no difference."
         figure.set_label(f"Each point is an estimate, the bar through it its interval.{nothing}")
@@ -150,6 +145,11 @@ def _label(value: Any, column: str) -> str:
     """As a table names it, and a temperature with its letter."""
     label = label_of(value, column)
     return f"T = {label}" if column == "temperature" and value > 0 else label
+
+
+def _labels(rows: pd.DataFrame, columns: list[str]) -> list[str]:
+    """``[rows]`` what the columns say of each."""
+    return [", ".join(_label(row[name], name) for name in columns) for _, row in rows.iterrows()]
 
 
 def _values(column: pd.Series) -> list:

@@ -6,12 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ia_mech.errors import UserError
 from ia_mech.run.integrity import replace_file
 
 
@@ -40,12 +38,5 @@ def is_kept(folder: Path, key: Any) -> bool:
 
 
 def _file(folder: Path, key: Any) -> Path:
-    text = json.dumps(key, default=_plain)
+    text = json.dumps(key, default=lambda value: value.tolist())
     return folder / f"{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.parquet"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    kind = type(value).__name__
-    raise UserError(f"a unit holds a {kind}", "hold numbers, texts and lists, which JSON can keep")

@@ -50,7 +50,7 @@ from experiments.locate import (
     drawings,
     strongest_windows,
 )
-from experiments.tables import estimates_of, print_plan
+from experiments.tables import estimates_of, headline, print_plan
 from ia_mech.cli import (
     Parser,
     add_workers,
@@ -283,7 +283,7 @@ def result(out: Path) -> Result:
     return Result(
         name=NAME,
         question="What do user turns owe to the response: expressed, carried, elicited?",
-        sentence=sentence,
+        sentence=headline(sentence, found),
         control=" ".join(control),
         estimates=found,
         tables=[*located.tables[:1], *elicited.tables[:1]],

@@ -172,26 +172,6 @@ def test_a_written_run_is_whole_and_has_the_planted_counts(kind, tmp_path):
     assert greedy.tolist() == (planted.rates > 0.5).tolist()
 
 
-def test_a_written_context_is_one_that_a_template_could_have_made(tmp_path):
-    planted = plant(Plan("signal", contexts=60))
-    contexts = write(planted, tmp_path / "run").contexts
-    assert contexts["context_id"].is_unique and contexts["text"].is_unique
-    openers = []
-    for row in contexts.itertuples():
-        at = row.positions
-        assert len(row.token_ids) == row.context_tokens == at["header_last"] + 1
-        assert at["query_end"] < at["response_end"] == at["turn_end"] - 1
-        assert min(row.token_ids) > 0 and max(row.token_ids) < 256
-        assert row.token_ids[at["turn_end"]] == 1
-        assert len(row.messages[1]["content"].split()) == row.response_tokens
-        openers.append(row.token_ids[at["response_end"] - row.response_tokens + 1])
-    assert len(set(openers)) == 6
-    logits = planted.lens.logits(torch.from_numpy(states(planted, 7, "header_last"))).double()
-    expected = torch.special.entr(logits.softmax(-1)).sum(-1)
-    np.testing.assert_allclose(contexts["first_token_entropy"], expected, rtol=1e-6)
-    assert abs(np.corrcoef(contexts["response_tokens"], planted.z)[0, 1]) < 0.2
-
-
 # -- what the analysis finds in them --------------------------------------------------------------
 
 

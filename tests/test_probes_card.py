@@ -1,7 +1,6 @@
 """A probe to keep: what its directions mean, and that it comes back from disk as it was."""
 
 import json
-from dataclasses import asdict
 from hashlib import sha256
 
 import numpy as np
@@ -138,16 +137,6 @@ def test_a_probe_comes_back_as_it_was(fitted, saved, file):
     assert loaded.card["layer"] == 17
 
 
-def test_the_files_are_what_others_can_read(fitted, saved):
-    tensors = load_file(saved / "probe.safetensors")
-    assert set(tensors) == {"weights_logistic", "weights_mass-mean"}
-    card = json.loads((saved / "card.json").read_text())
-    along = asdict(fitted[2].directions["mass-mean"])
-    del along["weights"]
-    assert card["directions"]["mass-mean"] == along
-    assert card["software"]["numpy"] == np.__version__
-
-
 def test_a_stop_between_the_two_files_is_noticed(fitted, saved, monkeypatch):
     features, outcome, _ = fitted
     other = Probe(directions(features, outcome, 10.0), {"layer": 3})
@@ -169,11 +158,8 @@ def test_what_is_no_probe_is_refused(saved, tmp_path):
             Probe.load(path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "\udcff"])
-def test_a_damaged_card_is_refused(saved, content):
-    (saved / "card.json").write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(UserError, match="damaged"):
-        Probe.load(saved)
+def no_card(card, weights):
+    card.clear()
 
 
 def without_a_number(card, weights):
@@ -196,6 +182,7 @@ def flipped_bit(card, weights):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (no_card, "damaged"),
         (without_a_number, "damaged"),
         (without_weights, "weights_mass-mean"),
         (flipped_bit, "damaged"),

@@ -243,9 +243,6 @@ def test_the_command_prints_a_matrix_and_keeps_it(runs, command, monkeypatch):
     [
         (["RUN", "OTHER", "--target", "greedy"], "no unit of A[x], B can be tested"),
         (["RUN"], "there is one dataset with an outcome, planted"),
-        (["RUN", "RUN"], "is given twice"),
-        (["RUN", "--level", "95"], "'95' is not between 0 and 1"),
-        (["RUN", "OTHER", "--out", "gone/x"], "can't name a file"),
     ],
 )
 def test_bad_input_is_one_line(runs, command, words, said):
