@@ -29,7 +29,7 @@ from experiments.hybrids import (
 from experiments.locate import LEFT_OUT, estimates, query_bits_of, whole_site_bits
 from experiments.study import latent_sentence
 
-QUERIES = 6
+QUERIES = 5
 SITES = (OWN, RESPONSE, HEADER, QUERY)
 
 

@@ -282,16 +282,3 @@ def test_sources_count_where_rates_vary():
         words = f"where their rates differ only {few} of {len(k)} sources have .* --within"
         with pytest.raises(UserError, match=words):
             check_enough(given, RATE)
-
-
-def test_sources_must_be_able_to_change_places():
-    """30 sources of 1, 2, … contexts, like no other, and some of 40 contexts each."""
-
-    def uneven(alike: int) -> Outcome:
-        sources = np.repeat(np.arange(30 + alike), [*range(1, 31), *[40] * alike])
-        k = np.arange(len(sources)) % 3
-        return Outcome.from_counts(k, np.full(len(k), 2), sources)
-
-    check_enough(uneven(20), RATE)
-    with pytest.raises(UserError, match="only 19 of 49 sources can change places with another"):
-        check_enough(uneven(19), RATE)
