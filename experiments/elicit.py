@@ -153,7 +153,6 @@ class Elicit(Experiment):
         greedy, gap = only(found, EXCESS, term=GREEDY), only(found, GAP, term=BEST)
         sentence = self.tested("accepted greedy turns, beyond siblings", greedy)
         sentence += " " + self.tested("the best arm, chosen on other queries, adds", gap)
-        assert self.gate is not None
         control = (
             "Rates are less those of the same turns after siblings; an arm is never chosen on the "
             f"queries that it is reported on. {self.gate.sentence}."

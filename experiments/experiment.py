@@ -150,7 +150,7 @@ class Experiment(ABC):
         runs: that were given.
         args: the command line.
         folder: of the results; it may not be there yet.
-        gate: whether the judge passes its control; None without a judge.
+        gate: whether the judge passes its control, where verdicts are used.
         notes: what a reader has to know; add to it.
         sampled: the runs of :meth:`arms`, once they are sampled.
     """
@@ -168,10 +168,10 @@ class Experiment(ABC):
         "temperature": "float64",
         "term": "str",
     }
+    gate: Gate
 
     def __init__(self, runs: list[Run], args: argparse.Namespace, folder: Path) -> None:
         self.runs, self.args, self.folder = runs, args, folder
-        self.gate: Gate | None = None
         self.notes: list[str] = []
         self.sampled: dict[str, Run] = {}
 
@@ -327,8 +327,7 @@ class Experiment(ABC):
         Raises:
             UserError: it is another judge than the rules, which the user has to run.
         """
-        assert self.gate is not None  # of ``judged`` experiments
-        arms, judge = list(self.sampled.values()), self.gate.judge
+        judge, arms = self.gate.judge, list(self.sampled.values())
         judge_alike(self.runs[0], arms, judge, unperturbed=unperturbed)
         return judge
 
@@ -599,7 +598,7 @@ class Experiment(ABC):
         rows = self.rows()
         found = estimates_of(self.estimate(rows), self.columns, self.args.level)
         sentence, control = self.conclude(found)
-        gate = {} if self.gate is None else {"judge": self.gate.judge, "gate": self.gate.word}
+        gate = {"judge": self.gate.judge, "gate": self.gate.word} if self.judged else {}
         used = [*self.runs, *self.sampled.values()]
         names = {str(run.path): run.name for run in used}  # no folders of this machine in files
         return Result(

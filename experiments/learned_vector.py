@@ -280,7 +280,6 @@ class LearnedVector(Experiment):
 
     def _judged(self, term: str, layer: int, run: Run) -> pd.DataFrame:
         """Rates of an arm's greedy turns by query."""
-        assert self.gate is not None
         rates = rates_by_query(verdicts_of([run], self.gate.judge), "genuine")
         return rates[rates["temperature"] == 0].assign(term=term, layer=layer)
 
@@ -347,7 +346,6 @@ class LearnedVector(Experiment):
             return self.tested(words, only(found, f"{EXCESS}, {LESS[less]}", term=CHOSEN))
 
         learned = f"a vector at {', '.join(self.positions)}, learned and its layer chosen on others"
-        assert self.gate is not None
         return Conclusion(
             said(
                 f"excess over siblings of greedy turns under {learned}, less that under its "

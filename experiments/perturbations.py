@@ -304,7 +304,6 @@ class Perturbations(Experiment):
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         from ia_mech.rates.figures import gate_title  # loads matplotlib
 
-        assert self.gate is not None
         model, pooled = self.runs[0].model["name"], all_datasets(found)
         rows = only(pooled, DIFFERENCE)
         made: dict[str, Drawing] = {
@@ -329,7 +328,6 @@ class Perturbations(Experiment):
         return {"turns": rows.drop(columns="source").astype({"condition": object})}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        assert self.gate is not None
         held, bits = only(found, DIFFERENCE), only(found, BITS_DIFFERENCE)
         said: list[str] = []
         for condition, words in {

@@ -306,7 +306,6 @@ class TemperatureSweep(Experiment):
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         from ia_mech.rates.figures import gate_title  # loads matplotlib
 
-        assert self.gate is not None
         title, pooled = gate_title(self.runs[0].model["name"], self.gate), all_datasets(found)
         floor = only(pooled, "floor").assign(dataset="the judge's floor")
         shares = pd.concat([only(found, RATE), floor])
@@ -335,7 +334,6 @@ class TemperatureSweep(Experiment):
         return {"turns": rows.drop(columns=["source", "context"])}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        assert self.gate is not None
         said = [
             sentence_of(f"{RATE} by temperature", only(found, RATE)),
             self.tested("less greedy's", only(found, RATE_DIFFERENCE)),

@@ -183,10 +183,6 @@ def test_folders_that_hold_something_else_are_refused(merged, copied, count, ref
     assert count(merged.path, "--out", out).status == 0
     with pytest.raises(Exception, match="holds results of count; name another folder with --out"):
         output_folder(Other, out, merged.path)
-    for damage in ("mine", "{}", "[]"):
-        (out / "result.json").write_text(damage)
-        assert "is damaged" in refused(merged.path, "--out", out)
-        assert (out / "result.json").read_text() == damage
     (tmp_path / "taken" / "drawn.png").mkdir(parents=True)
     assert "drawn.png is a folder" in refused(merged.path, "--out", tmp_path / "taken")
     assert os.listdir(tmp_path / "taken") == ["drawn.png"]

@@ -290,7 +290,5 @@ def test_what_cant_be_done_is_refused_in_a_line(run, tmp_path, capfd):
     def refused(*words: str) -> str:
         return refusal(call(main, [str(run.path), "--out", str(tmp_path / "out"), *words], capfd))
 
-    assert "there is no layer 9 to change; give layers from 0 to 4" in refused("--layers", "9")
-    assert "no position header_7 to steer at" in refused("--positions", "header_7")
     assert "3 queries have several responses" in refused("--queries", "3")
     assert not (tmp_path / "out").exists()

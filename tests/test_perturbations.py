@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 import scored
 from conftest import Silent
-from runs import rewritten, with_settings
 from shell import call, files, refusal
 
 from experiments import changes
@@ -245,11 +244,6 @@ def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folde
     out = ("--out", tmp_path / "out")
     planned = perturb(plain.path, *out, "--dry-run", "--queries", "3")
     assert planned.status == 0 and " contexts to sample 4 turns after each" in planned.out
-    bare, colder = (shutil.copytree(plain.path, tmp_path / name) for name in ("bare", "colder"))
-    shutil.rmtree(bare / "judgements")
-    assert refused(bare, *out).startswith(f"{bare} has not been judged; run: ia-mech judge")
-    rewritten(colder, "run.json", with_settings(temperatures=[0.5, 0.9]))
-    assert "differ in temperatures" in refused(plain.path, colder, *out)
     assert not (tmp_path / "out").exists()
     holds = "holds other conversations, or other conditions, than these; give another --out"
     file = folder / "conditions" / "conversations.jsonl"

@@ -142,17 +142,6 @@ def test_a_run_without_training_contexts_is_centred_on_the_mean_of_all(shape):
 
 
 @SHAPES
-def test_features_that_do_not_differ_predict_the_base_rate(shape):
-    _, k, n = contexts(shape)
-    constant = np.full(shape, 1234.5) + np.arange(shape[1]) / 7
-    for states in (constant, compact(constant)):
-        assert projected(states).train.shape == (shape[0], 0)
-    weights, _, scores = fitted(constant, k, n, 1.0)
-    assert not weights.any()
-    np.testing.assert_allclose(expit(scores), k.sum() / n.sum(), atol=1e-5)
-
-
-@SHAPES
 def test_a_run_of_negatives_only_stays_finite(shape):
     features, k, n = contexts(shape)
     runs = np.arange(shape[0]) % 2
