@@ -182,7 +182,6 @@ def drawings(found: pd.DataFrame, runs: Sequence[Run]) -> dict[str, Drawing]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = Parser(
         prog="ia-mech compare",
         usage="%(prog)s STUDY STUDY [STUDY …] [--out DIR]",
@@ -197,7 +196,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
     return run_command(lambda: _compare(args), lambda: "nothing was written")

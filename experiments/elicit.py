@@ -63,8 +63,6 @@ def arm_name(temperature: float, way: str = "") -> str:
 
 
 class Elicit(Experiment):
-    """See the module."""
-
     name = "elicit"
     siblings = True
     judged = True

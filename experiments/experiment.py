@@ -38,7 +38,7 @@ from filelock import FileLock, Timeout
 
 from experiments.arms import CHAT, DECODING, Arm, judge_alike, sample_arm, verdicts_of
 from experiments.figures import Drawing
-from experiments.parts import is_kept, keep, kept
+from experiments.parts import keep, kept
 from experiments.tables import estimates_of, headline, print_plan, sentence_of
 from ia_mech.cli import (
     RUN,
@@ -57,9 +57,20 @@ from ia_mech.estimates import TidyEstimate, few_sources
 from ia_mech.models.embedded import cache_dir
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import JudgedTurns, open_runs
-from ia_mech.results import RESULT, Result, Table, about_runs, folder_of, kind_of, read, show, write
+from ia_mech.results import (
+    LOCK,
+    Result,
+    Table,
+    about_runs,
+    folder_of,
+    kind_of,
+    read,
+    refuse_place,
+    show,
+    write,
+)
 from ia_mech.run import Run
-from ia_mech.run.layout import UNPERTURBED, refuse_inside_run, refuse_unwritable
+from ia_mech.run.layout import UNPERTURBED
 from ia_mech.run.queries import Query, queries_of, subsample
 from ia_mech.run.sources import split_source
 from ia_mech.settings import Settings
@@ -72,7 +83,6 @@ if TYPE_CHECKING:  # these load torch, for which --help doesn't wait
 
 
 SHARES = 64  # of what a pass may hold: the smallest where memory runs out
-LOCK = ".lock"  # of the one command that writes to a folder of results
 
 
 @dataclass(frozen=True)
@@ -262,7 +272,6 @@ class Experiment(ABC):
 
     @property
     def config(self) -> Any:
-        """The model's configuration."""
         return self._tokenizer_and_config[1]
 
     @cached_property
@@ -449,8 +458,7 @@ class Experiment(ABC):
         return [*what, *(engine_of() if self.loads else ()), asdict(unit)]
 
     def _stored(self, units: Sequence[Unit]) -> list[bool]:
-        """Which units were measured before."""
-        return [is_kept(self._parts, self._key(unit)) for unit in units]
+        return [kept(self._parts, self._key(unit)) is not None for unit in units]
 
     # -- the command ------------------------------------------------------------------------------
 
@@ -466,7 +474,6 @@ class Experiment(ABC):
 
     @classmethod
     def build_parser(cls) -> argparse.ArgumentParser:
-        """The command line."""
         file, own = Path(inspect.getfile(cls)).resolve(), f"ia-mech {cls.name.replace('_', '-')}"
         parser = Parser(
             prog=own if file.parent == Path(__file__).resolve().parent else f"python {file.name}",
@@ -498,7 +505,6 @@ class Experiment(ABC):
 
     @classmethod
     def main(cls, argv: list[str] | None = None) -> int:
-        """Run the command; returns the exit status."""
         tolerant_streams()
         parser = cls.build_parser()
         args = parser.parse_args(argv)
@@ -727,27 +733,12 @@ def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> P
     """Where results of an experiment go; the folder isn't made.
 
     Raises:
-        UserError: a file, a folder that can't be written, one among a run's own files, or one with
-            results of another experiment, or of none.
+        UserError: they can't go there (:func:`ia_mech.results.refuse_place`).
     """
-    inside = folder_of(first_run, cls.name)
-    usual = inside
-    if cls.beside:
-        usual = cache_dir() / f"{first_run.resolve().name}-{cls.beside}"
-    folder = usual if out is None else out
-    if cls.beside or folder.resolve() != inside.resolve():
-        refuse_inside_run(folder / RESULT)
-    refuse_unwritable(folder)
-    owner = kind_of(folder)
-    if owner not in (None, cls.name):
-        raise UserError(f"{folder} holds results of {owner}", "name another folder with --out")
-    if (
-        owner is None
-        and folder.is_dir()
-        and any(path.is_file() and path.name != LOCK for path in folder.iterdir())
-    ):
-        raise UserError(f"{folder} holds other files", "name another folder with --out")
-    return folder
+    inside = None if cls.beside else folder_of(first_run, cls.name)
+    usual = inside or cache_dir() / f"{first_run.resolve().name}-{cls.beside}"
+    refuse_place(out or usual, cls.name, inside)
+    return out or usual
 
 
 def refuse_unlike(runs: list[Run], several_models: bool, mixed: bool) -> None:

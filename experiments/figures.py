@@ -37,7 +37,6 @@ class Lines:
     log: bool = False
 
     def draw(self) -> "Figure":
-        """As a matplotlib figure."""
         figure, axes = new_axes(self.title, self.x, self.y)
         for colour, (name, rows) in by_colour(self.rows, self.by):
             rows = rows.sort_values(self.across, kind="stable")
@@ -68,7 +67,6 @@ class Bars:
         rows: estimates.
         names: the column that names the rows, from top to bottom in the order of ``rows``.
         by: the other column.
-        at: where a line is drawn across: what there would be without an effect.
     """
 
     title: str
@@ -76,10 +74,8 @@ class Bars:
     rows: pd.DataFrame
     names: str = "term"
     by: str = "dataset"
-    at: float | None = 0.0
 
     def draw(self) -> "Figure":
-        """As a matplotlib figure."""
         told = [name for name in (self.by, "temperature") if name in self.rows]
         told = [one for one in told if one != self.names and self.rows[one].nunique(False) > 1]
         rows = self.rows.assign(
@@ -91,13 +87,14 @@ class Bars:
             beside = (number - (len(colours) - 1) / 2) * 0.8 / max(len(colours), 2)
             at = [lines.index(one) + beside for one in own["line"]]
             draw_points(axes, at, own, lying=True, color=colour, label=name)
-        if self.at is not None:
-            axes.axvline(self.at, color="0.3", lw=0.8)
+        axes.axvline(0.0, color="0.3", lw=0.8)
         list_names(axes, lines)
         if len(colours) > 1:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside, over no interval
-        nothing = "" if self.at is None else f" One that crosses {self.at:g} shows no difference."
-        figure.set_label(f"Each point is an estimate, the bar through it its interval.{nothing}")
+        figure.set_label(
+            "Each point is an estimate, the bar through it its interval; one that crosses 0 shows "
+            "no difference."
+        )
         return figure
 
 
@@ -122,7 +119,6 @@ class HeatMap:
     down: str
 
     def draw(self) -> "Figure":
-        """As a matplotlib figure."""
         columns, lines = _values(self.rows[self.across]), _values(self.rows[self.down])
         cells = np.full((len(lines), len(columns)), np.nan)
         for _, row in self.rows.iterrows():

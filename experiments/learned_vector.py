@@ -200,7 +200,6 @@ class LearnedVector(Experiment):
         return {term: [pairs[term] for pairs in kept] for term in LEARNED}
 
     def _steered(self, query: Query, k: int, turn: Ids) -> SteeredContext:
-        """A context with a turn."""
         vector = self.vector(self.layers[0], np.ones(self.runs[0].model["d_model"]))
         return steered_context(query, k, vector, (turn,))
 

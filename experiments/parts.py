@@ -32,11 +32,6 @@ def keep(folder: Path, key: Any, table: pd.DataFrame) -> None:
     replace_file(_file(folder, key), partial(table.to_parquet, write_page_checksum=True))
 
 
-def is_kept(folder: Path, key: Any) -> bool:
-    """Whether there is a file of this table."""
-    return _file(folder, key).is_file()
-
-
 def _file(folder: Path, key: Any) -> Path:
     text = json.dumps(key, default=lambda value: value.tolist())
     return folder / f"{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.parquet"

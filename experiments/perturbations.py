@@ -125,8 +125,6 @@ def apply_condition(
 
 
 class Perturbations(Experiment):
-    """See the module."""
-
     name = "perturbations"
     judged = True
     queries_used = 48

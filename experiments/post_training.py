@@ -224,8 +224,6 @@ class ReadTurns(SiblingTurns):
 
 
 class Compare(Experiment):
-    """See the module."""
-
     name = "post_training"
     siblings = judged = several_models = True
     queries_used = 20
@@ -283,7 +281,6 @@ class Compare(Experiment):
 
     @cached_property
     def tuned_model(self) -> Model:
-        """The model after training."""
         return model_of(subject_of(self.runs[1]), self.runs[1])
 
     def model_for(self, unit: Any) -> Model:
@@ -407,7 +404,6 @@ def stock_phrases(turns: Sequence[str], sources: Sequence[str]) -> list[float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["compare"]:
         return Compare.main(words[1:])

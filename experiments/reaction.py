@@ -129,8 +129,6 @@ def share_of_pairs_that_differ(texts: pd.Series) -> float:
 
 
 class Reaction(Experiment):
-    """See the module."""
-
     name = "reaction"
     siblings = True
     beside = "reaction"

@@ -286,7 +286,6 @@ def _table(entries: list[Entry], settings: AnalysisSettings) -> Table:
 
 
 def _explained(data: ProbeSet, settings: AnalysisSettings) -> list[str]:
-    """What an entry means."""
     return [
         "An entry: how often the context of a random positive turn scores higher than that of a "
         f"random negative one of the same {data.within}, by the row's probe, among the column's "

@@ -69,7 +69,6 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
 
 
 def _mark_cells(figure: Figure, axes: Axes, analysis: Analysis, shown: np.ndarray) -> None:
-    """Dots and the frame, and what they mean."""
     for i, j in np.argwhere(analysis.among_best):
         ink = "white" if abs(shown[i, j] - 0.5) > 0.62 * REACH else "black"
         axes.plot(j, i, "o", color=ink, markersize=3)

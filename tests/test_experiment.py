@@ -172,7 +172,7 @@ def test_folders_that_hold_something_else_are_refused(merged, copied, count, ref
     (tmp_path / "file").write_text("mine")
     assert "is a file; give another --out" in refused(merged.path, "--out", tmp_path / "file")
     assert "file is not a run (it is a file)" in refused(tmp_path / "file")
-    assert "holds other files" in refused(merged.path, "--out", tmp_path)
+    assert "holds files but no result" in refused(merged.path, "--out", tmp_path)
     assert (tmp_path / "file").read_text() == "mine"
     run = copied()
     for inside in ("contexts", "results", "results/other"):

@@ -122,7 +122,7 @@ def test_the_same_again_is_the_same_and_another_analysis_replaces_it(run, capfd)
     assert files(run) != before
     file = run / "results" / "mine" / "result.json"
     file.write_text(file.read_text().replace('"kind": "probe"', '"kind": "rates"'))
-    assert "holds results of rates; give another --out" in refusal(probe(words, capfd))
+    assert "holds results of rates; name another folder with --out" in refusal(probe(words, capfd))
 
 
 def test_random_blocks_that_are_read_as_well_decide_the_verdict(run, tmp_path, capfd):
