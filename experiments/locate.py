@@ -322,10 +322,10 @@ def map_estimates(
         if control in of_queries:
             found, names = of_queries[f"response, blocks of {width}"]
             yield from row(LESS_RANDOM, found, of_queries[control][0], **names)
-    yield from strongest_windows_elsewhere(mapped[mapped["site"] == WINDOW], whole, options)
+    yield from chosen_windows(mapped[mapped["site"] == WINDOW], whole, options)
 
 
-def strongest_windows_elsewhere(
+def chosen_windows(
     windows: pd.DataFrame, whole: BitsBySite, options: Options
 ) -> Iterator[TidyEstimate]:
     """The two windows that carry most in one half of the queries, as the other half has them."""

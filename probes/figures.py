@@ -121,11 +121,10 @@ def layer_curve(analysis: Analysis, title: str) -> Figure:
     draw_line(axes, layers, curve, BLUE, f"each layer by itself, {level} interval")
     # The headline is the selection procedure's score, which is of no single layer.
     chosen = f"headline (layer and position chosen in each fold): {headline.auroc.text()}"
-    across = {chosen: (headline.auroc.value, {"color": "black"})}
-    across["null's largest, 95% (family-wise)"] = (
-        tested.family_quantile,
-        {"color": "0.3", "lw": 0.8},
-    )
+    across: dict[str, tuple[float, dict[str, Any]]] = {
+        chosen: (headline.auroc.value, {"color": "black"}),
+        "null's largest, 95% (family-wise)": (tested.family_quantile, {"color": "0.3", "lw": 0.8}),
+    }
     for one in analysis.controls:
         if one.control.name in _CONTROLS:  # the others are in the estimates
             look = _CONTROLS[one.control.name]

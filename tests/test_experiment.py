@@ -1,13 +1,9 @@
 """What every experiment's command does alike: help, checks of runs, the output folder, files."""
 
 import errno
-import importlib
-import importlib.util
 import os
 import re
 import shutil
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +13,7 @@ import scored
 import torch
 from filelock import FileLock
 from runs import rewritten, unfinished, with_settings
-from shell import call, files, refusal
+from shell import call, files, refusal, worked
 
 import ia_mech.engine.score as score_module
 from experiments.experiment import Conclusion, Experiment, output_folder
@@ -224,12 +220,7 @@ def test_mistyped_commands_are_refused_in_one_line(count):
 @pytest.fixture(scope="module")
 def first_words():
     """The class of the worked experiment."""
-    file = Path(__file__).parent.parent / "docs" / "worked_experiment.py"
-    spec = importlib.util.spec_from_file_location("worked_experiment", file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module.FirstWords
+    return worked("worked_experiment").FirstWords
 
 
 def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_stopped(
