@@ -11,14 +11,12 @@ Needs: a judged run. Cost: twice that of sampling the run's turns.
 
 import sys
 
-import numpy as np
 import pandas as pd
 
 from experiments.arms import RATE, Arm, arm_estimates, conversations_of, verdicts_of
 from experiments.changes import sentences
 from experiments.experiment import Conclusion, Experiment
 from experiments.tables import only, tables_of
-from ia_mech.estimates import ALL, Group
 
 WHOLE, NO_LAST, NO_FIRST = "whole response", "without its last sentence", "without its first one"
 LESS = "less the whole response's"
@@ -51,11 +49,8 @@ class LastSentence(Experiment):
         return pd.concat(parts, ignore_index=True)
 
     def estimate(self, rows):
-        def against(temperature, term):
-            return {} if term == WHOLE else {LESS: (temperature, WHOLE)}
-
-        group = Group(np.array([]), self.options, {"dataset": ALL})  # sources are the rows'
-        yield from arm_estimates(rows, ["temperature", "term"], {RATE: (0, 1)}, against, group)
+        by, less = ["temperature", "term"], {LESS: {"term": WHOLE}}
+        yield from arm_estimates(rows, by, {RATE: (0, 1)}, less, self.options)
 
     def tables(self, found):
         columns = {RATE: ("accepted", 2), f"{RATE}, {LESS}": (LESS, "+.2f")}

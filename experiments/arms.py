@@ -10,7 +10,7 @@ same turns shown after siblings.
 
 import json
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from ia_mech.cli import shell_word
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
-from ia_mech.estimates import Group, TidyEstimate, paired_row
+from ia_mech.estimates import ALL, Group, TidyEstimate, paired_row
 from ia_mech.judge.decoys import SIBLING
 from ia_mech.judge.judging import ON_UNPERTURBED, label_run
 from ia_mech.judge.rules import RulesJudge
@@ -234,8 +234,9 @@ def arm_estimates(
     rows: pd.DataFrame,
     by: Sequence[str],
     bounds: Mapping[str, tuple[float, float]],
-    against: Callable[..., Mapping[str, Hashable]],
-    group: Group,
+    less: Mapping[str, dict[str, Any]],
+    options: dict[str, Any],
+    dataset: str = ALL,
     compared: Sequence[str] | None = None,
 ) -> Iterator[TidyEstimate]:
     """Means of arms, and their differences from others, paired by query.
@@ -244,26 +245,29 @@ def arm_estimates(
         rows: ``source``, the columns that name an arm, and values of quantities.
         by: the columns that name an arm.
         bounds: quantity → between which it lies. One that is nowhere known is left out.
-        against: of an arm's names, in words → the names of the arm that is subtracted; the
-            difference is called ``quantity, words``.
-        group: gives options and names; its sources aren't looked at.
+        less: words → what differs in the name of the arm that is subtracted; the difference is
+            called ``quantity, words``. No arm is subtracted from itself.
+        options: ``level``, ``resamples`` and ``seed``.
+        dataset: that the rows are of.
         compared: the quantities of differences (default: all).
     """
+    group = Group(np.array([]), options, {"dataset": dataset})
     arms = dict(list(rows.groupby(list(by), sort=False)))
     for key, own in arms.items():
         names = dict(zip(by, key, strict=True))
         known = [one for one in bounds if one in own and own[one].notna().any()]
         for quantity in known:
             values, sources = own[quantity], own["source"]
-            found = cluster_mean(values, sources, level=group.options["level"])
+            found = cluster_mean(values, sources, level=options["level"])
             clipped = found.clip(*bounds[quantity])
             yield group.row(quantity, clipped, int(values.notna().sum()), **names)
-        for words, other in against(*key).items():
-            for quantity in known:
-                if other in arms and quantity in (compared or known):
-                    base = arms[other]
-                    pair = own[quantity], own["source"], base[quantity], base["source"]
-                    yield paired_row(group, f"{quantity}, {words}", *pair, **names)
+        for words, other in less.items():
+            base = arms.get(tuple((names | other)[name] for name in by))
+            if base is None or base is own:
+                continue
+            for quantity in (one for one in known if one in (compared or known)):
+                pair = own[quantity], own["source"], base[quantity], base["source"]
+                yield paired_row(group, f"{quantity}, {words}", *pair, **names)
 
 
 def best_elsewhere(

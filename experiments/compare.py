@@ -24,7 +24,7 @@ from experiments.bits import QueryValues, estimate_means
 from experiments.elicit import arm_name
 from experiments.figures import Bars, Drawing, Lines
 from experiments.locate import WINDOW
-from experiments.tables import only, sentence_of, tables_of
+from experiments.tables import headline, only, sentence_of, tables_of
 from ia_mech.cli import Parser, path_of, run_command, tolerant_streams
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
@@ -148,14 +148,10 @@ def result(studies: Sequence[Path]) -> Result:
     return Result(
         name=NAME,
         question="How do models differ in what their user turns owe to the response?",
-        sentence=sentence_of("bits that sampled turns tell", own),
+        sentence=headline(sentence_of("bits that sampled turns tell", own), found),
         control=" ".join(
             [
-                sentence_of(
-                    f"the difference from {models[0]} on the same queries",
-                    less,
-                    null=0.0,
-                ),
+                sentence_of(f"the difference from {models[0]} on the same queries", less, null=0.0),
                 "Within each study every number is held against siblings.",
             ]
         ),
@@ -186,7 +182,6 @@ def drawings(found: pd.DataFrame, runs: Sequence[Run]) -> dict[str, Drawing]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = Parser(
         prog="ia-mech compare",
         usage="%(prog)s STUDY STUDY [STUDY …] [--out DIR]",
@@ -201,7 +196,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
     return run_command(lambda: _compare(args), lambda: "nothing was written")

@@ -42,7 +42,7 @@ from experiments.bits import halves_of
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Bars, Drawing
 from experiments.tables import only, tables_of
-from ia_mech.estimates import ALL, Group, TidyEstimate, holm_corrected
+from ia_mech.estimates import ALL, TidyEstimate, holm_corrected
 from ia_mech.results import Table
 from ia_mech.settings import Settings
 
@@ -63,8 +63,6 @@ def arm_name(temperature: float, way: str = "") -> str:
 
 
 class Elicit(Experiment):
-    """See the module."""
-
     name = "elicit"
     siblings = True
     judged = True
@@ -106,14 +104,9 @@ class Elicit(Experiment):
         return pd.concat(parts, ignore_index=True).drop(columns="temperature")
 
     def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
-        group = Group(np.array([]), self.options, {"dataset": ALL})
-
-        def against(arm: str) -> dict[str, tuple[str]]:
-            return {} if arm == GREEDY else {LESS: (GREEDY,)}
-
-        terms = rows.rename(columns={"arm": "term"})
-        found = arm_estimates(terms, ["term"], OF_QUERIES, against, group, [EXCESS])
-        yield from holm_corrected(found, lambda row: row.quantity)
+        terms, less = rows.rename(columns={"arm": "term"}), {LESS: {"term": GREEDY}}
+        what = terms, ["term"], OF_QUERIES, less, self.options
+        yield from holm_corrected(arm_estimates(*what, compared=[EXCESS]))
         arms = list(dict.fromkeys(rows["arm"]))
         table = rows.pivot_table(index="arm", columns="source", values=EXCESS, sort=True)
         table = table.loc[arms].dropna(axis=1)
@@ -125,7 +118,7 @@ class Elicit(Experiment):
         for name, among in ((BEST, list(range(len(arms)))), (TEMPERATURE, plain)):
             more = excess[among] - excess[arms.index(GREEDY)]
             gap = estimate_best(excess[among], more, half, list(table.columns), self.options)
-            yield group.row(GAP, gap, excess.shape[1], term=name)
+            yield TidyEstimate(GAP, {"dataset": ALL, "term": name}, excess.shape[1], gap)
         for number in (0, 1):
             best = arms[int(excess[:, half == number].mean(1).argmax())]
             self.notes.append(f"chosen on half {number + 1} of the queries: {best}.")
@@ -158,7 +151,6 @@ class Elicit(Experiment):
         greedy, gap = only(found, EXCESS, term=GREEDY), only(found, GAP, term=BEST)
         sentence = self.tested("accepted greedy turns, beyond siblings", greedy)
         sentence += " " + self.tested("the best arm, chosen on other queries, adds", gap)
-        assert self.gate is not None
         control = (
             "Rates are less those of the same turns after siblings; an arm is never chosen on the "
             f"queries that it is reported on. {self.gate.sentence}."

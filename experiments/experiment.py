@@ -38,8 +38,8 @@ from filelock import FileLock, Timeout
 
 from experiments.arms import CHAT, DECODING, Arm, judge_alike, sample_arm, verdicts_of
 from experiments.figures import Drawing
-from experiments.parts import is_kept, keep, kept
-from experiments.tables import estimates_of, print_plan, sentence_of
+from experiments.parts import keep, kept
+from experiments.tables import estimates_of, headline, print_plan, sentence_of
 from ia_mech.cli import (
     RUN,
     Parser,
@@ -57,9 +57,20 @@ from ia_mech.estimates import TidyEstimate, few_sources
 from ia_mech.models.embedded import cache_dir
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import JudgedTurns, open_runs
-from ia_mech.results import RESULT, Result, Table, about_runs, folder_of, kind_of, read, show, write
+from ia_mech.results import (
+    LOCK,
+    Result,
+    Table,
+    about_runs,
+    folder_of,
+    kind_of,
+    read,
+    refuse_place,
+    show,
+    write,
+)
 from ia_mech.run import Run
-from ia_mech.run.layout import UNPERTURBED, refuse_inside_run, refuse_unwritable
+from ia_mech.run.layout import UNPERTURBED
 from ia_mech.run.queries import Query, queries_of, subsample
 from ia_mech.run.sources import split_source
 from ia_mech.settings import Settings
@@ -72,7 +83,6 @@ if TYPE_CHECKING:  # these load torch, for which --help doesn't wait
 
 
 SHARES = 64  # of what a pass may hold: the smallest where memory runs out
-LOCK = ".lock"  # of the one command that writes to a folder of results
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class Unit:
 
 
 class Conclusion(NamedTuple):
-    """What was found, and the control that it is held against; neither may be empty."""
+    """What was found, and the control that it is held against."""
 
     sentence: str
     control: str
@@ -150,7 +160,7 @@ class Experiment(ABC):
         runs: that were given.
         args: the command line.
         folder: of the results; it may not be there yet.
-        gate: whether the judge passes its control; None without a judge.
+        gate: whether the judge passes its control, where verdicts are used.
         notes: what a reader has to know; add to it.
         sampled: the runs of :meth:`arms`, once they are sampled.
     """
@@ -168,10 +178,10 @@ class Experiment(ABC):
         "temperature": "float64",
         "term": "str",
     }
+    gate: Gate
 
     def __init__(self, runs: list[Run], args: argparse.Namespace, folder: Path) -> None:
         self.runs, self.args, self.folder = runs, args, folder
-        self.gate: Gate | None = None
         self.notes: list[str] = []
         self.sampled: dict[str, Run] = {}
 
@@ -193,7 +203,7 @@ class Experiment(ABC):
         return []
 
     def measure(self, model: Any, unit: Any) -> pd.DataFrame:
-        """Rows of a unit, at least one; ``source`` and ``dataset`` are added.
+        """Rows of a unit; ``source`` and ``dataset`` are added.
 
         ``model`` is a :class:`Model`.
         """
@@ -262,7 +272,6 @@ class Experiment(ABC):
 
     @property
     def config(self) -> Any:
-        """The model's configuration."""
         return self._tokenizer_and_config[1]
 
     @cached_property
@@ -327,11 +336,7 @@ class Experiment(ABC):
         Raises:
             UserError: it is another judge than the rules, which the user has to run.
         """
-        if self.gate is None:
-            raise UserError(
-                f"{self.name} reads no verdicts", "set its class attribute judged = True"
-            )
-        arms, judge = list(self.sampled.values()), self.gate.judge
+        judge, arms = self.gate.judge, list(self.sampled.values())
         judge_alike(self.runs[0], arms, judge, unperturbed=unperturbed)
         return judge
 
@@ -435,11 +440,6 @@ class Experiment(ABC):
         except Exception as error:
             error.add_note(f"This was of {named!r}; units before it are kept.")
             raise
-        if not isinstance(rows, pd.DataFrame) or rows.empty:
-            raise UserError(
-                f"measure() of {self.name} gave no rows of {named!r}",
-                "return a table with at least one row",
-            )
         progress.advance(max(unit.tokens - ticked, 0))
         return rows
 
@@ -458,8 +458,7 @@ class Experiment(ABC):
         return [*what, *(engine_of() if self.loads else ()), asdict(unit)]
 
     def _stored(self, units: Sequence[Unit]) -> list[bool]:
-        """Which units were measured before."""
-        return [is_kept(self._parts, self._key(unit)) for unit in units]
+        return [kept(self._parts, self._key(unit)) is not None for unit in units]
 
     # -- the command ------------------------------------------------------------------------------
 
@@ -475,7 +474,6 @@ class Experiment(ABC):
 
     @classmethod
     def build_parser(cls) -> argparse.ArgumentParser:
-        """The command line."""
         file, own = Path(inspect.getfile(cls)).resolve(), f"ia-mech {cls.name.replace('_', '-')}"
         parser = Parser(
             prog=own if file.parent == Path(__file__).resolve().parent else f"python {file.name}",
@@ -507,7 +505,6 @@ class Experiment(ABC):
 
     @classmethod
     def main(cls, argv: list[str] | None = None) -> int:
-        """Run the command; returns the exit status."""
         tolerant_streams()
         parser = cls.build_parser()
         args = parser.parse_args(argv)
@@ -541,11 +538,6 @@ class Experiment(ABC):
             UserError: says what is missing, or isn't allowed.
         """
         refuse_unlike(self.runs, self.several_models, self.mixed)
-        if type(self).arms is not Experiment.arms and not self.beside:
-            raise UserError(
-                f"{self.name} samples arms, whose runs can't lie in the run",
-                "set the class attribute beside",
-            )
         if self.judged:
             self.gate = self.verdicts.gate
         self.read()
@@ -611,35 +603,27 @@ class Experiment(ABC):
             self.sample(name, arm)
         rows = self.rows()
         found = estimates_of(self.estimate(rows), self.columns, self.args.level)
-        conclusion = self.conclude(found)
-        if not isinstance(conclusion, Conclusion) or not all(conclusion):
-            raise UserError(
-                f"conclude() of {self.name} gives no sentence with a control",
-                "return a Conclusion of both; where estimates are missing, say so in its sentence",
-            )
-        figures, data, files = self.figures(found), self.data(rows), self.files()
-        judges = [] if self.gate is None else [self.gate.judge]
-        gate = {} if self.gate is None else {"judge": self.gate.judge, "gate": self.gate.word}
+        sentence, control = self.conclude(found)
+        gate = {"judge": self.gate.judge, "gate": self.gate.word} if self.judged else {}
         used = [*self.runs, *self.sampled.values()]
         names = {str(run.path): run.name for run in used}  # no folders of this machine in files
         return Result(
             name=self.name,
             question=self.question(),
-            sentence=conclusion.sentence,
-            control=conclusion.control,
+            sentence=headline(sentence, found),
+            control=control,
             estimates=found,
             tables=self.tables(found),
-            figures={stem: figure.draw() for stem, figure in figures.items()},
+            figures={stem: figure.draw() for stem, figure in self.figures(found).items()},
             notes=[*self._about_queries(), *self.notes, *few_sources(found)],
-            about={"kind": self.name, "level": self.args.level}
-            | {"command": self.args.command_line}
+            about={"kind": self.name, "level": self.args.level, "command": self.args.command_line}
             | gate
-            | about_runs(used, judges),
+            | about_runs(used, [gate["judge"]] if gate else []),
             data={
                 stem: frame.assign(run=frame["run"].replace(names)) if "run" in frame else frame
-                for stem, frame in data.items()
+                for stem, frame in self.data(rows).items()
             },
-            files=files,
+            files=self.files(),
         )
 
 
@@ -749,27 +733,12 @@ def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> P
     """Where results of an experiment go; the folder isn't made.
 
     Raises:
-        UserError: a file, a folder that can't be written, one among a run's own files, or one with
-            results of another experiment, or of none.
+        UserError: they can't go there (:func:`ia_mech.results.refuse_place`).
     """
-    inside = folder_of(first_run, cls.name)
-    usual = inside
-    if cls.beside:
-        usual = cache_dir() / f"{first_run.resolve().name}-{cls.beside}"
-    folder = usual if out is None else out
-    if cls.beside or folder.resolve() != inside.resolve():
-        refuse_inside_run(folder / RESULT)
-    refuse_unwritable(folder)
-    owner = kind_of(folder)
-    if owner not in (None, cls.name):
-        raise UserError(f"{folder} holds results of {owner}", "name another folder with --out")
-    if (
-        owner is None
-        and folder.is_dir()
-        and any(path.is_file() and path.name != LOCK for path in folder.iterdir())
-    ):
-        raise UserError(f"{folder} holds other files", "name another folder with --out")
-    return folder
+    inside = None if cls.beside else folder_of(first_run, cls.name)
+    usual = inside or cache_dir() / f"{first_run.resolve().name}-{cls.beside}"
+    refuse_place(out or usual, cls.name, inside)
+    return out or usual
 
 
 def refuse_unlike(runs: list[Run], several_models: bool, mixed: bool) -> None:

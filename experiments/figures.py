@@ -1,13 +1,13 @@
 """Figures of estimates as data: which estimates are shown, over which column, grouped by which."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from ia_mech.display import by_colour, draw_line, draw_points, list_names, new_axes
+from ia_mech.results import label_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,12 +37,10 @@ class Lines:
     log: bool = False
 
     def draw(self) -> "Figure":
-        """As a matplotlib figure."""
         figure, axes = new_axes(self.title, self.x, self.y)
         for colour, (name, rows) in by_colour(self.rows, self.by):
             rows = rows.sort_values(self.across, kind="stable")
-            label = f"T = {name:g}" if self.by == "temperature" else str(name)
-            draw_line(axes, rows[self.across], rows, colour, label)
+            draw_line(axes, rows[self.across], rows, colour, _label(name, self.by))
         for label, level in (self.levels or {}).items():
             axes.axhline(level, color="0.3", lw=0.8, ls=":", label=label or None)
         if self.log:
@@ -61,13 +59,14 @@ class Lines:
 class Bars:
     """Estimates as points with their intervals, a row for each value of a column.
 
+    Colours tell another column apart, and temperatures, where there are several.
+
     Attributes:
         title: of the figure.
         x: what is drawn, with its unit.
         rows: estimates.
         names: the column that names the rows, from top to bottom in the order of ``rows``.
-        by: the column that tells colours apart.
-        at: where a line is drawn across: what there would be without an effect.
+        by: the other column.
     """
 
     title: str
@@ -75,24 +74,27 @@ class Bars:
     rows: pd.DataFrame
     names: str = "term"
     by: str = "dataset"
-    at: float | None = 0.0
 
     def draw(self) -> "Figure":
-        """As a matplotlib figure."""
-        names = list(dict.fromkeys(self.rows[self.names]))
-        figure, axes = new_axes(self.title, self.x, size=(7, 1.4 + 0.4 * len(names)))
-        count = self.rows[self.by].nunique()
-        for number, (colour, (name, rows)) in enumerate(by_colour(self.rows, self.by)):
-            beside = (number - (count - 1) / 2) * 0.8 / max(count, 2)
-            at = [names.index(one) + beside for one in rows[self.names]]
-            draw_points(axes, at, rows, lying=True, color=colour, label=str(name))
-        if self.at is not None:
-            axes.axvline(self.at, color="0.3", lw=0.8)
-        list_names(axes, [str(name) for name in names])
-        if count > 1:
+        told = [name for name in (self.by, "temperature") if name in self.rows]
+        told = [one for one in told if one != self.names and self.rows[one].nunique(False) > 1]
+        rows = self.rows.assign(
+            line=_labels(self.rows, [self.names]), colour=_labels(self.rows, told)
+        )
+        lines, colours = _values(rows["line"]), _values(rows["colour"])
+        figure, axes = new_axes(self.title, self.x, size=(7, 1.4 + 0.4 * len(lines)))
+        for number, (colour, (name, own)) in enumerate(by_colour(rows, "colour")):
+            beside = (number - (len(colours) - 1) / 2) * 0.8 / max(len(colours), 2)
+            at = [lines.index(one) + beside for one in own["line"]]
+            draw_points(axes, at, own, lying=True, color=colour, label=name)
+        axes.axvline(0.0, color="0.3", lw=0.8)
+        list_names(axes, lines)
+        if len(colours) > 1:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside, over no interval
-        nothing = "" if self.at is None else f" One that crosses {self.at:g} shows no difference."
-        figure.set_label(f"Each point is an estimate, the bar through it its interval.{nothing}")
+        figure.set_label(
+            "Each point is an estimate, the bar through it its interval; one that crosses 0 shows "
+            "no difference."
+        )
         return figure
 
 
@@ -117,7 +119,6 @@ class HeatMap:
     down: str
 
     def draw(self) -> "Figure":
-        """As a matplotlib figure."""
         columns, lines = _values(self.rows[self.across]), _values(self.rows[self.down])
         cells = np.full((len(lines), len(columns)), np.nan)
         for _, row in self.rows.iterrows():
@@ -136,5 +137,16 @@ class HeatMap:
 Drawing = Lines | Bars | HeatMap
 
 
-def _values(column: pd.Series) -> Sequence:
+def _label(value: Any, column: str) -> str:
+    """As a table names it, and a temperature with its letter."""
+    label = label_of(value, column)
+    return f"T = {label}" if column == "temperature" and value > 0 else label
+
+
+def _labels(rows: pd.DataFrame, columns: list[str]) -> list[str]:
+    """``[rows]`` what the columns say of each."""
+    return [", ".join(_label(row[name], name) for name in columns) for _, row in rows.iterrows()]
+
+
+def _values(column: pd.Series) -> list:
     return list(dict.fromkeys(column))

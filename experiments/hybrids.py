@@ -7,7 +7,7 @@ A model with recurrent layers has one site more, their state, which holds all to
 ``experiments.locate`` says what follows from the scores.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,13 +40,10 @@ FULL_LAYERS = "response, layers of full attention, computed on"
 STATE_ON, RESPONSE_AND_STATE_ON = f"{STATE}, computed on", f"{RESPONSE_AND_STATE}, computed on"
 COMPUTED_ON = (ALL_LAYERS, FULL_LAYERS, STATE_ON, RESPONSE_AND_STATE_ON)
 WINDOW, WITHOUT_WINDOW = "response, layers", "response, other layers"
-HEAD = "response, layers, head"
 HEADER_FIRST, HEADER_LAST = "header_0", "header_last"
 WRITTEN = tuple(f"written: {site}" for site in (OWN, RESPONSE, HEADER, RESPONSE_AND_HEADER, QUERY))
 WRITTEN_OF_RECURRENT = (f"written: {STATE}", f"written: {ALL_THREE}")
-WINDOWS, HEADS, STATES, WRITING = "windows", "heads", "states", "written"
-BANDS, BLOCKS = "bands", "blocks"
-MAPS = (WINDOWS, HEADS, STATES, WRITING, BANDS, BLOCKS)
+MAPS = WINDOWS, STATES, WRITING, BANDS, BLOCKS = "windows", "states", "written", "bands", "blocks"
 USUAL_MAPS = (WINDOWS, STATES, WRITING, BANDS)
 # Bands of the response by how many of its tokens follow, at least and at most.
 BAND_SITES: dict[str, tuple[int, int | None]] = {
@@ -58,7 +55,6 @@ BAND_SITES: dict[str, tuple[int, int | None]] = {
 }
 SCORES = [f"score_{number}" for number in range(CANDIDATES)]
 FIRST_SCORES = [f"first_{number}" for number in range(CANDIDATES)]  # of the first token alone
-RECIPIENT_SCORE = "score_recipient"
 # Which pieces of a context are a candidate's: 0 the query, 1 the response, 2 what stands between
 # it and the header, 3 the header, 4 the recurrent state after it.
 DONATED = {
@@ -173,14 +169,13 @@ class MapCell:
     """One cell of a map.
 
     Attributes:
-        site, layer, head: what it is of; -1 for none.
+        site, layer: what it is of; layer -1 for none.
         turn: makes what is scored, from the number of the donor among the candidates, the donor
             and the turn's tokens.
     """
 
     site: str
     layer: int
-    head: int
     turn: "Callable[[int, int, tuple[int, ...]], Turn]"
 
 
@@ -201,8 +196,6 @@ class SiteScorer:
         """A row per site, recipient and turn, with the scores after the three candidates in nats:
         of the turn (:data:`SCORES`) and of its first token (:data:`FIRST_SCORES`).
 
-        Of turns that were written after hybrids there is the score after the recipient, too.
-
         Raises:
             UserError: a hybrid of everything isn't its donor.
         """
@@ -221,7 +214,7 @@ class SiteScorer:
         for site in (*SITES, *OF_RECURRENT) if self._recurrent else SITES:
             hybrids = [hybrid(unit, site, *pair) for pair in pairs]
             self._score_site(site, spliced(whole, hybrids), pairs)
-        if {WINDOWS, HEADS, STATES, BANDS, BLOCKS} & set(unit.maps):
+        if {*unit.maps} - {WRITING}:
             self._score_maps(to_response, whole)
         if WRITING in unit.maps:
             self._write_turns(whole)
@@ -286,12 +279,12 @@ class SiteScorer:
             if all(len({piece.context for piece in one.pieces}) == 1 for one in exchanged):
                 continue  # no response is long enough
             following = partial(_following, len(unit.contexts) + len(hybrids))
-            cells.append(MapCell(site, -1, -1, following))
+            cells.append(MapCell(site, -1, following))
             hybrids += exchanged
         groups = [to_response, spliced(to_response, hybrids)]
         for site, group in self._in_blocks(to_response) if BLOCKS in unit.maps else ():
             first = sum(len(one.logits) for one in groups)
-            cells.append(MapCell(site, -1, -1, partial(_following, first)))
+            cells.append(MapCell(site, -1, partial(_following, first)))
             groups.append(spliced(group, hybrids[:CANDIDATES]))  # those of whole responses
         mapped = [turn for _, turn in self._turns_of_candidates(d) if turn[1:3] == (unit.mapped, 0)]
         wanted = [
@@ -303,7 +296,7 @@ class SiteScorer:
         scores = self._scores(groups, wanted, skip=len(unit.after))
         for cell, rows in zip(cells, scores.reshape(len(cells), -1, CANDIDATES, 2), strict=True):
             for turn, each in zip(mapped, rows, strict=True):
-                self._add(cell.site, d, turn, each, layer=cell.layer, head=cell.head)
+                self._add(cell.site, d, turn, each, cell.layer)
 
     def _in_blocks(self, to_response: "Prefilled") -> "Iterator[tuple[str, Prefilled]]":
         """The contexts with responses whose tokens see few others: in blocks, and at random."""
@@ -320,7 +313,7 @@ class SiteScorer:
             self._model.on_tokens(_response_tokens(unit))
 
     def _windows(self, to_response: "Prefilled", d: int) -> Iterator[MapCell]:
-        """The candidates' response in some layers or heads: put in alone, and left out alone."""
+        """The candidates' response in some layers: put in alone, and left out alone."""
         from ia_mech.engine.installed import installed
         from ia_mech.engine.score import Turn
         from ia_mech.engine.shared import Borrowed, held
@@ -332,27 +325,22 @@ class SiteScorer:
         heads = range(0 if layer is None else held(layer)[0].shape[1])
         first = len(unit.contexts)  # the number of the first hybrid
 
-        def borrowing(taken: "dict[int, Sequence[int]]") -> Callable:
+        def borrowing(layers: "Iterable[int]") -> Callable:
+            taken = dict.fromkeys(layers, heads)
             return lambda at, j, ids: Turn(d, ids, borrowed=Borrowed(first + at, taken))
 
-        if {WINDOWS, HEADS, BANDS, BLOCKS} & set(unit.maps):
+        if {WINDOWS, BANDS, BLOCKS} & set(unit.maps):
             wholes = (ALL_LAYERS, STATE_ON, RESPONSE_AND_STATE_ON)
             for which, site in enumerate(wholes if self._recurrent else wholes[:1]):
-                yield MapCell(site, -1, -1, partial(_following, first + which * CANDIDATES))
+                yield MapCell(site, -1, partial(_following, first + which * CANDIDATES))
             if 0 < len(shared) < unit.layers:
-                every = borrowing(dict.fromkeys(shared, heads))
-                yield MapCell(FULL_LAYERS, -1, -1, every)
+                yield MapCell(FULL_LAYERS, -1, borrowing(shared))
         for window in layer_windows(unit.layers):
             inside = [number for number in window if number in shared]
             outside = [number for number in shared if number not in window]
             if inside and WINDOWS in unit.maps:
-                yield MapCell(WINDOW, window[0], -1, borrowing(dict.fromkeys(inside, heads)))
-                others = borrowing(dict.fromkeys(outside, heads))
-                yield MapCell(WITHOUT_WINDOW, window[0], -1, others)
-            if inside and HEADS in unit.maps:
-                for head in heads:
-                    taken = borrowing({number: [head] for number in inside})
-                    yield MapCell(HEAD, window[0], head, taken)
+                yield MapCell(WINDOW, window[0], borrowing(inside))
+                yield MapCell(WITHOUT_WINDOW, window[0], borrowing(outside))
 
     def _states(self, whole: "Prefilled", d: int) -> Iterator[MapCell]:
         """The candidates' state of one header token after one layer."""
@@ -375,10 +363,10 @@ class SiteScorer:
             tokens = ((HEADER_FIRST, first), (HEADER_LAST, last - 1))
             for which, (site, position) in enumerate(tokens):
                 for layer in range(step, unit.layers, step):
-                    yield MapCell(site, layer, -1, replacing(which, position, layer))
+                    yield MapCell(site, layer, replacing(which, position, layer))
 
     def _write_turns(self, whole: "Prefilled") -> None:
-        """Turns that the model writes after hybrids, scored after all contexts."""
+        """Turns that the model writes after hybrids, scored after the candidates' own contexts."""
         from ia_mech.engine.decode import Row, decode
         from ia_mech.engine.sampling import stream_key
         from ia_mech.engine.score import Turn
@@ -402,11 +390,10 @@ class SiteScorer:
         )
         self._model.on_tokens(sum(len(one.token_ids) for one in decoded))
         turns = [tuple(one.token_ids.tolist()) for one in decoded]
-        wanted = [Turn(j, ids) for ids in turns for j in self._numbers]
-        scores = self._scores([whole], wanted).reshape(-1, len(self._numbers), 2)
+        wanted = [Turn(j, ids) for ids in turns for j in self._candidates(d)]
+        scores = self._scores([whole], wanted).reshape(-1, CANDIDATES, 2)
         for (site, j, row), ids, after in zip(rows, turns, scores, strict=True):
-            turn = (j, row.temperature, 0, ids)
-            self._add(site, d, turn, np.delete(after, d, 0), **{RECIPIENT_SCORE: after[d, 0]})
+            self._add(site, d, (j, row.temperature, 0, ids), after)
 
     def _scores(self, groups: "list[Prefilled]", turns: "list[Turn]", skip: int = 0) -> np.ndarray:
         """``[turns, 2]`` log-likelihoods in nats behind ``skip`` tokens: of all, of the first."""
@@ -421,15 +408,17 @@ class SiteScorer:
         each = (one.logprobs_raw[skip:].astype(float) for one in found)
         return np.array([(one.sum(), one[:1].sum()) for one in each])
 
-    def _add(self, site: str, recipient: int, turn: tuple, scores: ArrayLike, **more) -> None:
+    def _add(
+        self, site: str, recipient: int, turn: tuple, scores: ArrayLike, layer: int = -1
+    ) -> None:
         followed, temperature, sample, _ = turn
         own = followed - (followed > recipient)
-        row = {"site": site, "layer": -1, "head": -1, "recipient": recipient, "followed": followed}
-        row |= {"temperature": temperature, "sample": sample, "own": own, RECIPIENT_SCORE: np.nan}
+        row = {"site": site, "layer": layer, "recipient": recipient, "followed": followed}
+        row |= {"temperature": temperature, "sample": sample, "own": own}
         row["context_id"] = self._unit.context_ids[followed]
         whole, first = np.asarray(scores, dtype=float).T.tolist()
         row |= dict(zip(SCORES, whole, strict=True)) | dict(zip(FIRST_SCORES, first, strict=True))
-        self._rows.append(row | more)
+        self._rows.append(row)
 
 
 def _response_tokens(unit: SiblingContexts) -> int:
@@ -452,7 +441,7 @@ def tokens_scored(
     recurrent: bool = False,
     responses: int = 0,
 ) -> int:
-    """That are scored or written for a query, about; heads are counted as two a window.
+    """That are scored or written for a query, about.
 
     Args:
         turns: of the four responses together.
@@ -467,13 +456,13 @@ def tokens_scored(
     sites = len(SITES) + recurrent * len(OF_RECURRENT)
     scored = each * (recipients * sites + min(recipients, 2))
     windows, states = len(layer_windows(layers)), layers // window_size(layers)
-    cells = {WINDOWS: 2 * windows, HEADS: 2 * windows, STATES: 2 * states, BANDS: len(BAND_SITES)}
+    cells = {WINDOWS: 2 * windows, STATES: 2 * states, BANDS: len(BAND_SITES)}
     cells[BLOCKS] = of_blocks = len(BLOCK_SITES) + len(RANDOM_SITES)
     count = sum(cells.get(name, 0) for name in maps)
-    if {WINDOWS, HEADS, BANDS, BLOCKS} & set(maps):
+    if {WINDOWS, BANDS, BLOCKS} & set(maps):
         count += len(COMPUTED_ON) if recurrent else 1
     mapped = count * CANDIDATES**2
     sites = len(WRITTEN) + recurrent * len(WRITTEN_OF_RECURRENT)
-    written = (RESPONSES + 1) * 2 * CANDIDATES * sites if WRITING in maps else 0
+    written = RESPONSES * 2 * CANDIDATES * sites if WRITING in maps else 0
     anew = of_blocks * responses if BLOCKS in maps else 0
     return (scored + written) * TOKENS + mapped * (TOKENS + after) + anew

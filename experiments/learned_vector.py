@@ -29,7 +29,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
-from scipy.special import softmax
 
 from experiments.arms import (
     EXCESS,
@@ -43,7 +42,7 @@ from experiments.arms import (
     verdicts_of,
 )
 from experiments.arms import RATE as ACCEPTED
-from experiments.bits import Ids, SiblingTurns, score_turns, unit_of
+from experiments.bits import Ids
 from experiments.directions import (
     BATCH,
     Learning,
@@ -58,8 +57,7 @@ from experiments.figures import Drawing, Lines
 from experiments.tables import only, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, Group, TidyEstimate, holm_corrected
-from ia_mech.likelihood.reaction import readable_bits
+from ia_mech.estimates import ALL, TidyEstimate, holm_corrected
 from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.queries import Query
@@ -69,9 +67,6 @@ UNSTEERED = "unsteered"
 OWN, SIBLING, OTHER, RANDOM = "own", "siblings", "other queries", "random"  # what vectors are of
 LEARNED = OWN, SIBLING, OTHER
 CHOSEN = "chosen layer"
-GENUINE, DEPENDENT, BITS = "genuine", "genuine and dependent", "readable bits"
-BOUNDS = OF_QUERIES | {DEPENDENT: (0.0, 1.0), BITS: (-np.inf, np.inf)}
-COMPARED = EXCESS, DEPENDENT, BITS  # paired by query
 LESS = {UNSTEERED: "less unsteered", SIBLING: "less the siblings' vector"}
 DOSE = 0.5  # length of a vector, in norms of the state that it is added to
 TOKENS = 48  # of a turn that count
@@ -165,7 +160,7 @@ class LearnedVector(Experiment):
     def _accepted(self) -> set[tuple]:
         """Run, context, temperature and sample of the accepted turns that were sampled."""
         turns = self.verdicts.turns
-        mine = turns[(turns["temperature"] > 0) & (turns[GENUINE] == 1)]
+        mine = turns[(turns["temperature"] > 0) & (turns["genuine"] == 1)]
         return set(mine[KEY].astype(object).itertuples(index=False, name=None))
 
     def _examples(self, half: int, accepted: set[tuple]) -> dict[str, list[SteeredContext]]:
@@ -205,7 +200,6 @@ class LearnedVector(Experiment):
         return {term: [pairs[term] for pairs in kept] for term in LEARNED}
 
     def _steered(self, query: Query, k: int, turn: Ids) -> SteeredContext:
-        """A context with a turn."""
         vector = self.vector(self.layers[0], np.ones(self.runs[0].model["d_model"]))
         return steered_context(query, k, vector, (turn,))
 
@@ -236,15 +230,12 @@ class LearnedVector(Experiment):
             f"about {sum(unit.tokens for unit in units):,} tokens; {sum(self._stored(units))} are "
             "learned already",
             "then to sample": f"{contexts} contexts under each of {len(self.layers) * len(vectors)}"
-            f" vectors, a greedy turn after each, which is scored",
+            f" vectors, a greedy turn after each",
         }
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        """Of :class:`Learning` the direction, else the scores of turns."""
-        if isinstance(unit, Learning):
-            row = {"half": unit.half, "term": unit.term, "layer": unit.contexts[0].layer}
-            return pd.DataFrame([row | {"direction": learn(model, unit)}])
-        return score_turns(model, unit)
+        row = {"half": unit.half, "term": unit.term, "layer": unit.contexts[0].layer}
+        return pd.DataFrame([row | {"direction": learn(model, unit)}])
 
     def measured(self, learner: int) -> list[Query]:
         """The queries whose turns are written under what a half has learned."""
@@ -262,15 +253,9 @@ class LearnedVector(Experiment):
             name = f"layer {layer} {term} {half + 1}"
             arms.append((term, layer, self._write_under(self.vector(layer, direction), name, half)))
         self.judge_arms()
-        read = [self._judged(*arm) for arm in arms]
-        rates = pd.concat([rates for rates, _ in read], ignore_index=True)
+        rates = pd.concat([self._judged(*arm) for arm in arms], ignore_index=True)
         wanted = {query.source for half in self.learners for query in self.measured(half)}
-        rates = rates[rates["source"].isin(wanted)]
-        turns = pd.concat([turns for _, turns in read], ignore_index=True)
-        turns = self._dependence(turns[turns["source"].isin(wanted) & turns["ids"].map(bool)])
-        keys = ["layer", "term", "source"]
-        means = turns.groupby(keys)[[DEPENDENT, BITS]].mean().reset_index()
-        return rates.merge(means, "left", keys)
+        return rates[rates["source"].isin(wanted)]
 
     def _with_random(self, learned: pd.DataFrame) -> Iterator[tuple[int, int, str, np.ndarray]]:
         """Half, layer, name and direction of the learned vectors, and for each that was learned
@@ -292,85 +277,39 @@ class LearnedVector(Experiment):
         settings = {"temperatures": (), "intervention": folder / FILE}
         return self.sample(name, Arm(conversations_of(contexts), settings))
 
-    def _judged(self, term: str, layer: int, run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Rates of an arm's greedy turns by query, and the turns with their verdicts."""
-        assert self.gate is not None
-        judged = verdicts_of([run], self.gate.judge)
-        rates = rates_by_query(judged, GENUINE)
-        rates = rates[rates["temperature"] == 0]
-        greedy = run.generations[run.generations["temperature"] == 0].set_index("context_id")
-        turns = judged.turns[judged.turns["temperature"] == 0]
-        turns = turns[["source", "context_id", GENUINE]].astype(
-            {"source": object, "context_id": object}
-        )
-        turns["ids"] = [tuple(greedy["token_ids"][one].tolist()) for one in turns["context_id"]]
-        names = {"term": term, "layer": layer}
-        return rates.assign(**names), turns.assign(**names)
-
-    def _dependence(self, turns: pd.DataFrame) -> pd.DataFrame:
-        """Greedy turns with what they tell about their response: :data:`DEPENDENT`, and
-        :data:`BITS` by one reader of all arms; scored without steering."""
-        units = list[SiblingTurns]()
-        for query in self.queries:
-            written = tuple(dict.fromkeys(turns.loc[turns["source"] == query.source, "ids"]))
-            if written:
-                units.append(unit_of("written", query, [(ids, 1.0) for ids in written]))
-        rows = self.measure_units(units, "scoring turns")
-        keys = [(unit.source, ids) for unit in units for ids, _ in unit.turns]
-        scored = dict(zip(keys, rows["reader"], strict=True))
-        place = {
-            (query.source, name): k
-            for query in self.queries
-            for k, name in enumerate(query.contexts["context_id"])
-        }
-        found = turns.assign(
-            followed=[place[key] for key in zip(turns["source"], turns["context_id"], strict=True)],
-            sums=[scored[key] for key in zip(turns["source"], turns["ids"], strict=True)],
-        )
-        pairs = zip(found["sums"], found["followed"], strict=True)
-        favoured = np.array([softmax(sums)[followed] > 0.5 for sums, followed in pairs])
-        count = found["sums"].map(len)
-        whole = found[count == count.max()]  # bits of fewer responses would be other bits
-        bits = pd.Series(np.nan, found.index)
-        if whole["source"].nunique() > 1:
-            own = whole["followed"], whole["source"]
-            sums = np.stack(whole["sums"].tolist())
-            bits[whole.index] = readable_bits(sums, *own, seed=self.args.seed).bits
-        return found.assign(**{DEPENDENT: found[GENUINE] * favoured, BITS: bits})
+    def _judged(self, term: str, layer: int, run: Run) -> pd.DataFrame:
+        """Rates of an arm's greedy turns by query."""
+        rates = rates_by_query(verdicts_of([run], self.gate.judge), "genuine")
+        return rates[rates["temperature"] == 0].assign(term=term, layer=layer)
 
     # -- estimate ---------------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
-        group = Group(np.array([]), self.options, {"dataset": ALL})
-
-        def against(layer: int, term: str) -> dict[str, tuple]:
-            found = {} if term == UNSTEERED else {LESS[UNSTEERED]: (UNIT, UNSTEERED)}
-            return found | ({LESS[SIBLING]: (layer, SIBLING)} if term == OWN else {})
-
-        by = ["layer", "term"]
-        found = arm_estimates(rows, by, BOUNDS, against, group, COMPARED)
+        less: dict[str, dict[str, Any]] = {
+            LESS[UNSTEERED]: {"layer": UNIT, "term": UNSTEERED},
+            LESS[SIBLING]: {"term": SIBLING},
+        }
+        what = rows, ["layer", "term"], OF_QUERIES, less, self.options
         named = (
             replace(one, names=one.names | {"layer": None}) if one.names["layer"] == UNIT else one
-            for one in found
+            for one in arm_estimates(*what, compared=[EXCESS])
+            if one.names["term"] == OWN or not one.quantity.endswith(LESS[SIBLING])
         )
-        # Over layers: each quantity and kind of vector is a family.
+        # Over layers: each difference and kind of vector is a family.
         yield from holm_corrected(named, lambda row: (row.quantity, row.names["term"]))
         yield from self._at_chosen_layer(rows)
 
     def _at_chosen_layer(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         """What own responses' vectors have, at a layer chosen by their excess over the control."""
-        values = [one for one in (EXCESS, DEPENDENT) if one in rows and rows[one].notna().any()]
-        wide = rows.pivot_table(index="source", columns=["term", "layer"], values=values).dropna()
-        ranked = (wide[EXCESS][OWN] - wide[EXCESS][SIBLING]).to_numpy().T
+        wide = rows.pivot_table(index="source", columns=["term", "layer"], values=EXCESS).dropna()
+        own, ranked = wide[OWN].to_numpy(), (wide[OWN] - wide[SIBLING]).to_numpy().T
         part = np.array([self.part[source] for source in wide.index], dtype=int)
-        for quantity in values:
-            own = wide[quantity][OWN].to_numpy()
-            for less, words in LESS.items():
-                reported = (own - wide[quantity][less].to_numpy()).T  # unsteered has one column
-                found = estimate_best(ranked, reported, part, list(wide.index), self.options)
-                names = {"dataset": ALL, "term": CHOSEN}
-                yield TidyEstimate(f"{quantity}, {words}", names, len(wide), found)
-        layers = list(wide[EXCESS][OWN])
+        for less, words in LESS.items():
+            reported = (own - wide[less].to_numpy()).T  # unsteered has one column
+            found = estimate_best(ranked, reported, part, list(wide.index), self.options)
+            names = {"dataset": ALL, "term": CHOSEN}
+            yield TidyEstimate(f"{EXCESS}, {words}", names, len(wide), found)
+        layers = list(wide[OWN])
         best = [(one, ranked[:, part == one].mean(1).argmax()) for one in np.unique(part)]
         said = ", ".join(f"{layers[at]} by part {one + 1}" for one, at in best)
         self.notes.append(f"chosen layers: {said} of the queries.")
@@ -378,38 +317,21 @@ class LearnedVector(Experiment):
     # -- say --------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        index = "layer", "term"
-        legend = (
-            "own, siblings, other queries: after whose responses the turns came that a vector was "
-            "learned from. Less unsteered, less the siblings' vector: paired by query; p: "
-            "Holm-corrected over layers."
-        )
-        shown: dict[str, tuple[str, int | str]] = {
+        columns: dict[str, tuple[str, int | str]] = {
             ACCEPTED: ("accepted", 2),
             SIBLINGS: ("after siblings", 2),
             EXCESS: ("excess", "+.2f"),
         }
-        here = found[found["term"] != CHOSEN]
-        made = tables_of(
+        return tables_of(
             "greedy turns that the judge accepts, by layer of the vector",
-            here,
-            shown | _differences(EXCESS),
-            index=index,
+            found[found["term"] != CHOSEN],
+            columns | {f"{EXCESS}, {less}": (less, "+.2f") for less in LESS.values()},
+            index=("layer", "term"),
             rows="queries",
-            legend=legend,
+            legend="own, siblings, other queries: after whose responses the turns came that a "
+            "vector was learned from. Less unsteered, less the siblings' vector: paired by query; "
+            "p: Holm-corrected over layers.",
         )
-        depend = {DEPENDENT: (DEPENDENT, 2)} | _differences(DEPENDENT)
-        made += tables_of(
-            "greedy turns that are genuine and likelier after their own response than after its "
-            "siblings together",
-            here,
-            depend | {BITS: (BITS, 2)} | _differences(BITS),
-            index=index,
-            rows="queries",
-            legend=f"{legend} Readable bits: what the turn tells about its response, by one reader "
-            "for all; turns are scored unsteered.",
-        )
-        return made
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = only(found, EXCESS)
@@ -419,31 +341,20 @@ class LearnedVector(Experiment):
         return {"layers": Lines(*words, across="layer", levels={UNSTEERED: plain})}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        chosen = found[found["term"] == CHOSEN]
-
-        def said(words: str, quantity: str, less: str) -> str:
-            return self.tested(words, only(chosen, f"{quantity}, {LESS[less]}"))
+        def said(words: str, less: str) -> str:
+            return self.tested(words, only(found, f"{EXCESS}, {LESS[less]}", term=CHOSEN))
 
         learned = f"a vector at {', '.join(self.positions)}, learned and its layer chosen on others"
-        sentence = said(
-            f"excess over siblings of greedy turns under {learned}, less that under its control",
-            EXCESS,
-            SIBLING,
-        )
-        assert self.gate is not None
-        control = (
+        return Conclusion(
+            said(
+                f"excess over siblings of greedy turns under {learned}, less that under its "
+                "control",
+                SIBLING,
+            ),
             "The control is a vector learned from the same turns, each after a sibling of the "
-            "response that it followed. "
-            f"{said('excess, less that of unsteered turns', EXCESS, UNSTEERED)} "
-            f"{said('genuine and dependent turns, less the control', DEPENDENT, SIBLING)} "
-            f"{self.gate.sentence}."
+            f"response that it followed. {said('excess, less that of unsteered turns', UNSTEERED)} "
+            f"{self.gate.sentence}.",
         )
-        return Conclusion(sentence, control)
-
-
-def _differences(quantity: str) -> dict[str, tuple[str, int | str]]:
-    """The columns of what a quantity is compared with."""
-    return {f"{quantity}, {less}": (less, "+.2f") for less in LESS.values()}
 
 
 main = LearnedVector.main

@@ -14,7 +14,7 @@ candidate is scored twice:
   tokens are the same in all contexts.
 
 Maps use one recipient per query and ask for more: windows of the response's layers, put in alone
-and left out alone, or single key-value heads of them; bands of its tokens, by their distance from
+and left out alone; bands of its tokens, by their distance from
 its end; the response computed anew with attention within blocks, which tells words from what is
 composed of several; states of header tokens by layer; and turns that the model writes after
 hybrids. The windows that carry most are chosen on half of the queries and reported on the other.
@@ -42,7 +42,7 @@ import pandas as pd
 
 from experiments.bits import QueryValues, estimate_means, halves_of
 from experiments.experiment import Conclusion, Experiment, Model, flag
-from experiments.figures import Bars, Drawing, HeatMap, Lines
+from experiments.figures import Bars, Drawing, Lines
 from experiments.hybrids import (
     ALL_LAYERS,
     ALL_THREE,
@@ -53,7 +53,6 @@ from experiments.hybrids import (
     DONATED,
     FIRST_SCORES,
     FULL_LAYERS,
-    HEAD,
     HEADER,
     HEADER_FIRST,
     HEADER_LAST,
@@ -63,7 +62,6 @@ from experiments.hybrids import (
     PLAYERS,
     QUERY,
     RANDOM_SITES,
-    RECIPIENT_SCORE,
     RESPONSE,
     RESPONSE_AND_HEADER,
     RESPONSES,
@@ -96,7 +94,6 @@ from ia_mech.likelihood.carried import (
     CEILING,
     QueryBits,
     bits_by_query,
-    shapley_values,
 )
 from ia_mech.results import Table
 from ia_mech.stats import cluster_bootstrap, cluster_mean
@@ -110,16 +107,13 @@ ABOVE_TENTH, CHOSEN = "bits above a tenth of expressed", "bits, chosen on other 
 LESS_GREEDY, LESS_WHOLE = "bits, less greedy's", "bits, less the whole response's"
 LESS_RANDOM = "bits, less those of as many random tokens"
 LESS_QUERY, HITS_LESS_QUERY = "bits, less the query's", "own is likeliest, less the query's"
-# Of the sites of a recurrent model, which may hold the same, or only together.
-SPLIT, LEFT_OUT = "bits, split among sites", "bits lost without"
+LEFT_OUT = "bits lost without"  # a site of a recurrent model, which may hold what another has
 MORE_ACCEPTED = "bits of accepted turns, less those of others"
-AFTER_RECIPIENT = "likelier after the recipient"
 EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
 PART_SITES = (*BAND_SITES, *BLOCK_SITES, *RANDOM_SITES)  # of the response's tokens
 FIRST_BITS, LATER_BITS = "bits of first tokens", "bits of later tokens"
-MAP_SITES = (WINDOW, WITHOUT_WINDOW, HEAD, HEADER_FIRST, HEADER_LAST)  # by layer
+MAP_SITES = (WINDOW, WITHOUT_WINDOW, HEADER_FIRST, HEADER_LAST)  # by layer
 WHOLE_SITES, ALL_WRITTEN = (*SITES, *OF_RECURRENT), (*WRITTEN, *WRITTEN_OF_RECURRENT)
-GREEDY, SAMPLED = "greedy", "sampled"  # the latter: of all temperatures above 0 together
 BitsBySite = dict[float | None, dict[str, QueryBits]]  # by temperature (None: sampled) and site
 
 
@@ -277,8 +271,13 @@ def whole_site_estimates(whole: BitsBySite, options: Options) -> Iterator[TidyEs
             if site not in (OWN, QUERY) and QUERY in sites:
                 for quantity in (LESS_QUERY, HITS_LESS_QUERY):
                     yield from row(quantity, bits, sites[QUERY], term=site, **names)
-        if ALL_THREE in sites:
-            yield from split_estimates(sites, options, **names)
+        for site in PLAYERS if ALL_THREE in sites else ():
+            (rest,) = (
+                one for one in OF_RECURRENT if DONATED[one] == DONATED[ALL_THREE] - DONATED[site]
+            )
+            bits = sites[ALL_THREE].bits - sites[rest].bits
+            lost = replace(sites[ALL_THREE], bits=bits)
+            yield from row(LEFT_OUT, lost, term=site, **names)
         if t != 0 and greedy is not None and OWN in sites:
             yield from row(LESS_GREEDY, sites[OWN], greedy, term=OWN, **names)
 
@@ -296,23 +295,6 @@ def token_estimates(rows: pd.DataFrame, options: Options) -> Iterator[TidyEstima
                 yield from estimated(options, quantity, bits, term=site, temperature=at)
 
 
-def split_estimates(
-    sites: Mapping[str, QueryBits], options: Options, **names: Any
-) -> Iterator[TidyEstimate]:
-    """What each site of a recurrent model adds to all that they carry together: where it is left
-    out, and on average over the orders in which they can be put in, which adds up."""
-    together = {
-        frozenset(one for one in PLAYERS if DONATED[one] <= DONATED[site]): sites[site].bits
-        for site in (*PLAYERS, *OF_RECURRENT)
-    }
-    for site, bits in shapley_values(together, PLAYERS).items():
-        found = replace(sites[ALL_THREE], bits=bits)
-        yield from estimated(options, SPLIT, found, term=site, **names)
-        rest = together[frozenset(PLAYERS) - {site}]
-        found = replace(found, bits=sites[ALL_THREE].bits - rest)
-        yield from estimated(options, LEFT_OUT, found, term=site, **names)
-
-
 def map_estimates(
     rows: pd.DataFrame,
     whole: BitsBySite,
@@ -325,56 +307,41 @@ def map_estimates(
     all_layers = query_bits_of(rows[rows["site"] == base], seed)
     of_queries: dict[str, tuple[QueryBits, dict[str, Any]]] = {}
     mapped = rows[rows["site"].isin([*COMPUTED_ON, *PART_SITES, *MAP_SITES, *ALL_WRITTEN])]
-    for place, cell in mapped.groupby(["site", "layer", "head", "temperature"], sort=False):
+    for (site, layer, t), cell in mapped.groupby(["site", "layer", "temperature"], sort=False):
         found = query_bits_of(cell, seed)
         if found is None:
             continue
-        site, layer, head, t = place
-        names = {"term": site, "temperature": t} | cell_columns(layer, head)
+        names = {"term": site, "temperature": t} | ({"layer": layer} if layer >= 0 else {})
         yield from row(BITS, found, **names)
         yield from row(HITS, found, **names)
         of_queries[site] = found, names
         if site in (WITHOUT_WINDOW, *PART_SITES) and all_layers is not None:
             same = all_layers.only(found.queries)  # some queries have no such band
             yield from row(LESS_WHOLE, found, same, **names)
-        if site in ALL_WRITTEN:
-            own = cell[SCORES].to_numpy()[np.arange(len(cell)), cell["own"]]
-            group = Group(cell["source"].to_numpy(), options, {"dataset": ALL} | names)
-            more = (cell[RECIPIENT_SCORE] > own).astype(float)
-            yield group.mean(AFTER_RECIPIENT, more, proportion=True)
     for control, width in RANDOM_SITES.items():
         if control in of_queries:
             found, names = of_queries[f"response, blocks of {width}"]
             yield from row(LESS_RANDOM, found, of_queries[control][0], **names)
-    for site in (WINDOW, HEAD):
-        yield from strongest_cells(mapped[mapped["site"] == site], whole, options)
+    yield from chosen_windows(mapped[mapped["site"] == WINDOW], whole, options)
 
 
-def cell_columns(layer: int, head: int) -> dict[str, int]:
-    """The columns that name a cell of a map; a whole site has none."""
-    return {name: at for name, at in (("layer", layer), ("head", head)) if at >= 0}
-
-
-def strongest_cells(
-    cells: pd.DataFrame,
-    whole: BitsBySite,
-    options: Options,
+def chosen_windows(
+    windows: pd.DataFrame, whole: BitsBySite, options: Options
 ) -> Iterator[TidyEstimate]:
-    """The two cells that carry most in one half of the queries, as the other half has them."""
+    """The two windows that carry most in one half of the queries, as the other half has them."""
     seed = options["seed"]
-    half = cells["source"].map(halves_of(list(cells["source"]), seed))
+    half = windows["source"].map(halves_of(list(windows["source"]), seed))
     ranked = {}
-    for place, cell in cells[half == 0].groupby(["layer", "head"]):
+    for layer, cell in windows[half == 0].groupby("layer"):
         found = query_bits_of(cell, seed)
         if found is not None:
-            ranked[place] = found.bits.mean()
-    for layer, head in sorted(sorted(ranked, key=lambda place: -ranked[place])[:2]):
-        here = (cells["layer"] == layer) & (cells["head"] == head)
-        cell = cells[(half == 1) & here]
+            ranked[layer] = found.bits.mean()
+    for layer in sorted(sorted(ranked, key=lambda one: -ranked[one])[:2]):
+        cell = windows[(half == 1) & (windows["layer"] == layer)]
         found = query_bits_of(cell, seed)
         if found is not None:
             t = cell["temperature"].iloc[0]
-            names = {"term": cell["site"].iloc[0], "temperature": t} | cell_columns(layer, head)
+            names = {"term": WINDOW, "temperature": t, "layer": layer}
             yield from estimated(options, CHOSEN, found, **names)
             yield from share_of(options, found, whole[t][OWN], **names)
 
@@ -427,11 +394,7 @@ class Locate(Experiment):
     name = "locate"
     siblings = True
     queries_used = 60
-    columns: ClassVar[Mapping[str, str]] = {
-        **Experiment.columns,
-        "layer": "Int64",
-        "head": "Int64",
-    }
+    columns: ClassVar[Mapping[str, str]] = {**Experiment.columns, "layer": "Int64"}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
@@ -552,13 +515,10 @@ class Locate(Experiment):
         made += tables_of(
             f"bits that the {RESPONSE}, the {HEADER} and the {STATE} carry together, by site",
             found[found["term"].isin(PLAYERS)],
-            {SPLIT: ("its part (these add up)", 2), LEFT_OUT: ("lost without it", 2)},
+            {LEFT_OUT: ("lost without it", 2)},
             index=("temperature", "term"),
             rows="queries",
-            legend=(
-                "its part: what it adds, on average over the orders in which the three can be put "
-                "in (Shapley). The state holds all tokens before it, the header among them."
-            ),
+            legend="The state holds all tokens before it, the header among them.",
         )
         made += tables_of(
             "differences, paired by query",
@@ -582,7 +542,7 @@ class Locate(Experiment):
         made += tables_of(
             "turns that the model writes after hybrids: do they tell the candidate?",
             found[found["term"].isin(ALL_WRITTEN)],
-            columns | {AFTER_RECIPIENT: (AFTER_RECIPIENT, 2)},
+            columns,
             index=("temperature", "term"),
             rows="queries",
             legend="What is named is the candidate's, everything else the recipient's.",
@@ -606,7 +566,7 @@ class Locate(Experiment):
                 f"carried by {site}",
                 mine,
                 columns,
-                index=("term", "layer", "head"),
+                index=("term", "layer"),
                 rows="queries",
                 full=True,
             )
@@ -669,28 +629,15 @@ def drawings(found: pd.DataFrame, model: str) -> dict[str, Drawing]:
     """What is expressed and carried, by site and by layer, from the estimates."""
     bits = found[found["quantity"] == BITS]
     whole = bits[bits["term"].isin([OWN, *WHOLE_SITES]) & bits["layer"].isna()]
-    names = [GREEDY if t == 0 else SAMPLED if np.isnan(t) else f"T = {t:g}"
-             for t in whole["temperature"]]  # fmt: skip
-    made: dict[str, Drawing] = {
-        "sites": Bars(
-            f"{model} · expressed and carried", "bits", whole.assign(turns=names), by="turns"
-        )
-    }
-    cells = bits[bits["term"].isin(MAP_SITES)]
-    if len(mapped := cells[cells["head"].isna()]):
+    made: dict[str, Drawing] = {"sites": Bars(f"{model} · expressed and carried", "bits", whole)}
+    if len(mapped := bits[bits["term"].isin(MAP_SITES)]):
         own = whole[(whole["term"] == OWN) & whole["temperature"].eq(mapped["temperature"].iloc[0])]
         levels = {"expressed": float(own["value"].iloc[0]), "": 0.0}
         across = "layer (of a window: its first)"
         title = f"{model} · carried by layer"
         made["layers"] = Lines(title, across, "bits", mapped, across="layer", levels=levels)
-    if len(heads := cells[cells["head"].notna()]):
-        title = f"{model} · carried by key-value heads of the response"
-        across = "first layer of a window"
-        made["heads"] = HeatMap(title, across, "head", "bits", heads, across="layer", down="head")
     if len(written := bits[bits["term"].isin(ALL_WRITTEN)]):
-        turns = [GREEDY if t == 0 else f"T = {t:g}" for t in written["temperature"]]
-        title = f"{model} · turns written after hybrids"
-        made["written"] = Bars(title, "bits", written.assign(turns=turns), by="turns")
+        made["written"] = Bars(f"{model} · turns written after hybrids", "bits", written)
     return made
 
 

@@ -6,12 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ia_mech.errors import UserError
 from ia_mech.run.integrity import replace_file
 
 
@@ -34,18 +32,6 @@ def keep(folder: Path, key: Any, table: pd.DataFrame) -> None:
     replace_file(_file(folder, key), partial(table.to_parquet, write_page_checksum=True))
 
 
-def is_kept(folder: Path, key: Any) -> bool:
-    """Whether there is a file of this table."""
-    return _file(folder, key).is_file()
-
-
 def _file(folder: Path, key: Any) -> Path:
-    text = json.dumps(key, default=_plain)
+    text = json.dumps(key, default=lambda value: value.tolist())
     return folder / f"{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.parquet"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    kind = type(value).__name__
-    raise UserError(f"a unit holds a {kind}", "hold numbers, texts and lists, which JSON can keep")

@@ -43,8 +43,6 @@ from ia_mech.data.conversations import (
 )
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
-    ALL,
-    Group,
     TidyEstimate,
     all_datasets,
     by_dataset,
@@ -52,7 +50,7 @@ from ia_mech.estimates import (
 )
 from ia_mech.judge.judging import ON_UNPERTURBED
 from ia_mech.rates.compute import differences, rates
-from ia_mech.results import Table, label_of
+from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.queries import unfinished_text
 from ia_mech.run.sources import sources_of
@@ -127,8 +125,6 @@ def apply_condition(
 
 
 class Perturbations(Experiment):
-    """See the module."""
-
     name = "perturbations"
     judged = True
     queries_used = 48
@@ -274,15 +270,10 @@ class Perturbations(Experiment):
             paired = {"within": "source", "seed": self.args.seed}
             found += differences(rows[here], by, before, **paired, **names)
         scored = self.follow_up_bits().rename(columns={"bits": BITS})
-
-        def against(condition: str) -> dict[str, tuple[str]]:
-            return {} if condition == UNPERTURBED else {LESS: (UNPERTURBED,)}
-
+        what = ["condition"], {BITS: (-np.inf, 0.0)}, {LESS: before}, self.options
         for dataset, here in by_dataset(scored):
-            group = Group(np.array([]), self.options, {"dataset": dataset})
-            bounds = {BITS: (-np.inf, 0.0)}
-            found += arm_estimates(scored[here], ["condition"], bounds, against, group)
-        return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"] == ALL))
+            found += arm_estimates(scored[here], *what, dataset)
+        return holm_corrected(found)
 
     # -- shown ------------------------------------------------------------------------------------
 
@@ -311,16 +302,14 @@ class Perturbations(Experiment):
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         from ia_mech.rates.figures import gate_title  # loads matplotlib
 
-        assert self.gate is not None
         model, pooled = self.runs[0].model["name"], all_datasets(found)
         rows = only(pooled, DIFFERENCE)
         made: dict[str, Drawing] = {
             "rates": Bars(
                 gate_title(model, self.gate),
                 "held follow-up rate, less that after the unchanged conversation",
-                rows.assign(at=[label_of(t, "temperature") for t in rows["temperature"]]),
+                rows,
                 names="condition",
-                by="at",
             )
         }
         rows = only(found, BITS_DIFFERENCE)
@@ -337,7 +326,6 @@ class Perturbations(Experiment):
         return {"turns": rows.drop(columns="source").astype({"condition": object})}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        assert self.gate is not None
         held, bits = only(found, DIFFERENCE), only(found, BITS_DIFFERENCE)
         said: list[str] = []
         for condition, words in {

@@ -51,8 +51,6 @@ from ia_mech.cli import (
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
-    ALL,
-    Group,
     TidyEstimate,
     all_datasets,
     by_dataset,
@@ -226,8 +224,6 @@ class ReadTurns(SiblingTurns):
 
 
 class Compare(Experiment):
-    """See the module."""
-
     name = "post_training"
     siblings = judged = several_models = True
     queries_used = 20
@@ -285,7 +281,6 @@ class Compare(Experiment):
 
     @cached_property
     def tuned_model(self) -> Model:
-        """The model after training."""
         return model_of(subject_of(self.runs[1]), self.runs[1])
 
     def model_for(self, unit: Any) -> Model:
@@ -314,15 +309,13 @@ class Compare(Experiment):
             (pd.concat(texts, ignore_index=True), dict.fromkeys((STOCK, ENDED), (0.0, 1.0))),
         ]
 
-        def against(term: str, temperature: float) -> dict[str, tuple[str, float]]:
-            return {CHANGE: (BEFORE, temperature)} if term == AFTER else {}
-
+        less = {CHANGE: {"term": BEFORE}}
         found: list[TidyEstimate] = []
         for frame, bounds in compared:
             for dataset, here in by_dataset(frame):
-                group = Group(np.array([]), self.options, {"dataset": dataset})
-                found += arm_estimates(frame[here], ["term", "temperature"], bounds, against, group)
-        return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"] == ALL))
+                arms = frame[here], ["term", "temperature"], bounds, less
+                found += arm_estimates(*arms, self.options, dataset)
+        return holm_corrected(found)
 
     def judged_rates(self) -> pd.DataFrame:
         """Rates by temperature and query of both runs, and their excess over siblings."""
@@ -411,7 +404,6 @@ def stock_phrases(turns: Sequence[str], sources: Sequence[str]) -> list[float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["compare"]:
         return Compare.main(words[1:])

@@ -50,7 +50,7 @@ from experiments.paraphrase import (
 from experiments.tables import only, sentence_of, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, TidyEstimate, all_datasets, holm_corrected
+from ia_mech.estimates import TidyEstimate, all_datasets, holm_corrected
 from ia_mech.likelihood.copying import GROUPS, copy_features
 from ia_mech.likelihood.reaction import (
     bits_by_token,
@@ -129,8 +129,6 @@ def share_of_pairs_that_differ(texts: pd.Series) -> float:
 
 
 class Reaction(Experiment):
-    """See the module."""
-
     name = "reaction"
     siblings = True
     beside = "reaction"
@@ -268,7 +266,7 @@ class Reaction(Experiment):
         self.turns["readable_bits"] = readable_bits(reader, *own, seed=seed).bits
         values = chain(self.values_of_turns(arms), self.values_of_wordings())
         estimates = estimate_means(values, self.options)
-        return holm_corrected(estimates, lambda row: (row.quantity, row.names["dataset"] == ALL))
+        return holm_corrected(estimates)
 
     def values_of_turns(self, arms: Mapping[str, pd.DataFrame]) -> Iterator[QueryValues]:
         """All values of the arms' turns (:func:`with_bits`), a temperature at a time."""

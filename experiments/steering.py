@@ -444,7 +444,6 @@ class Steering(Experiment):
             f"{self.outcome} turns likelier than random directions of the same KL do. "
             f"{change[:-1]}, {p_value(beyond['p'])}."
         )
-        assert self.gate is not None
         control = (
             f"{round(rank['value'] * rank['rows'])} of {rank['rows']} random directions reach it, "
             f"{p_value(rank['p'])} (the least there can be: {1 / (rank['rows'] + 1):.3f}). KL at "

@@ -50,7 +50,7 @@ from experiments.locate import (
     drawings,
     strongest_windows,
 )
-from experiments.tables import estimates_of, print_plan
+from experiments.tables import estimates_of, headline, print_plan
 from ia_mech.cli import (
     Parser,
     add_workers,
@@ -106,12 +106,10 @@ class Stage:
     optional: bool = False
 
     def run(self) -> int:
-        """The exit status."""
         return importlib.import_module(self.module).main(self.words)
 
 
 def stages(args: argparse.Namespace) -> list[Stage]:
-    """The commands of a study, in order."""
     run = str(args.out / "run")
     contexts = args.queries * RESPONSES
     arms = len(TEMPERATURES) * args.samples + 1
@@ -283,7 +281,7 @@ def result(out: Path) -> Result:
     return Result(
         name=NAME,
         question="What do user turns owe to the response: expressed, carried, elicited?",
-        sentence=sentence,
+        sentence=headline(sentence, found),
         control=" ".join(control),
         estimates=found,
         tables=[*located.tables[:1], *elicited.tables[:1]],
@@ -330,7 +328,6 @@ def latent_sentence(found: pd.DataFrame, header: str) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = Parser(
         prog="ia-mech study",
         usage="%(prog)s MODEL [options]",
@@ -371,7 +368,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
     tolerant_streams()
     args = with_defaults(build_parser().parse_args(argv))
     kept = "what was computed is kept; the same command goes on from there"

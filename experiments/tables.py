@@ -12,6 +12,7 @@ from ia_mech.display import console
 from ia_mech.estimates import ALL, TidyEstimate, all_datasets, frame_of, smallest_effect
 from ia_mech.results import Table, cell_of, table_of
 
+LEAST = 6  # queries that can show anything
 SHOWN_IF = "Shown if: the difference that would have been shown with 80% power, before correction."
 
 
@@ -21,6 +22,17 @@ def only(found: pd.DataFrame, quantity: str, **names: Any) -> pd.DataFrame:
     for name, value in names.items():
         mine &= found[name] == value
     return found[mine]
+
+
+def headline(sentence: str, found: pd.DataFrame) -> str:
+    """A sentence about estimates; first of all, if so, that they rest on too few queries.
+
+    Fewer than :data:`LEAST` can't reach p = 0.05: flipping the signs of n sources gives no p below
+    2^(1 − n).
+    """
+    most = int(found["sources"].max()) if len(found) else 0
+    few = f"Too few queries ({most}) to show anything. " if most < LEAST else ""
+    return few + sentence
 
 
 def print_plan(lines: Mapping[str, str]) -> None:

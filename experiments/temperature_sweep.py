@@ -47,7 +47,7 @@ from ia_mech.estimates import (
 )
 from ia_mech.rates.compute import differences, floors, rates
 from ia_mech.rates.gate import CONVERSATION
-from ia_mech.results import Table, label_of, table_of
+from ia_mech.results import Table, table_of
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -227,7 +227,7 @@ class TemperatureSweep(Experiment):
                 found += depth_estimates(group, at, temperature=float(t))
                 found += depth_differences(group, at, temperature=float(t))
 
-        return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"] == ALL))
+        return holm_corrected(found)
 
     # -- shown ------------------------------------------------------------------------------------
 
@@ -306,7 +306,6 @@ class TemperatureSweep(Experiment):
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         from ia_mech.rates.figures import gate_title  # loads matplotlib
 
-        assert self.gate is not None
         title, pooled = gate_title(self.runs[0].model["name"], self.gate), all_datasets(found)
         floor = only(pooled, "floor").assign(dataset="the judge's floor")
         shares = pd.concat([only(found, RATE), floor])
@@ -323,9 +322,8 @@ class TemperatureSweep(Experiment):
             made["openings"] = Lines(title, "temperature", "probability", mass)
         deep = only(pooled, DEEPER)
         if len(deep):
-            at = [label_of(t, "temperature") for t in deep["temperature"]]
             words = "genuine turns' gap to greedy, less other turns', nats"
-            made["hidden"] = Bars(title, words, deep.assign(at=at), names="at", by="term")
+            made["hidden"] = Bars(title, words, deep, names="temperature", by="term")
         lens = only(pooled, LENS)
         if len(lens):
             up = "log p at header_last, nats"
@@ -336,7 +334,6 @@ class TemperatureSweep(Experiment):
         return {"turns": rows.drop(columns=["source", "context"])}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        assert self.gate is not None
         said = [
             sentence_of(f"{RATE} by temperature", only(found, RATE)),
             self.tested("less greedy's", only(found, RATE_DIFFERENCE)),

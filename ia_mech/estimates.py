@@ -156,8 +156,13 @@ def by_dataset(frame: pd.DataFrame) -> Iterator[tuple[str, np.ndarray]]:
         yield ALL, np.ones(len(frame), dtype=bool)
 
 
+def by_quantity(row: TidyEstimate) -> Hashable:
+    """The usual family of a test: its quantity, all datasets together apart from single ones."""
+    return row.quantity, row.names["dataset"] == ALL
+
+
 def holm_corrected(
-    rows: Iterable[TidyEstimate], family: Callable[[TidyEstimate], Hashable]
+    rows: Iterable[TidyEstimate], family: Callable[[TidyEstimate], Hashable] = by_quantity
 ) -> list[TidyEstimate]:
     """The rows with ``p_holm``, Holm-corrected over all tests of the same family."""
     rows = list(rows)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _HEADS = {"temperature": "T"}  # columns that are called otherwise in a table
 RESULT, ESTIMATES = "result.json", "estimates.parquet"
+LOCK = ".lock"  # of the one command that writes to a folder of results
 # fields that result.json holds as they are
 _VERBATIM = ("question", "sentence", "control", "notes", "about")
 
@@ -298,13 +299,20 @@ def folders_of(run: Path, identity: str = "", places: Collection[Path] = ()) -> 
     return folders
 
 
-def refuse_place(folder: Path) -> None:
-    """Refuse a folder that a result can't go to, though the user names it with ``--out``.
+def refuse_place(folder: Path, kind: str | None = None, inside: Path | None = None) -> None:
+    """Refuse a folder that a result can't go to.
+
+    Args:
+        folder: that the user names with ``--out``, or the usual one.
+        kind: of the result; None if it may replace any.
+        inside: the folder in a run that is meant for it, if there is one.
 
     Raises:
-        UserError: it is a run or lies in one, can't be written to, or holds files but no result.
+        UserError: it is a run or lies in one, can't be written to, or holds files but no result, or
+            one of another kind.
     """
-    for place in (folder.resolve(), *folder.resolve().parents):
+    named = inside is None or folder.resolve() != inside.resolve()
+    for place in (folder.resolve(), *folder.resolve().parents) if named else ():
         if (place / RUN).is_file():
             where = "is a run" if place == folder.resolve() else f"lies inside the run {place}"
             raise UserError(
@@ -313,7 +321,11 @@ def refuse_place(folder: Path) -> None:
                 "the run",
             )
     refuse_unwritable(folder)
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / RESULT).exists():
+    owner = kind_of(folder)
+    if kind is not None and owner not in (None, kind):
+        raise UserError(f"{folder} holds results of {owner}", "name another folder with --out")
+    files = (path for path in folder.glob("*") if path.is_file() and path.name != LOCK)
+    if owner is None and any(files):
         raise UserError(f"{folder} holds files but no result", "name another folder with --out")
 
 

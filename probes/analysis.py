@@ -118,8 +118,6 @@ def less_sources(features: np.ndarray, sources: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class AnalysisSettings:
-    """How to analyse."""
-
     folds: int = 5  # of the outer loop; the inner one has one less
     permutations: int = 1000  # without any there is nothing to conclude
     level: float = 0.95  # coverage of intervals
@@ -186,8 +184,6 @@ class Headline:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What came out."""
-
     settings: AnalysisSettings
     outcome: Outcome
     folds: np.ndarray  # [contexts] outer fold
@@ -263,7 +259,6 @@ def analyse(
 
 
 def processors() -> int:
-    """How many this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

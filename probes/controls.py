@@ -45,8 +45,6 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Controls:
-    """What the headline is compared with."""
-
     text: list[Baseline] = field(default_factory=list)  # what the contexts themselves tell
     output: list[Baseline] = field(default_factory=list)  # the model's own output distribution
     missing: list[str] = field(default_factory=list)  # why one is missing, a sentence each

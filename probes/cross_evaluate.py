@@ -237,7 +237,7 @@ def result_of(
         tables=[_table(entries, settings)],
         notes=[
             f"target {data.target.name}: {data.target.describe()}",
-            *_explained(entries, data, settings),
+            *_explained(data, settings),
             *data.notes,
             *notes,
         ],
@@ -285,9 +285,8 @@ def _table(entries: list[Entry], settings: AnalysisSettings) -> Table:
     )
 
 
-def _explained(entries: list[Entry], data: ProbeSet, settings: AnalysisSettings) -> list[str]:
-    """What an entry means, and what else a reader has to know."""
-    lines = [
+def _explained(data: ProbeSet, settings: AnalysisSettings) -> list[str]:
+    return [
         "An entry: how often the context of a random positive turn scores higher than that of a "
         f"random negative one of the same {data.within}, by the row's probe, among the column's "
         "contexts (0.5: chance). The interval is over the sources tested, given the trained "
@@ -295,22 +294,3 @@ def _explained(entries: list[Entry], data: ProbeSet, settings: AnalysisSettings)
         f"Where training and test share sources, {settings.folds} probes were cross-fitted by "
         "folds of whole sources, and the tested labels are permuted with those trained on.",
     ]
-    models = len({run.model["weights_hash"] for run in data.runs})
-    if models > 1:
-        lines.append(
-            f"the runs are of {models} models: a direction in one need not mean the same in "
-            "another."
-        )
-    if len(entries) >= STAR * (settings.permutations + 1):
-        enough = 100 * (int(len(entries) / STAR) // 100 + 1)
-        lines.append(
-            f"{settings.permutations} permutations can't give a * among {len(entries)} entries; "
-            f"give --permutations {enough}."
-        )
-    mixed = (data.contexts.groupby("run")["dataset"].nunique() > 1).any()
-    if mixed and data.within == _unit(data) == "run":
-        lines.append(
-            "Some runs hold several datasets, whose contexts are compared with each other too: a "
-            "probe that only tells datasets apart can score. --within dataset compares within them."
-        )
-    return lines

@@ -19,7 +19,6 @@ from ia_mech.rates.load import NO_ANNOTATOR, open_runs, read_runs
 from ia_mech.run import Run
 from ia_mech.run.sources import sources_of
 from ia_mech.stats import Estimate, variance_components
-from probes.fit.folds import exchangeable_sources
 from probes.targets import (
     GROUNDED,
     KEYS,
@@ -60,8 +59,8 @@ class ProbeSet:
     # ``source``. Each gets an intercept, and labels are permuted within it.
     within: str = RUN
     has_ends: bool = False  # every run kept the states at :data:`ENDS`, and every context has both
-    # Of the rates of responses to one query, over as many turns as a context has
-    # (:mod:`ia_mech.stats.components`); None where no query has several.
+    # Where siblings are compared: of the rates of responses to one query, over as many turns as a
+    # context has (:mod:`ia_mech.stats.components`); None where no query has several.
     reliability: Estimate | None = None
 
     def __len__(self) -> int:
@@ -172,7 +171,7 @@ def read(
         width=runs[0].model["d_model"],
         within=within,
         gate=gate,
-        reliability=_reliability(counted),
+        reliability=_reliability(counted) if within == SOURCE else None,
         has_ends=all(name in has and has[name].all() for name in ENDS),
     )
 
@@ -217,8 +216,7 @@ def check_enough(outcome: Outcome, target: Target) -> None:
     """Refuse outcomes that no probe can be trained and tested on.
 
     Raises:
-        UserError: too few sources with a positive turn or without one, too few where rates differ,
-            or too few that can be permuted.
+        UserError: too few sources with a positive turn or without one, also where rates differ.
     """
     sources = outcome.source_count
     needs = f"a probe needs {MIN_SOURCES} with one and {MIN_SOURCES} without"
@@ -244,14 +242,6 @@ def check_enough(outcome: Outcome, target: Target) -> None:
             f"contexts are compared within a run or dataset, and where their rates differ {there}; "
             f"{needs}",
             "give another --target or --within, or sample more turns of each (--samples)",
-        )
-    exchangeable = exchangeable_sources(outcome)
-    if exchangeable < MIN_SOURCES:
-        raise UserError(
-            f"only {exchangeable} of {sources} sources can change places with another one, as the "
-            "others have other numbers of contexts per run or perturbation: there is too little to "
-            "permute",
-            "give runs whose sources have equally many contexts",
         )
 
 

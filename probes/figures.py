@@ -3,10 +3,10 @@
 Figures are made without pyplot, so that nothing outside them changes.
 """
 
-from textwrap import fill
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,17 +15,16 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from ia_mech.cli import one_line
-from ia_mech.display import COLOURS, with_style
+from ia_mech.display import COLOURS, draw_line, new_axes, with_style
 from probes.analysis import Analysis
 from probes.fit.folds import LEVEL
 
 REACH = 0.3  # of the colour map on either side of 0.5, in every figure: they can be compared
-LETTERS = 16  # of 8 points in an inch, about
 
 BLUE, VERMILION, *_ = COLOURS
 _CONTROLS: dict[str, dict[str, Any]] = {
     "output": {"color": VERMILION},
-    "text": {"color": "0.35", "linestyle": "--"},
+    "text": {"color": "0.35", "ls": "--"},
 }
 
 
@@ -42,8 +41,11 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
     values = np.array([[cell.value for cell in row] for row in analysis.auroc])
     layers, positions = values.shape
     height = 2.3 + min(0.19 * layers, 9)
-    figure = Figure(figsize=(max(5.4, 2.6 + 0.85 * positions), height), layout="constrained")
-    axes = figure.add_subplot()
+    size, head = (
+        (max(5.4, 2.6 + 0.85 * positions), height),
+        f"{one_line(title)}\n{_facts(analysis)}",
+    )
+    figure, axes = new_axes(head, "position", "layer (0 = embeddings)", size)
     shown = np.where(analysis.tested.p_family <= LEVEL, values, np.nan)
     image = axes.imshow(
         shown, origin="lower", aspect="auto", cmap="RdBu_r", vmin=0.5 - REACH, vmax=0.5 + REACH
@@ -58,10 +60,7 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
     ticks = range(0, layers, -(-layers // 20))
     axes.set_yticks(ticks, [str(analysis.layers[at]) for at in ticks])
     axes.tick_params(length=2)
-    axes.set_xlabel("position")
-    axes.set_ylabel("layer (0 = embeddings)")
     _mark_cells(figure, axes, analysis, shown)
-    _head(figure, axes, analysis, title)
     figure.set_label(
         "Each cell is a probe at one layer and position: the redder, the better it tells contexts "
         "apart that it was not trained on; white is guessing, grey isn't shown to be better."
@@ -70,7 +69,6 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
 
 
 def _mark_cells(figure: Figure, axes: Axes, analysis: Analysis, shown: np.ndarray) -> None:
-    """Dots and the frame, and what they mean."""
     for i, j in np.argwhere(analysis.among_best):
         ink = "white" if abs(shown[i, j] - 0.5) > 0.62 * REACH else "black"
         axes.plot(j, i, "o", color=ink, markersize=3)
@@ -90,16 +88,12 @@ def _mark_cells(figure: Figure, axes: Axes, analysis: Analysis, shown: np.ndarra
     figure.legend(marks.values(), marks.keys(), loc="outside lower center", **look)
 
 
-def _head(figure: Figure, axes: Axes, analysis: Analysis, title: str) -> None:
-    """The title, and below it what the numbers are from."""
-    letters = int((figure.get_figwidth() - 0.9) * LETTERS)
-    title = fill(one_line(title), int(0.65 * letters))  # in larger letters
-    figure.suptitle(title, fontsize=11, fontweight="bold")
-    facts = (
+def _facts(analysis: Analysis) -> str:
+    """What the numbers are from."""
+    return (
         f"{len(analysis.outcome)} contexts of {analysis.outcome.source_count} sources · "
         f"{analysis.tested.permutations} permutations"
     )
-    axes.set_title(fill(facts, letters), fontsize=8, color="0.3")
 
 
 # -- layer curve ----------------------------------------------------------------------------------
@@ -113,44 +107,35 @@ def layer_curve(analysis: Analysis, title: str) -> Figure:
     The null's bands are of the closed-form probes of the permutation tests, the curve is of
     logistic regression.
     """
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
     headline, tested = analysis.headline, analysis.tested
-    at, layers = analysis.positions.index(headline.position), analysis.layers
-    curve = [row[at] for row in analysis.auroc]
-    low, high = [cell.low for cell in curve], [cell.high for cell in curve]
-    axes.fill_between(layers, low, high, color=BLUE, alpha=0.2, linewidth=0, zorder=2)
+    at, layers = analysis.positions.index(headline.position), pd.Series(analysis.layers)
+    up = f"AUROC at {one_line(headline.position, 24)}"
+    head = f"{one_line(title)}\n{_facts(analysis)}"
+    figure, axes = new_axes(head, "layer (0 = embeddings)", up, (8, 5))
+    null: dict[str, Any] = {"color": "0.85", "lw": 0, "label": "null's 95% quantile (closed form)"}
+    axes.fill_between(layers, 0.5, tested.null_quantile[:, at], **null)
+    cells = [row[at] for row in analysis.auroc]
+    curve = pd.DataFrame([(one.value, one.low, one.high) for one in cells])
+    curve.columns = pd.Index(["value", "low", "high"])
+    level = f"{100 * analysis.settings.level:g}%"
+    draw_line(axes, layers, curve, BLUE, f"each layer by itself, {level} interval")
     # The headline is the selection procedure's score, which is of no single layer.
-    label = f"headline (layer and position chosen in each fold): {headline.auroc.text()}"
-    line: dict[str, Any] = {"color": "black", "linewidth": 1.3, "zorder": 1.9}
-    handles: list[Artist] = [axes.axhline(headline.auroc.value, label=label, **line)]
-    label = f"each layer by itself, {100 * analysis.settings.level:g}% interval"
-    line = {"color": BLUE, "markersize": 3, "linewidth": 1.5}
-    handles += axes.plot(layers, [cell.value for cell in curve], "o-", label=label, **line)
-    band: dict[str, Any] = {"color": "0.85", "linewidth": 0, "zorder": 0}
-    band["label"] = "null's 95% quantile (closed form)"
-    handles.append(axes.fill_between(layers, 0.5, tested.null_quantile[:, at], **band))
-    # Visible where a control, which is drawn thicker, has the same value.
-    line = {"color": "0.3", "linewidth": 0.8, "zorder": 1.8}
-    line["label"] = "null's largest, 95% (family-wise)"
-    handles.append(axes.axhline(tested.family_quantile, **line))
+    chosen = f"headline (layer and position chosen in each fold): {headline.auroc.text()}"
+    across: dict[str, tuple[float, dict[str, Any]]] = {
+        chosen: (headline.auroc.value, {"color": "black"}),
+        "null's largest, 95% (family-wise)": (tested.family_quantile, {"color": "0.3", "lw": 0.8}),
+    }
     for one in analysis.controls:
         if one.control.name in _CONTROLS:  # the others are in the estimates
-            line = {"linewidth": 1.3, "zorder": 1.5, **_CONTROLS[one.control.name]}
-            label = f"{one.control.name}: {one.auroc.text()}"
-            handles.append(axes.axhline(one.auroc.value, label=label, **line))
-    axes.axhline(0.5, color="black", linewidth=0.7, zorder=1)
-    axes.set_ylabel(f"AUROC at {one_line(headline.position, 24)}")
-    axes.set_xlabel("layer (0 = embeddings)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.02)
+            look = _CONTROLS[one.control.name]
+            across[f"{one.control.name}: {one.auroc.text()}"] = one.auroc.value, look
+    for label, (value, look) in across.items():
+        axes.axhline(value, label=label, **({"lw": 1.3} | look))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10], integer=True))
-    _head(figure, axes, analysis, title)
-    look: dict[str, Any] = {"fontsize": 7.5, "handlelength": 2.6, "columnspacing": 1.5}
     figure.set_label(
         "Black is the result: it is held against the dashed and dotted controls, and against the "
         "grey band, which holds 95% of what permuted labels give. A layer's own dot, blue, was "
         "chosen by nothing."
     )
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, **look)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
     return figure

@@ -19,11 +19,9 @@ import pandas as pd
 from scipy.special import expit
 from scipy.stats import norm
 
-from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of, p_value
-from ia_mech.results import Result, Table, about_runs, folder_of, kind_of
+from ia_mech.results import Result, Table, about_runs, folder_of, refuse_place
 from ia_mech.run.labels import check_name
-from ia_mech.run.layout import refuse_unwritable
 from ia_mech.run.sources import SEPARATOR
 from ia_mech.stats import Estimate
 from probes import figures
@@ -319,9 +317,7 @@ def result_folder(about: dict[str, Any], home: Path, name: str | None = None) ->
         target = about["settings"]["target"].replace("@", "-at-")
         name = f"{about['kind']}-{target}-{about['judge']}"
     folder = folder_of(home, check_name(name))
-    refuse_unwritable(folder, "give a copy of the run")
-    if (owner := kind_of(folder)) not in (None, about["kind"]):
-        raise UserError(f"{folder} holds results of {owner}", "give another --out")
+    refuse_place(folder, about["kind"], folder)
     return folder
 
 

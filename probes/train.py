@@ -45,7 +45,6 @@ Judge a run first: ia-mech judge run cache/RUN
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = parser_of("probes", DESCRIPTION, EPILOG)
     parser.add_argument(
         "--random-blocks",
@@ -138,7 +137,6 @@ def read_and_settings(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
     return run_command(lambda: _train(args), lambda: "nothing was written", args.threads)

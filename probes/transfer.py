@@ -25,7 +25,6 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
     tolerant_streams()
     args = parser_of("transfer", DESCRIPTION, EPILOG).parse_args(argv)
     return run_command(lambda: _transfer(args), lambda: "nothing was written", args.threads)

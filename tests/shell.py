@@ -1,9 +1,12 @@
 """Command lines run in this process, and what they may leave behind."""
 
 import hashlib
+import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from ia_mech.run import Run
@@ -40,6 +43,15 @@ def files(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.suffix != ".lock" and path.name != ".lock"
     }
+
+
+def worked(name: str) -> ModuleType:
+    """An experiment of docs/, as its reader would run it."""
+    file = Path(__file__).parent.parent / "docs" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def refusal(outcome: Outcome) -> str:

@@ -31,14 +31,6 @@ def test_arms_that_are_alike_have_no_gap_though_the_best_is_chosen():
     assert abs(np.mean(each)) < 3 * np.std(each) / np.sqrt(len(each))
 
 
-def test_an_arm_that_is_better_is_found():
-    rng = np.random.default_rng(2)
-    excess = rng.normal(size=(4, 200))
-    excess[2] += 1.0
-    (found,) = gaps(excess, 0, np.arange(200) % 2, np.ones((1, 200)))
-    assert found == pytest.approx((excess[2] - excess[0]).mean())
-
-
 def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings():
     rows = pd.DataFrame(
         [

@@ -1,13 +1,9 @@
 """What every experiment's command does alike: help, checks of runs, the output folder, files."""
 
 import errno
-import importlib
-import importlib.util
 import os
 import re
 import shutil
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,12 +13,11 @@ import scored
 import torch
 from filelock import FileLock
 from runs import rewritten, unfinished, with_settings
-from shell import call, files, refusal
+from shell import call, files, refusal, worked
 
 import ia_mech.engine.score as score_module
 from experiments.experiment import Conclusion, Experiment, output_folder
 from experiments.figures import Bars
-from experiments.parts import keep, kept
 from ia_mech.estimates import TidyEstimate
 from ia_mech.rates.gate import Gate
 from ia_mech.results import Table, read
@@ -115,7 +110,8 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     folder = run.path / "results" / "count"
     assert (outcome.status, outcome.err) == (0, f"wrote {folder}\n")
     said = [
-        "There are some.\nControl: The floor of judge me is unknown",
+        "Too few queries (3) to show anything. There are some.",
+        "Control: The floor of judge me is unknown",
         "a table",
         "a [note]⏎in a line",
     ]
@@ -172,7 +168,7 @@ def test_folders_that_hold_something_else_are_refused(merged, copied, count, ref
     (tmp_path / "file").write_text("mine")
     assert "is a file; give another --out" in refused(merged.path, "--out", tmp_path / "file")
     assert "file is not a run (it is a file)" in refused(tmp_path / "file")
-    assert "holds other files" in refused(merged.path, "--out", tmp_path)
+    assert "holds files but no result" in refused(merged.path, "--out", tmp_path)
     assert (tmp_path / "file").read_text() == "mine"
     run = copied()
     for inside in ("contexts", "results", "results/other"):
@@ -183,10 +179,6 @@ def test_folders_that_hold_something_else_are_refused(merged, copied, count, ref
     assert count(merged.path, "--out", out).status == 0
     with pytest.raises(Exception, match="holds results of count; name another folder with --out"):
         output_folder(Other, out, merged.path)
-    for damage in ("mine", "{}", "[]"):
-        (out / "result.json").write_text(damage)
-        assert "is damaged" in refused(merged.path, "--out", out)
-        assert (out / "result.json").read_text() == damage
     (tmp_path / "taken" / "drawn.png").mkdir(parents=True)
     assert "drawn.png is a folder" in refused(merged.path, "--out", tmp_path / "taken")
     assert os.listdir(tmp_path / "taken") == ["drawn.png"]
@@ -222,36 +214,13 @@ def test_mistyped_commands_are_refused_in_one_line(count):
         assert outcome.status == 2 and outcome.out == "" and outcome.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("wrong", [Conclusion("Some.", ""), "Some."])
-def test_a_result_without_a_control_is_refused(wrong, merged, refused, monkeypatch, tmp_path):
-    monkeypatch.setattr(Count, "conclude", lambda self, found: wrong)
-    assert "no sentence with a control" in refused(merged.path, "--out", tmp_path)
-    assert not any(tmp_path.iterdir())
-
-
-def test_what_an_experiment_lacks_is_said_before_anything_is_sampled(merged, capfd, monkeypatch):
-    monkeypatch.setattr(Other, "arms", lambda self: {})
-    line = refusal(call(Other.main, [str(merged.path)], capfd))
-    assert line == (
-        "other samples arms, whose runs can't lie in the run; set the class attribute beside"
-    )
-    nothing = type("Nothing", (Experiment,), {"name": "nothing", "__module__": __name__})
-    with pytest.raises(TypeError, match=r"abstract methods? conclude"):
-        nothing.main([str(merged.path)])
-
-
 # -- what is measured: the experiment of docs/ ----------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def first_words():
     """The class of the worked experiment."""
-    file = Path(__file__).parent.parent / "docs" / "worked_experiment.py"
-    spec = importlib.util.spec_from_file_location("worked_experiment", file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module.FirstWords
+    return worked("worked_experiment").FirstWords
 
 
 def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_stopped(
@@ -278,7 +247,8 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
     again = call(first_words.main, words, capfd)
     assert (again.status, again.out, len(measured)) == (0, outcome.out, 4)
     sentence, control = outcome.out.splitlines()[:2]
-    assert sentence.startswith("Bits for the response that a turn followed: ")
+    few = "Too few queries (3) to show anything. "
+    assert sentence.startswith(f"{few}Bits for the response that a turn followed: ")
     assert control.startswith("Control: The same for a sibling that it did not follow: ")
     assert "note: 3 queries, " in outcome.out
     means = []
@@ -293,7 +263,7 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
     found = pd.read_parquet(folder / "estimates.parquet").set_index(["dataset", "term"])["value"]
     whole = "(all)" if "(all)" in found.index.get_level_values(0) else "plain"
     np.testing.assert_allclose(found[whole, "own response"], np.mean(means), **scored.bits(3))
-    # Units are measured again when the code was changed, and one without rows isn't kept.
+    # Units are measured again when the code was changed.
     assert "3 are measured already" in call(first_words.main, [*words, "--dry-run"], capfd).out
     for what, value, count in (
         ("torch.__version__", f"{torch.__version__.partition('+')[0]}+cu130", 3),
@@ -305,12 +275,6 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
             patch.setattr(what, value)
             said = call(first_words.main, [*words, "--dry-run"], capfd).out
         assert f"{count} are measured already" in said
-    monkeypatch.setattr("experiments.experiment.hash_of", lambda paths: "changed")
-    before = files(folder)
-    monkeypatch.setattr(first_words, "measure", lambda *_: pd.DataFrame())
-    outcome = call(first_words.main, words, capfd)
-    assert outcome.status == 2 and "measure() of first_words gave no rows of 'plain" in outcome.err
-    assert files(folder) == before
 
 
 def test_a_unit_that_memory_is_too_small_for_is_measured_in_smaller_passes(
@@ -340,15 +304,6 @@ def test_a_unit_that_memory_is_too_small_for_is_measured_in_smaller_passes(
     ]
     np.testing.assert_allclose(*means, **scored.bits(3))
     assert whole.status == 0
-
-
-def test_units_may_hold_numpy_numbers_and_nothing_else_that_json_lacks(tmp_path):
-    for key in ([np.int64(3)], [np.arange(3)]):
-        assert kept(tmp_path, key) is None
-        keep(tmp_path, key, pd.DataFrame({"one": [1]}))
-        assert kept(tmp_path, key)["one"].tolist() == [1]
-    with pytest.raises(Exception, match="a unit holds a set"):
-        keep(tmp_path, [{1}], pd.DataFrame())
 
 
 def test_fewer_queries_are_among_more(first_words, siblings, tmp_path):

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import planted_gate as planted
 import pytest
-import scored
 import tiny
 import torch
 from conftest import Silent
@@ -21,9 +20,7 @@ from experiments.arms import RATE as ACCEPTED
 from experiments.directions import Learning, SteeredContext, learn
 from experiments.experiment import Model
 from experiments.learned_vector import (
-    BITS,
     CHOSEN,
-    DEPENDENT,
     LEARNED,
     LESS,
     OWN,
@@ -216,9 +213,7 @@ def run(siblings, tmp_path, monkeypatch) -> Run:
     return run
 
 
-def test_the_command_holds_what_a_half_learned_against_the_other_half(
-    run, tiny_subject, tmp_path, capfd
-):
+def test_the_command_holds_what_a_half_learned_against_the_other_half(run, tmp_path, capfd):
     out = tmp_path / "out"
     words = [str(run.path), "--out", str(out), "--resamples", "100", "--steps", "2"]
     words += ["--layers", "2"]
@@ -254,27 +249,12 @@ def test_the_command_holds_what_a_half_learned_against_the_other_half(
     assert sources[0].isdisjoint(sources[1]) and len(sources[0]) == len(sources[1]) == 2
 
     found = pd.read_parquet(out / "estimates.parquet")
-    assert not found[found["term"] == CHOSEN].empty and BITS in set(found["quantity"])
+    assert not found[found["term"] == CHOSEN].empty
     value = found.set_index(["quantity", "term", "layer"])["value"]
     value = value.sort_index()
     apart = value[EXCESS, OWN, 2] - value[EXCESS, SIBLING, 2]
     assert value[OPENED, OWN, 2] == pytest.approx(apart)
 
-    # Genuine and dependent, of unsteered turns, by plain passes.
-    turns = read_runs([run], "rules", NO_ANNOTATOR).turns
-    accepted = turns[turns["temperature"] == 0].set_index("context_id")["genuine"]
-    greedy = run.generations[run.generations["temperature"] == 0].set_index("context_id")
-    shares = []
-    for _, contexts in run.contexts.groupby("source_id"):
-        for k, name in enumerate(contexts["context_id"]):
-            ids = greedy["token_ids"][name].tolist()
-            sums = [
-                scored.logprobs(tiny_subject.model, one.tolist(), ids).sum()
-                for one in contexts["token_ids"]
-            ]
-            shares.append(accepted[name] * (np.exp(sums[k]) > np.exp(sums).sum() / 2))
-    assert 0 < np.mean(shares) < 1  # each query has four responses
-    assert value[DEPENDENT, UNSTEERED].item() == pytest.approx(np.mean(shares))
     before = files(out)
     again = call(main, words, capfd)
     assert (again.status, again.out) == (0, outcome.out) and files(out) == before
@@ -310,7 +290,5 @@ def test_what_cant_be_done_is_refused_in_a_line(run, tmp_path, capfd):
     def refused(*words: str) -> str:
         return refusal(call(main, [str(run.path), "--out", str(tmp_path / "out"), *words], capfd))
 
-    assert "there is no layer 9 to change; give layers from 0 to 4" in refused("--layers", "9")
-    assert "no position header_7 to steer at" in refused("--positions", "header_7")
     assert "3 queries have several responses" in refused("--queries", "3")
     assert not (tmp_path / "out").exists()

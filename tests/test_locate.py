@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, permutations
 from types import SimpleNamespace
 
 import families
@@ -24,7 +23,6 @@ from experiments.hybrids import (
     BANDS,
     BLOCK_SITES,
     BLOCKS,
-    HEAD,
     HEADER,
     HEADER_FIRST,
     HEADER_LAST,
@@ -59,7 +57,7 @@ from experiments.locate import (
     with_own_scores,
 )
 from ia_mech.chat.format import ChatFormat
-from ia_mech.likelihood.carried import CEILING, bits_by_query, shapley_values
+from ia_mech.likelihood.carried import CEILING, bits_by_query
 
 QUERIES = 8
 OPTIONS = {"level": 0.95, "resamples": 200, "seed": 0}
@@ -114,7 +112,7 @@ def unit(query: int, react: bool = True, behind: int | None = None) -> SiblingCo
         context_ids=[f"q{query}-{name}" for name in names],
         turns=[(k, 1.0, 0, planted.turn(name, 4)) for k, name in enumerate(said)],
         recipients=[(query + i) % planted.NAMES for i in names],
-        maps=["windows", "heads", "states", "written"] if react else ["windows", "states"],
+        maps=["windows", "states", "written"] if react else ["windows", "states"],
         mapped=1.0,
         layers=planted.DEPTH,
     )
@@ -133,12 +131,11 @@ def measured(through_header: bool, react: bool = True) -> pd.DataFrame:
 
 
 def carried(rows: pd.DataFrame) -> dict:
-    """Mean bits by site, and by site, layer and head in maps."""
-    found = {}
-    for (site, layer, head), cell in with_own_scores(rows).groupby(["site", "layer", "head"]):
-        place = [at for at in (layer, head) if at >= 0]
-        found[(site, *place) if place else site] = query_bits_of(cell, 0).bits.mean()
-    return found
+    """Mean bits by site, and by site and layer in maps."""
+    return {
+        (site, layer) if layer >= 0 else site: query_bits_of(cell, 0).bits.mean()
+        for (site, layer), cell in with_own_scores(rows).groupby(["site", "layer"])
+    }
 
 
 @pytest.mark.parametrize("through_header", [True, False])
@@ -157,7 +154,6 @@ def test_the_planted_route_carries_all_that_is_expressed_and_no_other_site_anyth
     for window in layer_windows(planted.DEPTH):
         inside, outside = (found[OWN], 0.0) if reads in window else (0.0, found[OWN])
         assert found[WINDOW, window[0]] == pytest.approx(inside, abs=0.06)
-        assert found[HEAD, window[0], 0] == found[WINDOW, window[0]]  # there is one
         assert found[WITHOUT_WINDOW, window[0]] == pytest.approx(outside, abs=0.06)
     for site in (HEADER_FIRST, HEADER_LAST):  # the name is written into the token between these
         assert found[site, window_size(planted.DEPTH)] == pytest.approx(0.0, abs=0.02)
@@ -395,23 +391,3 @@ def test_blocks_are_refused_where_layers_are_recurrent(siblings, monkeypatch, ca
     monkeypatch.setattr("ia_mech.engine.splice.layer_kinds", lambda config: ["linear_attention"])
     line = refusal(call(main, [str(siblings.path), "--maps", "blocks"], capfd))
     assert line.startswith("--maps blocks: ") and "has recurrent layers" in line
-
-
-def test_a_split_is_the_mean_over_all_orders_and_adds_up():
-    rng, sites = np.random.default_rng(0), ("a", "b", "c")
-    sets = [frozenset(each) for n in (1, 2, 3) for each in combinations(sites, n)]
-    together = {each: rng.normal(size=5) for each in sets}
-    found = shapley_values(together, sites)
-    none = {frozenset(): np.zeros(5)}
-    for site in sites:
-        added = [
-            together[frozenset({*order[:at], site})] - (none | together)[frozenset(order[:at])]
-            for order in permutations(sites)
-            for at in [order.index(site)]
-        ]
-        np.testing.assert_allclose(found[site], np.mean(added, axis=0), rtol=0, atol=1e-14)
-    np.testing.assert_allclose(sum(found.values()), together[frozenset(sites)], rtol=0, atol=1e-14)
-
-
-def test_runs_with_too_few_siblings_are_refused(merged, capfd):
-    assert "has one response per query" in refusal(call(main, [str(merged.path)], capfd))

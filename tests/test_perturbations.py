@@ -1,10 +1,8 @@
 """ia-mech perturbations: what it changes, samples, judges, compares and refuses."""
 
-import importlib.util
 import json
 import re
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -13,14 +11,15 @@ import pandas as pd
 import pytest
 import scored
 from conftest import Silent
-from runs import rewritten, with_settings
-from shell import call, files, refusal
+from shell import call, files, refusal, worked
 
 from experiments import changes
 from experiments.changes import (
     GENERIC_QUESTIONS,
+    REACH,
     ask,
     contradict,
+    other_response,
     sentences,
     shuffle_sentences,
     truncate,
@@ -69,12 +68,8 @@ def folder(plain, tmp_path_factory) -> Path:
 
 
 def test_the_worked_arm_compares_turns_paired_by_query(plain, tmp_path, capfd):
-    file = Path(__file__).parent.parent / "docs" / "worked_arm.py"
-    spec = importlib.util.spec_from_file_location("worked_arm", file)
-    worked = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(worked)
-    out = tmp_path / "out"
-    outcome = call(worked.LastSentence.main, [str(plain.path), "--out", str(out)], capfd)
+    out, last_sentence = tmp_path / "out", worked("worked_arm").LastSentence
+    outcome = call(last_sentence.main, [str(plain.path), "--out", str(out)], capfd)
     assert outcome.status == 0, outcome.err
     found = pd.read_parquet(out / "estimates.parquet")
     shorter = Run.open(out / "without_its_last_sentence" / "run")
@@ -245,11 +240,6 @@ def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folde
     out = ("--out", tmp_path / "out")
     planned = perturb(plain.path, *out, "--dry-run", "--queries", "3")
     assert planned.status == 0 and " contexts to sample 4 turns after each" in planned.out
-    bare, colder = (shutil.copytree(plain.path, tmp_path / name) for name in ("bare", "colder"))
-    shutil.rmtree(bare / "judgements")
-    assert refused(bare, *out).startswith(f"{bare} has not been judged; run: ia-mech judge")
-    rewritten(colder, "run.json", with_settings(temperatures=[0.5, 0.9]))
-    assert "differ in temperatures" in refused(plain.path, colder, *out)
     assert not (tmp_path / "out").exists()
     holds = "holds other conversations, or other conditions, than these; give another --out"
     file = folder / "conditions" / "conversations.jsonl"
@@ -362,6 +352,48 @@ def test_without_a_numeric_answer_a_sentence_retracts(answer):
 def test_times_ratios_and_words_with_digits_are_no_numbers():
     found = [match.group() for match in changes.NUMBER.finditer("v2 x3y 1.2.3 7. 1,000.5, -4")]
     assert found == ["7", "1,000.5", "-4"]
+
+
+# -- other responses -----------------------------------------------------------------------------
+
+
+def donor(number: int, tokens: int, *, dataset="d", source=None, response=None):
+    name = f"c{number}"
+    text = f"response {number}" if response is None else response
+    asked = {"role": "user", "content": "?"}, {"role": "assistant", "content": text}
+    about = {"tokens": tokens}
+    return Conversation(name, source or name, dataset, asked, metadata=about)
+
+
+THOSE = [
+    *(donor(n, tokens=10 * n) for n in range(12)),
+    donor(12, 50, source="c5"),  # another response to the same prompt
+    donor(13, 50, dataset="other"),
+    donor(14, 50, response=" response 4 "),  # as another one's
+    donor(15, 50, response=" "),
+]
+
+
+TOKENS = [one.metadata["tokens"] for one in THOSE]
+
+
+def drawn_for(recipient: int) -> set[str | None]:
+    rngs = map(np.random.default_rng, range(200))
+    return {other_response(THOSE, TOKENS, recipient, rng) for rng in rngs}
+
+
+def test_what_is_drawn_is_of_the_nearest_in_length_of_the_dataset_and_another_source():
+    near = sorted(
+        (abs(one.metadata["tokens"] - 50), one.id, one.response)
+        for one in THOSE
+        if one.dataset == "d" and one.source_id != "c5" and one.response.strip()
+    )
+    near = [text for _, name, text in near if name != "c4"][:REACH]  # c14 is nearer, says the same
+    assert drawn_for(5) == set(near)
+
+
+def test_a_conversation_alone_in_its_dataset_has_no_other_response():
+    assert drawn_for(13) == {None}
 
 
 # -- conditions -----------------------------------------------------------------------------------

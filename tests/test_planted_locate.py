@@ -26,10 +26,10 @@ from experiments.hybrids import (
     STATE,
     STATE_ON,
 )
-from experiments.locate import LEFT_OUT, SPLIT, estimates, query_bits_of, whole_site_bits
+from experiments.locate import LEFT_OUT, estimates, query_bits_of, whole_site_bits
 from experiments.study import latent_sentence
 
-QUERIES = 6
+QUERIES = 5
 SITES = (OWN, RESPONSE, HEADER, QUERY)
 
 
@@ -77,10 +77,9 @@ def test_a_turn_that_depends_on_the_response_by_the_recurrent_state_alone_is_sai
         for row in estimates(rows, whole_site_bits(rows, 0), OPTIONS)
         if np.isnan(row.names["temperature"])
     }
-    for quantity in (SPLIT, LEFT_OUT):
-        for site in PLAYERS:
-            wanted = expressed if site == STATE else 0.0
-            assert found[quantity, site] == pytest.approx(wanted, abs=0.03), (quantity, site)
+    for site in PLAYERS:
+        wanted = expressed if site == STATE else 0.0
+        assert found[LEFT_OUT, site] == pytest.approx(wanted, abs=0.03), site
     computed_on = {ALL_LAYERS: 0, FULL_LAYERS: 0, STATE_ON: expressed}
     for site, wanted in (computed_on | {RESPONSE_AND_STATE_ON: expressed}).items():
         carried = query_bits_of(rows[rows["site"] == site], 0).bits.mean()

@@ -6,7 +6,6 @@ one table before it and another one after it. What greedy opens with is unlikely
 """
 
 import copy
-from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -170,16 +169,3 @@ def test_the_logit_lens_and_the_layer_from_which_greedy_is_ahead(found, run, pla
         assert said == pytest.approx(log_p, abs=1e-3)
         share = value(found, "greedy ahead for good", layer=layer)
         assert share == pytest.approx(for_good[:, layer].mean()) == (layer >= BLOCK)
-
-
-def test_the_likelihood_of_references_at_every_temperature(run, planted, header):
-    closing = run.record["identity"]["chat"]["closing_id"]
-    references = run.contexts.dropna(subset=["reference_token_ids"])
-    assert len(references) and len(run.score_temperatures) > 5
-    for row in references.itertuples():
-        whole = [header, *row.reference_token_ids, closing]
-        for t, stored in zip(
-            run.score_temperatures, row.reference_logprob_tempered_with_end, strict=True
-        ):
-            true = sum(planted.log_p(int(a), t)[int(b)] for a, b in pairwise(whole))
-            assert stored == pytest.approx(true, rel=1e-4)

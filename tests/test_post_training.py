@@ -212,26 +212,20 @@ def test_what_cant_be_trained_on_is_refused(spoken, tiny_model_dir, tmp_path, ca
 
 
 def test_an_adapter_is_refused_unless_it_is_of_the_model(tiny_model_dir, tmp_path, monkeypatch):
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-
-    def check(problem: str, name: str = tiny_model_dir, adapter: str | None = str(folder)) -> None:
+    def check(problem: str) -> None:
         with pytest.raises(UserError, match=problem):
-            load.load_tokenizer_and_config(ModelSpec(name=name, adapter=adapter))
+            load.load_tokenizer_and_config(ModelSpec(name=tiny_model_dir, adapter=str(tmp_path)))
 
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
     check("--adapter needs peft")
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: name)
     check("holds no adapter_config.json")
-    file = folder / "adapter_config.json"
     for config, problem in (
         ("{", "is damaged"),
         ('{"base_model_name_or_path": "org/other"}', "is of org/other, not of"),
-        ("{}", "is of None, not of"),
     ):
-        file.write_text(config)
+        (tmp_path / "adapter_config.json").write_text(config)
         check(problem)
-    check("it is an adapter: give --adapter", name=str(folder), adapter=None)
 
 
 @pytest.fixture(scope="module")

@@ -4,18 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from shell import call
-from sklearn.linear_model import Ridge
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.probe_validation import __main__ as validate
 from benchmarks.probe_validation.__main__ import RUNS
 from benchmarks.probe_validation.blocks import SIZES
 from benchmarks.probe_validation.one_run import RunFindings, analyse_planted
 from benchmarks.probe_validation.planted import (
-    COMMON_TOKEN,
-    RARE_TOKEN,
     SIGNALS,
     Plan,
     Planted,
@@ -37,13 +31,6 @@ def auroc(scores: np.ndarray, planted: Planted, rows=slice(None)) -> float:
 
 def states(planted: Planted, layer: int, position: str) -> np.ndarray:
     return planted.residuals[layer, :, planted.plan.positions.index(position)]
-
-
-def held_out(seen: Planted, fresh: Planted, layer: int, position: str) -> tuple[float, float]:
-    """AUROC of a ridge readout on fresh contexts of its world, and what it should be there."""
-    ridge = Ridge(10.0).fit(states(seen, layer, position), seen.positives)
-    scores = ridge.predict(states(fresh, layer, position))
-    return auroc(scores, fresh), true_auroc(seen, layer, position, ridge.coef_)
 
 
 def small(kind: str, contexts: int, **others) -> Plan:
@@ -106,40 +93,6 @@ def test_the_closed_form_is_what_very_many_contexts_show(kind):
     assert said == [cell in informed for cell in range(4)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "first"), [("signal", 4), ("output-common", 7), ("output-rare", 7), ("none", 8)]
-)
-def test_a_linear_readout_finds_the_signal_where_it_is_and_nowhere_else(kind, first):
-    plan = Plan(kind, contexts=3000)
-    seen, fresh = plant(plan), plant(replace(plan, draw=1))
-    for layer in (0, 1, 3, 4, 7):
-        for position in plan.positions:
-            measured, expected = held_out(seen, fresh, layer, position)
-            assert measured == pytest.approx(expected, abs=0.025)
-            if position == "header_last" and layer >= first:
-                assert 0.72 < expected < plan.oracle_auroc
-            else:
-                assert expected == pytest.approx(0.5, abs=1e-9)
-
-
-# -- the lens -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["output-common", "output-rare"])
-def test_only_the_token_s_logit_rises_with_the_latent(kind):
-    planted = plant(Plan(kind, contexts=3000))
-    logits = planted.lens.logits(torch.from_numpy(states(planted, 7, "header_last"))).double()
-    token = COMMON_TOKEN if kind == "output-common" else RARE_TOKEN
-    correlation = [np.corrcoef(planted.z, column)[0, 1] for column in logits.T.numpy()]
-    assert correlation[token] > 0.7
-    assert np.abs(np.delete(correlation, token)).max() < 0.25
-    probability = logits.softmax(-1)
-    assert probability[:, RARE_TOKEN].max() < (1e-4 if kind == "output-rare" else 1)
-    assert probability[:, COMMON_TOKEN].mean() == pytest.approx(0.2, abs=0.03)
-
-
 # -- the run --------------------------------------------------------------------------------------
 
 
@@ -170,26 +123,6 @@ def test_a_written_run_is_whole_and_has_the_planted_counts(kind, tmp_path):
     assert hot.tolist() == planted.turns[:, :3].sum(axis=1).tolist()
     greedy = turns[turns["temperature"] == 0].set_index("order")["category"] == GENUINE
     assert greedy.tolist() == (planted.rates > 0.5).tolist()
-
-
-def test_a_written_context_is_one_that_a_template_could_have_made(tmp_path):
-    planted = plant(Plan("signal", contexts=60))
-    contexts = write(planted, tmp_path / "run").contexts
-    assert contexts["context_id"].is_unique and contexts["text"].is_unique
-    openers = []
-    for row in contexts.itertuples():
-        at = row.positions
-        assert len(row.token_ids) == row.context_tokens == at["header_last"] + 1
-        assert at["query_end"] < at["response_end"] == at["turn_end"] - 1
-        assert min(row.token_ids) > 0 and max(row.token_ids) < 256
-        assert row.token_ids[at["turn_end"]] == 1
-        assert len(row.messages[1]["content"].split()) == row.response_tokens
-        openers.append(row.token_ids[at["response_end"] - row.response_tokens + 1])
-    assert len(set(openers)) == 6
-    logits = planted.lens.logits(torch.from_numpy(states(planted, 7, "header_last"))).double()
-    expected = torch.special.entr(logits.softmax(-1)).sum(-1)
-    np.testing.assert_allclose(contexts["first_token_entropy"], expected, rtol=1e-6)
-    assert abs(np.corrcoef(contexts["response_tokens"], planted.z)[0, 1]) < 0.2
 
 
 # -- what the analysis finds in them --------------------------------------------------------------
@@ -246,11 +179,3 @@ def test_intervals_hold_what_they_estimate(found):
     # Of 16 at 95%, fewer than 13 have a chance of 1 in 140.
     assert sum(f.covered for f in known) >= 13
     assert abs(np.mean([f.auroc - f.truth for f in known])) < 0.02
-
-
-@pytest.mark.slow
-def test_the_command_analyses_in_worker_processes(monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(validate, "RUNS", {"none": 1})
-    written = call(validate.main, ["--workers", "1", "--write", str(tmp_path / "table.md")], capfd)
-    assert written.status == 0 and "1 runs in" in written.out
-    assert (tmp_path / "table.md").read_text() == written.out

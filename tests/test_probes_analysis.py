@@ -167,11 +167,10 @@ def test_random_blocks_are_compared_cell_by_cell_and_as_the_headline(found):
 
 
 def test_threads_change_nothing_and_another_seed_draws_other_folds(found):
-    hidden, outcome = planted(runs=2)
-    blocks = {"noise": noise(), "same": hidden}
-    two = analyse(hidden, outcome, controls(), replace(SMALL, workers=2), None, blocks)
-    np.testing.assert_equal(asdict(replace(two, settings=SMALL)), asdict(found))
-    assert (make_folds(outcome, 4, seeds_of(1)[0]) != found.folds).any()
+    two = analyse(*planted(runs=2), controls(), replace(SMALL, workers=2))
+    one = replace(found, random_blocks=[])
+    np.testing.assert_equal(asdict(replace(two, settings=SMALL)), asdict(one))
+    assert (make_folds(found.outcome, 4, seeds_of(1)[0]) != found.folds).any()
 
 
 # -- nothing leaks --------------------------------------------------------------------------------

@@ -151,9 +151,8 @@ def test_a_copy_of_the_output_is_never_beyond_it_and_a_signal_of_its_own_is(kind
         assert found.headline.auroc.value > own
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 def test_words_that_leak_into_every_state_are_read_but_never_beyond(seed):
     found, _ = analysed("leak", seed)
     assert found.headline.auroc.low > 0.6

@@ -121,14 +121,6 @@ def test_summaries_equal_those_of_scipy(softcap):
     np.testing.assert_allclose(features.features, expected, atol=1e-4)
 
 
-def test_summaries_do_not_depend_on_the_chunks(monkeypatch):
-    lens, residual = small_lens(), residuals()
-    whole = baselines.output_summaries(lens, residual, [FIRST], [0.5]).features
-    monkeypatch.setattr(baselines, "_VALUES", 80)  # 2 contexts of 37 tokens
-    chunked = baselines.output_summaries(lens, residual, [FIRST], [0.5]).features
-    np.testing.assert_allclose(chunked, whole, atol=1e-4)
-
-
 # -- the controls of a probe set -------------------------------------------------------------------
 
 PLAN = Plan(

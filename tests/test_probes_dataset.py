@@ -8,15 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from judging import FakeJudge
 from runs import CONTEXTS, LAYERS, files_under, rehashed, rewritten, with_settings
 from safetensors.torch import load_file, save_file
 
-from ia_mech.display import Quiet
 from ia_mech.errors import UserError
-from ia_mech.judge.judging import items_of, label_run
+from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE
-from ia_mech.judge.verdict import Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.run.sources import sources_of
@@ -237,20 +234,6 @@ def test_the_target_grounded_needs_a_judge_that_tests_it(copy):
         read([copy()], target="grounded")
 
 
-def test_a_judge_that_looks_at_the_turn_alone_fails_its_gate(merged, tmp_path):
-    """It accepts whatever is well formed, which is here most turns, after any conversation."""
-    run = Run.open(shutil.copytree(merged.path, tmp_path / "run"))
-
-    def say(item, _):
-        return Verdict(GENUINE if sum(map(ord, item.turn)) % 4 else NEW)
-
-    label_run(run, FakeJudge(say, paid=False), "agreeable", Quiet())
-    found = read([run])
-    assert 0.5 < found.outcome.positives.sum() / found.outcome.trials.sum() < 1
-    assert found.labelled_by == "judge agreeable: failed"
-    assert any("Judge agreeable calls" in note and "(failed, " in note for note in found.notes)
-
-
 def test_a_target_that_no_context_has_is_refused(copy):
     run = copy(say=lambda context, t, sample: NEW if t else CANNOT_ASSESS)
     with pytest.raises(UserError, match=r"none of the 12 contexts has an outcome .* greedy"):
@@ -299,16 +282,3 @@ def test_sources_count_where_rates_vary():
         words = f"where their rates differ only {few} of {len(k)} sources have .* --within"
         with pytest.raises(UserError, match=words):
             check_enough(given, RATE)
-
-
-def test_sources_must_be_able_to_change_places():
-    """30 sources of 1, 2, … contexts, like no other, and some of 40 contexts each."""
-
-    def uneven(alike: int) -> Outcome:
-        sources = np.repeat(np.arange(30 + alike), [*range(1, 31), *[40] * alike])
-        k = np.arange(len(sources)) % 3
-        return Outcome.from_counts(k, np.full(len(k), 2), sources)
-
-    check_enough(uneven(20), RATE)
-    with pytest.raises(UserError, match="only 19 of 49 sources can change places with another"):
-        check_enough(uneven(19), RATE)

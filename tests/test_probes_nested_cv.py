@@ -184,22 +184,6 @@ def test_scores_and_penalties_are_those_of_nested_loops(shape, runs):
     np.testing.assert_allclose(found.scores, scores, atol=1e-3)
 
 
-def test_a_permutation_counts_as_if_its_labels_were_the_observed_ones():
-    made = case(MANY, runs=2)
-    found = made.run()
-    for column, taken in enumerate(made.label_rows, start=1):
-        outcome = replace(
-            made.outcome,
-            positives=made.outcome.positives[taken],
-            trials=made.outcome.trials[taken],
-        )
-        alone = replace(made, outcome=outcome, label_rows=[]).run()
-        np.testing.assert_allclose(
-            found.inner_correlation[:, column], alone.inner_correlation[:, 0], atol=1e-5
-        )
-        np.testing.assert_allclose(found.outer_auroc[:, column], alone.outer_auroc[:, 0], atol=1e-5)
-
-
 # -- awkward states -------------------------------------------------------------------------------
 
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.patches import Rectangle
 
 from ia_mech.stats import Estimate
-from probes import figures, show
+from probes import show
 from probes.analysis import AnalysisSettings, Arrays, RandomBlocks, analyse
 from probes.controls import Baseline, Controls
 from probes.show import RANDOM_BLOCKS, READOUT, conclude
@@ -46,17 +45,6 @@ def analysis():
 # -- tables ---------------------------------------------------------------------------------------
 
 
-def test_rows_hold_every_estimate_once(analysis):
-    frame = show.estimates(analysis)
-    assert list(frame) == show.COLUMNS
-    assert not frame.duplicated(show.KEY).any()
-    cells = frame[frame["layer"].notna() & frame["control"].isna()]
-    assert (cells.groupby("quantity").size() == LAYERS * len(POSITIONS)).all()
-    named = {one.control.name for one in analysis.controls} | {"random blocks 1"}
-    assert set(frame["control"].dropna()) == named
-    assert frame[["value", "sources", "contexts"]].notna().all(axis=None)
-
-
 def test_rows_hold_the_right_numbers(analysis):
     frame = show.estimates(analysis).set_index(show.KEY).sort_index()
     cell = frame.loc[("auroc_cell", 4, "header_last", pd.NA)].squeeze()
@@ -74,70 +62,6 @@ def test_rows_hold_the_right_numbers(analysis):
     assert shares.sum() == pytest.approx(1)
     assert shares.max() == Counter(analysis.headline.chosen).most_common(1)[0][1] / 3
     assert frame.loc["statistic_headline"]["p"].item() == analysis.tested.headline_p
-
-
-# -- figures --------------------------------------------------------------------------------------
-
-
-def test_heat_map(analysis):
-    figure = figures.heat_map(analysis, "rate of $x_1$")
-    axes, _ = figure.axes
-    values = np.array([[cell.value for cell in row] for row in analysis.auroc])
-    (image,) = axes.images
-    tested = analysis.tested.p_family <= 0.05
-    assert 0 < tested.sum() < tested.size
-    assert np.array_equal(image.get_array().filled(np.nan), np.where(tested, values, np.nan), True)
-    assert image.origin == "lower"
-    assert image.get_clim() == (0.2, 0.8)  # chance is in the middle, in every figure
-    assert [label.get_text() for label in axes.get_xticklabels()] == POSITIONS
-    dots = {(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines}
-    assert dots == {(j, i) for i, j in np.argwhere(analysis.among_best)}
-    assert dots
-    (frame,) = (patch for patch in axes.patches if isinstance(patch, Rectangle))
-    at = POSITIONS.index(analysis.headline.position), analysis.headline.layer
-    assert tuple(np.add(frame.get_xy(), 0.5)) == at
-
-
-def test_layer_curve(analysis):
-    figure = figures.layer_curve(analysis, "rate")
-    (axes,) = figure.axes
-    at = POSITIONS.index(analysis.headline.position)
-    drawn = {line.get_label(): line.get_ydata() for line in axes.lines}
-    curve = [row[at].value for row in analysis.auroc]
-    assert np.array_equal(drawn["each layer by itself, 95% interval"], curve)
-    texts = [text.get_text() for text in figure.legends[0].get_texts()]
-    shown = [c for c in analysis.controls if c.control.name in ("text", "output")]
-    assert texts[-1:] == [f"{c.control.name}: {c.auroc.text()}" for c in shown]
-    assert not any(ODD in text for text in texts)
-
-
-def test_tables_hold_scores_controls_and_every_cell(analysis):
-    scores, heat_map = show.tables(analysis)
-    shown = {row[0]: row[1] for row in scores.rows}
-    assert shown["headline"] == analysis.headline.auroc.text()
-    assert shown["rates"] == analysis.headline.auroc_of_rates.text()
-    for control in analysis.controls:
-        assert shown[control.control.name] == control.auroc.text()
-    assert shown["random blocks 1"] == analysis.random_blocks[0].auroc.text()
-    assert shown["base"] == analysis.beyond.base.text()
-    assert heat_map.full and heat_map.columns == ["layer", *POSITIONS]
-    for layer, row in enumerate(heat_map.rows):
-        star = ["*" if p <= 0.05 else "" for p in analysis.tested.p_family[layer]]
-        best = ["°" if one else "" for one in analysis.among_best[layer]]
-        values = [f"{cell.value:.2f}" for cell in analysis.auroc[layer]]
-        marked = [v + s + b for v, s, b in zip(values, star, best, strict=True)]
-        assert row == [str(layer), *marked]
-
-
-def test_a_p_value_of_one_in_twenty_is_marked_as_the_conclusion_has_it(analysis):
-    p = np.full_like(analysis.tested.p_family, 0.0501)
-    p[2, 0] = 0.05
-    edge = replace(analysis, tested=replace(analysis.tested, p_family=p, headline_p=0.05))
-    rows = show.tables(edge)[-1].rows
-    assert [row[0] for row in rows if "*" in " ".join(row)] == ["2"] and "*" in rows[2][1]
-    (image,) = figures.heat_map(edge, "rate").axes[0].images
-    assert np.argwhere(~np.ma.getmaskarray(image.get_array())).tolist() == [[2, 0]]
-    assert conclude(edge).readable
 
 
 # -- the conclusion -------------------------------------------------------------------------------

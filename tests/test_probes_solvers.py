@@ -142,28 +142,6 @@ def test_a_run_without_training_contexts_is_centred_on_the_mean_of_all(shape):
 
 
 @SHAPES
-def test_features_that_do_not_differ_predict_the_base_rate(shape):
-    _, k, n = contexts(shape)
-    constant = np.full(shape, 1234.5) + np.arange(shape[1]) / 7
-    for states in (constant, compact(constant)):
-        assert projected(states).train.shape == (shape[0], 0)
-    weights, _, scores = fitted(constant, k, n, 1.0)
-    assert not weights.any()
-    np.testing.assert_allclose(expit(scores), k.sum() / n.sum(), atol=1e-5)
-
-
-@SHAPES
-def test_separable_labels_converge(shape, penalty=1e-3):
-    features, *_ = contexts(shape)
-    label = (features[:, 0] > 5).astype(int)
-    ours, _, scores = fitted(features, label, np.ones(len(label)), penalty)
-    columns, scale = scaled(features)
-    weights = reference(columns, label, np.ones(len(label)), penalty).coef_[0] * scale
-    np.testing.assert_allclose(ours, weights, atol=1e-4 * abs(weights).max())
-    assert ((scores > 0) == label).all()
-
-
-@SHAPES
 def test_a_run_of_negatives_only_stays_finite(shape):
     features, k, n = contexts(shape)
     runs = np.arange(shape[0]) % 2
@@ -173,14 +151,3 @@ def test_a_run_of_negatives_only_stays_finite(shape):
     centres = np.array([features[runs == run].mean(0) for run in range(2)])
     chance = expit(intercepts + centres @ weights)
     assert chance[1] < 0.01 < chance[0]
-
-
-@SHAPES
-def test_a_falling_path_ends_where_a_cold_start_does(shape):
-    features, k, n = contexts(shape)
-    labels = np.zeros(shape[0], int), k, n
-    coordinates = projected(features).train
-    path = logistic_path(coordinates, *labels, PENALTIES, 1)
-    (cold,) = logistic_path(coordinates, *labels, PENALTIES[-1:], 1)
-    size = abs(cold.weights).max()
-    np.testing.assert_allclose(path[-1].weights, cold.weights, atol=1e-4 * size)

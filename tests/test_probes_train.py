@@ -122,7 +122,7 @@ def test_the_same_again_is_the_same_and_another_analysis_replaces_it(run, capfd)
     assert files(run) != before
     file = run / "results" / "mine" / "result.json"
     file.write_text(file.read_text().replace('"kind": "probe"', '"kind": "rates"'))
-    assert "holds results of rates; give another --out" in refusal(probe(words, capfd))
+    assert "holds results of rates; name another folder with --out" in refusal(probe(words, capfd))
 
 
 def test_random_blocks_that_are_read_as_well_decide_the_verdict(run, tmp_path, capfd):
@@ -168,28 +168,12 @@ def test_a_twin_is_sampled_from_the_run_s_own_contexts(tiny_model_dir, tmp_path,
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def with_verdicts(run: Path, change) -> None:
+def all_alike(run: Path) -> None:
     labels = Run.open(run).labels
     rows = labels.judgements("planted").astype(object)
-    rows = rows.where(rows.notna(), None)
-    change(rows)
+    rows = rows.where(rows.notna(), None).assign(category="new_topic", genuine=False)
     record = labels.record("judgements", "planted")
     labels.write_judgements("planted", rows.to_dict("records"), record)
-
-
-def all_alike(run: Path) -> None:
-    def change(rows):
-        rows["category"], rows["genuine"] = "new_topic", False
-
-    with_verdicts(run, change)
-
-
-def few_positive(run: Path) -> None:
-    def change(rows):
-        late = ~rows["context_id"].isin(rows["context_id"].unique()[:7])
-        rows.loc[late, "category"], rows.loc[late, "genuine"] = "new_topic", False
-
-    with_verdicts(run, change)
 
 
 def not_a_number(run: Path) -> None:
@@ -206,25 +190,15 @@ def damaged(run: Path) -> None:
     part.write_bytes(part.read_bytes()[:-100])
 
 
-def taken(run: Path) -> None:
-    (run / "results").write_text("mine")
-
-
 @pytest.mark.parametrize(
     ("change", "words", "problem", "remedy"),
     [
         (all_alike, [], "only 0 of 80 sources have a turn that has", "--target"),
-        (few_positive, [], "only 6 of 80 sources have a turn that has", "sample about 270 sources"),
         (not_a_number, [], "layer 2 at header_last holds NaN", "--dtype"),
         (damaged, [], "is damaged", "the command that made the run again"),
-        (taken, [], "results is a file", "give a copy of the run"),
-        (None, ["--target", "happiness"], "unknown target 'happiness'", "rate@T"),
-        (None, ["--target", "rate@0.7"], "no turn was sampled at temperature 0.7", "rate@1"),
         (None, ["--positions", "nowhere"], "position nowhere was not kept", "header_last"),
         (None, ["--layers", "2", "9"], "no layer 9", "0 … 3"),
-        (None, ["--layers", "5-2"], "is no layer and no range", "--help"),
         (None, ["--out", "../up"], "can't name a file", "letters"),
-        (None, ["--permutations", "5"], "not a whole number from 19 up", "--help"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(run, capfd, change, words, problem, remedy):

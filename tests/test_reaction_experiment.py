@@ -102,6 +102,7 @@ def answered(folder):
     out = folder.parent / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.reaction.MOST_CONTROLLED", 3)
+        patch.setattr("experiments.reaction.SURPLUS", 1)  # what is written isn't used
         patch.setattr("experiments.reaction.usable_wordings", wordings)
         assert main([str(folder), "--out", str(out)]) == 0
     return out

@@ -170,14 +170,6 @@ def test_what_isnt_a_vector_of_this_model_is_refused(vector, tmp_path):
             made()
 
 
-def test_positions_say_when(vector):
-    assert [one.positions for one in vector.at_context({"header_last": 9})] == [(9,)]
-    assert len(vector.at_turn) == 1
-    only = replace(vector, positions=("turn",))
-    assert only.at_context({}) == () and len(only.at_turn) == 1
-    assert replace(vector, positions=("turn_end",)).at_turn == ()
-
-
 # -- a run ----------------------------------------------------------------------------------------
 
 GRID = {"temperatures": (1.0,), "samples": 2, "max_new_tokens": 6}

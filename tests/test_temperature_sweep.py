@@ -19,9 +19,7 @@ from experiments.first_token import (
     BEST,
     GREEDY,
     ahead_for_good,
-    best_opening,
     first_token_masses,
-    lens_curves,
     openings_of,
 )
 from experiments.tables import estimates_of
@@ -38,11 +36,11 @@ from experiments.temperature_sweep import (
 )
 from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import ASSESSED, GENUINE
-from ia_mech.lens import Lens, lens_file, save_lens
+from ia_mech.lens import lens_file, save_lens
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.settings import Settings
-from ia_mech.stats import cluster_mean, holm, paired_difference
+from ia_mech.stats import cluster_mean, paired_difference
 
 NAN, LOG = np.nan, np.log
 QUERY, RESPONSE, LOOP = "prompt_restatement", "assistant_restatement", "degenerate"
@@ -155,57 +153,6 @@ def test_genuine_turns_are_compared_within_context_and_temperature():
 
 # -- logit lens -----------------------------------------------------------------------------------
 
-EYE = torch.eye(4)
-
-
-def planted_lens() -> Lens:
-    """An RMSNorm without weights: logits of a residual r are 10 r / rms(r)."""
-    return Lens(torch.ones(4), torch.zeros(4), 10 * EYE, 0.0, False, 1.0, None)
-
-
-class PlantedRun:
-    """Residual streams of 3 contexts and 3 layers."""
-
-    path = "r"
-    layers, positions = range(3), ("header_last",)
-
-    def residuals(self, layer: int, position: str) -> torch.Tensor:
-        last = {
-            0: [EYE[1], EYE[2], EYE[0]],  # token 1, 2, 0 on top
-            1: [EYE[0], EYE[2], EYE[0] + EYE[1]],
-            2: [EYE[0], EYE[0], EYE[0]],
-        }[layer]
-        return torch.stack(last)
-
-
-def planted(greedy: int) -> dict[str, np.ndarray]:
-    """Greedy opens with a token in all; others' genuine turns open with 1, and half with 2."""
-    turns = [turn(s, 1.0, GENUINE, [1]) for s in "abc"]
-    turns += [turn(s, 1.0, c, [2]) for s in "abc" for c in (GENUINE, QUERY)]
-    turns += [turn(s, 1.0, QUERY, [0]) for s in "abc"]
-    contexts = pd.DataFrame({"source": list("abc"), "run": "r", "at": [0, 1, 2], "greedy": greedy})
-    return lens_curves([PlantedRun()], contexts, openings_of(pd.DataFrame(turns)), planted_lens())
-
-
-def test_the_lens_reads_every_layer():
-    found, z = planted(greedy=0), LOG(np.exp(20.0) + 3)
-    assert found[GREEDY][0] == pytest.approx([-z, 20 - z, 20 - z], abs=1e-4)
-    assert found[GREEDY][1] == pytest.approx([-z, -z, 20 - z], abs=1e-4)
-    assert found[BEST][:2, 0] == pytest.approx([20 - z] * 2, abs=1e-4)
-    assert found[BEST][0, 2] == pytest.approx(-z, abs=1e-4)
-    # Context 2 is ahead at layer 0, level at layer 1 (no lead), and ahead for good at layer 2.
-    ahead = ahead_for_good(found[GREEDY], found[BEST])
-    assert ahead.tolist() == [[0, 1, 1], [0, 0, 1], [0, 0, 1]]
-
-
-def test_what_greedy_opens_with_is_not_its_own_rival():
-    found, z = planted(greedy=1), LOG(np.exp(20.0) + 3)  # the follow-up opening itself
-    assert found[BEST][1, 0] == pytest.approx(20 - z, abs=1e-4)
-    assert found[BEST][0, 0] == pytest.approx(-z, abs=1e-4)  # token 2, not its own token 1
-    said = np.log([[0.5, 0.2, 0.3]] * 3)
-    best = best_opening(said, np.array([[0.0, 1.0, 0.25], [0.0, 0.0, 0.0], [NAN, NAN, NAN]]))
-    assert best[0] == pytest.approx(LOG(0.2)) and np.isnan(best[1:]).all()
-
 
 def test_ahead_is_for_good():
     greedy = np.array([[1, 0, 1, 1], [0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [1, NAN, 1, 1]])
@@ -281,18 +228,6 @@ def picked(made: pd.DataFrame, quantity: str, **names) -> pd.DataFrame:
     return made
 
 
-def test_what_is_read_of_stored_logits_and_of_the_last_layer_is_the_model(plain, swept):
-    one, _, _ = swept
-    entropy = plain.contexts["first_token_entropy_tempered"].tolist()
-    for at, t in enumerate(DECODING["temperatures"]):
-        found = one.first["entropy"][:, one.grid.index(t)]
-        assert found.tolist() == pytest.approx([row[at] for row in entropy], abs=5e-3)
-    said = [plain.header_logits().log_probs(at) for at in one.contexts["at"]]
-    own = [p[token].item() for p, token in zip(said, one.contexts["greedy"], strict=True)]
-    assert one.log_p[GREEDY][:, -1].tolist() == pytest.approx(own, abs=5e-3)
-    assert own == pytest.approx([p.max().item() for p in said], abs=5e-3)
-
-
 def test_rates_masses_and_depths_are_those_of_their_turns(swept):
     one, left, made = swept
     at, before = (one.turns[one.turns["temperature"] == t] for t in (1.2, 0.0))
@@ -321,17 +256,6 @@ def test_rates_masses_and_depths_are_those_of_their_turns(swept):
     for term, rows in {"all others": at, "others but degenerate ones": formed}.items():
         means = rows.pivot_table(index="context", columns="genuine", values="gap").dropna()
         assert apart[term] == pytest.approx((means[1.0] - means[0.0]).mean())
-
-
-def test_tests_are_corrected_in_families(swept):
-    _, _, made = swept
-    tested = 0
-    for quantity in (RATE_DIFFERENCE, DEEPER):
-        rows = made[made["quantity"] == quantity]
-        for of in (rows["dataset"] == "(all)", rows["dataset"] != "(all)"):
-            tested += rows.loc[of, "p"].notna().sum()
-            np.testing.assert_allclose(rows.loc[of, "p_holm"], holm(rows.loc[of, "p"].to_numpy()))
-    assert tested == made["p"].notna().sum() > 10
 
 
 def test_without_the_model_only_its_lens_is_needed(copied, cache, capfd, monkeypatch):
@@ -383,12 +307,3 @@ def test_runs_that_make_no_sweep_are_refused(copied, capfd):
 
     assert "doesn't keep all header logits; sample with" in refused(header_logits="none")
     assert "go on from --opening: header_last doesn't predict" in refused(opening="Wait,")
-    shutil.rmtree(run.path / "judgements")
-    assert "has not been judged; run: ia-mech judge" in refused()
-
-
-def test_one_temperature_is_no_sweep(tiny_subject, tmp_path, capfd):
-    data = scored.dataset(tmp_path / "chats.jsonl", CHATS[:2])
-    settings = Settings(dataset=data, limit=None, **DECODING | {"temperatures": (1.0,)})
-    run = judged(make_run(settings, tiny_subject, tmp_path / "run"))
-    assert "at T = 1 only: of one temperature" in refusal(call(main, [str(run.path)], capfd))

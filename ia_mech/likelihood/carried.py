@@ -15,10 +15,8 @@ a site that moves a turn's likelihood by a hundredth of a nat, the right way, un
 Everything here is a function of arrays.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
-from math import comb
 
 import numpy as np
 
@@ -80,26 +78,3 @@ def bits_by_query(
     _, hits = by_query(identified(scores, own), own, queries, CANDIDATES)
     order = sorted(range(len(names)), key=lambda number: str(names[number]))
     return QueryBits([names[number] for number in order], bits[order], hits[order], found.bits)
-
-
-def shapley_values(
-    together: Mapping[frozenset[str], np.ndarray], sites: Sequence[str]
-) -> dict[str, np.ndarray]:
-    """What each site adds to what all carry together, on average over the orders in which they can
-    be put in (Shapley 1953); these add up to it.
-
-    Args:
-        together: ``[queries]`` bits of every set of sites but the empty one, which carries none.
-        sites: all of them.
-    """
-    none = np.zeros_like(together[frozenset(sites)])
-    found = {}
-    for site in sites:
-        others = [one for one in sites if one != site]
-        found[site] = sum(
-            (together[frozenset({*before, site})] - together.get(frozenset(before), none))
-            / (len(sites) * comb(len(others), count))
-            for count in range(len(sites))
-            for before in combinations(others, count)
-        )
-    return found

@@ -26,8 +26,6 @@ SHARE_DIGITS = 5  # of float32 predictions, as shares of the largest
 
 @dataclass(frozen=True)
 class Design:
-    """What all layers and positions share."""
-
     outcome: Outcome
     folds: np.ndarray  # [contexts] fold of each
     label_rows: np.ndarray  # [1 + permutations, contexts] whose labels it gets; row 0 is its own
