@@ -278,7 +278,7 @@ class Settings:
     )
 
     intervention: str | None = _setting(
-        None, TURNS, "FILE", "steer the model with this vector (docs/steering.md)"
+        None, TURNS, "FILE", "steer the model with this vector (docs/interventions.md)"
     )
 
     ignore_check: bool = _switch(

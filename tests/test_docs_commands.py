@@ -21,9 +21,10 @@ pytestmark = pytest.mark.slow
 PAGES = [
     "README.md",
     *("docs/judging.md", "docs/probes.md", "docs/locate.md"),
-    *("docs/report.md", "docs/sampling.md", "docs/scale.md", "docs/steering.md", "docs/study.md"),
+    *("docs/report.md", "docs/sampling.md", "docs/scale.md"),
+    *("docs/interventions.md", "docs/study.md"),
 ]
-PROBED = ("docs/probes.md", "docs/steering.md")
+PROBED = ("docs/probes.md", "docs/interventions.md")
 NAMES = {  # what stands on a page → what this machine has
     "Qwen/Qwen3-0.6B": "smollm2-135m-instruct",
     "Qwen/Qwen3-4B": "smollm2-135m-instruct",
@@ -41,6 +42,8 @@ ELSEWHERE = {  # commands that need what tests don't have
     "--judge llm": "a key; tests/test_judge_llm.py asks a stub server",
     "annotate import": "a filled-in sheet; tests/test_judge_sheets.py",
     "--results FOLDER": "a result; tests/test_report.py",
+    "learned-vector": "hours; tests/test_learned_vector.py",
+    "interchange": "hours; tests/test_interchange.py",
     "compare cache": "two finished studies; tests/test_study.py",
 }
 CHAT = {"prompt": "Name a metal.", "response": "Iron.", "followup": "Does it rust?"}
