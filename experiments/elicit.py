@@ -43,7 +43,9 @@ from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Bars, Drawing
 from experiments.tables import only, tables_of
 from ia_mech.estimates import ALL, TidyEstimate, holm_corrected
+from ia_mech.models.embedded import NAME
 from ia_mech.results import Table
+from ia_mech.run import Run
 from ia_mech.settings import Settings
 
 PROMPT = (
@@ -60,6 +62,12 @@ def arm_name(temperature: float, way: str = "") -> str:
     """``greedy``, ``T = 0.7``, ``prompt, greedy``, …"""
     plain = GREEDY if temperature == 0 else f"T = {temperature:g}"
     return f"{way}, {plain}" if way else plain
+
+
+def biased(run: Run) -> str:
+    """What has to be said of the default opening's gap where the words were found."""
+    here = run.model["name"] == NAME
+    return " The opening was found on this very model: its gap is too large here." if here else ""
 
 
 class Elicit(Experiment):
@@ -155,6 +163,8 @@ class Elicit(Experiment):
             "Rates are less those of the same turns after siblings; an arm is never chosen on the "
             f"queries that it is reported on. {self.gate.sentence}."
         )
+        if self.args.opening == OPENING:
+            control += biased(self.runs[0])
         return Conclusion(sentence, control)
 
 

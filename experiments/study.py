@@ -27,7 +27,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.arms import EXCESS
-from experiments.elicit import BEST, GAP, GREEDY, TEMPERATURE
+from experiments.elicit import BEST, GAP, GREEDY, TEMPERATURE, biased
 from experiments.experiment import flag
 from experiments.hybrids import (
     HEADER,
@@ -268,7 +268,7 @@ def result(out: Path) -> Result:
         f"response's keys and values{f', mostly layers {windows}' if windows else ''}, "
         f"{carried(HEADER)} through the header's. A judge accepts "
         f"{accepted(EXCESS, GREEDY)} of greedy turns beyond siblings, and under the best other arm "
-        f"{accepted(GAP, BEST)} more."
+        f"{accepted(GAP, BEST)} more.{biased(run)}"
     )
     wording = out / "run-reaction"
     places = [out / f"run-{name}" for name in WHERE]
