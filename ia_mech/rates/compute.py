@@ -12,7 +12,7 @@ from ia_mech.estimates import ALL, TidyEstimate, by_dataset, frame_of, holm_corr
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import CANNOT_ASSESS
 from ia_mech.rates.evidence import DEPENDENT
-from ia_mech.rates.load import EVERY, FAILED, SUBJECT, JudgedTurns
+from ia_mech.rates.load import EVERY, FAILED, SUBJECT, JudgedTurns, matching
 from ia_mech.stats import (
     Estimate,
     cluster_mean,
@@ -149,21 +149,8 @@ def _groups(rows: pd.DataFrame, by: Sequence[str]) -> Iterator[tuple[dict[str, A
         yield dict(zip(by, values, strict=True)), own
 
 
-def matching(rows: pd.DataFrame, values: Mapping[str, Any]) -> np.ndarray:
-    """``[rows]`` whether a row has these values."""
-    equal = np.ones(len(rows), dtype=bool)
-    for name, value in values.items():
-        equal &= (rows[name] == value).to_numpy()
-    return equal
-
-
 def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
-    """All figures, per model and perturbation, dataset and temperature.
-
-    Args:
-        judged: turns with their labels.
-        level: coverage of intervals.
-        seed: of sign flips.
+    """All figures, per model and perturbation, dataset and temperature; ``seed`` is of sign flips.
 
     Returns:
         One row per estimate:
@@ -247,28 +234,17 @@ def _profile(
 
 
 def pass_at_k(genuine: np.ndarray, samples: np.ndarray, n: int) -> np.ndarray:
-    """Chance that n samples, drawn from those there are, hold a genuine turn.
+    """Chance that n samples, drawn from those there are, hold a genuine turn; ``[contexts]``, NaN
+    for one with fewer than n samples.
 
     ``1 - C(N - g, n) / C(N, n)``: the unbiased estimate of 1 - (1 - p)^n from g genuine turns among
     N independent samples (Chen et al. 2021, arXiv 2107.03374, "pass@k").
-
-    Args:
-        genuine: ``[contexts]`` g.
-        samples: ``[contexts]`` N.
-        n: how many are drawn.
-
-    Returns:
-        ``[contexts]`` probabilities; NaN for a context with fewer than n samples.
     """
     genuine, samples = np.asarray(genuine, dtype=float), np.asarray(samples, dtype=float)
     rest = samples - genuine
     with np.errstate(invalid="ignore"):
-        log_none = (
-            gammaln(rest + 1)
-            - gammaln(rest - n + 1)
-            - gammaln(samples + 1)
-            + gammaln(samples - n + 1)
-        )
+        a, b, c, d = map(gammaln, (rest + 1, rest - n + 1, samples + 1, samples - n + 1))
+        log_none = a - b - c + d
     # n samples can't avoid a genuine one if fewer than n others are there.
     chance = np.where(rest < n, 1.0, -np.expm1(log_none))
     chance = np.where(genuine == 0, 0.0, np.clip(chance, 0, 1))
