@@ -1,8 +1,5 @@
 """The score of grounding: by hand, and what ships against the study."""
 
-import random
-
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -31,15 +28,6 @@ RANKS = {"water": 1, "soil": 2, "basil": 3}
 )
 def test_the_score_is_of_the_rarest_word_that_both_have(turn, found):
     assert rarest_shared(Item(QUERY, RESPONSE, turn), RANKS) == found
-
-
-def test_the_p_value_is_the_share_of_decoys_that_score_as_high():
-    rng = random.Random(0)
-    for _ in range(100):
-        decoys = sorted(rng.randrange(6) for _ in range(rng.randrange(1, 30)))
-        score = rng.randrange(7)
-        expected = (1 + sum(decoy >= score for decoy in decoys)) / (1 + len(decoys))
-        assert study.p_value(score, np.array(decoys)) == pytest.approx(expected, rel=1e-15)
 
 
 def test_a_verdict_has_the_score_and_its_evidence():

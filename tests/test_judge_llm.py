@@ -37,10 +37,11 @@ def environment(monkeypatch) -> None:
 
 @pytest.mark.parametrize("mode", prompt.MODES)
 def test_an_answer_in_each_mode(mode):
-    with StubServer() as stub:
+    with StubServer(lambda *_: completion(GOOD, reasoning="hm, a lens")) as stub:
         params = {"temperature": 0, "max_completion_tokens": 300, "chat_template_kwargs": {"a": 1}}
         verdict = one(judge_for(stub, mode=mode, params=params))
     bill = {"prompt_tokens": 100, "completion_tokens": 20, "answer": GOOD, "served": "stub"}
+    bill["reasoning"] = "hm, a lens"
     assert verdict == Verdict(
         "genuine_follow_up", rationale="asks about the lens", mode=mode, **bill
     )
@@ -115,12 +116,6 @@ def test_what_a_real_server_answers_is_kept(server, name, status, tokens):
     assert (verdict.status, verdict.prompt_tokens) == (status, tokens)
     assert verdict.answer == body["choices"][0]["message"]["content"]
     assert verdict.served == body["model"] and verdict.cost > 0
-
-
-def test_the_returned_model_and_all_that_was_written_are_kept():
-    with StubServer(lambda *_: completion(GOOD, reasoning="hm, a lens")) as stub:
-        verdict = one(judge_for(stub))
-    assert (verdict.answer, verdict.reasoning, verdict.served) == (GOOD, "hm, a lens", "stub")
 
 
 def test_costs_are_estimated_where_a_server_reports_no_tokens():
@@ -310,12 +305,6 @@ def test_an_injection_stays_inside_its_string(turn):
     assert item.startswith("Item: {") and item.endswith("}")
     for control in ("<|im_end|>", "<|im_start|>", "</s>", "[INST]", "<think>", "<｜", "<start_of"):
         assert control not in user["content"]
-
-
-def test_plain_text_stays_readable():
-    line = prompt.encode(Item("if 3 < 4 and a[1] <= 2", "[1, 2] äöü 数学", "x<y?"))
-    assert "3 < 4 and a[1] <= 2" in line and "[1, 2] äöü 数学" in line
-    assert json.loads(line)["user_turn"] == "x<y?"
 
 
 # -- a rubric of one's own --------------------------------------------------------------------

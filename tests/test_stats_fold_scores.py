@@ -124,15 +124,6 @@ def test_differences_are_paired():
     assert (good - good).estimate().method == "no resample differs"
 
 
-def test_scores_of_other_rows_of_the_same_sources_are_paired():
-    """The resamples depend on sources and seed only."""
-    d = data()
-    again = d[np.arange(len(d.k))[::-1]]
-    first, second = d.fold_scores().auroc(d.scores), again.fold_scores().auroc(again.scores)
-    np.testing.assert_allclose(first.replicates, second.replicates)
-    assert (first.replicates != d.fold_scores(seed=1).auroc(d.scores).replicates).any()
-
-
 def test_strata_are_not_compared():
     d = data()
     shifted = d.scores + 100 * d.strata
@@ -239,24 +230,3 @@ def test_scores_widened_for_training_stay_within_their_bounds():
     np.testing.assert_allclose(free, [-0.7, 0.2, 1.4, 1.7, np.nan], atol=1e-12)
     gain = (score - replace(score, replicates=1 - replicates)).with_training(80).replicates
     assert np.nanmin(gain) == -1 and np.nanmax(gain) == 1
-
-
-def test_what_makes_no_score_is_refused():
-    good = {"positives": [1, 0], "trials": [2, 1], "sources": [0, 1], "folds": [0, 0]}
-    for change in (
-        {"positives": [1, 0, 1]},
-        {"sources": [0, None]},
-        {"strata": [0]},
-        {name: [] for name in good},
-    ):
-        with pytest.raises(ValueError):
-            FoldScores(**{**good, **change})
-    scores, others = (FoldScores(**good, resamples=count) for count in (5, 6))
-    for call, problem in (
-        (lambda: scores.auroc([1]), "score"),
-        (lambda: scores.auroc([1, np.nan]), "score"),
-        (lambda: scores.deviance_explained([0.1, 1.1], [0.5, 0.5]), "probabilities"),
-        (lambda: scores.auroc([1, 0]) - others.auroc([1, 0]), "same resamples"),
-    ):
-        with pytest.raises(ValueError, match=problem):
-            call()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, t, ttest_1samp
 
-from ia_mech.stats import Estimate, cluster_mean, weighted_share, wilson, zero_events_bound
+from ia_mech.stats import cluster_mean, weighted_share, wilson, zero_events_bound
 from ia_mech.stats.intervals import combined
 from ia_mech.stats.resampling import source_index
 
@@ -51,13 +51,6 @@ def test_one_row_per_source_gives_the_exact_binomial_interval():
     assert estimate.method == "clopper-pearson"
 
 
-def test_formulas_equal_scipy():
-    for successes, n in ((0, 10), (3, 17), (17, 17)):
-        expected = binomtest(successes, n).proportion_ci(0.9, "wilson")
-        assert wilson(successes, n, 0.9) == pytest.approx((expected.low, expected.high))
-    assert np.isnan(wilson(0, 0)).all()
-
-
 def test_the_clustered_score_interval_equals_its_definition_row_by_row():
     values, index = clustered(np.random.default_rng(4), 0.1, 30, equal=False)
     rate, deviations = values.mean(), []
@@ -73,6 +66,13 @@ def test_the_clustered_score_interval_equals_its_definition_row_by_row():
     size *= (t.ppf(0.975, len(values) - 1) / t.ppf(0.975, freedom)) ** 2
     estimate = cluster_mean(values, index, proportion=True)
     assert (estimate.low, estimate.high) == pytest.approx(wilson(rate * size, size))
+
+
+def test_formulas_equal_scipy():
+    for successes, n in ((0, 10), (3, 17), (17, 17)):
+        expected = binomtest(successes, n).proportion_ci(0.9, "wilson")
+        assert wilson(successes, n, 0.9) == pytest.approx((expected.low, expected.high))
+    assert np.isnan(wilson(0, 0)).all()
 
 
 def test_sources_that_are_all_alike_leave_what_was_not_seen():
@@ -166,16 +166,3 @@ def test_bad_input_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_an_estimate_reads_as_value_and_interval():
-    assert Estimate(0.5, 0.25, 0.75, 9).text() == "0.50 [0.25, 0.75]"
-    assert Estimate(0.5, np.nan, np.nan, 1).text() == "0.50 [no interval]"
-    assert Estimate(np.nan, np.nan, np.nan, 0).text() == "–"
-
-
-def test_an_interval_is_cut_to_what_a_number_can_be():
-    found = Estimate(0.5, -0.1, 1.2, 9, "student")
-    assert found.clip(0, 1) == Estimate(0.5, 0, 1, 9, "student")
-    assert found.clip(0) == Estimate(0.5, 0, 1.2, 9, "student")
-    assert np.isnan(Estimate(0.5, np.nan, np.nan, 1).clip(0, 1).low)

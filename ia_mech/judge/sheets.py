@@ -342,13 +342,15 @@ def _key_of(run: Run, file: Path, rows: pd.DataFrame) -> dict[str, Any]:
 def _labelled(
     file: Path, rows: pd.DataFrame, places: dict[str, Any], rubric: Rubric
 ) -> pd.DataFrame:
-    """The rows with a category, each item once; UserError names the first that can't be."""
+    """The rows with a category, each item once; UserError names the first that can't be, and says
+    how many there are."""
 
     def refuse(bad: pd.Series, problem: str, remedy: str) -> None:
         if bad.any():
-            row = bad.idxmax()
+            row, others = bad.idxmax(), bad.sum() - 1
             words = problem.format(**rows.loc[row].map(lambda text: repr(text[:60])))
-            raise UserError(f"row {row} of {file} {words}", remedy)
+            more = f" (and {others} rows more)" if others else ""
+            raise UserError(f"row {row} of {file} {words}{more}", remedy)
 
     remedy = "keep the items of the exported sheet, a table of each sheet"
     refuse(~rows["item"].isin(list(places)), "has the item {item}", remedy)

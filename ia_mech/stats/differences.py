@@ -54,7 +54,9 @@ class _Condition:
         return float(self.means.mean()), *ends[:2]
 
 
-def _conditions(a: ArrayLike, sources_a: list, b: ArrayLike, sources_b: list) -> list[_Condition]:
+def _conditions(
+    a: ArrayLike, sources_a: list[Hashable], b: ArrayLike, sources_b: list[Hashable]
+) -> list[_Condition]:
     """Both conditions on the sources that have values in both."""
     index, count = source_index(sources_a + sources_b)
     found = []
