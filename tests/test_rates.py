@@ -125,13 +125,6 @@ def test_what_the_rate_hangs_on_is_taken_from_pairs_of_turns():
     assert "reliability" not in set(alone["quantity"])
 
 
-def test_where_nothing_was_assessed_there_is_no_rate():
-    rows = estimates(judged([(s, t, 0, FAILED) for s in "ab" for t in (0, 1)]))
-    rate = one(rows, "rate")
-    assert np.isnan(rate.value) and rate.rows == 0
-    assert np.isnan(one(rows, "difference").p)
-
-
 def test_every_figure_can_be_restricted_to_one_kind_of_response():
     whole, _ = erring(5)
     turns = whole.turns.assign(unfinished=whole.turns["source"].str[-1].astype(int) < 3)

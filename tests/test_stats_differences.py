@@ -162,11 +162,15 @@ def test_its_p_value_is_that_of_fishers_exact_test():
     assert found.test == "permutation of sources"
 
 
-def test_an_empty_group_leaves_it_open():
-    for labels in ([1, 1, 1], [0, 0, 0]):
-        found = group_difference([1, 0, 1], labels, "abc")
-        assert np.isnan([found.difference.value, found.difference.low, found.p]).all()
-        assert found.difference.method == "one group is empty" and found.test == ""
+def test_an_empty_group_or_a_single_source_leaves_it_open():
+    for labels, sources, reason in (
+        ([1, 1, 1], "abc", "one group is empty"),
+        ([0, 0, 0], "abc", "one group is empty"),
+        ([1, 0, 1], "aaa", "one source"),
+    ):
+        found = group_difference([1, 0, 1], labels, sources)
+        assert np.isnan([found.difference.low, found.p]).all()
+        assert (found.difference.method, found.test) == (reason, "")
 
 
 def test_missing_values_are_left_out_and_sources_may_be_tuples():

@@ -191,16 +191,6 @@ def test_pairs_within_a_source_count_as_often_as_it_is_drawn():
     assert found.replicates.std() == pytest.approx(error, rel=0.1)
 
 
-def test_folds_without_a_value_are_left_out():
-    k, n = np.array([2.0, 0, 0, 0, 3, 3]), np.full(6, 3.0)
-    folds, p = [0, 0, 1, 1, 2, 2], np.array([0.5, 0.2, 0.3, 0.4, 0.6, 0.7])
-    scores = FoldScores(k, n, range(6), folds, resamples=50)
-    assert scores.auroc(p).value == auroc(p[:2], k[:2], n[:2])
-    none = FoldScores(np.zeros(6), n, range(6), folds, resamples=50).auroc(p)
-    assert np.isnan(none.value) and np.isnan(none.replicates).all()
-    assert none.estimate().method == "undefined"
-
-
 def test_probabilities_of_0_and_1_cost_no_infinite_deviance():
     scores = FoldScores([1, 0], [1, 1], [0, 1], [0, 0], resamples=5)
     assert scores.deviance_explained([1, 0], [0.5, 0.5]).value == pytest.approx(1, abs=1e-5)
