@@ -36,21 +36,16 @@ _OF = dict.fromkeys(("truth", "prediction", "term", "decoy"), "str")  # what est
 class Labeller:
     """A judge or an annotator of a run.
 
-    Attributes:
-        name: in the run, where no judge and annotator have the same one.
-        annotates: whether it is an annotator.
-        turns: ``[rows of Run.turns]`` its ``label`` (a category, ``failed``, or missing), whether
-            that is ``genuine``, ``why``, ``source``, whether it was ``fitted`` on the row; of an
-            annotator ``sheet``, ``stratum`` and ``inclusion``.
-        decoys: its labels of these, as ``Run.decoys``.
-        rubric: what it labelled by.
+    ``turns`` are ``[rows of Run.turns]`` its ``label`` (a category, ``failed``, or missing),
+    whether that is ``genuine``, ``why``, ``source``, whether it was ``fitted`` on the row; of an
+    annotator ``sheet``, ``stratum`` and ``inclusion``.
     """
 
     name: str
     annotates: bool
     turns: pd.DataFrame
-    decoys: pd.DataFrame
-    rubric: Rubric
+    decoys: pd.DataFrame  # its labels of these, as ``Run.decoys``
+    rubric: Rubric  # what it labelled by
 
     @property
     def labelled(self) -> np.ndarray:
@@ -200,13 +195,9 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
     """All turns that at least two labellers put into different categories, the most telling first.
 
     Where an annotator is contradicted comes before judges among themselves; where it matters for
-    the rate (genuine or not) before other categories; then at random.
-
-    Returns:
-        Columns: the row's key, source and dataset; the texts; then per labeller, as ``<name>:
-        label``, its category (``failed`` where a judge has none, None where it has no label), and,
-        as ``<name>: why``, a judge's rationale or an annotator's note. The index is the position
-        in ``run.turns``.
+    the rate (genuine or not) before other categories; then at random. Per labeller there are the
+    columns ``<name>: label``, its category (``failed`` where a judge has none), and ``<name>:
+    why``; the index is the position in ``run.turns``.
     """
     table = run.turns[[*KEY, "source_id", "dataset"]].reset_index(drop=True)
     items = items_of(run)

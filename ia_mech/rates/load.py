@@ -28,10 +28,9 @@ from ia_mech.run.sources import SEPARATOR, sources_of
 
 EVERY, UNFINISHED = "all", "unfinished"  # responses that turns come after; the third is "complete"
 NO_ANNOTATOR = ""  # no annotator: annotations are not read
-_SAMPLING = (
-    *("system", "thinking", "response", "date", "opening"),
-    *("max_new_tokens", "max_response_tokens"),
-)
+# Settings that change what is sampled, beside those that rates are by.
+_SAMPLING = ["system", "thinking", "response", "date", "opening"]
+_SAMPLING += ["max_new_tokens", "max_response_tokens"]
 SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
 _OF_TURN = ["run", *SUBJECT, "dataset", "temperature", "source", "context", "unfinished"]
 _DECOYS = [
@@ -45,40 +44,31 @@ _DECOYS = [
 class JudgedTurns:
     """What rates are computed from.
 
-    Attributes:
-        turns: those of :meth:`ia_mech.run.Run.labelled`, a row each, and
+    ``turns`` are those of :meth:`ia_mech.run.Run.labelled`, a row each, and
 
-            - of the run ``run`` (its folder), ``model``, ``weights_hash`` and ``context`` (a key
-              that holds across runs);
-            - of the judge ``fitted`` (it was fitted on the turn) and two more outcomes, 1, 0, or
-              NaN where not assessed: ``grounded``, genuine with a word of the conversation that
-              turns held against others seldom share (:mod:`ia_mech.rates.grounding`), and
-              ``dependent``, genuine with a likelihood that favours the own response over all its
-              siblings together. They are NaN where the judge doesn't test it, or no bits were
-              computed (``experiments.reaction``);
-            - of the annotator ``unlabelled`` (what the annotator labelled nothing of, the turn's
-              run or a stratum of it; else empty).
-        judge: the judge's name.
-        record: who the judge is.
-        annotator: whose labels are in ``truth``; None without any.
-        runs: the runs, in the given order.
-        notes: what a reader has to know of how they were put together.
-        responses: after which responses the turns come: ``all``, ``complete``, ``unfinished``.
-        decoys: one row per decoy (:mod:`ia_mech.judge.decoys`): of its turn ``run``, ``model``,
-            ``weights_hash``, ``dataset``, ``perturbation``, ``temperature``, ``source``,
-            ``context`` and ``unfinished`` as in ``turns``; ``decoy``, its kind;
-            ``shown_source``, that of the context shown; and of ``genuine`` and ``grounded`` the
-            verdict on the decoy and, as ``own_genuine`` and ``own_grounded``, on the same turn
-            after what it followed.
+    - of the run ``run`` (its folder), ``model``, ``weights_hash`` and ``context`` (a key that holds
+      across runs);
+    - of the judge ``fitted`` (it was fitted on the turn) and two more outcomes, 1, 0, or NaN where
+      not assessed: ``grounded``, genuine with a word of the conversation that turns held against
+      others seldom share (:mod:`ia_mech.rates.grounding`), and ``dependent``, genuine with a
+      likelihood that favours the own response over all its siblings together. They are NaN where
+      the judge doesn't test it, or no bits were computed (``experiments.reaction``);
+    - of the annotator ``unlabelled`` (what the annotator labelled nothing of, the turn's run or a
+      stratum of it; else empty).
+
+    ``decoys`` are a row per decoy (:mod:`ia_mech.judge.decoys`): of its turn what ``turns`` have
+    under the same names; ``decoy``, its kind; ``shown_source``, that of the context shown; and of
+    ``genuine`` and ``grounded`` the verdict on the decoy and, as ``own_genuine`` and
+    ``own_grounded``, on the same turn after what it followed.
     """
 
     turns: pd.DataFrame
     judge: str
-    record: dict[str, Any]
-    annotator: str | None
+    record: dict[str, Any]  # who the judge is
+    annotator: str | None  # whose labels are in ``truth``
     runs: list[Run]
-    notes: list[str]
-    responses: str = EVERY
+    notes: list[str]  # what a reader has to know of how they were put together
+    responses: str = EVERY  # after which the turns come
     decoys: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=_DECOYS))
 
     @property
@@ -408,11 +398,13 @@ def _notes(runs: list[Run], turns: pd.DataFrame) -> list[str]:
     ]
     if len(runs) > 1:
         notes.append(f"{len(runs)} runs; greedy turns that several of them hold count once.")
-    models: dict[tuple, list[Run]] = {}
-    for run in runs:
-        models.setdefault((run.model["name"], run.model["weights_hash"]), []).append(run)
-    different = sorted({name for same in models.values() for name in _differing_settings(same)})
-    if different:
+    settings = pd.DataFrame(
+        {name: str(run.settings[name]) for name in _SAMPLING}
+        | {"dtype": run.model["dtype"], "model": (run.model["name"], run.model["weights_hash"])}
+        for run in runs
+    )
+    kinds = settings.groupby("model").nunique()
+    if different := sorted(kinds.columns[(kinds > 1).any()]):
         notes.append(f"runs that were pooled differ in {', '.join(different)}.")
     fitted = turns[turns["fitted"]]
     if fitted["truth"].notna().any():
@@ -421,12 +413,3 @@ def _notes(runs: list[Run], turns: pd.DataFrame) -> list[str]:
             "labelled, were in the judge's fit: corrected rates leave them out."
         )
     return notes
-
-
-def _differing_settings(runs: list[Run]) -> list[str]:
-    """Names of the settings that change what is sampled and in which these runs aren't alike."""
-    settings = [
-        {name: run.settings[name] for name in _SAMPLING} | {"dtype": run.model["dtype"]}
-        for run in runs
-    ]
-    return [name for name in settings[0] if any(s[name] != settings[0][name] for s in settings)]
