@@ -226,6 +226,12 @@ REFUSALS = [  # flags of check; and what is said of them
     ("--judge llm --model m --param temperature", "--param 'temperature' isn't KEY=VALUE; give"),
     ("--judge llm --model m --param model=x", "--param model can't be set; use --model"),
     ("--judge llm --model m --max-cost 1", "--max-cost needs the price; give --price IN OUT as"),
+    ("--judge llm --model m --timeout nan", "--timeout nan is not above 0"),
+    ("--judge llm --model m --price -1 2", "--price can't be negative"),
+    ("--judge llm --model m --param response_format=x", "--param response_format can't be set"),
+    ("--judge llm --model m --base-url localhost:8000", "--base-url is not the address"),
+    ("--judge llm --model m --base-url http://user:password@x/v1", "--base-url is not the address"),
+    ("--judge llm --model m --base-url http://x/v1?token=hidden", "--base-url is not the address"),
 ]
 
 

@@ -263,24 +263,6 @@ def test_the_identity_is_all_that_decides_verdicts(monkeypatch):
     assert LlmJudge("m").identity["base_url"] == "http://localhost:1234/v1"
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"timeout": float("nan")}, "--timeout nan"),
-        ({"price": (-1.0, 2.0)}, "--price"),
-        ({"max_cost": -1.0, "price": (1.0, 1.0)}, "--max-cost -1"),
-        ({"params": {"response_format": "x"}}, "--param response_format .*use --mode"),
-        ({"base_url": "localhost:8000"}, "--base-url is not the address"),
-        ({"base_url": "http://x:port/v1"}, "--base-url is not the address"),
-        ({"base_url": "http://user:password@x/v1"}, "--base-url is not the address"),
-        ({"base_url": "http://x/v1?token=hidden"}, "--base-url is not the address"),
-    ],
-)
-def test_settings_that_cannot_be(options, problem):
-    with pytest.raises(UserError, match=problem):
-        LlmJudge(**{"model": "m"} | options)
-
-
 # -- the prompt -------------------------------------------------------------------------------
 
 INJECTIONS = [
@@ -351,12 +333,7 @@ def test_a_rubric_of_ones_own_is_what_the_server_is_told(tmp_path):
         (("instructions =", "instruction ="), "instruction: Unexpected keyword argument"),
         (('name = "no"', 'name = "yes"'), "has a category twice"),
         (('name = "no"', 'name = "No!"'), "has a category 'No!'"),
-        (
-            ("genuine = true", "genuine = 1"),
-            "categories.0.genuine: Input should be a valid boolean",
-        ),
         (("genuine = true", ""), "needs categories that count as genuine"),
-        (('definition = "Goes on."', ""), "categories.0.definition: Field required"),
         (('definition = "Goes on."', 'definition = " "'), "a definition of each category"),
         (("[[categories]]", "[[categories"), "is no rubric"),
     ],

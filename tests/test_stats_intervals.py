@@ -155,14 +155,3 @@ def test_sources_may_be_any_labels_and_rows_come_in_any_order():
     assert (again.low, again.high) == pytest.approx((plain.low, plain.high))
     assert source_index(["b", 1, ("c",), "b"])[0].tolist() == [0, 1, 2, 0]
     assert source_index(np.array(["b", "a", "b"]))[0].tolist() == [1, 0, 1]
-
-
-def test_bad_input_is_named():
-    for call, message in (
-        (lambda: cluster_mean([1, 2], ["a"]), "values must have 1 entries"),
-        (lambda: cluster_mean([1, 2], ["a", "b"], level=95), "level must lie strictly"),
-        (lambda: cluster_mean([2], ["a"], proportion=True), "between 0 and 1"),
-        (lambda: cluster_mean([1, 2], ["a", None]), "a source is missing"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()

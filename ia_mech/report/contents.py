@@ -82,8 +82,8 @@ class Card:
 def cards_of(
     runs: Sequence[Run], names: Sequence[str], folders: Sequence[Sequence[Path]]
 ) -> list[Card]:
-    """The cards of a page, in :data:`ORDER`, of the folders with results of each run, which the page
-    calls by these names. A figure is shown once; a result of several runs is one answer.
+    """The cards of a page, in :data:`ORDER`: of each run, which the page calls by its name, the
+    folders with results. A figure is shown once; a result of several runs is one answer.
 
     Raises:
         UserError: a folder that holds no result, or a damaged one.
