@@ -142,9 +142,7 @@ def holm_corrected(
 
 
 def frame_of(
-    rows: Iterable[TidyEstimate],
-    names: Mapping[str, str],
-    columns: Sequence[str] | None = None,
+    rows: Iterable[TidyEstimate], names: Mapping[str, str], columns: Sequence[str] | None = None
 ) -> pd.DataFrame:
     """One line per estimate.
 

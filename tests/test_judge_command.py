@@ -15,12 +15,7 @@ from stub_server import StubServer, completion
 from ia_mech.cli import NOTHING
 from ia_mech.judge import prompt
 from ia_mech.judge.__main__ import main
-from ia_mech.judge.rubric import (
-    ASSESSED,
-    CANNOT_ASSESS,
-    GENUINE,
-    NAMES,
-)
+from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.run import Run
 

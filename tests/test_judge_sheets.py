@@ -300,10 +300,7 @@ BAD = [  # content of a table, where ITEM is one of the sheet's items; and what 
     ),
     ("item,category\nITEM,generic\nt00,generic", "row 3 of .* the item 't00'; keep the items"),
     ("item,category\nITEM,generic\n,generic", "row 3 of .* has the item ''"),
-    (
-        "item,category\nITEM,generic\nITEM,\nITEM,new topic",
-        "row 4 .* 'new topic', unlike a",
-    ),
+    ("item,category\nITEM,generic\nITEM,\nITEM,new topic", "row 4 .* 'new topic', unlike a"),
     ("item,note\nITEM,x\n", "has no column 'category'; keep the columns item, category, note"),
     ("item,category\nt00,generic\n", "annotations of another run: none of its 1 items"),
     ("item,category\nITEM,\n", "no row of .* has a category"),

@@ -42,10 +42,7 @@ class Prompt:
     @property
     def messages(self) -> list[dict]:
         response = self.response or f"The answer is {18 if self.right else 19}."
-        return [
-            {"role": "user", "content": self.query},
-            {"role": "assistant", "content": response},
-        ]
+        return [{"role": "user", "content": self.query}, {"role": "assistant", "content": response}]
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,7 @@ from scipy import stats
 from scipy.special import stdtr
 from scipy.stats import binomtest
 
-from ia_mech.stats import (
-    cluster_mean,
-    group_difference,
-    paired_difference,
-    zero_events_bound,
-)
+from ia_mech.stats import cluster_mean, group_difference, paired_difference, zero_events_bound
 from ia_mech.stats.intervals import spread_between
 from ia_mech.stats.significance import sign_flip_p
 

@@ -15,13 +15,7 @@ from ia_mech.cli import one_line
 from ia_mech.estimates import TidyEstimate
 from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, Rubric
 from ia_mech.results import Table
-from ia_mech.stats import (
-    Estimate,
-    balanced_accuracy,
-    cluster_bootstrap,
-    kappa_of,
-    weighted_share,
-)
+from ia_mech.stats import Estimate, balanced_accuracy, cluster_bootstrap, kappa_of, weighted_share
 
 TEXTS = ("query", "response", "user_turn")
 

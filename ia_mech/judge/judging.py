@@ -218,7 +218,6 @@ def label_run(
             then.
     """
     run.labels.check_name("judgements", name)
-    check_judged(run, unperturbed)
     # Before anything is paid for.
     layout.refuse_unwritable(run.path / "judgements", "judge a copy of the run")
     per_source = decoys_per_source(judge, decoys)

@@ -48,18 +48,11 @@ def rates(
     level: float = 0.95,
     **names: Any,
 ) -> Iterator[TidyEstimate]:
-    """How often an outcome is found in each group of rows.
+    """How often an outcome is found in each group of rows, which the values of ``by`` make.
 
-    Args:
-        rows: ``JudgedTurns.turns``, or any table with ``source``, the outcome and ``by``.
-        by: columns whose values make a group each; one group of all rows without any.
-        outcome: the column that is 1, 0, or NaN where there is no telling.
-        quantity: what rates are called.
-        level: coverage of intervals.
-        names: what else the estimates are of.
-
-    Yields:
-        Estimates with the group's values, ``outcome``, ``events`` (rows with it) and ``names``.
+    ``rows`` are ``JudgedTurns.turns``, or any table with ``source``, ``by`` and the outcome: 1, 0,
+    or NaN where there is no telling. Estimates are of the group's values, ``outcome``, ``events``
+    (rows with it) and ``names``.
     """
     for group, own in _groups(rows, by):
         rate = cluster_mean(own[outcome], own["source"], proportion=True, level=level)
@@ -80,14 +73,12 @@ def differences(
     seed: int = 0,
     **names: Any,
 ) -> Iterator[TidyEstimate]:
-    """How much higher each group's rate is than that of the rows of a condition which are like it
-    in all else that ``by`` names, paired by source.
+    """How much higher each group's rate (:func:`rates`) is than that of the rows of a condition
+    which are like it in all else that ``by`` names, paired by source.
 
-    Args:
-        rows, by, outcome, quantity, level, names: as for :func:`rates`.
-        base: the condition, such as ``{"temperature": 0}``. Its own groups have no difference.
-        within: a column; only rows of those of its values count that both conditions have.
-        seed: of sign flips.
+    The condition is ``base``, such as ``{"temperature": 0}``; its own groups have no difference.
+    Only rows of those values of the column ``within`` count that both have. ``seed`` is of sign
+    flips.
     """
     for group, own in _groups(rows, by):
         if all(group[name] == value for name, value in base.items()):
@@ -112,17 +103,11 @@ def floors(
     level: float = 0.95,
     **names: Any,
 ) -> Iterator[TidyEstimate]:
-    """How often turns are accepted after contexts that they didn't follow, all of the decoys with
-    both verdicts.
+    """How often turns are accepted after contexts that they didn't follow, all of the decoys of a
+    kind with both verdicts (``JudgedTurns.decoys``); the other arguments are :func:`rates`'.
 
-    Args:
-        decoys: as ``JudgedTurns.decoys``.
-        kind: of the decoys that count (:data:`ia_mech.judge.decoys.DECOY_KINDS`).
-        by, outcome, level, names: as for :func:`rates`.
-
-    Yields:
-        By group ``decoyed_rate``, of the turns after their own contexts; ``floor``, after the
-        others; and ``excess``, the difference.
+    By group there are ``decoyed_rate``, of the turns after their own contexts; ``floor``, after the
+    others; and ``excess``, the difference.
     """
     for group, those in _groups(decoys[decoys["decoy"] == kind], by):
         of = names | group | {"outcome": outcome, "level": level, "decoy": kind}

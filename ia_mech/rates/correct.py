@@ -44,13 +44,9 @@ NEEDED = (
 
 
 def verified_responses(judged: JudgedTurns) -> pd.DataFrame:
-    """The responses that turns follow, each once, with the verdicts on them.
-
-    Returns:
-        One row per response: of its turns ``run``, ``model``, ``weights_hash``, ``perturbation``,
-        ``dataset``, ``source``, ``context_id``, ``context`` and ``unfinished``; ``query`` and
-        ``response``; and the fields of :class:`ia_mech.rates.verify.Correctness`, ``correct`` 1, 0
-        or NaN.
+    """The responses that turns follow, a row each: what their turns have in common, ``query`` and
+    ``response``, and the fields of :class:`ia_mech.rates.verify.Correctness`, ``correct`` 1, 0 or
+    NaN.
 
     Raises:
         UserError: nothing says which responses are right, or none of them could be verified.

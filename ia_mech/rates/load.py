@@ -227,8 +227,7 @@ def _choose_judge(runs: list[Run], judge: str | None) -> str:
     for run in runs:
         if not run.labels.judges:
             raise UserError(
-                f"{run.path} has not been judged",
-                f"run: ia-mech judge run {shell_word(run.path)}",
+                f"{run.path} has not been judged", f"run: ia-mech judge run {shell_word(run.path)}"
             )
     names = {name for run in runs for name in run.labels.judges} if judge is None else {judge}
     if len(names) > 1:

@@ -11,12 +11,7 @@ from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import heading
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.rates import figures
-from ia_mech.rates.compute import (
-    MIN_ANNOTATED,
-    MIN_ANNOTATED_SOURCES,
-    RELIABILITY_TURNS,
-    estimates,
-)
+from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, RELIABILITY_TURNS, estimates
 from ia_mech.rates.evidence import DEPENDENT
 from ia_mech.rates.gate import AFTER, NO_DECOYS, NOT_PASSED, PASSED, UNDECIDED, Gate
 from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns, matching

@@ -7,14 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ia_mech.stats.clusters import cluster_mean
-from ia_mech.stats.intervals import (
-    Estimate,
-    combined,
-    hull,
-    rate_interval,
-    student,
-    unseen,
-)
+from ia_mech.stats.intervals import Estimate, combined, hull, rate_interval, student, unseen
 from ia_mech.stats.resampling import as_column, source_index
 from ia_mech.stats.significance import sign_flip_p, source_permutation_p
 
@@ -170,12 +163,7 @@ def group_difference(
     difference's size when labels change places between sources
     (``significance.source_permutation_p``). The two may disagree at the margin.
 
-    Args:
-        values: ``[n]`` events (0 or 1) or shares of them; NaN is left out.
-        labels: ``[n]`` 1 or 0.
-        sources: ``[n]`` the source of each row.
-        level: coverage.
-        permutations, seed: of the labels.
+    ``values`` are ``[n]`` events (0 or 1) or shares of them; NaN is left out.
 
     Raises:
         ValueError: lengths differ, or a value lies outside [0, 1].

@@ -195,9 +195,7 @@ def rate_interval(
 
 
 def combined(
-    parts: Sequence[tuple[float, float, float]],
-    weights: Sequence[float],
-    correlation: float = 0.0,
+    parts: Sequence[tuple[float, float, float]], weights: Sequence[float], correlation: float = 0.0
 ) -> tuple[float, float, float]:
     """A weighted sum of estimates, with an interval from their own.
 
