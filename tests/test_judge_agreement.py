@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from judging import ROWS, FakeJudge, keys_of, plant
+from judging import ROWS, FakeJudge, annotate, keys_of, plant
 from test_results import example_result
 
 from experiments.compare import category_shares
@@ -21,7 +21,7 @@ from ia_mech.judge.labellers import (
     joint_rows,
     labellers_of,
 )
-from ia_mech.judge.rubric import ASSESSED, BUILT_IN, CANNOT_ASSESS, GENUINE, NAMES
+from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.sheets import csv_bytes, export_sheet, import_sheet, write_sheet
 from ia_mech.judge.verdict import Verdict
 from ia_mech.rates.compute import estimates
@@ -29,26 +29,6 @@ from ia_mech.rates.load import read_runs
 from ia_mech.results import folder_of, read, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-
-
-def annotate(
-    run: Run, name: str, labels: dict[int, str], sheet="s", stratum="all", chances=None
-) -> None:
-    """Labels of an annotator by row; all rows have the same probability without ``chances``."""
-    keys = keys_of(run)
-    rows = [
-        {
-            **keys[i],
-            "category": category,
-            "genuine": BUILT_IN.genuine(category),
-            "note": f"note {i}",
-            "sheet": sheet,
-            "stratum": stratum if isinstance(stratum, str) else stratum[i],
-            "inclusion_probability": len(labels) / ROWS if chances is None else chances[i],
-        }
-        for i, category in labels.items()
-    ]
-    run.labels.write_annotations(name, rows, {})
 
 
 def random_labels(seed: int, names=NAMES) -> list[str]:

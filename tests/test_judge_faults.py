@@ -297,13 +297,3 @@ def test_what_is_under_way_when_judging_ends_is_kept(tmp_path):
         assert kept(judge, tmp_path) == requested and 2 <= len(requested) < 40
         judge_items(items(40), judge, Quiet(), cache_folder=tmp_path)
     assert set(stub.turns.values()) == {1}
-
-
-def test_a_disk_that_is_full_ends_the_judging(tmp_path, monkeypatch):
-    def full(*_) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(VerdictCache, "put", full)
-    with StubServer() as stub, pytest.raises(OSError, match="No space"):
-        judge_items(items(40), judge_for(stub, concurrency=3), Quiet(), cache_folder=tmp_path)
-    assert len(stub.bodies) <= 3

@@ -40,15 +40,6 @@ def test_a_verdict_has_the_score_and_its_evidence():
     assert judge.verdict(Item(QUERY, RESPONSE, "Как сохранить базилик?")).grounding is None
 
 
-def test_what_ships_is_what_the_study_gives():
-    scores = pd.read_parquet(study.SCORES)
-    calibration = scores[scores["part"] == study.CALIBRATION]
-    tests = scores[scores["part"] == study.TEST]
-    shared = [set(zip(part["set"], part["source"], strict=True)) for part in (calibration, tests)]
-    assert not set.intersection(*shared)
-    assert len(grounding.ranks()) == study.COMMON and scores["score"].max() == study.COMMON + 1
-
-
 def test_the_floor_holds_in_a_data_set_absent_from_the_calibration():
     scores = pd.read_parquet(study.SCORES)
     for name in ("builtin", "gsm8k", "ifbench", "mtbench"):

@@ -133,14 +133,6 @@ def test_a_second_time_nothing_is_asked(label, cache):
     assert after["cost"].sum() == 0.25 * ROWS
 
 
-def test_a_free_judge_is_not_cached(label, cache):
-    for _ in range(2):
-        judge = FakeJudge(paid=False)
-        assert not label(judge)["cached"].any()
-        assert len(judge.asked) == 2 * ROWS  # and every turn as a decoy
-    assert not cache.exists()
-
-
 def test_failures_are_rows_that_are_not_kept_and_the_same_command_asks_again(label, cache):
     """Of seven turns, wherever they are shown, each with its kind of failure."""
     failed = {f"turn {number}": status for number, status in enumerate(FAILURES)}

@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 
+import judging
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,14 +14,13 @@ from shell import Outcome, call, files, refusal
 
 from experiments.compare import category_shares
 from ia_mech.judge.judging import items_of
-from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE, read_rubric, rubric_of
+from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, read_rubric
 from ia_mech.judge.sheets import csv_bytes, export_sheet, import_sheet, write_sheet
 from ia_mech.rates.__main__ import main
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.load import read_runs
 from ia_mech.results import folder_of, read
 from ia_mech.run import Run
-from ia_mech.run.labels import KEY
 
 CAVEAT = "a heuristic, 0.9 of the time right"
 RULES = {"identity": {"kind": "rules"}, "caveat": CAVEAT}
@@ -34,27 +34,19 @@ def category_of(key: tuple) -> str:
     return GENUINE if temperature == 1 or sample == 0 else "new_topic"
 
 
+def said(run: Run, say=category_of) -> list[str | None]:
+    return [say(tuple(key.values())) for key in judging.keys_of(run)]
+
+
 def plant(run: Run, judge: str = "rules", *, say=category_of, record=RULES, fitted=()) -> Run:
     """Verdicts as a judge writes them."""
-    rows = []
-    keys = run.generations[list(KEY)].itertuples(index=False, name=None)
-    for key, item in zip(keys, items_of(run), strict=True):
-        row = dict(zip(KEY, key, strict=True))
-        row |= {"status": "judged", "item": item.id}
-        verdict = {"category": say(key), "genuine": rubric_of(record).genuine(say(key))}
-        rows += [row | verdict | {"fitted": item.id in fitted}]
-    run.labels.write_judgements(judge, rows, record)
+    known = [item.id in fitted for item in items_of(run)]
+    judging.plant(run, judge, said(run, say), record, fitted=known)
     return run
 
 
-def annotate(run: Run, annotator: str = "anna", *, rows: slice = slice(None)) -> None:
-    labels = [
-        dict(zip(KEY, key, strict=True))
-        | {"category": category_of(key), "genuine": BUILT_IN.genuine(category_of(key))}
-        | {"inclusion_probability": 0.5}
-        for key in run.generations[list(KEY)].itertuples(index=False, name=None)
-    ]
-    run.labels.write_annotations(annotator, labels[rows], {})
+def annotate(run: Run, annotator: str = "anna") -> None:
+    judging.annotate(run, annotator, dict(enumerate(said(run))))
 
 
 @pytest.fixture

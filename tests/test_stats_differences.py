@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from scipy import stats
 from scipy.special import stdtr
-from scipy.stats import binomtest
 
 from ia_mech.stats import cluster_mean, group_difference, paired_difference, zero_events_bound
 from ia_mech.stats.intervals import spread_between
@@ -98,26 +97,6 @@ def test_p_is_where_the_interval_begins_to_leave_out_zero():
     assert far.p == 2 * 0.5**60 or far.p < 1e-3
     same = paired_difference([1, 0], ["a", "b"], [1, 0, 0, 1], ["a", "a", "b", "b"])
     assert same.p == 1 and same.test == "mover and sign flip"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rate", "rows"), [(0.02, (1, 8)), (0.3, (1, 8)), (0.5, (4, 4))])
-def test_false_alarms_of_the_paired_test(rate, rows):
-    """The 95% binomial interval of the simulated rate holds 5%."""
-    rng, alarms, flips, trials = np.random.default_rng(7), 0, 0, 1000
-    for _ in range(trials):
-        data = two_conditions(rng, rate, rate, sources=100, rows_a=rows[0], rows_b=rows[1])
-        paired = paired_difference(*data, permutations=999)
-        alarms += paired.p <= 0.05
-        differences = data[2].reshape(100, -1).mean(1) - data[0].reshape(100, -1).mean(1)
-        flips += sign_flip_p(differences, 999, 0) <= 0.05
-    assert paired.test == ("sign flip" if rows[0] == rows[1] else "mover and sign flip")
-    interval = binomtest(alarms, trials).proportion_ci(0.95, "exact")
-    assert interval.low <= 0.05
-    if rate > 0.1:
-        assert alarms / trials > 0.025  # and isn't bought by never rejecting
-    else:
-        assert flips / trials > 0.06  # what flipping signs would do to one row against eight
 
 
 def test_few_sources_do_not_give_tiny_p_values():

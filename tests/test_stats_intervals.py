@@ -130,22 +130,6 @@ def test_weights_count_rows_as_often_as_they_say():
     assert weighted.low < weighted.value < weighted.high
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("equal", [True, False])
-@pytest.mark.parametrize("sources", [50, 100])
-@pytest.mark.parametrize(("rate", "most"), [(0.02, 1), (0.2, 0.97), (0.5, 0.97)])
-def test_coverage_on_clustered_rates(rate, most, sources, equal):
-    """2000 data sets, within-source correlation 0.5: 93 to 97% at 0.2 and 0.5, more at 0.02.
-
-    The bands are widened by two standard errors of the simulation.
-    """
-    rng, covered, slack = np.random.default_rng(11), 0, 2 * np.sqrt(0.05 * 0.95 / 2000)
-    for _ in range(2000):
-        estimate = cluster_mean(*clustered(rng, rate, sources, equal), proportion=True)
-        covered += estimate.low <= rate <= estimate.high
-    assert 0.93 - slack <= covered / 2000 <= most + slack
-
-
 def test_sources_may_be_any_labels_and_rows_come_in_any_order():
     values, index = clustered(np.random.default_rng(1), 0.3, 10)
     plain = cluster_mean(values, index)
