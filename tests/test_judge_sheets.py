@@ -355,9 +355,6 @@ def test_nothing_is_overwritten(judged, tmp_path):
     assert files_under(tmp_path) == before
 
 
-# -- the command line -----------------------------------------------------------------------------
-
-
 # -- what the page keeps --------------------------------------------------------------------------
 
 BROWSER = """
