@@ -248,7 +248,7 @@ def test_a_judge_that_looks_at_the_turn_alone_fails_its_gate(merged, tmp_path):
     found = read([run])
     assert 0.5 < found.outcome.positives.sum() / found.outcome.trials.sum() < 1
     assert found.labelled_by == "judge agreeable: failed"
-    assert any("Judge agreeable calls" in note and "(failed, " in note for note in found.notes)
+    assert any("judge agreeable calls" in note and "(failed, " in note for note in found.notes)
 
 
 def test_a_target_that_no_context_has_is_refused(copy):
