@@ -17,7 +17,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlencode
+from urllib.parse import parse_qsl, urlencode
 
 from rich.console import Console
 from rich.segment import Segment
@@ -193,16 +193,8 @@ def new_axes(
 def draw_line(
     axes: Axes, at: pd.Series, rows: pd.DataFrame, colour: str, label: str, **look: Any
 ) -> None:
-    """Estimates as a line, their intervals as a band.
-
-    Args:
-        axes: where to.
-        at: ``[rows]`` their places on the x axis.
-        rows: with ``value``, ``low`` and ``high``.
-        colour: of line and band.
-        label: of the line.
-        look: of the line, as matplotlib names it.
-    """
+    """Estimates ``[rows]``, with ``value``, ``low`` and ``high``, as a line at these places of the
+    x axis, their intervals as a band; ``look`` is of the line, as matplotlib names it."""
     places = at.to_numpy(dtype=float)
     style: dict[str, Any] = {"lw": 1.4, "marker": "o", "ms": 3}
     axes.plot(places, rows["value"], color=colour, label=label, **(style | look))
@@ -215,27 +207,20 @@ def draw_points(
 ) -> None:
     """Estimates as points, their intervals as bars; no bar where there is no interval.
 
-    Args:
-        axes: where to.
-        at: ``[rows]`` their places on the other axis.
-        rows: with ``value``, ``low`` and ``high``.
-        lying: values are on the x axis, not on the y axis.
-        look: as matplotlib names it.
+    As of :func:`draw_line`, but ``at`` is on the y axis and values on the x axis if ``lying``.
     """
     value = rows["value"]
     ends = [value - rows["low"], rows["high"] - value]
     reach = [end.fillna(0).clip(lower=0) for end in ends]
     style: dict[str, Any] = {"fmt": "o", "ms": 4, "lw": 1.2} | look
-    if lying:
-        axes.errorbar(value, at, xerr=reach, **style)
-        _link(axes, value, at, rows)
-    else:
-        axes.errorbar(at, value, yerr=reach, **style)
-        _link(axes, at, value, rows)
+    across, up = (value, at) if lying else (at, value)
+    axes.errorbar(across, up, xerr=reach if lying else None, yerr=None if lying else reach, **style)
+    _link(axes, across, up, rows)
 
 
 def link_of(**about: Any) -> str:
-    """The link of a mark, as an address within a page: of which turns it is."""
+    """The link of a mark, as an address within a page: of which turns it is, and of a ``share`` in
+    words how many of how many."""
     known = {
         name: value
         for name, value in about.items()
@@ -243,6 +228,14 @@ def link_of(**about: Any) -> str:
         or (isinstance(value, float) and not math.isnan(value))
     }
     return f"#{urlencode(known)}"
+
+
+def link_title(link: str) -> str:
+    """What a :func:`link_of` says, in words."""
+    about = dict(parse_qsl(link.removeprefix("#")))
+    share = about.pop("share", "")
+    words = [f"{name} {value}" for name, value in about.items()]
+    return ", ".join([*words, share] if share else words)
 
 
 def _link(axes: Axes, across: Any, up: Any, rows: pd.DataFrame) -> None:
@@ -306,15 +299,8 @@ def links_of(svg: bytes) -> tuple[str, list[tuple[str, list[float]]]]:
 
 
 def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
-    """Write a figure as PNG, SVG and PDF, each replaced whole; the same bytes for the same figure.
-
-    Args:
-        figure: the figure.
-        folder: where to; it must be there.
-        stem: of the files' names.
-
-    Returns:
-        The paths, in the order of :data:`FIGURE_FORMATS`.
+    """Write a figure in all :data:`FIGURE_FORMATS`, each file replaced whole; the same bytes for
+    the same figure. Returns the paths.
 
     Raises:
         OSError: a file can't be written.

@@ -40,41 +40,24 @@ MEASURED = {  # columns that every estimate has, after those that say what it is
 
 @dataclass(frozen=True)
 class TidyEstimate:
-    """One estimate.
-
-    Attributes:
-        quantity: what it is.
-        names: what it is of (dataset, temperature, layer, …) and what else its table holds
-            (events, contexts, level, …): column → value.
-        rows: how many values it is made of.
-        estimate: the number with its interval over sources.
-        p: of the null hypothesis that a difference is 0; NaN where nothing was tested.
-        test: which gave p, as :class:`ia_mech.stats.PairedDifference` names it; None without p.
-        p_holm: p corrected by :func:`holm_corrected`.
-    """
+    """One estimate, of a ``quantity``."""
 
     quantity: str
-    names: dict[str, Any]
-    rows: int
-    estimate: Estimate
-    p: float = np.nan
-    test: str | None = None
-    p_holm: float = np.nan
+    names: dict[str, Any]  # column → value: what it is of, and what else its table holds
+    rows: int  # how many values it is made of
+    estimate: Estimate  # with its interval over sources
+    p: float = np.nan  # that a difference is 0; NaN where nothing was tested
+    test: str | None = None  # which gave p, as :class:`ia_mech.stats.Difference` names it
+    p_holm: float = np.nan  # by :func:`holm_corrected`
 
 
 @dataclass(frozen=True)
 class Group:
-    """Values that share names and sources, and how to make estimates of them.
+    """Values that share names and sources, and how to make estimates of them."""
 
-    Attributes:
-        sources: ``[rows]`` the source of each value.
-        options: ``level``, ``resamples`` and ``seed`` of intervals and tests.
-        names: what every estimate of the group is of.
-    """
-
-    sources: np.ndarray
-    options: dict[str, Any]
-    names: dict[str, Any] = field(default_factory=dict)
+    sources: np.ndarray  # [rows] the source of each value
+    options: dict[str, Any]  # level, resamples and seed of intervals and tests
+    names: dict[str, Any] = field(default_factory=dict)  # what every estimate of it is of
 
     def mean(
         self, quantity: str, values: ArrayLike, *, proportion: bool = False, **names: Any
@@ -126,19 +109,8 @@ def paired_row(
     baseline_sources: Iterable[Hashable],
     **names: Any,
 ) -> TidyEstimate:
-    """Mean over sources of one condition less another, with its test; the source is the pair.
-
-    See :func:`ia_mech.stats.paired_difference`; a source counts if it has a value in both.
-
-    Args:
-        group: gives options and names; its own sources aren't looked at.
-        quantity: what it is.
-        values: ``[n]``.
-        sources: ``[n]`` of the values.
-        baseline: ``[m]`` what is subtracted.
-        baseline_sources: ``[m]`` of these.
-        names: more of what it is of.
-    """
+    """Mean over sources of ``[n]`` values less that of a ``[m]`` baseline, with its test
+    (:func:`ia_mech.stats.paired_difference`). The group gives options and names alone."""
     options = {key: group.options[key] for key in ("level", "seed")}
     paired = paired_difference(values, sources, baseline, baseline_sources, **options)
     counted = int((~np.isnan(np.asarray(values, dtype=float))).sum())
@@ -175,19 +147,13 @@ def holm_corrected(
 
 
 def frame_of(
-    rows: Iterable[TidyEstimate],
-    names: Mapping[str, str],
-    columns: Sequence[str] | None = None,
+    rows: Iterable[TidyEstimate], names: Mapping[str, str], columns: Sequence[str] | None = None
 ) -> pd.DataFrame:
     """One line per estimate.
 
-    Args:
-        rows: the estimates.
-        names: column → dtype of what estimates may be of. An estimate that lacks a name has a
-            missing value there, or an empty string where the dtype is ``str``. ``quantity`` or one
-            of :data:`MEASURED` may be given another dtype here.
-        columns: the table's columns in order; ``quantity``, ``names`` and :data:`MEASURED` if not
-            given.
+    ``names`` are the dtypes of what estimates may be of; one that lacks a name has a missing value
+    there, or an empty string where the dtype is ``str``. ``columns`` are by default ``quantity``,
+    ``names`` and :data:`MEASURED`, whose dtypes ``names`` may change.
 
     Raises:
         ValueError: an estimate is of something that isn't in ``names``.
@@ -220,31 +186,25 @@ def frame_of(
 def write_parquet(
     frame: pd.DataFrame, path: str | Path, about: dict[str, Any] | None = None
 ) -> None:
-    """Replace a file whole: the old one or the new one, never a half.
-
-    Args:
-        frame: the table; its index is left out.
-        path: the file; its folder must be there.
-        about: what the table was made from, kept as JSON in the metadata, under ``ia_mech``.
+    """Replace a file whole by a table without its index; ``about``, what it was made from, goes to
+    the metadata as JSON, under ``ia_mech``.
 
     Raises:
         OSError: it can't be written.
     """
-    replace_file(Path(path), lambda scratch: pq.write_table(_arrow(frame, about), scratch))
-
-
-def _arrow(frame: pd.DataFrame, about: dict[str, Any] | None) -> pa.Table:
-    """The table with text columns as ``string``, whatever pandas keeps them as."""
     table = pa.Table.from_pandas(frame, preserve_index=False)
     metadata = dict(table.schema.metadata or {})
     if about is not None:
         metadata[b"ia_mech"] = json.dumps(about, sort_keys=True).encode()
-    text = [pa.types.is_large_string(kind) or pa.types.is_null(kind) for kind in table.schema.types]
+    # Texts are ``string``, whatever pandas keeps them as.
     fields = [
-        field.with_type(pa.string()) if so else field
-        for field, so in zip(table.schema, text, strict=True)
+        column.with_type(pa.string())
+        if pa.types.is_large_string(column.type) or pa.types.is_null(column.type)
+        else column
+        for column in table.schema
     ]
-    return table.cast(pa.schema(fields, metadata))
+    table = table.cast(pa.schema(fields, metadata))
+    replace_file(Path(path), lambda scratch: pq.write_table(table, scratch))
 
 
 def estimate_of(row: Any) -> Estimate:

@@ -42,30 +42,25 @@ if TYPE_CHECKING:
 
     from ia_mech.run import Run
 
-_HEADS = {"temperature": "T"}  # columns that are called otherwise in a table
 RESULT, ESTIMATES = "result.json", "estimates.parquet"
+<<<<<<< HEAD
 LOCK = ".lock"  # of the one command that writes to a folder of results
 # fields that result.json holds as they are
 _VERBATIM = ("question", "sentence", "control", "notes", "about")
+=======
+_VERBATIM = ("question", "sentence", "control", "notes", "about")  # fields, in result.json too
+>>>>>>> jh
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table as it is shown: texts.
-
-    Attributes:
-        title: what it is of.
-        columns: their names.
-        rows: the cells of each row, the first of them what the row is of.
-        legend: what the columns hold, where their names don't say it.
-        full: the terminal shows it only where everything is asked for (``--full``).
-    """
+    """A table as it is shown: texts."""
 
     title: str
     columns: list[str]
-    rows: list[list[str]]
-    legend: str = ""
-    full: bool = False
+    rows: list[list[str]]  # cells, the first of them what the row is of
+    legend: str = ""  # what the columns hold, where their names don't say it
+    full: bool = False  # the terminal shows it only where everything is asked for (--full)
 
 
 @dataclass(frozen=True)
@@ -112,13 +107,8 @@ class Result:
 def about_runs(runs: "Sequence[Run]", labellers: Sequence[str] = ()) -> dict[str, Any]:
     """Which runs a result is of and whose labels it rests on, as :attr:`Result.about` says it.
 
-    Args:
-        runs: the runs, in the order in which they are named.
-        labellers: judges and annotators whose labels were used.
-
-    Returns:
-        ``runs`` and ``identities``; with labellers also ``labellers`` and ``labels`` (the digest of
-        what they say now, by run), so that a reader can tell whether labels were replaced since.
+    With judges and annotators (``labellers``) it keeps the digest of what they say now, by run, so
+    that a reader can tell whether labels were replaced since.
     """
     about: dict[str, Any] = {
         "runs": [run.name for run in runs],
@@ -144,17 +134,14 @@ def table_of(
     """Estimates as a table: a line per combination of ``index``, a column per kind of estimate.
 
     Args:
-        title: of the table.
+        title, legend, full: as of :class:`Table`.
         estimates: as :func:`ia_mech.estimates.frame_of` makes them, in the order of the lines.
         columns: value of ``key`` → head, and decimals or a format such as ``+.2f``. The corrected
             p of a test follows its difference.
         index: the columns that name a line. One in which all lines are alike is left out, but for
             the last.
         key: the column that tells kinds of estimates apart.
-        rows: what the rows of an estimate are, the head of the column with their number, which is
-            that of the line's first estimate.
-        legend: as of :class:`Table`.
-        full: as of :class:`Table`.
+        rows: head of the column that counts the rows of a line's first estimate.
     """
     kept = estimates[estimates[key].isin(list(columns))]
     shown = {of: head for of, head in columns.items() if of in set(kept[key])}
@@ -168,7 +155,7 @@ def table_of(
         names = [label_of(value, name) for value, name in zip(values, named, strict=True)]
         count = next(by_key[of].rows for of in shown if of in by_key)
         lines.append([*names, str(count), *cells])
-    heads = [_HEADS.get(name, name) for name in named]
+    heads = ["T" if name == "temperature" else name for name in named]
     return Table(title, [*heads, rows, *(head for head, _ in shown.values())], lines, legend, full)
 
 
@@ -279,13 +266,8 @@ def kind_of(folder: Path) -> str | None:
 
 
 def folders_of(run: Path, identity: str = "", places: Collection[Path] = ()) -> list[Path]:
-    """The folders with results on a run.
-
-    Args:
-        run: the run's folder, whose ``results/`` has its own ones.
-        identity: of the run, as results have it under ``identities``.
-        places: where experiments that hold runs keep theirs, in folders that begin with the run's
-            name (``cache/<run>-reaction``). They count if they say that they are of this run.
+    """The folders with results on a run: in its ``results/``, and those in ``places`` whose names
+    begin with the run's (``cache/<run>-reaction``) if they say that they are of this ``identity``.
 
     Raises:
         UserError: one is damaged.
@@ -346,28 +328,21 @@ def _damaged(folder: Path, error: Exception) -> UserError:
 
 
 def show(result: Result, screen: "Console", *, full: bool = False) -> None:
-    """Print a result: what was found and against what, then the tables, then the notes.
-
-    Args:
-        result: to print.
-        screen: of :func:`ia_mech.display.console`.
-        full: all tables, not the first ones alone.
-    """
+    """Print a result: what was found and against what, then the tables (all if ``full``), then the
+    notes."""
     control = f"Control: {result.control}" if result.control else ""
     for text, style in ((result.sentence, "bold"), (control, "")):
         screen.print(one_line(text), style=style, soft_wrap=True, markup=False)
-    left_out = 0
-    for table in result.tables:
-        if table.full and not full:
-            left_out += 1
-            continue
+    shown = [table for table in result.tables if full or not table.full]
+    for table in shown:
         print_table(screen, table)
     if result.notes:
         screen.print()
-    for note in result.notes:
-        screen.print(f"note: {one_line(note)}", soft_wrap=True, markup=False)
-    if left_out:
-        screen.print(f"--full prints more tables: {left_out}", soft_wrap=True, markup=False)
+    lines = [f"note: {one_line(note)}" for note in result.notes]
+    if left_out := len(result.tables) - len(shown):
+        lines.append(f"--full prints more tables: {left_out}")
+    for line in lines:
+        screen.print(line, soft_wrap=True, markup=False)
 
 
 def print_table(screen: "Console", table: Table) -> None:

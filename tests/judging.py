@@ -7,7 +7,7 @@ from stub_server import StubServer
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.llm import LlmJudge
-from ia_mech.judge.rubric import BUILT_IN, GENUINE
+from ia_mech.judge.rubric import BUILT_IN, GENUINE, rubric_of
 from ia_mech.judge.verdict import Item, Judge, Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY as COLUMNS
@@ -109,16 +109,39 @@ def keys_of(run: Run) -> list[dict]:
     return run.generations[list(COLUMNS)].to_dict("records")
 
 
-def plant(run: Run, name: str, labels: list[str | None], **columns: list) -> None:
+def plant(
+    run: Run, name: str, labels: list[str | None], record: dict | None = None, **columns: list
+) -> None:
     """Verdicts of a judge: a category per turn."""
+    record = {"identity_hash": f"hash of {name}"} if record is None else record
     rows = [
         {
             **key,
             "category": labels[i],
-            "genuine": BUILT_IN.genuine(labels[i]),
+            "genuine": rubric_of(record).genuine(labels[i]),
             "status": "judged" if labels[i] else "unparsable",
             **{column: values[i] for column, values in columns.items()},
         }
         for i, key in enumerate(keys_of(run))
     ]
-    run.labels.write_judgements(name, rows, {"identity_hash": f"hash of {name}"})
+    run.labels.write_judgements(name, rows, record)
+
+
+def annotate(
+    run: Run, name: str, labels: dict[int, str], sheet="s", stratum="all", chances=None
+) -> None:
+    """Labels of an annotator by row; all rows have the same probability without ``chances``."""
+    keys = keys_of(run)
+    rows = [
+        {
+            **keys[i],
+            "category": category,
+            "genuine": BUILT_IN.genuine(category),
+            "note": f"note {i}",
+            "sheet": sheet,
+            "stratum": stratum if isinstance(stratum, str) else stratum[i],
+            "inclusion_probability": len(labels) / ROWS if chances is None else chances[i],
+        }
+        for i, category in labels.items()
+    ]
+    run.labels.write_annotations(name, rows, {})

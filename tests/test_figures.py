@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from experiments.figures import Bars, Lines
@@ -78,19 +77,6 @@ def test_marks_lead_to_what_they_are_of_and_the_file_says_where_they_are(tmp_pat
         for left, top, wide, high in places:
             assert 0 <= left <= left + wide <= width and 0 <= top <= top + high <= height
     assert links_of(b"<svg/>") == ("", [])
-
-
-def test_panels_are_lettered_once_and_colour_bars_and_single_panels_are_not(tmp_path):
-    figure = Figure()
-    left, right = figure.subplots(1, 2)
-    right.set_title("failures")
-    figure.colorbar(left.imshow(np.eye(2)), ax=left)
-    first, again = ([p.read_bytes() for p in save_figure(figure, tmp_path, "two")] for _ in "ab")
-    assert first == again
-    assert [axes.get_title() for axes in figure.axes] == ["a", "b  failures", ""]
-    alone, axes = new_axes("title", "x", "y")
-    save_figure(alone, tmp_path, "one")
-    assert axes.get_title() == "title"
 
 
 def test_bars_and_bands_end_where_intervals_do():

@@ -1,8 +1,5 @@
 """The score of grounding: by hand, and what ships against the study."""
 
-import random
-
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -33,15 +30,6 @@ def test_the_score_is_of_the_rarest_word_that_both_have(turn, found):
     assert rarest_shared(Item(QUERY, RESPONSE, turn), RANKS) == found
 
 
-def test_the_p_value_is_the_share_of_decoys_that_score_as_high():
-    rng = random.Random(0)
-    for _ in range(100):
-        decoys = sorted(rng.randrange(6) for _ in range(rng.randrange(1, 30)))
-        score = rng.randrange(7)
-        expected = (1 + sum(decoy >= score for decoy in decoys)) / (1 + len(decoys))
-        assert study.p_value(score, np.array(decoys)) == pytest.approx(expected, rel=1e-15)
-
-
 def test_a_verdict_has_the_score_and_its_evidence():
     judge = RulesJudge()
     quoted = judge.verdict(Item(QUERY, RESPONSE, "Why to the first knuckle?"))
@@ -50,15 +38,6 @@ def test_a_verdict_has_the_score_and_its_evidence():
         assert judge.verdict(Item(query, response, "Why to the first knuckle?")).grounding == 0
     assert 0 < judge.verdict(Item(QUERY, RESPONSE, "How much water?")).grounding < quoted.grounding
     assert judge.verdict(Item(QUERY, RESPONSE, "Как сохранить базилик?")).grounding is None
-
-
-def test_what_ships_is_what_the_study_gives():
-    scores = pd.read_parquet(study.SCORES)
-    calibration = scores[scores["part"] == study.CALIBRATION]
-    tests = scores[scores["part"] == study.TEST]
-    shared = [set(zip(part["set"], part["source"], strict=True)) for part in (calibration, tests)]
-    assert not set.intersection(*shared)
-    assert len(grounding.ranks()) == study.COMMON and scores["score"].max() == study.COMMON + 1
 
 
 def test_the_floor_holds_in_a_data_set_absent_from_the_calibration():

@@ -110,11 +110,6 @@ def test_scores_are_calibrated_probabilities_over_all_names(judge):
     assert list(free.scores.values()) == pytest.approx([1 / len(NAMES)] * len(NAMES), abs=1e-6)
 
 
-def test_the_identity_names_the_weights(tiny_subject, tiny_model_dir):
-    judge = HfJudge(tiny_model_dir, device="cpu")
-    assert judge.identity["weights_hash"] == tiny_subject.weights_hash
-
-
 def test_templates_without_system_messages_get_all_in_the_users(tokenizer, monkeypatch):
     judge = HfJudge("tiny", subject=tiny.subject("llama", tokenizer))
     render = judge._template.render

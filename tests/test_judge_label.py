@@ -116,31 +116,6 @@ def test_identical_turns_in_identical_contexts_are_judged_once(run, label):
 # -- the cache ----------------------------------------------------------------------------------
 
 
-def test_a_second_time_nothing_is_asked(label, cache):
-    first, progress = FakeJudge(), Recorded()
-    before = label(first, progress=progress)
-    assert progress.began == ("judging", ALL) and len(progress.notes) == ALL
-    assert progress.lines == [f"{ALL} to ask"] and progress.stopped == 1
-    assert progress.notes[1] == "214 tokens, $0.5000"
-    assert not before["cached"].any() and kept(first, cache) == ALL
-    second, progress = FakeJudge(), Recorded()
-    after = label(second, progress=progress)
-    assert second.asked == [] and progress.notes == [] and progress.began is None
-    assert progress.lines == [f"{ALL} verdicts from the cache"]
-    assert after["cached"].all() and kept(second, cache) == ALL
-    same = [column for column in after.columns if column != "cached"]
-    pd.testing.assert_frame_equal(after[same], before[same])
-    assert after["cost"].sum() == 0.25 * ROWS
-
-
-def test_a_free_judge_is_not_cached(label, cache):
-    for _ in range(2):
-        judge = FakeJudge(paid=False)
-        assert not label(judge)["cached"].any()
-        assert len(judge.asked) == 2 * ROWS  # and every turn as a decoy
-    assert not cache.exists()
-
-
 def test_failures_are_rows_that_are_not_kept_and_the_same_command_asks_again(label, cache):
     """Of seven turns, wherever they are shown, each with its kind of failure."""
     failed = {f"turn {number}": status for number, status in enumerate(FAILURES)}
@@ -201,6 +176,9 @@ def test_a_judge_that_gives_up_leaves_what_was_paid_for_and_no_file(label, run, 
     assert not set(again.asked) & set(judge.asked) and len(again.asked) == ALL - 7
     rows = pd.concat([rows, run.labels.decoys("fake")])
     assert rows["cached"].sum() == 7 and rows["cost"].sum() == 0.25 * ALL
+    assert progress.notes[1] == "214 tokens, $0.5000"
+    third = FakeJudge()
+    assert label(third)["cached"].all() and third.asked == []
 
 
 def test_items_come_in_batches_no_larger_than_a_judge_takes(label):

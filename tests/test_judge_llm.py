@@ -37,10 +37,11 @@ def environment(monkeypatch) -> None:
 
 @pytest.mark.parametrize("mode", prompt.MODES)
 def test_an_answer_in_each_mode(mode):
-    with StubServer() as stub:
+    with StubServer(lambda *_: completion(GOOD, reasoning="hm, a lens")) as stub:
         params = {"temperature": 0, "max_completion_tokens": 300, "chat_template_kwargs": {"a": 1}}
         verdict = one(judge_for(stub, mode=mode, params=params))
     bill = {"prompt_tokens": 100, "completion_tokens": 20, "answer": GOOD, "served": "stub"}
+    bill["reasoning"] = "hm, a lens"
     assert verdict == Verdict(
         "genuine_follow_up", rationale="asks about the lens", mode=mode, **bill
     )
@@ -115,12 +116,6 @@ def test_what_a_real_server_answers_is_kept(server, name, status, tokens):
     assert (verdict.status, verdict.prompt_tokens) == (status, tokens)
     assert verdict.answer == body["choices"][0]["message"]["content"]
     assert verdict.served == body["model"] and verdict.cost > 0
-
-
-def test_the_returned_model_and_all_that_was_written_are_kept():
-    with StubServer(lambda *_: completion(GOOD, reasoning="hm, a lens")) as stub:
-        verdict = one(judge_for(stub))
-    assert (verdict.answer, verdict.reasoning, verdict.served) == (GOOD, "hm, a lens", "stub")
 
 
 def test_costs_are_estimated_where_a_server_reports_no_tokens():
@@ -268,24 +263,6 @@ def test_the_identity_is_all_that_decides_verdicts(monkeypatch):
     assert LlmJudge("m").identity["base_url"] == "http://localhost:1234/v1"
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"timeout": float("nan")}, "--timeout nan"),
-        ({"price": (-1.0, 2.0)}, "--price"),
-        ({"max_cost": -1.0, "price": (1.0, 1.0)}, "--max-cost -1"),
-        ({"params": {"response_format": "x"}}, "--param response_format .*use --mode"),
-        ({"base_url": "localhost:8000"}, "--base-url is not the address"),
-        ({"base_url": "http://x:port/v1"}, "--base-url is not the address"),
-        ({"base_url": "http://user:password@x/v1"}, "--base-url is not the address"),
-        ({"base_url": "http://x/v1?token=hidden"}, "--base-url is not the address"),
-    ],
-)
-def test_settings_that_cannot_be(options, problem):
-    with pytest.raises(UserError, match=problem):
-        LlmJudge(**{"model": "m"} | options)
-
-
 # -- the prompt -------------------------------------------------------------------------------
 
 INJECTIONS = [
@@ -310,12 +287,6 @@ def test_an_injection_stays_inside_its_string(turn):
     assert item.startswith("Item: {") and item.endswith("}")
     for control in ("<|im_end|>", "<|im_start|>", "</s>", "[INST]", "<think>", "<｜", "<start_of"):
         assert control not in user["content"]
-
-
-def test_plain_text_stays_readable():
-    line = prompt.encode(Item("if 3 < 4 and a[1] <= 2", "[1, 2] äöü 数学", "x<y?"))
-    assert "3 < 4 and a[1] <= 2" in line and "[1, 2] äöü 数学" in line
-    assert json.loads(line)["user_turn"] == "x<y?"
 
 
 # -- a rubric of one's own --------------------------------------------------------------------
@@ -362,12 +333,7 @@ def test_a_rubric_of_ones_own_is_what_the_server_is_told(tmp_path):
         (("instructions =", "instruction ="), "instruction: Unexpected keyword argument"),
         (('name = "no"', 'name = "yes"'), "has a category twice"),
         (('name = "no"', 'name = "No!"'), "has a category 'No!'"),
-        (
-            ("genuine = true", "genuine = 1"),
-            "categories.0.genuine: Input should be a valid boolean",
-        ),
         (("genuine = true", ""), "needs categories that count as genuine"),
-        (('definition = "Goes on."', ""), "categories.0.definition: Field required"),
         (('definition = "Goes on."', 'definition = " "'), "a definition of each category"),
         (("[[categories]]", "[[categories"), "is no rubric"),
     ],

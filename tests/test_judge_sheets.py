@@ -294,13 +294,13 @@ def test_labels_are_replaced_only_when_asked(judged):
 
 
 BAD = [  # content of a table, where ITEM is one of the sheet's items; and what is said of it
-    ("item,category\nITEM,restatment\n", "row 2 of .* unknown category 'restatment'; choose"),
+    (
+        "item,category\nITEM,restatment\nITEM,x\nITEM,y\n",
+        r"row 2 of .* unknown category 'restatment' \(and 2 rows more\); choose",
+    ),
     ("item,category\nITEM,generic\nt00,generic", "row 3 of .* the item 't00'; keep the items"),
     ("item,category\nITEM,generic\n,generic", "row 3 of .* has the item ''"),
-    (
-        "item,category\nITEM,generic\nITEM,\nITEM,new topic",
-        "row 4 .* 'new topic', unlike a",
-    ),
+    ("item,category\nITEM,generic\nITEM,\nITEM,new topic", "row 4 .* 'new topic', unlike a"),
     ("item,note\nITEM,x\n", "has no column 'category'; keep the columns item, category, note"),
     ("item,category\nt00,generic\n", "annotations of another run: none of its 1 items"),
     ("item,category\nITEM,\n", "no row of .* has a category"),
@@ -353,25 +353,6 @@ def test_nothing_is_overwritten(judged, tmp_path):
     with pytest.raises(UserError, match="lies inside the run"):
         write_sheet(judged, other, judged.path / "sheet")
     assert files_under(tmp_path) == before
-
-
-# -- the command line -----------------------------------------------------------------------------
-
-
-def test_the_commands_name_what_comes_next(judged, tmp_path, capsys):
-    out = tmp_path / "for anna.csv"
-    assert main(["export", str(judged.path), "--n", "30", "--out", str(out)]) == 0
-    text = capsys.readouterr().out
-    assert "30 of 60 turns, by categories of rules:" in text and f"sheet: {out}\n" in text
-    assert f"next: ia-mech annotate import {judged.path} '{out}' --annotator NAME\n" in text
-    assert judged.labels.sheets == ["for-anna"]
-    rows = read_sheet(out).assign(category="generic").to_dict("records")
-    save(out, rows[:20], columns=("item", "category"))
-    assert main(["import", str(judged.path), str(out), "--annotator", "anna"]) == 0
-    text = capsys.readouterr().out
-    count = 20 - len(judged.labels.decoys("anna", "annotations"))
-    assert f"{count} of 30 rows labelled by anna: generic {count}\n" in text
-    assert f"next: ia-mech judge agreement {judged.path}" in text
 
 
 # -- what the page keeps --------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 import itertools
 import json
-import re
 import shutil
 
+import judging
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,14 +14,13 @@ from shell import Outcome, call, files, refusal
 
 from experiments.compare import category_shares
 from ia_mech.judge.judging import items_of
-from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE, read_rubric, rubric_of
+from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, read_rubric
 from ia_mech.judge.sheets import csv_bytes, export_sheet, import_sheet, write_sheet
 from ia_mech.rates.__main__ import main
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.load import read_runs
 from ia_mech.results import folder_of, read
 from ia_mech.run import Run
-from ia_mech.run.labels import KEY
 
 CAVEAT = "a heuristic, 0.9 of the time right"
 RULES = {"identity": {"kind": "rules"}, "caveat": CAVEAT}
@@ -35,27 +34,19 @@ def category_of(key: tuple) -> str:
     return GENUINE if temperature == 1 or sample == 0 else "new_topic"
 
 
+def said(run: Run, say=category_of) -> list[str | None]:
+    return [say(tuple(key.values())) for key in judging.keys_of(run)]
+
+
 def plant(run: Run, judge: str = "rules", *, say=category_of, record=RULES, fitted=()) -> Run:
     """Verdicts as a judge writes them."""
-    rows = []
-    keys = run.generations[list(KEY)].itertuples(index=False, name=None)
-    for key, item in zip(keys, items_of(run), strict=True):
-        row = dict(zip(KEY, key, strict=True))
-        row |= {"status": "judged", "item": item.id}
-        verdict = {"category": say(key), "genuine": rubric_of(record).genuine(say(key))}
-        rows += [row | verdict | {"fitted": item.id in fitted}]
-    run.labels.write_judgements(judge, rows, record)
+    known = [item.id in fitted for item in items_of(run)]
+    judging.plant(run, judge, said(run, say), record, fitted=known)
     return run
 
 
-def annotate(run: Run, annotator: str = "anna", *, rows: slice = slice(None)) -> None:
-    labels = [
-        dict(zip(KEY, key, strict=True))
-        | {"category": category_of(key), "genuine": BUILT_IN.genuine(category_of(key))}
-        | {"inclusion_probability": 0.5}
-        for key in run.generations[list(KEY)].itertuples(index=False, name=None)
-    ]
-    run.labels.write_annotations(annotator, labels[rows], {})
+def annotate(run: Run, annotator: str = "anna") -> None:
+    judging.annotate(run, annotator, dict(enumerate(said(run))))
 
 
 @pytest.fixture
@@ -107,21 +98,9 @@ def test_every_rate_is_printed_with_its_interval_and_written(run, rates, tmp_pat
     annotate(run)
     outcome = rates(run.path, "--full", "--level", 0.9, "--seed", 4)
     assert outcome.status == 0, outcome.err
-    lines = outcome.out.splitlines()
-    assert lines[0].startswith("Of 60 user turns of planted from 12 sources, judge rules calls")
-    assert "greedy 0.00 [0.00" in lines[0] and "T = 1 1.00 [" in lines[0]
-    table = outcome.out.split("rates by dataset")[1].split("what the turns are")[0]
-    rows = [line for line in table.splitlines() if line.startswith("│")]
-    assert len(rows) == 12  # three datasets and all of them, each at three temperatures
-    interval = r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]"
-    for row in rows:
-        cells = [cell.strip() for cell in row.strip("│").split("│")]
-        assert re.fullmatch(interval, cells[3]), row
-        if cells[1] != "greedy":
-            assert re.match(r"[+-]\d\.\d\d \[[+-]\d\.\d\d, [+-]\d\.\d\d\] p", cells[4]), row
-    assert CAVEAT in outcome.out and "fewer than 24 sources" in outcome.out
+    for text in ("greedy 0.00 [0.00", "T = 1 1.00 [", CAVEAT, "fewer than 24 sources"):
+        assert text in outcome.out
     assert "no rate is corrected by anna's labels" in outcome.out  # there are too few
-    assert lines[-1] == f"next: ia-mech report {run.path}"
 
     kept = read(folder_of(run.path, "rates-rules"))
     expected = estimates(read_runs([run.path]), level=0.9, seed=4)

@@ -42,10 +42,7 @@ class Prompt:
     @property
     def messages(self) -> list[dict]:
         response = self.response or f"The answer is {18 if self.right else 19}."
-        return [
-            {"role": "user", "content": self.query},
-            {"role": "assistant", "content": response},
-        ]
+        return [{"role": "user", "content": self.query}, {"role": "assistant", "content": response}]
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +168,6 @@ def test_the_association_has_its_closed_form(planted):
         assert row["p_holm"] == pytest.approx(2 * min(cold["p"], warm["p"]), abs=0.1)
 
 
-def test_where_all_are_alike_there_is_no_association_and_it_is_said(planted):
-    made, found = measured(planted(sums(0, 4)))
-    row = one(found, DIFFERENCE, temperature=0.0)
-    assert row[["value", "low", "high", "p", "p_holm"]].isna().all() and row["test"] is None
-    assert one(found, ACCURACY)["value"] == 0
-    assert "can't be told" in made.sentence and made.control
-
-
 @pytest.fixture(scope="module")
 def mixed(planted) -> Run:
     """Sums of which some are unfinished, instructions, and responses that the data brought along:
@@ -253,15 +242,6 @@ def test_runs_of_one_model_are_pooled_and_a_response_counts_once(planted):
     assert rate(found, "wrong")["rows"] == 2  # not 3
     warm = rate(found, "right", 1.0)
     assert (warm["value"], warm["rows"]) == (1, 2)
-
-
-def test_models_stand_apart(planted):
-    first = planted(sums(2, 2, lambda at, _: {0.0: [at == 3]}), "one")
-    made, found = measured(first, planted(sums(0, 3), "two"))
-    assert one(found, ACCURACY, model="one")["value"] == 1 / 2
-    assert one(found, ACCURACY, model="two")["value"] == 0
-    assert rate(found, "wrong", model="one")["value"] == 1 / 2
-    assert "responses of one" in made.sentence and "responses of two" in made.sentence
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ia_mech.display import console, new_axes
+from ia_mech.display import new_axes
 from ia_mech.errors import UserError
-from ia_mech.results import RESULT, Result, Table, folder_of, folders_of, read, show, write
+from ia_mech.results import RESULT, Result, Table, folder_of, folders_of, read, write
 
 
 def example_result(**changes) -> Result:
@@ -80,13 +80,3 @@ def test_a_damaged_result_is_one_line(tmp_path, damage):
     (tmp_path / RESULT).write_text(damage)
     with pytest.raises(UserError, match="is damaged"):
         read(tmp_path)
-
-
-def test_the_sentence_stands_before_the_tables_and_details_are_asked_for(capsys):
-    show(example_result(), console())
-    said = capsys.readouterr().out
-    order = [said.index(text) for text in ("In 0.25", "After another", "greedy", "few sources")]
-    assert order == sorted(order)
-    assert "by dataset" not in said and "--full prints more tables: 1" in said
-    show(example_result(), console(), full=True)
-    assert "[bold]x" in capsys.readouterr().out

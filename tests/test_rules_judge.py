@@ -203,8 +203,7 @@ def test_the_shipped_model_is_what_the_study_fits():
     content = json.loads(study.MODEL.read_text("utf-8"))
     settings = content["settings"]
     classifier = study.fitted(
-        study.read_turns(),
-        study.Hyperparameters(settings["strength"], settings["evening"]),
+        study.read_turns(), study.Hyperparameters(settings["strength"], settings["evening"])
     )
     np.testing.assert_allclose(content["coefficients"], classifier.coefficients, atol=2e-3)
     np.testing.assert_allclose(content["mean"], classifier.mean, atol=1e-5)

@@ -40,13 +40,10 @@ def test_everything_equals_scikit_learn_with_weights():
 
 def test_a_stack_of_tables_gives_what_each_gives():
     tables = np.random.default_rng(0).integers(9, size=(20, 3, 3)).astype(float)
-    tables[0] = 0  # no rows
-    tables[1], tables[2, 0] = np.diag([5, 0, 0]), 0  # one label only; one that isn't in the truth
-    alone = [kappa_of(table) for table in tables]
-    assert kappa_of(tables) == pytest.approx(np.array(alone), nan_ok=True)
-    assert isinstance(alone[5], float) and np.isnan(alone[0])
-    assert kappa_of(tables.reshape(4, 5, 3, 3)).shape == (4, 5)
-    assert np.isnan(kappa_of(tables[1])) and kappa_of(np.eye(2)) == 1
+    tables[0], tables[1] = 0, np.diag([5, 0, 0])  # no rows; one label only
+    alone = np.array([kappa_of(table) for table in tables])
+    assert kappa_of(tables) == pytest.approx(alone, nan_ok=True)
+    assert np.isnan(alone[:2]).all() and not np.isnan(alone[2:]).any()
 
 
 def test_balanced_accuracy_allows_for_errors_that_were_not_seen():

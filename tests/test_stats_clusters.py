@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ia_mech.stats import cluster_bootstrap, kappa_of
-from ia_mech.stats.resampling import resample_sums, widened_level
+from ia_mech.stats.resampling import widened_level
 
 LABELS = 4
 
@@ -63,17 +63,6 @@ def test_the_widened_level_makes_up_for_few_sources():
     assert widened_level(0.95, 20) == pytest.approx(0.968, abs=0.001)
     assert widened_level(0.95, 10**6) == pytest.approx(0.95, abs=1e-5)
     assert widened_level(0.95, 2) < 1
-
-
-def test_chunks_do_not_change_the_draws_and_bound_the_memory():
-    table = np.random.default_rng(0).random((1000, 2))
-    tracemalloc.start()
-    sums = resample_sums(table, 10_000, seed=5)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 20e6  # 80 MB would be all draws at once
-    draws = np.random.default_rng(5).integers(1000, size=(300, 1000))
-    assert sums[:300] == pytest.approx(table[draws].sum(1))
 
 
 def test_many_kinds_in_many_sources_stay_small_in_memory():

@@ -83,10 +83,3 @@ def test_planted_variances_are_found_and_intervals_hold(spread):
     truth = spread**2 / (spread**2 + np.mean([one.within - one.shared for one in found]) / 16)
     reliability = [one.reliability(16) for one in found]
     assert np.mean([one.low <= truth <= one.high for one in reliability]) > 0.9
-
-
-def test_alike_queries_have_no_interval_and_too_few_are_refused():
-    found = variance_components([np.zeros((2, 3))] * 5)
-    assert np.isnan(found.between_responses.high) and np.isnan(found.reliability(16).high)
-    with pytest.raises(ValueError, match="two queries"):
-        variance_components([np.zeros((2, 3)), np.zeros((1, 3))])

@@ -120,13 +120,6 @@ def test_errors_that_were_never_seen_are_not_taken_for_impossible():
     assert 1 / 30 < none.high < 0.2  # about the rule of three on 30 annotated sources
 
 
-def test_estimates_stay_within_the_unit_interval():
-    verdict, known = np.zeros(56), np.full(56, np.nan)
-    verdict[:3], known[:6] = 1, [1, 1, 0, 0, 0, 0]
-    found = prediction_powered(verdict, known, np.arange(56), inclusion=np.ones(56))
-    assert 0 <= found.low < found.value < found.high < 1
-
-
 def test_one_annotated_source_gives_no_interval():
     truth = np.full(40, np.nan)
     truth[:4] = [1, 0, 1, 0]

@@ -4,14 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 from scipy.special import stdtr
-from scipy.stats import binomtest
 
-from ia_mech.stats import (
-    cluster_mean,
-    group_difference,
-    paired_difference,
-    zero_events_bound,
-)
+from ia_mech.stats import cluster_mean, group_difference, paired_difference, zero_events_bound
 from ia_mech.stats.intervals import spread_between
 from ia_mech.stats.significance import sign_flip_p
 
@@ -87,14 +81,6 @@ def test_mover_equals_its_definition():
     assert got.method == "mover"
 
 
-def test_other_means_are_treated_as_means_of_the_sources_differences():
-    rng = np.random.default_rng(0)
-    a, b, sources = rng.normal(1, 1, 90), rng.normal(0, 1, 90), np.repeat(np.arange(30), 3)
-    found = paired_difference(a, sources, b, sources).difference
-    same = cluster_mean((a - b).reshape(30, 3).mean(1), np.arange(30))
-    assert (found.low, found.high) == pytest.approx((same.low, same.high))
-
-
 def test_p_is_where_the_interval_begins_to_leave_out_zero():
     """With unequal numbers of rows, for rates and for other means."""
     rng, sources = np.random.default_rng(1), np.arange(60)
@@ -113,41 +99,6 @@ def test_p_is_where_the_interval_begins_to_leave_out_zero():
     assert same.p == 1 and same.test == "mover and sign flip"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rate", "rows"), [(0.02, (1, 8)), (0.3, (1, 8)), (0.5, (4, 4))])
-def test_false_alarms_of_the_paired_test(rate, rows):
-    """The 95% binomial interval of the simulated rate holds 5%."""
-    rng, alarms, flips, trials = np.random.default_rng(7), 0, 0, 1000
-    for _ in range(trials):
-        data = two_conditions(rng, rate, rate, sources=100, rows_a=rows[0], rows_b=rows[1])
-        paired = paired_difference(*data, permutations=999)
-        alarms += paired.p <= 0.05
-        differences = data[2].reshape(100, -1).mean(1) - data[0].reshape(100, -1).mean(1)
-        flips += sign_flip_p(differences, 999, 0) <= 0.05
-    assert paired.test == ("sign flip" if rows[0] == rows[1] else "mover and sign flip")
-    interval = binomtest(alarms, trials).proportion_ci(0.95, "exact")
-    assert interval.low <= 0.05
-    if rate > 0.1:
-        assert alarms / trials > 0.025  # and isn't bought by never rejecting
-    else:
-        assert flips / trials > 0.06  # what flipping signs would do to one row against eight
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rate_a", "rate_b"), [(0.02, 0.02), (0.1, 0.4)])
-def test_coverage_of_differences_of_rates(rate_a, rate_b):
-    rng, covered, trials = np.random.default_rng(5), 0, 600
-
-    def mean(rate):
-        return rate * (0.6 + 0.4 * rate) + (1 - rate) * 0.4 * rate
-
-    for _ in range(trials):
-        data = two_conditions(rng, rate_a, rate_b)
-        estimate = paired_difference(*data, permutations=1).difference
-        covered += estimate.low <= mean(rate_a) - mean(rate_b) <= estimate.high
-    assert covered / trials > 0.93
-
-
 def test_few_sources_do_not_give_tiny_p_values():
     """Four of eight sources move, one way: flips alone allow no p below 2 / 2^4."""
     greedy, sources = [1, 1, 1, 1, 0, 0, 0, 0], np.arange(8)
@@ -164,9 +115,8 @@ def test_a_difference_between_groups_is_put_together_from_both_rates():
     values = [1, 1, 0, 1, 0, 0, 1, 0, 0, 0]
     labels = [1] * 4 + [0] * 6
     found = group_difference(values, labels, range(10))
-    right, wrong = cluster_mean(values[:4], range(4), proportion=True), None
+    right = cluster_mean(values[:4], range(4), proportion=True)
     wrong = cluster_mean(values[4:], range(6), proportion=True)
-    assert (found.first, found.second) == (right, wrong)
     difference = 3 / 4 - 1 / 6
     down = np.sqrt((right.value - right.low) ** 2 + (wrong.high - wrong.value) ** 2)
     up = np.sqrt((right.high - right.value) ** 2 + (wrong.value - wrong.low) ** 2)
@@ -186,17 +136,15 @@ def test_its_p_value_is_that_of_fishers_exact_test():
     assert found.test == "permutation of sources"
 
 
-def test_an_empty_group_leaves_it_open():
-    for labels in ([1, 1, 1], [0, 0, 0]):
-        found = group_difference([1, 0, 1], labels, "abc")
-        assert np.isnan([found.difference.value, found.difference.low, found.p]).all()
-        assert found.difference.method == "one group is empty" and found.test == ""
-
-
-def test_one_source_of_mixed_labels_has_no_test():
-    found = group_difference([1, 0, 1], [1, 0, 1], "aaa")
-    assert found.difference.value == 1 and np.isnan([found.difference.low, found.p]).all()
-    assert found.difference.method == "one source" and found.test == ""
+def test_an_empty_group_or_a_single_source_leaves_it_open():
+    for labels, sources, reason in (
+        ([1, 1, 1], "abc", "one group is empty"),
+        ([0, 0, 0], "abc", "one group is empty"),
+        ([1, 0, 1], "aaa", "one source"),
+    ):
+        found = group_difference([1, 0, 1], labels, sources)
+        assert np.isnan([found.difference.low, found.p]).all()
+        assert (found.difference.method, found.test) == (reason, "")
 
 
 def test_missing_values_are_left_out_and_sources_may_be_tuples():
@@ -205,18 +153,7 @@ def test_missing_values_are_left_out_and_sources_may_be_tuples():
     holes = [(9, 9), *sources[:3], (0, 1), *sources[3:]]
     values = [np.nan, 1, 0, 0, np.nan, 1, 0, 1]
     assert whole == group_difference(values, [1, 1, 1, 1, 1, 0, 0, 0], holes)
-    assert (whole.first.sources, whole.second.sources, whole.difference.sources) == (2, 2, 4)
-
-
-@pytest.mark.slow
-def test_intervals_hold_the_difference():
-    rng, held = np.random.default_rng(0), []
-    for _ in range(300):
-        labels = np.repeat([1, 0], [15, 45])
-        values = rng.random(60) < np.where(labels == 1, 0.3, 0.05)
-        found = group_difference(values, labels, range(60), permutations=1).difference
-        held.append(found.low <= 0.25 <= found.high)
-    assert np.mean(held) >= 0.93
+    assert whole.difference.sources == 4
 
 
 def test_p_of_other_means_is_students_where_rows_differ():

@@ -124,15 +124,6 @@ def test_differences_are_paired():
     assert (good - good).estimate().method == "no resample differs"
 
 
-def test_scores_of_other_rows_of_the_same_sources_are_paired():
-    """The resamples depend on sources and seed only."""
-    d = data()
-    again = d[np.arange(len(d.k))[::-1]]
-    first, second = d.fold_scores().auroc(d.scores), again.fold_scores().auroc(again.scores)
-    np.testing.assert_allclose(first.replicates, second.replicates)
-    assert (first.replicates != d.fold_scores(seed=1).auroc(d.scores).replicates).any()
-
-
 def test_strata_are_not_compared():
     d = data()
     shifted = d.scores + 100 * d.strata
@@ -200,16 +191,6 @@ def test_pairs_within_a_source_count_as_often_as_it_is_drawn():
     assert found.replicates.std() == pytest.approx(error, rel=0.1)
 
 
-def test_folds_without_a_value_are_left_out():
-    k, n = np.array([2.0, 0, 0, 0, 3, 3]), np.full(6, 3.0)
-    folds, p = [0, 0, 1, 1, 2, 2], np.array([0.5, 0.2, 0.3, 0.4, 0.6, 0.7])
-    scores = FoldScores(k, n, range(6), folds, resamples=50)
-    assert scores.auroc(p).value == auroc(p[:2], k[:2], n[:2])
-    none = FoldScores(np.zeros(6), n, range(6), folds, resamples=50).auroc(p)
-    assert np.isnan(none.value) and np.isnan(none.replicates).all()
-    assert none.estimate().method == "undefined"
-
-
 def test_probabilities_of_0_and_1_cost_no_infinite_deviance():
     scores = FoldScores([1, 0], [1, 1], [0, 1], [0, 0], resamples=5)
     assert scores.deviance_explained([1, 0], [0.5, 0.5]).value == pytest.approx(1, abs=1e-5)
@@ -239,24 +220,3 @@ def test_scores_widened_for_training_stay_within_their_bounds():
     np.testing.assert_allclose(free, [-0.7, 0.2, 1.4, 1.7, np.nan], atol=1e-12)
     gain = (score - replace(score, replicates=1 - replicates)).with_training(80).replicates
     assert np.nanmin(gain) == -1 and np.nanmax(gain) == 1
-
-
-def test_what_makes_no_score_is_refused():
-    good = {"positives": [1, 0], "trials": [2, 1], "sources": [0, 1], "folds": [0, 0]}
-    for change in (
-        {"positives": [1, 0, 1]},
-        {"sources": [0, None]},
-        {"strata": [0]},
-        {name: [] for name in good},
-    ):
-        with pytest.raises(ValueError):
-            FoldScores(**{**good, **change})
-    scores, others = (FoldScores(**good, resamples=count) for count in (5, 6))
-    for call, problem in (
-        (lambda: scores.auroc([1]), "score"),
-        (lambda: scores.auroc([1, np.nan]), "score"),
-        (lambda: scores.deviance_explained([0.1, 1.1], [0.5, 0.5]), "probabilities"),
-        (lambda: scores.auroc([1, 0]) - others.auroc([1, 0]), "same resamples"),
-    ):
-        with pytest.raises(ValueError, match=problem):
-            call()

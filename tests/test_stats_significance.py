@@ -74,7 +74,3 @@ def test_an_undefined_statistic_has_no_p_and_counts_as_no_effect():
     null = np.array([[np.nan, 1.0], [0.0, np.nan], [0.0, 3.0]])
     found = permutation_p([np.nan, 2.0], null)
     assert np.isnan(found[0]) and found[1] == 2 / 4
-
-
-def test_where_nothing_can_change_places_there_is_no_test():
-    assert np.isnan(source_permutation_p(len, [0, 1], "aa"))

@@ -37,18 +37,9 @@ def correct(response: str, answer: str, **options) -> bool | None:
         ("-$5", "-5", "5"),
         ("\\$32,348", "32348", "32"),
         ("18 dollars", "18", "81"),
-        ("5 \\text{ cm}", "5", "6"),
         ("1/2", "0.5", "2"),
         ("\\boxed{\\frac{3}{4}}", "0.75", "0.7"),
-        ("50%", "50", "5"),
-        ("10\\%", "0.1", "1"),
-        ("\\left( 3, \\frac{\\pi}{2} \\right)", "$(3, \\pi/2)$", "$(3, \\pi)$"),
         ("\\text{Evelyn}", "\\boxed{\\text{Evelyn}}", "\\boxed{\\text{Carla}}"),
-        (
-            "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}",
-            "$\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}$",
-            "$\\begin{pmatrix} 2 \\\\ 1 \\end{pmatrix}$",
-        ),
     ],
 )
 def test_a_gold_answer_and_what_is_equal_to_it(answer, equal, different):
@@ -70,22 +61,17 @@ def test_what_is_no_number_or_formula_is_no_gold_answer(answer):
 @pytest.mark.parametrize(
     ("response", "answer"),
     [
-        ("She makes 9 * 2 = $18 every day.", "18"),
         ("16 - 3 = 13 eggs, hence 13 - 4 = 9.", "9"),
         ("60*3 = 180\n#### 540\nThe answer is: 180", "540"),  # what is marked comes first
         ("#### 180\nNo, wait.\n#### 540", "540"),  # the last mark
         ("**#### 1,234 metres**", "1234"),
         ("The final answer is $\\boxed{18}$. Check: 16 - 3 = 13", "18"),
-        ("Answer: 18. That was step 2 of 3", "18"),
         ("She has **18** eggs", "18"),
         ("**Answer: \\$18**", "18"),
         ("It is −3.", "-3"),
         ("He has -$5 left", "-5"),
-        ("The profit is $130,000.00", "130000"),
         ("$9 * 2 = $<<9*2=18>>18", "18"),
         ("1. Sell 9\n2. That makes 18.\n3. Done", "18"),
-        ("That is 50% of it", "50"),
-        ("\\[ x = \\frac{1}{2} \\]", "0.5"),
         ("<think>The final answer is \\boxed{3}.</think>So it is 4", "4"),
     ],
 )
@@ -105,18 +91,6 @@ def test_right_responses_of_every_shape(response, answer):
 )
 def test_wrong_responses(response, answer):
     assert correct(response, answer) is False
-
-
-def test_a_verdict_says_what_it_rests_on():
-    found = verify("", "9 eggs\n#### $1,080", "#### 1,080", {})
-    assert (found.verifier, found.correct) == (MATHS, True)
-    assert found.why == "equal; answer read after ####"
-    assert (found.answer, found.gold) == ("1080", "1080")
-    found = verify("", "\\boxed{19}", "18", {})
-    assert (found.why, found.answer, found.gold) == ("not equal; answer read in a box", "19", "18")
-    assert verify("", "It is 18", "18", {}).why == "equal; answer read as math-verify finds it"
-    nothing = verify("", "No idea", "18", {})
-    assert (nothing.why, nothing.answer) == ("no answer could be read off the response", None)
 
 
 def test_the_last_number_before_a_cut_is_no_answer():
@@ -165,16 +139,6 @@ def test_a_parser_that_fails_or_takes_too_long_leaves_the_verdict_open(monkeypat
 # -- instructions --------------------------------------------------------------------------------
 
 QUERY = "Repeat this sentence. Then say something."
-# id: (parameters, a response that follows it, one that doesn't)
-IFEVAL = {
-    "keywords:existence": ({"keywords": ["lantern"]}, "A lantern.", "A lamp."),
-    "language:response_language": (
-        {"language": "de"},
-        "Der Leuchtturm steht seit vielen Jahren auf dem Felsen an der Küste.",
-        "The lighthouse has been standing on the rock by the coast for many years.",
-    ),
-    "punctuation:no_comma": ({}, "no comma here", "yes, here"),
-}
 
 
 def data(*ids: str, **kwargs) -> dict:
@@ -184,25 +148,18 @@ def data(*ids: str, **kwargs) -> dict:
     }
 
 
-def followed(response: str, name: str, given: dict) -> bool | None:
-    instructed = {"instruction_id_list": [name], "kwargs": [given]}
-    return verify(QUERY, response, None, instructed).correct
-
-
-@pytest.mark.parametrize("name", IFEVAL)
-def test_an_instruction_that_is_followed_and_one_that_is_not(name):
-    given, good, bad = IFEVAL[name]
-    assert followed(good, name, given | {"other": None}) is True
-    assert followed(bad, name, given) is False
-    assert followed(" \n", name, given) is False
-
-
 def test_a_response_is_right_if_all_instructions_are_followed():
     instructed = data("punctuation:no_comma", "startend:quotation")
     both = verify(QUERY, '"no comma"', None, instructed)
     assert (both.correct, both.why) == (True, "all followed")
     one = verify(QUERY, 'Sure:\n"none"', None, instructed)
     assert (one.correct, one.why) == (False, "violated: startend:quotation")
+    assert verify(QUERY, " \n", None, instructed).correct is False
+    given = data("keywords:existence", existence={"keywords": ["lantern"], "other": None})
+    assert [verify(QUERY, f"A {it}.", None, given).correct for it in ("lantern", "lamp")] == [
+        True,
+        False,
+    ]
 
 
 def test_an_instruction_that_no_checker_can_check_leaves_the_verdict_open():
@@ -213,11 +170,6 @@ def test_an_instruction_that_no_checker_can_check_leaves_the_verdict_open():
     ):
         found = verify(QUERY, "no comma", None, instructed)
         assert (found.correct, found.why) == (None, why)
-
-
-def test_a_language_that_cannot_be_told_is_not_logged(capfd):
-    assert followed("1 2", "language:response_language", {"language": "de"}) is True
-    assert capfd.readouterr() == ("", "")
 
 
 def test_a_checker_that_fails_leaves_the_verdict_open(monkeypatch):

@@ -2,16 +2,20 @@
 
 import argparse
 import importlib
+import shlex
 import sys
 from functools import partial
+from pathlib import Path
 
 from rich.markup import escape
 
 from ia_mech.cli import (
+    RUN,
     Parser,
     add_threads,
     one_line,
     path_of,
+    refuse,
     run_command,
     run_folder,
     tolerant_streams,
@@ -19,6 +23,8 @@ from ia_mech.cli import (
 )
 from ia_mech.display import console
 from ia_mech.judge.rubric import CATEGORIES, ORDER, VERSION
+
+COMMANDS = ("run", "check", "agreement", "rubric")
 
 DESCRIPTION = """\
 Label generated user turns: which are genuine follow-ups? Judges see text only: the query, the
@@ -42,7 +48,11 @@ Labels by people: ia-mech annotate. Then: ia-mech rates cache/RUN
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
-    args = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] not in COMMANDS and (Path(words[0]) / RUN).is_file():
+        meant = f"ia-mech judge run {shlex.join(words)}"
+        return refuse(f"{words[0]} is a run, not a command of ia-mech judge; did you mean: {meant}")
+    args = build_parser().parse_args(words)
 
     def body() -> int | None:
         # Imported late, so that --help and a mistyped flag are answered at once.

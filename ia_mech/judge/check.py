@@ -1,7 +1,6 @@
 """``ia-mech judge check``: a judge against the annotated turns of a file."""
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from ia_mech.untrusted import parse_json
 def check(args: argparse.Namespace) -> int:
     """Judge a file's turns and compare with its annotations; returns the exit status."""
     judge = make_judge(args)
-    rows = list(_turns(args.file, judge.rubric))
-    if not rows:
-        raise UserError(f"{args.file} holds no turn", "give a JSON-lines file")
+    rows = _turns(args.file, judge.rubric)
     items = [Item(row["query"], row["response"], row["user_turn"]) for row in rows]
     if args.dry_run:
         print_plan(judge, items)
@@ -60,23 +57,35 @@ def check(args: argparse.Namespace) -> int:
     return 0 if any(verdict.status == JUDGED for verdict in verdicts) else NOTHING
 
 
-def _turns(path: Path, rubric: Rubric) -> Iterator[dict[str, Any]]:
+def _turns(path: Path, rubric: Rubric) -> list[dict[str, Any]]:
     """The object of every line of a file that isn't blank.
 
     Raises:
-        UserError: a line that isn't JSON, no object with the texts of a turn, or has a category
-            that the rubric lacks.
+        UserError: there is none, or lines can't be used: the first, and how many.
     """
+    rows, bad = [], []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {path}"
-        row = parse_json(line, where, "correct it")
-        if not isinstance(row, dict):
-            raise UserError(f"{where} isn't a JSON object", "correct it")
-        if not all(isinstance(row.get(key), str) for key in TEXTS):
-            raise UserError(f"{where} lacks a text", f"each needs {', '.join(TEXTS)}")
-        if row.get("category") and row["category"] not in [*rubric.names]:
-            known = f"give one of {', '.join(rubric.names)}"
-            raise UserError(f"{where}: no category {row['category']!r} in the rubric", known)
-        yield row
+        if line.strip():
+            try:
+                rows.append(_turn(line, f"line {number} of {path}", rubric))
+            except UserError as error:
+                bad.append(error)
+    if len(bad) > 1:
+        raise UserError(f"{bad[0].problem} (and {len(bad) - 1} lines more)", bad[0].remedy)
+    if bad:
+        raise bad[0]
+    if not rows:
+        raise UserError(f"{path} holds no turn", "give a JSON-lines file")
+    return rows
+
+
+def _turn(line: bytes, where: str, rubric: Rubric) -> dict[str, Any]:
+    row = parse_json(line, where, "correct it")
+    if not isinstance(row, dict):
+        raise UserError(f"{where} isn't a JSON object", "correct it")
+    if not all(isinstance(row.get(key), str) for key in TEXTS):
+        raise UserError(f"{where} lacks a text", f"each needs {', '.join(TEXTS)}")
+    if row.get("category") and row["category"] not in [*rubric.names]:
+        known = f"give one of {', '.join(rubric.names)}"
+        raise UserError(f"{where}: no category {row['category']!r} in the rubric", known)
+    return row

@@ -15,13 +15,7 @@ from ia_mech.cli import one_line
 from ia_mech.estimates import TidyEstimate
 from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, Rubric
 from ia_mech.results import Table
-from ia_mech.stats import (
-    Estimate,
-    balanced_accuracy,
-    cluster_bootstrap,
-    kappa_of,
-    weighted_share,
-)
+from ia_mech.stats import Estimate, balanced_accuracy, cluster_bootstrap, kappa_of, weighted_share
 
 TEXTS = ("query", "response", "user_turn")
 
@@ -30,26 +24,18 @@ TEXTS = ("query", "response", "user_turn")
 class Comparison:
     """How far a prediction agrees with a truth (which may be another judge's labels).
 
-    Attributes:
-        matched: rows that have both.
-        apart: how many of these are ``cannot_assess`` or without a category, in words.
-        n: the rows compared.
-        weight: the sum of their weights: about how many rows of the run they represent.
-        figures: by (quantity, of): ``accuracy`` and ``kappa`` of ``categories``; these and
-            ``balanced_accuracy`` of ``genuine`` follow-ups against the rest (NaN unless the truth
-            has both); ``precision`` and ``recall`` of each category, NaN where none was predicted
-            so, or is so.
-        confusion: ``[c, c]`` rows, truth down, prediction across.
-        rubric: that both labelled by.
+    ``figures`` are, by (quantity, of), ``accuracy`` and ``kappa`` of ``categories``; these and
+    ``balanced_accuracy`` of ``genuine`` follow-ups against the rest (NaN unless the truth has
+    both); ``precision`` and ``recall`` of each category, NaN where none was predicted so, or is so.
     """
 
-    matched: int
-    apart: str
-    n: int
-    weight: float
+    matched: int  # rows that have both
+    apart: str  # how many of these are cannot_assess or without a category, in words
+    n: int  # the rows compared
+    weight: float  # about how many rows of the run these represent
     figures: dict[tuple[str, str], Estimate]
-    confusion: np.ndarray
-    rubric: Rubric
+    confusion: np.ndarray  # [c, c] rows, truth down, prediction across
+    rubric: Rubric  # that both labelled by
 
 
 def compare(

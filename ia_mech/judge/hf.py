@@ -5,7 +5,6 @@ verdict. So there is always one, and a probability for each category with it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
@@ -26,14 +25,6 @@ from ia_mech.models.load import ModelSpec, Subject, context_limit, load, refuse_
 CONTENT_FREE = Item("N/A", "N/A", "N/A")
 
 UNLIKE_TEXTS = "a", "7"  # texts that have no beginning in common
-
-
-@dataclass
-class _SharedPrefix:
-    """Tokens that several prompts begin with, and the model's state after them."""
-
-    ids: list[int]
-    state: Prefilled | None = None  # until it is needed
 
 
 class HfJudge(Judge):
@@ -71,11 +62,10 @@ class HfJudge(Judge):
         self.rubric = rubric
         self._subject = subject or load(ModelSpec(name=model, device=device))
         self._template = ChatTemplate(self._subject.tokenizer)
-        self._rubric = _SharedPrefix(
-            self._common_ids(*(Item(mark, "", "") for mark in UNLIKE_TEXTS))
-        )
-        self._context: tuple[tuple[str, str], _SharedPrefix] | None = None  # of the last item
-        check_engine(self._subject.model, self._rubric.ids[:64])
+        self._rubric = self._common_ids(*(Item(mark, "", "") for mark in UNLIKE_TEXTS))
+        # States after tokens that several prompts begin with: the rubric, and the last context.
+        self._states: dict[tuple[str, ...], tuple[list[int], Prefilled]] = {}
+        check_engine(self._subject.model, self._rubric[:64])
         self._answers = [self._answer_ids(name) for name in rubric.names]
         self._prior: torch.Tensor | None = None  # [categories], of the item without content
         self._backoff = Backoff(len(rubric.names))
@@ -141,21 +131,21 @@ class HfJudge(Judge):
 
     def _prefilled(self, item: Item, ids: list[int]) -> Prefilled:
         """The state after a prompt, from the states after the rubric and after the context."""
-        if self._rubric.state is None:
-            self._rubric.state = prefill(self._subject.model, [Prefix(self._rubric.ids)])
         context = item.query, item.response
-        if self._context is None or self._context[0] != context:
-            ids_of_context = self._common_ids(*(Item(*context, mark) for mark in UNLIKE_TEXTS))
-            state = self._continued(self._rubric, ids_of_context)
-            self._context = context, _SharedPrefix(ids_of_context, state)
-        return self._continued(self._context[1], ids)
+        if not self._states:
+            self._states[()] = self._rubric, prefill(self._subject.model, [Prefix(self._rubric)])
+        if context not in self._states:
+            shared = self._common_ids(*(Item(*context, mark) for mark in UNLIKE_TEXTS))
+            self._states = {(): self._states[()]}  # an earlier context's goes first
+            self._states[context] = shared, self._continued((), shared)
+        return self._continued(context, ids)
 
-    def _continued(self, prefix: _SharedPrefix, ids: list[int]) -> Prefilled:
+    def _continued(self, prefix: tuple[str, ...], ids: list[int]) -> Prefilled:
         """The state after a prompt that begins with a prefix, whose state is left as it was."""
-        model, done = self._subject.model, len(prefix.ids)
-        if prefix.state is None or ids[:done] != prefix.ids:  # tokens merged across the border
+        model, (done, state) = self._subject.model, self._states[prefix]
+        if ids[: len(done)] != done:  # tokens merged across the border
             return prefill(model, [Prefix(ids)])
-        return continued(model, prefix.state, ids[done:])
+        return continued(model, state, ids[len(done) :])
 
     # -- text and tokens -----------------------------------------------------------------------
 

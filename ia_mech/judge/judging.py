@@ -36,34 +36,13 @@ def check_judged(run: Run, unperturbed: bool) -> None:
         raise UserError(f"{run.path} holds no perturbed context", "judge it without --unperturbed")
 
 
-def same_judges(run: Run) -> list[str]:
-    """One note per judge whose verdicts a run has under several names."""
-    names: dict[str, list[str]] = {}
-    for name in run.labels.judges:
-        record = run.labels.record("judgements", name)
-        if "identity" in record:
-            names.setdefault(identity_hash(_identity_of(record)), []).append(name)
-    return [
-        f"{' and '.join(same)} are one judge under several names in {run.path} (same kind and "
-        "identity): that they agree is no evidence."
-        for same in names.values()
-        if len(same) > 1
-    ]
-
-
-def _identity_of(record: dict[str, Any]) -> dict[str, Any]:
-    """All that decides recorded verdicts: the judge, and which response it was shown."""
-    return record.get("identity", {}) | {"unperturbed": record.get("unperturbed", False)}
-
-
 def items_of(
     run: Run, decoys: pd.DataFrame | None = None, *, unperturbed: bool = False
 ) -> list[Item]:
     """What a judge sees of every row of ``run.turns``, in its order, and then of every decoy.
 
     With ``unperturbed`` it sees the response that the source's conversation had before it was
-    perturbed, not the one that the model was given. A turn that was written without having seen the
-    response can then be held against it.
+    perturbed, so that a turn which was written without having seen that can be held against it.
 
     Raises:
         UserError: an unfinished run; no perturbed context, or one that doesn't record what it was
@@ -77,7 +56,13 @@ def items_of(
         for context in contexts.itertuples(index=False):
             query, response = exchange(context.messages)
             if unperturbed and (context.perturbation or UNPERTURBED) != UNPERTURBED:
-                response = _unperturbed_response(run, context)
+                response = json.loads(context.metadata).get(UNPERTURBED_RESPONSE)
+                if response is None:
+                    raise UserError(
+                        f"context {context.context_id} of {run.path} doesn't record what it was "
+                        "before it was perturbed",
+                        "judge it as it was shown to the model",
+                    )
             shown[context.context_id] = query, response
         rows = zip(turns["context_id"], turns["text"], strict=True)
         items += [Item(*shown[context], text) for context, text in rows]
@@ -86,17 +71,6 @@ def items_of(
     turns_of_decoys = positions(run.turns, decoys)
     rows = zip(decoys["shown"], turns_of_decoys, strict=True)
     return items + [Item(*shown[context], items[row].turn) for context, row in rows]
-
-
-def _unperturbed_response(run: Run, context: Any) -> str:
-    before = json.loads(context.metadata).get(UNPERTURBED_RESPONSE)
-    if before is None:
-        raise UserError(
-            f"context {context.context_id} of {run.path} doesn't record what it was before it was "
-            "perturbed",
-            "judge it as it was shown to the model",
-        )
-    return before
 
 
 def judge_items(
@@ -244,7 +218,6 @@ def label_run(
             then.
     """
     run.labels.check_name("judgements", name)
-    check_judged(run, unperturbed)
     # Before anything is paid for.
     layout.refuse_unwritable(run.path / "judgements", "judge a copy of the run")
     per_source = decoys_per_source(judge, decoys)
@@ -270,10 +243,10 @@ def label_run(
 
 def _check_same_judge(run: Run, judge: Judge, name: str, unperturbed: bool) -> None:
     """Raise UserError unless the verdicts of that name are this judge's."""
-    before = _identity_of(run.labels.record("judgements", name))
-    now = _identity_of({"identity": judge.identity, "unperturbed": unperturbed})
-    if identity_hash(before) != identity_hash(now):
-        changed = sorted(k for k in {*before, *now} if before.get(k) != now.get(k))
+    record = run.labels.record("judgements", name)
+    before = record.get("identity", {}) | {"unperturbed": record.get("unperturbed", False)}
+    now = judge.identity | {"unperturbed": unperturbed}
+    if changed := sorted(k for k in {*before, *now} if before.get(k) != now.get(k)):
         raise UserError(
             f"{run.path} has verdicts of another judge named {name!r} (differs in "
             f"{', '.join(changed)})",

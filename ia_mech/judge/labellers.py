@@ -21,7 +21,7 @@ from ia_mech.display import console
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
 from ia_mech.judge.comparison import TEXTS, Comparison, compare, tables_of_pairs
-from ia_mech.judge.judging import items_of, same_judges
+from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import Rubric, rubric_of
 from ia_mech.results import Result, about_runs, folder_of, show, write
 from ia_mech.run import Run
@@ -31,28 +31,21 @@ from ia_mech.stats import cluster_mean, dyadic_mean
 
 _OF = dict.fromkeys(("truth", "prediction", "term", "decoy"), "str")  # what estimates are of
 
-# -- the labellers of a run --------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Labeller:
     """A judge or an annotator of a run.
 
-    Attributes:
-        name: in the run, where no judge and annotator have the same one.
-        annotates: whether it is an annotator.
-        turns: ``[rows of Run.turns]`` its ``label`` (a category, ``failed``, or missing), whether
-            that is ``genuine``, ``why``, ``source``, whether it was ``fitted`` on the row; of an
-            annotator ``sheet``, ``stratum`` and ``inclusion``.
-        decoys: its labels of these, as ``Run.decoys``.
-        rubric: what it labelled by.
+    ``turns`` are ``[rows of Run.turns]`` its ``label`` (a category, ``failed``, or missing),
+    whether that is ``genuine``, ``why``, ``source``, whether it was ``fitted`` on the row; of an
+    annotator ``sheet``, ``stratum`` and ``inclusion``.
     """
 
     name: str
     annotates: bool
     turns: pd.DataFrame
-    decoys: pd.DataFrame
-    rubric: Rubric
+    decoys: pd.DataFrame  # its labels of these, as ``Run.decoys``
+    rubric: Rubric  # what it labelled by
 
     @property
     def labelled(self) -> np.ndarray:
@@ -160,8 +153,7 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
         control=f"{control}: {', '.join(floors)}." if floors else "",
         estimates=frame_of([*estimates, *shares], _OF),
         tables=tables_of_pairs(pairs, shares),
-        notes=[note.replace(str(run.path), run.name) for note in same_judges(run)]
-        + [
+        notes=[
             f"{one_line(x.name)} was fitted on {x.turns['fitted'].sum()} of the {len(x.turns)} "
             "turns: no comparison counts these."
             for x in labellers
@@ -177,8 +169,7 @@ def joint_rows(labellers: Sequence[Labeller]) -> tuple[np.ndarray, np.ndarray]:
 
     A judge labels every row. Annotators of one sheet share a sample: a row of a stratum represents
     (rows of the stratum) / (rows that all of them labelled). Sheets are independent samples, so
-    that a row which is on two has the product of both probabilities. Labels without an inclusion
-    probability are taken for a census.
+    that a row which is on two has the product of both probabilities.
 
     Returns:
         ``[n]`` positions in ``run.turns`` and ``[n]`` weights.
@@ -187,15 +178,13 @@ def joint_rows(labellers: Sequence[Labeller]) -> tuple[np.ndarray, np.ndarray]:
     weights = np.ones(len(joint))
     by_sheet: dict[str, list[Labeller]] = {}
     for labeller in labellers:
-        if labeller.annotates:
-            sheets = labeller.turns["sheet"].dropna().unique()
-            sheet = str(sheets[0]) if len(sheets) else f"none, of {labeller.name}"
+        if labeller.annotates and labeller.labelled.any():
+            sheet = labeller.turns["sheet"].dropna().iloc[0]
             by_sheet.setdefault(sheet, []).append(labeller)
     for same in by_sheet.values():
         own = same[0].turns[same[0].labelled]
         shared = np.logical_and.reduce([labeller.labelled for labeller in same])
-        probability = own["inclusion"].fillna(1.0)
-        for _, cell in probability.groupby([own["stratum"].fillna(""), probability]):
+        for _, cell in own["inclusion"].groupby([own["stratum"], own["inclusion"]]):
             at = cell.index[shared[cell.index]]
             weights[at] *= len(cell) / cell.iloc[0] / max(len(at), 1)
     rows = np.flatnonzero(joint)
@@ -206,13 +195,9 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
     """All turns that at least two labellers put into different categories, the most telling first.
 
     Where an annotator is contradicted comes before judges among themselves; where it matters for
-    the rate (genuine or not) before other categories; then at random.
-
-    Returns:
-        Columns: the row's key, source and dataset; the texts; then per labeller, as ``<name>:
-        label``, its category (``failed`` where a judge has none, None where it has no label), and,
-        as ``<name>: why``, a judge's rationale or an annotator's note. The index is the position
-        in ``run.turns``.
+    the rate (genuine or not) before other categories; then at random. Per labeller there are the
+    columns ``<name>: label``, its category (``failed`` where a judge has none), and ``<name>:
+    why``; the index is the position in ``run.turns``.
     """
     table = run.turns[[*KEY, "source_id", "dataset"]].reset_index(drop=True)
     items = items_of(run)
@@ -256,9 +241,6 @@ def _chosen(run: Run, between: Sequence[str] | None) -> list[str]:
     return chosen
 
 
-# -- what is shown -----------------------------------------------------------------------------
-
-
 def _print_disagreements(
     screen: Console, table: pd.DataFrame, names: Sequence[str], count: int
 ) -> None:
@@ -284,9 +266,6 @@ def _print_disagreements(
         for line in [*lines, one_line(place)]:
             screen.print(f"    {escape(line)}", soft_wrap=True)
         screen.print()
-
-
-# -- from the command line ---------------------------------------------------------------------
 
 
 def command(args: argparse.Namespace) -> None:

@@ -59,10 +59,8 @@ class LlmJudge(Judge):
         base_url, api_key_env, timeout, retries: see :class:`ia_mech.judge.server.ChatServer`.
         mode: the form of answers that is requested, one of :data:`ia_mech.judge.prompt.MODES`.
         params: further request parameters. Nothing is sent that isn't here.
-        concurrency: most requests at a time.
         price: US dollars per million prompt and completion tokens.
         max_cost: US dollars after which nothing more is requested; open requests may go beyond it.
-        rubric: what it labels by.
 
     Raises:
         UserError: a setting that can't be used.

@@ -228,11 +228,7 @@ CATEGORIES: tuple[Category, ...] = (
         "A well-formed message of a user that nothing in the response explains: another subject, "
         "or another task or problem of the same kind as the query.",
         (
-            Example(
-                *_SOURDOUGH,
-                "What is the capital of Mongolia?",
-                "unrelated to bread",
-            ),
+            Example(*_SOURDOUGH, "What is the capital of Mongolia?", "unrelated to bread"),
             Example(
                 *_TRAIN,
                 "A baker sells 40 rolls in the morning and twice as many in the afternoon. How "

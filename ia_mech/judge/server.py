@@ -54,15 +54,10 @@ class Failure(Exception):
 class ChatServer:
     """Sends requests, and repeats those that failed by what may pass.
 
-    The key is sent to the server that it is for and nowhere else: redirects aren't followed.
-
-    Args:
-        base_url: ``$OPENAI_BASE_URL`` or OpenAI's by default.
-        api_key_env: the variable that holds the key; ``OPENAI_API_KEY`` by default, but none for a
-            ``base_url`` given here that isn't OpenAI's. Read at the first request.
-        timeout: seconds to wait for an answer, or for more of it. A server that takes longer is
-            given twice as long from then on.
-        retries: how often a failed request is repeated at most.
+    The key is sent to the server that it is for and nowhere else: redirects aren't followed. It is
+    read at the first request, from ``api_key_env``; by default from ``OPENAI_API_KEY``, but nowhere
+    for a ``base_url`` given here that isn't OpenAI's. A server that takes longer than ``timeout``
+    seconds is given twice as long from then on.
 
     Raises:
         UserError: no address of a server, or OpenAI's without encryption.
@@ -101,13 +96,8 @@ class ChatServer:
                 wait = failure.wait
                 if wait is None:
                     wait = min(0.5 * 2**retried, 8.0) * random.uniform(0.75, 1.0)
-                if (
-                    not failure.repeated
-                    or retried == self.retries
-                    or timeouts > MOST_TIMEOUTS
-                    or wait > LONGEST_WAIT
-                    or self._wait(ended, wait)
-                ):
+                over = retried == self.retries or timeouts > MOST_TIMEOUTS or wait > LONGEST_WAIT
+                if not failure.repeated or over or self._wait(ended, wait):
                     raise
         raise AssertionError("the last try returns or raises")
 

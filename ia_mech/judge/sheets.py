@@ -44,8 +44,6 @@ LEAST_PER_STRATUM = 5  # rows of a stratum, where it has so many
 
 COLUMNS_READ = ("item", "category", "note")  # the last may be absent
 
-# -- drawing a sheet ---------------------------------------------------------------------------
-
 
 class Sheet(NamedTuple):
     """A drawn sheet."""
@@ -59,26 +57,25 @@ def export_sheet(
 ) -> Sheet:
     """Draw a sheet; nothing is written.
 
-    Within a stratum rows are drawn at random without replacement. Draws depend on the seed and on
-    the sheet's name, so that two sheets of a run are independent samples.
-
-    Args:
-        run: a finished run.
-        n: how many of the run's turns. A quarter as many decoys are added, as far as the run has
-            them: of each kind there is, alike.
-        by: the judge whose categories are the strata, and whose rubric is the sheet's. By default
-            the only judge there is, or ``rules``; with no judge in the run there is one stratum,
-            ``all``.
-        seed: of the draws and of the order.
-        name: the sheet's name in the run; by default one that reveals nothing.
+    Within a stratum ``n`` rows are drawn at random without replacement, and a quarter as many
+    decoys are added, of each kind there is alike. Draws depend on the seed and on the sheet's name,
+    so that two sheets of a run are independent samples. The strata are the categories of the judge
+    ``by`` (the only one there is, or ``rules``; without a judge all are one stratum), whose rubric
+    is the sheet's.
 
     Raises:
         UserError: an unfinished run; no such judge, or several and none was named; n that the run
             can't give.
     """
     run.check_finished()
-    by = _judge(run, by)
-    rows = run.turns
+    judges, rows = run.labels.judges, run.turns
+    if by is None and judges:
+        by = judges[0] if len(judges) == 1 else "rules"
+        if by not in judges:
+            raise UserError(
+                f"{run.path} has verdicts of several judges ({', '.join(judges)})",
+                "name the one to stratify by with --by",
+            )
     if not 1 <= n <= len(rows):
         raise UserError(
             f"a sheet of {n} rows can't be drawn: {run.path} has {len(rows)} user turns",
@@ -101,7 +98,11 @@ def export_sheet(
         stratum: rng.choice(np.flatnonzero(strata == stratum), count, replace=False).tolist()
         for stratum, count in sampled.items()
     }
-    decoys = _sample_decoys(run, round(DECOY_SHARE * n), rng)
+    decoys = draw_decoys(run, 1)
+    kinds = [at for _, at in sorted(decoys.groupby("decoy").indices.items())]
+    share = round(DECOY_SHARE * n) // max(len(kinds), 1)
+    if kinds:
+        decoys = decoys.iloc[np.concatenate([rng.permutation(at)[:share] for at in kinds])]
     items = items_of(run, decoys)
     keys = rows[list(KEY)].astype({"context_id": object}).to_dict("records")
     lines: list[tuple[Item, dict[str, Any]]] = []  # texts, place in the run
@@ -137,14 +138,6 @@ def export_sheet(
         "items": places,
     }
     return Sheet(sheet, key)
-
-
-def _sample_decoys(run: Run, count: int, rng: np.random.Generator) -> pd.DataFrame:
-    """About so many of a run's decoys, of each kind there is alike."""
-    every = draw_decoys(run, 1)
-    kinds = [at for _, at in sorted(every.groupby("decoy").indices.items())]
-    chosen = [rng.permutation(at)[: count // len(kinds)] for at in kinds]
-    return every.iloc[np.concatenate(chosen)] if chosen else every
 
 
 def allocate(sizes: dict[str, int], n: int) -> dict[str, int]:
@@ -241,20 +234,6 @@ def _hash(*values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _judge(run: Run, by: str | None) -> str | None:
-    judges = run.labels.judges
-    if by is not None or not judges:
-        return by
-    if len(judges) == 1:
-        return judges[0]
-    if "rules" in judges:
-        return "rules"
-    raise UserError(
-        f"{run.path} has verdicts of several judges ({', '.join(judges)})",
-        "name the one to stratify by with --by",
-    )
-
-
 # -- reading a filled-in sheet -----------------------------------------------------------------
 
 
@@ -342,13 +321,15 @@ def _key_of(run: Run, file: Path, rows: pd.DataFrame) -> dict[str, Any]:
 def _labelled(
     file: Path, rows: pd.DataFrame, places: dict[str, Any], rubric: Rubric
 ) -> pd.DataFrame:
-    """The rows with a category, each item once; UserError names the first that can't be."""
+    """The rows with a category, each item once; UserError names the first that can't be, and says
+    how many there are."""
 
     def refuse(bad: pd.Series, problem: str, remedy: str) -> None:
         if bad.any():
-            row = bad.idxmax()
+            row, others = bad.idxmax(), bad.sum() - 1
             words = problem.format(**rows.loc[row].map(lambda text: repr(text[:60])))
-            raise UserError(f"row {row} of {file} {words}", remedy)
+            more = f" (and {others} rows more)" if others else ""
+            raise UserError(f"row {row} of {file} {words}{more}", remedy)
 
     remedy = "keep the items of the exported sheet, a table of each sheet"
     refuse(~rows["item"].isin(list(places)), "has the item {item}", remedy)

@@ -44,38 +44,26 @@ class Item:
 class Verdict:
     """A judge's verdict on one item, or why there is none.
 
-    Attributes:
-        category: one of the judge's rubric's, ``cannot_assess`` included; None for a failure.
-        status: ``judged``, or one of :data:`FAILURES`.
-        rationale: the evidence in the judge's words.
-        scores: probability per category, from judges that have them.
-        mode: how the judge arrived at it (``rule``, ``likelihood``, ``json_schema``, …).
-        error: of a failure, what went wrong, on one line.
-        prompt_tokens, completion_tokens: as billed; 0 for judges that don't count.
-        cost: in US dollars; None if no price is known.
-        grounding: how well the turn's words show that it belongs to the conversation (larger is
-            better, no unit), from judges that score that; None from others.
-        answer, reasoning: what a model wrote, as it came; empty for other judges.
-        served: the model that a server says it answered with.
-
     Raises:
         ValueError: a category without ``judged`` or the other way round, or a score or grounding
             that is no finite number.
     """
 
-    category: str | None
-    status: str = JUDGED
-    rationale: str = ""
-    scores: dict[str, float] | None = None
-    mode: str = ""
-    error: str = ""
-    prompt_tokens: int = 0
+    category: str | None  # one of the judge's rubric's; None for a failure
+    status: str = JUDGED  # or one of :data:`FAILURES`
+    rationale: str = ""  # the evidence in the judge's words
+    scores: dict[str, float] | None = None  # probability per category, from judges that have them
+    mode: str = ""  # how the judge arrived at it: rule, likelihood, json_schema, …
+    error: str = ""  # of a failure, what went wrong, on one line
+    prompt_tokens: int = 0  # as billed; 0 for judges that don't count
     completion_tokens: int = 0
-    cost: float | None = None
+    cost: float | None = None  # in US dollars; None if no price is known
+    # How well the turn's words show that it belongs to the conversation (larger is better, no
+    # unit), from judges that score that.
     grounding: float | None = None
-    answer: str = ""
+    answer: str = ""  # what a model wrote, as it came
     reasoning: str = ""
-    served: str = ""
+    served: str = ""  # the model that a server says it answered with
 
     def __post_init__(self) -> None:
         if (self.status == JUDGED) != isinstance(self.category, str):

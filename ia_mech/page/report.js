@@ -390,7 +390,7 @@ unpacked().then((data) => {
         continue;
       }
       mark.setAttribute("href", `#${new URLSearchParams({ ...own, ...place })}`);
-      mark.firstElementChild.textContent = `read turns: ${Object.values(place).join(", ")}`;
+      mark.firstElementChild.prepend("read turns: ");
     }
     for (const table of side.querySelectorAll("table")) {
       const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
@@ -406,24 +406,26 @@ unpacked().then((data) => {
   }
 });
 
-// -- words carry their meaning, each once in a paragraph or a table's head --------------------------
-const meanings = new Map([...document.querySelectorAll("#words dt")].map((word) =>
-  [word.textContent, word.nextElementSibling.textContent]));
-const listed = [...meanings.keys()].filter((word) => word.length > 1).sort((a, b) => b.length - a.length);
+// -- words lead to their meaning, each once in a card, and show it ----------------------------------
+const entries = new Map([...document.querySelectorAll("#words dt")].map((word) => [word.textContent.toLowerCase(), word]));
+const listed = [...entries.keys()].filter((word) => word.length > 1).sort((a, b) => b.length - a.length);
 const inText = new RegExp(`\\b(${listed.join("|")})s?\\b`, "gi");
-for (const block of document.querySelectorAll(".card :is(p, li, caption, thead, figcaption)")) {
-  const left = new Map([...meanings].map(([word, meaning]) => [word.toLowerCase(), meaning]));
-  const walker = document.createTreeWalker(block, NodeFilter.SHOW_TEXT);
+for (const card of document.querySelectorAll(".card")) {
+  const left = new Map(entries);
+  const walker = document.createTreeWalker(card, NodeFilter.SHOW_TEXT, (node) =>
+    (node.parentElement.closest("p, li, caption, thead, figcaption") && !node.parentElement.closest("a, code")
+      ? NodeFilter.FILTER_ACCEPT : NodeFilter.FILTER_SKIP));
   const texts = [];
   while (walker.nextNode()) texts.push(walker.currentNode);
   for (const node of texts) {
     const parts = [];
     let from = 0;
     for (const { 0: shown, 1: word, index } of node.data.matchAll(inText)) {
-      const meaning = left.get(word.toLowerCase());
-      if (!meaning) continue;
+      const entry = left.get(word.toLowerCase());
+      if (!entry) continue;
       left.delete(word.toLowerCase());
-      parts.push(node.data.slice(from, index), el("abbr", { title: meaning }, shown));
+      parts.push(node.data.slice(from, index), el("a", { class: "term", href: `#${entry.id}`,
+        title: entry.nextElementSibling.textContent, onclick: () => { entry.closest("details").open = true; } }, shown));
       from = index + shown.length;
     }
     if (parts.length) node.replaceWith(...parts, node.data.slice(from));

@@ -43,9 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder")
     parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
     parser.add_argument(
-        "--annotator",
-        metavar="NAME",
-        help="whose labels correct rates (default: the only one)",
+        "--annotator", metavar="NAME", help="whose labels correct rates (default: the only one)"
     )
     parser.add_argument(
         "--responses",

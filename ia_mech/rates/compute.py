@@ -12,7 +12,7 @@ from ia_mech.estimates import ALL, TidyEstimate, by_dataset, frame_of, holm_corr
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import CANNOT_ASSESS
 from ia_mech.rates.evidence import DEPENDENT
-from ia_mech.rates.load import EVERY, FAILED, SUBJECT, JudgedTurns
+from ia_mech.rates.load import EVERY, FAILED, SUBJECT, JudgedTurns, matching
 from ia_mech.stats import (
     Estimate,
     cluster_mean,
@@ -48,18 +48,11 @@ def rates(
     level: float = 0.95,
     **names: Any,
 ) -> Iterator[TidyEstimate]:
-    """How often an outcome is found in each group of rows.
+    """How often an outcome is found in each group of rows, which the values of ``by`` make.
 
-    Args:
-        rows: ``JudgedTurns.turns``, or any table with ``source``, the outcome and ``by``.
-        by: columns whose values make a group each; one group of all rows without any.
-        outcome: the column that is 1, 0, or NaN where there is no telling.
-        quantity: what rates are called.
-        level: coverage of intervals.
-        names: what else the estimates are of.
-
-    Yields:
-        Estimates with the group's values, ``outcome``, ``events`` (rows with it) and ``names``.
+    ``rows`` are ``JudgedTurns.turns``, or any table with ``source``, ``by`` and the outcome: 1, 0,
+    or NaN where there is no telling. Estimates are of the group's values, ``outcome``, ``events``
+    (rows with it) and ``names``.
     """
     for group, own in _groups(rows, by):
         rate = cluster_mean(own[outcome], own["source"], proportion=True, level=level)
@@ -80,14 +73,12 @@ def differences(
     seed: int = 0,
     **names: Any,
 ) -> Iterator[TidyEstimate]:
-    """How much higher each group's rate is than that of the rows of a condition which are like it
-    in all else that ``by`` names, paired by source.
+    """How much higher each group's rate (:func:`rates`) is than that of the rows of a condition
+    which are like it in all else that ``by`` names, paired by source.
 
-    Args:
-        rows, by, outcome, quantity, level, names: as for :func:`rates`.
-        base: the condition, such as ``{"temperature": 0}``. Its own groups have no difference.
-        within: a column; only rows of those of its values count that both conditions have.
-        seed: of sign flips.
+    The condition is ``base``, such as ``{"temperature": 0}``; its own groups have no difference.
+    Only rows of those values of the column ``within`` count that both have. ``seed`` is of sign
+    flips.
     """
     for group, own in _groups(rows, by):
         if all(group[name] == value for name, value in base.items()):
@@ -112,17 +103,11 @@ def floors(
     level: float = 0.95,
     **names: Any,
 ) -> Iterator[TidyEstimate]:
-    """How often turns are accepted after contexts that they didn't follow, all of the decoys with
-    both verdicts.
+    """How often turns are accepted after contexts that they didn't follow, all of the decoys of a
+    kind with both verdicts (``JudgedTurns.decoys``); the other arguments are :func:`rates`'.
 
-    Args:
-        decoys: as ``JudgedTurns.decoys``.
-        kind: of the decoys that count (:data:`ia_mech.judge.decoys.DECOY_KINDS`).
-        by, outcome, level, names: as for :func:`rates`.
-
-    Yields:
-        By group ``decoyed_rate``, of the turns after their own contexts; ``floor``, after the
-        others; and ``excess``, the difference.
+    By group there are ``decoyed_rate``, of the turns after their own contexts; ``floor``, after the
+    others; and ``excess``, the difference.
     """
     for group, those in _groups(decoys[decoys["decoy"] == kind], by):
         of = names | group | {"outcome": outcome, "level": level, "decoy": kind}
@@ -149,21 +134,8 @@ def _groups(rows: pd.DataFrame, by: Sequence[str]) -> Iterator[tuple[dict[str, A
         yield dict(zip(by, values, strict=True)), own
 
 
-def matching(rows: pd.DataFrame, values: Mapping[str, Any]) -> np.ndarray:
-    """``[rows]`` whether a row has these values."""
-    equal = np.ones(len(rows), dtype=bool)
-    for name, value in values.items():
-        equal &= (rows[name] == value).to_numpy()
-    return equal
-
-
 def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
-    """All figures, per model and perturbation, dataset and temperature.
-
-    Args:
-        judged: turns with their labels.
-        level: coverage of intervals.
-        seed: of sign flips.
+    """All figures, per model and perturbation, dataset and temperature; ``seed`` is of sign flips.
 
     Returns:
         One row per estimate:
@@ -247,28 +219,17 @@ def _profile(
 
 
 def pass_at_k(genuine: np.ndarray, samples: np.ndarray, n: int) -> np.ndarray:
-    """Chance that n samples, drawn from those there are, hold a genuine turn.
+    """Chance that n samples, drawn from those there are, hold a genuine turn; ``[contexts]``, NaN
+    for one with fewer than n samples.
 
     ``1 - C(N - g, n) / C(N, n)``: the unbiased estimate of 1 - (1 - p)^n from g genuine turns among
     N independent samples (Chen et al. 2021, arXiv 2107.03374, "pass@k").
-
-    Args:
-        genuine: ``[contexts]`` g.
-        samples: ``[contexts]`` N.
-        n: how many are drawn.
-
-    Returns:
-        ``[contexts]`` probabilities; NaN for a context with fewer than n samples.
     """
     genuine, samples = np.asarray(genuine, dtype=float), np.asarray(samples, dtype=float)
     rest = samples - genuine
     with np.errstate(invalid="ignore"):
-        log_none = (
-            gammaln(rest + 1)
-            - gammaln(rest - n + 1)
-            - gammaln(samples + 1)
-            + gammaln(samples - n + 1)
-        )
+        a, b, c, d = map(gammaln, (rest + 1, rest - n + 1, samples + 1, samples - n + 1))
+        log_none = a - b - c + d
     # n samples can't avoid a genuine one if fewer than n others are there.
     chance = np.where(rest < n, 1.0, -np.expm1(log_none))
     chance = np.where(genuine == 0, 0.0, np.clip(chance, 0, 1))

@@ -6,7 +6,6 @@ prompts and finished responses may explain both.
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
@@ -27,11 +26,11 @@ from ia_mech.estimates import (
 )
 from ia_mech.judge.decoys import DECOY_KINDS, SIBLING
 from ia_mech.rates import compute
-from ia_mech.rates.compute import floors, matching, rates
-from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns
-from ia_mech.rates.result import LINES, Columns
+from ia_mech.rates.compute import floors, rates
+from ia_mech.rates.load import SUBJECT, JudgedTurns, matching
+from ia_mech.rates.result import LINES, Columns, result_on
 from ia_mech.rates.verify import COLUMN, verify
-from ia_mech.results import Result, Table, about_runs, table_of
+from ia_mech.results import Result, Table, table_of
 from ia_mech.run.queries import exchange
 from ia_mech.stats import group_difference
 
@@ -45,13 +44,9 @@ NEEDED = (
 
 
 def verified_responses(judged: JudgedTurns) -> pd.DataFrame:
-    """The responses that turns follow, each once, with the verdicts on them.
-
-    Returns:
-        One row per response: of its turns ``run``, ``model``, ``weights_hash``, ``perturbation``,
-        ``dataset``, ``source``, ``context_id``, ``context`` and ``unfinished``; ``query`` and
-        ``response``; and the fields of :class:`ia_mech.rates.verify.Correctness`, ``correct`` 1, 0
-        or NaN.
+    """The responses that turns follow, a row each: what their turns have in common, ``query`` and
+    ``response``, and the fields of :class:`ia_mech.rates.verify.Correctness`, ``correct`` 1, 0 or
+    NaN.
 
     Raises:
         UserError: nothing says which responses are right, or none of them could be verified.
@@ -92,13 +87,7 @@ def estimates(
     """Accuracy, and rates after right and after wrong responses, per model, perturbation, dataset.
 
     Datasets aren't pooled but for the accuracy: they differ in accuracy and in rate, which would be
-    an association by itself.
-
-    Args:
-        judged: turns with their labels.
-        responses: of :func:`verified_responses`.
-        level: coverage of intervals.
-        seed: of permutations.
+    an association by itself. ``responses`` are those of :func:`verified_responses`.
 
     Returns:
         One row per estimate, as of :func:`ia_mech.rates.compute.estimates`: ``accuracy``, of
@@ -128,54 +117,29 @@ def estimates(
             rows += rates(at, ["temperature", "correct"], **about)
             for kind in DECOY_KINDS:
                 rows += floors(those, kind, ["temperature", "correct"], **about)
-            rows += _differences(at, about, level, seed)
+            for temperature, of_both in at.groupby("temperature"):
+                values, right = of_both["genuine"], (of_both["correct"] == "right").astype(int)
+                found = group_difference(values, right, of_both["source"], level=level, seed=seed)
+                so = about | {"temperature": float(temperature), "outcome": "genuine"}
+                counted, test = int(values.notna().sum()), found.test or None
+                rows.append(TidyEstimate(DIFFERENCE, so, counted, found.difference, found.p, test))
     return frame_of(holm_corrected(rows, lambda row: row.quantity), NAMES)
 
 
-def _differences(
-    turns: pd.DataFrame, names: dict[str, Any], level: float, seed: int
-) -> Iterator[TidyEstimate]:
-    for temperature, at in turns.groupby("temperature"):
-        right = (at["correct"] == "right").astype(int)
-        found = group_difference(at["genuine"], right, at["source"], level=level, seed=seed)
-        of = names | {"temperature": float(temperature), "outcome": "genuine"}
-        counted = int(at["genuine"].notna().sum())
-        yield TidyEstimate(DIFFERENCE, of, counted, found.difference, found.p, found.test or None)
-
-
 def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result:
-    """Accuracy and rates by it, as a result.
-
-    Args:
-        judged: turns with their labels.
-        level: coverage of intervals.
-        seed: of permutations.
-
-    Raises:
-        UserError: as :func:`verified_responses`.
-    """
+    """Accuracy and rates by it, as a result; raises what :func:`verified_responses` does."""
     responses = verified_responses(judged)
     rows = estimates(judged, responses, level=level, seed=seed)
-    shown = "" if judged.responses == EVERY else f"-{judged.responses}"
-    gates = [of["genuine"] for of in judged.by_model.values()]
-    notes = [*_notes(responses), *few_sources(rows), *judged.notes]
-    for run in judged.runs:  # results may be shared: they hold no folders of this machine
-        notes = [note.replace(str(run.path), run.name) for note in notes]
-    return Result(
-        name=f"rates-{judged.judge}-by-correct{shown}",
+    return result_on(
+        judged,
+        "rates-by-correct",
+        [of["genuine"] for of in judged.by_model.values()],
+        {"level": level, "seed": seed},
         question=QUESTION,
         sentence=" ".join(_sentence(of, level) for _, of in rows.groupby(SUBJECT, sort=False)),
-        control=" ".join(f"{gate.sentence}." for gate in gates),
         estimates=rows,
         tables=_tables(rows, level),
-        notes=notes,
-        about={
-            "kind": "rates-by-correct",
-            **about_runs(judged.runs, [judged.judge]),
-            "judge": judged.judge,
-            "gate": judged.gate.word,
-            "settings": {"responses": judged.responses, "level": level, "seed": seed},
-        },
+        notes=[*_notes(responses), *few_sources(rows), *judged.notes],
         data={"responses": responses.drop(columns=["run", "source", "context"])},
     )
 
@@ -231,7 +195,7 @@ def _tables(rows: pd.DataFrame, level: float) -> list[Table]:
             {DIFFERENCE: ("difference", "+.2f")},
             LINES,
             rows="turns",
-            legend="p: queries change places, Holm-corrected",
+            legend="p: from permuting which queries were answered rightly, Holm-corrected",
         ),
     ]
     return [table for table in tables if table.rows]

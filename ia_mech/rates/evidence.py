@@ -13,6 +13,7 @@ from ia_mech.errors import UserError
 from ia_mech.models.embedded import cache_dir
 from ia_mech.results import folders_of
 from ia_mech.run import Run
+from ia_mech.run.labelled import positions
 from ia_mech.run.labels import KEY
 from ia_mech.run.sources import sources_of
 
@@ -35,10 +36,10 @@ def dependent(frame: pd.DataFrame, runs: list[Run], run: Run) -> np.ndarray:
         )
         responses = table.groupby(sources_of(table))["context_id"].transform("nunique")
         likelier = (table["evidence"] > np.log2(responses) - 1).where(table["evidence"].notna())
-        favoured = pd.Series(likelier.to_numpy(), pd.MultiIndex.from_frame(table[list(KEY)]))
-        keys = pd.MultiIndex.from_frame(frame[list(KEY)].astype({"context_id": object}))
-        favoured = favoured[~favoured.index.duplicated()].reindex(keys)
-        return favoured.to_numpy(dtype=float) * frame["genuine"].to_numpy()
+        table = table.assign(likelier=likelier.astype(float)).drop_duplicates(list(KEY))
+        at = positions(table, frame.astype({"context_id": object}))
+        favoured = np.where(at >= 0, table["likelier"].to_numpy()[at], np.nan)
+        return favoured * frame["genuine"].to_numpy()
     return np.full(len(frame), np.nan)
 
 

@@ -52,8 +52,9 @@ def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
         axes.set_xlabel("temperature (0 = greedy)")
     figure.set_label(
         "Left: shares of turns with their intervals; what lies above the floor is more than the "
-        "judge accepts of turns that followed something else. Right: all turns of a temperature, "
-        "by category."
+        "judge accepts of turns that followed something else. Right: of the turns of a temperature "
+        "that the judge put into a category, the share in each; those that it could not assess or "
+        "failed on are in no bar."
     )
     return figure
 
@@ -63,8 +64,8 @@ def _profile(axes: Axes, shares: pd.DataFrame) -> None:
     temperatures = sorted(shares["temperature"].unique())
     under = np.zeros(len(temperatures))
     for number, category in enumerate(shares["category"].unique()):
-        own = shares[shares["category"] == category].set_index("temperature")["value"]
-        heights = own.reindex(temperatures).fillna(0).to_numpy()
+        own = shares[shares["category"] == category].set_index("temperature").reindex(temperatures)
+        heights = own["value"].fillna(0).to_numpy()
         if heights.any():
             bars = axes.bar(
                 range(len(temperatures)),
@@ -74,10 +75,13 @@ def _profile(axes: Axes, shares: pd.DataFrame) -> None:
                 edgecolor="white",
                 label=heading(category),
             )
-            for bar, temperature in zip(bars, temperatures, strict=True):
-                bar.set_url(link_of(temperature=temperature, category=category))
+            for bar, (temperature, of) in zip(bars, own.iterrows(), strict=True):
+                if of["value"] > 0:
+                    share = f"{of['events']} of {of['rows']} assessed turns"
+                    bar.set_url(link_of(temperature=temperature, category=category, share=share))
             under = under + heights
     axes.set_xticks(range(len(temperatures)), [f"{t:g}" for t in temperatures])
     axes.set_ylim(0, 1)
+    axes.set_ylabel("share of assessed turns")
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     title_axes(axes, "what the turns are")

@@ -67,25 +67,26 @@ class Gate:
     @property
     def sentence(self) -> str:
         """What the words rest on: of other conversations, and of siblings where there are any."""
-        whose = f" on turns of {self.model}" if self.model else ""
+        whose = f", on turns of {self.model}," if self.model else ""
         if not self.decoys:
             text = (
                 f"The floor of judge {self.judge}{whose} is unknown: the run has no decoys "
                 "of other conversations (they need two sources of a dataset)"
             )
         else:
-            text = f"Judge {self.judge}{whose} calls {self.numbers}"
+            text = f"Over all temperatures together, judge {self.judge}{whose} calls {self.numbers}"
         if self.siblings is not None and self.siblings.decoys:
-            text += f"; {self.siblings.numbers}"
+            text += f"; it calls {self.siblings.numbers}"
         return text
 
     @property
     def numbers(self) -> str:
         """Rate, floor and excess in words, with the verdict."""
         return (
-            f"{self.rate:.2f} of turns {OUTCOMES[self.outcome]} after their own context, "
-            f"{self.floor:.2f} of the same turns after {AFTER[self.kind]}, an excess of "
-            f"{self.excess.text(sign=True)} ({self.verdict}, {self.decoys} decoys)"
+            f"{self.rate:.2f} of the turns {OUTCOMES[self.outcome]} after the response that they "
+            f"followed, and {self.floor:.2f} of the same turns when it is shown them after "
+            f"{AFTER[self.kind]}: an excess of {self.excess.text(sign=True)} ({self.verdict}, "
+            f"{self.decoys} decoys)"
         )
 
 
@@ -112,9 +113,3 @@ def _gate(
     rate, floor = (float(of.mean()) if len(pairs) else np.nan for of in (own, other))
     numbers = rate, floor, excess, margin
     return Gate(judge, outcome, len(pairs), *numbers, kind, model, *siblings)
-
-
-def worst_gate(gates: list[Gate]) -> Gate:
-    """Of several models' gates the one that a claim about all of them rests on: that of the
-    lowest margin, or without one."""
-    return min(gates, key=lambda gate: np.nan_to_num(gate.margin.low, nan=-np.inf))

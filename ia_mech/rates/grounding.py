@@ -17,11 +17,7 @@ NEAREST, SHARE = 200, 0.1  # so many decoys of about a turn's length, or this sh
 
 
 def p_values(
-    scores: np.ndarray,
-    words: np.ndarray,
-    sources: np.ndarray,
-    shown: np.ndarray,
-    null: np.ndarray,
+    scores: np.ndarray, words: np.ndarray, sources: np.ndarray, shown: np.ndarray, null: np.ndarray
 ) -> np.ndarray:
     """Conformal p values of grounding scores.
 

@@ -6,7 +6,7 @@ prompt together, and prompts of two datasets that happen to have the same id sta
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +17,10 @@ import pandas as pd
 
 from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
-from ia_mech.judge.judging import same_judges
 from ia_mech.judge.rubric import CANNOT_ASSESS, Rubric, rubric_of
 from ia_mech.judge.verdict import GROUNDED_P, OUTCOMES, identity_hash
 from ia_mech.rates.evidence import DEPENDENT, dependent
-from ia_mech.rates.gate import CONVERSATION, Gate, gate_of, worst_gate
+from ia_mech.rates.gate import CONVERSATION, Gate, gate_of
 from ia_mech.rates.grounding import p_values
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
@@ -29,10 +28,9 @@ from ia_mech.run.sources import SEPARATOR, sources_of
 
 EVERY, UNFINISHED = "all", "unfinished"  # responses that turns come after; the third is "complete"
 NO_ANNOTATOR = ""  # no annotator: annotations are not read
-_SAMPLING = (
-    *("system", "thinking", "response", "date", "opening"),
-    *("max_new_tokens", "max_response_tokens"),
-)
+# Settings that change what is sampled, beside those that rates are by.
+_SAMPLING = ["system", "thinking", "response", "date", "opening"]
+_SAMPLING += ["max_new_tokens", "max_response_tokens"]
 SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
 _OF_TURN = ["run", *SUBJECT, "dataset", "temperature", "source", "context", "unfinished"]
 _DECOYS = [
@@ -46,40 +44,31 @@ _DECOYS = [
 class JudgedTurns:
     """What rates are computed from.
 
-    Attributes:
-        turns: those of :meth:`ia_mech.run.Run.labelled`, a row each, and
+    ``turns`` are those of :meth:`ia_mech.run.Run.labelled`, a row each, and
 
-            - of the run ``run`` (its folder), ``model``, ``weights_hash`` and ``context`` (a key
-              that holds across runs);
-            - of the judge ``fitted`` (it was fitted on the turn) and two more outcomes, 1, 0, or
-              NaN where not assessed: ``grounded``, genuine with a word of the conversation that
-              turns held against others seldom share (:mod:`ia_mech.rates.grounding`), and
-              ``dependent``, genuine with a likelihood that favours the own response over all its
-              siblings together. They are NaN where the judge doesn't test it, or no bits were
-              computed (``experiments.reaction``);
-            - of the annotator ``unlabelled`` (what the annotator labelled nothing of, the turn's
-              run or a stratum of it; else empty).
-        judge: the judge's name.
-        record: who the judge is.
-        annotator: whose labels are in ``truth``; None without any.
-        runs: the runs, in the given order.
-        notes: what a reader has to know of how they were put together.
-        responses: after which responses the turns come: ``all``, ``complete``, ``unfinished``.
-        decoys: one row per decoy (:mod:`ia_mech.judge.decoys`): of its turn ``run``, ``model``,
-            ``weights_hash``, ``dataset``, ``perturbation``, ``temperature``, ``source``,
-            ``context`` and ``unfinished`` as in ``turns``; ``decoy``, its kind;
-            ``shown_source``, that of the context shown; and of ``genuine`` and ``grounded`` the
-            verdict on the decoy and, as ``own_genuine`` and ``own_grounded``, on the same turn
-            after what it followed.
+    - of the run ``run`` (its folder), ``model``, ``weights_hash`` and ``context`` (a key that holds
+      across runs);
+    - of the judge ``fitted`` (it was fitted on the turn) and two more outcomes, 1, 0, or NaN where
+      not assessed: ``grounded``, genuine with a word of the conversation that turns held against
+      others seldom share (:mod:`ia_mech.rates.grounding`), and ``dependent``, genuine with a
+      likelihood that favours the own response over all its siblings together. They are NaN where
+      the judge doesn't test it, or no bits were computed (``experiments.reaction``);
+    - of the annotator ``unlabelled`` (what the annotator labelled nothing of, the turn's run or a
+      stratum of it; else empty).
+
+    ``decoys`` are a row per decoy (:mod:`ia_mech.judge.decoys`): of its turn what ``turns`` have
+    under the same names; ``decoy``, its kind; ``shown_source``, that of the context shown; and of
+    ``genuine`` and ``grounded`` the verdict on the decoy and, as ``own_genuine`` and
+    ``own_grounded``, on the same turn after what it followed.
     """
 
     turns: pd.DataFrame
     judge: str
-    record: dict[str, Any]
-    annotator: str | None
+    record: dict[str, Any]  # who the judge is
+    annotator: str | None  # whose labels are in ``truth``
     runs: list[Run]
-    notes: list[str]
-    responses: str = EVERY
+    notes: list[str]  # what a reader has to know of how they were put together
+    responses: str = EVERY  # after which the turns come
     decoys: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=_DECOYS))
 
     @property
@@ -96,30 +85,39 @@ class JudgedTurns:
     def by_model(self) -> dict[tuple[str, str], dict[str, Gate]]:
         """By model and hash of its weights, then by outcome: the gate of the judge there."""
         models = self.turns[SUBJECT[:2]].drop_duplicates().astype(str).sort_values(SUBJECT[:2])
-        several = len(models) > 1
-        return {
-            (model, weights): {
-                outcome: gate_of(
-                    self.decoys[
-                        (self.decoys["model"] == model) & (self.decoys["weights_hash"] == weights)
-                    ],
-                    *(self.judge, outcome, model if several else ""),
-                )
-                for outcome in self.outcomes
+        found = {}
+        for model, weights in models.itertuples(index=False):
+            own = self.decoys[matching(self.decoys, {"model": model, "weights_hash": weights})]
+            whose = model if len(models) > 1 else ""
+            found[model, weights] = {
+                outcome: gate_of(own, self.judge, outcome, whose) for outcome in self.outcomes
             }
-            for model, weights in models.itertuples(index=False)
-        }
+        return found
 
-    @cached_property
+    @property
     def gates(self) -> dict[str, Gate]:
-        """By outcome, the gate of the only model; of several, the worst of their gates."""
-        of_models = self.by_model.values()
-        return {name: worst_gate([gates[name] for gates in of_models]) for name in self.outcomes}
+        """By outcome, the gate of the only model; of several the one that a claim about all of them
+        rests on: of the lowest margin, or without one."""
+        return {
+            outcome: min(
+                (gates[outcome] for gates in self.by_model.values()),
+                key=lambda gate: np.nan_to_num(gate.margin.low, nan=-np.inf),
+            )
+            for outcome in self.outcomes
+        }
 
     @property
     def gate(self) -> Gate:
         """That of ``genuine``."""
         return self.gates["genuine"]
+
+
+def matching(rows: pd.DataFrame, values: Mapping[str, Any]) -> np.ndarray:
+    """``[rows]`` whether a row has these values."""
+    equal = np.ones(len(rows), dtype=bool)
+    for name, value in values.items():
+        equal &= (rows[name] == value).to_numpy()
+    return equal
 
 
 def open_runs(runs: Sequence[str | Path | Run]) -> list[Run]:
@@ -137,16 +135,13 @@ def open_runs(runs: Sequence[str | Path | Run]) -> list[Run]:
                 same = run.path.resolve() == other.path.resolve()
                 problem = "is given twice" if same else f"is a copy of {other.path}"
                 raise UserError(f"{run.path} {problem}", "give each run once")
-        if _intervention(run) != _intervention(opened[0]):  # a steered model is another model
+        those = {str(one.record["identity"].get("intervention")) for one in (run, opened[0])}
+        if len(those) > 1:  # a steered model is another model
             raise UserError(
                 f"{opened[0].path} and {run.path} were not sampled under the same intervention",
                 "give each in a command of its own",
             )
     return opened
-
-
-def _intervention(run: Run) -> str | None:
-    return run.record["identity"].get("intervention")
 
 
 def read_runs(
@@ -157,13 +152,8 @@ def read_runs(
 ) -> JudgedTurns:
     """Read runs with their labels, and check that they can be reported together.
 
-    Args:
-        runs: folders, or runs that are open.
-        judge: whose verdicts; the only judge there if not given.
-        annotator: whose labels; the only annotator there, if any, if not given;
-            :data:`NO_ANNOTATOR` for none.
-        responses: ``complete`` keeps only turns after finished responses, ``unfinished`` only
-            those after others.
+    By default with the only judge there is, and the only annotator if there is one
+    (:data:`NO_ANNOTATOR`: none). ``responses`` is as for :func:`restrict_responses`.
 
     Raises:
         UserError: as :func:`open_runs`; none or several judges or annotators to choose from;
@@ -192,10 +182,17 @@ def read_runs(
     without = [run.name for run, frame in zip(runs, decoys, strict=True) if frame.empty]
     if 0 < len(without) < len(runs):
         notes.append(f"no decoys in {', '.join(without)}: these verdicts have no floor.")
-    some = [frame for frame in decoys if len(frame)] or decoys[:1]
-    judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, decoys=_pooled(some))
+    some = _pooled([frame for frame in decoys if len(frame)] or decoys[:1])
+    judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, decoys=some)
     judged = restrict_responses(judged, responses)
-    return replace(judged, notes=judged.notes + _decoy_notes(judged))
+    lost = judged.decoys[["genuine", "own_genuine"]].isna().any(axis=1)
+    if not lost.any():
+        return judged
+    note = (
+        f"{lost.sum()} of {len(lost)} decoys are left out: the judge gave no category to the decoy "
+        "or to the turn after its own context."
+    )
+    return replace(judged, notes=[*judged.notes, note])
 
 
 def restrict_responses(judged: JudgedTurns, responses: str) -> JudgedTurns:
@@ -230,8 +227,7 @@ def _choose_judge(runs: list[Run], judge: str | None) -> str:
     for run in runs:
         if not run.labels.judges:
             raise UserError(
-                f"{run.path} has not been judged",
-                f"run: ia-mech judge run {shell_word(run.path)}",
+                f"{run.path} has not been judged", f"run: ia-mech judge run {shell_word(run.path)}"
             )
     names = {name for run in runs for name in run.labels.judges} if judge is None else {judge}
     if len(names) > 1:
@@ -389,8 +385,7 @@ def _without_repeated(
 
 
 def _notes(runs: list[Run], turns: pd.DataFrame) -> list[str]:
-    notes = [note for run in runs for note in same_judges(run)]
-    notes += [
+    notes = [
         f"{run.name} was sampled although the engine's check failed ({run.ignored_check})."
         for run in runs
         if run.ignored_check
@@ -402,11 +397,13 @@ def _notes(runs: list[Run], turns: pd.DataFrame) -> list[str]:
     ]
     if len(runs) > 1:
         notes.append(f"{len(runs)} runs; greedy turns that several of them hold count once.")
-    models: dict[tuple, list[Run]] = {}
-    for run in runs:
-        models.setdefault((run.model["name"], run.model["weights_hash"]), []).append(run)
-    different = sorted({name for same in models.values() for name in _differing_settings(same)})
-    if different:
+    settings = pd.DataFrame(
+        {name: str(run.settings[name]) for name in _SAMPLING}
+        | {"dtype": run.model["dtype"], "model": (run.model["name"], run.model["weights_hash"])}
+        for run in runs
+    )
+    kinds = settings.groupby("model").nunique()
+    if different := sorted(kinds.columns[(kinds > 1).any()]):
         notes.append(f"runs that were pooled differ in {', '.join(different)}.")
     fitted = turns[turns["fitted"]]
     if fitted["truth"].notna().any():
@@ -415,23 +412,3 @@ def _notes(runs: list[Run], turns: pd.DataFrame) -> list[str]:
             "labelled, were in the judge's fit: corrected rates leave them out."
         )
     return notes
-
-
-def _decoy_notes(judged: JudgedTurns) -> list[str]:
-    decoys = judged.decoys
-    lost = decoys["genuine"].isna() | decoys["own_genuine"].isna()
-    if not lost.any():
-        return []
-    return [
-        f"{lost.sum()} of {len(decoys)} decoys are left out: the judge gave no category to the "
-        "decoy or to the turn after its own context."
-    ]
-
-
-def _differing_settings(runs: list[Run]) -> list[str]:
-    """Names of the settings that change what is sampled and in which these runs aren't alike."""
-    settings = [
-        {name: run.settings[name] for name in _SAMPLING} | {"dtype": run.model["dtype"]}
-        for run in runs
-    ]
-    return [name for name in settings[0] if any(s[name] != settings[0][name] for s in settings)]

@@ -1,25 +1,20 @@
 """What the rates of runs say: one sentence with its control, tables, a figure and notes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
 from ia_mech.cli import one_line
-from ia_mech.estimates import all_datasets, estimate_of, few_sources
+from ia_mech.estimates import ALL, all_datasets, estimate_of, few_sources
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import heading
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.rates import figures
-from ia_mech.rates.compute import (
-    MIN_ANNOTATED,
-    MIN_ANNOTATED_SOURCES,
-    RELIABILITY_TURNS,
-    estimates,
-    matching,
-)
+from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, RELIABILITY_TURNS, estimates
 from ia_mech.rates.evidence import DEPENDENT
 from ia_mech.rates.gate import AFTER, NO_DECOYS, NOT_PASSED, PASSED, UNDECIDED, Gate
-from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns
+from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns, matching
 from ia_mech.results import Result, Table, about_runs, table_of
 from ia_mech.run.labels import KEY
 
@@ -37,43 +32,52 @@ _NONE = "None is, so there is nothing to hold against the judge's floor."
 
 
 def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result:
-    """The rates of runs by one judge; see :func:`ia_mech.rates.compute.estimates`.
-
-    Args:
-        judged: turns with their labels.
-        level: coverage of intervals. Gates are always decided at 95%.
-        seed: of sign flips.
-    """
+    """The rates of runs by one judge; see :func:`ia_mech.rates.compute.estimates`. Gates are always
+    decided at 95%."""
     rows = estimates(judged, level=level, seed=seed)
     whole = pd.concat([all_datasets(of) for _, of in rows.groupby(SUBJECT, sort=False)])
     gates = [gate for of in judged.by_model.values() for gate in of.values()]
     names = {str(run.path): run.name for run in judged.runs}
     turns = judged.turns[["run", *KEY, "genuine", "grounded", DEPENDENT]]
     turns = turns.astype({"run": object, "context_id": object}).replace({"run": names})
-    shown = "" if judged.responses == EVERY else f"-{judged.responses}"
-    return Result(
-        name=f"rates-{judged.judge}{shown}",
+    return result_on(
+        judged,
+        "rates",
+        gates,
+        {
+            "judge": judged.record.get("identity", {}),
+            "annotator": judged.annotator,
+            "level": level,
+            "seed": seed,
+        },
         question=QUESTION,
         sentence=" ".join(_sentence(judged, of) for _, of in whole.groupby(SUBJECT, sort=False)),
-        control=" ".join(f"{gate.sentence}." for gate in gates),
         estimates=rows,
         tables=_tables(rows, whole, gates, level),
         figures=_figures(whole, judged),
         notes=_notes(judged, rows),
+        data={"turns": turns},
+    )
+
+
+def result_on(
+    judged: JudgedTurns, kind: str, gates: Sequence[Gate], settings: dict[str, Any], **said: Any
+) -> Result:
+    """A result of this kind on judged runs, with ``gates`` as its control and ``settings`` as what
+    it depends on."""
+    shown = "" if judged.responses == EVERY else f"-{judged.responses}"
+    labellers = judged.judge, settings.get("annotator")
+    return Result(
+        name=f"rates-{judged.judge}{kind.removeprefix('rates')}{shown}",
+        control=" ".join(f"{gate.sentence}." for gate in gates),
         about={
-            "kind": "rates",
-            **about_runs(judged.runs, [name for name in (judged.judge, judged.annotator) if name]),
+            "kind": kind,
+            **about_runs(judged.runs, [name for name in labellers if name]),
             "judge": judged.judge,
             "gate": judged.gate.word,
-            "settings": {
-                "judge": judged.record.get("identity", {}),
-                "annotator": judged.annotator,
-                "responses": judged.responses,
-                "level": level,
-                "seed": seed,
-            },
+            "settings": settings | {"responses": judged.responses},
         },
-        data={"turns": turns},
+        **said,
     )
 
 
@@ -262,13 +266,17 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
     notes = []
     tested = rows[rows["p"].notna()]
     if len(tested):
-        pooled = int((tested["dataset"] == "(all)").sum())
-        own = len(tested) - pooled
-        family = f" and, a family of its own, the {pooled} of (all)" if pooled else ""
+        pooled = int((tested["dataset"] == ALL).sum())
+        family = f" (the {pooled} of {ALL} apart)" if pooled else ""
+        unequal = (
+            ", or from the interval if that is larger, as greedy and sampled turns differ in number"
+            if tested["test"].str.contains("and").any()
+            else ""
+        )
         notes.append(
-            f"Δ: mean over sources; p by {' or '.join(sorted(tested['test'].unique()))}, "
-            f"Holm-corrected over {own} comparison{'' if own == 1 else 's'}{family}. Intervals are "
-            "not corrected."
+            "Δ: mean difference over sources, paired by source. p: from a sign-flip permutation "
+            f"test{unequal}; Holm-corrected over {len(tested) - pooled} comparisons{family}. "
+            "Intervals are not corrected."
         )
     if rows["outcome"].eq(DEPENDENT).any():
         notes.append(
@@ -292,7 +300,4 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
             "no annotations: a rate is only as good as the judge. ia-mech annotate "
             "export makes a sheet of turns; filled in and imported, it corrects the rates."
         )
-    notes += judged.notes
-    for run in judged.runs:  # results may be shared: they hold no folders of this machine
-        notes = [note.replace(str(run.path), run.name) for note in notes]
-    return notes
+    return notes + judged.notes

@@ -29,31 +29,18 @@ SECONDS = 10  # for one formula; a comparison takes milliseconds
 
 @dataclass(frozen=True)
 class Correctness:
-    """Whether a response is right, and what that rests on.
+    """Whether a response is right, and what that rests on."""
 
-    Attributes:
-        verifier: of :func:`verifier_of`; None if nothing says what is right.
-        correct: whether it is; None if that couldn't be verified.
-        why: in a few words.
-        answer: what was read off the response, for maths.
-        gold: what it was compared with, for maths.
-    """
-
-    verifier: str | None
-    correct: bool | None
-    why: str
-    answer: str | None = None
-    gold: str | None = None
+    verifier: str | None  # of :func:`verifier_of`; None if nothing says what is right
+    correct: bool | None  # None if that couldn't be verified
+    why: str  # in a few words
+    answer: str | None = None  # what was read off the response, for maths
+    gold: str | None = None  # what it was compared with, for maths
 
 
 def verifier_of(answer: str | None, metadata: Mapping[str, Any], *, given: bool) -> str | None:
     """What verifies a response: the library or the column; None if nothing says what is right.
-
-    Args:
-        answer: the gold answer.
-        metadata: of the conversation.
-        given: the response is the data's, not the model's own.
-    """
+    ``answer`` is the gold one; ``given``: the response is the data's, not the model's own."""
     if given:
         return COLUMN if str(metadata.get("correct")).lower() in TRUTH else None
     if has_instructions(metadata):
@@ -70,17 +57,10 @@ def verify(
     given: bool = False,
     unfinished: bool = False,
 ) -> Correctness:
-    """Whether a response is right.
+    """Whether a response is right, but for what precedes its last ``</think>``; ``unfinished``: it
+    was cut off by a token limit, or ended within its thought.
 
     Where a verifier crashes or takes too long, ``correct`` is None and ``why`` says so.
-
-    Args:
-        query: the user's prompt.
-        response: what precedes the last ``</think>`` is ignored.
-        answer: the gold answer.
-        metadata: of the conversation.
-        given: the response is the data's, not the model's own.
-        unfinished: the response was cut off by a token limit, or ended within its thought.
     """
     from math_verify.errors import TimeoutException
 
@@ -148,11 +128,7 @@ def gold_formulas(answer: str) -> tuple | None:
 
 
 def clean_response(response: str) -> str:
-    """A response without what math-verify would mistake for an answer, or not see one behind.
-
-    Removes calculator marks, bold, escaped currency signs and the numbers of list items; makes
-    typographic minus signs plain.
-    """
+    """A response without what math-verify would mistake for an answer, or not see one behind."""
     for pattern, plain in _CLEARED:
         response = pattern.sub(plain, response)
     return response

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.cli import shell_word
-from ia_mech.display import links_of, reading_of
+from ia_mech.display import link_title, links_of, reading_of
 from ia_mech.estimates import ALL
 from ia_mech.page import image
 from ia_mech.results import Result, Table, read
@@ -32,13 +32,13 @@ _INTERVAL = re.compile(r"(\[[-+−–\d.,% ]{3,40}\])")
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure: its name, its address, how to read it, its size, and its marks' links."""
+    """A figure."""
 
     name: str
     address: str
-    reading: str
-    box: str
-    marks: list[tuple[str, list[float]]]
+    reading: str  # how to read it
+    box: str  # its size
+    marks: list[tuple[str, str, list[float]]]  # link, what that says, and where
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,8 @@ class Card:
 def cards_of(
     runs: Sequence[Run], names: Sequence[str], folders: Sequence[Sequence[Path]]
 ) -> list[Card]:
-    """The cards of a page, in :data:`ORDER`. A figure is shown once.
-
-    Args:
-        runs: the runs.
-        names: what the page calls them.
-        folders: with results, by run. A result of several runs is one answer.
+    """The cards of a page, in :data:`ORDER`: of each run, which the page calls by its name, the
+    folders with results. A figure is shown once; a result of several runs is one answer.
 
     Raises:
         UserError: a folder that holds no result, or a damaged one.
@@ -125,13 +121,16 @@ def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
     return Answer(
         run=name if len(covered) < 2 else "",
         result=result,
-        pictures=[
-            Picture(stem.replace("_", " "), image(svg), reading_of(svg), *links_of(svg))
-            for stem, svg in result.figures.items()
-        ],
+        pictures=[_picture(stem, svg) for stem, svg in result.figures.items()],
         estimates=estimates_table(result.estimates),
         folder="/".join(folder.parts[-2:]) if inside else folder.name,
     )
+
+
+def _picture(stem: str, svg: bytes) -> Picture:
+    box, links = links_of(svg)
+    marks = [(link, link_title(link), place) for link, place in links]
+    return Picture(stem.replace("_", " "), image(svg), reading_of(svg), box, marks)
 
 
 def missing(run: Run, folders: Sequence[Path]) -> list[str]:

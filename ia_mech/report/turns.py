@@ -46,14 +46,10 @@ def browser(
     Where all turns may have more than ``limit`` tokens, whole contexts are drawn at random, of
     every run and dataset the same share.
 
-    Args:
-        runs: the runs.
-        names: what the page calls them.
-        folders: with results, by run. What is known of turns and contexts comes from the results of
-            all runs that say they are of the run: from ``turns.parquet`` bits (``reaction_bits``,
-            ``bits_by_token``), and of rates whether turns are grounded or dependent; from
-            ``predictions.parquet`` a probe's ``probability``.
-        limit: tokens of all turns, each as long as a turn may be.
+    What is known of turns and contexts comes from the results of all runs (``folders``) that say
+    they are of the run: from ``turns.parquet`` bits (``reaction_bits``, ``bits_by_token``), and of
+    rates whether turns are grounded or dependent; from ``predictions.parquet`` a probe's
+    ``probability``.
 
     Raises:
         UserError: a table of a result is damaged.

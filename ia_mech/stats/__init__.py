@@ -12,22 +12,16 @@ from ia_mech.stats.clusters import cluster_bootstrap, cluster_mean, weighted_sha
 from ia_mech.stats.components import variance_components
 from ia_mech.stats.confidence_set import model_confidence_set
 from ia_mech.stats.correction import prediction_powered
-from ia_mech.stats.differences import (
-    GroupDifference,
-    PairedDifference,
-    group_difference,
-    paired_difference,
-)
+from ia_mech.stats.differences import Difference, group_difference, paired_difference
 from ia_mech.stats.dyads import dyadic_difference, dyadic_mean
 from ia_mech.stats.fold_scores import FoldScores, ResampledScore
 from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
 from ia_mech.stats.significance import holm, permutation_p
 
 __all__ = [
+    "Difference",
     "Estimate",
     "FoldScores",
-    "GroupDifference",
-    "PairedDifference",
     "ResampledScore",
     "auroc_columns",
     "balanced_accuracy",

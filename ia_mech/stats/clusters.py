@@ -6,13 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 
-from ia_mech.stats.intervals import (
-    Estimate,
-    combined,
-    hull,
-    rate_interval,
-    student,
-)
+from ia_mech.stats.intervals import Estimate, combined, hull, rate_interval, student
 from ia_mech.stats.resampling import (
     CHUNK,
     as_column,
@@ -92,12 +86,8 @@ def weighted_share(
     otherwise: where all rows count, the interval is no narrower than the one that the variance
     between sources gives. NaN where no row counts.
 
-    Args:
-        events: ``[n]`` events, or shares of them, from 0 to 1; only where ``among`` matters.
-        among: ``[n]`` whether a row counts.
-        sources: ``[n]`` the source of each row.
-        weights: ``[n]`` above 0, the inverse inclusion probabilities.
-        level: coverage.
+    ``events`` are ``[n]``, from 0 to 1; ``among`` says which rows count; ``weights`` are above 0,
+    the inverse inclusion probabilities.
     """
     index, _ = source_index(sources)
     counts = np.asarray(among, dtype=bool)
@@ -173,11 +163,9 @@ def cluster_bootstrap(
         statistic: called with ``[k, rows]`` multiplicities, or ``[k, kinds]`` sums of weights, one
             line per resample (k varies from call to call), gives ``[k]`` numbers, or ``[k, m]`` for
             m statistics; NaN where it isn't defined. Each has an estimate.
-        sources: ``[n]`` the source of each row.
+        sources, weights: ``[n]`` of each row.
         kinds: ``[n]`` the number of each row's kind, from 0; each row is of its own if not given.
-        weights: ``[n]`` of rows.
         number: how many kinds there are, if not one more than the largest number.
-        level, resamples, seed: of the bootstrap.
     """
     index, clusters = source_index(sources)
     codes = np.arange(len(index)) if kinds is None else np.asarray(kinds, dtype=np.intp)

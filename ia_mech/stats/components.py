@@ -18,22 +18,14 @@ from ia_mech.stats.intervals import Estimate
 
 @dataclass(frozen=True)
 class Components:
-    """The variances of turns of several queries.
+    """The variances of turns of several queries. Intervals are the jackknife's; there is none where
+    all queries are alike."""
 
-    Attributes:
-        queries: how many tell: those with two responses, and two turns after each.
-        between_queries: of the share of ones from query to query; it may be estimated below 0, and
-            has no interval where all queries are alike. Intervals are the jackknife's.
-        between_responses: of the share of ones from response to response of one query.
-        within: from turn to turn after one response.
-        shared: of ``within``, what siblings' turns with one sample number share.
-    """
-
-    queries: int
-    between_queries: Estimate
-    between_responses: Estimate
-    within: float
-    shared: float
+    queries: int  # that tell: with two responses, and two turns after each
+    between_queries: Estimate  # of the share of ones from query to query; may be below 0
+    between_responses: Estimate  # of the share of ones from response to response of one query
+    within: float  # from turn to turn after one response
+    shared: float  # of ``within``, what siblings' turns with one sample number share
 
     def reliability(self, turns: int) -> Estimate:
         """The share of the variance of siblings' rates that the responses make, of rates over so

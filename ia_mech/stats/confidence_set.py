@@ -18,14 +18,10 @@ def model_confidence_set(
     standard errors leaves. The set {p > α} holds the model of the smallest expected loss with a
     probability of 1 − α at least, in large samples.
 
-    Args:
-        losses: ``[models, sources]`` loss of each model on each source; sources are independent.
-        resamples, seed: of sources.
-        stretch: factor on the spread of the resampled means, where losses vary by more than the
-            choice of sources (see :meth:`ia_mech.stats.ResampledScore.with_training`).
-
-    Returns:
-        ``[models]`` p values; the largest is 1.
+    ``losses`` are ``[models, sources]``; ``stretch`` is a factor on the spread of the resampled
+    means, where losses vary by more than the choice of sources (see
+    :meth:`ia_mech.stats.ResampledScore.with_training`). Returns ``[models]`` p values; the largest
+    is 1.
 
     Raises:
         ValueError: losses aren't finite, of one model at least and two sources.

@@ -12,13 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ia_mech.stats.clusters import weighted_share
-from ia_mech.stats.intervals import (
-    Estimate,
-    clustered_wilson,
-    combined,
-    hull,
-    unseen,
-)
+from ia_mech.stats.intervals import Estimate, clustered_wilson, combined, hull, unseen
 from ia_mech.stats.resampling import as_column, source_index
 
 # Columns of the table of sums per source: rows and the judge's positive verdicts; of annotated rows

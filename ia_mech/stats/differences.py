@@ -7,14 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ia_mech.stats.clusters import cluster_mean
-from ia_mech.stats.intervals import (
-    Estimate,
-    combined,
-    hull,
-    rate_interval,
-    student,
-    unseen,
-)
+from ia_mech.stats.intervals import Estimate, combined, hull, rate_interval, student, unseen
 from ia_mech.stats.resampling import as_column, source_index
 from ia_mech.stats.significance import sign_flip_p, source_permutation_p
 
@@ -22,14 +15,14 @@ P_RANGE = (1e-12, 0.99)  # where an interval is inverted for its p value; above 
 
 
 @dataclass(frozen=True)
-class PairedDifference:
-    """A difference between two conditions.
+class Difference:
+    """A difference between two conditions or groups.
 
     Attributes:
         difference: first minus second, with its interval.
-        p: two-sided p value of no difference; NaN without a common source.
+        p: two-sided p value of no difference; NaN where nothing can be tested.
         test: how p was found: ``sign flip``, or the larger of it and an interval's: ``mover and
-            sign flip``, ``student and sign flip``.
+            sign flip``, ``student and sign flip``; ``permutation of sources``. Empty without one.
     """
 
     difference: Estimate
@@ -54,21 +47,22 @@ class _Condition:
         return float(self.means.mean()), *ends[:2]
 
 
-def _conditions(*given: tuple[ArrayLike, Iterable[Hashable]]) -> list[_Condition]:
-    """Each condition's values and sources, on the sources that have values in all."""
-    labels = [list(sources) for _, sources in given]
-    index, count = source_index([label for own in labels for label in own])
+def _conditions(
+    a: ArrayLike, sources_a: list[Hashable], b: ArrayLike, sources_b: list[Hashable]
+) -> list[_Condition]:
+    """Both conditions on the sources that have values in both."""
+    index, count = source_index(sources_a + sources_b)
     found = []
-    for number, (values, own) in enumerate(
-        zip((values for values, _ in given), labels, strict=True)
+    for name, values, where in (
+        ("values_a", a, index[: len(sources_a)]),
+        ("values_b", b, index[len(sources_a) :]),
     ):
-        column = as_column(values, len(own), f"values_{'ab'[number]}")
-        kept, start = ~np.isnan(column), sum(map(len, labels[:number]))
-        where = index[start : start + len(own)][kept]
+        column = as_column(values, len(where), name)
+        where, column = where[~np.isnan(column)], column[~np.isnan(column)]
         rows = np.bincount(where, minlength=count)
-        sums = np.bincount(where, column[kept], minlength=count)
-        found.append((sums, rows, bool(np.isin(column[kept], (0, 1)).all())))
-    both = np.all([rows > 0 for _, rows, _ in found], axis=0)
+        sums = np.bincount(where, column, minlength=count)
+        found.append((sums, rows, bool(np.isin(column, (0, 1)).all())))
+    both = (found[0][1] > 0) & (found[1][1] > 0)
     return [_Condition(sums[both] / rows[both], rows[both], binary) for sums, rows, binary in found]
 
 
@@ -81,7 +75,7 @@ def paired_difference(
     level: float = 0.95,
     permutations: int = 10_000,
     seed: int = 0,
-) -> PairedDifference:
+) -> Difference:
     """Mean of the first condition minus mean of the second, the source being the pair.
 
     Only sources with values in both conditions count (NaN is none); each gives one difference, of
@@ -95,16 +89,16 @@ def paired_difference(
     interval's, which leaves out 0 from that level on. ``docs/statistics.md`` has the reasons.
     All is NaN without a common source; with one there is no interval.
     """
-    a, b = _conditions((values_a, sources_a), (values_b, sources_b))
+    a, b = _conditions(values_a, list(sources_a), values_b, list(sources_b))
     differences, n = a.means - b.means, len(a.means)
     if n == 0:
-        return PairedDifference(Estimate(np.nan, np.nan, np.nan, 0, "no common source"), np.nan)
+        return Difference(Estimate(np.nan, np.nan, np.nan, 0, "no common source"), np.nan)
     found = _interval(a, b, level)
     p, test = sign_flip_p(differences, permutations, seed), "sign flip"
     # Without spread only flips say anything.
     if (a.rows != b.rows).any() and n > 1 and np.ptp(differences) > 0:
         p, test = max(p, _inverted(a, b)), f"{found.method} and {test}"
-    return PairedDifference(found, p, test)
+    return Difference(found, p, test)
 
 
 def _inverted(a: _Condition, b: _Condition) -> float:
@@ -153,25 +147,6 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
     return together / spread if spread > 0 else 0.0
 
 
-@dataclass(frozen=True)
-class GroupDifference:
-    """A difference between two groups of sources.
-
-    Attributes:
-        first, second: the rates of the rows with label 1, and with label 0.
-        difference: first minus second, with its interval.
-        p: two-sided p value of no association; NaN where a group is empty, or no source can change
-            places with another.
-        test: how p was found; empty without one.
-    """
-
-    first: Estimate
-    second: Estimate
-    difference: Estimate
-    p: float
-    test: str
-
-
 def group_difference(
     values: ArrayLike,
     labels: ArrayLike,
@@ -180,7 +155,7 @@ def group_difference(
     level: float = 0.95,
     permutations: int = 2000,
     seed: int = 0,
-) -> GroupDifference:
+) -> Difference:
     """Rate of the rows with label 1 minus rate of those with label 0.
 
     The interval is MOVER's without correlation: a source with rows in both groups counts in both as
@@ -188,12 +163,7 @@ def group_difference(
     difference's size when labels change places between sources
     (``significance.source_permutation_p``). The two may disagree at the margin.
 
-    Args:
-        values: ``[n]`` events (0 or 1) or shares of them; NaN is left out.
-        labels: ``[n]`` 1 or 0.
-        sources: ``[n]`` the source of each row.
-        level: coverage.
-        permutations, seed: of the labels.
+    ``values`` are ``[n]`` events (0 or 1) or shares of them; NaN is left out.
 
     Raises:
         ValueError: lengths differ, or a value lies outside [0, 1].
@@ -209,7 +179,7 @@ def group_difference(
     count = len(set(names))
     if not (first.sources and second.sources):
         nothing = Estimate(np.nan, np.nan, np.nan, count, "one group is empty")
-        return GroupDifference(first, second, nothing, np.nan, "")
+        return Difference(nothing, np.nan)
 
     def size(permuted: np.ndarray) -> float:
         one = permuted == 1
@@ -217,11 +187,8 @@ def group_difference(
 
     p = source_permutation_p(size, groups, names, permutations=permutations, seed=seed)
     parts = [(one.value, one.low, one.high) for one in (first, second)]
-    difference, low, high = combined(parts, (1, -1))
-    if count == 1:
-        low, high = np.nan, np.nan
-    low, high = np.clip([low, high], -1, 1).tolist()
-    method = "one source" if np.isnan(low) else "mover"
-    estimate = Estimate(difference, low, high, count, method)
-    test = "" if np.isnan(p) else "permutation of sources"
-    return GroupDifference(first, second, estimate, p, test)
+    value, low, high = combined(parts, (1, -1))
+    estimate = Estimate(value, low, high, count, "mover").clip(-1, 1)
+    if count == 1 or np.isnan(low):
+        estimate = Estimate(value, np.nan, np.nan, count, "one source")
+    return Difference(estimate, p, "" if np.isnan(p) else "permutation of sources")

@@ -7,12 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
-from ia_mech.stats.intervals import (
-    Estimate,
-    combined,
-    degrees_of_freedom,
-    unseen,
-)
+from ia_mech.stats.intervals import Estimate, combined, degrees_of_freedom, unseen
 from ia_mech.stats.resampling import as_column, source_index
 
 EXACT = "exact, one-sided"

@@ -26,19 +26,13 @@ Part = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class ResampledScore:
-    """A score on the data (``value``) and on every resample of sources.
-
-    Attributes:
-        replicates: ``[resamples]``; may hold NaN.
-        sources: how many there are.
-        bounds: what the score can't be below and above.
-    """
+    """A score on the data (``value``) and on every resample of sources."""
 
     value: float
-    replicates: np.ndarray
+    replicates: np.ndarray  # [resamples]; may hold NaN
     sources: int
     level: float
-    bounds: tuple[float, float] = UNBOUNDED
+    bounds: tuple[float, float] = UNBOUNDED  # what the score can't be below and above
 
     def estimate(self) -> Estimate:
         """With its interval, see ``resampling.bootstrap_estimate``."""

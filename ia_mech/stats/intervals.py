@@ -10,18 +10,13 @@ from scipy.special import ndtri, stdtrit
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with an interval; ``low`` and ``high`` are NaN where none can be given.
-
-    Attributes:
-        sources: how many sources stand behind it.
-        method: how the interval was made, or why there is none.
-    """
+    """A number with an interval; ``low`` and ``high`` are NaN where none can be given."""
 
     value: float
     low: float
     high: float
-    sources: int
-    method: str = ""
+    sources: int  # that stand behind it
+    method: str = ""  # how the interval was made, or why there is none
 
     def clip(self, least: float, most: float = np.inf) -> "Estimate":
         """The same of a number that can't lie outside these bounds: the interval is cut there."""
@@ -200,9 +195,7 @@ def rate_interval(
 
 
 def combined(
-    parts: Sequence[tuple[float, float, float]],
-    weights: Sequence[float],
-    correlation: float = 0.0,
+    parts: Sequence[tuple[float, float, float]], weights: Sequence[float], correlation: float = 0.0
 ) -> tuple[float, float, float]:
     """A weighted sum of estimates, with an interval from their own.
 

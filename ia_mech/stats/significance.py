@@ -9,15 +9,10 @@ from ia_mech.stats.resampling import CHUNK, source_index
 
 
 def holm(p_values: ArrayLike) -> np.ndarray:
-    """Holm's step-down adjustment, which bounds the chance of any false alarm.
+    """Holm's step-down adjustment, which bounds the chance of any false alarm (Holm 1979, Scand. J.
+    Statist. 6:65), valid under any dependence between the tests.
 
-    Holm (1979), Scand. J. Statist. 6:65. Valid under any dependence between the tests.
-
-    Args:
-        p_values: ``[m]``; NaN marks a test that wasn't made, stays NaN and isn't counted.
-
-    Returns:
-        ``[m]`` adjusted p values in the given order; reject where they are below the level.
+    Of ``[m]`` p values, in their order; NaN, a test that wasn't made, stays NaN and isn't counted.
     """
     p = np.array(p_values, dtype=float)
     made = np.flatnonzero(~np.isnan(p))
@@ -58,12 +53,7 @@ def source_permutation_p(
     Otherwise a source's labels move as a block, rows in their order, between sources of the same
     number of rows. NaN where no source can change places with another.
 
-    Args:
-        statistic: gives a number for ``[n]`` labels; larger means more effect. A NaN counts as no
-            effect.
-        labels: ``[n]`` one entry per row.
-        sources: ``[n]`` the source of each row.
-        permutations, seed: of the labels.
+    ``statistic`` gives a number for ``[n]`` labels; larger means more effect, NaN none.
     """
     labels = np.asarray(labels)
     index, count = source_index(sources)
