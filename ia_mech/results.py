@@ -43,13 +43,8 @@ if TYPE_CHECKING:
     from ia_mech.run import Run
 
 RESULT, ESTIMATES = "result.json", "estimates.parquet"
-<<<<<<< HEAD
 LOCK = ".lock"  # of the one command that writes to a folder of results
-# fields that result.json holds as they are
-_VERBATIM = ("question", "sentence", "control", "notes", "about")
-=======
 _VERBATIM = ("question", "sentence", "control", "notes", "about")  # fields, in result.json too
->>>>>>> jh
 
 
 @dataclass(frozen=True)
