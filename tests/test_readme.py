@@ -35,7 +35,7 @@ def test_the_examples_run_on_the_embedded_model(tmp_path, monkeypatch, capsys):
     assert "maths-01" in shown and "instructions-01" in shown and "open-01" in shown
     assert "torch.Size([6, 576])" in shown
     assert len(names["predicted"]) == 6
-    assert names["verdicts"][0].category in shown
+    assert names["turns"].loc[0, "category"] in shown
     assert re.search(r"^\d\.\d\d \[\d\.\d\d, \d\.\d\d\]$", shown, re.MULTILINE)
 
 

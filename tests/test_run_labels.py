@@ -172,7 +172,11 @@ def test_labels_are_laid_out_over_the_turns_whatever_their_order(run):
     assert found["row"].tolist() == [9, 4] and set(found["decoy"]) == {"sibling"}
     assert set(found["shown_source"]) == {source_of[shown]}
     assert found["source"].tolist() == [source_of[keys[i]["context_id"]] for i in (9, 4)]
-    assert run.decoys("anna").empty and "category" not in run.labelled()
+    assert run.decoys("anna").empty and "category" not in run.labelled(annotator="anna")
+    assert run.labelled()["category"].tolist() == frame["category"].tolist()
+    run.labels.write_judgements("other", verdicts, {})
+    with pytest.raises(UserError, match=r"verdicts of other, rules; name one: run.labelled\('"):
+        run.labelled()
 
 
 # -- names --------------------------------------------------------------------------------------

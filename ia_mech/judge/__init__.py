@@ -5,3 +5,33 @@ log-probabilities, and never loads the subject model: labels made from those wou
 probe of them circular. ``verdict`` is the contract of a judge and explains how to add one;
 ``decoys`` is the control of all of them.
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ia_mech.judge.verdict import Judge
+    from ia_mech.run import Run
+
+
+def label(run: "Run", judge: "Judge | None" = None, name: str = "rules") -> "pd.DataFrame":
+    """Have a judge label the user turns of a run, and its decoys, as ``ia-mech judge run`` does.
+
+    Args:
+        run: where its verdicts are kept; what is labelled isn't labelled again.
+        judge: the rules judge unless another is given.
+        name: of its verdicts in the run.
+
+    Returns:
+        What ``run.labelled(name)`` gives: a row per turn, with ``category`` and ``genuine``.
+
+    Raises:
+        UserError: as :func:`ia_mech.judge.judging.label_run`.
+    """
+    from ia_mech.display import Quiet
+    from ia_mech.judge.judging import label_run
+    from ia_mech.judge.rules import RulesJudge
+
+    label_run(run, judge or RulesJudge(), name, Quiet())
+    return run.labelled(name)

@@ -252,7 +252,8 @@ class Run:
         """One row per user turn, in the order of :attr:`turns`, with its labels.
 
         Args:
-            judge: whose verdicts: ``category`` (``failed`` where it gave none) and ``genuine``.
+            judge: whose verdicts: ``category`` (``failed`` where it gave none) and ``genuine``; the
+                run's only judge if nobody is named.
             annotator: whose labels: ``truth_category`` and ``truth`` (whether it is genuine),
                 ``inclusion`` (the probability of being chosen for annotation), ``stratum``,
                 ``sheet`` and ``note``; missing where it labelled nothing.
@@ -264,10 +265,22 @@ class Run:
             ``genuine`` and ``truth`` are 1, 0, or NaN where it wasn't assessed.
 
         Raises:
-            UserError: no such labels, or ones that can't be read or are of other turns.
+            UserError: no such labels, or ones that can't be read or are of other turns; nobody is
+                named, and the run has no judge or several.
         """
         from ia_mech.run.labelled import labelled_turns
 
+        if judge is None and annotator is None:
+            judges = self.labels.judges
+            if len(judges) != 1:
+                named = ", ".join(judges)
+                raise UserError(
+                    f"{self.path} has {f'verdicts of {named}' if judges else 'not been judged'}",
+                    f"name one: run.labelled({judges[0]!r})"
+                    if judges
+                    else f"ia_mech.judge.label(run), or ia-mech judge run {self.path}",
+                )
+            (judge,) = judges
         return labelled_turns(self.turns, self.labels, judge, annotator, columns)
 
     def decoys(self, name: str, columns: Sequence[str] = ()) -> pd.DataFrame:
