@@ -13,7 +13,6 @@ from transformers.masking_utils import sdpa_mask
 
 import ia_mech.engine.check as check
 import ia_mech.engine.decode as loop
-import ia_mech.engine.rotary as rotary
 import ia_mech.engine.shared as shared
 import ia_mech.engine.state
 from ia_mech.engine.check import TOKENS, check_engine
@@ -246,19 +245,3 @@ def test_queries_that_see_nothing_go_on_to_nothing(monkeypatch):
     # Where no layer shares, the mask is the model's own: such a kernel is found.
     with pytest.raises(UserError, match="other logits in a left-padded batch"):
         check_engine(model_of("mistral", torch.float32), IDS)
-
-
-def test_rows_that_are_rotated_by_the_longest_of_their_batch_are_found(monkeypatch):
-    """Which takes thousands of tokens, unless the border is lowered; the model keeps its own."""
-    parameters = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4}
-    parameters |= {"long_factor": [3.0, 5.0, 8.0, 13.0], "original_max_position_embeddings": 2048}
-    model = tiny.fresh("llama", rope_parameters=parameters)
-    assert check_engine(model, IDS).share
-    assert model.config.rope_parameters["original_max_position_embeddings"] == 2048
-
-    def by_the_longest(self, x, position_ids):
-        return self._rotations(x, position_ids)
-
-    monkeypatch.setattr(rotary.RowsApart, "__call__", by_the_longest)
-    with pytest.raises(UserError, match="other logits in a left-padded batch"):
-        check_engine(model, IDS)

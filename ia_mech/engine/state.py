@@ -30,6 +30,7 @@ from ia_mech.engine.intervene import Intervention
 from ia_mech.engine.memory import allowed
 from ia_mech.engine.passes import Pass, making
 from ia_mech.engine.shared import Borrowed, PrefixTable, SharedLayer, check_borrowed, held
+from ia_mech.errors import UserError
 from ia_mech.models.load import accepts
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
@@ -275,7 +276,8 @@ def forward(
             (see :func:`expand`).
 
     Raises:
-        UserError: what is to be captured or changed isn't there.
+        UserError: what is to be captured or changed isn't there; a row is longer than the model's
+            rotations are the same.
         RuntimeError: the model's attention or its blocks aren't used as the engine needs it; what
             was computed is wrong then.
     """
@@ -284,8 +286,9 @@ def forward(
         isinstance(layer, CacheLayerMixin) and not isinstance(layer, SharedLayer)
         for layer in state.cache.layers
     )
+    made = installed(model)
     one = Pass(
-        installed(model).depth,
+        made.depth,
         ids.shape[1],
         first or [0] * len(ids),
         captured,
@@ -301,6 +304,12 @@ def forward(
         state.padded = state.padded or not bool(mask.all())
     positions = state.position[:, None] + mask.cumsum(-1) - 1
     state.mask = torch.cat([state.mask, mask], dim=-1)
+    if made.border is not None and int(positions.max()) >= made.border:
+        raise UserError(
+            f"a row of {int(positions.max()) + 1} tokens: beyond {made.border}, this model rotates "
+            "all tokens otherwise",
+            "leave such conversations out, or write fewer tokens",
+        )
     arguments: dict[str, int | Tensor] = {}
     if accepts(model, "logits_to_keep"):
         # As indices: told how many, Gemma 4 computes its last layers for those tokens alone.
