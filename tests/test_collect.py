@@ -536,13 +536,3 @@ def test_progress_counts_all_work_and_names_what_is_done(tiny_subject, tmp_path)
         for doing in ("prefilling", "decoding", "writing"):
             assert any(doing in note for note in notes)
     assert any("scoring" in note for _, note in bar.shown["user turns"])
-
-
-def test_a_run_that_goes_on_shows_what_was_done_before(tiny_subject, tmp_path):
-    settings = replace(SETTINGS, batch_rows=5)
-    with pytest.raises(KeyboardInterrupt):
-        job.collect(settings, tiny_subject, tmp_path / "run", Stop(2))
-    bar = Bar()
-    job.collect(settings, tiny_subject, tmp_path / "run", bar)
-    total, shown = bar.phases["user turns"], bar.shown["user turns"]
-    assert 0.2 < shown[0][0] / total < 0.7 and shown[-1][0] == total  # two or three of six parts

@@ -2,7 +2,6 @@
 once equal each alone, to the bit."""
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -119,12 +118,6 @@ def test_an_adapter_that_is_merged_later_is_seen_after_installing_again():
     assert relative_l2(after, before) > 1e-2
 
 
-@FAMILIES
-def test_a_run_records_the_models_own_attention(architecture, tokenizer):
-    plain = tiny.fresh(architecture).config._attn_implementation
-    assert tiny.subject(architecture, tokenizer).describe()["attention"] == plain
-
-
 def test_installing_twice_adds_nothing():
     model = tiny.fresh("gemma3")
     made = install(model)
@@ -234,13 +227,11 @@ def jobs() -> list[Job]:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(2, WIDTH, generator=generator)
     models = {name: tiny.model(name) for name in tiny.FAMILIES}
-    models["longrope"] = rope("longrope")
-    install(models["longrope"])
     found = []
     for name, model in models.items():
         shared = installed(model).engine.shared
         heads = {layer: [0] for layer in shared}
-        for lengths in ((23, 14, 5), (9, 60), (30,), (52, 47)):
+        for lengths in ((23, 14, 5), (9, 60)):
             edits = (
                 Replace(len(lengths), (1, 3), states),
                 Add(0, (2,), states[0], 0.3),
@@ -272,7 +263,6 @@ def in_threads(calls: Iterator[Callable[[], list]]) -> list:
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_passes_of_several_threads_equal_each_alone(rounds):
-    """Some 350 in a round."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -282,22 +272,6 @@ def test_passes_of_several_threads_equal_each_alone(rounds):
         assert all(a == wanted[number] for number, a in zip(order, found, strict=True))
     finally:
         torch.set_num_threads(threads)
-
-
-@FAMILIES
-def test_threads_decode_at_once(architecture):
-    """The same rows in each, begun together."""
-    model = tiny.fresh(architecture)
-    install(model)
-    begin = threading.Barrier(THREADS)
-    job = Job(model, partial(written, (23, 14, 5), ()))
-
-    def run() -> list:
-        begin.wait()
-        return job()
-
-    wanted = job()
-    assert in_threads(iter([run] * THREADS)) == [wanted] * THREADS
 
 
 def test_a_pass_that_is_stopped_leaves_others_and_the_model_alone():

@@ -29,6 +29,8 @@ BYTES = {
     "zeros": lambda content, _: bytes(len(content)),
     "noise": lambda content, rng: rng.randbytes(len(content)),
     "longer": lambda content, _: content + b"\0",
+    "a list": lambda *_: b"[]",
+    "nested": lambda *_: b"[" * 200_000,
 }
 PLACES = {
     "removed": lambda path: None,

@@ -97,14 +97,6 @@ def test_a_json_file_that_is_not_as_it_was_written_is_one_line(
     assert refusal(call(lambda words: judge(["run", *words]), [str(run.path)], capfd))
 
 
-@pytest.mark.parametrize("file", ["run.json", MANIFEST])
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"\xff", b"[" * 200_000])
-def test_what_is_no_json_object_is_one_line(run, file, content):
-    (run.path / file).write_bytes(content)
-    with pytest.raises(UserError, match=f"{file} is damaged"):
-        Run.open(run.path)
-
-
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "contexts/../../secret"])
 def test_no_file_outside_the_run_is_read_or_replaced(run, name):
     part = json.loads((run.path / MANIFEST).read_text())

@@ -1,9 +1,8 @@
-"""The list of settings: how values are read, what is refused in one line, what the help says."""
+"""The list of settings: how values are read, what is refused in one line."""
 
 import json
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import fields, replace
 from datetime import date
@@ -16,7 +15,7 @@ from shell import call, refusal
 
 import ia_mech
 from ia_mech.collect import command
-from ia_mech.collect.command import build_parser, main
+from ia_mech.collect.command import main
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
 from ia_mech.settings import Settings
@@ -185,30 +184,3 @@ def test_a_value_of_the_function_that_cannot_be_is_refused_in_one_line(made, set
 def test_settings_that_there_are_not_are_all_named():
     with pytest.raises(TypeError, match=r"no setting 'limits', 'engine'; there are model, .*seed"):
         command.sample(limits=3, engine="auto")
-
-
-# -- help -----------------------------------------------------------------------------------------
-
-
-def test_the_help_fits_on_two_screens_and_names_every_flag(tmp_path):
-    code = (
-        "import sys\n"
-        "from ia_mech.collect.command import main\n"
-        "def status(*words):\n"
-        "    try: return main(list(words))\n"
-        "    except SystemExit as stopped: return stopped.code\n"
-        "assert (status('--help'), status('--dtype', 'int8'), status('--limits')) == (0, 2, 2)\n"
-        "assert not {'torch', 'transformers', 'pandas', 'numpy'} & set(sys.modules)\n"
-    )
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
-    lines = done.stdout.splitlines()
-    assert len(lines) <= 80 and max(map(len, lines)) <= 100
-    flags = [flag for action in build_parser()._actions for flag in action.option_strings]
-    assert len(flags) == len(fields(Settings)) + 7
-    for flag in flags:
-        assert re.search(rf"^  .*(?<![\w-]){flag}(?![\w-])", done.stdout, re.MULTILINE), flag
-    first = [re.search(r"--[\w-]+", line)[0] for line in lines if line.startswith("  --")][:6]
-    assert first == ["--model", "--dataset", "--limit", "--temperatures", "--samples", "--out"]
-    assert re.search(r"--seed.*\(default: 0\)", done.stdout)
-    assert not list(tmp_path.iterdir())

@@ -113,25 +113,6 @@ def test_shards_may_be_copied_together(tiny_subject, whole, tmp_path):
     assert run.complete and run.verify() == [] and run.digest() == whole.digest()
 
 
-@pytest.mark.parametrize(
-    ("made", "again"), [((1, 1), (2, 3)), ((2, 2), (1, 1))], ids=["by a shard", "by all"]
-)
-def test_a_damaged_part_is_made_again_whoever_made_it(tiny_subject, whole, tmp_path, made, again):
-    """Every second part is of shard 2/2; 00001 is of shard 2/3, too."""
-    out = tmp_path / "run"
-    for shard in dict.fromkeys([made, (1, 1)]):
-        sampled(SETTINGS, tiny_subject, out, shard=shard)
-    damaged = out / "contexts" / "part-00001.parquet"
-    damaged.write_bytes(damaged.read_bytes()[:-9])
-    advice = "; give the command that made the run again, without --shard"
-    with pytest.raises(UserError, match=f"part 00001 of .* damaged: contexts/part-00001.*{advice}"):
-        Run.open(out)
-    with pytest.raises(UserError, match="part 00001"):  # which is none of its parts
-        sampled(SETTINGS, tiny_subject, out, shard=(1, 2))
-    run = sampled(SETTINGS, tiny_subject, out, shard=again)
-    assert run.complete and run.verify() == [] and run.digest() == whole.digest()
-
-
 @pytest.mark.parametrize("done", [True, False], ids=["done", "given up"])
 def test_what_another_process_computes_is_waited_for(
     tiny_subject, whole, tmp_path, progress, monkeypatch, done

@@ -102,16 +102,6 @@ def test_a_query_that_sees_nothing_has_a_log_sum_exp_of_minus_infinity(dtype, so
     torch.testing.assert_close(total[seen], whole[1][seen])
 
 
-def test_half_precision_is_merged_in_float32():
-    query, prefix, own = (normal(n, seed=n).bfloat16() for n in (1, 50, 3))
-    parts = [attend(query, keys, keys, scaling=0.25) for keys in (prefix, own)]
-    merged = merge(*parts)
-    keys = torch.cat([prefix, own], 2)
-    expected = exact(query, keys, keys, torch.zeros(1, 53, dtype=torch.bool), scaling=0.25)
-    assert merged.dtype == torch.bfloat16
-    assert (merged.double() - expected).abs().max() < 2e-2
-
-
 @pytest.mark.parametrize("spread", [4, 16])
 @pytest.mark.parametrize("new", [1, 5])
 @pytest.mark.parametrize("softcap", [None, 1e9])
