@@ -57,6 +57,16 @@ def test_models_that_are_computed_correctly_pass(architecture, dtype):
     assert len(engine.shared) == SHARED[architecture] and not engine.ignored
 
 
+def test_a_model_that_has_passed_is_checked_again_in_another_dtype_alone(monkeypatch):
+    model = model_of("gemma3", torch.float32)
+    engine = check_engine(model, IDS)
+    install(model).engine = replace(engine, shared=())
+    monkeypatch.setattr(check, "prefill", None)
+    assert check_engine(model, IDS) == engine == install(model).engine
+    with pytest.raises(UserError, match="can't be run by this engine"):
+        check_engine(model.bfloat16(), IDS)
+
+
 def test_rounding_of_a_model_that_repeats_its_last_token_is_no_fault():
     """Its next token has nearly the same log-probability at each step, which is no scale: in
     bfloat16 one row in twenty was taken for another token's, and rows lost the shared prefix."""
@@ -188,6 +198,7 @@ def test_windows_of_thousands_of_tokens_are_seen_full(architecture, dtype, monke
     for holder in holders:
         setattr(holder, name, 4096)
     assert len(check_engine(model, IDS).shared) == SHARED[architecture]
+    check._PASSED.clear()
     honest = DynamicSlidingWindowLayer.update
 
     def forgetful(layer, *arguments, **settings):

@@ -20,6 +20,7 @@ one's keys and values repeated; rows that share it are compared with a row that 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -54,6 +55,8 @@ TOKENS = 24  # two prompts of 12 and 5, and a turn of 7
 def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = False) -> Engine:
     """Install a model with an engine that gives the logits of full forward passes.
 
+    A loaded model that has passed isn't computed again until it has another dtype or device.
+
     Args:
         model: the subject model.
         ids: at least :data:`TOKENS` token ids of real text.
@@ -64,21 +67,29 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = F
             Or the ids aren't the model's.
     """
     refuse_unknown_ids(ids, model.config)
-    made = install(model)
+    made, place = install(model), (model.dtype, model.device)
+    if model in _PASSED and _PASSED[model][0] == place:
+        made.engine = _PASSED[model][1]
+        return made.engine
     made.engine = Engine.possible(model)
-    if made.engine.share:
+    try:
         try:
             _check(model, list(ids))
-            return made.engine
         except UserError as error:
+            if not made.engine.share:
+                raise
             made.engine = replace(made.engine, shared=(), why=error.problem)
-    try:
-        _check(model, list(ids))
+            _check(model, list(ids))
     except _WrongNumbers as error:
         if not ignore:
             raise
         made.engine = replace(made.engine, ignored=error.problem)
+    else:
+        _PASSED[model] = place, made.engine
     return made.engine
+
+
+_PASSED: WeakKeyDictionary[PreTrainedModel, tuple[object, Engine]] = WeakKeyDictionary()
 
 
 class _WrongNumbers(UserError):
