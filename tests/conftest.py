@@ -38,6 +38,19 @@ os.fsync = lambda _: None
 torch.set_num_threads(int(os.environ.get("IA_MECH_TEST_THREADS", "1")))
 
 
+# Files that take longest, before all others: one at the end would be waited for by itself.
+LONGEST = (
+    *("test_readme", "test_study", "test_kills", "test_probes_siblings", "test_real_model"),
+    *("test_probes_beyond", "test_shards", "test_collect", "test_elicit", "test_published"),
+    *("test_devices", "test_installed", "test_responses", "test_interchange", "test_figures"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 class Silent:
     """A progress that remembers what it was told."""
 

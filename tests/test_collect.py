@@ -50,7 +50,7 @@ def whole(tiny_subject, tmp_path_factory) -> Run:
 
 def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp_path, capfd):
     opening = "Thanks. You say that"
-    run = sampled(replace(SETTINGS, opening=opening), tiny_subject, tmp_path / "run")
+    run = sampled(replace(SETTINGS, opening=opening, limit=3), tiny_subject, tmp_path / "run")
     words = run.record["identity"]["chat"]["opening_ids"]
     model, stops = tiny_subject.model, whole.record["identity"]["chat"]["stop_ids"]
     neutral = GenerationConfig(
@@ -71,11 +71,11 @@ def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp
         with torch.inference_mode():
             expected = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
         assert torch.allclose(logits.log_probs(at).float(), expected, atol=5e-3)
-    assert (greedy["text"] != plain["text"]).any()
+    assert (greedy["text"] != plain.loc[greedy.index, "text"]).any()
     # The header comes before the words, so that its states are those without them; the users' real
     # turns don't begin so, and aren't scored.
     torch.testing.assert_close(
-        run.residuals(), whole.residuals(), atol=1e-4, rtol=1e-4, equal_nan=True
+        run.residuals(), whole.residuals()[:3], atol=1e-4, rtol=1e-4, equal_nan=True
     )
     assert whole.contexts["reference_logprob"].notna().any()
     assert run.contexts["reference_logprob"].isna().all()
@@ -86,7 +86,14 @@ def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp
 # -- architectures --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", tiny.WRAPPERS)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "gemma3",
+        "llama4",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma4", "mistral3")),
+    ],
+)
 def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
     architecture, tokenizer, tmp_path, capfd
 ):
@@ -180,21 +187,21 @@ def test_a_part_takes_no_more_memory_than_it_has_room_for():
 
 def test_the_machine_that_begins_a_run_sizes_the_parts_of_all(tiny_subject, tmp_path, monkeypatch):
     """It has room for two contexts with their rows, the others for all at once, or for none."""
-    few = 2 * (SIZE.context(200) + 5 * SIZE.row(200, 8))
-    out = tmp_path / "run"
+    few = 2 * (SIZE.context(200) + 5 * SIZE.row(200, 3))
+    out, settings = tmp_path / "run", replace(SETTINGS, limit=5, max_new_tokens=3)
 
     def begin(*_):  # another machine does so while this one plans
         monkeypatch.setattr(parts, "part_bytes", lambda *_: few)
-        sampled(SETTINGS, tiny_subject, out, shard=(1, 2))
+        sampled(settings, tiny_subject, out, shard=(1, 2))
         return 10**9
 
     monkeypatch.setattr(parts, "part_bytes", begin)
-    run = sampled(SETTINGS, tiny_subject, out, shard=(2, 2))
+    run = sampled(settings, tiny_subject, out, shard=(2, 2))
     assert run.complete and run.record["part_room"] == few
     monkeypatch.setattr(parts, "part_bytes", lambda *_: 1)
-    again = sampled(SETTINGS, tiny_subject, out)
+    again = sampled(settings, tiny_subject, out)
     assert again.digest() == run.digest() and again.record == run.record
-    alone = sampled(SETTINGS, tiny_subject, tmp_path / "alone")
+    alone = sampled(replace(settings, limit=1), tiny_subject, tmp_path / "alone")
     assert alone.record["part_room"] == 1 and alone.settings["batch_rows"] == 1
 
 
@@ -469,13 +476,11 @@ def test_a_run_goes_on_with_its_threads_unless_others_are_given(tiny_subject, tm
     assert [line for line in progress.lines if "threads 2 → 1" in line]
 
 
-@pytest.mark.parametrize("response", ["auto", "generate"])
-def test_rows_do_not_depend_on_the_workers(tiny_subject, tmp_path, response):
+def test_rows_do_not_depend_on_the_workers(tiny_subject, tmp_path):
     """Nor on being killed, and going on with another number of them."""
-    settings = replace(SETTINGS, batch_rows=10, response=response, max_response_tokens=6)
+    settings = replace(SETTINGS, batch_rows=10, response="generate", max_response_tokens=6)
     digests = {
-        sampled(settings, tiny_subject, tmp_path / str(n), crew=Crew(n, 1)).digest()
-        for n in (1, 2, 4)
+        sampled(settings, tiny_subject, tmp_path / str(n), crew=Crew(n, 1)).digest() for n in (1, 3)
     }
     with pytest.raises(KeyboardInterrupt):
         job.collect(settings, tiny_subject, tmp_path / "on", Stop(0), crew=Crew(2, 1))
@@ -484,12 +489,11 @@ def test_rows_do_not_depend_on_the_workers(tiny_subject, tmp_path, response):
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("wanted", [20, 7])
 def test_rows_that_wait_for_places_are_those_of_batches_of_their_own(
-    wanted, tiny_subject, tmp_path, monkeypatch
+    tiny_subject, tmp_path, monkeypatch
 ):
     """As on a GPU, where a part holds more rows than are decoded together."""
-    settings = replace(SETTINGS, batch_rows=wanted, max_new_tokens=16)
+    settings = replace(SETTINGS, batch_rows=7, max_new_tokens=12)
     monkeypatch.setattr(parts, "PARTS", {"cpu": 1})
     apart = sampled(settings, tiny_subject, tmp_path / "apart")
     for where in (parts, compute):
@@ -501,7 +505,7 @@ def test_rows_that_wait_for_places_are_those_of_batches_of_their_own(
     )
     queued = sampled(settings, tiny_subject, tmp_path / "queued")
     assert_same_but_at_near_ties(apart, queued)
-    assert max(drawn) == wanted and len(queued.parts("contexts")) < len(apart.parts("contexts"))
+    assert max(drawn) == 7 and len(queued.parts("contexts")) < len(apart.parts("contexts"))
 
 
 # -- what is shown ---------------------------------------------------------------------------------

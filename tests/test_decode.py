@@ -66,7 +66,7 @@ def test_one_token_and_rows_that_all_end_at_once():
     assert decode(model, groups_of(model), [], [], 5) == []
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*tiny.FAMILIES, "gemma4"])
 def test_rows_that_take_the_places_of_others_are_as_those_alone(architecture):
     """Of every age together, in layers that share their prefix, slide or recur, and in copies."""
     model, lengths = tiny.model(architecture), (3, 23, 9, 14)
@@ -75,7 +75,7 @@ def test_rows_that_take_the_places_of_others_are_as_those_alone(architecture):
     stops, steps = [tiny.EOS, *range(80, 97)], []
     alone = [decode(model, groups, [row], stops, 12)[0] for row in rows]
     assert len({len(one.token_ids) for one in alone}) > 3
-    for places in (1, 3, 5):
+    for places in (1, 4):
         found = decode(
             model, groups, rows, stops, 12, together=places, on_step=lambda *n: steps.append(n)
         )

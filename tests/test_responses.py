@@ -120,15 +120,15 @@ def one_by_one(settings, subject, prompt, source):
     return draws, taken
 
 
-@pytest.mark.parametrize("most", [4, 12])
+@pytest.mark.parametrize(("most", "count"), [(4, 8), (12, 3)])
 def test_responses_are_drawn_until_enough_are_finished_and_differ(
-    most, tiny_subject, tmp_path, progress, ending
+    most, count, tiny_subject, tmp_path, progress, ending
 ):
-    settings = replace(SETTINGS, limit=8, unfinished=False, max_response_tokens=most)
+    settings = replace(SETTINGS, limit=count, unfinished=False, max_response_tokens=most)
     crew = Crew(2, 1)
     run = collect(settings, tiny_subject, tmp_path / "run", progress, crew=crew)
     chat = build_chat(settings, tiny_subject.tokenizer, range(60, 400, 5))
-    queries, drawn = list(open_conversations("builtin", limit=8)), run.responses
+    queries, drawn = list(open_conversations("builtin", limit=count)), run.responses
     expected, short = [], 0
     for number, one in enumerate(queries):
         prompt = chat.prompt(without_response(one))
@@ -141,7 +141,7 @@ def test_responses_are_drawn_until_enough_are_finished_and_differ(
     assert 0 < short < 8 or most == 12
     written = run.contexts["messages"].map(lambda messages: messages[-1]["content"])
     assert written.tolist() == expected and not run.contexts["response_unfinished"].any()
-    assert run.complete and run.counts["contexts"] == 3 * (8 - short)
+    assert run.complete and run.counts["contexts"] == 3 * (count - short)
     said = [line for line in progress.lines if "distinct finished" in line]
     assert len(said) == (short > 0)
     alone = collect(settings, tiny_subject, tmp_path / "alone", Quiet(), crew=Crew(1, 1))

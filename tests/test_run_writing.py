@@ -161,7 +161,7 @@ def test_another_run_is_refused_and_all_that_differs_is_named(by_hand):
 # -- when writing fails -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_state_between_two_file_operations_can_be_gone_on_from(
     tmp_path, monkeypatch, by_hand, step
 ):
