@@ -24,12 +24,6 @@ def response(row: dict) -> str:
     return row["messages"][-1]["content"]
 
 
-@pytest.mark.parametrize("name", BUILTIN)
-def test_there_are_32_of_each_with_ids_in_order(name):
-    assert [row["id"] for row in ROWS[name]] == [f"{name}-{i:02d}" for i in range(1, 33)]
-    assert {row["dataset"] for row in ROWS[name]} == {f"builtin-{name}"}
-
-
 def test_no_query_and_no_follow_up_is_there_twice():
     for texts in (
         [row["id"] for row in ALL],

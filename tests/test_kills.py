@@ -30,9 +30,6 @@ GENERATED = [
     *("--temperatures", 1, "--samples", 1, "--max-new-tokens", 4),
 ]
 GIVEN = ["--temperatures", 0.7, 1, "--samples", 2, "--max-new-tokens", 6, "--batch-rows", 10]
-LEFTOVER = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "nowhere"}
-LEFTOVER |= {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_ARRAY_TASK_ID": "3"}
-LEFTOVER |= {"SLURM_ARRAY_TASK_COUNT": "8", "SLURM_ARRAY_TASK_MIN": "0"}
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["^C", "TERM"])
 
 
@@ -127,12 +124,11 @@ def test_a_run_that_is_killed_loses_a_part_and_nothing_else(generated):
 
 
 def test_any_processes_at_once_make_the_run_and_each_part_once(forks, generated, tmp_path):
-    """Two of everything, and shards of two numbers; whatever variables a scheduler left in the
-    environment."""
+    """Two of everything, and shards of two numbers."""
     sampling = generated
     words = [*sampling.words, "--out", tmp_path / "run"]
     each = [words, [*words, "--shard", "2/2"], [*words, "--shard", "1/3"], words]
-    ended = forks.run_together(each, **LEFTOVER, IA_MECH_CACHE=str(tmp_path))
+    ended = forks.run_together(each, IA_MECH_CACHE=str(tmp_path))
     assert [one.status for one in ended] == [0] * 4, [one.err for one in ended]
     run = Run.open(tmp_path / "run")
     assert run.complete and run.verify() == [] and run.digest() == sampling.digest
