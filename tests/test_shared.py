@@ -282,7 +282,7 @@ def test_what_cant_be_borrowed_is_refused():
     for (model, group), heads, share, said in (
         (llama, {5: [0]}, True, "layer 5 can't be borrowed: rows share .* in layers 1-4"),
         (llama, {0: [0]}, True, "layer 0 can't be borrowed"),
-        (llama, {2: [2]}, True, "layer 2 has no key-value head 2; give 0 … 1"),
+        (llama, {2: [0, 2]}, True, "heads 0, 2 of layer 2 can't be borrowed"),
         (llama, {1: [0]}, False, "layer 1 can't be borrowed: rows share .* in layers .none"),
         (gemma, {1: [0]}, True, "layer 1 can't be borrowed: rows share .* in layers 4"),
     ):

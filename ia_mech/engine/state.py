@@ -183,8 +183,6 @@ def prefill_all(
     """Prefill contexts in groups of similar length.
 
     Args:
-        model: as for :func:`prefill`.
-        prefixes: any number of contexts.
         on_tokens: called after each group with how many tokens were prefilled.
 
     Returns:
@@ -264,7 +262,6 @@ def forward(
     This is the only place that makes a pass (``passes.py``).
 
     Args:
-        model: the subject model, installed.
         state: its cache, mask and positions grow by ``ids``.
         ids: ``[rows, new]`` int64.
         mask: ``[rows, new]`` int64, 0 for padding (left padding of a fresh state, or right padding
@@ -355,7 +352,6 @@ def expand(
     each row has a copy.
 
     Args:
-        model: of the groups.
         groups: prefilled contexts, counted through all groups.
         contexts: ``[rows]``; those of a group come before those of the next.
         room: most tokens that will be fed to the rows.

@@ -13,12 +13,7 @@ configs:
 
 
 def dataset_card(record: dict[str, Any], contexts: int) -> str:
-    """``README.md`` of a finished run, with the hub's configuration of its two tables.
-
-    Args:
-        record: ``run.json``.
-        contexts: how many there are.
-    """
+    """``README.md`` of a finished run, with the hub's configuration of its two tables."""
     settings, model = record["identity"]["settings"], record["identity"]["model"]
     responses = record["parts"]["responses"] and (
         f"; **the model also wrote responses** (at most {settings['max_response_tokens']} tokens), "

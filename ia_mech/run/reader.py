@@ -65,9 +65,6 @@ class Run:
         The content of a file is compared with its hash when it is first read. A copy may lack the
         folders of tensors (:data:`ia_mech.run.layout.TENSORS`): all but these can be read of it.
 
-        Args:
-            path: the run's folder.
-
         Raises:
             UserError: not a run, a run of another format, or a damaged part.
         """
@@ -186,10 +183,6 @@ class Run:
     ) -> Iterator[tuple[pd.DataFrame, pd.DataFrame]]:
         """The run part by part: memory holds one part, however many there are.
 
-        Args:
-            contexts: columns of :attr:`contexts`.
-            turns: columns of :attr:`generations`.
-
         Yields:
             The contexts of a part and all turns after them, both in the order of the run. The index
             of the turns is their position in :attr:`turns`.
@@ -271,10 +264,6 @@ class Run:
     def decoys(self, name: str, columns: Sequence[str] = ()) -> pd.DataFrame:
         """One row per label that a judge or annotator gave a turn after a context that it didn't
         follow.
-
-        Args:
-            name: whose labels.
-            columns: further columns of the file.
 
         Returns:
             What names the turn; ``row``, its position in :attr:`turns`; ``decoy``, the kind;

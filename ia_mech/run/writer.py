@@ -75,11 +75,7 @@ class RunWriter:
     # -- parts --------------------------------------------------------------------------------
 
     def finished_parts(self, kind: str) -> dict[str, int]:
-        """Names of the parts that are whole, and how many contexts each has.
-
-        Args:
-            kind: ``responses`` or ``contexts``.
-        """
+        """Names of the parts that are whole, and how many contexts each has."""
         return {part["name"]: part["contexts"] for part in Run(self.path).parts(kind)}
 
     def drop_damaged(self, kind: str, names: Collection[str]) -> list[str]:
@@ -158,9 +154,6 @@ class RunWriter:
         """Write a part of contexts; one without contexts has no files.
 
         Args:
-            name: of the part.
-            contexts: one row per context, in the run's order.
-            generations: their rows.
             header_logits: ``[contexts, vocab]``, or None.
             residuals: ``[contexts, layers + 1, positions, d_model]``.
             batch_rows: most rows that were decoded together, where memory allowed fewer than were
@@ -257,10 +250,6 @@ def _save(tensors: "dict[str, Tensor]", path: Path, metadata: dict[str, str]) ->
 
 def begin_run(path: Path, record: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Write ``run.json`` unless there is one; of processes that begin a run together, one does.
-
-    Args:
-        path: the run's folder; made if it isn't there.
-        record: what ``run.json`` is to hold, without ``format``.
 
     Returns:
         What it holds, and the hash of its bytes.
