@@ -18,6 +18,7 @@ import torch
 from matplotlib.figure import Figure
 from transformers import PreTrainedTokenizerFast
 
+from ia_mech.cli import THREAD_COUNTS
 from ia_mech.collect.job import collect
 from ia_mech.display import FIGURE_FORMATS, save_figure
 from ia_mech.models.load import Subject
@@ -73,6 +74,16 @@ class Silent:
 @pytest.fixture
 def progress() -> Silent:
     return Silent()
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch):
+    """A command's ``--threads`` are those of its process, which here others are run in, too."""
+    before = torch.get_num_threads()
+    for name in THREAD_COUNTS:
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

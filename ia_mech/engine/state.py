@@ -80,6 +80,7 @@ class State:
     def rows(self) -> int:
         return self.mask.shape[0]
 
+    @torch.inference_mode()
     def drop(self, finished: Sequence[int]) -> list[int]:
         """Drop rows, in place; the last ones take their places, so that few have to be moved.
 
@@ -89,17 +90,12 @@ class State:
         gone = set(finished)
         last = [row for row in range(self.rows) if row not in gone]
         index = [last.pop() if row in gone else row for row in range(len(last))]
-        self.keep(index)
-        return index
-
-    @torch.inference_mode()
-    def keep(self, index: Sequence[int]) -> None:
-        """Keep the rows ``[kept]``, in that order, in place; one layer at a time is copied."""
         at = torch.tensor(index)
         if self.table is not None:
             self.table.keep(index)
-        self.cache.reorder_cache(cast(torch.LongTensor, at))  # which is its dtype
+        self.cache.reorder_cache(cast(torch.LongTensor, at))  # layer by layer
         self.mask, self.position = self.mask[at], self.position[at]
+        return index
 
     @torch.inference_mode()
     def join(self, other: "State") -> None:
