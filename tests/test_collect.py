@@ -19,7 +19,6 @@ import ia_mech.collect.compute as compute
 import ia_mech.collect.job as job
 import ia_mech.collect.parts as parts
 from ia_mech.collect.command import main
-from ia_mech.collect.compute import Computation
 from ia_mech.collect.parts import plan_parts
 from ia_mech.collect.summary import print_run
 from ia_mech.collect.survey import Survey
@@ -205,13 +204,6 @@ def test_the_machine_that_begins_a_run_sizes_the_parts_of_all(tiny_subject, tmp_
     assert alone.record["part_room"] == 1 and alone.settings["batch_rows"] == 1
 
 
-def test_the_default_job_has_parts_for_two_and_for_four_workers():
-    surveyed = survey_of([250] * 24, dict.fromkeys(range(24), 90))
-    plan = plan_parts(surveyed, Settings(), SIZE, ROOM)
-    assert list(map(len, plan.contexts.values())) == [6] * 4  # 78 rows each
-    assert list(map(len, plan.responses.values())) == [12] * 2
-
-
 @pytest.mark.parametrize("of", [1, 2, 3, 5])
 def test_every_part_is_dealt_to_one_shard_with_the_responses_that_it_needs(of):
     for prompts in ({}, dict.fromkeys(range(0, 90, 2), 9)):
@@ -224,28 +216,6 @@ def test_every_part_is_dealt_to_one_shard_with_the_responses_that_it_needs(of):
             written = {order for part in shard.responses.values() for order in part}
             needed = {order for part in shard.contexts.values() for order in part}
             assert not prompts or needed == written
-
-
-def test_a_part_is_planned_computed_and_written_as_one(
-    tiny_subject, tmp_path, monkeypatch, progress
-):
-    settings = replace(SETTINGS, limit=5, response="generate", max_response_tokens=4)
-    honest, computed = Computation.contexts, []
-
-    def counted(self, contexts, limit, work):
-        computed.append([one.order for one in contexts])
-        return honest(self, contexts, limit, work)
-
-    monkeypatch.setattr(Computation, "contexts", counted)
-    run = sampled(settings, tiny_subject, tmp_path / "run")
-    assert sorted(computed) == [[0], [1], [2], [3, 4]]
-    assert [frame["order"].tolist() for frame, _ in run.windows()] == sorted(computed)
-    assert run.record["parts"] == {"responses": 1, "contexts": 4}
-    assert [part["contexts"] for part in run.parts("contexts")] == [1, 1, 1, 2]
-    assert run.responses["order"].tolist() == [0, 1, 2, 3, 4]
-    assert run.settings["batch_rows"] == 20
-    rows = run.generations.groupby("context_id").size()
-    assert set(rows) == {5} and run.counts == {"responses": 5, "contexts": 5}
 
 
 # -- memory and precision -------------------------------------------------------------------------
@@ -506,37 +476,3 @@ def test_rows_that_wait_for_places_are_those_of_batches_of_their_own(
     queued = sampled(settings, tiny_subject, tmp_path / "queued")
     assert_same_but_at_near_ties(apart, queued)
     assert max(drawn) == 7 and len(queued.parts("contexts")) < len(apart.parts("contexts"))
-
-
-# -- what is shown ---------------------------------------------------------------------------------
-
-
-class Bar(Quiet):
-    """A progress that remembers what the bar showed: work done, of how much, and the note."""
-
-    def __init__(self) -> None:
-        self.phases: dict[str, int] = {}
-        self.shown: dict[str, list[tuple[int, str]]] = {}
-
-    def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None:
-        self.phases[phase], self.shown[phase] = total, [(done, "")]
-
-    def advance(self, steps: int = 1, note: str = "") -> None:
-        shown = list(self.shown.values())[-1]
-        shown.append((shown[-1][0] + steps, note))
-
-
-def test_progress_counts_all_work_and_names_what_is_done(tiny_subject, tmp_path):
-    settings = replace(SETTINGS, limit=9, response="generate", max_response_tokens=12)
-    bar = Bar()
-    run = job.collect(settings, tiny_subject, tmp_path / "run", bar)
-    assert list(bar.phases) == ["responses", "user turns"]
-    for phase, total in bar.phases.items():
-        shares = [done / total for done, _ in bar.shown[phase]]
-        assert shares == sorted(shares) and shares[-1] == 1 and len(set(shares)) > 10
-        notes = [note for _, note in bar.shown[phase]]
-        rows = len(run.contexts) * (1 if phase == "responses" else 5)
-        assert notes[-1].startswith(f"{rows}/{rows} r") and "tokens/s" in notes[-1]
-        for doing in ("prefilling", "decoding", "writing"):
-            assert any(doing in note for note in notes)
-    assert any("scoring" in note for _, note in bar.shown["user turns"])

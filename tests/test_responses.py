@@ -11,7 +11,7 @@ from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect
 from ia_mech.collect.summary import several_responses
 from ia_mech.collect.survey import without_response
-from ia_mech.data.conversations import Conversation, open_conversations
+from ia_mech.data.conversations import open_conversations
 from ia_mech.display import Quiet
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import response_stream_key, stream_key
@@ -199,27 +199,9 @@ def test_flags_about_responses_without_one_to_write_are_refused(tiny_subject, tm
         collect(settings, tiny_subject, tmp_path / "run", progress)
 
 
-def test_a_conversation_with_a_response_index_is_read_back(tmp_path):
-    one = Conversation("q/r1", "q", "d", ({"role": "user", "content": "Why?"},), response_index=1)
-    file = tmp_path / "own.jsonl"
-    file.write_text(json.dumps(one.to_dict()) + "\n")
-    assert list(open_conversations(str(file))) == [one]
-
-
 def test_judge_and_rates_count_sources(run):
     label_run(run, RulesJudge(), "rules", Quiet())
     assert estimates(read_runs([run]))["sources"].max() == 3  # of nine contexts
-
-
-def test_responses_are_written_in_parts_of_their_own_wider_than_contexts(tiny_subject, tmp_path):
-    settings = replace(SETTINGS, batch_rows=6)  # two contexts, or six responses
-    run = collect(settings, tiny_subject, tmp_path / "run", Quiet())
-    assert [part["contexts"] for part in run.parts("responses")] == [6, 3]
-    assert [part["contexts"] for part in run.parts("contexts")] == [3, 3, 3]
-    assert run.responses["order"].tolist() == list(range(9))
-    written = run.contexts["messages"].map(lambda messages: messages[-1]["content"])
-    assert written.tolist() == run.responses["response"].tolist()
-    assert run.contexts["response_tokens"].tolist() == run.responses["tokens"].tolist()
 
 
 def test_only_missing_responses_are_written(tiny_subject, tmp_path):
