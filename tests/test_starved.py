@@ -4,10 +4,12 @@ import errno
 import io
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,16 @@ def check(ended: subprocess.CompletedProcess, folder: Path, remedies: str) -> No
         assert re.search(remedies, line) and ended.stderr.count("error:") == 1, ended.stderr
     assert "Traceback" not in ended.stderr
     assert [path for path in folder.rglob("*.tmp*") if "new" not in path.parts] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [8, 20])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_few_open_files(prepared, tiny_model_dir, tmp_path, command, files):
+    folder = Path(shutil.copytree(prepared, tmp_path, dirs_exist_ok=True))
+    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (files, files))
+    ended = python(words(command, folder, tiny_model_dir), folder, limit)
+    check(ended, folder, "Too many open files.*; raise ulimit -n")
 
 
 @pytest.fixture
