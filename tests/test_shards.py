@@ -60,13 +60,6 @@ def test_any_number_of_shards_makes_the_run(tiny_subject, tmp_path, whole, writt
         assert run.contexts["order"].tolist() == list(range(settings.limit))
 
 
-def test_a_shard_writes_the_responses_that_its_contexts_need(tiny_subject, tmp_path):
-    run = sampled(WRITTEN, tiny_subject, tmp_path / "run", shard=(2, 2))
-    assert [part["name"] for part in run.parts("responses")] == ["00001"]
-    assert run.contexts["order"].tolist() == run.responses["order"].tolist() == [3, 4, 5]
-    assert not run.complete and run.counts == {"responses": 3, "contexts": 3}
-
-
 @pytest.mark.parametrize(
     "shards",
     [[(1, 1), (1, 2), (2, 2)], [(2, 3), (1, 2), (2, 2)]],

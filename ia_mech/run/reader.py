@@ -191,8 +191,9 @@ class Run:
             UserError: a run has no such column, or a damaged part.
         """
         part = self._finished_parts()[0]
-        for file_of, wanted in ((layout.contexts_file, contexts), (layout.generations_file, turns)):
-            there = pq.read_schema(self._file(part, name := file_of(part["name"]))).names
+        for table, wanted in (("contexts", contexts), ("generations", turns)):
+            name = layout.part_file(table, part["name"])
+            there = pq.read_schema(self._file(part, name)).names
             if unknown := [column for column in wanted if column not in there]:
                 raise UserError(
                     f"{self.path / name} has no column {unknown[0]!r}",
@@ -216,9 +217,7 @@ class Run:
             UserError: a damaged part.
         """
         tables = [
-            self._read(part, layout.responses_file(part["name"]))
-            for part in self.parts("responses")
-            if part["files"]
+            self._read(part, "responses") for part in self.parts("responses") if part["files"]
         ]
         return pa.concat_tables([layout.RESPONSES.empty_table(), *tables]).to_pandas()
 
@@ -325,7 +324,7 @@ class Run:
     def _residuals(
         self, part: dict[str, Any], layers: Iterable[int], at: int | slice = slice(None)
     ) -> "list[Tensor]":
-        file = self._file(part, layout.residuals_file(part["name"]))
+        file = self._file(part, layout.part_file("residuals", part["name"]))
         try:
             with safe_open(file, framework="pt") as tensors:
                 return [tensors.get_slice(layout.layer_name(layer))[:, at] for layer in layers]
@@ -344,7 +343,7 @@ class Run:
 
     def _header_logits_file(self, part: dict[str, Any]) -> tuple[Path, int]:
         """A part's file, and of how many contexts it holds logits."""
-        file = self._file(part, layout.header_logits_file(part["name"]))
+        file = self._file(part, layout.part_file("header_logits", part["name"]))
         try:
             with safe_open(file, framework="pt") as tensors:
                 return file, tensors.get_slice(layout.LOGITS).get_shape()[0]
@@ -453,17 +452,16 @@ class Run:
 
         If columns are chosen, names are dictionaries. Of all parts if none are given.
         """
-        file = layout.contexts_file if table == "contexts" else layout.generations_file
         tables = [
-            self._read(part, file(part["name"]), columns)
+            self._read(part, table, columns)
             for part in (self._finished_parts() if parts is None else parts)
         ]
         return pa.concat_tables(tables).unify_dictionaries()
 
     def _read(
-        self, part: dict[str, Any], name: str, columns: Collection[str] | None = None
+        self, part: dict[str, Any], table: str, columns: Collection[str] | None = None
     ) -> pa.Table:
-        path, chosen = self._file(part, name), {}
+        path, chosen = self._file(part, layout.part_file(table, part["name"])), {}
         if columns is not None:
             chosen = {"columns": list(columns), "read_dictionary": layout.NAMES}
         try:
