@@ -35,11 +35,6 @@ REAL_FAMILIES = (
     "smollm2", "qwen3", "llama3_1", "gemma3", "glm4", "gpt_oss", "deepseek_v3", "mistral",
     "exaone", "nemotron_mini", "apriel", "kimi_k2", "gigachat3",
 )  # fmt: skip
-# Those whose models think before they answer, besides Qwen3 and gpt-oss.
-THINKING = (
-    "qwen3_5", "glm4_7", "gemma4", "kimi_k2_thinking", "kimi_vl", "smollm3", "deepseek_r1",
-    "magistral", "seed_oss",
-)  # fmt: skip
 # And text role markers, no user role at all, and a last user turn that silently disappears.
 FAMILIES = (*REAL_FAMILIES, "zephyr_text", "no_user", "swallows")
 

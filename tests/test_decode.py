@@ -13,7 +13,6 @@ from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import stream_key
 
 LENGTHS = (3, 5, 9, 14, 17, 23, 26, 31)
-STOPS = [tiny.EOS, 5, 50, 77, *range(90, 110)]
 ROWS = [Row(c, 0.0, (0, 0)) for c in range(8)] + [
     Row(c, t, stream_key(1, f"s{c}", s)) for c in range(8) for t in (0.7, 1.3) for s in range(2)
 ]
