@@ -11,7 +11,7 @@ import signal
 import string
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -81,8 +81,9 @@ def run_command(
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with using_threads(threads):
-            status = _status(body, interrupted)
+        if threads is not None:
+            use_threads(threads)
+        status = _status(body, interrupted)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -133,9 +134,7 @@ def _discard(*streams: TextIO) -> None:
 
 def add_threads(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """``--threads``, for commands that compute: :func:`run_command` is given ``args.threads``."""
-    parser.add_argument(
-        "--threads", type=threads, metavar="N", help="on a CPU (default: one per core)"
-    )
+    _add_threads(parser, "on a CPU (default: one per core)")
 
 
 def add_workers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -143,9 +142,11 @@ def add_workers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     parser.add_argument(
         "--workers", type=threads, metavar="N", help="computing at once (default: one per core)"
     )
-    parser.add_argument(
-        "--threads", type=threads, metavar="N", help="of each worker (default: the cores' share)"
-    )
+    _add_threads(parser, "of each worker (default: the cores' share)")
+
+
+def _add_threads(parser: argparse.ArgumentParser | argparse._ArgumentGroup, help: str) -> None:
+    parser.add_argument("--threads", type=threads, metavar="N", help=help)
 
 
 def threads(text: str) -> int:
@@ -156,37 +157,11 @@ def threads(text: str) -> int:
     return found
 
 
-@contextlib.contextmanager
-def using_threads(number: int | None) -> Iterator[None]:
-    """Have libraries compute with so many threads, and PyTorch if it is there already.
-
-    Afterwards everything is as it was. None changes nothing.
-    """
-    if number is None:
-        yield
-        return
-    before = {name: os.environ.get(name) for name in THREAD_COUNTS}
-    usual = _torch_threads()
+def use_threads(number: int) -> None:
+    """Have libraries compute with so many threads, and PyTorch if it is there already."""
     os.environ.update(dict.fromkeys(THREAD_COUNTS, str(number)))
-    _torch_threads(number)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        given = os.environ.get("OMP_NUM_THREADS", "")
-        _torch_threads(usual or (int(given) if given.isdigit() else os.cpu_count() or 1))
-
-
-def _torch_threads(number: int | None = None) -> int | None:
-    """Set the threads of PyTorch, if given; returns their number. None: it isn't loaded."""
-    torch = sys.modules.get("torch")
-    if torch is not None and number is not None:
+    if torch := sys.modules.get("torch"):
         torch.set_num_threads(number)
-    return None if torch is None else torch.get_num_threads()
 
 
 def add_intervals(group: argparse._ArgumentGroup, seed: str) -> None:
@@ -203,12 +178,18 @@ def add_intervals(group: argparse._ArgumentGroup, seed: str) -> None:
     group.add_argument("--seed", type=whole_from(0), default=0, help=f"of {seed} (default: 0)")
 
 
+def number(text: str) -> float:
+    """A finite number, for argparse; one that is none is NaN, which no range holds."""
+    try:
+        found = float(text)
+    except ValueError:
+        return math.nan
+    return found if math.isfinite(found) else math.nan
+
+
 def coverage(text: str) -> float:
     """The level of an interval, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = number(text)
     if not value > 0 or (1 + value) / 2 >= 1:  # so close to 1 that its quantile is infinite
         raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1, such as 0.95")
     return value
@@ -234,13 +215,9 @@ def whole_from(least: int, why: str = "", most: int = sys.maxsize) -> Callable[[
 
 def above_zero(text: str) -> float:
     """A finite number above 0, for argparse."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
+    if not number(text) > 0:
         raise argparse.ArgumentTypeError(f"{one_line(text, 40)!r} is not a number above 0")
-    return found
+    return number(text)
 
 
 def utf8(given: str) -> str:

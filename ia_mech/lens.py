@@ -138,7 +138,6 @@ def save_lens(subject: Subject, ids: list[int]) -> str | None:
     context: a lens that doesn't reproduce the model's logits isn't written.
 
     Args:
-        subject: the loaded model, installed.
         ids: token ids of real text; a few dozen are enough.
     """
     if _is_whole(subject.weights_hash):

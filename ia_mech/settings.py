@@ -428,9 +428,7 @@ def parse_value(name: str, value: Any, parse: Callable[[str], Any], several: boo
     """What the command line would make of a value.
 
     Args:
-        name: of the setting, or argument.
         value: as Python has it, or as text.
-        parse: of a word, for argparse.
         several: there may be several values, with commas or spaces in a text; they become a tuple.
 
     Raises:

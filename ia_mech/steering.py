@@ -108,11 +108,6 @@ class SteeringVector:
     def check(self, layers: int, width: int, names: Sequence[str]) -> None:
         """Refuse a model that lacks what is to be changed.
 
-        Args:
-            layers: of the model.
-            width: d_model.
-            names: of its template's positions.
-
         Raises:
             UserError: another width, a layer or a position that isn't there.
         """

@@ -18,6 +18,7 @@ import torch
 from matplotlib.figure import Figure
 from transformers import PreTrainedTokenizerFast
 
+from ia_mech.cli import THREAD_COUNTS
 from ia_mech.collect.job import collect
 from ia_mech.display import FIGURE_FORMATS, save_figure
 from ia_mech.models.load import Subject
@@ -36,6 +37,19 @@ os.fsync = lambda _: None
 # For tiny models a second thread costs more than it brings, and very much more on a busy machine.
 # The variable is for emulating other machines (docs/development.md).
 torch.set_num_threads(int(os.environ.get("IA_MECH_TEST_THREADS", "1")))
+
+
+# Files that take longest, before all others: one at the end would be waited for by itself.
+LONGEST = (
+    *("test_readme", "test_study", "test_kills", "test_probes_siblings", "test_real_model"),
+    *("test_probes_beyond", "test_shards", "test_collect", "test_elicit", "test_published"),
+    *("test_devices", "test_installed", "test_responses", "test_interchange", "test_figures"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 class Silent:
@@ -60,6 +74,16 @@ class Silent:
 @pytest.fixture
 def progress() -> Silent:
     return Silent()
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch):
+    """A command's ``--threads`` are those of its process, which here others are run in, too."""
+    before = torch.get_num_threads()
+    for name in THREAD_COUNTS:
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,42 +35,21 @@ REAL_FAMILIES = (
     "smollm2", "qwen3", "llama3_1", "gemma3", "glm4", "gpt_oss", "deepseek_v3", "mistral",
     "exaone", "nemotron_mini", "apriel", "kimi_k2", "gigachat3",
 )  # fmt: skip
-# Those whose models think before they answer, besides Qwen3 and gpt-oss.
-THINKING = (
-    "qwen3_5", "glm4_7", "gemma4", "kimi_k2_thinking", "kimi_vl", "smollm3", "deepseek_r1",
-    "magistral", "seed_oss",
-)  # fmt: skip
 # And text role markers, no user role at all, and a last user turn that silently disappears.
 FAMILIES = (*REAL_FAMILIES, "zephyr_text", "no_user", "swallows")
 
-GENERATION_EOS: dict[str, tuple[str, ...]] = {
-    "smollm2": ("<|im_end|>",),
-    "qwen3": ("<|im_end|>", "<|endoftext|>"),
-    "llama3_1": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
-    "gemma3": ("<eos>", "<end_of_turn>"),
-    "glm4": ("<|endoftext|>", "<|user|>", "<|observation|>"),
-    "gpt_oss": ("<|return|>", "<|endoftext|>", "<|call|>"),
-    "deepseek_v3": ("<｜end▁of▁sentence｜>",),
-    "mistral": ("</s>",),
-    "exaone": ("[|endofturn|]",),
-    "nemotron_mini": ("</s>",),
+# The stop tokens that a family's generation configuration lists besides what its tokenizer names,
+# which can be only one.
+FURTHER_EOS = {
+    **dict.fromkeys(("qwen3", "qwen3_5"), ("<|endoftext|>",)),
+    **dict.fromkeys(("glm4", "glm4_7"), ("<|user|>", "<|observation|>")),
+    "llama3_1": ("<|end_of_text|>", "<|eom_id|>"),
+    "gemma3": ("<end_of_turn>",),
+    "gemma4": ("<turn|>",),
+    "gpt_oss": ("<|endoftext|>", "<|call|>"),
     "apriel": ("<|end|>",),
     "kimi_k2": ("<|im_end|>",),
-    "gigachat3": ("</s>",),
-    "qwen3_5": ("<|im_end|>", "<|endoftext|>"),
-    "glm4_7": ("<|endoftext|>", "<|user|>", "<|observation|>"),
-    "gemma4": ("<eos>", "<turn|>"),
-    "kimi_k2_thinking": ("<|im_end|>",),
-    "kimi_vl": ("<|im_end|>",),
-    "smollm3": ("<|im_end|>",),
-    "deepseek_r1": ("<｜end▁of▁sentence｜>",),
-    "magistral": ("</s>",),
-    "seed_oss": ("<seed:eos>",),
-    "zephyr_text": ("</s>",),
-    "no_user": ("<|im_end|>",),
-    "swallows": ("<|im_end|>",),
 }
-"""The stop tokens a family's generation configuration lists; a tokenizer can name only one."""
 
 TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
 
@@ -400,6 +379,12 @@ def template(family: str) -> str:
 def build(family: str) -> PreTrainedTokenizerFast:
     """The tokenizer of one of ``FAMILIES``. It is shared between callers: copy it to change it."""
     return _wrap(_RECIPES[family], template(family))
+
+
+def eos_ids(family: str) -> list[int]:
+    """The ids of all stop tokens that a family's generation configuration lists."""
+    tokenizer = build(family)
+    return [tokenizer.eos_token_id, *map(tokenizer.vocab.get, FURTHER_EOS.get(family, ()))]
 
 
 @cache

@@ -185,12 +185,15 @@ def stored(run: Run) -> Run:
     """The run with its files as its frames are now, after a test has changed these."""
     contexts, turns = run.contexts, run.generations
     for part in run.parts("contexts"):
-        file = run.path / layout.contexts_file(part["name"])
+        file = run.path / layout.part_file("contexts", part["name"])
         here = contexts["order"].isin(pq.read_table(file, columns=["order"])["order"].to_pylist())
         orders = contexts.loc[here, "order"]
         for path, frame in (
             (file, contexts[here]),
-            (run.path / layout.generations_file(part["name"]), turns[turns["order"].isin(orders)]),
+            (
+                run.path / layout.part_file("generations", part["name"]),
+                turns[turns["order"].isin(orders)],
+            ),
         ):
             schema = pq.read_schema(path)
             table = pa.Table.from_pandas(frame[schema.names], schema, preserve_index=False)

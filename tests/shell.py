@@ -55,10 +55,11 @@ def worked(name: str) -> ModuleType:
 
 
 def refusal(outcome: Outcome) -> str:
-    """The one line of a refusal, without its ``error: ``."""
+    """The one line of a refusal, without its ``error: ``, and without what was said before where a
+    model began to be loaded."""
     assert outcome.status == 2, outcome
     assert outcome.out == ""
-    assert outcome.err.count("\n") == 1 and outcome.err.endswith("\n"), outcome.err
-    assert outcome.err.startswith("error: ") and "; " in outcome.err
-    assert "Traceback" not in outcome.err
-    return outcome.err.removeprefix("error: ").rstrip("\n")
+    err = re.sub(r"\Aloading \S+ …\n", "", outcome.err)
+    assert err.count("\n") == 1 and err.endswith("\n"), outcome.err
+    assert err.startswith("error: ") and "; " in err and "Traceback" not in err
+    return err.removeprefix("error: ").rstrip("\n")

@@ -114,10 +114,12 @@ def test_rows_of_a_batch_follow_the_rule_on_the_logits_of_full_passes(architectu
 
 
 @pytest.mark.parametrize(
-    ("architecture", "share"),
-    [*((each, True) for each in tiny.ARCHITECTURES), *((each, False) for each in tiny.FAMILIES)],
+    ("architecture", "share", "piece"),
+    [
+        *((each, True, 5) for each in tiny.ARCHITECTURES),
+        *((each, share, 256) for each in tiny.FAMILIES for share in (True, False)),
+    ],
 )
-@pytest.mark.parametrize("piece", [256, 5], ids=["whole", "in pieces"])
 def test_scores_equal_a_full_forward_pass(architecture, share, piece, monkeypatch):
     monkeypatch.setattr("ia_mech.engine.score.LOGITS", {"cpu": piece * tiny.VOCAB})
     model, tokens = tiny.model(architecture), []

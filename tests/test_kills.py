@@ -30,9 +30,6 @@ GENERATED = [
     *("--temperatures", 1, "--samples", 1, "--max-new-tokens", 4),
 ]
 GIVEN = ["--temperatures", 0.7, 1, "--samples", 2, "--max-new-tokens", 6, "--batch-rows", 10]
-LEFTOVER = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "nowhere"}
-LEFTOVER |= {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_ARRAY_TASK_ID": "3"}
-LEFTOVER |= {"SLURM_ARRAY_TASK_COUNT": "8", "SLURM_ARRAY_TASK_MIN": "0"}
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["^C", "TERM"])
 
 
@@ -89,6 +86,11 @@ class Sampling:
         assert files_named(run.path) == self.files
 
 
+@pytest.fixture(scope="module")
+def generated(forks, tiny_model_dir, tmp_path_factory) -> Sampling:
+    return Sampling(forks, tiny_model_dir, tmp_path_factory.mktemp("few"), "--limit", 6, *GENERATED)
+
+
 def stop_sampling(
     sampling: Sampling, stops: int, seed: str, number: int = signal.SIGKILL, shards: int = 1
 ) -> None:
@@ -117,20 +119,16 @@ def stop_sampling(
         runs += 1
 
 
-def test_a_run_killed_again_and_again_loses_a_part_each_time_and_nothing_else(
-    forks, tiny_model_dir, tmp_path
-):
-    stop_sampling(Sampling(forks, tiny_model_dir, tmp_path, "--limit", 6, *GENERATED), 2, "few")
+def test_a_run_that_is_killed_loses_a_part_and_nothing_else(generated):
+    stop_sampling(generated, 1, "few")
 
 
-def test_any_processes_at_once_make_the_run_and_each_part_once(forks, tiny_model_dir, tmp_path):
-    """Two of everything, and shards of two numbers; whatever variables a scheduler left in the
-    environment."""
-    settings = ["--limit", 6, *GENERATED]
-    sampling = Sampling(forks, tiny_model_dir, tmp_path, *settings)
+def test_any_processes_at_once_make_the_run_and_each_part_once(forks, generated, tmp_path):
+    """Two of everything, and shards of two numbers."""
+    sampling = generated
     words = [*sampling.words, "--out", tmp_path / "run"]
     each = [words, [*words, "--shard", "2/2"], [*words, "--shard", "1/3"], words]
-    ended = forks.run_together(each, **LEFTOVER, IA_MECH_CACHE=str(tmp_path))
+    ended = forks.run_together(each, IA_MECH_CACHE=str(tmp_path))
     assert [one.status for one in ended] == [0] * 4, [one.err for one in ended]
     run = Run.open(tmp_path / "run")
     assert run.complete and run.verify() == [] and run.digest() == sampling.digest
@@ -242,8 +240,8 @@ def stop_judging(judging: Judging, stops: int, seed: str, number: int = signal.S
     return again
 
 
-def test_a_judging_killed_again_and_again_pays_for_no_verdict_twice(forks, merged, tmp_path):
-    stop_judging(Judging(forks, merged.path, tmp_path, delay=0.02), 2, "few")
+def test_a_judging_that_is_killed_pays_for_no_verdict_twice(forks, merged, tmp_path):
+    stop_judging(Judging(forks, merged.path, tmp_path, delay=0.01), 1, "few")
 
 
 @pytest.mark.slow

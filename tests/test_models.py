@@ -240,7 +240,7 @@ def test_weights_that_are_missing_are_not_made_up(checkpoint, capfd):
 
 
 def test_a_model_of_another_kind_is_one_line(checkpoint, capfd):
-    (checkpoint / "config.json").write_text('{"model_type": "bert"}')  # no causal language model
+    (checkpoint / "config.json").write_text('{"model_type": "vit"}')  # no causal language model
     text = refusal(load, ModelSpec(name=str(checkpoint), device="cpu"))
     assert text.startswith(f"model '{checkpoint}' ")
     assert capfd.readouterr() == ("", "")

@@ -11,7 +11,7 @@ from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect
 from ia_mech.collect.summary import several_responses
 from ia_mech.collect.survey import without_response
-from ia_mech.data.conversations import Conversation, open_conversations
+from ia_mech.data.conversations import open_conversations
 from ia_mech.display import Quiet
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import response_stream_key, stream_key
@@ -120,15 +120,15 @@ def one_by_one(settings, subject, prompt, source):
     return draws, taken
 
 
-@pytest.mark.parametrize("most", [4, 12])
+@pytest.mark.parametrize(("most", "count"), [(4, 8), (12, 3)])
 def test_responses_are_drawn_until_enough_are_finished_and_differ(
-    most, tiny_subject, tmp_path, progress, ending
+    most, count, tiny_subject, tmp_path, progress, ending
 ):
-    settings = replace(SETTINGS, limit=8, unfinished=False, max_response_tokens=most)
+    settings = replace(SETTINGS, limit=count, unfinished=False, max_response_tokens=most)
     crew = Crew(2, 1)
     run = collect(settings, tiny_subject, tmp_path / "run", progress, crew=crew)
     chat = build_chat(settings, tiny_subject.tokenizer, range(60, 400, 5))
-    queries, drawn = list(open_conversations("builtin", limit=8)), run.responses
+    queries, drawn = list(open_conversations("builtin", limit=count)), run.responses
     expected, short = [], 0
     for number, one in enumerate(queries):
         prompt = chat.prompt(without_response(one))
@@ -141,7 +141,7 @@ def test_responses_are_drawn_until_enough_are_finished_and_differ(
     assert 0 < short < 8 or most == 12
     written = run.contexts["messages"].map(lambda messages: messages[-1]["content"])
     assert written.tolist() == expected and not run.contexts["response_unfinished"].any()
-    assert run.complete and run.counts["contexts"] == 3 * (8 - short)
+    assert run.complete and run.counts["contexts"] == 3 * (count - short)
     said = [line for line in progress.lines if "distinct finished" in line]
     assert len(said) == (short > 0)
     alone = collect(settings, tiny_subject, tmp_path / "alone", Quiet(), crew=Crew(1, 1))
@@ -199,27 +199,9 @@ def test_flags_about_responses_without_one_to_write_are_refused(tiny_subject, tm
         collect(settings, tiny_subject, tmp_path / "run", progress)
 
 
-def test_a_conversation_with_a_response_index_is_read_back(tmp_path):
-    one = Conversation("q/r1", "q", "d", ({"role": "user", "content": "Why?"},), response_index=1)
-    file = tmp_path / "own.jsonl"
-    file.write_text(json.dumps(one.to_dict()) + "\n")
-    assert list(open_conversations(str(file))) == [one]
-
-
 def test_judge_and_rates_count_sources(run):
     label_run(run, RulesJudge(), "rules", Quiet())
     assert estimates(read_runs([run]))["sources"].max() == 3  # of nine contexts
-
-
-def test_responses_are_written_in_parts_of_their_own_wider_than_contexts(tiny_subject, tmp_path):
-    settings = replace(SETTINGS, batch_rows=6)  # two contexts, or six responses
-    run = collect(settings, tiny_subject, tmp_path / "run", Quiet())
-    assert [part["contexts"] for part in run.parts("responses")] == [6, 3]
-    assert [part["contexts"] for part in run.parts("contexts")] == [3, 3, 3]
-    assert run.responses["order"].tolist() == list(range(9))
-    written = run.contexts["messages"].map(lambda messages: messages[-1]["content"])
-    assert written.tolist() == run.responses["response"].tolist()
-    assert run.contexts["response_tokens"].tolist() == run.responses["tokens"].tolist()
 
 
 def test_only_missing_responses_are_written(tiny_subject, tmp_path):

@@ -65,7 +65,6 @@ class CtrlC(Quiet):
 @pytest.mark.parametrize(
     ("phase", "part", "kept"),
     [
-        ("responses", 0, {"responses": 0, "contexts": 0}),
         ("responses", 1, {"responses": 3, "contexts": 0}),
         ("user turns", 2, {"responses": 6, "contexts": 3}),
     ],
@@ -115,7 +114,7 @@ def test_a_full_disk_is_reported_and_a_later_call_goes_on(
 ):
     """Each call finds room for a few files more than the one before."""
     out = tmp_path / "run"
-    for room in (0, 1, 2, 4, 5, 6, 7):
+    for room in (0, 1, 4, 6):
         with monkeypatch.context() as patch:
             FullDisk(patch, room)
             with pytest.raises(UserError) as reported:

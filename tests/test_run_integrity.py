@@ -7,7 +7,6 @@ from shell import call, refusal
 
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main as judge
-from ia_mech.rates.__main__ import main as rates
 from ia_mech.run import Run, integrity
 
 READERS = {
@@ -36,15 +35,6 @@ def test_a_flipped_bit_is_found_when_the_file_is_read(run, file, read):
     for other, read_other in READERS.items():
         if other != file:
             read_other(damaged)
-
-
-@pytest.mark.parametrize("file", [file for file in READERS if file.endswith(".parquet")])
-def test_commands_end_with_one_line(run, file, capfd):
-    run.labels.write_judgements("rules", [], {})
-    flip(run.path / file, 40)
-    for command, words in ((rates, []), (judge, ["run", "--replace"])):
-        line = refusal(call(command, [*words, str(run.path)], capfd))
-        assert f"the content of {file}" in line
 
 
 def test_a_file_is_compared_once(run, monkeypatch):
@@ -95,14 +85,6 @@ def test_a_json_file_that_is_not_as_it_was_written_is_one_line(
     with pytest.raises(UserError, match=expected):
         Run.open(run.path).contexts  # noqa: B018
     assert refusal(call(lambda words: judge(["run", *words]), [str(run.path)], capfd))
-
-
-@pytest.mark.parametrize("file", ["run.json", MANIFEST])
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"\xff", b"[" * 200_000])
-def test_what_is_no_json_object_is_one_line(run, file, content):
-    (run.path / file).write_bytes(content)
-    with pytest.raises(UserError, match=f"{file} is damaged"):
-        Run.open(run.path)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "contexts/../../secret"])

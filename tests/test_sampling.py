@@ -17,9 +17,7 @@ from ia_mech.engine.sampling import (
     gumbel,
     log_sum_exp,
     philox,
-    ranks,
     stream_key,
-    uniforms,
 )
 from ia_mech.engine.state import Prefix, prefill
 
@@ -106,14 +104,6 @@ def test_rows_are_independent_across_samples_and_sources(sampled_tokens):
     # That a row's second draw ignores its first, given the token, is what the joint test shows.
 
 
-def test_noise_of_different_steps_and_levels_is_uncorrelated():
-    keys = torch.tensor([stream_key(0, "a", i) for i in range(10)])
-    tokens = torch.arange(4096)[None]
-    steps = [uniforms(keys, tokens, step, level).flatten() for step in range(2) for level in (0, 1)]
-    correlations = np.corrcoef(torch.stack(steps))[np.triu_indices(4, 1)]
-    assert np.abs(correlations).max() < 4 / np.sqrt(40_960)
-
-
 @pytest.mark.parametrize("vocab", [40, 150, 256])
 @pytest.mark.parametrize("draws", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_tokens_of_several_blocks_follow_the_softmax(vocab, draws):
@@ -136,36 +126,10 @@ def test_tokens_of_several_blocks_follow_the_softmax(vocab, draws):
     assert chi_square_p(pooled[0][kept], pooled[1][kept] / pooled[1][kept].sum()) > 1e-3
 
 
-@pytest.fixture(scope="module")
-def header() -> torch.Tensor:
-    """``[vocab]`` logits of 79 blocks: a few likely tokens and a long tail, in no order."""
-    generator = torch.Generator().manual_seed(2)
-    logits = -1.3 * torch.arange(1, 5002).log() + torch.randn(5001, generator=generator)
-    return logits[torch.randperm(5001, generator=generator)]
-
-
 def agreement(p: np.ndarray, q: np.ndarray) -> float:
     """How often two draws with the same Gumbel noise for each option are equal:
     sum_i 1 / sum_j max(p_j / p_i, q_j / q_i)."""
     return float(sum(1 / np.maximum(p / a, q / b).sum() for a, b in zip(p, q, strict=True)))
-
-
-def agreement_on_two_levels(p: np.ndarray, q: np.ndarray) -> float:
-    """The same, by the rule: how often both take a block, times how often they agree within it."""
-    starts = np.arange(0, len(p), 64)
-    of_blocks = np.add.reduceat(p, starts), np.add.reduceat(q, starts)
-    both = [
-        1 / np.maximum(of_blocks[0] / a, of_blocks[1] / b).sum()
-        for a, b in zip(*of_blocks, strict=True)
-    ]
-    within = [agreement(p[i : i + 64], q[i : i + 64]) for i in starts]
-    return float(np.dot(both, within))
-
-
-def agreement_of_inverse_cdfs(p: np.ndarray, q: np.ndarray) -> float:
-    above, below = np.cumsum(p), np.cumsum(q)
-    shared = np.minimum(above, below) - np.maximum(above - p, below - q)
-    return float(shared.clip(0).sum())
 
 
 @pytest.mark.parametrize("pair", [(0.6, 1.0), (1.0, 1.7)])
@@ -176,25 +140,6 @@ def test_temperatures_are_coupled_as_gumbel_noise_couples_them(sampled_tokens, p
     equal = float((sampled_tokens[pair[0]][:, 0] == sampled_tokens[pair[1]][:, 0]).mean())
     assert abs(equal - expected) < 4 * np.sqrt(expected * (1 - expected) / DRAWS)
     assert equal > float((p * q).sum()) + 0.3  # of independent draws
-
-
-@pytest.mark.parametrize("changed", [0.7, 1.3, "perturbed"], ids=lambda to: f"1 and {to}")
-def test_blocks_keep_nearly_all_of_the_coupling(header, changed):
-    """Of neighbouring temperatures, and of contexts whose logits differ a little."""
-    rows, temperature = 4000, 1.0 if changed == "perturbed" else changed
-    other = header.clone()
-    if changed == "perturbed":
-        other += 0.3 * torch.randn(len(header), generator=torch.Generator().manual_seed(3))
-    keys = torch.tensor([stream_key(0, "coupled", i) for i in range(rows)])
-    first, second = (
-        draw_tokens(logits.expand(rows, -1).contiguous(), torch.full((rows,), t), keys, 0).token
-        for logits, t in ((header, 1.0), (other, temperature))
-    )
-    p, q = header.double().softmax(-1).numpy(), (other.double() / temperature).softmax(-1).numpy()
-    expected, equal = agreement_on_two_levels(p, q), float((first == second).float().mean())
-    assert abs(equal - expected) < 4 * np.sqrt(expected * (1 - expected) / rows)
-    assert expected > 0.85 * agreement(p, q)
-    assert expected > agreement_of_inverse_cdfs(p, q) + 0.2
 
 
 def rows_of(vocab: int, rows: int = 60) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -335,12 +280,6 @@ def test_log_sums_of_exponentials_keep_their_bound(spread, temperature):
         assert (ours.double() - exact).abs().max() < (np.log(vocab) + 4) * 2**-23
 
 
-def test_ranks_count_the_larger_ones():
-    logits = torch.tensor([[3.0, 1.0, 3.0, 2.0, -torch.inf]]).repeat(5, 1)
-    chosen = logits.gather(-1, torch.arange(5)[:, None])
-    assert ranks(logits, chosen, out=torch.empty_like(logits)).tolist() == [1, 4, 1, 3, 5]
-
-
 def test_noise_depends_on_key_and_step_alone():
     """The same numbers alone, in a batch, for a smaller vocabulary and for a part of it."""
     keys = torch.tensor([stream_key(3, s, i) for s in ("a", "b") for i in range(3)])
@@ -375,17 +314,3 @@ def test_noise_depends_on_key_and_step_alone():
 def test_philox_gives_the_published_known_answers(counter, key, expected):
     words = philox(tuple(torch.tensor([c]) for c in counter), tuple(torch.tensor([k]) for k in key))
     assert tuple(int(word) for word in words) == expected == two_level.philox(counter, key)
-
-
-def test_uniforms_are_uniform_and_gumbel_noise_is_gumbel():
-    keys = torch.tensor([stream_key(0, "u", i) for i in range(20)])
-    tokens = torch.arange(10_000)[None]
-    flat = uniforms(keys, tokens, 0, 0).flatten()
-    assert flat.min() > 0 and flat.max() < 1
-    counts = torch.histc(flat, 50, 0, 1).numpy()
-    assert chi_square_p(counts, np.full(50, 1 / 50)) > 1e-3
-    noise = gumbel(keys, tokens, 0, 0).double().flatten()
-    assert torch.isfinite(noise).all()
-    se = noise.std() / len(noise) ** 0.5
-    assert abs(noise.mean() - 0.5772156649) < 4 * se
-    assert abs(noise.var() - torch.pi**2 / 6) < 0.03

@@ -60,13 +60,6 @@ def test_any_number_of_shards_makes_the_run(tiny_subject, tmp_path, whole, writt
         assert run.contexts["order"].tolist() == list(range(settings.limit))
 
 
-def test_a_shard_writes_the_responses_that_its_contexts_need(tiny_subject, tmp_path):
-    run = sampled(WRITTEN, tiny_subject, tmp_path / "run", shard=(2, 2))
-    assert [part["name"] for part in run.parts("responses")] == ["00001"]
-    assert run.contexts["order"].tolist() == run.responses["order"].tolist() == [3, 4, 5]
-    assert not run.complete and run.counts == {"responses": 3, "contexts": 3}
-
-
 @pytest.mark.parametrize(
     "shards",
     [[(1, 1), (1, 2), (2, 2)], [(2, 3), (1, 2), (2, 2)]],
@@ -110,25 +103,6 @@ def test_shards_may_be_copied_together(tiny_subject, whole, tmp_path):
         sampled(replace(SETTINGS, seed=1), tiny_subject, out, shard=(2, 2))
     shutil.copytree(folders[1], out, dirs_exist_ok=True)
     run = Run.open(out)
-    assert run.complete and run.verify() == [] and run.digest() == whole.digest()
-
-
-@pytest.mark.parametrize(
-    ("made", "again"), [((1, 1), (2, 3)), ((2, 2), (1, 1))], ids=["by a shard", "by all"]
-)
-def test_a_damaged_part_is_made_again_whoever_made_it(tiny_subject, whole, tmp_path, made, again):
-    """Every second part is of shard 2/2; 00001 is of shard 2/3, too."""
-    out = tmp_path / "run"
-    for shard in dict.fromkeys([made, (1, 1)]):
-        sampled(SETTINGS, tiny_subject, out, shard=shard)
-    damaged = out / "contexts" / "part-00001.parquet"
-    damaged.write_bytes(damaged.read_bytes()[:-9])
-    advice = "; give the command that made the run again, without --shard"
-    with pytest.raises(UserError, match=f"part 00001 of .* damaged: contexts/part-00001.*{advice}"):
-        Run.open(out)
-    with pytest.raises(UserError, match="part 00001"):  # which is none of its parts
-        sampled(SETTINGS, tiny_subject, out, shard=(1, 2))
-    run = sampled(SETTINGS, tiny_subject, out, shard=again)
     assert run.complete and run.verify() == [] and run.digest() == whole.digest()
 
 

@@ -66,14 +66,6 @@ def test_two_parts_equal_all_keys_in_float64(new, own, scaling, softcap, with_si
     assert (ours.double() - expected).abs().max() < allowed
 
 
-def test_a_log_sum_exp_is_that_of_the_scores():
-    query, key = normal(4, heads=HEADS, seed=1), normal(7, seed=2)
-    scores = query.double() @ key.double().repeat_interleave(3, 1).mT * 0.3
-    for softcap in (None, 1e9):  # both paths: such a cap changes nothing
-        _, total = attend(query, key, key, scaling=0.3, softcap=softcap)
-        torch.testing.assert_close(total.double(), scores.logsumexp(-1), atol=1e-4, rtol=0)
-
-
 def test_parts_that_see_nothing_count_for_nothing():
     average, total = normal(2, seed=1), torch.zeros(ROWS, KV_HEADS, 2)
     nothing = torch.full_like(total, -torch.inf)
@@ -102,16 +94,6 @@ def test_a_query_that_sees_nothing_has_a_log_sum_exp_of_minus_infinity(dtype, so
     torch.testing.assert_close(total[seen], whole[1][seen])
 
 
-def test_half_precision_is_merged_in_float32():
-    query, prefix, own = (normal(n, seed=n).bfloat16() for n in (1, 50, 3))
-    parts = [attend(query, keys, keys, scaling=0.25) for keys in (prefix, own)]
-    merged = merge(*parts)
-    keys = torch.cat([prefix, own], 2)
-    expected = exact(query, keys, keys, torch.zeros(1, 53, dtype=torch.bool), scaling=0.25)
-    assert merged.dtype == torch.bfloat16
-    assert (merged.double() - expected).abs().max() < 2e-2
-
-
 @pytest.mark.parametrize("spread", [4, 16])
 @pytest.mark.parametrize("new", [1, 5])
 @pytest.mark.parametrize("softcap", [None, 1e9])
@@ -132,18 +114,6 @@ def test_half_precision_is_as_exact_as_attention_of_pytorch(spread, new, softcap
         for found in (whole, parts[0][0], merge(*parts[1:]))
     )
     assert ours <= 1.5 * theirs and merged <= 1.5 * theirs
-
-
-def test_products_beyond_the_range_of_float16():
-    """Of 16 numbers near 80, scaled to near 500; the cap, which changes nothing, takes the path
-    without the fused kernel."""
-    query = torch.full((1, 1, 1, 16), 80.0).half()
-    key = (80 - torch.arange(5.0) / 4)[:, None].expand(1, 1, 5, 16).half()
-    value = normal(5, rows=1, heads=1, seed=3).half()
-    average, total = attend(query, key, value, scaling=0.005, softcap=1e9)
-    unseen = torch.zeros(5, dtype=torch.bool)
-    expected = exact(query, key.double(), value.double(), unseen, scaling=0.005)
-    assert total.isfinite().all() and (average.double() - expected).abs().max() < 2e-3
 
 
 # -- layers ----------------------------------------------------------------------------------------
@@ -312,7 +282,7 @@ def test_what_cant_be_borrowed_is_refused():
     for (model, group), heads, share, said in (
         (llama, {5: [0]}, True, "layer 5 can't be borrowed: rows share .* in layers 1-4"),
         (llama, {0: [0]}, True, "layer 0 can't be borrowed"),
-        (llama, {2: [2]}, True, "layer 2 has no key-value head 2; give 0 … 1"),
+        (llama, {2: [0, 2]}, True, "heads 0, 2 of layer 2 can't be borrowed"),
         (llama, {1: [0]}, False, "layer 1 can't be borrowed: rows share .* in layers .none"),
         (gemma, {1: [0]}, True, "layer 1 can't be borrowed: rows share .* in layers 4"),
     ):

@@ -15,7 +15,6 @@ from ia_mech.engine.intervene import Replace
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Borrowed, Engine
 from ia_mech.engine.splice import (
-    RECURRENT,
     SINKS,
     Hybrid,
     Piece,
@@ -26,7 +25,6 @@ from ia_mech.engine.splice import (
     continued,
     in_blocks,
     is_recurrent,
-    layer_kinds,
     of_everything,
     spliced,
 )
@@ -257,13 +255,6 @@ def test_chunked_attention_is_refused_by_name():
     install(model)
     with pytest.raises(UserError, match=r"layers 1 \(chunked_attention\), 2"):
         aligned(model, contexts())
-
-
-@pytest.mark.parametrize("architecture", tiny.FAMILIES)
-def test_a_configuration_says_whether_contexts_have_a_recurrent_state(architecture):
-    model = tiny.model(architecture)
-    group = aligned(model, [tiny.prompt(5, seed=0)])
-    assert is_recurrent(group) == (not RECURRENT.isdisjoint(layer_kinds(model.config)))
 
 
 # -- with few tokens in sight ----------------------------------------------------------------------

@@ -11,13 +11,11 @@ import torch
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.job import collect
-from ia_mech.collect.summary import print_run
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.judging import items_of
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run, layout
-from ia_mech.run.queries import unfinished_text
 from ia_mech.settings import Settings
 
 SETTINGS = Settings(
@@ -72,17 +70,6 @@ def test_a_thought_has_a_column_of_its_own_and_how_a_response_ended_is_known(run
             assert said["content"] == ""
     # As the template has history: without thoughts.
     assert not contexts["text"].str.contains("<think>").any()
-
-
-def test_the_summary_says_why_responses_are_unfinished(run, capsys):
-    reasons = run.contexts["response_finish_reason"].value_counts()
-    line = f"({reasons['length']} cut off, {reasons['thought']} within their thought)"
-    total = reasons["length"] + reasons["thought"]
-    assert unfinished_text(run.contexts) == f"{total} of 12 responses are unfinished {line}"
-    finished = run.contexts[~run.contexts["response_unfinished"]]
-    assert unfinished_text(finished) == ""
-    print_run(run)
-    assert f"{line}; the limit was 24 tokens." in capsys.readouterr().out
 
 
 def test_a_judge_sees_no_thought(run):

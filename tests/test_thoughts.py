@@ -1,8 +1,6 @@
 """Thoughts: told apart in what a model writes, and in the context as the template has history."""
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import families
 import pytest
@@ -11,7 +9,6 @@ from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.thoughts import Response
 from ia_mech.errors import UserError
 
-PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 TEXT, THOUGHT = "It is blue.", "Hm, light."
 
 
@@ -19,7 +16,6 @@ TEXT, THOUGHT = "It is blue.", "Hm, light."
 class Thinking:
     """What a family's model writes, and what its template makes of it."""
 
-    name: str  # in docs/families.md
     written: str  # after the prompt, without the token that ends it
     kept: str | None  # with --thinking keep, from the assistant's header to the turn end
     history: str = TEXT  # the same in a context
@@ -28,17 +24,14 @@ class Thinking:
 
 FOUND = {
     "qwen3": Thinking(
-        "Qwen3",
         "<think>\nHm, light.\n</think>\n\nIt is blue.",
         "<think>\nHm, light.\n</think>\n\nIt is blue.",
     ),
     "qwen3_5": Thinking(
-        "Qwen3.5",
         "Hm, light.\n</think>\n\nIt is blue.",
         "<think>\nHm, light.\n</think>\n\nIt is blue.",
     ),
     "gpt_oss": Thinking(
-        "gpt-oss",
         "<|channel|>analysis<|message|>Hm, light.<|end|>"
         "<|start|>assistant<|channel|>final<|message|>It is blue.",
         "<|channel|>analysis<|message|>Hm, light.<|end|>"
@@ -47,43 +40,36 @@ FOUND = {
         {"reasoning_effort": "high"},
     ),
     "glm4_7": Thinking(
-        "GLM-4.7",
         "Hm, light.</think>It is blue.",
         "<think>Hm, light.</think>It is blue.",
         "</think>It is blue.",
     ),
     "gemma4": Thinking(
-        "Gemma 4",
         "<|channel>thought\nHm, light.\n<channel|>It is blue.",
         None,
         options={"enable_thinking": True},
     ),
     "kimi_k2_thinking": Thinking(
-        "Kimi K2 Thinking",
         "<think>Hm, light.</think>It is blue.",
         None,
         "<think></think>It is blue.",
     ),
     "kimi_vl": Thinking(
-        "Kimi-VL Thinking",
         "◁think▷Hm, light.◁/think▷It is blue.",
         "◁think▷Hm, light.◁/think▷It is blue.",
     ),
     "smollm3": Thinking(
-        "SmolLM3",
         "<think>\nHm, light.\n</think>\nIt is blue.",
         "<think>\nHm, light.\n</think>\nIt is blue.",
         "<think>\nHm, light.\n</think>\nIt is blue.",
     ),
-    "deepseek_r1": Thinking("DeepSeek-R1 distilled", "Hm, light.\n</think>\n\nIt is blue.", None),
+    "deepseek_r1": Thinking("Hm, light.\n</think>\n\nIt is blue.", None),
     "magistral": Thinking(
-        "Magistral",
         "[THINK]Hm, light.[/THINK]It is blue.",
         "[THINK]Hm, light.[/THINK]It is blue.",
         "[THINK]Hm, light.[/THINK]It is blue.",
     ),
     "seed_oss": Thinking(
-        "Seed-OSS",
         "<seed:think>Hm, light.</seed:think>\nIt is blue.",
         "<seed:think>Hm, light.</seed:think>\nIt is blue.",
         "<seed:think>Hm, light.</seed:think>\nIt is blue.",
@@ -100,8 +86,7 @@ UNTHOUGHT = {  # the options that switch thinking off, and what an answer then b
 
 
 def chat(family: str, tokenizer=None, **given) -> ChatFormat:
-    tokenizer = tokenizer or families.build(family)
-    eos = tokenizer.convert_tokens_to_ids(list(families.GENERATION_EOS[family]))
+    tokenizer, eos = tokenizer or families.build(family), families.eos_ids(family)
     return ChatFormat(tokenizer, eos_ids=eos, **{"options": FOUND[family].options, **given})
 
 
@@ -291,43 +276,3 @@ def test_what_a_template_never_reads_is_refused(name, problem):
         chat("qwen3", options={name: True})
     with pytest.raises(UserError, match="reads no such variable; leave it out"):
         ChatFormat(families.build("zephyr_text"), options={"enable_thinking": True})
-
-
-# --- the page
-
-
-def cells(family: str, options: dict) -> list[str]:
-    """What the page has of a family, as the code finds it."""
-    c, found = chat(family, options=options), FOUND[family]
-    marks, opened = c.thoughts.marks, c.template.decode(c.prompt(dialogue()[:1])).rstrip()
-    if parsed(c, found.written) == Response(TEXT, THOUGHT):
-        by = f"`{marks.opening}` … `{c.thoughts.content_mark or marks.closing}`"
-        by += ", opened by the prompt" if opened.endswith(marks.opening) else ""
-    else:
-        by = "none is written" if opened.endswith(marks.closing) else ""
-    messages = dialogue(reasoning_content=THOUGHT)
-    history = "kept" if THOUGHT in c.context(messages).text else "left out"
-    try:
-        kept = chat(family, options=options, thinking="keep").context(messages).text
-        keep = "shown" if THOUGHT in kept else ""
-    except UserError:
-        keep = "refused"
-    values = {
-        name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in options.items()
-    }
-    given = ", ".join(f"{name}={value}" for name, value in values.items())
-    name = found.name + (f" (`{given}`)" if given else "")
-    header = c.header_text.replace("\n", "\\n")
-    stops = " ".join(f"`{c.template.token(i)}`" for i in c.stop_ids)
-    return [name, by, history, keep, f"`{header}`", stops]
-
-
-def test_the_page_has_every_family_as_it_is_found():
-    page = PAGE.read_text(encoding="utf-8").partition("# Architectures")[0]
-    text = page.replace("\\|", "¦")
-    lines = [line.strip("| \n") for line in text.splitlines() if line.startswith("| ")]
-    shown = [[cell.strip().replace("¦", "|") for cell in line.split("|")] for line in lines[1:]]
-    rows = [cells(family, found.options) for family, found in FOUND.items()]
-    rows.insert(2, cells("qwen3_5", UNTHOUGHT["qwen3_5"][0]))
-    assert shown == rows and all(cell for row in rows for cell in row)

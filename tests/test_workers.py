@@ -51,10 +51,6 @@ def test_workers_have_compute_threads_of_their_own_and_the_caller_keeps_its():
         assert torch.get_num_threads() == before
 
 
-def test_nothing_to_do_is_no_mistake():
-    assert collected([], lambda item: item, 2) == ({}, set())
-
-
 def test_workers_compute_at_the_same_time():
     meeting = threading.Barrier(3)
     found, _ = collected(range(3), lambda item: meeting.wait(timeout=30), 3)

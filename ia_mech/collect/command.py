@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ia_mech import cli
 from ia_mech.cli import (
     Parser,
+    one_line,
     path_of,
     refuse_missing,
     refuse_missing_model,
@@ -107,13 +108,6 @@ def build_parser() -> Parser:
         metavar="I/N",
         help="make share I of N of the run, as on another machine (docs/scale.md)",
     )
-    add(
-        "--ray",
-        nargs="?",
-        const="",
-        metavar="ADDRESS",
-        help="share it among the devices of a Ray cluster, or of this machine",
-    )
     add("-h", "--help", action="help", help="show this text")
     return parser
 
@@ -146,13 +140,14 @@ def main(argv: list[str] | None = None) -> int:
         refuse_as_run(out)
         if (out / cli.RUN).is_file():
             _refuse_other_settings(settings, out)
-        if args.ray is not None and (args.shard != WHOLE or args.dry_run):
-            flag = "--dry-run" if args.dry_run else "--shard"
-            raise UserError(f"--ray makes all of a run, {flag} doesn't", "leave one of them out")
+        from ia_mech.display import Bar
+
+        bar = Bar()
+        bar.say(f"loading {one_line(settings.model)} …")  # a busy machine imports for a minute
         if args.dry_run:
             _dry_run(settings, out, args.shard)
         else:
-            _make(settings, out, args)
+            _make(settings, out, args, bar)
 
     return run_command(body, lambda: _kept(out))
 
@@ -170,20 +165,13 @@ def _refuse_other_settings(settings: Settings, out: Path) -> None:
     refuse_another(out, before, now, flag_of)
 
 
-def _make(settings: Settings, out: Path, args: argparse.Namespace) -> None:
+def _make(settings: Settings, out: Path, args: argparse.Namespace, progress: "Progress") -> None:
+    from ia_mech.collect.job import make_run
     from ia_mech.collect.summary import print_run, print_shard
-    from ia_mech.display import Bar
     from ia_mech.engine.workers import Crew
 
-    if args.ray is not None:
-        from ia_mech.collect.ray import sample_on_ray
-
-        run = sample_on_ray(settings, out, args.ray, Bar(), args.threads)
-    else:
-        from ia_mech.collect.job import make_run
-
-        crew = Crew(args.workers, args.threads)
-        run = make_run(settings, out, Bar(), shard=args.shard, crew=crew)
+    crew = Crew(args.workers, args.threads)
+    run = make_run(settings, out, progress, shard=args.shard, crew=crew)
     if run.complete:
         print_run(run)
     else:

@@ -96,12 +96,7 @@ def collect(
     """Make a run, or go on with it if the folder holds one of the same settings.
 
     Args:
-        settings: of the run.
-        subject: its model.
-        out: the run's folder.
-        progress: shows what is done.
         surveyed: what :func:`ia_mech.collect.survey.survey` returned, if it was called.
-        shard: which shard of the run to make, and of how many.
         crew: workers, of which nothing depends, and threads of each, which change rounding; where
             none are asked for, those that the run was begun with, as far as there are cores.
         interventions: what is changed in each context while it is prefilled. All that it depends on
@@ -270,11 +265,7 @@ class _Job:
         behind it that begin later.
 
         Args:
-            kind: of the parts.
-            work: counts what is done.
-            parts: names.
             rows: of each thing that is prepared.
-            prepare: what a part is computed from.
             compute: that, at most so many rows at a time.
             write: a part by its name, what it was computed from, what came out, and how many rows
                 memory allowed if those were fewer, since rounding depends on it.

@@ -14,9 +14,6 @@ class PhaseProgress:
     report what they do of their parts, several at once.
 
     Args:
-        progress: where it is shown.
-        phase: its name.
-        unit: what a row is called.
         sizes: of every part its rows, and the tokens of its contexts.
         todo: the parts that weren't written before.
         allowance: most tokens of a row.

@@ -20,7 +20,6 @@ from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import context_and_reference
 from ia_mech.collect.identity import build_chat, probe_ids
 from ia_mech.data.conversations import Conversation, ConversationSource, open_conversations
-from ia_mech.engine.rotary import refuse_growth
 from ia_mech.errors import UserError
 from ia_mech.likelihood.reference import scored_temperatures
 from ia_mech.models.load import (
@@ -98,8 +97,7 @@ def survey(settings: Settings, out: Path, loaded: tuple[Any, Any] | None = None)
     Raises:
         UserError: a device, a folder, a vector or a dataset that can't be used; positions, tokens
             or a vector's layer that the model hasn't; or, where such conversations aren't to be
-            skipped, a missing response, a context longer than the model's or rotated otherwise as
-            it grows, or a refusing template.
+            skipped, a missing response, a context longer than the model's, or a refusing template.
     """
     resolve_device(settings.device)
     layout.refuse_as_run(out)
@@ -269,7 +267,4 @@ def _lengths(
             "remove or shorten it, lower --max-response-tokens or --max-new-tokens, or use "
             "--skip-unusable",
         )
-    # No pass reads the last token. A response that is written may have any length up to its limit.
-    shortest = len(context.ids) if prompt is None else prompt
-    refuse_growth(text_config(config), shortest, needed - 1)
     return length, prompt

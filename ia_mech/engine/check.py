@@ -11,16 +11,16 @@ Differences of logits are measured in displacements: how far the logits at a tok
 its nearer neighbour. Logits that belong to another token are a whole displacement away in every
 dtype, while rounding moves a row by a small share of one, which scales with the dtype's epsilon.
 
-Three things would take a prompt of hundreds or thousands of tokens, and are had without one.
-Sliding windows are narrowed while the check lasts, so that short prompts fill them. The length from
-which on ``longrope`` rotates otherwise is lowered for one batch. A prefix of more than :data:`LONG`
-tokens, which attention kernels go through in several blocks, is a short one's keys and values
-repeated; rows that share it are compared with a row that has a copy.
+Two things would take a prompt of hundreds or thousands of tokens, and are had without one.
+Sliding windows are narrowed while the check lasts, so that short prompts fill them. A prefix of
+more than :data:`LONG` tokens, which attention kernels go through in several blocks, is a short
+one's keys and values repeated; rows that share it are compared with a row that has a copy.
 """
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from transformers.cache_utils import DynamicLayer
 
 from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.installed import install, installed
-from ia_mech.engine.rotary import lowered_border
 from ia_mech.engine.sampling import draw_tokens, stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Engine, held
@@ -49,13 +48,14 @@ OUTLIER = 0.5
 LONG, QUERIES = 512, 33  # attention on CPUs takes blocks of 512 keys, and of 32 queries or more
 WINDOW = 8  # tokens; full for both prompts, with what is decoded
 PADDED = 33  # tokens of a batch whose padding has gone wrong: 1 modulo 32
-BORDER = 24  # tokens; only the prompt of the padded batch has more
 STEPS = 3
 TOKENS = 24  # two prompts of 12 and 5, and a turn of 7
 
 
 def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = False) -> Engine:
     """Install a model with an engine that gives the logits of full forward passes.
+
+    A loaded model that has passed isn't computed again until it has another dtype or device.
 
     Args:
         model: the subject model.
@@ -67,21 +67,29 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = F
             Or the ids aren't the model's.
     """
     refuse_unknown_ids(ids, model.config)
-    made = install(model)
+    made, place = install(model), (model.dtype, model.device)
+    if model in _PASSED and _PASSED[model][0] == place:
+        made.engine = _PASSED[model][1]
+        return made.engine
     made.engine = Engine.possible(model)
-    if made.engine.share:
+    try:
         try:
             _check(model, list(ids))
-            return made.engine
         except UserError as error:
+            if not made.engine.share:
+                raise
             made.engine = replace(made.engine, shared=(), why=error.problem)
-    try:
-        _check(model, list(ids))
+            _check(model, list(ids))
     except _WrongNumbers as error:
         if not ignore:
             raise
         made.engine = replace(made.engine, ignored=error.problem)
+    else:
+        _PASSED[model] = place, made.engine
     return made.engine
+
+
+_PASSED: WeakKeyDictionary[PreTrainedModel, tuple[object, Engine]] = WeakKeyDictionary()
 
 
 class _WrongNumbers(UserError):
@@ -196,11 +204,10 @@ class _Differences:
         self.deviations.setdefault(what, []).append(off / max(displacement, 1e-30))
 
     def _pad(self) -> None:
-        """A short prompt with much padding, beside one that is rotated otherwise if any is."""
+        """A short prompt with much padding."""
         long = (self.prompts[0] * PADDED)[:PADDED]
-        with lowered_border(self.model, BORDER):
-            beside = prefill(self.model, [Prefix(long), Prefix(self.prompts[1])])
-            alone = _full_pass(self.model, [long])[0]
+        beside = prefill(self.model, [Prefix(long), Prefix(self.prompts[1])])
+        alone = _full_pass(self.model, [long])[0]
         self._compare_step("a left-padded batch", beside.logits[1], 1, 0)
         around = torch.stack([alone[-2], alone[-1], alone[-3]])
         self._compare("a left-padded batch", beside.logits[0], around)

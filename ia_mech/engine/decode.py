@@ -66,9 +66,7 @@ def decode(
     """Decode rows to their turn-end or to ``max_new_tokens``, in one batch.
 
     Args:
-        model: the subject model, installed.
         groups: contexts that were prefilled together, in order; left as they are.
-        rows: what to decode, in any order.
         stop_ids: ids that end a row (kept as its last token).
         max_new_tokens: most tokens of a row.
         together: most rows at once; the others wait, in the order of their contexts, until one

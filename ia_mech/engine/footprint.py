@@ -120,8 +120,6 @@ def part_bytes(device: torch.device, weights: int, everywhere: bool = False) -> 
     """What a part may take of this machine's memory, whatever of it is free at the moment.
 
     Args:
-        device: that computes.
-        weights: their bytes.
         everywhere: they are distributed over all GPUs.
 
     Returns:

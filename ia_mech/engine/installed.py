@@ -4,7 +4,6 @@ An installed model has
 
 - linear weights reordered where that pays (``weights.py``);
 - hooks on its blocks, which capture and edit what the current pass says (``passes.py``);
-- rotary embeddings that rotate each row by its own length (``rotary.py``);
 - where rows share their prefix, an attention function that serves the layers which do and leaves
   the others to the model's own (``shared.py``).
 
@@ -26,10 +25,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ia_mech.engine.blocks import find_blocks
 from ia_mech.engine.passes import current, hook_blocks
-from ia_mech.engine.rotary import separate_rows
 from ia_mech.engine.shared import Engine, attend_shared, is_shared
 from ia_mech.engine.weights import reorder_weights
-from ia_mech.models.load import ROUTED, text_config
+from ia_mech.models.load import ROUTED, rotation_border, text_config
 
 ATTRIBUTE = "_ia_mech_installed"  # of a model: the Installed
 
@@ -42,11 +40,13 @@ class Installed:
         depth: how many blocks it has.
         config: of its text model.
         attention: name of the model's own attention implementation.
+        border: most tokens of a row, where longer ones are rotated otherwise.
     """
 
     depth: int
     config: Any
     attention: str
+    border: int | None
     _engine: Engine
 
     @property
@@ -85,9 +85,8 @@ def install(model: PreTrainedModel) -> Installed:
     if ATTRIBUTE not in vars(model):
         blocks, config = find_blocks(model), text_config(model.config)
         hook_blocks(blocks)
-        separate_rows(model)
-        engine = Engine.possible(model)
-        made = Installed(len(blocks), config, config._attn_implementation, engine)
+        engine, border = Engine.possible(model), rotation_border(model.config)
+        made = Installed(len(blocks), config, config._attn_implementation, border, engine)
         setattr(model, ATTRIBUTE, made)
         made.engine = engine
     return installed(model)

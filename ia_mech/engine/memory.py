@@ -37,7 +37,6 @@ class Backoff:
     decision was a near-tie: ``notify`` lets the run record it.
 
     Args:
-        limit: most items per call.
         notify: called with the new limit whenever it shrinks.
     """
 

@@ -79,9 +79,7 @@ def score(
     turns alone. Turns of similar length share a pass, as many as logits and copied state allow.
 
     Args:
-        model: the subject model, installed.
         groups: contexts that were prefilled together, in order.
-        turns: what to score, in any order.
         temperatures: at which besides T = 1.
         on_tokens: called after each pass with how many tokens were scored.
 

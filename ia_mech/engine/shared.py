@@ -495,10 +495,6 @@ class SharedLayer(DynamicLayer):
 def check_borrowed(borrowed: Sequence[Borrowed | None], layers: Sequence[object]) -> None:
     """Refuse to borrow where rows don't share their prefix, or where a head isn't there.
 
-    Args:
-        borrowed: by the rows, or None.
-        layers: of the rows' cache.
-
     Raises:
         UserError: names the layer or the head.
     """
@@ -509,18 +505,13 @@ def check_borrowed(borrowed: Sequence[Borrowed | None], layers: Sequence[object]
     }
     for one in filter(None, borrowed):
         for layer, chosen in one.heads.items():
-            if layer not in heads:
+            if not {*chosen} <= {*range(heads.get(layer, 0))}:
+                shared = _ranges(sorted(heads)) or "(none)"
                 raise UserError(
-                    f"keys and values of layer {layer} can't be borrowed: rows share their prefix "
-                    f"in layers {_ranges(sorted(heads)) or '(none)'}",
-                    "name layers whose prefix is shared",
+                    f"heads {', '.join(map(str, chosen))} of layer {layer} can't be borrowed: rows "
+                    f"share their prefix in layers {shared}",
+                    "name layers whose prefix is shared, and key-value heads that they have",
                 )
-            for head in chosen:
-                if not 0 <= head < heads[layer]:
-                    raise UserError(
-                        f"layer {layer} has no key-value head {head}",
-                        f"give 0 … {heads[layer] - 1}",
-                    )
 
 
 def is_shared(key: Tensor) -> bool:

@@ -287,10 +287,8 @@ def arriving(
     """How much of what tells each context from its recipient arrives where tokens follow a hybrid.
 
     Args:
-        model: of the group.
         group: contexts of :func:`aligned`.
         hybrids: one for each context, which is its donor.
-        ids: what follows.
 
     Returns:
         ``[contexts, layers]`` 1 − ‖hybrid − donor‖ / ‖recipient − donor‖ of the residual stream at

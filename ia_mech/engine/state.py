@@ -30,6 +30,7 @@ from ia_mech.engine.intervene import Intervention
 from ia_mech.engine.memory import allowed
 from ia_mech.engine.passes import Pass, making
 from ia_mech.engine.shared import Borrowed, PrefixTable, SharedLayer, check_borrowed, held
+from ia_mech.errors import UserError
 from ia_mech.models.load import accepts
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
@@ -79,6 +80,7 @@ class State:
     def rows(self) -> int:
         return self.mask.shape[0]
 
+    @torch.inference_mode()
     def drop(self, finished: Sequence[int]) -> list[int]:
         """Drop rows, in place; the last ones take their places, so that few have to be moved.
 
@@ -88,17 +90,12 @@ class State:
         gone = set(finished)
         last = [row for row in range(self.rows) if row not in gone]
         index = [last.pop() if row in gone else row for row in range(len(last))]
-        self.keep(index)
-        return index
-
-    @torch.inference_mode()
-    def keep(self, index: Sequence[int]) -> None:
-        """Keep the rows ``[kept]``, in that order, in place; one layer at a time is copied."""
         at = torch.tensor(index)
         if self.table is not None:
             self.table.keep(index)
-        self.cache.reorder_cache(cast(torch.LongTensor, at))  # which is its dtype
+        self.cache.reorder_cache(cast(torch.LongTensor, at))  # layer by layer
         self.mask, self.position = self.mask[at], self.position[at]
+        return index
 
     @torch.inference_mode()
     def join(self, other: "State") -> None:
@@ -182,8 +179,6 @@ def prefill_all(
     """Prefill contexts in groups of similar length.
 
     Args:
-        model: as for :func:`prefill`.
-        prefixes: any number of contexts.
         on_tokens: called after each group with how many tokens were prefilled.
 
     Returns:
@@ -263,7 +258,6 @@ def forward(
     This is the only place that makes a pass (``passes.py``).
 
     Args:
-        model: the subject model, installed.
         state: its cache, mask and positions grow by ``ids``.
         ids: ``[rows, new]`` int64.
         mask: ``[rows, new]`` int64, 0 for padding (left padding of a fresh state, or right padding
@@ -275,7 +269,8 @@ def forward(
             (see :func:`expand`).
 
     Raises:
-        UserError: what is to be captured or changed isn't there.
+        UserError: what is to be captured or changed isn't there; a row is longer than the model's
+            rotations are the same.
         RuntimeError: the model's attention or its blocks aren't used as the engine needs it; what
             was computed is wrong then.
     """
@@ -284,8 +279,9 @@ def forward(
         isinstance(layer, CacheLayerMixin) and not isinstance(layer, SharedLayer)
         for layer in state.cache.layers
     )
+    made = installed(model)
     one = Pass(
-        installed(model).depth,
+        made.depth,
         ids.shape[1],
         first or [0] * len(ids),
         captured,
@@ -301,6 +297,12 @@ def forward(
         state.padded = state.padded or not bool(mask.all())
     positions = state.position[:, None] + mask.cumsum(-1) - 1
     state.mask = torch.cat([state.mask, mask], dim=-1)
+    if made.border is not None and int(positions.max()) >= made.border:
+        raise UserError(
+            f"a row of {int(positions.max()) + 1} tokens: beyond {made.border}, this model rotates "
+            "all tokens otherwise",
+            "leave such conversations out, or write fewer tokens",
+        )
     arguments: dict[str, int | Tensor] = {}
     if accepts(model, "logits_to_keep"):
         # As indices: told how many, Gemma 4 computes its last layers for those tokens alone.
@@ -346,7 +348,6 @@ def expand(
     each row has a copy.
 
     Args:
-        model: of the groups.
         groups: prefilled contexts, counted through all groups.
         contexts: ``[rows]``; those of a group come before those of the next.
         room: most tokens that will be fed to the rows.

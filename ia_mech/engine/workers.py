@@ -49,11 +49,6 @@ class Crew(NamedTuple):
         and as many as free memory holds the items of. Threads change rounding, so by default they
         depend on cores and items alone: where there are fewer items than cores, a worker has its
         share of them. A GPU has one worker.
-
-        Args:
-            items: that there are to compute.
-            item_bytes: that the state of an item takes, about.
-            on_cpu: where it is computed.
         """
         cores, items = usable_cores(), max(1, items)
         if not on_cpu:

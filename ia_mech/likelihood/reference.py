@@ -24,7 +24,6 @@ def reference_columns(scored: Scored, ids: Sequence[int], text: str, closed: boo
     Args:
         scored: of its tokens; of what ends it, too, where the template closes turns with a token.
         ids: its tokens, without those of the end.
-        text: of the turn.
         closed: whether the template closes turns with a token.
     """
     n, size = len(ids), len(text.encode())

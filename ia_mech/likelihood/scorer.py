@@ -21,12 +21,9 @@ def score_turns(
     """Score turns after contexts: one prefill per context, one further pass over the turns.
 
     Args:
-        model: a causal language model, installed.
         contexts: token ids, each with its open header.
         turns: token ids, and the number of the context that each follows; with interventions where
             it has some.
-        temperatures: at which besides T = 1.
-        on_tokens: called with how many tokens were scored.
 
     Returns:
         For each turn its scores per token, in nats.
@@ -42,13 +39,7 @@ def after_each(
     contexts: Sequence[Sequence[int]],
     turns: Sequence[Sequence[int]],
 ) -> list[list[Scored]]:
-    """``[turns][contexts]`` scores of every turn after every context.
-
-    Args:
-        scorer: :func:`score_turns` of a model.
-        contexts: token ids, each with its open header.
-        turns: token ids.
-    """
+    """``[turns][contexts]`` scores of every turn after every context."""
     count = len(contexts)
     scores = scorer(contexts, [Turn(k, ids) for ids in turns for k in range(count)])
     return [scores[at : at + count] for at in range(0, len(scores), count)]

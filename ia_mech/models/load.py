@@ -115,8 +115,26 @@ def text_config(config: Any) -> Any:
 
 
 def context_limit(config) -> int | None:
-    """The longest sequence the model was configured for, in tokens; None if it doesn't say."""
-    return getattr(text_config(config), "max_position_embeddings", None)
+    """The longest sequence that the model can be given, in tokens; None if it doesn't say."""
+    configured = getattr(text_config(config), "max_position_embeddings", None)
+    border = rotation_border(config)
+    return configured if border is None else border
+
+
+def rotation_border(config) -> int | None:
+    """The longest sequence, in tokens, of a model that rotates longer ones otherwise (``dynamic``
+    and ``longrope`` scaling); None for other models.
+
+    In ``transformers`` the longest row of a batch decides for all of them, and what was rotated
+    before isn't rotated again, so that rows beyond it have no reference.
+    """
+    text = text_config(config)
+    each = getattr(text, "rope_parameters", None) or {}
+    each = [one for one in each.values() if isinstance(one, dict)] or [each]  # by kind of layer
+    if not {one.get("rope_type") for one in each} & {"dynamic", "longrope"}:
+        return None
+    known = [one.get("original_max_position_embeddings") for one in each]
+    return min(filter(None, [text.max_position_embeddings, *known]))
 
 
 def refuse_unknown_ids(ids: Iterable[int], config: Any) -> None:

@@ -39,7 +39,6 @@ def read_manifest(file: Path, run: str) -> dict[str, Any]:
     """The manifest of one of a run's parts.
 
     Args:
-        file: the manifest.
         run: the hash of the run's ``run.json``.
 
     Raises:
@@ -94,11 +93,7 @@ def _damaged(file: Path, problem: object, remedy: str) -> UserError:
 
 
 def without_folders(known: dict[str, Any]) -> dict[str, Any]:
-    """An identity with the last part of each path of this machine: runs are shared.
-
-    Args:
-        known: has ``settings``, and perhaps ``model``.
-    """
+    """An identity with the last part of each path of this machine: runs are shared."""
     known = copy.deepcopy(known)
     settings, model = known["settings"], known.get("model", {})
     paths = ("model", "adapter", "dataset", "intervention")

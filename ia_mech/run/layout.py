@@ -148,24 +148,11 @@ def part_names(count: int) -> list[str]:
     return [f"{number:05d}" for number in range(count)]
 
 
-def contexts_file(part: str) -> str:
-    return f"contexts/part-{part}.parquet"
-
-
-def generations_file(part: str) -> str:
-    return f"generations/part-{part}.parquet"
-
-
-def responses_file(part: str) -> str:
-    return f"responses/part-{part}.parquet"
-
-
-def header_logits_file(part: str) -> str:
-    return f"header_logits/{part}.safetensors"
-
-
-def residuals_file(part: str) -> str:
-    return f"residuals/{part}.safetensors"
+def part_file(folder: str, part: str) -> str:
+    """The file of a part's rows, or of its tensors, in one of the folders above."""
+    if folder in TENSORS:
+        return f"{folder}/{part}.safetensors"
+    return f"{folder}/part-{part}.parquet"
 
 
 def layer_name(layer: int) -> str:

@@ -10,7 +10,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
-from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ from safetensors import SafetensorError, safe_open
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
 from ia_mech.run.labels import Labels
-from ia_mech.untrusted import visible
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,9 +64,6 @@ class Run:
 
         The content of a file is compared with its hash when it is first read. A copy may lack the
         folders of tensors (:data:`ia_mech.run.layout.TENSORS`): all but these can be read of it.
-
-        Args:
-            path: the run's folder.
 
         Raises:
             UserError: not a run, a run of another format, or a damaged part.
@@ -188,10 +183,6 @@ class Run:
     ) -> Iterator[tuple[pd.DataFrame, pd.DataFrame]]:
         """The run part by part: memory holds one part, however many there are.
 
-        Args:
-            contexts: columns of :attr:`contexts`.
-            turns: columns of :attr:`generations`.
-
         Yields:
             The contexts of a part and all turns after them, both in the order of the run. The index
             of the turns is their position in :attr:`turns`.
@@ -200,8 +191,9 @@ class Run:
             UserError: a run has no such column, or a damaged part.
         """
         part = self._finished_parts()[0]
-        for file_of, wanted in ((layout.contexts_file, contexts), (layout.generations_file, turns)):
-            there = pq.read_schema(self._file(part, name := file_of(part["name"]))).names
+        for table, wanted in (("contexts", contexts), ("generations", turns)):
+            name = layout.part_file(table, part["name"])
+            there = pq.read_schema(self._file(part, name)).names
             if unknown := [column for column in wanted if column not in there]:
                 raise UserError(
                     f"{self.path / name} has no column {unknown[0]!r}",
@@ -225,9 +217,7 @@ class Run:
             UserError: a damaged part.
         """
         tables = [
-            self._read(part, layout.responses_file(part["name"]))
-            for part in self.parts("responses")
-            if part["files"]
+            self._read(part, "responses") for part in self.parts("responses") if part["files"]
         ]
         return pa.concat_tables([layout.RESPONSES.empty_table(), *tables]).to_pandas()
 
@@ -287,10 +277,6 @@ class Run:
         """One row per label that a judge or annotator gave a turn after a context that it didn't
         follow.
 
-        Args:
-            name: whose labels.
-            columns: further columns of the file.
-
         Returns:
             What names the turn; ``row``, its position in :attr:`turns`; ``decoy``, the kind;
             ``shown``, the context's id; ``source`` and ``shown_source``, of the turn and of that
@@ -316,21 +302,6 @@ class Run:
     def __repr__(self) -> str:
         unfinished = "" if self.complete else ", unfinished"
         return f"Run({str(self.path)!r}{unfinished})"
-
-    def _repr_html_(self) -> str:
-        rows = {
-            "folder": self.path,
-            "model": self.model["name"],
-            "dataset": self.settings["dataset"],
-            "contexts": f"{self.counts['contexts']}{'' if self.complete else ' so far'}",
-            "temperatures": ", ".join(["greedy", *map(str, self.settings["temperatures"])]),
-            "judges": ", ".join(self.labels.judges) or "none",
-        }
-        cells = (
-            f"<tr><th>{name}</th><td>{escape(visible(str(value)))}</td></tr>"
-            for name, value in rows.items()
-        )
-        return f"<table>{''.join(cells)}</table>"
 
     def residuals(self, layer: int | None = None, position: str | None = None) -> "Tensor":
         """The residual stream, ``[contexts, layers + 1, positions, d_model]``.
@@ -366,7 +337,7 @@ class Run:
     def _residuals(
         self, part: dict[str, Any], layers: Iterable[int], at: int | slice = slice(None)
     ) -> "list[Tensor]":
-        file = self._file(part, layout.residuals_file(part["name"]))
+        file = self._file(part, layout.part_file("residuals", part["name"]))
         try:
             with safe_open(file, framework="pt") as tensors:
                 return [tensors.get_slice(layout.layer_name(layer))[:, at] for layer in layers]
@@ -385,7 +356,7 @@ class Run:
 
     def _header_logits_file(self, part: dict[str, Any]) -> tuple[Path, int]:
         """A part's file, and of how many contexts it holds logits."""
-        file = self._file(part, layout.header_logits_file(part["name"]))
+        file = self._file(part, layout.part_file("header_logits", part["name"]))
         try:
             with safe_open(file, framework="pt") as tensors:
                 return file, tensors.get_slice(layout.LOGITS).get_shape()[0]
@@ -425,45 +396,6 @@ class Run:
             if not isinstance(one, int) or not 0 <= one < self.model["vocab"]:
                 raise UserError(f"{one!r} is no token id of {self.model['name']}", wanted)
         return self.tokenizer().decode(several, clean_up_tokenization_spaces=False)
-
-    def top_tokens(
-        self, context_id: str, temperatures: Sequence[float] = (), k: int = 5
-    ) -> pd.DataFrame:
-        """The likeliest first tokens of the user turn after a context.
-
-        Args:
-            context_id: as in :attr:`contexts`.
-            temperatures: each above 0; those of the run if none is given.
-            k: how many tokens. They are the same at every temperature, which only moves
-                probability among them.
-
-        Returns:
-            A row per token, the likeliest first: ``token_id``, ``token`` (its text), and its
-            probability in a column per temperature.
-
-        Raises:
-            UserError: no such context or temperature (:meth:`HeaderLogits.log_probs`); or as
-                :meth:`header_logits` and :meth:`tokenizer`.
-        """
-        ids = self.contexts["context_id"]
-        found = np.flatnonzero(ids == context_id)
-        if not len(found):
-            raise UserError(
-                f"{self.path} has no context {context_id!r}",
-                f"give a context_id of run.contexts, such as {ids.iloc[0]!r}",
-            )
-        if not isinstance(k, int) or k < 1:
-            raise UserError(f"{k!r} tokens", "give k, a whole number from 1 up")
-        if isinstance(temperatures, str) or not isinstance(temperatures, Iterable):
-            raise UserError(f"temperatures {temperatures!r} are no list", "give (0.7, 1.0)")
-        index, logits = int(found[0]), self.header_logits()
-        top = logits[index].topk(min(k, self.model["vocab"])).indices
-        columns = {
-            temperature: logits.log_probs(index, temperature)[top].exp().numpy()
-            for temperature in temperatures or self.settings["temperatures"]
-        }
-        named = {"token_id": top.numpy(), "token": self.decode(top[:, None])}
-        return pd.DataFrame(named | columns)
 
     def verify(self) -> list[str]:
         """Compare the content of every file with its recorded hash; what is wrong, by part."""
@@ -533,17 +465,16 @@ class Run:
 
         If columns are chosen, names are dictionaries. Of all parts if none are given.
         """
-        file = layout.contexts_file if table == "contexts" else layout.generations_file
         tables = [
-            self._read(part, file(part["name"]), columns)
+            self._read(part, table, columns)
             for part in (self._finished_parts() if parts is None else parts)
         ]
         return pa.concat_tables(tables).unify_dictionaries()
 
     def _read(
-        self, part: dict[str, Any], name: str, columns: Collection[str] | None = None
+        self, part: dict[str, Any], table: str, columns: Collection[str] | None = None
     ) -> pa.Table:
-        path, chosen = self._file(part, name), {}
+        path, chosen = self._file(part, layout.part_file(table, part["name"])), {}
         if columns is not None:
             chosen = {"columns": list(columns), "read_dictionary": layout.NAMES}
         try:

@@ -75,11 +75,7 @@ class RunWriter:
     # -- parts --------------------------------------------------------------------------------
 
     def finished_parts(self, kind: str) -> dict[str, int]:
-        """Names of the parts that are whole, and how many contexts each has.
-
-        Args:
-            kind: ``responses`` or ``contexts``.
-        """
+        """Names of the parts that are whole, and how many contexts each has."""
         return {part["name"]: part["contexts"] for part in Run(self.path).parts(kind)}
 
     def drop_damaged(self, kind: str, names: Collection[str]) -> list[str]:
@@ -141,8 +137,7 @@ class RunWriter:
         files = {}
         if rows:
             table = pa.Table.from_pylist(rows, schema=layout.RESPONSES)
-            file = layout.responses_file(name)
-            files[file] = self._write_table(file, table)
+            files = self._write_table("responses", name, table)
         self._add("responses", name, len(rows), files, {"batch_rows": batch_rows})
 
     def add_contexts(
@@ -158,9 +153,6 @@ class RunWriter:
         """Write a part of contexts; one without contexts has no files.
 
         Args:
-            name: of the part.
-            contexts: one row per context, in the run's order.
-            generations: their rows.
             header_logits: ``[contexts, vocab]``, or None.
             residuals: ``[contexts, layers + 1, positions, d_model]``.
             batch_rows: most rows that were decoded together, where memory allowed fewer than were
@@ -168,26 +160,22 @@ class RunWriter:
             left_out: conversations of it whose written responses can't be used.
         """
         self._refuse_unclaimed("contexts", name)
-        files = {}
+        files: dict[str, Any] = {}
         if contexts.num_rows:
             ids = {"contexts": contexts["context_id"].to_pylist()}
             generations = generations.sort_by([(key, "ascending") for key in layout.TURN_KEYS])
-            for file, table in (
-                (layout.contexts_file(name), contexts),
-                (layout.generations_file(name), generations),
-            ):
-                files[file] = self._write_table(file, table)
+            files |= self._write_table("contexts", name, contexts)
+            files |= self._write_table("generations", name, generations)
             if header_logits is not None:
-                file = layout.header_logits_file(name)
-                files[file] = self._write_tensors(file, {layout.LOGITS: header_logits}, ids)
+                kept = {layout.LOGITS: header_logits}
+                files |= self._write_tensors("header_logits", name, kept, ids)
             if residuals is not None:
                 names = {"positions": self.record["identity"]["positions"], **ids}
                 kept = {
                     layout.layer_name(layer): states.contiguous().cpu()
                     for layer, states in enumerate(residuals.unbind(1))
                 }
-                file = layout.residuals_file(name)
-                files[file] = self._write_tensors(file, kept, names)
+                files |= self._write_tensors("residuals", name, kept, names)
         facts = {"batch_rows": batch_rows, "left_out": list(left_out)}
         self._add("contexts", name, contexts.num_rows, files, facts)
 
@@ -218,11 +206,12 @@ class RunWriter:
         integrity.fsync_folder(self.path)
         self._give_up(kind, name)
 
-    def _write_table(self, file: str, table: pa.Table) -> dict[str, Any]:
+    def _write_table(self, folder: str, part: str, table: pa.Table) -> dict[str, Any]:
+        file = layout.part_file(folder, part)
         return self._write(file, lambda path: pq.write_table(table, path, compression="zstd"))
 
     def _write_tensors(
-        self, file: str, tensors: "dict[str, Tensor]", names: dict[str, Any]
+        self, folder: str, part: str, tensors: "dict[str, Tensor]", names: dict[str, Any]
     ) -> dict[str, Any]:
         """A safetensors file. Row k of every tensor is of the k-th context of ``names``.
 
@@ -230,9 +219,11 @@ class RunWriter:
         of one part would differ.
         """
         metadata = {layout.METADATA: json.dumps(names)}
+        file = layout.part_file(folder, part)
         return self._write(file, lambda path: _save(tensors, path, metadata))
 
     def _write(self, file: str, write: Callable[[Path], None]) -> dict[str, Any]:
+        """Write a file whole: what the manifest says of it, by its name."""
         path = self.path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f"{path.name}.tmp")
@@ -240,7 +231,7 @@ class RunWriter:
         integrity.fsync_file(scratch)
         facts = integrity.size_and_hash(scratch)
         os.replace(scratch, path)
-        return facts
+        return {file: facts}
 
 
 def _save(tensors: "dict[str, Tensor]", path: Path, metadata: dict[str, str]) -> None:
@@ -257,10 +248,6 @@ def _save(tensors: "dict[str, Tensor]", path: Path, metadata: dict[str, str]) ->
 
 def begin_run(path: Path, record: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Write ``run.json`` unless there is one; of processes that begin a run together, one does.
-
-    Args:
-        path: the run's folder; made if it isn't there.
-        record: what ``run.json`` is to hold, without ``format``.
 
     Returns:
         What it holds, and the hash of its bytes.
