@@ -16,6 +16,7 @@ from runs import (
     LAYERS,
     RECORD,
     ROWS,
+    WIDTH,
     chat,
     files_under,
     first_part,
@@ -44,6 +45,20 @@ def test_the_folder_holds_what_is_documented_and_nothing_else(merged):
     assert merged.positions == list(chat().position_names) and merged.layers == range(LAYERS)
     assert merged.settings["temperatures"] == [0.7, 1.0] == merged.score_temperatures
     assert [session["machine"] for session in merged.sessions] == ["planted"]
+
+
+def test_safetensors_open_by_themselves(merged):
+    with safe_open(merged.path / "residuals/00000.safetensors", "pt") as tensors:
+        assert sorted(tensors.keys()) == [f"layer_{layer:02d}" for layer in range(LAYERS)]
+        shape = tensors.get_slice("layer_03").get_shape()
+        assert shape == [CONTEXTS, len(merged.positions), WIDTH]
+        metadata = json.loads(tensors.metadata()["names"])
+    assert metadata["positions"] == merged.positions
+    assert metadata["contexts"] == merged.contexts["context_id"].tolist()
+    with safe_open(merged.path / "header_logits/00000.safetensors", "pt") as tensors:
+        assert json.loads(tensors.metadata()["names"])["contexts"] == metadata["contexts"]
+        assert tensors.get_slice("shifted").get_shape() == [CONTEXTS, merged.model["vocab"]]
+        assert tensors.get_slice("shifted").get_dtype() == "F16"
 
 
 def test_nothing_in_a_run_is_a_pickle(parted):
@@ -157,6 +172,10 @@ def test_a_column_that_a_run_lacks_is_named(merged):
             next(read.windows((), ["txt"]))
 
 
+def test_a_notebook_shows_what_a_run_is(merged):
+    assert "planted" in merged._repr_html_() and "12" in merged._repr_html_()
+
+
 def test_token_ids_are_read_by_the_runs_own_tokenizer(siblings, tokenizer):
     ids = siblings.generations["token_ids"]
     texts = siblings.decode(ids)
@@ -166,6 +185,29 @@ def test_token_ids_are_read_by_the_runs_own_tokenizer(siblings, tokenizer):
     for wrong in ("hello", 5, [-1], [10**9], [1.5]):
         with pytest.raises(UserError, match=r"give run\.generations\['token_ids'\]"):
             siblings.decode(wrong)
+
+
+def test_the_likeliest_first_tokens_are_those_of_the_softmax(siblings):
+    at, temperatures = 5, (0.5, 1.0, 2.0)
+    table = siblings.top_tokens(siblings.contexts["context_id"].iloc[at], temperatures, k=3)
+    logits = siblings.header_logits()[at].double()
+    order = logits.argsort(descending=True)[:3]
+    assert table["token_id"].tolist() == order.tolist()
+    assert table["token"].tolist() == [siblings.decode([token]) for token in order]
+    for temperature in temperatures:
+        expected = (logits / temperature).softmax(-1)[order]
+        assert table[temperature].to_numpy() == pytest.approx(expected.numpy(), rel=1e-5)
+    usual = siblings.top_tokens(siblings.contexts["context_id"].iloc[at])
+    assert list(usual) == ["token_id", "token", *siblings.settings["temperatures"]]
+    assert len(usual) == 5
+    with pytest.raises(UserError, match=r"give a context_id of run\.contexts"):
+        siblings.top_tokens("nosuch")
+    with pytest.raises(UserError, match="from 1 up"):
+        siblings.top_tokens(siblings.contexts["context_id"].iloc[0], k=0)
+    with pytest.raises(UserError, match=r"give \(0\.7, 1\.0\)"):
+        siblings.top_tokens(siblings.contexts["context_id"].iloc[0], 0.7)
+    with pytest.raises(UserError, match=r"a row of run\.contexts"):
+        siblings.header_logits()["q1"]
 
 
 def test_metadata_are_columns(merged):

@@ -10,6 +10,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
+from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
 from ia_mech.run.labels import Labels
+from ia_mech.untrusted import visible
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -303,6 +305,21 @@ class Run:
         unfinished = "" if self.complete else ", unfinished"
         return f"Run({str(self.path)!r}{unfinished})"
 
+    def _repr_html_(self) -> str:
+        rows = {
+            "folder": self.path,
+            "model": self.model["name"],
+            "dataset": self.settings["dataset"],
+            "contexts": f"{self.counts['contexts']}{'' if self.complete else ' so far'}",
+            "temperatures": ", ".join(["greedy", *map(str, self.settings["temperatures"])]),
+            "judges": ", ".join(self.labels.judges) or "none",
+        }
+        cells = (
+            f"<tr><th>{name}</th><td>{escape(visible(str(value)))}</td></tr>"
+            for name, value in rows.items()
+        )
+        return f"<table>{''.join(cells)}</table>"
+
     def residuals(self, layer: int | None = None, position: str | None = None) -> "Tensor":
         """The residual stream, ``[contexts, layers + 1, positions, d_model]``.
 
@@ -396,6 +413,45 @@ class Run:
             if not isinstance(one, int) or not 0 <= one < self.model["vocab"]:
                 raise UserError(f"{one!r} is no token id of {self.model['name']}", wanted)
         return self.tokenizer().decode(several, clean_up_tokenization_spaces=False)
+
+    def top_tokens(
+        self, context_id: str, temperatures: Sequence[float] = (), k: int = 5
+    ) -> pd.DataFrame:
+        """The likeliest first tokens of the user turn after a context.
+
+        Args:
+            context_id: as in :attr:`contexts`.
+            temperatures: each above 0; those of the run if none is given.
+            k: how many tokens. They are the same at every temperature, which only moves
+                probability among them.
+
+        Returns:
+            A row per token, the likeliest first: ``token_id``, ``token`` (its text), and its
+            probability in a column per temperature.
+
+        Raises:
+            UserError: no such context or temperature (:meth:`HeaderLogits.log_probs`); or as
+                :meth:`header_logits` and :meth:`tokenizer`.
+        """
+        ids = self.contexts["context_id"]
+        found = np.flatnonzero(ids == context_id)
+        if not len(found):
+            raise UserError(
+                f"{self.path} has no context {context_id!r}",
+                f"give a context_id of run.contexts, such as {ids.iloc[0]!r}",
+            )
+        if not isinstance(k, int) or k < 1:
+            raise UserError(f"{k!r} tokens", "give k, a whole number from 1 up")
+        if isinstance(temperatures, str) or not isinstance(temperatures, Iterable):
+            raise UserError(f"temperatures {temperatures!r} are no list", "give (0.7, 1.0)")
+        index, logits = int(found[0]), self.header_logits()
+        top = logits[index].topk(min(k, self.model["vocab"])).indices
+        columns = {
+            temperature: logits.log_probs(index, temperature)[top].exp().numpy()
+            for temperature in temperatures or self.settings["temperatures"]
+        }
+        named = {"token_id": top.numpy(), "token": self.decode(top[:, None])}
+        return pd.DataFrame(named | columns)
 
     def verify(self) -> list[str]:
         """Compare the content of every file with its recorded hash; what is wrong, by part."""
