@@ -5,8 +5,8 @@
 
 FOLDER holds run/ (judged by the rules judge, with results of locate, of ``probes --within source
 --target latent`` and of ``rates --by correct``), vectors/ (of learned-vector), changes/ (of
-perturbations), elicit/, interchange/ and bands/ (of locate --maps bands blocks); what isn't there
-is left out.
+perturbations), elicit/, interchange/, interchange_again/ (of one cell and all queries) and bands/
+(of locate --maps bands blocks); what isn't there is left out.
 """
 
 import sys
@@ -111,11 +111,13 @@ def main(folder: Path, out: Path) -> None:
         "changes": "changes/turns.parquet",
         "elicit": "elicit/rows.parquet",
         "interchange": "interchange/rows.parquet",
+        "interchange_again": "interchange_again/rows.parquet",  # of the cell that the other shows
     }.items():
         if (folder / file).is_file():
             tables[name] = pd.read_parquet(folder / file)
-    if "interchange" in tables:
-        tables["interchange"] = tables["interchange"][EXCHANGED]
+    for name in ("interchange", "interchange_again"):
+        if name in tables:
+            tables[name] = tables[name][EXCHANGED]
     out.mkdir(parents=True, exist_ok=True)
     for name, table in tables.items():
         for column in table.columns[table.dtypes.astype(str).isin(["category", "string", "str"])]:
