@@ -235,6 +235,23 @@ WRITTEN: list[Row] = [
     ("T = 0.7, the header alone", lambda m: mean(wrote(m, "header", HOT))),
     ("T = 0.7, the query alone (check)", lambda m: mean(wrote(m, "query", HOT))),
 ]
+PICKED: list[Row] = [
+    (
+        "the model's likelihoods pick it, greedy (chance: 0.33)",
+        lambda m: mean(hits(m, "own context", 0.0)),
+    ),
+    ("T = 0.7", lambda m: mean(hits(m, "own context", HOT))),
+    (
+        "rise from greedy to T = 0.7",
+        lambda m: change(hits(m, "own context", HOT) - hits(m, "own context", 0.0)),
+    ),
+    (
+        "bits that the turn tells, T = 0.7, of at most 1.58",
+        lambda m: mean(wrote(m, "own context", HOT)),
+    ),
+    ("the same, where the response alone is its own", lambda m: mean(wrote(m, "response", HOT))),
+    ("the same, where the header alone is its own", lambda m: mean(wrote(m, "header", HOT))),
+]
 READ: list[Row] = [
     ("best states, chosen in nested folds", lambda m: shown(*auroc(m, "log_odds"))),
     ("words of query and response", lambda m: shown(*auroc(m, "control:text"))),
@@ -293,9 +310,49 @@ def told(rows: Sequence[Row] = WRITTEN) -> str:
     return side_by_side("bits about the response, of at most 1.58", rows, count)
 
 
+def hits(model: str, part: str, t: float) -> pd.Series:
+    """Of each query, turns that the model wrote whose own response is the likeliest of three."""
+    return site(model, f"written: {part}", t, what="hits")
+
+
 def headlines() -> list[str]:
-    """README's tables: some lines of the two."""
-    return [judged([JUDGED[i] for i in (0, 1, 3, 5)]), told([WRITTEN[i] for i in (0, 1, 2, 5, 7)])]
+    """README's tables."""
+    count = lambda m: len(wrote(m, "own context", HOT))  # noqa: E731
+    both = [JUDGED[i] for i in (0, 1, 3, 5)]
+    return [judged(both), side_by_side("which of three responses a turn followed", PICKED, count)]
+
+
+def split(model: str) -> list[str]:
+    """The judged rise, beyond another conversation, as a sum: how far sampled turns copy less, and
+    how far turns of either kind are accepted more. Jackknife over queries."""
+    turns = table(model, "turns").merge(table(model, "contexts")[["context", "query"]])
+    turns["all"] = turns["accepted"] - turns["accepted_after_another"]
+    turns["plain"] = (~turns["category"].isin(COPIED)).astype(float)
+    turns = turns.dropna(subset="all")
+    turns["of plain"] = turns["all"] * turns["plain"]
+    columns = ["all", "plain", "of plain"]
+    of = turns.groupby(["query", "temperature"])[columns].mean().unstack().to_numpy()
+
+    def parts(means: np.ndarray) -> np.ndarray:
+        whole, plain, of_plain = means.reshape(3, 2)
+        kinds = np.array([plain, 1 - plain])  # shares at T = 0 and 0.7
+        earned = np.array([of_plain, whole - of_plain]) / kinds
+        moved = (np.diff(kinds)[:, 0] * earned.mean(1)).sum()
+        return np.array([moved, np.diff(whole)[0] - moved])
+
+    k = len(of)
+    without = np.array([parts(np.delete(of, i, 0).mean(0)) for i in range(k)])
+    error = np.sqrt((k - 1) / k * ((without - without.mean(0)) ** 2).sum(0))
+    reach = stats.t.ppf(0.975, k - 1) * error
+    found = zip(parts(of.mean(0)), reach, strict=True)
+    return [shown(one, one - r, one + r, sign=True) for one, r in found]
+
+
+def fit_others(model: str) -> tuple[float, float]:
+    """Of accepted sampled turns, shares accepted after another conversation and after siblings."""
+    turns = table(model, "turns")
+    mine = turns[(turns["temperature"] > 0) & (turns["accepted"] == 1)]
+    return mine["accepted_after_another"].mean(), mine["accepted_after_siblings"].mean()
 
 
 def written_rise(model: str, part: str) -> pd.Series:
@@ -488,6 +545,14 @@ def tables() -> dict[str, list[str]]:
     return found
 
 
+def moved_again() -> str:
+    """The cell that the first queries showed, on others: moved, by equal donors, the donors'."""
+    again = table(SMOL, "interchange_again")
+    new = again[~again["source"].isin(table(SMOL, "interchange")["source"])]
+    pairs = (("high", "low"), ("equal a", "equal b"), ("own high", "own low"))
+    return "".join(change(new[one] - new[other]) for one, other in pairs)
+
+
 def rates_in_words() -> str:
     (chance, half), (other_chance, other_half) = (own_rates(model) for model in MODELS)
     return (
@@ -512,18 +577,28 @@ def in_words() -> dict[str, str]:
     def more(what: str) -> str:
         return mean(rise(QWEN, what) - rise(SMOL, what))  # of queries that both have
 
-    hits = [site(QWEN, f"written: {name}", HOT, what="hits") for name in ("header", "query")]
+    header_picks, query_picks = hits(QWEN, "header", HOT), hits(QWEN, "query", HOT)
     smol = site(SMOL, "own context", HOT) / 10 - site(SMOL, "header", HOT)
     cells = table(SMOL, "interchange").set_index(["term", "layer"])
     last = cells.loc[("header_last", 27)]
-    turns = table(QWEN, "turns").merge(table(QWEN, "contexts")[["context", "query"]])
+    columns = ["context", "query", "dataset", "right"]
+    turns = table(QWEN, "turns").merge(table(QWEN, "contexts")[columns])
     turns["beyond"] = turns["accepted"] - turns["accepted_after_another"]
     others = turns[~turns["category"].isin(COPIED)].groupby(["query", "temperature"])
     rest, beyond = (others[of].mean().unstack().dropna() for of in ("accepted", "beyond"))
     of = table(SMOL, "parts").pivot_table(index="query", columns="site", values="bits")
     near, far = of["response, blocks of 16"], of["response, 16 random tokens"]
+    gsm8k = turns[(turns["dataset"] == "gsm8k") & (turns["temperature"] > 0)]
+    right = gsm8k.groupby(["query", "right"])["accepted"].mean().unstack().dropna()
     return {
         "rest": mean(rest[0.0]) + mean(rest[HOT]) + change(rest[HOT] - rest[0.0]),
+        "again": moved_again(),
+        "right": change(right[1.0] - right[0.0]),
+        "split": "".join(split(QWEN)) + "".join(split(SMOL)),
+        "hits_rise": change(hits(QWEN, "own context", HOT) - hits(QWEN, "own context", 0.0)),
+        "states_less_output": shown(*auroc_less(QWEN, "log_odds", "control:output"), sign=True),
+        "states_less_words_q": shown(*auroc_less(QWEN, "log_odds", "control:text"), sign=True),
+        "states_less_output_s": shown(*auroc_less(SMOL, "log_odds", "control:output"), sign=True),
         "siblings_rise": change(rise(QWEN, "beyond siblings")),
         "near": change(near - far),
         "further": change(near - of["response, one block"]),
@@ -537,10 +612,7 @@ def in_words() -> dict[str, str]:
         "rest_beyond": change(beyond[HOT] - beyond[0.0]),
         "gsm8k": "".join(change(accepted(QWEN, "beyond another", t, "gsm8k")) for t in (0.0, HOT)),
         "hits_of_both": "".join(
-            change(
-                site(m, "written: header", t, what="hits")
-                - site(m, "written: query", t, what="hits")
-            )
+            change(hits(m, "header", t) - hits(m, "query", t))
             for m, t in ((QWEN, HOT), (QWEN, 0.0), (SMOL, 0.0))
         ),
         "header_less_query": mean(header - query),
@@ -549,7 +621,7 @@ def in_words() -> dict[str, str]:
         "header_adds": added(QWEN, 0.0),
         "header_adds_hot": added(QWEN, HOT),
         "smol_adds": added(SMOL, 0.0),
-        "header_hits": mean(hits[0] - hits[1]),
+        "header_hits": mean(header_picks - query_picks),
         "w_alone": mean(site(QWEN, "written: response", HOT)),
         "w_both": mean(site(QWEN, "written: response and header", HOT)),
         "raw_more": more("accepted"),
