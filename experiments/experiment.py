@@ -519,7 +519,8 @@ class Experiment(ABC):
         one = cls(runs, args, output_folder(cls, args.out, args.runs[0]))
         one.check()
         if args.dry_run:
-            print_plan(one.plan())
+            plan = one.plan()
+            print_plan(plan | ({"to know": " ".join(one.notes)} if one.notes else {}))
             return
         with only_writer(one.folder):
             result = with_style(one.result)()

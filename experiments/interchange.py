@@ -62,6 +62,7 @@ HEADER = "header"  # all tokens of the header together
 TOKENS = ("turn_end", "turn_separator", HEADER, "header_last")
 HIGH, LOW, EQUAL_A, EQUAL_B = ARMS = ("high", "low", "equal a", "equal b")
 TEMPERATURE = 0.7
+SAMPLES = 16
 POOL = 0.25  # donors of a high share are of the upper quarter, those of a low one of the lower
 CHOOSING, SCORING = "choosing", "scoring"  # shares of turns with even and odd sample numbers
 MOVED, RATIO, EQUAL = "high less low donor", "share of the donors' difference", "equal donors"
@@ -231,7 +232,7 @@ class Interchange(Experiment):
         add, names = partial(flag, parser), ", ".join(ASSESSED)
         share = f"whose share is exchanged, one of {names}"
         add("--outcome", str, GENUINE, share, choices=ASSESSED, metavar="CATEGORY")
-        add("--samples", whole_from(1), 16, "turns under each donor", metavar="N")
+        add("--samples", whole_from(1), SAMPLES, "turns under each donor", metavar="N")
         turns = "of turns, one that the runs have"
         add("--temperature", above_zero, TEMPERATURE, turns, metavar="T")
         where = "where states are put (default: all four)"
@@ -259,6 +260,11 @@ class Interchange(Experiment):
                 f"{self.runs[0].path} has fewer than two turns a context at T = "
                 f"{self.args.temperature:g} (it has {has}; samples: {settings['samples']})",
                 "give --temperature, or sample more turns (--samples 16)",
+            )
+        if settings["samples"] < SAMPLES:
+            self.notes.append(
+                f"shares are of {settings['samples']} turns a context, half of which choose: "
+                f"{SAMPLES} or more tell contexts apart (ia-mech sample --samples {SAMPLES})."
             )
         turns = self.verdicts.turns
         every = shares_of(turns, self.args.outcome, self.args.temperature).dropna()

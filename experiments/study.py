@@ -56,7 +56,6 @@ from ia_mech.cli import (
     add_workers,
     nonblank,
     path_of,
-    refuse_missing_model,
     run_command,
     tolerant_streams,
     whole_from,
@@ -65,7 +64,7 @@ from ia_mech.data.conversations import open_conversations
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
 from ia_mech.likelihood.carried import CEILING
-from ia_mech.models.embedded import cache_dir
+from ia_mech.models.embedded import cache_dir, refuse_missing
 from ia_mech.results import Result, about_runs, folder_of, kind_of, read, show, write
 from ia_mech.run import Run
 
@@ -386,7 +385,7 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _study(args: argparse.Namespace) -> int | None:
-    refuse_missing_model(args.model)  # before torch is loaded, which takes seconds
+    refuse_missing(args.model)  # before torch is loaded, which takes seconds
     from ia_mech.models.load import models_kept
 
     with models_kept():  # one load for all stages
@@ -433,7 +432,8 @@ def _results_beside(out: Path) -> list[str]:
 
 def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
     lines = {"pace": f"reads {read:.0f}, writes {write:.0f} tokens a second, as measured now"}
-    lines["queries"] = f"{args.queries}, {RESPONSES} responses, {args.samples} samples"
+    written = f"{RESPONSES} responses to each, which the model writes; the data's own aren't used"
+    lines["queries"] = f"{args.queries}; {written}; {args.samples} samples"
     total = 0.0
     for stage in stages(args):
         took = seconds_of(stage, read, write)
@@ -443,6 +443,8 @@ def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
             if sum(stage.tokens)
             else "no model is run"
         )
+    if args.queries < PROBED:
+        lines["probes"] = f"left out: they need {PROBED} queries"
     lines["all"] = f"{total / 3600:.1f} hours, to {args.out}"
     print_plan(lines)
 

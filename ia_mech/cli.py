@@ -266,17 +266,6 @@ def refuse_missing(path: Path) -> None:
         raise UserError(f"no file {path}", "give the path of an existing file")
 
 
-def refuse_missing_model(name: str) -> None:
-    """Raise UserError if a model is named like a folder or file that isn't there."""
-    path = Path(name).expanduser()
-    if path.exists():
-        return
-    if path.suffix.lower() == ".gguf":
-        raise UserError(f"no file {path}", "give the path of an existing GGUF file")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"no directory {name}", "give an existing directory or a hub id")
-
-
 def shell_word(word: object) -> str:
     """A word of a shell command that is printed to be copied: one line, whatever a path holds."""
     text = str(word)

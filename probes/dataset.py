@@ -219,13 +219,13 @@ def check_enough(outcome: Outcome, target: Target) -> None:
         UserError: too few sources with a positive turn or without one, also where rates differ.
     """
     sources = outcome.source_count
-    needs = f"a probe needs {MIN_SOURCES} with one and {MIN_SOURCES} without"
+    needs = f"a probe needs {MIN_SOURCES} sources with such a turn, and {MIN_SOURCES} with another"
 
     def fewest(rows: np.ndarray | slice) -> tuple[int, str]:
         """Sources of the rarer kind, and what there is of them."""
-        kinds = "has its property", "lacks it"
+        kinds = "counts", "doesn't count"
         few, kind = min(zip(outcome.sources_of_either_kind(rows), kinds, strict=True))
-        return few, f"only {few} of {sources} sources have a turn that {kind} ({target.name})"
+        return few, f"only {few} of {sources} sources have a turn that {kind} for {target.words}"
 
     few, there = fewest(slice(None))
     if few < MIN_SOURCES:

@@ -249,7 +249,7 @@ def test_runs_of_one_model_are_pooled_and_a_response_counts_once(planted):
     [
         (
             [*sums(1, 1, policy="given"), Prompt("c", answer="It depends on what you like.")],
-            "which responses of sums are right can't be told; verifying takes",
+            "which responses of sums are right can't be told; responses that",
         ),
         (
             [Prompt(f"u{n}", metadata=UNKNOWN, answer=None) for n in (0, 1)],

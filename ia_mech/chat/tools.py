@@ -14,12 +14,14 @@ def refuse_hidden(template: ChatTemplate, turns: Sequence[Message]) -> None:
     Raises:
         UserError: names it.
     """
+    # What an answer may rest on has to be seen: of a dialogue without calls, the tools needn't.
+    used = any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns)
     for index, turn in enumerate(turns):
         for what, marked in _marked(turn):
             if MARK not in template.render([*turns[:index], marked, *turns[index + 1 :]]):
                 remedy = "use a model whose template does, or leave out such conversations"
                 remedy += " (--skip-unusable)"
-                if what not in (ANSWERED, CALLED):  # which an answer may rest on
+                if what not in (ANSWERED, CALLED) and not used:
                     remedy += "; or, if it isn't needed, name it with --metadata-columns"
                 raise UserError(f"the chat template doesn't show {what}", remedy)
 

@@ -159,7 +159,8 @@ def _read(surveyed: Survey, settings: Settings) -> None:
         except UserError as error:
             problem = f"conversation {conversation.id}: {error.problem}"
             if not settings.skip_unusable:
-                raise UserError(problem, error.remedy) from error
+                more = f"{error.remedy} (--skip-unusable --dry-run lists all such conversations)"
+                raise UserError(problem, more) from error
             surveyed.skipped.append(problem)
             continue
         if prompt is not None:

@@ -34,6 +34,7 @@ from ia_mech.engine.sampling import draw_tokens, stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Engine, held
 from ia_mech.engine.state import Prefilled, Prefix, State, expand, forward, prefill
+from ia_mech.engine.workers import torch_threads
 from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.models.load import context_limit, refuse_unknown_ids, text_config
 
@@ -98,7 +99,12 @@ class _WrongNumbers(UserError):
 
 def _check(model: PreTrainedModel, ids: list[int]) -> None:
     try:
-        with torch.inference_mode(), _narrow_windows(model, ids[:TOKENS]):
+        # Threads of passes this small mostly wait for each other, on a busy machine for a minute.
+        with (
+            torch_threads(1),
+            torch.inference_mode(),
+            _narrow_windows(model, ids[:TOKENS]),
+        ):
             differences = _Differences(model, ids)
             differences.measure()
     except UserError:

@@ -97,7 +97,7 @@ def compute_in_workers(
         return compute(item)
 
     with (
-        _torch_threads(threads),
+        torch_threads(threads),
         _on_interrupt(stop.set),
         ThreadPoolExecutor(workers, initializer=on_block.set, initargs=(check,)) as pool,
     ):
@@ -125,7 +125,7 @@ def compute_in_workers(
 
 
 @contextlib.contextmanager
-def _torch_threads(number: int) -> Iterator[None]:
+def torch_threads(number: int) -> Iterator[None]:
     """Threads that are started while this lasts compute with so many of PyTorch's."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)

@@ -6,7 +6,10 @@ probe of them circular. ``verdict`` is the contract of a judge and explains how 
 ``decoys`` is the control of all of them.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -15,11 +18,13 @@ if TYPE_CHECKING:
     from ia_mech.run import Run
 
 
-def label(run: "Run", judge: "Judge | None" = None, name: str = "rules") -> "pd.DataFrame":
+def label(
+    run: "str | Path | Run", judge: "Judge | None" = None, name: str = "rules"
+) -> "pd.DataFrame":
     """Have a judge label the user turns of a run, and its decoys, as ``ia-mech judge run`` does.
 
     Args:
-        run: where its verdicts are kept; what is labelled isn't labelled again.
+        run: or its folder, where the verdicts are kept; what is labelled isn't labelled again.
         judge: the rules judge unless another is given.
         name: of its verdicts in the run.
 
@@ -27,11 +32,19 @@ def label(run: "Run", judge: "Judge | None" = None, name: str = "rules") -> "pd.
         What ``run.labelled(name)`` gives: a row per turn, with ``category`` and ``genuine``.
 
     Raises:
-        UserError: as :func:`ia_mech.judge.judging.label_run`.
+        UserError: as :func:`ia_mech.judge.judging.label_run`; the judge isn't an object.
     """
     from ia_mech.display import Quiet
     from ia_mech.judge.judging import label_run
     from ia_mech.judge.rules import RulesJudge
+    from ia_mech.judge.verdict import Judge
+    from ia_mech.run import Run
 
+    if judge is not None and not isinstance(judge, Judge):
+        raise UserError(
+            f"{judge!r} is no judge",
+            "give an object of a class of ia_mech.judge.verdict.Judge, or use ia-mech judge run",
+        )
+    run = run if isinstance(run, Run) else Run.open(run)
     label_run(run, judge or RulesJudge(), name, Quiet())
     return run.labelled(name)

@@ -103,7 +103,7 @@ def _add_run(commands) -> None:
     )
     parser.set_defaults(function="ia_mech.judge.command:run_judge")
     add = parser.add_argument
-    add("run", type=run_folder, help="a run's folder")
+    add("run", type=run_folder, metavar="RUN", help="a run's folder")
     _add_judge(parser)
     add("--name", help="of the verdicts (default: rules, or the model's name)")
     add(
@@ -216,7 +216,7 @@ def _add_agreement(commands) -> None:
     )
     parser.set_defaults(function="ia_mech.judge.labellers:command")
     add = parser.add_argument
-    add("run", type=run_folder, help="a run's folder")
+    add("run", type=run_folder, metavar="RUN", help="a run's folder")
     add("--between", nargs="+", metavar="NAME", help="judges and annotators (default: all)")
     add(
         "--disagreements",

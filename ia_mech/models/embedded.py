@@ -100,6 +100,21 @@ def models_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ia_mech" / "models"
 
 
+def refuse_missing(name: str) -> None:
+    """Raise UserError if a model is named like a folder or file that isn't there, or nearly like an
+    embedded one; before anything slow is loaded."""
+    path = Path(name).expanduser()
+    if name in MODELS or path.exists():
+        return
+    if path.suffix.lower() == ".gguf":
+        raise UserError(f"no file {path}", "give the path of an existing GGUF file")
+    local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if local or ("/" in name and path.parent.is_dir()):
+        raise UserError(f"no directory {name}", "give an existing directory or a hub id")
+    if meant := [one for one in MODELS if one.startswith(name.lower())]:
+        raise UserError(f"no model {name}", f"did you mean {' or '.join(meant)}?")
+
+
 def directory(name: str = NAME, fetch: bool = True) -> Path:
     """The folder of a key of ``MODELS``, made on first use if ``fetch`` allows it.
 

@@ -32,7 +32,6 @@ from transformers import (
 from transformers import logging as transformers_logging
 from transformers.utils.quantization_config import Mxfp4Config
 
-from ia_mech.cli import refuse_missing_model
 from ia_mech.errors import UserError, exhaustion, is_out_of_memory
 from ia_mech.models import embedded
 from ia_mech.run.integrity import replace_file
@@ -473,7 +472,7 @@ def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
     if spec.name in embedded.MODELS:
         _refuse_revision(spec)
         return str(embedded.directory(spec.name, fetch)), kwargs
-    refuse_missing_model(spec.name)
+    embedded.refuse_missing(spec.name)
     path = Path(spec.name).expanduser()
     if path.suffix.lower() == ".gguf":
         _refuse_revision(spec)

@@ -38,8 +38,9 @@ QUESTION = "Are right responses followed up more often than wrong ones?"
 NAMES = compute.NAMES | {"correct": "object"}
 ACCURACY, DIFFERENCE, SIBLINGS = "accuracy", "right less wrong", " over siblings"
 NEEDED = (
-    "verifying takes a gold answer that is one number or formula (--answer-column), IFEval's "
-    "columns instruction_id_list and kwargs, or a column correct beside given responses"
+    "responses that the model wrote are verified by a gold answer that is one number or formula "
+    "(--answer-column) or IFEval's columns instruction_id_list and kwargs, given ones by a column "
+    "correct alone"
 )
 
 

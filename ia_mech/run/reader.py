@@ -303,7 +303,8 @@ class Run:
 
     def __repr__(self) -> str:
         unfinished = "" if self.complete else ", unfinished"
-        return f"Run({str(self.path)!r}{unfinished})"
+        counted = f"{self.model['name']}, {self.counts['contexts']} contexts{unfinished}"
+        return f"Run({str(self.path)!r}: {counted})"
 
     def _repr_html_(self) -> str:
         rows = {

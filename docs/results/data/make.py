@@ -30,6 +30,7 @@ from experiments.locate import (
 from ia_mech import Run
 
 TURN = ["context_id", "temperature", "sample"]
+DEPTHS = {"SmolLM2-135M": 30, "Qwen2.5-Coder-1.5B": 28}
 EXCHANGED = ["source", "term", "layer", "high", "low", "equal a", "equal b"]
 EXCHANGED += ["own high", "own low", "unchanged"]
 
@@ -138,7 +139,8 @@ def estimates(models: dict[str, Path], names: dict[str, tuple[str, int]]) -> pd.
             reach = student_t.ppf(0.975, len(of_query) - 1) * of_query.sem()
             mean = of_query.mean()
             rows.append({"term": name, "dataset": model, "value": mean})
-            rows[-1] |= {"low": mean - reach, "high": mean + reach, "layer": layer + 1.5}
+            middle = (layer + min(layer + 3, DEPTHS[model])) / 2  # of up to four layers
+            rows[-1] |= {"low": mean - reach, "high": mean + reach, "layer": middle}
     return pd.DataFrame(rows)
 
 
