@@ -64,7 +64,7 @@ from ia_mech.data.conversations import open_conversations
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
 from ia_mech.likelihood.carried import CEILING
-from ia_mech.models.embedded import cache_dir, refuse_missing
+from ia_mech.models.embedded import cache_dir, refuse_missing_model
 from ia_mech.results import Result, about_runs, folder_of, kind_of, read, show, write
 from ia_mech.run import Run
 
@@ -385,7 +385,7 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _study(args: argparse.Namespace) -> int | None:
-    refuse_missing(args.model)  # before torch is loaded, which takes seconds
+    refuse_missing_model(args.model)  # before torch is loaded, which takes seconds
     from ia_mech.models.load import models_kept
 
     with models_kept():  # one load for all stages

@@ -17,12 +17,13 @@ from ia_mech.cli import (
     Parser,
     one_line,
     path_of,
+    refuse_missing,
     run_command,
     tolerant_streams,
 )
 from ia_mech.data.formats import SUFFIXES
 from ia_mech.errors import UserError
-from ia_mech.models.embedded import refuse_missing
+from ia_mech.models.embedded import refuse_missing_model
 from ia_mech.settings import (
     FIRST,
     RUN,
@@ -133,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         # All of this before torch is loaded, which takes seconds.
         if (file := Path(settings.dataset).expanduser()).suffix in SUFFIXES:
             refuse_missing(file)
-        refuse_missing(settings.model)
+        refuse_missing_model(settings.model)
         from ia_mech.run.layout import refuse_as_run
 
         refuse_as_run(out)

@@ -100,7 +100,7 @@ def models_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ia_mech" / "models"
 
 
-def refuse_missing(name: str) -> None:
+def refuse_missing_model(name: str) -> None:
     """Raise UserError if a model is named like a folder or file that isn't there, or nearly like an
     embedded one; before anything slow is loaded."""
     path = Path(name).expanduser()

@@ -472,7 +472,7 @@ def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
     if spec.name in embedded.MODELS:
         _refuse_revision(spec)
         return str(embedded.directory(spec.name, fetch)), kwargs
-    embedded.refuse_missing(spec.name)
+    embedded.refuse_missing_model(spec.name)
     path = Path(spec.name).expanduser()
     if path.suffix.lower() == ".gguf":
         _refuse_revision(spec)
