@@ -194,3 +194,23 @@ def test_a_cache_that_cannot_be_made_is_one_line(pip, tmp_path, monkeypatch):
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "file" / "cache"))
     assert "could not be prepared" in refusal()
     assert pip.commands == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("SmolLM2", r"did you mean smollm2-135m-instruct\?"),
+        ("here/nosuch", "no directory here/nosuch"),
+        ("./nosuch", "no directory"),
+        ("nosuch.gguf", "no file nosuch.gguf"),
+    ],
+)
+def test_a_model_that_is_misnamed_is_refused_before_a_hub_is_asked(
+    name, words, tmp_path, monkeypatch
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=words):
+        embedded.refuse_missing_model(name)
+    for fine in (embedded.NAME, "gpt2", "Qwen/Qwen3-0.6B", "here"):
+        embedded.refuse_missing_model(fine)

@@ -9,6 +9,7 @@ import pytest
 from judging import DECOYS, ROWS, FakeJudge, Recorded, genuine
 from runs import CONTEXTS, planted, stored
 
+from ia_mech import judge as judge_package
 from ia_mech.errors import UserError
 from ia_mech.judge.judging import items_of, label_run
 from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE, VERSION
@@ -195,3 +196,12 @@ def test_items_come_in_batches_no_larger_than_a_judge_takes(label):
     rows = label(judge)
     assert sizes == [7] * (ALL // 7) + [ALL % 7] and len(judge.asked) == ALL
     assert rows["rationale"].tolist() == [f"turn {i}" for i in range(ROWS)]
+
+
+def test_one_call_labels_from_python_and_what_is_no_judge_is_refused(run):
+    turns = judge_package.label(run.path)
+    assert turns["category"].tolist() == Run.open(run.path).labelled("rules")["category"].tolist()
+    mine = judge_package.label(run, FakeJudge(paid=False), "mine")
+    assert len(mine) == len(turns)
+    with pytest.raises(UserError, match="'rules' is no judge; give an object"):
+        judge_package.label(run, "rules", "third")
