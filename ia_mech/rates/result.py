@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from ia_mech.cli import one_line
-from ia_mech.estimates import ALL, all_datasets, estimate_of, few_sources
+from ia_mech.estimates import ALL, FEW_SOURCES, all_datasets, estimate_of, few_sources
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import heading
 from ia_mech.judge.verdict import OUTCOMES
@@ -92,10 +92,12 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame) -> str:
     )
     perturbed = "" if first["perturbation"] == "none" else f" ({one_line(first['perturbation'])})"
     above = _ABOVE[gate.verdict] if plain["value"].any() else _NONE
+    sources = turns["source"].nunique()
+    few = " (few: take it as rough)" if sources < FEW_SOURCES else ""
     unfinished = f" {turns['unfinished'].mean():.0%} of them follow an unfinished response."
     return (
         f"Of {len(turns)} user turns of {one_line(first['model'])}{perturbed} from "
-        f"{turns['source'].nunique()} sources, judge {judged.judge} calls genuine follow-ups: "
+        f"{sources} sources{few}, judge {judged.judge} calls genuine follow-ups: "
         f"{rates}.{unfinished if turns['unfinished'].any() else ''} {above} "
         f"{_reaction(gate)}"
     )
@@ -152,7 +154,7 @@ def _rate_table(title: str, rows: pd.DataFrame, *, full: bool = False) -> Table:
         "rate_complete": ("after complete responses", 2),
         "grounded": ("and grounded", 2),
         DEPENDENT: ("and dependent", 2),
-        "difference": ("Δ from greedy", "+.2f"),
+        "difference": ("Δ from greedy, Holm's p", "+.2f"),
     }
     own = rows[rows["decoy"].isna()]
     of_outcome = own["quantity"] == "rate"
