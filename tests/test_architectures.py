@@ -87,7 +87,17 @@ def test_greedy_rows_equal_generate(architecture):
     assert len(distinct) > 10, "references that repeat themselves would show little"
 
 
-@EACH
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *tiny.FAMILIES,
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in tiny.ARCHITECTURES
+            if each not in tiny.FAMILIES
+        ),
+    ],
+)
 def test_rows_of_a_batch_follow_the_rule_on_the_logits_of_full_passes(architecture):
     """Tokens and margins are those of the rule, whatever else is in the batch."""
     model = tiny.model(architecture)
@@ -117,7 +127,8 @@ def test_rows_of_a_batch_follow_the_rule_on_the_logits_of_full_passes(architectu
     ("architecture", "share", "piece"),
     [
         *((each, True, 5) for each in tiny.ARCHITECTURES),
-        *((each, share, 256) for each in tiny.FAMILIES for share in (True, False)),
+        *((each, False, 256) for each in tiny.FAMILIES),
+        *(pytest.param(each, True, 256, marks=pytest.mark.slow) for each in tiny.FAMILIES),
     ],
 )
 def test_scores_equal_a_full_forward_pass(architecture, share, piece, monkeypatch):

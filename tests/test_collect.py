@@ -378,7 +378,7 @@ def test_contexts_that_are_too_long_are_refused_or_skipped_counted_and_recorded(
 def test_a_failed_check_is_refused_or_recorded_and_shown_wherever_results_are(
     tiny_model_dir, tmp_path, capfd, monkeypatch
 ):
-    words = ["--model", tiny_model_dir, "--limit", "3", "--samples", "1", "--temperatures", "1"]
+    words = ["--model", tiny_model_dir, "--limit", "1", "--samples", "1", "--temperatures", "1"]
     words += ["--max-new-tokens", "3", "--out", str(tmp_path / "run")]
     problem = "LlamaForCausalLM gives other logits in "
     monkeypatch.setattr("ia_mech.engine.check.TOLERANCE", 0.0)
@@ -448,7 +448,8 @@ def test_a_run_goes_on_with_its_threads_unless_others_are_given(tiny_subject, tm
 
 def test_rows_do_not_depend_on_the_workers(tiny_subject, tmp_path):
     """Nor on being killed, and going on with another number of them."""
-    settings = replace(SETTINGS, batch_rows=10, response="generate", max_response_tokens=6)
+    settings = replace(SETTINGS, limit=4, batch_rows=10, response="generate")
+    settings = replace(settings, max_new_tokens=4, max_response_tokens=4)
     digests = {
         sampled(settings, tiny_subject, tmp_path / str(n), crew=Crew(n, 1)).digest() for n in (1, 3)
     }

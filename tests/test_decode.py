@@ -69,17 +69,17 @@ def test_one_token_and_rows_that_all_end_at_once():
 def test_rows_that_take_the_places_of_others_are_as_those_alone(architecture):
     """Of every age together, in layers that share their prefix, slide or recur, and in copies."""
     model, lengths = tiny.model(architecture), (3, 23, 9, 14)
-    rows = [Row(i % 4, 0.8 * (i % 3), stream_key(0, "s", i)) for i in range(10)]
+    rows = [Row(i % 4, 0.8 * (i % 3), stream_key(0, "s", i)) for i in range(8)]
     groups = [prefilled(model, lengths[:2]), prefilled(model, lengths[2:])]
     stops, steps = [tiny.EOS, *range(80, 97)], []
-    alone = [decode(model, groups, [row], stops, 12)[0] for row in rows]
+    alone = [decode(model, groups, [row], stops, 8)[0] for row in rows]
     assert len({len(one.token_ids) for one in alone}) > 3
     for places in (1, 4):
         found = decode(
-            model, groups, rows, stops, 12, together=places, on_step=lambda *n: steps.append(n)
+            model, groups, rows, stops, 8, together=places, on_step=lambda *n: steps.append(n)
         )
         assert near_ties(model, lengths, rows, found, alone) == 0
         assert max(drew for drew, *_ in steps) <= places
     with copied_prefixes(model):
-        found = decode(model, groups, rows, stops, 12, together=5)
+        found = decode(model, groups, rows, stops, 8, together=5)
     assert near_ties(model, lengths, rows, found, alone) == 0

@@ -88,7 +88,7 @@ class Sampling:
 
 @pytest.fixture(scope="module")
 def generated(forks, tiny_model_dir, tmp_path_factory) -> Sampling:
-    return Sampling(forks, tiny_model_dir, tmp_path_factory.mktemp("few"), "--limit", 6, *GENERATED)
+    return Sampling(forks, tiny_model_dir, tmp_path_factory.mktemp("few"), "--limit", 4, *GENERATED)
 
 
 def stop_sampling(

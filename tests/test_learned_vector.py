@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from conftest import Silent
-from shell import call, files, refusal
+from shell import call, refusal
 
 from experiments.arms import EXCESS, SIBLINGS, best_elsewhere
 from experiments.arms import RATE as ACCEPTED
@@ -52,8 +52,14 @@ def learning(contexts, dose: float = 0.5, steps: int = 10) -> Learning:
     return Learning("half 1", "", 1, 0, OWN, tuple(contexts), dose, steps, 0)
 
 
-@pytest.mark.parametrize("architecture", [one for one in tiny.FAMILIES if one != "qwen3_5"])
-@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "in_turn"),
+    [
+        *(("llama", False), ("llama", True), ("gpt_oss", True), ("gemma3", False)),
+        pytest.param("gpt_oss", False, marks=pytest.mark.slow),
+        pytest.param("gemma3", True, marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_learned_makes_the_turns_likely_where_it_is_added(architecture, in_turn):
     """By plain scores of whole contexts, as a run under the vector would have them."""
     network = tiny.model(architecture)
@@ -149,9 +155,11 @@ def rates_under(model: Model, queries, layer: int, direction, dose: float = 0.5)
     return rows
 
 
-def estimates_of(model: Model, layers: tuple[int, ...]) -> tuple[pd.DataFrame, list[str]]:
-    """What the experiment finds in a planted model, its notes."""
-    queries, rows = planted.queries(16, 0), []
+def estimates_of(
+    model: Model, layers: tuple[int, ...], count: int
+) -> tuple[pd.DataFrame, list[str]]:
+    """What the experiment finds in a planted model of so many queries, its notes."""
+    queries, rows = planted.queries(count, 0), []
     args = SimpleNamespace(level=0.95, resamples=200, seed=0)
     one = LearnedVector([], args, Path())
     one.part = {contexts[0].source: n % 4 for n, contexts in enumerate(queries)}
@@ -166,7 +174,7 @@ def estimates_of(model: Model, layers: tuple[int, ...]) -> tuple[pd.DataFrame, l
                     for q in mine
                     for k in range(4)
                 ]
-                found = rates_under(model, others, layer, learn(model, learning(pairs, steps=5)))
+                found = rates_under(model, others, layer, learn(model, learning(pairs, steps=3)))
                 rows += [row | {"term": term} for row in found]
     found = pd.DataFrame(
         {"quantity": row.quantity, **row.names, "value": row.estimate.value,
@@ -178,7 +186,7 @@ def estimates_of(model: Model, layers: tuple[int, ...]) -> tuple[pd.DataFrame, l
 
 def test_the_layer_at_which_a_planted_gate_opens_is_found():
     """Block 3 reads the header: 11 of 16 queries can be opened before it, none after it."""
-    found, notes = estimates_of(planted.model(True), (2, 4))
+    found, notes = estimates_of(planted.model(True), (2, 4), 16)
     value = found["value"]
     assert value[EXCESS, UNSTEERED].item() == 0
     assert value[EXCESS, OWN, 2] == pytest.approx(11 / 16)
@@ -190,7 +198,7 @@ def test_the_layer_at_which_a_planted_gate_opens_is_found():
 
 
 def test_nothing_is_found_where_nothing_is_behind_the_gate():
-    found, _ = estimates_of(planted.model(False), (2,))
+    found, _ = estimates_of(planted.model(False), (2,), 8)
     assert found.loc[(OPENED, CHOSEN)].iloc[0]["value"] == 0
     assert (found.loc[OPENED, "p"].dropna() == 1).all()
 
@@ -254,10 +262,6 @@ def test_the_command_holds_what_a_half_learned_against_the_other_half(run, tmp_p
     value = value.sort_index()
     apart = value[EXCESS, OWN, 2] - value[EXCESS, SIBLING, 2]
     assert value[OPENED, OWN, 2] == pytest.approx(apart)
-
-    before = files(out)
-    again = call(main, words, capfd)
-    assert (again.status, again.out) == (0, outcome.out) and files(out) == before
 
 
 def test_turns_are_paired_with_their_own_response_a_sibling_and_another_query(run, tmp_path):

@@ -247,7 +247,8 @@ def pair(tiny_model_dir, tmp_path_factory):
 
 
 def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_path, capfd):
-    words = ["compare", *pair, "--queries", "2", "--out", str(tmp_path / "out")]
+    words = ["compare", *pair, "--queries", "2", "--resamples", "100"]
+    words += ["--out", str(tmp_path / "out")]
     done = call(main, words, capfd)
     assert done.status == 0, done.err
     first, second, *_ = done.out.splitlines()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from runs import rewritten
-from shell import call, files, refusal
+from shell import call, refusal
 
 from benchmarks.probe_validation.planted import Plan, plant, write
 from ia_mech.errors import UserError
@@ -62,12 +62,12 @@ def matrix(hidden, outcome, units, settings=QUICK):
 
 def test_a_shared_direction_carries_over_and_another_does_not():
     hidden, outcome, units = made([0, 0, 5])
-    entries, notes = cross_evaluate(hidden, outcome, units, AnalysisSettings(permutations=199))
+    entries, notes = cross_evaluate(hidden, outcome, units, AnalysisSettings(permutations=99))
     found = by_pair(entries)
     assert not notes and len(found) == 9
     alike = [found[pair] for pair in [("u0", "u1"), ("u1", "u0"), ("u0", "u0"), ("u2", "u2")]]
     for entry in alike:
-        assert entry.auroc.low > 0.65 and entry.p == 1 / 200
+        assert entry.auroc.low > 0.65 and entry.p == 1 / 100
         assert entry.most_chosen == (1, "b")
     for pair in [("u0", "u2"), ("u1", "u2"), ("u2", "u0"), ("u2", "u1")]:
         # A trained probe leans a little on any axis, and these are strong: it need not be 0.5.
@@ -109,7 +109,13 @@ def test_a_target_that_is_constant_per_source_is_not_read_from_its_source():
 # -- what is trained on what ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompts", [[0, 1, 2], [0, 0, 1]], ids=["apart", "same prompts"])
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        pytest.param([0, 0, 1], id="same prompts"),
+        pytest.param([0, 1, 2], id="apart", marks=pytest.mark.slow),
+    ],
+)
 def test_no_source_is_on_both_sides(monkeypatch, prompts):
     hidden, outcome, units = made([0, 0, 0], 40, prompts=prompts)
     validate, seen = module.cross_validate, []
@@ -134,7 +140,7 @@ def test_no_source_is_on_both_sides(monkeypatch, prompts):
 
 def test_nothing_is_chosen_with_what_is_tested():
     """Other labels and states among the tested contexts leave the probe as it was."""
-    hidden, outcome, units = made([0, 5])
+    hidden, outcome, units = made([0, 5], 40)
     rows = units["u1"]
     k = outcome.positives.copy()
     k[rows] = TRIALS - k[rows]
@@ -231,9 +237,6 @@ def test_the_command_prints_a_matrix_and_keeps_it(runs, command, monkeypatch):
         assert row["low"] < row["high"] and 0 < row["p"] <= row["p_holm"] <= 1
         assert row["layer"] in (1, 2) and row["sources"] == row["train_contexts"] == CONTEXTS
         assert shown.startswith(f"{row['value']:.2f} [") and shown in said.out
-    before = files(runs[0])
-    again = command(*runs, *words)
-    assert again.out == said.out and files(runs[0]) == before
 
 
 @pytest.mark.parametrize(

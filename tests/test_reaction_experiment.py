@@ -104,7 +104,7 @@ def answered(folder):
         patch.setattr("experiments.reaction.MOST_CONTROLLED", 3)
         patch.setattr("experiments.reaction.SURPLUS", 1)  # what is written isn't used
         patch.setattr("experiments.reaction.usable_wordings", wordings)
-        assert main([str(folder), "--out", str(out)]) == 0
+        assert main([str(folder), "--out", str(out), "--resamples", "200"]) == 0
     return out
 
 
@@ -150,7 +150,7 @@ def test_a_model_that_writes_no_wordings_has_no_such_control(
     """Random weights end no text: all wordings are cut off, and all responses that are told apart
     are, too."""
     monkeypatch.setattr("experiments.reaction.MOST_CONTROLLED", 1)
-    words = [str(siblings.path), "--out", str(tmp_path / "out")]
+    words = [str(siblings.path), "--out", str(tmp_path / "out"), "--resamples", "100"]
     assert "1 responses, each 12 times" in call(main, [*words, "--dry-run"], capfd).out
     shown = " ".join(call(main, words, capfd).out.split())
     assert "No control was made of wordings" in shown

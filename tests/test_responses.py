@@ -120,7 +120,7 @@ def one_by_one(settings, subject, prompt, source):
     return draws, taken
 
 
-@pytest.mark.parametrize(("most", "count"), [(4, 8), (12, 3)])
+@pytest.mark.parametrize(("most", "count"), [(4, 5), (12, 2)])
 def test_responses_are_drawn_until_enough_are_finished_and_differ(
     most, count, tiny_subject, tmp_path, progress, ending
 ):
@@ -138,7 +138,7 @@ def test_responses_are_drawn_until_enough_are_finished_and_differ(
         assert own.loc[own["order"].notna(), "draw"].tolist() == taken
         expected += [draws[i] for i in taken]
         short += not taken
-    assert 0 < short < 8 or most == 12
+    assert 0 < short < count or most == 12
     written = run.contexts["messages"].map(lambda messages: messages[-1]["content"])
     assert written.tolist() == expected and not run.contexts["response_unfinished"].any()
     assert run.complete and run.counts["contexts"] == 3 * (count - short)

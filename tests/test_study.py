@@ -25,12 +25,13 @@ from ia_mech.models import load as models
 from ia_mech.results import read
 
 STUDY = "run/results/study"
-SETTINGS = ["--queries", "5", "--quick", "--maps", "windows", "--unfinished", "--workers", "1"]
+SETTINGS = ["--queries", "4", "--quick", "--maps", "windows", "--unfinished", "--workers", "1"]
+SMALL = {"RESPONSE_TOKENS": 5, "TURN_TOKENS": 6, "TEMPERATURES": (1.0,)}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> str:
-    return scored.dataset(tmp_path_factory.mktemp("data") / "chats.jsonl", scored.CONVERSATIONS[:5])
+    return scored.dataset(tmp_path_factory.mktemp("data") / "chats.jsonl", scored.CONVERSATIONS[:4])
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,8 @@ def finished(model: str, data: str, out: Path) -> Path:
         patch.setattr(models, "_load", lambda spec: loaded.append(spec) or once(spec))
         # Other tests' copies of the model, which are used meanwhile, are none of this study's.
         patch.setattr(models, "_places", lambda weights: out.parent / "notes" / weights)
-        patch.setattr(study, "RESPONSE_TOKENS", 5)
-        patch.setattr(study, "TURN_TOKENS", 6)
+        for name, value in SMALL.items():
+            patch.setattr(study, name, value)
         assert study.main([model, "--dataset", data, *SETTINGS, "--out", str(out)]) == 0
     assert len(loaded) <= 1
     return out
@@ -67,8 +68,8 @@ def test_a_study_ends_with_one_sentence_its_control_and_a_page(made):
 
 def test_a_second_call_computes_nothing_again(made, data, tiny_model_dir, monkeypatch):
     """Also with --hours: what was begun stays as it is, at whatever pace."""
-    monkeypatch.setattr(study, "RESPONSE_TOKENS", 5)
-    monkeypatch.setattr(study, "TURN_TOKENS", 6)
+    for name, value in SMALL.items():
+        monkeypatch.setattr(study, name, value)
     monkeypatch.setattr(study, "measured_pace", lambda model: (1e-3, 1e-3))
     parts = {path: path.stat().st_mtime_ns for path in made.rglob("part*")}
     before = read(made / STUDY).sentence
@@ -86,7 +87,7 @@ def test_a_second_call_computes_nothing_again(made, data, tiny_model_dir, monkey
 
 @pytest.mark.slow
 def test_killed_at_five_moments_it_comes_to_the_same_numbers(made, data, tiny_model_dir, tmp_path):
-    patched = "study.RESPONSE_TOKENS, study.TURN_TOKENS = 5, 6"
+    patched = f"vars(study).update({SMALL})"
     command = f"import sys; from experiments import study; {patched}; sys.exit(study.main())"
     words = [str(tiny_model_dir), "--dataset", data, *SETTINGS, "--out", str(tmp_path / "study")]
     for written in (
