@@ -203,8 +203,11 @@ def test_what_belongs_to_tools_is_shown_or_refused_by_name(lacks, what):
         UserError, match=f"the chat template doesn't show {what}; use a model whose"
     ) as refused:
         ChatFormat(tokenizer).context(messages)
-    # Without its calls a dialogue would still have their results.
-    assert ("--metadata-columns" in refused.value.remedy) == (what == "the tools that there are")
+    # Named as metadata, tools would leave a dialogue with calls of what isn't there.
+    assert "--metadata-columns" not in refused.value.remedy
+    if what == "the tools that there are":
+        with pytest.raises(UserError, match="--metadata-columns"):
+            ChatFormat(tokenizer).context([messages[0], messages[-1]])
 
 
 def test_a_name_is_shown_or_refused():
