@@ -660,3 +660,16 @@ def test_a_page_says_what_the_data_say(page):
 def test_what_rates_themselves_could_tell_is_said():
     text = " ".join((RESULTS / "compare.md").read_text("utf-8").split())
     assert rates_in_words() in text
+
+
+def test_how_often_accepted_turns_fit_others_is_said():
+    page, readme = (
+        " ".join(path.read_text("utf-8").split())
+        for path in (RESULTS / "compare.md", ROOT / "README.md")
+    )
+    (far, near), (smol_far, smol_near) = (fit_others(model) for model in (QWEN, SMOL))
+    both = f"(SmolLM2: {smol_near:.2f} and {smol_far:.2f})"
+    after = "are accepted after siblings, too, and"
+    assert f"{near:.2f} {after} {far:.2f} after another conversation {both}" in page
+    assert f"it accepts {far:.2f} after a conversation that they didn't follow, and" in readme
+    assert f"and {near:.2f} after siblings" in readme
