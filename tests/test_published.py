@@ -550,7 +550,8 @@ def moved_again() -> str:
     again = table(SMOL, "interchange_again")
     new = again[~again["source"].isin(table(SMOL, "interchange")["source"])]
     pairs = (("high", "low"), ("equal a", "equal b"), ("own high", "own low"))
-    return "".join(change(new[one] - new[other]) for one, other in pairs)
+    moved, equal, own = (new[one] - new[other] for one, other in pairs)
+    return "".join(map(change, (moved, equal, own, moved - equal)))
 
 
 def rates_in_words() -> str:
