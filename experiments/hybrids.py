@@ -7,7 +7,7 @@ A model with recurrent layers has one site more, their state, which holds all to
 ``experiments.locate`` says what follows from the scores.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -273,7 +273,7 @@ class SiteScorer:
                 pieces = Piece(d, 0, unit.starts[d]), Piece(k, unit.starts[k], unit.stops[k])
                 hybrids.append(Hybrid(d, pieces, j if of_state else d))
         hybrids = hybrids if self._recurrent else hybrids[:CANDIDATES]
-        cells = [*self._windows(to_response, d), *self._states(whole, d)]
+        cells = [*self._windows(d), *self._states(whole, d)]
         for site, band in BAND_SITES.items() if BANDS in unit.maps else ():
             exchanged = [with_band(unit, band, d, j) for j in candidates]
             if all(len({piece.context for piece in one.pieces}) == 1 for one in exchanged):
@@ -312,22 +312,18 @@ class SiteScorer:
             yield site, among_random(*what, count, unit.seed)
             self._model.on_tokens(_response_tokens(unit))
 
-    def _windows(self, to_response: "Prefilled", d: int) -> Iterator[MapCell]:
+    def _windows(self, d: int) -> Iterator[MapCell]:
         """The candidates' response in some layers: put in alone, and left out alone."""
         from ia_mech.engine.installed import installed
         from ia_mech.engine.score import Turn
-        from ia_mech.engine.shared import Borrowed, held
-        from ia_mech.engine.state import is_full
+        from ia_mech.engine.shared import Borrowed
 
         unit, model = self._unit, self._model.subject.model
         shared = installed(model).engine.shared
-        layer = next((one for one in to_response.state.cache.layers if is_full(one)), None)
-        heads = range(0 if layer is None else held(layer)[0].shape[1])
         first = len(unit.contexts)  # the number of the first hybrid
 
-        def borrowing(layers: "Iterable[int]") -> Callable:
-            taken = dict.fromkeys(layers, heads)
-            return lambda at, j, ids: Turn(d, ids, borrowed=Borrowed(first + at, taken))
+        def borrowing(layers: "Sequence[int]") -> Callable:
+            return lambda at, j, ids: Turn(d, ids, borrowed=Borrowed(first + at, layers))
 
         if {WINDOWS, BANDS, BLOCKS} & set(unit.maps):
             wholes = (ALL_LAYERS, STATE_ON, RESPONSE_AND_STATE_ON)

@@ -39,14 +39,14 @@ def full_logits(model, prompt: list[int], turn) -> torch.Tensor:
 
 @torch.inference_mode()
 def masked_logits(model, ids, at: torch.Tensor, sees, behind=None) -> torch.Tensor:
-    """``[tokens, vocab]`` of one pass in which each key-value head of each layer has a mask.
+    """``[tokens, vocab]`` of one pass in which each layer has a mask.
 
     Args:
         model: a tiny model.
         ids: of all tokens, also of several contexts one behind the other.
         at: ``[tokens]`` their positions.
-        sees: called with layer (from 1) and key-value head, gives ``[tokens, tokens]``: which ones
-            (columns) a token (row) attends to, besides what a sliding window hides.
+        sees: called with the layer (from 1), gives ``[tokens, tokens]``: which ones (columns) a
+            token (row) attends to, besides what a sliding window hides.
         behind: ``[tokens, tokens]`` how far a column is behind a row, as a window counts; by their
             positions where it isn't given.
     """
@@ -55,7 +55,7 @@ def masked_logits(model, ids, at: torch.Tensor, sees, behind=None) -> torch.Tens
     def attention(module, query, key, value, mask, scaling, sliding_window=None, s_aux=None, **_):
         each, outputs = query.shape[1] // key.shape[1], []
         for head in range(query.shape[1]):
-            seen = sees(module.layer_idx + 1, head // each)
+            seen = sees(module.layer_idx + 1)
             if sliding_window is not None:
                 seen = seen & (behind < sliding_window)
             scores = query[0, head] @ key[0, head // each].T * scaling

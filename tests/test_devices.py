@@ -120,7 +120,7 @@ def test_rows_and_scores_over_two_devices_equal_those_on_one(gpus):
     model, cpu = over_two("llama"), tiny.model("llama")
     rows = [Row(c, t, stream_key(0, "s", c)) for c in (2, 0) for t in (0.0, 0.8)]
     turns = [
-        Turn(c, tiny.prompt(n, seed=n), borrowed=Borrowed(0, {2: [1], 3: [0]}))
+        Turn(c, tiny.prompt(n, seed=n), borrowed=Borrowed(0, (2, 3)))
         for c, n in ((1, 6), (2, 9), (1, 1))
     ]
     found = []

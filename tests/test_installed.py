@@ -191,14 +191,14 @@ def written(lengths, steered, model) -> list:
     return [value for one in found for value in (one.token_ids, one.logprobs_raw)]
 
 
-def read(lengths, edits, heads, model) -> list:
+def read(lengths, edits, layers, model) -> list:
     """Turns that are scored, some of them edited, some with borrowed keys."""
     group = prefill(model, [Prefix(tiny.prompt(n, seed=n)) for n in lengths])
     turns = [
         Turn(
             c,
             tiny.prompt(6 + c, seed=c),
-            Borrowed(0, heads) if heads and c else None,
+            Borrowed(0, layers) if layers and c else None,
             interventions=edits if c % 2 else (),
             whole_at=3,
         )
@@ -230,7 +230,7 @@ def jobs() -> list[Job]:
     found = []
     for name, model in models.items():
         shared = installed(model).engine.shared
-        heads = {layer: [0] for layer in shared}
+        layers = tuple(shared)
         for lengths in ((23, 14, 5), (9, 60)):
             edits = (
                 Replace(len(lengths), (1, 3), states),
@@ -243,7 +243,7 @@ def jobs() -> list[Job]:
                 partial(captured, lengths, edits),
                 partial(written, lengths, ()),
                 partial(written, lengths, steered),
-                partial(read, lengths, edits, heads),
+                partial(read, lengths, edits, layers),
             ]
             if name != "qwen3_5":  # its recurrent layers change their state in place
                 kinds.append(partial(differentiated, lengths))

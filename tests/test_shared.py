@@ -215,35 +215,34 @@ def ids_of(context: int) -> list[int]:
     return tiny.prompt(length, seed=length)
 
 
-def over_both(model, donor: list[int], own: list[int], turn: list[int], heads) -> torch.Tensor:
+def over_both(model, donor: list[int], own: list[int], turn: list[int], layers) -> torch.Tensor:
     """Logits ``[tokens, vocab]`` that predict a turn, by one pass over donor, context and turn.
 
     Each has the positions it would have alone. The donor's tokens see each other, so do the
-    context's, and the turn's see the turn and, head by head, the context or the donor.
+    context's, and the turn's see the turn and, layer by layer, the context or the donor.
 
     Args:
-        heads: layer from 1 → key-value heads that see the donor.
+        layers: from 1, in which the turn sees the donor.
     """
     part = torch.tensor([0] * len(donor) + [1] * len(own) + [2] * len(turn))
     at = torch.cat([torch.arange(len(donor)), torch.arange(len(own) + len(turn))])
     before = torch.arange(len(part)) <= torch.arange(len(part))[:, None]
 
-    def sees(layer: int, head: int) -> torch.Tensor:
-        borrows = head in heads.get(layer, ())
-        of_turn = (part == 2) | (part == (0 if borrows else 1))
+    def sees(layer: int) -> torch.Tensor:
+        of_turn = (part == 2) | (part == (0 if layer in layers else 1))
         return before & torch.where(part[:, None] == 2, of_turn, part == part[:, None])
 
     return masked_logits(model, [*donor, *own, *turn], at, sees)[len(donor) + len(own) - 1 : -1]
 
 
-def some_heads(architecture: str) -> list[dict[int, list[int]]]:
+def some_layers(architecture: str) -> list[tuple[int, ...]]:
     layers = SHARED[architecture]
-    return [{layers[-1]: [1]}, {n: [n // 2 % 2] for n in layers}, {n: [0, 1] for n in layers}]
+    return [layers[-1:], layers[::2], layers]
 
 
 def cases(architecture: str) -> list[tuple[int, Borrowed | None]]:
     """Contexts and what is borrowed: from the same group and another, longer and shorter."""
-    few, some, every = some_heads(architecture)
+    few, some, every = some_layers(architecture)
     return [
         (0, Borrowed(2, every)), (0, Borrowed(4, some)), (1, None), (1, Borrowed(3, every)),
         (2, Borrowed(0, every)), (2, Borrowed(4, few)), (3, Borrowed(1, some)), (0, None),
@@ -251,8 +250,8 @@ def cases(architecture: str) -> list[tuple[int, Borrowed | None]]:
 
 
 def by_one_pass(model, context: int, borrowed: Borrowed | None, turn) -> torch.Tensor:
-    donor, heads = ((), {}) if borrowed is None else (ids_of(borrowed.context), borrowed.heads)
-    return over_both(model, list(donor), ids_of(context), list(map(int, turn)), heads)
+    donor, layers = ((), ()) if borrowed is None else (ids_of(borrowed.context), borrowed.layers)
+    return over_both(model, list(donor), ids_of(context), list(map(int, turn)), layers)
 
 
 def logprobs(logits: torch.Tensor, turn) -> np.ndarray:
@@ -261,7 +260,7 @@ def logprobs(logits: torch.Tensor, turn) -> np.ndarray:
 
 
 @pytest.mark.parametrize("architecture", BORROWING)
-def test_scores_with_borrowed_keys_equal_passes_with_a_mask_per_head(architecture):
+def test_scores_with_borrowed_keys_equal_passes_with_a_mask_per_layer(architecture):
     model = tiny.model(architecture)
     groups = [prefilled(model, lengths) for lengths in GROUPS]
     turns = [
@@ -279,12 +278,11 @@ def test_scores_with_borrowed_keys_equal_passes_with_a_mask_per_head(architectur
 
 def test_what_cant_be_borrowed_is_refused():
     llama, gemma = ((m, prefilled(m, LENGTHS)) for m in map(tiny.model, ("llama", "gemma3")))
-    for (model, group), heads, share, said in (
-        (llama, {5: [0]}, True, "layer 5 can't be borrowed: rows share .* in layers 1-4"),
-        (llama, {0: [0]}, True, "layer 0 can't be borrowed"),
-        (llama, {2: [0, 2]}, True, "heads 0, 2 of layer 2 can't be borrowed"),
-        (llama, {1: [0]}, False, "layer 1 can't be borrowed: rows share .* in layers .none"),
-        (gemma, {1: [0]}, True, "layer 1 can't be borrowed: rows share .* in layers 4"),
+    for (model, group), layers, share, said in (
+        (llama, [5], True, "layer 5 can't be borrowed: rows share .* in layers 1-4"),
+        (llama, [0], True, "layer 0 can't be borrowed"),
+        (llama, [1, 2], False, "layer 1-2 can't be borrowed: rows share .* in layers .none"),
+        (gemma, [1, 4], True, "layer 1 can't be borrowed: rows share .* in layers 4"),
     ):
         with pytest.raises(UserError, match=said):
-            expand(model, [group], [0], borrowed=[Borrowed(1, heads)], copies=not share)
+            expand(model, [group], [0], borrowed=[Borrowed(1, layers)], copies=not share)

@@ -49,10 +49,10 @@ def hybrid(recipient: int, response: int, after: int | None) -> Hybrid:
     return Hybrid(recipient, tuple(pieces))
 
 
-def by_one_pass(model, one: Hybrid, turn: list[int], heads=None, after=AFTER) -> np.ndarray:
+def by_one_pass(model, one: Hybrid, turn: list[int], layers=None, after=AFTER) -> np.ndarray:
     """Log-probabilities ``[tokens - 1]`` of a turn after its first token: one pass over every
     context, each seeing itself, and the turn, which sees the tokens that the hybrid is made of, and
-    windows of them; the recipient's in others than these heads, if any are given.
+    windows of them; the recipient's in others than these layers, if any are given.
     """
     all_of = contexts(after)
     longest = max(map(len, all_of))
@@ -71,17 +71,17 @@ def by_one_pass(model, one: Hybrid, turn: list[int], heads=None, after=AFTER) ->
     own = part == one.recipient
     before = torch.arange(len(ids)) <= torch.arange(len(ids))[:, None]
 
-    def seen_by_turn(layer: int, head: int) -> torch.Tensor:
-        return (made if heads is None or head in heads.get(layer, ()) else own) | (part == -1)
+    def seen_by_turn(layer: int) -> torch.Tensor:
+        return (made if layers is None or layer in layers else own) | (part == -1)
 
-    def sees(layer: int, head: int) -> torch.Tensor:
-        of_turn = seen_by_turn(layer, head)
+    def sees(layer: int) -> torch.Tensor:
+        of_turn = seen_by_turn(layer)
         return before & torch.where((part == -1)[:, None], of_turn, part == part[:, None])
 
     # A window counts a hybrid's own tokens, whose positions may leave a gap.
     whole = [Piece(one.recipient, 0, len(all_of[one.recipient]))]
     place, taken = torch.zeros_like(at), 0
-    for piece in one.pieces if heads is None else whole:
+    for piece in one.pieces if layers is None else whole:
         its = (part == piece.context) & (index >= piece.start) & (index < piece.stop)
         place[its] = torch.arange(taken, taken + int(its.sum()))
         taken += int(its.sum())
@@ -113,17 +113,17 @@ def test_turns_after_hybrids_equal_one_pass_with_a_mask_per_token(architecture, 
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_heads_that_borrow_from_a_hybrid_equal_one_pass(architecture):
+def test_layers_that_borrow_from_a_hybrid_equal_one_pass(architecture):
     model = tiny.model(architecture)
-    layers = Engine.possible(model).shared
-    heads = {layers[0]: [1]} | {layer: [0, 1] for layer in layers[1:]}
+    shared = Engine.possible(model).shared
+    layers = shared[1:] or shared
     group = aligned(model, contexts())
     one = hybrid(0, 1, 0)
     its = spliced(group, [one])
     turn = tiny.prompt(7, seed=5)
-    (ours,) = score(model, [group, its], [Turn(0, turn, borrowed=Borrowed(3, heads))])
+    (ours,) = score(model, [group, its], [Turn(0, turn, borrowed=Borrowed(3, layers))])
     np.testing.assert_allclose(
-        ours.logprobs_raw[1:], by_one_pass(model, one, turn, heads), rtol=0, atol=LOGPROB
+        ours.logprobs_raw[1:], by_one_pass(model, one, turn, layers), rtol=0, atol=LOGPROB
     )
 
 
@@ -275,7 +275,7 @@ def after_few(model, number: int, turn: list[int], seen: dict[int, list[int]]) -
         order = sorted([*others, token])
         for far, one in enumerate(reversed(order)):
             behind[token, one] = far
-    logits = masked_logits(model, ids, at, lambda layer, head: sees, behind)
+    logits = masked_logits(model, ids, at, lambda layer: sees, behind)
     logits = logits[-len(turn) : -1].double().log_softmax(-1)
     return logits.gather(-1, torch.tensor(turn[1:])[:, None])[:, 0].numpy()
 

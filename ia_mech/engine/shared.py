@@ -15,7 +15,7 @@ context (:class:`PrefixTable`), the cache layer (:class:`SharedLayer`), and the 
 model's attention calls with its keys (:func:`attend_shared`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,7 +113,7 @@ def merge(
 
 @dataclass(frozen=True)
 class Borrowed:
-    """Keys and values of another context, which some heads of a row attend to instead of its own.
+    """Keys and values of another context, to which a row attends in some layers, not to its own.
 
     The row's own tokens, written after the prefix, are attended to as ever. Keys keep the positions
     that they were computed at. What was prefilled, the logits of a first token included, is as it
@@ -121,11 +121,11 @@ class Borrowed:
 
     Attributes:
         context: the number of the context that they are taken from, as rows are numbered.
-        heads: layer (from 1: that inside block l) → key-value heads that attend to it.
+        layers: in which the row attends to it (from 1: inside block l).
     """
 
     context: int
-    heads: Mapping[int, Sequence[int]]
+    layers: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -485,33 +485,25 @@ class SharedLayer(DynamicLayer):
             totals.append(total.reshape(shape).transpose(1, 2).reshape(-1, heads, new))
         average, total = torch.cat(averages)[back], torch.cat(totals)[back]
         for place, (row, one) in enumerate(self.table.borrowers, start=rows):
-            each = heads // keys.shape[1]  # heads that share keys
-            for head in one.heads.get(self.number, ()):
-                these = slice(head * each, (head + 1) * each)
-                average[row, these], total[row, these] = average[place, these], total[place, these]
+            if self.number in one.layers:
+                average[row], total[row] = average[place], total[place]
         return average[:rows], total[:rows]
 
 
 def check_borrowed(borrowed: Sequence[Borrowed | None], layers: Sequence[object]) -> None:
-    """Refuse to borrow where rows don't share their prefix, or where a head isn't there.
+    """Refuse to borrow where rows don't share their prefix.
 
     Raises:
-        UserError: names the layer or the head.
+        UserError: names the layers.
     """
-    heads = {
-        number: layer.keys.shape[1]
-        for number, layer in enumerate(layers, start=1)
-        if isinstance(layer, SharedLayer)
-    }
+    shared = [n for n, layer in enumerate(layers, start=1) if isinstance(layer, SharedLayer)]
     for one in filter(None, borrowed):
-        for layer, chosen in one.heads.items():
-            if not {*chosen} <= {*range(heads.get(layer, 0))}:
-                shared = _ranges(sorted(heads)) or "(none)"
-                raise UserError(
-                    f"heads {', '.join(map(str, chosen))} of layer {layer} can't be borrowed: rows "
-                    f"share their prefix in layers {shared}",
-                    "name layers whose prefix is shared, and key-value heads that they have",
-                )
+        if lacking := sorted({*one.layers} - {*shared}):
+            raise UserError(
+                f"layer {_ranges(lacking)} can't be borrowed: rows share their prefix in layers "
+                f"{_ranges(shared) or '(none)'}",
+                "name layers whose prefix is shared",
+            )
 
 
 def is_shared(key: Tensor) -> bool:

@@ -357,7 +357,7 @@ def expand(
         places: most rows that there will be, if others are to join these.
 
     Raises:
-        UserError: a row borrows in a layer that isn't shared, or from a head that isn't there.
+        UserError: a row borrows in a layer that isn't shared.
     """
     sharing = () if copies else installed(model).engine.shared
     ends = list(accumulate(len(group.logits) for group in groups))
@@ -389,7 +389,7 @@ def expand(
                     [state.mask for state in states],
                     [number_of[context] for context in contexts],
                     [
-                        None if one is None else Borrowed(number_of[one.context], one.heads)
+                        None if one is None else Borrowed(number_of[one.context], one.layers)
                         for one in borrowed
                     ],
                     held(layers[0])[0].dtype,
