@@ -259,7 +259,7 @@ class Interchange(Experiment):
             raise UserError(
                 f"{self.runs[0].path} has fewer than two turns a context at T = "
                 f"{self.args.temperature:g} (it has {has}; samples: {settings['samples']})",
-                "give --temperature, or sample more turns (--samples 16)",
+                f"give --temperature, or sample more turns (--samples {SAMPLES})",
             )
         if settings["samples"] < SAMPLES:
             self.notes.append(

@@ -54,6 +54,7 @@ PASSING = {  # is requested twice: a single retry is allowed
     "429 for seconds": error(429, "slow", Retry_After="2"),
     "500": error(500, f"at {KEY}"),
     "503 packed garbage": Reply(503, "hm", Content_Encoding="gzip"),
+    "408": error(408, "late"),
     "an error with 200": Reply(200, {"error": {"message": KEY}}),
     "429 with 200": Reply(200, {"error": {"message": KEY, "code": 429}}),
     "an error in the choice": Reply(200, {"choices": [{"error": {"message": KEY}}]}),
@@ -72,7 +73,9 @@ ARRIVED = {  # with the status of its verdict; is requested once
     "an error 400 with 200": ("rejected", Reply(200, {"error": {"message": KEY, "code": 400}})),
     "deep nesting": ("unavailable", Reply(200, '{"choices": ' + "[" * 100_000)),
     "choices null": ("unavailable", Reply(200, GOOD | {"choices": None})),
+    "no choices": ("empty", Reply(200, GOOD | {"choices": []})),
     "choices of numbers": ("empty", Reply(200, GOOD | {"choices": [5]})),
+    "content null": ("empty", speaking(content=None)),
     "content an object": ("empty", speaking(content={"category": "generic"})),
     "other words": ("unparsable", completion(f"hm {KEY}")),
     "a refusal": ("refused", completion(None, refusal=f"not with {KEY}")),
@@ -87,6 +90,7 @@ ARRIVED = {  # with the status of its verdict; is requested once
         completion('{"rationale": "\\u001b[2J\\ud800", "category": "generic"}'),
     ),
     "usage of text": ("judged", used("100", "20")),
+    "usage below 0": ("judged", used(-100, -20)),
     "usage NaN": ("judged", used(float("nan"), True)),
     "usage beyond any": ("judged", used(10**30, 20)),
 }
@@ -297,3 +301,13 @@ def test_what_is_under_way_when_judging_ends_is_kept(tmp_path):
         assert kept(judge, tmp_path) == requested and 2 <= len(requested) < 40
         judge_items(items(40), judge, Quiet(), cache_folder=tmp_path)
     assert set(stub.turns.values()) == {1}
+
+
+def test_a_disk_that_is_full_ends_the_judging(tmp_path, monkeypatch):
+    def full(*_) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(VerdictCache, "put", full)
+    with StubServer() as stub, pytest.raises(OSError, match="No space"):
+        judge_items(items(40), judge_for(stub, concurrency=3), Quiet(), cache_folder=tmp_path)
+    assert len(stub.bodies) <= 3

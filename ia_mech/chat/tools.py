@@ -14,7 +14,7 @@ def refuse_hidden(template: ChatTemplate, turns: Sequence[Message]) -> None:
     Raises:
         UserError: names it.
     """
-    # What an answer may rest on has to be seen: of a dialogue without calls, the tools needn't.
+    # Answers may rest on tools that were called. Tools that nobody called may be left out.
     used = any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns)
     for index, turn in enumerate(turns):
         for what, marked in _marked(turn):
