@@ -167,3 +167,14 @@ def test_p_of_other_means_is_students_where_rows_differ():
     assert found.test == "student and sign flip"
     assert student > sign_flip_p(each, 10_000, 0)
     assert found.p == pytest.approx(student, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_intervals_hold_the_difference_of_groups():
+    rng, held = np.random.default_rng(0), []
+    for _ in range(300):
+        labels = np.repeat([1, 0], [15, 45])
+        values = rng.random(60) < np.where(labels == 1, 0.3, 0.05)
+        found = group_difference(values, labels, range(60), permutations=1).difference
+        held.append(found.low <= 0.25 <= found.high)
+    assert np.mean(held) >= 0.93
