@@ -52,14 +52,16 @@ def test_one_source_each_is_the_cluster_robust_interval_of_means():
     assert (own.value, own.low, own.high) == pytest.approx((usual.value, usual.low, usual.high))
 
 
-def test_all_alike_gives_exact_ends_from_disjoint_pairs():
+def test_all_alike_gives_exact_ends_from_sources():
     ring = np.arange(10), np.roll(np.arange(10), -1)
     none = dyadic_mean(np.zeros(10), *ring)
-    bound = zero_events_bound(5)  # pairs 0-1, 2-3, 4-5, 6-7, 8-9
+    bound = zero_events_bound(10)
     assert (none.value, none.low, none.high) == (0, -bound, bound)
     assert none.method == "exact, one-sided"
     apart = dyadic_mean(np.zeros(10), np.arange(10), np.arange(10), ends=(0, 1))
-    assert (apart.low, apart.high) == (0, zero_events_bound(10))
+    assert (apart.low, apart.high) == (0, bound)
+    few = dyadic_mean(np.zeros(10), np.arange(10), np.arange(10) % 2 + 10, ends=(0, 1))
+    assert (few.low, few.high) == (0, zero_events_bound(2))  # of all that two contexts are part of
     most = dyadic_mean(np.ones(10), *ring, ends=(-2, 1))
     assert (most.low, most.high) == pytest.approx((1 - 3 * bound, 1))
 
@@ -75,13 +77,13 @@ def test_what_is_missing_is_left_out():
 
 
 def test_a_floor_of_0_is_not_certain():
-    """No decoy of 12 sources accepted: of 6 disjoint pairs, 39% may be."""
+    """No decoy of 12 sources accepted: 22% may be."""
     ring = np.arange(12), np.roll(np.arange(12), -1)
     own, none = np.array([1.0] * 8 + [0.0] * 4), np.zeros(12)
     excess = dyadic_mean(own, *ring, ends=(-1, 1))
     margin = dyadic_difference(own, none, *ring, times=2)
     assert excess.low > 0 > margin.low
-    below = np.hypot(excess.value - excess.low, 2 * zero_events_bound(6))
+    below = np.hypot(excess.value - excess.low, 2 * zero_events_bound(12))
     assert margin.low == pytest.approx(max(excess.value - below, -2))
     assert margin.high == pytest.approx(min(excess.high, 1))
 

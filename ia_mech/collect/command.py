@@ -17,11 +17,9 @@ from ia_mech.cli import (
     Parser,
     one_line,
     path_of,
-    refuse_missing,
     run_command,
     tolerant_streams,
 )
-from ia_mech.data.formats import SUFFIXES
 from ia_mech.errors import UserError
 from ia_mech.models.embedded import refuse_missing_model
 from ia_mech.settings import (
@@ -132,10 +130,11 @@ def main(argv: list[str] | None = None) -> int:
         settings = Settings.read({k: v for k, v in vars(args).items() if k in names})
         out = out or settings.folder()
         # All of this before torch is loaded, which takes seconds.
-        if (file := Path(settings.dataset).expanduser()).suffix in SUFFIXES:
-            refuse_missing(file)
-        refuse_missing_model(settings.model)
+        from ia_mech.data.conversations import local
         from ia_mech.run.layout import refuse_as_run
+
+        local(settings.dataset)
+        refuse_missing_model(settings.model)
 
         refuse_as_run(out)
         if (out / cli.RUN).is_file():

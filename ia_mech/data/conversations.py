@@ -334,15 +334,9 @@ def open_conversations(
             ``skip_unusable``: no row that can).
     """
     columns = columns or ColumnMap()
-    path = Path(dataset).expanduser()
-    preset = None if path.suffix in SUFFIXES else presets.find(dataset)
+    preset = None if Path(dataset).suffix in SUFFIXES else presets.find(dataset)
     read = partial(_read, columns=columns, preset=preset)
-    if dataset.split(":")[0] == "builtin":
-        name, rows, found = _builtin(dataset)
-    elif path.suffix in SUFFIXES or (preset is None and path.exists()):
-        name, rows, found = _file(path)
-    else:
-        name, rows, found = _hub(dataset, preset, subset, split, revision)
+    name, rows, found = local(dataset) or _hub(dataset, preset, subset, split, revision)
     if "path" not in found and (split or subset or revision):
         raise UserError(
             f"{dataset} has no splits, subsets or revisions",
@@ -352,6 +346,23 @@ def open_conversations(
     source = ConversationSource(name, rows, read, limit, description, skip_unusable)
     next(iter(source))
     return source
+
+
+def local(dataset: str) -> tuple[str, Rows, dict] | None:
+    """A built-in dataset or a file, of which no row is read yet; None for one of the hub.
+
+    Raises:
+        UserError: there is none of this name, or a file of another format.
+    """
+    path = Path(dataset).expanduser()
+    if dataset.split(":")[0] == "builtin":
+        return _builtin(dataset)
+    preset = presets.find(dataset)
+    if path.suffix in SUFFIXES or (preset is None and path.exists()):
+        return _file(path)
+    if preset is None and not _HUB_ID.fullmatch(dataset):
+        raise _unknown(dataset)
+    return None
 
 
 def _read(row: Any, place: str, *, columns: ColumnMap, preset: presets.Preset | None) -> ParsedRow:
@@ -462,8 +473,6 @@ def _hub(
     split: str | None,
     revision: str | None,
 ) -> tuple[str, Rows, dict]:
-    if preset is None and not _HUB_ID.fullmatch(dataset):
-        raise _unknown(dataset)
     name = preset.name if preset else dataset
     path = preset.path if preset else dataset
     if preset:

@@ -35,8 +35,8 @@ def dyadic_mean(
     - The degrees of freedom are those of ``intervals.spread_between``, of residuals per source.
 
     If all values are alike, or those of all sources add up to the same, the interval is that of
-    ``intervals.unseen``, counting values that share no source with each other. There is none if
-    nearly all pairs of values share a source.
+    ``intervals.unseen``, for as many values as there are first or second sources, whichever are
+    fewer. There is none if nearly all pairs of values share a source.
 
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
@@ -58,8 +58,9 @@ def dyadic_mean(
         return Estimate(np.nan, np.nan, np.nan, 0, "no values")
     if ((column < ends[0]) | (column > ends[1])).any():
         raise ValueError(f"values must lie between {ends[0]:g} and {ends[1]:g}")
-    pairs = np.sort(np.stack([index[: len(one)][kept], index[len(one) :][kept]], axis=1), axis=1)
-    pairs = np.unique(pairs, return_inverse=True)[1].reshape(-1, 2)
+    pairs = np.stack([index[: len(one)][kept], index[len(one) :][kept]], axis=1)
+    independent = _independent(pairs)
+    pairs = np.unique(np.sort(pairs, axis=1), return_inverse=True)[1].reshape(-1, 2)
     sources, value = int(pairs.max()) + 1, float(column.mean())
     squares, shared, same = _products(column - value, pairs)
     _, *counts = _products(np.ones(len(column)), pairs)
@@ -67,7 +68,7 @@ def dyadic_mean(
     if np.ptp(column) and pairs_shared > 1 - 1e-9:
         return Estimate(value, np.nan, np.nan, sources, "too few sources")
     if squares.max() <= 1e-20:
-        least = unseen(value, _disjoint(pairs), level, ends)
+        least = unseen(value, independent, level, ends)
         return Estimate(value, *least, sources, EXACT)
     variance = max(shared / (1 - pairs_shared), same / (1 - pairs_same)) / len(column) ** 2
     half = float(stdtrit(degrees_of_freedom(squares), (1 + level) / 2) * np.sqrt(variance))
@@ -98,15 +99,14 @@ def dyadic_difference(
     if np.isnan(found.low):
         return found
     kept = ~np.isnan(difference)
-    pairs = source_index(one + other)[0].reshape(2, -1).T[kept]
-    apart = _disjoint(pairs)
+    independent = _independent(source_index(one + other)[0].reshape(2, -1).T[kept])
     means = rates[:, kept].mean(axis=1).tolist()
     parts, factors = [(found.value, found.low, found.high)], [1.0]
     if set(means) <= {0.0, 1.0}:  # the differences say nothing that these two don't
         parts = [(found.value,) * 3]
     for rate, factor in zip(means, (1, -times), strict=True):
         if rate in (0, 1):
-            least, most = unseen(rate, apart, level)
+            least, most = unseen(rate, independent, level)
             parts.append((0.0, least - rate, most - rate))
             factors.append(factor)
     _, low, high = combined(parts, factors)
@@ -129,13 +129,7 @@ def _products(values: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, float,
     return squares, float(squares.sum() - twice), float(alike.sum())
 
 
-def _disjoint(pairs: np.ndarray) -> int:
-    """How many of ``[n, 2]`` pairs remain if each that shares a source with an earlier one is left
-    out: at least half the largest number of disjoint pairs."""
-    taken: set[int] = set()
-    count = 0
-    for pair in pairs.tolist():
-        if taken.isdisjoint(pair):
-            taken.update(pair)
-            count += 1
-    return count
+def _independent(pairs: np.ndarray) -> int:
+    """How many of ``[n, 2]`` pairs of sources count as independent: as many as there are sources on
+    the side with fewer of them, as if what a source is part of on that side were all one."""
+    return min(len(np.unique(side)) for side in pairs.T)
