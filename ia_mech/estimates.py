@@ -251,9 +251,10 @@ def few_sources(estimates: pd.DataFrame) -> list[str]:
     ]
     flipped = estimates[estimates["test"].str.contains("sign flip", na=False)]
     least = flipped.groupby("dataset", sort=False)["sources"].min()
-    for dataset, count in least[2.0 ** (1 - least) >= LEAST_P].items():
+    too_few = least[2.0 ** (1 - least) >= LEAST_P]
+    for count, of in too_few.groupby(too_few):
         notes.append(
-            f"{dataset}: with {count} of its sources alone, flipping their signs gives no p below "
+            f"{', '.join(of.index)}: flipping the signs of {count} sources gives no p below "
             f"{2.0 ** (1 - count):.2g}, however large the effect."
         )
     return notes
