@@ -9,6 +9,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
@@ -19,6 +21,7 @@ from ia_mech.display import COLOURS, draw_line, new_axes, with_style
 from probes.analysis import Analysis
 from probes.fit.folds import LEVEL
 
+PALE = 0.3  # opacity of cells that aren't significant
 REACH = 0.3  # of the colour map on either side of 0.5, in every figure: they can be compared
 
 BLUE, VERMILION, *_ = COLOURS
@@ -35,7 +38,7 @@ _CONTROLS: dict[str, dict[str, Any]] = {
 def heat_map(analysis: Analysis, title: str) -> Figure:
     """AUROC by layer (upwards) and position.
 
-    Cells whose family-wise p value is above 0.05 are grey; a dot marks the confidence set of the
+    Cells whose family-wise p value is above 0.05 are pale; a dot marks the confidence set of the
     best, a frame what the rule chooses on all contexts.
     """
     values = np.array([[cell.value for cell in row] for row in analysis.auroc])
@@ -46,13 +49,13 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
         f"{one_line(title)}\n{_facts(analysis)}",
     )
     figure, axes = new_axes(head, "position", "layer (0 = embeddings)", size)
-    shown = np.where(analysis.tested.p_family <= LEVEL, values, np.nan)
-    image = axes.imshow(
-        shown, origin="lower", aspect="auto", cmap="RdBu_r", vmin=0.5 - REACH, vmax=0.5 + REACH
-    )
-    axes.set_facecolor("0.85")  # cells without a value, or without significance
-    look: dict[str, Any] = {"pad": 0.03, "fraction": 0.06, "aspect": 5 * height}
-    bar = figure.colorbar(image, ax=axes, extend="both", **look)
+    clear = np.where(analysis.tested.p_family <= LEVEL, 1, PALE)
+    look: dict[str, Any] = {"cmap": "RdBu_r", "vmin": 0.5 - REACH, "vmax": 0.5 + REACH}
+    axes.imshow(values, origin="lower", aspect="auto", alpha=clear, **look)
+    axes.set_facecolor("0.85")  # cells without a value
+    colours = ScalarMappable(Normalize(look["vmin"], look["vmax"]), look["cmap"])
+    look = {"pad": 0.03, "fraction": 0.06, "aspect": 5 * height}
+    bar = figure.colorbar(colours, ax=axes, extend="both", **look)
     bar.set_label("AUROC (0.5 = chance)")
     bar.outline.set_linewidth(0.7)
     names = [one_line(name, 24) for name in analysis.positions]
@@ -60,17 +63,18 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
     ticks = range(0, layers, -(-layers // 20))
     axes.set_yticks(ticks, [str(analysis.layers[at]) for at in ticks])
     axes.tick_params(length=2)
-    _mark_cells(figure, axes, analysis, shown)
+    _mark_cells(figure, axes, analysis, clear * (values - 0.5))
     figure.set_label(
         "Each cell is a probe at one layer and position: the redder, the better it tells contexts "
-        "apart that it was not trained on; white is guessing, grey isn't shown to be better."
+        "apart that it was not trained on; white is guessing. Pale cells aren't shown to be better."
     )
     return figure
 
 
-def _mark_cells(figure: Figure, axes: Axes, analysis: Analysis, shown: np.ndarray) -> None:
+def _mark_cells(figure: Figure, axes: Axes, analysis: Analysis, depth: np.ndarray) -> None:
+    """Dots, frame and legend; ``depth`` is how dark each cell is."""
     for i, j in np.argwhere(analysis.among_best):
-        ink = "white" if abs(shown[i, j] - 0.5) > 0.62 * REACH else "black"
+        ink = "white" if abs(depth[i, j]) > 0.62 * REACH else "black"
         axes.plot(j, i, "o", color=ink, markersize=3)
     layer, position = analysis.headline.layer, analysis.headline.position
     corner = analysis.positions.index(position) - 0.5, analysis.layers.index(layer) - 0.5
@@ -82,7 +86,7 @@ def _mark_cells(figure: Figure, axes: Axes, analysis: Analysis, shown: np.ndarra
         f"{100 * analysis.settings.level:g}% confidence set of the best": Line2D(
             [], [], marker="o", color="black", markersize=3, linestyle="none"
         ),
-        "family-wise p > 0.05": Patch(facecolor="0.85"),
+        "pale: family-wise p > 0.05": Patch(facecolor=to_rgba("C3", PALE)),
     }
     look: dict[str, Any] = {"ncols": 1, "frameon": False, "handlelength": 1.2}
     figure.legend(marks.values(), marks.keys(), loc="outside lower center", **look)

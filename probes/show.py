@@ -354,6 +354,11 @@ def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: s
         source=data.contexts["source"].str.replace(SEPARATOR, "/"),
     )
     notes = [f"{target.name}: {target.describe()}", _data_note(analysis, data), *data.notes]
+    drawn = [
+        ("heat_map", figures.heat_map(analysis, title)),
+        ("layer_curve", figures.layer_curve(analysis, title)),
+    ]
+    found_some = (analysis.tested.p_family <= LEVEL).any()
     found = Result(
         name=name,
         question=f"Where can {target.words}{within} be read from the hidden states?",
@@ -361,10 +366,7 @@ def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: s
         control=conclusion.control,
         estimates=estimates(analysis),
         tables=tables(analysis),
-        figures={
-            "heat_map": figures.heat_map(analysis, title),
-            "layer_curve": figures.layer_curve(analysis, title),
-        },
+        figures=dict(drawn if found_some else reversed(drawn)),  # the first is the open one
         notes=[*notes, *analysis.notes],
         about=about,
         data={"predictions": pd.concat([names, predictions(analysis)], axis=1)},
