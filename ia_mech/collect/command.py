@@ -234,7 +234,7 @@ def _kept(out: Path | None) -> str:
     """What an interrupted run has on the disk."""
     from ia_mech.run import Run, layout
 
-    nothing = "nothing was kept; the same command begins again"
+    nothing = "no part was finished, so nothing was kept; the same command begins again"
     if out is None or not (out / layout.RUN).exists():
         return nothing
     try:

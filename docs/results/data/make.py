@@ -1,12 +1,14 @@
 """Make the published tables of a study from its run and its experiments' results.
 
     python docs/results/data/make.py FOLDER OUT
+    python docs/results/data/make.py scores FOLDER OUT
     python docs/results/data/make.py figures
 
 FOLDER holds run/ (judged by the rules judge, with results of locate, of ``probes --within source
 --target latent`` and of ``rates --by correct``), vectors/ (of learned-vector), changes/ (of
 perturbations), elicit/, interchange/, interchange_again/ (of one cell and all queries) and bands/
-(of locate --maps bands blocks); what isn't there is left out.
+(of locate --maps bands blocks); what isn't there is left out. ``scores`` needs the model: it scores
+turns of the queries of OUT/bits.parquet after each of their responses.
 """
 
 import sys
@@ -16,6 +18,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t as student_t
 
+from experiments.experiment import model_of, subject_of
 from experiments.figures import Bars, Lines
 from experiments.locate import (
     ALL_LAYERS,
@@ -28,6 +31,8 @@ from experiments.locate import (
     with_own_scores,
 )
 from ia_mech import Run
+from ia_mech.likelihood.scorer import after_each
+from ia_mech.run.sources import sources_of
 
 TURN = ["context_id", "temperature", "sample"]
 DEPTHS = {"SmolLM2-135M": 30, "Qwen2.5-Coder-1.5B": 28}
@@ -96,6 +101,24 @@ def bits(folder: Path) -> pd.DataFrame:
     return pd.concat(found, ignore_index=True)
 
 
+def scores(run: Run, queries: set[str], samples: int = 2) -> pd.DataFrame:
+    """The greedy and the first sampled turns of queries: log-probabilities in nats at T = 1 after
+    each of the four responses, of a turn's first token and of the others together."""
+    model, found = model_of(subject_of(run), run), []
+    turns = run.generations[run.generations["sample"] < samples]
+    for source, of in run.contexts.groupby(sources_of(run.contexts)):
+        if source not in queries:
+            continue
+        mine = turns[turns["context_id"].isin(of["context_id"])]
+        each = after_each(model.score, list(of["token_ids"]), list(mine["token_ids"]))
+        for (_, turn), scored in zip(mine[TURN].iterrows(), each, strict=True):
+            tokens = np.stack([one.logprobs_raw for one in scored])
+            named = {f"first_{k}": value for k, value in enumerate(tokens[:, 0])}
+            named |= {f"others_{k}": value for k, value in enumerate(tokens[:, 1:].sum(1))}
+            found.append({**turn, **named})
+    return pd.DataFrame(found).rename(columns={"context_id": "context"})
+
+
 def main(folder: Path, out: Path) -> None:
     """Write all tables that the folder has the results for."""
     run = Run.open(folder / "run")
@@ -119,6 +142,11 @@ def main(folder: Path, out: Path) -> None:
     for name in ("interchange", "interchange_again"):
         if name in tables:
             tables[name] = tables[name][EXCHANGED]
+    write(tables, out)
+
+
+def write(tables: dict[str, pd.DataFrame], out: Path) -> None:
+    """A Parquet file of each table, its numbers in single precision."""
     out.mkdir(parents=True, exist_ok=True)
     for name, table in tables.items():
         for column in table.columns[table.dtypes.astype(str).isin(["category", "string", "str"])]:
@@ -169,5 +197,9 @@ if __name__ == "__main__":
             "Qwen2.5-Coder-1.5B": "qwen2.5-coder-1.5b-instruct",
         }
         figures({name: data / folder for name, folder in both.items()}, data.parents[1] / "figures")
+    elif sys.argv[1] == "scores":
+        out = Path(sys.argv[3])
+        asked = set(pd.read_parquet(out / "bits.parquet")["query"])
+        write({"scores": scores(Run.open(Path(sys.argv[2]) / "run"), asked)}, out)
     else:
         main(Path(sys.argv[1]), Path(sys.argv[2]))
