@@ -13,7 +13,7 @@ from ia_mech.engine.installed import install
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.models.load import ModelSpec, load
 
-NEW_TOKENS = 6
+NEW_TOKENS = 4
 QWEN = "qwen2.5-coder-1.5b-instruct"
 
 
