@@ -232,16 +232,16 @@ def test_a_context_is_a_prefix_of_the_whole_dialogue(family):
     for text in CONTENTS:
         if family == "qwen3" and text == "<think>\nhm":
             continue  # all of it is a thought
-        for messages in (
-            turns(QUERY, text),
-            turns(f"{text} or not?", text),
-            turns(QUERY, text, system=f"Be brief. {text}"),
-            turns(QUERY, text, f"Say {text} again", RESPONSE),
-            turns(QUERY, RESPONSE, "And then?", text),
+        for messages, *said in (
+            (turns(QUERY, text), "So.", "7", "日本"),
+            (turns(f"{text} or not?", text), "So."),
+            (turns(QUERY, text, system=f"Be brief. {text}"), "7"),
+            (turns(QUERY, text, f"Say {text} again", RESPONSE), "日本"),
+            (turns(QUERY, RESPONSE, "And then?", text), "So."),
         ):
             context = c.context(messages)
             assert context.text.endswith(c.header_text)
-            for turn in ("So.", "7", "日本"):
+            for turn in said:
                 whole = rendered(family, [*messages, *turns(turn)])
                 assert whole[: len(context.ids)] == context.ids, text
             # White space before the turn end, or the header, may merge with the response's.

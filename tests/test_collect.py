@@ -89,8 +89,7 @@ def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp
     "architecture",
     [
         "gemma3",
-        "llama4",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma4", "mistral3")),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("llama4", "gemma4", "mistral3")),
     ],
 )
 def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
@@ -464,7 +463,7 @@ def test_rows_that_wait_for_places_are_those_of_batches_of_their_own(
     tiny_subject, tmp_path, monkeypatch
 ):
     """As on a GPU, where a part holds more rows than are decoded together."""
-    settings = replace(SETTINGS, batch_rows=7, max_new_tokens=12)
+    settings = replace(SETTINGS, batch_rows=7)
     monkeypatch.setattr(parts, "PARTS", {"cpu": 1})
     apart = sampled(settings, tiny_subject, tmp_path / "apart")
     for where in (parts, compute):
