@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 
-from experiments.figures import Bars, Lines
+from experiments.figures import Lines
 from experiments.temperature_sweep import RATE, TemperatureSweep
 from ia_mech.display import (
     draw_line,
@@ -92,19 +92,6 @@ def test_bars_and_bands_end_where_intervals_do():
     corners = axes.collections[0].get_paths()[0].vertices
     assert corners[:, 1].min() == 0.3 and corners[:, 1].max() == 0.6
     assert axes.lines[0].get_ydata().tolist() == [0.4, 0.5]
-
-
-def test_bars_of_several_temperatures_stand_apart_and_say_which_they_are():
-    rows = frame({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": np.nan})
-    for by, started in ({"dataset": "d"}, ""), ({"dataset": "e"}, "d, "):
-        both = pd.concat([rows, rows.assign(**by)]).drop_duplicates()
-        (axes,) = Bars("t", "x", both).draw().axes
-        said = [text.get_text() for text in axes.get_legend().get_texts()]
-        assert said[:3] == [f"{started}{t}" for t in ("greedy", "T = 1", "sampled")]
-        places = [at for line in axes.containers for at in line[0].get_ydata()]
-        assert len(places) == len({*places}) == len(both)
-    (axes,) = Bars("t", "x", rows.assign(term=["a", "b", "c"]), names="temperature").draw().axes
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["greedy", "T = 1", "sampled"]
 
 
 @pytest.mark.parametrize("gate", [GATE, WITHOUT])

@@ -165,16 +165,6 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
     assert (again.status, again.out) == (0, outcome.out)
 
 
-@pytest.mark.slow  # a simulation by another test says the same faster
-def test_a_share_that_is_alike_everywhere_moves_nowhere(tiny_subject, tmp_path, command):
-    run = sampled(tiny_subject, (-1.0, -1.0), tmp_path)
-    outcome = command(run.path, "--queries", "8", "--samples", "4")
-    assert outcome.status == 0, outcome.err
-    assert outcome.out.startswith("No state is shown to move")
-    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
-    assert (found[found["quantity"] == MOVED]["value"] == 0).all()
-
-
 def test_own_states_that_change_a_turn_are_refused(used, command, monkeypatch, tmp_path):
     from ia_mech.engine.intervene import Replace
 

@@ -71,7 +71,8 @@ def logprobs(logits: torch.Tensor, turn: list[int], temperature: float) -> np.nd
 )
 def test_scores_under_residual_edits_equal_plain_hooks(architecture, piece, monkeypatch):
     """One batch holds rows of every turn and layer, and every kind at each layer; each is compared
-    with a pass alone. The tokens from a context's :data:`START` on are scored with the turn, and edited there."""
+    with a pass alone. The tokens from a context's :data:`START` on are scored with the turn, and
+    edited there."""
     monkeypatch.setitem(LOGITS, "cpu", piece * tiny.VOCAB)
     model = tiny.model(architecture)
     rows, plain = [], []

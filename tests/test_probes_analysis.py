@@ -15,7 +15,7 @@ from probes.fit.folds import make_folds, permutations, seeds_of, select_and_test
 from probes.fit.nested_cv import Design, cross_validate
 from probes.targets import Outcome
 
-LAYERS, CONTEXTS, POSITIONS, WIDTH = 4, 80, ("start", "end"), 12
+LAYERS, CONTEXTS, POSITIONS, WIDTH = 4, 100, ("start", "end"), 12
 SMALL = AnalysisSettings(folds=4, permutations=19, resamples=100, workers=1)
 
 

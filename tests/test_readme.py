@@ -78,16 +78,3 @@ def test_every_column_is_documented():
         stem = column.removeprefix("reference_")
         suffixes = [f"_{s}" for s in ("tempered", "with_end") if column.endswith(f"_{s}")]
         assert {column, stem, *suffixes} & documented, column
-
-
-def test_no_text_of_a_model_breaks_out_of_its_block():
-    opened = ""
-    for line in README.splitlines():
-        fence = re.match(r"`{3,}", line)
-        if fence and not opened:
-            opened = fence[0]
-            assert line.removeprefix(opened) in ("bash", "python", "text"), line
-        elif fence and len(fence[0]) >= len(opened):
-            assert line == opened
-            opened = ""
-    assert not opened
