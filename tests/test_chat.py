@@ -274,30 +274,6 @@ def test_trailing_spaces_belong_to_query_and_response_where_offsets_are_trimmed(
     assert tokens(tokenizer, ids[queried - 1 : queried + 2]) == "? Ġ <|im_end|>"
 
 
-def test_thinking_is_dropped_as_the_template_drops_it_or_kept():
-    dropped, kept = chat("qwen3"), chat("qwen3", thinking="keep")
-    opened = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    tail = "<|im_end|>\n<|im_start|>user\n"
-    thought = "<think>\nhm\n</think>\n\n"
-    empty = "<think>\n\n</think>\n\n"
-    for c, response, want in (
-        (dropped, RESPONSE, RESPONSE),
-        (dropped, thought + RESPONSE, RESPONSE),
-        (kept, RESPONSE, empty + RESPONSE),
-        (kept, thought + RESPONSE, thought + RESPONSE),
-        (kept, "", empty),
-    ):
-        context = c.context(turns(QUERY, response))
-        assert context.text == opened + want + tail
-        assert context.ids == c.tokenizer(context.text)["input_ids"]
-        assert context.positions["query_end"] is not None
-        end = context.positions["response_end"]
-        assert end == (len(context.ids) - len(c.tail_ids) - 1 if response else None)
-    earlier = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
-    context = kept.context(turns("a", "b", QUERY, RESPONSE))
-    assert context.text == earlier + opened + empty + RESPONSE + tail
-
-
 def test_a_system_message_goes_where_a_conversation_has_none():
     c = chat("smollm2", system="Be brief.")
     given = c.context(turns(QUERY, RESPONSE, system="Be long."))

@@ -35,15 +35,6 @@ def test_the_hub_s_loader_reads_a_run_s_tables(parted, tmp_path, table):
     assert found["context_id"][:] == frame["context_id"].tolist()
 
 
-def test_the_card_names_model_and_data(merged):
-    text = (merged.path / "README.md").read_text()
-    for part in (
-        *(merged.model["name"], merged.model["weights_hash"], merged.settings["dataset"]),
-        *("written by a model, not by people", "licence is not recorded", "in 12 contexts"),
-    ):
-        assert part in text
-
-
 @pytest.fixture
 def local(tmp_path, tiny_model_dir, monkeypatch) -> tuple[list[str], Path]:
     """The words of a command with a local model and data; and its folder."""
