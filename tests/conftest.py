@@ -23,8 +23,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests kill processes, not the power: flushing to the disk shows nothing here, and is slow.
 os.fsync = lambda _: None
 
-gc.disable()  # while half a million objects that stay are imported; see below
-
 
 # Files that take longest, before all others: one at the end would be waited for by itself.
 LONGEST = (
@@ -36,6 +34,7 @@ LONGEST = (
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
+        gc.disable()  # while half a million objects that stay are imported
         for name in ("common", "runs"):
             config.pluginmanager.import_plugin(name)
 

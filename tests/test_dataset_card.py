@@ -1,4 +1,4 @@
-"""A run can be shared as it is: a dataset card, and no folders of the machine that made it."""
+"""A run can be shared as it is: the hub's loader reads it, and it names no folder of a machine."""
 
 import gzip
 import json

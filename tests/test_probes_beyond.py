@@ -147,6 +147,7 @@ def test_a_copy_of_the_output_is_never_beyond_it_and_a_signal_of_its_own_is(
     kind, expected, monkeypatch
 ):
     monkeypatch.setattr(planted_blocks, "SETTINGS", replace(planted_blocks.SETTINGS, resamples=200))
+    monkeypatch.setattr(planted_blocks, "CONTEXTS", 90)
     found, _ = planted_blocks.analysed(kind, 3)
     assert (found.beyond.deviance_saved.low > 0) == expected
     own = next(one.auroc.value for one in found.controls if one.control.name == "output")
