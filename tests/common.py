@@ -27,6 +27,8 @@ from ia_mech.settings import Settings
 # The variable is for emulating other machines (docs/development.md).
 torch.set_num_threads(int(os.environ.get("IA_MECH_TEST_THREADS", "1")))
 
+LOAD = models._load
+
 
 @pytest.fixture
 def progress() -> Silent:
@@ -47,7 +49,7 @@ def _threads(monkeypatch):
 def _models_read_once():
     """What each command begins with is done once for a model's folder: it is loaded (and checked,
     as a loaded model is once), and its sizes are worked out. It takes longer than a tiny run."""
-    load, sizes = models._load, footprints.footprint
+    sizes = footprints.footprint
     loaded: dict = {}
     worked_out: dict = {}
 
@@ -55,9 +57,9 @@ def _models_read_once():
         files = [(file.name, file.stat()) for file in sorted(Path(spec.name).glob("*"))]
         key = spec, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in files)
         if not files or spec.adapter is not None:
-            return load(spec)
+            return LOAD(spec)
         if key not in loaded:
-            loaded[key] = load(spec)
+            loaded[key] = LOAD(spec)
         return replace(loaded[key])
 
     def work_out_once(config, dtype) -> footprints.Footprint:
@@ -71,6 +73,12 @@ def _models_read_once():
         for user in (footprints, job, cost):
             patch.setattr(user, "footprint", work_out_once)
         yield
+
+
+@pytest.fixture
+def loaded_anew(monkeypatch) -> None:
+    """Models are loaded, and checked, each time, as where loading is the subject."""
+    monkeypatch.setattr(models, "_load", LOAD)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -375,7 +375,7 @@ def test_contexts_that_are_too_long_are_refused_or_skipped_counted_and_recorded(
 
 
 def test_a_failed_check_is_refused_or_recorded_and_shown_wherever_results_are(
-    tiny_model_dir, tmp_path, capfd, monkeypatch
+    loaded_anew, tiny_model_dir, tmp_path, capfd, monkeypatch
 ):
     words = ["--model", tiny_model_dir, "--limit", "1", "--samples", "1", "--temperatures", "1"]
     words += ["--max-new-tokens", "3", "--out", str(tmp_path / "run")]
