@@ -26,9 +26,10 @@ os.fsync = lambda _: None
 
 # Files that take longest, before all others: one at the end would be waited for by itself.
 LONGEST = (
-    *("test_readme", "test_study", "test_kills", "test_probes_siblings", "test_real_model"),
-    *("test_probes_beyond", "test_shards", "test_collect", "test_elicit", "test_published"),
-    *("test_devices", "test_installed", "test_responses", "test_interchange", "test_figures"),
+    *("test_locate", "test_readme", "test_kills", "test_probes_transfer", "test_learned_vector"),
+    *("test_collect", "test_probes_train", "test_study", "test_check", "test_interchange"),
+    *("test_probes_beyond", "test_planted_locate", "test_devices", "test_probes_analysis"),
+    *("test_shards", "test_architectures", "test_perturbations", "test_rates", "test_steering"),
 )
 
 
