@@ -1,31 +1,20 @@
-"""What many tests share: a tiny chat model in a folder, and a quiet progress."""
+"""The environment of the tests, the order of their files, and a quiet progress.
 
+The process that deals tests to workers reads this file and runs none of them: what takes seconds to
+import is in ``common``.
+"""
+
+import gc
 import os
 import signal
-from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach a hub
 # Idle threads would spin, and take the cores of other tests; it is read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # OpenBLAS's idle threads spin: small products on a busy machine took 30 times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
-
-import families
-import pytest
-import scored
-import tiny
-import torch
-from matplotlib.figure import Figure
-from transformers import PreTrainedTokenizerFast
-
-from ia_mech.cli import THREAD_COUNTS
-from ia_mech.collect.job import collect
-from ia_mech.display import FIGURE_FORMATS, save_figure
-from ia_mech.models.load import Subject
-from ia_mech.run import Run
-from ia_mech.settings import Settings
-
-pytest_plugins = ["runs"]
 
 # A shell starts background jobs with SIGINT ignored, and what they start inherits that: tests of
 # Ctrl-C would wait for an interrupt that can't come.
@@ -34,22 +23,31 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests kill processes, not the power: flushing to the disk shows nothing here, and is slow.
 os.fsync = lambda _: None
 
-# For tiny models a second thread costs more than it brings, and very much more on a busy machine.
-# The variable is for emulating other machines (docs/development.md).
-torch.set_num_threads(int(os.environ.get("IA_MECH_TEST_THREADS", "1")))
-
 
 # Files that take longest, before all others: one at the end would be waited for by itself.
 LONGEST = (
-    *("test_readme", "test_study", "test_kills", "test_probes_siblings", "test_real_model"),
-    *("test_probes_beyond", "test_shards", "test_collect", "test_elicit", "test_published"),
-    *("test_devices", "test_installed", "test_responses", "test_interchange", "test_figures"),
+    *("test_locate", "test_readme", "test_kills", "test_probes_transfer", "test_learned_vector"),
+    *("test_collect", "test_probes_train", "test_study", "test_check", "test_interchange"),
+    *("test_probes_beyond", "test_planted_locate", "test_devices", "test_probes_analysis"),
+    *("test_shards", "test_architectures", "test_perturbations", "test_rates", "test_steering"),
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
+        gc.disable()  # while half a million objects that stay are imported
+        for name in ("common", "runs"):
+            config.pluginmanager.import_plugin(name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 class Silent:
@@ -69,81 +67,3 @@ class Silent:
         self.lines.append(line)
 
     def stop(self) -> None: ...
-
-
-@pytest.fixture
-def progress() -> Silent:
-    return Silent()
-
-
-@pytest.fixture(autouse=True)
-def _threads(monkeypatch):
-    """A command's ``--threads`` are those of its process, which here others are run in, too."""
-    before = torch.get_num_threads()
-    for name in THREAD_COUNTS:
-        monkeypatch.setenv(name, os.environ.get(name, "1"))
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _blank_pictures():
-    """Figures are drawn, but a blank one is written: rendering takes a second a format.
-
-    Tests of pictures take the fixture :func:`pictures`.
-    """
-
-    def blank(_: Figure, folder: Path, stem: str) -> None:
-        for kind in FIGURE_FORMATS:
-            (Path(folder) / f"{stem}.{kind}").write_text("<svg/>")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ia_mech.results.save_figure", blank)
-        yield
-
-
-@pytest.fixture
-def pictures(monkeypatch) -> None:
-    """Figures are rendered."""
-    monkeypatch.setattr("ia_mech.results.save_figure", save_figure)
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A small ChatML tokenizer with SmolLM2's template."""
-    return families.build("smollm2")
-
-
-@pytest.fixture(scope="session")
-def tiny_subject(tokenizer) -> Subject:
-    """A random Llama that goes with :func:`tokenizer`."""
-    return tiny.subject("llama", tokenizer)
-
-
-@pytest.fixture(scope="session")
-def tiny_model_dir(tiny_subject, tmp_path_factory) -> str:
-    """The same model as a local directory, for the command line."""
-    folder = tmp_path_factory.mktemp("tiny-model")
-    tiny_subject.model.save_pretrained(folder)
-    tiny_subject.tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
-def siblings(tiny_model_dir, tiny_subject, tmp_path_factory) -> Run:
-    """Four queries with four short responses each, greedy turns and one at T = 1; not judged. Tests
-    that write into it take a copy."""
-    folder = tmp_path_factory.mktemp("siblings")
-    settings = Settings(
-        dataset=scored.dataset(folder / "chats.jsonl", scored.CONVERSATIONS[:4]),
-        limit=None,
-        model=tiny_model_dir,
-        temperatures=(1.0,),
-        samples=1,
-        max_new_tokens=6,
-        response="generate",
-        responses=4,
-        unfinished=True,
-        max_response_tokens=5,
-    )
-    return collect(settings, tiny_subject, folder / "run", Silent())

@@ -5,6 +5,7 @@ file as a process with one thread; a fork of that runs the command line as ``pyt
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -118,11 +119,13 @@ def serve(folder: Path) -> NoReturn:
     import torch
 
     torch.set_num_threads(1)  # a fork has no other threads
+    gc.disable()  # what is imported stays
     for line in sys.stdin:
         request = json.loads(line)
         commands, environment = request["commands"], request["environment"]
         for name in MODULES[commands[0][0]]:
             importlib.import_module(name)
+        gc.freeze()
         begun = [
             _begin(folder / f"stderr-{k}", words, environment) for k, words in enumerate(commands)
         ]
@@ -169,6 +172,7 @@ def _attend(child: int, reader: int, err: Path, after: float | None, number: int
 def _work(err: Path, words: list[str], pen: int, environment: dict[str, str]) -> NoReturn:
     """In the fork: run the command line, and never return."""
     status = 1
+    gc.enable()
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

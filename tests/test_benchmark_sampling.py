@@ -1,9 +1,7 @@
 """The sampling benchmark: its arithmetic and tables, and all of it in small behind ``slow``."""
 
-import logging
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +16,9 @@ from benchmarks.sampling import __main__ as command
 from benchmarks.sampling.limits import least
 from benchmarks.sampling.measure import CONTENDERS, Kind, measure
 from benchmarks.sampling.ours import differing
-from benchmarks.sampling.peers import ErrorLog, Generate, check_complete
 from benchmarks.sampling.results import Results, gflops
 from benchmarks.sampling.tables import full, peers_table
-from benchmarks.sampling.workload import Contender, Size, Task, Workload, rows_of
-from ia_mech.engine.sampling import stream_key
+from benchmarks.sampling.workload import Contender, Size, Task, Workload
 from ia_mech.errors import UserError
 
 SMALL = Size((1, 4), 24, 5, 6)
@@ -127,14 +123,6 @@ def test_differing_rows_count_with_their_first_decision():
     assert (found["rows"], found["margins"]) == (2, [0.5])
 
 
-def test_a_context_gets_greedy_and_as_many_samples_per_temperature():
-    rows = rows_of(1, 33)
-    assert Counter(row.temperature for row in rows) == {0.0: 1, 0.5: 8, 0.7: 8, 1.0: 8, 1.3: 8}
-    noise = Counter(row.stream for row in rows if row.temperature)
-    assert set(noise.values()) == {4} and stream_key(0, "benchmark-1", 7) in noise
-    assert {row.stream for row in rows_of(0, 33)} & set(noise) == set()
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_least_work_by_hand(tied):
     model = nn.Module()
@@ -160,41 +148,6 @@ def test_the_least_work_by_hand(tied):
     assert moved == 9 * (60 * 4 + 24 * (4 * 8 + 20 * 5) + 20 * 2 * each)
     # The norm is no product. Six heads score 3 numbers and add up 3, of 8 + 5 tokens.
     assert computed == 9 * 2 * 20 * (56 + 6 * 6 * 13 + 3 * 35)
-
-
-def test_continuous_batching_must_have_written_everything():
-    parents = ["req_0", "req_1"]
-    names = [f"{parent}{child}" for parent in parents for child in ("__child#0", "__child#1", "")]
-
-    def outputs(count: int, tokens: int = 3, error: str | None = None) -> dict:
-        written = SimpleNamespace(error=error, generated_tokens=[7] * tokens)
-        return dict.fromkeys(names[:count], written)
-
-    with ErrorLog() as errors:
-        logging.getLogger("ContinuousBatchingLogger").error("failed during generation")
-    check_complete(outputs(len(names)), 2, 3, 3, [])
-    for results, logged, problem in (
-        (outputs(len(names) - 1), [], f"{len(names) - 1} results, not {len(names)}"),
-        (outputs(len(names), 2), [], "req_0.*: 2 tokens, not 3"),
-        (outputs(len(names), 2, "too long"), [], "req_0.*: too long"),
-        (outputs(len(names)), errors, "failed during generation"),
-    ):
-        with pytest.raises(RuntimeError, match=problem):
-            check_complete(results, 2, 3, 3, logged)
-
-
-def test_generate_gets_half_as_many_contexts_until_they_fit(monkeypatch):
-    one, calls = Generate(Workload(Task("tiny", (), 1, SMALL, "cpu", "float32", together=4)), 4), []
-
-    def call_with(ids, new_tokens) -> None:
-        calls.append(len(ids))
-        if len(ids) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
-
-    monkeypatch.setattr(one, "_call", call_with)
-    one.warm_up()
-    one.measure()
-    assert calls == [4, 2, 1, 1, 1, 1, 1] and "1 contexts a call (4, 2 don't fit)" in one.notes
 
 
 class Broken(Contender):

@@ -34,7 +34,7 @@ from ia_mech.run import Run
 from ia_mech.settings import Settings
 
 SETTINGS = Settings(
-    limit=6, temperatures=(0.7, 1.0), samples=2, max_new_tokens=8, batch_rows=20
+    limit=6, temperatures=(0.7, 1.0), samples=2, max_new_tokens=5, batch_rows=20
 )  # five rows to a context
 CONTEXTS = ["maths-01", "instructions-01", "open-01", "maths-02", "instructions-02", "open-02"]
 
@@ -53,7 +53,7 @@ def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp
     words = run.record["identity"]["chat"]["opening_ids"]
     model, stops = tiny_subject.model, whole.record["identity"]["chat"]["stop_ids"]
     neutral = GenerationConfig(
-        do_sample=False, max_new_tokens=8, eos_token_id=[int(i) for i in stops], pad_token_id=0
+        do_sample=False, max_new_tokens=5, eos_token_id=[int(i) for i in stops], pad_token_id=0
     )
     greedy = run.generations[run.generations["temperature"] == 0].set_index("order")
     plain = whole.generations[whole.generations["temperature"] == 0].set_index("order")
@@ -89,8 +89,7 @@ def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp
     "architecture",
     [
         "gemma3",
-        "llama4",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma4", "mistral3")),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("llama4", "gemma4", "mistral3")),
     ],
 )
 def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
@@ -164,7 +163,7 @@ def test_a_part_fills_a_batch_and_a_part_of_responses_serves_whole_ones():
 
 def test_a_part_takes_no_more_memory_than_it_has_room_for():
     settings = replace(SETTINGS, batch_rows=100)
-    rows = 5 * SIZE.row(3000, 8)
+    rows = 5 * SIZE.row(3000, 5)
     room = 2 * (SIZE.context(3000) + rows)
     plan = plan_parts(survey_of([3000, 30, 3000, 30, 3000] * 4), settings, SIZE, room)
     # Four parts of five would do, if each had room for more than one long context.
@@ -376,7 +375,7 @@ def test_contexts_that_are_too_long_are_refused_or_skipped_counted_and_recorded(
 
 
 def test_a_failed_check_is_refused_or_recorded_and_shown_wherever_results_are(
-    tiny_model_dir, tmp_path, capfd, monkeypatch
+    loaded_anew, tiny_model_dir, tmp_path, capfd, monkeypatch
 ):
     words = ["--model", tiny_model_dir, "--limit", "1", "--samples", "1", "--temperatures", "1"]
     words += ["--max-new-tokens", "3", "--out", str(tmp_path / "run")]
@@ -464,7 +463,7 @@ def test_rows_that_wait_for_places_are_those_of_batches_of_their_own(
     tiny_subject, tmp_path, monkeypatch
 ):
     """As on a GPU, where a part holds more rows than are decoded together."""
-    settings = replace(SETTINGS, batch_rows=7, max_new_tokens=12)
+    settings = replace(SETTINGS, batch_rows=7)
     monkeypatch.setattr(parts, "PARTS", {"cpu": 1})
     apart = sampled(settings, tiny_subject, tmp_path / "apart")
     for where in (parts, compute):

@@ -74,7 +74,7 @@ def test_rows_that_take_the_places_of_others_are_as_those_alone(architecture):
     stops, steps = [tiny.EOS, *range(80, 97)], []
     alone = [decode(model, groups, [row], stops, 8)[0] for row in rows]
     assert len({len(one.token_ids) for one in alone}) > 3
-    for places in (1, 4):
+    for places in (1, 4) if architecture == "llama" else (4,):
         found = decode(
             model, groups, rows, stops, 8, together=places, on_step=lambda *n: steps.append(n)
         )

@@ -70,14 +70,15 @@ def logprobs(logits: torch.Tensor, turn: list[int], temperature: float) -> np.nd
     [*((each, 256) for each in tiny.ARCHITECTURES), *((each, 4) for each in tiny.FAMILIES)],
 )
 def test_scores_under_residual_edits_equal_plain_hooks(architecture, piece, monkeypatch):
-    """One batch holds rows of every turn, layer and kind; each is compared with a pass alone. The
-    tokens from a context's :data:`START` on are scored with the turn, and edited there."""
+    """One batch holds rows of every turn and layer, and every kind at each layer; each is compared
+    with a pass alone. The tokens from a context's :data:`START` on are scored with the turn, and
+    edited there."""
     monkeypatch.setitem(LOGITS, "cpu", piece * tiny.VOCAB)
     model = tiny.model(architecture)
     rows, plain = [], []
     first, last = 0, CONTEXT - 1 - START
     for number in range(len(TURNS)):
-        for layer in (0, 1, DEPTH):
+        for place, layer in enumerate((0, 1, DEPTH)):
             states, direction = vectors(2, seed=layer), vectors(1, seed=9)[0]
 
             def put(hidden, states=states):
@@ -92,12 +93,14 @@ def test_scores_under_residual_edits_equal_plain_hooks(architecture, piece, monk
                 for at in (START, CONTEXT - 1):
                     hidden[at] -= 0.7 * torch.dot(hidden[at].clone(), unit) * unit
 
-            rows.append((number, [Replace(layer, (first, last), states)]))
-            plain.append((layer, put))
-            rows.append((number, [ProjectOut(layer, (first, last), direction, 0.7)]))
-            plain.append((layer, remove))
-            rows.append((number, [Add(layer, (2,), direction, 0.5)]))
-            plain.append((layer, add))
+            kinds = [
+                (Replace(layer, (first, last), states), put),
+                (ProjectOut(layer, (first, last), direction, 0.7), remove),
+                (Add(layer, (2,), direction, 0.5), add),
+            ]
+            edit, by_hand = kinds[(number + place) % 3]
+            rows.append((number, [edit]))
+            plain.append((layer, by_hand))
         rows.append((number, []))
         plain.append(None)
     given = [

@@ -1,8 +1,6 @@
 """What every command that reads a run's labels refuses: in one line, and nothing is written."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -85,19 +83,3 @@ def test_a_judge_that_is_not_there(run: Run, tmp_path: Path, capfd, command):
     place = {RUN: str(run.path), "OUT": str(tmp_path / "sheet")}
     line = refusal(call(main, [*(place.get(word, word) for word in words), flag, "gpt"], capfd))
     assert "'gpt'" in line and "rules" in line
-
-
-@pytest.mark.parametrize("module", ["annotate", "judge.__main__", "rates.__main__"])
-def test_help_and_a_mistyped_flag_wait_for_no_library(module):
-    """Nor does that of a subcommand, which ``choices`` has."""
-    code = (
-        "import contextlib, sys\n"
-        f"from ia_mech.{module} import build_parser, main\n"
-        "places = [a.choices for a in build_parser()._actions if isinstance(a.choices, dict)]\n"
-        "for words in [[], *([one] for place in places for one in place), ['--mistyped']]:\n"
-        "    with contextlib.suppress(SystemExit): main([*words, '--help'])\n"
-        "print({'torch', 'openai', 'pandas', 'transformers', 'sklearn'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout.endswith("\nset()\n"), done
-    assert "usage: " in done.stdout

@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -62,7 +63,10 @@ def imported(file: Path) -> Iterator[str]:
                 yield full if full in MODULES else node.module
 
 
-IMPORTS = {name: set(imported(file)) for name, file in MODULES.items()}
+@cache
+def imports() -> dict[str, set[str]]:
+    """Module → what it imports."""
+    return {name: set(imported(file)) for name, file in MODULES.items()}
 
 
 def part(module: str) -> str:
@@ -72,7 +76,7 @@ def part(module: str) -> str:
 
 
 def product_imports() -> Iterator[tuple[str, str]]:
-    for module, names in IMPORTS.items():
+    for module, names in imports().items():
         for name in names:
             if name.split(".")[0] in PACKAGES and not {module, name} & FRONT:
                 yield module, name
@@ -102,7 +106,7 @@ def test_parts_that_know_nothing_of_each_other(one, other):
 
 def test_statistics_are_numpy_and_scipy_alone():
     stats = [module for module in MODULES if module.startswith("ia_mech.stats")]
-    found = {name for module in stats for name in IMPORTS[module] if name not in stats}
+    found = {name for module in stats for name in imports()[module] if name not in stats}
     assert {name.split(".")[0] for name in found} <= NUMERIC
 
 

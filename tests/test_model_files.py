@@ -12,6 +12,8 @@ from ia_mech.chat.format import ChatFormat
 from ia_mech.errors import UserError
 from ia_mech.models.load import ModelSpec, load
 
+pytestmark = pytest.mark.usefixtures("loaded_anew")
+
 
 @pytest.fixture
 def checkpoint(tiny_model_dir, tmp_path) -> Path:

@@ -27,6 +27,8 @@ from ia_mech.models.load import (
     weights_hash,
 )
 
+pytestmark = pytest.mark.usefixtures("loaded_anew")
+
 
 def refusal(function, *args) -> str:
     with pytest.raises(UserError) as caught:

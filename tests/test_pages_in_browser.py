@@ -154,21 +154,6 @@ def test_the_address_holds_what_is_chosen(judged, opened):
     assert page.evaluate("location.hash") == "" and counted(page) == (12, 60)
 
 
-def test_contexts_are_sorted_by_the_largest_value_of_what_passes(opened):
-    contexts, turns = many(4, 2)
-    turns["score rules"] = [0.1, 0.2, 0.9, 0.3, 0.4, 0.5, np.nan, np.nan]
-    turns["category rules"] = [GENUINE, "generic"] * 4
-    page = opened(rendered_turns(contexts, turns))
-    option(page, "sort by", "certainty of rules")
-
-    def order() -> list[str]:
-        return page.locator(".context h3").all_text_contents()
-
-    assert order() == ["c1", "c2", "c0", "c3"]
-    option(page, "category", "generic")
-    assert order() == ["c2", "c1", "c0", "c3"]
-
-
 def test_a_claim_and_a_row_of_a_table_lead_to_their_turns(judged, opened):
     assert rates_main([str(judged.path)]) == 0
     page = opened(render_report([judged]))

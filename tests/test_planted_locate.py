@@ -29,16 +29,15 @@ from experiments.hybrids import (
 from experiments.locate import LEFT_OUT, estimates, query_bits_of, whole_site_bits
 from experiments.study import latent_sentence
 
-QUERIES = 5
 SITES = (OWN, RESPONSE, HEADER, QUERY)
 
 
 @cache  # no test changes the rows
-def rows_of(name: str, wordings: bool = False) -> pd.DataFrame:
+def rows_of(name: str, wordings: bool = False, queries: int = 4) -> pd.DataFrame:
     """What is measured where every turn that can follows its response, and no weight has noise."""
     kind = ROUTES[name]
     kind = replace(kind, follows=float(bool(kind.carries)), windows=kind.state)
-    return measure_study(kind, 0, QUERIES, 0.0, wordings=wordings)
+    return measure_study(kind, 0, queries, 0.0, wordings=wordings)
 
 
 def bits(rows: pd.DataFrame, temperature: float = SAMPLED) -> dict[str, float]:
@@ -64,7 +63,7 @@ def test_a_site_carries_what_reaches_the_turn_by_it_alone(name):
 
 
 def test_a_turn_that_depends_on_the_response_by_the_recurrent_state_alone_is_said_to():
-    rows = rows_of("recurrent state")
+    rows = rows_of("recurrent state", queries=5)
     whole = whole_site_bits(rows, 0)[None]
     expressed = whole[OWN].bits.mean()
     assert expressed > 1.0

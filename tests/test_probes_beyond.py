@@ -147,6 +147,7 @@ def test_a_copy_of_the_output_is_never_beyond_it_and_a_signal_of_its_own_is(
     kind, expected, monkeypatch
 ):
     monkeypatch.setattr(planted_blocks, "SETTINGS", replace(planted_blocks.SETTINGS, resamples=200))
+    monkeypatch.setattr(planted_blocks, "CONTEXTS", 90)
     found, _ = planted_blocks.analysed(kind, 3)
     assert (found.beyond.deviance_saved.low > 0) == expected
     own = next(one.auroc.value for one in found.controls if one.control.name == "output")
@@ -164,11 +165,11 @@ def test_words_that_leak_into_every_state_are_read_but_never_beyond(seed):
 
 def test_a_state_at_the_end_of_the_response_is_part_of_what_it_would_have_to_go_beyond():
     rng = np.random.default_rng(0)
-    z = rng.standard_normal(80)
-    outcome = Outcome.from_counts(rng.binomial(8, expit(2 * z)), np.full(80, 8), np.arange(80))
-    states = rng.standard_normal((1, 80, 3, 8))
+    z = rng.standard_normal(60)
+    outcome = Outcome.from_counts(rng.binomial(8, expit(2 * z)), np.full(60, 8), np.arange(60))
+    states = rng.standard_normal((1, 60, 3, 8))
     states[0, :, 1, 0] += 4 * z
-    noise = Baseline("noise", rng.standard_normal((80, 3)), "noise")
+    noise = Baseline("noise", rng.standard_normal((60, 3)), "noise")
     names = ["query_end", "response_end", "header_last"]
     found = analyse(Arrays(states, names), outcome, Controls([noise], [noise]), FEW)
     assert set(found.headline.chosen) == {(0, "response_end")}

@@ -47,10 +47,10 @@ def test_a_response_s_part_is_found_where_it_is():
 
 
 def test_what_hangs_on_the_query_alone_is_not_found():
-    """The test's level, 5%: of 6 planted runs at most 2 may be (a chance of 0.2% for more)."""
+    """The test's level, 5%: of 4 planted runs at most 1 may be (a chance of 1.4% for more)."""
     settings = AnalysisSettings(permutations=19, resamples=50, workers=1)
-    found = [analyse(*planted(seed, of_response=0.0), settings=settings) for seed in range(6)]
-    assert sum(one.tested.headline_p <= 0.05 for one in found) <= 2
+    found = [analyse(*planted(seed, of_response=0.0), settings=settings) for seed in range(4)]
+    assert sum(one.tested.headline_p <= 0.05 for one in found) <= 1
     hidden, outcome = planted(0, of_response=0.0)
     between = Outcome.from_counts(outcome.positives, outcome.trials, outcome.sources)
     assert analyse(hidden, between, settings=settings).headline.auroc.low > 0.6  # of queries

@@ -25,7 +25,8 @@ from probes.card import Probe
 
 FEW = ["--permutations", "19", "--resamples", "100", "--threads", "1"]
 KEPT = ("query_end", "response_end", "header_last")
-PLAN = Plan("signal", contexts=80, layers=3, informative_layer=2, d_model=24, positions=KEPT)
+SOURCES = 60
+PLAN = Plan("signal", contexts=SOURCES, layers=3, informative_layer=2, d_model=24, positions=KEPT)
 FILES = [
     "card.json",
     "estimates.parquet",
@@ -76,7 +77,7 @@ def test_it_finds_what_was_planted_and_keeps_it(run, planted, capfd, monkeypatch
 
     card = json.loads((folder / "card.json").read_text())
     assert card["position"] == "header_last" and abs(card["layer"] - 2) <= 1
-    assert len(card["training_sources"]) == 80
+    assert len(card["training_sources"]) == SOURCES
     result = read(folder)
     assert result.about["kind"] == "probe" and result.about["judge"] == "planted"
     assert result.sentence == card["sentence"] and "beyond" not in result.sentence.split(".")[0]
@@ -103,7 +104,7 @@ def test_runs_are_pooled_in_whatever_order_they_are_given(run, tmp_path, capfd):
     said = probe([run, other, *words], capfd)
     assert said.status == 0, said.err
     predictions = pd.read_parquet(run / "results" / "pooled" / "predictions.parquet")
-    assert predictions["run"].value_counts().to_dict() == {run.name: 80, other.name: 80}
+    assert predictions["run"].value_counts().to_dict() == {run.name: SOURCES, other.name: SOURCES}
     text = " ".join(said.out.split())
     assert "The follow-up rate within datasets can be read from the hidden states" in text
     assert not (other / "results").exists()
@@ -193,7 +194,7 @@ def damaged(run: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words", "problem", "remedy"),
     [
-        (all_alike, [], "only 0 of 80 sources have a turn that counts", "--target"),
+        (all_alike, [], "only 0 of 60 sources have a turn that counts", "--target"),
         (not_a_number, [], "layer 2 at header_last holds NaN", "--dtype"),
         (damaged, [], "is damaged", "the command that made the run again"),
         (None, ["--positions", "nowhere"], "position nowhere was not kept", "header_last"),

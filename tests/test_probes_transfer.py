@@ -24,7 +24,7 @@ WIDTH, TRIALS = 12, 8
 CONTEXTS = 30  # of a planted run
 
 
-def made(directions, contexts=60, seed=0, strength=2.5, prompts=None):
+def made(directions, contexts=40, seed=0, strength=2.5, prompts=None):
     """Units with a signal along one axis each, at layer 1 and position ``b`` alone.
 
     Args:
@@ -61,7 +61,7 @@ def matrix(hidden, outcome, units, settings=QUICK):
 
 
 def test_a_shared_direction_carries_over_and_another_does_not():
-    hidden, outcome, units = made([0, 0, 5])
+    hidden, outcome, units = made([0, 0, 5], 60)
     entries, notes = cross_evaluate(hidden, outcome, units, AnalysisSettings(permutations=99))
     found = by_pair(entries)
     assert not notes and len(found) == 9
@@ -117,7 +117,7 @@ def test_a_target_that_is_constant_per_source_is_not_read_from_its_source():
     ],
 )
 def test_no_source_is_on_both_sides(monkeypatch, prompts):
-    hidden, outcome, units = made([0, 0, 0], 40, prompts=prompts)
+    hidden, outcome, units = made([0, 0, 0], prompts=prompts)
     validate, seen = module.cross_validate, []
 
     def watched(features, design):
@@ -140,7 +140,7 @@ def test_no_source_is_on_both_sides(monkeypatch, prompts):
 
 def test_nothing_is_chosen_with_what_is_tested():
     """Other labels and states among the tested contexts leave the probe as it was."""
-    hidden, outcome, units = made([0, 5], 40)
+    hidden, outcome, units = made([0, 5])
     rows = units["u1"]
     k = outcome.positives.copy()
     k[rows] = TRIALS - k[rows]
@@ -153,9 +153,9 @@ def test_nothing_is_chosen_with_what_is_tested():
 
 
 def test_the_same_prompts_may_be_read_differently_by_two_models():
-    found = matrix(*made([0, 0], prompts=[0, 0]))
+    found = matrix(*made([0, 0], 60, prompts=[0, 0]))
     assert found["u0", "u1"].auroc.low > 0.65 and found["u0", "u1"].p < 0.05
-    other = matrix(*made([0, 5], prompts=[0, 0]), FEWER)
+    other = matrix(*made([0, 5], 60, prompts=[0, 0]), FEWER)
     assert other["u0", "u1"].auroc.high < other["u0", "u0"].auroc.value
 
 
@@ -172,7 +172,7 @@ def test_small_units_are_tested_on_only_or_left_out():
     k = outcome.positives.copy()
     k[units["u3"]] = 4
     level = replace(outcome, positives=k)
-    entries, notes = cross_evaluate(hidden, level, cut(units, 60, 15, 5, 60), FEWER)
+    entries, notes = cross_evaluate(hidden, level, cut(units, 40, 15, 5, 40), FEWER)
     assert {(e.trained, e.tested) for e in entries} == {("u0", "u0"), ("u0", "u1")}
     assert [note.split(":")[0] for note in notes] == [
         "u1 isn't trained on",
@@ -182,7 +182,7 @@ def test_small_units_are_tested_on_only_or_left_out():
     assert "all contexts the same rate" in notes[2]
 
 
-@pytest.mark.parametrize("sizes", [(60, 5), (15, 15)], ids=["only itself", "none to train on"])
+@pytest.mark.parametrize("sizes", [(40, 5), (15, 15)], ids=["only itself", "none to train on"])
 def test_without_an_entry_beside_the_diagonal_it_is_refused(sizes):
     hidden, outcome, units = made([0, 0])
     with pytest.raises(UserError, match=r"no unit of u0, u1 can be tested .* another --target"):

@@ -126,7 +126,7 @@ def test_what_the_rate_hangs_on_is_taken_from_pairs_of_turns():
 
 
 def test_every_figure_can_be_restricted_to_one_kind_of_response():
-    whole, _ = erring(5)
+    whole, _ = erring(5, 60)
     turns = whole.turns.assign(unfinished=whole.turns["source"].str[-1].astype(int) < 3)
     turns.loc[turns["sample"] == 0, "temperature"] = 0.0
     whole = replace(whole, turns=turns)
@@ -262,7 +262,7 @@ def test_prediction_powered_needs_annotations_in_the_group():
 
 def test_no_corrected_rate_of_turns_that_nobody_could_label():
     """Dataset x of run A is annotated, y of run B not."""
-    sample, other = erring(2)[0], erring(3)[0]
+    sample, other = erring(2, 60)[0], erring(3, 60)[0]
     other.turns["truth"] = other.turns["inclusion"] = np.nan
     known = pd.concat([sample.turns, other.turns], ignore_index=True)
     known["dataset"] = np.repeat(["x", "y"], len(other.turns))

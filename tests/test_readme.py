@@ -29,12 +29,13 @@ def test_the_examples_run_on_the_embedded_model(tmp_path, monkeypatch, capsys):
     assert len(blocks) == 6
     names: dict = {}
     for code in blocks:
-        small = code.replace("limit=24", "limit=6, samples=2, max_new_tokens=20")
+        few = "limit=5, temperatures=[1.0], samples=1, max_new_tokens=6"
+        small = code.replace("limit=24", few)
         exec(compile(small, "README.md", "exec"), names)
     shown = capsys.readouterr().out
     assert "maths-01" in shown and "instructions-01" in shown and "open-01" in shown
-    assert "torch.Size([6, 576])" in shown
-    assert len(names["predicted"]) == 6
+    assert "torch.Size([5, 576])" in shown
+    assert len(names["predicted"]) == 5
     assert names["turns"].loc[0, "category"] in shown
     assert re.search(r"^\d\.\d\d \[\d\.\d\d, \d\.\d\d\]$", shown, re.MULTILINE)
 
@@ -77,16 +78,3 @@ def test_every_column_is_documented():
         stem = column.removeprefix("reference_")
         suffixes = [f"_{s}" for s in ("tempered", "with_end") if column.endswith(f"_{s}")]
         assert {column, stem, *suffixes} & documented, column
-
-
-def test_no_text_of_a_model_breaks_out_of_its_block():
-    opened = ""
-    for line in README.splitlines():
-        fence = re.match(r"`{3,}", line)
-        if fence and not opened:
-            opened = fence[0]
-            assert line.removeprefix(opened) in ("bash", "python", "text"), line
-        elif fence and len(fence[0]) >= len(opened):
-            assert line == opened
-            opened = ""
-    assert not opened

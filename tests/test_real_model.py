@@ -13,7 +13,7 @@ from ia_mech.engine.installed import install
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.models.load import ModelSpec, load
 
-NEW_TOKENS = 6
+NEW_TOKENS = 4
 QWEN = "qwen2.5-coder-1.5b-instruct"
 
 
@@ -26,8 +26,10 @@ def subject():
 
 @pytest.fixture(scope="module")
 def contexts(subject):
+    """The two shortest of the built-in ones."""
     chat = ChatFormat(subject.tokenizer)
-    return [chat.context(c.messages) for c in open_conversations("builtin", limit=2)]
+    every = [chat.context(c.messages) for c in open_conversations("builtin", limit=24)]
+    return sorted(every, key=lambda context: len(context.ids))[:2]
 
 
 @pytest.fixture(scope="module")

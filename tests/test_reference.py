@@ -92,7 +92,7 @@ def test_turns_are_scored_at_twenty_temperatures_and_at_those_of_the_run():
     assert scored_temperatures([5.0, 0.05, 0.72]) == tuple(sorted({*SCORED, 5.0, 0.05, 0.72}))
 
 
-@pytest.mark.parametrize("family", ["smollm2", "gemma3", "gpt_oss", "exaone"])
+@pytest.mark.parametrize("family", ["smollm2", "exaone"])
 def test_references_equal_a_full_forward_pass_at_every_temperature(family, tmp_path):
     subject = tiny.subject("llama", families.build(family))
     data = scored.dataset(tmp_path / "chats.jsonl")

@@ -59,21 +59,6 @@ def test_a_new_result_removes_the_files_of_the_old_one_and_nothing_else(tmp_path
     ]
 
 
-def test_a_result_that_cannot_be_made_leaves_the_old_one(tmp_path):
-    write(example_result(), tmp_path)
-    before = (tmp_path / RESULT).read_bytes()
-
-    def fails(path):
-        raise OSError("full")
-
-    with pytest.raises(OSError, match="full"):
-        write(example_result(sentence="new", files={"probe.bin": fails}), tmp_path)
-    assert (tmp_path / RESULT).read_bytes() == before and read(tmp_path).sentence != "new"
-    with pytest.raises(UserError, match="holds a result of rates"):
-        write(example_result(about={"kind": "probe"}), tmp_path)
-    assert not (tmp_path / ".new").exists()
-
-
 @pytest.mark.parametrize("damage", ["{", "[]", "{}", json.dumps({"about": {}, "files": []})])
 def test_a_damaged_result_is_one_line(tmp_path, damage):
     write(example_result(), tmp_path)

@@ -96,16 +96,6 @@ def test_no_file_outside_the_run_is_read_or_replaced(run, name):
         Run.open(run.path)
 
 
-def test_what_is_not_a_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"no folder .*nowhere; give what ia-mech sample wrote"):
-        Run.open(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"is not a run \(no run.json\)"):
-        Run.open(tmp_path)
-    (tmp_path / "file").write_text("{}")
-    with pytest.raises(UserError, match=r"file is not a run \(it is a file\)"):
-        Run.open(tmp_path / "file")
-
-
 # -- identities -----------------------------------------------------------------------------------
 
 

@@ -172,10 +172,6 @@ def test_a_column_that_a_run_lacks_is_named(merged):
             next(read.windows((), ["txt"]))
 
 
-def test_a_notebook_shows_what_a_run_is(merged):
-    assert "planted" in merged._repr_html_() and "12" in merged._repr_html_()
-
-
 def test_token_ids_are_read_by_the_runs_own_tokenizer(siblings, tokenizer):
     ids = siblings.generations["token_ids"]
     texts = siblings.decode(ids)

@@ -71,7 +71,7 @@ def simulated(rng, queries, spread, siblings=4, turns=16):
 
 @pytest.mark.parametrize("spread", [0.0, 0.15])
 def test_planted_variances_are_found_and_intervals_hold(spread):
-    rng, runs = np.random.default_rng(2), 400
+    rng, runs = np.random.default_rng(2), 200
     found = [variance_components(simulated(rng, 30, spread)) for _ in range(runs)]
     for name, truth in (("between_queries", 0.04), ("between_responses", spread**2)):
         each = [getattr(one, name) for one in found]

@@ -1,6 +1,5 @@
-"""A whole study of a tiny model, its sentence and page; two studies side by side; ``ia-mech``."""
+"""A whole study of a tiny model, its sentence and page; two studies side by side."""
 
-import importlib
 import os
 import re
 import shutil
@@ -19,7 +18,6 @@ from runs import rewritten
 from shell import call, refusal
 
 from experiments import compare, study
-from ia_mech import console
 from ia_mech.estimates import estimate_of
 from ia_mech.models import load as models
 from ia_mech.results import read
@@ -180,15 +178,6 @@ def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, c
     assert np.allclose(shares.groupby(["model", "turns"])["value"].sum(), 1)
     page = (tmp_path / "both" / "report.html").read_text("utf-8")
     assert found.sentence.partition(":")[0] in page
-
-
-def test_every_command_has_a_module_with_a_main(capfd):
-    assert call(console.main, [], capfd).out == console.usage() + "\n"
-    assert call(console.main, ["--version"], capfd).out.startswith("ia-mech 0.")
-    for name, (module, _) in console.COMMANDS.items():
-        assert callable(importlib.import_module(module).main), name
-    assert "no command 'sampel'" in call(console.main, ["sampel"], capfd).err
-    assert "usage: " in call(console.main, ["rates", "--help"], capfd).out
 
 
 @pytest.mark.slow
