@@ -192,7 +192,9 @@ def own_rates(model: str) -> tuple[str, str]:
 
 # -- tables ----------------------------------------------------------------------------------------
 
+Count = Callable[[str], int]
 Row = tuple[str, Callable[[str], str]]
+Count = Callable[[str], int]
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -235,23 +237,6 @@ WRITTEN: list[Row] = [
     ("T = 0.7, the header alone", lambda m: mean(wrote(m, "header", HOT))),
     ("T = 0.7, the query alone (check)", lambda m: mean(wrote(m, "query", HOT))),
 ]
-PICKED: list[Row] = [
-    (
-        "the model's likelihoods pick it, greedy (chance: 0.33)",
-        lambda m: mean(hits(m, "own context", 0.0)),
-    ),
-    ("T = 0.7", lambda m: mean(hits(m, "own context", HOT))),
-    (
-        "rise from greedy to T = 0.7",
-        lambda m: change(hits(m, "own context", HOT) - hits(m, "own context", 0.0)),
-    ),
-    (
-        "bits that the turn tells, T = 0.7, of at most 1.58",
-        lambda m: mean(wrote(m, "own context", HOT)),
-    ),
-    ("the same, where the response alone is its own", lambda m: mean(wrote(m, "response", HOT))),
-    ("the same, where the header alone is its own", lambda m: mean(wrote(m, "header", HOT))),
-]
 READ: list[Row] = [
     ("best states, chosen in nested folds", lambda m: shown(*auroc(m, "log_odds"))),
     ("words of query and response", lambda m: shown(*auroc(m, "control:text"))),
@@ -263,8 +248,22 @@ READ: list[Row] = [
     ("output, words and ends of query and response", lambda m: shown(*auroc(m, "base"))),
     ("these and the best states", lambda m: shown(*auroc(m, "full"))),
 ]
-TURNS = ("greedy turns", "turns at T = 0.7")
-SPLICED = ("response", "header")
+PICKS = "After the response that it followed a turn is likelier than after two others"
+HEADLINES: list[Row] = [
+    ("greedy turns", JUDGED[0][1]),
+    ("turns at T = 0.7", JUDGED[1][1]),
+    ("rise, less the rise after another conversation", JUDGED[3][1]),
+    ("greedy turns", lambda m: mean(picks(m)[0.0])),
+    ("turns at T = 0.7", lambda m: mean(picks(m)[HOT])),
+    ("rise", lambda m: change(more_picks(m))),
+    ("rise, without what less copying makes", lambda m: split(picked_turns(m), "picked")[1]),
+    ("written after its own context", lambda m: mean(wrote(m, "own context", HOT))),
+    (
+        "only the response is its own, the rest another's",
+        lambda m: mean(wrote(m, "response", HOT)),
+    ),
+    ("only the header is its own, the rest another's", lambda m: mean(wrote(m, "header", HOT))),
+]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
 SITES = ("own context", "response", "after the response", "header", "query")
 COPIED = ["prompt_restatement", "assistant_restatement", "identity_leakage"]
@@ -319,32 +318,16 @@ def hits(model: str, part: str, t: float) -> pd.Series:
 
 def headlines() -> list[str]:
     """README's table."""
-    judged_rows = [JUDGED[i][1] for i in (0, 1, 3)]
-    picked_rows, told_rows = ([make for _, make in PICKED[i : i + 3]] for i in (0, 3))
-
-    def head(what: str, count: Callable[[str], int]) -> list[str]:
-        return [what, *(f"*{count(m)} queries*" for m in MODELS)]
-
-    def of_written(model: str) -> int:
-        return len(wrote(model, "own context", HOT))
-
-    rise = "rise of the excess over other conversations"
-    contexts = ["written after its own context"]
-    contexts += [f"only the {part} is its own, the rest a sibling's" for part in SPLICED]
-    sections = [
-        ("*The judge accepts*", queries, [*TURNS, rise], judged_rows),
-        (
-            "*The model's likelihoods pick the response that was followed* (chance: 0.33)",
-            of_written,
-            [*TURNS, "rise"],
-            picked_rows,
-        ),
-        ("*Bits that a turn tells at T = 0.7* (at most 1.58)", of_written, contexts, told_rows),
-    ]
+    count_picked: Count = lambda m: picked_turns(m)["query"].nunique()  # noqa: E731
+    count_written: Count = lambda m: len(wrote(m, "own context", HOT))  # noqa: E731
     rows = []
-    for what, count, labels, makes in sections:
-        rows.append(head(what, count))
-        rows += [[name, *map(make, MODELS)] for name, make in zip(labels, makes, strict=True)]
+    for what, count, section in (
+        ("*The judge accepts*", queries, HEADLINES[:3]),
+        (f"*{PICKS}* (chance: 0.33)", count_picked, HEADLINES[3:7]),
+        ("*Bits that a turn tells at T = 0.7* (at most 1.58)", count_written, HEADLINES[7:]),
+    ):
+        rows.append([what, *(f"*{count(m)} queries*" for m in MODELS)])
+        rows += [[name, *map(make, MODELS)] for name, make in section]
     return [markdown(["", "SmolLM2-135M", "Qwen2.5-Coder-1.5B"], rows)]
 
 
@@ -395,12 +378,25 @@ def picked_turns(model: str) -> pd.DataFrame:
     return scores
 
 
-def picks(model: str, plain: bool | None = None, what: str = "picked") -> pd.DataFrame:
-    """Of each query and temperature, of turns that copy, that don't (``plain``), or of all."""
+KINDS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
+    "all": lambda turns: turns["query"].notna(),
+    "copies": lambda turns: turns["category"].isin(COPIED),
+    "others": lambda turns: ~turns["category"].isin(COPIED),
+    "accepted": lambda turns: turns["accepted"] == 1,
+}
+
+
+def picks(model: str, kind: str = "all", what: str = "picked") -> pd.DataFrame:
+    """Of each query and temperature, in turns of a kind."""
     turns = picked_turns(model)
-    if plain is not None:
-        turns = turns[turns["category"].isin(COPIED) != plain]
+    turns = turns[KINDS[kind](turns)]
     return turns.groupby(["query", "temperature"])[what].mean().unstack()
+
+
+def more_picks(model: str, kind: str = "all", what: str = "picked") -> pd.Series:
+    """The rise from greedy to sampled turns, of queries that have both."""
+    of = picks(model, kind, what).dropna()
+    return of[HOT] - of[0.0]
 
 
 def fit_others(model: str) -> tuple[float, float]:
@@ -590,7 +586,7 @@ def elicited(model: str) -> str:
 @cache
 def tables() -> dict[str, list[str]]:
     """The tables of each page."""
-    both = [judged(), told(), variances(), read()]
+    both = [judged(), told(), whole_turns(), variances(), read()]
     found = {"docs/results/compare.md": both, "README.md": headlines()}
     for model in MODELS:
         mine = [datasets(model), categories(), sites(model), windows(model), written(model)]
@@ -615,6 +611,25 @@ def rates_in_words() -> str:
         f"of which {chance} and {other_chance} would arise without any difference between "
         f"responses; rates of 8 turns order the *other* 8 with {half} and {other_half}"
     )
+
+
+def written_picks(model: str) -> str:
+    greedy, hot = (hits(model, "own context", t) for t in (0.0, HOT))
+    return mean(greedy) + mean(hot) + change(hot - greedy)
+
+
+def whole_turns() -> str:
+    """Picks of whole turns, all and by kind; how far less copying makes the rise."""
+    rows: list[Row] = []
+    for kind in KINDS:
+        name = {"all": "all turns"}.get(kind, kind)
+        rows.append((f"{name}, greedy", lambda m, k=kind: mean(picks(m, k)[0.0])))
+        rows.append((f"{name}, T = 0.7", lambda m, k=kind: mean(picks(m, k)[HOT])))
+        rows.append(("rise", lambda m, k=kind: change(more_picks(m, k))))
+    for at, name in enumerate(("of it, less copying", "of it, turns of either kind")):
+        rows.insert(3 + at, (name, lambda m, n=at: split(picked_turns(m), "picked")[n]))
+    count: Count = lambda m: picked_turns(m)["query"].nunique()  # noqa: E731
+    return side_by_side("likelier after its own response than after two others", rows, count)
 
 
 @cache
@@ -649,7 +664,8 @@ def in_words() -> dict[str, str]:
         "again": moved_again(),
         "right": change(right[1.0] - right[0.0]),
         "split": "".join(one for m in MODELS for one in split(judged_turns(m), "beyond")),
-        "hits_rise": change(hits(QWEN, "own context", HOT) - hits(QWEN, "own context", 0.0)),
+        "written_picks": "".join(map(written_picks, MODELS)),
+        "later": "".join(change(more_picks(m, "all", "picked later")) for m in MODELS),
         "states_less_output": shown(*auroc_less(QWEN, "log_odds", "control:output"), sign=True),
         "states_less_words_q": shown(*auroc_less(QWEN, "log_odds", "control:text"), sign=True),
         "states_less_output_s": shown(*auroc_less(SMOL, "log_odds", "control:output"), sign=True),
