@@ -10,7 +10,7 @@ queries, of means (or differences) of each query.
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 
 import numpy as np
@@ -256,7 +256,7 @@ HEADLINES: list[Row] = [
     ("greedy turns", lambda m: mean(picks(m)[0.0])),
     ("turns at T = 0.7", lambda m: mean(picks(m)[HOT])),
     ("rise", lambda m: change(more_picks(m))),
-    ("rise, without what less copying makes", lambda m: split(picked_turns(m), "picked")[1]),
+    ("of it, turns that don't copy", lambda m: split(picked_turns(m), "picked")[2]),
     ("written after its own context", lambda m: mean(wrote(m, "own context", HOT))),
     (
         "only the response is its own, the rest another's",
@@ -333,7 +333,8 @@ def headlines() -> list[str]:
 
 def split(turns: pd.DataFrame, value: str) -> list[str]:
     """The rise of a value of turns as a sum: how far sampled turns copy less, and how far turns of
-    either kind have more of it. Jackknife over queries."""
+    either kind have more of it; that of turns that don't copy, and of copies. Jackknife over
+    queries."""
     plain = (~turns["category"].isin(COPIED)).astype(float)
     columns = {"all": turns[value], "plain": plain, "of plain": turns[value] * plain}
     known = turns[["query", "temperature"]].assign(**columns).dropna()
@@ -344,7 +345,7 @@ def split(turns: pd.DataFrame, value: str) -> list[str]:
         kinds = np.array([plain, 1 - plain])  # shares at T = 0 and 0.7
         earned = np.array([of_plain, whole - of_plain]) / kinds
         moved = (np.diff(kinds)[:, 0] * earned.mean(1)).sum()
-        return np.array([moved, np.diff(whole)[0] - moved])
+        return np.array([moved, np.diff(whole)[0] - moved, *np.diff(earned)[:, 0] * kinds.mean(1)])
 
     k = len(of)
     without = np.array([parts(np.delete(of, i, 0).mean(0)) for i in range(k)])
@@ -371,19 +372,33 @@ def picked_turns(model: str) -> pd.DataFrame:
     own = scores["context"].str[-1].astype(int).to_numpy()
     others = scores[[f"others_{k}" for k in range(4)]].to_numpy()
     first = scores[[f"first_{k}" for k in range(4)]].to_numpy()
-    for name, each in {"picked": first + others, "picked later": others}.items():
+    whats = {"picked": first + others, "picked later": others, "picked first": first}
+    for name, each in whats.items():
         mine = each[np.arange(len(own)), own]
         below = (each < mine[:, None]).sum(1)  # siblings that are less likely
         scores[name] = below * (below - 1) / 2 / 3
     return scores
 
 
+# Of three siblings n are the same as the turn: for each pair of siblings, whether its two are.
+PAIRS = [list(combinations([1] * n + [0] * (3 - n), 2)) for n in range(4)]
 KINDS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
     "all": lambda turns: turns["query"].notna(),
     "copies": lambda turns: turns["category"].isin(COPIED),
     "others": lambda turns: ~turns["category"].isin(COPIED),
     "accepted": lambda turns: turns["accepted"] == 1,
 }
+
+
+def same_texts(model: str) -> pd.Series:
+    """Of each query, how often a reader who knows all greedy turns names the response of one: it is
+    sure, but where two of the three turned out the same."""
+    turns = judged_turns(model)
+    greedy = turns[(turns["temperature"] == 0) & turns["query"].isin(picked_turns(model)["query"])]
+    alike = greedy.groupby(["query", "text"])["text"].transform("size").to_numpy() - 1
+    odds = [1, 1 / 2, 1 / 3]  # with none, one or both of two siblings the same
+    greedy = greedy.assign(named=[np.mean([odds[a + b] for a, b in PAIRS[n]]) for n in alike])
+    return greedy.groupby("query")["named"].mean()
 
 
 def picks(model: str, kind: str = "all", what: str = "picked") -> pd.DataFrame:
@@ -626,7 +641,8 @@ def whole_turns() -> str:
         rows.append((f"{name}, greedy", lambda m, k=kind: mean(picks(m, k)[0.0])))
         rows.append((f"{name}, T = 0.7", lambda m, k=kind: mean(picks(m, k)[HOT])))
         rows.append(("rise", lambda m, k=kind: change(more_picks(m, k))))
-    for at, name in enumerate(("of it, less copying", "of it, turns of either kind")):
+    sums = ("of it, less copying", "of it, either kind", "of these, others", "of these, copies")
+    for at, name in enumerate(sums):
         rows.insert(3 + at, (name, lambda m, n=at: split(picked_turns(m), "picked")[n]))
     count: Count = lambda m: picked_turns(m)["query"].nunique()  # noqa: E731
     return side_by_side("likelier after its own response than after two others", rows, count)
@@ -663,8 +679,10 @@ def in_words() -> dict[str, str]:
         "rest": mean(rest[0.0]) + mean(rest[HOT]) + change(rest[HOT] - rest[0.0]),
         "again": moved_again(),
         "right": change(right[1.0] - right[0.0]),
-        "split": "".join(one for m in MODELS for one in split(judged_turns(m), "beyond")),
+        "split": "".join(one for m in MODELS for one in split(judged_turns(m), "beyond")[:2]),
         "written_picks": "".join(map(written_picks, MODELS)),
+        "same": "".join(mean(same_texts(m)) for m in MODELS),
+        "first": change(more_picks(QWEN, "all", "picked first")),
         "later": "".join(change(more_picks(m, "all", "picked later")) for m in MODELS),
         "states_less_output": shown(*auroc_less(QWEN, "log_odds", "control:output"), sign=True),
         "states_less_words_q": shown(*auroc_less(QWEN, "log_odds", "control:text"), sign=True),
@@ -741,4 +759,4 @@ def test_how_often_accepted_turns_fit_others_is_said():
     both = f"(SmolLM2: {smol_near:.2f} and {smol_far:.2f})"
     after = "are accepted after siblings, too, and"
     assert f"{near:.2f} {after} {far:.2f} after another conversation {both}" in page
-    assert f"it accepts {100 * near:.0f}% after siblings, too" in readme
+    assert f"it accepts {100 * near:.0f}% after another response to their query" in readme
