@@ -233,7 +233,7 @@ def test_an_interrupted_run_says_what_is_kept_and_goes_on(sample, monkeypatch, t
 
     assert there() == "nothing"
     for kept, line in (
-        (0, "nothing was kept; the same command begins again"),
+        (0, "no part was finished, so nothing was kept; the same command begins again"),
         (1, f"kept in {out}: 1 contexts; the same command goes on from there"),
     ):
         with monkeypatch.context() as patch:
