@@ -110,7 +110,8 @@ def in_small(line: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_page_ends_well(page, request, tmp_path):
     runs = request.getfixturevalue("many" if page in PROBED else "few")
-    (tmp_path / "chats.jsonl").write_text(json.dumps(CHAT) + "\n")
+    chats = [CHAT | {"prompt": f"Name {n} metals."} for n in range(1, 5)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in chats))
     (tmp_path / "cache").mkdir()
     made = " ".join(commands(page)) + " "
     for name, source in (("RUN", "RUN"), ("RUN-A", "RUN"), ("RUN-B", "RUN-B")):

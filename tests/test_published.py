@@ -599,6 +599,7 @@ def elicited(model: str) -> str:
 
 
 @cache
+@cache
 def tables() -> dict[str, list[str]]:
     """The tables of each page."""
     both = [judged(), told(), whole_turns(), variances(), read()]
