@@ -200,6 +200,7 @@ def test_a_cache_that_cannot_be_made_is_one_line(pip, tmp_path, monkeypatch):
     ("name", "words"),
     [
         ("SmolLM2", r"did you mean smollm2-135m-instruct\?"),
+        ("smollm2-135m-instuct", r"did you mean smollm2-135m-instruct\?"),
         ("here/nosuch", "no directory here/nosuch"),
         ("./nosuch", "no directory"),
         ("nosuch.gguf", "no file nosuch.gguf"),

@@ -6,6 +6,7 @@ float32 and kept as a folder that loads like any other. The weights are those of
 for bit: close to the original's, not equal to them.
 """
 
+import difflib
 import hashlib
 import os
 import shutil
@@ -111,7 +112,8 @@ def refuse_missing_model(name: str) -> None:
     local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if local or ("/" in name and path.parent.is_dir()):
         raise UserError(f"no directory {name}", "give an existing directory or a hub id")
-    if meant := [one for one in MODELS if one.startswith(name.lower())]:
+    meant = [one for one in MODELS if one.startswith(name.lower())]
+    if meant := meant or difflib.get_close_matches(name.lower(), MODELS, cutoff=0.8):
         raise UserError(f"no model {name}", f"did you mean {' or '.join(meant)}?")
 
 
