@@ -192,7 +192,6 @@ def own_rates(model: str) -> tuple[str, str]:
 
 # -- tables ----------------------------------------------------------------------------------------
 
-Count = Callable[[str], int]
 Row = tuple[str, Callable[[str], str]]
 Count = Callable[[str], int]
 
@@ -599,7 +598,6 @@ def elicited(model: str) -> str:
 
 
 @cache
-@cache
 def tables() -> dict[str, list[str]]:
     """The tables of each page."""
     both = [judged(), told(), whole_turns(), variances(), read()]
@@ -761,3 +759,38 @@ def test_how_often_accepted_turns_fit_others_is_said():
     after = "are accepted after siblings, too, and"
     assert f"{near:.2f} {after} {far:.2f} after another conversation {both}" in page
     assert f"it accepts {100 * near:.0f}% after another response to their query" in readme
+
+
+def test_the_first_screen_says_what_the_table_says():
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+
+    def points(text: str) -> str:
+        """An estimate with its interval as points, and half of the interval's width."""
+        value, low, high = (
+            float(one.replace("−", "-")) for one in re.findall(r"[+−]?\d\.\d+", text)
+        )
+        return f"{100 * value:.0f} ± {50 * (high - low):.0f}".replace("-", "−")
+
+    greedy, hot = (f"{100 * picks(QWEN)[t].mean():.0f}%" for t in (0.0, HOT))
+    assert f"for {greedy} of greedy turns and {hot} of turns sampled at T = 0.7" in readme
+    assert f"rise {points(change(more_picks(QWEN)))} points" in readme
+    assert f"({points(split(picked_turns(QWEN), 'picked')[2])} points)" in readme
+    greedy, hot = (f"{100 * picks(SMOL)[t].mean():.0f}%" for t in (0.0, HOT))
+    assert f"for {greedy} of greedy and only {hot} of sampled turns" in readme
+    rates = [
+        f"{100 * accepted(m, 'accepted', t).mean():.0f}%" for m in (QWEN, SMOL) for t in (0.0, HOT)
+    ]
+    assert f"accepts {rates[0]} of Qwen's greedy turns and {rates[1]} of its sampled" in readme
+    assert f"of SmolLM2's {rates[2]} and {rates[3]}" in readme
+
+
+def test_how_weakly_the_rise_is_shown_is_said():
+    page = " ".join((RESULTS / "compare.md").read_text("utf-8").split())
+    found = more_picks(QWEN)
+    p, ranks = stats.ttest_1samp(found, 0).pvalue, stats.wilcoxon(found).pvalue
+    assert f"(p = {p:.2f}, uncorrected; {ranks:.2f} by Wilcoxon's test)" in page
+    both = [
+        ", ".join(str(len(picks(m, kind).dropna())) for kind in list(KINDS)[1:]) for m in MODELS
+    ]
+    smol, qwen = (" and ".join(one.rsplit(", ", 1)) for one in both)
+    assert f"{smol} of SmolLM2's and {qwen} of Qwen's" in page
