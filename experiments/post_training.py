@@ -101,7 +101,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add("data", metavar="RUN", help="a run's folder, or conversations as --dataset takes them")
     of_run = "to train (default: the run's, or the embedded)"
     add("--model", type=nonblank, metavar="NAME", help=of_run)
-    apart = "sources that aren't trained on, the same for every --seed (default: 20)"
+    apart = "queries that aren't trained on, the same for every --seed (default: 20)"
     add("--held-out", type=whole_from(0), default=20, metavar="N", help=apart)
     longest = "of a sequence; longer ones are left out (default: 1024)"
     add("--max-tokens", type=whole_from(8), default=1024, metavar="N", help=longest)

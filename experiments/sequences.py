@@ -81,7 +81,7 @@ def split(
     sources = list(dict.fromkeys(map(_source, conversations)))
     if held_out >= len(sources):
         raise UserError(
-            f"--held-out {held_out} leaves none of {len(sources)} sources to train on",
+            f"--held-out {held_out} leaves none of {len(sources)} queries to train on",
             "hold out fewer",
         )
     apart = set(subsample(sources, held_out, 0))

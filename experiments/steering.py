@@ -308,7 +308,7 @@ class Steering(Experiment):
             vector = vector_of_probe(probe, self.args.probe)
             if probe.card["asked"].get("target") == GROUNDED:
                 outcome = GROUNDED
-            self.notes.append("the probe was fitted to all sources, reported ones among them.")
+            self.notes.append("the probe was fitted to all queries, reported ones among them.")
         model = self.runs[0].model
         vector.check_weights(model["weights_hash"])
         names = self.runs[0].contexts["positions"].iloc[0]

@@ -245,7 +245,7 @@ def few_sources(estimates: pd.DataFrame) -> list[str]:
     if not names:
         return []
     notes = [
-        f"Some intervals of {', '.join(names)} rest on fewer than {FEW_SOURCES} sources (prompts). "
+        f"Some intervals of {', '.join(names)} rest on fewer than {FEW_SOURCES} queries. "
         "Take them as rough: how often such intervals hold the true value was not tested "
         "(benchmarks/coverage.md)."
     ]
@@ -254,7 +254,7 @@ def few_sources(estimates: pd.DataFrame) -> list[str]:
     too_few = least[2.0 ** (1 - least) >= LEAST_P]
     for count, of in too_few.groupby(too_few):
         notes.append(
-            f"{', '.join(of.index)}: flipping the signs of {count} sources gives no p below "
+            f"{', '.join(of.index)}: flipping the signs of {count} queries gives no p below "
             f"{2.0 ** (1 - count):.2g}, however large the effect."
         )
     return notes

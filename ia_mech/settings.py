@@ -24,6 +24,7 @@ from ia_mech.models import embedded
 from ia_mech.untrusted import parse_json
 
 if TYPE_CHECKING:
+    from ia_mech.data.conversations import ConversationSource
     from ia_mech.models.load import ModelSpec
 
 COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
@@ -381,6 +382,23 @@ class Settings:
             adapter=self.adapter,
             device_map=self.device_map,
             random_blocks=self.random_blocks,
+        )
+
+    def conversations(self) -> "ConversationSource":
+        """The data, of which one row has been read.
+
+        Raises:
+            UserError: as :func:`ia_mech.data.conversations.open_conversations`.
+        """
+        from ia_mech.data.conversations import open_conversations
+
+        return open_conversations(
+            self.dataset,
+            limit=self.limit,
+            columns=self.columns,
+            split=self.split,
+            subset=self.subset,
+            skip_unusable=self.skip_unusable,
         )
 
     def folder(self) -> Path:

@@ -219,20 +219,20 @@ def check_enough(outcome: Outcome, target: Target) -> None:
         UserError: too few sources with a positive turn or without one, also where rates differ.
     """
     sources = outcome.source_count
-    needs = f"a probe needs {MIN_SOURCES} sources with such a turn, and {MIN_SOURCES} with another"
+    needs = f"a probe needs {MIN_SOURCES} queries with such a turn, and {MIN_SOURCES} with another"
 
     def fewest(rows: np.ndarray | slice) -> tuple[int, str]:
         """Sources of the rarer kind, and what there is of them."""
         kinds = "counts", "doesn't count"
         few, kind = min(zip(outcome.sources_of_either_kind(rows), kinds, strict=True))
-        return few, f"only {few} of {sources} sources have a turn that {kind} for {target.words}"
+        return few, f"only {few} of {sources} queries have a turn that {kind} for {target.words}"
 
     few, there = fewest(slice(None))
     if few < MIN_SOURCES:
         more = "sample other conversations (--dataset)"
         if few:
             enough = math.ceil(sources * MIN_SOURCES / few / 10) * 10
-            more = f"sample about {enough} sources at this rate (--limit)"
+            more = f"sample about {enough} queries at this rate (--limit)"
         raise UserError(f"{there}; {needs}", f"{more}, or give another --target")
     # A run whose contexts all have the same rate has nothing to predict.
     varies = np.array([np.ptp(outcome.rate[outcome.runs == run]) > 0 for run in outcome.runs])

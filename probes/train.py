@@ -117,23 +117,25 @@ def layers(text: str) -> list[int]:
     return list(range(int(found[1]), int(found[2] or found[1]) + 1))
 
 
-def read_and_settings(
-    args: argparse.Namespace, runs: "Sequence[Path | Run]"
-) -> tuple["ProbeSet", "AnalysisSettings"]:
-    """What the flags of both commands give."""
-    from probes.analysis import AnalysisSettings
+def read_runs(args: argparse.Namespace, runs: "Sequence[Path | Run]") -> "ProbeSet":
+    """What both commands read; it loads nothing slow, so that what can't be used is said soon."""
     from probes.dataset import read
 
     layers = None if args.layers is None else [at for part in args.layers for at in part]
-    data = read(runs, args.judge, args.target, args.positions, layers, args.within)
-    settings = AnalysisSettings(
+    return read(runs, args.judge, args.target, args.positions, layers, args.within)
+
+
+def settings_of(args: argparse.Namespace) -> "AnalysisSettings":
+    """The statistics that the flags of both commands ask for."""
+    from probes.analysis import AnalysisSettings
+
+    return AnalysisSettings(
         permutations=args.permutations,
         level=args.level,
         resamples=args.resamples,
         seed=args.seed,
         workers=args.threads,
     )
-    return data, settings
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -143,11 +145,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from ia_mech.display import Bar
     from ia_mech.rates.load import open_runs
-    from probes import show
-    from probes.analysis import analyse
-    from probes.controls import controls_of
     from probes.dataset import (
         SOURCE,
         check_enough,
@@ -160,14 +158,21 @@ def _train(args: argparse.Namespace) -> None:
     runs = open_runs(args.runs)
     check_one_model(runs)
     runs.sort(key=lambda run: (run.identity_digest, str(run.path)))
-    data, settings = read_and_settings(args, runs)
+    data = read_runs(args, runs)
     twins = with_random_blocks(data, args.random_blocks)
-    random = [run.identity_digest for twin in twins.values() for run in twin.runs]
-    about = show.about("probe", data, settings, random_blocks=random)
-    folder = show.result_folder(about, args.runs[0], args.out)
     if data.within == SOURCE:
         check_reliable(data)
     check_enough(data.outcome, data.target)
+
+    from ia_mech.display import Bar
+    from probes import show
+    from probes.analysis import analyse
+    from probes.controls import controls_of
+
+    settings = settings_of(args)
+    random = [run.identity_digest for twin in twins.values() for run in twin.runs]
+    about = show.about("probe", data, settings, random_blocks=random)
+    folder = show.result_folder(about, args.runs[0], args.out)
     controls = controls_of(data)
     analysis = analyse(data, data.outcome, controls, settings, Bar(), twins)
     write_and_show(show.result_of(analysis, data, about, folder.name), folder, args.full)

@@ -8,7 +8,7 @@ import sys
 
 from ia_mech.cli import run_command, tolerant_streams
 from ia_mech.errors import UserError
-from probes.train import parser_of, read_and_settings, write_and_show
+from probes.train import parser_of, read_runs, settings_of, write_and_show
 
 DESCRIPTION = """\
 Train probes on one run and test them on another. Rows of the matrix are what a probe was trained
@@ -31,13 +31,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _transfer(args: argparse.Namespace) -> None:
+    from probes.dataset import SOURCE
+
+    if args.within == SOURCE:
+        raise UserError("--within source compares siblings, which transfer doesn't", "leave it out")
+    data = read_runs(args, args.runs)
+
     from ia_mech.display import Bar
-    from probes import dataset, show
+    from probes import show
     from probes.cross_evaluate import cross_evaluate, result_of, units_of
 
-    if args.within == dataset.SOURCE:
-        raise UserError("--within source compares siblings, which transfer doesn't", "leave it out")
-    data, settings = read_and_settings(args, args.runs)
+    settings = settings_of(args)
     units = units_of(data)
     about = show.about("transfer", data, settings)
     folder = show.result_folder(about, args.runs[0], args.out)

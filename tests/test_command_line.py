@@ -120,7 +120,7 @@ def test_what_the_machine_refuses_is_one_line(refused, monkeypatch):
         raise PermissionError(13, "Permission denied", "chats.jsonl")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ia_mech.collect.survey.open_conversations", denied)
+        patch.setattr("ia_mech.data.conversations.open_conversations", denied)
         expected = "Permission denied: 'chats.jsonl'; check the path, its permissions and its disk"
         assert expected in refused()
     usage = shutil.disk_usage("/")

@@ -162,7 +162,7 @@ def test_the_association_has_its_closed_form(planted):
     assert (rate(found, "right")["value"], rate(found, "wrong")["value"]) == (1, 0)
     cold, warm = (one(found, DIFFERENCE, temperature=t) for t in (0.0, 1.0))
     assert (cold["value"], warm["value"]) == (1, 0.5)
-    assert cold["low"] < 1 == cold["high"] and cold["test"] == "permutation of sources"
+    assert cold["low"] < 1 == cold["high"] and cold["test"] == "permutation of queries"
     for row in (cold, warm):  # of the 6 ways to choose the right ones, 2 are as far apart
         assert row["p"] == pytest.approx(1 / 3, abs=0.06)
         assert row["p_holm"] == pytest.approx(2 * min(cold["p"], warm["p"]), abs=0.1)

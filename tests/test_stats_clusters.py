@@ -84,7 +84,7 @@ def test_where_there_is_no_interval():
 
     one, other = cluster_bootstrap(shares, ["a", "a", "a"], [0, 0, 1])
     assert (one.value, other.value) == pytest.approx((2 / 3, 1 / 3))
-    assert np.isnan([one.low, other.high]).all() and one.method == "one source"
+    assert np.isnan([one.low, other.high]).all() and one.method == "one query"
     (none,) = cluster_bootstrap(lambda counts: counts.sum(1) * np.nan, [])
     assert (none.sources, none.method) == (0, "no values")
     (rare,) = cluster_bootstrap(

@@ -126,7 +126,7 @@ def test_one_annotated_source_gives_no_interval():
     verdict, sources = np.tile([1, 0], 20), np.arange(40) // 4
     found = prediction_powered(verdict, truth, sources, inclusion=np.ones(40))
     assert found.value == 0.5 and np.isnan([found.low, found.high]).all()
-    assert found.method == "one annotated source"
+    assert found.method == "one annotated query"
 
 
 def test_where_there_is_no_corrected_rate():

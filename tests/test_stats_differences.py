@@ -133,14 +133,14 @@ def test_its_p_value_is_that_of_fishers_exact_test():
     sizes = {k: abs(k / 5 - (5 - k) / 7) for k in range(6)}
     exact = sum(total.pmf(k) for k in sizes if sizes[k] >= sizes[4] - 1e-9)
     assert found.p == pytest.approx(exact, abs=0.01)
-    assert found.test == "permutation of sources"
+    assert found.test == "permutation of queries"
 
 
 def test_an_empty_group_or_a_single_source_leaves_it_open():
     for labels, sources, reason in (
         ([1, 1, 1], "abc", "one group is empty"),
         ([0, 0, 0], "abc", "one group is empty"),
-        ([1, 0, 1], "aaa", "one source"),
+        ([1, 0, 1], "aaa", "one query"),
     ):
         found = group_difference([1, 0, 1], labels, sources)
         assert np.isnan([found.difference.low, found.p]).all()

@@ -92,4 +92,4 @@ def test_a_floor_of_0_is_not_certain():
 def test_too_few_sources_have_no_interval(sources):
     first = np.arange(sources)
     found = dyadic_mean(first / 9, first, np.roll(first, 1))
-    assert np.isnan(found.low) and found.method == "too few sources"
+    assert np.isnan(found.low) and found.method == "too few queries"

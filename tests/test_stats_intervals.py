@@ -31,7 +31,7 @@ def test_no_event_gives_the_exact_one_sided_bound_on_sources():
     ones = cluster_mean(np.ones(60), np.repeat(np.arange(20), 3), proportion=True)
     assert (ones.value, ones.high) == (1, 1) and ones.low == pytest.approx(0.05 ** (1 / 20))
     no_rate = cluster_mean(np.ones(60), np.repeat(np.arange(20), 3))
-    assert np.isnan([no_rate.low, no_rate.high]).all() and no_rate.method == "all sources alike"
+    assert np.isnan([no_rate.low, no_rate.high]).all() and no_rate.method == "all queries alike"
 
 
 def test_one_source_has_no_interval_and_no_values_no_estimate():

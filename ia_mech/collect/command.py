@@ -133,10 +133,11 @@ def main(argv: list[str] | None = None) -> int:
         from ia_mech.data.conversations import local
         from ia_mech.run.layout import refuse_as_run
 
-        local(settings.dataset)
         refuse_missing_model(settings.model)
-
         refuse_as_run(out)
+        if local(settings.dataset):
+            for _ in settings.conversations():
+                pass  # a row that can't be used is refused
         if (out / cli.RUN).is_file():
             _refuse_other_settings(settings, out)
         from ia_mech.display import Bar

@@ -24,7 +24,7 @@ def temperature_table(run: Run) -> Table:
 
     ``entropy`` is that of the first token. † counts rows that follow an unfinished response.
     """
-    table = _table("user turns (95% intervals over sources)")
+    table = _table("user turns (95% intervals over queries)")
     for name in ("T", "rows", "mean tokens", "ended by turn-end", "log p / token", "entropy"):
         table.add_column(name, justify="right", no_wrap=True)
     contexts = run.contexts

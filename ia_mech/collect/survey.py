@@ -19,7 +19,7 @@ from ia_mech import __version__
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import context_and_reference
 from ia_mech.collect.identity import build_chat, probe_ids
-from ia_mech.data.conversations import Conversation, ConversationSource, open_conversations
+from ia_mech.data.conversations import Conversation, ConversationSource
 from ia_mech.errors import UserError
 from ia_mech.likelihood.reference import scored_temperatures
 from ia_mech.models.load import (
@@ -101,14 +101,7 @@ def survey(settings: Settings, out: Path, loaded: tuple[Any, Any] | None = None)
     """
     resolve_device(settings.device)
     layout.refuse_as_run(out)
-    source = open_conversations(
-        settings.dataset,
-        limit=settings.limit,
-        columns=settings.columns,
-        split=settings.split,
-        subset=settings.subset,
-        skip_unusable=settings.skip_unusable,
-    )
+    source = settings.conversations()
     file = settings.intervention
     vector = None if file is None else SteeringVector.load(file)
     tokenizer, config = loaded or load_tokenizer_and_config(settings.model_spec)

@@ -110,7 +110,7 @@ def _add_run(commands) -> None:
         "--decoys",
         type=whole_from(0),
         metavar="M",
-        help="turns of each source and temperature that are decoys, too (default: all, or 1 for a "
+        help="turns of each query and temperature that are decoys, too (default: all, or 1 for a "
         "judge that is paid)",
     )
     add("--replace", action="store_true", help="replace another judge's verdicts of that name")
@@ -210,7 +210,7 @@ def _add_agreement(commands) -> None:
         help="how far judges and annotators agree",
         description="Compare any judges and annotators of a run: Cohen's kappa, balanced accuracy, "
         "confusion matrices,\nprecision and recall per category, weighted for the sampling, with "
-        "intervals over sources; then\nthe disagreements. Annotators are the truth of judges; "
+        "intervals over queries; then\nthe disagreements. Annotators are the truth of judges; "
         "between equals it is the one named first.\nDecoys stand apart: the share that each calls "
         "genuine. Written: results/agreement in the run.",
     )

@@ -127,7 +127,7 @@ def tables_of_pairs(
         "genuine follow-ups against the rest, but for the last column. n: rows that both put into "
         "a category; ≈ rows: how many of the run's these represent, by which figures are weighted"
     )
-    tables = [Table("agreement (95% intervals over sources)", heads, rows, legend)]
+    tables = [Table("agreement (95% intervals over queries)", heads, rows, legend)]
     if any(share.quantity == "floor" for share in shares):
         contexts = {"": "their own context", "sibling": "another response"}
         lines = []

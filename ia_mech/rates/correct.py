@@ -169,7 +169,7 @@ def _sentence(of: pd.DataFrame, level: float) -> str:
 
 
 def _tables(rows: pd.DataFrame, level: float) -> list[Table]:
-    intervals = f"({100 * level:g}% intervals over sources)"
+    intervals = f"({100 * level:g}% intervals over queries)"
     over = rows["quantity"].where(rows["decoy"] != SIBLING, rows["quantity"] + SIBLINGS)
     of_turns: Columns = {
         "rate": ("genuine", 2),

@@ -71,7 +71,7 @@ class Gate:
         if not self.decoys:
             text = (
                 f"The floor of judge {self.judge}{whose} is unknown: the run has no decoys "
-                "of other conversations (they need two sources of a dataset)"
+                "of other conversations (they need two queries of a dataset)"
             )
         else:
             text = f"Over all temperatures together, judge {self.judge}{whose} calls {self.numbers}"

@@ -97,7 +97,7 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame) -> str:
     unfinished = f" {turns['unfinished'].mean():.0%} of them follow an unfinished response."
     return (
         f"Of {len(turns)} user turns of {one_line(first['model'])}{perturbed} from "
-        f"{sources} sources{few}, judge {judged.judge} calls genuine follow-ups: "
+        f"{sources} queries{few}, judge {judged.judge} calls genuine follow-ups: "
         f"{rates}.{unfinished if turns['unfinished'].any() else ''} {above} "
         f"{_reaction(gate)}"
     )
@@ -134,7 +134,7 @@ def _tables(
     rates."""
     of_turns = rows[rows["decoy"].isna()]
     tables = [
-        _rate_table(f"rates ({100 * level:g}% intervals over sources)", whole),
+        _rate_table(f"rates ({100 * level:g}% intervals over queries)", whole),
         _gate_table(gates),
         *(_floor_table(rows, outcome, kind) for outcome in OUTCOMES for kind in DECOY_KINDS),
         _variance_table(of_turns),
@@ -276,7 +276,7 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
             else ""
         )
         notes.append(
-            "Δ: mean difference over sources, paired by source. p: from a sign-flip permutation "
+            "Δ: mean difference over queries, paired by query. p: from a sign-flip permutation "
             f"test{unequal}; Holm-corrected over {len(tested) - pooled} comparisons{family}. "
             "Intervals are not corrected."
         )
@@ -295,7 +295,7 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
     if judged.annotator and powered.empty:
         notes.append(
             f"no rate is corrected by {judged.annotator}'s labels: that takes {MIN_ANNOTATED} "
-            f"labelled turns of {MIN_ANNOTATED_SOURCES} sources in a row of the table."
+            f"labelled turns of {MIN_ANNOTATED_SOURCES} queries in a row of the table."
         )
     elif not judged.annotator:
         notes.append(

@@ -56,5 +56,5 @@ def balanced_accuracy(
     correlation = float(residuals[0] @ residuals[1] / lengths) if lengths > 0 else 0.0
     value, low, high = combined(parts, (0.5, 0.5), correlation)
     if np.isnan(low):
-        return Estimate(value, np.nan, np.nan, count, "one source")
+        return Estimate(value, np.nan, np.nan, count, "one query")
     return Estimate(value, max(low, 0.0), min(high, 1.0), count, "mover")

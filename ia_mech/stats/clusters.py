@@ -58,7 +58,7 @@ def cluster_mean(
     clusters, (total, weight) = len(table), table.sum(0)
     value = float(total / weight)
     if clusters == 1 and not (proportion and value in (0, 1)):
-        return Estimate(value, np.nan, np.nan, 1, "one source")
+        return Estimate(value, np.nan, np.nan, 1, "one query")
     if not proportion:
         return student(table, level)
     if weights is not None:
@@ -179,7 +179,7 @@ def cluster_bootstrap(
 
     values = values_of(np.asarray(table.sum(axis=0), dtype=float).reshape(1, width))[0]
     if clusters < 2:
-        reason = "one source" if clusters else "no values"
+        reason = "one query" if clusters else "no values"
         return [Estimate(float(value), np.nan, np.nan, clusters, reason) for value in values]
     replicates = np.concatenate([values_of(sums) for sums in _resampled(table, resamples, seed)])
     return [

@@ -81,7 +81,7 @@ def prediction_powered(
         alone = weighted_share(actual[noted], every, index[noted], weights[noted], level=level)
         return replace(alone, sources=count)
     if (table[:, WEIGHT] > 0).sum() < 2:
-        return Estimate(float(events / weight), np.nan, np.nan, count, "one annotated source")
+        return Estimate(float(events / weight), np.nan, np.nan, count, "one annotated query")
     tuned = _tuned(table)
     value, influence = _powered(table, tuned)
     if not 0 < value < 1:

@@ -22,7 +22,7 @@ class Difference:
         difference: first minus second, with its interval.
         p: two-sided p value of no difference; NaN where nothing can be tested.
         test: how p was found: ``sign flip``, or the larger of it and an interval's: ``mover and
-            sign flip``, ``student and sign flip``; ``permutation of sources``. Empty without one.
+            sign flip``, ``student and sign flip``; ``permutation of queries``. Empty without one.
     """
 
     difference: Estimate
@@ -92,7 +92,7 @@ def paired_difference(
     a, b = _conditions(values_a, list(sources_a), values_b, list(sources_b))
     differences, n = a.means - b.means, len(a.means)
     if n == 0:
-        return Difference(Estimate(np.nan, np.nan, np.nan, 0, "no common source"), np.nan)
+        return Difference(Estimate(np.nan, np.nan, np.nan, 0, "no common query"), np.nan)
     found = _interval(a, b, level)
     p, test = sign_flip_p(differences, permutations, seed), "sign flip"
     # Without spread only flips say anything.
@@ -130,7 +130,7 @@ def _interval(a: _Condition, b: _Condition, level: float) -> Estimate:
     if rates and not differences.any():
         return Estimate(value, *ends, n, "exact, one-sided")
     if n == 1:
-        return Estimate(value, np.nan, np.nan, 1, "one source")
+        return Estimate(value, np.nan, np.nan, 1, "one query")
     plain = student(np.stack([differences, np.ones(n)], axis=1), level)
     if not rates:
         return plain
@@ -190,5 +190,5 @@ def group_difference(
     value, low, high = combined(parts, (1, -1))
     estimate = Estimate(value, low, high, count, "mover").clip(-1, 1)
     if count == 1 or np.isnan(low):
-        estimate = Estimate(value, np.nan, np.nan, count, "one source")
-    return Difference(estimate, p, "" if np.isnan(p) else "permutation of sources")
+        estimate = Estimate(value, np.nan, np.nan, count, "one query")
+    return Difference(estimate, p, "" if np.isnan(p) else "permutation of queries")

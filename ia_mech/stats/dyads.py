@@ -66,7 +66,7 @@ def dyadic_mean(
     _, *counts = _products(np.ones(len(column)), pairs)
     pairs_shared, pairs_same = (count / len(column) ** 2 for count in counts)
     if np.ptp(column) and pairs_shared > 1 - 1e-9:
-        return Estimate(value, np.nan, np.nan, sources, "too few sources")
+        return Estimate(value, np.nan, np.nan, sources, "too few queries")
     if squares.max() <= 1e-20:
         least = unseen(value, independent, level, ends)
         return Estimate(value, *least, sources, EXACT)

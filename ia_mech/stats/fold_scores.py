@@ -37,7 +37,7 @@ class ResampledScore:
     def estimate(self) -> Estimate:
         """With its interval, see ``resampling.bootstrap_estimate``."""
         if self.sources < 2:
-            return Estimate(self.value, np.nan, np.nan, self.sources, "one source")
+            return Estimate(self.value, np.nan, np.nan, self.sources, "one query")
         return bootstrap_estimate(self.value, self.replicates, self.sources, self.level)
 
     def __sub__(self, other: "ResampledScore") -> "ResampledScore":

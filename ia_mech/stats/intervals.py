@@ -124,7 +124,7 @@ def student(table: np.ndarray, level: float) -> Estimate:
     check_level(level)
     spread = spread_between(table)
     if spread.variance == 0:
-        return Estimate(spread.mean, np.nan, np.nan, len(table), "all sources alike")
+        return Estimate(spread.mean, np.nan, np.nan, len(table), "all queries alike")
     half = float(stdtrit(spread.freedom, (1 + level) / 2) * np.sqrt(spread.variance))
     return Estimate(spread.mean, spread.mean - half, spread.mean + half, len(table), "student")
 
@@ -185,7 +185,7 @@ def rate_interval(
     rate = float(events / weight)
     least = unseen(rate, sources, level)
     if sources == 1 or spread_between(table).variance == 0:
-        return *least, "exact, one-sided" if rate in (0, 1) else "all sources alike"
+        return *least, "exact, one-sided" if rate in (0, 1) else "all queries alike"
     if independent:
         from scipy.stats import binomtest  # which takes a second to load
 
