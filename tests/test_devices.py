@@ -261,7 +261,7 @@ def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, mo
     maps = [name for name in hybrids.MAPS if name != hybrids.BLOCKS or not recurrent]
     words = {
         locate: [siblings.path, "--queries", "2", "--recipients", "1", "--maps", *maps],
-        elicit: [siblings.path, "--judge", "rules", "--intervention", vector],
+        elicit: [siblings.path, "--judge", "rules"],
         steering: [siblings.path, "--judge", "planted", "--vector", vector, "--kl", "0.001"],
     }[command]
     for name, subject in (("one", cpu), ("two", placed)):

@@ -40,6 +40,18 @@ def test_the_examples_run_on_the_embedded_model(tmp_path, monkeypatch, capsys):
     assert re.search(r"^\d\.\d\d \[\d\.\d\d, \d\.\d\d\]$", shown, re.MULTILINE)
 
 
+def tutorial() -> list[dict]:
+    notebook = json.loads((ROOT / "docs" / "tutorial.ipynb").read_text(encoding="utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_what_the_tutorial_imports_is_there():
+    code = "".join("".join(cell["source"]) + "\n" for cell in tutorial())
+    lines = [line for line in code.splitlines() if line.startswith(("from ", "import "))]
+    assert len(lines) > 8
+    exec("\n".join(lines), {})
+
+
 @pytest.mark.slow
 def test_the_tutorial_runs_on_the_embedded_model(tmp_path, monkeypatch):
     model = embedded.directory().resolve()
@@ -47,15 +59,14 @@ def test_the_tutorial_runs_on_the_embedded_model(tmp_path, monkeypatch):
     (tmp_path / "models" / model.name).symlink_to(model)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
-    notebook = json.loads((ROOT / "docs" / "tutorial.ipynb").read_text(encoding="utf-8"))
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    cells = tutorial()
     assert not any(cell["outputs"] for cell in cells)
     names: dict = {}
     for cell in cells:
         code = "".join(cell["source"])
-        code = re.sub(r"^!python (.*)$", r"command('\1')", code, flags=re.MULTILINE)
+        code = re.sub(r"^!ia-mech (.*)$", r"command('\1')", code, flags=re.MULTILINE)
         names["command"] = lambda words: subprocess.run(
-            [sys.executable, *words.split()], check=True
+            [sys.executable, "-m", "ia_mech.console", *words.split()], check=True
         )
         *body, last = ast.parse(code).body  # a cell shows the value of its last expression
         exec(compile(ast.Module(body, []), "tutorial", "exec"), names)

@@ -18,7 +18,6 @@ from runs import rewritten
 from shell import call, refusal
 
 from experiments import compare, study
-from ia_mech.estimates import estimate_of
 from ia_mech.models import load as models
 from ia_mech.results import read
 
@@ -178,22 +177,3 @@ def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, c
     assert np.allclose(shares.groupby(["model", "turns"])["value"].sum(), 1)
     page = (tmp_path / "both" / "report.html").read_text("utf-8")
     assert found.sentence.partition(":")[0] in page
-
-
-@pytest.mark.slow
-def test_the_page_that_compares_two_models_says_what_their_tables_say(tmp_path, capfd):
-    results = Path(__file__).parent.parent / "docs" / "results"
-    studies = [
-        str(folder) for folder in sorted((results / "data").glob("*-instruct"), reverse=True)
-    ]
-    words = [*studies, "--out", str(tmp_path / "both")]
-    assert call(compare.main, words, capfd).status == 0
-    found = read(tmp_path / "both").estimates
-    page = (results / "compare.md").read_text("utf-8").replace("−", "-")
-    rows = found[(found["quantity"] == compare.BITS) & (found["turns"] == compare.SAMPLED)]
-    assert len(rows) == 10
-    for row in rows.itertuples():
-        assert f"| {estimate_of(row).text()} |" in page
-    rows = found[(found["quantity"] == compare.EXCESS) & (found["turns"] == "greedy")]
-    for row in rows.itertuples():
-        assert f"| {estimate_of(row).text()} |" in page

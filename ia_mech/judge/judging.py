@@ -177,7 +177,7 @@ def _map_in_threads(
     with ThreadPoolExecutor(threads) as pool:
 
         def parts() -> Iterator[dict[Item, Verdict]]:
-            yield work(batches[0])
+            yield pool.submit(work, batches[0]).result()  # an interrupt here stops no request
             futures = [pool.submit(work, batch) for batch in batches[1:]]
             yield from (future.result() for future in as_completed(futures))
 
