@@ -539,8 +539,8 @@ class Experiment(ABC):
             UserError: says what is missing, or isn't allowed.
         """
         refuse_unlike(self.runs, self.several_models, self.mixed)
-        if self.siblings:
-            _ = self.queries
+        if self.siblings and not self.several_models:
+            _ = self.queries  # refused before anything slow is loaded
         if self.judged:
             self.gate = self.verdicts.gate
         self.read()

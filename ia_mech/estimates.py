@@ -235,7 +235,7 @@ def all_datasets(estimates: pd.DataFrame) -> pd.DataFrame:
 
 
 def few_sources(estimates: pd.DataFrame) -> list[str]:
-    """Notes on the datasets whose intervals or tests rest on fewer sources than simulated.
+    """A note on the datasets whose intervals or tests rest on fewer sources than simulated.
 
     Flipping the signs of n sources gives no p below 2^(1 − n), however large the effect is.
     """
@@ -244,17 +244,16 @@ def few_sources(estimates: pd.DataFrame) -> list[str]:
     names = list(dict.fromkeys(shown["dataset"]))
     if not names:
         return []
-    notes = [
-        f"Some intervals of {', '.join(names)} rest on fewer than {FEW_SOURCES} queries. "
-        "Take them as rough: how often such intervals hold the true value was not tested "
-        "(benchmarks/coverage.md)."
-    ]
+    note = (
+        f"{', '.join(names)}: some intervals are of fewer than {FEW_SOURCES} queries. Take them as "
+        "rough: how often such intervals hold the true value was not tested."
+    )
     flipped = estimates[estimates["test"].str.contains("sign flip", na=False)]
     least = flipped.groupby("dataset", sort=False)["sources"].min()
     too_few = least[2.0 ** (1 - least) >= LEAST_P]
     for count, of in too_few.groupby(too_few):
-        notes.append(
-            f"{', '.join(of.index)}: flipping the signs of {count} queries gives no p below "
+        note += (
+            f" Of the {count} queries of {', '.join(of.index)} a test of signs gives no p below "
             f"{2.0 ** (1 - count):.2g}, however large the effect."
         )
-    return notes
+    return [note]

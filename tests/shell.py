@@ -59,7 +59,7 @@ def refusal(outcome: Outcome) -> str:
     model began to be loaded."""
     assert outcome.status == 2, outcome
     assert outcome.out == ""
-    err = re.sub(r"\Aloading \S+ …\n", "", outcome.err)
+    err = re.sub(r"\A(loading \S+|reading runs and results) …\n", "", outcome.err)
     assert err.count("\n") == 1 and err.endswith("\n"), outcome.err
     assert err.startswith("error: ") and "; " in err and "Traceback" not in err
     return err.removeprefix("error: ").rstrip("\n")

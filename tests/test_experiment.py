@@ -115,7 +115,7 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
         "a table",
         "a [note]⏎in a line",
     ]
-    places = [outcome.out.index(text) for text in [*said, "fewer than 24 sources"]]
+    places = [outcome.out.index(text) for text in [*said, "fewer than 24 queries"]]
     assert places == sorted(places)
     after = files(run.path)
     assert sorted(path.name for path in folder.iterdir()) == WRITTEN

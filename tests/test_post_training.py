@@ -118,7 +118,7 @@ def test_sources_are_held_out_whole():
     kept, apart = sequences.split(several(), 2)
     assert len({one.source_id for one in apart}) == 2 and len(apart) == 16
     assert not {one.source_id for one in kept} & {one.source_id for one in apart}
-    with pytest.raises(UserError, match="leaves none of 6 sources"):
+    with pytest.raises(UserError, match="leaves none of 6 queries"):
         sequences.split(several(), 6)
 
 

@@ -113,7 +113,7 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
         assert list(turns["labels"]) == labels
         assert mains[name](words) == 0
     outcome = report(run.path)
-    assert (outcome.status, outcome.err) == (0, "")
+    assert (outcome.status, outcome.err) == (0, "reading runs and results …\n")
     assert outcome.out == f"report: {run.path / 'report.html'}\n"
     page = (run.path / "report.html").read_text()
     found = read(folder_of(run.path, "rates-rules"))

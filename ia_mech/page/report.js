@@ -179,7 +179,7 @@ unpacked().then((data) => {
       const yes = accepted[category[i]];
       if (reason[i]) why.push(judges.length > 1 ? `${judge}: ${reason[i]}` : reason[i]);
       return el("span", { class: yes ? "accepted" : "" }, (yes ? "✓ " : "") + data.headings[category[i]]
-        + (score[i] === null ? "" : ` ${score[i].toFixed(2)}`) + byJudge(judge));
+        + (score[i] === null ? "" : ` (certainty ${score[i].toFixed(2)})`) + byJudge(judge));
     });
     if (turns.decoy[i]) labels.push(FOLLOWED[turns.decoy[i]]);
     if (bits && bits[i] !== null) labels.push(`${bits[i].toFixed(2)} bits`);
@@ -410,6 +410,7 @@ unpacked().then((data) => {
 const entries = new Map([...document.querySelectorAll("#words dt")].map((word) => [word.textContent.toLowerCase(), word]));
 const listed = [...entries.keys()].filter((word) => word.length > 1).sort((a, b) => b.length - a.length);
 const inText = new RegExp(`\\b(${listed.join("|")})s?\\b`, "gi");
+const used = new Set();
 for (const card of document.querySelectorAll(".card")) {
   const left = new Map(entries);
   const walker = document.createTreeWalker(card, NodeFilter.SHOW_TEXT, (node) =>
@@ -424,10 +425,16 @@ for (const card of document.querySelectorAll(".card")) {
       const entry = left.get(word.toLowerCase());
       if (!entry) continue;
       left.delete(word.toLowerCase());
+      used.add(entry);
       parts.push(node.data.slice(from, index), el("a", { class: "term", href: `#${entry.id}`,
         title: entry.nextElementSibling.textContent, onclick: () => { entry.closest("details").open = true; } }, shown));
       from = index + shown.length;
     }
     if (parts.length) node.replaceWith(...parts, node.data.slice(from));
   }
+}
+for (const entry of entries.values()) {
+  if (used.has(entry)) continue;
+  entry.nextElementSibling.remove();
+  entry.remove();
 }

@@ -36,7 +36,8 @@ def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
     whole = whole[whole["temperature"].notna()]
     figure = Figure(figsize=(9.5, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
-    apart = 0.015 * whole["temperature"].max()  # intervals beside each other, not on each other
+    temperatures = sorted(whole["temperature"].unique())
+    apart = 0.015 * temperatures[-1]  # intervals beside each other, not on each other
     for number, (quantity, (label, colour)) in enumerate(LINES.items()):
         own = whole[whole["quantity"] == quantity]
         own = own[own["decoy"].isna() | (own["decoy"] == CONVERSATION)].sort_values("temperature")
@@ -48,8 +49,9 @@ def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
     left.legend(frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.15))
     title_axes(left, title)
     _profile(right, whole[whole["quantity"] == "category_share"])
+    left.set_xticks(temperatures, [_named(t) for t in temperatures])
     for axes in (left, right):
-        axes.set_xlabel("temperature (0 = greedy)")
+        axes.set_xlabel("temperature")
     figure.set_label(
         "Left: shares of turns with their intervals; what lies above the floor is more than the "
         "judge accepts of turns that followed something else. Right: of the turns of a temperature "
@@ -57,6 +59,10 @@ def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
         "failed on are in no bar."
     )
     return figure
+
+
+def _named(temperature: float) -> str:
+    return f"{temperature:g}" if temperature else "greedy"
 
 
 def _profile(axes: Axes, shares: pd.DataFrame) -> None:
@@ -80,7 +86,7 @@ def _profile(axes: Axes, shares: pd.DataFrame) -> None:
                     share = f"{of['events']} of {of['rows']} assessed turns"
                     bar.set_url(link_of(temperature=temperature, category=category, share=share))
             under = under + heights
-    axes.set_xticks(range(len(temperatures)), [f"{t:g}" for t in temperatures])
+    axes.set_xticks(range(len(temperatures)), [_named(t) for t in temperatures])
     axes.set_ylim(0, 1)
     axes.set_ylabel("share of assessed turns")
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))

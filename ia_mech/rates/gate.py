@@ -83,10 +83,9 @@ class Gate:
     def numbers(self) -> str:
         """Rate, floor and excess in words, with the verdict."""
         return (
-            f"{self.rate:.2f} of the turns {OUTCOMES[self.outcome]} after the response that they "
-            f"followed, and {self.floor:.2f} of the same turns when it is shown them after "
-            f"{AFTER[self.kind]}: an excess of {self.excess.text(sign=True)} ({self.verdict}, "
-            f"{self.decoys} decoys)"
+            f"{self.rate:.2f} of the turns {OUTCOMES[self.outcome]}, and {self.floor:.2f} when it "
+            f"is shown them after {AFTER[self.kind]}: an excess of "
+            f"{self.excess.text(sign=True)} ({self.verdict}, {self.decoys} decoys)"
         )
 
 

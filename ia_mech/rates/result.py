@@ -87,8 +87,8 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame) -> str:
     turns = judged.turns[matching(judged.turns, {name: first[name] for name in SUBJECT})]
     gate = judged.by_model[first["model"], first["weights_hash"]]["genuine"]
     plain = of[(of["quantity"] == "rate") & (of["outcome"] == "genuine")]
-    rates = ", ".join(
-        f"{_at(row.temperature)} {estimate_of(row).text()}" for row in plain.itertuples()
+    rates = "; ".join(
+        f"{_at(row.temperature)}: {estimate_of(row).text()}" for row in plain.itertuples()
     )
     perturbed = "" if first["perturbation"] == "none" else f" ({one_line(first['perturbation'])})"
     above = _ABOVE[gate.verdict] if plain["value"].any() else _NONE
@@ -97,8 +97,8 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame) -> str:
     unfinished = f" {turns['unfinished'].mean():.0%} of them follow an unfinished response."
     return (
         f"Of {len(turns)} user turns of {one_line(first['model'])}{perturbed} from "
-        f"{sources} queries{few}, judge {judged.judge} calls genuine follow-ups: "
-        f"{rates}.{unfinished if turns['unfinished'].any() else ''} {above} "
+        f"{sources} queries{few}, judge {judged.judge} calls these shares genuine follow-ups. "
+        f"{rates[:1].upper()}{rates[1:]}.{unfinished if turns['unfinished'].any() else ''} {above} "
         f"{_reaction(gate)}"
     )
 

@@ -65,6 +65,7 @@ def _report(args: argparse.Namespace) -> None:
     elif out.is_dir():
         raise UserError(f"{out} is a folder", "remove it, or give --out")
 
+    from ia_mech.display import Bar
     from ia_mech.rates.evidence import result_folders
     from ia_mech.rates.load import open_runs
     from ia_mech.report.contents import missing
@@ -72,6 +73,7 @@ def _report(args: argparse.Namespace) -> None:
 
     runs = open_runs(args.runs)
     refuse_unwritable(out.parent)
+    Bar().say("reading runs and results …")
     page = render_report(runs, args.results)
 
     def write(scratch: Path) -> None:

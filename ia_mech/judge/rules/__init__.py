@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ia_mech.judge.rubric import CANNOT_ASSESS, VERSION
+from ia_mech.judge.rubric import CANNOT_ASSESS, VERSION, heading
 from ia_mech.judge.rules import grounding
 from ia_mech.judge.rules.features import (
     FUNCTION_WORDS,
@@ -100,13 +100,12 @@ class RulesJudge(Judge):
         self._classifier, decisive, about = _shipped()
         accuracy = about["accuracy"]
         self.identity = {"kind": "rules", "rubric": VERSION, **decisive}
-        lead, others, qwen = (accuracy[name] for name in ("lead", "others", "qwen"))
+        smollm, qwen = (accuracy[name] for name in ("others", "qwen"))
         self.caveat = (
             "the rules judge is a heuristic: balanced accuracy against a language model's labels "
-            f"(no person's) {lead['balanced_accuracy']} on {lead['turns']} turns of SmolLM2 "
-            f"without close calls, {others['balanced_accuracy']} on {others['turns']} with them, "
-            f"{qwen['balanced_accuracy']} on {qwen['turns']} of Qwen2.5-Coder with them "
-            "(ia_mech/judge/rules/CARD.md)"
+            f"(no person's) {smollm['balanced_accuracy']} on {smollm['turns']:,} turns of SmolLM2 "
+            f"and {qwen['balanced_accuracy']} on {qwen['turns']} of Qwen2.5-Coder, close calls "
+            "included (ia_mech/judge/rules/CARD.md)"
         )
 
     def fitted_on(self, items: Sequence[Item]) -> list[bool]:
@@ -135,10 +134,8 @@ class RulesJudge(Judge):
         probabilities = self._classifier.probabilities(features)
         order = np.argsort(-probabilities, kind="stable")
         best, second = (self._classifier.classes[i] for i in order[:2])
-        rationale = (
-            f"p {probabilities[order[0]]:.2f}, {second} {probabilities[order[1]]:.2f}; for it: "
-            + "; ".join(self._evidence(features, order[0], order[1]))
-        )
+        evidence = "; ".join(self._evidence(features, order[0], order[1]))
+        rationale = f"{heading(best)} rather than {heading(second)}: {evidence}"
         shared = _shared_words(item)
         if shared:
             rationale += f"; from the response alone: {', '.join(shared)}"
