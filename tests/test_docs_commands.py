@@ -87,7 +87,8 @@ def commands(page: str) -> list[str]:
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", "").splitlines()
     found = [one for one in lines if re.match(r"(ia-mech|python) ", one) and "$" not in one]
-    return [one for one in found if not any(part in one for part in ELSEWHERE)]
+    code = [one.partition("  #")[0] for one in found]
+    return [one for one in code if not any(part in one for part in ELSEWHERE)]
 
 
 def in_small(line: str) -> list[str]:

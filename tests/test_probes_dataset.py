@@ -259,7 +259,7 @@ def test_enough_sources_of_either_kind_pass():
     [
         (outcome(0, 30), ["only 0 of 30 queries have a turn that counts", "(--dataset)"]),
         (outcome(30, 0), ["only 0 of 30 queries have a turn that doesn't count", "--target"]),
-        (outcome(7, 17), ["only 7 of 24", "about 70 sources"]),
+        (outcome(7, 17), ["only 7 of 24", "about 70 queries"]),
         (outcome(22, 1), ["only 1 of 23 queries have a turn that doesn't count"]),
         (outcome(0, 1, 11), ["only 11 of 12 queries have a turn that counts"]),
     ],
