@@ -776,8 +776,8 @@ def test_the_first_screen_says_what_the_table_says():
     copied, rest = (points(one) for one in split(judged_turns(QWEN), "beyond")[:2])
     total = points(change(rise(QWEN, "beyond another")))
     whole, part = (one.partition(" ")[0] for one in (total, copied))
-    assert f"a rise of {whole} points beyond" in readme
-    assert f"But {part} of the {whole} are less copying" in readme
+    assert f"a rise of {whole} points beyond what the same turns get" in readme
+    assert f"But {part} of the {whole} come from copying" in readme
     assert f"the other {rest} could be chance" in readme
     assert f"({points(split(picked_turns(QWEN), 'picked')[2])} points)" in readme
     rates = [
