@@ -365,11 +365,17 @@ def judged_turns(model: str) -> pd.DataFrame:
 
 
 @cache
-def picked_turns(model: str) -> pd.DataFrame:
+def picked_turns(model: str, queries: str = "all") -> pd.DataFrame:
     """Turns of the run whose likelihood was scored after all four responses: in how many of the
     three pairs of siblings the own response is the likeliest of three, by all tokens
-    (``picked``) and by those from the second on (``picked later``)."""
+    (``picked``) and by those from the second on (``picked later``).
+
+    ``queries``: all, the ``first`` ones, in which the rise was seen, or the ``others``.
+    """
     scores = table(model, "scores").merge(judged_turns(model))
+    if queries != "all":
+        first = scores["query"].isin(table(model, "bits")["query"])
+        scores = scores[first if queries == "first" else ~first].copy()
     own = scores["context"].str[-1].astype(int).to_numpy()
     others = scores[[f"others_{k}" for k in range(4)]].to_numpy()
     first = scores[[f"first_{k}" for k in range(4)]].to_numpy()
@@ -402,16 +408,20 @@ def same_texts(model: str) -> pd.Series:
     return greedy.groupby("query")["named"].mean()
 
 
-def picks(model: str, kind: str = "all", what: str = "picked") -> pd.DataFrame:
+def picks(
+    model: str, kind: str = "all", what: str = "picked", queries: str = "all"
+) -> pd.DataFrame:
     """Of each query and temperature, in turns of a kind."""
-    turns = picked_turns(model)
+    turns = picked_turns(model, queries)
     turns = turns[KINDS[kind](turns)]
     return turns.groupby(["query", "temperature"])[what].mean().unstack()
 
 
-def more_picks(model: str, kind: str = "all", what: str = "picked") -> pd.Series:
+def more_picks(
+    model: str, kind: str = "all", what: str = "picked", queries: str = "all"
+) -> pd.Series:
     """The rise from greedy to sampled turns, of queries that have both."""
-    of = picks(model, kind, what).dropna()
+    of = picks(model, kind, what, queries).dropna()
     return of[HOT] - of[0.0]
 
 
@@ -634,6 +644,21 @@ def written_picks(model: str) -> str:
     return mean(greedy) + mean(hot) + change(hot - greedy)
 
 
+SUMS = ("of it, less copying", "of it, either kind", "of these, others", "of these, copies")
+
+
+def again() -> str:
+    """The rise where it was seen, and on other queries."""
+    halves = [(model, queries) for model in MODELS for queries in ("first", "others")]
+    names = {SMOL: "SmolLM2", QWEN: "Qwen"}
+    counts = [picked_turns(*half)["query"].nunique() for half in halves]
+    head = [f"{names[m]}, {q} ({n})" for (m, q), n in zip(halves, counts, strict=True)]
+    rows = [["rise", *(change(more_picks(m, queries=q)) for m, q in halves)]]
+    for at, name in enumerate(SUMS):
+        rows.append([name, *(split(picked_turns(*half), "picked")[at] for half in halves)])
+    return markdown(["", *head], rows)
+
+
 def whole_turns() -> str:
     """Picks of whole turns, all and by kind; how far less copying makes the rise."""
     rows: list[Row] = []
@@ -642,8 +667,7 @@ def whole_turns() -> str:
         rows.append((f"{name}, greedy", lambda m, k=kind: mean(picks(m, k)[0.0])))
         rows.append((f"{name}, T = 0.7", lambda m, k=kind: mean(picks(m, k)[HOT])))
         rows.append(("rise", lambda m, k=kind: change(more_picks(m, k))))
-    sums = ("of it, less copying", "of it, either kind", "of these, others", "of these, copies")
-    for at, name in enumerate(sums):
+    for at, name in enumerate(SUMS):
         rows.insert(3 + at, (name, lambda m, n=at: split(picked_turns(m), "picked")[n]))
     count: Count = lambda m: picked_turns(m)["query"].nunique()  # noqa: E731
     return side_by_side("likelier after its own response than after two others", rows, count)

@@ -20,7 +20,6 @@ def refuse_hidden(template: ChatTemplate, turns: Sequence[Message]) -> None:
         for what, marked in _marked(turn):
             if MARK not in template.render([*turns[:index], marked, *turns[index + 1 :]]):
                 remedy = "use a model whose template does, or leave out such conversations"
-                remedy += " (--skip-unusable)"
                 if what not in (ANSWERED, CALLED) and not used:
                     remedy += "; or, if it isn't needed, name it with --metadata-columns"
                 raise UserError(f"the chat template doesn't show {what}", remedy)

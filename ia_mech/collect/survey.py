@@ -152,7 +152,8 @@ def _read(surveyed: Survey, settings: Settings) -> None:
         except UserError as error:
             problem = f"conversation {conversation.id}: {error.problem}"
             if not settings.skip_unusable:
-                more = f"{error.remedy} (--skip-unusable --dry-run lists all such conversations)"
+                skip = "--skip-unusable leaves such conversations out, with --dry-run it lists them"
+                more = f"{error.remedy} ({skip})"
                 raise UserError(problem, more) from error
             surveyed.skipped.append(problem)
             continue

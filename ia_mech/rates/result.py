@@ -275,10 +275,11 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
             if tested["test"].str.contains("and").any()
             else ""
         )
+        compared = len(tested) - pooled
+        corrected = f"; Holm-corrected over {compared} comparisons{family}" * (compared > 1)
         notes.append(
             "Δ: mean difference over queries, paired by query. p: from a sign-flip permutation "
-            f"test{unequal}; Holm-corrected over {len(tested) - pooled} comparisons{family}. "
-            "Intervals are not corrected."
+            f"test{unequal}{corrected}. Intervals are not corrected."
         )
     if rows["outcome"].eq(DEPENDENT).any():
         notes.append(

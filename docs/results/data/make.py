@@ -1,24 +1,24 @@
 """Make the published tables of a study from its run and its experiments' results.
 
     python docs/results/data/make.py FOLDER OUT
-    python docs/results/data/make.py scores FOLDER OUT
+    python docs/results/data/make.py scores OUT
     python docs/results/data/make.py figures
 
 FOLDER holds run/ (judged by the rules judge, with results of locate, of ``probes --within source
 --target latent`` and of ``rates --by correct``), vectors/ (of learned-vector), changes/ (of
 perturbations), elicit/, interchange/, interchange_again/ (of one cell and all queries) and bands/
 (of locate --maps bands blocks); what isn't there is left out. ``scores`` needs the model: it scores
-turns of the queries of OUT/bits.parquet after each of their responses.
+turns of OUT/turns.parquet after each response to their query, in an hour or two of a CPU.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from scipy.stats import t as student_t
 
-from experiments.experiment import model_of, subject_of
 from experiments.figures import Bars, Lines
 from experiments.locate import (
     ALL_LAYERS,
@@ -31,10 +31,15 @@ from experiments.locate import (
     with_own_scores,
 )
 from ia_mech import Run
-from ia_mech.likelihood.scorer import after_each
-from ia_mech.run.sources import sources_of
+from ia_mech.chat.template import message
+from ia_mech.collect.identity import build_chat, eos_ids, probe_ids
+from ia_mech.engine.check import check_engine
+from ia_mech.likelihood.scorer import after_each, score_turns
+from ia_mech.models.load import load
+from ia_mech.settings import Settings
 
 TURN = ["context_id", "temperature", "sample"]
+MOST = 40  # tokens of a turn
 DEPTHS = {"SmolLM2-135M": 30, "Qwen2.5-Coder-1.5B": 28}
 EXCHANGED = ["source", "term", "layer", "high", "low", "equal a", "equal b"]
 EXCHANGED += ["own high", "own low", "unchanged"]
@@ -101,22 +106,35 @@ def bits(folder: Path) -> pd.DataFrame:
     return pd.concat(found, ignore_index=True)
 
 
-def scores(run: Run, queries: set[str], samples: int = 2) -> pd.DataFrame:
-    """The greedy and the first sampled turns of queries: log-probabilities in nats at T = 1 after
-    each of the four responses, of a turn's first token and of the others together."""
-    model, found = model_of(subject_of(run), run), []
-    turns = run.generations[run.generations["sample"] < samples]
-    for source, of in run.contexts.groupby(sources_of(run.contexts)):
-        if source not in queries:
-            continue
-        mine = turns[turns["context_id"].isin(of["context_id"])]
-        each = after_each(model.score, list(of["token_ids"]), list(mine["token_ids"]))
-        for (_, turn), scored in zip(mine[TURN].iterrows(), each, strict=True):
+def scores(folder: Path, samples: int = 2) -> pd.DataFrame:
+    """The greedy and the first sampled turns: log-probabilities in nats at T = 1 after each of the
+    four responses, of a turn's first token and of the others together.
+
+    They are made from the published texts, whose usual tokens are hardly ever others than those
+    that the model wrote. A turn of fewer than :data:`MOST` tokens was ended by the model.
+    """
+    settings = Settings.read({"model": folder.name, "dtype": "float32"})
+    subject = load(settings.model_spec)
+    stops = eos_ids(subject.model.generation_config, subject.model.config)
+    chat = build_chat(settings, subject.tokenizer, stops)
+    check_engine(subject.model, probe_ids(chat))
+    scorer, found = partial(score_turns, subject.model), []
+    turns = pd.read_parquet(folder / "turns.parquet")
+    turns = turns[turns["sample"] < samples]
+    for _, of in pd.read_parquet(folder / "contexts.parquet").groupby("query", sort=False):
+        said = zip(of["query_text"], of["response"], strict=True)
+        asked = [chat.context([message("user", q), message("assistant", r)]).ids for q, r in said]
+        mine = turns[turns["context"].isin(of["context"])]
+        ids = [subject.tokenizer.encode(text, add_special_tokens=False) for text in mine["text"]]
+        ended = [[*one, chat.stop_ids[0]] if len(one) < MOST else one for one in ids]
+        each = after_each(scorer, asked, ended)
+        names = mine[["context", "temperature", "sample"]]
+        for (_, turn), scored in zip(names.iterrows(), each, strict=True):
             tokens = np.stack([one.logprobs_raw for one in scored])
             named = {f"first_{k}": value for k, value in enumerate(tokens[:, 0])}
             named |= {f"others_{k}": value for k, value in enumerate(tokens[:, 1:].sum(1))}
             found.append({**turn, **named})
-    return pd.DataFrame(found).rename(columns={"context_id": "context"})
+    return pd.DataFrame(found)
 
 
 def main(folder: Path, out: Path) -> None:
@@ -198,8 +216,7 @@ if __name__ == "__main__":
         }
         figures({name: data / folder for name, folder in both.items()}, data.parents[1] / "figures")
     elif sys.argv[1] == "scores":
-        out = Path(sys.argv[3])
-        asked = set(pd.read_parquet(out / "bits.parquet")["query"])
-        write({"scores": scores(Run.open(Path(sys.argv[2]) / "run"), asked)}, out)
+        out = Path(sys.argv[2]).resolve()
+        write({"scores": scores(out)}, out)
     else:
         main(Path(sys.argv[1]), Path(sys.argv[2]))
