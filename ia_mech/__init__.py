@@ -1,8 +1,8 @@
 """ia_mech: where interaction awareness sits in a chat model.
 
-``from ia_mech import study, sample, Run``: :func:`study` makes a whole study of a model,
-:func:`sample` makes a run, :class:`Run` reads one. From a shell: ``ia-mech study``, ``ia-mech
-sample``.
+``from ia_mech import sample, label, Run, study``: :func:`sample` makes a run, :func:`label` has its
+turns judged, :class:`Run` reads it, and :func:`study` makes a whole study of a model. From a shell:
+``ia-mech sample``, ``ia-mech judge run``, ``ia-mech study``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from experiments.study import study
     from ia_mech.collect.command import sample
+    from ia_mech.judge import label
     from ia_mech.run import Run
 
-__all__ = ["Run", "sample", "study"]
+__all__ = ["Run", "label", "sample", "study"]
 __version__ = "0.1.0"
 
 
@@ -26,6 +27,10 @@ def __getattr__(name: str) -> Any:
         from ia_mech.collect.command import sample
 
         return sample
+    if name == "label":
+        from ia_mech.judge import label
+
+        return label
     if name == "Run":
         from ia_mech.run import Run
 

@@ -373,7 +373,7 @@ def test_the_function_and_the_command_have_one_name():
     with pytest.raises(ImportError, match="from ia_mech import sample"):
         importlib.import_module("ia_mech.sample")
     assert ia_mech.sample is command_line.sample and ia_mech.Run is Run
-    assert {"sample", "study", "Run"} <= set(dir(ia_mech))
+    assert {"sample", "label", "study", "Run"} <= set(dir(ia_mech))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ia_mech.nothing  # noqa: B018
 

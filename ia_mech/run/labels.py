@@ -100,6 +100,9 @@ class Labels:
         self.path = run.path
         self._run = run
 
+    def __repr__(self) -> str:
+        return f"Labels({str(self.path)!r}: judges {self.judges}, annotators {self.annotators})"
+
     @property
     def judges(self) -> list[str]:
         """Names of the judges whose verdicts are there."""

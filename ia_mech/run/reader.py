@@ -270,7 +270,7 @@ class Run:
                     f"{self.path} has {f'verdicts of {named}' if judges else 'not been judged'}",
                     f"name one: run.labelled({judges[0]!r})"
                     if judges
-                    else f"ia_mech.judge.label(run), or ia-mech judge run {self.path}",
+                    else f"ia_mech.label(run), or ia-mech judge run {self.path}",
                 )
             (judge,) = judges
         return labelled_turns(self.turns, self.labels, judge, annotator, columns)
