@@ -18,6 +18,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from ia_mech.run.sources import split_source
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 SMOL, QWEN = "smollm2-135m-instruct", "qwen2.5-coder-1.5b-instruct"
@@ -258,12 +260,17 @@ HEADLINES: list[Row] = [
     ("turns at T = 0.7", lambda m: mean(picks(m)[HOT])),
     ("rise", lambda m: change(more_picks(m))),
     ("of it, turns that don't copy", lambda m: split(picked_turns(m), "picked")[2]),
-    ("written after its own context", lambda m: mean(wrote(m, "own context", HOT))),
+    ("rise on queries where it wasn't seen first", lambda m: change(again_picks(m))),
+    ("greedy turns", lambda m: mean(wrote(m, "own context", 0.0))),
+    ("turns at T = 0.7", lambda m: mean(wrote(m, "own context", HOT))),
     (
-        "only the response is its own, the rest another's",
+        "turns at T = 0.7 written with only the response their own",
         lambda m: mean(wrote(m, "response", HOT)),
     ),
-    ("only the header is its own, the rest another's", lambda m: mean(wrote(m, "header", HOT))),
+    (
+        "turns at T = 0.7 written with only the header their own",
+        lambda m: mean(wrote(m, "header", HOT)),
+    ),
 ]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
 SITES = ("own context", "response", "after the response", "header", "query")
@@ -324,8 +331,12 @@ def headlines() -> list[str]:
     rows = []
     for what, count, section in (
         ("*The judge accepts*", queries, HEADLINES[:5]),
-        (f"*{PICKS}* (chance: 0.33)", count_picked, HEADLINES[5:9]),
-        ("*Bits that a turn tells at T = 0.7* (at most 1.58)", count_written, HEADLINES[9:]),
+        (f"*{PICKS}* (chance: 0.33)", count_picked, HEADLINES[5:10]),
+        (
+            "*Bits that the first 24 tokens tell about the response* (at most 1.58)",
+            count_written,
+            HEADLINES[10:],
+        ),
     ):
         rows.append([what, *(f"*{count(m)} queries*" for m in MODELS)])
         rows += [[name, *map(make, MODELS)] for name, make in section]
@@ -374,12 +385,13 @@ def picked_turns(model: str, queries: str = "all") -> pd.DataFrame:
     """
     scores = table(model, "scores").merge(judged_turns(model))
     if queries != "all":
-        first = scores["query"].isin(table(model, "bits")["query"])
+        seen = map(split_source, table(model, "bits")["query"].unique())
+        first = scores["query"].isin([query for _, query in seen])
         scores = scores[first if queries == "first" else ~first].copy()
     own = scores["context"].str[-1].astype(int).to_numpy()
     others = scores[[f"others_{k}" for k in range(4)]].to_numpy()
     first = scores[[f"first_{k}" for k in range(4)]].to_numpy()
-    whats = {"picked": first + others, "picked later": others, "picked first": first}
+    whats = {"picked": first + others, "picked later": others}
     for name, each in whats.items():
         mine = each[np.arange(len(own)), own]
         below = (each < mine[:, None]).sum(1)  # siblings that are less likely
@@ -395,6 +407,11 @@ KINDS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
     "others": lambda turns: ~turns["category"].isin(COPIED),
     "accepted": lambda turns: turns["accepted"] == 1,
 }
+
+
+def again_picks(model: str) -> pd.Series:
+    """The rise on the queries on which it wasn't seen first."""
+    return more_picks(model, queries="others")
 
 
 def same_texts(model: str) -> pd.Series:
@@ -612,7 +629,7 @@ def elicited(model: str) -> str:
 @cache
 def tables() -> dict[str, list[str]]:
     """The tables of each page."""
-    both = [judged(), told(), whole_turns(), variances(), read()]
+    both = [judged(), told(), whole_turns(), again(), variances(), read()]
     found = {"docs/results/compare.md": both, "README.md": headlines()}
     for model in MODELS:
         mine = [datasets(model), categories(), sites(model), windows(model), written(model)]
@@ -707,8 +724,8 @@ def in_words() -> dict[str, str]:
         "split": "".join(one for m in MODELS for one in split(judged_turns(m), "beyond")[:2]),
         "written_picks": "".join(map(written_picks, MODELS)),
         "same": "".join(mean(same_texts(m)) for m in MODELS),
-        "first": change(more_picks(QWEN, "all", "picked first")),
-        "later": "".join(change(more_picks(m, "all", "picked later")) for m in MODELS),
+        "later": "".join(change(more_picks(m, "all", "picked later")) for m in MODELS)
+        + change(more_picks(QWEN, "all", "picked later", "others")),
         "states_less_output": shown(*auroc_less(QWEN, "log_odds", "control:output"), sign=True),
         "states_less_words_q": shown(*auroc_less(QWEN, "log_odds", "control:text"), sign=True),
         "states_less_output_s": shown(*auroc_less(SMOL, "log_odds", "control:output"), sign=True),
@@ -813,9 +830,14 @@ def test_the_first_screen_says_what_the_table_says():
 
 def test_how_weakly_the_rise_is_shown_is_said():
     page = " ".join((RESULTS / "compare.md").read_text("utf-8").split())
-    found = more_picks(QWEN)
+    found, others = (more_picks(QWEN, queries=which) for which in ("first", "others"))
     p, ranks = stats.ttest_1samp(found, 0).pvalue, stats.wilcoxon(found).pvalue
     assert f"(p = {p:.2f}, uncorrected; {ranks:.2f} by Wilcoxon's test)" in page
+    apart = stats.ttest_ind(found, others, equal_var=False).pvalue
+    assert f"(That Qwen's two differ isn't shown: p = {apart:.2f}.)" in page
+    power = [f"{2.8 * more_picks(m, queries='others').sem():.2f}" for m in (QWEN, SMOL)]
+    assert f"where {power[0]} would have been shown; SmolLM2's fall" in page
+    assert f"where {power[1]} would have been. (That" in page
     both = [
         ", ".join(str(len(picks(m, kind).dropna())) for kind in list(KINDS)[1:]) for m in MODELS
     ]
