@@ -358,15 +358,19 @@ unpacked().then((data) => {
   const link = (place, ...content) => el("a", { href: `#${new URLSearchParams(place)}` }, ...content);
 
   function placeOf(pairs, judge) {
-    const place = {};
+    const place = {}, row = new Map(pairs), category = `category${byJudge(judge)}`;
+    const heading = (cell) => data.headings[data.categories.indexOf(cell)] || cell;
+    if (row.get("quantity") === "excess") return {}; // of turns and decoys
+    const named = row.get("category") === "–" ? "" : row.get("category"); // not what else says genuine
+    if (named && !values(category).includes(heading(named))) return {}; // of no turns
     for (const [head, cell] of pairs) {
       const at = ["T", "temperature"].includes(head) && cell ? Number(cell === "greedy" ? 0 : cell) : NaN;
       const sampled = values("temperature");
       if (!isNaN(at) && sampled.length && !sampled.includes(temperature(at))) return {}; // of no turns
       const wanted = {
         temperature: temperature(at), dataset: cell, run: cell,
-        [`category${byJudge(judge)}`]: data.headings[data.categories.indexOf(cell)] || cell,
-        "shown after": head === "decoy" && SHOWN_AFTER[DECOYS.indexOf(cell)],
+        [category]: heading(named || cell),
+        "shown after": head === "decoy" && row.get("quantity") !== "decoyed_rate" && SHOWN_AFTER[DECOYS.indexOf(cell)],
       };
       for (const [name, value] of Object.entries(wanted)) {
         if (value && value !== "all" && values(name).includes(value)) place[name] = value;

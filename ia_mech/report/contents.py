@@ -150,7 +150,7 @@ def estimates_table(frame: pd.DataFrame) -> Table:
     rows goes into the title."""
     if "dataset" in frame:
         frame = frame.sort_values("dataset", key=lambda names: names != ALL, kind="stable")
-    columns = [name for name in frame if frame[name].astype(str).nunique() > 1]
+    columns = [name for name in frame if frame[name].nunique(dropna=False) > 1]
     alike = [name for name in frame if name not in columns and frame[name].notna().any()]
     title = [f"{name}: {_text(frame[name].iloc[0])}" for name in alike]
     if len(frame) > MAX_ESTIMATES:
