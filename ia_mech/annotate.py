@@ -55,7 +55,11 @@ def _add_export(commands) -> None:
     parser.set_defaults(function="export_command")
     add = parser.add_argument
     add("run", type=run_folder, help="a run's folder")
-    add("--n", type=int, default=200, help="turns (default: 200); a quarter as many decoys come on")
+    add(
+        "--n",
+        type=int,
+        help="turns (default: 200, or all); a quarter as many decoys come on",
+    )
     add("--by", metavar="JUDGE", help="whose verdicts stratify (default: the only one, or rules)")
     add("--seed", type=whole_from(0), default=0, help="of the sampling (default: 0)")
     add(

@@ -817,7 +817,9 @@ def test_the_first_screen_says_what_the_table_says():
     copied, rest = (points(one) for one in split(judged_turns(QWEN), "beyond")[:2])
     total = points(change(rise(QWEN, "beyond another")))
     whole, part = (one.partition(" ")[0] for one in (total, copied))
-    assert f"a rise of {whole} points beyond what the same turns get" in readme
+    assert f"which leaves a rise of {whole}" in readme
+    wrong = rise(QWEN, "accepted").mean() - rise(QWEN, "beyond another").mean()
+    assert round(100 * wrong) == 1 and "it accepts one point more, too" in readme
     assert f"But {part} of the {whole} come from copying" in readme
     assert f"the other {rest} could be chance" in readme
     assert f"({points(split(picked_turns(QWEN), 'picked')[2])} points)" in readme

@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from ia_mech.collect.compute import DRAWS
 from ia_mech.collect.parts import Parts, part_room, plan_parts
 from ia_mech.collect.survey import Survey, survey
 from ia_mech.engine.footprint import Footprint, footprint
@@ -63,7 +64,10 @@ def dry_run(settings: Settings, out: Path, shard: Shard) -> tuple[dict[str, str]
     lengths = [surveyed.lengths[order] for order in parts.orders]
     each, contexts = len(settings.rows()), len(lengths)
     writing = sum(order in surveyed.prompts for order in parts.orders)
-    tokens = each * contexts * settings.max_new_tokens + writing * settings.max_response_tokens
+    draws = DRAWS if settings.wants_finished else 1
+    tokens = each * contexts * settings.max_new_tokens
+    tokens += writing * draws * settings.max_response_tokens
+    redrawn = f" (up to {draws * writing} draws, until enough are finished and differ)"
     rows = [each * len(part) for part in parts.contexts.values()]
     rows += [sum(one in surveyed.prompts for one in part) for part in parts.responses.values()]
     itemsize = size.weights // size.parameters
@@ -73,7 +77,7 @@ def dry_run(settings: Settings, out: Path, shard: Shard) -> tuple[dict[str, str]
         "model": settings.model + random_blocks_text(settings.random_blocks),
         "conversations": f"{settings.dataset}: {surveyed.dataset_conversations}",
         "contexts": str(contexts),
-        "responses to generate": str(writing),
+        "responses to generate": str(writing) + (redrawn if writing and draws > 1 else ""),
         "user header": repr(surveyed.chat.header_text),
         "positions kept": ", ".join(surveyed.positions),
         "context tokens": f"{sum(lengths)} (longest {max(lengths, default=0)})",

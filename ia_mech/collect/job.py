@@ -406,10 +406,10 @@ class _Job:
             f"{short} of {len(queries)} queries have fewer than {wanted} distinct finished "
             f"responses ({cut} of {len(responses)} draws didn't end within {most} tokens)"
         )
+        remedy = "raise --max-response-tokens, or keep them all with --unfinished, in another --out"
         if short * wanted == len(self.survey.conversations):
-            remedy = "raise --max-response-tokens, or keep them all with --unfinished"
-            raise UserError(problem, f"{remedy}, in another --out")
-        self.progress.say(f"note: left out: {problem}")
+            raise UserError(problem, remedy)
+        self.progress.say(f"note: left out: {problem}; to keep more, {remedy}")
 
     def _prepare(
         self, order: int, written: dict | None, left_out: list[str]

@@ -205,5 +205,4 @@ def print_run(run: Run) -> None:
     code = f"from ia_mech import Run; run = Run.open({path}); "
     code += "print(run.generations, run.residuals().shape)"
     _print_line(f"read it: python -c {shell_word(code)}")
-    command = "reaction" if several_responses(run) else "judge run"
-    _print_line(f"next: ia-mech {command} {shell_word(run.path)}")
+    _print_line(f"next: ia-mech judge run {shell_word(run.path)}")

@@ -354,7 +354,8 @@ def export_command(args: argparse.Namespace) -> None:
     if out is not None:
         out = out.with_name(re.sub(r"\.(csv|html)$", "", out.name))
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name).lstrip("._-") or None
-    sheet = export_sheet(run, args.n, by=args.by, seed=args.seed, name=name)
+    turns = min(200, len(run.turns)) if args.n is None else args.n
+    sheet = export_sheet(run, turns, by=args.by, seed=args.seed, name=name)
     # Not the run's name: it holds the model's and the dataset's.
     out = out or run.path.resolve().parent / sheet.key["sheet"]
     files = write_sheet(run, sheet, out)

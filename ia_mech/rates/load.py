@@ -391,6 +391,12 @@ def _notes(runs: list[Run], turns: pd.DataFrame) -> list[str]:
         if run.ignored_check
     ]
     notes += [
+        f"{len(skipped)} rows of {run.name}'s data were skipped, and are in no number: "
+        f"{skipped[0]}{' …' if len(skipped) > 1 else ''}"
+        for run in runs
+        if (skipped := run.record.get("skipped"))
+    ]
+    notes += [
         f"turns of {run.name} go on from {run.settings['opening']!r}, which the judge doesn't see."
         for run in runs
         if run.settings["opening"] is not None

@@ -175,12 +175,14 @@ def facts(run: Run) -> dict[str, str]:
         "model": f"{model['name']} ({model['weights_hash']}, {model['dtype']})",
         "dataset": str(settings["dataset"]),
         "conversations": f"{run.counts['contexts']} contexts of "
-        f"{run.turns['source_id'].nunique()} sources",
+        f"{run.turns['source_id'].nunique()} queries",
         "turns": f"{len(run.turns)}, at most {settings['max_new_tokens']} tokens each",
         "temperatures": f"{temperatures}; {settings['samples']} samples each, seed "
         f"{settings['seed']}",
         "software": ", ".join(f"{k} {v}" for k, v in run.record["identity"]["software"].items()),
     }
+    if skipped := run.record.get("skipped"):
+        found["skipped rows"] = f"{len(skipped)}, such as {skipped[0]}"
     if run.ignored_check:
         found["start-up check"] = f"failed, and was ignored: {run.ignored_check}"
     for judge in run.labels.judges:
