@@ -436,6 +436,8 @@ def _results_beside(out: Path) -> list[str]:
 
 
 def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
+    from ia_mech.collect.cost import duration  # loads torch, as the pace has
+
     lines = {"pace": f"reads {read:.0f}, writes {write:.0f} tokens a second, as measured now"}
     written = f"{RESPONSES} responses to each, which the model writes; the data's own aren't used"
     lines["queries"] = f"{args.queries}; {written}; {args.samples} samples"
@@ -444,13 +446,13 @@ def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
         took = seconds_of(stage, read, write)
         total += took
         lines[stage.name] = (
-            f"reads {stage.tokens[0]:,}, writes {stage.tokens[1]:,} tokens, {took / 60:.0f} minutes"
+            f"reads {stage.tokens[0]:,}, writes {stage.tokens[1]:,} tokens, {duration(took)}"
             if sum(stage.tokens)
             else "no model is run"
         )
     if args.queries < PROBED:
         lines["probes"] = f"left out: they need {PROBED} queries"
-    lines["all"] = f"{total / 3600:.1f} hours, to {args.out}"
+    lines["all"] = f"{duration(total)}, to {args.out}"
     print_plan(lines)
 
 

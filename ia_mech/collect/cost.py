@@ -106,7 +106,8 @@ def _kept(settings: Settings, surveyed: Survey, parts: Parts, out: Path) -> str:
     refuse_another(out, known, {"identity": wanted, "parts": parts.counts}, flag_of)
     if run.complete:
         return "all of it: nothing would be computed again"
-    return ", ".join(f"{count} {kind}" for kind, count in run.counts.items())
+    counts = ", ".join(f"{count} {kind}" for kind, count in run.counts.items())
+    return f"{counts}; all above is of the whole run"
 
 
 def _seconds(
@@ -137,9 +138,13 @@ def memory_text(weights: int, part: int) -> str:
 
 def time_text(seconds: float) -> str:
     """About how long something takes."""
+    return f"about {duration(seconds)} where nothing else runs, by the usual speed of such a device"
+
+
+def duration(seconds: float) -> str:
+    """How long something takes, in minutes or hours."""
     minutes = max(1, round(seconds / 60))
-    long = f"{minutes} min" if minutes < 90 else f"{seconds / 3600:.2g} hours"
-    return f"about {long} where nothing else runs, by the usual speed of such a device"
+    return f"{minutes} min" if minutes < 90 else f"{seconds / 3600:.2g} hours"
 
 
 def random_blocks_text(seed: int | None) -> str:
