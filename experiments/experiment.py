@@ -253,7 +253,7 @@ class Experiment(ABC):
             if not several:
                 raise UserError(
                     f"{self.runs[0].path} has one response per query",
-                    "sample again with --response generate --responses 4",
+                    "sample again with --response generate --responses 4, in another --out",
                 )
             if len(several) < len(found):
                 self.notes.append(

@@ -262,10 +262,12 @@ class Interchange(Experiment):
                 f"give --temperature, or sample more turns (--samples {SAMPLES})",
             )
         if settings["samples"] < SAMPLES:
-            self.notes.append(
+            few = (
                 f"shares are of {settings['samples']} turns a context, half of which choose: "
                 f"{SAMPLES} or more tell contexts apart (ia-mech sample --samples {SAMPLES})."
             )
+            self.notes.append(few)
+            print(f"note: {few}", file=sys.stderr)  # before hours are spent
         turns = self.verdicts.turns
         every = shares_of(turns, self.args.outcome, self.args.temperature).dropna()
         finished = every[~every["unfinished"].astype(bool)]

@@ -230,11 +230,12 @@ def link_of(**about: Any) -> str:
     return f"#{urlencode(known)}"
 
 
-def link_title(link: str) -> str:
-    """What a :func:`link_of` says, in words."""
+def link_title(link: str, heading: Callable[[str], str] = str) -> str:
+    """What a :func:`link_of` says, in words; ``heading`` names a category."""
     about = dict(parse_qsl(link.removeprefix("#")))
     share = about.pop("share", "")
-    words = [f"{name} {value}" for name, value in about.items()]
+    shown = about | {name: heading(about[name]) for name in about if name == "category"}
+    words = [f"{name} {value}" for name, value in shown.items()]
     return ", ".join([*words, share] if share else words)
 
 

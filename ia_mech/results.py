@@ -123,6 +123,7 @@ def table_of(
     *,
     key: str = "quantity",
     rows: str = "rows",
+    pooled: str = "sampled",
     legend: str = "",
     full: bool = False,
 ) -> Table:
@@ -137,6 +138,7 @@ def table_of(
             the last.
         key: the column that tells kinds of estimates apart.
         rows: head of the column that counts the rows of a line's first estimate.
+        pooled: what a line of several temperatures is called.
     """
     kept = estimates[estimates[key].isin(list(columns))]
     shown = {of: head for of, head in columns.items() if of in set(kept[key])}
@@ -147,18 +149,19 @@ def table_of(
         cells = [
             cell_of(by_key[of], digits) if of in by_key else "" for of, (_, digits) in shown.items()
         ]
-        names = [label_of(value, name) for value, name in zip(values, named, strict=True)]
+        labels = zip(values, named, strict=True)
+        names = [label_of(value, name, pooled=pooled) for value, name in labels]
         count = next(by_key[of].rows for of in shown if of in by_key)
         lines.append([*names, str(count), *cells])
     heads = ["T" if name == "temperature" else name for name in named]
     return Table(title, [*heads, rows, *(head for head, _ in shown.values())], lines, legend, full)
 
 
-def label_of(value: Any, column: str) -> str:
-    """A value that names a line; a missing one stands for all there are, of temperatures for all
-    above 0."""
+def label_of(value: Any, column: str, pooled: str = "sampled") -> str:
+    """A value that names a line; a missing one stands for all there are, of temperatures for those
+    that ``pooled`` names."""
     if not isinstance(value, str) and pd.isna(value):
-        return "sampled" if column == "temperature" else "all"
+        return pooled if column == "temperature" else "all"
     if column == "temperature" and value == 0:
         return "greedy"
     return one_line(value, 60) if isinstance(value, str) else f"{value:g}"

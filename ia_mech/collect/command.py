@@ -217,6 +217,8 @@ def sample(
     chosen = Settings.read(settings)
     folder = _argument("out", out, path_of) or chosen.folder()
     share = _argument("shard", shard, shard_of) or WHOLE
+    if (folder / cli.RUN).is_file():
+        _refuse_other_settings(chosen, folder)
     asked = {"workers": workers, "threads": threads}
     crew = {name: _argument(name, number, cli.threads) for name, number in asked.items()}
 

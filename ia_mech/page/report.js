@@ -318,10 +318,11 @@ unpacked().then((data) => {
     const place = new URLSearchParams(location.hash.slice(1));
     const named = controls().filter((one) => place.has(one.name));
     if (place.has("context")) return followContext(place);
-    if (!named.length) return;
+    if (!named.length && location.hash) return; // a section of the page
     form.reset();
     for (const one of named) one.value = place.get(one.name);
     filter();
+    if (!named.length) return;
     byId("turns").scrollIntoView();
     byId("turns").focus({ preventScroll: true });
   }

@@ -22,10 +22,10 @@ QUESTION = "How often are the user turns genuine follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
 LINES = ("model", "perturbation", "dataset", "temperature")
 _ABOVE = {  # what decoys of other conversations say of the rate over all temperatures
-    PASSED: "Over all of these, the rate is more than twice the judge's floor.",
-    NOT_PASSED: "Over all of these, the rate is less than twice the judge's floor.",
-    UNDECIDED: "Whether the rate over all of these is more than twice the judge's floor is "
-    "undecided.",
+    PASSED: "Over all of these turns together, the rate is more than twice the judge's floor.",
+    NOT_PASSED: "Over all of these turns together, the rate is less than twice the judge's floor.",
+    UNDECIDED: "Whether the rate over all of these turns together is more than twice the judge's "
+    "floor is undecided.",
     NO_DECOYS: "The judge's floor is unknown.",
 }
 _NONE = "None is, so there is nothing to hold against the judge's floor."
@@ -98,9 +98,20 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame) -> str:
     return (
         f"Of {len(turns)} user turns of {one_line(first['model'])}{perturbed} from "
         f"{sources} queries{few}, judge {judged.judge} calls these shares genuine follow-ups. "
-        f"{rates[:1].upper()}{rates[1:]}.{unfinished if turns['unfinished'].any() else ''} {above} "
+        f"{rates[:1].upper()}{rates[1:]}.{_changes(of)}"
+        f"{unfinished if turns['unfinished'].any() else ''} {above} "
         f"{_reaction(gate)}"
     )
+
+
+def _changes(of: pd.DataFrame) -> str:
+    """How far sampled turns differ from greedy ones."""
+    rows = of[(of["quantity"] == "difference") & (of["outcome"] == "genuine")]
+    rows = rows[rows["temperature"].notna() & rows["value"].notna()]
+    changes = [
+        f"{estimate_of(row).text(sign=True)} at {_at(row.temperature)}" for row in rows.itertuples()
+    ]
+    return f" Against greedy turns: {'; '.join(changes)}." if changes else ""
 
 
 def _at(temperature: float) -> str:
@@ -210,7 +221,7 @@ def _floor_table(rows: pd.DataFrame, outcome: str, kind: str) -> Table:
         "excess": ("excess", "+.2f"),
     }
     title = f"{OUTCOMES[outcome]}: {AFTER[kind]}"
-    return table_of(title, own, heads, LINES, rows="decoys", full=True)
+    return table_of(title, own, heads, LINES, rows="decoys", pooled="all", full=True)
 
 
 def _profile_tables(of_turns: pd.DataFrame) -> list[Table]:

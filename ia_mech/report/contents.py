@@ -16,6 +16,7 @@ import pandas as pd
 from ia_mech.cli import shell_word
 from ia_mech.display import link_title, links_of, reading_of
 from ia_mech.estimates import ALL
+from ia_mech.judge.rubric import heading
 from ia_mech.page import image
 from ia_mech.results import Result, Table, read
 from ia_mech.run import Run
@@ -129,7 +130,7 @@ def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
 
 def _picture(stem: str, svg: bytes) -> Picture:
     box, links = links_of(svg)
-    marks = [(link, link_title(link), place) for link, place in links]
+    marks = [(link, link_title(link, heading), place) for link, place in links]
     return Picture(stem.replace("_", " "), image(svg), reading_of(svg), box, marks)
 
 
