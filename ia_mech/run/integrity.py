@@ -170,6 +170,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_bytes())
+    except IsADirectoryError:
+        raise ValueError("it is a folder") from None
     except RecursionError:
         raise ValueError("its values are nested too deep") from None
     if not isinstance(value, dict):
