@@ -11,7 +11,7 @@ Needs: a model. Cost: the embedded model (135M) on two cores takes some two hour
 ten minutes; --dry-run says what will be computed and how long it takes at a measured pace.
 
     ia-mech study smollm2-135m-instruct --quick
-    ia-mech study Qwen/Qwen3-0.6B --queries 40 --out cache/qwen3
+    ia-mech study Qwen/Qwen3-0.6B --queries 60 --out cache/qwen3
     ia-mech study qwen2.5-coder-1.5b-instruct --hours 6 --dry-run
 """
 
@@ -440,7 +440,7 @@ def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
 
     lines = {"pace": f"reads {read:.0f}, writes {write:.0f} tokens a second, as measured now"}
     written = f"{RESPONSES} responses to each, which the model writes; the data's own aren't used"
-    lines["queries"] = f"{args.queries}; {written}; {args.samples} samples"
+    lines["queries"] = f"{args.queries}; {written}; samples: {args.samples}"
     total = 0.0
     for stage in stages(args):
         took = seconds_of(stage, read, write)
@@ -452,6 +452,8 @@ def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
         )
     if args.queries < PROBED:
         lines["probes"] = f"left out: they need {PROBED} queries"
+    if args.queries < LEAST:
+        lines["verdict"] = f"none on whether anything is latent: that needs {LEAST} queries"
     lines["all"] = f"{duration(total)}, to {args.out}"
     print_plan(lines)
 

@@ -32,6 +32,8 @@ DESCRIPTION = """\
 Train linear probes on the residual stream at every layer and position of a judged run, compare
 them with controls, and keep them in RUN/results/NAME. Several runs are pooled, with an intercept
 each. No language model is loaded. docs/probes.md explains the method.
+
+Needs: a judged run with 20 queries whose turns follow up and 20 whose don't. Cost: minutes.
 """
 
 EPILOG = """\

@@ -190,6 +190,9 @@ def test_a_mark_of_a_figure_leads_to_its_turns_and_words_say_what_they_mean(
     wanted = (labels["category"] == "new_topic") & (labels["temperature"] == at)
     assert counted(page)[1] == wanted.sum() > 0
     assert f"{wanted.sum()} of {(labels['temperature'] == at).sum()} assessed turns" in title
+    page.go_back()
+    page.wait_for_function("location.hash === ''")
+    assert choice(page, "category") == "" and counted(page)[1] == len(judged.generations)
     meanings = dict(glossary())
     listed = page.locator("#words dt").all_text_contents()
     assert "floor" in listed and set(listed) < set(meanings)  # the words of this page alone
