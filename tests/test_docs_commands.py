@@ -41,6 +41,7 @@ SMALL = {  # what is added to a command; of a flag that is given twice the last 
 ELSEWHERE = {  # commands that need what tests don't have
     "--judge llm": "a key; tests/test_judge_llm.py asks a stub server",
     "annotate import": "a filled-in sheet; tests/test_judge_sheets.py",
+    "enable_thinking": "a template that reads it; tests/test_thinking_run.py",
     "--results FOLDER": "a result; tests/test_report.py",
     "learned-vector": "hours; tests/test_learned_vector.py",
     "interchange": "hours; tests/test_interchange.py",
@@ -95,6 +96,7 @@ def in_small(line: str) -> list[str]:
     """The words of a page's command as they are run here."""
     for name, here in NAMES.items():
         line = re.sub(rf"(?<![\w/.-]){re.escape(name)}(?![\w-])", here, line)
+    line = re.sub(r" --shard \d/\d", "", line)  # the other shares are made elsewhere
     words = shlex.split(line, comments=True)
     if words[0] == "ia-mech":
         words = ["python", "-m", "ia_mech.console", *words[1:]]
