@@ -267,7 +267,8 @@ class Interchange(Experiment):
                 f"{SAMPLES} or more tell contexts apart (ia-mech sample --samples {SAMPLES})."
             )
             self.notes.append(few)
-            print(f"note: {few}", file=sys.stderr)  # before hours are spent
+            if not self.args.dry_run:  # which says it, too
+                print(f"note: {few}", file=sys.stderr)  # before hours are spent
         turns = self.verdicts.turns
         every = shares_of(turns, self.args.outcome, self.args.temperature).dropna()
         finished = every[~every["unfinished"].astype(bool)]

@@ -119,7 +119,7 @@ def layers(text: str) -> list[int]:
     return list(range(int(found[1]), int(found[2] or found[1]) + 1))
 
 
-def read_runs(args: argparse.Namespace, runs: "Sequence[Path | Run]") -> "ProbeSet":
+def probe_set(args: argparse.Namespace, runs: "Sequence[Path | Run]") -> "ProbeSet":
     """What both commands read; it loads nothing slow, so that what can't be used is said soon."""
     from probes.dataset import read
 
@@ -160,7 +160,7 @@ def _train(args: argparse.Namespace) -> None:
     runs = open_runs(args.runs)
     check_one_model(runs)
     runs.sort(key=lambda run: (run.identity_digest, str(run.path)))
-    data = read_runs(args, runs)
+    data = probe_set(args, runs)
     twins = with_random_blocks(data, args.random_blocks)
     if data.within == SOURCE:
         check_reliable(data)

@@ -8,7 +8,7 @@ import sys
 
 from ia_mech.cli import run_command, tolerant_streams
 from ia_mech.errors import UserError
-from probes.train import parser_of, read_runs, settings_of, write_and_show
+from probes.train import parser_of, probe_set, settings_of, write_and_show
 
 DESCRIPTION = """\
 Train probes on one run and test them on another. Rows of the matrix are what a probe was trained
@@ -35,7 +35,7 @@ def _transfer(args: argparse.Namespace) -> None:
 
     if args.within == SOURCE:
         raise UserError("--within source compares siblings, which transfer doesn't", "leave it out")
-    data = read_runs(args, args.runs)
+    data = probe_set(args, args.runs)
 
     from ia_mech.display import Bar
     from probes import show

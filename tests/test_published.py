@@ -260,7 +260,10 @@ HEADLINES: list[Row] = [
     ("turns at T = 0.7", lambda m: mean(picks(m)[HOT])),
     ("rise", lambda m: change(more_picks(m))),
     ("of it, turns that don't copy", lambda m: split(picked_turns(m), "picked")[2]),
-    ("rise on queries where it wasn't seen first", lambda m: change(again_picks(m))),
+    (
+        "rise on queries where it wasn't seen first",
+        lambda m: change(more_picks(m, queries="others")),
+    ),
     ("greedy turns", lambda m: mean(wrote(m, "own context", 0.0))),
     ("turns at T = 0.7", lambda m: mean(wrote(m, "own context", HOT))),
     (
@@ -391,8 +394,7 @@ def picked_turns(model: str, queries: str = "all") -> pd.DataFrame:
     own = scores["context"].str[-1].astype(int).to_numpy()
     others = scores[[f"others_{k}" for k in range(4)]].to_numpy()
     first = scores[[f"first_{k}" for k in range(4)]].to_numpy()
-    whats = {"picked": first + others, "picked later": others}
-    for name, each in whats.items():
+    for name, each in {"picked": first + others, "picked later": others}.items():
         mine = each[np.arange(len(own)), own]
         below = (each < mine[:, None]).sum(1)  # siblings that are less likely
         scores[name] = below * (below - 1) / 2 / 3
@@ -407,11 +409,6 @@ KINDS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
     "others": lambda turns: ~turns["category"].isin(COPIED),
     "accepted": lambda turns: turns["accepted"] == 1,
 }
-
-
-def again_picks(model: str) -> pd.Series:
-    """The rise on the queries on which it wasn't seen first."""
-    return more_picks(model, queries="others")
 
 
 def same_texts(model: str) -> pd.Series:
