@@ -23,6 +23,7 @@ from ia_mech.run.sources import split_source
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 SMOL, QWEN = "smollm2-135m-instruct", "qwen2.5-coder-1.5b-instruct"
+MATHS = f"{QWEN}-maths"  # other GSM8K queries than those of the study
 MODELS = (SMOL, QWEN)
 HOT = 0.7
 
@@ -346,10 +347,10 @@ def headlines() -> list[str]:
     return [markdown(["", "SmolLM2-135M", "Qwen2.5-Coder-1.5B"], rows)]
 
 
-def split(turns: pd.DataFrame, value: str) -> list[str]:
+def parts_of_rise(turns: pd.DataFrame, value: str) -> tuple[np.ndarray, np.ndarray, int]:
     """The rise of a value of turns as a sum: how far sampled turns copy less, and how far turns of
-    either kind have more of it; that of turns that don't copy, and of copies. Jackknife over
-    queries."""
+    either kind have more of it; that of turns that don't copy, and of copies. With standard errors
+    by the jackknife over queries, and their number."""
     plain = (~turns["category"].isin(COPIED)).astype(float)
     columns = {"all": turns[value], "plain": plain, "of plain": turns[value] * plain}
     known = turns[["query", "temperature"]].assign(**columns).dropna()
@@ -365,9 +366,14 @@ def split(turns: pd.DataFrame, value: str) -> list[str]:
     k = len(of)
     without = np.array([parts(np.delete(of, i, 0).mean(0)) for i in range(k)])
     error = np.sqrt((k - 1) / k * ((without - without.mean(0)) ** 2).sum(0))
-    reach = stats.t.ppf(0.975, k - 1) * error
-    found = zip(parts(of.mean(0)), reach, strict=True)
-    return [shown(one, one - r, one + r, sign=True) for one, r in found]
+    return parts(of.mean(0)), error, k
+
+
+def split(turns: pd.DataFrame, value: str) -> list[str]:
+    """:func:`parts_of_rise` with their intervals."""
+    found, errors, k = parts_of_rise(turns, value)
+    reach = stats.t.ppf(0.975, k - 1) * errors
+    return [shown(v, v - r, v + r, sign=True) for v, r in zip(found, reach, strict=True)]
 
 
 @cache
@@ -623,10 +629,46 @@ def elicited(model: str) -> str:
     return markdown(["arm", "accepted", "after siblings", "excess", "less greedy's"], rows)
 
 
+def of_maths(turns: pd.DataFrame) -> pd.DataFrame:
+    return turns[turns["dataset"] == "gsm8k"]
+
+
+def maths_picks(model: str, kind: str = "all") -> pd.DataFrame:
+    """Of each GSM8K query and temperature: how often the own response is the likeliest of three."""
+    turns = of_maths(picked_turns(model))
+    turns = turns[KINDS[kind](turns)]
+    return turns.groupby(["query", "temperature"])["picked"].mean().unstack()
+
+
+def maths() -> str:
+    """What was seen after GSM8K's queries, and the same on queries that weren't looked at."""
+    counted = ("accepted", "beyond another", "beyond siblings")
+    names = ("rise", "rise beyond another conversation", "rise beyond siblings")
+    rises = [
+        (n, lambda m, w=w: change(rise(m, w, "gsm8k"))) for n, w in zip(names, counted, strict=True)
+    ]
+    rest = [(n, lambda m, i=i: split(of_maths(judged_turns(m)), "beyond")[i]) for i, n in PARTS_OF]
+    told = [(n, lambda m, i=i: split(of_maths(picked_turns(m)), "picked")[i]) for i, n in PICKS_OF]
+    rows: list[Row] = [
+        ("accepted, greedy", lambda m: mean(accepted(m, "accepted", 0.0, "gsm8k"))),
+        ("accepted, T = 0.7", lambda m: mean(accepted(m, "accepted", HOT, "gsm8k"))),
+        *rises[:2],
+        *rest,
+        rises[2],
+        ("own response the likeliest of three, greedy", lambda m: mean(maths_picks(m)[0.0])),
+        ("the same, T = 0.7", lambda m: mean(maths_picks(m)[HOT])),
+        ("rise", lambda m: change((of := maths_picks(m))[HOT] - of[0.0])),
+        *told,
+    ]
+    counts = [of_maths(judged_turns(m))["query"].nunique() for m in (QWEN, MATHS)]
+    head = ["", f"first {counts[0]} queries", f"{counts[1]} others"]
+    return markdown(head, [[name, make(QWEN), make(MATHS)] for name, make in rows])
+
+
 @cache
 def tables() -> dict[str, list[str]]:
     """The tables of each page."""
-    both = [judged(), told(), whole_turns(), again(), variances(), read()]
+    both = [judged(), told(), maths(), whole_turns(), again(), variances(), read()]
     found = {"docs/results/compare.md": both, "README.md": headlines()}
     for model in MODELS:
         mine = [datasets(model), categories(), sites(model), windows(model), written(model)]
@@ -658,6 +700,8 @@ def written_picks(model: str) -> str:
     return mean(greedy) + mean(hot) + change(hot - greedy)
 
 
+PARTS_OF = ((0, "of it, less copying"), (1, "of it, all else"))
+PICKS_OF = ((0, "of it, less copying"), (2, "of it, others"), (3, "of it, copies"))
 SUMS = ("of it, less copying", "of it, either kind", "of these, others", "of these, copies")
 
 
@@ -712,18 +756,16 @@ def in_words() -> dict[str, str]:
     rest, beyond = (others[of].mean().unstack().dropna() for of in ("accepted", "beyond"))
     of = table(SMOL, "parts").pivot_table(index="query", columns="site", values="bits")
     near, far = of["response, blocks of 16"], of["response, 16 random tokens"]
-    gsm8k = turns[(turns["dataset"] == "gsm8k") & (turns["temperature"] > 0)]
-    right = gsm8k.groupby(["query", "right"])["accepted"].mean().unstack().dropna()
-    of_maths = turns["dataset"] == "gsm8k"
-    picked = picked_turns(QWEN)
-    picked = picked[picked["dataset"] == "gsm8k"]
-    named = picked.groupby(["query", "temperature"])["picked"].mean().unstack()
+    sampled = judged_turns(MATHS)
+    sampled = sampled[sampled["temperature"] > 0]
+    right = sampled.groupby(["query", "right"])["accepted"].mean().unstack().dropna()
+    put = table(MATHS, "interchange")
     return {
-        "maths": "".join(split(turns[of_maths], "beyond")[:2])
-        + "".join(split(turns[~of_maths], "beyond")[1:2])
-        + "".join(change(rise(QWEN, f"beyond {what}", "gsm8k")) for what in ("another", "siblings"))
-        + change(named[HOT] - named[0.0])
-        + split(picked, "picked")[2],
+        "put": "".join(
+            change(put[one] - put[other])
+            for one, other in (("high", "low"), ("equal a", "equal b"), ("own high", "own low"))
+        ),
+        "put_again": change((put["high"] - put["low"])[~put["first"]]),
         "rest": mean(rest[0.0]) + mean(rest[HOT]) + change(rest[HOT] - rest[0.0]),
         "again": moved_again(),
         "right": change(right[1.0] - right[0.0]),
@@ -832,17 +874,51 @@ def test_the_first_screen_says_what_the_table_says():
     )
     assert f"Qwen's 0.35 stands on a floor of {floor:.2f}" in readme
     assert not turns.loc[turns["category"].isin(COPIED), "accepted"].any()
-    maths = turns[(turns["dataset"] == "gsm8k") & ~turns["category"].isin(COPIED)]
-    of = maths.groupby("temperature")[["accepted", "accepted_after_another"]].mean().round(2)
-    assert np.allclose(of, [[0.61, 0.61], [0.49, 0.31]], atol=1e-6)
     assert f"Less copying of the conversation accounts for {part} of them" in readme
     assert f"the other {rest} could be chance" in readme
-    assert f"({points(change(more_picks(QWEN, 'others')))} points)" in readme
+    put = table(MATHS, "interchange")
+    moved, equal = (
+        points(change(put[a] - put[b])) for a, b in (("high", "low"), ("equal a", "equal b"))
+    )
+    assert f"raises their share by {moved} points" in readme
+    assert f"From one with equally many: {equal.removeprefix('−')}." in readme
     rates = [
         f"{100 * accepted(m, 'accepted', t).mean():.0f}%" for m in (QWEN, SMOL) for t in (0.0, HOT)
     ]
-    assert f"accepts {rates[0]} of its greedy turns as follow-ups and {rates[1]} of those" in readme
+    assert (
+        f"accepts {rates[0]} of Qwen2.5-Coder-1.5B's greedy turns as follow-ups and {rates[1]} of those"
+        in readme
+    )
     assert f"SmolLM2-135M isn't shown to rise at all ({rates[2]} and {rates[3]})" in readme
+
+
+def test_the_lead_is_tried_as_was_said_beforehand():
+    """Three claims, Holm's p of each; and how far the two sets of queries are apart."""
+    page = " ".join((RESULTS / "compare.md").read_text("utf-8").split())
+    found = [parts_of_rise(of_maths(judged_turns(m)), "beyond") for m in (MATHS, QWEN)]
+    (rest, error, k), (seen, other, _) = ((v[1], e[1], k) for v, e, k in found)
+    siblings, picked = rise(MATHS, "beyond siblings"), maths_picks(MATHS)
+    picked = picked[HOT] - picked[0.0]
+    p = [2 * stats.t.sf(rest / error, k - 1)]
+    p += [stats.ttest_1samp(one, 0).pvalue for one in (siblings, picked)]
+    assert p[2] < p[0] < p[1]
+    holm = 3 * p[2], 2 * p[0], max(p[1], 2 * p[0])
+    assert [f"{one:.{n}f}" for one, n in zip(holm, (3, 2, 2), strict=True)] == [
+        "0.001",
+        "0.07",
+        "0.07",
+    ]
+    assert (
+        "p = 0.07 corrected for three claims. It is less than the first queries' (p = 0.006)"
+        in page
+    )
+    apart = (seen - rest) / np.hypot(error, other)
+    assert f"{2 * stats.norm.sf(apart):.3f}" == "0.006"
+    assert f"{2.8 * siblings.sem():.2f} would have been shown." in page
+    right = table(MATHS, "contexts")["right"]
+    assert (
+        f"{100 * right.mean():.0f}% of Qwen's responses to the 168 GSM8K queries are right" in page
+    )
 
 
 def test_how_weakly_the_rise_is_shown_is_said():

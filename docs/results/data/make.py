@@ -35,6 +35,7 @@ from ia_mech.chat.template import message
 from ia_mech.collect.identity import build_chat, eos_ids, probe_ids
 from ia_mech.engine.check import check_engine
 from ia_mech.likelihood.scorer import after_each, score_turns
+from ia_mech.models import embedded
 from ia_mech.models.load import load
 from ia_mech.settings import Settings
 
@@ -113,7 +114,8 @@ def scores(folder: Path, samples: int = 2) -> pd.DataFrame:
     They are made from the published texts, whose usual tokens are hardly ever others than those
     that the model wrote. A turn of fewer than :data:`MOST` tokens was ended by the model.
     """
-    settings = Settings.read({"model": folder.name, "dtype": "float32"})
+    model = next(name for name in embedded.MODELS if folder.name.startswith(name))
+    settings = Settings.read({"model": model, "dtype": "float32"})
     subject = load(settings.model_spec)
     stops = eos_ids(subject.model.generation_config, subject.model.config)
     chat = build_chat(settings, subject.tokenizer, stops)
