@@ -63,8 +63,10 @@ from ia_mech.cli import (
 from ia_mech.data.conversations import open_conversations
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
+from ia_mech.estimates import all_datasets
 from ia_mech.likelihood.carried import CEILING
 from ia_mech.models.embedded import cache_dir, refuse_missing_model
+from ia_mech.rates.latent import LEAST, verdict
 from ia_mech.results import Result, about_runs, folder_of, kind_of, read, show, write
 from ia_mech.run import Run
 
@@ -73,7 +75,6 @@ TEMPERATURES = (0.7, 1.0)
 RESPONSE_TOKENS, TURN_TOKENS = 512, 40
 WRITTEN, DRAWN = 300, 1.75  # for the plan: tokens of a response, draws of it until one is finished
 QUICK = 12  # queries of --quick
-LEAST = 50  # queries: with fewer, that a site carries nothing can hardly be shown
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
 TYPICAL = 120  # tokens of a query with its template, for the plan
@@ -266,8 +267,10 @@ def result(out: Path) -> Result:
         return f"{told(BITS, site)} (share {told(SHARE, site)})"
 
     windows = strongest_windows(located.estimates, run.model["layers"])
+    counted = read(folder_of(run.path, f"rates-{judge}")).estimates
     sentence = (
-        f"{run.model['name']}'s turns tell {told(BITS, OWN)} of {CEILING:.2f} bits about their "
+        f"{verdict(all_datasets(counted))} {run.model['name']}'s turns tell "
+        f"{told(BITS, OWN)} of {CEILING:.2f} bits about their "
         f"response, greedy ones {told(BITS, OWN, 0.0)}; {carried(RESPONSE)} arrive through the "
         f"response's keys and values{f', mostly layers {windows}' if windows else ''}, "
         f"{carried(HEADER)} through the header's. A judge accepts "
@@ -285,7 +288,7 @@ def result(out: Path) -> Result:
     return Result(
         name=NAME,
         question="What do user turns owe to the response: expressed, carried, elicited?",
-        sentence=headline(sentence, found),
+        sentence=headline(sentence.strip(), found),
         control=" ".join(control),
         estimates=found,
         tables=[*located.tables[:1], *elicited.tables[:1]],
@@ -317,10 +320,10 @@ def latent_sentence(found: pd.DataFrame, header: str) -> str:
               (HITS, QUERY, 0)]  # fmt: skip
     gap = found[(found["quantity"] == GAP) & (found["term"] == TEMPERATURE)]
     if gap.empty or not all(one in told.index for one in needed):
-        return "Whether anything is latent can't be told."
+        return "Whether awareness is latent at the header can't be told."
     greedy, sampled, expressed, right, control = (told.loc[one] for one in needed)
     if greedy["sources"] < LEAST:
-        return f"Whether anything is latent isn't told of fewer than {LEAST} queries."
+        return f"Whether it is latent at the header isn't told of fewer than {LEAST} queries."
     nothing = greedy["high"] < EQUIVALENT * expressed["value"] and right["low"] <= control["high"]
     rises = sampled["low"] > greedy["high"]
     if nothing and rises and gap["low"].iloc[0] > 0:
@@ -453,7 +456,7 @@ def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
     if args.queries < PROBED:
         lines["probes"] = f"left out: they need {PROBED} queries"
     if args.queries < LEAST:
-        lines["verdict"] = f"none on whether anything is latent: that needs {LEAST} queries"
+        lines["verdict"] = f"none on whether awareness is latent: that needs {LEAST} queries"
     lines["all"] = f"{duration(total)}, to {args.out}"
     print_plan(lines)
 

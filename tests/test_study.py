@@ -149,7 +149,7 @@ def test_latent_is_said_only_if_all_four_hold(high, low, hits, gap, latent):
     found = pd.DataFrame(rows)
     assert study.latent_sentence(found, "0.00").startswith("Latent at the header") == latent
     for unknown in (found.assign(sources=49), found[1:]):  # too few queries, or a number lacks
-        assert study.latent_sentence(unknown, "0.00").startswith("Whether anything is latent ")
+        assert study.latent_sentence(unknown, "0.00").startswith("Whether ")
 
 
 def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, capfd):

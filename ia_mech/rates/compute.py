@@ -12,6 +12,7 @@ from ia_mech.estimates import ALL, TidyEstimate, by_dataset, frame_of, holm_corr
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import CANNOT_ASSESS
 from ia_mech.rates.evidence import DEPENDENT
+from ia_mech.rates.latent import rises
 from ia_mech.rates.load import EVERY, FAILED, SUBJECT, JudgedTurns, matching
 from ia_mech.stats import (
     Estimate,
@@ -148,7 +149,8 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
           turns, and ``reliability``, that of the rates of a query's responses over ``n_samples``
           turns (:mod:`ia_mech.stats.components`; where queries have several responses);
           ``rate_prediction_powered``, corrected by the annotator's labels. Of decoys
-          ``decoyed_rate``, ``floor`` and ``excess`` (:func:`floors`).
+          ``decoyed_rate``, ``floor`` and ``excess`` (:func:`floors`), and ``rise``,
+          ``rise_copying`` and ``rise_else`` (:func:`ia_mech.rates.latent.rises`).
         - ``model``, ``weights_hash``, ``perturbation``, ``dataset`` (may be ``(all)``),
           ``temperature`` (0 is greedy; missing over all of them, of ``reach`` all but greedy),
           ``judge``, ``responses`` (after which the turns come), ``outcome``, ``category`` (of
@@ -178,6 +180,7 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
                     rows += floors(among, kind, ["temperature"], **about)
                     rows += floors(among, kind, **about)
             about = {"level": level, **of, "gate": words["genuine"]}
+            rows += rises(among, about | {"outcome": "genuine"}, level)
             if own[DEPENDENT].notna().any():
                 rows += rates(own, ["temperature"], outcome=DEPENDENT, **about)
             # Of pooled runs some may lack a temperature: their greedy turns are no baseline for it.
@@ -198,7 +201,7 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
                     rows += _reach(at, of_group, level)
                     rows += _components(at, of_group, level)
                 rows += _corrected_rate(at, of_group, level, judged.annotator)
-    rows = holm_corrected(rows, lambda row: row.names["dataset"] == ALL)
+    rows = holm_corrected(rows, lambda row: (row.quantity, row.names["dataset"] == ALL))
     return frame_of(rows, NAMES)
 
 

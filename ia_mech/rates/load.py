@@ -17,7 +17,7 @@ import pandas as pd
 
 from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
-from ia_mech.judge.rubric import CANNOT_ASSESS, Rubric, rubric_of
+from ia_mech.judge.rubric import CANNOT_ASSESS, COPIES, Rubric, rubric_of
 from ia_mech.judge.verdict import GROUNDED_P, OUTCOMES, identity_hash
 from ia_mech.rates.evidence import DEPENDENT, dependent
 from ia_mech.rates.gate import CONVERSATION, Gate, gate_of
@@ -32,7 +32,7 @@ NO_ANNOTATOR = ""  # no annotator: annotations are not read
 _SAMPLING = ["system", "thinking", "response", "date", "opening"]
 _SAMPLING += ["max_new_tokens", "max_response_tokens"]
 SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
-_OF_TURN = ["run", *SUBJECT, "dataset", "temperature", "source", "context", "unfinished"]
+_OF_TURN = ["run", *SUBJECT, "dataset", "temperature", "source", "context", "unfinished", "copies"]
 _DECOYS = [
     *_OF_TURN,
     *("decoy", "shown_source"),
@@ -53,6 +53,9 @@ class JudgedTurns:
       others seldom share (:mod:`ia_mech.rates.grounding`), and ``dependent``, genuine with a
       likelihood that favours the own response over all its siblings together. They are NaN where
       the judge doesn't test it, or no bits were computed (``experiments.reaction``);
+    - ``copies``, 1 if it repeats the conversation or speaks on as the assistant
+      (:data:`ia_mech.judge.rubric.COPIES`), else 0; NaN where not assessed, or where the rubric has
+      no such category;
     - of the annotator ``unlabelled`` (what the annotator labelled nothing of, the turn's run or a
       stratum of it; else empty).
 
@@ -287,6 +290,9 @@ def _turns_and_decoys(
     turns["fitted"] = turns["fitted"].fillna(False).astype(bool)
     turns["context"], words = _contexts_and_words(run, turns)
     turns["unlabelled"] = _unlabelled(run, turns, annotator, judge)
+    named = set(COPIES) & set(rubric_of(run.labels.record("judgements", judge)).names)
+    copies = turns["category"].isin(named).astype(float)
+    turns["copies"] = copies.where(turns["genuine"].notna() & bool(named))
     if there is None:
         turns["truth"] = turns["inclusion"] = np.nan
     decoys = run.decoys(judge, ["grounding"])

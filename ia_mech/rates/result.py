@@ -10,7 +10,7 @@ from ia_mech.estimates import ALL, FEW_SOURCES, all_datasets, estimate_of, few_s
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import heading
 from ia_mech.judge.verdict import OUTCOMES
-from ia_mech.rates import figures
+from ia_mech.rates import figures, latent
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, RELIABILITY_TURNS, estimates
 from ia_mech.rates.evidence import DEPENDENT
 from ia_mech.rates.gate import AFTER, NO_DECOYS, NOT_PASSED, PASSED, UNDECIDED, Gate
@@ -51,7 +51,9 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
             "seed": seed,
         },
         question=QUESTION,
-        sentence=" ".join(_sentence(judged, of) for _, of in whole.groupby(SUBJECT, sort=False)),
+        sentence=" ".join(
+            _sentence(judged, of, level) for _, of in whole.groupby(SUBJECT, sort=False)
+        ),
         estimates=rows,
         tables=_tables(rows, whole, gates, level),
         figures=_figures(whole, judged),
@@ -81,7 +83,7 @@ def result_on(
     )
 
 
-def _sentence(judged: JudgedTurns, of: pd.DataFrame) -> str:
+def _sentence(judged: JudgedTurns, of: pd.DataFrame, level: float) -> str:
     """What was found of one model and perturbation; ``of`` are its pooled rows."""
     first = of.iloc[0]
     turns = judged.turns[matching(judged.turns, {name: first[name] for name in SUBJECT})]
@@ -100,7 +102,7 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame) -> str:
         f"{sources} queries{few}, judge {judged.judge} calls these shares genuine follow-ups. "
         f"{rates[:1].upper()}{rates[1:]}.{_changes(of)}"
         f"{unfinished if turns['unfinished'].any() else ''} {above} "
-        f"{_reaction(gate)}"
+        f"{_reaction(gate)} {latent.verdict(of, level)}".rstrip()
     )
 
 
@@ -147,6 +149,7 @@ def _tables(
     tables = [
         _rate_table(f"rates ({100 * level:g}% intervals over queries)", whole),
         _gate_table(gates),
+        _rise_table(whole),
         *(_floor_table(rows, outcome, kind) for outcome in OUTCOMES for kind in DECOY_KINDS),
         _variance_table(of_turns),
         *_profile_tables(of_turns),
@@ -195,6 +198,28 @@ def _gate_table(gates: list[Gate]) -> Table:
         "gate: rate less twice the floor lies above 0 (another conversation), or the excess does "
         "(a sibling)",
     )
+
+
+def _rise_table(whole: pd.DataFrame) -> Table:
+    rows = whole[whole["quantity"].isin(latent.PARTS)].assign(decoy=None)
+    heads: Columns = dict(
+        zip(
+            latent.PARTS,
+            (
+                ("rise", "+.2f"),
+                ("of it, less copying", "+.2f"),
+                ("of it, all else, Holm's p", "+.2f"),
+            ),
+            strict=True,
+        )
+    )
+    legend = (
+        "rates less those of the same turns shown after another conversation; copying: repeating "
+        "query or response, or speaking on as the assistant, as the judge has it (Kitagawa's "
+        "decomposition)"
+    )
+    title = "is awareness latent? rise from greedy turns, beyond another conversation"
+    return table_of(title, rows, heads, LINES, rows="turns", legend=legend)
 
 
 def _variance_table(of_turns: pd.DataFrame) -> Table:
@@ -277,7 +302,7 @@ def _figures(whole: pd.DataFrame, judged: JudgedTurns) -> dict:
 
 def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
     notes = []
-    tested = rows[rows["p"].notna()]
+    tested = rows[rows["p"].notna() & (rows["quantity"] == "difference")]
     if len(tested):
         pooled = int((tested["dataset"] == ALL).sum())
         family = f" (the {pooled} of {ALL} apart)" if pooled else ""
