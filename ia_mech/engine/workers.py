@@ -108,7 +108,8 @@ def compute_in_workers(
                     waiting |= {pool.submit(begin, item): item for item in islice(coming, wanted)}
                 if not waiting:
                     break
-                finished = wait(waiting, return_when=FIRST_COMPLETED).done
+                # A signal that comes just before a wait without end isn't seen until that is over.
+                finished = wait(waiting, timeout=1, return_when=FIRST_COMPLETED).done
                 wanted = len(finished)
                 for future in [one for one in waiting if one in finished]:  # as they were begun
                     item = waiting.pop(future)
