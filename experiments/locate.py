@@ -14,12 +14,12 @@ candidate is scored twice:
   tokens are the same in all contexts.
 
 Maps use one recipient per query and ask for more: windows of the response's layers, put in alone
-and left out alone; bands of its tokens, by their distance from
-its end; the response computed anew with attention within blocks, which tells words from what is
-composed of several; states of header tokens by layer; and turns that the model writes after
-hybrids. The windows that carry most are chosen on half of the queries and reported on the other.
-Before anything is scored, a hybrid of everything from another context has to be that context; where
-it isn't, the command names the layers and refuses.
+and left out alone; bands of its tokens, by their distance from its end; the response computed anew
+with attention within blocks, which tells words from what is composed of several; states of header
+tokens by layer; and turns that the model writes after hybrids. The windows that carry most are
+chosen on half of the queries and reported on the other. Before anything is scored, a hybrid of
+everything from another context has to be that context; where it isn't, the command names the layers
+and refuses.
 
 Needs: a run with four or more responses per query (sample with --response generate --responses 4).
 Cost: about 30,000 tokens a query with all four recipients and the usual maps; --dry-run counts.

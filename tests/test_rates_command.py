@@ -98,7 +98,7 @@ def test_every_rate_is_printed_with_its_interval_and_written(run, rates, tmp_pat
     annotate(run)
     outcome = rates(run.path, "--full", "--level", 0.9, "--seed", 4)
     assert outcome.status == 0, outcome.err
-    for text in ("Greedy: 0.00 [0.00", "T = 1: 1.00 [", CAVEAT, "fewer than 24 queries"):
+    for text in ("By judge rules, 0.00 [0.00", "] at T = 1 (", CAVEAT, "fewer than 24 queries"):
         assert text in outcome.out
     assert "no rate is corrected by anna's labels" in outcome.out  # there are too few
 

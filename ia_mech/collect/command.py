@@ -199,7 +199,7 @@ def sample(
 
     Args:
         out: the run's folder; ``cache/<model>-<dataset>-<hash>`` if None.
-        progress: shows what is done; :class:`ia_mech.display.Bar` draws a bar. None shows nothing.
+        progress: shows what is done: a bar if None; :class:`ia_mech.display.Quiet` shows nothing.
         shard: ``"2/4"`` makes the second of four shares of the run.
         workers: that compute parts at once; None for one per core. Rows don't depend on it.
         threads: of each worker; None for as many as the run was begun with, or the cores' share.
@@ -223,10 +223,10 @@ def sample(
     crew = {name: _argument(name, number, cli.threads) for name, number in asked.items()}
 
     from ia_mech.collect.job import make_run
-    from ia_mech.display import Quiet
+    from ia_mech.display import Bar
     from ia_mech.engine.workers import Crew
 
-    return make_run(chosen, folder, progress or Quiet(), shard=share, crew=Crew(**crew))
+    return make_run(chosen, folder, progress or Bar(), shard=share, crew=Crew(**crew))
 
 
 def _argument(name: str, value: Any, parse: Callable[[str], Any]) -> Any:

@@ -34,7 +34,7 @@ def label(
     Raises:
         UserError: as :func:`ia_mech.judge.judging.label_run`; the judge isn't an object.
     """
-    from ia_mech.display import Quiet
+    from ia_mech.display import Bar
     from ia_mech.judge.judging import label_run
     from ia_mech.judge.rules import RulesJudge
     from ia_mech.judge.verdict import Judge
@@ -46,5 +46,5 @@ def label(
             "give an object of a class of ia_mech.judge.verdict.Judge, or use ia-mech judge run",
         )
     run = run if isinstance(run, Run) else Run.open(run)
-    label_run(run, judge or RulesJudge(), name, Quiet())
+    label_run(run, judge or RulesJudge(), name, Bar())
     return run.labelled(name)

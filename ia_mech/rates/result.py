@@ -89,20 +89,22 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, level: float) -> str:
     turns = judged.turns[matching(judged.turns, {name: first[name] for name in SUBJECT})]
     gate = judged.by_model[first["model"], first["weights_hash"]]["genuine"]
     plain = of[(of["quantity"] == "rate") & (of["outcome"] == "genuine")]
-    rates = "; ".join(
-        f"{_at(row.temperature)}: {estimate_of(row).text()}" for row in plain.itertuples()
-    )
     perturbed = "" if first["perturbation"] == "none" else f" ({one_line(first['perturbation'])})"
+    whose = f"of {one_line(first['model'])}'s {{}} user turns{perturbed} are genuine follow-ups"
+    shares = [(estimate_of(row).text(), _at(row.temperature)) for row in plain.itertuples()]
+    rates = [
+        f"{shares[0][0]} {whose.format(shares[0][1])}",
+        *(f"{share} at {at}" for share, at in shares[1:]),
+    ]
     above = _ABOVE[gate.verdict] if plain["value"].any() else _NONE
     sources = turns["source"].nunique()
-    few = " (few: take it as rough)" if sources < FEW_SOURCES else ""
+    few = ", few: take it as rough" if sources < FEW_SOURCES else ""
     unfinished = f" {turns['unfinished'].mean():.0%} of them follow an unfinished response."
     return (
-        f"Of {len(turns)} user turns of {one_line(first['model'])}{perturbed} from "
-        f"{sources} queries{few}, judge {judged.judge} calls these shares genuine follow-ups. "
-        f"{rates[:1].upper()}{rates[1:]}.{_changes(of)}"
-        f"{unfinished if turns['unfinished'].any() else ''} {above} "
-        f"{_reaction(gate)} {latent.verdict(of, level)}".rstrip()
+        f"By judge {judged.judge}, {', '.join(rates)} ({len(turns)} turns from {sources} "
+        f"queries{few}). {latent.verdict(of, level)}".rstrip()
+        + f"{_changes(of)}{unfinished if turns['unfinished'].any() else ''} {above} "
+        f"{_reaction(gate)}"
     )
 
 
