@@ -348,12 +348,16 @@ def test_a_lens_that_cannot_be_written_does_not_cost_the_run(sample, monkeypatch
 
 def test_a_run_in_three_lines(tiny_model_dir, tmp_path, capfd):
     from ia_mech import Run, sample
+    from ia_mech.display import Quiet
 
     before = torch.get_num_threads()
     settings = {"limit": 3, "samples": 1, "temperatures": [0.7, 1.0], "max_new_tokens": 4}
     settings |= {"model": tiny_model_dir, "positions": ["header"]}
     run = sample(tmp_path / "run", threads=before + 1, **settings)
     assert isinstance(run, Run) and run.complete and run.path == tmp_path / "run"
+    out, err = capfd.readouterr()
+    assert not out and "100%" in err
+    assert sample(tmp_path / "run", progress=Quiet(), **settings).complete
     assert capfd.readouterr() == ("", "")
     assert run.settings["temperatures"] == [0.7, 1.0] and len(run.generations) == 9
     # Threads are recorded and set back; another number of them is no other run.
