@@ -13,12 +13,14 @@ from runs import CONTEXTS, rehashed, rewritten, with_settings
 from shell import Outcome, call, files, refusal
 
 from experiments.compare import category_shares
+from ia_mech.errors import UserError
 from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, read_rubric
 from ia_mech.judge.sheets import csv_bytes, export_sheet, import_sheet, write_sheet
 from ia_mech.rates.__main__ import main
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.load import read_runs
+from ia_mech.rates.result import result
 from ia_mech.results import folder_of, read
 from ia_mech.run import Run
 
@@ -92,6 +94,28 @@ def refused(outcome: Outcome, *words: str) -> None:
 
 
 # -- what it prints and writes -------------------------------------------------------------------
+
+
+def test_a_field_of_the_data_tells_rates_apart(run, rates):
+    refused(rates(run.path, "--by", "shade"), "have no field 'shade'")
+    ids = run.contexts["context_id"]
+    fields = {"topic": ["maths", None] * (len(ids) // 2), "n": range(len(ids)), "id": ids}
+    run.metadata = pd.DataFrame(fields, pd.Index(ids))  # as if the data had these
+    judged = read_runs([run], by="topic")
+    found, plain = estimates(judged), estimates(read_runs([run]))
+    assert set(found["dataset"]) == {"maths", "–", "(all)"}
+    genuine = found[(found["quantity"] == "rate") & (found["outcome"] == "genuine")]
+    assert genuine.groupby("dataset")["rows"].sum()[["maths", "–"]].sum() == len(judged.turns)
+    for rows in (found, plain):  # what they are together is the same
+        rows.drop(rows[rows["dataset"] != "(all)"].index, inplace=True)
+    pd.testing.assert_frame_equal(found.reset_index(drop=True), plain.reset_index(drop=True))
+    made = result(judged)
+    assert made.name == "rates-rules-by-topic"
+    (table,) = (one for one in made.tables if one.title == "rates by topic")
+    assert table.columns[0] == "topic" and not table.full
+    run.metadata = pd.DataFrame({"n": range(21)}, pd.Index([*ids, *range(21 - len(ids))]))
+    with pytest.raises(UserError, match="'n' has 21 different values"):
+        read_runs([run], by="n")
 
 
 def test_every_rate_is_printed_with_its_interval_and_written(run, rates, tmp_path):

@@ -307,6 +307,14 @@ def test_a_page_that_would_be_too_large_holds_a_sample_of_whole_contexts(judged)
     assert len(set(kept["contexts"]["dataset"])) == judged.contexts["dataset"].nunique()
 
 
+def test_fields_of_the_data_with_few_values_are_filters():
+    rows = [{"topic": "maths", "n": n, "tags": ["a"], "year": 2020 + n % 2} for n in range(21)]
+    rows[3] = {"topic": "<b>"}
+    found = browsers._filters(pd.Series([json.dumps(row) for row in rows]))
+    assert set(found) == {"topic", "year"}
+    assert found["topic"][2:5] == ["maths", "<b>", "maths"] and found["year"][3] == "–"
+
+
 def test_tokens_are_as_long_as_javascript_counts(judged, monkeypatch):
     tokens = {0: "a ", 1: "😀", 2: " b\U000e0041", 3: "<end>"}  # the last letter is a tag
     fake = SimpleNamespace(decode=lambda ids, **_: tokens.get(ids[0], "?"))

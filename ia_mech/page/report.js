@@ -83,6 +83,9 @@ unpacked().then((data) => {
   choice("run", valuesOf(contexts.run, ofContext("run"), (k) => data.runs[k]));
   choice("dataset", valuesOf(upwards(contexts.dataset), ofContext("dataset"), (k) => data.datasets[k]));
   choice("response", valuesOf(upwards(contexts.response_index.filter((k) => k !== null)), ofContext("response_index")));
+  for (const [field, values] of Object.entries(contexts.metadata)) {
+    choice(`data: ${field}`, valuesOf([...new Set(values)].sort(), (i) => values[turns.context[i]]));
+  }
   for (const judge of judges) {
     for (const outcome of ["grounded", "dependent"]) {
       const values = turns.labels[judge][outcome] || [];
@@ -321,8 +324,11 @@ unpacked().then((data) => {
     if (!named.length && location.hash) return; // a section of the page
     form.reset();
     for (const one of named) one.value = place.get(one.name);
+    const lost = named.filter((one) => one.value !== place.get(one.name));
+    for (const one of lost) one.value = ""; // all
     filter();
     if (!named.length) return;
+    for (const one of lost) byId("count").append(` This page has no ${one.name} ${place.get(one.name)}.`);
     byId("turns").scrollIntoView();
     byId("turns").focus({ preventScroll: true });
   }
@@ -368,8 +374,9 @@ unpacked().then((data) => {
       const at = ["T", "temperature"].includes(head) && cell ? Number(cell === "greedy" ? 0 : cell) : NaN;
       const sampled = values("temperature");
       if (!isNaN(at) && sampled.length && !sampled.includes(temperature(at))) return {}; // of no turns
+      const field = `data: ${head}`; // by whose values rates are told apart
       const wanted = {
-        temperature: temperature(at), dataset: cell, run: cell,
+        temperature: temperature(at), [field]: cell, dataset: values(field).length ? "" : cell, run: cell,
         [category]: heading(named || cell),
         "shown after": head === "decoy" && row.get("quantity") !== "decoyed_rate" && SHOWN_AFTER[DECOYS.indexOf(cell)],
       };

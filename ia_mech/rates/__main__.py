@@ -16,6 +16,7 @@ from ia_mech.cli import (
     Parser,
     add_threads,
     coverage,
+    nonblank,
     path_of,
     run_command,
     run_folder,
@@ -31,9 +32,11 @@ of turns held against another conversation, or against another response to the s
 one model and dataset are pooled. Intervals are over sources (prompts). Methods: docs/statistics.md
 """
 
+CORRECT = "correct"  # what --by takes besides fields of the data
 EPILOG = """\
-example:
+examples:
   ia-mech rates cache/RUN-* --judge gpt-5-mini --annotator anna --full
+  ia-mech rates cache/RUN --by topic      where rows of the data have a topic
 """
 
 
@@ -54,8 +57,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--by",
-        choices=["correct"],
-        help="after right and after wrong responses (maths, IFEval, or a column correct)",
+        type=nonblank,
+        metavar="WHAT",
+        help="correct: after right and after wrong responses (maths, IFEval, or a column correct); "
+        "or a field of your data (--metadata-columns of ia-mech sample)",
     )
     parser.add_argument("--full", action="store_true", help="show all tables")
     parser.add_argument(
@@ -92,8 +97,10 @@ def _rates(args: argparse.Namespace) -> None:
     from ia_mech.rates import correct, result
     from ia_mech.rates.load import read_runs
 
-    judged = read_runs(args.runs, args.judge, args.annotator, args.responses)
-    made = correct.result if args.by else result.result
+    solved = args.by == CORRECT
+    field = None if solved else args.by
+    judged = read_runs(args.runs, args.judge, args.annotator, args.responses, field)
+    made = correct.result if solved else result.result
     rates = made(judged, level=args.level, seed=args.seed)
     folder = args.out or folder_of(args.runs[0], rates.name)
     refuse_unwritable(folder)

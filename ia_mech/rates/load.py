@@ -26,6 +26,7 @@ from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
 from ia_mech.run.sources import SEPARATOR, sources_of
 
+GROUPS = 20  # values of a field that rates are told apart by, at most
 EVERY, UNFINISHED = "all", "unfinished"  # responses that turns come after; the third is "complete"
 NO_ANNOTATOR = ""  # no annotator: annotations are not read
 # Settings that change what is sampled, beside those that rates are by.
@@ -72,6 +73,7 @@ class JudgedTurns:
     runs: list[Run]
     notes: list[str]  # what a reader has to know of how they were put together
     responses: str = EVERY  # after which the turns come
+    by: str | None = None  # the field of the data whose values stand in for datasets
     decoys: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=_DECOYS))
 
     @property
@@ -152,16 +154,19 @@ def read_runs(
     judge: str | None = None,
     annotator: str | None = None,
     responses: str = EVERY,
+    by: str | None = None,
 ) -> JudgedTurns:
     """Read runs with their labels, and check that they can be reported together.
 
     By default with the only judge there is, and the only annotator if there is one
-    (:data:`NO_ANNOTATOR`: none). ``responses`` is as for :func:`restrict_responses`.
+    (:data:`NO_ANNOTATOR`: none). ``responses`` is as for :func:`restrict_responses`. ``by`` is a
+    field of the data: turns are then told apart by its values instead of by dataset.
 
     Raises:
         UserError: as :func:`open_runs`; none or several judges or annotators to choose from;
             verdicts or labels of other turns or another rubric; judges that share a name but not
-            their identity; no turn comes after such responses.
+            their identity; no turn comes after such responses; no data have such a field, or it
+            has more than :data:`GROUPS` values.
     """
     runs = open_runs(runs)
     judge = _choose_judge(runs, judge)
@@ -171,7 +176,7 @@ def read_runs(
     decoys: list[pd.DataFrame] = []
     earlier: list[tuple[Path, pd.MultiIndex]] = []
     for run in runs:
-        own, own_decoys = _turns_and_decoys(run, judge, annotator)
+        own, own_decoys = _turns_and_decoys(run, judge, annotator, by)
         own[DEPENDENT] = dependent(own, runs, run)
         turns.append(_without_repeated(own, run, earlier))
         decoys.append(own_decoys)
@@ -186,7 +191,7 @@ def read_runs(
     if 0 < len(without) < len(runs):
         notes.append(f"no decoys in {', '.join(without)}: these verdicts have no floor.")
     some = _pooled([frame for frame in decoys if len(frame)] or decoys[:1])
-    judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, decoys=some)
+    judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, by=by, decoys=some)
     judged = restrict_responses(judged, responses)
     lost = judged.decoys[["genuine", "own_genuine"]].isna().any(axis=1)
     if not lost.any():
@@ -279,7 +284,7 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 
 
 def _turns_and_decoys(
-    run: Run, judge: str, annotator: str | None
+    run: Run, judge: str, annotator: str | None, by: str | None
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """``turns`` of :class:`JudgedTurns` but for ``dependent``, and its ``decoys``."""
     there = annotator if annotator in run.labels.annotators else None
@@ -293,6 +298,8 @@ def _turns_and_decoys(
     named = set(COPIES) & set(rubric_of(run.labels.record("judgements", judge)).names)
     copies = turns["category"].isin(named).astype(float)
     turns["copies"] = copies.where(turns["genuine"].notna() & bool(named))
+    if by is not None:
+        turns["dataset"] = _groups(run, turns["context_id"], by)
     if there is None:
         turns["truth"] = turns["inclusion"] = np.nan
     decoys = run.decoys(judge, ["grounding"])
@@ -315,6 +322,27 @@ def _turns_and_decoys(
     for name in OUTCOMES:
         frame[f"own_{name}"] = turns[name].to_numpy()[row]
     return turns, frame
+
+
+def _groups(run: Run, contexts: pd.Series, by: str) -> pd.Series:
+    """``[turns]`` the value of a field of the data, as text; "–" where a conversation has none."""
+    if by not in run.metadata:
+        fields = ", ".join(run.metadata.columns)
+        raise UserError(
+            f"the data of {run.path} have no field {by!r}",
+            f"give one of: {fields}" if fields else "they have none beside the conversations",
+        )
+    values = run.metadata[by].map(lambda value: "–" if _missing(value) else str(value))
+    if values.nunique() > GROUPS:
+        raise UserError(
+            f"{by!r} has {values.nunique()} different values in {run.path}",
+            f"rates are told apart by {GROUPS} at most; give another field",
+        )
+    return contexts.astype(object).map(values).astype("category")
+
+
+def _missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and np.isnan(value))
 
 
 def _contexts_and_words(run: Run, turns: pd.DataFrame) -> tuple[pd.Series, np.ndarray]:

@@ -1,7 +1,9 @@
 """What the rates of runs say: one sentence with its control, tables, a figure and notes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 import pandas as pd
 
@@ -55,7 +57,7 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
             _sentence(judged, of, level) for _, of in whole.groupby(SUBJECT, sort=False)
         ),
         estimates=rows,
-        tables=_tables(rows, whole, gates, level),
+        tables=_tables(rows, whole, gates, level, judged.by),
         figures=_figures(whole, judged),
         notes=_notes(judged, rows),
         data={"turns": turns},
@@ -68,6 +70,7 @@ def result_on(
     """A result of this kind on judged runs, with ``gates`` as its control and ``settings`` as what
     it depends on."""
     shown = "" if judged.responses == EVERY else f"-{judged.responses}"
+    shown += "" if judged.by is None else f"-by-{quote(judged.by, safe='')}"
     labellers = judged.judge, settings.get("annotator")
     return Result(
         name=f"rates-{judged.judge}{kind.removeprefix('rates')}{shown}",
@@ -77,7 +80,7 @@ def result_on(
             **about_runs(judged.runs, [name for name in labellers if name]),
             "judge": judged.judge,
             "gate": judged.gate.word,
-            "settings": settings | {"responses": judged.responses},
+            "settings": settings | {"responses": judged.responses, "by": judged.by},
         },
         **said,
     )
@@ -143,10 +146,10 @@ def _reaction(gate: Gate) -> str:
 
 
 def _tables(
-    rows: pd.DataFrame, whole: pd.DataFrame, gates: list[Gate], level: float
+    rows: pd.DataFrame, whole: pd.DataFrame, gates: list[Gate], level: float, by: str | None
 ) -> list[Table]:
-    """The pooled rates and the gates; in full by dataset, floors, the profile, reach, corrected
-    rates."""
+    """The pooled rates and the gates, and rates by the field that was asked for; in full by
+    dataset, floors, the profile, reach, corrected rates."""
     of_turns = rows[rows["decoy"].isna()]
     tables = [
         _rate_table(f"rates ({100 * level:g}% intervals over queries)", whole),
@@ -159,7 +162,10 @@ def _tables(
         _corrected_table(of_turns),
     ]
     if (rows["dataset"] != whole["dataset"].iloc[0]).any():
-        tables.insert(2, _rate_table("rates by dataset", rows, full=True))
+        field = one_line(by or "dataset", 40)
+        table = _rate_table(f"rates by {field}", rows, full=by is None)
+        columns = [field if name == "dataset" else name for name in table.columns]
+        tables.insert(2, replace(table, columns=columns))
     return [table for table in tables if table.rows]
 
 
