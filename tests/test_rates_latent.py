@@ -6,25 +6,27 @@ import pytest
 
 from ia_mech.estimates import frame_of, holm_corrected
 from ia_mech.rates.compute import NAMES
-from ia_mech.rates.latent import PARTS, rises, verdict
+from ia_mech.rates.latent import BEYOND, REST, RISE, ROLE, rises, verdict
 from ia_mech.stats import holm
 
 
 def decoys(
-    copies: tuple[float, float], rates: tuple[float, float], queries: int = 80, temperatures=(0.7,)
+    outside: tuple[float, float], rates: tuple[float, float], queries: int = 80, temperatures=(0.7,)
 ) -> pd.DataFrame:
-    """A turn in four is greedy. Shares of copies, of which none is accepted, and rates of the
-    others, greedy and sampled; after another conversation a tenth of all is accepted."""
+    """A turn in four is greedy. Shares of turns out of role, of which none is accepted, and rates of
+    the others, greedy and sampled; after another conversation a tenth of all is accepted."""
     rng = np.random.default_rng(0)
     each = np.concatenate([[0.0], np.repeat(temperatures, 3)])
     rows = pd.DataFrame({"temperature": np.tile(each, 4 * queries), "decoy": "conversation"})
     rows["source"] = np.repeat(np.arange(queries), 4 * len(each))
     heated = (rows["temperature"] > 0).astype(int)
-    copied = rng.random(len(rows)) < np.array(copies)[heated]
-    accepted = ~copied & (rng.random(len(rows)) < np.array(rates)[heated])
+    away = rng.random(len(rows)) < np.array(outside)[heated]
+    accepted = ~away & (rng.random(len(rows)) < np.array(rates)[heated])
     floor = rng.random(len(rows)) < 0.1
     return rows.assign(
-        copies=copied.astype(float), own_genuine=accepted.astype(float), genuine=floor.astype(float)
+        out_of_role=away.astype(float),
+        own_genuine=accepted.astype(float),
+        genuine=floor.astype(float),
     )
 
 
@@ -33,42 +35,51 @@ def estimated(rows: pd.DataFrame) -> pd.DataFrame:
     return frame_of(found, NAMES)
 
 
-def test_less_copying_alone_is_no_latent_awareness():
+def test_a_rise_that_is_fewer_turns_out_of_role():
     rows = estimated(decoys((0.5, 0.1), (0.5, 0.5)))
-    assert rows["quantity"].tolist() == list(PARTS)
-    rise, copying, rest = rows["value"]
-    assert rise == pytest.approx(copying + rest) and copying == pytest.approx(0.2, abs=0.04)
+    assert rows["quantity"].tolist() == [RISE, ROLE, REST]
+    rise, role, rest = rows["value"]
+    assert rise == pytest.approx(role + rest) and role == pytest.approx(0.2, abs=0.04)
     said = verdict(rows)
-    assert said.startswith("Latent awareness isn't shown at T = 0.7: beyond")
-    assert f"of which less copying of the conversation makes {copying:+.2f} [" in said
-    assert said.endswith("would have been).")
+    assert "is shown at T = 0.7: beyond what the judge" in said
+    assert f"makes {role:+.2f} [" in said and "apart from that is not shown" in said
+    assert "would have been shown" in said and "siblings" not in said
 
 
-def test_more_follow_ups_among_other_turns_are():
+def test_a_rise_among_the_turns_in_role():
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5)))
     assert rows["value"][2] == pytest.approx(0.21, abs=0.04)
-    assert verdict(rows).startswith("Latent awareness is shown at T = 0.7: beyond")
+    said = verdict(rows)
+    assert "is shown at T = 0.7" in said and "apart from that is shown" in said
     fewer = verdict(estimated(decoys((0.3, 0.3), (0.5, 0.2))))
-    assert fewer.startswith("Latent awareness isn't shown")
+    assert "is not shown at T = 0.7" in fewer
+
+
+def test_a_rise_beyond_siblings_is_told_where_there_are_any():
+    own = decoys((0.3, 0.3), (0.2, 0.5))
+    alike = own.assign(decoy="sibling", genuine=own["own_genuine"])
+    rows = estimated(pd.concat([own, alike]))
+    assert rows["quantity"].tolist() == [RISE, ROLE, REST, BEYOND]
+    assert rows["value"][3] == 0 and "beyond siblings is not shown" in verdict(rows)
+    fewer = alike.assign(genuine=alike["genuine"] * (alike["temperature"] == 0))
+    assert "A rise beyond siblings is shown" in verdict(estimated(pd.concat([own, fewer])))
 
 
 def test_of_several_temperatures_the_best_is_corrected_for_all():
     rows = decoys((0.3, 0.3), (0.2, 0.5), temperatures=(0.7, 1.0))
     hot = rows["temperature"] == 1
     found = estimated(rows.assign(own_genuine=rows["own_genuine"].where(~hot, 0.0)))
-    rest = found[found["quantity"] == PARTS[-1]].set_index("temperature")
-    assert np.allclose(rest["p_holm"], holm(rest["p"]))
-    assert "is shown at T = 0.7, the highest of 2 temperatures: beyond" in verdict(found)
+    rise = found[found["quantity"] == RISE].set_index("temperature")
+    assert np.allclose(rise["p_holm"], holm(rise["p"]))
+    assert "is shown at T = 0.7, the best of 2 temperatures: beyond" in verdict(found)
 
 
 def test_what_cant_be_told_isnt():
     rows = decoys((0.3, 0.3), (0.2, 0.5))
     few = verdict(estimated(rows[rows["source"] < 49]))
     assert few == "Whether awareness is latent isn't told of fewer than 50 queries."
-    for lacking in (
-        rows[rows["temperature"] > 0],
-        rows[rows["temperature"] == 0],
-        rows.assign(copies=np.nan),  # a rubric without such categories
-        rows.assign(decoy="sibling"),
-    ):
+    for lacking in (rows[rows["temperature"] > 0], rows[rows["temperature"] == 0]):
         assert verdict(estimated(lacking)) == ""
+    assert verdict(estimated(rows.assign(decoy="sibling"))) == ""
+    plain = estimated(rows.assign(out_of_role=np.nan))  # a rubric without such categories
+    assert plain["quantity"].tolist() == [RISE] and "out of role" not in verdict(plain)

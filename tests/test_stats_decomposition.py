@@ -49,7 +49,7 @@ def test_parts_by_hand():
     assert found.difference.value == pytest.approx(0.25)
     assert found.mix.value == pytest.approx(0.5 * 5 / 6)
     assert found.rest.value == pytest.approx(0.25 - 5 / 12)
-    assert np.isnan(found.p)  # two sources that are alike show no spread
+    assert np.isnan(found.p_rest)  # two sources that are alike show no spread
 
 
 def test_equal_to_leaving_each_source_out():
@@ -92,7 +92,7 @@ def test_intervals_of_the_rest_hold_the_truth(shared):
     for seed in range(300):
         found = decomposed_difference(*planted(seed, sources=40, shared=shared))
         held += found.rest.low <= 0 <= found.rest.high
-        rejected += found.p < 0.05
+        rejected += found.p_rest < 0.05
     assert 0.92 <= held / 300 <= 0.985
     assert rejected == 300 - held
-    assert decomposed_difference(*planted(0, sources=200, rest=0.3)).p < 0.001
+    assert decomposed_difference(*planted(0, sources=200, rest=0.3)).p_rest < 0.001

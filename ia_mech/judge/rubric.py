@@ -18,8 +18,8 @@ from ia_mech.errors import UserError
 VERSION = "1"
 GENUINE = "genuine_follow_up"
 CANNOT_ASSESS = "cannot_assess"
-# Turns that repeat the conversation or speak on as the assistant: no message of a user's own.
-COPIES = ("prompt_restatement", "assistant_restatement", "identity_leakage")
+# Turns that repeat the conversation or speak as the assistant, in a refusal for instance.
+OUT_OF_ROLE = ("prompt_restatement", "assistant_restatement", "identity_leakage")
 
 INSTRUCTIONS = """\
 You annotate messages for a study. A language model was shown a user's query and an assistant's \

@@ -149,8 +149,8 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
           turns, and ``reliability``, that of the rates of a query's responses over ``n_samples``
           turns (:mod:`ia_mech.stats.components`; where queries have several responses);
           ``rate_prediction_powered``, corrected by the annotator's labels. Of decoys
-          ``decoyed_rate``, ``floor`` and ``excess`` (:func:`floors`), and ``rise``,
-          ``rise_copying`` and ``rise_else`` (:func:`ia_mech.rates.latent.rises`).
+          ``decoyed_rate``, ``floor`` and ``excess`` (:func:`floors`), and ``rise``, ``rise_role``,
+          ``rise_else`` and ``rise_beyond_siblings`` (:func:`ia_mech.rates.latent.rises`).
         - ``model``, ``weights_hash``, ``perturbation``, ``dataset`` (may be ``(all)``),
           ``temperature`` (0 is greedy; missing over all of them, of ``reach`` all but greedy),
           ``judge``, ``responses`` (after which the turns come), ``outcome``, ``category`` (of

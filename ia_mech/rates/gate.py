@@ -82,10 +82,13 @@ class Gate:
     @property
     def numbers(self) -> str:
         """Rate, floor and excess in words, with the verdict."""
+        decided = f"{self.verdict}, {self.decoys} decoys"
+        if self.kind == CONVERSATION:
+            decided = f"rate less twice the floor {self.margin.text(sign=True)}: {decided}"
         return (
             f"{self.rate:.2f} of the turns {OUTCOMES[self.outcome]}, and {self.floor:.2f} when it "
             f"is shown them after {AFTER[self.kind]}: an excess of "
-            f"{self.excess.text(sign=True)} ({self.verdict}, {self.decoys} decoys)"
+            f"{self.excess.text(sign=True)} ({decided})"
         )
 
 

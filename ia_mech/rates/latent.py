@@ -1,65 +1,93 @@
-"""Whether sampled turns follow up more than greedy ones do, and not just by copying less."""
+"""Whether sampled turns follow up more than greedy ones do, and what that consists of."""
 
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from ia_mech.estimates import TidyEstimate, estimate_of, p_value, smallest_effect
-from ia_mech.rates.gate import CONVERSATION
+from ia_mech.rates.gate import SIBLING
+from ia_mech.stats import Estimate
 from ia_mech.stats.decomposition import decomposed_difference
 
-PARTS = ("rise", "rise_copying", "rise_else")  # quantities
+RISE, ROLE, REST, BEYOND = "rise", "rise_role", "rise_else", "rise_beyond_siblings"
+PARTS = (RISE, ROLE, REST, BEYOND)  # quantities
 LEAST = 50  # queries: with fewer, a rise can hardly be told from none
 
 
 def rises(
     decoys: pd.DataFrame, names: dict[str, Any], level: float = 0.95
 ) -> Iterator[TidyEstimate]:
-    """How much more often the turns of each temperature are accepted than greedy ones, beyond
-    another conversation (``rise``); by a smaller share of copies (``rise_copying``); and by all
-    else (``rise_else``, with its p).
+    """How much more often the turns of each temperature are accepted than greedy ones.
 
-    ``decoys`` are ``JudgedTurns.decoys``. There is nothing without greedy turns, or where the
-    rubric doesn't say what copies are.
+    - ``rise``: beyond another conversation, the acceptance of the same turns there taken off; with
+      its two parts: fewer turns are out of role (``rise_role``), and all else (``rise_else``).
+    - ``rise_beyond_siblings``: beyond other responses to the same query.
+
+    All but ``rise_role`` have a p. ``decoys`` are ``JudgedTurns.decoys``. There is nothing without
+    greedy turns, and no parts where the rubric doesn't say what is out of role.
     """
-    own = decoys[(decoys["decoy"] == CONVERSATION) & decoys["copies"].notna()]
-    own = own.assign(beyond=own["own_genuine"].astype(float) - own["genuine"].astype(float))
-    own = own[own["beyond"].notna()]
-    greedy = own["temperature"] == 0
-    for temperature in sorted(own.loc[~greedy, "temperature"].unique()) if greedy.any() else ():
-        at = own[greedy | (own["temperature"] == temperature)]
-        columns = at["beyond"], at["copies"], at["temperature"] > 0, at["source"]
-        *found, p = decomposed_difference(*columns, level=level)
-        of = names | {"temperature": float(temperature), "decoy": CONVERSATION, "events": pd.NA}
-        for quantity, estimate in zip(PARTS, found, strict=True):
-            tested = (p, "jackknife") if quantity == PARTS[-1] else ()
-            yield TidyEstimate(quantity, of, len(at), estimate, *tested)
+    beyond = decoys["own_genuine"].astype(float) - decoys["genuine"].astype(float)
+    decoys = decoys.assign(beyond=beyond)[beyond.notna()]
+    for temperature in sorted(decoys.loc[decoys["temperature"] > 0, "temperature"].unique()):
+        here = decoys[decoys["temperature"].isin([0.0, temperature])]
+        for kind, own in here.groupby("decoy", observed=True):
+            roles = own["out_of_role"]
+            columns = own["beyond"], roles.fillna(0), own["temperature"] > 0, own["source"]
+            found = decomposed_difference(*columns, level=level)
+            if kind == SIBLING:
+                kept: list[tuple[str, Estimate, float]] = [(BEYOND, found.difference, found.p)]
+            else:
+                kept = [(RISE, found.difference, found.p)]
+                if roles.notna().any():
+                    kept += [(ROLE, found.mix, np.nan), (REST, found.rest, found.p_rest)]
+            of = names | {"temperature": float(temperature), "decoy": kind, "events": pd.NA}
+            for quantity, estimate, p in kept:
+                if pd.notna(estimate.value):
+                    test = None if np.isnan(p) else "jackknife"
+                    yield TidyEstimate(quantity, of, len(own), estimate, p, test)
 
 
 def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     """Whether latent awareness is shown, in words, by estimates of one model's turns, those of all
     datasets; empty if there are none.
 
-    Of several temperatures the one at which most is left counts, with p corrected for them all.
+    Of several temperatures the one with the largest rise counts, with p corrected for them all.
     """
-    rows = estimates[estimates["quantity"].isin(PARTS) & estimates["value"].notna()]
-    wide = {quantity: of.set_index("temperature") for quantity, of in rows.groupby("quantity")}
-    if len(wide) < len(PARTS):
+    rows = estimates[estimates["quantity"].isin(PARTS)]
+    of = {quantity: own.set_index("temperature") for quantity, own in rows.groupby("quantity")}
+    if RISE not in of:
         return ""
-    tried = wide[PARTS[-1]]
-    best = tried["value"].idxmax()
-    rise, copying, rest = (wide[name].loc[best] for name in PARTS)
-    if rest["sources"] < LEAST:
+    best = of[RISE]["value"].idxmax()
+    found = {quantity: own.loc[best] for quantity, own in of.items() if best in own.index}
+    if found[RISE]["sources"] < LEAST:
         return f"Whether awareness is latent isn't told of fewer than {LEAST} queries."
-    several = f", the highest of {len(tried)} temperatures" if len(tried) > 1 else ""
-    shown = rest["value"] > 0 and rest["p_holm"] < 1 - level
-    word = "is" if shown else "isn't"
-    power = "" if shown else f"; {smallest_effect(rest, level):.2f} would have been"
-    return (
-        f"Latent awareness {word} shown at T = {best:g}{several}: beyond "
-        "what the judge accepts after another conversation the rate rises from greedy turns by "
-        f"{estimate_of(rise).text(sign=True)}, of which less copying of the conversation makes "
-        f"{estimate_of(copying).text(sign=True)} and all else {estimate_of(rest).text(sign=True)} "
-        f"({p_value(rest['p_holm'])}{power})."
-    )
+
+    def told(quantity: str) -> tuple[bool, str]:
+        """Whether it is shown, and its numbers."""
+        row = found[quantity]
+        shown = bool(row["value"] > 0 and row["p_holm"] < 1 - level)
+        power = "" if shown else f"; {smallest_effect(row, level):.2f} would have been shown"
+        return shown, f"{estimate_of(row).text(sign=True)} ({p_value(row['p_holm'])}{power})"
+
+    shown, rise = told(RISE)
+    several = f", the best of {len(of[RISE])} temperatures" if len(of[RISE]) > 1 else ""
+    word = "is" if shown else "is not"
+    said = [
+        f"Latent awareness, a rate that rises with temperature, {word} shown at T = "
+        f"{best:g}{several}: beyond what the judge accepts after another conversation it rises "
+        f"from greedy turns by {rise}."
+    ]
+    if REST in found:
+        more, rest = told(REST)
+        fewer = estimate_of(found[ROLE]).text(sign=True)
+        said.append(
+            f"That fewer turns are out of role (they repeat the conversation or speak as the "
+            f"assistant) makes {fewer} of it; that turns follow up more apart from that is "
+            f"{'' if more else 'not '}shown: {rest}."
+        )
+    if BEYOND in found:
+        more, beyond = told(BEYOND)
+        said.append(f"A rise beyond siblings is {'' if more else 'not '}shown: {beyond}.")
+    return " ".join(said)

@@ -17,7 +17,7 @@ import pandas as pd
 
 from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
-from ia_mech.judge.rubric import CANNOT_ASSESS, COPIES, Rubric, rubric_of
+from ia_mech.judge.rubric import CANNOT_ASSESS, OUT_OF_ROLE, Rubric, rubric_of
 from ia_mech.judge.verdict import GROUNDED_P, OUTCOMES, identity_hash
 from ia_mech.rates.evidence import DEPENDENT, dependent
 from ia_mech.rates.gate import CONVERSATION, Gate, gate_of
@@ -33,7 +33,16 @@ NO_ANNOTATOR = ""  # no annotator: annotations are not read
 _SAMPLING = ["system", "thinking", "response", "date", "opening"]
 _SAMPLING += ["max_new_tokens", "max_response_tokens"]
 SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
-_OF_TURN = ["run", *SUBJECT, "dataset", "temperature", "source", "context", "unfinished", "copies"]
+_OF_TURN = [
+    "run",
+    *SUBJECT,
+    "dataset",
+    "temperature",
+    "source",
+    "context",
+    "unfinished",
+    "out_of_role",
+]
 _DECOYS = [
     *_OF_TURN,
     *("decoy", "shown_source"),
@@ -54,9 +63,9 @@ class JudgedTurns:
       others seldom share (:mod:`ia_mech.rates.grounding`), and ``dependent``, genuine with a
       likelihood that favours the own response over all its siblings together. They are NaN where
       the judge doesn't test it, or no bits were computed (``experiments.reaction``);
-    - ``copies``, 1 if it repeats the conversation or speaks on as the assistant
-      (:data:`ia_mech.judge.rubric.COPIES`), else 0; NaN where not assessed, or where the rubric has
-      no such category;
+    - ``out_of_role``, 1 if it repeats the conversation or speaks as the assistant
+      (:data:`ia_mech.judge.rubric.OUT_OF_ROLE`), else 0; NaN where not assessed, or where the
+      rubric has no such category;
     - of the annotator ``unlabelled`` (what the annotator labelled nothing of, the turn's run or a
       stratum of it; else empty).
 
@@ -295,9 +304,9 @@ def _turns_and_decoys(
     turns["fitted"] = turns["fitted"].fillna(False).astype(bool)
     turns["context"], words = _contexts_and_words(run, turns)
     turns["unlabelled"] = _unlabelled(run, turns, annotator, judge)
-    named = set(COPIES) & set(rubric_of(run.labels.record("judgements", judge)).names)
-    copies = turns["category"].isin(named).astype(float)
-    turns["copies"] = copies.where(turns["genuine"].notna() & bool(named))
+    named = set(OUT_OF_ROLE) & set(rubric_of(run.labels.record("judgements", judge)).names)
+    outside = turns["category"].isin(named).astype(float)
+    turns["out_of_role"] = outside.where(turns["genuine"].notna() & bool(named))
     if by is not None:
         turns["dataset"] = _groups(run, turns["context_id"], by)
     if there is None:

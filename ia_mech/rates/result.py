@@ -210,23 +210,18 @@ def _gate_table(gates: list[Gate]) -> Table:
 
 def _rise_table(whole: pd.DataFrame) -> Table:
     rows = whole[whole["quantity"].isin(latent.PARTS)].assign(decoy=None)
-    heads: Columns = dict(
-        zip(
-            latent.PARTS,
-            (
-                ("rise", "+.2f"),
-                ("of it, less copying", "+.2f"),
-                ("of it, all else, Holm's p", "+.2f"),
-            ),
-            strict=True,
-        )
-    )
+    heads: Columns = {
+        latent.RISE: ("rise, Holm's p", "+.2f"),
+        latent.ROLE: ("of it, fewer out of role", "+.2f"),
+        latent.REST: ("of it, all else, p", "+.2f"),
+        latent.BEYOND: ("rise beyond siblings, p", "+.2f"),
+    }
     legend = (
-        "rates less those of the same turns shown after another conversation; copying: repeating "
-        "query or response, or speaking on as the assistant, as the judge has it (Kitagawa's "
-        "decomposition)"
+        "rise: of the genuine rate from greedy turns, less that of the same turns shown after "
+        "another conversation. Out of role: the judge says that a turn repeats query or response, "
+        "or speaks as the assistant. docs/statistics.md#latent"
     )
-    title = "is awareness latent? rise from greedy turns, beyond another conversation"
+    title = "is awareness latent? how the rate rises with temperature"
     return table_of(title, rows, heads, LINES, rows="turns", legend=legend)
 
 

@@ -17,7 +17,8 @@ class Decomposition(NamedTuple):
     difference: Estimate
     mix: Estimate  # the kind's share differs
     rest: Estimate  # values of the kind, or the others, differ
-    p: float  # two-sided, that the rest is 0; NaN without an interval
+    p: float  # two-sided, that the difference is 0; NaN without an interval
+    p_rest: float  # the same of the rest
 
 
 def decomposed_difference(
@@ -57,7 +58,7 @@ def decomposed_difference(
     n = len(cells)
     if n < 2:
         none = Estimate(np.nan, np.nan, np.nan, n, "too few queries")
-        return Decomposition(none, none, none, np.nan)
+        return Decomposition(none, none, none, np.nan, np.nan)
     means = cells[:, :, :3] / cells[:, :, 3:]
     whole = _parts(means.mean(axis=0))
     without = np.array([_parts(one) for one in (means.sum(axis=0) - means) / (n - 1)])
@@ -69,8 +70,10 @@ def decomposed_difference(
         Estimate(value, value - half, value + half, n, "jackknife over sources")
         for value, half in zip(whole.tolist(), reach.tolist(), strict=True)
     )
-    p = 2 * float(stdtr(freedom[2], -abs(whole[2]) / errors[2])) if errors[2] > 1e-14 else np.nan
-    return Decomposition(difference, mix, rest, p)
+    certain = errors < 1e-14
+    p = 2 * stdtr(freedom, -abs(whole) / np.where(certain, 1, errors))
+    p = np.where(certain, np.nan, p).tolist()
+    return Decomposition(difference, mix, rest, p[0], p[2])
 
 
 def _parts(means: np.ndarray) -> np.ndarray:
