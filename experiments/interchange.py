@@ -9,9 +9,10 @@ tokens, the last of them) is set to a donor's after one of four layers, and turn
 effect is the share under the high donor less that under the low one, and its ratio to the
 difference of the donors themselves, in the half of their turns that chose nothing: 1 if the share
 travels with the state, as it does with the whole context. Controls: two donors of equal share, and
-the recipient's own states, which may not change a bit.
+the recipient's own states, which may not change a bit. A cell is shown to move the share at 5%,
+Holm-corrected over all places and layers tried; the sentence says what the others would have shown.
 
-Needs: a judged run with many sampled turns per context, and states at all positions. Cost: 64
+Needs: a judged run with many sampled turns per context (16 or more), and states at all positions. Cost: 64
 contexts per query, each prefilled and sampled anew (60 queries of the embedded model: some hours on
 a CPU).
 

@@ -21,6 +21,9 @@ chosen on half of the queries and reported on the other. Before anything is scor
 everything from another context has to be that context; where it isn't, the command names the layers
 and refuses.
 
+A site is said to carry nothing only if its interval lies below a tenth of what is expressed.
+Windows are named only if they carry bits on the queries that didn't choose them.
+
 Needs: a run with four or more responses per query (sample with --response generate --responses 4).
 Cost: about 30,000 tokens a query with all four recipients and the usual maps; --dry-run counts.
 Models with recurrent layers take twice as many.

@@ -1,8 +1,9 @@
 """The numbers of README's findings and of docs/results, made again from docs/results/data.
 
-Only pandas, NumPy and SciPy: nothing of this project computes here. Every table of the pages is
-written here, character by character, and has to stand on its page. Intervals are Student's over
-queries, of means (or differences) of each query.
+Every table of the pages is written here, character by character, and has to stand on its page.
+Only pandas, NumPy and SciPy compute, but for the two parts of a rise, which are the project's and
+are compared with a plain jackknife. Intervals are Student's over queries, of means (or differences)
+of each query.
 
     PYTHONPATH=tests python -c "import test_published as p; p.show()"     prints all tables
 """
@@ -256,12 +257,13 @@ HEADLINES: list[Row] = [
     ("greedy turns", JUDGED[0][1]),
     ("turns at T = 0.7", JUDGED[1][1]),
     ("rise, less the rise after another conversation", JUDGED[3][1]),
-    ("of it, less copying", lambda m: split(judged_turns(m), "beyond")[0]),
+    ("of it, fewer out of role", lambda m: split(judged_turns(m), "beyond")[0]),
     ("of it, all else", lambda m: split(judged_turns(m), "beyond")[1]),
+    ("rise, less the rise after siblings", lambda m: change(rise(m, "beyond siblings"))),
     ("greedy turns", lambda m: mean(picks(m)[0.0])),
     ("turns at T = 0.7", lambda m: mean(picks(m)[HOT])),
     ("rise", lambda m: change(more_picks(m))),
-    ("of it, turns that don't copy", lambda m: split(picked_turns(m), "picked")[2]),
+    ("of it, turns in role", lambda m: split(picked_turns(m), "picked")[2]),
     (
         "rise on queries where it wasn't seen first",
         lambda m: change(more_picks(m, queries="others")),
@@ -279,7 +281,7 @@ HEADLINES: list[Row] = [
 ]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
 SITES = ("own context", "response", "after the response", "header", "query")
-COPIED = ["prompt_restatement", "assistant_restatement", "identity_leakage"]
+OUT_OF_ROLE = ["prompt_restatement", "assistant_restatement", "identity_leakage"]
 PARTS = {
     "response, computed on": "whole response",
     "response, last token": "last token",
@@ -335,12 +337,12 @@ def headlines() -> list[str]:
     count_written: Count = lambda m: len(wrote(m, "own context", HOT))  # noqa: E731
     rows = []
     for what, count, section in (
-        ("*The judge accepts*", queries, HEADLINES[:5]),
-        (f"*{PICKS}* (chance: 0.33)", count_picked, HEADLINES[5:10]),
+        ("*The judge accepts*", queries, HEADLINES[:6]),
+        (f"*{PICKS}* (chance: 0.33)", count_picked, HEADLINES[6:11]),
         (
             "*Bits that the first 24 tokens tell about the response* (at most 1.58)",
             count_written,
-            HEADLINES[10:],
+            HEADLINES[11:],
         ),
     ):
         rows.append([what, *(f"*{count(m)} queries*" for m in MODELS)])
@@ -349,10 +351,10 @@ def headlines() -> list[str]:
 
 
 def parts_of_rise(turns: pd.DataFrame, value: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """The rise of a value of turns as a sum: how far sampled turns copy less, and how far turns of
-    either kind have more of it; that of turns that don't copy, and of copies. With standard errors
-    by the jackknife over queries, and their number."""
-    plain = (~turns["category"].isin(COPIED)).astype(float)
+    """The rise of a value of turns as a sum: fewer sampled turns are out of role, and turns of
+    either kind have more of it; the latter of turns in role, and of those out of it. With standard
+    errors by the jackknife over queries, and their number."""
+    plain = (~turns["category"].isin(OUT_OF_ROLE)).astype(float)
     columns = {"all": turns[value], "plain": plain, "of plain": turns[value] * plain}
     known = turns[["query", "temperature"]].assign(**columns).dropna()
     of = known.groupby(["query", "temperature"]).mean().unstack().to_numpy()
@@ -372,14 +374,13 @@ def parts_of_rise(turns: pd.DataFrame, value: str) -> tuple[np.ndarray, np.ndarr
 
 def decomposed(turns: pd.DataFrame, value: str) -> Decomposition:
     """The rise of a value of turns, as ``ia-mech rates`` decomposes it."""
-    columns = turns[value], turns["category"].isin(COPIED), turns["temperature"] > 0
+    columns = turns[value], turns["category"].isin(OUT_OF_ROLE), turns["temperature"] > 0
     return decomposed_difference(*columns, turns["query"])
 
 
 def split(turns: pd.DataFrame, value: str) -> list[str]:
-    """The rise of a value of turns as a sum: how far sampled turns copy less, and how far turns of
-    either kind have more of it; that of turns that don't copy, and of copies (of both, with
-    intervals by the plain jackknife)."""
+    """The parts of :func:`parts_of_rise` with intervals: the first two as ``ia-mech rates`` has
+    them, the others by the plain jackknife."""
     own = decomposed(turns, value)
     found, errors, k = parts_of_rise(turns, value)
     assert np.allclose([own.mix.value, own.rest.value], found[:2], atol=1e-9)
@@ -427,8 +428,8 @@ def picked_turns(model: str, queries: str = "all") -> pd.DataFrame:
 PAIRS = [list(combinations([1] * n + [0] * (3 - n), 2)) for n in range(4)]
 KINDS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
     "all": lambda turns: turns["query"].notna(),
-    "copies": lambda turns: turns["category"].isin(COPIED),
-    "others": lambda turns: ~turns["category"].isin(COPIED),
+    "out of role": lambda turns: turns["category"].isin(OUT_OF_ROLE),
+    "in role": lambda turns: ~turns["category"].isin(OUT_OF_ROLE),
     "accepted": lambda turns: turns["accepted"] == 1,
 }
 
@@ -656,6 +657,32 @@ def maths_picks(model: str, kind: str = "all") -> pd.DataFrame:
     return turns.groupby(["query", "temperature"])["picked"].mean().unstack()
 
 
+def is_refusal(turns: pd.DataFrame) -> pd.Series:
+    return turns["text"].str.contains("can't assist|cannot assist|can't help")
+
+
+def hangs_on() -> str:
+    """The parts of Qwen's rise, by what counts as out of role."""
+    rows = []
+    for name, outside, left_out in (
+        ("repeats, or speaks as the assistant", OUT_OF_ROLE, False),
+        ("repeats alone", OUT_OF_ROLE[:2], False),
+        ("the first, without refusals", OUT_OF_ROLE, True),
+    ):
+        cells = [name]
+        for model in (QWEN, MATHS):
+            turns = judged_turns(model)
+            turns = turns[~(is_refusal(turns) & left_out)]
+            kind, heated = turns["category"].isin(outside), turns["temperature"] > 0
+            found = decomposed_difference(turns["beyond"], kind, heated, turns["query"])
+            parts = (found.difference, found.mix, found.rest)
+            cells += [one.text(sign=True).replace("-", "−") for one in parts]
+        rows.append(cells)
+    parts = ("rise", "fewer out of role", "all else")
+    head = [f"{where}: {part}" for where in ("study", "maths") for part in parts]
+    return markdown(["out of role", *head], rows)
+
+
 def maths() -> str:
     """What was seen after GSM8K's queries, and the same on queries that weren't looked at."""
     counted = ("accepted", "beyond another", "beyond siblings")
@@ -684,7 +711,7 @@ def maths() -> str:
 @cache
 def tables() -> dict[str, list[str]]:
     """The tables of each page."""
-    both = [judged(), told(), maths(), whole_turns(), again(), variances(), read()]
+    both = [judged(), hangs_on(), told(), maths(), whole_turns(), again(), variances(), read()]
     found = {"docs/results/compare.md": both, "README.md": headlines()}
     for model in MODELS:
         mine = [datasets(model), categories(), sites(model), windows(model), written(model)]
@@ -716,9 +743,14 @@ def written_picks(model: str) -> str:
     return mean(greedy) + mean(hot) + change(hot - greedy)
 
 
-PARTS_OF = ((0, "of it, less copying"), (1, "of it, all else"))
-PICKS_OF = ((0, "of it, less copying"), (2, "of it, others"), (3, "of it, copies"))
-SUMS = ("of it, less copying", "of it, either kind", "of these, others", "of these, copies")
+PARTS_OF = ((0, "of it, fewer out of role"), (1, "of it, all else"))
+PICKS_OF = ((0, "of it, fewer out of role"), (2, "of it, in role"), (3, "of it, out of role"))
+SUMS = (
+    "of it, fewer out of role",
+    "of it, either kind",
+    "of these, in role",
+    "of these, out of role",
+)
 
 
 def again() -> str:
@@ -768,7 +800,7 @@ def in_words() -> dict[str, str]:
     cells = table(SMOL, "interchange").set_index(["term", "layer"])
     last = cells.loc[("header_last", 27)]
     turns = judged_turns(QWEN)
-    others = turns[~turns["category"].isin(COPIED)].groupby(["query", "temperature"])
+    others = turns[~turns["category"].isin(OUT_OF_ROLE)].groupby(["query", "temperature"])
     rest, beyond = (others[of].mean().unstack().dropna() for of in ("accepted", "beyond"))
     of = table(SMOL, "parts").pivot_table(index="query", columns="site", values="bits")
     near, far = of["response, blocks of 16"], of["response, 16 random tokens"]
@@ -781,7 +813,10 @@ def in_words() -> dict[str, str]:
             change(put[one] - put[other])
             for one, other in (("high", "low"), ("equal a", "equal b"), ("own high", "own low"))
         ),
-        "put_again": change((put["high"] - put["low"])[~put["first"]]),
+        "put_again": "".join(
+            change((put[one] - put[other])[~put["first"]])
+            for one, other in (("high", "low"), ("own high", "own low"))
+        ),
         "rest": mean(rest[0.0]) + mean(rest[HOT]) + change(rest[HOT] - rest[0.0]),
         "again": moved_again(),
         "right": change(right[1.0] - right[0.0]),
@@ -878,10 +913,14 @@ def test_the_first_screen_says_what_the_table_says():
         )
         return f"{100 * value:.0f} ± {50 * (high - low):.0f}".replace("-", "−")
 
-    copied, rest = (points(one) for one in split(judged_turns(QWEN), "beyond")[:2])
+    fewer, rest = (points(one) for one in split(judged_turns(QWEN), "beyond")[:2])
     total = points(change(rise(QWEN, "beyond another")))
-    whole, part = (one.partition(" ")[0] for one in (total, copied))
-    assert f"which leaves a rise of {whole}" in readme
+    whole, part = (one.partition(" ")[0] for one in (total, fewer))
+    again = points(change(rise(MATHS, "beyond another")))
+    assert (
+        f"which leaves a rise of {total} points; on 168 other maths queries it is {again}."
+        in readme
+    )
     wrong = rise(QWEN, "accepted").mean() - rise(QWEN, "beyond another").mean()
     assert round(100 * wrong) == 1 and "sampled turns are accepted one point more, too" in readme
     turns = judged_turns(QWEN)
@@ -889,15 +928,22 @@ def test_the_first_screen_says_what_the_table_says():
         turns[turns["temperature"] == 0].groupby("query")["accepted_after_another"].mean().mean()
     )
     assert f"Qwen's 0.35 stands on a floor of {floor:.2f}" in readme
-    assert not turns.loc[turns["category"].isin(COPIED), "accepted"].any()
-    assert f"Less copying of the conversation accounts for {part} of them" in readme
-    assert f"the other {rest} could be chance" in readme
+    assert not turns.loc[turns["category"].isin(OUT_OF_ROLE), "accepted"].any()
+    shares = turns["category"].isin(OUT_OF_ROLE).groupby(turns["temperature"]).mean()
+    greedy, hot = (f"{100 * shares[t]:.0f}%" for t in (0.0, HOT))
+    assert f"Of Qwen's greedy turns {greedy} are *out of role*" in readme
+    assert is_refusal(turns)[turns["temperature"] == 0].mean() == 1 / 8
+    parts = f"accounts for {part} of the {whole} points; all else makes {rest}."
+    assert f"Of the sampled ones {hot} are, which {parts}" in readme
+    siblings = points(change(rise(QWEN, "beyond siblings")))
+    assert f"better than its siblings ({siblings} points more)" in readme
     put = table(MATHS, "interchange")
-    moved, equal = (
-        points(change(put[a] - put[b])) for a, b in (("high", "low"), ("equal a", "equal b"))
+    moved, own, equal = (
+        points(change(put[a] - put[b]))
+        for a, b in (("high", "low"), ("own high", "own low"), ("equal a", "equal b"))
     )
-    assert f"raises their share by {moved} points" in readme
-    assert f"From one with equally many: {equal.removeprefix('−')}." in readme
+    assert f"{moved} points more, about what the two conversations differ by ({own})" in readme
+    assert f"Two with equally many: {equal.removeprefix('−')}, which is noise." in readme
     rates = [
         f"{100 * accepted(m, 'accepted', t).mean():.0f}%" for m in (QWEN, SMOL) for t in (0.0, HOT)
     ]
@@ -912,7 +958,7 @@ def test_the_lead_is_tried_as_was_said_beforehand():
     rest, seen = (decomposed(of_maths(judged_turns(m)), "beyond") for m in (MATHS, QWEN))
     siblings, picked = rise(MATHS, "beyond siblings"), maths_picks(MATHS)
     picked = picked[HOT] - picked[0.0]
-    p = [rest.p] + [stats.ttest_1samp(one, 0).pvalue for one in (siblings, picked)]
+    p = [rest.p_rest] + [stats.ttest_1samp(one, 0).pvalue for one in (siblings, picked)]
     assert p[2] < p[0] < p[1]  # in the order of Holm's
     holm = 3 * p[2], 2 * p[0], max(p[1], 2 * p[0])
     assert [f"{one:.{n}f}" for one, n in zip(holm, (3, 2, 2), strict=True)] == [
@@ -920,10 +966,8 @@ def test_the_lead_is_tried_as_was_said_beforehand():
         "0.12",
         "0.12",
     ]
-    assert (
-        "p = 0.12 corrected for three claims. It is less than the first queries' (p = 0.006)"
-        in page
-    )
+    assert "p = 0.12 corrected for three claims." in page
+    assert "It is less than the first queries' (p = 0.006)" in page
     errors = [parts_of_rise(of_maths(judged_turns(m)), "beyond")[1][1] for m in (MATHS, QWEN)]
     apart = (seen.rest.value - rest.rest.value) / np.hypot(*errors)
     assert f"{2 * stats.norm.sf(apart):.3f}" == "0.006"

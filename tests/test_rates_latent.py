@@ -13,7 +13,7 @@ from ia_mech.stats import holm
 def decoys(
     outside: tuple[float, float], rates: tuple[float, float], queries: int = 80, temperatures=(0.7,)
 ) -> pd.DataFrame:
-    """A turn in four is greedy. Shares of turns out of role, of which none is accepted, and rates of
+    """A turn in four is greedy. Shares of turns out of role, none of them accepted, and rates of
     the others, greedy and sampled; after another conversation a tenth of all is accepted."""
     rng = np.random.default_rng(0)
     each = np.concatenate([[0.0], np.repeat(temperatures, 3)])
