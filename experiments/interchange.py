@@ -12,9 +12,9 @@ travels with the state, as it does with the whole context. Controls: two donors 
 the recipient's own states, which may not change a bit. A cell is shown to move the share at 5%,
 Holm-corrected over all places and layers tried; the sentence says what the others would have shown.
 
-Needs: a judged run with many sampled turns per context (16 or more), and states at all positions. Cost: 64
-contexts per query, each prefilled and sampled anew (60 queries of the embedded model: some hours on
-a CPU).
+Needs: a judged run with many sampled turns per context (16 or more), and states at all positions.
+Cost: 64 contexts per query, each prefilled and sampled anew (60 queries of the embedded model: some
+hours on a CPU).
 
     ia-mech interchange cache/RUN
     ia-mech interchange cache/RUN --outcome assistant_restatement --dry-run

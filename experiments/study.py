@@ -83,6 +83,7 @@ TURN = ("context_id", "temperature", "sample")  # what names a turn
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Whether it is a response's content or its wording isn't told apart (--wording)."
 LAYERS = 32  # of a model, for the plan
+APART = 16  # samples of a context, whose share of follow-ups interchange goes by
 PUT_IN = 64  # contexts of a query in interchange: 16 places, 4 donors
 EIGHTHS, STEPS, TURNS = 7, 30, 12  # of learned vectors: layers, steps, turns of a step
 
@@ -457,6 +458,10 @@ def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
         lines["probes"] = f"left out: they need {PROBED} queries"
     if args.queries < LEAST:
         lines["verdict"] = f"none on whether awareness is latent: that needs {LEAST} queries"
+    if args.where and args.samples < APART:
+        lines["where"] = (
+            f"fewer than {APART} samples hardly tell contexts apart; give --samples {APART}"
+        )
     lines["all"] = f"{duration(total)}, to {args.out}"
     print_plan(lines)
 

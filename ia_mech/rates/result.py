@@ -106,19 +106,9 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, level: float) -> str:
     return (
         f"By judge {judged.judge}, {', '.join(rates)} ({len(turns)} turns from {sources} "
         f"queries{few}). {latent.verdict(of, level)}".rstrip()
-        + f"{_changes(of)}{unfinished if turns['unfinished'].any() else ''} {above} "
+        + f"{unfinished if turns['unfinished'].any() else ''} {above} "
         f"{_reaction(gate)}"
     )
-
-
-def _changes(of: pd.DataFrame) -> str:
-    """How far sampled turns differ from greedy ones."""
-    rows = of[(of["quantity"] == "difference") & (of["outcome"] == "genuine")]
-    rows = rows[rows["temperature"].notna() & rows["value"].notna()]
-    changes = [
-        f"{estimate_of(row).text(sign=True)} at {_at(row.temperature)}" for row in rows.itertuples()
-    ]
-    return f" Against greedy turns: {'; '.join(changes)}." if changes else ""
 
 
 def _at(temperature: float) -> str:
