@@ -81,12 +81,12 @@ class Result:
     question: str
     sentence: str
     control: str
-    estimates: pd.DataFrame
-    tables: Sequence[Table] = ()
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    estimates: pd.DataFrame = field(repr=False)
+    tables: Sequence[Table] = field(default=(), repr=False)
+    figures: Mapping[str, Any] = field(default_factory=dict, repr=False)
     notes: Sequence[str] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
-    data: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    data: Mapping[str, pd.DataFrame] = field(default_factory=dict, repr=False)
     files: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
 
     def _repr_html_(self) -> str:

@@ -917,12 +917,10 @@ def test_the_first_screen_says_what_the_table_says():
     total = points(change(rise(QWEN, "beyond another")))
     whole, part = (one.partition(" ")[0] for one in (total, fewer))
     again = points(change(rise(MATHS, "beyond another")))
-    assert (
-        f"which leaves a rise of {total} points; on 168 other maths queries it is {again}."
-        in readme
-    )
+    assert f"so {total} are left; on 168 other maths queries {again}." in readme
     wrong = rise(QWEN, "accepted").mean() - rise(QWEN, "beyond another").mean()
-    assert round(100 * wrong) == 1 and "sampled turns are accepted one point more, too" in readme
+    assert round(100 * wrong) == 1 and "The same turns gain 1 point when it is shown them" in readme
+    assert f"by {total} points beyond what a judge accepts after a wrong" in readme
     turns = judged_turns(QWEN)
     floor = (
         turns[turns["temperature"] == 0].groupby("query")["accepted_after_another"].mean().mean()
@@ -947,7 +945,7 @@ def test_the_first_screen_says_what_the_table_says():
     rates = [
         f"{100 * accepted(m, 'accepted', t).mean():.0f}%" for m in (QWEN, SMOL) for t in (0.0, HOT)
     ]
-    named = f"{rates[0]} of Qwen2.5-Coder-1.5B's greedy turns as follow-ups and {rates[1]}"
+    named = f"{rates[0]} of Qwen's greedy turns as follow-ups and {rates[1]}"
     assert f"accepts {named} of those sampled" in readme
     assert f"SmolLM2-135M isn't shown to rise at all ({rates[2]} and {rates[3]})" in readme
 

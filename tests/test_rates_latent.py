@@ -71,13 +71,15 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     found = estimated(rows.assign(own_genuine=rows["own_genuine"].where(~hot, 0.0)))
     rise = found[found["quantity"] == RISE].set_index("temperature")
     assert np.allclose(rise["p_holm"], holm(rise["p"]))
-    assert "is shown at T = 0.7, the best of 2 temperatures: beyond" in verdict(found)
+    assert "is shown at T = 0.7 (of 2 temperatures that with the largest rise): beyond" in verdict(
+        found
+    )
 
 
 def test_what_cant_be_told_isnt():
     rows = decoys((0.3, 0.3), (0.2, 0.5))
     few = verdict(estimated(rows[rows["source"] < 49]))
-    assert few == "Whether awareness is latent isn't told of fewer than 50 queries."
+    assert few == "Whether awareness is latent isn't told of fewer than 50 queries: sample more."
     for lacking in (rows[rows["temperature"] > 0], rows[rows["temperature"] == 0]):
         assert verdict(estimated(lacking)) == ""
     assert verdict(estimated(rows.assign(decoy="sibling"))) == ""

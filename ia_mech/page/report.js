@@ -368,6 +368,7 @@ unpacked().then((data) => {
     const place = {}, row = new Map(pairs), category = `category${byJudge(judge)}`;
     const heading = (cell) => data.headings[data.categories.indexOf(cell)] || cell;
     if (row.get("quantity") === "excess") return {}; // of turns and decoys
+    if (pairs.some(([head]) => head.startsWith("rise"))) return {}; // of turns of two temperatures
     const named = row.get("category") === "–" ? "" : row.get("category"); // not what else says genuine
     if (named && !values(category).includes(heading(named))) return {}; // of no turns
     for (const [head, cell] of pairs) {

@@ -62,17 +62,25 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     best = of[RISE]["value"].idxmax()
     found = {quantity: own.loc[best] for quantity, own in of.items() if best in own.index}
     if found[RISE]["sources"] < LEAST:
-        return f"Whether awareness is latent isn't told of fewer than {LEAST} queries."
+        return f"Whether awareness is latent isn't told of fewer than {LEAST} queries: sample more."
 
     def told(quantity: str) -> tuple[bool, str]:
         """Whether it is shown, and its numbers."""
         row = found[quantity]
         shown = bool(row["value"] > 0 and row["p_holm"] < 1 - level)
-        power = "" if shown else f"; {smallest_effect(row, level):.2f} would have been shown"
+        power = (
+            ""
+            if shown
+            else f"; {smallest_effect(row, level):.2f} would have been shown with 80% power"
+        )
         return shown, f"{estimate_of(row).text(sign=True)} ({p_value(row['p_holm'])}{power})"
 
     shown, rise = told(RISE)
-    several = f", the best of {len(of[RISE])} temperatures" if len(of[RISE]) > 1 else ""
+    several = (
+        f" (of {len(of[RISE])} temperatures that with the largest rise)"
+        if len(of[RISE]) > 1
+        else ""
+    )
     word = "is" if shown else "is not"
     said = [
         f"Latent awareness, a rate that rises with temperature, {word} shown at T = "

@@ -119,7 +119,10 @@ def _reaction(gate: Gate) -> str:
     """Whether turns react to the response that they followed, which siblings alone can tell."""
     siblings = gate.siblings
     if siblings is None or not siblings.decoys:
-        return "Whether turns react to their own response can't be told: no query has siblings."
+        return (
+            "Whether turns react to their own response can't be told: no query has siblings "
+            "(ia-mech sample --response generate --responses 4)."
+        )
     excess = siblings.excess
     if gate.reacts:
         return (
@@ -212,6 +215,8 @@ def _rise_table(whole: pd.DataFrame) -> Table:
         "or speaks as the assistant. docs/statistics.md#latent"
     )
     title = "is awareness latent? how the rate rises with temperature"
+    if len(rows) and rows["sources"].max() < latent.LEAST:
+        title = f"how the rate rises with temperature (no verdict: under {latent.LEAST} queries)"
     return table_of(title, rows, heads, LINES, rows="turns", legend=legend)
 
 
@@ -285,7 +290,7 @@ def _figures(whole: pd.DataFrame, judged: JudgedTurns) -> dict:
         model, weights, perturbation = subject
         gate = judged.by_model[model, weights]["genuine"]
         more = "" if perturbation == "none" else f", {perturbation}"
-        title = f"{one_line(model, 40)}{more}\njudge {gate}"
+        title = f"{one_line(model, 40)}{more}\njudge {gate}, all temperatures together"
         drawings["rates" if number == 1 else f"rates-{number}"] = figures.draw_rates(of, title)
     return drawings
 
