@@ -268,16 +268,6 @@ HEADLINES: list[Row] = [
         "rise on queries where it wasn't seen first",
         lambda m: change(more_picks(m, queries="others")),
     ),
-    ("greedy turns", lambda m: mean(wrote(m, "own context", 0.0))),
-    ("turns at T = 0.7", lambda m: mean(wrote(m, "own context", HOT))),
-    (
-        "turns at T = 0.7 written with only the response their own",
-        lambda m: mean(wrote(m, "response", HOT)),
-    ),
-    (
-        "turns at T = 0.7 written with only the header their own",
-        lambda m: mean(wrote(m, "header", HOT)),
-    ),
 ]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
 SITES = ("own context", "response", "after the response", "header", "query")
@@ -334,27 +324,23 @@ def hits(model: str, part: str, t: float) -> pd.Series:
 def headlines() -> list[str]:
     """README's table."""
     count_picked: Count = lambda m: picked_turns(m)["query"].nunique()  # noqa: E731
-    count_written: Count = lambda m: len(wrote(m, "own context", HOT))  # noqa: E731
     rows = []
     for what, count, section in (
         ("*The judge accepts*", queries, HEADLINES[:6]),
-        (f"*{PICKS}* (chance: 0.33)", count_picked, HEADLINES[6:11]),
-        (
-            "*Bits that the first 24 tokens tell about the response* (at most 1.58)",
-            count_written,
-            HEADLINES[11:],
-        ),
+        (f"*{PICKS}* (chance: 0.33)", count_picked, HEADLINES[6:]),
     ):
         rows.append([what, *(f"*{count(m)} queries*" for m in MODELS)])
         rows += [[name, *map(make, MODELS)] for name, make in section]
     return [markdown(["", "SmolLM2-135M", "Qwen2.5-Coder-1.5B"], rows)]
 
 
-def parts_of_rise(turns: pd.DataFrame, value: str) -> tuple[np.ndarray, np.ndarray, int]:
+def parts_of_rise(
+    turns: pd.DataFrame, value: str, outside: Sequence[str] = ()
+) -> tuple[np.ndarray, np.ndarray, int]:
     """The rise of a value of turns as a sum: fewer sampled turns are out of role, and turns of
     either kind have more of it; the latter of turns in role, and of those out of it. With standard
-    errors by the jackknife over queries, and their number."""
-    plain = (~turns["category"].isin(OUT_OF_ROLE)).astype(float)
+    errors by the jackknife over queries, and their number. ``outside``: categories out of role."""
+    plain = (~turns["category"].isin(outside or OUT_OF_ROLE)).astype(float)
     columns = {"all": turns[value], "plain": plain, "of plain": turns[value] * plain}
     known = turns[["query", "temperature"]].assign(**columns).dropna()
     of = known.groupby(["query", "temperature"]).mean().unstack().to_numpy()
@@ -657,6 +643,13 @@ def maths_picks(model: str, kind: str = "all") -> pd.DataFrame:
     return turns.groupby(["query", "temperature"])["picked"].mean().unstack()
 
 
+def repeats_alone() -> str:
+    """What turns in role make of the rise of picks after maths, if repeats alone are out of role."""
+    found, errors, k = parts_of_rise(picked_turns(MATHS), "picked", OUT_OF_ROLE[:2])
+    reach = stats.t.ppf(0.975, k - 1) * errors[2]
+    return shown(found[2], found[2] - reach, found[2] + reach, sign=True)
+
+
 def is_refusal(turns: pd.DataFrame) -> pd.Series:
     return turns["text"].str.contains("can't assist|cannot assist|can't help")
 
@@ -809,6 +802,7 @@ def in_words() -> dict[str, str]:
     right = sampled.groupby(["query", "right"])["accepted"].mean().unstack().dropna()
     put = table(MATHS, "interchange")
     return {
+        "repeats_alone": repeats_alone(),
         "put": "".join(
             change(put[one] - put[other])
             for one, other in (("high", "low"), ("equal a", "equal b"), ("own high", "own low"))
