@@ -644,7 +644,7 @@ def maths_picks(model: str, kind: str = "all") -> pd.DataFrame:
 
 
 def repeats_alone() -> str:
-    """What turns in role make of the rise of picks after maths, if repeats alone are out of role."""
+    """What turns in role make of maths' rise of picks, if repeats alone are out of role."""
     found, errors, k = parts_of_rise(picked_turns(MATHS), "picked", OUT_OF_ROLE[:2])
     reach = stats.t.ppf(0.975, k - 1) * errors[2]
     return shown(found[2], found[2] - reach, found[2] + reach, sign=True)
@@ -928,7 +928,13 @@ def test_the_first_screen_says_what_the_table_says():
     parts = f"accounts for {part} of the {whole} points; all else makes {rest}."
     assert f"Of the sampled ones {hot} are, which {parts}" in readme
     siblings = points(change(rise(QWEN, "beyond siblings")))
-    assert f"better than its siblings ({siblings} points more)" in readme
+    assert f"it isn't shown ({siblings} points more)" in readme
+    named = maths_picks(MATHS)
+    after_maths, again = (
+        points(change(one)) for one in (named[HOT] - named[0.0], more_picks(QWEN, queries="others"))
+    )
+    assert f"after those maths queries ({after_maths}), which isn't shown" in readme
+    assert f"of all kinds together ({again}, tried again)" in readme
     put = table(MATHS, "interchange")
     moved, own, equal = (
         points(change(put[a] - put[b]))
