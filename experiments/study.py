@@ -7,6 +7,11 @@ prompt and opening are tried against greedy decoding. One page reports it all. E
 command of its own. If it is stopped, the same command continues; a finished study computes nothing
 again.
 
+It says first whether awareness is latent: shown if the accepted rate rises from greedy to sampled
+turns, beyond what the judge accepts after another conversation, at 5% corrected for the
+temperatures; from 50 queries on. Where turns read their response is what locate says. Whether a
+state moves the rate takes --where --samples 16.
+
 Needs: a model. Cost: the embedded model (135M) on two cores takes some two hours, with --quick
 ten minutes; --dry-run says what will be computed and how long it takes at a measured pace.
 

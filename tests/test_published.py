@@ -265,7 +265,7 @@ HEADLINES: list[Row] = [
     ("rise", lambda m: change(more_picks(m))),
     ("of it, turns in role", lambda m: split(picked_turns(m), "picked")[2]),
     (
-        "rise on queries where it wasn't seen first",
+        "rise on the queries held out",
         lambda m: change(more_picks(m, queries="others")),
     ),
 ]
@@ -654,19 +654,40 @@ def is_refusal(turns: pd.DataFrame) -> pd.Series:
     return turns["text"].str.contains("can't assist|cannot assist|can't help")
 
 
+def apologises(turns: pd.DataFrame) -> pd.Series:
+    return turns["text"].str.strip().str.startswith(("I'm sorry", "I’m sorry", "I am sorry"))
+
+
+def without_apologies() -> dict[str, str]:
+    """Of accepted greedy turns those that open so, and acceptance of all turns less theirs."""
+    found = {}
+    for model in (QWEN, MATHS):
+        turns = judged_turns(model)
+        sorry = apologises(turns)
+        greedy = (turns["accepted"] == 1) & (turns["temperature"] == 0)
+        found[f"of accepted {model}"] = f"{sorry[greedy].mean():.2f}"
+        for what in ("accepted", "beyond"):
+            rest = turns.assign(rest=turns[what] * ~sorry)
+            of = rest.groupby(["query", "temperature"])["rest"].mean().unstack()
+            found[f"{what} {model}"] = mean(of[0.0]) + mean(of[HOT]) + change(of[HOT] - of[0.0])
+    return found
+
+
 def hangs_on() -> str:
     """The parts of Qwen's rise, by what counts as out of role."""
     rows = []
-    for name, outside, left_out in (
-        ("repeats, or speaks as the assistant", OUT_OF_ROLE, False),
-        ("repeats alone", OUT_OF_ROLE[:2], False),
-        ("the first, without refusals", OUT_OF_ROLE, True),
+    for name, outside, left_out, sorry in (
+        ("repeats, or speaks as the assistant", OUT_OF_ROLE, False, False),
+        ("repeats alone", OUT_OF_ROLE[:2], False, False),
+        ("the first, without refusals", OUT_OF_ROLE, True, False),
+        ("the first, and turns that open “I'm sorry”", OUT_OF_ROLE, False, True),
     ):
         cells = [name]
         for model in (QWEN, MATHS):
             turns = judged_turns(model)
             turns = turns[~(is_refusal(turns) & left_out)]
-            kind, heated = turns["category"].isin(outside), turns["temperature"] > 0
+            kind = turns["category"].isin(outside) | (apologises(turns) & sorry)
+            heated = turns["temperature"] > 0
             found = decomposed_difference(turns["beyond"], kind, heated, turns["query"])
             parts = (found.difference, found.mix, found.rest)
             cells += [one.text(sign=True).replace("-", "−") for one in parts]
@@ -721,14 +742,6 @@ def moved_again() -> str:
     pairs = (("high", "low"), ("equal a", "equal b"), ("own high", "own low"))
     moved, equal, own = (new[one] - new[other] for one, other in pairs)
     return "".join(map(change, (moved, equal, own, moved - equal)))
-
-
-def rates_in_words() -> str:
-    (chance, half), (other_chance, other_half) = (own_rates(model) for model in MODELS)
-    return (
-        f"of which {chance} and {other_chance} would arise without any difference between "
-        f"responses; rates of 8 turns order the *other* 8 with {half} and {other_half}"
-    )
 
 
 def written_picks(model: str) -> str:
@@ -803,6 +816,8 @@ def in_words() -> dict[str, str]:
     put = table(MATHS, "interchange")
     return {
         "repeats_alone": repeats_alone(),
+        **without_apologies(),
+        "maths_siblings": change(rise(MATHS, "beyond siblings"), 3),
         "put": "".join(
             change(put[one] - put[other])
             for one, other in (("high", "low"), ("equal a", "equal b"), ("own high", "own low"))
@@ -851,7 +866,6 @@ def in_words() -> dict[str, str]:
         "rise_more": more("beyond another"),
         "output_less_text": shown(*auroc_less(QWEN, "control:output", "control:text")),
         "output_less_lengths": shown(*auroc_less(QWEN, "control:output", "control:lengths")),
-        "own_rates": rates_in_words(),
         "states_less_words": shown(*auroc_less(SMOL, "log_odds", "control:text"), sign=True),
     }
 
@@ -882,7 +896,8 @@ def test_a_page_says_what_the_data_say(page):
 
 def test_what_rates_themselves_could_tell_is_said():
     text = " ".join((RESULTS / "compare.md").read_text("utf-8").split())
-    assert rates_in_words() in text
+    (_, half), (_, other) = map(own_rates, MODELS)
+    assert f"rates of 8 turns order the *other* 8 with {half} and {other}" in text
 
 
 def test_how_often_accepted_turns_fit_others_is_said():
@@ -911,9 +926,11 @@ def test_the_first_screen_says_what_the_table_says():
     total = points(change(rise(QWEN, "beyond another")))
     whole, part = (one.partition(" ")[0] for one in (total, fewer))
     again = points(change(rise(MATHS, "beyond another")))
-    assert f"so {total} are left; on 168 other maths queries {again}." in readme
+    assert f"so {total} are left; on 168 further queries, all maths, {again}." in readme
     wrong = rise(QWEN, "accepted").mean() - rise(QWEN, "beyond another").mean()
-    assert round(100 * wrong) == 1 and "The same turns gain 1 point when it is shown them" in readme
+    assert (
+        round(100 * wrong) == 1 and "sampled turns are accepted 1 point more often, too" in readme
+    )
     assert f"by {total} points beyond what a judge accepts after a wrong" in readme
     turns = judged_turns(QWEN)
     floor = (
@@ -924,7 +941,8 @@ def test_the_first_screen_says_what_the_table_says():
     shares = turns["category"].isin(OUT_OF_ROLE).groupby(turns["temperature"]).mean()
     greedy, hot = (f"{100 * shares[t]:.0f}%" for t in (0.0, HOT))
     assert f"Of Qwen's greedy turns {greedy} are *out of role*" in readme
-    assert is_refusal(turns)[turns["temperature"] == 0].mean() == 1 / 8
+    outside = turns["category"].isin(OUT_OF_ROLE) & (turns["temperature"] == 0)
+    assert 0.2 < is_refusal(turns)[outside].mean() < 0.27  # a quarter
     parts = f"accounts for {part} of the {whole} points; all else makes {rest}."
     assert f"Of the sampled ones {hot} are, which {parts}" in readme
     siblings = points(change(rise(QWEN, "beyond siblings")))
@@ -940,8 +958,11 @@ def test_the_first_screen_says_what_the_table_says():
         points(change(put[a] - put[b]))
         for a, b in (("high", "low"), ("own high", "own low"), ("equal a", "equal b"))
     )
-    assert f"{moved} points more, about what the two conversations differ by ({own})" in readme
-    assert f"Two with equally many: {equal.removeprefix('−')}, which is noise." in readme
+    assert (
+        f"{moved} points more, about as much as the conversations' own shares differ ({own})"
+        in readme
+    )
+    assert f"Control, two with equally many: {equal.removeprefix('−')}." in readme
     rates = [
         f"{100 * accepted(m, 'accepted', t).mean():.0f}%" for m in (QWEN, SMOL) for t in (0.0, HOT)
     ]
@@ -969,7 +990,8 @@ def test_the_lead_is_tried_as_was_said_beforehand():
     errors = [parts_of_rise(of_maths(judged_turns(m)), "beyond")[1][1] for m in (MATHS, QWEN)]
     apart = (seen.rest.value - rest.rest.value) / np.hypot(*errors)
     assert f"{2 * stats.norm.sf(apart):.3f}" == "0.006"
-    assert f"{2.8 * siblings.sem():.2f} would have been shown." in page
+    assert f"{2.8 * siblings.sem():.3f} would have been shown." in page
+    assert change(siblings, 3) in page
     right = table(MATHS, "contexts")["right"]
     assert (
         f"{100 * right.mean():.0f}% of Qwen's responses to the 168 GSM8K queries are right" in page

@@ -41,7 +41,7 @@ def test_a_rise_that_is_fewer_turns_out_of_role():
     rise, role, rest = rows["value"]
     assert rise == pytest.approx(role + rest) and role == pytest.approx(0.2, abs=0.04)
     said = verdict(rows)
-    assert "is shown at T = 0.7: beyond what the judge" in said
+    assert "is shown by this judge at T = 0.7: beyond what the judge" in said
     assert f"makes {role:+.2f} [" in said and "apart from that is not shown" in said
     assert "would have been shown" in said and "siblings" not in said
 
@@ -50,9 +50,9 @@ def test_a_rise_among_the_turns_in_role():
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5)))
     assert rows["value"][2] == pytest.approx(0.21, abs=0.04)
     said = verdict(rows)
-    assert "is shown at T = 0.7" in said and "apart from that is shown" in said
+    assert "is shown by this judge at T = 0.7" in said and "apart from that is shown" in said
     fewer = verdict(estimated(decoys((0.3, 0.3), (0.5, 0.2))))
-    assert "is not shown at T = 0.7" in fewer
+    assert "is not shown by this judge at T = 0.7" in fewer
 
 
 def test_a_rise_beyond_siblings_is_told_where_there_are_any():
@@ -71,9 +71,18 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     found = estimated(rows.assign(own_genuine=rows["own_genuine"].where(~hot, 0.0)))
     rise = found[found["quantity"] == RISE].set_index("temperature")
     assert np.allclose(rise["p_holm"], holm(rise["p"]))
-    assert "is shown at T = 0.7 (of 2 temperatures that with the largest rise): beyond" in verdict(
-        found
-    )
+    assert "is shown by this judge at T = 0.7 (of 2 temperatures): beyond" in verdict(found)
+
+
+def test_the_largest_rise_that_is_shown_counts():
+    """Not a larger one that isn't: it may be of fewer turns."""
+    rows = decoys((0.3, 0.3), (0.2, 0.4), temperatures=(0.7, 1.0))
+    rows = rows[(rows["temperature"] < 1) | (rows["source"] < 4)]
+    found = estimated(rows)
+    rise = found[found["quantity"] == RISE].set_index("temperature")
+    found.loc[found["temperature"] == 1, "value"] = 0.9
+    assert rise["p_holm"][0.7] < 0.05 < rise["p_holm"][1.0]
+    assert "is shown by this judge at T = 0.7" in verdict(found)
 
 
 def test_what_cant_be_told_isnt():

@@ -53,13 +53,16 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     """Whether latent awareness is shown, in words, by estimates of one model's turns, those of all
     datasets; empty if there are none.
 
-    Of several temperatures the one with the largest rise counts, with p corrected for them all.
+    Of several temperatures (of those at which it is shown, if there are any) the one with the
+    largest rise counts; p is corrected for them all.
     """
     rows = estimates[estimates["quantity"].isin(PARTS)]
     of = {quantity: own.set_index("temperature") for quantity, own in rows.groupby("quantity")}
     if RISE not in of:
         return ""
-    best = of[RISE]["value"].idxmax()
+    tried = of[RISE]
+    sure = tried[(tried["value"] > 0) & (tried["p_holm"] < 1 - level)]
+    best = (sure if len(sure) else tried)["value"].idxmax()
     found = {quantity: own.loc[best] for quantity, own in of.items() if best in own.index}
     if found[RISE]["sources"] < LEAST:
         return f"Whether awareness is latent isn't told of fewer than {LEAST} queries: sample more."
@@ -68,22 +71,16 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
         """Whether it is shown, and its numbers."""
         row = found[quantity]
         shown = bool(row["value"] > 0 and row["p_holm"] < 1 - level)
-        power = (
-            ""
-            if shown
-            else f"; {smallest_effect(row, level):.2f} would have been shown with 80% power"
-        )
+        power = ""
+        if not shown:
+            power = f"; {smallest_effect(row, level):.2f} would have been shown with 80% power"
         return shown, f"{estimate_of(row).text(sign=True)} ({p_value(row['p_holm'])}{power})"
 
     shown, rise = told(RISE)
-    several = (
-        f" (of {len(of[RISE])} temperatures that with the largest rise)"
-        if len(of[RISE]) > 1
-        else ""
-    )
+    several = f" (of {len(tried)} temperatures)" if len(tried) > 1 else ""
     word = "is" if shown else "is not"
     said = [
-        f"Latent awareness, a rate that rises with temperature, {word} shown at T = "
+        f"Latent awareness, a rate that rises with temperature, {word} shown by this judge at T = "
         f"{best:g}{several}: beyond what the judge accepts after another conversation it rises "
         f"from greedy turns by {rise}."
     ]
