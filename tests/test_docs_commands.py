@@ -106,7 +106,7 @@ def in_small(line: str) -> list[str]:
     if "hf" in words:
         words.append("--force")
     if "--responses" in words:
-        words += shlex.split("--responses 3 --max-response-tokens 12")
+        words += shlex.split("--responses 3 --max-response-tokens 12 --unfinished")
     return [sys.executable, *words[1:]]
 
 
