@@ -271,6 +271,16 @@ def test_an_interrupted_run_whose_manifest_is_damaged_says_so(
     assert refusal(sample(*MANY, "--out", tmp_path / "run")).startswith(f"{file} is damaged")
 
 
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: os.truncate(file, 9)])
+def test_the_same_command_computes_a_damaged_part_again(sample, tmp_path, damage):
+    digest = sample(*MANY, "--out", tmp_path / "run").run.digest()
+    for folder in ("generations", "residuals"):
+        damage(min((tmp_path / "run" / folder).iterdir()))
+    outcome = sample(*MANY, "--out", tmp_path / "run")
+    assert outcome.status == 0 and "damaged" in outcome.err
+    assert outcome.run.digest() == digest and outcome.run.verify() == []
+
+
 def test_rows_that_cannot_be_used_are_refused_or_skipped_counted_and_listed(
     sample, refused, tmp_path
 ):

@@ -109,8 +109,10 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     for rows in (found, plain):  # what they are together is the same
         rows.drop(rows[rows["dataset"] != "(all)"].index, inplace=True)
     pd.testing.assert_frame_equal(found.reset_index(drop=True), plain.reset_index(drop=True))
-    made = result(judged)
-    assert made.name == "rates-rules-by-topic"
+    run.unanswered = 2, 14  # as if the model had written responses
+    made = result(read_runs([run], by="topic"))
+    assert any("2 of 14 queries of run have too few finished" in note for note in made.notes)
+    assert made.name == "rates-rules-by-topic" and made.question.endswith(", by topic?")
     (table,) = (one for one in made.tables if one.title == "rates by topic")
     assert table.columns[0] == "topic" and not table.full
     run.metadata = pd.DataFrame({"n": range(21)}, pd.Index([*ids, *range(21 - len(ids))]))

@@ -307,6 +307,15 @@ def test_a_page_that_would_be_too_large_holds_a_sample_of_whole_contexts(judged)
     assert len(set(kept["contexts"]["dataset"])) == judged.contexts["dataset"].nunique()
 
 
+def test_what_came_before_a_response_holds_the_calls_of_tools():
+    call = {"function": {"name": "weather", "arguments": {"city": "Köln"}}}
+    said = [("user", "Rain?", None), ("assistant", "", [call]), ("tool", "no", None)]
+    messages = [{"role": r, "content": c, "tool_calls": calls} for r, c, calls in said]
+    assert browsers._query(messages) == (
+        'user: Rain?\n\nassistant: weather({"city": "Köln"})\n\ntool: no'
+    )
+
+
 def test_fields_of_the_data_with_few_values_are_filters():
     rows = [{"topic": "maths", "n": n, "tags": ["a"], "year": 2020 + n % 2} for n in range(21)]
     rows[3] = {"topic": "<b>"}

@@ -157,7 +157,7 @@ def _refuse_other_settings(settings: Settings, out: Path) -> None:
     from ia_mech.run import Run, integrity
     from ia_mech.run.writer import refuse_another
 
-    there = Run.open(out).settings
+    there = Run(out).settings  # parts may be damaged: they are computed again
     known = {"settings": json.loads(json.dumps(settings.to_dict()))}
     wanted = integrity.without_folders(known)["settings"]
     wanted["batch_rows"] = there["batch_rows"]  # memory may have set it: compared later

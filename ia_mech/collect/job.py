@@ -16,7 +16,6 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-import pandas as pd
 from safetensors import SafetensorError
 
 from ia_mech.chat.format import ChatContext, ChatFormat
@@ -364,9 +363,9 @@ class _Job:
         }
         most = self.settings.max_new_tokens
         work = PhaseProgress(self.progress, "user turns", "row", sizes, todo, most)
-        responses = Run(self.writer.path).responses
-        if len(responses):
-            self._say_left_out(responses)
+        written_so_far = Run(self.writer.path)
+        responses = written_so_far.responses
+        self._say_left_out(written_so_far)
         usable = responses[responses["order"].notna()].to_dict("records")
         written = {int(row["order"]): row for row in usable}
 
@@ -391,19 +390,20 @@ class _Job:
         compute = self.computation.contexts
         self._compute_parts("contexts", work, todo, each, prepare, compute, write)
 
-    def _say_left_out(self, responses: pd.DataFrame) -> None:
+    def _say_left_out(self, run: Run) -> None:
         """Say how many queries have too few responses that are finished and differ.
 
         Raises:
             UserError: the run has no context at all.
         """
         wanted, most = self.settings.responses, self.settings.max_response_tokens
-        queries = responses.groupby("query")["order"].count()
-        if not (short := int((queries == 0).sum())):
+        short, queries = run.unanswered
+        if not short:
             return
+        responses = run.responses
         cut = int(responses["finish_reason"].isin(layout.UNFINISHED).sum())
         problem = (
-            f"{short} of {len(queries)} queries have fewer than {wanted} distinct finished "
+            f"{short} of {queries} queries have fewer than {wanted} distinct finished "
             f"responses ({cut} of {len(responses)} draws didn't end within {most} tokens)"
         )
         remedy = "raise --max-response-tokens, or keep them all with --unfinished, in another --out"

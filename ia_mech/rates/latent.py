@@ -65,7 +65,7 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     best = (sure if len(sure) else tried)["value"].idxmax()
     found = {quantity: own.loc[best] for quantity, own in of.items() if best in own.index}
     if found[RISE]["sources"] < LEAST:
-        return f"Whether awareness is latent isn't told of fewer than {LEAST} queries: sample more."
+        return f"Whether awareness is latent isn't told of fewer than {LEAST} queries; take more."
 
     def told(quantity: str) -> tuple[bool, str]:
         """Whether it is shown, and its numbers."""

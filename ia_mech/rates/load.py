@@ -440,6 +440,13 @@ def _notes(runs: list[Run], turns: pd.DataFrame) -> list[str]:
         if (skipped := run.record.get("skipped"))
     ]
     notes += [
+        f"{few} of {queries} queries of {run.name} have too few finished responses, and are in no "
+        "number: those that get long responses are missing more often."
+        for run in runs
+        for few, queries in [run.unanswered]
+        if few
+    ]
+    notes += [
         f"turns of {run.name} go on from {run.settings['opening']!r}, which the judge doesn't see."
         for run in runs
         if run.settings["opening"] is not None

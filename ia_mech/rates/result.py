@@ -52,7 +52,7 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
             "level": level,
             "seed": seed,
         },
-        question=QUESTION,
+        question=QUESTION if judged.by is None else f"{QUESTION[:-1]}, by {judged.by}?",
         sentence=" ".join(
             _sentence(judged, of, level) for _, of in whole.groupby(SUBJECT, sort=False)
         ),

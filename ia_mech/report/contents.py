@@ -184,6 +184,9 @@ def facts(run: Run) -> dict[str, str]:
     }
     if skipped := run.record.get("skipped"):
         found["skipped rows"] = f"{len(skipped)}, such as {skipped[0]}"
+    few, queries = run.unanswered
+    if few:
+        found["queries left out"] = f"{few} of {queries}, with too few finished responses"
     if run.ignored_check:
         found["start-up check"] = f"failed, and was ignored: {run.ignored_check}"
     for judge in run.labels.judges:

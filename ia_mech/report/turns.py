@@ -203,11 +203,20 @@ def _around(rendered: str, messages: list[dict[str, str]]) -> tuple[str, str]:
     return rendered[: max(begin, 0)], rendered[end + len(last) :] if end >= 0 and last else ""
 
 
-def _query(messages: list[dict[str, str]]) -> str:
-    """The query; of a longer conversation, all that came before the response."""
+def _query(messages: list[dict[str, Any]]) -> str:
+    """The query; of a longer conversation, all before the response, calls of tools included."""
     if len(messages) == 1:
         return messages[0]["content"]
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    said = []
+    for message in messages:
+        parts = [message["content"], *map(_call, message.get("tool_calls") or ())]
+        said.append(f"{message['role']}: {' '.join(part for part in parts if part)}")
+    return "\n\n".join(said)
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    of = call["function"]
+    return f"{of['name']}({json.dumps(of['arguments'], ensure_ascii=False)})"
 
 
 def _joined(

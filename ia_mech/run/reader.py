@@ -163,6 +163,16 @@ class Run:
         return self._table("generations").to_pandas()
 
     @cached_property
+    def unanswered(self) -> tuple[int, int]:
+        """Queries to which the model wrote too few responses that are finished and differ, so that
+        they have no context, and all that it wrote responses to."""
+        wrote = self.responses
+        if not len(wrote):
+            return 0, 0
+        queries = wrote.groupby("query")["order"].count()
+        return int((queries == 0).sum()), len(queries)
+
+    @cached_property
     def metadata(self) -> pd.DataFrame:
         """What the data say of each conversation besides it: a column per field, by context id."""
         rows = [json.loads(text) for text in self.contexts["metadata"]]
