@@ -581,7 +581,7 @@ class Locate(Experiment):
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         lookup, model = Lookup(found), self.runs[0].model
         ways = [
-            f"{lookup(BITS, site)} ({lookup(SHARE, site)}) through the {of}"
+            f"{lookup(BITS, site)} (share {lookup(SHARE, site)}) through the {of}"
             for site, of in {
                 RESPONSE: "response's keys and values",
                 HEADER: "header's",

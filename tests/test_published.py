@@ -998,6 +998,23 @@ def test_the_lead_is_tried_as_was_said_beforehand():
     )
 
 
+def test_what_accepted_greedy_turns_are_is_said():
+    page, readme = (
+        " ".join(path.read_text("utf-8").split())
+        for path in (RESULTS / "compare.md", ROOT / "README.md")
+    )
+    found = without_apologies()
+    study, after_maths = (found[f"of accepted {model}"] for model in (QWEN, MATHS))
+    assert (
+        f"Of Qwen's accepted greedy turns {study} open with \"I'm sorry\", and {after_maths}"
+        in page
+    )
+    assert (
+        f"A third of Qwen's, and after maths {100 * float(after_maths):.0f}%, open with" in readme
+    )
+    assert 0.32 < float(study) < 0.35
+
+
 def test_how_weakly_the_rise_is_shown_is_said():
     page = " ".join((RESULTS / "compare.md").read_text("utf-8").split())
     found, others = (more_picks(QWEN, queries=which) for which in ("first", "others"))
