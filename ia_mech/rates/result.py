@@ -101,11 +101,11 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, level: float) -> str:
     ]
     above = _ABOVE[gate.verdict] if plain["value"].any() else _NONE
     sources = turns["source"].nunique()
-    few = ", few: take it as rough" if sources < FEW_SOURCES else ""
+    few = "Few queries: take all this as rough. " if sources < FEW_SOURCES else ""
     unfinished = f" {turns['unfinished'].mean():.0%} of them follow an unfinished response."
     return (
-        f"By judge {judged.judge}, {', '.join(rates)} ({len(turns)} turns from {sources} "
-        f"queries{few}). {latent.verdict(of, level)}".rstrip()
+        f"{few}By judge {judged.judge}, {', '.join(rates)} ({len(turns)} turns from {sources} "
+        f"queries). {latent.verdict(of, level)}".rstrip()
         + f"{unfinished if turns['unfinished'].any() else ''} {above} "
         f"{_reaction(gate)}"
     )
