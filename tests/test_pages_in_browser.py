@@ -263,6 +263,16 @@ def test_tokens_are_shaded_and_add_up(opened):
     assert counted(page) == (1, 1)
 
 
+def test_a_field_of_the_data_filters_and_a_link_says_what_isnt_there(opened):
+    page = opened(rendered_turns(*many(6, 2)))
+    page.get_by_label("data: topic").select_option("art")
+    assert counted(page) == (3, 6) and "data%3A+topic=art" in page.url
+    page.evaluate("location.hash = 'data: topic=music'")
+    page.wait_for_function("document.querySelector('#count').textContent.includes('no data')")
+    assert "This page has no data: topic music." in page.locator("#count").text_content()
+    assert page.get_by_label("data: topic").input_value() == ""
+
+
 def test_hostile_texts_do_nothing(run, opened):
     bad = hostile(run)
     plant(bad, "rules", CATEGORIES, rationale=[HOSTILE[i % len(HOSTILE)] for i in range(60)])
@@ -351,6 +361,7 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     about["response"] = [f"{n} is a number. " * 20 for n in range(contexts)]
     about["response_unfinished"] = False
     about[["reference", "answer", "before", "after"]] = ""
+    about["metadata"] = [json.dumps({"topic": ["maths", "art"][n % 2]}) for n in range(contexts)]
     about["first"] = [[["A", 0.5], ["The", 0.25]]] * contexts
     count = contexts * turns
     rng = np.random.default_rng(0)
