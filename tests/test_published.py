@@ -958,10 +958,8 @@ def test_the_first_screen_says_what_the_table_says():
         points(change(put[a] - put[b]))
         for a, b in (("high", "low"), ("own high", "own low"), ("equal a", "equal b"))
     )
-    assert (
-        f"{moved} points more, about as much as the conversations' own shares differ ({own})"
-        in readme
-    )
+    words = "than one with few, about as much as these conversations' own shares differ"
+    assert f"many follow-ups brings {moved} points more {words} ({own})" in readme
     assert f"Control, two with equally many: {equal.removeprefix('−')}." in readme
     rates = [
         f"{100 * accepted(m, 'accepted', t).mean():.0f}%" for m in (QWEN, SMOL) for t in (0.0, HOT)
