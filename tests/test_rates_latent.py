@@ -92,5 +92,7 @@ def test_what_cant_be_told_isnt():
     for lacking in (rows[rows["temperature"] > 0], rows[rows["temperature"] == 0]):
         assert verdict(estimated(lacking)) == ""
     assert verdict(estimated(rows.assign(decoy="sibling"))) == ""
+    nothing = verdict(estimated(rows.assign(own_genuine=0.0, genuine=0.0)))  # none accepted
+    assert "is not shown" in nothing and "nan" not in nothing and "would have been" not in nothing
     plain = estimated(rows.assign(out_of_role=np.nan))  # a rubric without such categories
     assert plain["quantity"].tolist() == [RISE] and "out of role" not in verdict(plain)

@@ -49,7 +49,8 @@ def test_parts_by_hand():
     assert found.difference.value == pytest.approx(0.25)
     assert found.mix.value == pytest.approx(0.5 * 5 / 6)
     assert found.rest.value == pytest.approx(0.25 - 5 / 12)
-    assert np.isnan(found.p_rest)  # two sources that are alike show no spread
+    # Two sources that are alike show no spread.
+    assert np.isnan([found.p, found.p_rest, found.rest.low, found.rest.high]).all()
 
 
 def test_equal_to_leaving_each_source_out():

@@ -71,9 +71,9 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
         """Whether it is shown, and its numbers."""
         row = found[quantity]
         shown = bool(row["value"] > 0 and row["p_holm"] < 1 - level)
-        power = ""
-        if not shown:
-            power = f"; {smallest_effect(row, level):.2f} would have been shown with 80% power"
+        power, least = "", smallest_effect(row, level)
+        if not shown and pd.notna(least):
+            power = f"; {least:.2f} would have been shown with 80% power"
         return shown, f"{estimate_of(row).text(sign=True)} ({p_value(row['p_holm'])}{power})"
 
     shown, rise = told(RISE)

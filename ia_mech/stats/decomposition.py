@@ -65,12 +65,12 @@ def decomposed_difference(
     squares = (without - whole) ** 2
     errors = np.sqrt((n - 1) / n * squares.sum(axis=0))
     freedom = np.array([degrees_of_freedom(one) for one in squares.T])
-    reach = stdtrit(freedom, (1 + level) / 2) * errors
+    certain = errors < 1e-14  # sources that are all alike: an interval would claim certainty
+    reach = np.where(certain, np.nan, stdtrit(freedom, (1 + level) / 2) * errors)
     difference, mix, rest = (
         Estimate(value, value - half, value + half, n, "jackknife over sources")
         for value, half in zip(whole.tolist(), reach.tolist(), strict=True)
     )
-    certain = errors < 1e-14
     p = 2 * stdtr(freedom, -abs(whole) / np.where(certain, 1, errors))
     p = np.where(certain, np.nan, p).tolist()
     return Decomposition(difference, mix, rest, p[0], p[2])
