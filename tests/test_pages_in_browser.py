@@ -361,7 +361,7 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     about["response"] = [f"{n} is a number. " * 20 for n in range(contexts)]
     about["response_unfinished"] = False
     about[["reference", "answer", "before", "after"]] = ""
-    about["metadata"] = [json.dumps({"topic": ["maths", "art"][n % 2]}) for n in range(contexts)]
+    about["field topic"] = [["maths", "art"][n % 2] for n in range(contexts)]
     about["first"] = [[["A", 0.5], ["The", 0.25]]] * contexts
     count = contexts * turns
     rng = np.random.default_rng(0)

@@ -951,8 +951,8 @@ def test_the_first_screen_says_what_the_table_says():
     after_maths, again = (
         points(change(one)) for one in (named[HOT] - named[0.0], more_picks(QWEN, queries="others"))
     )
-    assert f"after those maths queries ({after_maths}), which isn't shown" in readme
-    assert f"of all kinds together ({again}, tried again)" in readme
+    assert f"after those maths queries ({after_maths}); on all kinds" in readme
+    assert f"seen first and not again on others ({again})" in readme
     put = table(MATHS, "interchange")
     moved, own, equal = (
         points(change(put[a] - put[b]))

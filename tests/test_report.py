@@ -316,12 +316,15 @@ def test_what_came_before_a_response_holds_the_calls_of_tools():
     )
 
 
-def test_fields_of_the_data_with_few_values_are_filters():
-    rows = [{"topic": "maths", "n": n, "tags": ["a"], "year": 2020 + n % 2} for n in range(21)]
-    rows[3] = {"topic": "<b>"}
-    found = browsers._filters(pd.Series([json.dumps(row) for row in rows]))
-    assert set(found) == {"topic", "year"}
-    assert found["topic"][2:5] == ["maths", "<b>", "maths"] and found["year"][3] == "–"
+def test_fields_of_the_data_with_few_values_tell_groups_apart(judged):
+    ids = judged.contexts["context_id"]
+    fields = {"topic": ["maths", None] * 6, "n": range(12), "tags": [["a"]] * 12, "year": 2020}
+    judged.metadata = pd.DataFrame(fields, pd.Index(ids))
+    assert judged.groups["topic"].tolist() == ["maths", "–"] * 6
+    assert list(judged.groups) == ["topic", "n", "year"]
+    data, _ = browsers.browser([judged], ["run"], [[]])
+    found = json.loads(gzip.decompress(base64.b64decode(data)))["contexts"]["fields"]
+    assert found["topic"] == ["maths", "–"] * 6 and found["year"] == ["2020"] * 12
 
 
 def test_tokens_are_as_long_as_javascript_counts(judged, monkeypatch):

@@ -83,7 +83,7 @@ unpacked().then((data) => {
   choice("run", valuesOf(contexts.run, ofContext("run"), (k) => data.runs[k]));
   choice("dataset", valuesOf(upwards(contexts.dataset), ofContext("dataset"), (k) => data.datasets[k]));
   choice("response", valuesOf(upwards(contexts.response_index.filter((k) => k !== null)), ofContext("response_index")));
-  for (const [field, values] of Object.entries(contexts.metadata)) {
+  for (const [field, values] of Object.entries(contexts.fields)) {
     choice(`data: ${field}`, valuesOf([...new Set(values)].sort(), (i) => values[turns.context[i]]));
   }
   for (const judge of judges) {

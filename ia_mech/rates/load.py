@@ -24,9 +24,9 @@ from ia_mech.rates.gate import CONVERSATION, Gate, gate_of
 from ia_mech.rates.grounding import p_values
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
+from ia_mech.run.reader import GROUPS
 from ia_mech.run.sources import SEPARATOR, sources_of
 
-GROUPS = 20  # values of a field that rates are told apart by, at most
 EVERY, UNFINISHED = "all", "unfinished"  # responses that turns come after; the third is "complete"
 NO_ANNOTATOR = ""  # no annotator: annotations are not read
 # Settings that change what is sampled, beside those that rates are by.
@@ -174,8 +174,8 @@ def read_runs(
     Raises:
         UserError: as :func:`open_runs`; none or several judges or annotators to choose from;
             verdicts or labels of other turns or another rubric; judges that share a name but not
-            their identity; no turn comes after such responses; no data have such a field, or it
-            has more than :data:`GROUPS` values.
+            their identity; no turn comes after such responses; no data have such a field
+            with few values.
     """
     runs = open_runs(runs)
     judge = _choose_judge(runs, judge)
@@ -334,24 +334,14 @@ def _turns_and_decoys(
 
 
 def _groups(run: Run, contexts: pd.Series, by: str) -> pd.Series:
-    """``[turns]`` the value of a field of the data, as text; "–" where a conversation has none."""
-    if by not in run.metadata:
-        fields = ", ".join(run.metadata.columns)
+    """``[turns]`` the value of a field of the data (:attr:`ia_mech.run.Run.groups`)."""
+    if by not in run.groups:
+        fields = ", ".join(map(str, run.groups.columns))
         raise UserError(
-            f"the data of {run.path} have no field {by!r}",
-            f"give one of: {fields}" if fields else "they have none beside the conversations",
+            f"the data of {run.path} have no field {by!r} with at most {GROUPS} different values",
+            f"give one of: {fields}" if fields else "they have none",
         )
-    values = run.metadata[by].map(lambda value: "–" if _missing(value) else str(value))
-    if values.nunique() > GROUPS:
-        raise UserError(
-            f"{by!r} has {values.nunique()} different values in {run.path}",
-            f"rates are told apart by {GROUPS} at most; give another field",
-        )
-    return contexts.astype(object).map(values).astype("category")
-
-
-def _missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and np.isnan(value))
+    return contexts.astype(object).map(run.groups[by]).astype("category")
 
 
 def _contexts_and_words(run: Run, turns: pd.DataFrame) -> tuple[pd.Series, np.ndarray]:

@@ -101,11 +101,12 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, level: float) -> str:
     ]
     above = _ABOVE[gate.verdict] if plain["value"].any() else _NONE
     sources = turns["source"].nunique()
+    apart = "" if judged.by is None else f"Rates by {judged.by} are in the table; together: "
     few = "Few queries: take all this as rough. " if sources < FEW_SOURCES else ""
     unfinished = f" {turns['unfinished'].mean():.0%} of them follow an unfinished response."
     return (
-        f"{few}By judge {judged.judge}, {', '.join(rates)} ({len(turns)} turns from {sources} "
-        f"queries). {latent.verdict(of, level)}".rstrip()
+        f"{few}{apart}By judge {judged.judge}, {', '.join(rates)} ({len(turns)} turns from "
+        f"{sources} queries). {latent.verdict(of, level)}".rstrip()
         + f"{unfinished if turns['unfinished'].any() else ''} {above} "
         f"{_reaction(gate)}"
     )
@@ -157,8 +158,10 @@ def _tables(
     if (rows["dataset"] != whole["dataset"].iloc[0]).any():
         field = one_line(by or "dataset", 40)
         table = _rate_table(f"rates by {field}", rows, full=by is None)
-        columns = [field if name == "dataset" else name for name in table.columns]
-        tables.insert(2, replace(table, columns=columns))
+        if by is not None:
+            columns = [field if name == "dataset" else name for name in table.columns]
+            table = replace(table, columns=columns, legend="–: rows of the data without it")
+        tables.insert(2, table)
     return [table for table in tables if table.rows]
 
 
@@ -197,7 +200,7 @@ def _gate_table(gates: list[Gate]) -> Table:
         ["turns", "held against", "decoys", "rate", "floor", "excess", "gate"],
         rows,
         "gate: rate less twice the floor lies above 0 (another conversation), or the excess does "
-        "(a sibling)",
+        "(a sibling); with few queries a floor that is seen as 0 may be larger, and is undecided",
     )
 
 
@@ -217,7 +220,7 @@ def _rise_table(whole: pd.DataFrame) -> Table:
     title = "is awareness latent? how the rate rises with temperature"
     if len(rows) and rows["sources"].max() < latent.LEAST:
         title = f"how the rate rises with temperature (no verdict: under {latent.LEAST} queries)"
-    return table_of(title, rows, heads, LINES, rows="turns", legend=legend)
+    return table_of(title, rows, heads, LINES, rows="turns, greedy too", legend=legend)
 
 
 def _variance_table(of_turns: pd.DataFrame) -> Table:

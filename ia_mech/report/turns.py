@@ -28,7 +28,6 @@ WORDS = ["query", "response", "reference", "answer", "before", "after"]  # of a 
 OUTCOMES = ("grounded", DEPENDENT)  # columns of turns.parquet of rates
 ABOUT = ["context_id", "dataset", "response_unfinished", "response_index"]
 DECOY = ("row", "shown", "decoy")  # names a decoy of a run
-FILTERED = 20  # different values of a metadata field, at most, for it to be a filter
 MAX_TOKENS = 10_000_000  # of the turns of a page: some 100 MB, which a browser can still take
 
 OPENINGS = 5  # first tokens that a context shows
@@ -104,7 +103,7 @@ def _frames(
     logits = _header_logits(run) if piece else None
     begin = 0
     for contexts, turns in run.windows(
-        [*ABOUT, "order", "messages", "text", "reference", "answer", "metadata"],
+        [*ABOUT, "order", "messages", "text", "reference", "answer"],
         [*KEY, "text", "logprob_raw", "logprobs_raw", "token_ids"],
     ):
         contexts = contexts.set_axis(range(begin, begin + len(contexts)))
@@ -135,6 +134,8 @@ def _frames(
     contexts, turns = (pd.concat(of) for of in zip(*frames, strict=True))
     contexts = contexts.sort_values("order").astype({"context_id": object, "dataset": object})
     turns = turns.sort_index().astype({"context_id": object})
+    for field, values in run.groups.items():
+        contexts[f"field {field}"] = contexts["context_id"].map(values)
     for folder in folders:
         found = table_of_run(folder, run, "predictions", ["context_id", "probability"])
         if found is not None:
@@ -330,7 +331,11 @@ def columns_of(
             "unfinished": contexts["response_unfinished"].fillna(False).astype(bool).tolist(),
             **{name: _texts(contexts[name]) for name in WORDS},
             "first": contexts["first"].where(contexts["first"].notna(), None).tolist(),
-            "metadata": _filters(contexts["metadata"]),
+            "fields": {
+                visible(name.removeprefix("field ")): _texts(contexts[name].fillna("–"))
+                for name in contexts
+                if name.startswith("field ")
+            },
             "probes": {
                 visible(name.removeprefix("probe ")): _numbers(contexts[name], 3)
                 for name in contexts
@@ -339,20 +344,6 @@ def columns_of(
         },
         "turns": columns,
     }
-
-
-def _filters(metadata: pd.Series) -> dict[str, list[str]]:
-    """``[contexts]`` values, as text, of fields of the data that have few different ones; "–" where
-    a context has none."""
-    rows = [json.loads(text) for text in metadata]
-    found = {}
-    for field in dict.fromkeys(name for row in rows for name in row):
-        values = [row.get(field) for row in rows]
-        texts = ["–" if value is None else str(value) for value in values]
-        nested = any(isinstance(value, dict | list) for value in values)
-        if not nested and 1 < len(set(texts)) <= FILTERED:
-            found[visible(field)] = [visible(text) for text in texts]
-    return found
 
 
 def _texts(values: pd.Series) -> Iterator[str]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from ia_mech.run.queries import Query
 
+GROUPS = 20  # different values of a field of the data that tells groups apart, at most
 EXACT_FROM = 0.3  # temperature from which float16 logits give first-token distributions
 
 
@@ -177,6 +178,19 @@ class Run:
         """What the data say of each conversation besides it: a column per field, by context id."""
         rows = [json.loads(text) for text in self.contexts["metadata"]]
         return pd.DataFrame(rows, pd.Index(self.contexts["context_id"]))
+
+    @cached_property
+    def groups(self) -> pd.DataFrame:
+        """The fields of :attr:`metadata` that tell groups of contexts apart, as text: those with at
+        most :data:`GROUPS` different values that are no lists or objects; "–" where a context has
+        none."""
+        found = {}
+        for field, values in self.metadata.items():
+            nested = values.map(lambda value: isinstance(value, dict | list)).any()
+            texts = values.astype(object).where(values.notna(), "–").astype(str)
+            if not nested and texts.nunique() <= GROUPS:
+                found[field] = texts
+        return pd.DataFrame(found, self.metadata.index)
 
     @cached_property
     def turns(self) -> pd.DataFrame:
