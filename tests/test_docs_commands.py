@@ -35,7 +35,7 @@ SMALL = {  # what is added to a command; of a flag that is given twice the last 
     "sample": "--limit 4 --max-new-tokens 6 --samples 1",
     "study": "--queries 4 --quick",
     "reaction": "--queries 3 --resamples 100",
-    "steering": "--queries 8 --resamples 100",
+    "steering": "--queries 8 --resamples 100 --kl 0.001",
     "annotate": "--n 8",
 }
 ELSEWHERE = {  # commands that need what tests don't have
