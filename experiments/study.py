@@ -44,6 +44,7 @@ from experiments.hybrids import (
     USUAL_MAPS,
     tokens_scored,
 )
+from experiments.interchange import SAMPLES as APART
 from experiments.locate import (
     BITS,
     EQUIVALENT,
@@ -88,7 +89,6 @@ TURN = ("context_id", "temperature", "sample")  # what names a turn
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Whether it is a response's content or its wording isn't told apart (--wording)."
 LAYERS = 32  # of a model, for the plan
-APART = 16  # samples of a context, whose share of follow-ups interchange goes by
 PUT_IN = 64  # contexts of a query in interchange: 16 places, 4 donors
 EIGHTHS, STEPS, TURNS = 7, 30, 12  # of learned vectors: layers, steps, turns of a step
 

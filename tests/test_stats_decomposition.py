@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from ia_mech.stats.decomposition import decomposed_difference
+from ia_mech.stats import decomposed_difference
 
 
 def planted(seed: int, sources: int = 60, rest: float = 0.0, shared: float = 0.0):

@@ -8,8 +8,7 @@ import pandas as pd
 
 from ia_mech.estimates import TidyEstimate, estimate_of, p_value, smallest_effect
 from ia_mech.rates.gate import SIBLING
-from ia_mech.stats import Estimate
-from ia_mech.stats.decomposition import decomposed_difference
+from ia_mech.stats import Estimate, decomposed_difference
 
 RISE, ROLE, REST, BEYOND = "rise", "rise_role", "rise_else", "rise_beyond_siblings"
 PARTS = (RISE, ROLE, REST, BEYOND)  # quantities

@@ -33,16 +33,8 @@ NO_ANNOTATOR = ""  # no annotator: annotations are not read
 _SAMPLING = ["system", "thinking", "response", "date", "opening"]
 _SAMPLING += ["max_new_tokens", "max_response_tokens"]
 SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
-_OF_TURN = [
-    "run",
-    *SUBJECT,
-    "dataset",
-    "temperature",
-    "source",
-    "context",
-    "unfinished",
-    "out_of_role",
-]
+_OF_TURN = ["run", *SUBJECT, "dataset", "temperature", "source", "context", "unfinished"]
+_OF_TURN += ["out_of_role"]
 _DECOYS = [
     *_OF_TURN,
     *("decoy", "shown_source"),

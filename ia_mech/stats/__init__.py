@@ -12,6 +12,7 @@ from ia_mech.stats.clusters import cluster_bootstrap, cluster_mean, weighted_sha
 from ia_mech.stats.components import variance_components
 from ia_mech.stats.confidence_set import model_confidence_set
 from ia_mech.stats.correction import prediction_powered
+from ia_mech.stats.decomposition import Decomposition, decomposed_difference
 from ia_mech.stats.differences import Difference, group_difference, paired_difference
 from ia_mech.stats.dyads import dyadic_difference, dyadic_mean
 from ia_mech.stats.fold_scores import FoldScores, ResampledScore
@@ -19,6 +20,7 @@ from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
 from ia_mech.stats.significance import holm, permutation_p
 
 __all__ = [
+    "Decomposition",
     "Difference",
     "Estimate",
     "FoldScores",
@@ -27,6 +29,7 @@ __all__ = [
     "balanced_accuracy",
     "cluster_bootstrap",
     "cluster_mean",
+    "decomposed_difference",
     "dyadic_difference",
     "dyadic_mean",
     "group_difference",
