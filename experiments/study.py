@@ -32,13 +32,12 @@ from typing import Any
 import pandas as pd
 
 from experiments.arms import EXCESS
-from experiments.elicit import BEST, GAP, GREEDY, TEMPERATURE, biased
+from experiments.elicit import BEST, GAP, GREEDY, biased
 from experiments.experiment import flag
 from experiments.hybrids import (
     HEADER,
     MAPS,
     OWN,
-    QUERY,
     RESPONSE,
     RESPONSES,
     USUAL_MAPS,
@@ -47,8 +46,6 @@ from experiments.hybrids import (
 from experiments.interchange import SAMPLES as APART
 from experiments.locate import (
     BITS,
-    EQUIVALENT,
-    HITS,
     SHARE,
     Locate,
     Lookup,
@@ -287,7 +284,6 @@ def result(out: Path) -> Result:
     places = [out / f"run-{name}" for name in WHERE]
     control = [
         "Every number is held against siblings, other responses to the same query.",
-        latent_sentence(found, told(BITS, HEADER, 0.0)),
         *(read(place).sentence for place in places if kind_of(place)),
         read(wording).control if kind_of(wording) else UNWORDED,
     ]
@@ -304,37 +300,6 @@ def result(out: Path) -> Result:
         notes=list(dict.fromkeys([*located.notes, *elicited.notes])),
         about={"kind": NAME, **about_runs([run], [judge])},
     )
-
-
-def latent_sentence(found: pd.DataFrame, header: str) -> str:
-    """Whether "latent at the header" may be said, over at least :data:`LEAST` queries.
-
-    Four things must hold. Greedy turns carry less there than a tenth of what sampled turns express.
-    Nor does the header of greedy turns tell their own sibling more often than the query does, whose
-    tokens are the same in all: one β for all queries may miss in bits what is told in some. What
-    sampled turns carry there is more. And sampled turns are accepted more often, too: a prompt that
-    opens something doesn't count, since what is carried under it isn't measured.
-
-    Args:
-        found: estimates of the stages ``locate`` and ``elicit``, by ``stage``.
-        header: what greedy turns carry there, as text.
-    """
-    whole = found[(found["stage"] == "locate") & found["layer"].isna()]
-    names = ["quantity", "term", "temperature"]  # 0: greedy turns, -1: all sampled ones
-    told = whole.assign(temperature=whole["temperature"].fillna(-1)).set_index(names)
-    needed = [(BITS, HEADER, 0), (BITS, HEADER, -1), (BITS, OWN, -1), (HITS, HEADER, 0),
-              (HITS, QUERY, 0)]  # fmt: skip
-    gap = found[(found["quantity"] == GAP) & (found["term"] == TEMPERATURE)]
-    if gap.empty or not all(one in told.index for one in needed):
-        return "Whether awareness is latent at the header can't be told."
-    greedy, sampled, expressed, right, control = (told.loc[one] for one in needed)
-    if greedy["sources"] < LEAST:
-        return f"Whether it is latent at the header isn't told of fewer than {LEAST} queries."
-    nothing = greedy["high"] < EQUIVALENT * expressed["value"] and right["low"] <= control["high"]
-    rises = sampled["low"] > greedy["high"]
-    if nothing and rises and gap["low"].iloc[0] > 0:
-        return f"Latent at the header: greedy turns carry nothing there ({header})."
-    return f"Nothing is shown to be latent at the header, where greedy turns carry {header} bits."
 
 
 # -- the command -----------------------------------------------------------------------------------

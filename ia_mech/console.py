@@ -12,33 +12,42 @@ from ia_mech import __version__
 from ia_mech.cli import did_you_mean, refuse
 
 COMMANDS = {
-    "study": ("experiments.study", "a whole study of a model, ending with one sentence"),
-    "compare": ("experiments.compare", "several studies side by side"),
     "sample": ("ia_mech.collect.command", "user turns of a model, with states and logits"),
     "judge": ("ia_mech.judge.__main__", "label turns; sheets for annotators; agreement"),
-    "rates": ("ia_mech.rates.__main__", "how often turns are follow-ups, over a floor"),
+    "rates": ("ia_mech.rates.__main__", "how often turns follow up, over a floor; latent or not"),
+    "report": ("ia_mech.report.__main__", "one page of all results on a run, and its turns"),
     "annotate": ("ia_mech.annotate", "a blind page to annotate in"),
+    "study": ("experiments.study", "all that a model's turns owe to the response, on one page"),
+    "compare": ("experiments.compare", "several studies side by side"),
     "probes": ("probes.train", "where in the model labels can be read"),
     "transfer": ("probes.transfer", "do probes of one run or dataset work on another"),
-    "report": ("ia_mech.report.__main__", "one page of all results on a run"),
     "reaction": ("experiments.reaction", "bits that turns tell about their response"),
     "locate": ("experiments.locate", "which states carry these bits"),
-    "elicit": ("experiments.elicit", "under which arm turns react more than greedily"),
-    "perturbations": ("experiments.perturbations", "what of the response matters"),
+    "interchange": ("experiments.interchange", "whether follow-ups travel with a state"),
     "steering": ("experiments.steering", "whether a direction moves the turn"),
     "learned-vector": ("experiments.learned_vector", "where one vector opens reacting, by layer"),
-    "interchange": ("experiments.interchange", "whether follow-ups travel with a state"),
+    "elicit": ("experiments.elicit", "under which arm turns react more than greedily"),
+    "perturbations": ("experiments.perturbations", "what of the response matters"),
     "temperature-sweep": ("experiments.temperature_sweep", "what temperature does"),
     "post-training": ("experiments.post_training", "train on user turns"),
+}
+GROUPS = {  # heading → the first of its commands
+    "one step after another": "sample",
+    "or all at once": "study",
+    "where it can be read": "probes",
+    "what moves it": "interchange",
 }
 
 
 def usage() -> str:
-    """All commands, a line each."""
-    lines = [f"  {name:<18}{about}" for name, (_, about) in COMMANDS.items()]
-    return "\n".join(
-        ["usage: ia-mech COMMAND …", "", *lines, "", "ia-mech COMMAND --help explains each."]
-    )
+    """All commands in groups, a line each."""
+    heading = {first: f"\n{group}:" for group, first in GROUPS.items()}
+    lines = ["usage: ia-mech COMMAND …"]
+    for name, (_, about) in COMMANDS.items():
+        if name in heading:
+            lines.append(heading[name])
+        lines.append(f"  {name:<18}{about}")
+    return "\n".join([*lines, "", "ia-mech COMMAND --help explains each."])
 
 
 def version() -> str:

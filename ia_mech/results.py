@@ -13,6 +13,7 @@ report shows what :func:`read` gives and computes nothing.
 
 import json
 import os
+import re
 import shutil
 from base64 import b64encode
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 RESULT, ESTIMATES = "result.json", "estimates.parquet"
 LOCK = ".lock"  # of the one command that writes to a folder of results
+_SENTENCE_END = re.compile(r"(?<=[\w)\]][.?!]) (?=[A-Z])")
 _VERBATIM = ("question", "sentence", "control", "notes", "about")  # fields, in result.json too
 
 
@@ -326,11 +328,12 @@ def _damaged(folder: Path, error: Exception) -> UserError:
 
 
 def show(result: Result, screen: "Console", *, full: bool = False) -> None:
-    """Print a result: what was found and against what, then the tables (all if ``full``), then the
-    notes."""
+    """Print a result: what was found and against what, a sentence a line, then the tables (all if
+    ``full``), then the notes."""
     control = f"Control: {result.control}" if result.control else ""
     for text, style in ((result.sentence, "bold"), (control, "")):
-        screen.print(one_line(text), style=style, soft_wrap=True, markup=False)
+        for sentence in _SENTENCE_END.split(one_line(text)):
+            screen.print(sentence, style=style, soft_wrap=True, markup=False)
     shown = [table for table in result.tables if full or not table.full]
     for table in shown:
         print_table(screen, table)

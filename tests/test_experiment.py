@@ -110,7 +110,7 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     folder = run.path / "results" / "count"
     assert (outcome.status, outcome.err) == (0, f"wrote {folder}\n")
     said = [
-        "Too few queries (3) to show anything. There are some.",
+        "Too few queries (3) to show anything.\nThere are some.\n",
         "Control: The floor of judge me is unknown",
         "a table",
         "a [note]⏎in a line",
@@ -246,9 +246,9 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
     assert outcome.status == 0 and len(measured) == 4  # the first unit wasn't measured again
     again = call(first_words.main, words, capfd)
     assert (again.status, again.out, len(measured)) == (0, outcome.out, 4)
-    sentence, control = outcome.out.splitlines()[:2]
-    few = "Too few queries (3) to show anything. "
-    assert sentence.startswith(f"{few}Bits for the response that a turn followed: ")
+    few, sentence, control = outcome.out.splitlines()[:3]
+    assert few == "Too few queries (3) to show anything."
+    assert sentence.startswith("Bits for the response that a turn followed: ")
     assert control.startswith("Control: The same for a sibling that it did not follow: ")
     assert "note: 3 queries, " in outcome.out
     means = []

@@ -1,4 +1,4 @@
-"""Ways from response to turn that are planted, one kind each; and what isn't latent."""
+"""Ways from response to turn that are planted, one kind each."""
 
 from dataclasses import replace
 from functools import cache
@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks.planted_locate import NULLS, OPTIONS, TRUE, measure_study, simulate_study
+from benchmarks.planted_locate import OPTIONS, measure_study
 from benchmarks.planted_routes import GREEDY, ROUTES, SAMPLED
 from experiments.hybrids import (
     ALL_LAYERS,
@@ -27,7 +27,6 @@ from experiments.hybrids import (
     STATE_ON,
 )
 from experiments.locate import LEFT_OUT, estimates, query_bits_of, whole_site_bits
-from experiments.study import latent_sentence
 
 SITES = (OWN, RESPONSE, HEADER, QUERY)
 
@@ -103,10 +102,3 @@ def test_wordings_of_one_content_tell_as_much_only_where_turns_tell_wordings():
     expressed = bits(rows_of("wording only"))[OWN]
     assert bits(rows_of("wording only", wordings=True))[OWN] == pytest.approx(expressed, abs=0.02)
     assert bits(rows_of("header", wordings=True))[OWN] == pytest.approx(0.0, abs=0.02)
-
-
-@pytest.mark.parametrize("setting", [*NULLS, TRUE[0], TRUE[2]], ids=lambda one: one.name)
-def test_latent_is_said_of_simulated_studies_where_it_is_true(setting):
-    for seed in range(2):
-        study = simulate_study(setting, np.random.default_rng(seed))
-        assert latent_sentence(study, "").startswith("Latent") == setting.latent

@@ -88,7 +88,7 @@ def test_the_largest_rise_that_is_shown_counts():
 def test_what_cant_be_told_isnt():
     rows = decoys((0.3, 0.3), (0.2, 0.5))
     few = verdict(estimated(rows[rows["source"] < 49]))
-    assert few == "Whether awareness is latent isn't told of fewer than 50 queries; take more."
+    assert few == "Whether awareness is latent takes 50 queries to tell; there are 49."
     for lacking in (rows[rows["temperature"] > 0], rows[rows["temperature"] == 0]):
         assert verdict(estimated(lacking)) == ""
     assert verdict(estimated(rows.assign(decoy="sibling"))) == ""

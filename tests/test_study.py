@@ -124,34 +124,6 @@ def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir,
         study.fit_into_hours(args, 500, 50)
 
 
-@pytest.mark.parametrize(
-    ("high", "low", "hits", "gap", "latent"),
-    [
-        (0.08, 0.2, 0.3, 0.1, True),
-        (0.10, 0.2, 0.3, 0.1, False),  # greedy turns may carry a tenth
-        (0.08, 0.05, 0.3, 0.1, False),  # nothing carries more than greedy turns
-        (0.08, 0.2, 0.4, 0.1, False),  # greedy ones are told, beyond bits
-        (0.08, 0.2, 0.3, -0.1, False),  # nor are sampled turns accepted more often
-    ],
-)
-def test_latent_is_said_only_if_all_four_hold(high, low, hits, gap, latent):
-    site = {"stage": "locate", "layer": pd.NA, "sources": 60}
-    rows = [
-        {"quantity": "bits", "term": "header", "temperature": 0.0, "low": -0.1, "high": high},
-        {"quantity": "bits", "term": "header", "temperature": np.nan, "low": low, "high": 0.4},
-        {"quantity": "bits", "term": "own context", "temperature": np.nan, "value": 0.9},
-        {"quantity": "own is likeliest", "term": "header", "temperature": 0.0, "low": hits},
-        {"quantity": "own is likeliest", "term": "query", "temperature": 0.0, "high": 0.35},
-    ]
-    rows = [site | row for row in rows]
-    for term, least in (("best temperature", gap), ("best arm", 0.3)):
-        rows.append({"stage": "elicit", "term": term, "quantity": "elicitation gap", "low": least})
-    found = pd.DataFrame(rows)
-    assert study.latent_sentence(found, "0.00").startswith("Latent at the header") == latent
-    for unknown in (found.assign(sources=49), found[1:]):  # too few queries, or a number lacks
-        assert study.latent_sentence(unknown, "0.00").startswith("Whether ")
-
-
 def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, capfd):
     """With one of another model, in which all bits are a quarter more."""
     other = Path(shutil.copytree(made, tmp_path / "other"))

@@ -1,7 +1,7 @@
 """What the main job prints: the plan of ``--dry-run`` and the tables of a finished run."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -157,39 +157,49 @@ def print_shard(run: Run, shard: Shard) -> None:
 
 
 def print_run(run: Run) -> None:
-    """A finished run: tables, three user turns, and where to go from here."""
+    """A finished run: what it is, three user turns, tables, and where to go from here."""
     screen = console(150)  # the tables' intervals belong on one line
+    for line in _what_it_is(run):
+        _print_line(line)
+    screen.print()
+    _print_examples(run)
+    screen.print()
     shown = [table for table in (temperature_table(run), reference_table(run)) if table is not None]
     for table in shown:
         screen.print(table)
     columns = {column.header for table in shown for column in table.columns}
     screen.print(" ".join(text for name, text in LEGEND.items() if name in columns), soft_wrap=True)
-    if line := several_responses(run):
+    for line in _notes(run):
         _print_line(line)
-    if words := random_blocks_text(run.settings["random_blocks"]):
-        _print_line(f"note: {run.model['name']}{words}: a control, not a model that anyone trained")
-    if opening := run.settings["opening"]:
-        _print_line(
-            f"note: every turn goes on from {opening!r}, words that are no part of its text"
-        )
-    if run.settings["ignore_check"]:
-        found = run.ignored_check or "it found no difference"
-        _print_line(f"note: --ignore-check, of the engine's start-up check: {found}")
     _print_skipped(run.record.get("skipped", []))
-    written = int((run.contexts["response_policy"] == "generated").sum())
-    if written and run.settings["response"] != "generate":
-        _print_line(
-            f"note: the data lacks {written} of {len(run.contexts)} responses; the model wrote them"
-        )
-    if line := unfinished_text(run.contexts):
-        _print_line(
-            f"{line}; the limit was {run.settings['max_response_tokens']} tokens. An unfinished "
-            "response is a different stimulus (column response_unfinished; † counts what follows "
-            "one)."
-        )
+    screen.print()
+    _print_line(f"run: {run.path}")
+    path = json.dumps(str(run.path), ensure_ascii=False)
+    code = f"from ia_mech import Run; run = Run.open({path}); "
+    code += "print(run.generations, run.residuals().shape)"
+    _print_line(f"read it: python -c {shell_word(code)}")
+    _print_line(f"next: ia-mech judge run {shell_word(run.path)}")
+
+
+def _what_it_is(run: Run) -> Iterator[str]:
+    """Two lines on what was written and kept."""
+    turns, contexts = run.generations, run.contexts
+    samples, temperatures = run.settings["samples"], run.settings["temperatures"]
+    at = f" and {samples} at each of T = {', '.join(f'{t:g}' for t in temperatures)}"
+    yield (
+        f"{len(turns)} user turns of {run.model['name']}: after each of {len(contexts)} responses "
+        f"to {contexts['source_id'].nunique()} queries 1 greedy{at if temperatures else ''}"
+    )
+    logits = ", and the logits at its end" if run.settings["header_logits"] == "full" else ""
+    yield (
+        f"kept: the residual stream of {run.model['layers']} layers and the embeddings at "
+        f"{', '.join(run.positions)}{logits}"
+    )
+
+
+def _print_examples(run: Run) -> None:
     turns = examples(run)
     heading = ("no user turn", "one user turn", "two user turns", "three user turns")[len(turns)]
-    screen.print()
     _print_line(f"{heading} (evenly spaced, not chosen)")
     for context, turn in turns:
         query, response = exchange(context["messages"])
@@ -199,10 +209,26 @@ def print_run(run: Run) -> None:
         _print_line(f"    query:     {one_line(query, 90)}")
         _print_line(f"    response:  {one_line(response, 90)}{flag}")
         _print_line(f"    user turn: {one_line(turn['text'], 160)}")
-    screen.print()
-    _print_line(f"run: {run.path}")
-    path = json.dumps(str(run.path), ensure_ascii=False)
-    code = f"from ia_mech import Run; run = Run.open({path}); "
-    code += "print(run.generations, run.residuals().shape)"
-    _print_line(f"read it: python -c {shell_word(code)}")
-    _print_line(f"next: ia-mech judge run {shell_word(run.path)}")
+
+
+def _notes(run: Run) -> Iterator[str]:
+    """What a reader has to know before believing the numbers."""
+    if line := several_responses(run):
+        yield line
+    if words := random_blocks_text(run.settings["random_blocks"]):
+        yield f"note: {run.model['name']}{words}: a control, not a model that anyone trained"
+    if opening := run.settings["opening"]:
+        yield f"note: every turn goes on from {opening!r}, words that are no part of its text"
+    if run.settings["ignore_check"]:
+        found = run.ignored_check or "it found no difference"
+        yield f"note: --ignore-check, of the engine's start-up check: {found}"
+    written = int((run.contexts["response_policy"] == "generated").sum())
+    if written and run.settings["response"] != "generate":
+        of = f"{written} of {len(run.contexts)} responses"
+        yield f"note: the data lacks {of}; the model wrote them"
+    if line := unfinished_text(run.contexts):
+        yield (
+            f"{line}; the limit was {run.settings['max_response_tokens']} tokens. An unfinished "
+            "response is a different stimulus (column response_unfinished; † counts what follows "
+            "one)."
+        )

@@ -27,7 +27,7 @@ from ia_mech.errors import UserError
 from ia_mech.run.layout import UNPERTURBED
 from ia_mech.untrusted import parse_json
 
-CORRECT = "correct the row, leave it out, or skip such rows (--skip-unusable)"
+CORRECT = "correct the row, or leave such rows out (--skip-unusable; with --dry-run it lists them)"
 BUILTIN = ("maths", "instructions", "open")
 STUDY = "study"  # the queries of a study, without responses
 UNPERTURBED_RESPONSE = "unperturbed_response"  # in the metadata of a perturbed conversation

@@ -71,6 +71,11 @@ _UNREAD_ANSWERS = ("completions", "generations")  # steps of one, or several?
 _OPTIONS = ("options", "choices", "endings")  # of a multiple-choice question
 _TOOLS = ("tools", "functions")
 
+# What names of columns that aren't known end with, and what names of gold answers hold.
+_LIKE_QUERY = ("question", "query", "prompt", "instruction", "problem", "input")
+_LIKE_RESPONSE = ("response", "answer", "output", "completion", "reply", "generation", "assistant")
+_LIKE_GOLD = ("gold", "correct", "expected", "reference", "target", "ideal")
+
 _WORD = re.compile(r"\s*\w*\s*", re.ASCII)
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 _GSM8K_END = re.compile(r"\s*####\s*(-?[\d,.]*\d)\s*$")
@@ -153,6 +158,7 @@ def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
         parsed.response_index = cells.take("response_index")
     parsed.left, parsed.metadata = cells.rest()
     if not cells.own:
+        cells.refuse_unread_response(parsed)
         said = [message for answer in parsed.responses or () for message in answer.messages]
         _refuse_empty([*parsed.messages, *said], place)
     return parsed
@@ -416,6 +422,26 @@ class _Cells:
             return value
         return json.dumps(value, ensure_ascii=False)
 
+    def like(self, names: Iterable[str], endings: tuple[str, ...]) -> str | None:
+        """The first text among columns whose name ends so, if it isn't a gold answer's."""
+        for name in names:
+            known = name.lower()
+            text = isinstance(self.row[name], str) and not is_gap(self.row[name])
+            if text and known.endswith(endings) and not any(word in known for word in _LIKE_GOLD):
+                return name
+        return None
+
+    def refuse_unread_response(self, parsed: ParsedRow) -> None:
+        """Refuse a row without a response and with a column that is named like one: the model
+        would write another in its place."""
+        answered = parsed.responses or any(m["role"] == "assistant" for m in parsed.messages)
+        unread = [name for name in parsed.left if name in self.known]
+        if not answered and (name := self.like(unread, _LIKE_RESPONSE)):
+            raise UserError(
+                f"{self.place}: no response, and the column {name!r} may be one",
+                f"say --response-column {name}, or {METADATA} {name} if the model is to write it",
+            )
+
     def rest(self) -> tuple[list[str], dict]:
         """The columns with something that nothing has used, and all that as metadata."""
         left = {k: v for k, v in self.row.items() if k not in self.used}
@@ -437,10 +463,12 @@ def _detect(cells: _Cells) -> str:
         return "turns"
     if any(name in cells.known for name in _QUERY):
         return "qa"
+    query = cells.like(cells.known, _LIKE_QUERY) or "NAME"
+    response = cells.like(cells.known, _LIKE_RESPONSE) or "NAME"
     raise UserError(
         f"{cells.place}: columns not recognised (found: {cells.found})",
-        "name them: --messages-column, or --query-column with --response-column, "
-        "--followup-column, --answer-column, and --format if the shape isn't plain",
+        f"name them: --query-column {query} --response-column {response}, or --messages-column "
+        "NAME; --help has the others, and --format if the shape isn't plain",
     )
 
 

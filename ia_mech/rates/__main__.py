@@ -47,38 +47,41 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(prog="ia-mech rates", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder")
-    parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
-    parser.add_argument(
+    counted = parser.add_argument_group("what is counted")
+    counted.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
+    counted.add_argument(
         "--annotator", metavar="NAME", help="whose labels correct rates (default: the only one)"
     )
-    parser.add_argument(
+    counted.add_argument(
         "--responses",
         choices=["all", "complete", "unfinished"],
         default="all",
         metavar="KIND",
         help="after all (default), complete or unfinished responses",
     )
-    parser.add_argument(
+    counted.add_argument(
         "--by",
         type=nonblank,
         metavar="WHAT",
         help="correct: after right and after wrong responses (maths, IFEval, or a column correct); "
         "or a field of your data (--metadata-columns of ia-mech sample)",
     )
-    parser.add_argument("--full", action="store_true", help="show all tables")
-    parser.add_argument(
+    shown = parser.add_argument_group("what is shown and written")
+    shown.add_argument("--full", action="store_true", help="show all tables")
+    shown.add_argument(
         "--out",
         type=path_of,
         metavar="FOLDER",
         help="where results go (default: results/rates-JUDGE in the first run)",
     )
-    parser.add_argument(
+    statistics = parser.add_argument_group("intervals and tests")
+    statistics.add_argument(
         "--level", type=coverage, default=0.95, help="coverage of intervals (default: 0.95)"
     )
-    parser.add_argument(
+    statistics.add_argument(
         "--seed", type=whole_from(0), default=0, help="of sign flips and permutations (default: 0)"
     )
-    add_threads(parser)
+    add_threads(statistics)
     return parser
 
 

@@ -63,8 +63,8 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     sure = tried[(tried["value"] > 0) & (tried["p_holm"] < 1 - level)]
     best = (sure if len(sure) else tried)["value"].idxmax()
     found = {quantity: own.loc[best] for quantity, own in of.items() if best in own.index}
-    if found[RISE]["sources"] < LEAST:
-        return f"Whether awareness is latent isn't told of fewer than {LEAST} queries; take more."
+    if (few := found[RISE]["sources"]) < LEAST:
+        return f"Whether awareness is latent takes {LEAST} queries to tell; there are {few:g}."
 
     def told(quantity: str) -> tuple[bool, str]:
         """Whether it is shown, and its numbers."""

@@ -24,10 +24,12 @@ QUESTION = "How often are the user turns genuine follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
 LINES = ("model", "perturbation", "dataset", "temperature")
 _ABOVE = {  # what decoys of other conversations say of the rate over all temperatures
-    PASSED: "Over all of these turns together, the rate is more than twice the judge's floor.",
-    NOT_PASSED: "Over all of these turns together, the rate is less than twice the judge's floor.",
-    UNDECIDED: "Whether the rate over all of these turns together is more than twice the judge's "
-    "floor is undecided.",
+    PASSED: "Together these turns are accepted more than twice as often as after another "
+    "conversation (the judge's floor).",
+    NOT_PASSED: "Together these turns are accepted less than twice as often as after another "
+    "conversation (the judge's floor): what the judge accepts may be no follow-ups.",
+    UNDECIDED: "Whether these turns together are accepted more than twice as often as after "
+    "another conversation (the judge's floor) is undecided.",
     NO_DECOYS: "The judge's floor is unknown.",
 }
 _NONE = "None is, so there is nothing to hold against the judge's floor."
@@ -127,8 +129,8 @@ def _reaction(gate: Gate) -> str:
     excess = siblings.excess
     if gate.reacts:
         return (
-            "Over all temperatures together turns react to their own response: an excess over "
-            f"siblings of {excess.text(sign=True)}, a lower bound."
+            "Together they react to their own response: an excess over siblings of "
+            f"{excess.text(sign=True)}, a lower bound."
         )
     return (
         "That turns react to their own response is not shown: an excess over siblings of "
