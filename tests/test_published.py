@@ -59,6 +59,13 @@ def interval(values: Iterable[float]) -> tuple[float, float, float]:
     return x.mean(), x.mean() - reach, x.mean() + reach
 
 
+def points(text: str, sign: bool = False) -> str:
+    """An estimate with its interval as points, and half of the interval's width."""
+    value, low, high = (float(n.replace("−", "-")) for n in re.findall(r"[+−]?\d\.\d+", text))
+    whole = round(100 * value)
+    return f"{whole:{'+' if sign and whole else ''}} ± {50 * (high - low):.0f}".replace("-", "−")
+
+
 def mean(values: Iterable[float], digits: int = 2) -> str:
     return shown(*interval(values), digits)
 
@@ -243,21 +250,25 @@ READ: list[Row] = [
     ("output, words and ends of query and response", lambda m: shown(*auroc(m, "base"))),
     ("these and the best states", lambda m: shown(*auroc(m, "full"))),
 ]
-PICKS = "After the response that it followed a turn is likelier than after two others"
 HEADLINES: list[Row] = [
-    ("greedy turns", JUDGED[0][1]),
-    ("turns at T = 0.7", JUDGED[1][1]),
-    ("rise, less the rise after another conversation", JUDGED[3][1]),
-    ("of it, fewer out of role", lambda m: split(judged_turns(m), "beyond")[0]),
-    ("of it, all else", lambda m: split(judged_turns(m), "beyond")[1]),
-    ("rise, less the rise after siblings", lambda m: change(rise(m, "beyond siblings"))),
-    ("greedy turns", lambda m: mean(picks(m)[0.0])),
-    ("turns at T = 0.7", lambda m: mean(picks(m)[HOT])),
-    ("rise", lambda m: change(more_picks(m))),
-    ("of it, turns in role", lambda m: split(picked_turns(m), "picked")[2]),
+    ("user turns that the judge accepts as follow-ups, greedy", lambda m: points(JUDGED[0][1](m))),
+    ("sampled at T = 0.7", lambda m: points(JUDGED[1][1](m))),
     (
-        "rise on the queries held out",
-        lambda m: change(more_picks(m, queries="others")),
+        "**rise, less that of the same turns shown after a wrong conversation**",
+        lambda m: f"**{points(JUDGED[3][1](m), sign=True)}**",
+    ),
+    (
+        "of it, from fewer turns *out of role*",
+        lambda m: points(split(judged_turns(m), "beyond")[0], sign=True),
+    ),
+    ("of it, from all else", lambda m: points(split(judged_turns(m), "beyond")[1], sign=True)),
+    (
+        "rise, less that of the same turns shown after another response to their query",
+        lambda m: points(change(rise(m, "beyond siblings")), sign=True),
+    ),
+    (
+        "rise of how often their own response is the likeliest of three, on queries held out",
+        lambda m: points(change(more_picks(m, queries="others")), sign=True),
     ),
 ]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
@@ -314,15 +325,9 @@ def hits(model: str, part: str, t: float) -> pd.Series:
 
 def headlines() -> list[str]:
     """README's table."""
-    count_picked: Count = lambda m: picked_turns(m)["query"].nunique()  # noqa: E731
-    rows = []
-    for what, count, section in (
-        ("*The judge accepts*", queries, HEADLINES[:6]),
-        (f"*{PICKS}* (chance: 0.33)", count_picked, HEADLINES[6:]),
-    ):
-        rows.append([what, *(f"*{count(m)} queries*" for m in MODELS)])
-        rows += [[name, *map(make, MODELS)] for name, make in section]
-    return [markdown(["", "SmolLM2-135M", "Qwen2.5-Coder-1.5B"], rows)]
+    names = {QWEN: "Qwen2.5-Coder-1.5B", SMOL: "SmolLM2-135M"}
+    head = ["in points", *(f"{name}, {queries(m)} queries" for m, name in names.items())]
+    return [markdown(head, [[label, *(make(m) for m in names)] for label, make in HEADLINES])]
 
 
 def parts_of_rise(
@@ -905,59 +910,24 @@ def test_how_often_accepted_turns_fit_others_is_said():
 
 def test_the_first_screen_says_what_the_table_says():
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
-
-    def points(text: str) -> str:
-        """An estimate with its interval as points, and half of the interval's width."""
-        value, low, high = (
-            float(one.replace("−", "-")) for one in re.findall(r"[+−]?\d\.\d+", text)
-        )
-        return f"{100 * value:.0f} ± {50 * (high - low):.0f}".replace("-", "−")
-
-    fewer, rest = (points(one) for one in split(judged_turns(QWEN), "beyond")[:2])
     total = points(change(rise(QWEN, "beyond another")))
-    whole, part = (one.partition(" ")[0] for one in (total, fewer))
     again = points(change(rise(MATHS, "beyond another")))
-    assert f"so {total} are left; on 168 further queries, all maths, {again}." in readme
-    wrong = rise(QWEN, "accepted").mean() - rise(QWEN, "beyond another").mean()
-    assert (
-        round(100 * wrong) == 1 and "sampled turns are accepted 1 point more often, too" in readme
-    )
-    assert f"by {total} points beyond what a judge accepts after a wrong" in readme
+    assert f"than its greedy ones, by {total} points." in readme
+    assert f"168 further queries, all maths, Qwen's rise was {again}." in readme
     turns = judged_turns(QWEN)
     floor = (
         turns[turns["temperature"] == 0].groupby("query")["accepted_after_another"].mean().mean()
     )
     assert f"Qwen's 0.35 stands on a floor of {floor:.2f}" in readme
     assert not turns.loc[turns["category"].isin(OUT_OF_ROLE), "accepted"].any()
-    shares = turns["category"].isin(OUT_OF_ROLE).groupby(turns["temperature"]).mean()
-    greedy, hot = (f"{100 * shares[t]:.0f}%" for t in (0.0, HOT))
-    assert f"Of Qwen's greedy turns {greedy} are *out of role*" in readme
-    outside = turns["category"].isin(OUT_OF_ROLE) & (turns["temperature"] == 0)
-    assert 0.2 < is_refusal(turns)[outside].mean() < 0.27  # a quarter
-    parts = f"accounts for {part} of the {whole} points; all else makes {rest}."
-    assert f"Of the sampled ones {hot} are, which {parts}" in readme
-    siblings = points(change(rise(QWEN, "beyond siblings")))
-    assert f"it isn't shown ({siblings} points more)" in readme
-    named = maths_picks(MATHS)
-    after_maths, again = (
-        points(change(one)) for one in (named[HOT] - named[0.0], more_picks(QWEN, queries="others"))
-    )
-    assert f"after those maths queries ({after_maths}); on all kinds" in readme
-    assert f"seen first and not again on others ({again})" in readme
     put = table(MATHS, "interchange")
     moved, own, equal = (
         points(change(put[a] - put[b]))
         for a, b in (("high", "low"), ("own high", "own low"), ("equal a", "equal b"))
     )
-    words = "than one with few, about as much as these conversations' own shares differ"
-    assert f"many follow-ups brings {moved} points more {words} ({own})" in readme
+    words = "than those from conversations with few, whose own shares differ by"
+    assert f"follow-ups bring {moved} points more {words} {own}." in readme
     assert f"Control, two with equally many: {equal.removeprefix('−')}." in readme
-    rates = [
-        f"{100 * accepted(m, 'accepted', t).mean():.0f}%" for m in (QWEN, SMOL) for t in (0.0, HOT)
-    ]
-    named = f"{rates[0]} of Qwen's greedy turns as follow-ups and {rates[1]}"
-    assert f"accepts {named} of those sampled" in readme
-    assert f"SmolLM2-135M isn't shown to rise at all ({rates[2]} and {rates[3]})" in readme
 
 
 def test_the_lead_is_tried_as_was_said_beforehand():
@@ -998,9 +968,8 @@ def test_what_accepted_greedy_turns_are_is_said():
         f"Of Qwen's accepted greedy turns {study} open with \"I'm sorry\", and {after_maths}"
         in page
     )
-    assert (
-        f"A third of Qwen's, and after maths {100 * float(after_maths):.0f}%, open with" in readme
-    )
+    said = f"from Qwen, and after maths {100 * float(after_maths):.0f}%, open with"
+    assert f"A third of the greedy turns that it accepts {said}" in readme
     assert 0.32 < float(study) < 0.35
 
 
