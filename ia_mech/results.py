@@ -327,12 +327,17 @@ def _damaged(folder: Path, error: Exception) -> UserError:
     return UserError(f"the result in {folder} is damaged ({error})", "remove it, and analyse again")
 
 
+def sentences_of(text: str) -> list[str]:
+    """The sentences of a text, which are shown a line each."""
+    return _SENTENCE_END.split(text)
+
+
 def show(result: Result, screen: "Console", *, full: bool = False) -> None:
     """Print a result: what was found and against what, a sentence a line, then the tables (all if
     ``full``), then the notes."""
     control = f"Control: {result.control}" if result.control else ""
     for text, style in ((result.sentence, "bold"), (control, "")):
-        for sentence in _SENTENCE_END.split(one_line(text)):
+        for sentence in sentences_of(one_line(text)):
             screen.print(sentence, style=style, soft_wrap=True, markup=False)
     shown = [table for table in result.tables if full or not table.full]
     for table in shown:

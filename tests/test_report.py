@@ -29,7 +29,7 @@ from ia_mech.page import packed, rendered
 from ia_mech.rates.__main__ import main as rates_main
 from ia_mech.report import turns as browsers
 from ia_mech.report.__main__ import main, render_report
-from ia_mech.results import RESULT, Result, Table, folder_of, read, write
+from ia_mech.results import RESULT, Result, Table, folder_of, read, sentences_of, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.untrusted import visible
@@ -121,7 +121,7 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     assert len(cells) > 20 and "<title></title>" not in page
     for text in (f"<td>{cell}</td>" for cell in cells):
         assert text.replace("'", "&#39;") in page
-    for text in (found.sentence, found.control):
+    for text in (*sentences_of(found.sentence), *sentences_of(found.control)):
         assert text in read_by_people(page)
     assert str(run.path) not in page
     assert Run.open(run.path).verify() == []
@@ -289,7 +289,7 @@ def test_results_of_labels_that_were_replaced_say_so(judged):
         labels = {judged.identity_digest: digest}
         write(replace(read(folder), figures={}, about=about | {"labels": labels}), folder)
         page = render_report([judged])
-        assert ("labels that have been replaced since. There are 0.12 moons" in page) == old
+        assert ("labels that have been replaced since." in page) == old
 
 
 # -- the turns ---------------------------------------------------------------------------------

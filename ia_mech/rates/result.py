@@ -24,12 +24,12 @@ QUESTION = "How often are the user turns genuine follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
 LINES = ("model", "perturbation", "dataset", "temperature")
 _ABOVE = {  # what decoys of other conversations say of the rate over all temperatures
-    PASSED: "Together these turns are accepted more than twice as often as after another "
-    "conversation (the judge's floor).",
-    NOT_PASSED: "Together these turns are accepted less than twice as often as after another "
-    "conversation (the judge's floor): what the judge accepts may be no follow-ups.",
-    UNDECIDED: "Whether these turns together are accepted more than twice as often as after "
-    "another conversation (the judge's floor) is undecided.",
+    PASSED: "Turns of all temperatures are accepted more than twice as often after their own "
+    "conversation as after another one (the judge's floor).",
+    NOT_PASSED: "Turns of all temperatures are accepted less than twice as often after their own "
+    "conversation as after another one (the judge's floor).",
+    UNDECIDED: "Whether turns of all temperatures are accepted more than twice as often after "
+    "their own conversation as after another one (the judge's floor) is undecided.",
     NO_DECOYS: "The judge's floor is unknown.",
 }
 _NONE = "None is, so there is nothing to hold against the judge's floor."

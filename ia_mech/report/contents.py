@@ -18,7 +18,7 @@ from ia_mech.display import link_title, links_of, reading_of
 from ia_mech.estimates import ALL
 from ia_mech.judge.rubric import heading
 from ia_mech.page import image
-from ia_mech.results import Result, Table, read
+from ia_mech.results import Result, Table, read, sentences_of
 from ia_mech.run import Run
 
 # Kinds of results in the order of reading; others come after them, by name.
@@ -61,13 +61,14 @@ class Answer:
         return str(self.result.about.get("judge", ""))
 
     @property
-    def sentence(self) -> list[str]:
-        """Cut at intervals, which are the 2nd, the 4th piece and so on; so is :attr:`control`."""
-        return _INTERVAL.split(self.result.sentence)
+    def sentences(self) -> list[list[str]]:
+        """Each cut at intervals, which are the 2nd, the 4th piece and so on; so are
+        :attr:`controls`."""
+        return [_INTERVAL.split(one) for one in sentences_of(self.result.sentence)]
 
     @property
-    def control(self) -> list[str]:
-        return _INTERVAL.split(self.result.control or "none.")
+    def controls(self) -> list[list[str]]:
+        return [_INTERVAL.split(one) for one in sentences_of(self.result.control or "none.")]
 
 
 @dataclass(frozen=True)
