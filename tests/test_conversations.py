@@ -270,6 +270,7 @@ UNUSABLE = [  # a row, column names, and what is said of it
     ("{not JSON", {}, "data.jsonl line 2 is not JSON (Expecting property name enclosed in double "),
     ({"id": "a", "prompt": "again"}, {}, "data.jsonl line 2: id 'a' is that of row 1 and of row 2"),
     ({"other": "x"}, {}, "data.jsonl line 2: columns not recognised (found: other)"),
+    ({"prompt": "q", "model_output": "r"}, {}, "no response, and the column 'model_output' may be"),
     ({"prompt": "q", "responses": ["r", 3]}, {}, "line 2: the responses are not a list of"),
     ({"prompt": "q", "responses": ["r", "\ud800"]}, {}, "data.jsonl line 2"),  # neither is used
     ({"messages": None}, {}, "columns not recognised (found: messages (empty))"),
@@ -293,6 +294,19 @@ def test_unusable_rows_are_named_or_left_out_and_listed_on_demand(jsonl, row, co
         assert [c.id for c in source] == ["a", "c"]
         (skipped,) = source.skipped
         assert text in skipped and ";" not in skipped, "place and reason, without remedy"
+
+
+def test_a_column_that_is_named_like_a_response_is_asked_about(jsonl):
+    """Else the model would write another in its place."""
+    path = jsonl({"prompt": "q", "model_output": "r", "expected_answer": "s"})
+    assert "say --response-column model_output; or, if" in error_of(path)
+    (named,) = read(path, response="model_output")
+    (unnamed,) = read(path, metadata=("model_output",))
+    assert (named.response, unnamed.response) == ("r", None)
+    (gold,) = read(jsonl({"prompt": "q", "expected_answer": "s"}))
+    assert gold.metadata == {"expected_answer": "s"}
+    both = error_of(jsonl({"id": "a", "user_question": "q", "bot_reply": "r"}))
+    assert "name them: --query-column user_question --response-column bot_reply" in both
 
 
 def test_rows_left_out_do_not_count_for_the_limit_and_some_row_must_be_usable(jsonl, tmp_path):

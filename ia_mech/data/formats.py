@@ -439,7 +439,8 @@ class _Cells:
         if not answered and (name := self.like(unread, _LIKE_RESPONSE)):
             raise UserError(
                 f"{self.place}: no response, and the column {name!r} may be one",
-                f"say --response-column {name}, or {METADATA} {name} if the model is to write it",
+                f"say --response-column {name}; or, if the model is to write the response, "
+                f"{METADATA} {name} (for a gold answer: --answer-column {name})",
             )
 
     def rest(self) -> tuple[list[str], dict]:
