@@ -8,12 +8,14 @@ prefilled, its residual stream at a token that all contexts have (turn end, sepa
 tokens, the last of them) is set to a donor's after one of four layers, and turns are sampled. The
 effect is the share under the high donor less that under the low one, and its ratio to the
 difference of the donors themselves, in the half of their turns that chose nothing: 1 if the share
-travels with the state, as it does with the whole context. Controls: two donors of equal share, and
-the recipient's own states, which may not change a bit. A cell is shown to move the share at 5%,
-Holm-corrected over all places and layers tried; the sentence says what the others would have shown.
+travels with the state, as it does with the whole context. Controls: two donors of equal share; the
+recipient's own states, which may not change a bit; and the donors' first tokens, which are all that
+travels where the last token's state is put in after the last layer. A cell is shown to move the
+share at 5%, Holm-corrected over all places and layers tried; the sentence says what the others
+would have shown.
 
 Needs: a judged run with many sampled turns per context (16 or more), and states at all positions.
-Cost: 64 contexts per query, each prefilled and sampled anew (60 queries of the embedded model: some
+Cost: 68 contexts per query, each prefilled and sampled anew (60 queries of the embedded model: some
 hours on a CPU).
 
     ia-mech interchange cache/RUN
@@ -60,13 +62,16 @@ if TYPE_CHECKING:  # these load torch
 
 EXCHANGED = "interchange"  # the perturbation of sampled contexts, and the key of their metadata
 HEADER = "header"  # all tokens of the header together
-TOKENS = ("turn_end", "turn_separator", HEADER, "header_last")
+LAST = "header_last"
+TOKENS = ("turn_end", "turn_separator", HEADER, LAST)
+FIRST = "first token alone"  # the last token's state after the last layer, which nothing else reads
 HIGH, LOW, EQUAL_A, EQUAL_B = ARMS = ("high", "low", "equal a", "equal b")
 TEMPERATURE = 0.7
 SAMPLES = 16
 POOL = 0.25  # donors of a high share are of the upper quarter, those of a low one of the lower
 CHOOSING, SCORING = "choosing", "scoring"  # shares of turns with even and odd sample numbers
 MOVED, RATIO, EQUAL = "high less low donor", "share of the donors' difference", "equal donors"
+BEYOND = "high less low donor, beyond the first token"
 DONORS, UNCHANGED = "donors' own difference, held out", "share, unchanged"
 UNDER = {HIGH: "share under the high donor", LOW: "share under the low donor"}
 CELL = ["term", "layer"]
@@ -167,7 +172,8 @@ def donors_of(contexts: pd.DataFrame, recipients: Sequence[int], seed: int) -> p
 def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
     """Every estimate, with its interval over the recipients' queries.
 
-    There is no ratio where the donors' own difference isn't shown to be above 0.
+    There is no ratio where the donors' own difference isn't shown to be above 0, and nothing beyond
+    the first token where that wasn't put in alone.
 
     Args:
         rows: a row per recipient and cell: ``dataset``, ``source``, :data:`CELL`, ``unchanged``,
@@ -182,6 +188,7 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
         source, high, low = (of_recipient[name] for name in ("source", "own high", "own low"))
         apart = paired_row(group, DONORS, high, source, low, source)
         yield apart
+        first = rows[here & (rows["term"] == FIRST)].set_index("source")
         for (term, layer), cell in rows[here].groupby(CELL, sort=False):
             sources = cell["source"].to_numpy()
             own = Group(sources, options, group.names | {"term": term, "layer": layer})
@@ -189,6 +196,9 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
                 yield own.mean(quantity, cell[arm], proportion=True)
             for quantity, a, b in ((MOVED, HIGH, LOW), (EQUAL, EQUAL_A, EQUAL_B)):
                 yield paired_row(own, quantity, cell[a], sources, cell[b], sources)
+            if len(first) and term != FIRST:
+                alone = (first[HIGH] - first[LOW]).loc[sources]
+                yield paired_row(own, BEYOND, cell[HIGH] - cell[LOW], sources, alone, sources)
             if apart.estimate.low > 0:
                 moved, whole = cell[HIGH] - cell[LOW], cell["own high"] - cell["own low"]
                 both = np.stack([moved, whole], axis=1)
@@ -303,7 +313,8 @@ class Interchange(Experiment):
 
     @cached_property
     def tokens(self) -> dict[str, list[str]]:
-        """Where states are put: the name of the place → its positions.
+        """Where states are put: the name of the place → its positions. With the last token comes
+        the control that puts in its first token alone.
 
         Raises:
             UserError: no state of these places was kept.
@@ -320,11 +331,11 @@ class Interchange(Experiment):
                 f"{self.runs[0].path} keeps no state at {', '.join(wanted)}",
                 "sample again with --positions all",
             )
-        return found
+        return found | ({FIRST: [LAST]} if LAST in found else {})
 
     @property
     def cells(self) -> list[tuple[str, int]]:
-        """Places, each after each layer.
+        """Places, each after each layer, but for the control, which is after the last one.
 
         Raises:
             UserError: the model has no such layer.
@@ -333,7 +344,11 @@ class Interchange(Experiment):
         layers = sorted({*(self.args.layers or exchanged_layers(depth))})
         if layers[-1] > depth:
             raise UserError(f"--layers {layers[-1]}: the model has {depth}", "give 1 to that")
-        return [(place, layer) for place in self.tokens for layer in layers]
+        return [
+            (place, layer)
+            for place in self.tokens
+            for layer in ([depth] if place == FIRST else layers)
+        ]
 
     # -- sampled ----------------------------------------------------------------------------------
 
@@ -462,9 +477,12 @@ class Interchange(Experiment):
         return table.drop(columns="recipient").rename(columns={"place": "term"})
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        """Holm-corrected over cells, by quantity and dataset."""
-        found = list(estimates(rows, self.options))
-        return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"]))
+        """Holm-corrected over cells, by quantity and dataset, the control apart."""
+
+        def family(row: TidyEstimate) -> tuple:
+            return row.quantity, row.names["dataset"], row.names.get("term") == FIRST
+
+        return holm_corrected(list(estimates(rows, self.options)), family)
 
     # -- shown ------------------------------------------------------------------------------------
 
@@ -472,6 +490,7 @@ class Interchange(Experiment):
         title = f"share {self.outcome} under states of donors, T = {self.args.temperature:g}"
         columns: dict[str, tuple[str, int | str]] = {
             MOVED: ("high less low", "+.2f"),
+            BEYOND: ("beyond the first token", "+.2f"),
             RATIO: ("of the donors' difference", 2),
             EQUAL: ("equal donors", "+.2f"),
             UNDER[HIGH]: ("under high", 2),
@@ -489,8 +508,9 @@ class Interchange(Experiment):
                 shown_if=MOVED,
                 index=("dataset", "term", "layer"),
                 rows="recipients",
-                legend="Paired by recipient; p: Holm-corrected over lines. Of the donors' "
-                "difference: 1 if the share travels with the state.",
+                legend="Paired by recipient; p: Holm-corrected over lines, the first token apart. Of "
+                "the donors' difference: 1 if the share travels with the state. Beyond the first "
+                "token: less the same under the donors' first tokens alone.",
             ),
             *tables_of(
                 "what there is to move",
@@ -505,6 +525,7 @@ class Interchange(Experiment):
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = all_datasets(only(found, MOVED))
+        rows = rows[rows["term"] != FIRST]
         title = f"{self.runs[0].model['name']} · {self.outcome}"
         unit = "share under the high donor less that under the low one"
         return {"cells": HeatMap(title, "after layer", "token", unit, rows, "layer", "term")}
@@ -512,16 +533,19 @@ class Interchange(Experiment):
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, whole = self.args.level, all_datasets(found)
         moved, equal = only(whole, MOVED), only(whole, EQUAL)
+        first, moved = moved[moved["term"] == FIRST], moved[moved["term"] != FIRST]
         shown = moved[moved["p_holm"] <= 1 - level]
         apart = self.tested("the donors' own shares differ by", only(whole, DONORS))
         what = f"the share of sampled turns that are {self.outcome}"
         if len(shown):
-            ratios = only(whole, RATIO).set_index(CELL)
+            ratios, beyond = (only(whole, name).set_index(CELL) for name in (RATIO, BEYOND))
             said = []
             for _, row in shown.iterrows():
                 said.append(f"{row['term']} after layer {row['layer']} {cell_of(row, '+.2f')}")
                 if (key := (row["term"], row["layer"])) in ratios.index:
                     said[-1] += f", {cell_of(ratios.loc[key])} of the donors' difference"
+                if key in beyond.index:
+                    said[-1] += f", beyond the first token {cell_of(beyond.loc[key], '+.2f')}"
             sentence = f"A state moves {what} at {len(said)} of {len(moved)} cells: "
             sentence += f"{'; '.join(said)}. {apart}"
         else:
@@ -535,8 +559,12 @@ class Interchange(Experiment):
         control = (
             f"Two donors of equal share differ at {false} of {len(equal)} cells (largest "
             f"{equal['value'].abs().max():.2f}). The recipient's own states change no bit in any "
-            f"of {self._own} cells. {self.gate.sentence}."
+            f"of {self._own} cells. "
         )
+        if len(first):
+            alone = cell_of(first.iloc[0], "+.2f")
+            control += f"Under the donors' first tokens alone the share differs by {alone}. "
+        control += f"{self.gate.sentence}."
         return Conclusion(sentence, control)
 
 

@@ -86,7 +86,7 @@ TURN = ("context_id", "temperature", "sample")  # what names a turn
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Whether it is a response's content or its wording isn't told apart (--wording)."
 LAYERS = 32  # of a model, for the plan
-PUT_IN = 64  # contexts of a query in interchange: 16 places, 4 donors
+PUT_IN = 68  # contexts of a query in interchange: 17 places, 4 donors
 EIGHTHS, STEPS, TURNS = 7, 30, 12  # of learned vectors: layers, steps, turns of a step
 
 

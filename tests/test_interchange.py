@@ -17,9 +17,11 @@ import ia_mech.engine.state as state
 from experiments.experiment import Model
 from experiments.interchange import (
     ARMS,
+    BEYOND,
     CHOOSING,
     DONORS,
     EQUAL,
+    FIRST,
     HEADER,
     MOVED,
     RATIO,
@@ -155,7 +157,17 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
     assert said[0].startswith(
         "A state moves the share of sampled turns that are judged 'genuine' at 2 "
     )
-    assert "change no bit in any of 128 cells" in said[1] and "differ at 0 of 8 cells" in said[1]
+    assert "; header_last after layer 3 " in said[0] and "beyond the first token +0.00" in said[0]
+    control = next(line for line in said if line.startswith("Control: "))
+    said = said[said.index(control) :]
+    assert "differ at 0 of 9 cells" in said[0] and "in any of 144 cells" in said[1]
+    assert said[2].startswith("Under the donors' first tokens alone the share differs by +")
+    alone = cells.loc[(MOVED, FIRST, 4), "value"]  # of this model's turns there is no other token
+    assert alone == cells.loc[(MOVED, "header_last", 3), "value"]
+    for place in places:
+        for layer in (2, 3):
+            less = cells.loc[(MOVED, place, layer), "value"] - alone
+            assert cells.loc[(BEYOND, place, layer), "value"] == pytest.approx(less)
     run = Run.open(tmp_path / "out" / "turns" / "run")
     about = [json.loads(text)["interchange"] for text in run.contexts["metadata"]]
     recipients = run.contexts["source_id"].to_numpy()
@@ -187,10 +199,10 @@ def test_what_cannot_be_exchanged_is_refused_and_what_it_takes_is_said(used, com
     assert "--layers 5: the model has 4" in refusal(command(used.path, "--layers", "5"))
     planned = command(used.path, "--dry-run", "--queries", "5")
     assert planned.status == 0 and not (tmp_path / "out").exists()
-    assert "320 contexts to sample 17 turns after each" in planned.out
+    assert "340 contexts to sample 17 turns after each" in planned.out
     one = ("--tokens", "header_last", "--layers", "3", "3")
     planned = command(used.path, "--dry-run", "--queries", "5", *one)
-    assert "20 contexts to sample 17 turns after each" in planned.out
+    assert "40 contexts to sample 17 turns after each" in planned.out
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
