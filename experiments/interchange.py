@@ -262,24 +262,17 @@ class Interchange(Experiment):
         """Measure the shares and choose recipients and donors.
 
         Raises:
-            UserError: the runs lack the temperature, a second turn there, or contexts.
+            UserError: the runs lack the temperature, turns to tell contexts apart, or contexts.
         """
         settings = self.runs[0].settings
-        if self.args.temperature not in settings["temperatures"] or settings["samples"] < 2:
+        if self.args.temperature not in settings["temperatures"] or settings["samples"] < SAMPLES:
             has = ", ".join(f"{t:g}" for t in settings["temperatures"]) or "greedy ones alone"
             raise UserError(
-                f"{self.runs[0].path} has fewer than two turns a context at T = "
-                f"{self.args.temperature:g} (it has {has}; samples: {settings['samples']})",
-                f"give --temperature, or sample more turns (--samples {SAMPLES})",
+                f"shares of contexts take {SAMPLES} turns of each at one temperature; "
+                f"{self.runs[0].path} has {settings['samples']} at T = {has}, and T = "
+                f"{self.args.temperature:g} was asked for",
+                f"give --temperature, or sample more turns (ia-mech sample --samples {SAMPLES})",
             )
-        if settings["samples"] < SAMPLES:
-            few = (
-                f"shares are of {settings['samples']} turns a context, half of which choose: "
-                f"{SAMPLES} or more tell contexts apart (ia-mech sample --samples {SAMPLES})."
-            )
-            self.notes.append(few)
-            if not self.args.dry_run:  # which says it, too
-                print(f"note: {few}", file=sys.stderr)  # before hours are spent
         turns = self.verdicts.turns
         every = shares_of(turns, self.args.outcome, self.args.temperature).dropna()
         finished = every[~every["unfinished"].astype(bool)]
@@ -508,9 +501,9 @@ class Interchange(Experiment):
                 shown_if=MOVED,
                 index=("dataset", "term", "layer"),
                 rows="recipients",
-                legend="Paired by recipient; p: Holm-corrected over lines, the first token apart. Of "
-                "the donors' difference: 1 if the share travels with the state. Beyond the first "
-                "token: less the same under the donors' first tokens alone.",
+                legend="Paired by recipient; p: Holm-corrected over lines, the first token "
+                "apart. Of the donors' difference: 1 if the share travels with the state. Beyond "
+                "the first token: less the same under the donors' first tokens alone.",
             ),
             *tables_of(
                 "what there is to move",

@@ -22,6 +22,7 @@ ten minutes; --dry-run says what will be computed and how long it takes at a mea
 
 import argparse
 import importlib
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     put_in = args.queries * (located + RESPONSES * length)
     found = [
         Stage("sample", "ia_mech.collect.command", sample, (2 * contexts * length, written)),
-        Stage("judge", "ia_mech.judge.__main__", ["run", run]),
+        Stage("judge", "ia_mech.judge.__main__", ["run", run, *shlex.split(args.judge or "")]),
         Stage("rates", "ia_mech.rates.__main__", [run]),
         Stage("locate", "experiments.locate", [run, *locate], (put_in, 0)),
         Stage(
@@ -216,8 +217,8 @@ def seconds_of(stage: Stage, read: float, write: float) -> float:
 
 
 def fit_into_hours(args: argparse.Namespace, read: float, write: float) -> argparse.Namespace:
-    """The same study with as much as fits into ``--hours``: fewer samples first, then fewer
-    queries.
+    """The same study with as much as fits into ``--hours``: fewer samples first, unless they were
+    given, then fewer queries.
 
     Raises:
         UserError: not even :data:`QUICK` queries do.
@@ -226,19 +227,15 @@ def fit_into_hours(args: argparse.Namespace, read: float, write: float) -> argpa
     def hours() -> float:
         return sum(seconds_of(one, read, write) for one in stages(args)) / 3600
 
-    while args.samples > 1 and hours() > args.hours:
+    while not args.samples_given and args.samples > 1 and hours() > args.hours:
         args.samples -= 1
-    needed = hours()
-    if needed <= args.hours:
-        return args
-    queries = int(args.queries * args.hours / needed)
-    if queries < QUICK:
-        raise UserError(
-            f"{args.hours:g} hours are too few: {QUICK} queries take "
-            f"{QUICK * needed / args.queries:.1f}",
-            "give more --hours, fewer --recipients, --quick or a smaller model",
-        )
-    args.queries = queries
+    while (needed := hours()) > args.hours:
+        if args.queries <= QUICK:
+            raise UserError(
+                f"{args.hours:g} hours are too few: {args.queries} queries take {needed:.1f}",
+                "give more --hours, fewer --recipients, no --where, --quick or a smaller model",
+            )
+        args.queries -= 1
     return args
 
 
@@ -317,6 +314,8 @@ def build_parser() -> argparse.ArgumentParser:
     add, switch = partial(flag, parser), partial(parser.add_argument, action="store_true")
     add("--dataset", nonblank, "builtin:study", "of the queries", metavar="DATA")
     add("--queries", whole_from(4), None, "(default: 60)", metavar="N")
+    judge = "and its flags, as of ia-mech judge run: 'llm --model NAME' (default: rules, English)"
+    add("--judge", judge_words, None, judge, metavar="JUDGE")
     turns = "turns per context and temperature (default: 4)"
     add("--samples", whole_from(1), None, turns, metavar="N")
     maps = f"of the stage locate: {', '.join(MAPS)} (default: {' '.join(USUAL_MAPS)})"
@@ -352,9 +351,18 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(lambda: _study(args), lambda: kept)
 
 
+def judge_words(given: str) -> str:
+    """A judge and its flags, for argparse."""
+    try:
+        return shlex.join(["--judge", *shlex.split(nonblank(given))])
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{given!r}: {error}") from None
+
+
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     """Arguments with the defaults that depend on others."""
     args.queries = args.queries or (QUICK if args.quick else 60)
+    args.samples_given = args.samples is not None
     args.samples = args.samples or (1 if args.quick else 4)
     args.recipients = args.recipients or (1 if args.quick else 4)
     if args.maps is None:
@@ -364,6 +372,13 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _study(args: argparse.Namespace) -> int | None:
+    if args.where and args.samples < APART:
+        more = (
+            f"leave --quick out and give --samples {APART}"
+            if args.quick
+            else f"give --samples {APART}"
+        )
+        raise UserError(f"--where takes {APART} turns a context; there are {args.samples}", more)
     refuse_missing_model(args.model)  # before torch is loaded, which takes seconds
     from ia_mech.models.load import models_kept
 
@@ -428,10 +443,6 @@ def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
         lines["probes"] = f"left out: they need {PROBED} queries"
     if args.queries < LEAST:
         lines["verdict"] = f"none on whether awareness is latent: that needs {LEAST} queries"
-    if args.where and args.samples < APART:
-        lines["where"] = (
-            f"fewer than {APART} samples hardly tell contexts apart; give --samples {APART}"
-        )
     lines["all"] = f"{duration(total)}, to {args.out}"
     print_plan(lines)
 

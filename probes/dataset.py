@@ -219,13 +219,15 @@ def check_enough(outcome: Outcome, target: Target) -> None:
         UserError: too few sources with a positive turn or without one, also where rates differ.
     """
     sources = outcome.source_count
-    needs = f"a probe needs {MIN_SOURCES} queries with such a turn, and {MIN_SOURCES} with another"
+    needs = (
+        f"a probe needs {MIN_SOURCES} queries with one that does, and {MIN_SOURCES} with another"
+    )
 
     def fewest(rows: np.ndarray | slice) -> tuple[int, str]:
         """Sources of the rarer kind, and what there is of them."""
         kinds = "counts", "doesn't count"
         few, kind = min(zip(outcome.sources_of_either_kind(rows), kinds, strict=True))
-        return few, f"only {few} of {sources} queries have a turn that {kind} for {target.words}"
+        return few, f"{few} of {sources} queries have a turn that {kind} towards {target.words}"
 
     few, there = fewest(slice(None))
     if few < MIN_SOURCES:

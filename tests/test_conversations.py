@@ -305,6 +305,8 @@ def test_a_column_that_is_named_like_a_response_is_asked_about(jsonl):
     assert (named.response, unnamed.response) == ("r", None)
     (gold,) = read(jsonl({"prompt": "q", "expected_answer": "s"}))
     assert gold.metadata == {"expected_answer": "s"}
+    for typo in ("respones", "Response", "reponse"):
+        assert f"column '{typo}' may be one" in error_of(jsonl({"prompt": "q", typo: "r"}))
     both = error_of(jsonl({"id": "a", "user_question": "q", "bot_reply": "r"}))
     assert "name them: --query-column user_question --response-column bot_reply" in both
 

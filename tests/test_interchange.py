@@ -189,7 +189,7 @@ def test_own_states_that_change_a_turn_are_refused(used, command, monkeypatch, t
 
 
 def test_what_cannot_be_exchanged_is_refused_and_what_it_takes_is_said(used, command, tmp_path):
-    assert "fewer than two turns a context at T = 1" in refusal(
+    assert "has 32 at T = 0.7, and T = 1 was asked for" in refusal(
         command(used.path, "--temperature", "1")
     )
     line = refusal(command(used.path, "--outcome", "degenerate"))

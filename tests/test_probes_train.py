@@ -194,7 +194,7 @@ def damaged(run: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words", "problem", "remedy"),
     [
-        (all_alike, [], "only 0 of 60 queries have a turn that counts", "--target"),
+        (all_alike, [], "0 of 60 queries have a turn that counts", "--target"),
         (not_a_number, [], "layer 2 at header_last holds NaN", "--dtype"),
         (damaged, [], "is damaged", "the command that made the run again"),
         (None, ["--positions", "nowhere"], "position nowhere was not kept", "header_last"),

@@ -41,7 +41,7 @@ def test_a_rise_that_is_fewer_turns_out_of_role():
     rise, role, rest = rows["value"]
     assert rise == pytest.approx(role + rest) and role == pytest.approx(0.2, abs=0.04)
     said = verdict(rows)
-    assert "is shown by this judge at T = 0.7: beyond what the judge" in said
+    assert "is shown by this judge at T = 0.7: beyond what it accepts" in said
     assert f"makes {role:+.2f} [" in said and "apart from that is not shown" in said
     assert "would have been shown" in said and "siblings" not in said
 
@@ -83,6 +83,17 @@ def test_the_largest_rise_that_is_shown_counts():
     found.loc[found["temperature"] == 1, "value"] = 0.9
     assert rise["p_holm"][0.7] < 0.05 < rise["p_holm"][1.0]
     assert "is shown by this judge at T = 0.7" in verdict(found)
+
+
+def test_a_rate_that_doesnt_rise_itself_isnt_latent():
+    """Its floor falls, so that the excess rises."""
+    rows = estimated(decoys((0.3, 0.3), (0.2, 0.5)))
+    of = {"quantity": "difference", "temperature": 0.7}
+    for value, word in ((0.01, "is shown"), (-0.01, "is not shown")):
+        found = pd.concat([rows, pd.DataFrame([of | {"value": value}])], ignore_index=True)
+        assert f"Latent awareness {word} by this judge" in verdict(found)
+        but = "But turns aren't accepted more often there than greedy ones."
+        assert (but in verdict(found)) == (value < 0)
 
 
 def test_what_cant_be_told_isnt():

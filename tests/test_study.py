@@ -111,8 +111,17 @@ def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir,
     assert outcome.status == 0 and not (tmp_path / "no").exists()
     for name in ("pace", "sample", "judge", "locate", "elicit", "probes", "all"):
         assert f"\n{name} " in f"\n{outcome.out}"
-    where = study.with_defaults(study.build_parser().parse_args(["m", "--where"]))
-    assert {"interchange", "learned vector"} <= {one.name for one in study.stages(where)}
+    where = ["m", "--where", "--samples", "16", "--judge", "llm --model 'a b'"]
+    args = study.with_defaults(study.build_parser().parse_args(where))
+    todo = {one.name: one.words for one in study.stages(args)}
+    assert {"interchange", "learned vector"} <= {*todo}
+    assert todo["judge"][2:] == ["--judge", "llm", "--model", "a b"]
+    args.hours = sum(study.seconds_of(one, 500, 50) for one in study.stages(args)) / 3600 * 0.8
+    fewer = study.fit_into_hours(args, 500, 50)
+    assert fewer.samples == 16 and 12 < fewer.queries < 60
+    assert sum(study.seconds_of(one, 500, 50) for one in study.stages(fewer)) <= 3600 * args.hours
+    for words in (["m", "--where"], ["m", "--where", "--quick"]):
+        assert "--where takes 16 turns a context" in refusal(call(study.main, words, capfd))
     args = study.with_defaults(study.build_parser().parse_args(["m", "--hours", "1"]))
     whole = sum(study.seconds_of(one, 500, 50) for one in study.stages(args))
     args.hours = whole / 3600 / 2
@@ -148,4 +157,4 @@ def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, c
     shares = found.estimates[found.estimates["quantity"] == compare.SHARE]
     assert np.allclose(shares.groupby(["model", "turns"])["value"].sum(), 1)
     page = (tmp_path / "both" / "report.html").read_text("utf-8")
-    assert found.sentence.partition(":")[0] in page
+    assert found.sentence.split(". ")[0] in page

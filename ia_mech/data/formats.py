@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -74,6 +75,7 @@ _TOOLS = ("tools", "functions")
 # What names of columns that aren't known end with, and what names of gold answers hold.
 _LIKE_QUERY = ("question", "query", "prompt", "instruction", "problem", "input")
 _LIKE_RESPONSE = ("response", "answer", "output", "completion", "reply", "generation", "assistant")
+NEAR = 0.8  # of difflib: "respones" is near "response"
 _LIKE_GOLD = ("gold", "correct", "expected", "reference", "target", "ideal")
 
 _WORD = re.compile(r"\s*\w*\s*", re.ASCII)
@@ -422,12 +424,14 @@ class _Cells:
             return value
         return json.dumps(value, ensure_ascii=False)
 
-    def like(self, names: Iterable[str], endings: tuple[str, ...]) -> str | None:
-        """The first text among columns whose name ends so, if it isn't a gold answer's."""
+    def like(self, names: Iterable[str], usual: Sequence[str], ends: tuple[str, ...]) -> str | None:
+        """The first text among columns whose name is nearly a usual one, or ends like one, and
+        isn't a gold answer's."""
         for name in names:
             known = name.lower()
+            near = known.endswith(ends) or get_close_matches(known, usual, 1, NEAR)
             text = isinstance(self.row[name], str) and not is_gap(self.row[name])
-            if text and known.endswith(endings) and not any(word in known for word in _LIKE_GOLD):
+            if text and near and not any(word in known for word in _LIKE_GOLD):
                 return name
         return None
 
@@ -436,7 +440,7 @@ class _Cells:
         would write another in its place."""
         answered = parsed.responses or any(m["role"] == "assistant" for m in parsed.messages)
         unread = [name for name in parsed.left if name in self.known]
-        if not answered and (name := self.like(unread, _LIKE_RESPONSE)):
+        if not answered and (name := self.like(unread, _RESPONSE, _LIKE_RESPONSE)):
             raise UserError(
                 f"{self.place}: no response, and the column {name!r} may be one",
                 f"say --response-column {name}; or, if the model is to write the response, "
@@ -464,8 +468,8 @@ def _detect(cells: _Cells) -> str:
         return "turns"
     if any(name in cells.known for name in _QUERY):
         return "qa"
-    query = cells.like(cells.known, _LIKE_QUERY) or "NAME"
-    response = cells.like(cells.known, _LIKE_RESPONSE) or "NAME"
+    query = cells.like(cells.known, _QUERY, _LIKE_QUERY) or "NAME"
+    response = cells.like(cells.known, _RESPONSE, _LIKE_RESPONSE) or "NAME"
     raise UserError(
         f"{cells.place}: columns not recognised (found: {cells.found})",
         f"name them: --query-column {query} --response-column {response}, or --messages-column "

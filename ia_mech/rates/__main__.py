@@ -28,11 +28,12 @@ from ia_mech.cli import (
 DESCRIPTION = """\
 Say how often the generated user turns of a run are genuine follow-ups, per model, dataset and
 temperature, from the verdicts of ia-mech judge, over the judge's floor: what it accepts of turns
-held against another conversation, or against another response to the same query. Latent awareness
-is shown if sampled turns are accepted more often than greedy ones beyond another conversation, at
-5% (1 - --level) corrected for the temperatures; from 50 queries on. The table says how much of that
-is fewer turns that repeat the conversation or speak as the assistant. Runs of one model and dataset
-are pooled. Intervals are over sources (prompts). Methods: docs/statistics.md
+held against another conversation, or against another response to the same query. Runs of one model
+and dataset are pooled. Intervals are over sources (prompts). Methods: docs/statistics.md
+
+Latent awareness is shown if sampled turns are accepted more often than greedy ones, also beyond
+another conversation, at 5% (1 - --level) corrected for the temperatures; from 50 queries on. A
+table says how much of that is fewer turns that repeat the conversation or speak as the assistant.
 """
 
 CORRECT = "correct"  # what --by takes besides fields of the data

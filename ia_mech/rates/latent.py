@@ -52,15 +52,18 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     """Whether latent awareness is shown, in words, by estimates of one model's turns, those of all
     datasets; empty if there are none.
 
-    Of several temperatures (of those at which it is shown, if there are any) the one with the
-    largest rise counts; p is corrected for them all.
+    It is where the rise is above 0 and the rate itself is higher than greedy turns', too. Of
+    several temperatures (of those at which it is shown, if there are any) the one with the largest
+    rise counts; p is corrected for them all.
     """
     rows = estimates[estimates["quantity"].isin(PARTS)]
     of = {quantity: own.set_index("temperature") for quantity, own in rows.groupby("quantity")}
     if RISE not in of:
         return ""
     tried = of[RISE]
+    higher = estimates[estimates["quantity"] == "difference"].set_index("temperature")["value"] > 0
     sure = tried[(tried["value"] > 0) & (tried["p_holm"] < 1 - level)]
+    sure = sure[higher.reindex(sure.index, fill_value=True)]
     best = (sure if len(sure) else tried)["value"].idxmax()
     found = {quantity: own.loc[best] for quantity, own in of.items() if best in own.index}
     if (few := found[RISE]["sources"]) < LEAST:
@@ -75,14 +78,15 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
             power = f"; {least:.2f} would have been shown with 80% power"
         return shown, f"{estimate_of(row).text(sign=True)} ({p_value(row['p_holm'])}{power})"
 
-    shown, rise = told(RISE)
+    shown, rise = best in sure.index, told(RISE)[1]
     several = f" (of {len(tried)} temperatures)" if len(tried) > 1 else ""
     word = "is" if shown else "is not"
     said = [
-        f"Latent awareness, a rate that rises with temperature, {word} shown by this judge at T = "
-        f"{best:g}{several}: beyond what the judge accepts after another conversation it rises "
-        f"from greedy turns by {rise}."
+        f"Latent awareness {word} shown by this judge at T = {best:g}{several}: beyond what it "
+        f"accepts after another conversation, the rate rises from greedy turns by {rise}."
     ]
+    if not shown and found[RISE]["p_holm"] < 1 - level and found[RISE]["value"] > 0:
+        said.append("But turns aren't accepted more often there than greedy ones.")
     if REST in found:
         more, rest = told(REST)
         fewer = estimate_of(found[ROLE]).text(sign=True)

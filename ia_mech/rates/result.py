@@ -15,7 +15,7 @@ from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.rates import figures, latent
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, RELIABILITY_TURNS, estimates
 from ia_mech.rates.evidence import DEPENDENT
-from ia_mech.rates.gate import AFTER, NO_DECOYS, NOT_PASSED, PASSED, UNDECIDED, Gate
+from ia_mech.rates.gate import AFTER, CONVERSATION, NO_DECOYS, NOT_PASSED, PASSED, UNDECIDED, Gate
 from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns, matching
 from ia_mech.results import Result, Table, about_runs, table_of
 from ia_mech.run.labels import KEY
@@ -24,12 +24,12 @@ QUESTION = "How often are the user turns genuine follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
 LINES = ("model", "perturbation", "dataset", "temperature")
 _ABOVE = {  # what decoys of other conversations say of the rate over all temperatures
-    PASSED: "Turns of all temperatures are accepted more than twice as often after their own "
-    "conversation as after another one (the judge's floor).",
-    NOT_PASSED: "Turns of all temperatures are accepted less than twice as often after their own "
-    "conversation as after another one (the judge's floor).",
-    UNDECIDED: "Whether turns of all temperatures are accepted more than twice as often after "
-    "their own conversation as after another one (the judge's floor) is undecided.",
+    PASSED: "Over all temperatures together, turns are accepted more than twice as often after "
+    "their own conversation as after another one (the judge's floor).",
+    NOT_PASSED: "Over all temperatures together, turns are accepted less than twice as often after "
+    "their own conversation as after another one (the judge's floor).",
+    UNDECIDED: "Whether turns are accepted more than twice as often after their own conversation "
+    "as after another one (the judge's floor) is undecided, over all temperatures together.",
     NO_DECOYS: "The judge's floor is unknown.",
 }
 _NONE = "None is, so there is nothing to hold against the judge's floor."
@@ -129,8 +129,8 @@ def _reaction(gate: Gate) -> str:
     excess = siblings.excess
     if gate.reacts:
         return (
-            "Together they react to their own response: an excess over siblings of "
-            f"{excess.text(sign=True)}, a lower bound."
+            "Over all temperatures together, turns react to their own response: an excess over "
+            f"siblings of {excess.text(sign=True)}, a lower bound."
         )
     return (
         "That turns react to their own response is not shown: an excess over siblings of "
@@ -168,22 +168,26 @@ def _tables(
 
 
 def _rate_table(title: str, rows: pd.DataFrame, *, full: bool = False) -> Table:
-    """A line per temperature: rates of every outcome, and how far from greedy."""
+    """A line per temperature: rates of every outcome, the floor, and how far from greedy."""
     heads: Columns = {
         "genuine": ("genuine", 2),
+        "floor": ("after another conversation", 2),
+        "excess": ("excess", "+.2f"),
         "rate_complete": ("after complete responses", 2),
         "grounded": ("and grounded", 2),
         DEPENDENT: ("and dependent", 2),
         "difference": ("Δ from greedy, Holm's p", "+.2f"),
     }
-    own = rows[rows["decoy"].isna()]
+    floor = rows["quantity"].isin(["floor", "excess"]) & (rows["outcome"] == "genuine")
+    floor &= (rows["decoy"] == CONVERSATION) & rows["temperature"].notna()
+    own = rows[rows["decoy"].isna() | floor].sort_values(list(LINES), kind="stable")
     of_outcome = own["quantity"] == "rate"
     own = own.assign(key=own["outcome"].where(of_outcome, own["quantity"]))
     if full:
         heads["unfinished"] = ("unfinished", 2)
-    legend = ""
+    legend = "after another conversation: how often the same turns are accepted there, the floor"
     if "grounded" in set(own["key"]):
-        legend = "grounded: with a word of the conversation that turns of others seldom share"
+        legend += "; grounded: with a word of the conversation that turns of others seldom share"
     return table_of(title, own, heads, LINES, key="key", rows="turns", legend=legend, full=full)
 
 
@@ -215,13 +219,15 @@ def _rise_table(whole: pd.DataFrame) -> Table:
         latent.BEYOND: ("rise beyond siblings, p", "+.2f"),
     }
     legend = (
-        "rise: of the genuine rate from greedy turns, less that of the same turns shown after "
-        "another conversation. Out of role: the judge says that a turn repeats query or response, "
+        "rise: of the genuine rate less that of the same turns after another conversation, from "
+        "greedy turns on. Out of role: the judge says that a turn repeats query or response, "
         "or speaks as the assistant. docs/statistics.md#latent"
     )
-    title = "is awareness latent? how the rate rises with temperature"
+    title = "is awareness latent? the rise of the excess over greedy turns'"
     if len(rows) and rows["sources"].max() < latent.LEAST:
-        title = f"how the rate rises with temperature (no verdict: under {latent.LEAST} queries)"
+        title = (
+            f"the rise of the excess over greedy turns' (no verdict: under {latent.LEAST} queries)"
+        )
     return table_of(title, rows, heads, LINES, rows="turns, greedy too", legend=legend)
 
 
