@@ -59,11 +59,13 @@ def interval(values: Iterable[float]) -> tuple[float, float, float]:
     return x.mean(), x.mean() - reach, x.mean() + reach
 
 
-def points(text: str, sign: bool = False) -> str:
-    """An estimate with its interval as points, and half of the interval's width."""
-    value, low, high = (float(n.replace("−", "-")) for n in re.findall(r"[+−]?\d\.\d+", text))
-    whole = round(100 * value)
-    return f"{whole:{'+' if sign and whole else ''}} ± {50 * (high - low):.0f}".replace("-", "−")
+def points(ends: Iterable[float], sign: bool = False) -> str:
+    """An estimate as points, with half of its interval's width; to a tenth where that is small."""
+    value, low, high = (100 * one for one in ends)
+    digits = 0 if high - low > 2 else 1
+    whole = round(value, digits) or 0.0
+    first = f"{whole:{'+' if sign and whole else ''}.{digits}f}"
+    return f"{first} ± {(high - low) / 2:.{digits}f}".replace("-", "−")
 
 
 def mean(values: Iterable[float], digits: int = 2) -> str:
@@ -251,24 +253,24 @@ READ: list[Row] = [
     ("these and the best states", lambda m: shown(*auroc(m, "full"))),
 ]
 HEADLINES: list[Row] = [
-    ("user turns that the judge accepts as follow-ups, greedy", lambda m: points(JUDGED[0][1](m))),
-    ("sampled at T = 0.7", lambda m: points(JUDGED[1][1](m))),
     (
-        "**rise, less that of the same turns shown after a wrong conversation**",
-        lambda m: f"**{points(JUDGED[3][1](m), sign=True)}**",
+        "greedy turns that the judge accepts as follow-ups",
+        lambda m: points(interval(accepted(m, "accepted", 0.0))),
+    ),
+    ("turns sampled at T = 0.7", lambda m: points(interval(accepted(m, "accepted", HOT)))),
+    (
+        "**rise from greedy to sampled turns, beyond a wrong conversation**",
+        lambda m: f"**{points(interval(rise(m, 'beyond another')), sign=True)}**",
+    ),
+    ("of it, from fewer turns *out of role*", lambda m: points(parts_of(m)[0], sign=True)),
+    ("of it, from all else", lambda m: points(parts_of(m)[1], sign=True)),
+    (
+        "greedy turns accepted beyond a sibling response",
+        lambda m: points(interval(accepted(m, "beyond siblings", 0.0)), sign=True),
     ),
     (
-        "of it, from fewer turns *out of role*",
-        lambda m: points(split(judged_turns(m), "beyond")[0], sign=True),
-    ),
-    ("of it, from all else", lambda m: points(split(judged_turns(m), "beyond")[1], sign=True)),
-    (
-        "rise, less that of the same turns shown after another response to their query",
-        lambda m: points(change(rise(m, "beyond siblings")), sign=True),
-    ),
-    (
-        "rise of how often their own response is the likeliest of three, on queries held out",
-        lambda m: points(change(more_picks(m, queries="others")), sign=True),
+        "turns sampled at T = 0.7, beyond a sibling response",
+        lambda m: points(interval(accepted(m, "beyond siblings", HOT)), sign=True),
     ),
 ]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
@@ -358,6 +360,17 @@ def decomposed(turns: pd.DataFrame, value: str) -> Decomposition:
     """The rise of a value of turns, as ``ia-mech rates`` decomposes it."""
     columns = turns[value], turns["category"].isin(OUT_OF_ROLE), turns["temperature"] > 0
     return decomposed_difference(*columns, turns["query"])
+
+
+def parts_of(model: str, outside: Sequence[str] = (), refusals: bool = True) -> list[tuple]:
+    """Both parts of the rise beyond another conversation, with their intervals; with other
+    categories out of role, or without refusals."""
+    turns = judged_turns(model)
+    turns = turns[~is_refusal(turns) | refusals]
+    kind = turns["category"].isin(outside or OUT_OF_ROLE)
+    heated = turns["temperature"] > 0
+    found = decomposed_difference(turns["beyond"], kind, heated, turns["query"])
+    return [(one.value, one.low, one.high) for one in (found.mix, found.rest)]
 
 
 def split(turns: pd.DataFrame, value: str) -> list[str]:
@@ -578,11 +591,15 @@ def vectors(model: str) -> str:
 EXCESS = "excess over siblings"
 
 
-def changes(model: str) -> str:
+def held_rates(model: str) -> pd.DataFrame:
+    """Of each query, by condition and temperature."""
     turns = table(model, "changes")
     turns = turns.assign(query=turns["context_id"].str.replace(r"/r\d.*", "", regex=True))
-    wide = turns.pivot_table(index="query", columns=["condition", "temperature"], values="held")
-    rows = []
+    return turns.pivot_table(index="query", columns=["condition", "temperature"], values="held")
+
+
+def changes(model: str) -> str:
+    wide, rows = held_rates(model), []
     for name in ("none", "remove", "truncate", "generic_question"):
         row = [name.replace("_", " ")]
         for t in (0.0, HOT):
@@ -655,18 +672,44 @@ def apologises(turns: pd.DataFrame) -> pd.Series:
 
 
 def without_apologies() -> dict[str, str]:
-    """Of accepted greedy turns those that open so, and acceptance of all turns less theirs."""
+    """Of accepted greedy turns those that open so, and acceptance of all turns less theirs; as a
+    control, of SmolLM2's without the opening that most of these have."""
     found = {}
-    for model in (QWEN, MATHS):
+    for model in (QWEN, MATHS, SMOL):
         turns = judged_turns(model)
-        sorry = apologises(turns)
         greedy = (turns["accepted"] == 1) & (turns["temperature"] == 0)
-        found[f"of accepted {model}"] = f"{sorry[greedy].mean():.2f}"
+        opening = turns["text"].str.split().str[:3].str.join(" ")
+        if model == SMOL:
+            assert opening[greedy].mode().item() == "What is the"
+        left_out = opening == "What is the" if model == SMOL else apologises(turns)
+        found[f"of accepted {model}"] = f"{left_out[greedy].mean():.2f}"
         for what in ("accepted", "beyond"):
-            rest = turns.assign(rest=turns[what] * ~sorry)
+            rest = turns.assign(rest=turns[what] * ~left_out)
             of = rest.groupby(["query", "temperature"])["rest"].mean().unstack()
             found[f"{what} {model}"] = mean(of[0.0]) + mean(of[HOT]) + change(of[HOT] - of[0.0])
     return found
+
+
+def first_words(model: str) -> tuple[float, float]:
+    """Of turns sampled where the greedy one isn't accepted: by how much the accepted share of
+    contexts of the upper quarter exceeds that of the lower one, in turns that didn't choose them;
+    and as told by the turns' first words, with the shares that these have after other queries."""
+    turns = judged_turns(model)
+    refused = turns[(turns["temperature"] == 0) & (turns["accepted"] == 0)]["context"]
+    drawn = turns[(turns["temperature"] > 0) & turns["context"].isin(refused)]
+    drawn = drawn.dropna(subset=["accepted"])
+    drawn = drawn.assign(word=drawn["text"].str.split().str[0].fillna(""), one=1.0)
+    both = ["accepted", "one"]
+    others = drawn.groupby("word")[both].transform("sum")
+    others -= drawn.groupby(["query", "word"])[both].transform("sum")
+    seen = others["one"] + 2  # two more of the mean share, for words that are rare
+    drawn = drawn.assign(told=(others["accepted"] + 2 * drawn["accepted"].mean()) / seen)
+    halves = [drawn[drawn["sample"] % 2 == odd].groupby("context") for odd in (0, 1)]
+    chosen, rest = halves[0]["accepted"].mean(), halves[1][["accepted", "told"]].mean()
+    rest = rest.join(chosen.rename("chosen"), how="inner")
+    low, high = rest["chosen"].quantile([0.25, 0.75])
+    ends = rest[rest["chosen"] >= high].mean() - rest[rest["chosen"] <= low].mean()
+    return ends["accepted"], ends["told"]
 
 
 def hangs_on() -> str:
@@ -810,6 +853,7 @@ def in_words() -> dict[str, str]:
     sampled = sampled[sampled["temperature"] > 0]
     right = sampled.groupby(["query", "right"])["accepted"].mean().unstack().dropna()
     put = table(MATHS, "interchange")
+    removed = held_rates(SMOL)
     return {
         "repeats_alone": repeats_alone(),
         **without_apologies(),
@@ -818,6 +862,9 @@ def in_words() -> dict[str, str]:
             change(put[one] - put[other])
             for one, other in (("high", "low"), ("equal a", "equal b"), ("own high", "own low"))
         ),
+        "put_less_own": change(put["high"] - put["unchanged"])
+        + change(put["low"] - put["unchanged"]),
+        "without_response": change(removed[("remove", HOT)] - removed[("remove", 0.0)]),
         "put_again": "".join(
             change((put[one] - put[other])[~put["first"]])
             for one, other in (("high", "low"), ("own high", "own low"))
@@ -908,26 +955,41 @@ def test_how_often_accepted_turns_fit_others_is_said():
     assert f"it accepts {100 * near:.0f}% after another response to their query" in readme
 
 
-def test_the_first_screen_says_what_the_table_says():
+POINTS = re.compile(r"[+−]?\d+(?:\.\d)? ± \d+(?:\.\d)?")
+
+
+def test_readme_says_in_points_what_the_data_say():
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
-    total = points(change(rise(QWEN, "beyond another")))
-    again = points(change(rise(MATHS, "beyond another")))
-    assert f"than its greedy ones, by {total} points." in readme
-    assert f"168 further queries, all maths, Qwen's rise was {again}." in readme
+    put, again = table(MATHS, "interchange"), table(SMOL, "interchange_again")
+    again = again[~again["source"].isin(table(SMOL, "interchange")["source"])]
+    named = maths_picks(MATHS)
+    first, later = (of_maths(judged_turns(m)) for m in (QWEN, MATHS))
+    first, later = (decomposed(turns, "beyond").rest for turns in (first, later))
+    said = {
+        "than greedy ones, by {} points beyond": interval(rise(QWEN, "beyond another")),
+        "all maths, Qwen's rise was {}.": interval(rise(MATHS, "beyond another")),
+        "of one that gets few, the rate is {} points higher": interval(put["high"] - put["low"]),
+        "own rates differ by {};": interval(put["own high"] - put["own low"]),
+        "two conversations of equal rates {})": interval(put["equal a"] - put["equal b"]),
+        "repeats alone are, all else makes {} points": parts_of(QWEN, OUT_OF_ROLE[:2])[1],
+        "without refusals {} (": parts_of(QWEN, refusals=False)[1],
+        "than after two others, by {} points": interval(named[HOT] - named[0.0]),
+        "kinds, held out from the start: {})": interval(more_picks(QWEN, queries="others")),
+        "from all else ({} on the first": (first.value, first.low, first.high),
+        "30 queries, {} on these)": (later.value, later.low, later.high),
+        "In SmolLM2 it moves the rate by {} of": interval(again["high"] - again["low"]),
+        "of {}; equal donors": interval(again["own high"] - again["own low"]),
+        "equal donors move it by {},": interval(again["equal a"] - again["equal b"]),
+    }
+    shown = {text.format(points(ends)): text for text, ends in said.items()}
+    assert [text for text in shown if text not in readme] == []
+    made = POINTS.findall(" ".join([*shown, *headlines()]))
+    assert [one for one in POINTS.findall(readme) if one not in made] == []
     turns = judged_turns(QWEN)
-    floor = (
-        turns[turns["temperature"] == 0].groupby("query")["accepted_after_another"].mean().mean()
-    )
-    assert f"Qwen's 0.35 stands on a floor of {floor:.2f}" in readme
+    greedy = turns[turns["temperature"] == 0].groupby("query")["accepted_after_another"].mean()
+    floor, rate = greedy.mean(), accepted(QWEN, "accepted", 0.0).mean()
+    assert f"accepts {100 * rate:.0f} of 100, and {100 * floor:.0f} when it is shown" in readme
     assert not turns.loc[turns["category"].isin(OUT_OF_ROLE), "accepted"].any()
-    put = table(MATHS, "interchange")
-    moved, own, equal = (
-        points(change(put[a] - put[b]))
-        for a, b in (("high", "low"), ("own high", "own low"), ("equal a", "equal b"))
-    )
-    words = "than those from conversations with few, whose own shares differ by"
-    assert f"follow-ups bring {moved} points more {words} {own}." in readme
-    assert f"Control, two with equally many: {equal.removeprefix('−')}." in readme
 
 
 def test_the_lead_is_tried_as_was_said_beforehand():
@@ -968,9 +1030,16 @@ def test_what_accepted_greedy_turns_are_is_said():
         f"Of Qwen's accepted greedy turns {study} open with \"I'm sorry\", and {after_maths}"
         in page
     )
-    said = f"from Qwen, and after maths {100 * float(after_maths):.0f}%, open with"
-    assert f"A third of the greedy turns that it accepts {said}" in readme
+    said = f"accepts from Qwen, and {100 * float(after_maths):.0f}% of those after maths, open"
+    assert f"A third of the greedy turns that the judge {said}" in readme
     assert 0.32 < float(study) < 0.35
+
+
+def test_what_first_words_tell_is_said():
+    page = " ".join((RESULTS / "compare.md").read_text("utf-8").split())
+    (whole, told), (smol, smol_told) = map(first_words, (MATHS, SMOL))
+    assert f"differ by {whole:.2f} in the other half" in page
+    assert f"tells {told:.2f} of that (in SmolLM2 {smol_told:.2f} of {smol:.2f})" in page
 
 
 def test_how_weakly_the_rise_is_shown_is_said():
