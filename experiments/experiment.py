@@ -491,14 +491,15 @@ class Experiment(ABC):
             least, what = whole_from(2), "at most N queries, drawn by --seed"
             flag(parser, "--queries", least, cls.queries_used, what, metavar="N")
         cls.add_flags(parser)
+        written = parser.add_argument_group("what is shown and written")
         usual = f"results/{cls.name} in the first run"
         if cls.beside:
             usual = f"cache/<first run>-{cls.beside}"
         where = f"where results go (default: {usual})"
-        parser.add_argument("--out", type=path_of, metavar="FOLDER", help=where)
-        parser.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
-        parser.add_argument("--full", action="store_true", help="print all tables")
-        add_workers(parser)
+        written.add_argument("--out", type=path_of, metavar="FOLDER", help=where)
+        written.add_argument("--full", action="store_true", help="print all tables")
+        written.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
+        add_workers(parser.add_argument_group("what computes"))
         add_intervals(parser.add_argument_group("intervals"), seed="what is drawn")
         parser.set_defaults(command_line="")  # as it was given; empty where there was none
         return parser

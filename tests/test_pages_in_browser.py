@@ -142,12 +142,12 @@ def test_the_address_holds_what_is_chosen(judged, opened):
     content = render_report([judged])
     page = opened(content)
     option(page, "category", "accepted")
-    option(page, "sort by", "random")
+    option(page, "sort contexts by", "random")
     page.get_by_label("20 at random: draw no.").fill("2")
     place, found = page.evaluate("location.hash"), counted(page)
     shown = page.locator(".context").all_text_contents()
     again = opened(content, place)
-    assert choice(again, "category") == "accepted" and choice(again, "sort by") == "random"
+    assert choice(again, "category") == "accepted" and choice(again, "sort contexts by") == "random"
     assert counted(again) == found and again.locator(".context").all_text_contents() == shown
     assert opened(content, "#length=3&elements=4").locator("#count").text_content()  # no controls
     page.get_by_role("button", name="clear").click()

@@ -23,7 +23,7 @@ from ia_mech.rates.result import result
 from ia_mech.results import folder_of, read
 from ia_mech.run import Run
 
-CAVEAT = "a heuristic, 0.9 of the time right"
+CAVEAT = "A heuristic, 0.9 of the time right"
 RULES = {"identity": {"kind": "rules"}, "caveat": CAVEAT}
 
 

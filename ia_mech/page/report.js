@@ -117,16 +117,16 @@ unpacked().then((data) => {
 
   // Turns can be drawn at random, and contexts sorted: by the largest value of a turn that passes.
   const draws = control(`${DRAWN} at random: draw no.`, el("input", { type: "number", min: "1", step: "1" }));
-  const orders = { "as sampled": null, random: (i) => noise(turns.context[i], 0), "log p": (i) => turns.logprob[i] };
-  if (bits) orders.bits = (i) => bits[i];
+  const orders = { "as sampled": null, random: (i) => noise(turns.context[i], 0), "the likeliest turn": (i) => turns.logprob[i] };
+  if (bits) orders["most bits"] = (i) => bits[i];
   for (const judge of judges) {
     const scores = turns.labels[judge].score;
-    if (scores.some((score) => score !== null)) orders[`certainty of ${judge}`] = (i) => scores[i];
+    if (scores.some((score) => score !== null)) orders[`most certain turn of ${judge}`] = (i) => scores[i];
   }
   for (const name of Object.keys(contexts.probes)) {
-    orders[`prediction of ${name}`] = (i) => contexts.probes[name][turns.context[i]];
+    orders[`highest prediction of ${name}`] = (i) => contexts.probes[name][turns.context[i]];
   }
-  const sorting = control("sort by", el("select", {}, ...Object.keys(orders).map((name) =>
+  const sorting = control("sort contexts by", el("select", {}, ...Object.keys(orders).map((name) =>
     el("option", { value: name, defaultSelected: name === "as sampled" }, name))));
 
   // Tokens are shaded by a value; `most` is that of the darkest.

@@ -41,6 +41,8 @@ def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
     for number, (quantity, (label, colour)) in enumerate(LINES.items()):
         own = whole[whole["quantity"] == quantity]
         own = own[own["decoy"].isna() | (own["decoy"] == CONVERSATION)].sort_values("temperature")
+        if quantity == "excess":
+            own = own.assign(decoy=None)  # its marks lead to the turns, as the rate's do
         if own["value"].notna().any():
             at = own["temperature"] + apart * number
             draw_points(left, at, own, fmt="o-", capsize=2, color=colour, label=label)

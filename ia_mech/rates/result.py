@@ -74,9 +74,11 @@ def result_on(
     shown = "" if judged.responses == EVERY else f"-{judged.responses}"
     shown += "" if judged.by is None else f"-by-{quote(judged.by, safe='')}"
     labellers = judged.judge, settings.get("annotator")
+    known = judged.record.get("caveat", "").rstrip(".")
+    control = [gate.sentence for gate in gates] + ([known[0].upper() + known[1:]] if known else [])
     return Result(
         name=f"rates-{judged.judge}{kind.removeprefix('rates')}{shown}",
-        control=" ".join(f"{gate.sentence}." for gate in gates),
+        control=" ".join(f"{one}." for one in control),
         about={
             "kind": kind,
             **about_runs(judged.runs, [name for name in labellers if name]),
@@ -332,8 +334,6 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
             "together (results of experiments.reaction). Of turns that depend on no response, at "
             "most 1 in K would pass, K the number of responses to a query."
         )
-    if judged.record.get("caveat"):
-        notes.append(f"{judged.record['caveat']}.".replace("..", "."))
     notes += few_sources(rows)
     powered = rows[rows["quantity"] == "rate_prediction_powered"]
     for reason in powered.loc[powered["value"].isna(), "method"].str.split(";").str[0].unique():
