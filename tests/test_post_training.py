@@ -251,7 +251,7 @@ def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_pa
     words += ["--out", str(tmp_path / "out")]
     done = call(main, words, capfd)
     assert done.status == 0, done.err
-    first, second, *_ = done.out.splitlines()
+    _, first, second, *_ = done.out.splitlines()  # before it: too few queries
     assert "bits by which a turn tells more" in first.lower()
     assert "after another response to the same query" in second
     assert "gives no p below 0.5, however large" in " ".join(done.out.split())

@@ -18,7 +18,7 @@ from shell import call, files, refusal
 from benchmarks.probe_validation.planted import Plan, Planted, plant, write
 from ia_mech.collect.command import main as sample
 from ia_mech.models.load import recall
-from ia_mech.results import read
+from ia_mech.results import read, sentences_of
 from ia_mech.run import Run
 from probes import train
 from probes.card import Probe
@@ -81,7 +81,7 @@ def test_it_finds_what_was_planted_and_keeps_it(run, planted, capfd, monkeypatch
     result = read(folder)
     assert result.about["kind"] == "probe" and result.about["judge"] == "planted"
     assert result.sentence == card["sentence"] and "beyond" not in result.sentence.split(".")[0]
-    for text in (result.sentence, result.control):
+    for text in (*sentences_of(result.sentence), *sentences_of(result.control)):
         assert text in said.out  # in one line each, whatever the screen's width
     numbers = result.estimates.set_index("quantity")
     assert numbers.loc["statistic_headline", "p"] == 1 / 20

@@ -75,7 +75,7 @@ _TOOLS = ("tools", "functions")
 # What names of columns that aren't known end with, and what names of gold answers hold.
 _LIKE_QUERY = ("question", "query", "prompt", "instruction", "problem", "input")
 _LIKE_RESPONSE = ("response", "answer", "output", "completion", "reply", "generation", "assistant")
-NEAR = 0.8  # of difflib: "respones" is near "response"
+NEAR = 0.8  # of difflib: a name with a letter too many, too few or swapped is near
 _LIKE_GOLD = ("gold", "correct", "expected", "reference", "target", "ideal")
 
 _WORD = re.compile(r"\s*\w*\s*", re.ASCII)
