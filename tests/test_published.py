@@ -792,7 +792,7 @@ PARTS_OF = ((0, "of it, fewer out of role"), (1, "of it, all else"))
 PICKS_OF = ((0, "of it, fewer out of role"), (2, "of it, in role"), (3, "of it, out of role"))
 SUMS = (
     "of it, fewer out of role",
-    "of it, either kind",
+    "of it, all else",
     "of these, in role",
     "of these, out of role",
 )
