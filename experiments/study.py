@@ -268,26 +268,28 @@ def result(out: Path) -> Result:
 
     windows = strongest_windows(located.estimates, run.model["layers"])
     counted = read(folder_of(run.path, f"rates-{judge}")).estimates
-    sentence = (
-        f"{verdict(all_datasets(counted))} {run.model['name']}'s turns tell "
-        f"{told(BITS, OWN)} of {CEILING:.2f} bits about their "
-        f"response, greedy ones {told(BITS, OWN, 0.0)}; {carried(RESPONSE)} arrive through the "
-        f"response's keys and values{f', mostly layers {windows}' if windows else ''}, "
-        f"{carried(HEADER)} through the header's. A judge accepts "
-        f"{accepted(EXCESS, GREEDY)} of greedy turns beyond siblings, and under the best other arm "
-        f"{accepted(GAP, BEST)} more.{biased(run)}"
-    )
+    moved = [read(place).sentence for name in WHERE if kind_of(place := out / f"run-{name}")]
+    sentence = [
+        f"{verdict(all_datasets(counted))} Turns of {run.model['name']} tell {told(BITS, OWN)} of "
+        f"{CEILING:.2f} bits about their response, greedy ones {told(BITS, OWN, 0.0)}. Of these "
+        f"{carried(RESPONSE)} arrive through the response's keys and values"
+        f"{f', mostly layers {windows}' if windows else ''}, {carried(HEADER)} through the "
+        "header's.",
+        *moved,
+        f"Judge {judge} accepts {accepted(EXCESS, GREEDY)} of greedy turns beyond siblings, and "
+        f"under the best other arm {accepted(GAP, BEST)} more.{biased(run)}",
+    ]
     wording = out / "run-reaction"
-    places = [out / f"run-{name}" for name in WHERE]
+    known = run.labels.record("judgements", judge).get("caveat", "").rstrip(".")
     control = [
         "Every number is held against siblings, other responses to the same query.",
-        *(read(place).sentence for place in places if kind_of(place)),
         read(wording).control if kind_of(wording) else UNWORDED,
+        *([f"{known[0].upper()}{known[1:]}."] if known else []),
     ]
     return Result(
         name=NAME,
         question="What do user turns owe to the response: expressed, carried, elicited?",
-        sentence=headline(sentence.strip(), found),
+        sentence=headline(" ".join(sentence).strip(), found),
         control=" ".join(control),
         estimates=found,
         tables=[*located.tables[:1], *elicited.tables[:1]],
