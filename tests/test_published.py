@@ -82,7 +82,8 @@ def by_query(model: str) -> pd.DataFrame:
     turns = table(model, "turns").merge(table(model, "contexts")[["context", "query", "dataset"]])
     turns["beyond siblings"] = turns["accepted"] - turns["accepted_after_siblings"]
     turns["beyond another"] = turns["accepted"] - turns["accepted_after_another"]
-    columns = ["accepted", "beyond siblings", "beyond another"]
+    turns["after another"] = turns["accepted_after_another"]
+    columns = ["accepted", "after another", "beyond siblings", "beyond another"]
     return turns.groupby(["dataset", "query", "temperature"])[columns].mean().unstack()
 
 
@@ -252,26 +253,26 @@ READ: list[Row] = [
     ("output, words and ends of query and response", lambda m: shown(*auroc(m, "base"))),
     ("these and the best states", lambda m: shown(*auroc(m, "full"))),
 ]
+AGAIN = "the same turns, shown after a wrong conversation"
 HEADLINES: list[Row] = [
     (
         "greedy turns that the judge accepts as follow-ups",
         lambda m: points(interval(accepted(m, "accepted", 0.0))),
     ),
+    (AGAIN, lambda m: points(interval(accepted(m, "after another", 0.0)))),
     ("turns sampled at T = 0.7", lambda m: points(interval(accepted(m, "accepted", HOT)))),
+    (AGAIN, lambda m: points(interval(accepted(m, "after another", HOT)))),
     (
-        "**rise from greedy to sampled turns, beyond a wrong conversation**",
+        "**rise from greedy to sampled turns, less the rise after a wrong conversation**",
         lambda m: f"**{points(interval(rise(m, 'beyond another')), sign=True)}**",
     ),
     ("of it, from fewer turns *out of role*", lambda m: points(parts_of(m)[0], sign=True)),
     ("of it, from all else", lambda m: points(parts_of(m)[1], sign=True)),
     (
-        "greedy turns accepted beyond a sibling response",
-        lambda m: points(interval(accepted(m, "beyond siblings", 0.0)), sign=True),
+        "rise, less the rise after another response to the same query",
+        lambda m: points(interval(rise(m, "beyond siblings")), sign=True),
     ),
-    (
-        "turns sampled at T = 0.7, beyond a sibling response",
-        lambda m: points(interval(accepted(m, "beyond siblings", HOT)), sign=True),
-    ),
+    ("gate: accepted more than twice as often as after a wrong conversation", lambda m: gate(m)),
 ]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
 SITES = ("own context", "response", "after the response", "header", "query")
@@ -325,10 +326,26 @@ def hits(model: str, part: str, t: float) -> pd.Series:
     return site(model, f"written: {part}", t, what="hits")
 
 
+def gate(model: str) -> str:
+    """Whether turns are accepted more than twice as often as after another conversation."""
+    of = by_query(model)
+    turns = judged_turns(model).groupby(["query", "temperature"]).size().unstack()
+    margin = sum(
+        (of[("accepted", t)] - 2 * of[("after another", t)]).droplevel(0) * turns[t]
+        for t in (0.0, HOT)
+    )
+    _, low, high = interval(margin / turns.sum(axis=1))
+    return "passed" if low > 0 else "failed" if high < 0 else "undecided"
+
+
 def headlines() -> list[str]:
     """README's table."""
-    names = {QWEN: "Qwen2.5-Coder-1.5B", SMOL: "SmolLM2-135M"}
-    head = ["in points", *(f"{name}, {queries(m)} queries" for m, name in names.items())]
+    names = {
+        QWEN: "Qwen2.5-Coder-1.5B, {} queries",
+        MATHS: "Qwen, {} other queries, all maths",
+        SMOL: "SmolLM2-135M, {} queries",
+    }
+    head = ["in points of 100", *(name.format(queries(m)) for m, name in names.items())]
     return [markdown(head, [[label, *(make(m) for m in names)] for label, make in HEADLINES])]
 
 
@@ -963,33 +980,36 @@ def test_readme_says_in_points_what_the_data_say():
     put, again = table(MATHS, "interchange"), table(SMOL, "interchange_again")
     again = again[~again["source"].isin(table(SMOL, "interchange")["source"])]
     named = maths_picks(MATHS)
-    first, later = (of_maths(judged_turns(m)) for m in (QWEN, MATHS))
-    first, later = (decomposed(turns, "beyond").rest for turns in (first, later))
+    in_role = parts_of_rise(picked_turns(MATHS), "picked")
+    reach = stats.t.ppf(0.975, in_role[2] - 1) * in_role[1][2]
+    in_role = in_role[0][2]
     said = {
-        "than greedy ones, by {} points beyond": interval(rise(QWEN, "beyond another")),
-        "all maths, Qwen's rise was {}.": interval(rise(MATHS, "beyond another")),
-        "of one that gets few, the rate is {} points higher": interval(put["high"] - put["low"]),
-        "own rates differ by {};": interval(put["own high"] - put["own low"]),
-        "two conversations of equal rates {})": interval(put["equal a"] - put["equal b"]),
-        "repeats alone are, all else makes {} points": parts_of(QWEN, OUT_OF_ROLE[:2])[1],
-        "without refusals {} (": parts_of(QWEN, refusals=False)[1],
+        "than greedily, by {} points of 100 beyond": interval(rise(QWEN, "beyond another")),
+        "that get many follow-ups bring {} points more": interval(put["high"] - put["low"]),
+        "Their own rates differ by {}.": interval(put["own high"] - put["own low"]),
+        "two conversations with equal rates differ by {}.": interval(
+            put["equal a"] - put["equal b"]
+        ),
         "than after two others, by {} points": interval(named[HOT] - named[0.0]),
-        "kinds, held out from the start: {})": interval(more_picks(QWEN, queries="others")),
-        "from all else ({} on the first": (first.value, first.low, first.high),
-        "30 queries, {} on these)": (later.value, later.low, later.high),
-        "In SmolLM2 it moves the rate by {} of": interval(again["high"] - again["low"]),
-        "of {}; equal donors": interval(again["own high"] - again["own low"]),
+        "those in role {}.": (in_role, in_role - reach, in_role + reach),
+        "all kinds, held out: {}.)": interval(more_picks(QWEN, queries="others")),
+        "state moves the rate by {} of": interval(again["high"] - again["low"]),
+        "of {} points; equal donors": interval(again["own high"] - again["own low"]),
         "equal donors move it by {},": interval(again["equal a"] - again["equal b"]),
     }
     shown = {text.format(points(ends)): text for text, ends in said.items()}
     assert [text for text in shown if text not in readme] == []
     made = POINTS.findall(" ".join([*shown, *headlines()]))
     assert [one for one in POINTS.findall(readme) if one not in made] == []
-    turns = judged_turns(QWEN)
-    greedy = turns[turns["temperature"] == 0].groupby("query")["accepted_after_another"].mean()
-    floor, rate = greedy.mean(), accepted(QWEN, "accepted", 0.0).mean()
-    assert f"accepts {100 * rate:.0f} of 100, and {100 * floor:.0f} when it is shown" in readme
-    assert not turns.loc[turns["category"].isin(OUT_OF_ROLE), "accepted"].any()
+    for model in (QWEN, MATHS, SMOL):
+        turns = judged_turns(model)
+        assert not turns.loc[turns["category"].isin(OUT_OF_ROLE), "accepted"].any()
+    rows = [re.findall(r"([+−]\d\.\d\d) \[", row) for row in hangs_on().splitlines()[2:]]
+    rests = np.array([[float(one.replace("−", "-")) for one in row] for row in rows])[:, [2, 5]]
+    study, maths = (f"{100 * of.min():.0f} to {100 * of.max():.0f}" for of in rests.T)
+    assert f"makes {study} of the 10 points, and {maths} of the 7 after".replace("-", "−") in readme
+    whole, told = first_words(MATHS)
+    assert f"alone tells {100 * told:.0f} of the {100 * whole:.0f} points" in readme
 
 
 def test_the_lead_is_tried_as_was_said_beforehand():
@@ -1030,9 +1050,22 @@ def test_what_accepted_greedy_turns_are_is_said():
         f"Of Qwen's accepted greedy turns {study} open with \"I'm sorry\", and {after_maths}"
         in page
     )
-    said = f"accepts from Qwen, and {100 * float(after_maths):.0f}% of those after maths, open"
-    assert f"A third of the greedy turns that the judge {said}" in readme
+    said = (
+        f"from Qwen, and {100 * float(after_maths):.0f}% after the other maths queries, open with"
+    )
+    assert f"A third of those that the judge accepts {said}" in readme
+    for model in (QWEN, MATHS):
+        turns = judged_turns(model)
+        greedy = turns[(turns["temperature"] == 0) & (turns["accepted"] == 1) & apologises(turns)]
+        assert greedy["text"].str.contains("not sure").mean() > 0.94
     assert 0.32 < float(study) < 0.35
+
+
+def test_that_the_gate_fails_after_maths_is_said():
+    page = " ".join((RESULTS / "compare.md").read_text("utf-8").split())
+    rate, floor = judged_turns(MATHS)[["accepted", "accepted_after_another"]].mean()
+    assert [gate(m) for m in (QWEN, MATHS, SMOL)] == ["undecided", "failed", "passed"]
+    assert f"as after another maths problem ({rate:.2f} and {floor:.2f})" in page
 
 
 def test_what_first_words_tell_is_said():
