@@ -77,7 +77,7 @@ from ia_mech.run import Run
 NAME = "study"
 TEMPERATURES = (0.7, 1.0)
 RESPONSE_TOKENS, TURN_TOKENS = 512, 40
-WRITTEN, DRAWN = 300, 1.75  # for the plan: tokens of a response, draws of it until one is finished
+WRITTEN, DRAWN = 360, 2.2  # for the plan: tokens of a response, draws of it until one is finished
 QUICK = 12  # queries of --quick
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
