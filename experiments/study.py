@@ -59,6 +59,7 @@ from ia_mech.cli import (
     Parser,
     add_workers,
     nonblank,
+    one_line,
     path_of,
     run_command,
     tolerant_streams,
@@ -388,6 +389,19 @@ def _study(args: argparse.Namespace) -> int | None:
         return _run_stages(args)
 
 
+def usable_queries(stage: Stage, out: Path) -> int:
+    """How many queries the first stage will use, those that the model's template can't show left
+    out or refused as there."""
+    from ia_mech.collect.command import build_parser as of_sample
+    from ia_mech.collect.command import settings_of
+    from ia_mech.collect.survey import survey
+
+    surveyed = survey(settings_of(of_sample().parse_args(stage.words)), out)
+    for line in surveyed.skipped:
+        print(f"note: skipped, {one_line(line)}", file=sys.stderr)
+    return surveyed.dataset_conversations
+
+
 def _run_stages(args: argparse.Namespace) -> int | None:
     begun = (args.out / "run" / "run.json").is_file()
     if args.hours is not None and begun:  # what fitted then; the pace may be another now
@@ -398,6 +412,8 @@ def _run_stages(args: argparse.Namespace) -> int | None:
         queries = sum(1 for _ in open_conversations(args.dataset, **usable))
         args.queries = min(args.queries, queries)
     if args.hours is not None or args.dry_run:
+        if not begun:
+            args.queries = usable_queries(stages(args)[0], args.out / "run")
         print(f"measuring the pace of {args.model} …", file=sys.stderr, flush=True)
         read, written = measured_pace(args.model)
         if args.hours is not None:

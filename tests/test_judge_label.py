@@ -50,6 +50,33 @@ def kept(judge: Judge, cache: Path) -> int:
     return sum("key" in json.loads(line) for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "said"),
+    [
+        (
+            lambda items: [1 / 0 for _ in items],
+            r"failed: ZeroDivisionError: .* \(line \d+ of .*\.py\)",
+        ),
+        (
+            lambda items: [Verdict(GENUINE)] * (len(items) - 1),
+            r"returned 3 objects \(Verdict\) for 4 turns",
+        ),
+        (lambda items: ["generic"] * len(items), r"returned 4 objects \(str\) for 4 turns"),
+    ],
+    ids=["fails", "one lacks", "texts"],
+)
+def test_a_judge_of_ones_own_that_does_something_else_is_named(run, label, verdicts, said):
+    class Own(Judge):
+        batch, identity = 4, {"kind": "own"}
+
+        def judge(self, items):
+            return verdicts(items)
+
+    with pytest.raises(UserError, match=rf"^the judge Own {said}"):
+        label(Own())
+    assert run.labels.judges == []
+
+
 # -- rows ---------------------------------------------------------------------------------------
 
 

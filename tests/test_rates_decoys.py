@@ -114,7 +114,7 @@ def test_verdicts_without_decoys_have_no_floor(run):
     assert judged.gate.word == "no decoys" and judged.decoys.empty
     found = result(judged)
     assert set(found.estimates["gate"]) == {"no decoys"} and found.estimates["decoy"].isna().all()
-    assert "floor is unknown" in found.sentence
+    assert "is unknown: the run has no decoys" in found.control
 
 
 def test_perturbed_contexts_do_not_decide():

@@ -126,8 +126,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> None:
         nonlocal out
-        names = {setting.name for setting in fields(Settings)}
-        settings = Settings.read({k: v for k, v in vars(args).items() if k in names})
+        settings = settings_of(args)
         out = out or settings.folder()
         # All of this before torch is loaded, which takes seconds.
         from ia_mech.data.conversations import local
@@ -150,6 +149,12 @@ def main(argv: list[str] | None = None) -> int:
             _make(settings, out, args, bar)
 
     return run_command(body, lambda: _kept(out))
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The settings among the arguments of the command."""
+    names = {setting.name for setting in fields(Settings)}
+    return Settings.read({k: v for k, v in vars(args).items() if k in names})
 
 
 def _refuse_other_settings(settings: Settings, out: Path) -> None:

@@ -83,7 +83,7 @@ def dry_run(settings: Settings, out: Path, shard: Shard) -> tuple[dict[str, str]
         "context tokens": f"{sum(lengths)} (longest {max(lengths, default=0)})",
         "rows to decode": f"{each * contexts} x at most {settings.max_new_tokens} tokens",
         "new tokens": f"at most {tokens}, responses included",
-        "parts": f"{len(rows)}; a kill costs at most one of {max(rows, default=0)} rows",
+        "parts": f"{len(rows)}; a kill costs a worker at most one of {max(rows, default=0)} rows",
         "memory": memory_text(size.weights, parts.part_bytes),
         "time": time_text(_seconds(parts, settings, size, sum(lengths), writing, device.type)),
         "bytes to be written": f"{written}, to {out}",

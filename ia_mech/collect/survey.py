@@ -192,6 +192,9 @@ def _notes(settings: Settings, source: ConversationSource, count: int) -> list[s
     elif settings.limit is not None and count < settings.limit:
         fewer = f"has fewer conversations than --limit {settings.limit}: {count}"
         notes.append(f"{settings.dataset} {fewer}")
+    if source.cut:
+        later = "--cut last would read up to the last one"
+        notes.append(f"rows with user turns after the first follow-up: {source.cut}; {later}")
     if source.left:
         notes.append(f"columns that are kept as metadata alone: {', '.join(source.left)}")
     return notes

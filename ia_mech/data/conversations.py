@@ -199,6 +199,7 @@ class ConversationSource:
             out so far.
         rest: whether the last iteration ended by ``limit``, before the last row.
         left: columns that this iteration has kept as metadata so far.
+        cut: how many rows of this iteration go on after the reference, unread.
     """
 
     def __init__(
@@ -216,10 +217,11 @@ class ConversationSource:
         self.skipped: list[str] = []
         self.rest = False
         self.left: dict[str, None] = {}
+        self.cut = 0
         self._read, self._limit, self._skip = read, limit, skip_unusable
 
     def __iter__(self) -> Iterator[Conversation]:
-        self.skipped, self.rest, self.left = [], False, {}
+        self.skipped, self.rest, self.left, self.cut = [], False, {}, 0
         seen: dict[str, int] = {}
         used = 0  # rows
         rows = self._rows()
@@ -251,6 +253,7 @@ class ConversationSource:
                 "leave out the column, or write it as text",
             ) from None
         self.left |= dict.fromkeys(parsed.left)
+        self.cut += parsed.cut
         made = _with_each(self._conversation(parsed, number), parsed.responses)
         for conversation in made:
             validate(conversation, place)

@@ -133,6 +133,7 @@ class ParsedRow:
     response_index: int | None = None
     finish_reason: str | None = None
     left: list[str] = field(default_factory=list)  # columns that became metadata
+    cut: bool = False  # whether it has more turns after the reference
 
 
 def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
@@ -574,6 +575,7 @@ def _row(
         return parsed
     whole = parsed.messages
     parsed.messages, parsed.reference = cut_dialogue(whole, cells.columns.cut, asked)
+    parsed.cut = len(whole) > len(parsed.messages) + 1
     if len(parsed.messages) < len(whole):
         parsed.finish_reason = None  # of the last answer, which is left out
     return parsed

@@ -8,6 +8,7 @@ paid judges come from the cache where it has them.
 import contextlib
 import json
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -125,7 +126,7 @@ def _judge_missing(
         if ended.is_set():
             return {}
         try:
-            received = dict(zip(batch, judge.judge(batch), strict=True))
+            received = _received(judge, batch)
             for item, verdict in received.items():
                 if cache is not None and verdict.status in (JUDGED, TRUNCATED):
                     cache.put(item, verdict)
@@ -157,6 +158,36 @@ def _judge_missing(
                 facts += [f"{failures} failed"] if failures else []
                 progress.advance(1, ", ".join(facts))
     return verdicts
+
+
+def _received(judge: Judge, batch: list[Item]) -> dict[Item, Verdict]:
+    """The verdicts on a batch.
+
+    Raises:
+        UserError: a judge of the user's own returned something else, or failed.
+    """
+    name = type(judge).__name__
+    try:
+        verdicts = list(judge.judge(batch))
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        if type(judge).__module__.startswith("ia_mech."):
+            raise
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"the judge {name} failed: {type(error).__name__}: {error} (line {at.lineno} of "
+            f"{at.filename})",
+            "correct it, and judge again",
+        ) from error
+    if len(verdicts) != len(batch) or not all(isinstance(one, Verdict) for one in verdicts):
+        kinds = sorted({type(one).__name__ for one in verdicts})
+        raise UserError(
+            f"the judge {name} returned {len(verdicts)} objects ({', '.join(kinds)}) for "
+            f"{len(batch)} turns",
+            "return a list with one ia_mech.judge.verdict.Verdict for each",
+        )
+    return dict(zip(batch, verdicts, strict=True))
 
 
 @contextlib.contextmanager

@@ -84,7 +84,8 @@ class Gate:
         """Rate, floor and excess in words, with the verdict."""
         decided = f"{self.verdict}, {self.decoys} decoys"
         if self.kind == CONVERSATION:
-            decided = f"rate less twice the floor {self.margin.text(sign=True)}: {decided}"
+            twice = f"rate less twice the floor {self.margin.text(sign=True)}"
+            decided = f"gate {decided}: {twice}"
         return (
             f"{self.rate:.2f} of the turns {OUTCOMES[self.outcome]}, and {self.floor:.2f} when it "
             f"is shown them after {AFTER[self.kind]}: an excess of "

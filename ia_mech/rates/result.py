@@ -15,7 +15,7 @@ from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.rates import figures, latent
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, RELIABILITY_TURNS, estimates
 from ia_mech.rates.evidence import DEPENDENT
-from ia_mech.rates.gate import AFTER, CONVERSATION, NO_DECOYS, NOT_PASSED, PASSED, UNDECIDED, Gate
+from ia_mech.rates.gate import AFTER, CONVERSATION, Gate
 from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns, matching
 from ia_mech.results import Result, Table, about_runs, table_of
 from ia_mech.run.labels import KEY
@@ -23,16 +23,6 @@ from ia_mech.run.labels import KEY
 QUESTION = "How often are the user turns genuine follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
 LINES = ("model", "perturbation", "dataset", "temperature")
-_ABOVE = {  # what decoys of other conversations say of the rate over all temperatures
-    PASSED: "Over all temperatures together, turns are accepted more than twice as often after "
-    "their own conversation as after another one (the judge's floor).",
-    NOT_PASSED: "Over all temperatures together, turns are accepted less than twice as often after "
-    "their own conversation as after another one (the judge's floor).",
-    UNDECIDED: "Whether turns are accepted more than twice as often after their own conversation "
-    "as after another one (the judge's floor) is undecided, over all temperatures together.",
-    NO_DECOYS: "The judge's floor is unknown.",
-}
-_NONE = "None is, so there is nothing to hold against the judge's floor."
 
 
 def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result:
@@ -75,7 +65,8 @@ def result_on(
     shown += "" if judged.by is None else f"-by-{quote(judged.by, safe='')}"
     labellers = judged.judge, settings.get("annotator")
     known = judged.record.get("caveat", "").rstrip(".")
-    control = [gate.sentence for gate in gates] + ([known[0].upper() + known[1:]] if known else [])
+    control = [gate.sentence for gate in gates if gate.outcome == "genuine"]
+    control += [known[0].upper() + known[1:]] if known else []
     return Result(
         name=f"rates-{judged.judge}{kind.removeprefix('rates')}{shown}",
         control=" ".join(f"{one}." for one in control),
@@ -103,7 +94,6 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, level: float) -> str:
         f"{shares[0][0]} {whose.format(shares[0][1])}",
         *(f"{share} at {at}" for share, at in shares[1:]),
     ]
-    above = _ABOVE[gate.verdict] if plain["value"].any() else _NONE
     sources = turns["source"].nunique()
     apart = "" if judged.by is None else f"Rates by {judged.by} are in the table; together: "
     few = "Few queries: take all this as rough. " if sources < FEW_SOURCES else ""
@@ -111,8 +101,7 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, level: float) -> str:
     return (
         f"{few}{apart}By judge {judged.judge}, {', '.join(rates)} ({len(turns)} turns from "
         f"{sources} queries). {latent.verdict(of, level)}".rstrip()
-        + f"{unfinished if turns['unfinished'].any() else ''} {above} "
-        f"{_reaction(gate)}"
+        + f"{unfinished if turns['unfinished'].any() else ''} {_reaction(gate)}"
     )
 
 
