@@ -263,16 +263,22 @@ HEADLINES: list[Row] = [
     ("turns sampled at T = 0.7", lambda m: points(interval(accepted(m, "accepted", HOT)))),
     (AGAIN, lambda m: points(interval(accepted(m, "after another", HOT)))),
     (
-        "**rise from greedy to sampled turns, less the rise after a wrong conversation**",
+        "**rise from greedy to sampled turns, less that after a wrong conversation**",
         lambda m: f"**{points(interval(rise(m, 'beyond another')), sign=True)}**",
     ),
-    ("of it, from fewer turns *out of role*", lambda m: points(parts_of(m)[0], sign=True)),
-    ("of it, from all else", lambda m: points(parts_of(m)[1], sign=True)),
     (
-        "rise, less the rise after another response to the same query",
+        "part of that rise: fewer turns are *out of role*",
+        lambda m: points(parts_of(m)[0], sign=True),
+    ),
+    ("the rest of that rise", lambda m: points(parts_of(m)[1], sign=True)),
+    (
+        "rise, less that after another response to the same query",
         lambda m: points(interval(rise(m, "beyond siblings")), sign=True),
     ),
-    ("gate: accepted more than twice as often as after a wrong conversation", lambda m: gate(m)),
+    (
+        "*gate*: more than twice as many accepted as after a wrong conversation",
+        lambda m: gate(m),
+    ),
 ]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
 SITES = ("own context", "response", "after the response", "header", "query")
@@ -984,7 +990,7 @@ def test_readme_says_in_points_what_the_data_say():
     reach = stats.t.ppf(0.975, in_role[2] - 1) * in_role[1][2]
     in_role = in_role[0][2]
     said = {
-        "than greedily, by {} points of 100 beyond": interval(rise(QWEN, "beyond another")),
+        "rise from greedy turns is {} points": interval(rise(QWEN, "beyond another")),
         "that get many follow-ups bring {} points more": interval(put["high"] - put["low"]),
         "Their own rates differ by {}.": interval(put["own high"] - put["own low"]),
         "two conversations with equal rates differ by {}.": interval(
@@ -1004,6 +1010,15 @@ def test_readme_says_in_points_what_the_data_say():
     for model in (QWEN, MATHS, SMOL):
         turns = judged_turns(model)
         assert not turns.loc[turns["category"].isin(OUT_OF_ROLE), "accepted"].any()
+    own, other = (
+        [100 * interval(accepted(QWEN, what, t))[0] for t in (0.0, HOT)]
+        for what in ("accepted", "after another")
+    )
+    shown = [f"{one:.0f}" for one in (own[0], other[0], own[1], other[1])]
+    left = [f"{a - b:.0f}" for a, b in zip(own, other, strict=True)]
+    text = "accepts {} as follow-ups, and {} when it is shown the same turns after a wrong"
+    assert text.format(*shown[:2]) in readme
+    assert f"it is {shown[2]} and {shown[3]}. So {left[0]} turns are left and {left[1]}:" in readme
     rows = [re.findall(r"([+−]\d\.\d\d) \[", row) for row in hangs_on().splitlines()[2:]]
     rests = np.array([[float(one.replace("−", "-")) for one in row] for row in rows])[:, [2, 5]]
     study, maths = (f"{100 * of.min():.0f} to {100 * of.max():.0f}" for of in rests.T)
