@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ia_mech.chat.template import PINNED_DATE
-from ia_mech.cli import nonblank, one_line, utf8, whole_from
+from ia_mech.cli import did_you_mean, nonblank, one_line, utf8, whole_from
 from ia_mech.data.formats import CUTS, FORMATS, ColumnMap
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
@@ -326,9 +326,9 @@ class Settings:
         """
         names = [one.name for one in fields(cls)]
         if unknown := [name for name in given if name not in names]:
-            raise TypeError(
-                f"there is no setting {', '.join(map(repr, unknown))}; there are {', '.join(names)}"
-            )
+            meant = "".join(did_you_mean(name, names) for name in unknown)
+            listed = f"{', '.join(map(repr, unknown))}{meant}; there are {', '.join(names)}"
+            raise TypeError(f"there is no setting {listed}")
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:

@@ -219,9 +219,7 @@ def check_enough(outcome: Outcome, target: Target) -> None:
         UserError: too few sources with a positive turn or without one, also where rates differ.
     """
     sources = outcome.source_count
-    needs = (
-        f"a probe needs {MIN_SOURCES} queries with one that does, and {MIN_SOURCES} with another"
-    )
+    needs = f"a probe needs {MIN_SOURCES} queries with a turn of either kind"
 
     def fewest(rows: np.ndarray | slice) -> tuple[int, str]:
         """Sources of the rarer kind, and what there is of them."""
@@ -234,7 +232,7 @@ def check_enough(outcome: Outcome, target: Target) -> None:
         more = "sample other conversations (--dataset)"
         if few:
             enough = math.ceil(sources * MIN_SOURCES / few / 10) * 10
-            more = f"sample about {enough} queries at this rate (--limit)"
+            more = f"sample about {enough} queries of this kind (a larger --limit, or more data)"
         raise UserError(f"{there}; {needs}", f"{more}, or give another --target")
     # A run whose contexts all have the same rate has nothing to predict.
     varies = np.array([np.ptp(outcome.rate[outcome.runs == run]) > 0 for run in outcome.runs])

@@ -137,7 +137,7 @@ def layer_curve(analysis: Analysis, title: str) -> Figure:
         axes.axhline(value, label=label, **({"lw": 1.3} | look))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10], integer=True))
     figure.set_label(
-        "Black is the result: it is held against the dashed and dotted controls, and against the "
+        "Black is the result: it is held against the controls, the other lines, and against the "
         "grey band, which holds 95% of what permuted labels give. A layer's own dot, blue, was "
         "chosen by nothing."
     )

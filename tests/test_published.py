@@ -267,14 +267,11 @@ HEADLINES: list[Row] = [
         lambda m: f"**{points(interval(rise(m, 'beyond another')), sign=True)}**",
     ),
     (
-        "part of that rise: fewer turns are *out of role*",
-        lambda m: points(parts_of(m)[0], sign=True),
-    ),
-    ("the rest of that rise", lambda m: points(parts_of(m)[1], sign=True)),
-    (
         "rise, less that after another response to the same query",
         lambda m: points(interval(rise(m, "beyond siblings")), sign=True),
     ),
+    ("greedy turns that are *out of role*", lambda m: points(interval(outside(m)[0.0]))),
+    ("sampled turns that are *out of role*", lambda m: points(interval(outside(m)[HOT]))),
     (
         "*gate*: more than twice as many accepted as after a wrong conversation",
         lambda m: gate(m),
@@ -332,6 +329,13 @@ def hits(model: str, part: str, t: float) -> pd.Series:
     return site(model, f"written: {part}", t, what="hits")
 
 
+def outside(model: str) -> pd.DataFrame:
+    """Of each query and temperature, the share of turns out of role."""
+    turns = judged_turns(model)
+    away = turns["category"].isin(OUT_OF_ROLE)
+    return away.groupby([turns["query"], turns["temperature"]]).mean().unstack()
+
+
 def gate(model: str) -> str:
     """Whether turns are accepted more than twice as often as after another conversation."""
     of = by_query(model)
@@ -342,6 +346,12 @@ def gate(model: str) -> str:
     )
     _, low, high = interval(margin / turns.sum(axis=1))
     return "passed" if low > 0 else "failed" if high < 0 else "undecided"
+
+
+def greedy_margin() -> str:
+    """What the gate would say of Qwen's greedy turns alone: their rate less twice the floor."""
+    of = by_query(QWEN)
+    return change(of[("accepted", 0.0)] - 2 * of[("after another", 0.0)])
 
 
 def headlines() -> list[str]:
@@ -385,15 +395,11 @@ def decomposed(turns: pd.DataFrame, value: str) -> Decomposition:
     return decomposed_difference(*columns, turns["query"])
 
 
-def parts_of(model: str, outside: Sequence[str] = (), refusals: bool = True) -> list[tuple]:
-    """Both parts of the rise beyond another conversation, with their intervals; with other
-    categories out of role, or without refusals."""
-    turns = judged_turns(model)
-    turns = turns[~is_refusal(turns) | refusals]
-    kind = turns["category"].isin(outside or OUT_OF_ROLE)
-    heated = turns["temperature"] > 0
-    found = decomposed_difference(turns["beyond"], kind, heated, turns["query"])
-    return [(one.value, one.low, one.high) for one in (found.mix, found.rest)]
+def rests_of(model: str) -> list[float]:
+    """What is left of the rise beyond another conversation, by each definition of out of role."""
+    at = 2 if model == QWEN else 5
+    rows = [re.findall(r"([+−]\d\.\d\d) \[", row) for row in hangs_on().splitlines()[2:]]
+    return [float(row[at].replace("−", "-")) for row in rows]
 
 
 def split(turns: pd.DataFrame, value: str) -> list[str]:
@@ -879,6 +885,7 @@ def in_words() -> dict[str, str]:
     removed = held_rates(SMOL)
     return {
         "repeats_alone": repeats_alone(),
+        "greedy_margin": greedy_margin(),
         **without_apologies(),
         "maths_siblings": change(rise(MATHS, "beyond siblings"), 3),
         "put": "".join(
@@ -975,7 +982,10 @@ def test_how_often_accepted_turns_fit_others_is_said():
     both = f"(SmolLM2: {smol_near:.2f} and {smol_far:.2f})"
     after = "are accepted after siblings, too, and"
     assert f"{near:.2f} {after} {far:.2f} after another conversation {both}" in page
-    assert f"it accepts {100 * near:.0f}% after another response to their query" in readme
+    text = (
+        f"it accepts {100 * far:.0f}% after another conversation, too, and {100 * near:.0f}% after"
+    )
+    assert text in readme
 
 
 POINTS = re.compile(r"[+−]?\d+(?:\.\d)? ± \d+(?:\.\d)?")
@@ -986,19 +996,15 @@ def test_readme_says_in_points_what_the_data_say():
     put, again = table(MATHS, "interchange"), table(SMOL, "interchange_again")
     again = again[~again["source"].isin(table(SMOL, "interchange")["source"])]
     named = maths_picks(MATHS)
-    in_role = parts_of_rise(picked_turns(MATHS), "picked")
-    reach = stats.t.ppf(0.975, in_role[2] - 1) * in_role[1][2]
-    in_role = in_role[0][2]
     said = {
-        "rise from greedy turns is {} points": interval(rise(QWEN, "beyond another")),
-        "that get many follow-ups bring {} points more": interval(put["high"] - put["low"]),
+        "(46 − 24) − (35 − 23) = {}.": interval(rise(QWEN, "beyond another")),
+        "get many follow-ups give a rate {} points above": interval(put["high"] - put["low"]),
         "Their own rates differ by {}.": interval(put["own high"] - put["own low"]),
         "two conversations with equal rates differ by {}.": interval(
             put["equal a"] - put["equal b"]
         ),
-        "than after two others, by {} points": interval(named[HOT] - named[0.0]),
-        "those in role {}.": (in_role, in_role - reach, in_role + reach),
-        "all kinds, held out: {}.)": interval(more_picks(QWEN, queries="others")),
+        "own response, of three, is {} points higher": interval(named[HOT] - named[0.0]),
+        "({} on other kinds of queries": interval(more_picks(QWEN, queries="others")),
         "state moves the rate by {} of": interval(again["high"] - again["low"]),
         "of {} points; equal donors": interval(again["own high"] - again["own low"]),
         "equal donors move it by {},": interval(again["equal a"] - again["equal b"]),
@@ -1015,16 +1021,17 @@ def test_readme_says_in_points_what_the_data_say():
         for what in ("accepted", "after another")
     )
     shown = [f"{one:.0f}" for one in (own[0], other[0], own[1], other[1])]
-    left = [f"{a - b:.0f}" for a, b in zip(own, other, strict=True)]
     text = "accepts {} as follow-ups, and {} when it is shown the same turns after a wrong"
     assert text.format(*shown[:2]) in readme
-    assert f"it is {shown[2]} and {shown[3]}. So {left[0]} turns are left and {left[1]}:" in readme
-    rows = [re.findall(r"([+−]\d\.\d\d) \[", row) for row in hangs_on().splitlines()[2:]]
-    rests = np.array([[float(one.replace("−", "-")) for one in row] for row in rows])[:, [2, 5]]
-    study, maths = (f"{100 * of.min():.0f} to {100 * of.max():.0f}" for of in rests.T)
-    assert f"makes {study} of the 10 points, and {maths} of the 7 after".replace("-", "−") in readme
+    assert f"it is {shown[2]} and {shown[3]}. So" in readme
+    greedy = [turns[turns["temperature"] == 0] for turns in map(judged_turns, (QWEN, MATHS))]
+    study, maths = (f"{100 * is_refusal(turns).mean() - 0.01:.0f}%" for turns in greedy)
+    said = f"refuse are {study} of Qwen's, and {maths} after maths"
+    assert said in readme
+    rests = rests_of(QWEN)
+    assert min(rests) < 0.005 and max(rests) == 0.05 and "from nothing to half of it" in readme
     whole, told = first_words(MATHS)
-    assert f"alone tells {100 * told:.0f} of the {100 * whole:.0f} points" in readme
+    assert f"first words predict {100 * told:.0f} of the {100 * whole:.0f} points" in readme
 
 
 def test_the_lead_is_tried_as_was_said_beforehand():
@@ -1055,20 +1062,13 @@ def test_the_lead_is_tried_as_was_said_beforehand():
 
 
 def test_what_accepted_greedy_turns_are_is_said():
-    page, readme = (
-        " ".join(path.read_text("utf-8").split())
-        for path in (RESULTS / "compare.md", ROOT / "README.md")
-    )
+    page = " ".join((RESULTS / "compare.md").read_text("utf-8").split())
     found = without_apologies()
     study, after_maths = (found[f"of accepted {model}"] for model in (QWEN, MATHS))
     assert (
         f"Of Qwen's accepted greedy turns {study} open with \"I'm sorry\", and {after_maths}"
         in page
     )
-    said = (
-        f"from Qwen, and {100 * float(after_maths):.0f}% after the other maths queries, open with"
-    )
-    assert f"A third of those that the judge accepts {said}" in readme
     for model in (QWEN, MATHS):
         turns = judged_turns(model)
         greedy = turns[(turns["temperature"] == 0) & (turns["accepted"] == 1) & apologises(turns)]
@@ -1080,6 +1080,7 @@ def test_that_the_gate_fails_after_maths_is_said():
     page = " ".join((RESULTS / "compare.md").read_text("utf-8").split())
     rate, floor = judged_turns(MATHS)[["accepted", "accepted_after_another"]].mean()
     assert [gate(m) for m in (QWEN, MATHS, SMOL)] == ["undecided", "failed", "passed"]
+    assert f"of greedy turns alone it fails ({greedy_margin()}" in page
     assert f"as after another maths problem ({rate:.2f} and {floor:.2f})" in page
 
 

@@ -99,7 +99,7 @@ def test_a_rate_that_doesnt_rise_itself_isnt_latent():
 def test_what_cant_be_told_isnt():
     rows = decoys((0.3, 0.3), (0.2, 0.5))
     few = verdict(estimated(rows[rows["source"] < 49]))
-    assert few == "Whether awareness is latent takes 50 queries to tell; there are 49."
+    assert few.startswith("Whether awareness is latent takes 50 queries to tell; there are 49 (")
     for lacking in (rows[rows["temperature"] > 0], rows[rows["temperature"] == 0]):
         assert verdict(estimated(lacking)) == ""
     assert verdict(estimated(rows.assign(decoy="sibling"))) == ""

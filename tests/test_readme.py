@@ -26,7 +26,7 @@ def test_the_examples_run_on_the_embedded_model(tmp_path, monkeypatch, capsys):
     section = README.partition("## From Python")[2].partition("\n## ")[0]
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8").partition("## Probes")[0]
     blocks = re.findall(r"```python\n(.*?)```", section + page, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     names: dict = {}
     for code in blocks:
         few = "limit=5, temperatures=[1.0], samples=1, max_new_tokens=6"

@@ -255,7 +255,7 @@ def test_two_runs_stand_side_by_side(judged, tmp_path):
         moons(folder_of(one.path, "moons"), one)
     page = render_report([judged, other, Run.open(bare.path)])
     assert page.count('id="s1"') == 1 and 'id="s2"' not in page
-    assert re.findall("<h3>(.*?)</h3>", page) == ["run", "other"]
+    assert re.findall(r"<h\d class=\"of\">(.*?)</h", page) == ["run", "other"]
     assert page.count("There are no results yet") == 1
     assert "<b>bare.</b> There are no results yet" in page
     data = unpacked(page)
@@ -278,7 +278,9 @@ def test_two_models_are_named_by_their_models_and_their_comparison_opens_the_pag
     page = render_report([judged, other], [tmp_path / "compare"])
     names = [judged.model["name"], "another"]
     assert unpacked(page)["runs"] == names
-    assert re.findall("<h3>(.*?)</h3>", page) == names  # of moons; the comparison is of both
+    assert (
+        re.findall(r"<h\d class=\"of\">(.*?)</h", page) == names
+    )  # of moons; the comparison is of both
     assert "<h1>Which?</h1>" in page and page.count("There are 0.12 moons.") == 3
 
 

@@ -166,5 +166,8 @@ def test_a_value_of_the_function_that_cannot_be_is_refused_in_one_line(made, set
 
 
 def test_settings_that_there_are_not_are_all_named():
-    with pytest.raises(TypeError, match=r"no setting 'limits', 'engine'; there are model, .*seed"):
+    with pytest.raises(
+        TypeError,
+        match=r"no setting 'limits', 'engine' .did you mean limit.*; there are model, .*seed",
+    ):
         command.sample(limits=3, engine="auto")

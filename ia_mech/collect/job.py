@@ -234,7 +234,8 @@ class _Job:
             f"{self.settings.model}: {about['layers']} layers, d_model {about['d_model']}, "
             f"{about['dtype']} on {about['device']}, weights {about['weights_hash']}"
         )
-        say(f"engine: {engine}")
+        checked = "" if self.settings.ignore_check else "agrees with plain forward passes; "
+        say(f"engine: {checked}{engine}")
         if self.survey.vector is not None:
             say(f"steered: {self.survey.vector}")
         if self.survey.skipped:

@@ -38,6 +38,7 @@ ROLES = ("system", "user", "assistant", "tool")
 _ORDER = re.compile(r"s?(u(at+)*a)*u(at+)*a?")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _AS_JSON = "write one JSON object per line, in UTF-8 (.json may also hold one array)"
+_AS_LINE = f"{_AS_JSON}, or leave such rows out (--skip-unusable)"
 _PARQUET_ROWS = 256  # at a time: bounds the memory, not the speed
 
 # (place, row): a line of JSON that is yet to be parsed, or any value.
@@ -371,7 +372,7 @@ def local(dataset: str) -> tuple[str, Rows, dict] | None:
 def _read(row: Any, place: str, *, columns: ColumnMap, preset: presets.Preset | None) -> ParsedRow:
     """A row by the columns the user named, else by its preset, else by what its columns show."""
     if isinstance(row, bytes):
-        row = parse_json(row, place, _AS_JSON)
+        row = parse_json(row, place, _AS_LINE)
     if not isinstance(row, dict):
         raise UserError(
             f"{place} holds a {type(row).__name__}, not an object", "write one object per row"

@@ -67,7 +67,10 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     best = (sure if len(sure) else tried)["value"].idxmax()
     found = {quantity: own.loc[best] for quantity, own in of.items() if best in own.index}
     if (few := found[RISE]["sources"]) < LEAST:
-        return f"Whether awareness is latent takes {LEAST} queries to tell; there are {few:g}."
+        return (
+            f"Whether awareness is latent takes {LEAST} queries to tell; there are {few:g} "
+            "(ia-mech sample --limit N)."
+        )
 
     def told(quantity: str) -> tuple[bool, str]:
         """Whether it is shown, and its numbers."""

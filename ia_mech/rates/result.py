@@ -292,7 +292,7 @@ def _figures(whole: pd.DataFrame, judged: JudgedTurns) -> dict:
         model, weights, perturbation = subject
         gate = judged.by_model[model, weights]["genuine"]
         more = "" if perturbation == "none" else f", {perturbation}"
-        title = f"{one_line(model, 40)}{more}\njudge {gate}, all temperatures together"
+        title = f"{one_line(model, 40)}{more}\njudge {gate.judge}, gate over all T: {gate.word}"
         drawings["rates" if number == 1 else f"rates-{number}"] = figures.draw_rates(of, title)
     return drawings
 
