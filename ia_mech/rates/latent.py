@@ -68,8 +68,8 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     found = {quantity: own.loc[best] for quantity, own in of.items() if best in own.index}
     if (few := found[RISE]["sources"]) < LEAST:
         return (
-            f"Whether awareness is latent takes {LEAST} queries to tell; there are {few:g} (--limit "
-            "of sample, --queries of study)."
+            f"Whether awareness is latent takes {LEAST} queries to tell; there are {few:g} "
+            "(--limit of sample, --queries of study)."
         )
 
     def told(quantity: str) -> tuple[bool, str]:
