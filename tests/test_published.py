@@ -59,10 +59,9 @@ def interval(values: Iterable[float]) -> tuple[float, float, float]:
     return x.mean(), x.mean() - reach, x.mean() + reach
 
 
-def points(ends: Iterable[float], sign: bool = False) -> str:
-    """An estimate as points, with half of its interval's width; to a tenth where that is small."""
+def points(ends: Iterable[float], sign: bool = False, digits: int = 0) -> str:
+    """An estimate as points, with half of its interval's width."""
     value, low, high = (100 * one for one in ends)
-    digits = 0 if high - low > 2 else 1
     whole = round(value, digits) or 0.0
     first = f"{whole:{'+' if sign and whole else ''}.{digits}f}"
     return f"{first} ± {(high - low) / 2:.{digits}f}".replace("-", "−")
@@ -264,11 +263,11 @@ HEADLINES: list[Row] = [
     (AGAIN, lambda m: points(interval(accepted(m, "after another", HOT)))),
     (
         "**rise from greedy to sampled turns, less that after a wrong conversation**",
-        lambda m: f"**{points(interval(rise(m, 'beyond another')), sign=True)}**",
+        lambda m: f"**{points(interval(rise(m, 'beyond another')), True, 1)}**",
     ),
     (
         "rise, less that after another response to the same query",
-        lambda m: points(interval(rise(m, "beyond siblings")), sign=True),
+        lambda m: f"{points(interval(rise(m, 'beyond siblings')), True, 1)} (not shown)",
     ),
     ("greedy turns that are *out of role*", lambda m: points(interval(outside(m)[0.0]))),
     ("sampled turns that are *out of role*", lambda m: points(interval(outside(m)[HOT]))),
@@ -996,15 +995,15 @@ def test_readme_says_in_points_what_the_data_say():
     put, again = table(MATHS, "interchange"), table(SMOL, "interchange_again")
     again = again[~again["source"].isin(table(SMOL, "interchange")["source"])]
     named = maths_picks(MATHS)
+    parts, errors, k = parts_of_rise(picked_turns(MATHS), "picked")
+    in_role, reach = parts[2], stats.t.ppf(0.975, k - 1) * errors[2]
     said = {
-        "(46 − 24) − (35 − 23) = {}.": interval(rise(QWEN, "beyond another")),
-        "get many follow-ups give a rate {} points above": interval(put["high"] - put["low"]),
-        "Their own rates differ by {}.": interval(put["own high"] - put["own low"]),
-        "two conversations with equal rates differ by {}.": interval(
-            put["equal a"] - put["equal b"]
-        ),
+        "a difference of {}.": interval(rise(QWEN, "beyond another")),
+        "follows up after maths* moves by {} points with": interval(put["high"] - put["low"]),
+        "two conversations with equally many: {}.": interval(put["equal a"] - put["equal b"]),
         "own response, of three, is {} points higher": interval(named[HOT] - named[0.0]),
-        "({} on other kinds of queries": interval(more_picks(QWEN, queries="others")),
+        "those in role rise by {}.": (in_role, in_role - reach, in_role + reach),
+        "kinds of queries, held out: {}.)": interval(more_picks(QWEN, queries="others")),
         "state moves the rate by {} of": interval(again["high"] - again["low"]),
         "of {} points; equal donors": interval(again["own high"] - again["own low"]),
         "equal donors move it by {},": interval(again["equal a"] - again["equal b"]),
@@ -1016,20 +1015,18 @@ def test_readme_says_in_points_what_the_data_say():
     for model in (QWEN, MATHS, SMOL):
         turns = judged_turns(model)
         assert not turns.loc[turns["category"].isin(OUT_OF_ROLE), "accepted"].any()
-    own, other = (
-        [100 * interval(accepted(QWEN, what, t))[0] for t in (0.0, HOT)]
-        for what in ("accepted", "after another")
+    own, wrong = (100 * rise(QWEN, what).mean() for what in ("accepted", "after another"))
+    assert (
+        f"{own:.0f} points of 100 more after their own conversation, and {wrong:.0f} more" in readme
     )
-    shown = [f"{one:.0f}" for one in (own[0], other[0], own[1], other[1])]
-    text = "accepts {} as follow-ups, and {} when it is shown the same turns after a wrong"
-    assert text.format(*shown[:2]) in readme
-    assert f"it is {shown[2]} and {shown[3]}. So" in readme
     greedy = [turns[turns["temperature"] == 0] for turns in map(judged_turns, (QWEN, MATHS))]
     study, maths = (f"{100 * is_refusal(turns).mean() - 0.01:.0f}%" for turns in greedy)
     said = f"refuse are {study} of Qwen's, and {maths} after maths"
     assert said in readme
     rests = rests_of(QWEN)
-    assert min(rests) < 0.005 and max(rests) == 0.05 and "from nothing to half of it" in readme
+    assert (
+        min(rests) < 0.005 and max(rests) == 0.05 and "between half and all of the rise" in readme
+    )
     whole, told = first_words(MATHS)
     assert f"first words predict {100 * told:.0f} of the {100 * whole:.0f} points" in readme
 
