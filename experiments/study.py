@@ -283,7 +283,8 @@ def result(out: Path) -> Result:
     wording = out / "run-reaction"
     known = run.labels.record("judgements", judge).get("caveat", "").rstrip(".")
     control = [
-        "Every number is held against siblings, other responses to the same query.",
+        "Bits and excesses are held against siblings, other responses to the same query; whether "
+        "awareness is latent, against other conversations.",
         read(wording).control if kind_of(wording) else UNWORDED,
         *([f"{known[0].upper()}{known[1:]}."] if known else []),
     ]

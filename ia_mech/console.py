@@ -47,7 +47,10 @@ def usage() -> str:
         if name in heading:
             lines.append(heading[name])
         lines.append(f"  {name:<18}{about}")
-    return "\n".join([*lines, "", "ia-mech COMMAND --help explains each."])
+    first = (
+        "first: ia-mech sample --limit 60 --out cache/first, then what each prints after 'next:'"
+    )
+    return "\n".join([*lines, "", first, "ia-mech COMMAND --help explains each."])
 
 
 def version() -> str:

@@ -242,7 +242,10 @@ def link_title(link: str, heading: Callable[[str], str] = str) -> str:
 def _link(axes: Axes, across: Any, up: Any, rows: pd.DataFrame) -> None:
     """Lay the links of points over them, unseen: an SVG has a link for each point of a scatter."""
     about = rows[[name for name in LINKED if name in rows]].astype(object).to_dict("records")
-    axes.scatter(across, up, color="k", alpha=0, urls=[link_of(**row) for row in about])
+    ends = rows[["value", "low", "high"]].to_numpy(float)
+    said = [f"{v:.2f} [{low:.2f}, {high:.2f}]" for v, low, high in ends]
+    links = [link_of(**row, share=text) for row, text in zip(about, said, strict=True)]
+    axes.scatter(across, up, color="k", alpha=0, urls=links)
 
 
 def list_names(axes: Axes, names: Sequence[str]) -> None:

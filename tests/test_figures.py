@@ -61,12 +61,12 @@ def test_marks_lead_to_what_they_are_of_and_the_file_says_where_they_are(tmp_pat
         _, svg, _ = save_figure(figure, tmp_path, "marks")
         box, found = links_of(svg.read_bytes())
         links, places = (list(of) for of in zip(*found, strict=True))
-        own = "#model=m&dataset=d&temperature"
-        assert sorted(links) == sorted(
-            [f"{own}=1.0", f"{own}=3.0&decoy=sibling", "#temperature=0.0&category=a+b"]
-        )
+        interval = "share=0.{}0+%5B0.30%2C+0.60%5D"
+        first = f"#model=m&dataset=d&temperature=1.0&{interval.format(4)}"
+        second = f"#model=m&dataset=d&temperature=3.0&decoy=sibling&{interval.format(6)}"
+        assert sorted(links) == sorted([first, second, "#temperature=0.0&category=a+b"])
         at = {link: np.array(place) for link, place in zip(links, places, strict=True)}
-        apart = (at[f"{own}=3.0&decoy=sibling"] - at[f"{own}=1.0"])[:2]
+        apart = (at[second] - at[first])[:2]
         pixels = axes.transData.transform([[1.0, 0.4], [3.0, 0.6]])
         expected = (pixels[1] - pixels[0]) * [1, -1] * 72 / figure.dpi  # an SVG has 72 to the inch
         assert apart == pytest.approx(expected, abs=0.2)

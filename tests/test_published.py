@@ -995,15 +995,20 @@ def test_readme_says_in_points_what_the_data_say():
     put, again = table(MATHS, "interchange"), table(SMOL, "interchange_again")
     again = again[~again["source"].isin(table(SMOL, "interchange")["source"])]
     named = maths_picks(MATHS)
-    parts, errors, k = parts_of_rise(picked_turns(MATHS), "picked")
-    in_role, reach = parts[2], stats.t.ppf(0.975, k - 1) * errors[2]
+
+    def in_role(outside: Sequence[str] = ()) -> tuple[float, float, float]:
+        parts, errors, k = parts_of_rise(picked_turns(MATHS), "picked", outside)
+        reach = stats.t.ppf(0.975, k - 1) * errors[2]
+        return parts[2], parts[2] - reach, parts[2] + reach
+
     said = {
-        "a difference of {}.": interval(rise(QWEN, "beyond another")),
+        "The difference is **{}** (": interval(rise(QWEN, "beyond another")),
         "follows up after maths* moves by {} points with": interval(put["high"] - put["low"]),
         "two conversations with equally many: {}.": interval(put["equal a"] - put["equal b"]),
         "own response, of three, is {} points higher": interval(named[HOT] - named[0.0]),
-        "those in role rise by {}.": (in_role, in_role - reach, in_role + reach),
-        "kinds of queries, held out: {}.)": interval(more_picks(QWEN, queries="others")),
+        "turns in role contribute {}, or": in_role(),
+        "or {} if repeats alone": in_role(OUT_OF_ROLE[:2]),
+        "queries of all kinds, held out: {}.)": interval(more_picks(QWEN, queries="others")),
         "state moves the rate by {} of": interval(again["high"] - again["low"]),
         "of {} points; equal donors": interval(again["own high"] - again["own low"]),
         "equal donors move it by {},": interval(again["equal a"] - again["equal b"]),
@@ -1016,17 +1021,15 @@ def test_readme_says_in_points_what_the_data_say():
         turns = judged_turns(model)
         assert not turns.loc[turns["category"].isin(OUT_OF_ROLE), "accepted"].any()
     own, wrong = (100 * rise(QWEN, what).mean() for what in ("accepted", "after another"))
-    assert (
-        f"{own:.0f} points of 100 more after their own conversation, and {wrong:.0f} more" in readme
-    )
+    assert f"follow-ups, by {own:.0f} points of 100." in readme
+    assert f"(another one of the same dataset), by {wrong:.0f}." in readme
     greedy = [turns[turns["temperature"] == 0] for turns in map(judged_turns, (QWEN, MATHS))]
     study, maths = (f"{100 * is_refusal(turns).mean() - 0.01:.0f}%" for turns in greedy)
     said = f"refuse are {study} of Qwen's, and {maths} after maths"
     assert said in readme
-    rests = rests_of(QWEN)
-    assert (
-        min(rests) < 0.005 and max(rests) == 0.05 and "between half and all of the rise" in readme
-    )
+    assert "between half and all of it in the study, and between none and 60% after" in readme
+    assert min(rests_of(QWEN)) < 0 and max(rests_of(QWEN)) == 0.05  # of 0.10
+    assert min(rests_of(MATHS)) == 0.03 and max(rests_of(MATHS)) == 0.07  # of 0.07
     whole, told = first_words(MATHS)
     assert f"first words predict {100 * told:.0f} of the {100 * whole:.0f} points" in readme
 

@@ -42,7 +42,7 @@ def test_a_rise_that_is_fewer_turns_out_of_role():
     assert rise == pytest.approx(role + rest) and role == pytest.approx(0.2, abs=0.04)
     said = verdict(rows)
     assert "is shown by this judge at T = 0.7: beyond what it accepts" in said
-    assert f"makes {role:+.2f} [" in said and "apart from that is not shown" in said
+    assert f"bring {role:+.2f} [" in said and "all else is not shown to bring more" in said
     assert "would have been shown" in said and "siblings" not in said
 
 
@@ -50,7 +50,7 @@ def test_a_rise_among_the_turns_in_role():
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5)))
     assert rows["value"][2] == pytest.approx(0.21, abs=0.04)
     said = verdict(rows)
-    assert "is shown by this judge at T = 0.7" in said and "apart from that is shown" in said
+    assert "is shown by this judge at T = 0.7" in said and "all else is shown to bring more" in said
     fewer = verdict(estimated(decoys((0.3, 0.3), (0.5, 0.2))))
     assert "is not shown by this judge at T = 0.7" in fewer
 

@@ -56,7 +56,7 @@ def test_a_study_ends_with_one_sentence_its_control_and_a_page(made):
     found = read(made / STUDY)
     assert "of 1.58 bits about their response" in found.sentence
     assert "arrive through the response's keys and values" in found.sentence
-    assert found.control.startswith("Every number is held against siblings")
+    assert found.control.startswith("Bits and excesses are held against siblings")
     assert {"locate", "elicit", "study"} == set(found.estimates["stage"])
     assert "share of bits in accepted turns" in set(found.estimates["quantity"])
     assert "sites" in found.figures

@@ -94,9 +94,8 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
         more, rest = told(REST)
         fewer = estimate_of(found[ROLE]).text(sign=True)
         said.append(
-            f"That fewer turns are out of role (they repeat the conversation or speak as the "
-            f"assistant) makes {fewer} of it; that turns follow up more apart from that is "
-            f"{'' if more else 'not '}shown: {rest}."
+            f"Fewer turns out of role (they repeat the conversation or speak as the assistant) "
+            f"bring {fewer}; all else is {'' if more else 'not '}shown to bring more: {rest}."
         )
     if BEYOND in found:
         more, beyond = told(BEYOND)

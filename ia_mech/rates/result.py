@@ -115,7 +115,7 @@ def _reaction(gate: Gate) -> str:
     if siblings is None or not siblings.decoys:
         return (
             "Whether turns react to their own response can't be told: no query has siblings "
-            "(ia-mech sample --response generate --responses 4)."
+            "(sample with --response generate --responses 4, too)."
         )
     excess = siblings.excess
     if gate.reacts:
@@ -305,7 +305,7 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
     tested = rows[rows["p"].notna() & (rows["quantity"] == "difference")]
     if len(tested):
         pooled = int((tested["dataset"] == ALL).sum())
-        family = f" (the {pooled} of {ALL} apart)" if pooled else ""
+        family = f" by dataset, and over {pooled} of all together" if pooled else ""
         unequal = (
             ", or from the interval if that is larger, as greedy and sampled turns differ in number"
             if tested["test"].str.contains("and").any()
