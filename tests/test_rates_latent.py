@@ -31,7 +31,7 @@ def decoys(
 
 
 def estimated(rows: pd.DataFrame) -> pd.DataFrame:
-    found = holm_corrected(rises(rows, {"model": "m"}), lambda row: row.quantity)
+    found = holm_corrected(rises(rows, {"model": "m", "gate": "failed"}), lambda row: row.quantity)
     return frame_of(found, NAMES)
 
 
@@ -41,7 +41,7 @@ def test_a_rise_that_is_fewer_turns_out_of_role():
     rise, role, rest = rows["value"]
     assert rise == pytest.approx(role + rest) and role == pytest.approx(0.2, abs=0.04)
     said = verdict(rows)
-    assert "is shown by this judge at T = 0.7: beyond what it accepts" in said
+    assert "is shown at T = 0.7 (the judge's gate: failed): beyond what" in said
     assert f"bring {role:+.2f} [" in said and "all else is not shown to bring more" in said
     assert "would have been shown" in said and "siblings" not in said
 
@@ -50,9 +50,9 @@ def test_a_rise_among_the_turns_in_role():
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5)))
     assert rows["value"][2] == pytest.approx(0.21, abs=0.04)
     said = verdict(rows)
-    assert "is shown by this judge at T = 0.7" in said and "all else is shown to bring more" in said
+    assert "is shown at T = 0.7" in said and "all else is shown to bring more" in said
     fewer = verdict(estimated(decoys((0.3, 0.3), (0.5, 0.2))))
-    assert "is not shown by this judge at T = 0.7" in fewer
+    assert "is not shown at T = 0.7" in fewer
 
 
 def test_a_rise_beyond_siblings_is_told_where_there_are_any():
@@ -71,7 +71,7 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     found = estimated(rows.assign(own_genuine=rows["own_genuine"].where(~hot, 0.0)))
     rise = found[found["quantity"] == RISE].set_index("temperature")
     assert np.allclose(rise["p_holm"], holm(rise["p"]))
-    assert "is shown by this judge at T = 0.7 (of 2 temperatures): beyond" in verdict(found)
+    assert "is shown at T = 0.7 (of 2 temperatures) (the judge" in verdict(found)
 
 
 def test_the_largest_rise_that_is_shown_counts():
@@ -82,7 +82,7 @@ def test_the_largest_rise_that_is_shown_counts():
     rise = found[found["quantity"] == RISE].set_index("temperature")
     found.loc[found["temperature"] == 1, "value"] = 0.9
     assert rise["p_holm"][0.7] < 0.05 < rise["p_holm"][1.0]
-    assert "is shown by this judge at T = 0.7" in verdict(found)
+    assert "is shown at T = 0.7" in verdict(found)
 
 
 def test_a_rate_that_doesnt_rise_itself_isnt_latent():
@@ -91,7 +91,7 @@ def test_a_rate_that_doesnt_rise_itself_isnt_latent():
     of = {"quantity": "difference", "temperature": 0.7}
     for value, word in ((0.01, "is shown"), (-0.01, "is not shown")):
         found = pd.concat([rows, pd.DataFrame([of | {"value": value}])], ignore_index=True)
-        assert f"Latent awareness {word} by this judge" in verdict(found)
+        assert f"A latent rise of accepted turns {word} at T = 0.7" in verdict(found)
         but = "But turns aren't accepted more often there than greedy ones."
         assert (but in verdict(found)) == (value < 0)
 

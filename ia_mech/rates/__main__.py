@@ -31,7 +31,7 @@ temperature, from the verdicts of ia-mech judge, over the judge's floor: what it
 held against another conversation, or against another response to the same query. Runs of one model
 and dataset are pooled. Intervals are over sources (prompts). Methods: docs/statistics.md
 
-Latent awareness is shown if sampled turns are accepted more often than greedy ones, also beyond
+A latent rise is shown if sampled turns are accepted more often than greedy ones, also beyond
 another conversation, at 5% (1 - --level) corrected for the temperatures; from 50 queries on. A
 table says how much of that is fewer turns that repeat the conversation or speak as the assistant.
 """

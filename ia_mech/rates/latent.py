@@ -49,7 +49,7 @@ def rises(
 
 
 def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
-    """Whether latent awareness is shown, in words, by estimates of one model's turns, those of all
+    """Whether a latent rise is shown, in words, by estimates of one model's turns, those of all
     datasets; empty if there are none.
 
     It is where the rise is above 0 and the rate itself is higher than greedy turns', too. Of
@@ -84,9 +84,11 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     shown, rise = best in sure.index, told(RISE)[1]
     several = f" (of {len(tried)} temperatures)" if len(tried) > 1 else ""
     word = "is" if shown else "is not"
+    gate = found[RISE]["gate"]
+    gate = f" (the judge's gate: {gate})" if isinstance(gate, str) else ""
     said = [
-        f"Latent awareness {word} shown by this judge at T = {best:g}{several}: beyond what it "
-        f"accepts after another conversation, the rate rises from greedy turns by {rise}."
+        f"A latent rise of accepted turns {word} shown at T = {best:g}{several}{gate}: beyond what "
+        f"the judge accepts after another conversation, they rise from greedy ones by {rise}."
     ]
     if not shown and found[RISE]["p_holm"] < 1 - level and found[RISE]["value"] > 0:
         said.append("But turns aren't accepted more often there than greedy ones.")
