@@ -85,7 +85,7 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     several = f" (of {len(tried)} temperatures)" if len(tried) > 1 else ""
     word = "is" if shown else "is not"
     gate = found[RISE]["gate"]
-    gate = f" (the judge's gate: {gate})" if isinstance(gate, str) else ""
+    gate = f" (the judge's gate: {gate.partition(' (')[0]})" if isinstance(gate, str) else ""
     said = [
         f"A latent rise of accepted turns {word} shown at T = {best:g}{several}{gate}: beyond what "
         f"the judge accepts after another conversation, they rise from greedy ones by {rise}."
