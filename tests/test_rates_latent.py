@@ -31,7 +31,9 @@ def decoys(
 
 
 def estimated(rows: pd.DataFrame) -> pd.DataFrame:
-    found = holm_corrected(rises(rows, {"model": "m", "gate": "failed"}), lambda row: row.quantity)
+    found = holm_corrected(
+        rises(rows, {"model": "m", "gate": "undecided (9 decoys)"}), lambda row: row.quantity
+    )
     return frame_of(found, NAMES)
 
 
@@ -41,7 +43,7 @@ def test_a_rise_that_is_fewer_turns_out_of_role():
     rise, role, rest = rows["value"]
     assert rise == pytest.approx(role + rest) and role == pytest.approx(0.2, abs=0.04)
     said = verdict(rows)
-    assert "is shown at T = 0.7 (the judge's gate: failed): beyond what" in said
+    assert "is shown at T = 0.7 (the judge's gate: undecided): beyond what" in said
     assert f"bring {role:+.2f} [" in said and "all else is not shown to bring more" in said
     assert "would have been shown" in said and "siblings" not in said
 
@@ -94,6 +96,13 @@ def test_a_rate_that_doesnt_rise_itself_isnt_latent():
         assert f"A latent rise of accepted turns {word} at T = 0.7" in verdict(found)
         but = "But turns aren't accepted more often there than greedy ones."
         assert (but in verdict(found)) == (value < 0)
+
+
+def test_a_rise_isnt_latent_where_the_gate_fails():
+    rows = estimated(decoys((0.3, 0.3), (0.2, 0.5))).assign(gate="failed")
+    said = verdict(rows)
+    assert "is not shown at T = 0.7 (the judge's gate: failed): beyond" in said
+    assert "They rise, but most of what this judge accepts fits other conversations" in said
 
 
 def test_what_cant_be_told_isnt():

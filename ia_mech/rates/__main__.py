@@ -32,8 +32,9 @@ held against another conversation, or against another response to the same query
 and dataset are pooled. Intervals are over sources (prompts). Methods: docs/statistics.md
 
 A latent rise is shown if sampled turns are accepted more often than greedy ones, also beyond
-another conversation, at 5% (1 - --level) corrected for the temperatures; from 50 queries on. A
-table says how much of that is fewer turns that repeat the conversation or speak as the assistant.
+another conversation, at 5% (1 - --level) corrected for the temperatures, and the judge's gate
+doesn't fail; from 50 queries on. A table says how much of that is fewer turns that repeat the
+conversation or speak as the assistant.
 """
 
 CORRECT = "correct"  # what --by takes besides fields of the data

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.estimates import TidyEstimate, estimate_of, p_value, smallest_effect
-from ia_mech.rates.gate import SIBLING
+from ia_mech.rates.gate import NOT_PASSED, SIBLING
 from ia_mech.stats import Estimate, decomposed_difference
 
 RISE, ROLE, REST, BEYOND = "rise", "rise_role", "rise_else", "rise_beyond_siblings"
@@ -52,7 +52,8 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     """Whether a latent rise is shown, in words, by estimates of one model's turns, those of all
     datasets; empty if there are none.
 
-    It is where the rise is above 0 and the rate itself is higher than greedy turns', too. Of
+    It is where the rise is above 0, the rate itself is higher than greedy turns', too, and the
+    judge's gate doesn't fail. Of
     several temperatures (of those at which it is shown, if there are any) the one with the largest
     rise counts; p is corrected for them all.
     """
@@ -81,16 +82,17 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
             power = f"; {least:.2f} would have been shown with 80% power"
         return shown, f"{estimate_of(row).text(sign=True)} ({p_value(row['p_holm'])}{power})"
 
-    shown, rise = best in sure.index, told(RISE)[1]
+    gate, rises = str(found[RISE]["gate"]).partition(" (")[0], best in sure.index
+    word = "is" if rises and gate != NOT_PASSED else "is not"
     several = f" (of {len(tried)} temperatures)" if len(tried) > 1 else ""
-    word = "is" if shown else "is not"
-    gate = found[RISE]["gate"]
-    gate = f" (the judge's gate: {gate.partition(' (')[0]})" if isinstance(gate, str) else ""
     said = [
-        f"A latent rise of accepted turns {word} shown at T = {best:g}{several}{gate}: beyond what "
-        f"the judge accepts after another conversation, they rise from greedy ones by {rise}."
+        f"A latent rise of accepted turns {word} shown at T = {best:g}{several} (the judge's gate: "
+        f"{gate}): beyond what the judge accepts after another conversation, they rise from greedy "
+        f"ones by {told(RISE)[1]}."
     ]
-    if not shown and found[RISE]["p_holm"] < 1 - level and found[RISE]["value"] > 0:
+    if rises and gate == NOT_PASSED:
+        said.append("They rise, but most of what this judge accepts fits other conversations, too.")
+    if not rises and found[RISE]["p_holm"] < 1 - level and found[RISE]["value"] > 0:
         said.append("But turns aren't accepted more often there than greedy ones.")
     if REST in found:
         more, rest = told(REST)
