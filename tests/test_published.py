@@ -19,6 +19,9 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from ia_mech.estimates import frame_of, holm_corrected
+from ia_mech.rates.compute import NAMES
+from ia_mech.rates.latent import rises, verdict
 from ia_mech.run.sources import split_source
 from ia_mech.stats import Decomposition, decomposed_difference
 
@@ -1080,6 +1083,19 @@ def test_that_the_gate_fails_after_maths_is_said():
     assert [gate(m) for m in (QWEN, MATHS, SMOL)] == ["undecided", "failed", "passed"]
     assert f"greedy turns alone it fails ({greedy_margin()}" in page
     assert f"as after another maths problem ({rate:.2f} and {floor:.2f})" in page
+
+
+def test_the_verdict_that_a_page_reads_is_the_commands():
+    """``rates``' own, of Qwen's published turns."""
+    turns = judged_turns(QWEN)
+    columns = {"temperature": "temperature", "source": "query", "own_genuine": "accepted"}
+    rows = pd.DataFrame({name: turns[column] for name, column in columns.items()})
+    rows["out_of_role"] = turns["category"].isin(OUT_OF_ROLE).astype(float)
+    after = {"conversation": "accepted_after_another", "sibling": "accepted_after_siblings"}
+    decoys = pd.concat([rows.assign(decoy=k, genuine=turns[of]) for k, of in after.items()])
+    found = holm_corrected(rises(decoys, {"gate": gate(QWEN)}), lambda row: row.quantity)
+    page = " ".join((ROOT / "docs" / "study.md").read_text("utf-8").split())
+    assert verdict(frame_of(found, NAMES)) in page
 
 
 def test_what_first_words_tell_is_said():
