@@ -995,26 +995,18 @@ POINTS = re.compile(r"[+−]?\d+(?:\.\d)? ± \d+(?:\.\d)?")
 
 def test_readme_says_in_points_what_the_data_say():
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
-    put, again = table(MATHS, "interchange"), table(SMOL, "interchange_again")
-    again = again[~again["source"].isin(table(SMOL, "interchange")["source"])]
-    named = maths_picks(MATHS)
-
-    def in_role(outside: Sequence[str] = ()) -> tuple[float, float, float]:
-        parts, errors, k = parts_of_rise(picked_turns(MATHS), "picked", outside)
-        reach = stats.t.ppf(0.975, k - 1) * errors[2]
-        return parts[2], parts[2] - reach, parts[2] + reach
-
+    put, named = table(MATHS, "interchange"), maths_picks(MATHS)
+    parts, errors, k = parts_of_rise(picked_turns(MATHS), "picked")
+    in_role, reach = parts[2], stats.t.ppf(0.975, k - 1) * errors[2]
     said = {
         "The difference is **{}** (": interval(rise(QWEN, "beyond another")),
-        "follows up after maths* moves by {} points with": interval(put["high"] - put["low"]),
+        "turns are accepted after maths* moves by {} points with": interval(
+            put["high"] - put["low"]
+        ),
         "two conversations with equally many: {}.": interval(put["equal a"] - put["equal b"]),
         "own response, of three, is {} points higher": interval(named[HOT] - named[0.0]),
-        "turns in role contribute {}, or": in_role(),
-        "or {} if repeats alone": in_role(OUT_OF_ROLE[:2]),
+        "turns in role account for {} of": (in_role, in_role - reach, in_role + reach),
         "queries of all kinds, held out: {}.)": interval(more_picks(QWEN, queries="others")),
-        "state moves the rate by more ({} points of": interval(again["high"] - again["low"]),
-        "points of {}) than": interval(again["own high"] - again["own low"]),
-        "between equal donors ({});": interval(again["equal a"] - again["equal b"]),
     }
     shown = {text.format(points(ends)): text for text, ends in said.items()}
     assert [text for text in shown if text not in readme] == []
@@ -1027,12 +1019,11 @@ def test_readme_says_in_points_what_the_data_say():
     assert f"follow-ups, by {own:.0f} points of 100." in readme
     assert f"(another one of the same dataset), by {wrong:.0f}." in readme
     greedy = [turns[turns["temperature"] == 0] for turns in map(judged_turns, (QWEN, MATHS))]
-    study, maths = (f"{100 * is_refusal(turns).mean() - 0.01:.0f}%" for turns in greedy)
-    said = f"refuse are {study} of Qwen's, and {maths} after maths"
-    assert said in readme
-    assert "between half and all of it in the study, and between none and 60% after" in readme
-    assert min(rests_of(QWEN)) < 0 and max(rests_of(QWEN)) == 0.05  # of 0.10
-    assert min(rests_of(MATHS)) == 0.03 and max(rests_of(MATHS)) == 0.07  # of 0.07
+    study, maths = (100 * is_refusal(turns).mean() for turns in greedy)
+    assert (study, round(maths)) == (12.5, 35)
+    assert "refuse are 12.5% of Qwen's, and 35% after maths" in readme
+    sorry = without_apologies()[f"of accepted {MATHS}"]
+    assert f"of Qwen's after maths {100 * float(sorry):.0f}% open with" in readme
 
 
 def test_the_lead_is_tried_as_was_said_beforehand():
@@ -1080,6 +1071,9 @@ def test_what_accepted_greedy_turns_are_is_said():
 def test_that_the_gate_fails_after_maths_is_said():
     page = " ".join((RESULTS / "compare.md").read_text("utf-8").split())
     rate, floor = judged_turns(MATHS)[["accepted", "accepted_after_another"]].mean()
+    assert "between half and all of it in the study, between none and 60% after other maths" in page
+    assert min(rests_of(QWEN)) < 0 and max(rests_of(QWEN)) == 0.05  # of 0.10
+    assert min(rests_of(MATHS)) == 0.03 and max(rests_of(MATHS)) == 0.07  # of 0.07
     assert [gate(m) for m in (QWEN, MATHS, SMOL)] == ["undecided", "failed", "passed"]
     assert f"greedy turns alone it fails ({greedy_margin()}" in page
     assert f"as after another maths problem ({rate:.2f} and {floor:.2f})" in page
