@@ -87,6 +87,7 @@ WHERE = ("interchange", "learned-vector")  # folders of the stages of --where
 TURN = ("context_id", "temperature", "sample")  # what names a turn
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Whether it is a response's content or its wording isn't told apart (--wording)."
+NO_VERDICT = f"no verdict on whether awareness is latent: that takes {LEAST} queries"
 LAYERS = 32  # of a model, for the plan
 PUT_IN = 68  # contexts of a query in interchange: 17 places, 4 donors
 EIGHTHS, STEPS, TURNS = 7, 30, 12  # of learned vectors: layers, steps, turns of a step
@@ -422,6 +423,8 @@ def _run_stages(args: argparse.Namespace) -> int | None:
         if args.dry_run:
             _print_plan(args, read, written)
             return None
+    if args.queries < LEAST:
+        print(f"note: {NO_VERDICT}", file=sys.stderr)
     for number, stage in enumerate(todo := stages(args), start=1):
         print(f"\n-- {number} of {len(todo)}: {stage.name}", file=sys.stderr)
         status = stage.run()
@@ -461,7 +464,7 @@ def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
     if args.queries < PROBED:
         lines["probes"] = f"left out: they need {PROBED} queries"
     if args.queries < LEAST:
-        lines["verdict"] = f"none on whether awareness is latent: that needs {LEAST} queries"
+        lines["verdict"] = NO_VERDICT
     lines["all"] = f"{duration(total)}, to {args.out}"
     print_plan(lines)
 
