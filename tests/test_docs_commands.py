@@ -103,6 +103,8 @@ def in_small(line: str) -> list[str]:
     name = words[3] if words[2] == "ia_mech.console" else words[2].rpartition(".")[2]
     if "--help" not in words and "same.jsonl" not in words:  # all contexts of a run, once more
         words += SMALL.get(name, "").split()
+    if name == "study" and "--out" not in words:  # of two models that are one here
+        words += ["--out", f"cache/study-{len(line)}"]
     if "hf" in words:
         words.append("--force")
     if "--responses" in words:
