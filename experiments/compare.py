@@ -41,8 +41,9 @@ SAMPLED = "sampled"
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}
 
 
-def refuse_no_study(study: Path) -> tuple[Path, Path]:
-    """The tables of a study, of bits by query and of its arms.
+def numbers_of(study: Path) -> pd.DataFrame:
+    """The numbers of a study by query: ``quantity``, ``term`` (a site, a judge's category, or all
+    turns), ``turns`` (``greedy``, ``sampled`` or an arm), ``source``, ``value``.
 
     Raises:
         UserError: it isn't a finished study.
@@ -56,17 +57,6 @@ def refuse_no_study(study: Path) -> tuple[Path, Path]:
         )
     if not (located.is_file() and elicited.is_file()):
         raise UserError(f"{study} is not a finished study", "make it with ia-mech study")
-    return located, elicited
-
-
-def numbers_of(study: Path) -> pd.DataFrame:
-    """The numbers of a study by query: ``quantity``, ``term`` (a site, a judge's category, or all
-    turns), ``turns`` (``greedy``, ``sampled`` or an arm), ``source``, ``value``.
-
-    Raises:
-        UserError: it isn't a finished study.
-    """
-    located, elicited = refuse_no_study(study)
     bits = pd.read_parquet(located)
     turns = bits["temperature"].map(turns_of)
     bits = bits.assign(quantity=BITS, turns=turns, value=bits["bits"])
@@ -212,8 +202,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    for study in args.studies:
-        refuse_no_study(study)
     if len(args.studies) < 2:
         raise UserError("one study can't be compared", "give two or more")
     names = "-".join(study.resolve().name.removeprefix("study-") for study in args.studies)

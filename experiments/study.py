@@ -269,12 +269,12 @@ def result(out: Path) -> Result:
         return f"{told(BITS, site)} (share {told(SHARE, site)})"
 
     windows = strongest_windows(located.estimates, run.model["layers"])
-    counted = read(folder_of(run.path, f"rates-{judge}")).estimates
+    rates = read(folder_of(run.path, f"rates-{judge}"))
     moved = [read(place).sentence for name in WHERE if kind_of(place := out / f"run-{name}")]
     sentence = [
-        f"{verdict(all_datasets(counted))} Turns of {run.model['name']} tell {told(BITS, OWN)} of "
-        f"{CEILING:.2f} bits about their response, greedy ones {told(BITS, OWN, 0.0)}. Of these "
-        f"{carried(RESPONSE)} arrive through the response's keys and values"
+        f"{verdict(all_datasets(rates.estimates))} Turns of {run.model['name']} tell "
+        f"{told(BITS, OWN)} of {CEILING:.2f} bits about their response, greedy ones "
+        f"{told(BITS, OWN, 0.0)}. Of these {carried(RESPONSE)} arrive through the response's keys and values"
         f"{f', mostly layers {windows}' if windows else ''}, {carried(HEADER)} through the "
         "header's.",
         *moved,
@@ -282,12 +282,11 @@ def result(out: Path) -> Result:
         f"under the best other arm {accepted(GAP, BEST)} more.{biased(run)}",
     ]
     wording = out / "run-reaction"
-    known = run.labels.record("judgements", judge).get("caveat", "").rstrip(".")
     control = [
         "Bits and excesses are held against siblings, other responses to the same query; whether "
         "awareness is latent, against other conversations.",
         read(wording).control if kind_of(wording) else UNWORDED,
-        *([f"{known[0].upper()}{known[1:]}."] if known else []),
+        rates.control,
     ]
     return Result(
         name=NAME,

@@ -311,6 +311,12 @@ def test_a_column_that_is_named_like_a_response_is_asked_about(jsonl):
     assert "name them: --query-column user_question --response-column bot_reply" in both
 
 
+def test_rows_that_go_on_after_the_follow_up_are_counted(jsonl):
+    said = [{"role": role, "content": "x"} for role in (USER, ASSISTANT, USER, ASSISTANT, USER)]
+    source = open_conversations(jsonl({"messages": said}, {"messages": said[:3]}))
+    assert len(list(source)) == 2 and source.cut == 1
+
+
 def test_rows_left_out_do_not_count_for_the_limit_and_some_row_must_be_usable(jsonl, tmp_path):
     good, bad = {"prompt": "q"}, {"prompt": " "}
     source = open_conversations(jsonl(bad, good, bad, good, bad), limit=2, skip_unusable=True)

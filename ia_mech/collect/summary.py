@@ -190,7 +190,9 @@ def _what_it_is(run: Run) -> Iterator[str]:
         f"{len(turns)} user turns of {run.model['name']}: after each of {len(contexts)} responses "
         f"to {contexts['source_id'].nunique()} queries 1 greedy{at if temperatures else ''}"
     )
-    logits = ", and the logits at its end" if run.settings["header_logits"] == "full" else ""
+    logits = (
+        ", and the logits at the header's end" if run.settings["header_logits"] == "full" else ""
+    )
     yield (
         f"kept: the residual stream of {run.model['layers']} layers and the embeddings at "
         f"{', '.join(run.positions)}{logits}"

@@ -75,7 +75,7 @@ _TOOLS = ("tools", "functions")
 # What names of columns that aren't known end with, and what names of gold answers hold.
 _LIKE_QUERY = ("question", "query", "prompt", "instruction", "problem", "input")
 _LIKE_RESPONSE = ("response", "answer", "output", "completion", "reply", "generation", "assistant")
-NEAR = 0.8  # of difflib: a name with a letter too many, too few or swapped is near
+_NEAR = 0.8  # of difflib: a name with a letter too many, too few or swapped is near
 _LIKE_GOLD = ("gold", "correct", "expected", "reference", "target", "ideal")
 
 _WORD = re.compile(r"\s*\w*\s*", re.ASCII)
@@ -430,7 +430,7 @@ class _Cells:
         isn't a gold answer's."""
         for name in names:
             known = name.lower()
-            near = known.endswith(ends) or get_close_matches(known, usual, 1, NEAR)
+            near = known.endswith(ends) or get_close_matches(known, usual, 1, _NEAR)
             text = isinstance(self.row[name], str) and not is_gap(self.row[name])
             if text and near and not any(word in known for word in _LIKE_GOLD):
                 return name

@@ -53,9 +53,8 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     datasets; empty if there are none.
 
     It is where the rise is above 0, the rate itself is higher than greedy turns', too, and the
-    judge's gate doesn't fail. Of
-    several temperatures (of those at which it is shown, if there are any) the one with the largest
-    rise counts; p is corrected for them all.
+    judge's gate doesn't fail. Of several temperatures (of those at which it is shown, if there are
+    any) the one with the largest rise counts; p is corrected for them all.
     """
     rows = estimates[estimates["quantity"].isin(PARTS)]
     of = {quantity: own.set_index("temperature") for quantity, own in rows.groupby("quantity")}

@@ -214,10 +214,10 @@ def _rise_table(whole: pd.DataFrame) -> Table:
         "greedy turns on. Out of role: the judge says that a turn repeats query or response, "
         "or speaks as the assistant. docs/statistics.md#latent"
     )
-    title = "is awareness latent? the rise of the excess over greedy turns'"
+    title = "is awareness latent? how the excess rises from greedy turns on"
     if len(rows) and rows["sources"].max() < latent.LEAST:
         title = (
-            f"the rise of the excess over greedy turns' (no verdict: under {latent.LEAST} queries)"
+            f"how the excess rises from greedy turns on (no verdict: under {latent.LEAST} queries)"
         )
     return table_of(title, rows, heads, LINES, rows="turns, greedy too", legend=legend)
 
