@@ -274,9 +274,9 @@ def result(out: Path) -> Result:
     sentence = [
         f"{verdict(all_datasets(rates.estimates))} Turns of {run.model['name']} tell "
         f"{told(BITS, OWN)} of {CEILING:.2f} bits about their response, greedy ones "
-        f"{told(BITS, OWN, 0.0)}. Of these {carried(RESPONSE)} arrive through the response's keys and values"
-        f"{f', mostly layers {windows}' if windows else ''}, {carried(HEADER)} through the "
-        "header's.",
+        f"{told(BITS, OWN, 0.0)}. Of these {carried(RESPONSE)} arrive through the response's keys "
+        f"and values{f', mostly layers {windows}' if windows else ''}, {carried(HEADER)} through "
+        "the header's.",
         *moved,
         f"Judge {judge} accepts {accepted(EXCESS, GREEDY)} of greedy turns beyond siblings, and "
         f"under the best other arm {accepted(GAP, BEST)} more.{biased(run)}",

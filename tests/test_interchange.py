@@ -37,6 +37,7 @@ from experiments.interchange import (
     shares_of,
 )
 from ia_mech.collect.job import collect
+from ia_mech.engine.intervene import Replace
 from ia_mech.errors import UserError
 from ia_mech.estimates import frame_of
 from ia_mech.judge.judging import label_run
@@ -178,8 +179,6 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
 
 
 def test_own_states_that_change_a_turn_are_refused(used, command, monkeypatch, tmp_path):
-    from ia_mech.engine.intervene import Replace
-
     whole = Replace.apply
     monkeypatch.setattr(Replace, "apply", lambda self, own: whole(self, own) * (1 + 1e-6))
     outcome = command(used.path, "--queries", "3", "--samples", "2", "--layers", "3", "4")
@@ -229,6 +228,23 @@ def test_own_states_change_no_bit_in_any_kind_of_model(family, tmp_path, monkeyp
     monkeypatch.setattr(state, "forward", disturbed)
     with pytest.raises(UserError, match="change what is computed in 1 of 16 cells"):
         experiment.measure(Model(subject, chat), unit)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_first_token_alone_leaves_all_that_later_ones_read(family):
+    """A foreign state after the last layer changes the logits there, and nothing that is kept."""
+    model, ids = tiny.model(family), tuple(tiny.prompt(30, 0))
+    foreign = Replace(model.config.num_hidden_layers, (29,), torch.full((1, 32), 0.5))
+    with torch.inference_mode():
+        plain, other = (
+            state.prefill(model, [state.Prefix(ids, (29,), put)]) for put in ((), (foreign,))
+        )
+    assert not torch.equal(plain.logits, other.logits)
+    kept = [
+        [x for layer in one.state.cache.layers for x in state.held_tensors(layer)]
+        for one in (plain, other)
+    ]
+    assert kept[0] and all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
 
 # -- the parts -------------------------------------------------------------------------------------
