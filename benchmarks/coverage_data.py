@@ -157,8 +157,8 @@ def annotate(
 
 # -- corners: what is often seen without any spread, with its interval and the truth ---------------
 
-# Rows of strata, the first of which the judge calls genuine; the shares of each that are genuine;
-# annotated rows of each; numbers of sources.
+# Rows of strata, the first of which the judge calls follow-ups; the shares of each that are
+# follow-ups; annotated rows of each; numbers of sources.
 SHEETS: dict[str, dict] = {
     "3% missed, a source each": {"missed": 0.03},
     "3% missed, 60 sources": {"missed": 0.03, "sources": 60},
@@ -182,7 +182,7 @@ def _sheet(
 ) -> tuple[np.ndarray, ...]:
     """Truth, verdict, source, whether annotated, inclusion of a run's rows; and both truths.
 
-    Where sources have several rows they differ in how often turns are genuine.
+    Where sources have several rows they differ in how often turns are follow-ups.
     """
     stratum = np.repeat(np.arange(len(sizes)), sizes)
     n = len(stratum)
@@ -200,7 +200,7 @@ def _sheet(
 
 
 def recall_on_a_sheet(rng: np.random.Generator, **options: Any) -> tuple[Estimate, float]:
-    """Recall of genuine turns, that of the run being the truth."""
+    """Recall of follow-ups, that of the run being the truth."""
     truth, verdict, source, at, inclusion = _sheet(rng, **options)
     found = weighted_share(verdict[at], truth[at], source[at], 1 / inclusion[at])
     return found, float(verdict[truth].mean())

@@ -32,7 +32,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from benchmarks.coverage_data import table
 from ia_mech.judge import rules
 from ia_mech.judge.judging import items_of
-from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.judge.rules import grounding
 from ia_mech.judge.rules.features import FUNCTION_WORDS, stem
 from ia_mech.judge.verdict import GROUNDED_P, Item
@@ -139,7 +139,7 @@ def bare_pairs(bare: pd.DataFrame, tests: pd.DataFrame) -> Iterator[Pairs]:
 
 
 def scored(pairs: Iterable[Pairs], ranks: dict[str, int]) -> pd.DataFrame:
-    """Facts of every pair, its score, and whether the rubric calls it genuine."""
+    """Facts of every pair, its score, and whether the rubric calls it a follow-up."""
     judge, frames = rules.RulesJudge(), []
     for kind, turns, contexts in pairs:
         texts = zip(contexts["query"], contexts["response"], turns["turn"], strict=True)
@@ -148,7 +148,7 @@ def scored(pairs: Iterable[Pairs], ranks: dict[str, int]) -> pd.DataFrame:
             turns[["set", "part", "source", "temperature"]].assign(
                 kind=kind,
                 score=np.array([grounding.rarest_shared(i, ranks)[0] for i in items], np.int16),
-                genuine=[judge.verdict(item).category == GENUINE for item in items],
+                follow_up=[judge.verdict(item).category == FOLLOW_UP for item in items],
             )
         )
     return pd.concat(frames, ignore_index=True)
@@ -200,14 +200,14 @@ def p_value(score: int, decoys: np.ndarray) -> float:
 
 # -- what is reported ------------------------------------------------------------------------------
 
-COUNTED = ["sources", "decoys, p ≤ 0.05", "own turns, p ≤ 0.05", "genuine own turns, p ≤ 0.05"]
+COUNTED = ["sources", "decoys, p ≤ 0.05", "own turns, p ≤ 0.05", "own follow-ups, p ≤ 0.05"]
 
 
 def with_p_values(scores: pd.DataFrame, decoys: np.ndarray) -> pd.DataFrame:
-    """The scores with ``small``, whether the p value is small, and ``grounded``, genuine too."""
+    """The scores with ``small``, whether the p value is small, and ``grounded``."""
     small = np.array([p_value(score, decoys) for score in scores["score"]])
     small = small <= GROUNDED_P
-    return scores.assign(small=small, grounded=small & scores["genuine"].to_numpy())
+    return scores.assign(small=small, grounded=small & scores["follow_up"].to_numpy())
 
 
 def share(rows: pd.DataFrame, what: str) -> str:
@@ -218,12 +218,12 @@ def share(rows: pd.DataFrame, what: str) -> str:
 def counted(rows: pd.DataFrame) -> list[object]:
     """Floor and power of some turns: cells of :data:`COUNTED`."""
     own, other = rows[rows["kind"] == OWN], rows[rows["kind"] == OTHER]
-    genuine = own[own["genuine"]]
+    follow_up = own[own["follow_up"]]
     return [
         own["source"].nunique(),
         share(other, "small"),
         share(own, "small"),
-        share(genuine, "small"),
+        share(follow_up, "small"),
     ]
 
 
@@ -245,14 +245,14 @@ def by_temperature(judged: pd.DataFrame) -> Iterator[list[object]]:
 def others(judged: pd.DataFrame, part: str) -> Iterator[list[object]]:
     """Turns that the model didn't write after a conversation of its own."""
     for (name, kind), rows in judged[judged["part"] == part].groupby(["set", "kind"]):
-        shares = (share(rows, what) for what in ("small", "genuine", "grounded"))
+        shares = (share(rows, what) for what in ("small", "follow_up", "grounded"))
         yield [name, kind, len(rows), *shares]
 
 
 def excess(judged: pd.DataFrame) -> Iterator[list[object]]:
-    """Rate, floor and excess on the test queries, of genuine and of grounded turns."""
+    """Rate, floor and excess on the test queries, of follow-ups and of grounded ones."""
     tests = judged[judged["part"] == TEST]
-    for what in ("genuine", "grounded"):
+    for what in ("follow_up", "grounded"):
         for shown in ("all", *sorted(tests["temperature"].unique())):
             rows = tests if shown == "all" else tests[tests["temperature"] == shown]
             kinds = dict(list(rows.groupby("kind")))
@@ -274,7 +274,7 @@ def evaluate() -> None:
     table(["left out", "turns of", *COUNTED], leave_one_set_out(scores), 8, "left out")
     print("### By temperature\n")
     table(["turns of", "T", *COUNTED], by_temperature(judged), 7, "temperature")
-    header = ["held against", "turns", "p ≤ 0.05", "genuine", "grounded"]
+    header = ["held against", "turns", "p ≤ 0.05", "follow_up", "grounded"]
     print("### Turns after the bare user header\n")
     table(["set", *header], others(judged, BARE), 4, "bare header")
     print("### What people wrote next\n")

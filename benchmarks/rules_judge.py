@@ -30,7 +30,7 @@ from sklearn.model_selection import StratifiedGroupKFold
 from sklearn.preprocessing import StandardScaler
 
 from ia_mech.judge import rules
-from ia_mech.judge.rubric import ASSESSED, GENUINE
+from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP
 from ia_mech.judge.rules.features import clear_case, measure
 from ia_mech.judge.verdict import Item
 from ia_mech.stats import cluster_bootstrap, kappa_of
@@ -155,7 +155,7 @@ def predicted(classifier: rules.Classifier, turns: Turns) -> np.ndarray:
 
 def quality(truth: np.ndarray, guess: np.ndarray) -> float:
     """What the settings are chosen by: the mean of the three figures that are reported."""
-    table = confusion_matrix(truth == GENUINE, guess == GENUINE)
+    table = confusion_matrix(truth == FOLLOW_UP, guess == FOLLOW_UP)
     return float(balanced_accuracy_of(table) + kappa_of(table) + np.mean(truth == guess)) / 3
 
 
@@ -215,7 +215,7 @@ def report(turns: Turns, guesses: np.ndarray, which: np.ndarray, title: str) -> 
     guess = guesses[:, at].ravel()
 
     # Truth, guess and whether the category is right: eight kinds of turns.
-    kind = 4 * (truth == GENUINE) + 2 * (guess == GENUINE) + (truth == guess)
+    kind = 4 * (truth == FOLLOW_UP) + 2 * (guess == FOLLOW_UP) + (truth == guess)
 
     def statistic(counts: np.ndarray) -> np.ndarray:
         right = counts[:, 1::2].sum(1) / counts.sum(1)
@@ -227,7 +227,7 @@ def report(turns: Turns, guesses: np.ndarray, which: np.ndarray, title: str) -> 
     figures = dict(zip(("balanced_accuracy", "kappa", "category_accuracy"), texts, strict=True))
     figures["turns"] = len(at)
     print(f"\n### {title}: {len(at)} turns of {len(np.unique(turns.source[at]))} sources\n")
-    print("balanced accuracy {}, kappa {} (genuine), category accuracy {}\n".format(*texts))
+    print("balanced accuracy {}, kappa {} (follow-up), category accuracy {}\n".format(*texts))
     print("| category | n | recall | precision |\n|---|---|---|---|")
     for category in ASSESSED:
         n = int(np.sum(truth == category)) // repeats

@@ -44,8 +44,8 @@ class LastSentence(Experiment):
         judge, ids, parts = self.judge_arms(), {one.id for one in self.used}, []
         for term, run in {WHOLE: self.runs[0], **self.sampled}.items():
             turns = verdicts_of([run], judge).turns
-            turns = turns.loc[turns["context_id"].isin(ids), ["source", "temperature", "genuine"]]
-            parts.append(turns.rename(columns={"genuine": RATE}).assign(term=term))
+            turns = turns.loc[turns["context_id"].isin(ids), ["source", "temperature", "follow_up"]]
+            parts.append(turns.rename(columns={"follow_up": RATE}).assign(term=term))
         return pd.concat(parts, ignore_index=True)
 
     def estimate(self, rows):
@@ -55,12 +55,12 @@ class LastSentence(Experiment):
     def tables(self, found):
         columns = {RATE: ("accepted", 2), f"{RATE}, {LESS}": (LESS, "+.2f")}
         index = ("temperature", "term")
-        return tables_of("turns that the judge accepts", found, columns, index=index)
+        return tables_of("follow-ups by the judge", found, columns, index=index)
 
     def conclude(self, found):
         change = f"{RATE}, {LESS}"
         return Conclusion(
-            self.tested(f"accepted turns {NO_LAST}, {LESS}", only(found, change, term=NO_LAST)),
+            self.tested(f"follow-ups {NO_LAST}, {LESS}", only(found, change, term=NO_LAST)),
             self.tested(NO_FIRST, only(found, change, term=NO_FIRST)),
         )
 

@@ -4,7 +4,7 @@ An arm changes the conversations, the settings, or what happens while a context 
 sampled with the model and all other settings of the first run, to ``run/`` in a folder of the
 experiment's, beside ``conversations.jsonl``: a run like any other, which goes on where it was
 interrupted. Its turns are judged as the first run's were, and compared with those of the unchanged
-run, or of another arm, paired by query: the rate of accepted turns, and its excess over that of the
+run, or of another arm, paired by query: the rate of follow-ups, and its excess over that of the
 same turns shown after siblings.
 """
 
@@ -49,7 +49,7 @@ SHARED = (
     *("device_map", "batch_rows", "ignore_check"),
 )
 POSITIONS = ("header_last",)  # where the residual stream of arms is kept
-RATE, SIBLINGS, EXCESS = "accepted", "accepted after siblings", "excess over siblings"
+RATE, SIBLINGS, EXCESS = "follow-ups", "follow-ups after siblings", "excess over siblings"
 OF_QUERIES = {RATE: (0.0, 1.0), SIBLINGS: (0.0, 1.0), EXCESS: (-1.0, 1.0)}  # and their bounds
 
 
@@ -89,7 +89,7 @@ def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
             source_id=row["source_id"],
             dataset=row["dataset"],
             messages=tuple(row["messages"]),
-            reference=text_of(row["reference"]),
+            real_follow_up=text_of(row["real_follow_up"]),
             answer=text_of(row["answer"]),
             metadata=json.loads(row["metadata"]),
             finish_reason=text_of(row["response_finish_reason"]),
@@ -203,7 +203,7 @@ def rates_by_query(judged: JudgedTurns, outcome: str) -> pd.DataFrame:
 
     Args:
         judged: with decoys.
-        outcome: what counts as accepted.
+        outcome: what counts as a follow-up.
 
     Returns:
         One row per temperature and source with both verdicts: ``temperature``, ``dataset``,

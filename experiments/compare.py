@@ -1,9 +1,9 @@
 """How do models differ in what their user turns owe to the response?
 
 The numbers of several studies side by side, over the queries that all of them hold: the bits that
-turns express, the bits that the response and the header carry, how often a judge accepts turns
-beyond siblings, and which categories it gives them. Differences from the first study are paired by
-query. Nothing else is computed: each study has stored its numbers by query.
+turns express, the bits that the response and the header carry, how often a judge calls turns
+follow-ups beyond siblings, and which categories it gives them. Differences from the first study
+are paired by query. Nothing else is computed: each study has stored its numbers by query.
 
 Needs: two or more finished studies of the same queries. Cost: seconds.
 
@@ -74,7 +74,7 @@ def category_shares(run: Run, judge: str) -> pd.DataFrame:
 
     rubric = rubric_of(run.labels.record("judgements", judge))
     labels = run.labelled(judge)
-    labels = labels[labels["genuine"].notna()].astype({"source": object, "category": object})
+    labels = labels[labels["follow_up"].notna()].astype({"source": object, "category": object})
     labels["turns"] = labels["temperature"].map(turns_of)
     counts = pd.crosstab([labels["turns"], labels["source"]], labels["category"], normalize="index")
     counts = counts.reindex(columns=list(rubric.assessed), fill_value=0.0)
@@ -132,7 +132,7 @@ def result(studies: Sequence[Path]) -> Result:
     tables = []
     for quantity, title in (
         (BITS, "bits about the response, expressed (own context) and carried"),
-        (EXCESS, "turns that the judge accepts, beyond siblings"),
+        (EXCESS, "follow-ups by the judge, beyond siblings"),
         (SHARE, "what the judge takes turns for"),
     ):
         tables += tables_of(

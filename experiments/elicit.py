@@ -4,8 +4,8 @@ The ways of asking, called arms, are listed before anything is sampled: each tem
 a system prompt that asks for a user who follows up, and words with which every turn is forced to
 begin (an opening), both greedily and at each temperature. All are the same for every response to a
 query, and the judge sees neither prompt nor opening. An arm's number is the rate at which the judge
-accepts its turns, minus the rate at which it accepts the same turns after another response to the
-same query: the control. The best arm is chosen on half of the queries, its excess over greedy
+calls its turns follow-ups, minus the rate of the same turns after a sibling (another response to
+the same query): the control. The best arm is chosen on half of the queries, its excess over greedy
 decoding is measured on the other half, and the other way round; the bootstrap repeats the choice.
 This excess is the elicitation gap.
 
@@ -82,7 +82,7 @@ class Elicit(Experiment):
             "--prompt", default=PROMPT, metavar="TEXT", help="the system prompt of further arms"
         )
         add, what = partial(flag, parser), "what turns of further arms go on from"
-        add("--outcome", str, "genuine", "what is accepted", choices=("genuine", "grounded"))
+        add("--outcome", str, "follow_up", "what counts", choices=("follow_up", "grounded"))
         add("--opening", str, OPENING, what, metavar="TEXT")
 
     @property
@@ -133,14 +133,14 @@ class Elicit(Experiment):
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         columns: dict[str, tuple[str, int | str]] = {
-            RATE: ("accepted", 2),
+            RATE: ("follow-ups", 2),
             SIBLINGS: ("after siblings", 2),
             EXCESS: ("excess", "+.2f"),
             f"{EXCESS}, {LESS}": (LESS, "+.2f"),
             GAP: ("gap to greedy", "+.2f"),
         }
         return tables_of(
-            f"turns that the judge accepts ({self.args.outcome})",
+            f"follow-ups by the judge ({self.args.outcome})",
             found,
             columns,
             index=("dataset", "term"),
@@ -152,12 +152,12 @@ class Elicit(Experiment):
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = only(found, EXCESS)
-        title = f"{self.runs[0].model['name']} · accepted beyond siblings"
+        title = f"{self.runs[0].model['name']} · follow-ups beyond siblings"
         return {"arms": Bars(title, "rate less that after siblings", rows)}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         greedy, gap = only(found, EXCESS, term=GREEDY), only(found, GAP, term=BEST)
-        sentence = self.tested("accepted greedy turns, beyond siblings", greedy)
+        sentence = self.tested("greedy follow-ups, beyond siblings", greedy)
         sentence += " " + self.tested("the best arm, chosen on other queries, adds", gap)
         control = (
             "Rates are less those of the same turns after siblings; an arm is never chosen on the "

@@ -16,7 +16,7 @@ import pandas as pd
 
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
-from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rubric import FOLLOW_UP
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from ia_mech.run import Run
 
 LOGITS = 2**23  # most held at a time: 32 MiB, and a few times that with what is made from them
-LEAST_GENUINE = 0.5  # from this share of genuine turns on, a token is a follow-up opening by itself
+LEAST_FOLLOW_UPS = 0.5  # from this share of follow-ups on, a token is a follow-up opening by itself
 HEADER_LAST = "header_last"  # where the first token of the user turn is predicted
-RESTATEMENTS = ("prompt_restatement", "assistant_restatement")
+RESTATEMENTS = ("repeats_query", "repeats_response")
 OPENINGS = GREEDY, BEST = ("greedy's opening", "best follow-up opening")
 
 
@@ -41,20 +41,20 @@ class Openings:
     Columns are the tokens that opened a sampled turn of either kind, ascending.
 
     Attributes:
-        genuine: judged-genuine turns that a token opened.
+        follow_ups: follow-ups that a token opened.
         restated: restatements (of query or response) that it opened.
     """
 
-    genuine: pd.DataFrame
+    follow_up: pd.DataFrame
     restated: pd.DataFrame
 
     @property
     def ids(self) -> np.ndarray:
         """``[tokens]`` of the columns."""
-        return self.genuine.columns.to_numpy(dtype=np.int64)
+        return self.follow_up.columns.to_numpy(dtype=np.int64)
 
     def of_others(self, sources: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Which share of the turns that a token opens in other sources is genuine, or restated.
+        """Which share of the turns that a token opens in other sources is a follow-up, or restated.
 
         Counted are turns of either kind, at any temperature, in all sources but the context's own.
         Both shares are 0 for a token that opened none, and else add up to 1: a token that opens
@@ -64,25 +64,25 @@ class Openings:
             sources: ``[contexts]`` of each context.
 
         Returns:
-            ``[contexts, tokens]`` shares of genuine turns and of restatements; a row is NaN where
+            ``[contexts, tokens]`` shares of follow-ups and of restatements; a row is NaN where
             no other source has a turn of the kind.
         """
         kinds = [
             of.sum().to_numpy() - of.loc[list(sources)].to_numpy()
-            for of in (self.genuine, self.restated)
+            for of in (self.follow_up, self.restated)
         ]
         total = np.maximum(kinds[0] + kinds[1], 1)  # nothing opened is a share of 0
-        genuine, restated = (
+        follow_up, restated = (
             np.where(of.sum(1, keepdims=True) > 0, of / total, np.nan) for of in kinds
         )
-        return genuine, restated
+        return follow_up, restated
 
 
 def openings_of(turns: pd.DataFrame) -> Openings:
     """Count the tokens that open sampled (not greedy) turns."""
     sampled = turns[turns["temperature"] > 0]
     first = sampled["token_ids"].map(lambda ids: int(ids[0])).astype(np.int64)
-    kinds = sampled["category"] == GENUINE, sampled["category"].isin(RESTATEMENTS)
+    kinds = sampled["category"] == FOLLOW_UP, sampled["category"].isin(RESTATEMENTS)
     ids = np.unique(first[kinds[0] | kinds[1]])
     if not len(ids):  # a token that opened neither, so that shares are missing and not sums of none
         ids = np.unique(first[:1])
@@ -163,11 +163,11 @@ def first_token_curves(
     runs: Sequence[Run], contexts: pd.DataFrame, openings: Openings, temperatures: Sequence[float]
 ) -> dict[str, np.ndarray]:
     """``[contexts, temperatures]`` arrays of :func:`first_token_masses`: ``entropy``, ``turn_end``,
-    and the mass on openings of ``genuine`` turns and of ``restated`` ones. Runs pass
+    and the mass on openings of ``follow_up`` turns and of ``restated`` ones. Runs pass
     :func:`check_logits`."""
     import torch
 
-    names = ("entropy", "turn_end", "genuine", "restated")
+    names = ("entropy", "turn_end", "follow_up", "restated")
     found = np.full((len(names), len(contexts), len(temperatures)), np.nan)
     shares = openings.of_others(contexts["source"])
     stops = sorted({int(i) for run in runs for i in run.record["identity"]["chat"]["stop_ids"]})
@@ -192,7 +192,7 @@ def lens_curves(
     Returns:
         ``[contexts, layers]`` log-probabilities in nats of the token that opens the greedy turn
         (:data:`GREEDY`), and of the likeliest other follow-up opening (:data:`BEST`): a token of
-        whose turns in other sources most are genuine. NaN where there is none.
+        whose turns in other sources most are follow-ups. NaN where there is none.
     """
     import torch
 
@@ -239,10 +239,11 @@ def best_opening(log_p: np.ndarray, shares: np.ndarray) -> np.ndarray:
 
     Args:
         log_p: ``[contexts, tokens]`` log-probabilities.
-        shares: ``[contexts, tokens]`` how many of the turns that a token opens are genuine; those
-            of :data:`LEAST_GENUINE` and more count. NaN gives NaN, as does a context without one.
+        shares: ``[contexts, tokens]`` which share of the turns that a token opens are follow-ups;
+            tokens of :data:`LEAST_FOLLOW_UPS` and more count. NaN gives NaN, as does a context
+            without one.
     """
-    best = np.where(shares >= LEAST_GENUINE, log_p, -np.inf).max(1)
+    best = np.where(shares >= LEAST_FOLLOW_UPS, log_p, -np.inf).max(1)
     return np.where(np.isneginf(best) | np.isnan(shares).any(1), np.nan, best)
 
 

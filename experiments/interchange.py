@@ -1,6 +1,6 @@
 """Does the share of sampled follow-ups travel with a state of the header?
 
-Of contexts whose greedy turn isn't a genuine follow-up, some have many sampled turns that are, and
+Of contexts whose greedy turn isn't a follow-up, some have many sampled turns that are, and
 some have few: the share, measured on half of a context's turns. For each query, one such context is
 the recipient. Two others of other queries are its donors, one with a high share and one with a low
 one; both are equally foreign, so that what a foreign state damages cancels. While the recipient is
@@ -19,7 +19,7 @@ Cost: 68 contexts per query, each prefilled and sampled anew (60 queries of the 
 hours on a CPU).
 
     ia-mech interchange cache/RUN
-    ia-mech interchange cache/RUN --outcome assistant_restatement --dry-run
+    ia-mech interchange cache/RUN --outcome repeats_response --dry-run
 """
 
 import argparse
@@ -50,7 +50,7 @@ from ia_mech.estimates import (
     holm_corrected,
     paired_row,
 )
-from ia_mech.judge.rubric import ASSESSED, GENUINE, heading
+from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP, heading
 from ia_mech.results import Table, cell_of
 from ia_mech.stats import cluster_bootstrap
 
@@ -242,7 +242,7 @@ class Interchange(Experiment):
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         add, names = partial(flag, parser), ", ".join(ASSESSED)
         share = f"whose share is exchanged, one of {names}"
-        add("--outcome", str, GENUINE, share, choices=ASSESSED, metavar="CATEGORY")
+        add("--outcome", str, FOLLOW_UP, share, choices=ASSESSED, metavar="CATEGORY")
         add("--samples", whole_from(1), SAMPLES, "turns under each donor", metavar="N")
         turns = "of turns, one that the runs have"
         add("--temperature", above_zero, TEMPERATURE, turns, metavar="T")
@@ -360,7 +360,7 @@ class Interchange(Experiment):
                         recipient,
                         id=f"{recipient.id}~{place}~{layer}~{arm.replace(' ', '_')}",
                         perturbation=EXCHANGED,
-                        reference=None,
+                        real_follow_up=None,
                         metadata=recipient.metadata | {EXCHANGED: about},
                     )
                     found.append(changed)

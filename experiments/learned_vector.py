@@ -1,7 +1,7 @@
 """After which layers can one vector at the user header open reacting to the response?
 
 Some turns that a model samples react to their response where its greedy turn doesn't. A vector is
-learned that makes the model's own accepted sampled turns likely: as many numbers as a state has,
+learned that makes the model's own sampled follow-ups likely: as many numbers as a state has,
 added after one layer to the states of the header's tokens, by gradient, on half of the queries. The
 other half's turns are then written under it and judged; and the other way round. Such a vector may
 raise the judged rate without any reaction, so what counts is the excess: the rate of turns less
@@ -33,6 +33,7 @@ import pandas as pd
 from experiments.arms import (
     EXCESS,
     OF_QUERIES,
+    RATE,
     SIBLINGS,
     Arm,
     arm_estimates,
@@ -41,7 +42,6 @@ from experiments.arms import (
     rates_by_query,
     verdicts_of,
 )
-from experiments.arms import RATE as ACCEPTED
 from experiments.bits import Ids
 from experiments.directions import (
     BATCH,
@@ -107,7 +107,7 @@ class LearnedVector(Experiment):
         add("--layers", whole_from(0), None, layers, nargs="+", metavar="L")
         tokens = f"which tokens' states, {TURN}: the turn's (default: all of the header)"
         add("--positions", str, None, tokens, nargs="+", metavar="NAME")
-        steps, turns = f"of {BATCH} turns, to learn a vector", "most accepted turns to "
+        steps, turns = f"of {BATCH} turns, to learn a vector", "most follow-ups to "
         add("--steps", whole_from(1), 30, steps, metavar="N")
         add("--turns", whole_from(2), 96, f"{turns}learn from, of each half", metavar="N")
         parser.add_argument(
@@ -120,7 +120,7 @@ class LearnedVector(Experiment):
         """Find layers, positions, halves, and the turns to learn from.
 
         Raises:
-            UserError: the model lacks a layer or a position; or a half has no accepted turns with a
+            UserError: the model lacks a layer or a position; or a half has no follow-ups with a
                 sibling and another query.
         """
         first, args = self.runs[0], self.args
@@ -138,8 +138,8 @@ class LearnedVector(Experiment):
                 "sample more queries",
             )
         self.part = parts_of(self.queries, args.seed)
-        accepted = self._accepted()
-        self.examples = [self._examples(half, accepted) for half in self.learners]
+        follow_ups = self._follow_ups()
+        self.examples = [self._examples(half, follow_ups) for half in self.learners]
         for half, those in zip(self.learners, self.examples, strict=True):
             count, queries = len(those[OWN]), len({one.source for one in those[OWN]})
             self.notes.append(f"half {half + 1} learns from {count} turns of {queries} queries.")
@@ -157,14 +157,14 @@ class LearnedVector(Experiment):
         what = ADD, layer, self.positions, along, DOSE
         return SteeringVector(*what, model["name"], model["weights_hash"])
 
-    def _accepted(self) -> set[tuple]:
-        """Run, context, temperature and sample of the accepted turns that were sampled."""
+    def _follow_ups(self) -> set[tuple]:
+        """Run, context, temperature and sample of the follow-ups that were sampled."""
         turns = self.verdicts.turns
-        mine = turns[(turns["temperature"] > 0) & (turns["genuine"] == 1)]
+        mine = turns[(turns["temperature"] > 0) & (turns["follow_up"] == 1)]
         return set(mine[KEY].astype(object).itertuples(index=False, name=None))
 
-    def _examples(self, half: int, accepted: set[tuple]) -> dict[str, list[SteeredContext]]:
-        """The accepted turns of a half, as many of each query as can be: after the response that
+    def _examples(self, half: int, follow_ups: set[tuple]) -> dict[str, list[SteeredContext]]:
+        """The follow-ups of a half, as many of each query as can be: after the response that
         each followed, after a sibling that is finished like it, and after a response to another
         query of the half, of the same dataset and finished like it where there is one. The layer
         is still to be set."""
@@ -180,7 +180,7 @@ class LearnedVector(Experiment):
                 k, ids = turn["followed"], tuple(turn["token_ids"].tolist()[:TOKENS])
                 text, complete = kinds[k]
                 others = [j for j, (t, c) in enumerate(kinds) if t != text and c == complete]
-                if tuple(turn[KEY]) in accepted and ids and others and foreign:
+                if tuple(turn[KEY]) in follow_ups and ids and others and foreign:
                     other = foreign[rng.integers(len(foreign))]
                     alike = np.flatnonzero(np.array(other.complete) == complete)
                     those = alike if len(alike) else np.arange(len(other.contexts))
@@ -192,7 +192,7 @@ class LearnedVector(Experiment):
                     found.append((len(found) - before, pairs))
         if not found:
             raise UserError(
-                f"half {half + 1} of the queries has no accepted sampled turn to learn from",
+                f"half {half + 1} of the queries has no sampled follow-up to learn from",
                 "sample more turns (--samples), or more queries",
             )
         found.sort(key=lambda one: one[0])
@@ -226,7 +226,7 @@ class LearnedVector(Experiment):
             "vectors": f"{', '.join(vectors)}; at {', '.join(self.positions)}, after layers "
             f"{', '.join(map(str, self.layers))}",
             "to learn": f"{len(units)} of them from "
-            f"{' and '.join(str(len(those[OWN])) for those in self.examples)} accepted turns, "
+            f"{' and '.join(str(len(those[OWN])) for those in self.examples)} follow-ups, "
             f"about {sum(unit.tokens for unit in units):,} tokens; {sum(self._stored(units))} are "
             "learned already",
             "then to sample": f"{contexts} contexts under each of {len(self.layers) * len(vectors)}"
@@ -279,7 +279,7 @@ class LearnedVector(Experiment):
 
     def _judged(self, term: str, layer: int, run: Run) -> pd.DataFrame:
         """Rates of an arm's greedy turns by query."""
-        rates = rates_by_query(verdicts_of([run], self.gate.judge), "genuine")
+        rates = rates_by_query(verdicts_of([run], self.gate.judge), "follow_up")
         return rates[rates["temperature"] == 0].assign(term=term, layer=layer)
 
     # -- estimate ---------------------------------------------------------------------------------
@@ -318,12 +318,12 @@ class LearnedVector(Experiment):
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         columns: dict[str, tuple[str, int | str]] = {
-            ACCEPTED: ("accepted", 2),
+            RATE: ("follow-ups", 2),
             SIBLINGS: ("after siblings", 2),
             EXCESS: ("excess", "+.2f"),
         }
         return tables_of(
-            "greedy turns that the judge accepts, by layer of the vector",
+            "greedy follow-ups by the judge, by layer of the vector",
             found[found["term"] != CHOSEN],
             columns | {f"{EXCESS}, {less}": (less, "+.2f") for less in LESS.values()},
             index=("layer", "term"),
@@ -337,7 +337,7 @@ class LearnedVector(Experiment):
         rows = only(found, EXCESS)
         plain = rows.loc[rows["term"] == UNSTEERED, "value"].item()
         title = f"{self.runs[0].model['name']} · greedy turns under learned vectors"
-        words = title, "layer", "accepted, less after siblings", rows[rows["term"] != UNSTEERED]
+        words = title, "layer", "follow-ups, less after siblings", rows[rows["term"] != UNSTEERED]
         return {"layers": Lines(*words, across="layer", levels={UNSTEERED: plain})}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:

@@ -111,7 +111,7 @@ LESS_GREEDY, LESS_WHOLE = "bits, less greedy's", "bits, less the whole response'
 LESS_RANDOM = "bits, less those of as many random tokens"
 LESS_QUERY, HITS_LESS_QUERY = "bits, less the query's", "own is likeliest, less the query's"
 LEFT_OUT = "bits lost without"  # a site of a recurrent model, which may hold what another has
-MORE_ACCEPTED = "bits of accepted turns, less those of others"
+MORE_IN_FOLLOW_UPS = "bits of follow-ups, less those of other turns"
 EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
 PART_SITES = (*BAND_SITES, *BLOCK_SITES, *RANDOM_SITES)  # of the response's tokens
 FIRST_BITS, LATER_BITS = "bits of first tokens", "bits of later tokens"
@@ -349,14 +349,14 @@ def chosen_windows(
             yield from share_of(options, found, whole[t][OWN], **names)
 
 
-def accepted_bits(
+def follow_up_bits(
     rows: pd.DataFrame, verdicts: pd.DataFrame, options: Options
 ) -> Iterator[TidyEstimate]:
-    """How much of what sampled turns express is in turns that a judge accepts.
+    """How much of what sampled turns express is in turns that a judge calls follow-ups.
 
     Args:
         rows: of :meth:`experiments.hybrids.SiteScorer.table`, with ``source``.
-        verdicts: ``context_id``, ``temperature``, ``sample`` and ``accepted``; turns that weren't
+        verdicts: ``context_id``, ``temperature``, ``sample`` and ``follow_up``; turns that weren't
             assessed are left out.
         options: ``level``, ``resamples`` and ``seed``.
     """
@@ -367,9 +367,9 @@ def accepted_bits(
     keys = ["context_id", "temperature", "sample"]
     own = own[["source", *keys]].assign(bits=found.each)
     own = own.merge(verdicts, on=keys).dropna()
-    accepted, bits = own["accepted"].to_numpy(dtype=float), own["bits"].to_numpy()
-    columns = {"all": np.ones(len(own)), "accepted": accepted}
-    columns |= {"bits": bits, "accepted bits": accepted * bits}
+    follow_up, bits = own["follow_up"].to_numpy(dtype=float), own["bits"].to_numpy()
+    columns = {"all": np.ones(len(own)), "follow_up": follow_up}
+    columns |= {"bits": bits, "follow-ups' bits": follow_up * bits}
     sums = pd.DataFrame(columns).groupby(own["source"].to_numpy()).sum()
 
     def statistics(counts: np.ndarray) -> np.ndarray:
@@ -378,7 +378,11 @@ def accepted_bits(
             more = of_taken / taken - (total - of_taken) / (turns - taken)
             return np.stack([taken / turns, of_taken / total, more], axis=1)
 
-    quantities = ("share of turns accepted", "share of bits in accepted turns", MORE_ACCEPTED)
+    quantities = (
+        "share of turns that are follow-ups",
+        "share of bits in follow-ups",
+        MORE_IN_FOLLOW_UPS,
+    )
     estimates = cluster_bootstrap(statistics, list(sums.index), **options)
     for quantity, estimate in zip(quantities, estimates, strict=True):
         yield TidyEstimate(quantity, {"dataset": ALL, "term": OWN}, len(own), estimate)

@@ -4,13 +4,13 @@ Each conversation is changed in one respect and sampled again with the same rand
 response is removed, swapped for one to another query, cut to half of its sentences or given a
 generic question at its end, its sentences are shuffled, or its answer is contradicted; or the
 header stands without a conversation, or is the assistant's. Turns are judged after what the model
-was given, and against the unchanged response (*held*): a turn that was written without it can still
-fit that by topic or luck. Written follow-ups are scored in each changed context. Differences
+was given, and against the unchanged response: a turn that was written without it can still fit
+that by topic or luck. Real follow-ups are scored in each changed context. Differences
 are paired by query; conversations that a change leaves as they are don't count for it. The control
 is the rate after the bare header, where only a turn's form can please a judge, beside the judge's
 floor.
 
-Needs: judged runs; written follow-ups for the likelihoods. Cost: eight times the sampling of as
+Needs: judged runs; real follow-ups for the likelihoods. Cost: eight times the sampling of as
 many turns (48 queries of the embedded model, 5 turns each: some fifteen minutes on a CPU). The
 rules judge runs at once; for another judge the message says which command to run.
 
@@ -64,9 +64,9 @@ CONDITIONS = {  # → the header that is opened
     HEADER_ASSISTANT: "assistant",
 }
 STREAM = -3  # of the draws; samples have streams of their own
-HELD = "held"  # the outcome: genuine after the unchanged response
+FITS_ORIGINAL = "follow_up_to_original"  # the outcome: also a follow-up to the unchanged response
 RATE, DIFFERENCE = "rate", "difference"
-BITS = "log p of written follow-ups, bits"
+BITS = "log p of real follow-ups, bits"
 LESS = "less unchanged"
 BITS_DIFFERENCE = f"{BITS}, {LESS}"
 COLUMNS = {  # of estimates; ``events`` are the turns with the outcome
@@ -83,7 +83,7 @@ def apply_condition(
 ) -> Conversation | None:
     """A conversation under a condition; None if it would stay as it is.
 
-    Query, system message, earlier turns, reference, answer, dataset and ``source_id`` stay.
+    Query, system message, earlier turns, real follow-up, answer, dataset and ``source_id`` stay.
 
     Args:
         conversation: unperturbed, with its response.
@@ -184,7 +184,7 @@ class Perturbations(Experiment):
         self, own: Sequence[Conversation], order: int, name: str, tokens: Sequence[int]
     ) -> Conversation:
         """A conversation under a condition; UserError if it can't be made, or is too long."""
-        from ia_mech.chat.headers import context_and_reference
+        from ia_mech.chat.headers import context_and_real_follow_up
         from ia_mech.engine.sampling import stream_key
         from ia_mech.models.load import context_limit
 
@@ -197,7 +197,7 @@ class Perturbations(Experiment):
         changed = apply_condition(own[order], name, rng, swap)
         if changed is None:
             raise UserError("the response stays as it is", "")
-        context, turn = context_and_reference(self.chat, changed)
+        context, turn = context_and_real_follow_up(self.chat, changed)
         longest = max(settings["max_new_tokens"], 0 if turn is None else len(turn.whole))
         if len(context.ids) + longest > (context_limit(self.config) or np.inf):
             raise UserError("the context is too long for the model", "")
@@ -210,8 +210,8 @@ class Perturbations(Experiment):
 
     def rows(self) -> pd.DataFrame:
         """The turns before and after: ``run``, ``context_id``, ``dataset``, ``source``,
-        ``condition``, ``temperature``, ``sample``, ``category``, ``genuine`` and ``held`` (1, 0 or
-        NaN)."""
+        ``condition``, ``temperature``, ``sample``, ``category``, ``follow_up`` and
+        ``follow_up_to_original`` (1, 0 or NaN)."""
         (run,) = self.sampled.values()
         for unperturbed in (False, True):  # after what the model was given, and after what it was
             judge = self.judge_arms(unperturbed=unperturbed)
@@ -224,14 +224,15 @@ class Perturbations(Experiment):
         before = pd.MultiIndex.from_frame(turns[["run", "context_id"]].astype(object)).isin(used)
         turns = turns[(turns["run"] == str(run.path)) | (before & alike)].reset_index(drop=True)
         keys = ["source", "context_id", "temperature", "sample"]
-        held = verdicts_of([run], judge + ON_UNPERTURBED).turns.set_index(keys)["genuine"]
-        found = held.reindex(pd.MultiIndex.from_frame(turns[keys])).to_numpy()
+        judged = verdicts_of([run], judge + ON_UNPERTURBED).turns.set_index(keys)["follow_up"]
+        found = judged.reindex(pd.MultiIndex.from_frame(turns[keys])).to_numpy()
         own = turns["perturbation"] == UNPERTURBED
         names = turns["perturbation"].astype(object)
         condition = pd.Categorical(names, [UNPERTURBED, *CONDITIONS], ordered=True)
-        turns = turns.assign(condition=condition, held=np.where(own, turns["genuine"], found))
+        turns = turns.assign(condition=condition)
+        turns[FITS_ORIGINAL] = np.where(own, turns["follow_up"], found)
         texts = ["run", "context_id", "dataset", "source", "category"]
-        kept = [*texts, "condition", "temperature", "sample", "genuine", HELD]
+        kept = [*texts, "condition", "temperature", "sample", "follow_up", FITS_ORIGINAL]
         return turns[kept].astype(dict.fromkeys(texts, object))
 
     def _note_changes(self, run: Run) -> None:
@@ -249,12 +250,12 @@ class Perturbations(Experiment):
             )
 
     def follow_up_bits(self) -> pd.DataFrame:
-        """Contexts with a written follow-up: ``dataset``, ``source``, ``condition``, ``bits``."""
+        """Contexts with a real follow-up: ``dataset``, ``source``, ``condition``, ``bits``."""
         (run,) = self.sampled.values()
         frames = [self.base.assign(condition=UNPERTURBED)]
         frames.append(run.contexts.assign(condition=run.contexts["perturbation"]))
         frame = pd.concat(frames, ignore_index=True)
-        bits = frame["reference_logprob"].astype(float) / np.log(2.0)
+        bits = frame["real_follow_up_logprob"].astype(float) / np.log(2.0)
         frame = frame.assign(source=sources_of(frame), bits=bits)
         return frame[bits.notna()].reset_index(drop=True)
 
@@ -265,7 +266,7 @@ class Perturbations(Experiment):
         found: list[TidyEstimate] = []
         by, before = ["temperature", "condition"], {"condition": UNPERTURBED}
         for dataset, here in by_dataset(rows):
-            names = {"outcome": HELD, "dataset": dataset, "level": self.args.level}
+            names = {"outcome": FITS_ORIGINAL, "dataset": dataset, "level": self.args.level}
             found += rates(rows[here], by, **names)
             paired = {"within": "source", "seed": self.args.seed}
             found += differences(rows[here], by, before, **paired, **names)
@@ -280,16 +281,16 @@ class Perturbations(Experiment):
     def tables(self, found: pd.DataFrame) -> list[Table]:
         less = "Less unchanged: paired by query, with Holm-corrected p."
         made = tables_of(
-            f"follow-ups, held against the unchanged response ({self.intervals})",
+            f"follow-ups to the unchanged response ({self.intervals})",
             found,
             {RATE: ("rate", 2), DIFFERENCE: ("less unchanged", 2)},
             shown_if=DIFFERENCE,
             index=("dataset", "temperature", "condition"),
             rows="turns",
-            legend=f"Rate: share of turns that the judge calls genuine. {less}",
+            legend=f"Rate: share of turns that the judge calls follow-ups. {less}",
         )
         made += tables_of(
-            f"written follow-ups after each change, bits ({self.intervals})",
+            f"real follow-ups after each change, bits ({self.intervals})",
             found,
             {BITS: ("log p", 1), BITS_DIFFERENCE: (LESS, 1)},
             shown_if=BITS_DIFFERENCE,
@@ -307,15 +308,15 @@ class Perturbations(Experiment):
         made: dict[str, Drawing] = {
             "rates": Bars(
                 gate_title(model, self.gate),
-                "held follow-up rate, less that after the unchanged conversation",
+                "rate of follow-ups to it, less that after the unchanged conversation",
                 rows,
                 names="condition",
             )
         }
         rows = only(found, BITS_DIFFERENCE)
         if len(rows):
-            made["references"] = Bars(
-                f"{model} · written follow-ups",
+            made["real follow-ups"] = Bars(
+                f"{model} · real follow-ups",
                 "log p less that after the unchanged conversation, bits",
                 rows,
                 names="condition",
@@ -326,7 +327,7 @@ class Perturbations(Experiment):
         return {"turns": rows.drop(columns="source").astype({"condition": object})}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        held, bits = only(found, DIFFERENCE), only(found, BITS_DIFFERENCE)
+        rates, bits = only(found, DIFFERENCE), only(found, BITS_DIFFERENCE)
         said: list[str] = []
         for condition, words in {
             REMOVE: "without the response",
@@ -335,12 +336,16 @@ class Perturbations(Experiment):
             SHUFFLE: "with its sentences in another order",
             CONTRADICT: "with its answer contradicted",
         }.items():
-            of_rate, of_bits = (of[of["condition"] == condition] for of in (held, bits))
-            said.append(self.tested(f"{words} the held follow-up rate changes by", of_rate))
-            said.append(self.tested("log p of written follow-ups, in bits", of_bits, 1))
+            of_rate, of_bits = (of[of["condition"] == condition] for of in (rates, bits))
+            said.append(
+                self.tested(
+                    f"{words} the rate of follow-ups to the unchanged response changes by", of_rate
+                )
+            )
+            said.append(self.tested("log p of real follow-ups, in bits", of_bits, 1))
         bare = self.tested(
-            "after the bare header, which shows no conversation, the held rate changes by",
-            held[held["condition"] == HEADER_ONLY],
+            "after the bare header, which shows no conversation, that rate changes by",
+            rates[rates["condition"] == HEADER_ONLY],
         )
         return Conclusion(
             " ".join(text for text in said if text) or "Nothing could be compared.",

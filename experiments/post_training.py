@@ -192,7 +192,7 @@ def training_sequences(
     """
     from experiments import sequences
 
-    kept = [one for one in kept if one.reference]
+    kept = [one for one in kept if one.real_follow_up]
     if not kept:
         raise UserError(
             f"{shell_word(args.data)} holds no user follow-up after a response",
@@ -324,7 +324,7 @@ class Compare(Experiment):
         for side, run in zip(SIDES, self.runs, strict=True):
             judged = verdicts_of([run], self.args.judge)
             self.notes += [note for note in judged.notes if note not in self.notes]
-            frames.append(rates_by_query(judged, "genuine").assign(term=side))
+            frames.append(rates_by_query(judged, "follow_up").assign(term=side))
         rates = pd.concat(frames, ignore_index=True)
         return rates[rates["source"].isin(used)]
 

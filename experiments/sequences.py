@@ -105,8 +105,8 @@ def sequence(chat: ChatFormat, conversation: Conversation) -> tuple[list[int], l
         UserError: the template can't express the turn.
     """
     context = chat.context(conversation.messages)
-    assert conversation.reference is not None
-    turn = chat.reference_ids(conversation.messages, context, conversation.reference).whole
+    assert conversation.real_follow_up is not None
+    turn = chat.turn_ids(conversation.messages, context, conversation.real_follow_up).whole
     return [*context.ids, *turn], [IGNORED] * len(context.ids) + turn
 
 
@@ -117,7 +117,7 @@ def sequences(
 
     Args:
         chat: of the model to train.
-        conversations: with a response and a ``reference``.
+        conversations: with a response and a ``real_follow_up``.
         longest: most tokens of a sequence; longer ones are left out, since one cut short would lack
             what it is to teach.
 
@@ -137,7 +137,7 @@ def sequences(
             raise UserError(problem, error.remedy) from error
         rows.append(
             {"input_ids": ids, "labels": labels, "dataset": one.dataset}
-            | {"source_id": one.source_id, "id": one.id, "turn": one.reference}
+            | {"source_id": one.source_id, "id": one.id, "turn": one.real_follow_up}
         )
     kept = [row for row in rows if len(row["input_ids"]) <= longest]
     if not kept:

@@ -2,10 +2,10 @@
 
 The logistic direction of a probe (--probe) is added to the residual stream where the probe reads,
 or that of a file (--vector) where the file says, and the run's turns are scored again. Do turns
-that the judge accepts become likelier than other turns after the same context? The control is
-random directions with the covariance of the states. All directions change the next token equally:
-on half of the queries the dose of each is sought at which the first token's distribution moves by
-one KL (--kl). Results are of the other half.
+that the judge calls follow-ups become likelier than other turns after the same context? The
+control is random directions with the covariance of the states. All directions change the next
+token equally: on half of the queries the dose of each is sought at which the first token's
+distribution moves by one KL (--kl). Results are of the other half.
 
 Needs: a judged run with several sampled turns per context. Cost: half an hour on a CPU (135M).
 
@@ -79,7 +79,7 @@ class Dosing(Unit):
 
 @dataclass(frozen=True)
 class Steered(Unit):
-    """A query's contexts, each with a turn that the judge accepts and one that it doesn't, scored
+    """A query's contexts, each with a follow-up by the judge and a turn that is none, scored
     under directions with their doses."""
 
     contexts: tuple[SteeredContext, ...]
@@ -156,7 +156,7 @@ def find_doses(model: Model, unit: Dosing) -> pd.DataFrame:
 def steer(model: Model, unit: Steered) -> pd.DataFrame:
     """A row per context and direction: ``draw`` (its number: 0 is the direction, the others are
     random), and in nats ``kl`` at the header and ``log_odds``, the change of the log-odds of
-    accepted turns."""
+    follow-ups."""
     found = []
     for context in unit.contexts:
         moved, kl = effects(model, context, unit.directions, unit.doses)
@@ -227,11 +227,11 @@ def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
 def contexts_of(
     query: Query, verdicts: pd.Series, vector: SteeringVector
 ) -> tuple[SteeredContext, ...]:
-    """A query's contexts after which the judge accepts a turn and another not, with one of each.
+    """A query's contexts with one follow-up by the judge and one other turn each.
 
     Args:
         query: with sampled turns.
-        verdicts: 1 of accepted turns, 0 of others, NaN without a verdict, by :data:`KEY`.
+        verdicts: 1 of follow-ups, 0 of others, NaN without a verdict, by :data:`KEY`.
         vector: whose layer and positions are steered.
 
     Raises:
@@ -240,7 +240,7 @@ def contexts_of(
     turns = query.turns[(query.turns["temperature"] > 0) & (query.turns["token_ids"].map(len) > 0)]
     keys = pd.MultiIndex.from_frame(turns[KEY])
     turns = turns.assign(label=verdicts.reindex(keys).to_numpy(dtype=float)).dropna(subset="label")
-    order = {"label": False, "temperature": False, "sample": True}  # accepted turns first
+    order = {"label": False, "temperature": False, "sample": True}  # follow-ups first
     turns = turns.sort_values(list(order), ascending=list(order.values()), kind="stable")
     found = []
     for k, mine in turns.drop_duplicates(["followed", "label"]).groupby("followed"):
@@ -255,7 +255,7 @@ class Steering(Experiment):
 
     Attributes:
         vector: along which the model is steered, once it is read with its dose.
-        outcome: what is accepted: ``genuine`` or ``grounded`` turns.
+        outcome: what counts: ``follow_up`` or ``grounded`` turns.
         choosing, reporting: the halves of the queries with turns to compare, each with its
             contexts.
         directions: the direction, and the random ones.
@@ -292,7 +292,7 @@ class Steering(Experiment):
         self.directions = tuple(tuple(one.tolist()) for one in (own, *drawn))
 
     def _vector(self) -> tuple[SteeringVector, str]:
-        """The direction, and what the judge of its probe accepts.
+        """The direction, and what its probe's judge calls follow-ups.
 
         Raises:
             UserError: it is of another model, or nothing is steered before the turn's first token.
@@ -300,7 +300,7 @@ class Steering(Experiment):
         from probes.card import Probe
         from probes.targets import GROUNDED
 
-        outcome = "genuine"
+        outcome = "follow_up"
         if self.args.vector is not None:
             vector = replace(SteeringVector.load(self.args.vector), kind=ADD)
         else:
@@ -339,14 +339,14 @@ class Steering(Experiment):
         used = [one for one in each if one[1]]
         if len(used) < 4:
             raise UserError(
-                f"{len(used)} queries have a response after which the judge accepts some turns "
-                "and not others",
+                f"{len(used)} queries have a response after which the judge calls some turns "
+                "follow-ups and not others",
                 "sample more turns (--samples), or more queries",
             )
         if less := len(each) - len(used):
             self.notes.append(
-                f"{less} queries have no response after which the judge accepts some turns and not "
-                "others; they are left out."
+                f"{less} queries have no response after which the judge calls some turns "
+                "follow-ups and not others; they are left out."
             )
         return used
 
@@ -441,7 +441,7 @@ class Steering(Experiment):
         sentence = (
             f"Steering along the direction in layer {self.vector.layer} at "
             f"{', '.join(self.vector.positions)} (dose {self.vector.dose:.2g}) {verb} "
-            f"{self.outcome} turns likelier than random directions of the same KL do. "
+            f"follow-ups likelier than random directions of the same KL do. "
             f"{change[:-1]}, {p_value(beyond['p'])}."
         )
         control = (

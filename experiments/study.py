@@ -7,8 +7,8 @@ prompt and opening are tried against greedy decoding. One page reports it all. E
 command of its own. If it is stopped, the same command continues; a finished study computes nothing
 again.
 
-It says first whether awareness is latent: shown if the accepted rate rises from greedy to sampled
-turns, beyond what the judge accepts after another conversation, at 5% corrected for the
+It says first whether awareness is latent: shown if the follow-up rate rises from greedy to sampled
+turns, beyond the judge's floor after a wrong conversation, at 5% corrected for the
 temperatures; from 50 queries on. Where turns read their response is what locate says. Whether a
 state moves the rate takes --where --samples 16.
 
@@ -50,8 +50,8 @@ from experiments.locate import (
     SHARE,
     Locate,
     Lookup,
-    accepted_bits,
     drawings,
+    follow_up_bits,
     strongest_windows,
 )
 from experiments.tables import estimates_of, headline, print_plan
@@ -255,15 +255,15 @@ def result(out: Path) -> Result:
     elicited = read(out / "run-elicit")
     judge = elicited.about["judge"]
     rows = pd.read_parquet(folder_of(run.path, "locate") / "rows.parquet")
-    verdicts = run.labels.judgements(judge, [*TURN, "genuine"]).dropna()
-    verdicts = verdicts.astype({"context_id": object, "genuine": float})
-    verdicts = verdicts.groupby(list(TURN))["genuine"].mean().rename("accepted").reset_index()
-    accepting = estimates_of(
-        accepted_bits(rows, verdicts, OPTIONS), Locate.columns, OPTIONS["level"]
+    verdicts = run.labels.judgements(judge, [*TURN, "follow_up"]).dropna()
+    verdicts = verdicts.astype({"context_id": object, "follow_up": float})
+    verdicts = verdicts.groupby(list(TURN))["follow_up"].mean().reset_index()
+    of_follow_ups = estimates_of(
+        follow_up_bits(rows, verdicts, OPTIONS), Locate.columns, OPTIONS["level"]
     )
-    parts = {"locate": located.estimates, "elicit": elicited.estimates, NAME: accepting}
+    parts = {"locate": located.estimates, "elicit": elicited.estimates, NAME: of_follow_ups}
     found = pd.concat([rows.assign(stage=name) for name, rows in parts.items()], ignore_index=True)
-    told, accepted = Lookup(located.estimates), Lookup(elicited.estimates)
+    told, elicit = Lookup(located.estimates), Lookup(elicited.estimates)
 
     def carried(site: str) -> str:
         return f"{told(BITS, site)} (share {told(SHARE, site)})"
@@ -278,13 +278,14 @@ def result(out: Path) -> Result:
         f"and values{f', mostly layers {windows}' if windows else ''}, {carried(HEADER)} through "
         "the header's.",
         *moved,
-        f"Judge {judge} accepts {accepted(EXCESS, GREEDY)} of greedy turns beyond siblings, and "
-        f"under the best other arm {accepted(GAP, BEST)} more.{biased(run)}",
+        f"Beyond siblings, judge {judge} calls {elicit(EXCESS, GREEDY)} of greedy turns "
+        "follow-ups, "
+        f"and under the best other arm {elicit(GAP, BEST)} more.{biased(run)}",
     ]
     wording = out / "run-reaction"
     control = [
         "Bits and excesses are held against siblings, other responses to the same query; whether "
-        "awareness is latent, against other conversations.",
+        "awareness is latent, against wrong conversations.",
         read(wording).control if kind_of(wording) else UNWORDED,
         rates.control,
     ]

@@ -1,12 +1,12 @@
 """What does temperature do to the user turn, and how deep does greedy decoding hide follow-ups?
 
-- Rates of genuine turns by temperature, also against greedy turns of the same queries. The control
-  is the judge's floor: how often it accepts the same turns after another conversation.
+- Rates of follow-ups by temperature, also against greedy turns of the same queries. The control
+  is the judge's floor: how often it calls the same turns follow-ups after a wrong conversation.
 - The first token's distribution at many temperatures, from the header's logits.
-- Where greedy decoding leaves each sampled turn, and whether genuine turns lie deeper than others
+- Where greedy decoding leaves each sampled turn, and whether follow-ups lie deeper than others
   after the same response at the same temperature.
 - From which layer on, by the logit lens at header_last, the token that opens the greedy turn stays
-  ahead of those that open genuine turns of other queries.
+  ahead of those that open follow-ups of other queries.
 
 Needs: judged runs with two temperatures or more and all header logits; for the last point the
 model's lens (its final norm and unembedding, which sampling writes), not the model. Cost: a minute
@@ -45,8 +45,8 @@ from ia_mech.estimates import (
     holm_corrected,
     paired_row,
 )
+from ia_mech.judge.decoys import WRONG
 from ia_mech.rates.compute import differences, floors, rates
-from ia_mech.rates.gate import CONVERSATION
 from ia_mech.results import Table, table_of
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
@@ -93,26 +93,26 @@ def leaving_point(turn: Any, greedy: Any) -> dict[str, float]:
 
 
 def against_others(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Genuine turns against the others of the same context at the same temperature.
+    """Follow-ups against the others of the same context at the same temperature.
 
     Every value is taken less the mean of those others, so that neither contexts nor temperatures
-    with many genuine turns are compared with ones that have few. Turns of a context without both
+    with many follow-ups are compared with ones that have few. Turns of a context without both
     kinds are left out.
 
     Args:
-        frame: ``context``, ``temperature``, ``source``, ``genuine`` and the column.
+        frame: ``context``, ``temperature``, ``source``, ``follow_up`` and the column.
         column: of it; NaN is left out.
 
     Returns:
-        ``[rows]`` centred values; which of them are genuine; their sources.
+        ``[rows]`` centred values; which of them are follow-ups; their sources.
     """
     kept = frame[frame[column].notna()]
-    cells = kept.groupby(["context", "temperature"])["genuine"]
+    cells = kept.groupby(["context", "temperature"])["follow_up"]
     kept = kept[(cells.transform("min") == 0) & (cells.transform("max") == 1)]
-    others = kept[column].where(kept["genuine"] == 0)
+    others = kept[column].where(kept["follow_up"] == 0)
     mean = others.groupby([kept["context"], kept["temperature"]]).transform("mean")
-    values, genuine = (kept[column] - mean).to_numpy(), (kept["genuine"] == 1).to_numpy()
-    return values, genuine, kept["source"].to_numpy()
+    values, follow_up = (kept[column] - mean).to_numpy(), (kept["follow_up"] == 1).to_numpy()
+    return values, follow_up, kept["source"].to_numpy()
 
 
 # -- the experiment --------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class TemperatureSweep(Experiment):
             at=greedy["at"], greedy=[int(ids[0]) for ids in greedy["token_ids"]]
         )
         self.notes += judged.notes
-        if missing := int(self.turns["genuine"].isna().sum()):
+        if missing := int(self.turns["follow_up"].isna().sum()):
             self.notes.append(f"{missing} of {len(self.turns)} turns were not assessed.")
         if unfinished := int(self.turns["unfinished"].sum()):
             self.notes.append(
@@ -180,13 +180,13 @@ class TemperatureSweep(Experiment):
             self.log_p = lens_curves(self.runs, self.contexts, openings, lens)
         except NoLens as why:
             self.notes.append(f"no logit lens: {why}.")
-        opened = [of.sum() for of in (openings.genuine, openings.restated)]
+        opened = [of.sum() for of in (openings.follow_up, openings.restated)]
         self.notes.append(
-            f"openings: {len(openings.ids)} tokens opened {opened[0].sum()} genuine turns and "
+            f"openings: {len(openings.ids)} tokens opened {opened[0].sum()} follow-ups and "
             f"{opened[1].sum()} restatements, {((opened[0] > 0) & (opened[1] > 0)).sum()} of them "
             "both kinds."
         )
-        sampled = self.turns[self.turns["genuine"].notna() & (self.turns["temperature"] > 0)]
+        sampled = self.turns[self.turns["follow_up"].notna() & (self.turns["temperature"] > 0)]
         greedy = {
             (str(run.path), row.context_id): row
             for run in self.runs
@@ -195,14 +195,14 @@ class TemperatureSweep(Experiment):
         left = [
             leaving_point(turn, greedy[turn.run, turn.context_id]) for turn in sampled.itertuples()
         ]
-        names = ["run", "dataset", "source", "context", *KEY, "category", "genuine"]
+        names = ["run", "dataset", "source", "context", *KEY, "category", "follow_up"]
         frame = sampled[names].astype(dict.fromkeys(names[:5], object)).reset_index(drop=True)
         return pd.concat([frame.astype({"category": object}), pd.DataFrame(left)], axis=1)
 
     # -- estimated --------------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        """Holm-corrected in families: the rate, and genuine turns against others; all datasets
+        """Holm-corrected in families: the rate, and follow-ups against others; all datasets
         together are a family of their own in each."""
         found: list[TidyEstimate] = []
         for dataset, here in by_dataset(self.turns):
@@ -212,7 +212,7 @@ class TemperatureSweep(Experiment):
             found += rates(turns, by, quantity=RATE, **names)
             options = {"within": "context", "seed": self.args.seed, "quantity": RATE_DIFFERENCE}
             found += differences(turns, by, greedy, **options, **names)
-            found += floors(decoys, CONVERSATION, by, **names)
+            found += floors(decoys, WRONG, by, **names)
         for dataset, here in by_dataset(self.contexts):
             sources = self.contexts["source"].to_numpy()[here]
             group = Group(sources, self.options, {"dataset": dataset})
@@ -233,10 +233,10 @@ class TemperatureSweep(Experiment):
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         tested = "Holm-corrected p."
-        genuine = found[found["outcome"] == "genuine"]
+        follow_up = found[found["outcome"] == "follow_up"]
         made = tables_of(
-            f"genuine turns by temperature ({self.intervals})",
-            genuine,
+            f"follow-ups by temperature ({self.intervals})",
+            follow_up,
             {
                 RATE: ("rate", 2),
                 RATE_DIFFERENCE: ("less greedy's", 2),
@@ -245,9 +245,9 @@ class TemperatureSweep(Experiment):
             },
             shown_if=RATE_DIFFERENCE,
             rows="turns",
-            legend="Rate: share of turns that the judge calls genuine. Less greedy's: of the same "
-            f"queries. {tested} Floor: the same turns shown after another conversation; excess: "
-            "what their rate is above it.",
+            legend="Rate: share of turns that the judge calls follow-ups. Less greedy's: of the "
+            f"same queries. {tested} Floor: the rate of the same turns after a wrong conversation; "
+            "excess: the rate less the floor.",
         )
         made += tables_of(
             f"where greedy decoding leaves a turn ({self.intervals})",
@@ -263,13 +263,13 @@ class TemperatureSweep(Experiment):
             "gap, log p of greedy's token less its own at T = 1, nats.",
         )
         made += tables_of(
-            f"do genuine turns lie deeper? ({self.intervals})",
+            f"do follow-ups lie deeper? ({self.intervals})",
             found,
             {DEEPER: ("gap less others'", 2)},
             shown_if=DEEPER,
             index=("dataset", "temperature", "term"),
-            rows="genuine turns",
-            legend="Genuine turns' mean gap, nats, less that of other turns after the same "
+            rows="follow-ups",
+            legend="follow-ups' mean gap, nats, less that of other turns after the same "
             f"response at the same temperature. {tested}",
         )
         first: dict[str, tuple[str, int | str]] = {
@@ -322,7 +322,7 @@ class TemperatureSweep(Experiment):
             made["openings"] = Lines(title, "temperature", "probability", mass)
         deep = only(pooled, DEEPER)
         if len(deep):
-            words = "genuine turns' gap to greedy, less other turns', nats"
+            words = "follow-ups' gap to greedy, less other turns', nats"
             made["hidden"] = Bars(title, words, deep, names="temperature", by="term")
         lens = only(pooled, LENS)
         if len(lens):
@@ -338,7 +338,7 @@ class TemperatureSweep(Experiment):
             sentence_of(f"{RATE} by temperature", only(found, RATE)),
             self.tested("less greedy's", only(found, RATE_DIFFERENCE)),
             self.tested(
-                "nats by which genuine turns lie further from greedy than others after the same "
+                "nats by which follow-ups lie further from greedy than others after the same "
                 "response",
                 only(found, DEEPER, term=OTHER_TURNS[0]),
             ),
@@ -378,17 +378,17 @@ def first_token_estimates(
         yield _clipped(group.mean("first token's entropy", at["entropy"], **names), 0)
         yield _clipped(group.mean(TOKENS, np.exp(at["entropy"]), **names), 1)
         yield _clipped(group.mean("mass on turn-end", at["turn_end"], **names), 0, 1)
-        for term in ("genuine", "restated"):
-            mass = group.mean(MASS, at[term], term=f"{term} turns' openings", **names)
+        for kind, term in (("follow_up", "follow-ups"), ("restated", "repetitions")):
+            mass = group.mean(MASS, at[kind], term=f"{term}' openings", **names)
             yield _clipped(mass, 0, 1)
-        less = at["genuine"] - at["restated"]
-        yield _clipped(group.mean(f"{MASS}, genuine less restated", less, **names), -1, 1)
+        less = at["follow_up"] - at["restated"]
+        yield _clipped(group.mean(f"{MASS}, follow-ups less repetitions", less, **names), -1, 1)
 
 
 def depth_estimates(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
-    """Of genuine turns and of others: where greedy leaves them, and how far below it."""
-    for kind, term in ((1.0, "genuine"), (0.0, "not genuine")):
-        at = turns[turns["genuine"] == kind]
+    """Of follow-ups and of others: where greedy leaves them, and how far below it."""
+    for kind, term in ((1.0, "follow-ups"), (0.0, "others")):
+        at = turns[turns["follow_up"] == kind]
         own = replace(group, sources=at["source"].to_numpy())
         if len(at):
             yield own.median("token where greedy leaves", at["token"], term=term, **names)
@@ -397,15 +397,15 @@ def depth_estimates(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator
 
 
 def depth_differences(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
-    """The gap of genuine turns less that of the others of the same context and temperature.
+    """The gap of follow-ups less that of the others of the same context and temperature.
 
-    Noise that leads far from greedy also garbles, and what is garbled isn't genuine. So genuine
-    turns are also compared with the well-formed others alone.
+    Noise that leads far from greedy also garbles, and what is garbled isn't a follow-up. So
+    follow-ups are also compared with the well-formed others alone.
     """
     for term, rows in zip(OTHER_TURNS, (turns, turns[turns["category"] != GARBLED]), strict=True):
-        centred, genuine, sources = against_others(rows, "gap")
-        if genuine.any():
-            pair = centred[genuine], sources[genuine], centred[~genuine], sources[~genuine]
+        centred, follow_up, sources = against_others(rows, "gap")
+        if follow_up.any():
+            pair = centred[follow_up], sources[follow_up], centred[~follow_up], sources[~follow_up]
             yield paired_row(group, DEEPER, *pair, term=term, **names)
 
 

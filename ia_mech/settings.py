@@ -208,7 +208,7 @@ class Settings:
     messages_column: str | None = _column("the list of messages or turns")
     query_column: str | None = _column("the user's query")
     response_column: str | None = _column("the assistant's response")
-    followup_column: str | None = _column("what the user really said next")
+    followup_column: str | None = _column("real follow-up: what the user really said next")
     answer_column: str | None = _column("the gold answer")
     system_column: str | None = _column("the system message")
     context_column: str | None = _column("a passage that the query is about")

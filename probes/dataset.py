@@ -130,7 +130,7 @@ def read(
     """
     wanted, judged = parse_target(target), read_runs(runs, judge, NO_ANNOTATOR)
     runs = judged.runs
-    outcome = GROUNDED if wanted.kind == GROUNDED else "genuine"
+    outcome = GROUNDED if wanted.kind == GROUNDED else "follow_up"
     if outcome not in judged.gates:
         raise UserError(
             f"judge {judged.judge!r} doesn't test whether turns are grounded",

@@ -9,7 +9,7 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from ia_mech.errors import UserError
-from ia_mech.judge.rubric import ASSESSED, GENUINE
+from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP
 from ia_mech.stats.resampling import source_index
 
 
@@ -90,7 +90,7 @@ class Outcome:
 
 # -- targets --------------------------------------------------------------------------------------
 
-FAILURES: tuple[str, ...] = tuple(name for name in ASSESSED if name != GENUINE)
+FAILURES: tuple[str, ...] = tuple(name for name in ASSESSED if name != FOLLOW_UP)
 KEYS = ["run", "context_id"]  # a context of one run
 RATE, GROUNDED, GREEDY, LATENT = "rate", "grounded", "greedy", "latent"
 CHOICES = (
@@ -102,16 +102,16 @@ CHOICES = (
 # Kind → the subject of a sentence about the target, and what is counted (of rates, what the turns
 # are).
 _WORDS = {
-    RATE: ("the follow-up rate", "are genuine follow-ups"),
-    GROUNDED: ("the rate of genuine and grounded turns", "are genuine and grounded"),
+    RATE: ("the follow-up rate", "are follow-ups"),
+    GROUNDED: ("the rate of grounded follow-ups", "are follow-ups and grounded"),
     **{name: (f"the rate of {name}", f"are {name}") for name in FAILURES},
     GREEDY: (
-        "whether the greedy turn is a genuine follow-up",
-        "k is 1 if the greedy turn is a genuine follow-up and 0 if not, of n = 1.",
+        "whether the greedy turn is a follow-up",
+        "k is 1 if the greedy turn is a follow-up and 0 if not, of n = 1.",
     ),
     LATENT: (
         "the follow-up rate of samples where the greedy turn is none",
-        "are genuine follow-ups; contexts whose greedy turn is one are left out",
+        "are follow-ups; contexts whose greedy turn is one are left out",
     ),
 }
 
@@ -177,12 +177,12 @@ def turns_that_count(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
     """The turns that a target is of, with the column ``positive``.
 
     ``turns`` are one row each with ``run``, ``context_id``, ``temperature``, ``category`` and
-    ``genuine`` (NaN where not assessed), as ``JudgedTurns.turns``; for ``grounded`` also
+    ``follow_up`` (NaN where not assessed), as ``JudgedTurns.turns``; for ``grounded`` also
     ``grounded``.
 
     Returns:
-        The assessed ones; for ``latent`` without those of contexts whose greedy turn is genuine,
-        not assessed or missing.
+        The assessed ones; for ``latent`` without those of contexts whose greedy turn is a
+        follow-up, not assessed or missing.
 
     Raises:
         UserError: no turn was sampled at the target's temperature.
@@ -196,16 +196,16 @@ def turns_that_count(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
             )
     if target.kind == GROUNDED:
         turns = turns[turns["grounded"].notna()]
-    assessed = turns[turns["genuine"].notna()]
+    assessed = turns[turns["follow_up"].notna()]
     greedy, sampled = (assessed[assessed["temperature"].eq(0) == is_it] for is_it in (True, False))
     if target.kind == LATENT:
-        failed = greedy.groupby(KEYS)["genuine"].max().eq(0)
+        failed = greedy.groupby(KEYS)["follow_up"].max().eq(0)
         sampled = sampled[pd.MultiIndex.from_frame(sampled[KEYS]).isin(failed.index[failed])]
     chosen = greedy if target.kind == GREEDY else sampled
     if target.temperature is not None:
         chosen = chosen[chosen["temperature"] == target.temperature]
     failure = target.kind in FAILURES
-    positive = chosen["category"].eq(target.kind) if failure else chosen["genuine"].eq(1)
+    positive = chosen["category"].eq(target.kind) if failure else chosen["follow_up"].eq(1)
     if target.kind == GROUNDED:
         positive = chosen["grounded"].eq(1)
     return chosen.assign(positive=positive)

@@ -7,7 +7,7 @@ from stub_server import StubServer
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.llm import LlmJudge
-from ia_mech.judge.rubric import BUILT_IN, GENUINE, rubric_of
+from ia_mech.judge.rubric import BUILT_IN, FOLLOW_UP, rubric_of
 from ia_mech.judge.verdict import Item, Judge, Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY as COLUMNS
@@ -51,8 +51,8 @@ class Recorded(Quiet):
 BILLED = {"prompt_tokens": 100, "completion_tokens": 7, "cost": 0.25}
 
 
-def genuine(item: Item, times: int) -> Verdict:
-    return Verdict(GENUINE, rationale=item.turn, **BILLED)
+def follow_up(item: Item, times: int) -> Verdict:
+    return Verdict(FOLLOW_UP, rationale=item.turn, **BILLED)
 
 
 class FakeJudge(Judge):
@@ -65,7 +65,7 @@ class FakeJudge(Judge):
 
     def __init__(
         self,
-        say: Callable[[Item, int], Verdict] = genuine,
+        say: Callable[[Item, int], Verdict] = follow_up,
         *,
         paid: bool = True,
         fails_after: int | None = None,
@@ -118,7 +118,7 @@ def plant(
         {
             **key,
             "category": labels[i],
-            "genuine": rubric_of(record).genuine(labels[i]),
+            "follow_up": rubric_of(record).follow_up(labels[i]),
             "status": "judged" if labels[i] else "unparsable",
             **{column: values[i] for column, values in columns.items()},
         }
@@ -136,7 +136,7 @@ def annotate(
         {
             **keys[i],
             "category": category,
-            "genuine": BUILT_IN.genuine(category),
+            "follow_up": BUILT_IN.follow_up(category),
             "note": f"note {i}",
             "sheet": sheet,
             "stratum": stratum if isinstance(stratum, str) else stratum[i],

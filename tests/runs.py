@@ -110,7 +110,10 @@ def _part(those: list[tuple[int, Conversation]]):
         }
         contexts.append(
             names
-            | {"messages": list(conversation.messages), "reference": conversation.reference}
+            | {
+                "messages": list(conversation.messages),
+                "real_follow_up": conversation.real_follow_up,
+            }
             | {"answer": conversation.answer, "metadata": json.dumps(dict(conversation.metadata))}
             | {"response_policy": "given", "response_finish_reason": "given"}
             | {"text": prompt.text, "token_ids": prompt.ids, "positions": prompt.positions}

@@ -14,20 +14,34 @@ NORM = 50.0  # the L2 norm of a tiny model's logits over a small tokenizer's voc
 _KEPT: dict[tuple, torch.Tensor] = {}
 LONG = "Because the light that passes through glass does not stay in the glass. " * 8
 CONVERSATIONS = [
-    {"query": QUERY, "response": "408.", "reference": "Are you sure?"},
-    {"query": "Why?", "response": LONG, "reference": "Could you say that in one sentence?"},
-    {"query": "hello", "response": "Hi! How can I help?", "reference": "hi"},
-    {"query": "Who wrote this book?", "response": "Nobody knows.", "reference": None},
-    {"query": f"{LONG} Is that so?", "response": "Yes, of course.", "reference": "And half of it?"},
+    {"query": QUERY, "response": "408.", "real_follow_up": "Are you sure?"},
+    {"query": "Why?", "response": LONG, "real_follow_up": "Could you say that in one sentence?"},
+    {"query": "hello", "response": "Hi! How can I help?", "real_follow_up": "hi"},
+    {"query": "Who wrote this book?", "response": "Nobody knows.", "real_follow_up": None},
+    {
+        "query": f"{LONG} Is that so?",
+        "response": "Yes, of course.",
+        "real_follow_up": "And half of it?",
+    },
     {
         "system": "Be brief.",
         "query": "Où est le café ?",
         "response": "Là-bas, près de l'église.",
-        "reference": "Merci 🙂 and how far is that?\n\n1. on foot\n2. by car",
+        "real_follow_up": "Merci 🙂 and how far is that?\n\n1. on foot\n2. by car",
     },
-    {"query": "Write me a poem.", "response": "", "reference": "Well?"},
-    {"query": "Make it longer.", "response": "Sure.", "reference": "Make it funny.", "of": "odd"},
-    {"query": "Make it funny.", "response": "No.", "reference": "Write me a poem.", "of": "odd"},
+    {"query": "Write me a poem.", "response": "", "real_follow_up": "Well?"},
+    {
+        "query": "Make it longer.",
+        "response": "Sure.",
+        "real_follow_up": "Make it funny.",
+        "of": "odd",
+    },
+    {
+        "query": "Make it funny.",
+        "response": "No.",
+        "real_follow_up": "Write me a poem.",
+        "of": "odd",
+    },
 ]
 
 
@@ -40,7 +54,7 @@ def dataset(path: Path, conversations=CONVERSATIONS) -> str:
             messages.append({"role": "assistant", "content": one["response"]})
             ids = dict.fromkeys(("id", "source_id"), f"c{number}")
             row = {**ids, "dataset": one.get("of", "plain"), "messages": messages}
-            row["reference"] = one["reference"]
+            row["real_follow_up"] = one["real_follow_up"]
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     return str(path)
 
@@ -48,8 +62,10 @@ def dataset(path: Path, conversations=CONVERSATIONS) -> str:
 def conversation(row) -> Conversation:
     """A row of ``Run.contexts`` as the conversation that it was."""
     messages = tuple(dict(message) for message in row["messages"])
-    reference = row["reference"] if isinstance(row["reference"], str) else None
-    return Conversation(row["context_id"], row["source_id"], row["dataset"], messages, reference)
+    real_follow_up = row["real_follow_up"] if isinstance(row["real_follow_up"], str) else None
+    return Conversation(
+        row["context_id"], row["source_id"], row["dataset"], messages, real_follow_up
+    )
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-VERDICT = {"rationale": "asks about the lens", "category": "genuine_follow_up"}
+VERDICT = {"rationale": "asks about the lens", "category": "follow_up"}
 HANG, DROP = "hang", "drop"
 
 

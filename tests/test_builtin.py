@@ -30,7 +30,7 @@ def test_no_query_and_no_follow_up_is_there_twice():
         [json.dumps(row["messages"]) for row in ALL],
         [row["messages"][-2]["content"] for row in ALL],
         [response(row) for row in ALL],
-        [row["reference"] for row in ALL],
+        [row["real_follow_up"] for row in ALL],
     ):
         assert len(set(texts)) == 96
 
@@ -40,7 +40,7 @@ def test_a_row_is_a_dialogue_that_ends_with_a_response(name):
     for row in ROWS[name]:
         roles = [message["role"] for message in row["messages"]]
         assert roles == ["user", "assistant"] * (len(roles) // 2) and roles
-        for text in [*(message["content"] for message in row["messages"]), row["reference"]]:
+        for text in [*(message["content"] for message in row["messages"]), row["real_follow_up"]]:
             assert text.strip() == text != ""
             assert all(c.isprintable() or c == "\n" for c in text)
         assert row["metadata"]["topic"].strip()

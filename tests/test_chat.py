@@ -302,12 +302,12 @@ def test_of_named_templates_the_default_is_used():
 
 
 @pytest.mark.parametrize("family", FOUND)
-def test_a_reference_is_tokenized_as_in_the_dialogue(family):
+def test_a_turn_is_tokenized_as_in_the_dialogue(family):
     c = chat(family)
     for messages in (turns(QUERY, RESPONSE), turns(QUERY, "", system="Be brief.")):
         context = c.context(messages)
         for turn in ("So.", " So", "7", "😀", "(why?)", "日本", "'s", "Thanks! ", "</think>"):
-            ids = c.reference_ids(messages, context, turn)
+            ids = c.turn_ids(messages, context, turn)
             want = [*context.ids, *ids.whole]
             assert tokens(c.tokenizer, ids.end) == FOUND[family].closing
             whole = rendered(family, [*messages, *turns(turn, RESPONSE)])
@@ -316,14 +316,14 @@ def test_a_reference_is_tokenized_as_in_the_dialogue(family):
 
 
 @pytest.mark.parametrize("family", FOUND)
-def test_a_reference_may_not_merge_with_the_header(family):
+def test_a_turn_may_not_merge_with_the_header(family):
     c = chat(family)
     messages = turns(QUERY, RESPONSE)
     context = c.context(messages)
     if family in ("qwen3", "glm4"):  # their newlines merge with one another
-        assert "merges with the user header" in error_of(c.reference_ids, messages, context, "\nSo")
+        assert "merges with the user header" in error_of(c.turn_ids, messages, context, "\nSo")
     else:
-        ids = c.reference_ids(messages, context, "\nSo").words
+        ids = c.turn_ids(messages, context, "\nSo").words
         whole = rendered(family, [*messages, *turns("\nSo")])
         assert whole[len(context.ids) :][: len(ids)] == ids
 
@@ -333,9 +333,9 @@ def test_an_empty_turn_is_its_end_alone_or_refused(family):
     c, messages, closing = chat(family), turns(QUERY, RESPONSE), FOUND[family].closing
     context = c.context(messages)
     if closing.startswith(NEWLINE) and c.header_text.endswith("\n"):  # the newlines merge
-        assert "turn '' merges" in error_of(c.reference_ids, messages, context, "")
+        assert "turn '' merges" in error_of(c.turn_ids, messages, context, "")
     else:
-        ids = c.reference_ids(messages, context, "")
+        ids = c.turn_ids(messages, context, "")
         assert tokens(c.tokenizer, ids.words) in ("", "▁")
         assert tokens(c.tokenizer, ids.end) == closing
         assert c.text(ids.whole) == c.text(ids.end) == ""
@@ -349,7 +349,7 @@ def test_white_space_before_the_end_is_the_template_s_or_in_the_turn_s_last_toke
     messages, ends = turns(QUERY, RESPONSE), []
     for c, last in ((chat(family), "?"), (ChatFormat(merging), "?Ċ")):
         context = c.context(messages)
-        ids = c.reference_ids(messages, context, "So?")
+        ids = c.turn_ids(messages, context, "So?")
         assert tokens(c.tokenizer, ids.words) == f"So {last}"
         ends.append(tokens(c.tokenizer, ids.end))
         whole = c.template.encode(c.template.render([*messages, *turns("So?", RESPONSE)]))[0]
@@ -357,7 +357,7 @@ def test_white_space_before_the_end_is_the_template_s_or_in_the_turn_s_last_toke
         assert tokens(c.tokenizer, [context.ids[context.positions["query_end"]]]) == last
         assert c.text(ids.whole) == "So?"
         assert c.text(ids.words) == ("So?\n" if last == "?Ċ" else "So?")  # cut off: no end wrote it
-        longer = c.reference_ids(messages, context, "So?\n\n").whole
+        longer = c.turn_ids(messages, context, "So?\n\n").whole
         assert c.text(longer) == ("So?" if "trim" in c.tokenizer.chat_template else "So?\n\n")
         if c.turn_end_id is not None:
             at = context.positions["turn_end"]
@@ -380,7 +380,7 @@ def test_an_opening_ends_the_context_as_the_template_holds_it_and_is_no_part_of_
         assert context.ids == without.ids + c.opening_ids and context.text.endswith(opening)
         assert context.positions == without.positions  # header_last is the header's own
         for turn in ("it is blue?", "7", '"Yes" it is', "日本", "😀"):
-            ids = c.reference_ids(messages, context, turn)
+            ids = c.turn_ids(messages, context, turn)
             want = [*context.ids, *ids.whole]
             answered = [*messages, *turns(f"{opening} {turn}", RESPONSE)]
             assert rendered(family, answered)[: len(want)] == want
@@ -409,7 +409,7 @@ def test_a_mark_of_turns_within_a_text_is_refused(family):
             "assistant": lambda text=text: c.context(turns(QUERY, text)),
             "prompt": lambda text=text: c.prompt(turns(text)),
             "system": lambda text=text: c.context(turns(QUERY, RESPONSE, system=text)),
-            "reference": lambda text=text: c.reference_ids(turns(QUERY, RESPONSE), context, text),
+            "real_follow_up": lambda text=text: c.turn_ids(turns(QUERY, RESPONSE), context, text),
         }.items():
             of = role if role in ("assistant", "system") else "user"
             assert error_of(call).startswith(f"the {of} turn {text!r} holds the token {mark!r}, ")
@@ -468,8 +468,8 @@ def test_an_end_of_text_token_that_also_begins_the_text_is_no_header():
     context = c.context(turns(QUERY, RESPONSE))
     assert context.positions["turn_end"] == len(context.ids) - 8
     assert context.positions["turn_separator"] == len(context.ids) - 7
-    reference = c.reference_ids(turns(QUERY, RESPONSE), context, "So.")
-    assert tokens(c.tokenizer, reference.whole) == "So ."
+    real_follow_up = c.turn_ids(turns(QUERY, RESPONSE), context, "So.")
+    assert tokens(c.tokenizer, real_follow_up.whole) == "So ."
 
 
 def test_roles_of_plain_text_leave_the_space_after_them_to_the_user():
@@ -481,7 +481,7 @@ def test_roles_of_plain_text_leave_the_space_after_them_to_the_user():
     messages = turns(QUERY, RESPONSE)
     context = c.context(messages)
     assert context.text == " USER: Why? ASSISTANT: It is blue.<|im_end|> USER:"
-    ids = c.reference_ids(messages, context, "So.").words
+    ids = c.turn_ids(messages, context, "So.").words
     assert tokens(c.tokenizer, ids) == "ĠS o ."
     assert c.text(ids) == "So."
 

@@ -7,7 +7,7 @@ import families
 import pytest
 
 from ia_mech.chat.format import ChatFormat
-from ia_mech.chat.headers import context_and_reference, context_of
+from ia_mech.chat.headers import context_and_real_follow_up, context_of
 from ia_mech.data.conversations import HEADERS, Conversation
 from ia_mech.errors import UserError
 
@@ -19,7 +19,7 @@ DIALOGUE = (
     {"role": "user", "content": "What is 17 times 24?"},
     {"role": "assistant", "content": "408."},
 )
-ASKED = Conversation("a", "a", "d", DIALOGUE, reference="Are you sure?")
+ASKED = Conversation("a", "a", "d", DIALOGUE, real_follow_up="Are you sure?")
 ENDS = {  # how contexts end, in each family: (user, assistant, no_turn_end, no_turn_separator)
     "smollm2": (
         "408.<|im_end|>\n<|im_start|>user\n",
@@ -82,7 +82,7 @@ def test_the_bare_header_is_what_the_template_writes_before_a_first_user_turn(fa
     regular = variant(chat, "user")
     assert regular == chat.context(DIALOGUE) and regular.ids[: len(bare.ids)] == bare.ids
     turn = "Thanks, that helps!"
-    whole = [*bare.ids, *chat.reference_ids(DIALOGUE, regular, turn).words]
+    whole = [*bare.ids, *chat.turn_ids(DIALOGUE, regular, turn).words]
     alone = chat.template.encode(chat.template.render([{"role": "user", "content": turn}]))[0]
     assert alone[: len(whole)] == whole
 
@@ -124,27 +124,27 @@ def test_the_assistant_header_stands_where_the_user_header_stood(family):
 
 
 @EACH
-def test_all_headers_score_the_same_ids_of_the_reference(family):
+def test_all_headers_score_the_same_ids_of_the_real_follow_up(family):
     chat = chat_of(family)
-    ids = chat.reference_ids(DIALOGUE, chat.context(DIALOGUE), ASKED.reference)
+    ids = chat.turn_ids(DIALOGUE, chat.context(DIALOGUE), ASKED.real_follow_up)
     for header in HEADERS:
         try:
-            _, turn = context_and_reference(chat, replace(ASKED, header=header))
+            _, turn = context_and_real_follow_up(chat, replace(ASKED, header=header))
         except UserError:
             continue
         assert turn == ids
-    assert context_and_reference(chat, replace(ASKED, reference=None))[1] is None
+    assert context_and_real_follow_up(chat, replace(ASKED, real_follow_up=None))[1] is None
 
 
 @EACH
-def test_an_opening_follows_every_header_and_leaves_no_reference(family):
+def test_an_opening_follows_every_header_and_leaves_no_real_follow_up(family):
     plain, opened = chat_of(family), chat_of(family, opening="Thanks. You say that")
     for header in HEADERS:
         try:
             without = variant(plain, header)
         except UserError:
             continue
-        made, turn = context_and_reference(opened, replace(ASKED, header=header))
+        made, turn = context_and_real_follow_up(opened, replace(ASKED, header=header))
         assert made.ids == without.ids + opened.opening_ids
         assert made.positions == without.positions
         assert turn is None  # the user's own turn doesn't begin so

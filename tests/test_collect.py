@@ -76,8 +76,8 @@ def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp
     torch.testing.assert_close(
         run.residuals(), whole.residuals()[:3], atol=1e-4, rtol=1e-4, equal_nan=True
     )
-    assert whole.contexts["reference_logprob"].notna().any()
-    assert run.contexts["reference_logprob"].isna().all()
+    assert whole.contexts["real_follow_up_logprob"].notna().any()
+    assert run.contexts["real_follow_up_logprob"].isna().all()
     print_run(run)
     assert f"note: every turn goes on from {opening!r}" in capfd.readouterr().out
 
@@ -319,14 +319,14 @@ def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
 ):
     """One of a part and all of another; and all."""
     settings = replace(SETTINGS, response="generate", max_response_tokens=4)
-    honest, chosen = job.context_and_reference, set(refused)
+    honest, chosen = job.context_and_real_follow_up, set(refused)
 
     def picky(chat, conversation):
         if conversation.id in chosen:
             raise UserError("the template refuses it", "remove it")
         return honest(chat, conversation)
 
-    monkeypatch.setattr(job, "context_and_reference", picky)
+    monkeypatch.setattr(job, "context_and_real_follow_up", picky)
     run = job.collect(settings, tiny_subject, tmp_path / "run", progress)
     assert run.complete and run.verify() == []
     for name in refused:
@@ -347,7 +347,7 @@ def test_contexts_that_are_too_long_are_refused_or_skipped_counted_and_recorded(
 ):
     model = copy.deepcopy(tiny.model("llama", len(tokenizer)))
     lengths = whole.contexts["context_tokens"]
-    follow_ups = whole.contexts["reference_token_ids"].map(len) + 1
+    follow_ups = whole.contexts["real_follow_up_token_ids"].map(len) + 1
     needed = lengths + follow_ups.clip(lower=SETTINGS.max_new_tokens)
     model.config.max_position_embeddings = int(needed.max()) - 1
     subject = Subject(ModelSpec(name="short"), model, tokenizer, weights_hash(model))

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from experiments.compare import category_shares
-from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE
+from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, FOLLOW_UP
 from ia_mech.run.sources import sources_of
 
 
@@ -17,13 +17,13 @@ def test_shares_are_of_the_turns_assessed_and_of_each_source_alone():
     )
     names = {"context_id": list("aaabb"), "temperature": 0.0}
     turns = pd.DataFrame(names).merge(contexts, on="context_id")
-    said = [GENUINE, "generic", CANNOT_ASSESS, "generic", "failed"]
-    genuine = pd.Series(map(BUILT_IN.genuine, said), dtype=float)
-    turns = turns.assign(source=sources_of(turns), category=said, genuine=genuine)
+    said = [FOLLOW_UP, "generic", CANNOT_ASSESS, "generic", "failed"]
+    follow_up = pd.Series(map(BUILT_IN.follow_up, said), dtype=float)
+    turns = turns.assign(source=sources_of(turns), category=said, follow_up=follow_up)
     labels = SimpleNamespace(record=lambda *_: {})
     found = category_shares(SimpleNamespace(labelled=lambda _: turns, labels=labels), "rules")
     shares = found.set_index(["source", "term"])["value"]
     one, two = sources_of(contexts)
-    assert shares[one, GENUINE] == pytest.approx(1 / 2)
-    assert (shares[two, GENUINE], shares[two, "generic"]) == (0, 1)
+    assert shares[one, FOLLOW_UP] == pytest.approx(1 / 2)
+    assert (shares[two, FOLLOW_UP], shares[two, "generic"]) == (0, 1)
     assert set(found["source"]) == {one, two} and CANNOT_ASSESS not in set(found["term"])

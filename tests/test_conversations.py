@@ -67,7 +67,7 @@ def example(**changes) -> Conversation:
         "source_id": "s",
         "dataset": "d",
         "messages": tuple(DIALOGUE[:2]),
-        "reference": "more",
+        "real_follow_up": "more",
         "answer": "42",
         "metadata": {"k": [1, None]},
     }
@@ -125,25 +125,25 @@ SHARED = [{"from": who, "value": said} for who, said in
 TWO = {"turns": ["q", "then"], "reference_first_answer": "r"}
 ROWS = {  # a row, column names, its turns, and further fields of the conversation
     "cut at the first exchange": (
-        {"messages": DIALOGUE}, {}, [(USER, "q1"), (ASSISTANT, "r1")], {"reference": "q2"}
+        {"messages": DIALOGUE}, {}, [(USER, "q1"), (ASSISTANT, "r1")], {"real_follow_up": "q2"}
     ),
     "cut at the last": (
         {"messages": DIALOGUE}, {"cut": "last"},
-        [(m["role"], m["content"]) for m in DIALOGUE[:4]], {"reference": "q3"},
+        [(m["role"], m["content"]) for m in DIALOGUE[:4]], {"real_follow_up": "q3"},
     ),
     "system and query": (
         {"messages": [BRIEF, DIALOGUE[0]]}, {}, [("system", "Be brief."), (USER, "q1")], {}
     ),
     "other names of roles": (
         {"messages": [{"role": "human", "content": "q"}, {"role": "gpt", "content": "r"}]},
-        {}, [Q, R], {"reference": None},
+        {}, [Q, R], {"real_follow_up": None},
     ),
     "response beside": (
         {"prompt": DIALOGUE[:1], "response": "r"}, {}, [(USER, "q1"), R], {}
     ),
     "sharegpt": (
         {"id": 7, "conversations": SHARED}, {}, [("system", "s"), Q, R],
-        {"reference": "again?", "id": "7"},
+        {"real_follow_up": "again?", "id": "7"},
     ),
     "sharegpt by name": (
         {"conversations": SHARED}, {"format": "sharegpt"}, [("system", "s"), Q, R], {}
@@ -153,7 +153,7 @@ ROWS = {  # a row, column names, its turns, and further fields of the conversati
     "query, response": ({"query": "q", "response": "r"}, {}, [Q, R], {}),
     "instruction, output": (
         {"instruction": "Translate.", "input": "Tag", "output": "r", "follow_up": "f"},
-        {}, [(USER, "Translate.\n\nTag"), R], {"reference": "f", "metadata": {}},
+        {}, [(USER, "Translate.\n\nTag"), R], {"real_follow_up": "f", "metadata": {}},
     ),
     "gold beside": (
         {"question": "q", "response": "r", "answer": 4}, {}, [Q, R], {"answer": "4"}
@@ -166,15 +166,17 @@ ROWS = {  # a row, column names, its turns, and further fields of the conversati
     "gold, no response": (
         {"question": "q", "response": None, "answer": "4"}, {}, [Q], {"answer": "4"}
     ),
-    "blank reference": (
-        {"question": "q", "answer": "r", "reference": "  "}, {}, [Q, R], {"reference": None}
+    "blank real follow-up": (
+        {"question": "q", "answer": "r", "real_follow_up": "  "}, {}, [Q, R],
+        {"real_follow_up": None}
     ),
-    "padded reference": (
-        {"question": "q", "answer": "r", "reference": " w\n"}, {}, [Q, R], {"reference": "w"}
+    "padded real follow-up": (
+        {"question": "q", "answer": "r", "real_follow_up": " w\n"}, {}, [Q, R],
+        {"real_follow_up": "w"}
     ),
     "one exchange, cut at the last": (
         {"messages": DIALOGUE[:2]}, {"cut": "last"},
-        [(USER, "q1"), (ASSISTANT, "r1")], {"reference": None},
+        [(USER, "q1"), (ASSISTANT, "r1")], {"real_follow_up": None},
     ),
     "gsm8k's marks": (
         {"question": "q", "answer": "so <<1+1=2>>2\n#### 2"}, {},
@@ -184,9 +186,9 @@ ROWS = {  # a row, column names, its turns, and further fields of the conversati
         {"question": "q", "answer": "#### 2\nand more"}, {},
         [Q, (ASSISTANT, "#### 2\nand more")], {"answer": None},
     ),
-    "turns": (TWO, {}, [Q, R], {"reference": "then"}),
+    "turns": (TWO, {}, [Q, R], {"real_follow_up": "then"}),
     "turns without answer": (
-        TWO | {"reference_first_answer": None}, {}, [Q], {"reference": "then"}
+        TWO | {"reference_first_answer": None}, {}, [Q], {"real_follow_up": "then"}
     ),
     "metadata without nulls": (
         {"prompt": "q", "kwargs": [{"a": None, "b": 1}], "metadata": {"own": 2}}, {}, [Q],
@@ -203,8 +205,8 @@ def test_a_row_becomes_a_conversation(jsonl, row, columns, expected, fields):
 
 
 def test_own_form_is_read_back_as_it_is(jsonl):
-    # Without its reference a row of three turns would be cut; here the messages are the context.
-    whole = example(messages=tuple(DIALOGUE[:3]), reference=None, metadata={"k": [1, 2]})
+    # Without its real follow-up a row of three turns would be cut; here messages are the context.
+    whole = example(messages=tuple(DIALOGUE[:3]), real_follow_up=None, metadata={"k": [1, 2]})
     thought = DIALOGUE[1] | {"reasoning_content": "hm"}
     tool = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}
     called = (
@@ -223,7 +225,7 @@ def test_named_columns_win(jsonl):
     row = {"uid": 5, "group": "g", "ask": "q", "say": "r", "next": "f", "gold": [1], "prompt": "no"}
     names = {"id": "uid", "source": "group", "query": "ask", "response": "say"}
     (only,) = read(jsonl(row), **names, followup="next", answer="gold")
-    assert (only.id, only.source_id, only.reference, only.answer) == ("5", "g", "f", "[1]")
+    assert (only.id, only.source_id, only.real_follow_up, only.answer) == ("5", "g", "f", "[1]")
     assert turns(only) == [(USER, "q"), (ASSISTANT, "r")] and only.metadata == {"prompt": "no"}
 
 
@@ -279,7 +281,7 @@ UNUSABLE = [  # a row, column names, and what is said of it
     ({"messages": [{"role": ["x"], "content": "a"}]}, {}, "has the role \"['x']\""),
     ({"text": "x"}, {"format": "qa"}, "no query (found: text)"),
     ({"prompt": "x", "id": ["a"]}, {}, "the id is a list, not text or a number"),
-    ({"prompt": "x", "f": 1}, {"followup": "f"}, "the reference is int, not text"),
+    ({"prompt": "x", "f": 1}, {"followup": "f"}, "the real follow up is int, not text"),
     ({"prompt": "x"}, {"query": "ask"}, "no column 'ask' (found: prompt)"),
 ]
 

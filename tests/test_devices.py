@@ -36,7 +36,7 @@ from ia_mech.engine.shared import Borrowed, SharedLayer
 from ia_mech.engine.splice import Hybrid, Piece, aligned, check_ceiling, spliced
 from ia_mech.engine.state import expand
 from ia_mech.judge.judging import label_run
-from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.models.load import Subject
 from ia_mech.settings import Settings
@@ -238,7 +238,7 @@ def runs(request, tokenizer, tmp_path_factory):
     given = {"dataset": data, "model": str(folder / "model"), "samples": 2, **DECODING}
     settings = Settings(**given, **WRITTEN, responses=4)
     siblings = judged(
-        collect(settings, cpu, folder / "siblings", Silent()), (GENUINE, "degenerate")
+        collect(settings, cpu, folder / "siblings", Silent()), (FOLLOW_UP, "degenerate")
     )
     label_run(siblings, RulesJudge(), "rules", Silent())
     direction = torch.randn(32, generator=torch.Generator().manual_seed(1))

@@ -34,14 +34,14 @@ def test_arms_that_are_alike_have_no_gap_though_the_best_is_chosen():
 def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings():
     rows = pd.DataFrame(
         [
-            {"source": "a", "own_genuine": 1.0, "genuine": 0.0},
-            {"source": "a", "own_genuine": 1.0, "genuine": 1.0},
-            {"source": "b", "own_genuine": 0.0, "genuine": np.nan},
-            {"source": "c", "own_genuine": 0.0, "genuine": 1.0},
+            {"source": "a", "own_follow_up": 1.0, "follow_up": 0.0},
+            {"source": "a", "own_follow_up": 1.0, "follow_up": 1.0},
+            {"source": "b", "own_follow_up": 0.0, "follow_up": np.nan},
+            {"source": "c", "own_follow_up": 0.0, "follow_up": 1.0},
         ]
     ).assign(temperature=0.0, dataset="d", decoy=SIBLING)
     judged = JudgedTurns(pd.DataFrame(), "me", {}, None, [], [], decoys=rows)
-    found = rates_by_query(judged, "genuine").set_index("source")
+    found = rates_by_query(judged, "follow_up").set_index("source")
     assert found[RATE].to_dict() == {"a": 1.0, "c": 0.0}  # nothing is known of b's siblings
     assert found[SIBLINGS].to_dict() == {"a": 0.5, "c": 1.0}
     assert found[EXCESS].to_dict() == {"a": 0.5, "c": -1.0}

@@ -41,7 +41,7 @@ from ia_mech.engine.intervene import Replace
 from ia_mech.errors import UserError
 from ia_mech.estimates import frame_of
 from ia_mech.judge.judging import label_run
-from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.judge.verdict import Verdict
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run
@@ -86,7 +86,7 @@ class Marked(FakeJudge):
 
     def __init__(self) -> None:
         def say(item, repeat) -> Verdict:
-            return Verdict(GENUINE if FOLLOWS in item.turn else "degenerate")
+            return Verdict(FOLLOW_UP if FOLLOWS in item.turn else "degenerate")
 
         super().__init__(say, paid=False)
 
@@ -156,7 +156,7 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
             assert cells.loc[(EQUAL, place, layer), "p_holm"] > 0.05
     said = outcome.out.splitlines()
     assert said[0].startswith(
-        "A state moves the share of sampled turns that are judged 'genuine' at 2 "
+        "A state moves the share of sampled turns that are judged 'follow_up' at 2 "
     )
     assert "; header_last after layer 3 " in said[0] and "beyond the first token +0.00" in said[0]
     control = next(line for line in said if line.startswith("Control: "))
@@ -254,13 +254,13 @@ def test_shares_are_of_halves_of_the_turns_of_a_temperature():
     rows = []
     for context in ("a", "b"):
         for temperature, sample in [(0.0, 0), *((0.7, n) for n in range(6)), (1.0, 0)]:
-            category = GENUINE if (context == "a") == (sample % 2 == 0) else "generic"
+            category = FOLLOW_UP if (context == "a") == (sample % 2 == 0) else "generic"
             rows.append([context, temperature, sample, category])
     rows[3][3] = "failed"  # the third turn of a, one of the even ones
     turns = pd.DataFrame(rows, columns=["context_id", "temperature", "sample", "category"])
     turns = turns.assign(dataset="d", source="s", unfinished=False)
-    turns.loc[(turns["context_id"] == "a") & (turns["sample"] == 5), "category"] = GENUINE
-    found = shares_of(turns, GENUINE, 0.7).set_index("context_id")
+    turns.loc[(turns["context_id"] == "a") & (turns["sample"] == 5), "category"] = FOLLOW_UP
+    found = shares_of(turns, FOLLOW_UP, 0.7).set_index("context_id")
     assert found[CHOOSING].to_dict() == {"a": 1.0, "b": 0.0}
     assert found[SCORING].to_dict() == pytest.approx({"a": 1 / 3, "b": 1.0})
     assert found["share"].to_dict() == pytest.approx({"a": 3 / 5, "b": 0.5})

@@ -15,7 +15,7 @@ from stub_server import StubServer, completion
 from ia_mech.cli import NOTHING
 from ia_mech.judge import prompt
 from ia_mech.judge.__main__ import main
-from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
+from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, FOLLOW_UP, NAMES
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.run import Run
 
@@ -65,8 +65,8 @@ RESPONSE = (
 TURNS = {  # what the rules settle without their classifier
     "": "degenerate",
     "Thanks, that was very helpful!": "generic",
-    QUERY: "prompt_restatement",
-    "Most flat loaves are over-proofed. Shorten the second rise": "assistant_restatement",
+    QUERY: "repeats_query",
+    "Most flat loaves are over-proofed. Shorten the second rise": "repeats_response",
 }
 
 
@@ -138,7 +138,7 @@ def verdict_reply(category: str):
 def test_a_servers_verdicts_are_paid_for_once(judge, run, monkeypatch, tmp_path):
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     words = ["run", run.path, *LLM, "--price", "1000", "5000"]
-    with StubServer(lambda body, n: verdict_reply(CANNOT_ASSESS if n % 2 else GENUINE)) as stub:
+    with StubServer(lambda body, n: verdict_reply(CANNOT_ASSESS if n % 2 else FOLLOW_UP)) as stub:
         first = judge(*words, "--base-url", stub.url)
         asked = len(stub.bodies)
         again = judge(*words, "--base-url", stub.url)
@@ -149,9 +149,9 @@ def test_a_servers_verdicts_are_paid_for_once(judge, run, monkeypatch, tmp_path)
     paid = f"{120 * asked} tokens, ${asked * 0.2:.4f}"
     assert f"{paid}\n" in first.out
     assert f"{paid} (${asked * 0.2:.4f} of it paid before)\n" in again.out
-    genuine, abstained = rows["genuine"].sum(), (rows["category"] == CANNOT_ASSESS).sum()
-    assert genuine and abstained and genuine + abstained == ROWS
-    assert f"categories: genuine {genuine}, can't assess {abstained}\n" in again.out
+    follow_up, abstained = rows["follow_up"].sum(), (rows["category"] == CANNOT_ASSESS).sum()
+    assert follow_up and abstained and follow_up + abstained == ROWS
+    assert f"categories: follow_up {follow_up}, can't assess {abstained}\n" in again.out
     kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not [content for content in kept if SECRET.encode() in content]
 
@@ -183,7 +183,9 @@ def test_the_toy_judge_of_the_docs(judge, run, tmp_path, monkeypatch):
     outcome = judge(*words)
     assert outcome.status == 0, outcome.err
     rows = run.labels.judgements("Toy")
-    assert set(rows["category"]) <= {GENUINE, "new_topic"} and len(run.labels.decoys("Toy")) == ROWS
+    assert (
+        set(rows["category"]) <= {FOLLOW_UP, "new_topic"} and len(run.labels.decoys("Toy")) == ROWS
+    )
     record = run.labels.record("judgements", "Toy")
     assert record["identity"] == {"kind": "toy", "letters": 4}
     line = refusal(judge(*words[:-1], "words=4", "--name", "other"))
@@ -251,7 +253,7 @@ def test_the_subject_model_is_refused_by_name_and_under_another(
     assert outcome.status == 0, outcome.err
 
 
-GOOD = row("And then?", category=GENUINE)
+GOOD = row("And then?", category=FOLLOW_UP)
 LINES = [  # the second line of a file; and what is said of it
     ("  \n{", "line 3 of {file} is not JSON (Expecting property name"),  # blank lines count
     ("[]\n[]\n{", "line 2 of {file} isn't a JSON object (and 2 lines more); correct it"),

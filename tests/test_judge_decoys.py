@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from judging import ROWS, FakeJudge, Recorded, genuine
+from judging import ROWS, FakeJudge, Recorded, follow_up
 from runs import stored
 
-from ia_mech.judge.decoys import CONVERSATION, SIBLING, draw_decoys
+from ia_mech.judge.decoys import SIBLING, WRONG, draw_decoys
 from ia_mech.judge.judging import items_of, label_run
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
@@ -58,7 +58,7 @@ def test_every_turn_is_shown_after_a_context_of_another_source(count):
     decoys = draw_decoys(run)
     found = with_context(run, decoys)
     assert list(decoys.columns) == [*KEY, "decoy", "shown"]
-    assert set(decoys["decoy"]) == {CONVERSATION}
+    assert set(decoys["decoy"]) == {WRONG}
     assert pairs(decoys[list(KEY)]) == pairs(run.turns[list(KEY)]) and len(decoys) == len(run.turns)
     assert (found["dataset"] == found["dataset_shown"]).all()
     assert (found["source_id"] != found["source_id_shown"]).all()
@@ -97,7 +97,7 @@ def test_fewer_decoys_are_among_the_more():
     run = run_of({"a": 5, "b": 3}, responses=2)
     every, two, one = draw_decoys(run), draw_decoys(run, 2), draw_decoys(run, 1)
     assert pairs(one) < pairs(two) < pairs(every)
-    others = with_context(run, one[one["decoy"] == CONVERSATION])
+    others = with_context(run, one[one["decoy"] == WRONG])
     assert (others.groupby(["source_id", "temperature"]).size() == 1).all() and len(others) == 8 * 2
     assert draw_decoys(run, 0).empty
 
@@ -118,7 +118,7 @@ def labelled(run, tmp_path):
     run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
     stored(run)
 
-    def call(say=genuine, name: str = "fake", paid: bool = True, **options) -> FakeJudge:
+    def call(say=follow_up, name: str = "fake", paid: bool = True, **options) -> FakeJudge:
         judge = FakeJudge(say, paid=paid, name=name)
         label_run(run, judge, name, Recorded(), cache_folder=tmp_path / "cache", **options)
         return judge

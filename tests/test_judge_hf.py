@@ -92,7 +92,7 @@ def test_what_prompts_begin_with_alike_is_run_once(tokenizer, monkeypatch):
 
 
 def test_a_model_without_finite_likelihoods_names_no_category(judge, monkeypatch):
-    """The largest of NaNs is the first, which would be genuine."""
+    """The largest of NaNs is the first, which would be a follow-up."""
     for value in (math.nan, -math.inf):
         broken = torch.full((len(NAMES),), value, dtype=torch.float64)
         monkeypatch.setattr(judge, "log_likelihoods", lambda _, broken=broken: broken)

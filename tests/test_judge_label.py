@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from judging import DECOYS, ROWS, FakeJudge, Recorded, genuine
+from judging import DECOYS, ROWS, FakeJudge, Recorded, follow_up
 from runs import CONTEXTS, planted, stored
 
 from ia_mech import judge as judge_package
 from ia_mech.errors import UserError
 from ia_mech.judge.judging import items_of, label_run
-from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE, VERSION
+from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, FOLLOW_UP, VERSION
 from ia_mech.judge.verdict import FAILURES, TRUNCATED, Judge, Verdict, identity_hash
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
@@ -58,7 +58,7 @@ def kept(judge: Judge, cache: Path) -> int:
             r"failed: ZeroDivisionError: .* \(line \d+ of .*\.py\)",
         ),
         (
-            lambda items: [Verdict(GENUINE)] * (len(items) - 1),
+            lambda items: [Verdict(FOLLOW_UP)] * (len(items) - 1),
             r"returned 3 objects \(Verdict\) for 4 turns",
         ),
         (lambda items: ["generic"] * len(items), r"returned 4 objects \(str\) for 4 turns"),
@@ -104,20 +104,20 @@ def test_neither_system_messages_nor_the_users_real_follow_up_are_shown(tmp_path
     file.write_text("".join(json.dumps({"messages": m}) + "\n" for m in (messages, messages[1:3])))
     run = planted(tmp_path / "run", [2], dataset=str(file))
     assert [len(m) for m in run.contexts["messages"]] == [3, 2]
-    assert run.contexts["reference"].tolist()[0] == "And then?"
+    assert run.contexts["real_follow_up"].tolist()[0] == "And then?"
     assert {(item.query, item.response) for item in items_of(run)} == {("Why?", "So.")}
     assert [item.turn for item in items_of(run)] == run.generations["text"].tolist()
 
 
-def test_genuine_follows_from_the_category(label):
+def test_follow_up_follows_from_the_category(label):
     verdicts = [
-        Verdict(GENUINE, grounding=2.0),
+        Verdict(FOLLOW_UP, grounding=2.0),
         Verdict("new_topic", scores={"generic": 0.5}),
         Verdict(CANNOT_ASSESS),
     ]
     rows = label(FakeJudge(lambda item, _: verdicts[int(item.turn[5:]) % 3]))
-    assert rows["category"].tolist() == [GENUINE, "new_topic", CANNOT_ASSESS] * (ROWS // 3)
-    assert rows["genuine"].tolist() == [True, False, pd.NA] * (ROWS // 3)
+    assert rows["category"].tolist() == [FOLLOW_UP, "new_topic", CANNOT_ASSESS] * (ROWS // 3)
+    assert rows["follow_up"].tolist() == [True, False, pd.NA] * (ROWS // 3)
     assert json.loads(rows["scores"][1]) == {"generic": 0.5} and rows["scores"].isna()[0]
     assert rows["grounding"].fillna(-1).tolist() == [2, -1, -1] * (ROWS // 3)
 
@@ -151,22 +151,22 @@ def test_failures_are_rows_that_are_not_kept_and_the_same_command_asks_again(lab
         lambda item, n: (
             Verdict(None, failed[item.turn], error="no", cost=0.5)
             if item.turn in failed
-            else genuine(item, n)
+            else follow_up(item, n)
         )
     )
     rows = label(bad)
     lost = rows[rows["status"] != "judged"]
-    assert lost["status"].tolist() == list(FAILURES) and rows["genuine"].sum() == ROWS - 7
-    assert lost["category"].isna().all() and lost["genuine"].isna().all()
+    assert lost["status"].tolist() == list(FAILURES) and rows["follow_up"].sum() == ROWS - 7
+    assert lost["category"].isna().all() and lost["follow_up"].isna().all()
     assert set(lost["error"]) == {"no"} and lost["cost"].sum() == 3.5
     again = [item for item, _ in bad.asked if failed.get(item.turn, TRUNCATED) != TRUNCATED]
     assert kept(bad, cache) == ALL - len(again)
     judge, progress = FakeJudge(), Recorded()
     rows = label(judge, progress=progress)
     assert {item for item, _ in judge.asked} == {*again}
-    assert rows["genuine"].sum() == ROWS - 1 and kept(judge, cache) == ALL
+    assert rows["follow_up"].sum() == ROWS - 1 and kept(judge, cache) == ALL
     # An answer that a token limit cut off would be cut off again: it isn't paid for twice.
-    assert set(rows["status"][~rows["genuine"].fillna(False)]) == {TRUNCATED}
+    assert set(rows["status"][~rows["follow_up"].fillna(False)]) == {TRUNCATED}
     assert any("cut off by a token limit" in line for line in progress.lines)
 
 

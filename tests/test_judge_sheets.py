@@ -19,7 +19,7 @@ from ia_mech.annotate import main
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.judging import items_of
-from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
+from ia_mech.judge.rubric import CANNOT_ASSESS, FOLLOW_UP, NAMES
 from ia_mech.judge.sheets import (
     COLUMNS,
     allocate,
@@ -34,7 +34,7 @@ from ia_mech.run.labels import KEY
 from ia_mech.untrusted import spreadsheet_safe, visible
 
 # What the judge of these tests says of the run's 60 rows: strata of very different sizes.
-VERDICTS = ["prompt_restatement"] * 34 + ["degenerate"] * 14 + [GENUINE] * 7 + ["new_topic"] * 2
+VERDICTS = ["repeats_query"] * 34 + ["degenerate"] * 14 + [FOLLOW_UP] * 7 + ["new_topic"] * 2
 VERDICTS += [CANNOT_ASSESS] + [None] * 2
 
 
@@ -61,7 +61,7 @@ def own(sheet) -> list[dict]:
 
 def filled_in(sheet, blank: int = 0) -> list[dict]:
     """The sheet with a category in all rows but the last few, spelt as people do."""
-    spelt = ["genuine_follow_up", "Generic", " new topic ", "CANNOT-ASSESS", "degenerate"]
+    spelt = ["follow_up", "Generic", " new topic ", "CANNOT-ASSESS", "degenerate"]
     count = len(sheet.rows) - blank
     return [
         row | {"category": spelt[i % 5] if i < count else " ", "note": f"so, {i};\n“né”"}
@@ -114,7 +114,7 @@ def test_which_judge_stratifies(run):
     assert sheet.key["judge"] is None
     assert sheet.key["strata"] == {"all": {"rows": 60, "drawn": 15}}
     assert {p["inclusion_probability"] for p in own(sheet)} == {0.25}
-    plant(run, "first", spread([GENUINE, "generic"]))
+    plant(run, "first", spread([FOLLOW_UP, "generic"]))
     assert export_sheet(run, 10).key["judge"]["name"] == "first"
     plant(run, "second", spread(["generic"]))
     with pytest.raises(UserError, match=r"several judges \(first, second\); name the one"):
@@ -152,7 +152,7 @@ def test_the_sheet_is_blind(judged):
     contexts = judged.contexts
     forbidden = {*contexts["context_id"], *contexts["source_id"], *contexts["dataset"], *NAMES}
     forbidden |= {judged.model["name"], "rules", "failed", "temperature", "0.7"}
-    forbidden |= set(contexts["reference"].dropna())
+    forbidden |= set(contexts["real_follow_up"].dropna())
     turns = {row[c] for row in sheet.rows for c in ("query", "response", "user_turn")}
     for file in files[:1]:
         text = file.read_text(encoding="utf-8-sig")
@@ -241,8 +241,8 @@ def test_there_and_back(judged):
             assert label[column] == place[column]
         category = row["category"].strip().lower().replace(" ", "_").replace("-", "_")
         assert label["category"] == category
-        assert (label["genuine"] is pd.NA) == (category == CANNOT_ASSESS)
-        assert category == CANNOT_ASSESS or label["genuine"] == (category == GENUINE)
+        assert (label["follow_up"] is pd.NA) == (category == CANNOT_ASSESS)
+        assert category == CANNOT_ASSESS or label["follow_up"] == (category == FOLLOW_UP)
         assert label["note"] == row["note"]
         assert label["stratum"] == place["stratum"] and label["sheet"] == sheet.key["sheet"]
         if "decoy" in place:
@@ -261,7 +261,7 @@ def test_what_is_filled_in_counts_as_the_sample(judged, capsys):
     rows = filled_in(sheet, 12)
     strata = {row["item"]: sheet.key["items"][row["item"]]["stratum"] for row in rows}
     for row in rows:
-        if strata[row["item"]] in ("failed", GENUINE):
+        if strata[row["item"]] in ("failed", FOLLOW_UP):
             row["category"] = ""
     file = save(files[0].with_name("part.csv"), rows)
     assert main(["import", str(judged.path), str(file), "--annotator", "anna"]) == 0

@@ -11,7 +11,7 @@ from shell import call, files, refusal
 
 from ia_mech import annotate
 from ia_mech.judge import __main__ as judge
-from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.rates import __main__ as rates
 from ia_mech.run import Run
 from probes import train, transfer
@@ -63,7 +63,7 @@ FAULTS = {  # what is wrong with a run, who says so, and a part of the line
     ("command", "fault"), [(name, fault) for fault, (names, _) in FAULTS.items() for name in names]
 )
 def test_a_run_or_labels_that_can_not_be_read(run, tmp_path, capfd, command, fault):
-    labels = [GENUINE, "generic"] * (ROWS // 2)
+    labels = [FOLLOW_UP, "generic"] * (ROWS // 2)
     for name in ("rules", "second"):
         plant(run, name, labels)
     fault(run)
@@ -76,7 +76,7 @@ def test_a_run_or_labels_that_can_not_be_read(run, tmp_path, capfd, command, fau
 
 @pytest.mark.parametrize("command", OF_LABELS)
 def test_a_judge_that_is_not_there(run: Run, tmp_path: Path, capfd, command):
-    plant(run, "rules", [GENUINE, "generic"] * (ROWS // 2))
+    plant(run, "rules", [FOLLOW_UP, "generic"] * (ROWS // 2))
     main, words = COMMANDS[command]
     words = [word for word in words if word not in ("--judge", "--by", "rules")]
     flag = {"agreement": "--between", "export": "--by"}.get(command, "--judge")

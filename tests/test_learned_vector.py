@@ -15,8 +15,7 @@ import torch
 from conftest import Silent
 from shell import call, refusal
 
-from experiments.arms import EXCESS, SIBLINGS, best_elsewhere
-from experiments.arms import RATE as ACCEPTED
+from experiments.arms import EXCESS, RATE, SIBLINGS, best_elsewhere
 from experiments.directions import Learning, SteeredContext, learn
 from experiments.experiment import Model
 from experiments.learned_vector import (
@@ -35,7 +34,7 @@ from ia_mech.engine.intervene import Add
 from ia_mech.engine.score import Turn
 from ia_mech.errors import UserError
 from ia_mech.judge.judging import label_run
-from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import Verdict
 from ia_mech.rates.load import NO_ANNOTATOR, read_runs
@@ -150,7 +149,7 @@ def rates_under(model: Model, queries, layer: int, direction, dose: float = 0.5)
         said = planted.said(model, contexts, layer, along, dose)
         own = np.mean([name == k for k, name in enumerate(said)])
         other = np.mean([name in range(4) and name != k for k, name in enumerate(said)]) / 3
-        values = {ACCEPTED: own, SIBLINGS: other, EXCESS: own - other}
+        values = {RATE: own, SIBLINGS: other, EXCESS: own - other}
         rows.append({"source": contexts[0].source, "layer": layer} | values)
     return rows
 
@@ -209,7 +208,7 @@ def test_nothing_is_found_where_nothing_is_behind_the_gate():
 def by_chance(self, item) -> Verdict:
     """A judge that accepts half of all turns, by what was said and after what."""
     text = f"{item.response}\0{item.turn}".encode(errors="surrogatepass")
-    return Verdict((GENUINE, "new_topic")[hashlib.sha256(text).digest()[0] % 2])
+    return Verdict((FOLLOW_UP, "new_topic")[hashlib.sha256(text).digest()[0] % 2])
 
 
 @pytest.fixture
@@ -272,7 +271,7 @@ def test_turns_are_paired_with_their_own_response_a_sibling_and_another_query(ru
         query.token_ids[k]: (query, k) for query in one.queries for k in range(len(query.contexts))
     }
     turns = read_runs([run], "rules", NO_ANNOTATOR).turns
-    accepted = turns[(turns["genuine"] == 1) & (turns["temperature"] > 0)]
+    accepted = turns[(turns["follow_up"] == 1) & (turns["temperature"] > 0)]
     sampled = run.generations.set_index(["context_id", "temperature"])["token_ids"]
     learned = 0
     for half, those in enumerate(one.examples):

@@ -48,8 +48,8 @@ from experiments.locate import (
     LESS_RANDOM,
     LESS_WHOLE,
     Locate,
-    accepted_bits,
     estimates,
+    follow_up_bits,
     main,
     query_bits_of,
     token_estimates,
@@ -337,15 +337,15 @@ def test_bits_of_accepted_turns_are_those_that_an_own_count_gives():
     rows = measured(through_header=False)
     own = rows[rows["site"] == OWN]
     turns = own[["context_id", "temperature", "sample"]].drop_duplicates()
-    verdicts = turns.assign(accepted=np.arange(len(turns)) % 3 == 0)
-    found = {row.quantity: row.estimate.value for row in accepted_bits(rows, verdicts, OPTIONS)}
+    verdicts = turns.assign(follow_up=np.arange(len(turns)) % 3 == 0)
+    found = {row.quantity: row.estimate.value for row in follow_up_bits(rows, verdicts, OPTIONS)}
     bits = bits_by_query(own[SCORES].to_numpy(), own["own"].to_numpy(), own["source"]).each
-    accepted = own["context_id"].map(verdicts.set_index("context_id")["accepted"]).to_numpy()
-    assert found["share of turns accepted"] == pytest.approx(accepted.mean())
-    share = bits[accepted].sum() / bits.sum()
-    assert found["share of bits in accepted turns"] == pytest.approx(share)
-    more = bits[accepted].mean() - bits[~accepted].mean()
-    assert found["bits of accepted turns, less those of others"] == pytest.approx(more)
+    follow_up = own["context_id"].map(verdicts.set_index("context_id")["follow_up"]).to_numpy()
+    assert found["share of turns that are follow-ups"] == pytest.approx(follow_up.mean())
+    share = bits[follow_up].sum() / bits.sum()
+    assert found["share of bits in follow-ups"] == pytest.approx(share)
+    more = bits[follow_up].mean() - bits[~follow_up].mean()
+    assert found["bits of follow-ups, less those of other turns"] == pytest.approx(more)
 
 
 def test_told_is_the_information_of_turns_that_are_drawn_from_their_scores():

@@ -207,7 +207,8 @@ REFUSED = [  # a row, and what is said of it
     ({"messages": [ASK | {"content": [{"type": "tool_result"}]}]}, "of the kind 'tool_result'"),
     ({"messages": [ASK | {"images": ["a.png"]}]}, "message 1 has 'images', which can't be read"),
     ({"messages": [ASK, CARP | {"channel": "analysis"}]}, "message 2 has 'channel'"),
-    ({"messages": [ASK | {"tools": [SCHEMA]}, CARP, ASK | {"tools": [TIDE]}], "reference": "a"},
+    ({"messages": [ASK | {"tools": [SCHEMA]}, CARP, ASK | {"tools": [TIDE]}],
+      "real_follow_up": "a"},
      "the tools change within the conversation"),
     ({"messages": [ASK | {"tool_calls": [TIDE]}]}, "message 1 (user) has a thought or a tool call"),
     ({"messages": [ASK, CALL | {"tool_calls": ["tide"]}]}, "has a tool call without a name"),
@@ -240,7 +241,7 @@ REFUSED = [  # a row, and what is said of it
     ({"prompt": "a", "question": "b"}, "the columns 'question' and 'prompt' may both be the query"),
     ({"prompt": "a", "chosen": said("b", "c")}, "begins with other messages than the query"),
     ({"messages": said("a", " ")}, "a message of the assistant is empty; leave it out if"),
-    ({"messages": said("a", "", "b", "c"), "reference": "d"}, "the assistant is empty"),
+    ({"messages": said("a", "", "b", "c"), "real_follow_up": "d"}, "the assistant is empty"),
     ({"prompt": "a", "responses": ["b", ""]}, "a message of the assistant is empty"),
     ({"messages": said("a", "b"), "responses": ["c"]}, "a response and a list of responses"),
 ]  # fmt: skip
@@ -269,9 +270,9 @@ def test_columns_and_fields_can_be_named_as_metadata_or_as_what_they_are(tmp_pat
 def test_lists_of_texts_are_what_the_format_says(tmp_path):
     row = {"data": ["Name a fish.", "A carp.", "Another?"]}
     (only,) = read(tmp_path, row, messages="data", format="alternating")
-    assert list(only.messages) == [ASK, CARP] and only.reference == "Another?"
+    assert list(only.messages) == [ASK, CARP] and only.real_follow_up == "Another?"
     (only,) = read(tmp_path, row, messages="data", format="turns")
-    assert list(only.messages) == [ASK] and only.reference == "A carp."
+    assert list(only.messages) == [ASK] and only.real_follow_up == "A carp."
 
 
 def test_how_a_response_ended_is_kept_unless_it_is_cut_off_the_dialogue(tmp_path):

@@ -18,7 +18,7 @@ from judging import plant
 from test_report import CATEGORIES, HOSTILE, hostile, judged, no_tokenizer, unpacked
 
 from ia_mech.judge.__main__ import main as judge_main
-from ia_mech.judge.rubric import GENUINE, NAMES, heading
+from ia_mech.judge.rubric import FOLLOW_UP, NAMES, heading
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.page import glossary, packed, rendered
 from ia_mech.rates.__main__ import main as rates_main
@@ -104,12 +104,12 @@ def test_filters_pages_and_permalinks(judged, opened):
     turns, ids = data["turns"], data["contexts"]["id"]
     page = opened(content)
     assert counted(page) == (12, 60) and page.locator(".context").count() == 10
-    accepted = judged.labels.judgements("rules")["category"] == GENUINE
-    assert page.locator(".turn .accepted").count() == accepted[:50].sum() > 0
+    follow_ups = judged.labels.judgements("rules")["category"] == FOLLOW_UP
+    assert page.locator(".turn .follow-up").count() == follow_ups[:50].sum() > 0
     option(page, "temperature", "T = 0.7")
     assert counted(page) == (12, 24)
-    option(page, "category", "genuine")
-    passing = [i for i in np.flatnonzero(accepted) if turns["temperature"][i] == 0.7]
+    option(page, "category", "follow_up")
+    passing = [i for i in np.flatnonzero(follow_ups) if turns["temperature"][i] == 0.7]
     first = turns["context"][passing[0]]
     assert counted(page) == (len({turns["context"][i] for i in passing}), len(passing))
     row = page.locator(".context").first
@@ -141,13 +141,15 @@ def choice(page, name: str) -> str:
 def test_the_address_holds_what_is_chosen(judged, opened):
     content = render_report([judged])
     page = opened(content)
-    option(page, "category", "accepted")
+    option(page, "category", "follow-up")
     option(page, "sort contexts by", "random")
     page.get_by_label("20 at random: draw no.").fill("2")
     place, found = page.evaluate("location.hash"), counted(page)
     shown = page.locator(".context").all_text_contents()
     again = opened(content, place)
-    assert choice(again, "category") == "accepted" and choice(again, "sort contexts by") == "random"
+    assert (
+        choice(again, "category") == "follow-up" and choice(again, "sort contexts by") == "random"
+    )
     assert counted(again) == found and again.locator(".context").all_text_contents() == shown
     assert opened(content, "#length=3&elements=4").locator("#count").text_content()  # no controls
     page.get_by_role("button", name="clear").click()
@@ -158,9 +160,9 @@ def test_a_claim_and_a_row_of_a_table_lead_to_their_turns(judged, opened):
     assert rates_main([str(judged.path)]) == 0
     page = opened(render_report([judged]))
     labels = judged.labels.judgements("rules")
-    page.get_by_role("link", name="accepted", exact=True).click()
-    assert choice(page, "category") == "accepted"
-    assert counted(page)[1] == (labels["category"] == GENUINE).sum()
+    page.get_by_role("link", name="follow-ups", exact=True).click()
+    assert choice(page, "category") == "follow-up"
+    assert counted(page)[1] == (labels["category"] == FOLLOW_UP).sum()
     page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     rows = page.locator("td a[href*='dataset=builtin-maths&temperature=T+']")
     if rows.count() == 0:
@@ -205,25 +207,25 @@ def test_a_mark_of_a_figure_leads_to_its_turns_and_words_say_what_they_mean(
 
 def test_what_passes_is_exported(judged, opened, tmp_path):
     page = opened(render_report([judged]))
-    option(page, "category", "accepted")
+    option(page, "category", "follow-up")
     with page.expect_download() as download:
         page.get_by_role("button", name="save these turns").click()
     download.value.save_as(tmp_path / "turns.jsonl")
     lines = (tmp_path / "turns.jsonl").read_text("utf-8").splitlines()
     saved = pd.DataFrame([json.loads(line) for line in lines])
-    accepted = judged.labels.judgements("rules")["category"] == GENUINE
-    own = judged.generations[accepted.to_numpy()]
+    follow_ups = judged.labels.judgements("rules")["category"] == FOLLOW_UP
+    own = judged.generations[follow_ups.to_numpy()]
     expected = list(zip(own["context_id"], own["temperature"], own["text"], strict=True))
     found = list(zip(saved["context_id"], saved["temperature"], saved["user_turn"], strict=True))
     assert sorted(found) == sorted(expected)
-    assert {labels["rules"]["category"] for labels in saved["labels"]} == {GENUINE}
+    assert {labels["rules"]["category"] for labels in saved["labels"]} == {FOLLOW_UP}
 
 
 def test_judges_and_annotators_who_disagree(judged, opened):
-    plant(judged, "other", [GENUINE if i % 2 else "generic" for i in range(60)])
+    plant(judged, "other", [FOLLOW_UP if i % 2 else "generic" for i in range(60)])
     page = opened(render_report([judged]))
     option(page, "judges and annotators", "disagree")
-    one, two = (judged.labels.judgements(name)["genuine"] for name in ("rules", "other"))
+    one, two = (judged.labels.judgements(name)["follow_up"] for name in ("rules", "other"))
     assert counted(page)[1] == (one != two).sum() > 0
     option(page, "judges and annotators", "agree")
     assert counted(page)[1] == (one == two).sum() > 0
@@ -238,10 +240,10 @@ def test_decoys_are_folded_and_can_be_chosen(run, opened):
     beneath = int((decoys["shown"] == row.get_attribute("aria-label")).sum())
     row.get_by_text(f"{beneath} decoys: turns that did not follow this").click()
     playwright.expect(row.locator(".turn")).to_have_count(5 + beneath)
-    option(page, "shown after", "another conversation (decoy)")
-    assert counted(page)[1] == (decoys["decoy"] == "conversation").sum() > 0
+    option(page, "shown after", "a wrong conversation (decoy)")
+    assert counted(page)[1] == (decoys["decoy"] == "wrong_conversation").sum() > 0
     assert (
-        "decoy: followed another conversation" in page.locator(".turn .meta").first.text_content()
+        "decoy: followed a wrong conversation" in page.locator(".turn .meta").first.text_content()
     )
 
 
@@ -360,7 +362,7 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     about["query"] = [f"What is {n}?" for n in range(contexts)]
     about["response"] = [f"{n} is a number. " * 20 for n in range(contexts)]
     about["response_unfinished"] = False
-    about[["reference", "answer", "before", "after"]] = ""
+    about[["real_follow_up", "answer", "before", "after"]] = ""
     about["field topic"] = [["maths", "art"][n % 2] for n in range(contexts)]
     about["first"] = [[["A", 0.5], ["The", 0.25]]] * contexts
     count = contexts * turns

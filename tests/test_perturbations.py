@@ -29,12 +29,13 @@ from experiments.perturbations import (
     BITS_DIFFERENCE,
     CONDITIONS,
     DIFFERENCE,
+    FITS_ORIGINAL,
     RATE,
     apply_condition,
     main,
 )
 from ia_mech.chat.format import ChatFormat
-from ia_mech.chat.headers import context_and_reference
+from ia_mech.chat.headers import context_and_real_follow_up
 from ia_mech.collect.job import collect
 from ia_mech.data.conversations import HEADERS, Conversation, open_conversations, validate
 from ia_mech.display import Quiet
@@ -78,11 +79,11 @@ def test_the_worked_arm_compares_turns_paired_by_query(plain, tmp_path, capfd):
         said, before = one["messages"][-1]["content"], whole[one["context_id"]][-1]["content"]
         assert said == "".join(sentences(before)[:-1]) != ""
     accepted = [
-        labelled.groupby(["source_id", "temperature"])["genuine"].mean().unstack()
+        labelled.groupby(["source_id", "temperature"])["follow_up"].mean().unstack()
         for labelled in (run.labelled("rules") for run in (shorter, plain))
     ]
     less = (accepted[0] - accepted[1].loc[accepted[0].index]).mean()
-    rows = found[found["quantity"] == "accepted, less the whole response's"]
+    rows = found[found["quantity"] == "follow-ups, less the whole response's"]
     rows = rows[rows["term"] == "without its last sentence"].set_index("temperature")["value"]
     pd.testing.assert_series_equal(rows, less, check_names=False, check_dtype=False)
 
@@ -129,17 +130,19 @@ def test_every_query_appears_under_every_condition_that_changes_it(plain, run):
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
-def test_references_are_scored_in_the_context_that_the_condition_made(condition, run, tiny_subject):
+def test_real_follow_ups_are_scored_in_the_context_that_the_condition_made(
+    condition, run, tiny_subject
+):
     """Against one plain forward pass over context and turn."""
     chat = ChatFormat(tiny_subject.tokenizer)
     row = context(run, f"c2~{condition}")
     messages, header = tuple(map(dict, row["messages"])), CONDITIONS[condition]
-    conversation = Conversation("c2", "c2", "d", messages, row["reference"], header=header)
-    made, turn = context_and_reference(chat, conversation)
+    conversation = Conversation("c2", "c2", "d", messages, row["real_follow_up"], header=header)
+    made, turn = context_and_real_follow_up(chat, conversation)
     assert made.ids == row["token_ids"].tolist()
-    assert turn.words == row["reference_token_ids"].tolist()
+    assert turn.words == row["real_follow_up_token_ids"].tolist()
     own = scored.logprobs(tiny_subject.model, made.ids, turn.whole)
-    assert row["reference_logprob"] == pytest.approx(own[: len(turn.words)].sum(), abs=1e-4)
+    assert row["real_follow_up_logprob"] == pytest.approx(own[: len(turn.words)].sum(), abs=1e-4)
 
 
 # -- judging --------------------------------------------------------------------------------------
@@ -153,17 +156,17 @@ def test_both_verdicts_are_read_as_what_they_are(plain, run, turns):
         texts = run.generations[run.generations["context_id"] == name]
         messages = context(run, name)["messages"]
         before = context(plain, name.partition("~")[0])["messages"]
-        for column, used in (("genuine", messages), ("held", before)):
+        for column, used in (("follow_up", messages), (FITS_ORIGINAL, before)):
             items = [
                 type(items_of(run)[0])(used[-2]["content"], used[-1]["content"], text)
                 for text in texts["text"]
             ]
-            said = [judge.rubric.genuine(judge.verdict(item).category) for item in items]
+            said = [judge.rubric.follow_up(judge.verdict(item).category) for item in items]
             assert own[column].tolist() == [float(s) for s in said]
     assert run.labels.judges == ["rules", "rules" + ON_UNPERTURBED]
     assert run.labels.record("judgements", "rules" + ON_UNPERTURBED)["unperturbed"] is True
     unchanged = turns[turns["condition"] == "none"]
-    assert unchanged["held"].tolist() == unchanged["genuine"].tolist()
+    assert unchanged[FITS_ORIGINAL].tolist() == unchanged["follow_up"].tolist()
     assert len(unchanged) == len(plain.contexts) * 3 and set(unchanged["temperature"]) == {0, 1}
 
 
@@ -184,18 +187,20 @@ def test_rates_and_paired_differences_are_those_of_the_turns(turns, found):
         own, none = (at[at["condition"] == name] for name in (condition, "none"))
         of = {"condition": condition, "temperature": 1.0}
         row = pick(found, RATE, **of)
-        mean = cluster_mean(own["held"], own["source"], proportion=True)
+        mean = cluster_mean(own[FITS_ORIGINAL], own["source"], proportion=True)
         assert (row["value"], row["low"], row["high"]) == (mean.value, mean.low, mean.high)
         row = pick(found, DIFFERENCE, **of)
         none = none[none["source"].isin(own["source"])]
-        paired = paired_difference(own["held"], own["source"], none["held"], none["source"])
+        paired = paired_difference(
+            own[FITS_ORIGINAL], own["source"], none[FITS_ORIGINAL], none["source"]
+        )
         assert (row["value"], row["p"]) == (paired.difference.value, paired.p)
         assert row["sources"] == own["source"].nunique()
 
 
 def test_likelihoods_are_compared_in_bits_on_the_contexts_that_changed(plain, run, found):
     def bits(of: Run) -> pd.Series:
-        scores = of.contexts.set_index("context_id")["reference_logprob"].dropna()
+        scores = of.contexts.set_index("context_id")["real_follow_up_logprob"].dropna()
         return scores.astype(float) / np.log(2)
 
     before, after = bits(plain), bits(run)
@@ -405,7 +410,7 @@ def test_every_condition_leaves_all_but_the_response_and_the_header(builtin, tmp
         for name, header in CONDITIONS.items():
             changed = apply_condition(conversation, name, rng(), swap)
             validate(changed, "here")
-            for kept in ("source_id", "dataset", "reference", "answer", "query"):
+            for kept in ("source_id", "dataset", "real_follow_up", "answer", "query"):
                 assert getattr(changed, kept) == getattr(conversation, kept)
             assert changed.messages[:-1] == conversation.messages[:-1]
             assert changed.id == f"{conversation.id}~{name}" and changed.perturbation == name

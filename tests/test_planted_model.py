@@ -152,12 +152,12 @@ def test_the_logit_lens_and_the_layer_from_which_greedy_is_ahead(found, run, pla
     assert greedy == planted.log_p(header).argmax()
     sampled = run.generations[run.generations["temperature"] > 0]
     first = sampled["token_ids"].map(lambda ids: int(ids[0]))
-    genuine = sampled["sample"] % 3 == 1  # as they were judged; every third is a restatement
+    follow_up = sampled["sample"] % 3 == 1  # as they were judged; every third is a restatement
     restated = sampled["sample"] % 3 == 0
     ahead = []
     for source in run.contexts["source_id"]:
         others = sampled["source_id"] != source
-        counts = [first[others & kind].value_counts() for kind in (genuine, restated)]
+        counts = [first[others & kind].value_counts() for kind in (follow_up, restated)]
         share = counts[0].div(counts[0].add(counts[1], fill_value=0), fill_value=0)
         best = [token for token in share.index[share >= 0.5] if token != greedy]
         said = {layer: log_softmax(tables[layer][header % CLASSES]) for layer in run.layers}

@@ -37,14 +37,14 @@ KNOWN = [name for name in families.FAMILIES if name not in ("no_user", "swallows
 
 def conversation(response=TURNS[1]["content"], turn="And half of that?", **changes) -> Conversation:
     messages = (TURNS[0], {"role": "assistant", "content": response})
-    made = Conversation("a/r0", "a", "sums", messages, reference=turn)
+    made = Conversation("a/r0", "a", "sums", messages, real_follow_up=turn)
     return replace(made, **changes)
 
 
 def dialogue(family: str, one: Conversation) -> str:
     """The whole dialogue as the tokenizer's own method renders it."""
     tokenizer = families.build(family)
-    messages = [*one.messages, {"role": "user", "content": one.reference}]
+    messages = [*one.messages, {"role": "user", "content": one.real_follow_up}]
     template = families.template(family).replace("strftime_now('%d %b %Y')", "'01 Jan 2026'")
     template = template.replace("strftime_now('%Y-%m-%d')", "'2026-01-01'")
     return tokenizer.apply_chat_template(
@@ -60,8 +60,8 @@ def test_exactly_the_users_tokens_and_the_turn_end_carry_loss(family, response):
     ids, labels = sequences.sequence(ChatFormat(tokenizer), one)
     # Where the turn stands in the dialogue, from characters alone.
     text = dialogue(family, one)
-    start = text.rindex(one.reference)
-    end = start + len(one.reference)
+    start = text.rindex(one.real_follow_up)
+    end = start + len(one.real_follow_up)
     whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     inside = [i for i, (_, b) in enumerate(whole["offset_mapping"]) if start < b <= end]
     following = tokenizer.convert_ids_to_tokens(whole["input_ids"][inside[-1] + 1 :])
@@ -105,7 +105,7 @@ def test_equal_and_empty_responses_are_no_alternatives():
 
 def test_sequences_that_are_too_long_are_left_out(tokenizer):
     chat = ChatFormat(tokenizer)
-    made = [replace(one, reference="Why " * n) for n, one in enumerate(several(), start=1)]
+    made = [replace(one, real_follow_up="Why " * n) for n, one in enumerate(several(), start=1)]
     lengths = sequences.sequences(chat, made, 1000)["input_ids"].map(len)
     longest = int(lengths.median())
     short = sequences.sequences(chat, made, longest)
@@ -170,7 +170,7 @@ def test_the_reward_is_the_evidence_for_the_response_as_the_model_before_trainin
 @pytest.fixture
 def spoken(tmp_path) -> Path:
     """Conversations with several responses to four queries, each with a follow-up."""
-    rows = [one.to_dict() | {"reference": f"Why {n}?"} for n, one in enumerate(several(4, 4))]
+    rows = [one.to_dict() | {"real_follow_up": f"Why {n}?"} for n, one in enumerate(several(4, 4))]
     return written(tmp_path / "spoken.jsonl", rows)
 
 

@@ -48,7 +48,7 @@ def local(name: str, **columns) -> list:
 @pytest.mark.parametrize("name", PRESETS)
 def test_hub_rows_and_the_same_rows_in_a_local_file_read_alike(name, hub):
     def content(conversations):
-        return [(c.messages, c.reference, c.answer, c.metadata) for c in conversations]
+        return [(c.messages, c.real_follow_up, c.answer, c.metadata) for c in conversations]
 
     from_hub = list(open_conversations(name))
     from_file = local(name)
@@ -73,14 +73,18 @@ def test_gsm8k_solutions_become_what_an_assistant_writes():
 FOUND = [  # of a preset's row, fields of its conversation
     ("math-500", 0, {"answer": "25", "id": "test/prealgebra/9001.json"}),
     ("math-500", 0, {"metadata": {"subject": "Prealgebra", "level": 1}}),
-    ("ifeval", 0, {"id": "9001", "response": None, "reference": None}),
-    ("ifbench", 0, {"id": "901", "response": None, "reference": None}),
+    ("ifeval", 0, {"id": "9001", "response": None, "real_follow_up": None}),
+    ("ifbench", 0, {"id": "901", "response": None, "real_follow_up": None}),
     ("coval", 0, {"query": "Should towns ban fireworks on private land?", "response": None}),
     ("coval", 0, {"metadata": {"candidates": 4}}),
     ("coval", 1, {"query": "We agreed on nothing.", "id": "cv-0002"}),
-    ("mt-bench", 0, {"reference": "Now make it rhyme.", "answer": None}),
+    ("mt-bench", 0, {"real_follow_up": "Now make it rhyme.", "answer": None}),
     ("mt-bench", 1, {"answer": "40%", "id": "90000002", "metadata": {"category": "math"}}),
-    ("mt-bench", 1, {"reference": "And after two blue ones are taken away?", "response": None}),
+    (
+        "mt-bench",
+        1,
+        {"real_follow_up": "And after two blue ones are taken away?", "response": None},
+    ),
 ]
 
 
@@ -111,18 +115,18 @@ def test_healthbench_prompts_stay_whole_or_are_cut_before_the_last_user_turn():
     assert multi.query.startswith("Lisinopril") and multi.id == "hb-0002"
     assert single.metadata == {"example_tags": ["theme:context_seeking"]}
     single, multi = local("healthbench", cut="last")
-    assert single.response is None and single.reference is None
+    assert single.response is None and single.real_follow_up is None
     assert multi.response == "Which ones, and how do you feel with them?"
-    assert multi.reference.startswith("Lisinopril")
+    assert multi.real_follow_up.startswith("Lisinopril")
 
 
 def test_wildchat_equal_dialogues_are_one_source():
     bread, hi, hi_again = local("wildchat")
-    assert bread.reference == "in the fridge or outside?"
+    assert bread.real_follow_up == "in the fridge or outside?"
     assert bread.response == "Dense sourdough rye keeps about a week."
     assert hi.source_id == hi_again.source_id == "bb22"
     assert (hi.id, hi_again.id) == ("bb22-7101", "bb22-7201")
-    assert hi.reference is None
+    assert hi.real_follow_up is None
     kept = {"model": "gpt-4-0314", "language": "English", "turn": 1}
     assert hi.metadata == kept | {"toxic": False, "redacted": False}
 

@@ -17,7 +17,7 @@ from benchmarks.probe_validation.planted import (
     true_auroc,
     write,
 )
-from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.rates.load import read_runs
 
 
@@ -114,14 +114,14 @@ def test_a_written_run_is_whole_and_has_the_planted_counts(kind, tmp_path):
     read = read_runs([run.path])
     assert read.judge == "planted"
     turns = read.turns.assign(order=run.generations["order"])
-    assert turns["genuine"].notna().all() and turns["source"].nunique() == 20
-    sampled = turns[turns["temperature"] > 0].groupby("order")["genuine"]
+    assert turns["follow_up"].notna().all() and turns["source"].nunique() == 20
+    sampled = turns[turns["temperature"] > 0].groupby("order")["follow_up"]
     assert sampled.sum().tolist() == planted.positives.tolist()
     assert set(sampled.size()) == {6}
     # Temperatures that aren't ascending: the columns of ``turns`` go with the right ones.
-    hot = turns[turns["temperature"] == 1.3].groupby("order")["genuine"].sum()
+    hot = turns[turns["temperature"] == 1.3].groupby("order")["follow_up"].sum()
     assert hot.tolist() == planted.turns[:, :3].sum(axis=1).tolist()
-    greedy = turns[turns["temperature"] == 0].set_index("order")["category"] == GENUINE
+    greedy = turns[turns["temperature"] == 0].set_index("order")["category"] == FOLLOW_UP
     assert greedy.tolist() == (planted.rates > 0.5).tolist()
 
 

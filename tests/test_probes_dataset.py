@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ia_mech.errors import UserError
 from ia_mech.judge.judging import items_of
-from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE
+from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, FOLLOW_UP
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.run.sources import sources_of
@@ -37,7 +37,7 @@ def plant(run: Run, say) -> Run:
         category = say(number[key[0]], *key[1:])
         rows.append(
             dict(zip(KEY, key, strict=True))
-            | {"repeat": 0, "category": category, "genuine": BUILT_IN.genuine(category)}
+            | {"repeat": 0, "category": category, "follow_up": BUILT_IN.follow_up(category)}
             | {"status": "judged", "item": item.id}
         )
     run.labels.write_judgements("rules", rows, RULES)
@@ -45,12 +45,12 @@ def plant(run: Run, say) -> Run:
 
 
 def saying(context: int, temperature: float, sample: int) -> str:
-    """2 is greedy-genuine, 5 was never assessed, even ones have genuine samples at T = 1."""
+    """2 has a greedy follow-up, 5 was never assessed, even ones have some at T = 1."""
     if context == 5:
         return CANNOT_ASSESS
     if temperature == 0:
-        return GENUINE if context == 2 else NEW
-    return GENUINE if context % 2 == 0 and temperature == 1 else NEW
+        return FOLLOW_UP if context == 2 else NEW
+    return FOLLOW_UP if context % 2 == 0 and temperature == 1 else NEW
 
 
 def with_record(run: Run, **changes) -> Run:

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from ia_mech.errors import UserError
-from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
+from ia_mech.judge.rubric import CANNOT_ASSESS, FOLLOW_UP
 from probes.targets import FAILURES, Target, counts_of, parse_target, turns_that_count
 
 NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
@@ -24,18 +24,18 @@ def turns_of(said: dict[str, dict[float, list[str]]]) -> pd.DataFrame:
     ]
     frame = pd.DataFrame(rows)
     assessed = ~frame["category"].isin([FAILED, CANNOT_ASSESS])
-    frame["genuine"] = (frame["category"] == GENUINE).astype(float).where(assessed)
+    frame["follow_up"] = (frame["category"] == FOLLOW_UP).astype(float).where(assessed)
     return frame
 
 
 TURNS = turns_of(
     {
-        "latent": {0: [NEW], 0.7: [NEW, LOOP], 1: [GENUINE, GENUINE, FAILED]},
+        "latent": {0: [NEW], 0.7: [NEW, LOOP], 1: [FOLLOW_UP, FOLLOW_UP, FAILED]},
         "never": {0: [LOOP], 0.7: [NEW, CANNOT_ASSESS], 1: [NEW, NEW, NEW]},
-        "greedy too": {0: [GENUINE], 0.7: [GENUINE, NEW], 1: [LOOP, NEW, NEW]},
-        "greedy failed": {0: [FAILED], 0.7: [GENUINE, NEW], 1: [NEW, NEW, NEW]},
+        "greedy too": {0: [FOLLOW_UP], 0.7: [FOLLOW_UP, NEW], 1: [LOOP, NEW, NEW]},
+        "greedy failed": {0: [FAILED], 0.7: [FOLLOW_UP, NEW], 1: [NEW, NEW, NEW]},
         "samples failed": {0: [NEW], 0.7: [FAILED, FAILED], 1: [FAILED] * 3},
-        "partly failed": {0: [NEW], 0.7: [FAILED, GENUINE], 1: [FAILED] * 3},
+        "partly failed": {0: [NEW], 0.7: [FAILED, FOLLOW_UP], 1: [FAILED] * 3},
     }
 )
 
@@ -61,17 +61,19 @@ def test_k_and_n_are_the_counted_ones(target, expected):
 
 
 def test_grounded_turns_are_those_that_the_judge_calls_so():
-    said = turns_of({"a": {1: [GENUINE, GENUINE, GENUINE, NEW, FAILED]}, "b": {1: [NEW, GENUINE]}})
+    said = turns_of(
+        {"a": {1: [FOLLOW_UP, FOLLOW_UP, FOLLOW_UP, NEW, FAILED]}, "b": {1: [NEW, FOLLOW_UP]}}
+    )
     turns = said.assign(grounded=[1, 0, None, 0, None, 0, None])
     found = counts(parse_target("grounded"), turns)
-    # A genuine turn that wasn't assessed for grounding doesn't count.
+    # A follow-up that wasn't assessed for grounding doesn't count.
     assert found.to_numpy().tolist() == [[1, 3], [0, 1]]
     with pytest.raises(UserError, match="grounded@1"):
         counts(parse_target("grounded@0.7"), turns)
 
 
 def test_contexts_of_the_same_name_in_two_runs_stand_apart():
-    both = pd.concat([TURNS, TURNS.assign(run="B", category=GENUINE, genuine=1.0)])
+    both = pd.concat([TURNS, TURNS.assign(run="B", category=FOLLOW_UP, follow_up=1.0)])
     found = counts(parse_target("rate"), both)
     assert found.loc[("A", "never"), "k"] == 0 and found.loc[("B", "never"), "k"] == 5
 

@@ -172,7 +172,7 @@ def test_a_twin_is_sampled_from_the_run_s_own_contexts(tiny_model_dir, tmp_path,
 def all_alike(run: Path) -> None:
     labels = Run.open(run).labels
     rows = labels.judgements("planted").astype(object)
-    rows = rows.where(rows.notna(), None).assign(category="new_topic", genuine=False)
+    rows = rows.where(rows.notna(), None).assign(category="new_topic", follow_up=False)
     record = labels.record("judgements", "planted")
     labels.write_judgements("planted", rows.to_dict("records"), record)
 

@@ -82,20 +82,20 @@ def change(values: Iterable[float], digits: int = 2) -> str:
 def by_query(model: str) -> pd.DataFrame:
     """Means of each query's turns: columns (quantity, temperature)."""
     turns = table(model, "turns").merge(table(model, "contexts")[["context", "query", "dataset"]])
-    turns["beyond siblings"] = turns["accepted"] - turns["accepted_after_siblings"]
-    turns["beyond another"] = turns["accepted"] - turns["accepted_after_another"]
-    turns["after another"] = turns["accepted_after_another"]
-    columns = ["accepted", "after another", "beyond siblings", "beyond another"]
+    turns["beyond siblings"] = turns["follow_up"] - turns["follow_up_after_siblings"]
+    turns["beyond another"] = turns["follow_up"] - turns["follow_up_after_wrong"]
+    turns["after another"] = turns["follow_up_after_wrong"]
+    columns = ["follow_up", "after another", "beyond siblings", "beyond another"]
     return turns.groupby(["dataset", "query", "temperature"])[columns].mean().unstack()
 
 
 def components(model: str) -> tuple[tuple, tuple, tuple]:
-    """Variances of accepted sampled turns between queries and between responses to one, and the
+    """Variances of sampled follow-ups between queries and between responses to one, and the
     reliability of rates over 16 turns: pairs of turns with different sample numbers, jackknife."""
     turns = table(model, "turns").merge(table(model, "contexts")[["context", "query"]])
     rows = []
     for _, one in turns[turns["temperature"] > 0].groupby("query"):
-        x = one.pivot_table(index="context", columns="sample", values="accepted", dropna=False)
+        x = one.pivot_table(index="context", columns="sample", values="follow_up", dropna=False)
         v, n = np.nan_to_num(x.to_numpy(float)), (~np.isnan(x.to_numpy(float))).astype(float)
 
         def pairs(a: np.ndarray) -> np.ndarray:
@@ -189,7 +189,7 @@ def halves(model: str) -> str:
     probes = table(model, "probes").set_index("context_id")
     turns = table(model, "turns")
     turns = turns[(turns["temperature"] > 0) & turns["context"].isin(probes.index)]
-    wide = turns.pivot_table(index="context", columns="sample", values="accepted").fillna(0.0)
+    wide = turns.pivot_table(index="context", columns="sample", values="follow_up").fillna(0.0)
     query = pd.factorize(probes.loc[wide.index, "source"].astype(str))[0]
     x, rng, found = wide.to_numpy(), np.random.default_rng(0), []
     for _ in range(10):
@@ -223,11 +223,11 @@ def rise(model: str, what: str, dataset: str | None = None) -> pd.Series:
 
 
 JUDGED: list[Row] = [
-    ("greedy", lambda m: mean(accepted(m, "accepted", 0.0))),
-    ("T = 0.7", lambda m: mean(accepted(m, "accepted", HOT))),
-    ("rise from greedy to T = 0.7", lambda m: change(rise(m, "accepted"))),
+    ("greedy", lambda m: mean(accepted(m, "follow_up", 0.0))),
+    ("T = 0.7", lambda m: mean(accepted(m, "follow_up", HOT))),
+    ("rise from greedy to T = 0.7", lambda m: change(rise(m, "follow_up"))),
     (
-        "rise, beyond turns shown after another conversation",
+        "rise, beyond turns shown after a wrong conversation",
         lambda m: change(rise(m, "beyond another")),
     ),
     ("beyond sibling responses, greedy", lambda m: change(accepted(m, "beyond siblings", 0.0))),
@@ -258,11 +258,11 @@ READ: list[Row] = [
 AGAIN = "the same turns, shown after a wrong conversation"
 HEADLINES: list[Row] = [
     (
-        "greedy turns that the judge accepts as follow-ups",
-        lambda m: points(interval(accepted(m, "accepted", 0.0))),
+        "greedy follow-ups by the judge as follow-ups",
+        lambda m: points(interval(accepted(m, "follow_up", 0.0))),
     ),
     (AGAIN, lambda m: points(interval(accepted(m, "after another", 0.0)))),
-    ("turns sampled at T = 0.7", lambda m: points(interval(accepted(m, "accepted", HOT)))),
+    ("turns sampled at T = 0.7", lambda m: points(interval(accepted(m, "follow_up", HOT)))),
     (AGAIN, lambda m: points(interval(accepted(m, "after another", HOT)))),
     (
         "**rise from greedy to sampled turns, less that after a wrong conversation**",
@@ -281,7 +281,7 @@ HEADLINES: list[Row] = [
 ]
 DATASETS = ("builtin", "gsm8k", "ifbench", "mt-bench")
 SITES = ("own context", "response", "after the response", "header", "query")
-OUT_OF_ROLE = ["prompt_restatement", "assistant_restatement", "identity_leakage"]
+OUT_OF_ROLE = ["repeats_query", "repeats_response", "speaks_as_assistant"]
 PARTS = {
     "response, computed on": "whole response",
     "response, last token": "last token",
@@ -302,10 +302,10 @@ PLACES = {
     "header_last": "the header's last token",
 }
 CATEGORIES = {
-    "genuine_follow_up": "genuine",
-    "prompt_restatement": "repeats query",
-    "assistant_restatement": "repeats response",
-    "identity_leakage": "speaks as assistant",
+    "follow_up": "follow_up",
+    "repeats_query": "repeats query",
+    "repeats_response": "repeats response",
+    "speaks_as_assistant": "speaks as assistant",
     "new_topic": "new topic",
     "degenerate": "degenerate",
 }
@@ -318,7 +318,7 @@ def side_by_side(what: str, rows: Sequence[Row], count: Callable[[str], int]) ->
 
 
 def judged(rows: Sequence[Row] = JUDGED) -> str:
-    return side_by_side("turns that the judge accepts", rows, queries)
+    return side_by_side("follow-ups by the judge", rows, queries)
 
 
 def told(rows: Sequence[Row] = WRITTEN) -> str:
@@ -339,11 +339,11 @@ def outside(model: str) -> pd.DataFrame:
 
 
 def gate(model: str) -> str:
-    """Whether turns are accepted more than twice as often as after another conversation."""
+    """Whether turns are accepted more than twice as often as after a wrong conversation."""
     of = by_query(model)
     turns = judged_turns(model).groupby(["query", "temperature"]).size().unstack()
     margin = sum(
-        (of[("accepted", t)] - 2 * of[("after another", t)]).droplevel(0) * turns[t]
+        (of[("follow_up", t)] - 2 * of[("after another", t)]).droplevel(0) * turns[t]
         for t in (0.0, HOT)
     )
     _, low, high = interval(margin / turns.sum(axis=1))
@@ -353,7 +353,7 @@ def gate(model: str) -> str:
 def greedy_margin() -> str:
     """What the gate would say of Qwen's greedy turns alone: their rate less twice the floor."""
     of = by_query(QWEN)
-    return change(of[("accepted", 0.0)] - 2 * of[("after another", 0.0)])
+    return change(of[("follow_up", 0.0)] - 2 * of[("after another", 0.0)])
 
 
 def headlines() -> list[str]:
@@ -398,7 +398,7 @@ def decomposed(turns: pd.DataFrame, value: str) -> Decomposition:
 
 
 def rests_of(model: str) -> list[float]:
-    """What is left of the rise beyond another conversation, by each definition of out of role."""
+    """What is left of the rise beyond a wrong conversation, by each definition of out of role."""
     at = 2 if model == QWEN else 5
     rows = [re.findall(r"([+−]\d\.\d\d) \[", row) for row in hangs_on().splitlines()[2:]]
     return [float(row[at].replace("−", "-")) for row in rows]
@@ -423,7 +423,7 @@ def split(turns: pd.DataFrame, value: str) -> list[str]:
 def judged_turns(model: str) -> pd.DataFrame:
     columns = ["context", "query", "dataset", "right"]
     turns = table(model, "turns").merge(table(model, "contexts")[columns])
-    turns["beyond"] = turns["accepted"] - turns["accepted_after_another"]
+    turns["beyond"] = turns["follow_up"] - turns["follow_up_after_wrong"]
     return turns
 
 
@@ -456,7 +456,7 @@ KINDS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
     "all": lambda turns: turns["query"].notna(),
     "out of role": lambda turns: turns["category"].isin(OUT_OF_ROLE),
     "in role": lambda turns: ~turns["category"].isin(OUT_OF_ROLE),
-    "accepted": lambda turns: turns["accepted"] == 1,
+    "follow_up": lambda turns: turns["follow_up"] == 1,
 }
 
 
@@ -489,10 +489,10 @@ def more_picks(
 
 
 def fit_others(model: str) -> tuple[float, float]:
-    """Of accepted sampled turns, shares accepted after another conversation and after siblings."""
+    """Of sampled follow-ups, shares accepted after a wrong conversation and after siblings."""
     turns = table(model, "turns")
-    mine = turns[(turns["temperature"] > 0) & (turns["accepted"] == 1)]
-    return mine["accepted_after_another"].mean(), mine["accepted_after_siblings"].mean()
+    mine = turns[(turns["temperature"] > 0) & (turns["follow_up"] == 1)]
+    return mine["follow_up_after_wrong"].mean(), mine["follow_up_after_siblings"].mean()
 
 
 def written_rise(model: str, part: str) -> pd.Series:
@@ -524,14 +524,14 @@ def variances() -> str:
 
 
 def datasets(model: str) -> str:
-    head = ["queries of", "greedy", "T = 0.7", "rise", "rise beyond another conversation"]
+    head = ["queries of", "greedy", "T = 0.7", "rise", "rise beyond a wrong conversation"]
     head += ["beyond siblings, greedy", "T = 0.7"]
     rows = [
         [
             name,
-            mean(accepted(model, "accepted", 0.0, name)),
-            mean(accepted(model, "accepted", HOT, name)),
-            change(rise(model, "accepted", name)),
+            mean(accepted(model, "follow_up", 0.0, name)),
+            mean(accepted(model, "follow_up", HOT, name)),
+            change(rise(model, "follow_up", name)),
             change(rise(model, "beyond another", name)),
             change(accepted(model, "beyond siblings", 0.0, name)),
             change(accepted(model, "beyond siblings", HOT, name)),
@@ -606,7 +606,7 @@ def vectors(model: str) -> str:
     found = table(model, "vectors")
     found = found[found["temperature"] == 0]
     excess = found.pivot_table(index="source", columns=["layer", "term"], values=EXCESS)
-    rate = found.pivot_table(index="source", columns=["layer", "term"], values="accepted")
+    rate = found.pivot_table(index="source", columns=["layer", "term"], values="follow_up")
     plain = (excess.columns.get_level_values("layer").min(), "unsteered")
     rows = [["none", "", mean(rate[plain]), change(excess[plain]), "", ""]]
     for layer in sorted(set(excess.columns.get_level_values("layer")) - {plain[0]}):
@@ -615,22 +615,24 @@ def vectors(model: str) -> str:
             less = change(mine - excess[(layer, "siblings")]) if term == "own" else ""
             cells = [mean(rate[(layer, term)]), change(mine), change(mine - excess[plain]), less]
             rows.append([str(layer), term, *cells])
-    head = ["after layer", "learned from turns after", "accepted", "beyond siblings"]
+    head = ["after layer", "learned from turns after", "follow_up", "beyond siblings"]
     return markdown([*head, "less without a vector", "less the siblings' vector"], rows)
 
 
 EXCESS = "excess over siblings"
 
 
-def held_rates(model: str) -> pd.DataFrame:
+def rates_to_the_original(model: str) -> pd.DataFrame:
     """Of each query, by condition and temperature."""
     turns = table(model, "changes")
     turns = turns.assign(query=turns["context_id"].str.replace(r"/r\d.*", "", regex=True))
-    return turns.pivot_table(index="query", columns=["condition", "temperature"], values="held")
+    return turns.pivot_table(
+        index="query", columns=["condition", "temperature"], values="follow_up_to_original"
+    )
 
 
 def changes(model: str) -> str:
-    wide, rows = held_rates(model), []
+    wide, rows = rates_to_the_original(model), []
     for name in ("none", "remove", "truncate", "generic_question"):
         row = [name.replace("_", " ")]
         for t in (0.0, HOT):
@@ -665,15 +667,15 @@ def exchanged(model: str) -> str:
 
 
 def elicited(model: str) -> str:
-    columns = ["accepted", "accepted after siblings", EXCESS]
+    columns = ["follow-ups", "follow-ups after siblings", EXCESS]
     wide = table(model, "elicit").pivot_table(index="source", columns="arm", values=columns)
     rows = []
     for arm in table(model, "elicit")["arm"].drop_duplicates():
         excess = wide[(EXCESS, arm)]
         less = change(excess - wide[(EXCESS, "greedy")]) if arm != "greedy" else ""
-        after = mean(wide[("accepted after siblings", arm)])
-        rows.append([arm, mean(wide[("accepted", arm)]), after, change(excess), less])
-    return markdown(["arm", "accepted", "after siblings", "excess", "less greedy's"], rows)
+        after = mean(wide[("follow-ups after siblings", arm)])
+        rows.append([arm, mean(wide[("follow-ups", arm)]), after, change(excess), less])
+    return markdown(["arm", "follow-ups", "after siblings", "excess", "less greedy's"], rows)
 
 
 def of_maths(turns: pd.DataFrame) -> pd.DataFrame:
@@ -703,18 +705,18 @@ def apologises(turns: pd.DataFrame) -> pd.Series:
 
 
 def without_apologies() -> dict[str, str]:
-    """Of accepted greedy turns those that open so, and acceptance of all turns less theirs; as a
+    """Of greedy follow-ups those that open so, and acceptance of all turns less theirs; as a
     control, of SmolLM2's without the opening that most of these have."""
     found = {}
     for model in (QWEN, MATHS, SMOL):
         turns = judged_turns(model)
-        greedy = (turns["accepted"] == 1) & (turns["temperature"] == 0)
+        greedy = (turns["follow_up"] == 1) & (turns["temperature"] == 0)
         opening = turns["text"].str.split().str[:3].str.join(" ")
         if model == SMOL:
             assert opening[greedy].mode().item() == "What is the"
         left_out = opening == "What is the" if model == SMOL else apologises(turns)
         found[f"of accepted {model}"] = f"{left_out[greedy].mean():.2f}"
-        for what in ("accepted", "beyond"):
+        for what in ("follow_up", "beyond"):
             rest = turns.assign(rest=turns[what] * ~left_out)
             of = rest.groupby(["query", "temperature"])["rest"].mean().unstack()
             found[f"{what} {model}"] = mean(of[0.0]) + mean(of[HOT]) + change(of[HOT] - of[0.0])
@@ -726,21 +728,21 @@ def first_words(model: str) -> tuple[float, float]:
     contexts of the upper quarter exceeds that of the lower one, in turns that didn't choose them;
     and as told by the turns' first words, with the shares that these have after other queries."""
     turns = judged_turns(model)
-    refused = turns[(turns["temperature"] == 0) & (turns["accepted"] == 0)]["context"]
+    refused = turns[(turns["temperature"] == 0) & (turns["follow_up"] == 0)]["context"]
     drawn = turns[(turns["temperature"] > 0) & turns["context"].isin(refused)]
-    drawn = drawn.dropna(subset=["accepted"])
+    drawn = drawn.dropna(subset=["follow_up"])
     drawn = drawn.assign(word=drawn["text"].str.split().str[0].fillna(""), one=1.0)
-    both = ["accepted", "one"]
+    both = ["follow_up", "one"]
     others = drawn.groupby("word")[both].transform("sum")
     others -= drawn.groupby(["query", "word"])[both].transform("sum")
     seen = others["one"] + 2  # two more of the mean share, for words that are rare
-    drawn = drawn.assign(told=(others["accepted"] + 2 * drawn["accepted"].mean()) / seen)
+    drawn = drawn.assign(told=(others["follow_up"] + 2 * drawn["follow_up"].mean()) / seen)
     halves = [drawn[drawn["sample"] % 2 == odd].groupby("context") for odd in (0, 1)]
-    chosen, rest = halves[0]["accepted"].mean(), halves[1][["accepted", "told"]].mean()
+    chosen, rest = halves[0]["follow_up"].mean(), halves[1][["follow_up", "told"]].mean()
     rest = rest.join(chosen.rename("chosen"), how="inner")
     low, high = rest["chosen"].quantile([0.25, 0.75])
     ends = rest[rest["chosen"] >= high].mean() - rest[rest["chosen"] <= low].mean()
-    return ends["accepted"], ends["told"]
+    return ends["follow_up"], ends["told"]
 
 
 def hangs_on() -> str:
@@ -769,16 +771,16 @@ def hangs_on() -> str:
 
 def maths() -> str:
     """What was seen after GSM8K's queries, and the same on queries that weren't looked at."""
-    counted = ("accepted", "beyond another", "beyond siblings")
-    names = ("rise", "rise beyond another conversation", "rise beyond siblings")
+    counted = ("follow_up", "beyond another", "beyond siblings")
+    names = ("rise", "rise beyond a wrong conversation", "rise beyond siblings")
     rises = [
         (n, lambda m, w=w: change(rise(m, w, "gsm8k"))) for n, w in zip(names, counted, strict=True)
     ]
     rest = [(n, lambda m, i=i: split(of_maths(judged_turns(m)), "beyond")[i]) for i, n in PARTS_OF]
     told = [(n, lambda m, i=i: split(of_maths(picked_turns(m)), "picked")[i]) for i, n in PICKS_OF]
     rows: list[Row] = [
-        ("accepted, greedy", lambda m: mean(accepted(m, "accepted", 0.0, "gsm8k"))),
-        ("accepted, T = 0.7", lambda m: mean(accepted(m, "accepted", HOT, "gsm8k"))),
+        ("accepted, greedy", lambda m: mean(accepted(m, "follow_up", 0.0, "gsm8k"))),
+        ("accepted, T = 0.7", lambda m: mean(accepted(m, "follow_up", HOT, "gsm8k"))),
         *rises[:2],
         *rest,
         rises[2],
@@ -877,14 +879,14 @@ def in_words() -> dict[str, str]:
     last = cells.loc[("header_last", 27)]
     turns = judged_turns(QWEN)
     others = turns[~turns["category"].isin(OUT_OF_ROLE)].groupby(["query", "temperature"])
-    rest, beyond = (others[of].mean().unstack().dropna() for of in ("accepted", "beyond"))
+    rest, beyond = (others[of].mean().unstack().dropna() for of in ("follow_up", "beyond"))
     of = table(SMOL, "parts").pivot_table(index="query", columns="site", values="bits")
     near, far = of["response, blocks of 16"], of["response, 16 random tokens"]
     sampled = judged_turns(MATHS)
     sampled = sampled[sampled["temperature"] > 0]
-    right = sampled.groupby(["query", "right"])["accepted"].mean().unstack().dropna()
+    right = sampled.groupby(["query", "right"])["follow_up"].mean().unstack().dropna()
     put = table(MATHS, "interchange")
-    removed = held_rates(SMOL)
+    removed = rates_to_the_original(SMOL)
     return {
         "repeats_alone": repeats_alone(),
         "greedy_margin": greedy_margin(),
@@ -937,7 +939,7 @@ def in_words() -> dict[str, str]:
         "header_hits": mean(header_picks - query_picks),
         "w_alone": mean(site(QWEN, "written: response", HOT)),
         "w_both": mean(site(QWEN, "written: response and header", HOT)),
-        "raw_more": more("accepted"),
+        "raw_more": more("follow_up"),
         "rise_more": more("beyond another"),
         "output_less_text": shown(*auroc_less(QWEN, "control:output", "control:text")),
         "output_less_lengths": shown(*auroc_less(QWEN, "control:output", "control:lengths")),
@@ -983,9 +985,9 @@ def test_how_often_accepted_turns_fit_others_is_said():
     (far, near), (smol_far, smol_near) = (fit_others(model) for model in (QWEN, SMOL))
     both = f"(SmolLM2: {smol_near:.2f} and {smol_far:.2f})"
     after = "are accepted after siblings, too, and"
-    assert f"{near:.2f} {after} {far:.2f} after another conversation {both}" in page
+    assert f"{near:.2f} {after} {far:.2f} after a wrong conversation {both}" in page
     text = (
-        f"it accepts {100 * far:.0f}% after another conversation, too, and {100 * near:.0f}% after"
+        f"it accepts {100 * far:.0f}% after a wrong conversation, too, and {100 * near:.0f}% after"
     )
     assert text in readme
 
@@ -1000,7 +1002,7 @@ def test_readme_says_in_points_what_the_data_say():
     in_role, reach = parts[2], stats.t.ppf(0.975, k - 1) * errors[2]
     said = {
         "The difference is **{}** (": interval(rise(QWEN, "beyond another")),
-        "conversation with many accepted turns, {} points more": interval(put["high"] - put["low"]),
+        "conversation with many follow-ups, {} points more": interval(put["high"] - put["low"]),
         "two conversations with equally many, {}.": interval(put["equal a"] - put["equal b"]),
         "own response, of three, is {} points higher": interval(named[HOT] - named[0.0]),
         "turns in role account for only {} of": (in_role, in_role - reach, in_role + reach),
@@ -1012,8 +1014,8 @@ def test_readme_says_in_points_what_the_data_say():
     assert [one for one in POINTS.findall(readme) if one not in made] == []
     for model in (QWEN, MATHS, SMOL):
         turns = judged_turns(model)
-        assert not turns.loc[turns["category"].isin(OUT_OF_ROLE), "accepted"].any()
-    own, wrong = (100 * rise(QWEN, what).mean() for what in ("accepted", "after another"))
+        assert not turns.loc[turns["category"].isin(OUT_OF_ROLE), "follow_up"].any()
+    own, wrong = (100 * rise(QWEN, what).mean() for what in ("follow_up", "after another"))
     assert f"follow-ups, by {own:.0f} points of 100." in readme
     assert f"(another one of the same dataset), by {wrong:.0f}." in readme
     greedy = [turns[turns["temperature"] == 0] for turns in map(judged_turns, (QWEN, MATHS))]
@@ -1055,20 +1057,17 @@ def test_what_accepted_greedy_turns_are_is_said():
     page = " ".join((RESULTS / "compare.md").read_text("utf-8").split())
     found = without_apologies()
     study, after_maths = (found[f"of accepted {model}"] for model in (QWEN, MATHS))
-    assert (
-        f"Of Qwen's accepted greedy turns {study} open with \"I'm sorry\", and {after_maths}"
-        in page
-    )
+    assert f"Of Qwen's greedy follow-ups {study} open with \"I'm sorry\", and {after_maths}" in page
     for model in (QWEN, MATHS):
         turns = judged_turns(model)
-        greedy = turns[(turns["temperature"] == 0) & (turns["accepted"] == 1) & apologises(turns)]
+        greedy = turns[(turns["temperature"] == 0) & (turns["follow_up"] == 1) & apologises(turns)]
         assert greedy["text"].str.contains("not sure").mean() > 0.94
     assert 0.32 < float(study) < 0.35
 
 
 def test_that_the_gate_fails_after_maths_is_said():
     page = " ".join((RESULTS / "compare.md").read_text("utf-8").split())
-    rate, floor = judged_turns(MATHS)[["accepted", "accepted_after_another"]].mean()
+    rate, floor = judged_turns(MATHS)[["follow_up", "follow_up_after_wrong"]].mean()
     assert "between half and all of it in the study, between none and 60% after other maths" in page
     assert min(rests_of(QWEN)) < 0 and max(rests_of(QWEN)) == 0.05  # of 0.10
     assert min(rests_of(MATHS)) == 0.03 and max(rests_of(MATHS)) == 0.07  # of 0.07
@@ -1080,11 +1079,11 @@ def test_that_the_gate_fails_after_maths_is_said():
 def test_the_verdict_that_a_page_reads_is_the_commands():
     """``rates``' own, of Qwen's published turns."""
     turns = judged_turns(QWEN)
-    columns = {"temperature": "temperature", "source": "query", "own_genuine": "accepted"}
+    columns = {"temperature": "temperature", "source": "query", "own_follow_up": "follow_up"}
     rows = pd.DataFrame({name: turns[column] for name, column in columns.items()})
     rows["out_of_role"] = turns["category"].isin(OUT_OF_ROLE).astype(float)
-    after = {"conversation": "accepted_after_another", "sibling": "accepted_after_siblings"}
-    decoys = pd.concat([rows.assign(decoy=k, genuine=turns[of]) for k, of in after.items()])
+    after = {"wrong_conversation": "follow_up_after_wrong", "sibling": "follow_up_after_siblings"}
+    decoys = pd.concat([rows.assign(decoy=k, follow_up=turns[of]) for k, of in after.items()])
     found = holm_corrected(rises(decoys, {"gate": gate(QWEN)}), lambda row: row.quantity)
     page = " ".join((ROOT / "docs" / "study.md").read_text("utf-8").split())
     assert verdict(frame_of(found, NAMES)) in page

@@ -9,7 +9,7 @@ import pytest
 
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL
-from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
+from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, FOLLOW_UP
 from ia_mech.rates.compute import differences, estimates, floors, pass_at_k, rates
 from ia_mech.rates.load import FAILED, JudgedTurns, restrict_responses
 from ia_mech.stats import (
@@ -38,13 +38,13 @@ def judged(turns: list[tuple], **columns) -> JudgedTurns:
     frame["context"] = frame["source"]
     frame["temperature"] = frame["temperature"].astype(float)
     assessed = ~frame["category"].isin([FAILED, CANNOT_ASSESS])
-    frame["genuine"] = (frame["category"] == GENUINE).astype(float).where(assessed)
+    frame["follow_up"] = (frame["category"] == FOLLOW_UP).astype(float).where(assessed)
     return JudgedTurns(frame, "planted", {}, "anna", [], [])
 
 
 def erring(seed: int, sources: int = 100, samples: int = 6) -> tuple[JudgedTurns, float]:
-    """Turns of 20% genuine with a judge of 0.8 sensitivity and 0.9 specificity, a part of them
-    annotated, more of those it calls genuine; and the true rate."""
+    """Turns of which 20% are follow-ups, with a judge of 0.8 sensitivity and 0.9 specificity. A
+    part is annotated, more of those it calls follow-ups. And the true rate."""
     rng = np.random.default_rng(seed)
     count = sources * samples
     chance = np.repeat(rng.beta(1, 4, size=sources), samples)
@@ -53,7 +53,7 @@ def erring(seed: int, sources: int = 100, samples: int = 6) -> tuple[JudgedTurns
     inclusion = np.where(accepted, 0.6, 0.2)
     annotated = rng.random(count) < inclusion
     turns = [
-        (f"s{i // samples:03d}", 1, i % samples, GENUINE if yes else NEW)
+        (f"s{i // samples:03d}", 1, i % samples, FOLLOW_UP if yes else NEW)
         for i, yes in enumerate(accepted)
     ]
     known = np.where(annotated, truth.astype(float), np.nan)
@@ -76,7 +76,7 @@ def one(rows: pd.DataFrame, quantity: str, temperature: float = 1.0, **more):
 
 def powered(turns: pd.DataFrame):
     """The corrected rate of these turns, by the function that has tests of its own."""
-    columns = turns["genuine"], turns["truth"], turns["source"]
+    columns = turns["follow_up"], turns["truth"], turns["source"]
     return prediction_powered(*columns, inclusion=turns["inclusion"])
 
 
@@ -84,9 +84,9 @@ def powered(turns: pd.DataFrame):
 
 
 def test_rates_and_profile_are_the_counted_ones():
-    turns = [("a", 0, 0, NEW), ("b", 0, 0, GENUINE)]
-    turns += [("a", 1, i, c) for i, c in enumerate([GENUINE, NEW, GENUINE, CANNOT_ASSESS])]
-    turns += [("b", 1, i, c) for i, c in enumerate([LOOP, NEW, GENUINE, FAILED, CANNOT_ASSESS])]
+    turns = [("a", 0, 0, NEW), ("b", 0, 0, FOLLOW_UP)]
+    turns += [("a", 1, i, c) for i, c in enumerate([FOLLOW_UP, NEW, FOLLOW_UP, CANNOT_ASSESS])]
+    turns += [("b", 1, i, c) for i, c in enumerate([LOOP, NEW, FOLLOW_UP, FAILED, CANNOT_ASSESS])]
     rows = estimates(judged(turns), level=0.9)
     rate = one(rows, "rate")
     assert (rate.value, rate.events, rate.rows, rate.sources) == (0.5, 3, 6, 2)
@@ -94,7 +94,7 @@ def test_rates_and_profile_are_the_counted_ones():
     assert (rate.low, rate.high, rate.level) == (expected.low, expected.high, 0.9)
     assert rate.method == expected.method
     shares = {name: one(rows, "category_share", category=name) for name in ASSESSED}
-    assert {n: r.events for n, r in shares.items() if r.events} == {GENUINE: 3, NEW: 2, LOOP: 1}
+    assert {n: r.events for n, r in shares.items() if r.events} == {FOLLOW_UP: 3, NEW: 2, LOOP: 1}
     assert sum(row.value for row in shares.values()) == pytest.approx(1)
     apart = [(row.events, row.rows) for row in (one(rows, CANNOT_ASSESS), one(rows, FAILED))]
     assert apart == [(2, 9), (1, 9)]
@@ -107,12 +107,12 @@ def test_what_the_rate_hangs_on_is_taken_from_pairs_of_turns():
     for source in "abcdef":
         for response in range(3):
             for sample in range(4):
-                category = GENUINE if rng.random() < 0.2 + 0.3 * response else NEW
+                category = FOLLOW_UP if rng.random() < 0.2 + 0.3 * response else NEW
                 turns.append((source, 1, sample, category))
                 contexts.append(f"{source}/r{response}")
     whole = judged(turns)
     whole = replace(whole, turns=whole.turns.assign(context=contexts))
-    tables = [own["genuine"].to_numpy().reshape(3, 4) for _, own in whole.turns.groupby("source")]
+    tables = [own["follow_up"].to_numpy().reshape(3, 4) for _, own in whole.turns.groupby("source")]
     rows, expected = estimates(whole), variance_components(tables)
     for quantity, of in (
         ("variance_between_queries", expected.between_queries),
@@ -142,17 +142,17 @@ def test_every_figure_can_be_restricted_to_one_kind_of_response():
         with pytest.raises(UserError, match=f"no user turn comes after a {responses} response"):
             restrict_responses(none, responses)
     complete = turns[~turns["unfinished"] & (turns["temperature"] == 1)]
-    assert one(estimates(whole), "rate_complete").value == complete["genuine"].mean()
+    assert one(estimates(whole), "rate_complete").value == complete["follow_up"].mean()
 
 
 def test_models_of_one_name_perturbations_and_datasets_stand_apart():
-    turns = [("a", 1, 0, GENUINE), ("a", 1, 0, NEW), ("a", 1, 0, NEW)]
+    turns = [("a", 1, 0, FOLLOW_UP), ("a", 1, 0, NEW), ("a", 1, 0, NEW)]
     rows = estimates(
         judged(turns, weights_hash=["v", "w", "v"], perturbation=["none", "none", "words"])
     )
     rates = rows.loc[rows["quantity"] == "rate", ["weights_hash", "perturbation", "value"]]
     assert rates.to_numpy().tolist() == [["v", "none", 1], ["v", "words", 0], ["w", "none", 0]]
-    turns = [("a", 1, 0, GENUINE), ("b", 1, 0, NEW), ("c", 1, 0, NEW)]
+    turns = [("a", 1, 0, FOLLOW_UP), ("b", 1, 0, NEW), ("c", 1, 0, NEW)]
     rows = estimates(judged(turns, dataset=["x", "y", "y"]))
     values = [one(rows, "rate", dataset=name).value for name in ("x", "y", ALL)]
     assert values == [1, 0, pytest.approx(1 / 3)]
@@ -163,10 +163,10 @@ def test_models_of_one_name_perturbations_and_datasets_stand_apart():
 
 def test_pass_at_k_is_the_mean_over_all_subsets():
     for samples in range(1, 8):
-        for genuine in range(samples + 1):
-            marks = [1] * genuine + [0] * (samples - genuine)
+        for follow_up in range(samples + 1):
+            marks = [1] * follow_up + [0] * (samples - follow_up)
             for n in range(1, 9):
-                got = pass_at_k([genuine], [samples], n)[0]
+                got = pass_at_k([follow_up], [samples], n)[0]
                 if n > samples:
                     assert np.isnan(got)
                 else:
@@ -175,10 +175,10 @@ def test_pass_at_k_is_the_mean_over_all_subsets():
 
 
 def test_reach_at_each_temperature():
-    turns = [("a", 0, 0, GENUINE), ("b", 0, 0, NEW)]
+    turns = [("a", 0, 0, FOLLOW_UP), ("b", 0, 0, NEW)]
     turns += [("a", 0.5, i, c) for i, c in enumerate([NEW, NEW])]
     turns += [("b", 0.5, i, c) for i, c in enumerate([NEW, CANNOT_ASSESS])]
-    turns += [("a", 1, i, c) for i, c in enumerate([GENUINE, NEW])]
+    turns += [("a", 1, i, c) for i, c in enumerate([FOLLOW_UP, NEW])]
     turns += [("b", 1, i, c) for i, c in enumerate([NEW, NEW])]
     rows = estimates(judged(turns))
     assert [one(rows, "reach", n_samples=n).value for n in (1, 2)] == [0.25, 0.5]
@@ -196,9 +196,9 @@ def test_differences_are_paired_by_source_and_corrected_over_all():
         lean = rng.uniform(-0.1, 0.1)
         for temperature, rate, samples in ((0, 0.1, 1), (0.7, 0.3, 3), (1, 0.6, 3)):
             for sample in range(samples):
-                category = GENUINE if rng.random() < rate + lean else NEW
+                category = FOLLOW_UP if rng.random() < rate + lean else NEW
                 turns.append((f"s{source:03d}", temperature, sample, category))
-    turns.append(("s099", 1, 0, GENUINE))  # without a greedy turn it doesn't count
+    turns.append(("s099", 1, 0, FOLLOW_UP))  # without a greedy turn it doesn't count
     sample = judged(turns)
     turns = sample.turns
     turns["dataset"] = np.where(turns["source"] < "s012", "x", "y")
@@ -211,7 +211,7 @@ def test_differences_are_paired_by_source_and_corrected_over_all():
         columns = []
         for temperature in (row.temperature, 0):
             at = own[own["temperature"] == temperature]
-            columns += [at["genuine"], at["source"]]
+            columns += [at["follow_up"], at["source"]]
         paired = paired_difference(*columns)
         expected = paired.difference
         assert (row.value, row.low, row.high) == (expected.value, expected.low, expected.high)
@@ -227,7 +227,7 @@ def test_differences_are_paired_by_source_and_corrected_over_all():
 
 def test_corrected_rates_find_the_truth_behind_a_judge_that_errs():
     sample, truth = erring(5, sources=300)
-    assert sample.turns["genuine"].mean() - truth > 0.02
+    assert sample.turns["follow_up"].mean() - truth > 0.02
     row, expected = one(estimates(sample), POWERED), powered(sample.turns)
     assert (row.value, row.low, row.high) == (expected.value, expected.low, expected.high)
     assert row.low < truth < row.high and "anna" in row.method
@@ -239,8 +239,8 @@ def test_turns_that_the_judge_was_fitted_on_leave_the_corrections():
     known = turns["source"] < "s020"
     expected = powered(turns[~known])
     turns["fitted"] = known
-    turns.loc[known, "category"] = GENUINE  # what the judge says of them has no bearing
-    turns.loc[known, ["genuine", "truth", "inclusion"]] = 1.0
+    turns.loc[known, "category"] = FOLLOW_UP  # what the judge says of them has no bearing
+    turns.loc[known, ["follow_up", "truth", "inclusion"]] = 1.0
     row = one(estimates(sample), POWERED)
     assert (row.value, row.low, row.high) == (expected.value, expected.low, expected.high)
     counts = turns.loc[~known, "truth"].notna().sum(), (~known).sum(), 80
@@ -248,7 +248,7 @@ def test_turns_that_the_judge_was_fitted_on_leave_the_corrections():
 
 
 def test_prediction_powered_needs_annotations_in_the_group():
-    turns = [(f"s{i:02d}", t, 0, GENUINE if i % 3 else NEW) for t in (0, 1) for i in range(40)]
+    turns = [(f"s{i:02d}", t, 0, FOLLOW_UP if i % 3 else NEW) for t in (0, 1) for i in range(40)]
     truth = np.array([float(i % 3 > 0) for _ in range(2) for i in range(40)])
     truth[5], truth[50] = 0, 1
     truth[70:] = np.nan  # 40 annotated at greedy, 30 at T = 1
@@ -304,14 +304,14 @@ def test_above_a_floor_all_three_numbers_are_of_the_same_decoys():
     rng = np.random.default_rng(1)
     decoys = pd.DataFrame({"source": [f"s{i % 15}" for i in range(60)], "temperature": 1.0})
     decoys["shown_source"] = [f"s{(i + 1) % 15}" for i in range(60)]
-    decoys["decoy"] = "conversation"
-    decoys["genuine"] = rng.choice([0.0, 1.0, np.nan], 60)
-    decoys["own_genuine"] = rng.choice([0.0, 1.0, np.nan], 60)
-    rate, floor, excess = floors(decoys, "conversation", ["temperature"])
+    decoys["decoy"] = "wrong_conversation"
+    decoys["follow_up"] = rng.choice([0.0, 1.0, np.nan], 60)
+    decoys["own_follow_up"] = rng.choice([0.0, 1.0, np.nan], 60)
+    rate, floor, excess = floors(decoys, "wrong_conversation", ["temperature"])
     both = decoys.dropna()
-    assert floor.estimate.value == both["genuine"].mean()
-    difference = both["own_genuine"] - both["genuine"]
-    turns = cluster_mean(both["own_genuine"], both["source"], proportion=True)
+    assert floor.estimate.value == both["follow_up"].mean()
+    difference = both["own_follow_up"] - both["follow_up"]
+    turns = cluster_mean(both["own_follow_up"], both["source"], proportion=True)
     assert rate.estimate == turns
     assert excess.estimate == dyadic_mean(difference, both["source"], both["shown_source"])
     assert {row.rows for row in (rate, floor, excess)} == {len(both)}

@@ -14,7 +14,7 @@ from shell import Outcome, call, files, refusal
 
 from experiments.compare import category_shares
 from ia_mech.judge.judging import items_of
-from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, read_rubric
+from ia_mech.judge.rubric import CANNOT_ASSESS, FOLLOW_UP, read_rubric
 from ia_mech.judge.sheets import csv_bytes, export_sheet, import_sheet, write_sheet
 from ia_mech.rates.__main__ import main
 from ia_mech.rates.compute import estimates
@@ -28,11 +28,12 @@ RULES = {"identity": {"kind": "rules"}, "caveat": CAVEAT}
 
 
 def category_of(key: tuple) -> str:
-    """What the planted judge says: greedy never genuine, T = 1 always, T = 0.7 the first sample."""
+    """What the planted judge says: follow-ups are all turns at T = 1, the first at T = 0.7, no
+    greedy one."""
     _, temperature, sample = key
     if temperature == 0:
-        return "prompt_restatement"
-    return GENUINE if temperature == 1 or sample == 0 else "new_topic"
+        return "repeats_query"
+    return FOLLOW_UP if temperature == 1 or sample == 0 else "new_topic"
 
 
 def said(run: Run, say=category_of) -> list[str | None]:
@@ -103,8 +104,8 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     judged = read_runs([run], by="topic")
     found, plain = estimates(judged), estimates(read_runs([run]))
     assert set(found["dataset"]) == {"maths", "–", "(all)"}
-    genuine = found[(found["quantity"] == "rate") & (found["outcome"] == "genuine")]
-    assert genuine.groupby("dataset")["rows"].sum()[["maths", "–"]].sum() == len(judged.turns)
+    follow_up = found[(found["quantity"] == "rate") & (found["outcome"] == "follow_up")]
+    assert follow_up.groupby("dataset")["rows"].sum()[["maths", "–"]].sum() == len(judged.turns)
     for rows in (found, plain):  # what they are together is the same
         rows.drop(rows[rows["dataset"] != "(all)"].index, inplace=True)
     pd.testing.assert_frame_equal(found.reset_index(drop=True), plain.reset_index(drop=True))
@@ -184,11 +185,11 @@ def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
     write_sheet(run, sheet, tmp_path / "sheet")
     strata = {item: of["stratum"] for item, of in sheet.key["items"].items()}
     rows = [row | {"category": strata[row["item"]]} for row in sheet.rows]
-    rows = [row for row in rows if row["category"] not in (GENUINE, "decoy")]
+    rows = [row for row in rows if row["category"] not in (FOLLOW_UP, "decoy")]
     filled = tmp_path / "filled.csv"
     filled.write_bytes(csv_bytes(pd.DataFrame(rows)))
     import_sheet(run, filled, "anna")
-    assert set(read_runs([run.path]).turns["unlabelled"]) == {f"the stratum {GENUINE} of run"}
+    assert set(read_runs([run.path]).turns["unlabelled"]) == {f"the stratum {FOLLOW_UP} of run"}
 
 
 # -- bad input -----------------------------------------------------------------------------------
@@ -232,16 +233,18 @@ def test_a_place_that_results_can_not_go_to(run, rates, tmp_path):
 
 
 def test_rates_are_by_the_rubric_that_the_judge_labelled_by(copy, tmp_path):
-    """Two of its categories count as genuine; none of them is the built-in one's."""
+    """Two of its categories count as follow-ups; none of them is the built-in one's."""
     file = tmp_path / "mine.toml"
     kinds = (("asks", "true"), ("objects", "true"), ("thanks", "false"))
-    tables = [f'[[categories]]\nname = "{k}"\ndefinition = "d"\ngenuine = {g}\n' for k, g in kinds]
+    tables = [
+        f'[[categories]]\nname = "{k}"\ndefinition = "d"\nfollow_up = {g}\n' for k, g in kinds
+    ]
     file.write_text('instructions = "Label."\n' + "".join(tables))
     own = {"rubric": read_rubric(file).record()}
     named = {0: "thanks", 0.7: "asks", 1: "objects"}
     run = plant(copy(), say=lambda key: named[key[1]], record=RULES | own)
     turns = read_runs([run.path]).turns
-    assert turns.groupby("temperature")["genuine"].mean().to_dict() == {0: 0, 0.7: 1, 1: 1}
+    assert turns.groupby("temperature")["follow_up"].mean().to_dict() == {0: 0, 0.7: 1, 1: 1}
     shares = category_shares(run, "rules")
     assert set(shares["term"]) == {"asks", "objects", "thanks"}
     assert shares["value"].sum() == shares.groupby(["turns", "source"]).ngroups

@@ -12,7 +12,7 @@ from shell import call
 
 from ia_mech.errors import UserError
 from ia_mech.judge.judging import items_of
-from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.rates.__main__ import main
 from ia_mech.rates.correct import ACCURACY, DIFFERENCE, result
 from ia_mech.rates.load import read_runs
@@ -26,11 +26,11 @@ SMALL_MODEL = {"layers": 1, "d_model": 3, "vocab": SMALL_VOCAB}
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt with its response: right or wrong, and which of its user turns are genuine."""
+    """One prompt with its response: right or wrong, and which of its user turns are follow-ups."""
 
     id: str
     right: bool | None = True
-    genuine: dict[float, list[int | None]] = field(default_factory=lambda: GREEDY)
+    follow_up: dict[float, list[int | None]] = field(default_factory=lambda: GREEDY)
     dataset: str = "sums"
     query: str = "What is 9 times 2?"
     answer: str | None = "18"
@@ -51,18 +51,18 @@ def planted(tmp_path_factory):
 
     def make(prompts: list[Prompt], model: str = "m", name: str = "", **changed) -> Run:
         folder = tmp_path_factory.mktemp("correct") / (name or model)
-        contexts, turns, genuine = [], [], []
+        contexts, turns, follow_up = [], [], []
         for order, prompt in enumerate(prompts):
             names = {"context_id": prompt.id, "source_id": prompt.id, "dataset": prompt.dataset}
             names |= {"order": order, "response_unfinished": prompt.unfinished}
             about = {"answer": prompt.answer, "metadata": json.dumps(prompt.metadata)}
             about |= {"response_policy": prompt.policy, "messages": prompt.messages}
             contexts.append(names | about | {"text": json.dumps(prompt.messages)})
-            for temperature, labels in prompt.genuine.items():
+            for temperature, labels in prompt.follow_up.items():
                 for sample, label in enumerate(labels):
                     turn = {"temperature": temperature, "sample": sample, "text": "And then?"}
                     turns.append(names | turn)
-                    genuine.append(label)
+                    follow_up.append(label)
         described = {"name": model, "weights_hash": f"hash of {model}", **SMALL_MODEL, **changed}
         decoding = {"response": "generate", "max_response_tokens": 64, "temperatures": (1.0,)}
         record = record_of(1, positions=KEPT, model=described, limit=len(prompts), **decoding)
@@ -77,25 +77,25 @@ def planted(tmp_path_factory):
                 torch.zeros(len(prompts), 2, len(KEPT), 3),
             )
             run.finish()
-        judge(Run.open(folder), genuine)
+        judge(Run.open(folder), follow_up)
         return Run.open(folder)
 
     return make
 
 
-def judge(run: Run, genuine: list[int | None]) -> None:
+def judge(run: Run, follow_up: list[int | None]) -> None:
     """Verdicts on the turns, and on each shown after the next conversation, where none is."""
     rows, items = [], items_of(run)
     turns = list(run.generations[list(KEY)].itertuples(index=False, name=None))
     contexts = run.contexts["context_id"].tolist()
-    for key, item, label in zip(turns, items, genuine, strict=True):
-        category = "cannot_assess" if label is None else GENUINE if label else "new_topic"
+    for key, item, label in zip(turns, items, follow_up, strict=True):
+        category = "cannot_assess" if label is None else FOLLOW_UP if label else "new_topic"
         row = {"repeat": 0, "category": category, "status": "judged", "rationale": "planted"}
-        row |= {"genuine": None if label is None else bool(label), "item": item.id}
+        row |= {"follow_up": None if label is None else bool(label), "item": item.id}
         rows.append(dict(zip(KEY, key, strict=True)) | row)
         shown = contexts[(contexts.index(key[0]) + 1) % len(contexts)]
-        decoy = {"decoy": "conversation", "shown": shown, "item": f"{item.id} {shown}"}
-        rows.append(rows[-1] | decoy | {"category": "new_topic", "genuine": False})
+        decoy = {"decoy": "wrong_conversation", "shown": shown, "item": f"{item.id} {shown}"}
+        rows.append(rows[-1] | decoy | {"category": "new_topic", "follow_up": False})
     run.labels.write_judgements("rules", rows, {"identity": {"kind": "rules"}, "repeats": 1})
 
 
@@ -118,10 +118,10 @@ def rate(found: pd.DataFrame, correct: str, temperature: float = 0.0, **names) -
     return one(found, "rate", correct=correct, temperature=temperature, **names)
 
 
-def sums(right: int, wrong: int, genuine=lambda at, right: GREEDY, **options) -> list[Prompt]:
+def sums(right: int, wrong: int, follow_up=lambda at, right: GREEDY, **options) -> list[Prompt]:
     """Prompts of which the first ones are solved."""
     flags = [True] * right + [False] * wrong
-    return [Prompt(f"s{at}", flag, genuine(at, flag), **options) for at, flag in enumerate(flags)]
+    return [Prompt(f"s{at}", flag, follow_up(at, flag), **options) for at, flag in enumerate(flags)]
 
 
 UNKNOWN = {"instruction_id_list": ["no:such"], "kwargs": [{}]}
@@ -173,7 +173,7 @@ def mixed(planted) -> Run:
     """Sums of which some are unfinished, instructions, and responses that the data brought along:
     the gold answer says another thing of each of these than the column does."""
     unknown = {"instruction_id_list": ["no:such", "punctuation:no_comma"], "kwargs": [{}, {}]}
-    orders = {"answer": None, "dataset": "orders", "genuine": {0.0: [1]}}
+    orders = {"answer": None, "dataset": "orders", "follow_up": {0.0: [1]}}
     given = {"dataset": "given", "policy": "given"}
     prompts = [
         Prompt("a", True, {0.0: [1], 1.0: [None, 1]}),
@@ -233,7 +233,7 @@ def test_runs_of_one_model_are_pooled_and_a_response_counts_once(planted):
     prompts = sums(1, 2, lambda at, _: {0.0: [at == 0]})
     first = planted(prompts, name="first")
     again = planted(
-        [Prompt(p.id, p.right, {0.0: p.genuine[0.0], 1.0: [1, 1]}) for p in prompts[:2]],
+        [Prompt(p.id, p.right, {0.0: p.follow_up[0.0], 1.0: [1, 1]}) for p in prompts[:2]],
         name="again",
     )
     made, found = measured(first, again)

@@ -15,7 +15,7 @@ from test_results import example_result
 from ia_mech.display import Quiet
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.judging import items_of, label_run
-from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
+from ia_mech.judge.rubric import CANNOT_ASSESS, FOLLOW_UP
 from ia_mech.judge.verdict import Verdict
 from ia_mech.rates.gate import gate_of
 from ia_mech.rates.grounding import p_values
@@ -71,11 +71,11 @@ def number(item) -> int:
 
 
 def test_gates_of_judges_that_look_at_different_things(run):
-    """What each accepts → rate and floor, the gate, and whether a reaction is shown."""
-    genuine, asked = planted(run), {item.turn: item.query for item in items_of(run)}
-    first, rate = items_of(run)[0], len(genuine) / 120
+    """What each calls follow-ups → rate and floor, the gate, and whether a reaction is shown."""
+    follow_up, asked = planted(run), {item.turn: item.query for item in items_of(run)}
+    first, rate = items_of(run)[0], len(follow_up) / 120
     most = np.mean([n % 7 > 0 for n in range(120)])
-    for accepts, numbers, verdict, reacts in (
+    for says, numbers, verdict, reacts in (
         (lambda item: True, (1, 1), "failed", False),
         # What a judge likes about a turn cancels: every decoy is paired with its own turn.
         (lambda item: number(item) % 4, (0.75, 0.75), "failed", False),
@@ -83,12 +83,12 @@ def test_gates_of_judges_that_look_at_different_things(run):
             lambda item: item.query == asked[item.turn] and number(item) % 7,
             *((most, 0), "passed", False),
         ),
-        # No decoy of twelve sources accepted: the floor may be 0.39 for all that is seen.
-        (lambda item: item in genuine, (rate, 0), "undecided", True),
-        (lambda item: item in genuine or number(item) % 4 == 0, None, "undecided", True),
+        # No decoy of twelve sources called a follow-up: the floor may be 0.39 for all that is seen.
+        (lambda item: item in follow_up, (rate, 0), "undecided", True),
+        (lambda item: item in follow_up or number(item) % 4 == 0, None, "undecided", True),
         (lambda item: item == first, (1 / 120, 0), "undecided", False),  # one rare success
     ):
-        gate = judged_by(run, lambda item, yes=accepts: GENUINE if yes(item) else NEW).gate
+        gate = judged_by(run, lambda item, yes=says: FOLLOW_UP if yes(item) else NEW).gate
         assert gate.decoys == 120 and (gate.verdict, gate.reacts) == (verdict, reacts)
         assert numbers is None or (gate.rate, gate.floor) == pytest.approx(numbers)
         assert gate.excess.value == pytest.approx(gate.rate - gate.floor)
@@ -99,14 +99,14 @@ def test_gates_of_judges_that_look_at_different_things(run):
 
 
 def test_sentence_and_control_follow_the_gate(run):
-    genuine = planted(run, 0.95)
-    found = result(judged_by(run, lambda item: GENUINE if item in genuine else NEW))
+    follow_up = planted(run, 0.95)
+    found = result(judged_by(run, lambda item: FOLLOW_UP if item in follow_up else NEW))
     assert "turns react to their own response: an excess over siblings" in found.sentence
     assert "(passed, " in found.control and set(found.estimates["gate"]) == {"passed"}
 
 
 def test_verdicts_without_decoys_have_no_floor(run):
-    judged_by(run, lambda item: GENUINE)
+    judged_by(run, lambda item: FOLLOW_UP)
     path = run.path / "judgements" / "planted.parquet"
     table = pq.read_table(path).slice(0, len(run.generations))
     run.labels.write_judgements("planted", table.to_pylist(), {"identity": {"kind": "fake"}})
@@ -119,20 +119,20 @@ def test_verdicts_without_decoys_have_no_floor(run):
 
 def test_perturbed_contexts_do_not_decide():
     pairs = pd.DataFrame(
-        {"perturbation": ["none"] * 40 + ["empty"] * 40, "decoy": "conversation"}
+        {"perturbation": ["none"] * 40 + ["empty"] * 40, "decoy": "wrong_conversation"}
         | {"source": [*range(40)] * 2, "shown_source": [*range(1, 40), 0] * 2}
-        | {"genuine": [0.0] * 40 + [1.0] * 40, "own_genuine": 1.0}
+        | {"follow_up": [0.0] * 40 + [1.0] * 40, "own_follow_up": 1.0}
     )
-    assert gate_of(pairs, "j", "genuine").verdict == "passed"
-    assert gate_of(pairs[40:], "j", "genuine").verdict == "failed"
-    alone = gate_of(pairs.assign(decoy="sibling"), "j", "genuine")
+    assert gate_of(pairs, "j", "follow_up").verdict == "passed"
+    assert gate_of(pairs[40:], "j", "follow_up").verdict == "failed"
+    alone = gate_of(pairs.assign(decoy="sibling"), "j", "follow_up")
     assert alone.verdict == "no decoys" and alone.siblings.decoys == 40
 
 
 def test_a_models_gate_is_the_same_whatever_other_runs_are_named(run, merged, tmp_path):
-    """Of one model the judge accepts own turns alone, of the other all turns."""
-    genuine = planted(run, 0.95)
-    judged_by(run, lambda item: GENUINE if item in genuine else NEW)
+    """Of one model the judge calls own turns alone, of the other all turns follow-ups."""
+    follow_up = planted(run, 0.95)
+    judged_by(run, lambda item: FOLLOW_UP if item in follow_up else NEW)
     other = Run.open(shutil.copytree(merged.path, tmp_path / "other"))
     other = rewritten(
         other.path, "run.json", lambda record: record["identity"]["model"].update(name="second")
@@ -141,7 +141,7 @@ def test_a_models_gate_is_the_same_whatever_other_runs_are_named(run, merged, tm
     alone = [read_runs([one]).gate for one in (run, other)]
     assert [gate.verdict for gate in alone] == ["passed", "failed"]
     both = read_runs([run, other])
-    gates = {model: gates["genuine"] for (model, _), gates in both.by_model.items()}
+    gates = {model: gates["follow_up"] for (model, _), gates in both.by_model.items()}
     for gate, model in zip(alone, ("planted", "second"), strict=True):
         named = replace(gate, model=model, siblings=replace(gate.siblings, model=model))
         assert repr(gates[model]) == repr(named)
@@ -153,10 +153,10 @@ def test_a_models_gate_is_the_same_whatever_other_runs_are_named(run, merged, tm
 
 def test_a_pair_with_an_unassessed_verdict_leaves_and_is_counted(run):
     decoys, items = draw_decoys(run), items_of(run)
-    conversations = np.flatnonzero(decoys["decoy"] == "conversation")
+    conversations = np.flatnonzero(decoys["decoy"] == "wrong_conversation")
     others = [items_of(run, decoys)[len(items) :][at] for at in conversations[-2:]]
     lost = {items[0], *others}  # the own turn of one conversation and one sibling; two decoys
-    judged = judged_by(run, lambda item: CANNOT_ASSESS if item in lost else GENUINE)
+    judged = judged_by(run, lambda item: CANNOT_ASSESS if item in lost else FOLLOW_UP)
     assert (judged.gate.decoys, judged.gate.siblings.decoys) == (117, 119)
     assert any(note.startswith("4 of 240 decoys are left out") for note in judged.notes)
 
@@ -165,25 +165,25 @@ def test_a_pair_with_an_unassessed_verdict_leaves_and_is_counted(run):
 
 
 def test_grounded_is_an_outcome_of_its_own(run):
-    """Genuine, with a score that no decoy of other conversations reaches."""
-    genuine, own = planted(run, 0.3), set(items_of(run))
+    """A follow-up, with a score that no decoy of wrong conversations reaches."""
+    follow_up, own = planted(run, 0.3), set(items_of(run))
 
     def say(item):
-        return Verdict(GENUINE if number(item) % 4 else NEW, grounding=5.0 * (item in genuine))
+        return Verdict(FOLLOW_UP if number(item) % 4 else NEW, grounding=5.0 * (item in follow_up))
 
     judged = judged_by(run, say)
-    assert judged.outcomes == ["genuine", "grounded"] and len(own) == 120
+    assert judged.outcomes == ["follow_up", "grounded"] and len(own) == 120
     turns = judged.turns
-    assert turns["grounded"].sum() == sum(number(item) % 4 > 0 for item in genuine)
-    assert (turns.loc[turns["genuine"] == 0, "grounded"] == 0).all()
-    assert judged.gates["genuine"].verdict == "failed" and judged.gates["grounded"].floor == 0
+    assert turns["grounded"].sum() == sum(number(item) % 4 > 0 for item in follow_up)
+    assert (turns.loc[turns["follow_up"] == 0, "grounded"] == 0).all()
+    assert judged.gates["follow_up"].verdict == "failed" and judged.gates["grounded"].floor == 0
     found = result(judged)
     assert "react to their own response is not shown" in found.sentence
     rates = found.estimates.query("quantity == 'rate'")
     assert rates["gate"].unique().tolist() == ["failed", judged.gates["grounded"].word]
-    assert rates["outcome"].tolist() == ["genuine"] * 3 + ["grounded"] * 3
-    none = judged_by(run, lambda item: GENUINE)
-    assert none.outcomes == ["genuine"] and none.turns["grounded"].isna().all()
+    assert rates["outcome"].tolist() == ["follow_up"] * 3 + ["grounded"] * 3
+    none = judged_by(run, lambda item: FOLLOW_UP)
+    assert none.outcomes == ["follow_up"] and none.turns["grounded"].isna().all()
 
 
 def simulated(count: int, seed: int):
@@ -233,12 +233,12 @@ def test_bits_are_joined_with_verdicts_turn_by_turn(run):
     names = {"dataset": keys["source_id"], "source_id": "1"}
     turns = keys.assign(evidence=evidence, run=run.name, **names)
     twice = pd.concat([turns.assign(run="another", evidence=9.0), turns])
-    judged_by(run, lambda item: GENUINE if number(item) % 3 else NEW)
+    judged_by(run, lambda item: FOLLOW_UP if number(item) % 3 else NEW)
     for folder in (folder_of(run.path, "reaction"), run.path.with_name("run-reaction")):
         write(example_result(about=about, data={"turns": twice}), folder)
         judged = read_runs([run])
         own = judged.turns
-        expected = ((own["genuine"] == 1) & (own["sample"] == 0)).astype(float)
+        expected = ((own["follow_up"] == 1) & (own["sample"] == 0)).astype(float)
         sampled = own["temperature"] > 0
         assert own["dependent"][sampled].equals(expected[sampled])
         assert own["dependent"][~sampled].isna().all()

@@ -13,20 +13,20 @@ from ia_mech.stats import holm
 def decoys(
     outside: tuple[float, float], rates: tuple[float, float], queries: int = 80, temperatures=(0.7,)
 ) -> pd.DataFrame:
-    """A turn in four is greedy. Shares of turns out of role, none of them accepted, and rates of
-    the others, greedy and sampled; after another conversation a tenth of all is accepted."""
+    """A turn in four is greedy. Shares of turns out of role, none of them follow_up, and rates of
+    the others, greedy and sampled; after a wrong conversation a tenth of all is follow_up."""
     rng = np.random.default_rng(0)
     each = np.concatenate([[0.0], np.repeat(temperatures, 3)])
-    rows = pd.DataFrame({"temperature": np.tile(each, 4 * queries), "decoy": "conversation"})
+    rows = pd.DataFrame({"temperature": np.tile(each, 4 * queries), "decoy": "wrong_conversation"})
     rows["source"] = np.repeat(np.arange(queries), 4 * len(each))
     heated = (rows["temperature"] > 0).astype(int)
     away = rng.random(len(rows)) < np.array(outside)[heated]
-    accepted = ~away & (rng.random(len(rows)) < np.array(rates)[heated])
+    follow_up = ~away & (rng.random(len(rows)) < np.array(rates)[heated])
     floor = rng.random(len(rows)) < 0.1
     return rows.assign(
         out_of_role=away.astype(float),
-        own_genuine=accepted.astype(float),
-        genuine=floor.astype(float),
+        own_follow_up=follow_up.astype(float),
+        follow_up=floor.astype(float),
     )
 
 
@@ -43,7 +43,7 @@ def test_a_rise_that_is_fewer_turns_out_of_role():
     rise, role, rest = rows["value"]
     assert rise == pytest.approx(role + rest) and role == pytest.approx(0.2, abs=0.04)
     said = verdict(rows)
-    assert "is shown at T = 0.7 (the judge's gate: undecided): beyond what" in said
+    assert "is shown at T = 0.7 (the judge's gate: undecided): beyond the judge's" in said
     assert f"bring {role:+.2f} [" in said and "all else is not shown to bring more" in said
     assert "would have been shown" in said and "siblings" not in said
 
@@ -59,18 +59,18 @@ def test_a_rise_among_the_turns_in_role():
 
 def test_a_rise_beyond_siblings_is_told_where_there_are_any():
     own = decoys((0.3, 0.3), (0.2, 0.5))
-    alike = own.assign(decoy="sibling", genuine=own["own_genuine"])
+    alike = own.assign(decoy="sibling", follow_up=own["own_follow_up"])
     rows = estimated(pd.concat([own, alike]))
     assert rows["quantity"].tolist() == [RISE, ROLE, REST, BEYOND]
     assert rows["value"][3] == 0 and "beyond siblings is not shown" in verdict(rows)
-    fewer = alike.assign(genuine=alike["genuine"] * (alike["temperature"] == 0))
+    fewer = alike.assign(follow_up=alike["follow_up"] * (alike["temperature"] == 0))
     assert "A rise beyond siblings is shown" in verdict(estimated(pd.concat([own, fewer])))
 
 
 def test_of_several_temperatures_the_best_is_corrected_for_all():
     rows = decoys((0.3, 0.3), (0.2, 0.5), temperatures=(0.7, 1.0))
     hot = rows["temperature"] == 1
-    found = estimated(rows.assign(own_genuine=rows["own_genuine"].where(~hot, 0.0)))
+    found = estimated(rows.assign(own_follow_up=rows["own_follow_up"].where(~hot, 0.0)))
     rise = found[found["quantity"] == RISE].set_index("temperature")
     assert np.allclose(rise["p_holm"], holm(rise["p"]))
     assert "is shown at T = 0.7 (of 2 temperatures) (the judge" in verdict(found)
@@ -93,8 +93,8 @@ def test_a_rate_that_doesnt_rise_itself_isnt_latent():
     of = {"quantity": "difference", "temperature": 0.7}
     for value, word in ((0.01, "is shown"), (-0.01, "is not shown")):
         found = pd.concat([rows, pd.DataFrame([of | {"value": value}])], ignore_index=True)
-        assert f"A latent rise of accepted turns {word} at T = 0.7" in verdict(found)
-        but = "But turns aren't accepted more often there than greedy ones."
+        assert f"A latent rise of follow-ups {word} at T = 0.7" in verdict(found)
+        but = "But sampled turns aren't follow-ups more often than greedy ones."
         assert (but in verdict(found)) == (value < 0)
 
 
@@ -102,7 +102,9 @@ def test_a_rise_isnt_latent_where_the_gate_fails():
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5))).assign(gate="failed")
     said = verdict(rows)
     assert "is not shown at T = 0.7 (the judge's gate: failed): beyond" in said
-    assert "They rise, but most of what this judge accepts fits other conversations" in said
+    assert (
+        "They rise, but most of what this judge calls follow-ups fits wrong conversations" in said
+    )
 
 
 def test_what_cant_be_told_isnt():
@@ -112,7 +114,7 @@ def test_what_cant_be_told_isnt():
     for lacking in (rows[rows["temperature"] > 0], rows[rows["temperature"] == 0]):
         assert verdict(estimated(lacking)) == ""
     assert verdict(estimated(rows.assign(decoy="sibling"))) == ""
-    nothing = verdict(estimated(rows.assign(own_genuine=0.0, genuine=0.0)))  # none accepted
+    nothing = verdict(estimated(rows.assign(own_follow_up=0.0, follow_up=0.0)))  # no follow-up
     assert "is not shown" in nothing and "nan" not in nothing and "would have been" not in nothing
     plain = estimated(rows.assign(out_of_role=np.nan))  # a rubric without such categories
     assert plain["quantity"].tolist() == [RISE] and "out of role" not in verdict(plain)

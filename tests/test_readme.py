@@ -86,6 +86,6 @@ def test_every_column_is_documented():
         *labels.JUDGEMENTS.names,
         *labels.ANNOTATIONS.names,
     ]:
-        stem = column.removeprefix("reference_")
+        stem = column.removeprefix("real_follow_up_")
         suffixes = [f"_{s}" for s in ("tempered", "with_end") if column.endswith(f"_{s}")]
         assert {column, stem, *suffixes} & documented, column

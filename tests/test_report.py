@@ -23,7 +23,7 @@ from shell import call, refusal
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main as judge_main
 from ia_mech.judge.decoys import DECOY_KINDS
-from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.page import packed, rendered
 from ia_mech.rates.__main__ import main as rates_main
@@ -34,7 +34,7 @@ from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.untrusted import visible
 
-CATEGORIES = [[GENUINE, "generic", "degenerate", "new_topic"][i * 7 % 4] for i in range(60)]
+CATEGORIES = [[FOLLOW_UP, "generic", "degenerate", "new_topic"][i * 7 % 4] for i in range(60)]
 
 
 @pytest.fixture
@@ -160,14 +160,14 @@ def test_what_is_known_of_a_context_and_of_a_verdict_stands_beside_its_turns(jud
     data = unpacked(render_report([judged]))
     contexts, rows = data["contexts"], judged.contexts.set_index("context_id")
     for at, id_ in enumerate(contexts["id"]):
-        for name in ("reference", "answer"):
+        for name in ("real_follow_up", "answer"):
             given = rows.loc[id_, name]
             assert contexts[name][at] == (given if isinstance(given, str) else "")
         whole = contexts["before"][at] + contexts["response"][at] + contexts["after"][at]
         text = rows.loc[id_, "text"]
         assert text.startswith(contexts["before"][at]) and text.endswith(contexts["after"][at])
         assert contexts["after"][at] and len(whole) <= len(text)
-    assert any(contexts["answer"]) and any(contexts["reference"])
+    assert any(contexts["answer"]) and any(contexts["real_follow_up"])
     assert data["turns"]["labels"]["other"]["reason"] == verdicts
 
 

@@ -19,10 +19,10 @@ def example_result(**changes) -> Result:
         "name": "rates-rules",
         "question": "How often?",
         "sentence": "In 0.25 [0.10, 0.40] of turns.",
-        "control": "After another conversation 0.05.",
+        "control": "After a wrong conversation 0.05.",
         "estimates": pd.DataFrame({"quantity": ["rate"], "value": [0.25], "low": [np.nan]}),
         "tables": [
-            Table("rates", ["T", "rate"], [["greedy", "0.25"]], "rate: of genuine turns"),
+            Table("rates", ["T", "rate"], [["greedy", "0.25"]], "rate: of follow-ups"),
             Table("by dataset", ["dataset", "rate"], [["[bold]x", "0.25"]], full=True),
         ],
         "figures": {"rates": figure},

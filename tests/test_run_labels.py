@@ -14,24 +14,24 @@ from judging import keys_of
 from runs import files_under, with_column, write_by_hand
 
 from ia_mech.errors import UserError
-from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, GENUINE
+from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, FOLLOW_UP
 from ia_mech.run import Run
 from ia_mech.run.labels import ANNOTATIONS, JUDGEMENTS, KEY, Labels
 from ia_mech.run.sources import sources_of
 
 WHO = {"identity": {"kind": "rules", "model": "ü"}, "repeats": 1}
 VERDICTS = [
-    {"category": GENUINE, "genuine": True, "status": "judged", "rationale": "asks “why”\n日本"},
-    {"category": "new_topic", "genuine": False, "status": "judged", "scores": '{"generic": 0.5}'},
-    {"category": CANNOT_ASSESS, "genuine": None, "status": "judged", "cost": 0.25},
-    {"category": None, "genuine": None, "status": "refused", "error": "no", "cached": True},
+    {"category": FOLLOW_UP, "follow_up": True, "status": "judged", "rationale": "asks “why”\n日本"},
+    {"category": "new_topic", "follow_up": False, "status": "judged", "scores": '{"generic": 0.5}'},
+    {"category": CANNOT_ASSESS, "follow_up": None, "status": "judged", "cost": 0.25},
+    {"category": None, "follow_up": None, "status": "refused", "error": "no", "cached": True},
 ]
 ROWS = [
     {"context_id": f"c{i}", "temperature": 0.7 * i, "sample": i, "repeat": 0, **verdict}
     for i, verdict in enumerate(VERDICTS)
 ]
 LABELS = [
-    {"context_id": "c0", "temperature": 0.0, "sample": 0, "category": GENUINE, "genuine": True}
+    {"context_id": "c0", "temperature": 0.0, "sample": 0, "category": FOLLOW_UP, "follow_up": True}
     | {"note": "sicher", "sheet": "sheet-1", "stratum": "generic", "inclusion_probability": 0.125},
     {"context_id": "c1", "temperature": 1.0, "sample": 3, "category": CANNOT_ASSESS},
 ]
@@ -59,8 +59,8 @@ def test_judgements_come_back_as_they_were_written(labels):
     for (_, row), written in zip(frame.iterrows(), ROWS, strict=True):
         assert row.dropna().to_dict().items() >= {k: v for k, v in written.items() if v}.items()
     assert frame["category"].isna().tolist() == [False, False, False, True]
-    assert frame["genuine"].dtype == "boolean" and frame["genuine"].mean() == 0.5
-    assert frame["genuine"].tolist() == [True, False, pd.NA, pd.NA]
+    assert frame["follow_up"].dtype == "boolean" and frame["follow_up"].mean() == 0.5
+    assert frame["follow_up"].tolist() == [True, False, pd.NA, pd.NA]
     # Again: rows and record are replaced.
     labels.write_judgements("rules", ROWS[:1], {"identity": {}})
     assert len(labels.judgements("rules")) == 1
@@ -72,7 +72,7 @@ def test_annotations_and_sheets_come_back_as_they_were_written(labels):
     path = labels.write_annotations("anna", LABELS, {"sheets": ["sheet-1"]})
     assert path == labels.path / "annotations" / "anna.parquet"
     frame = labels.annotations("anna")
-    assert list(frame.columns) == ANNOTATIONS.names and frame["genuine"].dtype == "boolean"
+    assert list(frame.columns) == ANNOTATIONS.names and frame["follow_up"].dtype == "boolean"
     assert [row.dropna().to_dict() for _, row in frame.iterrows()] == LABELS
     assert labels.record("annotations", "anna") == {"sheets": ["sheet-1"]}
     key = {"rows": [["c0", 0.0, 0]], "judge": "rules", "note": "日本"}
@@ -141,25 +141,26 @@ def test_labels_leave_the_rest_of_the_run_as_it_was(merged, tmp_path):
 def test_labels_are_laid_out_over_the_turns_whatever_their_order(run):
     """Against a look-up by key, row by row: verdicts, failures, what isn't assessed, and gaps."""
     keys = keys_of(run)
-    said = [[GENUINE, "new_topic", CANNOT_ASSESS, None][i % 4] for i in range(COUNT)]
+    said = [[FOLLOW_UP, "new_topic", CANNOT_ASSESS, None][i % 4] for i in range(COUNT)]
     order = np.random.default_rng(0).permutation(COUNT)
     verdicts = [
-        keys[i] | {"category": said[i], "genuine": BUILT_IN.genuine(said[i]), "rationale": f"{i}"}
+        keys[i]
+        | {"category": said[i], "follow_up": BUILT_IN.follow_up(said[i]), "rationale": f"{i}"}
         for i in order
     ]
     shown = keys[20]["context_id"]
     decoys = [keys[i] | {"category": said[i], "decoy": "sibling", "shown": shown} for i in (9, 4)]
     run.labels.write_judgements("rules", verdicts + decoys, {})
     of_sheet = {"sheet": "s", "stratum": "all", "inclusion_probability": 0.25}
-    labels = [keys[i] | of_sheet | {"category": GENUINE, "genuine": True} for i in (7, 3)]
+    labels = [keys[i] | of_sheet | {"category": FOLLOW_UP, "follow_up": True} for i in (7, 3)]
     run.labels.write_annotations("anna", labels, {})
 
     frame = run.labelled("rules", "anna", ["rationale"])
     assert frame[list(KEY)].to_dict("records") == keys
     assert frame["category"].tolist() == [category or "failed" for category in said]
     number = {None: np.nan, True: 1.0, False: 0.0}
-    expected = [number[BUILT_IN.genuine(category)] for category in said]
-    np.testing.assert_array_equal(frame["genuine"], expected)
+    expected = [number[BUILT_IN.follow_up(category)] for category in said]
+    np.testing.assert_array_equal(frame["follow_up"], expected)
     assert frame["rationale"].tolist() == [str(i) for i in range(COUNT)]
     assert np.flatnonzero(frame["truth"] == 1).tolist() == [3, 7]
     assert frame["truth_category"].notna().sum() == 2 and frame["inclusion"].sum() == 0.5
@@ -243,7 +244,7 @@ def test_a_file_that_can_not_be_read_is_refused_by_name(labels):
         yield
         path.write_bytes(whole[:-20])
         yield
-        pq.write_table(pa.table({"context_id": ["c0"], "genuine": [True]}), path)
+        pq.write_table(pa.table({"context_id": ["c0"], "follow_up": [True]}), path)
         yield
         for record in ("3", "[]", "{}", "no JSON"):
             pq.write_table(table.replace_schema_metadata({"ia_mech": record}), path)

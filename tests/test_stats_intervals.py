@@ -89,16 +89,16 @@ def test_sources_that_are_all_alike_leave_what_was_not_seen():
 def test_a_stratum_without_errors_is_not_free_of_them():
     """15 rows without an error in a stratum of 1,500 allow 18% missed, hence a recall of 0.13."""
     weights = np.repeat([40 / 15, 100, 20, 4], 15)
-    genuine = np.arange(60) < 15
-    found = weighted_share(genuine, genuine, range(60), weights)
+    follow_up = np.arange(60) < 15
+    found = weighted_share(follow_up, follow_up, range(60), weights)
     assert found.value == 1 and found.high == 1
     assert found.low == pytest.approx(0.124, abs=0.001)
-    missed = genuine | (np.arange(60) == 20)  # in the large stratum
-    found = weighted_share(genuine, missed, range(60), weights)
+    missed = follow_up | (np.arange(60) == 20)  # in the large stratum
+    found = weighted_share(follow_up, missed, range(60), weights)
     value = 40 / 140
     assert found.value == pytest.approx(value) and found.low < 0.13 < 0.9 < found.high
-    even = weighted_share(genuine, missed, range(60), np.full(60, 7.0))
-    assert even == cluster_mean(genuine[missed], np.arange(16), proportion=True)
+    even = weighted_share(follow_up, missed, range(60), np.full(60, 7.0))
+    assert even == cluster_mean(follow_up[missed], np.arange(16), proportion=True)
 
 
 def test_a_combination_moves_with_its_parts():

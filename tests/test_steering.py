@@ -41,7 +41,7 @@ from ia_mech.engine.blocks import find_blocks
 from ia_mech.engine.intervene import Add
 from ia_mech.engine.score import Turn, differentiable_logits, score
 from ia_mech.engine.state import Prefix, prefill
-from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.run import Run
 from ia_mech.steering import ADD, TURN, SteeringVector
 from probes.card import Direction, Probe
@@ -168,7 +168,7 @@ def test_a_dose_is_found_whatever_power_of_it_a_kl_grows_with(power):
 
 
 def planted_context(number: int) -> SteeredContext:
-    """The context's own turn isn't accepted; that of another name is."""
+    """The context's own turn is no follow-up; that of another name is."""
     made = planted.context(FROM, 4 + number % 4, 1, query=2 + number)
     turns = tuple(planted.turn(name, 4) for name in (TO, FROM))
     at = (made.positions[planted.WRITTEN],)
@@ -252,7 +252,7 @@ def folder(tiny_model_dir, tmp_path_factory):
     out = place / "run"
     words = ["--model", tiny_model_dir, "--dataset", str(file), "--out", str(out)]
     assert sample([*words, "--samples", "2", "--temperatures", "1", "--max-new-tokens", "5"]) == 0
-    run = judged(Run.open(out), (GENUINE, "degenerate"))
+    run = judged(Run.open(out), (FOLLOW_UP, "degenerate"))
     weights = np.random.default_rng(0).standard_normal(32)
     unit_vector = (weights / np.linalg.norm(weights)).astype(np.float32)
     along = {"logistic": Direction(unit_vector, 0.0, 1.0, 0.0)}
@@ -275,7 +275,7 @@ def test_the_command_holds_a_direction_against_random_ones_and_goes_on(folder, s
     assert "units of" in call(main, [*words, "--dry-run"], capfd).out and not out.exists()
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
-    assert "to make genuine turns likelier" in outcome.out or "makes genuine" in outcome.out
+    assert "to make follow-ups likelier" in outcome.out or "makes follow-ups" in outcome.out
     assert "of 19 random directions reach it" in outcome.out
     assert "(the least there can be: 0.050)" in outcome.out
     found = pd.read_parquet(out / "estimates.parquet")

@@ -223,7 +223,7 @@ def test_a_run_is_sampled_scored_and_captured_under_a_vector(configs, tiny_subje
     plain = runs["plain"].residuals(2, "header_last")[0]
     moved = plain + 0.5 * plain.norm() * vector.direction / vector.direction.norm()
     assert (captured - moved).norm() <= 1e-5 * moved.norm()
-    scores = [run.contexts["reference_logprob"].to_numpy(float) for run in runs.values()]
+    scores = [run.contexts["real_follow_up_logprob"].to_numpy(float) for run in runs.values()]
     assert (scores[0] == scores[2]).all() and (scores[0] != scores[1]).all()
 
 

@@ -58,7 +58,7 @@ def test_a_study_ends_with_one_sentence_its_control_and_a_page(made):
     assert "arrive through the response's keys and values" in found.sentence
     assert found.control.startswith("Bits and excesses are held against siblings")
     assert {"locate", "elicit", "study"} == set(found.estimates["stage"])
-    assert "share of bits in accepted turns" in set(found.estimates["quantity"])
+    assert "share of bits in follow-ups" in set(found.estimates["quantity"])
     assert "sites" in found.figures
     page = re.sub("<[^>]*>", "", (made / "report.html").read_text("utf-8"))
     assert found.sentence.partition(" tell ")[2][:60] in page

@@ -35,7 +35,7 @@ from experiments.temperature_sweep import (
     main,
 )
 from ia_mech.judge.judging import items_of
-from ia_mech.judge.rubric import ASSESSED, GENUINE
+from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP
 from ia_mech.lens import lens_file, save_lens
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
@@ -43,7 +43,7 @@ from ia_mech.settings import Settings
 from ia_mech.stats import cluster_mean, paired_difference
 
 NAN, LOG = np.nan, np.log
-QUERY, RESPONSE, LOOP = "prompt_restatement", "assistant_restatement", "degenerate"
+QUERY, RESPONSE, LOOP = "repeats_query", "repeats_response", "degenerate"
 
 
 def turn(source: str, temperature: float, category: str, ids=(5,), **changes) -> dict:
@@ -55,7 +55,7 @@ def turn(source: str, temperature: float, category: str, ids=(5,), **changes) ->
         "context_id": source,
         "temperature": temperature,
         "category": category,
-        "genuine": float(category == GENUINE) if category in ASSESSED else NAN,
+        "follow_up": float(category == FOLLOW_UP) if category in ASSESSED else NAN,
         "token_ids": np.array(ids),
     }
     return made | changes
@@ -89,16 +89,16 @@ def test_two_levels_of_logits_have_a_closed_form_at_every_temperature():
 
 OPENINGS = pd.DataFrame(
     [
-        turn("a", 1.0, GENUINE, [5, 1]),
-        turn("a", 1.3, GENUINE, [5, 2]),
+        turn("a", 1.0, FOLLOW_UP, [5, 1]),
+        turn("a", 1.3, FOLLOW_UP, [5, 2]),
         turn("a", 1.0, QUERY, [6]),
-        turn("b", 1.0, GENUINE, [6]),
+        turn("b", 1.0, FOLLOW_UP, [6]),
         turn("b", 1.0, QUERY, [5]),
         turn("b", 1.0, RESPONSE, [7]),
-        turn("c", 1.0, GENUINE, [5]),
+        turn("c", 1.0, FOLLOW_UP, [5]),
         turn("c", 1.0, RESPONSE, [5]),
         turn("c", 1.0, LOOP, [8]),  # neither: no opening
-        turn("c", 0.0, GENUINE, [9]),  # greedy: no sample
+        turn("c", 0.0, FOLLOW_UP, [9]),  # greedy: no sample
     ]
 )
 
@@ -106,18 +106,18 @@ OPENINGS = pd.DataFrame(
 def test_openings_are_counted_in_sampled_turns_of_other_sources():
     found = openings_of(OPENINGS)
     assert found.ids.tolist() == [5, 6, 7]
-    genuine, restated = found.of_others(["a", "b", "c", "a"])
-    # a sees b and c: token 5 opened 1 genuine turn (c) and 2 restatements (b, c).
-    assert genuine[0] == pytest.approx([1 / 3, 1, 0])
+    follow_up, restated = found.of_others(["a", "b", "c", "a"])
+    # a sees b and c: token 5 opened 1 follow-up (c) and 2 restatements (b, c).
+    assert follow_up[0] == pytest.approx([1 / 3, 1, 0])
     assert restated[0] == pytest.approx([2 / 3, 0, 1])
-    assert genuine[1] == pytest.approx([3 / 4, 0, 0])
+    assert follow_up[1] == pytest.approx([3 / 4, 0, 0])
     assert restated[1] == pytest.approx([1 / 4, 1, 0])  # token 7 opened nothing in a or c
-    assert genuine[2] == pytest.approx([2 / 3, 1 / 2, 0])
+    assert follow_up[2] == pytest.approx([2 / 3, 1 / 2, 0])
     assert restated[2] == pytest.approx([1 / 3, 1 / 2, 1])
-    assert (genuine[3] == genuine[0]).all()
-    lone = OPENINGS[(OPENINGS["source"] == "a") | (OPENINGS["category"] != GENUINE)]
-    genuine, restated = openings_of(lone).of_others(["a", "b"])
-    assert np.isnan(genuine[0]).all() and not np.isnan([restated[0], genuine[1]]).any()
+    assert (follow_up[3] == follow_up[0]).all()
+    lone = OPENINGS[(OPENINGS["source"] == "a") | (OPENINGS["category"] != FOLLOW_UP)]
+    follow_up, restated = openings_of(lone).of_others(["a", "b"])
+    assert np.isnan(follow_up[0]).all() and not np.isnan([restated[0], follow_up[1]]).any()
     none = openings_of(OPENINGS[OPENINGS["category"] == LOOP])
     assert all(np.isnan(share).all() for share in none.of_others(["c"]))
 
@@ -140,14 +140,14 @@ def test_greedy_leaves_at_the_first_token_that_differs_and_the_gap_is_of_one_dis
     assert all(np.isnan(value) for value in leaving_point(greedy, greedy).values())
 
 
-def test_genuine_turns_are_compared_within_context_and_temperature():
+def test_follow_up_turns_are_compared_within_context_and_temperature():
     rows = [("x", 1.0, 1, 4.0), ("x", 1.0, 0, 1.0), ("x", 1.0, 0, 2.0), ("x", 1.3, 1, 50.0)]
     rows += [("y", 1.0, 0, 9.0), ("z", 1.3, 1, 1.0), ("z", 1.3, 1, 3.0), ("z", 1.3, 0, 7.0)]
     rows += [("z", 1.3, 0, NAN)]
-    frame = pd.DataFrame(rows, columns=["context", "temperature", "genuine", "value"])
-    values, genuine, of = against_others(frame.assign(source=frame["context"]), "value")
+    frame = pd.DataFrame(rows, columns=["context", "temperature", "follow_up", "value"])
+    values, follow_up, of = against_others(frame.assign(source=frame["context"]), "value")
     assert values.tolist() == [2.5, -0.5, 0.5, -6.0, -4.0, 0.0]  # less 1.5 in x, less 7 in z
-    assert genuine.tolist() == [True, False, False, True, True, False]
+    assert follow_up.tolist() == [True, False, False, True, True, False]
     assert of.tolist() == ["x"] * 3 + ["z"] * 3
 
 
@@ -165,7 +165,7 @@ def test_ahead_is_for_good():
 
 DECODING = {"temperatures": (0.4, 1.2), "samples": 3, "max_new_tokens": 6}
 CHATS = [scored.CONVERSATIONS[number] for number in (0, 2, 3, 6, 7, 8)]
-KINDS = ("prompt_restatement", GENUINE, "degenerate")
+KINDS = ("repeats_query", FOLLOW_UP, "degenerate")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -184,7 +184,7 @@ def judged(run: Run, kinds=KINDS) -> Run:
     keys = run.generations[list(KEY)].itertuples(index=False, name=None)
     for key, item in zip(keys, items_of(run), strict=True):
         category = kinds[key[2] % len(kinds)]
-        verdict = {"repeat": 0, "category": category, "genuine": category == GENUINE}
+        verdict = {"repeat": 0, "category": category, "follow_up": category == FOLLOW_UP}
         verdict |= {"status": "judged", "rationale": "planted", "item": item.id}
         verdicts.append(dict(zip(KEY, key, strict=True)) | verdict)
     run.labels.write_judgements("planted", verdicts, {"identity": {"kind": "p"}, "repeats": 1})
@@ -232,29 +232,29 @@ def test_rates_masses_and_depths_are_those_of_their_turns(swept):
     one, left, made = swept
     at, before = (one.turns[one.turns["temperature"] == t] for t in (1.2, 0.0))
     of = {"dataset": "(all)", "temperature": 1.2}
-    rate = cluster_mean(at["genuine"], at["source"], proportion=True)
+    rate = cluster_mean(at["follow_up"], at["source"], proportion=True)
     row = picked(made, RATE, **of).iloc[0]
     assert row[["value", "low", "high"]].tolist() == [rate.value, rate.low, rate.high]
-    paired = paired_difference(at["genuine"], at["source"], before["genuine"], before["source"])
+    paired = paired_difference(at["follow_up"], at["source"], before["follow_up"], before["source"])
     row = picked(made, RATE_DIFFERENCE, **of)
     ends = paired.difference.value, paired.difference.low, paired.difference.high, paired.p
     assert tuple(row[["value", "low", "high", "p"]].iloc[0]) == ends
-    less = one.first["genuine"][:, 0] - one.first["restated"][:, 0]
+    less = one.first["follow_up"][:, 0] - one.first["restated"][:, 0]
     expected = cluster_mean(less, one.contexts["source"])
-    row = picked(made, "mass on openings, genuine less restated", dataset="(all)").iloc[0]
+    row = picked(made, "mass on openings, follow-ups less repetitions", dataset="(all)").iloc[0]
     assert row[["value", "low", "high"]].tolist() == [expected.value, expected.low, expected.high]
     bounded = made[made["quantity"] == "mass on turn-end"]
     assert bounded[["low", "high"]].stack().between(0, 1).all()
     at = left[left["temperature"] == 1.2]
     own = made[(made["dataset"] == "(all)") & (made["temperature"] == 1.2)].set_index("quantity")
-    kind = own[own["term"] == "genuine"]
-    median = at.loc[at["genuine"] == 1, "rank"].median()
+    kind = own[own["term"] == "follow-ups"]
+    median = at.loc[at["follow_up"] == 1, "rank"].median()
     assert kind.loc["rank where greedy leaves", "value"] == pytest.approx(median)
     apart = own.loc[DEEPER].set_index("term")["value"]
     formed = at[at["category"] != GARBLED]
     assert 0 < len(formed) < len(at)
     for term, rows in {"all others": at, "others but degenerate ones": formed}.items():
-        means = rows.pivot_table(index="context", columns="genuine", values="gap").dropna()
+        means = rows.pivot_table(index="context", columns="follow_up", values="gap").dropna()
         assert apart[term] == pytest.approx((means[1.0] - means[0.0]).mean())
 
 

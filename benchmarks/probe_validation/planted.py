@@ -23,7 +23,7 @@ from ia_mech import __version__
 from ia_mech.chat.template import message
 from ia_mech.collect.rows import entropy
 from ia_mech.judge.judging import items_of
-from ia_mech.judge.rubric import BUILT_IN, GENUINE, VERSION
+from ia_mech.judge.rubric import BUILT_IN, FOLLOW_UP, VERSION
 from ia_mech.judge.verdict import Verdict, identity_hash
 from ia_mech.lens import Lens
 from ia_mech.run import Run, RunWriter, layout
@@ -408,8 +408,8 @@ def _judge(run: Run, positive: dict[str, bool]) -> None:
     """Write the verdicts that go with the planted truth, a turn's text → whether it is positive."""
     rows = []
     for key, item in zip(run.generations[list(KEY)].to_numpy(), items_of(run), strict=True):
-        verdict = Verdict(GENUINE if positive[item.turn] else "new_topic", rationale=NAME)
-        about: dict[str, Any] = {"genuine": BUILT_IN.genuine(verdict.category), "cached": False}
+        verdict = Verdict(FOLLOW_UP if positive[item.turn] else "new_topic", rationale=NAME)
+        about: dict[str, Any] = {"follow_up": BUILT_IN.follow_up(verdict.category), "cached": False}
         about["item"] = item.id
         rows.append(verdict.to_json() | dict(zip(KEY, key, strict=True)) | about)
     record = {

@@ -350,9 +350,7 @@ class ChatFormat:
             self.template.render(self._turns(messages), add_generation_prompt=True)
         )[0]
 
-    def reference_ids(
-        self, messages: Sequence[Message], context: ChatContext, turn: str
-    ) -> TurnIds:
+    def turn_ids(self, messages: Sequence[Message], context: ChatContext, turn: str) -> TurnIds:
         """Token ids of a user turn as it is tokenized in the dialogue, without the opening that the
         context ends with.
 

@@ -35,24 +35,25 @@ def context_of(chat: ChatFormat, conversation: Conversation) -> ChatContext:
     return _context_without(chat, regular, name)
 
 
-def context_and_reference(
+def context_and_real_follow_up(
     chat: ChatFormat, conversation: Conversation
 ) -> tuple[ChatContext, TurnIds | None]:
-    """A conversation's context, and the token ids of its reference turn (None without one).
+    """A conversation's context, and the token ids of its real follow-up (None without one).
 
     The ids are those of the turn after the regular user header, so that all headers score the same.
     After an opening there is none: the user's turn doesn't begin with those words.
 
     Raises:
-        UserError: as :func:`context_of`; or the reference merges with the header or holds a mark.
+        UserError: as :func:`context_of`; or the real follow-up merges with the header or holds
+            a mark.
     """
     context = context_of(chat, conversation)
-    if conversation.reference is None or chat.opening is not None:
+    if conversation.real_follow_up is None or chat.opening is not None:
         return context, None
     regular = context
     if conversation.header != USER_HEADER:
         regular = chat.context(conversation.messages)
-    return context, chat.reference_ids(conversation.messages, regular, conversation.reference)
+    return context, chat.turn_ids(conversation.messages, regular, conversation.real_follow_up)
 
 
 def _bare_header_context(chat: ChatFormat, messages: Sequence[Message]) -> ChatContext:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Give a chat model a query and a response, open the user header of its chat template, and let it
 write the next user turn, greedily and at several temperatures. Keeps the turns, the residual stream
-of every layer at the header, the logits there, and the likelihood of written follow-ups. The
+of every layer at the header, the logits there, and the likelihood of real follow-ups. The
 same command goes on with an interrupted run. docs/sampling.md says more of every flag.
 """
 

@@ -20,7 +20,7 @@ from ia_mech.engine.sampling import response_stream_key, stream_key
 from ia_mech.engine.score import Scored, Turn, score
 from ia_mech.engine.state import Prefilled, Prefix, prefill_all
 from ia_mech.errors import UserError
-from ia_mech.likelihood.reference import scored_temperatures
+from ia_mech.likelihood.real_follow_up import scored_temperatures
 from ia_mech.models.load import Subject
 from ia_mech.run import layout
 from ia_mech.settings import Settings
@@ -180,7 +180,7 @@ class Computation:
         prefixes = [self._prefix(context) for context in contexts]
         groups, order = prefill_all(model, prefixes, work.prefilled)
         members = [contexts[number] for number in order]  # in the order of the groups
-        scored = self._references(groups, members, work)
+        scored = self._real_follow_ups(groups, members, work)
         rows = [
             Row(
                 number,
@@ -219,14 +219,14 @@ class Computation:
         places = [-1 if place is None else place for place in at]
         return Prefix(context.chat.ids, places, context.at_context)
 
-    def _references(
+    def _real_follow_ups(
         self, groups: list[Prefilled], members: list[PreparedContext], work: PartProgress
     ) -> dict[int, Scored]:
-        """Scores of the written follow-ups, by the number of their context."""
+        """Scores of the real follow-ups, by the number of their context."""
         turns = []
         for number, context in enumerate(members):
-            if context.reference is not None:
-                ids = context.reference.whole
+            if context.real_follow_up is not None:
+                ids = context.real_follow_up.whole
                 steered = at_tokens(context.at_turn, range(len(ids) - 1))  # the last is predicted
                 turns.append(Turn(number, ids, interventions=tuple(steered)))
         scores = score(

@@ -4,7 +4,7 @@
 two meet. It plans the parts of a run, has workers compute those that aren't there, and writes each.
 Where the subject model has to write responses itself, that comes first, in parts of their own. Then
 every context is prefilled once, and that one pass feeds the captured residual stream, the header
-logits, all sampled rows and the scores of reference turns.
+logits, all sampled rows and the scores of real follow-ups.
 """
 
 import copy
@@ -19,7 +19,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ia_mech.chat.format import ChatContext, ChatFormat
-from ia_mech.chat.headers import context_and_reference
+from ia_mech.chat.headers import context_and_real_follow_up
 from ia_mech.chat.thoughts import Response
 from ia_mech.collect.compute import Computation, Drawn, Query
 from ia_mech.collect.cost import check_disk, run_bytes
@@ -427,7 +427,7 @@ class _Job:
             thought = written["thought"] if isinstance(written["thought"], str) else None
             conversation = conversation.with_response(written["response"], thought)
         try:
-            context, turn = context_and_reference(self.chat, conversation)
+            context, turn = context_and_real_follow_up(self.chat, conversation)
             steered: list[Intervention] = []
             if vector is not None:
                 steered += vector.at_context(context.positions)

@@ -13,7 +13,7 @@ from ia_mech.data.conversations import Conversation
 from ia_mech.engine.decode import Decoded
 from ia_mech.engine.intervene import Intervention, TokenwiseIntervention
 from ia_mech.engine.score import Scored
-from ia_mech.likelihood.reference import reference_columns
+from ia_mech.likelihood.real_follow_up import real_follow_up_columns
 from ia_mech.run import layout
 from ia_mech.settings import Settings
 
@@ -26,7 +26,7 @@ class PreparedContext:
     conversation: Conversation
     written: dict | None  # the response the subject model wrote, if it did
     chat: ChatContext
-    reference: TurnIds | None
+    real_follow_up: TurnIds | None
     at_context: tuple[Intervention, ...] = ()
     at_turn: tuple[TokenwiseIntervention, ...] = ()  # each of its tokens
 
@@ -48,7 +48,7 @@ class ContextResult:
     """What the engine gave for one context."""
 
     rows: list[Decoded]
-    scored: Scored | None  # the written follow-up, if the data has one
+    scored: Scored | None  # the real follow-up, if the data has one
     logits: Tensor  # [vocab] float32
     residuals: Tensor  # [layers + 1, positions, d_model]
 
@@ -91,15 +91,15 @@ def context_row(
 ) -> dict:
     """One row of ``contexts/``."""
     conversation, written = context.conversation, context.written
-    reference, scores = context.reference, {}
-    if result.scored is not None and reference is not None:
-        text, closed = conversation.reference or "", bool(reference.end)
-        scores = reference_columns(result.scored, reference.words, text, closed)
+    real_follow_up, scores = context.real_follow_up, {}
+    if result.scored is not None and real_follow_up is not None:
+        text, closed = conversation.real_follow_up or "", bool(real_follow_up.end)
+        scores = real_follow_up_columns(result.scored, real_follow_up.words, text, closed)
     given = chat.tokenizer(conversation.response, add_special_tokens=False)["input_ids"]
     return {
         **_key_columns(context),
         "messages": [layout.message_columns(message) for message in conversation.messages],
-        "reference": conversation.reference,
+        "real_follow_up": conversation.real_follow_up,
         "answer": conversation.answer,
         "metadata": json.dumps(conversation.metadata, ensure_ascii=False),
         "response_policy": "generated" if written else "given",

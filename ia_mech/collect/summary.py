@@ -46,29 +46,29 @@ def temperature_table(run: Run) -> Table:
     return table
 
 
-def reference_table(run: Run) -> Table | None:
-    """How the model likes the written follow-ups, per dataset; None if the data has none.
+def real_follow_up_table(run: Run) -> Table | None:
+    """How the model likes the real follow-ups, per dataset; None if the data has none.
 
     ``greedy writes`` is the share of follow-ups that greedy decoding writes whole, turn-end
     included.
     """
-    scored = run.contexts[run.contexts["reference_logprob"].notna()]
+    scored = run.contexts[run.contexts["real_follow_up_logprob"].notna()]
     if scored.empty:
         return None
     generated = (scored["response_policy"] == "generated").any()
     table = _table(
-        "the written follow-ups"
+        "the real follow-ups"
         + (", after responses that the model wrote instead" if generated else "")
     )
     columns = ["log p / token", "bits / byte", "greedy writes"]
     for name in ("dataset", "turns", *columns):
         table.add_column(name, justify="left" if name == "dataset" else "right", no_wrap=True)
     for dataset, rows in scored.groupby("dataset"):
-        sources, tokens = rows["source_id"], rows["reference_token_ids"].map(len)
-        greedy = rows["reference_greedy"].astype(float)
+        sources, tokens = rows["source_id"], rows["real_follow_up_token_ids"].map(len)
+        greedy = rows["real_follow_up_greedy"].astype(float)
         shown = [
-            cluster_mean(rows["reference_logprob"] / tokens, sources).text(),
-            cluster_mean(rows["reference_bits_per_byte"], sources).text(),
+            cluster_mean(rows["real_follow_up_logprob"] / tokens, sources).text(),
+            cluster_mean(rows["real_follow_up_bits_per_byte"], sources).text(),
             cluster_mean(greedy, sources, proportion=True).text(),
         ]
         table.add_row(escape(one_line(str(dataset), 30)), _count_text(rows), *shown)
@@ -164,7 +164,9 @@ def print_run(run: Run) -> None:
     screen.print()
     _print_examples(run)
     screen.print()
-    shown = [table for table in (temperature_table(run), reference_table(run)) if table is not None]
+    shown = [
+        table for table in (temperature_table(run), real_follow_up_table(run)) if table is not None
+    ]
     for table in shown:
         screen.print(table)
     columns = {column.header for table in shown for column in table.columns}

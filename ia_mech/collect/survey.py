@@ -17,11 +17,11 @@ from transformers import PretrainedConfig
 
 from ia_mech import __version__
 from ia_mech.chat.format import ChatFormat
-from ia_mech.chat.headers import context_and_reference
+from ia_mech.chat.headers import context_and_real_follow_up
 from ia_mech.collect.identity import build_chat, probe_ids
 from ia_mech.data.conversations import Conversation, ConversationSource
 from ia_mech.errors import UserError
-from ia_mech.likelihood.reference import scored_temperatures
+from ia_mech.likelihood.real_follow_up import scored_temperatures
 from ia_mech.models.load import (
     context_limit,
     load_tokenizer_and_config,
@@ -253,7 +253,9 @@ def _lengths(
             "no response, and --response given was asked for",
             "use --response auto to let the model write the missing ones",
         )
-    context, turn = context_and_reference(chat, replace(conversation, messages=tuple(messages)))
+    context, turn = context_and_real_follow_up(
+        chat, replace(conversation, messages=tuple(messages))
+    )
     if surveyed.vector is not None:
         surveyed.vector.at_context(context.positions)
     refuse_unknown_ids([*context.ids, *(() if turn is None else turn.whole)], config)

@@ -64,7 +64,7 @@ class Conversation:
             with ``name`` and ``tool_call_id``) before the assistant goes on. The first message may
             have ``tools``, the schemas of those that the assistant may call. An empty response is
             a turn without text.
-        reference: what the user really said next.
+        real_follow_up: what the user really said next, if the data has it.
         answer: the gold answer to the query.
         metadata: anything else the data says; JSON values only.
         perturbation: what was changed of the source's conversation; :data:`UNPERTURBED` if nothing.
@@ -79,7 +79,7 @@ class Conversation:
     source_id: str
     dataset: str
     messages: tuple[Message, ...]
-    reference: str | None = None
+    real_follow_up: str | None = None
     answer: str | None = None
     metadata: dict = field(default_factory=dict)
     perturbation: str = UNPERTURBED
@@ -155,9 +155,9 @@ def validate(conversation: Conversation, place: str) -> None:
                 "give the tool's result and the answer after it, or leave the row out "
                 "(--skip-unusable)",
             )
-    for name in ("id", "source_id", "reference", "answer", "perturbation"):
+    for name in ("id", "source_id", "real_follow_up", "answer", "perturbation"):
         if (text := getattr(conversation, name)) is not None:
-            _check_text(text, f"{place}: the {name}")
+            _check_text(text, f"{place}: the {name.replace('_', ' ')}")
     for name in ("dataset", "perturbation"):  # they head tables, figures and files
         if not (text := getattr(conversation, name)).isprintable():
             raise UserError(
@@ -200,7 +200,7 @@ class ConversationSource:
             out so far.
         rest: whether the last iteration ended by ``limit``, before the last row.
         left: columns that this iteration has kept as metadata so far.
-        cut: how many rows of this iteration go on after the reference, unread.
+        cut: how many rows of this iteration go on after the real follow-up, unread.
     """
 
     def __init__(
@@ -268,15 +268,15 @@ class ConversationSource:
 
     def _conversation(self, parsed: ParsedRow, number: int) -> Conversation:
         row_id = parsed.id or f"{self.name.rsplit('/', 1)[-1]}-{number:05d}"
-        reference = parsed.reference
-        if isinstance(reference, str):
-            reference = reference.strip() or None
+        real_follow_up = parsed.real_follow_up
+        if isinstance(real_follow_up, str):
+            real_follow_up = real_follow_up.strip() or None
         return Conversation(
             id=row_id,
             source_id=parsed.source_id or source_of(parsed.messages),
             dataset=parsed.dataset or self.name,
             messages=tuple(parsed.messages),
-            reference=reference,
+            real_follow_up=real_follow_up,
             answer=parsed.answer,
             metadata=parsed.metadata,
             perturbation=UNPERTURBED if parsed.perturbation is None else parsed.perturbation,

@@ -48,7 +48,13 @@ CUTS = ("first", "last")
 SUFFIXES = (".jsonl", ".json", ".parquet")  # of files with rows
 
 _ID = ("id", "question_id", "prompt_id", "key", "unique_id", "conversation_hash", "conversation_id")
-_OWN = ("id", "source_id", "dataset", "messages", "reference")  # as Conversation.to_dict has them
+_OWN = (
+    "id",
+    "source_id",
+    "dataset",
+    "messages",
+    "real_follow_up",
+)  # as Conversation.to_dict has them
 _MESSAGES = ("messages", "conversation", "conversations")
 _QUERY = ("question", "prompt", "query", "instruction", "problem", "input")
 _RESPONSE = ("response", "output", "solution", "completion", "chosen", "choices", "outputs")
@@ -56,7 +62,7 @@ _AFTER_MESSAGES = tuple(name for name in _RESPONSE if name != "solution")  # whi
 _CERTAIN = ("response", "completion", "choices")  # beside messages, the answer to them or a mistake
 _CHOICES = ("choices", "outputs")  # of the response, or of something else
 _FIRST_ANSWER = ("reference_first_answer", "response")
-_FOLLOWUP = ("reference", "follow_up", "followup")
+_FOLLOWUP = ("real_follow_up", "follow_up", "followup")
 _SYSTEM = (
     "system", "system_prompt", "system_message", "system_instruction", "sys", "systemPrompt",
     "developer",
@@ -89,8 +95,8 @@ class ColumnMap:
 
     ``metadata`` names columns, and fields of messages, that aren't part of the conversation.
     ``cut`` decides where a dialogue of several exchanges is cut: ``first`` keeps the first
-    user-assistant exchange and takes the next user turn as the reference; ``last`` cuts before the
-    last user turn, so that the earlier turns stay in the context.
+    user-assistant exchange and takes the next user turn as the real follow-up; ``last`` cuts before
+    the last user turn, so that the earlier turns stay in the context.
     """
 
     format: str = "auto"
@@ -121,7 +127,7 @@ class ParsedRow:
     """
 
     messages: list[Message]
-    reference: str | None = None
+    real_follow_up: str | None = None
     answer: str | None = None
     id: str | None = None
     source_id: str | None = None
@@ -133,7 +139,7 @@ class ParsedRow:
     response_index: int | None = None
     finish_reason: str | None = None
     left: list[str] = field(default_factory=list)  # columns that became metadata
-    cut: bool = False  # whether it has more turns after the reference
+    cut: bool = False  # whether it has more turns after the real follow-up
 
 
 def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
@@ -559,7 +565,7 @@ def _from_turns(cells: _Cells) -> ParsedRow:
     parsed = _answered(cells, [{"role": "user", "content": turns[0]}], answers)
     followup = cells.name("followup")
     parsed.answer = gold
-    parsed.reference = cells.take(followup) if followup else (*turns, None)[1]
+    parsed.real_follow_up = cells.take(followup) if followup else (*turns, None)[1]
     return parsed
 
 
@@ -569,12 +575,12 @@ def _row(
     """A dialogue with the answers that columns have, cut after ``asked`` messages or later."""
     parsed = _answered(cells, messages, answers)
     parsed.answer = gold
-    followup = "reference" if cells.own else cells.followup()
+    followup = "real_follow_up" if cells.own else cells.followup()
     if followup is not None:  # the row itself says what follows, so its messages are the context
-        parsed.reference = cells.take(followup)
+        parsed.real_follow_up = cells.take(followup)
         return parsed
     whole = parsed.messages
-    parsed.messages, parsed.reference = cut_dialogue(whole, cells.columns.cut, asked)
+    parsed.messages, parsed.real_follow_up = cut_dialogue(whole, cells.columns.cut, asked)
     parsed.cut = len(whole) > len(parsed.messages) + 1
     if len(parsed.messages) < len(whole):
         parsed.finish_reason = None  # of the last answer, which is left out

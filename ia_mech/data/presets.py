@@ -161,8 +161,8 @@ PRESETS: dict[str, Preset] = {
             keeps=("candidates",),
             by_columns=True,
         ),
-        # Apache-2.0. Second turns written by people as references; the right answer where there is
-        # one; no responses.
+        # Apache-2.0. Second turns written by people are the real follow-ups; the right answer
+        # where there is one; no responses.
         Preset(
             *("mt-bench", "HuggingFaceH4/mt_bench_prompts", None, "train"),
             needs=("prompt", "prompt_id", "category", "reference"),

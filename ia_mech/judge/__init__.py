@@ -29,7 +29,7 @@ def label(
         name: of its verdicts in the run.
 
     Returns:
-        What ``run.labelled(name)`` gives: a row per turn, with ``category`` and ``genuine``.
+        What ``run.labelled(name)`` gives: a row per turn, with ``category`` and ``follow_up``.
 
     Raises:
         UserError: as :func:`ia_mech.judge.judging.label_run`; the judge isn't an object.

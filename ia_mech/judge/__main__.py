@@ -27,10 +27,11 @@ from ia_mech.judge.rubric import CATEGORIES, ORDER, VERSION
 COMMANDS = ("run", "check", "agreement", "rubric")
 
 DESCRIPTION = """\
-Label generated user turns: which are genuine follow-ups? Judges see text only: the query, the
+Label generated user turns: which are follow-ups? Judges see text only: the query, the
 response and the turn. Every judge uses one rubric (ia-mech judge rubric), and any number
 of judges and annotators can label the same run, to be compared. Every judge also sees decoys, which
-are turns after a conversation that they did not follow: what it accepts of them is its floor.
+are turns after a conversation that they did not follow: how often it calls them follow-ups is its
+floor.
 """
 
 EPILOG = """\
@@ -40,7 +41,7 @@ examples:
   ia-mech judge run cache/RUN --judge llm --model gpt-5-mini
       a language model at OpenAI (key from $OPENAI_API_KEY), or at --base-url, any compatible server
   ia-mech judge agreement cache/RUN
-      how far judges and annotators agree, and what they accept of decoys
+      how far judges and annotators agree, and how often they call decoys follow-ups
 Labels by people: ia-mech annotate. Then: ia-mech rates cache/RUN
 """
 
@@ -212,7 +213,7 @@ def _add_agreement(commands) -> None:
         "confusion matrices,\nprecision and recall per category, weighted for the sampling, with "
         "intervals over queries; then\nthe disagreements. Annotators are the truth of judges; "
         "between equals it is the one named first.\nDecoys stand apart: the share that each calls "
-        "genuine. Written: results/agreement in the run.",
+        "follow-ups. Written: results/agreement in the run.",
     )
     parser.set_defaults(function="ia_mech.judge.labellers:command")
     add = parser.add_argument

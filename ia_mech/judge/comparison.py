@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from ia_mech.cli import one_line
 from ia_mech.estimates import TidyEstimate
+from ia_mech.judge.decoys import AFTER
 from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, Rubric
 from ia_mech.results import Table
 from ia_mech.stats import Estimate, balanced_accuracy, cluster_bootstrap, kappa_of, weighted_share
@@ -25,7 +26,7 @@ class Comparison:
     """How far a prediction agrees with a truth (which may be another judge's labels).
 
     ``figures`` are, by (quantity, of), ``accuracy`` and ``kappa`` of ``categories``; these and
-    ``balanced_accuracy`` of ``genuine`` follow-ups against the rest (NaN unless the truth has
+    ``balanced_accuracy`` of ``follow_up`` follow-ups against the rest (NaN unless the truth has
     both); ``precision`` and ``recall`` of each category, NaN where none was predicted so, or is so.
     """
 
@@ -58,19 +59,19 @@ def compare(
     t, p = t[kept], p[kept]
     source = pd.Series(sources, dtype=object).to_numpy()[kept]
     weight = np.ones(len(t)) if weights is None else np.asarray(weights, dtype=float)[kept]
-    accepted = np.isin(assessed, rubric.accepted)
-    true, predicted = accepted[t], accepted[p]
+    follow_ups = np.isin(assessed, rubric.follow_ups)
+    true, predicted = follow_ups[t], follow_ups[p]
     every = np.ones(len(t), dtype=bool)
 
     def share(event: np.ndarray, among: np.ndarray = every) -> Estimate:
         return weighted_share(event, among, source, weight)
 
     cells = t * size + p
-    kappa, kappa_genuine = _kappas(cells, source, weight, rubric)
+    kappa, kappa_follow_up = _kappas(cells, source, weight, rubric)
     figures = {
-        ("accuracy", "genuine"): share(true == predicted),
-        ("balanced_accuracy", "genuine"): balanced_accuracy(true, predicted, source, weight),
-        ("kappa", "genuine"): kappa_genuine,
+        ("accuracy", "follow_up"): share(true == predicted),
+        ("balanced_accuracy", "follow_up"): balanced_accuracy(true, predicted, source, weight),
+        ("kappa", "follow_up"): kappa_follow_up,
         ("accuracy", "categories"): share(t == p),
         ("kappa", "categories"): kappa,
     }
@@ -99,11 +100,13 @@ def compare(
 def _kappas(
     cells: np.ndarray, sources: np.ndarray, weights: np.ndarray, rubric: Rubric
 ) -> list[Estimate]:
-    """κ of the categories, and of genuine against the rest; ``[n]`` cells of the confusion."""
+    """κ of the categories, and of follow-ups against the rest; ``[n]`` cells of the confusion."""
     names, size = rubric.assessed, len(rubric.assessed)
-    accepted = np.isin(names, rubric.accepted)
-    side = np.stack([accepted, ~accepted], axis=1)
-    merge = np.kron(side, side).astype(float)  # cells of all categories into those of genuine
+    follow_ups = np.isin(names, rubric.follow_ups)
+    side = np.stack([follow_ups, ~follow_ups], axis=1)
+    merge = np.kron(side, side).astype(
+        float
+    )  # cells of all categories into follow-ups and the rest
 
     def statistic(counts: np.ndarray) -> np.ndarray:
         two = (counts @ merge).reshape(-1, 2, 2)
@@ -115,29 +118,33 @@ def _kappas(
 def tables_of_pairs(
     pairs: Mapping[tuple[str, str], Comparison], shares: Sequence[TidyEstimate]
 ) -> list[Table]:
-    """All pairs, what is called genuine, and in full each pair."""
+    """All pairs, what is called follow-ups, and in full each pair."""
     rows = []
     for (truth, name), pair in pairs.items():
-        shown = [("accuracy", "genuine"), ("balanced_accuracy", "genuine"), ("kappa", "genuine")]
+        shown = [
+            ("accuracy", "follow_up"),
+            ("balanced_accuracy", "follow_up"),
+            ("kappa", "follow_up"),
+        ]
         figures = [pair.figures[figure].text() for figure in (*shown, ("kappa", "categories"))]
         names = f"{one_line(name)} / {one_line(truth)}"
         rows.append([names, str(pair.n), f"{pair.weight:.0f}", *figures])
     heads = ["pair", "n", "≈ rows", "agreement", "balanced accuracy", "κ", "κ of categories"]
     legend = (
-        "genuine follow-ups against the rest, but for the last column. n: rows that both put into "
+        "follow-ups against the rest, but for the last column. n: rows that both put into "
         "a category; ≈ rows: how many of the run's these represent, by which figures are weighted"
     )
     tables = [Table("agreement (95% intervals over queries)", heads, rows, legend)]
     if any(share.quantity == "floor" for share in shares):
-        contexts = {"": "their own context", "sibling": "another response"}
+        contexts = {"": "their own context"} | AFTER
         lines = []
         for share in shares:
             kind = share.names.get("decoy", "")
-            context = contexts.get(kind, f"another {kind}")
+            context = contexts[kind]
             name = one_line(share.names["prediction"])
             lines.append([name, context, str(share.rows), share.estimate.text()])
-        heads = ["labeller", "turns after", "n", "genuine"]
-        tables.append(Table("share called genuine", heads, lines))
+        heads = ["labeller", "turns after", "n", "follow-ups"]
+        tables.append(Table("share called follow-ups", heads, lines))
     for (truth, name), pair in pairs.items():
         tables += _pair_tables(f"{one_line(name)} against {one_line(truth)}", pair)
     return tables

@@ -14,7 +14,8 @@ from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
-CONVERSATION, SIBLING = DECOY_KINDS = ("conversation", "sibling")
+WRONG, SIBLING = DECOY_KINDS = ("wrong_conversation", "sibling")
+AFTER = {WRONG: "a wrong conversation", SIBLING: "another response to the same query"}
 
 
 def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
@@ -52,7 +53,7 @@ def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
             donors = list(dict.fromkeys(contexts[own[before]]))
             for rank, row in enumerate(own[source][:per_source]):
                 if source != before:
-                    decoys.append((row, CONVERSATION, donors[rank % len(donors)]))
+                    decoys.append((row, WRONG, donors[rank % len(donors)]))
                 decoys += [(row, SIBLING, other) for other in siblings[contexts[row]]]
     rows, kinds, shown = zip(*decoys, strict=True) if decoys else ((), (), ())
     keys = turns[list(KEY)].iloc[list(rows)].reset_index(drop=True)

@@ -118,7 +118,7 @@ class HfJudge(Judge):
             if not is_out_of_memory(error):
                 raise
             return Verdict(None, "rejected", error="the item doesn't fit into the device's memory")
-        if not logits.isfinite().all():  # max() would take the first of NaNs, which is genuine
+        if not logits.isfinite().all():  # max() would take the first of NaNs, which is a follow-up
             return Verdict(None, "unparsable", error=f"{self.model} gives no finite likelihoods")
         scores = logits.softmax(-1).tolist()
         best = max(range(len(scores)), key=scores.__getitem__)

@@ -304,7 +304,7 @@ def _rows(
         seen.add(item)
         row = verdict.to_json() | {
             **turn,
-            "genuine": judge.rubric.genuine(verdict.category),
+            "follow_up": judge.rubric.follow_up(verdict.category),
             "scores": json.dumps(verdict.scores) if verdict.scores else None,
             "cached": item in cached or not first,
             "item": item.id,

@@ -2,8 +2,8 @@
 
 Rows that annotators labelled are a sample of the run's and are weighted by the inverse of their
 inclusion probability, so that every figure is about the run and not about the sheet. Labels of
-decoys (``decoys``) count in no comparison: what a labeller calls genuine of them stands beside its
-share of the run's turns. Nor do turns that a judge was fitted on.
+decoys (``decoys``) count in no comparison: the share of follow-ups among them stands beside that
+of the run's turns. Nor do turns that a judge was fitted on.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Labeller:
     """A judge or an annotator of a run.
 
     ``turns`` are ``[rows of Run.turns]`` its ``label`` (a category, ``failed``, or missing),
-    whether that is ``genuine``, ``why``, ``source``, whether it was ``fitted`` on the row; of an
+    whether that is ``follow_up``, ``why``, ``source``, whether it was ``fitted`` on the row; of an
     annotator ``sheet``, ``stratum`` and ``inclusion``.
     """
 
@@ -75,7 +75,7 @@ def _labeller(run: Run, name: str) -> Labeller:
     annotates = name in run.labels.annotators
     if annotates:
         turns = run.labelled(annotator=name).assign(fitted=False)
-        names = {"truth_category": "label", "truth": "genuine", "note": "why"}
+        names = {"truth_category": "label", "truth": "follow_up", "note": "why"}
     else:
         turns = run.labelled(name, columns=["rationale", "fitted"])
         turns["fitted"] = turns["fitted"].fillna(False).astype(bool)
@@ -102,25 +102,27 @@ def compare_pairs(labellers: Sequence[Labeller]) -> dict[tuple[str, str], Compar
     return pairs
 
 
-def genuine_shares(labeller: Labeller) -> Iterator[TidyEstimate]:
-    """What a labeller calls genuine, of the turns and of the decoys that it put into a category.
+def follow_up_shares(labeller: Labeller) -> Iterator[TidyEstimate]:
+    """What a labeller calls follow-ups, of the turns and of the decoys that it put into a category.
 
     The turns are weighted by inverse inclusion probabilities. As in :mod:`ia_mech.rates`, decoys of
     a judge count only if the same turn is in a category after its own context, too.
     """
     rows, weights = joint_rows([labeller])
     turns = labeller.turns.iloc[rows]
-    there = turns["genuine"].notna().to_numpy()
+    there = turns["follow_up"].notna().to_numpy()
     turns = turns[there]
-    share = cluster_mean(turns["genuine"], turns["source"], proportion=True, weights=weights[there])
-    names = {"prediction": labeller.name, "term": "genuine"}
+    share = cluster_mean(
+        turns["follow_up"], turns["source"], proportion=True, weights=weights[there]
+    )
+    names = {"prediction": labeller.name, "term": "follow_up"}
     yield TidyEstimate("share", names, len(turns), share)
-    decoys = labeller.decoys[labeller.decoys["genuine"].notna()]
+    decoys = labeller.decoys[labeller.decoys["follow_up"].notna()]
     if not labeller.annotates:
-        own = labeller.turns["genuine"].to_numpy()[decoys["row"]]
+        own = labeller.turns["follow_up"].to_numpy()[decoys["row"]]
         decoys = decoys[~np.isnan(own)]
     for kind, alike in decoys.groupby("decoy", observed=True):
-        floor = dyadic_mean(alike["genuine"], alike["shown_source"], alike["source"], ends=(0, 1))
+        floor = dyadic_mean(alike["follow_up"], alike["shown_source"], alike["source"], ends=(0, 1))
         yield TidyEstimate("floor", names | {"decoy": kind}, len(alike), floor)
 
 
@@ -128,28 +130,28 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
     """The labellers of :func:`labellers_of` compared; raises what that raises."""
     labellers = labellers_of(run, between)
     pairs = compare_pairs(labellers)
-    shares = [share for labeller in labellers for share in genuine_shares(labeller)]
+    shares = [share for labeller in labellers for share in follow_up_shares(labeller)]
     estimates = [
         TidyEstimate(quantity, {"truth": truth, "prediction": name, "term": term}, pair.n, figure)
         for (truth, name), pair in pairs.items()
         for (quantity, term), figure in pair.figures.items()
     ]
     kappas = [
-        f"{one_line(name)} against {one_line(truth)} {pair.figures['kappa', 'genuine'].text()} "
+        f"{one_line(name)} against {one_line(truth)} {pair.figures['kappa', 'follow_up'].text()} "
         f"({pair.n} turns)"
         for (truth, name), pair in pairs.items()
     ]
     floors = [
         f"{one_line(share.names['prediction'])} {share.estimate.text()}"
         for share in shares
-        if share.names.get("decoy") == "conversation"
+        if share.names.get("decoy") == "wrong_conversation"
     ]
     names = [labeller.name for labeller in labellers]
-    control = "Of turns held against another conversation, these shares are called genuine"
+    control = "Of turns held against a wrong conversation, these shares are called follow-ups"
     return Result(
         name="agreement",
         question="How far do judges and annotators agree?",
-        sentence=f"Agreement beyond chance on genuine or not (Cohen's κ): {', '.join(kappas)}.",
+        sentence=f"Agreement beyond chance on follow-up or not (Cohen's κ): {', '.join(kappas)}.",
         control=f"{control}: {', '.join(floors)}." if floors else "",
         estimates=frame_of([*estimates, *shares], _OF),
         tables=tables_of_pairs(pairs, shares),
@@ -195,7 +197,7 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
     """All turns that at least two labellers put into different categories, the most telling first.
 
     Where an annotator is contradicted comes before judges among themselves; where it matters for
-    the rate (genuine or not) before other categories; then at random. Per labeller there are the
+    the rate (follow-up or not) before other categories; then at random. Per labeller there are the
     columns ``<name>: label``, its category (``failed`` where a judge has none), and ``<name>:
     why``; the index is the position in ``run.turns``.
     """
@@ -209,7 +211,7 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
     order = pd.DataFrame(
         {
             "judges_alone": assessed[annotators].isna().all(axis=1),
-            "not_genuine": ~assessed.isin(rubric.accepted).any(axis=1),
+            "not_follow_up": ~assessed.isin(rubric.follow_ups).any(axis=1),
             "tie": np.random.default_rng(seed).random(len(table)),
         }
     )
@@ -248,7 +250,7 @@ def _print_disagreements(
     different = table.drop_duplicates([*TEXTS, *(f"{name}: label" for name in names)])
     screen.print(
         f"[bold]{len(table)} disagreements[/], {len(different)} of them different (annotators "
-        "first, then genuine or not)",
+        "first, then follow-up or not)",
         soft_wrap=True,
     )
     for row in different.head(count).to_dict("records"):

@@ -16,10 +16,10 @@ from typing import Any
 from ia_mech.errors import UserError
 
 VERSION = "1"
-GENUINE = "genuine_follow_up"
+FOLLOW_UP = "follow_up"
 CANNOT_ASSESS = "cannot_assess"
 # Turns that repeat the conversation or speak as the assistant, in a refusal for instance.
-OUT_OF_ROLE = ("prompt_restatement", "assistant_restatement", "identity_leakage")
+OUT_OF_ROLE = ("repeats_query", "repeats_response", "speaks_as_assistant")
 
 INSTRUCTIONS = """\
 You annotate messages for a study. A language model was shown a user's query and an assistant's \
@@ -48,7 +48,7 @@ class Category:
     name: str
     definition: str
     examples: tuple[Example, ...] = ()
-    genuine: bool = False  # whether its turns count as genuine follow-ups
+    follow_up: bool = False  # whether its turns count as follow-ups
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,18 @@ class Rubric:
         return tuple(name for name in self.names if name != CANNOT_ASSESS)
 
     @cached_property
-    def accepted(self) -> tuple[str, ...]:
-        """The names of those that count as genuine."""
-        return tuple(category.name for category in self.categories if category.genuine)
+    def follow_ups(self) -> tuple[str, ...]:
+        """The names of those that count as follow-ups."""
+        return tuple(category.name for category in self.categories if category.follow_up)
 
     @cached_property
     def hash(self) -> str:
         """16 hex digits over every word."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
-    def genuine(self, category: str | None) -> bool | None:
-        """Whether a category counts as genuine; None for none and for ``cannot_assess``."""
-        return category in self.accepted if category in self.assessed else None
+    def follow_up(self, category: str | None) -> bool | None:
+        """Whether a category counts as a follow-up; None for none and for ``cannot_assess``."""
+        return category in self.follow_ups if category in self.assessed else None
 
     def named(self, text: Any) -> str | None:
         """The category that a text names, in any case and with spaces or dashes; None if none."""
@@ -121,8 +121,8 @@ _EMAIL = (
 
 CATEGORIES: tuple[Category, ...] = (
     Category(
-        GENUINE,
-        genuine=True,
+        FOLLOW_UP,
+        follow_up=True,
         definition="Could be what this user writes next: it reacts to the response or takes the "
         "exchange further, and is tied to something concrete in the response. It asks "
         "about a point in it, answers a question it put, objects, reports trying it, asks for a "
@@ -148,7 +148,7 @@ CATEGORIES: tuple[Category, ...] = (
         ),
     ),
     Category(
-        "prompt_restatement",
+        "repeats_query",
         "Says the query again: all of it or a part, word for word, paraphrased or lightly changed, "
         "as though the response had not been given.",
         (
@@ -165,7 +165,7 @@ CATEGORIES: tuple[Category, ...] = (
         ),
     ),
     Category(
-        "assistant_restatement",
+        "repeats_response",
         "Repeats, paraphrases or continues the text of the response, with no move of the user's "
         "own; most of its words or figures are the response's.",
         (
@@ -182,7 +182,7 @@ CATEGORIES: tuple[Category, ...] = (
         ),
     ),
     Category(
-        "identity_leakage",
+        "speaks_as_assistant",
         "Speaks as the assistant: answers, explains, writes or corrects the solution, gives advice "
         "or offers help, in new words rather than the response's.",
         (
@@ -207,7 +207,7 @@ CATEGORIES: tuple[Category, ...] = (
         ),
     ),
     Category(
-        "meta_planning",
+        "plans",
         "Plans or comments on how to answer instead of speaking: reasoning about what the user "
         "wants, notes to oneself, thinking tags or channel markers. A stray role marker of the "
         "chat template alone doesn't make one.",
@@ -281,11 +281,11 @@ NAMES: tuple[str, ...] = tuple(category.name for category in CATEGORIES)
 ASSESSED: tuple[str, ...] = tuple(name for name in NAMES if name != CANNOT_ASSESS)
 
 _HEADINGS = {
-    "genuine_follow_up": "genuine",
-    "prompt_restatement": "repeats query",
-    "assistant_restatement": "repeats response",
-    "identity_leakage": "speaks as assistant",
-    "meta_planning": "plans",
+    "follow_up": "follow_up",
+    "repeats_query": "repeats query",
+    "repeats_response": "repeats response",
+    "speaks_as_assistant": "speaks as assistant",
+    "plans": "plans",
     CANNOT_ASSESS: "can't assess",
 }
 
@@ -297,9 +297,9 @@ def heading(category: str) -> str:
 
 # Where a turn fits two categories, the first that applies.
 ORDER = (
-    "degenerate, if it has no meaning as a whole; then meta_planning; then prompt_restatement and "
-    "assistant_restatement, whichever text it repeats; then identity_leakage; then generic; then "
-    "genuine_follow_up, if something concrete in the response explains it; else new_topic. A turn "
+    "degenerate, if it has no meaning as a whole; then plans; then repeats_query and "
+    "repeats_response, whichever text it repeats; then speaks_as_assistant; then generic; then "
+    "follow_up, if something concrete in the response explains it; else new_topic. A turn "
     "of several parts is what dominates it; one that begins with a whole, sensible sentence and "
     "then breaks off or garbles is what that sentence is"
 )
@@ -318,7 +318,7 @@ def read_rubric(path: Path) -> Rubric:
     """The rubric of a TOML file.
 
     It has ``instructions``, optionally ``version`` and ``order``, and tables ``[[categories]]``:
-    each a ``name``, a ``definition``, ``genuine = true`` if its turns count as genuine, and
+    each a ``name``, a ``definition``, ``follow_up = true`` if its turns count as follow-ups, and
     optionally ``examples``, each with ``query``, ``response``, ``turn`` and ``why``. A category
     ``cannot_assess`` is added if it has none.
 
@@ -342,14 +342,14 @@ def _built(content: dict[str, Any], where: str) -> Rubric:
         raise UserError(f"{where}: {', '.join(found[:3])}", "see docs/judging.md") from None
     if CANNOT_ASSESS not in rubric.names:
         rubric = replace(rubric, categories=(*rubric.categories, CATEGORIES[-1]))
-    names, accepted = rubric.names, rubric.accepted
+    names, follow_ups = rubric.names, rubric.follow_ups
     said = [rubric.instructions, *(category.definition for category in rubric.categories)]
     if wrong := [name for name in names if not re.fullmatch(r"[a-z][a-z0-9_]{0,59}", name)]:
         problem = f"has a category {wrong[0]!r}: use small letters, digits and underscores"
     elif len({*names}) < len(names):
         problem = "has a category twice"
-    elif not 0 < len(accepted) < len(rubric.assessed) or CANNOT_ASSESS in accepted:
-        problem = "needs categories that count as genuine and others that don't"
+    elif not 0 < len(follow_ups) < len(rubric.assessed) or CANNOT_ASSESS in follow_ups:
+        problem = "needs categories that count as follow-ups and others that don't"
     elif not all(map(str.strip, said)):
         problem = "needs instructions, and a definition of each category"
     elif {*names} & {"all", "failed", "decoy"}:

@@ -265,7 +265,7 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
         places[row.item]
         | {
             "category": row.category,
-            "genuine": rubric.genuine(row.category),
+            "follow_up": rubric.follow_up(row.category),
             "note": row.note,
             "sheet": key["sheet"],
             "inclusion_probability": chances.get(places[row.item]["stratum"]),
@@ -386,7 +386,7 @@ def import_command(args: argparse.Namespace) -> None:
     listed = ", ".join(f"{name} {labels[name]}" for name in sorted(labels))
     print(f"{labelled} of {rows} rows labelled by {one_line(args.annotator)}: {listed}")
     if decoys:
-        print(f"and {decoys} decoys; judge agreement shows how many of them are called genuine")
+        print(f"and {decoys} decoys; judge agreement shows how many of them are called follow-ups")
     if labelled < rows:
         print(
             "rows without a category are left out: the others count as a random part of a stratum"

@@ -11,8 +11,8 @@ from typing import Any
 from ia_mech.judge.rubric import BUILT_IN, Rubric
 
 # What a judge's verdict on a turn may be counted for, and in words. A turn is ``grounded`` if it is
-# genuine and at most this share of the run's decoys of other conversations have its grounding.
-OUTCOMES = {"genuine": "genuine", "grounded": "genuine and grounded"}
+# a follow-up and at most this share of the run's decoys of wrong conversations have its grounding.
+OUTCOMES = {"follow_up": "follow_up", "grounded": "follow-up and grounded"}
 GROUNDED_P = 0.05
 JUDGED = "judged"  # the status of a verdict that names a category
 # The other statuses. But for ``truncated``, they aren't cached: the same command requests again.

@@ -1,9 +1,9 @@
 
 // What a turn was shown after, from the turn's side; and what a decoy followed, from the context's.
-const SHOWN_AFTER = ["its own conversation", "another conversation (decoy)",
+const SHOWN_AFTER = ["its own conversation", "a wrong conversation (decoy)",
   "another response to its query (decoy)"];
-const DECOYS = [null, "conversation", "sibling"]; // as results name them
-const FOLLOWED = [null, "decoy: followed another conversation",
+const DECOYS = [null, "wrong_conversation", "sibling"]; // as results name them
+const FOLLOWED = [null, "decoy: followed a wrong conversation",
   "decoy: followed another response to this query"];
 const CONTEXTS = 10; // on a page
 const DRAWN = 20; // turns at a time, at random
@@ -60,7 +60,7 @@ unpacked().then((data) => {
   const valuesOf = (values, of, shown = String) =>
     [...new Set(values)].map((value) => [shown(value), (i) => of(i) === value]);
 
-  const accepted = data.categories.map((name) => data.accepted.includes(name));
+  const followUp = data.categories.map((name) => data.follow_ups.includes(name));
   const assessed = data.categories.map((name, k) => k < data.categories.length - 2); // the last: no verdict
   const byJudge = (judge) => (judges.length > 1 ? ` by ${judge}` : "");
   const ofContext = (column) => (i) => contexts[column][turns.context[i]];
@@ -68,14 +68,14 @@ unpacked().then((data) => {
   for (const judge of judges) {
     const codes = turns.labels[judge].category;
     choice(`category${byJudge(judge)}`, [
-      ["accepted", (i) => accepted[codes[i]]],
-      ["not accepted", (i) => assessed[codes[i]] && !accepted[codes[i]]],
+      ["follow-up", (i) => followUp[codes[i]]],
+      ["no follow-up", (i) => assessed[codes[i]] && !followUp[codes[i]]],
       ...valuesOf(upwards(codes), (i) => codes[i], (k) => data.headings[k]),
     ]);
   }
   if (judges.length > 1) {
     const verdicts = (i) => judges.map((judge) => turns.labels[judge].category[i]).filter((k) => assessed[k]);
-    const disagree = (i) => new Set(verdicts(i).map((k) => accepted[k])).size > 1;
+    const disagree = (i) => new Set(verdicts(i).map((k) => followUp[k])).size > 1;
     choice("judges and annotators", [
       ["disagree", disagree], ["agree", (i) => verdicts(i).length > 1 && !disagree(i)]]);
   }
@@ -89,7 +89,7 @@ unpacked().then((data) => {
   for (const judge of judges) {
     for (const outcome of ["grounded", "dependent"]) {
       const values = turns.labels[judge][outcome] || [];
-      choice(`genuine and ${outcome}${byJudge(judge)}`, valuesOf([1, 0].filter((value) => values.includes(value)),
+      choice(`follow-up and ${outcome}${byJudge(judge)}`, valuesOf([1, 0].filter((value) => values.includes(value)),
         (i) => values[i], (value) => (value ? "yes" : "no")));
     }
   }
@@ -179,9 +179,9 @@ unpacked().then((data) => {
     const why = [];
     const labels = judges.map((judge) => {
       const { category, reason, score } = turns.labels[judge];
-      const yes = accepted[category[i]];
+      const yes = followUp[category[i]];
       if (reason[i]) why.push(judges.length > 1 ? `${judge}: ${reason[i]}` : reason[i]);
-      return el("span", { class: yes ? "accepted" : "" }, (yes ? "✓ " : "") + data.headings[category[i]]
+      return el("span", { class: yes ? "follow-up" : "" }, (yes ? "✓ " : "") + data.headings[category[i]]
         + (score[i] === null ? "" : ` (certainty ${score[i].toFixed(2)})`) + byJudge(judge));
     });
     if (turns.decoy[i]) labels.push(FOLLOWED[turns.decoy[i]]);
@@ -228,7 +228,7 @@ unpacked().then((data) => {
         el("p", { class: "meta" }, about.join(" · ")),
         el("h4", {}, "query"), text(contexts.query[c], "query"),
         el("h4", {}, "response"), text(contexts.response[c], "response"),
-        ...said("the user's written follow-up", contexts.reference[c]),
+        ...said("the real follow-up", contexts.real_follow_up[c]),
         ...said("gold answer", contexts.answer[c]),
         ...said("likeliest first tokens of a turn, at T = 1", openings(c).join("\n")),
         ...said("system prompt and rendered header", contexts.before[c] && `${contexts.before[c]}…${contexts.after[c]}`)),
@@ -369,7 +369,7 @@ unpacked().then((data) => {
     const heading = (cell) => data.headings[data.categories.indexOf(cell)] || cell;
     if (row.get("quantity") === "excess") return {}; // of turns and decoys
     if (pairs.some(([head]) => head.startsWith("rise"))) return {}; // of turns of two temperatures
-    const named = row.get("category") === "–" ? "" : row.get("category"); // not what else says genuine
+    const named = row.get("category") === "–" ? "" : row.get("category"); // not what else says follow-up
     if (named && !values(category).includes(heading(named))) return {}; // of no turns
     for (const [head, cell] of pairs) {
       const at = ["T", "temperature"].includes(head) && cell ? Number(cell === "greedy" ? 0 : cell) : NaN;
@@ -394,7 +394,7 @@ unpacked().then((data) => {
     const name = `category${byJudge(judge)}`;
     if (side.dataset.judge && values(name).length) {
       side.querySelector(".control").after(el("p", { class: "small screen" }, "Read turns that the judge ",
-        link({ ...own, [name]: "accepted" }, "accepted"), " or ", link({ ...own, [name]: "not accepted" }, "didn't"), "."));
+        link({ ...own, [name]: "follow-up" }, "follow-ups"), " or ", link({ ...own, [name]: "no follow-up" }, "others"), "."));
     }
     for (const mark of side.querySelectorAll(".plot a")) {
       const place = placeOf([...new URLSearchParams(mark.getAttribute("href").slice(1))], judge);

@@ -1,4 +1,4 @@
-"""How often the user turns of runs are genuine, with intervals over sources.
+"""How often the user turns of runs are follow-ups, with intervals over sources.
 
 ``load`` pools labelled runs, ``evidence`` reads likelihoods from results, ``grounding`` gives a
 judge's scores their p values, ``compute`` has rates, differences and floors and makes one row per

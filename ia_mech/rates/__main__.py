@@ -1,4 +1,4 @@
-"""How often the user turns of runs are genuine follow-ups.
+"""How often the user turns of runs are follow-ups.
 
 Usage::
 
@@ -26,13 +26,14 @@ from ia_mech.cli import (
 )
 
 DESCRIPTION = """\
-Say how often the generated user turns of a run are genuine follow-ups, per model, dataset and
-temperature, from the verdicts of ia-mech judge, over the judge's floor: what it accepts of turns
-held against another conversation, or against another response to the same query. Runs of one model
-and dataset are pooled. Intervals are over sources (prompts). Methods: docs/statistics.md
+Say how often the generated user turns of a run are follow-ups, per model, dataset and
+temperature, from the verdicts of ia-mech judge. Beside it stands how often the judge calls the same
+turns follow-ups when it is shown them after a wrong conversation (its floor) or after a sibling,
+another response to the same query. Runs of one model and dataset are pooled. Intervals are over
+sources (prompts). Methods: docs/statistics.md
 
-A latent rise is shown if sampled turns are accepted more often than greedy ones, also beyond
-another conversation, at 5% (1 - --level) corrected for the temperatures, and the judge's gate
+A latent rise is shown if sampled turns are follow-ups more often than greedy ones, also beyond
+a wrong conversation, at 5% (1 - --level) corrected for the temperatures, and the judge's gate
 doesn't fail; from 50 queries on. A table says how much of that is fewer turns that repeat the
 conversation or speak as the assistant.
 """

@@ -44,7 +44,7 @@ def rates(
     rows: pd.DataFrame,
     by: Sequence[str] = (),
     *,
-    outcome: str = "genuine",
+    outcome: str = "follow_up",
     quantity: str = "rate",
     level: float = 0.95,
     **names: Any,
@@ -68,7 +68,7 @@ def differences(
     base: Mapping[str, Any],
     *,
     within: str | None = None,
-    outcome: str = "genuine",
+    outcome: str = "follow_up",
     quantity: str = "difference",
     level: float = 0.95,
     seed: int = 0,
@@ -100,11 +100,11 @@ def floors(
     kind: str,
     by: Sequence[str] = (),
     *,
-    outcome: str = "genuine",
+    outcome: str = "follow_up",
     level: float = 0.95,
     **names: Any,
 ) -> Iterator[TidyEstimate]:
-    """How often turns are accepted after contexts that they didn't follow, all of the decoys of a
+    """How often turns are called follow-ups after contexts that they didn't follow: all decoys of a
     kind with both verdicts (``JudgedTurns.decoys``); the other arguments are :func:`rates`'.
 
     By group there are ``decoyed_rate``, of the turns after their own contexts; ``floor``, after the
@@ -141,14 +141,14 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
     Returns:
         One row per estimate:
 
-        - ``quantity``: ``rate``, of each outcome; ``rate_complete``, of genuine turns after
-          finished responses; ``difference``, of the genuine rate from the greedy one;
+        - ``quantity``: ``rate``, of each outcome; ``rate_complete``, of follow-ups after
+          finished responses; ``difference``, of the follow-up rate from the greedy one;
           ``cannot_assess``, ``failed`` and ``unfinished``, shares of all turns; ``category_share``;
-          ``reach``, the share of contexts with a genuine turn among ``n_samples``;
-          ``variance_between_queries`` and ``variance_between_responses``, of the share of genuine
-          turns, and ``reliability``, that of the rates of a query's responses over ``n_samples``
-          turns (:mod:`ia_mech.stats.components`; where queries have several responses);
-          ``rate_prediction_powered``, corrected by the annotator's labels. Of decoys
+          ``reach``, the share of contexts with a follow-up among ``n_samples``;
+          ``variance_between_queries`` and ``variance_between_responses``, of the share of
+          follow-ups, and ``reliability``, that of the rates of a query's responses over
+          ``n_samples`` turns (:mod:`ia_mech.stats.components`; where queries have several
+          responses); ``rate_prediction_powered``, corrected by the annotator's labels. Of decoys
           ``decoyed_rate``, ``floor`` and ``excess`` (:func:`floors`), and ``rise``, ``rise_role``,
           ``rise_else`` and ``rise_beyond_siblings`` (:func:`ia_mech.rates.latent.rises`).
         - ``model``, ``weights_hash``, ``perturbation``, ``dataset`` (may be ``(all)``),
@@ -179,8 +179,8 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
                 for kind in DECOY_KINDS:
                     rows += floors(among, kind, ["temperature"], **about)
                     rows += floors(among, kind, **about)
-            about = {"level": level, **of, "gate": words["genuine"]}
-            rows += rises(among, about | {"outcome": "genuine"}, level)
+            about = {"level": level, **of, "gate": words["follow_up"]}
+            rows += rises(among, about | {"outcome": "follow_up"}, level)
             if own[DEPENDENT].notna().any():
                 rows += rates(own, ["temperature"], outcome=DEPENDENT, **about)
             # Of pooled runs some may lack a temperature: their greedy turns are no baseline for it.
@@ -196,7 +196,7 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
                 rows += rates(complete, ["temperature"], quantity="rate_complete", **about)
             for temperature, at in own.groupby("temperature"):
                 of_group = of | {"temperature": float(temperature), "level": level}
-                of_group |= {"outcome": "genuine", "gate": words["genuine"]}
+                of_group |= {"outcome": "follow_up", "gate": words["follow_up"]}
                 if temperature:
                     rows += _reach(at, of_group, level)
                     rows += _components(at, of_group, level)
@@ -209,10 +209,10 @@ def _profile(
     turns: pd.DataFrame, categories: Sequence[str], about: dict[str, Any]
 ) -> Iterator[TidyEstimate]:
     """What the turns are: shares of categories among those assessed, and of the others."""
-    assessed = turns["genuine"].notna()
+    assessed = turns["follow_up"].notna()
     for category in (CANNOT_ASSESS, FAILED, *categories):
         share = (turns["category"] == category).astype(float)
-        quantity, names = category, {"outcome": "genuine"}
+        quantity, names = category, {"outcome": "follow_up"}
         if category in categories:
             share = share.where(assessed)
             quantity, names = "category_share", names | {"category": category}
@@ -221,43 +221,43 @@ def _profile(
             yield replace(row, names=row.names | names)
 
 
-def pass_at_k(genuine: np.ndarray, samples: np.ndarray, n: int) -> np.ndarray:
-    """Chance that n samples, drawn from those there are, hold a genuine turn; ``[contexts]``, NaN
+def pass_at_k(follow_up: np.ndarray, samples: np.ndarray, n: int) -> np.ndarray:
+    """Chance that n samples, drawn from those there are, hold a follow-up; ``[contexts]``, NaN
     for one with fewer than n samples.
 
-    ``1 - C(N - g, n) / C(N, n)``: the unbiased estimate of 1 - (1 - p)^n from g genuine turns among
+    ``1 - C(N - g, n) / C(N, n)``: the unbiased estimate of 1 - (1 - p)^n from g follow-ups among
     N independent samples (Chen et al. 2021, arXiv 2107.03374, "pass@k").
     """
-    genuine, samples = np.asarray(genuine, dtype=float), np.asarray(samples, dtype=float)
-    rest = samples - genuine
+    follow_up, samples = np.asarray(follow_up, dtype=float), np.asarray(samples, dtype=float)
+    rest = samples - follow_up
     with np.errstate(invalid="ignore"):
         a, b, c, d = map(gammaln, (rest + 1, rest - n + 1, samples + 1, samples - n + 1))
         log_none = a - b - c + d
-    # n samples can't avoid a genuine one if fewer than n others are there.
+    # n samples can't avoid a follow-up if fewer than n others are there.
     chance = np.where(rest < n, 1.0, -np.expm1(log_none))
-    chance = np.where(genuine == 0, 0.0, np.clip(chance, 0, 1))
+    chance = np.where(follow_up == 0, 0.0, np.clip(chance, 0, 1))
     return np.where(samples < n, np.nan, chance)
 
 
 def _reach(turns: pd.DataFrame, names: dict[str, Any], level: float) -> Iterator[TidyEstimate]:
     """Latent reach for n = 1 … the most samples that a context has."""
-    assessed = turns[turns["genuine"].notna()]
+    assessed = turns[turns["follow_up"].notna()]
     contexts = assessed.groupby("context", observed=True).agg(
-        source=("source", "first"), genuine=("genuine", "sum"), samples=("genuine", "size")
+        source=("source", "first"), follow_up=("follow_up", "sum"), samples=("follow_up", "size")
     )
     for n in range(1, int(contexts["samples"].max() if len(contexts) else 0) + 1):
-        chance = pass_at_k(contexts["genuine"].to_numpy(), contexts["samples"].to_numpy(), n)
+        chance = pass_at_k(contexts["follow_up"].to_numpy(), contexts["samples"].to_numpy(), n)
         estimate = cluster_mean(chance, contexts["source"], proportion=True, level=level)
         there = int((contexts["samples"] >= n).sum())
         yield TidyEstimate("reach", names | {"n_samples": n}, there, estimate)
 
 
 def _components(turns: pd.DataFrame, names: dict[str, Any], level: float) -> Iterator[TidyEstimate]:
-    """How much of the genuine rate hangs on the query and how much on the response."""
-    values = turns.assign(genuine=turns["genuine"].astype(float))
+    """How much of the follow-up rate hangs on the query and how much on the response."""
+    values = turns.assign(follow_up=turns["follow_up"].astype(float))
     each = ["perturbation", "run", "source"]
     tables = [
-        own.pivot(index="context", columns="sample", values="genuine").to_numpy()
+        own.pivot(index="context", columns="sample", values="follow_up").to_numpy()
         for _, own in values.groupby(each, observed=True)
     ]
     try:
@@ -266,7 +266,7 @@ def _components(turns: pd.DataFrame, names: dict[str, Any], level: float) -> Ite
         return
     least = names | {"n_samples": RELIABILITY_TURNS}
 
-    count = int(values["genuine"].notna().sum())
+    count = int(values["follow_up"].notna().sum())
     yield TidyEstimate("variance_between_queries", names, count, found.between_queries)
     yield TidyEstimate("variance_between_responses", names, count, found.between_responses)
     yield TidyEstimate("reliability", least, count, found.reliability(RELIABILITY_TURNS))
@@ -275,13 +275,13 @@ def _components(turns: pd.DataFrame, names: dict[str, Any], level: float) -> Ite
 def _corrected_rate(
     turns: pd.DataFrame, names: dict[str, Any], level: float, annotator: str | None
 ) -> Iterator[TidyEstimate]:
-    """The genuine rate corrected by the labels of the group, if there are enough of them.
+    """The follow-up rate corrected by the labels of the group, if there are enough of them.
 
     Turns that the judge was fitted on are left out, among the labels and among all turns: its
     errors there say nothing of its errors elsewhere. A group with turns that the annotator had no
     chance to see has no such rate.
     """
-    assessed = turns[turns["genuine"].notna() & ~turns["fitted"]]
+    assessed = turns[turns["follow_up"].notna() & ~turns["fitted"]]
     own = assessed[assessed["truth"].notna()]
     if not len(own):
         return
@@ -293,7 +293,7 @@ def _corrected_rate(
         return
     else:
         estimate = prediction_powered(
-            assessed["genuine"],
+            assessed["follow_up"],
             assessed["truth"],
             assessed["source"],
             inclusion=assessed["inclusion"],

@@ -1,4 +1,4 @@
-"""Rates of genuine turns after right and after wrong responses, beside the responses' accuracy.
+"""Rates of follow-ups after right and after wrong responses, beside the responses' accuracy.
 
 Responses are checked by :mod:`ia_mech.rates.verify`. A difference says nothing about causes: easy
 prompts and finished responses may explain both.
@@ -106,7 +106,7 @@ def estimates(
     rows: list[TidyEstimate] = []
     for subject, own in known.groupby(SUBJECT):
         names: dict[str, Any] = dict(zip(SUBJECT, subject, strict=True))
-        gate = judged.by_model[names["model"], names["weights_hash"]]["genuine"].word
+        gate = judged.by_model[names["model"], names["weights_hash"]]["follow_up"].word
         of = names | {"judge": judged.judge, "responses": judged.responses, "level": level}
         for dataset, here in by_dataset(own):
             about = of | {"dataset": dataset}
@@ -119,9 +119,9 @@ def estimates(
             for kind in DECOY_KINDS:
                 rows += floors(those, kind, ["temperature", "correct"], **about)
             for temperature, of_both in at.groupby("temperature"):
-                values, right = of_both["genuine"], (of_both["correct"] == "right").astype(int)
+                values, right = of_both["follow_up"], (of_both["correct"] == "right").astype(int)
                 found = group_difference(values, right, of_both["source"], level=level, seed=seed)
-                so = about | {"temperature": float(temperature), "outcome": "genuine"}
+                so = about | {"temperature": float(temperature), "outcome": "follow_up"}
                 counted, test = int(values.notna().sum()), found.test or None
                 rows.append(TidyEstimate(DIFFERENCE, so, counted, found.difference, found.p, test))
     return frame_of(holm_corrected(rows, lambda row: row.quantity), NAMES)
@@ -134,7 +134,7 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
     return result_on(
         judged,
         "rates-by-correct",
-        [of["genuine"] for of in judged.by_model.values()],
+        [of["follow_up"] for of in judged.by_model.values()],
         {"level": level, "seed": seed},
         question=QUESTION,
         sentence=" ".join(_sentence(of, level) for _, of in rows.groupby(SUBJECT, sort=False)),
@@ -158,7 +158,7 @@ def _sentence(of: pd.DataFrame, level: float) -> str:
             text += f" (with 80% power {shown:.2f} would have been shown)"
         differences.append(text)
     told = (
-        "Rate of genuine turns after right responses less that after wrong ones: "
+        "Rate of follow-ups after right responses less that after wrong ones: "
         f"{', '.join(differences)}."
         if differences
         else "Whether being right goes with following up can't be told: no dataset has judged "
@@ -172,7 +172,7 @@ def _tables(rows: pd.DataFrame, level: float) -> list[Table]:
     intervals = f"({100 * level:g}% intervals over queries)"
     over = rows["quantity"].where(rows["decoy"] != SIBLING, rows["quantity"] + SIBLINGS)
     of_turns: Columns = {
-        "rate": ("genuine", 2),
+        "rate": ("follow_up", 2),
         "floor": ("floor", 2),
         "excess": ("excess", "+.2f"),
     }
@@ -188,7 +188,7 @@ def _tables(rows: pd.DataFrame, level: float) -> list[Table]:
             (*LINES, "correct"),
             key="key",
             rows="turns",
-            legend="floor: the same turns, held against another conversation",
+            legend="floor: the same turns, held against a wrong conversation",
         ),
         table_of(
             DIFFERENCE,

@@ -17,7 +17,7 @@ from ia_mech.run.labelled import positions
 from ia_mech.run.labels import KEY
 from ia_mech.run.sources import sources_of
 
-DEPENDENT = "dependent"  # genuine, and the own response is likelier than its siblings together
+DEPENDENT = "dependent"  # a follow-up, and the own response is likelier than its siblings together
 
 
 def dependent(frame: pd.DataFrame, runs: list[Run], run: Run) -> np.ndarray:
@@ -39,7 +39,7 @@ def dependent(frame: pd.DataFrame, runs: list[Run], run: Run) -> np.ndarray:
         table = table.assign(likelier=likelier.astype(float)).drop_duplicates(list(KEY))
         at = positions(table, frame.astype({"context_id": object}))
         favoured = np.where(at >= 0, table["likelier"].to_numpy()[at], np.nan)
-        return favoured * frame["genuine"].to_numpy()
+        return favoured * frame["follow_up"].to_numpy()
     return np.full(len(frame), np.nan)
 
 

@@ -7,12 +7,13 @@ from matplotlib.figure import Figure
 
 from ia_mech.display import COLOURS, draw_points, link_of, title_axes, with_style
 from ia_mech.estimates import all_datasets
+from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.rubric import heading
-from ia_mech.rates.gate import CONVERSATION, Gate
+from ia_mech.rates.gate import Gate
 
 LINES = {  # quantities of the left panel: label, colour
     "rate": ("rate", COLOURS[0]),
-    "floor": ("floor: after another conversation", COLOURS[1]),
+    "floor": ("floor: after a wrong conversation", COLOURS[1]),
     "excess": ("excess: rate less floor", COLOURS[2]),
 }
 
@@ -32,7 +33,7 @@ def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
             pooled datasets are drawn where there are several.
         title: of the left panel.
     """
-    whole = all_datasets(estimates[estimates["outcome"] == "genuine"])
+    whole = all_datasets(estimates[estimates["outcome"] == "follow_up"])
     whole = whole[whole["temperature"].notna()]
     figure = Figure(figsize=(9.5, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -40,7 +41,7 @@ def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
     apart = 0.015 * temperatures[-1]  # intervals beside each other, not on each other
     for number, (quantity, (label, colour)) in enumerate(LINES.items()):
         own = whole[whole["quantity"] == quantity]
-        own = own[own["decoy"].isna() | (own["decoy"] == CONVERSATION)].sort_values("temperature")
+        own = own[own["decoy"].isna() | (own["decoy"] == WRONG)].sort_values("temperature")
         if quantity == "excess":
             own = own.assign(decoy=None)  # its marks lead to the turns, as the rate's do
         if own["value"].notna().any():
@@ -55,9 +56,10 @@ def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
     for axes in (left, right):
         axes.set_xlabel("temperature")
     figure.set_label(
-        "Left: shares of turns with their intervals; what lies above the floor is more than the "
-        "judge accepts of turns that followed something else. Right: of the turns of a temperature "
-        "that the judge put into a category, the share in each; those that it could not assess or "
+        "Left: shares of turns with their intervals; what lies above the floor is more than "
+        "the judge calls follow-ups after a wrong conversation. Right: of the turns of a "
+        "temperature that the judge put into a category, the share in each; those that it could "
+        "not assess or "
         "failed on are in no bar."
     )
     return figure

@@ -9,22 +9,20 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.data.conversations import UNPERTURBED
-from ia_mech.judge.decoys import DECOY_KINDS
+from ia_mech.judge.decoys import AFTER, SIBLING, WRONG
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.stats import Estimate, dyadic_difference
 
 GATE_LEVEL = 0.95  # of the interval that decides
 PASSED, NOT_PASSED = "passed", "failed"
 UNDECIDED, NO_DECOYS = "undecided", "no decoys"
-CONVERSATION, SIBLING = DECOY_KINDS
-AFTER = {CONVERSATION: "another conversation", SIBLING: "another response to the same query"}
 
 
 @dataclass(frozen=True)
 class Gate:
     """What decoys of one kind say of a judge, over all datasets and temperatures of a model.
 
-    The margin decides. After other conversations it is the rate less twice the floor: more than
+    The margin decides. After wrong conversations it is the rate less twice the floor: more than
     half of the rate must be excess. After siblings it is the excess itself: an apt turn may fit
     another response to its query, too, so that it is a lower bound of how often turns react to
     theirs.
@@ -37,7 +35,7 @@ class Gate:
     floor: float  # of the same turns after the contexts that they didn't follow
     excess: Estimate  # rate less floor
     margin: Estimate
-    kind: str = CONVERSATION
+    kind: str = WRONG
     model: str = ""  # whose turns they are
     siblings: "Gate | None" = None  # the gate after siblings, where this one isn't it
 
@@ -66,12 +64,12 @@ class Gate:
 
     @property
     def sentence(self) -> str:
-        """What the words rest on: of other conversations, and of siblings where there are any."""
+        """What the words rest on: of wrong conversations, and of siblings where there are any."""
         whose = f", on turns of {self.model}," if self.model else ""
         if not self.decoys:
             text = (
                 f"The floor of judge {self.judge}{whose} is unknown: the run has no decoys "
-                "of other conversations (they need two queries of a dataset)"
+                "of wrong conversations (they need two queries of a dataset)"
             )
         else:
             text = f"Over all temperatures together, judge {self.judge}{whose} calls {self.numbers}"
@@ -83,7 +81,7 @@ class Gate:
     def numbers(self) -> str:
         """Rate, floor and excess in words, with the verdict."""
         decided = f"{self.verdict}, {self.decoys} decoys"
-        if self.kind == CONVERSATION:
+        if self.kind == WRONG:
             twice = f"rate less twice the floor {self.margin.text(sign=True)}"
             decided = f"gate {decided}: {twice}"
         return (
@@ -100,7 +98,7 @@ def gate_of(decoys: pd.DataFrame, judge: str, outcome: str, model: str = "") -> 
     plain = decoys[decoys["perturbation"] == UNPERTURBED]
     decoys = (decoys if plain.empty else plain).dropna(subset=[outcome, f"own_{outcome}"])
     siblings = _gate(decoys, judge, outcome, model, SIBLING)
-    return _gate(decoys, judge, outcome, model, CONVERSATION, siblings)
+    return _gate(decoys, judge, outcome, model, WRONG, siblings)
 
 
 def _gate(
@@ -112,7 +110,7 @@ def _gate(
     excess, twice = (
         dyadic_difference(own, other, *sources, times=times, level=GATE_LEVEL) for times in (1, 2)
     )
-    margin = twice if kind == CONVERSATION else excess
+    margin = twice if kind == WRONG else excess
     rate, floor = (float(of.mean()) if len(pairs) else np.nan for of in (own, other))
     numbers = rate, floor, excess, margin
     return Gate(judge, outcome, len(pairs), *numbers, kind, model, *siblings)

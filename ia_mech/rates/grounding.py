@@ -1,9 +1,9 @@
 """The p value of a turn's words having nothing to do with what the turn was held against.
 
 A score of a turn (``judge.verdict.Verdict.grounding``) means something beside those of turns held
-against another conversation only: a long turn shares a rarer word with any conversation than a
+against a wrong conversation only: a long turn shares a rarer word with any conversation than a
 short one (what 2% of turns of 15 words reach, 8% of those of 60 do), and conversations of one kind
-share more than others. So the null are the run's own decoys of other conversations, the nearest by
+share more than others. So the null are the run's own decoys of wrong conversations, the nearest by
 length. The p value is conformal (Vovk, Gammerman & Shafer 2005): the share of these decoys that
 score as high, the turn counted among them.
 """
@@ -28,7 +28,7 @@ def p_values(
         words: ``[n]`` the turns' lengths.
         sources: ``[n]`` the source of the turn.
         shown: ``[n]`` that of the context that it was held against.
-        null: ``[n]`` which rows are decoys of other conversations.
+        null: ``[n]`` which rows are decoys of wrong conversations.
 
     Returns:
         ``[n]``; NaN where there is no score, or where decoys of other sources are so few that no

@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.estimates import TidyEstimate, estimate_of, p_value, smallest_effect
-from ia_mech.rates.gate import NOT_PASSED, SIBLING
+from ia_mech.judge.decoys import DECOY_KINDS, SIBLING
+from ia_mech.rates.gate import NOT_PASSED
 from ia_mech.stats import Estimate, decomposed_difference
 
 RISE, ROLE, REST, BEYOND = "rise", "rise_role", "rise_else", "rise_beyond_siblings"
@@ -18,20 +19,23 @@ LEAST = 50  # queries: with fewer, a rise can hardly be told from none
 def rises(
     decoys: pd.DataFrame, names: dict[str, Any], level: float = 0.95
 ) -> Iterator[TidyEstimate]:
-    """How much more often the turns of each temperature are accepted than greedy ones.
+    """How much more often the turns of each temperature are follow-ups than greedy ones.
 
-    - ``rise``: beyond another conversation, the acceptance of the same turns there taken off; with
+    - ``rise``: beyond a wrong conversation, the rate of the same turns there taken off; with
       its two parts: fewer turns are out of role (``rise_role``), and all else (``rise_else``).
     - ``rise_beyond_siblings``: beyond other responses to the same query.
 
     All but ``rise_role`` have a p. ``decoys`` are ``JudgedTurns.decoys``. There is nothing without
     greedy turns, and no parts where the rubric doesn't say what is out of role.
     """
-    beyond = decoys["own_genuine"].astype(float) - decoys["genuine"].astype(float)
+    beyond = decoys["own_follow_up"].astype(float) - decoys["follow_up"].astype(float)
     decoys = decoys.assign(beyond=beyond)[beyond.notna()]
     for temperature in sorted(decoys.loc[decoys["temperature"] > 0, "temperature"].unique()):
         here = decoys[decoys["temperature"].isin([0.0, temperature])]
-        for kind, own in here.groupby("decoy", observed=True):
+        for kind in DECOY_KINDS:
+            own = here[here["decoy"] == kind]
+            if own.empty:
+                continue
             roles = own["out_of_role"]
             columns = own["beyond"], roles.fillna(0), own["temperature"] > 0, own["source"]
             found = decomposed_difference(*columns, level=level)
@@ -85,14 +89,16 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     word = "is" if rises and gate != NOT_PASSED else "is not"
     several = f" (of {len(tried)} temperatures)" if len(tried) > 1 else ""
     said = [
-        f"A latent rise of accepted turns {word} shown at T = {best:g}{several} (the judge's gate: "
-        f"{gate}): beyond what the judge accepts after another conversation, they rise from greedy "
+        f"A latent rise of follow-ups {word} shown at T = {best:g}{several} (the judge's gate: "
+        f"{gate}): beyond the judge's floor after a wrong conversation, they rise from greedy "
         f"ones by {told(RISE)[1]}."
     ]
     if rises and gate == NOT_PASSED:
-        said.append("They rise, but most of what this judge accepts fits other conversations, too.")
+        said.append(
+            "They rise, but most of what this judge calls follow-ups fits wrong conversations, too."
+        )
     if not rises and found[RISE]["p_holm"] < 1 - level and found[RISE]["value"] > 0:
-        said.append("But turns aren't accepted more often there than greedy ones.")
+        said.append("But sampled turns aren't follow-ups more often than greedy ones.")
     if REST in found:
         more, rest = told(REST)
         fewer = estimate_of(found[ROLE]).text(sign=True)

@@ -17,10 +17,11 @@ import pandas as pd
 
 from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
+from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.rubric import CANNOT_ASSESS, OUT_OF_ROLE, Rubric, rubric_of
 from ia_mech.judge.verdict import GROUNDED_P, OUTCOMES, identity_hash
 from ia_mech.rates.evidence import DEPENDENT, dependent
-from ia_mech.rates.gate import CONVERSATION, Gate, gate_of
+from ia_mech.rates.gate import Gate, gate_of
 from ia_mech.rates.grounding import p_values
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
@@ -51,10 +52,11 @@ class JudgedTurns:
     - of the run ``run`` (its folder), ``model``, ``weights_hash`` and ``context`` (a key that holds
       across runs);
     - of the judge ``fitted`` (it was fitted on the turn) and two more outcomes, 1, 0, or NaN where
-      not assessed: ``grounded``, genuine with a word of the conversation that turns held against
-      others seldom share (:mod:`ia_mech.rates.grounding`), and ``dependent``, genuine with a
-      likelihood that favours the own response over all its siblings together. They are NaN where
-      the judge doesn't test it, or no bits were computed (``experiments.reaction``);
+      not assessed: ``grounded``, a follow-up with a word of the conversation that turns held
+      against others seldom share (:mod:`ia_mech.rates.grounding`), and ``dependent``, a
+      follow-up with a likelihood that favours the own response over all its siblings together.
+      They are NaN where the judge doesn't test it, or no bits were computed
+      (``experiments.reaction``);
     - ``out_of_role``, 1 if it repeats the conversation or speaks as the assistant
       (:data:`ia_mech.judge.rubric.OUT_OF_ROLE`), else 0; NaN where not assessed, or where the
       rubric has no such category;
@@ -63,7 +65,7 @@ class JudgedTurns:
 
     ``decoys`` are a row per decoy (:mod:`ia_mech.judge.decoys`): of its turn what ``turns`` have
     under the same names; ``decoy``, its kind; ``shown_source``, that of the context shown; and of
-    ``genuine`` and ``grounded`` the verdict on the decoy and, as ``own_genuine`` and
+    ``follow_up`` and ``grounded`` the verdict on the decoy and, as ``own_follow_up`` and
     ``own_grounded``, on the same turn after what it followed.
     """
 
@@ -84,8 +86,8 @@ class JudgedTurns:
 
     @property
     def outcomes(self) -> list[str]:
-        """The outcomes that this judge's verdicts have, ``genuine`` first."""
-        return [name for name in OUTCOMES if name == "genuine" or self.turns[name].notna().any()]
+        """The outcomes that this judge's verdicts have, ``follow_up`` first."""
+        return [name for name in OUTCOMES if name == "follow_up" or self.turns[name].notna().any()]
 
     @cached_property
     def by_model(self) -> dict[tuple[str, str], dict[str, Gate]]:
@@ -114,8 +116,8 @@ class JudgedTurns:
 
     @property
     def gate(self) -> Gate:
-        """That of ``genuine``."""
-        return self.gates["genuine"]
+        """That of ``follow_up``."""
+        return self.gates["follow_up"]
 
 
 def matching(rows: pd.DataFrame, values: Mapping[str, Any]) -> np.ndarray:
@@ -182,7 +184,7 @@ def read_runs(
         turns.append(_without_repeated(own, run, earlier))
         decoys.append(own_decoys)
     pooled = _pooled(turns)
-    if pooled["genuine"].isna().all():
+    if pooled["follow_up"].isna().all():
         raise UserError(
             f"{judge!r} assessed none of the {len(pooled)} user turns",
             "see why in the column status of its verdicts, and judge again",
@@ -194,7 +196,7 @@ def read_runs(
     some = _pooled([frame for frame in decoys if len(frame)] or decoys[:1])
     judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, by=by, decoys=some)
     judged = restrict_responses(judged, responses)
-    lost = judged.decoys[["genuine", "own_genuine"]].isna().any(axis=1)
+    lost = judged.decoys[["follow_up", "own_follow_up"]].isna().any(axis=1)
     if not lost.any():
         return judged
     note = (
@@ -298,7 +300,7 @@ def _turns_and_decoys(
     turns["unlabelled"] = _unlabelled(run, turns, annotator, judge)
     named = set(OUT_OF_ROLE) & set(rubric_of(run.labels.record("judgements", judge)).names)
     outside = turns["category"].isin(named).astype(float)
-    turns["out_of_role"] = outside.where(turns["genuine"].notna() & bool(named))
+    turns["out_of_role"] = outside.where(turns["follow_up"].notna() & bool(named))
     if by is not None:
         turns["dataset"] = _groups(run, turns["context_id"], by)
     if there is None:
@@ -310,16 +312,16 @@ def _turns_and_decoys(
         np.concatenate([words, words[row]]),
         np.concatenate([turns["source"].astype(object), decoys["source"]]),
         np.concatenate([turns["source"].astype(object), decoys["shown_source"]]),
-        np.concatenate([np.zeros(len(turns), dtype=bool), decoys["decoy"] == CONVERSATION]),
+        np.concatenate([np.zeros(len(turns), dtype=bool), decoys["decoy"] == WRONG]),
     )
-    genuine = np.concatenate([turns["genuine"], decoys["genuine"]])
-    grounded = np.where(genuine == 1, np.where(np.isnan(p), np.nan, p <= GROUNDED_P), genuine)
+    follow_up = np.concatenate([turns["follow_up"], decoys["follow_up"]])
+    grounded = np.where(follow_up == 1, np.where(np.isnan(p), np.nan, p <= GROUNDED_P), follow_up)
     if np.isnan(p).all():  # the judge doesn't test it
         grounded[:] = np.nan
     turns["grounded"] = grounded[: len(turns)]
     frame = turns[_OF_TURN].iloc[row].reset_index(drop=True)
     frame = frame.assign(decoy=decoys["decoy"].astype(object), shown_source=decoys["shown_source"])
-    frame["genuine"], frame["grounded"] = decoys["genuine"], grounded[len(turns) :]
+    frame["follow_up"], frame["grounded"] = decoys["follow_up"], grounded[len(turns) :]
     for name in OUTCOMES:
         frame[f"own_{name}"] = turns[name].to_numpy()[row]
     return turns, frame

@@ -9,18 +9,18 @@ import pandas as pd
 
 from ia_mech.cli import one_line
 from ia_mech.estimates import ALL, FEW_SOURCES, all_datasets, estimate_of, few_sources
-from ia_mech.judge.decoys import DECOY_KINDS
+from ia_mech.judge.decoys import AFTER, DECOY_KINDS, WRONG
 from ia_mech.judge.rubric import heading
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.rates import figures, latent
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, RELIABILITY_TURNS, estimates
 from ia_mech.rates.evidence import DEPENDENT
-from ia_mech.rates.gate import AFTER, CONVERSATION, Gate
+from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns, matching
 from ia_mech.results import Result, Table, about_runs, table_of
 from ia_mech.run.labels import KEY
 
-QUESTION = "How often are the user turns genuine follow-ups?"
+QUESTION = "How often are the user turns follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
 LINES = ("model", "perturbation", "dataset", "temperature")
 
@@ -32,7 +32,7 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
     whole = pd.concat([all_datasets(of) for _, of in rows.groupby(SUBJECT, sort=False)])
     gates = [gate for of in judged.by_model.values() for gate in of.values()]
     names = {str(run.path): run.name for run in judged.runs}
-    turns = judged.turns[["run", *KEY, "genuine", "grounded", DEPENDENT]]
+    turns = judged.turns[["run", *KEY, "follow_up", "grounded", DEPENDENT]]
     turns = turns.astype({"run": object, "context_id": object}).replace({"run": names})
     return result_on(
         judged,
@@ -65,7 +65,7 @@ def result_on(
     shown += "" if judged.by is None else f"-by-{quote(judged.by, safe='')}"
     labellers = judged.judge, settings.get("annotator")
     known = judged.record.get("caveat", "").rstrip(".")
-    control = [gate.sentence for gate in gates if gate.outcome == "genuine"]
+    control = [gate.sentence for gate in gates if gate.outcome == "follow_up"]
     control += [known[0].upper() + known[1:]] if known else []
     return Result(
         name=f"rates-{judged.judge}{kind.removeprefix('rates')}{shown}",
@@ -85,10 +85,10 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, level: float) -> str:
     """What was found of one model and perturbation; ``of`` are its pooled rows."""
     first = of.iloc[0]
     turns = judged.turns[matching(judged.turns, {name: first[name] for name in SUBJECT})]
-    gate = judged.by_model[first["model"], first["weights_hash"]]["genuine"]
-    plain = of[(of["quantity"] == "rate") & (of["outcome"] == "genuine")]
+    gate = judged.by_model[first["model"], first["weights_hash"]]["follow_up"]
+    plain = of[(of["quantity"] == "rate") & (of["outcome"] == "follow_up")]
     perturbed = "" if first["perturbation"] == "none" else f" ({one_line(first['perturbation'])})"
-    whose = f"of {one_line(first['model'])}'s {{}} user turns{perturbed} are genuine follow-ups"
+    whose = f"of {one_line(first['model'])}'s {{}} user turns{perturbed} are follow-ups"
     shares = [(estimate_of(row).text(), _at(row.temperature)) for row in plain.itertuples()]
     rates = [
         f"{shares[0][0]} {whose.format(shares[0][1])}",
@@ -161,22 +161,22 @@ def _tables(
 def _rate_table(title: str, rows: pd.DataFrame, *, full: bool = False) -> Table:
     """A line per temperature: rates of every outcome, the floor, and how far from greedy."""
     heads: Columns = {
-        "genuine": ("genuine", 2),
-        "floor": ("after another conversation", 2),
+        "follow_up": ("follow_up", 2),
+        "floor": ("after a wrong conversation", 2),
         "excess": ("excess", "+.2f"),
         "rate_complete": ("after complete responses", 2),
         "grounded": ("and grounded", 2),
         DEPENDENT: ("and dependent", 2),
         "difference": ("Δ from greedy, Holm's p", "+.2f"),
     }
-    floor = rows["quantity"].isin(["floor", "excess"]) & (rows["outcome"] == "genuine")
-    floor &= (rows["decoy"] == CONVERSATION) & rows["temperature"].notna()
+    floor = rows["quantity"].isin(["floor", "excess"]) & (rows["outcome"] == "follow_up")
+    floor &= (rows["decoy"] == WRONG) & rows["temperature"].notna()
     own = rows[rows["decoy"].isna() | floor].sort_values(list(LINES), kind="stable")
     of_outcome = own["quantity"] == "rate"
     own = own.assign(key=own["outcome"].where(of_outcome, own["quantity"]))
     if full:
         heads["unfinished"] = ("unfinished", 2)
-    legend = "after another conversation: how often the same turns are accepted there, the floor"
+    legend = "after a wrong conversation: how often they are follow-ups there, the floor"
     if "grounded" in set(own["key"]):
         legend += "; grounded: with a word of the conversation that turns of others seldom share"
     return table_of(title, own, heads, LINES, key="key", rows="turns", legend=legend, full=full)
@@ -196,7 +196,7 @@ def _gate_table(gates: list[Gate]) -> Table:
         "against decoys: turns held against what they did not follow",
         ["turns", "held against", "decoys", "rate", "floor", "excess", "gate"],
         rows,
-        "gate: rate less twice the floor lies above 0 (another conversation), or the excess does "
+        "gate: rate less twice the floor lies above 0 (a wrong conversation), or the excess does "
         "(a sibling); with few queries a floor that is seen as 0 may be larger, and is undecided",
     )
 
@@ -210,7 +210,7 @@ def _rise_table(whole: pd.DataFrame) -> Table:
         latent.BEYOND: ("rise beyond siblings, p", "+.2f"),
     }
     legend = (
-        "rise: of the genuine rate less that of the same turns after another conversation, from "
+        "rise: of the follow-up rate less that of the same turns after a wrong conversation, from "
         "greedy turns on. Out of role: the judge says that a turn repeats query or response, "
         "or speaks as the assistant. docs/statistics.md#latent"
     )
@@ -229,12 +229,12 @@ def _variance_table(of_turns: pd.DataFrame) -> Table:
         "reliability": (f"reliability at {RELIABILITY_TURNS} turns", 2),
     }
     legend = (
-        "variances of the share of genuine turns; reliability: the share of the variance of rates "
+        "variances of the share of follow-ups; reliability: the share of the variance of rates "
         f"over {RELIABILITY_TURNS} turns that responses to one query make, which bounds what can "
         "be predicted of it"
     )
     pooled = all_datasets(of_turns) if len(of_turns) else of_turns
-    title = "what the genuine rate hangs on"
+    title = "what the follow-up rate hangs on"
     return table_of(title, pooled, heads, LINES, rows="turns", legend=legend)
 
 
@@ -270,7 +270,7 @@ def _reach_table(of_turns: pd.DataFrame) -> Table:
     reach = reach[reach["n_samples"].isin({1, 2, 4, 8, 16, 32, most}) & (most > 1)]
     reach = reach.assign(key="n = " + reach["n_samples"].astype(str))
     heads: Columns = {name: (name, 2) for name in reach["key"].unique()}
-    title = "contexts with a genuine turn among n samples"
+    title = "contexts with a follow-up among n samples"
     legend = "unbiased over subsets of the samples (pass@k), of contexts with n of them"
     options: dict[str, Any] = {"rows": "contexts", "key": "key", "legend": legend, "full": True}
     return table_of(title, reach, heads, LINES, **options)
@@ -279,7 +279,7 @@ def _reach_table(of_turns: pd.DataFrame) -> Table:
 def _corrected_table(of_turns: pd.DataFrame) -> Table:
     """Beside the judge's rates, where there are corrected ones."""
     powered = of_turns[of_turns["quantity"] == "rate_prediction_powered"]
-    rates = of_turns[(of_turns["quantity"] == "rate") & (of_turns["outcome"] == "genuine")]
+    rates = of_turns[(of_turns["quantity"] == "rate") & (of_turns["outcome"] == "follow_up")]
     both = pd.concat([powered, rates if len(powered) else rates[:0]])
     both = both.sort_values(list(LINES), kind="stable")
     heads: Columns = {"rate": ("by the judge", 2), "rate_prediction_powered": ("corrected", 2)}
@@ -290,7 +290,7 @@ def _figures(whole: pd.DataFrame, judged: JudgedTurns) -> dict:
     drawings = {}
     for number, (subject, of) in enumerate(whole.groupby(SUBJECT, sort=False), start=1):
         model, weights, perturbation = subject
-        gate = judged.by_model[model, weights]["genuine"]
+        gate = judged.by_model[model, weights]["follow_up"]
         more = "" if perturbation == "none" else f", {perturbation}"
         title = f"{one_line(model, 40)}{more}\njudge {gate.judge}, gate over all T: {gate.word}"
         drawings["rates" if number == 1 else f"rates-{number}"] = figures.draw_rates(of, title)
@@ -319,8 +319,9 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
         )
     if rows["outcome"].eq(DEPENDENT).any():
         notes.append(
-            "dependent: genuine, and likelier after its own response than after all siblings of it "
-            "together (results of experiments.reaction). Of turns that depend on no response, at "
+            "dependent: a follow-up, and likelier after its own response than after all "
+            "its siblings together (results of experiments.reaction). Of turns that depend on no "
+            "response, at "
             "most 1 in K would pass, K the number of responses to a query."
         )
     notes += few_sources(rows)

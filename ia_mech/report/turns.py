@@ -11,7 +11,7 @@ import pandas as pd
 
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import DECOY_KINDS
-from ia_mech.judge.rubric import GENUINE, NAMES, heading, rubric_of
+from ia_mech.judge.rubric import FOLLOW_UP, NAMES, heading, rubric_of
 from ia_mech.models.load import load_tokenizer_and_config, recall
 from ia_mech.page import packed
 from ia_mech.rates.evidence import DEPENDENT, table_of_run
@@ -24,7 +24,7 @@ from ia_mech.untrusted import visible
 OTHERS = [FAILED, "not judged"]  # what a turn is that no category was named for
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
 VERDICT = ["rationale", "error", "scores", "mode"]  # what a judge says beside the category
-WORDS = ["query", "response", "reference", "answer", "before", "after"]  # of a context
+WORDS = ["query", "response", "real_follow_up", "answer", "before", "after"]  # of a context
 OUTCOMES = ("grounded", DEPENDENT)  # columns of turns.parquet of rates
 ABOUT = ["context_id", "dataset", "response_unfinished", "response_index"]
 DECOY = ("row", "shown", "decoy")  # names a decoy of a run
@@ -76,8 +76,8 @@ def browser(
     )
     shown = shown.sort_values("order", kind="stable")  # runs meet after each query
     records = [run.labels.record("judgements", j) for run in runs for j in run.labels.judges]
-    accepted = {name for record in records for name in rubric_of(record).accepted} | {GENUINE}
-    data = packed(columns_of(shown, turns, names, sorted(accepted)))
+    follow_ups = {name for record in records for name in rubric_of(record).follow_ups} | {FOLLOW_UP}
+    data = packed(columns_of(shown, turns, names, sorted(follow_ups)))
     note = f"{count:,} turns after {len(contexts):,} contexts."
     if share < 1:
         note = (
@@ -103,7 +103,7 @@ def _frames(
     logits = _header_logits(run) if piece else None
     begin = 0
     for contexts, turns in run.windows(
-        [*ABOUT, "order", "messages", "text", "reference", "answer"],
+        [*ABOUT, "order", "messages", "text", "real_follow_up", "answer"],
         [*KEY, "text", "logprob_raw", "logprobs_raw", "token_ids"],
     ):
         contexts = contexts.set_axis(range(begin, begin + len(contexts)))
@@ -279,7 +279,7 @@ def columns_of(
     contexts: pd.DataFrame,
     turns: pd.DataFrame,
     names: Sequence[str],
-    accepted: Sequence[str] = (GENUINE,),
+    follow_ups: Sequence[str] = (FOLLOW_UP,),
 ) -> dict[str, Any]:
     """What the page's script reads: a list or iterator per column. Texts are made visible."""
     places = pd.MultiIndex.from_frame(contexts[["run", "context_id"]])
@@ -322,7 +322,7 @@ def columns_of(
         "datasets": [visible(name) for name in datasets],
         "categories": categories,
         "headings": [visible(heading(name)) for name in categories],
-        "accepted": list(accepted),
+        "follow_ups": list(follow_ups),
         "contexts": {
             "id": _texts(contexts["context_id"]),
             "run": contexts["run"].tolist(),

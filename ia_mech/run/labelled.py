@@ -39,13 +39,13 @@ def labelled_turns(
         unfinished=unfinished,
     )
     if judge is not None:
-        wanted = [*dict.fromkeys([*KEY, "category", "genuine", *columns])]
+        wanted = [*dict.fromkeys([*KEY, "category", "follow_up", *columns])]
         found = _over(turns, _named(labels.judgements(judge, wanted)))
         frame = frame.assign(**{name: found[name] for name in wanted if name not in KEY})
     if annotator is not None:
         found = _over(turns, _named(labels.annotations(annotator)))
         frame = frame.assign(
-            truth=found["genuine"],
+            truth=found["follow_up"],
             truth_category=found["category"].astype(object),
             inclusion=found["inclusion_probability"].astype(float),
             **{name: found[name].astype(object) for name in ("stratum", "sheet", "note")},
@@ -58,7 +58,7 @@ def labelled_decoys(
 ) -> pd.DataFrame:
     """See :meth:`ia_mech.run.Run.decoys`."""
     kind = "annotations" if name in labels.annotators else "judgements"
-    wanted = [*dict.fromkeys([*KEY, "decoy", "shown", "category", "genuine", *columns])]
+    wanted = [*dict.fromkeys([*KEY, "decoy", "shown", "category", "follow_up", *columns])]
     found = _named(labels.decoys(name, kind, wanted))
     first = turns.drop_duplicates("context_id")
     source_of = pd.Series(sources_of(first).to_numpy(), first["context_id"].astype(object))
@@ -70,9 +70,9 @@ def labelled_decoys(
 
 
 def _named(labels: pd.DataFrame) -> pd.DataFrame:
-    """Labels with a category each, failures included, and ``genuine`` as a number."""
+    """Labels with a category each, failures included, and ``follow_up`` as a number."""
     category = labels["category"].astype(object).fillna(FAILED).astype("category")
-    return labels.assign(category=category, genuine=labels["genuine"].astype(float))
+    return labels.assign(category=category, follow_up=labels["follow_up"].astype(float))
 
 
 def _over(turns: pd.DataFrame, labels: pd.DataFrame) -> pd.DataFrame:

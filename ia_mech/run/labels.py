@@ -39,7 +39,7 @@ JUDGEMENTS = pa.schema(
         ("temperature", pa.float64()),
         ("sample", pa.int32()),
         ("category", pa.string()),
-        ("genuine", pa.bool_()),
+        ("follow_up", pa.bool_()),
         ("status", pa.string()),
         ("rationale", pa.string()),
         ("scores", pa.string()),
@@ -66,7 +66,7 @@ ANNOTATIONS = pa.schema(
         ("temperature", pa.float64()),
         ("sample", pa.int32()),
         ("category", pa.string()),
-        ("genuine", pa.bool_()),
+        ("follow_up", pa.bool_()),
         ("note", pa.string()),
         ("sheet", pa.string()),
         ("stratum", pa.string()),
@@ -137,7 +137,7 @@ class Labels:
         Args:
             judge: whose.
             columns: of :data:`JUDGEMENTS`, those of :data:`CATEGORICAL` among them categorical; all
-                if not given. ``genuine`` is nullable.
+                if not given. ``follow_up`` is nullable.
 
         Raises:
             UserError: no such judge has judged this run, or its file can't be read.
@@ -274,7 +274,7 @@ class Labels:
             frame = table.to_pandas()[wanted]
         except (pa.ArrowException, OSError, LookupError) as error:
             raise self._unreadable(kind, name, error) from None
-        return frame.astype({"genuine": "boolean"} if "genuine" in frame else {})
+        return frame.astype({"follow_up": "boolean"} if "follow_up" in frame else {})
 
     def _unreadable(self, kind: str, name: str, problem: Exception) -> UserError:
         return UserError(

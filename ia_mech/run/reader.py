@@ -111,7 +111,7 @@ class Run:
 
     @property
     def score_temperatures(self) -> list[float]:
-        """The temperatures of ``reference_logprob_tempered``, ascending."""
+        """The temperatures of ``real_follow_up_logprob_tempered``, ascending."""
         return list(self.record["identity"].get("score_temperatures", []))
 
     @property
@@ -268,9 +268,9 @@ class Run:
         """One row per user turn, in the order of :attr:`turns`, with its labels.
 
         Args:
-            judge: whose verdicts: ``category`` (``failed`` where it gave none) and ``genuine``; the
-                run's only judge if nobody is named.
-            annotator: whose labels: ``truth_category`` and ``truth`` (whether it is genuine),
+            judge: whose verdicts: ``category`` (``failed`` where it gave none) and ``follow_up``;
+                the run's only judge if nobody is named.
+            annotator: whose labels: ``truth_category`` and ``truth`` (whether it is a follow-up),
                 ``inclusion`` (the probability of being chosen for annotation), ``stratum``,
                 ``sheet`` and ``note``; missing where it labelled nothing.
             columns: further columns of the judge's file (:data:`ia_mech.run.labels.JUDGEMENTS`).
@@ -278,7 +278,7 @@ class Run:
         Returns:
             The columns of :attr:`turns`; ``source``, a key that holds across runs;
             ``perturbation``, ``none`` where there is none; ``unfinished``; and the labels.
-            ``genuine`` and ``truth`` are 1, 0, or NaN where it wasn't assessed.
+            ``follow_up`` and ``truth`` are 1, 0, or NaN where it wasn't assessed.
 
         Raises:
             UserError: no such labels, or ones that can't be read or are of other turns; nobody is
@@ -306,7 +306,7 @@ class Run:
         Returns:
             What names the turn; ``row``, its position in :attr:`turns`; ``decoy``, the kind;
             ``shown``, the context's id; ``source`` and ``shown_source``, of the turn and of that
-            context; ``category`` and ``genuine``.
+            context; ``category`` and ``follow_up``.
 
         Raises:
             UserError: as :meth:`labelled`.

@@ -72,18 +72,18 @@ def contexts(run: Run, folder: Path) -> pd.DataFrame:
 
 def turns(run: Run) -> pd.DataFrame:
     """Every turn with its category, and how often the judge accepted it: after its own context
-    (``accepted``), after each of its siblings, and after another conversation."""
+    (``follow_up``), after each of its siblings, and after a wrong conversation."""
     verdicts = pd.read_parquet(run.path / "judgements/rules.parquet")
-    verdicts["genuine"] = verdicts["genuine"].map({True: 1.0, False: 0.0}).astype("float32")
+    verdicts["follow_up"] = verdicts["follow_up"].map({True: 1.0, False: 0.0}).astype("float32")
     own = verdicts[verdicts["decoy"].isna()].set_index(TURN)
-    siblings = verdicts[verdicts["decoy"] == "sibling"].groupby(TURN)["genuine"]
-    other = verdicts[verdicts["decoy"] == "conversation"].set_index(TURN)["genuine"]
+    siblings = verdicts[verdicts["decoy"] == "sibling"].groupby(TURN)["follow_up"]
+    other = verdicts[verdicts["decoy"] == "wrong_conversation"].set_index(TURN)["follow_up"]
     table = run.generations[[*TURN, "text"]].copy()
     key = pd.MultiIndex.from_frame(table[TURN])
     table["category"] = own["category"].reindex(key).to_numpy()
-    table["accepted"] = own["genuine"].reindex(key).to_numpy()
-    table["accepted_after_siblings"] = siblings.mean().reindex(key).to_numpy()
-    table["accepted_after_another"] = other.reindex(key).to_numpy()
+    table["accepted"] = own["follow_up"].reindex(key).to_numpy()
+    table["follow_up_after_siblings"] = siblings.mean().reindex(key).to_numpy()
+    table["follow_up_after_wrong"] = other.reindex(key).to_numpy()
     return table.rename(columns={"context_id": "context"})
 
 

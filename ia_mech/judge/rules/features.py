@@ -16,7 +16,7 @@ import numpy as np
 import snowballstemmer
 from rapidfuzz import fuzz
 
-from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
+from ia_mech.judge.rubric import CANNOT_ASSESS, FOLLOW_UP
 from ia_mech.judge.verdict import Item
 
 _WORD = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+(?:['’][^\W\d_]+)*")
@@ -223,20 +223,20 @@ def clear_case(item: Item) -> tuple[str, str] | None:
         return "degenerate", loop
     marker = _MARKERS.search(turn)
     if marker:
-        return "meta_planning", f"the marker {marker[0]!r}"
+        return "plans", f"the marker {marker[0]!r}"
     planning = _PLANNING.search(turn)
     known = f"{item.query}\n{item.response}".lower()
     if planning and planning[0].lower() not in known:
-        return "meta_planning", f"speaks about the answer: {planning[0]!r}"
+        return "plans", f"speaks about the answer: {planning[0]!r}"
     if copy:
         return copy
     voice = _AS_ASSISTANT.search(turn.strip().replace("’", "'"))
     own = voice and (voice[0].lower() in item.query.lower() or _OWN_QUESTION.search(turn))
     if voice and not own:
-        return "identity_leakage", f"speaks as an assistant: {voice[0]!r}"
+        return "speaks_as_assistant", f"speaks as an assistant: {voice[0]!r}"
     answer = _answer(tokens, item)
     if answer:
-        return GENUINE, answer
+        return FOLLOW_UP, answer
     nothing_else = all(w in _WITH_THANKS or w in FUNCTION_WORDS for w in tokens)
     if nothing_else and _THANKS & set(tokens[:2]) and len(tokens) <= 14:
         return "generic", "nothing but words of thanks, closing or assent"
@@ -286,8 +286,8 @@ def _copy(tokens: list[str], item: Item) -> tuple[str, str] | None:
     if len(tokens) < _COPY_WORDS:
         return None
     for category, name, other in (
-        ("prompt_restatement", "query", item.query),
-        ("assistant_restatement", "response", item.response),
+        ("repeats_query", "query", item.query),
+        ("repeats_response", "response", item.response),
     ):
         _, run = longest_run(tokens, words(other))
         if run >= _COPY_WORDS and run == len(tokens):

@@ -10,7 +10,12 @@ from conftest import Silent
 from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect
 from ia_mech.engine.score import Scored
-from ia_mech.likelihood.reference import LN2, SCORED, reference_columns, scored_temperatures
+from ia_mech.likelihood.real_follow_up import (
+    LN2,
+    SCORED,
+    real_follow_up_columns,
+    scored_temperatures,
+)
 from ia_mech.run import layout
 from ia_mech.settings import Settings
 
@@ -29,32 +34,34 @@ def of_logprobs(logprobs, *, ranks=None, greedy=None) -> Scored:
 
 
 def columns(of: Scored, tokens: int, text: str = "Why so?", closed: bool = True) -> dict:
-    return reference_columns(of, list(range(100, 100 + tokens)), text, closed)
+    return real_follow_up_columns(of, list(range(100, 100 + tokens)), text, closed)
 
 
 def test_sums_are_without_the_turn_end_and_with_it():
     found = columns(of_logprobs([-0.5, -1.5, -4.0]), 2, text="Où ?")
-    assert found["reference_token_ids"] == [100, 101]
-    assert found["reference_logprobs_raw"].tolist() == [-0.5, -1.5, -4.0]
-    assert found["reference_logprob"] == -2.0
-    assert found["reference_logprob_with_end"] == -6.0
-    assert found["reference_logprob_tempered"].tolist() == [-3.0, -0.75]
-    assert found["reference_logprob_tempered_with_end"].tolist() == [-7.0, -3.75]
-    assert found["reference_bits_per_byte"] == pytest.approx(2.0 / LN2 / 5)  # ù is two bytes
-    assert found["reference_greedy"] is True and found["reference_greedy_tokens"] == 2
-    assert found["reference_greedy_left_rank"] is found["reference_greedy_left_prob"] is None
-    stored = [n for n in layout.contexts_schema([]).names if n.startswith("reference_")]
+    assert found["real_follow_up_token_ids"] == [100, 101]
+    assert found["real_follow_up_logprobs_raw"].tolist() == [-0.5, -1.5, -4.0]
+    assert found["real_follow_up_logprob"] == -2.0
+    assert found["real_follow_up_logprob_with_end"] == -6.0
+    assert found["real_follow_up_logprob_tempered"].tolist() == [-3.0, -0.75]
+    assert found["real_follow_up_logprob_tempered_with_end"].tolist() == [-7.0, -3.75]
+    assert found["real_follow_up_bits_per_byte"] == pytest.approx(2.0 / LN2 / 5)  # ù is two bytes
+    assert found["real_follow_up_greedy"] is True and found["real_follow_up_greedy_tokens"] == 2
+    assert (
+        found["real_follow_up_greedy_left_rank"] is found["real_follow_up_greedy_left_prob"] is None
+    )
+    stored = [n for n in layout.contexts_schema([]).names if n.startswith("real_follow_up_")]
     assert sorted(found) == sorted(stored)
     logprobs = [-16777216.0, -1.0]  # in single precision the sum is the first
-    assert columns(of_logprobs(logprobs), 2, closed=False)["reference_logprob"] == -16777217.0
+    assert columns(of_logprobs(logprobs), 2, closed=False)["real_follow_up_logprob"] == -16777217.0
 
 
 def test_a_template_that_closes_turns_with_text_has_no_sum_with_the_end():
     found = columns(of_logprobs([-0.5, -1.5, -4.0]), 3, closed=False)
-    assert found["reference_logprob"] == -6.0
-    assert found["reference_logprob_tempered"].tolist() == [-7.0, -3.75]
+    assert found["real_follow_up_logprob"] == -6.0
+    assert found["real_follow_up_logprob_tempered"].tolist() == [-7.0, -3.75]
     for name in ("logprob_with_end", "logprob_tempered_with_end"):
-        assert found[f"reference_{name}"] is None
+        assert found[f"real_follow_up_{name}"] is None
 
 
 GREEDY = {
@@ -69,20 +76,23 @@ GREEDY = {
 def test_where_greedy_decoding_leaves(greedy, ranks, tokens, rank, prob):
     logprobs = np.log([1 / 2, 1 / 4, 1 / 8])
     found = columns(of_logprobs(logprobs, ranks=ranks, greedy=greedy), 2)
-    assert found["reference_greedy"] is False
-    assert found["reference_greedy_tokens"] == tokens
-    assert found["reference_greedy_left_rank"] == rank
-    assert found["reference_greedy_left_prob"] == pytest.approx(prob)
-    assert found["reference_ranks"].tolist() == list(ranks)
+    assert found["real_follow_up_greedy"] is False
+    assert found["real_follow_up_greedy_tokens"] == tokens
+    assert found["real_follow_up_greedy_left_rank"] == rank
+    assert found["real_follow_up_greedy_left_prob"] == pytest.approx(prob)
+    assert found["real_follow_up_ranks"].tolist() == list(ranks)
 
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_an_empty_turn_has_a_turn_end_alone(greedy):
     found = columns(of_logprobs([-0.5], greedy=[greedy], ranks=[2 - greedy]), 0, text="")
-    assert found["reference_token_ids"] == [] and found["reference_bits_per_byte"] is None
-    assert (found["reference_logprob"], found["reference_logprob_with_end"]) == (0.0, -0.5)
-    assert found["reference_greedy"] is greedy and found["reference_greedy_tokens"] == 0
-    assert found["reference_greedy_left_rank"] == (None if greedy else 2)
+    assert found["real_follow_up_token_ids"] == [] and found["real_follow_up_bits_per_byte"] is None
+    assert (found["real_follow_up_logprob"], found["real_follow_up_logprob_with_end"]) == (
+        0.0,
+        -0.5,
+    )
+    assert found["real_follow_up_greedy"] is greedy and found["real_follow_up_greedy_tokens"] == 0
+    assert found["real_follow_up_greedy_left_rank"] == (None if greedy else 2)
 
 
 def test_turns_are_scored_at_twenty_temperatures_and_at_those_of_the_run():
@@ -93,25 +103,25 @@ def test_turns_are_scored_at_twenty_temperatures_and_at_those_of_the_run():
 
 
 @pytest.mark.parametrize("family", ["smollm2", "exaone"])
-def test_references_equal_a_full_forward_pass_at_every_temperature(family, tmp_path):
+def test_real_follow_ups_equal_a_full_forward_pass_at_every_temperature(family, tmp_path):
     subject = tiny.subject("llama", families.build(family))
     data = scored.dataset(tmp_path / "chats.jsonl")
     settings = Settings(dataset=data, limit="all", temperatures=AT, samples=1, max_new_tokens=1)
     run = collect(settings, subject, tmp_path / "run", Silent())
     chat = build_chat(settings, subject.tokenizer)
-    rows = run.contexts[run.contexts["reference_logprob"].notna()]
+    rows = run.contexts[run.contexts["real_follow_up_logprob"].notna()]
     assert len(rows) == len(run.contexts) - 1 and list(scored_temperatures(AT)) == [
         *run.record["identity"]["score_temperatures"]
     ]
     for _, row in rows.iterrows():
         one = scored.conversation(row)
-        end = chat.reference_ids(one.messages, chat.context(one.messages), one.reference).end
-        ids = [*row["reference_token_ids"], *end]
+        end = chat.turn_ids(one.messages, chat.context(one.messages), one.real_follow_up).end
+        ids = [*row["real_follow_up_token_ids"], *end]
         full = scored.logprobs(subject.model, row["token_ids"].tolist(), ids)
-        np.testing.assert_allclose(row["reference_logprobs_raw"], full, **scored.nats(1))
+        np.testing.assert_allclose(row["real_follow_up_logprobs_raw"], full, **scored.nats(1))
         content = full[: len(full) - len(end)].sum()
-        np.testing.assert_allclose(row["reference_logprob"], content, **scored.nats(len(ids)))
-        name = "reference_logprob_tempered" + ("_with_end" if end else "")
+        np.testing.assert_allclose(row["real_follow_up_logprob"], content, **scored.nats(len(ids)))
+        name = "real_follow_up_logprob_tempered" + ("_with_end" if end else "")
         for t, value in zip(run.score_temperatures, row[name], strict=True):
             wanted = scored.logprobs(subject.model, row["token_ids"].tolist(), ids, t).sum()
             np.testing.assert_allclose(value, wanted, **scored.nats(len(ids), t))

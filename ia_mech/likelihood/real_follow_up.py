@@ -18,8 +18,8 @@ def scored_temperatures(sampled: Iterable[float]) -> tuple[float, ...]:
     return tuple(sorted({*SCORED, *sampled}))
 
 
-def reference_columns(scored: Scored, ids: Sequence[int], text: str, closed: bool) -> dict:
-    """Columns of a context's reference turn.
+def real_follow_up_columns(scored: Scored, ids: Sequence[int], text: str, closed: bool) -> dict:
+    """Columns of a context's real follow-up.
 
     Args:
         scored: of its tokens; of what ends it, too, where the template closes turns with a token.
@@ -32,16 +32,16 @@ def reference_columns(scored: Scored, ids: Sequence[int], text: str, closed: boo
     all_greedy = bool(scored.greedy.all())
     leaves = len(scored.greedy) if all_greedy else int(np.argmin(scored.greedy))
     return {
-        "reference_token_ids": list(ids),
-        "reference_logprobs_raw": scored.logprobs_raw,
-        "reference_ranks": scored.ranks,
-        "reference_logprob": float(raw[:n].sum()),
-        "reference_logprob_with_end": float(raw.sum()) if closed else None,
-        "reference_logprob_tempered": tempered[:, :n].sum(-1),
-        "reference_logprob_tempered_with_end": tempered.sum(-1) if closed else None,
-        "reference_bits_per_byte": float(-raw[:n].sum() / LN2 / size) if size else None,
-        "reference_greedy": all_greedy,
-        "reference_greedy_tokens": min(leaves, n),
-        "reference_greedy_left_rank": None if all_greedy else int(scored.ranks[leaves]),
-        "reference_greedy_left_prob": None if all_greedy else float(np.exp(raw[leaves])),
+        "real_follow_up_token_ids": list(ids),
+        "real_follow_up_logprobs_raw": scored.logprobs_raw,
+        "real_follow_up_ranks": scored.ranks,
+        "real_follow_up_logprob": float(raw[:n].sum()),
+        "real_follow_up_logprob_with_end": float(raw.sum()) if closed else None,
+        "real_follow_up_logprob_tempered": tempered[:, :n].sum(-1),
+        "real_follow_up_logprob_tempered_with_end": tempered.sum(-1) if closed else None,
+        "real_follow_up_bits_per_byte": float(-raw[:n].sum() / LN2 / size) if size else None,
+        "real_follow_up_greedy": all_greedy,
+        "real_follow_up_greedy_tokens": min(leaves, n),
+        "real_follow_up_greedy_left_rank": None if all_greedy else int(scored.ranks[leaves]),
+        "real_follow_up_greedy_left_prob": None if all_greedy else float(np.exp(raw[leaves])),
     }
