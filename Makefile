@@ -1,5 +1,5 @@
 # Two commands matter: `make sample` runs the main job, `make test` runs the tests.
-# `make demo` runs the main job, judges what it wrote, counts, and writes a report to open.
+# `make demo` runs the main job, judges what it wrote, counts, and writes a page to open.
 # `make test-all` runs the slow tests, too; `make lint` checks style, types and spelling.
 # `make study` makes a whole study of the embedded model, in some two hours.
 # `make gpu-check` runs the tests that need a GPU and the benchmark; see docs/engine.md.
@@ -14,13 +14,13 @@ DEMO := $(or $(IA_MECH_CACHE),cache)/demo
 .PHONY: sample demo study test test-all gpu-check lint clean
 
 sample: $(INSTALLED)
-	$(BIN)/python -m ia_mech.sample $(ARGS)
+	$(BIN)/ia-mech sample $(ARGS)
 
 demo: $(INSTALLED)
-	$(BIN)/python -m ia_mech.sample --out $(DEMO)
-	$(BIN)/python -m ia_mech.judge run $(DEMO) --replace
-	$(BIN)/python -m ia_mech.rates $(DEMO)
-	$(BIN)/python -m ia_mech.report $(DEMO)
+	$(BIN)/ia-mech sample --out $(DEMO)
+	$(BIN)/ia-mech judge run $(DEMO) --replace
+	$(BIN)/ia-mech rates $(DEMO)
+	$(BIN)/ia-mech report $(DEMO)
 
 study: $(INSTALLED)
 	$(BIN)/python -m experiments.study smollm2-135m-instruct $(ARGS)

@@ -116,7 +116,7 @@ def means(trials: int) -> None:
 
 
 def alarms(trials: int) -> None:
-    """False alarms of the paired test at three levels, down to few sources."""
+    """False alarms of the paired test at three levels, also with few sources."""
     runs, levels = 10 * trials, (0.05, 0.01, 0.001)
     print(f"### Paired test under no difference: {runs} data sets a row\n")
     kinds: tuple[float | str, ...] = (0.02, 0.05, 0.2, 0.5, "log-normal")
@@ -176,7 +176,10 @@ def paired(trials: int) -> None:
 
 
 def decoys(trials: int) -> None:
-    """Coverage of the excess over decoys, and of the gate's rate less twice the floor."""
+    """Coverage of the excess over decoys, and of rate − 2 · floor, by which the gate goes.
+
+    The gate says whether a judge can tell own from wrong conversations.
+    """
     trials *= 2
     print(f"### Excess over decoys, 4 turns of each source: {trials} data sets a row\n")
     pairs = ((0.02, 0.02), (0.2, 0.02), (0.6, 0.02), (0.2, 0.2), (0.6, 0.2), (0.6, 0.6))
@@ -248,7 +251,7 @@ def corrected(trials: int) -> None:
 
 
 def corners(trials: int) -> None:
-    """Coverage where data often show no spread at all, so that a formula would be certain."""
+    """Coverage where data often show no spread, so that a plain formula would be too certain."""
     print(f"### Corners: {trials} data sets a row\n")
     cells: list[tuple[str, Callable]] = [
         *(

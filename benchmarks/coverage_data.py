@@ -97,20 +97,20 @@ def decoyed(
     temperatures: int = 4,
     blind: float = 0.3,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Verdicts on turns after their own context and on decoys, of so many temperatures.
+    """Verdicts on turns after their own context, and on the same turns as decoys.
 
-    A verdict is whether a normal latent value lies below the quantile of its rate. A share
-    ``blind`` of the latent variance belongs to the turn and a share of 0.1 to the context's source;
-    0.4 of what belongs to a turn, its source has in common. At ``blind`` = 0.9 a judge hardly looks
-    at the context.
+    A verdict says whether a normal latent value lies below the quantile of its rate. A share
+    ``blind`` of the latent variance belongs to the turn, and a share of 0.1 to the context's
+    source. Turns of one source share 0.4 of what belongs to a turn. A judge with ``blind`` = 0.9
+    hardly looks at the context.
 
     Args:
         rng: the generator.
-        kind: ``conversation``, where the turn is the next source's in a random cycle, or
-            ``sibling``, where it is another turn of the same source.
+        kind: ``wrong_conversation``: the turn is that of the next source in a random cycle;
+            ``sibling``: it is another turn of the same source.
         sources: how many.
-        rate: of turns after their own context.
-        floor: of decoys.
+        rate: follow-up rate of turns after their own context.
+        floor: follow-up rate of decoys.
         temperatures: turns of each source.
         blind: see above.
 
@@ -157,8 +157,8 @@ def annotate(
 
 # -- corners: what is often seen without any spread, with its interval and the truth ---------------
 
-# Rows of strata, the first of which the judge calls follow-ups; the shares of each that are
-# follow-ups; annotated rows of each; numbers of sources.
+# Rows of each stratum (the judge calls those of the first one follow-ups); the share of each that
+# are follow-ups; annotated rows of each; numbers of sources.
 SHEETS: dict[str, dict] = {
     "3% missed, a source each": {"missed": 0.03},
     "3% missed, 60 sources": {"missed": 0.03, "sources": 60},
@@ -182,7 +182,7 @@ def _sheet(
 ) -> tuple[np.ndarray, ...]:
     """Truth, verdict, source, whether annotated, inclusion of a run's rows; and both truths.
 
-    Where sources have several rows they differ in how often turns are follow-ups.
+    Sources with several rows differ in how often their turns are follow-ups.
     """
     stratum = np.repeat(np.arange(len(sizes)), sizes)
     n = len(stratum)
@@ -200,14 +200,14 @@ def _sheet(
 
 
 def recall_on_a_sheet(rng: np.random.Generator, **options: Any) -> tuple[Estimate, float]:
-    """Recall of follow-ups, that of the run being the truth."""
+    """Recall of follow-ups; the truth is the recall in the run."""
     truth, verdict, source, at, inclusion = _sheet(rng, **options)
     found = weighted_share(verdict[at], truth[at], source[at], 1 / inclusion[at])
     return found, float(verdict[truth].mean())
 
 
 def corrected_sheet(rng: np.random.Generator, **options: Any) -> tuple[Estimate, float]:
-    """The corrected rate, that of all runs being the truth."""
+    """The corrected rate; the truth is the rate of all runs."""
     truth, verdict, source, at, inclusion = _sheet(rng, **options)
     known = np.where(at, truth, np.nan)
     sizes = options.get("sizes", (40, 1500))
@@ -228,8 +228,8 @@ def accuracy_of(
 
 
 def symmetric(rng: np.random.Generator, sources: int, rare: float) -> tuple[Estimate, float]:
-    """Two rows of a source before and after: half go from 0 to ½ and half from ½ to 1, a rare
-    kind from 1 to 0."""
+    """Two rows of a source before and after: half of the sources go from 0 to ½, half from ½ to 1,
+    and a rare kind from 1 to 0."""
     half = np.arange(sources) % 2 == 0
     before = np.stack([np.zeros(sources), np.where(half, 0.0, 1.0)], axis=1)
     after = np.stack([np.where(half, 0.0, 1.0), np.ones(sources)], axis=1)
@@ -243,8 +243,8 @@ def symmetric(rng: np.random.Generator, sources: int, rare: float) -> tuple[Esti
 def accepting_sources(
     rng: np.random.Generator, sources: int, accepting: float
 ) -> tuple[Estimate, float]:
-    """Rate less twice the floor, of decoys in a cycle: 60% of turns are accepted after their own
-    context, and every turn after contexts of some sources."""
+    """Rate − 2 · floor, with decoys in a cycle: the judge calls 60% of turns follow-ups after their
+    own context, and every turn a follow-up after contexts of some sources."""
     always = rng.random(sources) < accepting
     own = (rng.random(sources) < 0.6) | always
     ring = np.arange(sources), np.roll(np.arange(sources), 1)

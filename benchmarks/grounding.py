@@ -1,4 +1,4 @@
-"""How well the rules judge's ``grounding`` score tells a turn's own conversation from another.
+"""How well the rules judge's ``grounding`` score tells a turn's own conversation from a wrong one.
 
 Usage::
 
@@ -7,13 +7,13 @@ Usage::
 
 ``measure`` writes ``grounding.json`` of the judge (common words) and, beside this file,
 ``grounding_scores.parquet``: the scores of all turns, and no text of anyone. ``evaluate`` makes all
-tables of ``grounding.md`` from them. A RUN is a run's folder; NAME is the data set that it is of.
+tables of ``grounding.md`` from them. RUN is a run's folder; NAME is the name of its data set.
 
-The p values are conformal (Vovk, Gammerman & Shafer 2005): the share of decoys that score as high.
-There is one decoy per source, so that each counts once ("subsampling once" of Dunn, Wasserman &
-Ramdas 2023, J. Amer. Statist. Assoc. 118:2491), and it is held against the conversation with the
-most similar query of its data set, so that p values stay valid in data sets whose conversations are
-more alike. ``ia_mech.rates`` takes the decoys of the run that is judged instead.
+The p values are conformal (Vovk, Gammerman & Shafer 2005): the share of decoys that score at least
+as high. There is one decoy per source, so that each source counts once ("subsampling once" of Dunn,
+Wasserman & Ramdas 2023, J. Amer. Statist. Assoc. 118:2491). It is a turn beside the conversation
+with the most similar query of its data set, so that p values stay valid in data sets whose
+conversations are more alike. ``ia_mech.rates`` takes the decoys of the judged run instead.
 
 Runs for the test hold several responses per query; their sources are left out of the calibration.
 Runs with turns after the bare user header come from ``experiments.perturbations``.
@@ -42,10 +42,10 @@ from ia_mech.stats import cluster_mean, paired_difference
 
 SCORES = Path(__file__).with_name("grounding_scores.parquet")
 TABLE = Path(rules.__file__).with_name(grounding.TABLE)
-COMMON = 3000  # stems that have a rank
+COMMON = 3000  # stems that get a rank
 DRAWS = 2  # random decoys per turn
-# Of a row: whose turn, and held against which conversation.
-OWN, OTHER, SIMILAR, SIBLING = "own", "other conversation", "similar query", "other response"
+# Which conversation a turn is compared with, and whose turn it is.
+OWN, WRONG, SIMILAR, SIBLING = "own", "wrong conversation", "similar query", "sibling"
 PARTS = CALIBRATION, TEST, BARE, PERSON = "calibration", "test", "bare header", "person"
 
 
@@ -55,9 +55,9 @@ PARTS = CALIBRATION, TEST, BARE, PERSON = "calibration", "test", "bare header", 
 def common_stems() -> list[str]:
     """Stems in the order in which the embedded model's tokenizer learnt a word that has them.
 
-    Byte-pair encoding merges what is frequent first (Sennrich, Haddow & Birch 2016), so that the
-    order of the vocabulary is about that of frequency in a large corpus that none of the data sets
-    here is part of.
+    Byte-pair encoding merges frequent pairs first (Sennrich, Haddow & Birch 2016). So the order of
+    the vocabulary is roughly the order of frequency in a large corpus. None of the data sets here
+    is part of that corpus.
     """
     tokenizer = json.loads((embedded.directory() / "tokenizer.json").read_text("utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
@@ -87,23 +87,23 @@ def turns_of(name: str, folder: str, part: str) -> pd.DataFrame:
 
 
 def people_of(name: str, folder: str) -> pd.DataFrame:
-    """What people really said next, one row per conversation that records it."""
+    """The real follow-ups, one row per conversation that has one."""
     frame = turns_of(name, folder, PERSON).drop_duplicates("context")
     real = Run.open(folder).contexts.set_index("context_id")["reference"]
     frame = frame.assign(turn=frame["context"].map(real), temperature=np.nan)
     return frame[frame["turn"].notna()]
 
 
-Pairs = tuple[str, pd.DataFrame, pd.DataFrame]  # kind, turns, and the contexts to hold them against
+Pairs = tuple[str, pd.DataFrame, pd.DataFrame]  # kind, turns, and the contexts to compare them with
 
 
 def pairs_of(turns: pd.DataFrame) -> Iterator[Pairs]:
-    """Turns with their own and other contexts, row by row.
+    """Turns with their own and with other contexts, row by row.
 
-    The other conversation is of the same data set: sources are put in a random circle, anew for
-    every temperature, and the turns of each are held against a context of the source before it.
-    The conversation with a similar query has the query whose TF-IDF cosine with the turn's is
-    largest. The other response is the next one to the same query.
+    A wrong conversation comes from the same data set: sources are put in a random circle, a new one
+    for every temperature, and the turns of each source are compared with a context of the source
+    before it. The conversation with a similar query is the one whose query has the largest TF-IDF
+    cosine with the turn's query. The sibling is the next response to the same query.
     """
     yield OWN, turns, turns
     rng = np.random.default_rng(0)
@@ -113,7 +113,7 @@ def pairs_of(turns: pd.DataFrame) -> Iterator[Pairs]:
             circle = rng.permutation(sorted(by_source))
             before = dict(zip(circle, np.roll(circle, 1), strict=True))
             one = {source: rows.iloc[rng.integers(len(rows))] for source, rows in by_source.items()}
-            yield OTHER, group, pd.DataFrame([one[before[source]] for source in group["source"]])
+            yield WRONG, group, pd.DataFrame([one[before[source]] for source in group["source"]])
     contexts = turns.drop_duplicates("context").set_index("context")
     for _, group in turns.groupby("set"):
         one = group.drop_duplicates("source").set_index("source")
@@ -135,11 +135,11 @@ def bare_pairs(bare: pd.DataFrame, tests: pd.DataFrame) -> Iterator[Pairs]:
     rng = np.random.default_rng(0)
     for name, contexts in tests.drop_duplicates("context").groupby("set"):
         drawn = rng.integers(len(contexts), size=len(bare))
-        yield OTHER, bare.assign(set=name), contexts.iloc[drawn]
+        yield WRONG, bare.assign(set=name), contexts.iloc[drawn]
 
 
 def scored(pairs: Iterable[Pairs], ranks: dict[str, int]) -> pd.DataFrame:
-    """Facts of every pair, its score, and whether the rubric calls it a follow-up."""
+    """The score of every pair, and whether the judge calls it a follow-up."""
     judge, frames = rules.RulesJudge(), []
     for kind, turns, contexts in pairs:
         texts = zip(contexts["query"], contexts["response"], turns["turn"], strict=True)
@@ -181,7 +181,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def one_per_source(scores: pd.DataFrame, without: str = "") -> np.ndarray:
-    """``[sources]`` ascending scores: of every source one random turn with the similar query."""
+    """``[sources]`` ascending scores: one random turn of every source, with the similar query."""
     decoys = scores[(scores["part"] == CALIBRATION) & (scores["kind"] == SIMILAR)]
     decoys = decoys[decoys["set"] != without].sort_values(["set", "source", "temperature", "score"])
     return np.sort(decoys.groupby(["set", "source"])["score"].sample(1, random_state=0).to_numpy())
@@ -204,7 +204,7 @@ COUNTED = ["sources", "decoys, p ≤ 0.05", "own turns, p ≤ 0.05", "own follow
 
 
 def with_p_values(scores: pd.DataFrame, decoys: np.ndarray) -> pd.DataFrame:
-    """The scores with ``small``, whether the p value is small, and ``grounded``."""
+    """The scores, with ``small`` (whether the p value is small) and ``grounded``."""
     small = np.array([p_value(score, decoys) for score in scores["score"]])
     small = small <= GROUNDED_P
     return scores.assign(small=small, grounded=small & scores["follow_up"].to_numpy())
@@ -217,7 +217,7 @@ def share(rows: pd.DataFrame, what: str) -> str:
 
 def counted(rows: pd.DataFrame) -> list[object]:
     """Floor and power of some turns: cells of :data:`COUNTED`."""
-    own, other = rows[rows["kind"] == OWN], rows[rows["kind"] == OTHER]
+    own, other = rows[rows["kind"] == OWN], rows[rows["kind"] == WRONG]
     follow_up = own[own["follow_up"]]
     return [
         own["source"].nunique(),
@@ -236,14 +236,14 @@ def leave_one_set_out(scores: pd.DataFrame) -> Iterator[list[object]]:
 
 
 def by_temperature(judged: pd.DataFrame) -> Iterator[list[object]]:
-    """The same of all data sets together, with the shipped decoys."""
+    """Floor and power of all data sets together, with the shipped decoys."""
     turns = judged[judged["part"].isin([CALIBRATION, TEST])]
     for (part, temperature), rows in turns.groupby(["part", "temperature"]):
         yield [part, f"{temperature:g}", *counted(rows)]
 
 
 def others(judged: pd.DataFrame, part: str) -> Iterator[list[object]]:
-    """Turns that the model didn't write after a conversation of its own."""
+    """Turns of people, and turns that the model wrote without a conversation."""
     for (name, kind), rows in judged[judged["part"] == part].groupby(["set", "kind"]):
         shares = (share(rows, what) for what in ("small", "follow_up", "grounded"))
         yield [name, kind, len(rows), *shares]
@@ -256,8 +256,8 @@ def excess(judged: pd.DataFrame) -> Iterator[list[object]]:
         for shown in ("all", *sorted(tests["temperature"].unique())):
             rows = tests if shown == "all" else tests[tests["temperature"] == shown]
             kinds = dict(list(rows.groupby("kind")))
-            cells = [share(kinds[OWN], what), share(kinds[OTHER], what)]
-            for kind in (OTHER, SIBLING):
+            cells = [share(kinds[OWN], what), share(kinds[WRONG], what)]
+            for kind in (WRONG, SIBLING):
                 columns = [of[at] for of in (kinds[OWN], kinds[kind]) for at in (what, "source")]
                 cells.append(paired_difference(*columns).difference.text(3))
             yield [what, shown, *cells]

@@ -2,9 +2,9 @@
 
     python benchmarks/planned_memory.py
 
-Each part holds more than 1 GB of state. The bytes of the tensors that operations return are counted
-until they are freed, so that other memory of the process doesn't count, nor does what an operation
-takes while it runs. The recurrent shape took 100 seconds on a busy machine of two cores.
+Each part holds more than 1 GB of state. Counted are the bytes of tensors that operations return,
+until they are freed: neither other memory of the process, nor what an operation takes while it
+runs. The recurrent shape took 100 seconds on a busy machine with two cores.
 """
 
 import argparse
@@ -79,7 +79,7 @@ SHAPES = {
 
 
 class Counted(TorchDispatchMode):
-    """While it lasts, bytes of storages that operations make are counted, and their ``peak``."""
+    """Counts the bytes of storages that operations make while it is active, and their ``peak``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Counted(TorchDispatchMode):
 
 
 def planned_and_taken(shape: Shape) -> tuple[int, int]:
-    """Bytes of a part as they are planned, and at their peak."""
+    """Bytes of a part: planned, and at the peak."""
     torch.manual_seed(0)
     config = shape.config(**SIZES, **shape.changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

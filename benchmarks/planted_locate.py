@@ -1,4 +1,4 @@
-"""Are the ways told that bits take from response to turn? Planted transformers, and nulls.
+"""Does ``locate`` find the ways that bits take from response to turn? In planted transformers.
 
     python -m benchmarks.planted_locate                  the whole study, some 30 minutes
     python -m benchmarks.planted_locate --seeds 2        two studies of each kind
@@ -6,12 +6,16 @@
 
 Each study has a transformer of its own and 60 queries with four responses and a turn after each,
 and is measured and estimated as ``experiments.locate`` does it. What is planted is in
-``benchmarks/planted_routes.py``. A study is right if what its sentence says is: that turns tell
-something, and that the response and the header carry something (the interval lies above 0), or
-don't (it reaches 0, or lies below a tenth of what is expressed); of kinds with a gate, that greedy
-turns tell nothing; of the kind with one layer, that its window carries, and no other; of the
-recurrent kind, that the state does; of the kind with wordings, that turns tell no more than of
-wordings of one content. Markdown goes to stdout, progress to stderr.
+``benchmarks/planted_routes.py``. A study is right if its sentence is:
+
+- whether turns tell something, and whether response and header carry something. They do if the
+  interval lies above 0; they don't if it reaches 0 or lies below a tenth of what is expressed;
+- kinds in which sampled turns alone read the header (gated): greedy turns tell nothing;
+- the kind with one layer: its window carries bits, and no other does;
+- the recurrent kind: the state carries bits;
+- the kind with wordings: turns tell no more than about wordings of one content.
+
+Markdown goes to stdout, progress to stderr.
 """
 
 import argparse
@@ -51,7 +55,7 @@ from experiments.locate import (
 from ia_mech.estimates import frame_of
 
 QUERIES, SEEDS = 60, 20
-NOISE = 0.01  # spread of what is added to every weight; what is planted is 0.25 and more
+NOISE = 0.01  # spread of the noise on every weight; planted weights are 0.25 and more
 POWER = 2.8  # standard errors of an effect that is shown with a power of 80%
 OPTIONS = {"level": 0.95, "resamples": 400, "seed": 0}
 BEYOND = "bits beyond wordings"
@@ -64,7 +68,7 @@ WORDED = ("wording only", "header")  # kinds whose wordings are measured, too
 def measure_study(
     kind: Kind, seed: int, queries: int, noise: float = NOISE, *, wordings: bool = False
 ) -> pd.DataFrame:
-    """Scores of a study's queries, with ``source`` and the scores after own contexts."""
+    """The scores of a study's queries, with ``source`` and the scores after own contexts."""
     subject = Namespace(model=model(kind, seed, noise))
     rng = np.random.default_rng([seed, wordings])
     parts = []
@@ -92,7 +96,7 @@ def study_estimates(kind: Kind, seed: int, queries: int, noise: float = NOISE) -
 
 
 def site_estimate(found: pd.DataFrame, quantity: str, site: str, temperature: float | None = None):
-    """The estimate of a whole site; of all sampled turns where no temperature is given."""
+    """The estimate of a whole site, of all sampled turns if no temperature is given."""
     t = found["temperature"]
     here = t.isna() if temperature is None else t.eq(temperature)
     here &= (found["quantity"] == quantity) & (found["term"] == site) & found["layer"].isna()
@@ -100,7 +104,7 @@ def site_estimate(found: pd.DataFrame, quantity: str, site: str, temperature: fl
 
 
 def wrong_claims(kind: Kind, found: pd.DataFrame) -> list[str]:
-    """What a study's sentence would say wrongly."""
+    """What the study's sentence would get wrong."""
     said = []
     if (site_estimate(found, BITS, OWN).low > 0) != bool(kind.carries):
         said.append("expressed")
@@ -153,7 +157,7 @@ def routes(kinds: list[Kind], seeds: int) -> None:
 
 
 def effect(tried: list[pd.DataFrame]) -> float:
-    """Expressed bits in those that are shown with a power of 80%."""
+    """Expressed bits, in units of the effect that is shown with a power of 80%."""
     found = [site_estimate(each, BITS, OWN) for each in tried]
     error = np.mean([(one.high - one.low) / 4 for one in found])  # two of Student's either way
     return float(np.mean([one.value for one in found]) / (POWER * error))

@@ -1,15 +1,15 @@
-"""Transformers set by hand, in which what a turn says depends on the response by a known way.
+"""Transformers set by hand, in which the turn depends on the response in a known way.
 
 A response holds two marked words among filler: one of four that name its content, and one of four
-that name its wording. The turn repeats a word that belongs to one of these names. Which ways there
-are is a set of switches (:class:`Kind`): blocks write what the response says into a header token,
-and the turn's tokens read it there, or in the response itself.
+that name its wording. The turn repeats a word that belongs to one of these names. Switches
+(:class:`Kind`) say which ways there are: blocks may write what the response says into a header
+token, and the turn's tokens may read it there, or in the response itself.
 
 All but one are Llamas with two heads. With a rotary base of 1e12 the slowest dimensions of a head
-stand still, so that attention goes by what tokens are: a begin-of-text token draws it wherever
-nothing is looked for, with a score of some tens less than what is looked for. Every weight has
-noise on it, another one in each study: attention then leaves a little of everything everywhere, as
-it does in trained models.
+stand still, so that attention depends on what tokens are. Where a token looks for nothing, its
+attention rests on the begin-of-text token, whose score is some tens below that of a match. Every
+weight has noise on it, different in each study. So attention leaves a little of everything
+everywhere, as in trained models.
 
 In the one with a *recurrent state* (Qwen3.5) a linear-attention layer writes the content's name
 into its state, and the turn's tokens alone read it there: no key, no value and no header token
@@ -32,7 +32,7 @@ BOS, FILLER, FILLERS, NAME, WORDING = 1, 2, 8, 10, 14
 END, SEPARATOR, USER, OPENER, OPENING, ECHO, JUNK = 18, 19, 20, 23, 24, 25, 29
 VOCAB, WIDTH, DEPTH, HEADS, DIM = 30, 64, 4, 2, 16
 WRITE, READ, DIRECT = 1, 2, 4  # blocks
-# Where in the residual stream what is; from OWN_NAME on there are several dimensions each.
+# Which dimensions of the residual stream hold what; from OWN_NAME on, several dimensions each.
 CONSTANT, IS_BOS, IS_HEADER, IS_NAME, IS_TURN, IS_OPENING, IS_WORDING, IS_WORD = range(8)
 OPENED, IS_JUNK, OWN_NAME, OWN_WORDING, COPIED, KNOWN, TOLD, BAG = 8, 9, 10, 14, 18, 22, 26, 30
 REST = 63
@@ -84,8 +84,8 @@ class Kind:
 
 
 SAID = frozenset({OWN})
-# With 0.35 the bits of 60 queries are 4.2 of their standard errors, 1.5 times what is shown with a
-# power of 80%; a window of layers, of 30 queries and one recipient, needs 0.6.
+# With 0.35, the bits of 60 queries are 4.2 standard errors: 1.5 times the effect that is shown with
+# a power of 80%. A window of layers, with 30 queries and one recipient, needs 0.6.
 ROUTES = {
     kind.name: kind
     for kind in (
@@ -128,7 +128,7 @@ def model(kind: Kind, seed: int, noise: float) -> transformers.PreTrainedModel:
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "norm" in name:
-                # Qwen3.5 adds 1 to those that aren't a linear-attention layer's.
+                # Qwen3.5 adds 1 to all norms but those of linear-attention layers.
                 parameter.fill_(float(not kind.state or "linear_attn" in name))
             else:
                 parameter.normal_(0.0, noise, generator=generator)
@@ -182,7 +182,7 @@ def _embed(table: torch.Tensor) -> None:
 def _attends(
     made, block: int, who: int, what: int, read: int, write: int, count: int, gain: float, head=0
 ) -> None:
-    """Tokens with the feature ``who`` add to their state what those with ``what`` hold."""
+    """Tokens with the feature ``who`` add to their state what tokens with ``what`` hold."""
     attention, at = made.model.layers[block - 1].self_attn, head * DIM
     attention.q_proj.weight[at + SINK, CONSTANT] += 4.0
     attention.k_proj.weight[at + SINK, IS_BOS] += 4.0
@@ -214,7 +214,7 @@ def _keeps(layer) -> None:
     layer.in_proj_qkv.weight[0, IS_TURN] += 4.0
     layer.in_proj_qkv.weight[width, CONSTANT] += 4.0
     layer.in_proj_qkv.weight[2 * width + each, OWN_NAME + each] += 4.0
-    # How strongly a token is written, and how far one lets through what it reads.
+    # How strongly a token is written, and how much of what it reads a token lets through.
     for gate, feature in ((layer.in_proj_b, IS_NAME), (layer.in_proj_z, IS_TURN)):
         gate.weight[:, CONSTANT] -= 5.0
         gate.weight[:, feature] += 10.0

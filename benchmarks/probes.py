@@ -2,14 +2,15 @@
 
     nice python -m benchmarks.probes --write     a few minutes; the output goes to probes.md
 
-On hidden states without a signal: Gaussian, with singular values that fall geometrically from 30 to
-0.03; and outcomes of 24 turns, every context a source of its own. All is in processor time (of all
-threads together), which other work on the machine disturbs little.
+The hidden states are Gaussian without a signal, with singular values that fall geometrically from
+30 to 0.03. Every context is a source of its own and has 24 turns. All times are processor times of
+all threads together, which other work on the machine disturbs little.
 
 - The analysis (``probes.analysis.analyse``) of some layers, with controls as wide as real ones.
-- Nested cross-validation of one cell against the loop over folds and penalties that one would write
-  with scikit-learn: same splits, penalties, centring and scale; contexts doubled, weighed by counts
-  of positives and negatives. Ours also tells the scores' unreliability, which takes ten more fits.
+- Nested cross-validation of one cell, against the loop over folds and penalties that one would
+  write with scikit-learn: same splits, penalties, centring and scale; each context stands twice,
+  weighted by its positive and its negative turns. Ours also measures the scores' unreliability,
+  which takes ten more fits.
 - What permutations add to a cell, in closed form.
 """
 
@@ -49,7 +50,7 @@ SCIKIT: dict[str, dict] = {
 
 @dataclass
 class Phases(Quiet):
-    """A progress that notes when phases begin, and the end."""
+    """A progress bar that notes when phases begin and end."""
 
     marks: list[tuple[str, float]]
 
@@ -62,7 +63,7 @@ class Phases(Quiet):
 
 
 def whole(hidden: Arrays, outcome: Outcome, rng: np.random.Generator) -> str:
-    """The analysis by phases; what grows with the layers is scaled up to all of them."""
+    """The time of each phase of the analysis, scaled up to all layers where it grows with them."""
 
     def drawn(widths: dict[str, int]) -> list[Baseline]:
         return [Baseline(name, rng.normal(size=(CONTEXTS, d)), "") for name, d in widths.items()]

@@ -30,7 +30,7 @@ from ia_mech.stats import Estimate, cluster_mean, paired_difference
 K, WORDS, CEILING = 4, 8, 2.0  # log2 K bits
 LEVELS = (0.1, 0.5, 0.9)  # I_K / log2 K
 TOKENS = 4  # of a turn
-ALIKE = 0.4  # how much of their strength responses keep that are alike
+ALIKE = 0.4  # share of the strength that is left to responses that are alike
 READER = 0.7  # noise in the reader's logits, which the subject's have with a variance of 1 or more
 SAMPLES = 2  # turns after each response of a simulated study
 POPULATION = 100_000  # queries that stand for all of them
@@ -41,9 +41,9 @@ class Turns:
     """Turns of many queries.
 
     Attributes:
-        logprobs: ``[queries, K, samples, K]`` of the turn after each response (last axis), of those
-            that followed each response (second axis).
-        alike: the same of a second arm, whose responses are alike, on the same queries and noise.
+        logprobs: ``[queries, K, samples, K]``: log-probabilities after each response (last axis)
+            of the turns that followed each response (second axis).
+        alike: those of a second arm, whose responses are alike, with the same queries and noise.
         reader: ``[queries, K, samples, K]`` another model's log-likelihoods of the first arm.
     """
 
@@ -101,7 +101,7 @@ def bits(logprobs: np.ndarray) -> np.ndarray:
 
 @cache
 def strength_of(level: float) -> float:
-    """The strength at which I_K is so much of log2 K, on 4,000 queries."""
+    """The strength at which I_K is a given share of log2 K, on 4,000 queries."""
 
     def gap(strength: float) -> float:
         rng = np.random.default_rng(0)
@@ -114,7 +114,7 @@ def strength_of(level: float) -> float:
 
 
 def coverage(studies: int) -> None:
-    """Coverage of I_K's interval and of one that wasn't chosen, and of two others."""
+    """Coverage of the intervals of I_K (two kinds), of a difference and of readable bits."""
     print(f"### Coverage of 95% intervals: {studies} studies a row\n")
     cells = list(product(LEVELS, (40, 100)))
     readable_rows: list[list[object]] = []

@@ -6,12 +6,12 @@ Usage::
     python -m benchmarks.rules_judge evaluate               # nested, grouped cross-validation
     python -m benchmarks.rules_judge fit                    # the same, then writes model.json
 
-``measure`` keeps the features, category and source of every annotated turn, and no text of anyone,
-in ``rules_judge_turns.parquet`` beside this file, so that anyone can evaluate and fit again. Sets
-that it isn't given keep their numbers. A FILE is JSON lines with query, response, user_turn,
-category, source_id, ``close`` where a careful reader could have gone either way, and ``weight``,
-the turns that this one stands for, where a sheet was drawn with unlike probabilities. The set that
-is called ``lead`` has no close calls and is scored first, the other sets apart.
+``measure`` keeps the features, category and source of every annotated turn in
+``rules_judge_turns.parquet`` beside this file, without texts, so that anyone can evaluate and fit
+again. Sets that aren't given keep their numbers. FILE is JSON lines with query, response,
+user_turn, category and source_id. ``close`` marks a turn that a careful reader could have labelled
+otherwise. ``weight`` is the number of turns that this one stands for, if a sheet was drawn with
+unequal probabilities. The set ``lead`` has no close calls and is scored first.
 """
 
 import argparse
@@ -38,14 +38,14 @@ from ia_mech.stats import cluster_bootstrap, kappa_of
 TABLE = Path(__file__).with_name("rules_judge_turns.parquet")
 MODEL = Path(rules.__file__).with_name(rules.MODEL)
 LEAD = "lead"
-# Turns of Qwen2.5-Coder-1.5B-Instruct: rules and features were made with the texts and errors of
-# the first half of the queries at hand, and with none of the other half.
+# Turns of Qwen2.5-Coder-1.5B-Instruct. Texts and errors of the first half of the queries were read
+# while rules and features were made; those of the other half were not.
 QWEN = ("qwen_dev", "qwen_held")
 HELD_OUT = QWEN[1]
 FOLDS, REPEATS = 5, 5
 STRENGTHS = (0.01, 0.03, 0.1)  # C of the logistic regression
-EVENING = (0.0, 0.5)  # categories weigh by their size to the power of 1 minus this
-RULES_ONLY = ("generic",)  # too few to learn from: rules find what is clear
+EVENING = (0.0, 0.5)  # a category weighs its size to the power of 1 minus this
+RULES_ONLY = ("generic",)  # too few to learn from; rules find the clear cases
 CLOSE = 0.5  # of a turn that a careful reader could have labelled otherwise
 
 
@@ -120,7 +120,7 @@ def read_turns() -> Turns:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What the inner cross-validation chooses; see the constants above."""
+    """What the inner cross-validation chooses among; see the constants above."""
 
     strength: float
     evening: float
@@ -147,7 +147,7 @@ def fitted(turns: Turns, settings: Hyperparameters) -> rules.Classifier:
 
 
 def predicted(classifier: rules.Classifier, turns: Turns) -> np.ndarray:
-    """Category of each turn, as the judge gives it: rules first."""
+    """Category of each turn by the judge: rules first, then the classifier."""
     scores = (turns.features - classifier.mean) / classifier.scale @ classifier.coefficients.T
     best = np.array(classifier.classes)[np.argmax(scores + classifier.intercepts, axis=1)]
     return np.where(turns.clear == "", best, turns.clear)
@@ -174,7 +174,7 @@ def folds(turns: Turns, seed: int):
 
 
 def chosen(turns: Turns, seed: int) -> Hyperparameters:
-    """The settings that do best in an inner grouped cross-validation, by turns not close."""
+    """The settings that do best in an inner grouped cross-validation, on turns not close."""
     clear = ~turns.close
     parts = list(folds(turns, seed))
     results = {}

@@ -6,10 +6,10 @@
 
 The default job without its files: 24 built-in contexts of 231 tokens, 13 rows each (greedy, three
 temperatures × 4 samples), 24 new tokens, all layers captured at 5 positions, in parts as the main
-job plans them. The floor is of the products of the same parts: the prefill's, the unembedding at
-the last token, and those of the steps, for each shape the faster way. It is measured in as many
-processes as the machine has cores, at once, with one thread each. Contenders take turns, and ratios
-are made within a round.
+job plans them. The lower bound is the time of the matrix products of the same parts: those of the
+prefill, the unembedding at the last token and those of the steps, each shape computed the faster
+way. It is measured in one process per core at once, with one thread each. Contenders take turns,
+and ratios are made within a round.
 """
 
 import argparse
@@ -90,7 +90,7 @@ class Job:
         self.parts = [range(a, b) for a, b in pairwise(firsts)]
 
     def seconds(self, crew: Crew) -> float:
-        """Of the whole job with a crew."""
+        """Seconds of the whole job with a crew."""
         begun = time.perf_counter()
         workers, threads = crew.for_items(len(self.parts))
         compute_in_workers(self.parts, self.compute, lambda *_: None, workers, threads)
@@ -106,7 +106,7 @@ class Job:
 
 
 def rows_of(context: int, name: int) -> list[Row]:
-    """Those of a context of the default job."""
+    """The rows of a context of the default job."""
     grid = [(t, sample) for t in TEMPERATURES for sample in range(SAMPLES)]
     return [
         Row(context, t, stream_key(0, f"benchmark-{name}", sample))
@@ -115,7 +115,7 @@ def rows_of(context: int, name: int) -> list[Row]:
 
 
 class Floor:
-    """Processes that compute the products of the parts; a context manager, which ends them."""
+    """Processes that compute the products of the parts; the context manager ends them."""
 
     def __init__(self, job: Job, processes: int) -> None:
         size, each = job.work.size, -(-len(job.parts) // processes)
@@ -140,7 +140,7 @@ class Floor:
             process.terminate()
 
     def seconds(self) -> float:
-        """Of all products, by the slowest process."""
+        """Seconds of all products, by the slowest process."""
         for pipe in self.pipes:
             pipe.send(None)
         return max(pipe.recv() for pipe in self.pipes)
@@ -168,7 +168,7 @@ def serve(pipe: Any, task: Task, shapes: tuple[int, int, int], steps: int, prefi
 
 @contextmanager
 def busy(wanted: bool) -> Iterator[None]:
-    """Beside a process that multiplies matrices with one thread, if wanted."""
+    """Runs beside a process that multiplies matrices with one thread, if wanted."""
     process = multiprocessing.get_context("spawn").Process(target=multiply, daemon=True)
     if wanted:
         process.start()

@@ -1,8 +1,8 @@
 """Do user turns need the response's last sentence?
 
-Turns are sampled after each response without its last sentence, and compared with those after the
-whole one, paired by query: how often a judge accepts them. The control leaves out the first
-sentence instead: a response that is as much shorter, and ends as before.
+Turns are sampled after each response without its last sentence. How often a judge calls them
+follow-ups is compared with turns after the whole response, paired by query. The control leaves out
+the first sentence instead: such a response is shorter, too, but ends as before.
 
 Needs: a judged run. Cost: twice that of sampling the run's turns.
 
@@ -27,7 +27,6 @@ class LastSentence(Experiment):
     name = "last_sentence"
     judged = True
     queries_used = 40
-    beside = "last-sentence"  # runs of arms lie beside the run, in cache/RUN-last-sentence
 
     def arms(self):
         contexts = pd.concat([query.contexts for query in self.queries], ignore_index=True)
@@ -40,7 +39,7 @@ class LastSentence(Experiment):
         }
 
     def rows(self):
-        """A row per turn, with the share of its verdicts that accept it."""
+        """A row per turn: 1 if the judge calls it a follow-up, else 0."""
         judge, ids, parts = self.judge_arms(), {one.id for one in self.used}, []
         for term, run in {WHOLE: self.runs[0], **self.sampled}.items():
             turns = verdicts_of([run], judge).turns
@@ -53,7 +52,7 @@ class LastSentence(Experiment):
         yield from arm_estimates(rows, by, {RATE: (0, 1)}, less, self.options)
 
     def tables(self, found):
-        columns = {RATE: ("accepted", 2), f"{RATE}, {LESS}": (LESS, "+.2f")}
+        columns = {RATE: ("follow-ups", 2), f"{RATE}, {LESS}": (LESS, "+.2f")}
         index = ("temperature", "term")
         return tables_of("follow-ups by the judge", found, columns, index=index)
 

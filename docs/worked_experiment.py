@@ -2,8 +2,8 @@
 
 Every turn's first three tokens are scored after each of the K responses to its query. The estimate
 is how many bits likelier they are after the response that they followed than after its siblings, on
-average. The control asks the same of a sibling that they did not follow, against the remaining
-ones: it never sees the own response, and is 0 if all siblings are alike to the turn.
+average. The control compares one sibling, which they did not follow, with the others. It never
+sees the own response, and is 0 if the turn fits all siblings equally well.
 
 Needs: a run with three or more responses per query (sample with --response generate --responses 4).
 Cost: about a second a query on a CPU (135M).
@@ -29,7 +29,7 @@ OWN, CONTROL = "own response", "a sibling"
 
 @dataclass(frozen=True)
 class Opened(Unit):
-    """A query's contexts; of each turn, the response that it followed and its first tokens."""
+    """A query's contexts and, for each turn, the response that it followed and its first tokens."""
 
     contexts: list[tuple[int, ...]]
     turns: list[tuple[int, tuple[int, ...]]]
@@ -56,7 +56,7 @@ class FirstWords(Experiment):
         bits = np.array([one.logprobs_raw.sum() for one in scored]).reshape(-1, k) / np.log(2)
         rows = []
         for (followed, _), each in zip(unit.turns, bits, strict=True):
-            siblings = np.roll(each, -followed)[1:]  # each is as often the first one
+            siblings = np.roll(each, -followed)[1:]  # each comes first equally often
             rows.append({"term": OWN, "bits": each[followed] - siblings.mean()})
             rows.append({"term": CONTROL, "bits": siblings[0] - siblings[1:].mean()})
         return pd.DataFrame(rows)
@@ -78,7 +78,7 @@ class FirstWords(Experiment):
         own, control = (found[found["term"] == term] for term in (OWN, CONTROL))
         return Conclusion(
             self.tested("bits for the response that a turn followed", own),
-            self.tested("the same for a sibling that it did not follow", control),
+            self.tested("bits for a sibling that it did not follow", control),
         )
 
 

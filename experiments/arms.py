@@ -1,17 +1,17 @@
 """Arms: conditions under which a run's turns are sampled anew, and how they compare with it.
 
 An arm changes the conversations, the settings, or what happens while a context is prefilled. It is
-sampled with the model and all other settings of the first run, to ``run/`` in a folder of the
-experiment's, beside ``conversations.jsonl``: a run like any other, which goes on where it was
-interrupted. Its turns are judged as the first run's were, and compared with those of the unchanged
-run, or of another arm, paired by query: the rate of follow-ups, and its excess over that of the
-same turns shown after siblings.
+sampled with the model and all other settings of the first run. Its folder holds
+``conversations.jsonl`` and ``run/``, a run like any other, which goes on where it was interrupted.
+Its turns are judged as the first run's were. They are compared with the turns of the unchanged run,
+or of another arm, paired by query: by their follow-up rate, and by its excess over the rate of the
+same turns after siblings.
 """
 
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -244,7 +244,7 @@ def arm_estimates(
     Args:
         rows: ``source``, the columns that name an arm, and values of quantities.
         by: the columns that name an arm.
-        bounds: quantity → between which it lies. One that is nowhere known is left out.
+        bounds: quantity → its bounds. A quantity without values is left out.
         less: words → what differs in the name of the arm that is subtracted; the difference is
             called ``quantity, words``. No arm is subtracted from itself.
         options: ``level``, ``resamples`` and ``seed``.
@@ -267,19 +267,21 @@ def arm_estimates(
                 continue
             for quantity in (one for one in known if one in (compared or known)):
                 pair = own[quantity], own["source"], base[quantity], base["source"]
-                yield paired_row(group, f"{quantity}, {words}", *pair, **names)
+                least, most = bounds[quantity]
+                row = paired_row(group, f"{quantity}, {words}", *pair, **names)
+                yield replace(row, estimate=row.estimate.clip(least - most, most - least))
 
 
 def best_elsewhere(
     ranked: np.ndarray, reported: np.ndarray, part: np.ndarray, counts: np.ndarray
 ) -> np.ndarray:
-    """What the arm has that is best on other queries.
+    """The mean of the arm that is best on other queries.
 
     Args:
         ranked: ``[arms, queries]`` by whose mean an arm is chosen.
         reported: ``[arms, queries]`` what is read off there.
-        part: ``[queries]`` numbers: queries of 0 are reported where those of 1 have chosen, and the
-            other way round; so are those of 2 and 3, and so on.
+        part: ``[queries]`` numbers: the queries of part 1 choose the arm that those of part 0
+            report, and the other way round; likewise parts 2 and 3, and so on.
         counts: ``[resamples, queries]`` how often each query was drawn.
 
     Returns:

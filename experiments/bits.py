@@ -1,7 +1,7 @@
-"""Bits: turns scored after several contexts, and what the scores tell about which they followed.
+"""Bits: turns are scored after several contexts, and the scores tell which one a turn followed.
 
-A unit is a query: its K contexts, with a response each, and turns. What is estimated is the mean
-over queries of a value that each has, or its difference from another value of the same queries.
+A unit is a query with its K contexts, one for each response, and its turns. Estimates are means
+over queries, or mean differences between two values of the same queries.
 """
 
 from collections.abc import Iterable, Iterator
@@ -84,11 +84,12 @@ class QueryValues:
     Attributes:
         quantity: what it is.
         values: by source.
-        names: what it is of. Without ``dataset`` it is estimated for each, and for all together.
+        names: what it is of. Without ``dataset`` there is an estimate for each dataset, and one for
+            all together.
         baseline: what it is tested against: by source, what is subtracted; None for a plain mean.
         null: a number that a plain mean is tested against.
         proportion: values are shares of events, for the interval of a plain mean.
-        least, most: between which it lies.
+        least, most: the bounds of the value.
     """
 
     quantity: str
@@ -120,7 +121,8 @@ def estimate_means(each: Iterable[QueryValues], options: dict[str, Any]) -> Iter
             else:
                 row = group.mean(one.quantity, values, proportion=one.proportion)
             if one.null is not None:
-                more = (values - one.null).round(9)  # thirds that were added up are no signs
+                # Rounded: sums of thirds that miss 0 by 1e-17 would count as signs.
+                more = (values - one.null).round(9)
                 test = paired_row(group, one.quantity, more, sources, 0 * more, sources)
                 row = replace(row, p=test.p, test=test.test)
             yield replace(row, estimate=row.estimate.clip(one.least, one.most))

@@ -1,9 +1,10 @@
-"""How do models differ in what their user turns owe to the response?
+"""How do models differ in how much their user turns depend on the response?
 
 The numbers of several studies side by side, over the queries that all of them hold: the bits that
-turns express, the bits that the response and the header carry, how often a judge calls turns
-follow-ups beyond siblings, and which categories it gives them. Differences from the first study
-are paired by query. Nothing else is computed: each study has stored its numbers by query.
+turns express, the bits that the response and the header carry, how much more often a judge calls
+turns follow-ups to their own response than to another one, and which categories it gives them.
+Differences from the first study are paired by query. Nothing else is computed: each study has
+stored its numbers by query.
 
 Needs: two or more finished studies of the same queries. Cost: seconds.
 
@@ -49,7 +50,7 @@ def numbers_of(study: Path) -> pd.DataFrame:
         UserError: it isn't a finished study.
     """
     located = study / "run" / "results" / "locate" / "queries.parquet"
-    elicited = study / "run-elicit" / "rows.parquet"
+    elicited = study / "run" / "results" / "elicit" / "rows.parquet"
     if (study / RUN).is_file():
         raise UserError(
             f"{study} is a run, not a study",
@@ -62,14 +63,13 @@ def numbers_of(study: Path) -> pd.DataFrame:
     bits = bits.assign(quantity=BITS, turns=turns, value=bits["bits"])
     arms = pd.read_parquet(elicited)
     arms = arms.assign(quantity=EXCESS, term="turns", turns=arms["arm"], value=arms[EXCESS])
-    judged = category_shares(Run.open(study / "run"), read(study / "run-elicit").about["judge"])
+    judged = category_shares(Run.open(study / "run"), read(elicited.parent).about["judge"])
     columns = ["quantity", "term", "turns", "source", "value"]
     return pd.concat([bits[columns], arms[columns], judged[columns]], ignore_index=True)
 
 
 def category_shares(run: Run, judge: str) -> pd.DataFrame:
-    """What a judge takes the turns of a run for: by query, the share of each category among the
-    turns that it could assess."""
+    """The share of each category among the turns that a judge could assess, by query."""
     from ia_mech.judge.rubric import rubric_of
 
     rubric = rubric_of(run.labels.record("judgements", judge))
@@ -133,7 +133,7 @@ def result(studies: Sequence[Path]) -> Result:
     for quantity, title in (
         (BITS, "bits about the response, expressed (own context) and carried"),
         (EXCESS, "follow-ups by the judge, beyond siblings"),
-        (SHARE, "what the judge takes turns for"),
+        (SHARE, "what the turns are, by the judge"),
     ):
         tables += tables_of(
             f"{title}; the same queries",
@@ -147,12 +147,15 @@ def result(studies: Sequence[Path]) -> Result:
     less = only(found, f"{BITS}, less", term="own context", turns=SAMPLED)
     return Result(
         name=NAME,
-        question="How do models differ in what their user turns owe to the response?",
-        sentence=headline(sentence_of("bits that sampled turns tell", own), found),
+        question="How do models differ in how much their user turns depend on the response?",
+        sentence=headline(
+            sentence_of("bits that sampled turns tell about their response", own), found
+        ),
         control=" ".join(
             [
                 sentence_of(f"the difference from {models[0]} on the same queries", less, null=0.0),
-                "Within each study every number is held against siblings.",
+                "Within each study every number is a comparison with other responses to the same "
+                "query.",
             ]
         ),
         estimates=found,
@@ -163,7 +166,7 @@ def result(studies: Sequence[Path]) -> Result:
 
 
 def drawings(found: pd.DataFrame, runs: Sequence[Run]) -> dict[str, Drawing]:
-    """What sampled turns express and sites carry, and the windows of layers that carry it."""
+    """Figures of what sampled turns express, and what sites and windows of layers carry of it."""
     bits = found[(found["quantity"] == BITS) & (found["turns"] == SAMPLED)]
     made: dict[str, Drawing] = {
         "models": Bars("expressed (own context) and carried", "bits", bits, by="model")

@@ -49,7 +49,7 @@ class SteeredContext:
 
     @property
     def scored(self) -> int:
-        """How many tokens are scored for all turns."""
+        """How many tokens are scored for all turns together."""
         header = len(self.ids) - self.start
         return sum(header + len(turn) for turn in self.turns)
 
@@ -115,11 +115,11 @@ class Learning(Unit):
 
 
 def learn(model: Model, unit: Learning) -> np.ndarray:
-    """``[d_model]`` float32 of length 1: the direction along which a state has to be moved by the
-    dose so that turns become likely, by the mean cross-entropy of their tokens.
+    """``[d_model]`` float32 of length 1: the direction that makes turns likely if states are moved
+    along it by the dose. What is minimised is the mean cross-entropy of the turns' tokens.
 
-    It begins downhill at a dose near 0; then come steps of Adam, after each of which its length is
-    1 again.
+    The start is the downhill gradient at a dose near 0. After each step of Adam the direction is
+    scaled to length 1.
 
     Raises:
         UserError: the model's passes have no gradient.
@@ -191,9 +191,9 @@ def random_directions(
 ) -> np.ndarray:
     """Directions with the covariance of states, without the component along a direction.
 
-    The covariance has few large directions, so that what is drawn lies closer to each of them, and
-    to a probe that lies there, than directions without a preference do; a control that holds a part
-    of what it is held against would hide its effect.
+    The covariance has few large directions. Drawn directions lie closer to them, and to a probe
+    that lies there, than directions without a preference would. The component along ``direction``
+    is taken out, since a control that holds a part of the direction would hide its effect.
 
     Args:
         states: ``[n, d]``, centred.

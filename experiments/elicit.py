@@ -1,13 +1,13 @@
 """Do turns react more when they are asked for in another way than by greedy decoding?
 
-The ways of asking, called arms, are listed before anything is sampled: each temperature of the run;
-a system prompt that asks for a user who follows up, and words with which every turn is forced to
-begin (an opening), both greedily and at each temperature. All are the same for every response to a
-query, and the judge sees neither prompt nor opening. An arm's number is the rate at which the judge
-calls its turns follow-ups, minus the rate of the same turns after a sibling (another response to
-the same query): the control. The best arm is chosen on half of the queries, its excess over greedy
-decoding is measured on the other half, and the other way round; the bootstrap repeats the choice.
-This excess is the elicitation gap.
+The ways of asking, called arms, are listed before anything is sampled. They are each temperature of
+the run; a system prompt that asks for a user who follows up; and an opening, words with which every
+turn is forced to begin. Prompt and opening are tried greedily and at each temperature. An arm is
+the same for every response to a query, and the judge sees neither prompt nor opening. An arm's
+number is the follow-up rate of its turns, minus that of the same turns after a sibling (another
+response to the same query): the control. The best arm is chosen on half of the queries, and what it
+adds to greedy decoding is measured on the other half; then the halves change places. The bootstrap
+repeats the choice. What the best arm adds is the elicitation gap.
 
 Needs: a judged run with several responses per query. Cost: for each of prompt and opening a third
 to the whole of the time that sampling the run's turns took; the rules judge labels the new turns at
@@ -43,6 +43,7 @@ from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Bars, Drawing
 from experiments.tables import only, tables_of
 from ia_mech.estimates import ALL, TidyEstimate, holm_corrected
+from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.models.embedded import NAME
 from ia_mech.results import Table
 from ia_mech.run import Run
@@ -65,16 +66,15 @@ def arm_name(temperature: float, way: str = "") -> str:
 
 
 def biased(run: Run) -> str:
-    """What has to be said of the default opening's gap where the words were found."""
+    """What has to be said of the default opening on the model that its words were found on."""
     here = run.model["name"] == NAME
-    return " The opening was found on this very model: its gap is too large here." if here else ""
+    return " The opening was found on this very model: it adds too much here." if here else ""
 
 
 class Elicit(Experiment):
     name = "elicit"
     siblings = True
     judged = True
-    beside = "elicit"
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
@@ -121,7 +121,7 @@ class Elicit(Experiment):
         excess = table.to_numpy()
         of = halves_of(table.columns, self.args.seed)
         half = np.array([of[source] for source in table.columns])
-        # Of all arms, and of those of the run's own turns, whose states other experiments measure.
+        # The best of all arms, and of the run's own turns, whose states other experiments measure.
         plain = [number for number, arm in enumerate(arms) if ", " not in arm]
         for name, among in ((BEST, list(range(len(arms)))), (TEMPERATURE, plain)):
             more = excess[among] - excess[arms.index(GREEDY)]
@@ -137,17 +137,17 @@ class Elicit(Experiment):
             SIBLINGS: ("after siblings", 2),
             EXCESS: ("excess", "+.2f"),
             f"{EXCESS}, {LESS}": (LESS, "+.2f"),
-            GAP: ("gap to greedy", "+.2f"),
+            GAP: ("more than greedy", "+.2f"),
         }
         return tables_of(
-            f"follow-ups by the judge ({self.args.outcome})",
+            f"{OUTCOMES[self.args.outcome]} by the judge",
             found,
             columns,
             index=("dataset", "term"),
             rows="queries",
-            legend="Each query counts alike. After siblings: the same turns, shown after other "
-            "responses to the same query. Less greedy's: an arm's excess less that of greedy "
-            "turns, paired by query; p: Holm-corrected over arms.",
+            legend="Every query has the same weight. After siblings: the same turns, shown after "
+            "other responses to the same query; excess: the rate less that. Less greedy's: the "
+            "excess less that of greedy turns, paired by query; p: Holm-corrected over arms.",
         )
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
@@ -157,11 +157,16 @@ class Elicit(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         greedy, gap = only(found, EXCESS, term=GREEDY), only(found, GAP, term=BEST)
-        sentence = self.tested("greedy follow-ups, beyond siblings", greedy)
-        sentence += " " + self.tested("the best arm, chosen on other queries, adds", gap)
+        sentence = self.tested(
+            "follow-up rate of greedy turns, less that after another response to the same query",
+            greedy,
+            most=1,
+        )
+        sentence += " " + self.tested("what the best other way of asking adds", gap, most=1)
         control = (
-            "Rates are less those of the same turns after siblings; an arm is never chosen on the "
-            f"queries that it is reported on. {self.gate.sentence}."
+            "From every rate that of the same turns after another response to the same query is "
+            "taken off. No way of asking is chosen on the queries that it is reported on. "
+            f"{self.gate.sentence}."
         )
         if self.args.opening == OPENING:
             control += biased(self.runs[0])

@@ -46,15 +46,16 @@ from ia_mech.cli import (
     add_intervals,
     add_workers,
     path_of,
+    program,
     run_command,
     run_folder,
+    shell_word,
     tolerant_streams,
     whole_from,
 )
 from ia_mech.display import Bar, Progress, console, with_style
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, few_sources
-from ia_mech.models.embedded import cache_dir
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import JudgedTurns, open_runs
 from ia_mech.results import (
@@ -82,19 +83,19 @@ if TYPE_CHECKING:  # these load torch, for which --help doesn't wait
     from ia_mech.models.load import Subject
 
 
-SHARES = 64  # of what a pass may hold: the smallest where memory runs out
+SHARES = 64  # where memory runs out, a pass holds no less than this part of what it usually may
 
 
 @dataclass(frozen=True)
 class Unit:
     """What is measured by itself, and kept.
 
-    A subclass has all that the measurement depends on besides the model and the code, flags
-    included, as JSON can hold it: a unit whose rows are kept is known by its content.
+    A subclass holds all that the measurement depends on besides the model and the code, flags
+    included, in values that JSON can hold: stored rows are found by this content.
 
     Attributes:
         source, dataset: of the query, written beside the rows.
-        tokens: that the model computes for it, about; for the progress bar and ``--dry-run``.
+        tokens: about how many the model computes for it, for the progress bar and ``--dry-run``.
     """
 
     source: str
@@ -103,7 +104,7 @@ class Unit:
 
 
 class Conclusion(NamedTuple):
-    """What was found, and the control that it is held against."""
+    """What was found, and its control."""
 
     sentence: str
     control: str
@@ -153,13 +154,12 @@ class Experiment(ABC):
         mixed: runs that were decoded in different ways may be given together.
         queries_used: how many queries at most, drawn by ``--seed``; None for all. If it is given,
             so is ``--queries``.
-        beside: results go to ``cache/<first run>-<this>``, not into the run: they hold runs.
         columns: what estimates are of: column → dtype.
 
     Attributes:
         runs: that were given.
         args: the command line.
-        folder: of the results; it may not be there yet.
+        folder: of the results, ``results/<name>`` in the first run; it may not be there yet.
         gate: whether the judge passes its control, where verdicts are used.
         notes: what a reader has to know; add to it.
         sampled: the runs of :meth:`arms`, once they are sampled.
@@ -172,7 +172,6 @@ class Experiment(ABC):
     several_models: ClassVar[bool] = False
     mixed: ClassVar[bool] = False
     queries_used: ClassVar[int | None] = None
-    beside: ClassVar[str] = ""
     columns: ClassVar[Mapping[str, str]] = {
         "dataset": "str",
         "temperature": "float64",
@@ -345,13 +344,20 @@ class Experiment(ABC):
         """What titles of tables say of intervals."""
         return f"{100 * self.args.level:g}% intervals over queries"
 
-    def tested(self, words: str, rows: pd.DataFrame, digits: int = 2) -> str:
-        """A sentence of differences: of one that isn't shown, how large it would have to be."""
-        return sentence_of(words, rows, digits, null=0.0, level=self.args.level)
+    def tested(self, words: str, rows: pd.DataFrame, digits: int = 2, most: float = np.inf) -> str:
+        """A sentence of differences, and of one that isn't shown, how large it would have to be.
+        ``most`` is the largest that there can be, 1 of differences of rates."""
+        return sentence_of(words, rows, digits, null=0.0, level=self.args.level, most=most)
+
+    @property
+    def beside(self) -> Path:
+        """Where new turns are kept: ``<first run>-<name>`` beside the first run."""
+        first = self.runs[0].path.resolve()
+        return self.args.out or first.with_name(f"{first.name}-{self.folder_name()}")
 
     def place(self, name: str) -> Path:
-        """A folder of the results, for what is named so."""
-        return self.folder / name.replace(" ", "_")
+        """The folder of an arm."""
+        return self.beside / name.replace(" ", "_")
 
     def _about_queries(self) -> list[str]:
         """How many queries there are, and how many of their responses are unfinished."""
@@ -448,8 +454,8 @@ class Experiment(ABC):
         return self.folder / "parts"
 
     def _key(self, unit: Unit) -> list:
-        """All that a unit's rows depend on: what it holds, the model, and the code that measures
-        it, as text. So they are the same whatever Python reads it."""
+        """All that a unit's rows depend on: its content, the model, and the code that measures it.
+        The code counts as text, so that the key is the same for any version of Python."""
         model, kinds = self.runs[0].model, type(unit).__mro__
         modules = {kind.__module__ for kind in kinds if issubclass(kind, Unit) and kind is not Unit}
         modules.add(type(self).measure.__module__)
@@ -468,18 +474,26 @@ class Experiment(ABC):
         return (sys.modules[cls.__module__].__doc__ or "").strip()
 
     @classmethod
+    def folder_name(cls) -> str:
+        """What folders of its results and of its new turns are named by."""
+        return cls.name.replace("_", "-")
+
+    @classmethod
     def question(cls) -> str:
         """Its first sentence."""
         return " ".join(re.split(r"(?<=[?.])\s", cls.help(), maxsplit=1)[0].split())
 
     @classmethod
     def build_parser(cls) -> argparse.ArgumentParser:
-        file, own = Path(inspect.getfile(cls)).resolve(), f"ia-mech {cls.name.replace('_', '-')}"
+        name, file = cls.folder_name(), Path(inspect.getfile(cls)).resolve()
         parser = Parser(
-            prog=own if file.parent == Path(__file__).resolve().parent else f"python {file.name}",
+            prog=f"ia-mech {name}"
+            if file.parent == Path(__file__).resolve().parent
+            else f"python {file.name}",
             usage="%(prog)s RUN [RUN …] [options]",
             description=cls.help(),
-            epilog="Interrupted, the same command goes on. Intervals are over queries.",
+            epilog=f"Numbers go to RUN/results/{name}/, new turns to RUN-{name}/ beside RUN.\n"
+            "If it is interrupted, the same command goes on. Intervals are over queries.",
         )
         parser.add_argument(
             "runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder"
@@ -492,12 +506,9 @@ class Experiment(ABC):
             flag(parser, "--queries", least, cls.queries_used, what, metavar="N")
         cls.add_flags(parser)
         written = parser.add_argument_group("what is shown and written")
-        usual = f"results/{cls.name} in the first run"
-        if cls.beside:
-            usual = f"cache/<first run>-{cls.beside}"
-        where = f"where results go (default: {usual})"
+        where = "where both go instead"
         written.add_argument("--out", type=path_of, metavar="FOLDER", help=where)
-        written.add_argument("--full", action="store_true", help="print all tables")
+        written.add_argument("--full", action="store_true", help="print all tables and notes")
         written.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
         add_workers(parser.add_argument_group("what computes"))
         add_intervals(parser.add_argument_group("intervals"), seed="what is drawn")
@@ -529,9 +540,13 @@ class Experiment(ABC):
             earlier = read(one.folder).about["command"] if known else args.command_line
             write(result, one.folder)
         show(result, console(), full=args.full)  # after writing: a closed pipe costs no file
-        print(f"wrote {one.folder}", file=sys.stderr)
+        print(f"numbers went to {shell_word(one.folder)}", file=sys.stderr)
+        if one.sampled:
+            print(f"new turns went to {shell_word(one.beside)}", file=sys.stderr)
         if earlier != args.command_line:
             print(f"this replaced the result of: {earlier}", file=sys.stderr)
+        page = f"{program()} report {' '.join(map(shell_word, args.runs))}"
+        print(f"next: {page}{f' --results {shell_word(args.out)}' if args.out else ''}")
 
     def check(self) -> None:
         """Refuse what can't be answered.
@@ -568,7 +583,8 @@ class Experiment(ABC):
         if to_sample or (todo and self.loads):
             lines |= self._costs(to_sample, tokens, todo)
         lines = lines or {"to compute": "nothing: the runs hold all that is read"}
-        return lines | {"results": f"go to {self.folder}"}
+        lines["numbers"] = f"go to {self.folder}"
+        return lines | ({"new turns": f"go to {self.beside}"} if arms else {})
 
     def _sampled_before(self, name: str) -> bool:
         """Whether an arm's run is there, and finished."""
@@ -739,9 +755,8 @@ def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> P
     Raises:
         UserError: they can't go there (:func:`ia_mech.results.refuse_place`).
     """
-    inside = None if cls.beside else folder_of(first_run, cls.name)
-    usual = inside or cache_dir() / f"{first_run.resolve().name}-{cls.beside}"
-    refuse_place(out or usual, cls.name, inside)
+    usual = folder_of(first_run, cls.folder_name())
+    refuse_place(out or usual, cls.name, usual)
     return out or usual
 
 

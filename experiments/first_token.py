@@ -41,8 +41,8 @@ class Openings:
     Columns are the tokens that opened a sampled turn of either kind, ascending.
 
     Attributes:
-        follow_ups: follow-ups that a token opened.
-        restated: restatements (of query or response) that it opened.
+        follow_up: how many follow-ups a token opened.
+        restated: how many turns that repeat the query or the response it opened.
     """
 
     follow_up: pd.DataFrame

@@ -1,10 +1,11 @@
-"""Turns scored after hybrids: contexts in which one site is a sibling's and the rest their own.
+"""Hybrids: contexts that have one site of a sibling. Turns are scored after them.
 
-A site is a place whose states a turn may read. A query has four responses; one is the *recipient*,
-the other three are *candidates*. A turn that followed a candidate is scored after each candidate's
-own context, and after three hybrids, each the recipient's context with one site of a candidate's.
-A model with recurrent layers has one site more, their state, which holds all tokens before it.
-``experiments.locate`` says what follows from the scores.
+A site is a part of the context whose keys and values, or state, a turn may read. A query has four
+responses. One is the *recipient*, the other three are *candidates*. A turn that followed a
+candidate is scored after each candidate's own context, and after three hybrids, each the
+recipient's context with one site of a candidate. A model with recurrent layers has one more site:
+their state, which holds all tokens before it. ``experiments.locate`` says what follows from the
+scores.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -55,8 +56,8 @@ BAND_SITES: dict[str, tuple[int, int | None]] = {
 }
 SCORES = [f"score_{number}" for number in range(CANDIDATES)]
 FIRST_SCORES = [f"first_{number}" for number in range(CANDIDATES)]  # of the first token alone
-# Which pieces of a context are a candidate's: 0 the query, 1 the response, 2 what stands between
-# it and the header, 3 the header, 4 the recurrent state after it.
+# Which pieces of a hybrid come from the candidate: 0 the query, 1 the response, 2 the tokens
+# between response and header, 3 the header, 4 the recurrent state after the header.
 DONATED = {
     QUERY: {0},
     RESPONSE: {1},
@@ -71,14 +72,15 @@ DONATED = {
 }
 
 
-# The response computed anew with attention within blocks of so many tokens; None: a single one.
+# The response is computed anew with attention within blocks of so many tokens; None: one block.
 BLOCK_SITES: dict[str, int | None] = {
     "response, blocks of 1": 1,
     "response, blocks of 4": 4,
     "response, blocks of 16": 16,
     "response, one block": None,
 }
-RANDOM_SITES = {f"response, {n} random tokens": n for n in (4, 16)}  # as few, from anywhere
+# The control of blocks: each token sees as many others, from anywhere in the response.
+RANDOM_SITES = {f"response, {n} random tokens": n for n in (4, 16)}
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class SiblingContexts(Unit):
         header: where the header begins and ends, counted from where the response ends.
         context_ids: the name of each.
         turns: of each, the response that it followed, temperature, sample, and its first tokens.
-        recipients: which responses are; maps have the first one alone.
+        recipients: the responses that are recipients; maps use the first one alone.
         maps: which of :data:`MAPS` are measured.
         mapped: the temperature of the turns in maps.
         layers: of the model.
@@ -144,9 +146,9 @@ def hybrid(unit: SiblingContexts, site: str, recipient: int, donor: int) -> "Hyb
 def with_band(
     unit: SiblingContexts, band: tuple[int, int | None], recipient: int, donor: int
 ) -> "Hybrid":
-    """The recipient's context up to the response's end, with a band of the donor's response: as
-    many tokens in place of as many, at the same distance from the end. Of the band that has no
-    limit all tokens are exchanged, where both have some."""
+    """The recipient's context up to the response's end, with a band of tokens of the donor's
+    response in place of as many of its own, at the same distance from the end. The band without a
+    limit reaches to the start of the shorter response."""
     from ia_mech.engine.splice import Hybrid, Piece
 
     behind, most = band
@@ -170,7 +172,7 @@ class MapCell:
 
     Attributes:
         site, layer: what it is of; layer -1 for none.
-        turn: makes what is scored, from the number of the donor among the candidates, the donor
+        turn: makes the turn that is scored, from the donor's number among the candidates, the donor
             and the turn's tokens.
     """
 
@@ -422,7 +424,7 @@ def _response_tokens(unit: SiblingContexts) -> int:
 
 
 def _following(first: int, at: int, j: int, ids: tuple[int, ...]) -> "Turn":
-    """A turn after the hybrid of a candidate, where those of all begin at a number."""
+    """A turn after the hybrid of a candidate; the hybrids of all candidates begin at ``first``."""
     from ia_mech.engine.score import Turn
 
     return Turn(first + at, ids)
@@ -437,7 +439,7 @@ def tokens_scored(
     recurrent: bool = False,
     responses: int = 0,
 ) -> int:
-    """That are scored or written for a query, about.
+    """About how many tokens are scored or written for a query.
 
     Args:
         turns: of the four responses together.

@@ -1,18 +1,17 @@
 """Does the share of sampled follow-ups travel with a state of the header?
 
-Of contexts whose greedy turn isn't a follow-up, some have many sampled turns that are, and
-some have few: the share, measured on half of a context's turns. For each query, one such context is
-the recipient. Two others of other queries are its donors, one with a high share and one with a low
-one; both are equally foreign, so that what a foreign state damages cancels. While the recipient is
-prefilled, its residual stream at a token that all contexts have (turn end, separator, the header's
-tokens, the last of them) is set to a donor's after one of four layers, and turns are sampled. The
-effect is the share under the high donor less that under the low one, and its ratio to the
-difference of the donors themselves, in the half of their turns that chose nothing: 1 if the share
-travels with the state, as it does with the whole context. Controls: two donors of equal share; the
-recipient's own states, which may not change a bit; and the donors' first tokens, which are all that
-travels where the last token's state is put in after the last layer. A cell is shown to move the
-share at 5%, Holm-corrected over all places and layers tried; the sentence says what the others
-would have shown.
+Take the contexts whose greedy turn isn't a follow-up. Some have many sampled turns that are
+follow-ups, some have few: their share is high or low, measured on half of a context's turns. For
+each query, one such context is the recipient. Two contexts of other queries are its donors, one
+with a high share and one with a low one. Both are equally foreign, so that what a foreign state
+damages cancels. While the recipient is prefilled, its residual stream is set to a donor's, after
+one of four layers, at a token that all contexts have (turn end, separator, the header's tokens, the
+last of them). Then turns are sampled. The effect is the share under the high donor less that under
+the low one. Its ratio to the difference between the donors themselves, in the half of their turns
+that chose nothing, is 1 if the share travels with the state. Controls are two donors of equal
+share; the recipient's own states, which may not change a bit; and the donors' first tokens, which
+are all that travels with the last token's state after the last layer. A cell moves the share if
+that is shown at 5%, Holm-corrected over all places and layers tried.
 
 Needs: a judged run with many sampled turns per context (16 or more), and states at all positions.
 Cost: 68 contexts per query, each prefilled and sampled anew (60 queries of the embedded model: some
@@ -47,10 +46,12 @@ from ia_mech.estimates import (
     TidyEstimate,
     all_datasets,
     by_dataset,
+    could_show,
     holm_corrected,
     paired_row,
 )
 from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP, heading
+from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table, cell_of
 from ia_mech.stats import cluster_bootstrap
 
@@ -97,7 +98,7 @@ def with_outcome(turns: pd.DataFrame, outcome: str) -> pd.Series:
 
 
 def shares_of(turns: pd.DataFrame, outcome: str, temperature: float) -> pd.DataFrame:
-    """The shares of contexts in the two halves of their turns.
+    """The shares of contexts, measured in each half of their turns.
 
     Args:
         turns: of :class:`ia_mech.rates.load.JudgedTurns`.
@@ -126,8 +127,8 @@ def shares_of(turns: pd.DataFrame, outcome: str, temperature: float) -> pd.DataF
 def donors_of(contexts: pd.DataFrame, recipients: Sequence[int], seed: int) -> pd.DataFrame:
     """Donors for recipients, all of the same dataset and of other queries than the recipient's.
 
-    High and low ones are of the upper and the lower quarter by :data:`CHOOSING`; the two equal ones
-    are any context and the nearest to it, in random order. Of those that are possible the least
+    High and low donors come from the upper and the lower quarter by :data:`CHOOSING`. The two equal
+    donors are any context and the nearest to it, in random order. Of the possible donors the least
     used ones are taken, by lot.
 
     Args:
@@ -235,7 +236,6 @@ class Interchange(Experiment):
     name = "interchange"
     judged = True
     queries_used = 60
-    beside = "interchange"
     columns: ClassVar = {"dataset": "str", "term": "str", "layer": "Int64"}
 
     @classmethod
@@ -484,14 +484,14 @@ class Interchange(Experiment):
         columns: dict[str, tuple[str, int | str]] = {
             MOVED: ("high less low", "+.2f"),
             BEYOND: ("beyond the first token", "+.2f"),
-            RATIO: ("of the donors' difference", 2),
+            RATIO: ("of the donors' difference", AS_SHARE),
             EQUAL: ("equal donors", "+.2f"),
             UNDER[HIGH]: ("under high", 2),
             UNDER[LOW]: ("under low", 2),
         }
         whole: dict[str, tuple[str, int | str]] = {
             UNCHANGED: ("recipients, unchanged", 2),
-            DONORS: ("donors, high less low", "+.2f"),
+            DONORS: ("high less low donors", "+.2f"),
         }
         return [
             *tables_of(
@@ -499,11 +499,12 @@ class Interchange(Experiment):
                 found,
                 columns,
                 shown_if=MOVED,
+                most=1.0,
                 index=("dataset", "term", "layer"),
                 rows="recipients",
-                legend="Paired by recipient; p: Holm-corrected over lines, the first token "
-                "apart. Of the donors' difference: 1 if the share travels with the state. Beyond "
-                "the first token: less the same under the donors' first tokens alone.",
+                legend="Paired by recipient; p: Holm-corrected over lines, without the first "
+                "token. Of the donors' difference: 1 if the share travels with the state. Beyond "
+                "the first token: less the same difference under the donors' first tokens alone.",
             ),
             *tables_of(
                 "what there is to move",
@@ -511,8 +512,8 @@ class Interchange(Experiment):
                 whole,
                 index=("dataset",),
                 rows="recipients",
-                legend="Donors: in the half of their turns that didn't choose them; what the whole "
-                "context moves.",
+                legend="Donors: in the half of their turns that didn't choose them. The whole "
+                "context moves so much.",
             ),
         ]
 
@@ -528,7 +529,7 @@ class Interchange(Experiment):
         moved, equal = only(whole, MOVED), only(whole, EQUAL)
         first, moved = moved[moved["term"] == FIRST], moved[moved["term"] != FIRST]
         shown = moved[moved["p_holm"] <= 1 - level]
-        apart = self.tested("the donors' own shares differ by", only(whole, DONORS))
+        apart = self.tested("the donors' own shares differ by", only(whole, DONORS), most=1)
         what = f"the share of sampled turns that are {self.outcome}"
         if len(shown):
             ratios, beyond = (only(whole, name).set_index(CELL) for name in (RATIO, BEYOND))
@@ -536,17 +537,19 @@ class Interchange(Experiment):
             for _, row in shown.iterrows():
                 said.append(f"{row['term']} after layer {row['layer']} {cell_of(row, '+.2f')}")
                 if (key := (row["term"], row["layer"])) in ratios.index:
-                    said[-1] += f", {cell_of(ratios.loc[key])} of the donors' difference"
+                    said[-1] += f", {cell_of(ratios.loc[key], AS_SHARE)} of the donors' difference"
                 if key in beyond.index:
                     said[-1] += f", beyond the first token {cell_of(beyond.loc[key], '+.2f')}"
             sentence = f"A state moves {what} at {len(said)} of {len(moved)} cells: "
             sentence += f"{'; '.join(said)}. {apart}"
         else:
             low, high = moved["detectable"].min(), moved["detectable"].max()
-            sentence = (
-                f"No state is shown to move {what} ({len(moved)} cells); with 80% power, before "
-                f"correction, {low:.2f} to {high:.2f} would have been shown. {apart}"
+            could = (
+                f"with 80% power, before correction, {low:.2f} to {high:.2f} would have been shown"
+                if high < 1
+                else could_show(low, most=1)
             )
+            sentence = f"No state is shown to move {what} ({len(moved)} cells); {could}. {apart}"
         false = int((equal["p_holm"] <= 1 - level).sum())
         assert self.gate is not None
         control = (

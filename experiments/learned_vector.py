@@ -1,15 +1,15 @@
-"""After which layers can one vector at the user header open reacting to the response?
+"""After which layers can one vector at the user header make turns react to the response?
 
-Some turns that a model samples react to their response where its greedy turn doesn't. A vector is
-learned that makes the model's own sampled follow-ups likely: as many numbers as a state has,
-added after one layer to the states of the header's tokens, by gradient, on half of the queries. The
-other half's turns are then written under it and judged; and the other way round. Such a vector may
-raise the judged rate without any reaction, so what counts is the excess: the rate of turns less
-that of the same turns shown after siblings, other responses to their query. The control is a vector
-learned alike from the same turns, each after a sibling of the response that it followed: form and
-topic are in it, this response isn't. Beside it stand one from turns after responses to other
-queries (form alone), and a random direction. The layer is chosen on other queries than it is
-reported on.
+Some turns that a model samples react to their response where its greedy turn doesn't. On half of
+the queries, a vector is learned by gradient that makes the model's own sampled follow-ups likely.
+It is added after one layer to the states of the header's tokens. Turns after the other half's
+queries are then written under the vector and judged. After that the halves change places. Such a
+vector may raise the follow-up rate without any reaction to the response. So what counts is the
+excess: the rate less that of the same turns after siblings, other responses to their query. The
+control is a vector that is learned in the same way from the same turns, each after a sibling of the
+response that it followed: it holds form and topic, but not this response. Two more vectors stand
+beside it: one from turns after responses to other queries, which holds form alone, and a random
+direction. The layer is chosen on other queries than those that it is reported on.
 
 Needs: a judged run with several responses per query and sampled turns; a model whose passes have
 gradients. Cost, of 60 queries on two cores (135M): at each layer some three minutes for each of six
@@ -97,7 +97,6 @@ class LearnedVector(Experiment):
     siblings = True
     judged = True
     queries_used = 60
-    beside = "learned-vector"
     columns: ClassVar = {"dataset": "str", "term": "str", "layer": "Int64"}
 
     @classmethod
@@ -300,7 +299,11 @@ class LearnedVector(Experiment):
         yield from self._at_chosen_layer(rows)
 
     def _at_chosen_layer(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
-        """What own responses' vectors have, at a layer chosen by their excess over the control."""
+        """What own responses' vectors have, at a layer chosen by their excess over the control.
+
+        The choice makes the interval too wide where layers don't differ: with seven equal layers
+        and no effect, it left out 0 in 0.7% of 600 simulated studies of 60 queries.
+        """
         wide = rows.pivot_table(index="source", columns=["term", "layer"], values=EXCESS).dropna()
         own, ranked = wide[OWN].to_numpy(), (wide[OWN] - wide[SIBLING]).to_numpy().T
         part = np.array([self.part[source] for source in wide.index], dtype=int)
@@ -342,17 +345,18 @@ class LearnedVector(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         def said(words: str, less: str) -> str:
-            return self.tested(words, only(found, f"{EXCESS}, {LESS[less]}", term=CHOSEN))
+            return self.tested(words, only(found, f"{EXCESS}, {LESS[less]}", term=CHOSEN), most=1)
 
-        learned = f"a vector at {', '.join(self.positions)}, learned and its layer chosen on others"
         return Conclusion(
             said(
-                f"excess over siblings of greedy turns under {learned}, less that under its "
-                "control",
+                "greedy turns are written under a vector that was learned on other queries, at "
+                f"{', '.join(self.positions)}; the rate at which they are follow-ups to their own "
+                "response rather than to another one, less that under the control's vector",
                 SIBLING,
             ),
-            "The control is a vector learned from the same turns, each after a sibling of the "
-            f"response that it followed. {said('excess, less that of unsteered turns', UNSTEERED)} "
+            "The control is a vector that was learned from the same turns, each after another "
+            "response to its query. "
+            f"{said('the same rate, less that of turns without a vector', UNSTEERED)} "
             f"{self.gate.sentence}.",
         )
 

@@ -1,25 +1,25 @@
 """Where does what a turn tells about its response come from: the header, or the response itself?
 
-While a model writes a turn it attends to keys and values: those of the query, of the response, and
-of the tokens after it, the user header among them. Recurrent layers have a state instead, which
-holds all tokens before it: a site of its own, measured in all combinations with the two others. The
-experiment takes those of one such site from one context and puts them into another. Of a query's
-four responses one is the recipient, the other three are candidates. A turn that followed a
-candidate is scored twice:
+While a model writes a turn it attends to keys and values. Each part of the context is a site: the
+query, the response, and the tokens after it, which end with the user header. Recurrent layers have
+a state instead, which holds all tokens before it. It is one more site, measured in all combinations
+with response and header. The experiment takes the keys and values of one site from one context and
+puts them into another. Of a query's four responses one is the recipient, the other three are
+candidates. A turn that followed a candidate is scored twice:
 
 - after each candidate's own context: these are the bits that the turn expresses;
 - after three hybrids, each the recipient's context with one site of a candidate: these are the bits
-  that the site carries. The turn followed none of the hybrids, and they differ in the candidate
-  alone: what splicing damages is damaged in all three. The control is the query as a site: its
+  that the site carries. The turn followed none of the hybrids, which differ in the candidate alone.
+  Whatever the exchange damages, it damages in all three. The control is the query as a site: its
   tokens are the same in all contexts.
 
-Maps use one recipient per query and ask for more: windows of the response's layers, put in alone
-and left out alone; bands of its tokens, by their distance from its end; the response computed anew
-with attention within blocks, which tells words from what is composed of several; states of header
-tokens by layer; and turns that the model writes after hybrids. The windows that carry most are
-chosen on half of the queries and reported on the other. Before anything is scored, a hybrid of
-everything from another context has to be that context; where it isn't, the command names the layers
-and refuses.
+Maps look closer, with one recipient per query. They are windows of the response's layers, put in
+alone and left out alone; bands of its tokens, by their distance from its end; the response computed
+anew with attention within blocks, which separates single words from what several words compose;
+states of header tokens by layer; and turns that the model writes after hybrids. The windows that
+carry most are chosen on half of the queries and reported on the other half. Before anything is
+scored, a hybrid that takes everything from another context has to equal that context; where it
+doesn't, the command names the layers and refuses.
 
 A site is said to carry nothing only if its interval lies below a tenth of what is expressed.
 Windows are named only if they carry bits on the queries that didn't choose them.
@@ -89,7 +89,6 @@ from ia_mech.estimates import (
     Group,
     TidyEstimate,
     all_datasets,
-    estimate_of,
     holm_corrected,
 )
 from ia_mech.likelihood.carried import (
@@ -98,7 +97,8 @@ from ia_mech.likelihood.carried import (
     QueryBits,
     bits_by_query,
 )
-from ia_mech.results import Table
+from ia_mech.results import SHARE as AS_SHARE
+from ia_mech.results import Table, cell_of
 from ia_mech.stats import cluster_bootstrap, cluster_mean
 
 # After own contexts.
@@ -145,14 +145,15 @@ def of_first_tokens(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_later_tokens(rows: pd.DataFrame) -> pd.DataFrame:
-    """The same without first tokens, whose distribution is the last header state's alone."""
+    """Rows with the scores of all tokens but the first, which the last header state alone
+    decides."""
     pairs = zip((*SCORES, *OWN_SCORES), (*FIRST_SCORES, *OWN_FIRST_SCORES), strict=True)
     return rows.assign(**{whole: rows[whole] - rows[first] for whole, first in pairs})
 
 
 def query_bits_of(rows: pd.DataFrame, seed: int) -> QueryBits | None:
-    """What rows of one site, of :func:`with_own_scores`, tell; None of fewer than two queries with
-    turns of all candidates."""
+    """What the rows of one site tell; None if fewer than two queries have turns of all candidates.
+    ``rows`` are those of :func:`with_own_scores`."""
     rows = balanced_queries(rows)
     if rows["source"].nunique() < 2:
         return None
@@ -161,7 +162,7 @@ def query_bits_of(rows: pd.DataFrame, seed: int) -> QueryBits | None:
 
 
 def balanced_queries(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those of queries that have turns of all candidates."""
+    """The rows of queries that have turns of all candidates."""
     return rows[rows.groupby("source")["own"].transform("nunique") == CANDIDATES]
 
 
@@ -221,8 +222,8 @@ def estimated(
 def share_of(
     options: Options, found: QueryBits, expressed: QueryBits, **names: Any
 ) -> Iterator[TidyEstimate]:
-    """What a site carries as a share of what is expressed in the same queries, and the bits by
-    which it is more than :data:`EQUIVALENT` of it."""
+    """What a site carries as a share of what is expressed in the same queries, and by how many bits
+    it carries more than :data:`EQUIVALENT` of that."""
     group = Group(np.array(found.queries), options, {"dataset": ALL} | names)
     expressed = expressed.only(found.queries)
     if cluster_mean(expressed.bits, expressed.queries).low > 0:
@@ -500,7 +501,7 @@ class Locate(Experiment):
         columns: dict[str, tuple[str, int | str]] = {
             BITS: ("bits", 2),
             HITS: ("own likeliest (chance 0.33)", 2),
-            SHARE: ("share", 2),
+            SHARE: ("share", AS_SHARE),
         }
         title = (
             f"bits about which of {CANDIDATES} responses a turn followed (at most {CEILING:.2f})"
@@ -512,11 +513,9 @@ class Locate(Experiment):
             index=("temperature", "term"),
             rows="queries",
             legend=(
-                f"{OWN}: expressed. Sites: carried by keys and values of the header, of all tokens "
-                "after the response, of the response; the query's are the same tokens in all, so "
-                "that they show what differing lengths alone do. share: of what is expressed. "
-                "first tokens, later ones: bits of these alone; a first token is drawn from the "
-                "header's last state."
+                f"{OWN}: what turns express; other lines: what keys and values of this part of "
+                "the context carry of it. The query has the same tokens in all contexts. Share: of "
+                "what is expressed. First tokens, later ones: the bits of these alone."
             ),
         )
         made += tables_of(
@@ -541,8 +540,8 @@ class Locate(Experiment):
             rows="queries",
             legend=(
                 "p: Holm-corrected over the lines of a term, and over parts of the response. The "
-                f"query's tokens are alike in all contexts. {WITHOUT_WINDOW}: what is lost where "
-                "a window is the recipient's."
+                f"query has the same tokens in all contexts. {WITHOUT_WINDOW}: how much is lost "
+                "where a window is the recipient's."
             ),
         )
         del columns[SHARE]
@@ -561,10 +560,10 @@ class Locate(Experiment):
             index=("term",),
             rows="queries",
             legend=(
-                "What follows the response is computed anew. Last, 2–8, …: as many tokens of the "
-                "candidate's response in place of as many of the recipient's. Blocks: each token "
-                "of the candidate's response saw only those before it in its block, and the first "
-                "few. n random tokens: it saw itself and n − 1 others, drawn from all before it."
+                "What follows the response is computed anew. Last, 2–8, …: so many tokens of the "
+                "candidate's response replace as many of the recipient's. Blocks: each token of "
+                "the candidate's response saw only those before it in its block, and the "
+                "first few. n random tokens: it saw itself and n − 1 others from all before it."
             ),
         )
         for site in (*COMPUTED_ON, *MAP_SITES):
@@ -595,29 +594,37 @@ class Locate(Experiment):
         ]
         windows = strongest_windows(found, model["layers"])
         said = [
-            f"{model['name']}'s sampled turns tell {lookup(BITS, OWN)} of {CEILING:.2f} bits about "
-            f"which of {CANDIDATES} responses they followed, greedy ones {lookup(BITS, OWN, 0.0)}.",
-            f"They tell {', '.join(ways)}{f'; layers: most in {windows}' if windows else ''}.",
+            f"Sampled turns of {model['name']} tell {lookup(BITS, OWN)} of {CEILING:.2f} bits "
+            f"about which of {CANDIDATES} responses they followed, greedy ones "
+            f"{lookup(BITS, OWN, 0.0)}.",
+            f"Of these bits, the turn gets {', '.join(ways)}"
+            f"{f'; the layers that carry most are {windows}' if windows else ''}.",
         ]
         mapped = found.loc[found["term"].isin([ALL_LAYERS, *WRITTEN]), "temperature"].max()
         parts = {site: f"written: {site}" for site in (RESPONSE, HEADER, RESPONSE_AND_HEADER)}
         if found["term"].isin(parts.values()).any():
             each = [f"{lookup(BITS, of, mapped)} ({site})" for site, of in parts.items()]
-            said.append(f"Turns written where only a part is a candidate's tell {', '.join(each)}.")
+            said.append(
+                f"Turns that are written after hybrids tell {', '.join(each)} about the candidate."
+            )
         if found["term"].isin(BLOCK_SITES).any():
             kept = [f"{lookup(BITS, site, mapped)} ({site.split(', ')[1]})" for site in BLOCK_SITES]
             whole = lookup(BITS, ALL_LAYERS, mapped)
-            said.append(f"Computed anew, the response keeps of its {whole}: {', '.join(kept)}.")
+            said.append(
+                f"Of its {whole} bits, the response keeps {', '.join(kept)} if each of its tokens "
+                "sees only its own block."
+            )
         control = (
-            "Each number is held against two siblings whose states are put in alike; keys and "
-            f"values of the query, the same tokens in all siblings, carry {lookup(BITS, QUERY)}."
+            "Each number compares a response with two others to the same query, whose states are "
+            "put in the same way. Keys and values of the query, whose tokens are the same in all "
+            f"contexts, carry {lookup(BITS, QUERY)}."
         )
         return Conclusion(" ".join(said), control)
 
 
 def without_repeats(found: pd.DataFrame) -> pd.DataFrame:
-    """Estimates to be shown: where turns have one temperature above 0, those of all sampled turns
-    are the same."""
+    """Estimates to be shown: without those of all sampled turns where turns have only one
+    temperature above 0, whose estimates are the same."""
     t = found["temperature"]
     return found[t.notna()] if t[t > 0].nunique() == 1 else found
 
@@ -627,7 +634,7 @@ def strongest_windows(found: pd.DataFrame, layers: int) -> str:
     chosen = found[(found["quantity"] == CHOSEN) & (found["term"] == WINDOW) & (found["low"] > 0)]
     last = window_size(layers) - 1
     return " and ".join(
-        f"{row.layer}–{min(row.layer + last, layers)} ({estimate_of(row).text()})"
+        f"{row.layer}–{min(row.layer + last, layers)} ({cell_of(row)})"
         for row in chosen.itertuples()
     )
 
@@ -662,7 +669,8 @@ class Lookup:
             else rows["temperature"].eq(temperature)
         )
         mine = rows[(rows["quantity"] == quantity) & (rows["term"] == term) & t]
-        return estimate_of(next(mine.itertuples())).text() if len(mine) else "–"
+        digits = AS_SHARE if quantity == SHARE else 2
+        return cell_of(next(mine.itertuples()), digits) if len(mine) else "–"
 
 
 main = Locate.main

@@ -1,9 +1,9 @@
 """Wordings of one response, for the control of reaction bits.
 
-K′ texts say what one response says, in other words. If a turn tells K′ responses apart better than
-K′ wordings of one, it depends on what they say, not only on how. The subject model writes the
-wordings, asked as a user would ask. How close they are to their response is measured, since a weak
-model drops content and a lazy one keeps the wording.
+K′ texts say what one response says, in other words. If turns tell K′ responses apart better than
+K′ wordings of one response, they depend on what responses say, not only on how they say it. The
+subject model writes the wordings, asked as a user would ask. How close wordings are to their
+response is measured, since a weak model drops content and a lazy one keeps the wording.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,10 +74,11 @@ def perturbed_conversation(
 def usable_wordings(
     run: "Run", reworded: Mapping[str, int], queries: Sequence[Query], count: int
 ) -> Wordings:
-    """The first ``count`` wordings that a model wrote of each response, where it wrote so many.
+    """The first ``count`` usable wordings of each response, where the model wrote so many.
 
-    None is one that was cut off, equals another, has less than half or more than twice as many
-    words, keeps less than half of the content words, or copies most of the wording.
+    A wording isn't usable if it was cut off, equals another, has less than half or more than twice
+    as many words as the response, keeps less than half of its content words, or copies most of its
+    wording.
 
     Args:
         run: over :func:`rewording_requests`, with several responses to each.

@@ -1,14 +1,14 @@
 """What of the response does the next user turn depend on?
 
-Each conversation is changed in one respect and sampled again with the same random numbers: the
-response is removed, swapped for one to another query, cut to half of its sentences or given a
-generic question at its end, its sentences are shuffled, or its answer is contradicted; or the
-header stands without a conversation, or is the assistant's. Turns are judged after what the model
-was given, and against the unchanged response: a turn that was written without it can still fit
-that by topic or luck. Real follow-ups are scored in each changed context. Differences
-are paired by query; conversations that a change leaves as they are don't count for it. The control
-is the rate after the bare header, where only a turn's form can please a judge, beside the judge's
-floor.
+Each conversation is changed in one respect and sampled again with the same random numbers. The
+response is removed, swapped for one to another query, cut to half of its sentences, or given a
+generic question at its end; its sentences are shuffled, or its answer is contradicted. In two more
+conditions the user header stands without a conversation, or is the assistant's. Turns are judged
+after what the model was given, and after the unchanged response, which a turn that was written
+without it can still fit by topic or luck. Real follow-ups are scored in each changed context.
+Differences are paired by query. A change doesn't count for conversations that it leaves as they
+are. The control is the rate after the bare header: there only the form of a turn can please a
+judge.
 
 Needs: judged runs; real follow-ups for the likelihoods. Cost: eight times the sampling of as
 many turns (48 queries of the embedded model, 5 turns each: some fifteen minutes on a CPU). The
@@ -89,7 +89,7 @@ def apply_condition(
         conversation: unperturbed, with its response.
         name: one of :data:`CONDITIONS`.
         rng: draws an order, a question, or a wrong answer.
-        swap: the response that ``swap`` puts in place.
+        swap: the response that the condition ``swap`` puts in place of its own.
 
     Returns:
         A conversation whose metadata hold the unperturbed response (``unperturbed_response``), the
@@ -128,7 +128,6 @@ class Perturbations(Experiment):
     name = "perturbations"
     judged = True
     queries_used = 48
-    beside = "perturbed"
     columns = COLUMNS
 
     @classmethod
@@ -213,7 +212,7 @@ class Perturbations(Experiment):
         ``condition``, ``temperature``, ``sample``, ``category``, ``follow_up`` and
         ``follow_up_to_original`` (1, 0 or NaN)."""
         (run,) = self.sampled.values()
-        for unperturbed in (False, True):  # after what the model was given, and after what it was
+        for unperturbed in (False, True):  # after what the model was given; after the unchanged
             judge = self.judge_arms(unperturbed=unperturbed)
         self._note_changes(run)
         turns = verdicts_of([*self.runs, run], judge).turns
@@ -246,7 +245,7 @@ class Perturbations(Experiment):
         if HEADER_ONLY in self.args.conditions:
             self.notes.append(
                 f"{HEADER_ONLY} shows the model no conversation: all its greedy turns are one "
-                "turn, held against every query's response."
+                "turn, which the judge is shown after every query's response."
             )
 
     def follow_up_bits(self) -> pd.DataFrame:
@@ -285,9 +284,10 @@ class Perturbations(Experiment):
             found,
             {RATE: ("rate", 2), DIFFERENCE: ("less unchanged", 2)},
             shown_if=DIFFERENCE,
+            most=1.0,
             index=("dataset", "temperature", "condition"),
             rows="turns",
-            legend=f"Rate: share of turns that the judge calls follow-ups. {less}",
+            legend=f"Rate: share of turns that the judge calls follow-ups to it. {less}",
         )
         made += tables_of(
             f"real follow-ups after each change, bits ({self.intervals})",
@@ -339,13 +339,17 @@ class Perturbations(Experiment):
             of_rate, of_bits = (of[of["condition"] == condition] for of in (rates, bits))
             said.append(
                 self.tested(
-                    f"{words} the rate of follow-ups to the unchanged response changes by", of_rate
+                    f"{words} the rate of follow-ups to the unchanged response changes by",
+                    of_rate,
+                    most=1,
                 )
             )
-            said.append(self.tested("log p of real follow-ups, in bits", of_bits, 1))
+            change = "there log p of real follow-ups changes by, in bits"
+            said.append(self.tested(change, of_bits, 1))
         bare = self.tested(
             "after the bare header, which shows no conversation, that rate changes by",
             rates[rates["condition"] == HEADER_ONLY],
+            most=1,
         )
         return Conclusion(
             " ".join(text for text in said if text) or "Nothing could be compared.",

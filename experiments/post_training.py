@@ -1,16 +1,16 @@
 r"""Does training on user turns teach a model to react to the response, or only the form of it?
 
 ``export`` writes training sequences, ``sft`` and ``grpo`` train, ``compare`` reports what changed.
-It takes a judged run of the model before training and one of it after, over the same contexts with
-several responses per query. Two readers score the turns: the model that wrote them (I_K, the bits
-that they tell about their response) and the model before training (evidence; one fixed reader).
-Form alone raises a judge's rate, but not its excess over turns after another response to the same
-query: that is the control. All numbers are of the same queries.
+``compare`` takes a judged run of the model before training and one of the trained model, over the
+same contexts with several responses per query. Two readers score the turns: the model that wrote
+them (I_K, the bits that they tell about their response) and the model before training (evidence;
+one fixed reader). Form alone raises the follow-up rate, but not how far that rate exceeds the rate
+after another response to the same query: that is the control. All numbers are of the same queries.
 
 Needs: pip install 'ia-mech[train]' for sft, grpo and --adapter; runs with --responses 4. Cost: to
-compare, 15 s of one core per query with 3 responses (135M); to train, see docs/post-training.md.
+compare, 15 s of one core per query with 3 responses (135M); to train, minutes to hours.
 
-    ia-mech post-training sft builtin --out cache/tuned
+    ia-mech post-training sft cache/RUN --out cache/tuned
     ia-mech sample --dataset cache/tuned/held-out.jsonl --limit all --out cache/before
     ia-mech sample --dataset cache/tuned/held-out.jsonl --limit all --adapter cache/tuned \
         --out cache/after        # ia-mech judge run cache/before, and cache/after
@@ -342,15 +342,16 @@ class Compare(Experiment):
         made = table(
             f"what turns tell about their response ({self.intervals})",
             [INFORMATION, EVIDENCE],
-            "I_K: as the model reads that wrote them; evidence: as the model before training reads "
-            "them, a lower bound. Changes are paired by query.",
+            "I_K: by the likelihoods of the model that wrote the turns; evidence: by those of the "
+            "model before training, a lower bound. Changes are paired by query.",
         )
         made += table(
             "the judge's verdicts",
             [*OF_QUERIES],
-            f"{EXCESS}: the rate less that after a sibling, which form doesn't raise.",
+            f"{EXCESS}: the rate less that after another response to the same query, which form "
+            "alone doesn't raise.",
         )
-        stock = "stock: trigrams of words that turns after other queries have, too."
+        stock = f"{STOCK}: share of a turn's runs of three words that other queries' turns have."
         return made + table("user turns", [STOCK, ENDED], stock)
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
@@ -368,9 +369,10 @@ class Compare(Experiment):
                 only(found, f"{INFORMATION}, {CHANGE}"),
             ),
             self.tested(
-                "change of the judge's rate over that after another response to the same query, "
+                "change of the follow-up rate less that after another response to the same query, "
                 "which form alone doesn't raise",
                 only(found, f"{EXCESS}, {CHANGE}"),
+                most=1,
             ),
         )
 

@@ -1,12 +1,12 @@
 """How much does a user turn tell about which response it followed?
 
 Every turn is scored after each of the K responses to its query. The more one response stands out by
-its likelihood, the more bits the turn tells about which it followed; no judge is needed. The mean
-is I_K, the mutual information of turn and response given the query, at most log2 K. The sentence is
-about complete responses alone, since a turn also tells that one is unfinished. The control is the
-same number for K wordings of one response, which the model writes itself: what different responses
-have beyond it is content. One fixed reader of all turns measures whether greedy turns tell as much
-as sampled ones.
+the turn's likelihood, the more bits the turn tells about which response it followed; no judge is
+needed. The mean is I_K, the mutual information of turn and response given the query, at most log2
+K. The sentence is about complete responses alone, since a turn also tells whether a response is
+unfinished. The control is the same number for K wordings of one response, which the model writes
+itself: what different responses have beyond that is content. One fixed reader of all turns measures
+whether greedy turns tell as much as sampled ones.
 
 Needs: runs with several responses per query, better eight than four. Cost: sampling a third of the
 runs again for the control, and a second or two per turn to score on a CPU (135M).
@@ -121,7 +121,7 @@ def information_of(
 
 
 def share_of_pairs_that_differ(texts: pd.Series) -> float:
-    """Of K texts, without bias for a fresh pair."""
+    """The share of pairs of K texts that differ: an unbiased estimate for a new pair."""
     return float(np.mean([one != other for one, other in combinations(texts, 2)]))
 
 
@@ -131,7 +131,6 @@ def share_of_pairs_that_differ(texts: pd.Series) -> float:
 class Reaction(Experiment):
     name = "reaction"
     siblings = True
-    beside = "reaction"
     columns = dict(Experiment.columns) | {"responses": "Int64", "token": "Int64"}
 
     @classmethod
@@ -389,17 +388,24 @@ class Reaction(Experiment):
                 only(head, INFORMATION),
             ),
             self.tested(
-                "bits that one reader of all turns finds in greedy ones, less in sampled ones",
+                "bits that one fixed reader finds in greedy turns, less those in sampled ones",
                 only(estimates, GREEDY_DIFFERENCE),
+                most=float(np.log2(len(self.used[0].contexts))),
             ),
         ]
         more = f"bits more than with {self.size} wordings of one response"
         controls = [
-            self.tested(more, only(wordings, DIFFERENCE)),
-            sentence_of("share of its content words that they keep", only(wordings, CLOSENESS[0])),
+            self.tested(more, only(wordings, DIFFERENCE), most=float(np.log2(self.size))),
+            sentence_of(
+                "share of the response's content words that the wordings keep",
+                only(wordings, CLOSENESS[0]),
+            ),
         ]
-        none = "No control was made of wordings of one response: wording and content aren't told "
-        control = " ".join(controls) if controls[0] else none + "apart."
+        none = (
+            "There is no control of wordings of one response: turns may tell the content of a "
+            "response or only its wording."
+        )
+        control = " ".join(controls) if controls[0] else none
         return Conclusion(" ".join(filter(None, sentences)), control)
 
     @property
@@ -419,10 +425,10 @@ class Reaction(Experiment):
             f"(at most {np.log2(size):.2f}; {self.intervals})",
             self.headline(estimates),
             [(INFORMATION, self.kind_of_responses, 2), (SAME_QUERIES, "all responses", 2)],
-            "all responses: of the same queries, also the unfinished ones, which a turn can tell.",
+            "all responses: to the same queries, also unfinished ones, which a turn can tell.",
         )
         made += table(
-            f"the same of all {count} responses (at most {np.log2(count):.2f} bits)",
+            f"bits about all {count} responses (at most {np.log2(count):.2f} bits)",
             estimates[(estimates["term"] == ALTERNATIVES) & (estimates["responses"] == count)],
             [
                 (INFORMATION, "bits", 2),
@@ -431,11 +437,11 @@ class Reaction(Experiment):
                 ("identified", f"identified (chance {1 / count:.2g})", 2),
                 (DIFFERENT, "differ", 2),
             ],
-            "readable: bits that one reader of all turns finds, a lower bound; greedy less these: "
-            "readable bits of greedy turns less those of this line, by query; identified: how "
-            "often the response that was followed is the likeliest; differ: share of pairs of "
-            "greedy turns. Bits show that turns depend on the response, not that they are apt or "
-            "that the model is aware of it; alike responses (a maths answer) leave few to tell.",
+            "readable: bits that one fixed reader of all turns finds, a lower bound; greedy less "
+            "these: readable bits of greedy turns less those of this line, by query; identified: "
+            "how often the turn is likeliest after the response that it followed; differ: share of "
+            "pairs of greedy turns to a query. Bits show that turns depend on the response, not "
+            "that they are apt. Responses that are alike (a maths answer) leave few bits to tell.",
         )
         made += table(
             f"control: {size} {WORDINGS}",
@@ -445,16 +451,16 @@ class Reaction(Experiment):
                 (INFORMATION, WORDINGS, 2),
                 (DIFFERENCE, "less", "+.2f"),
             ],
-            f"bits of turns after {size} different responses, after as many wordings of one to the "
-            "same queries, and the former less the latter.",
+            f"bits of turns after {size} different responses, bits of turns after as many wordings "
+            "of one response to the same queries, and the difference.",
         )
         made += table(
             "what wordings keep of their response",
             estimates,
             [(name, name, 2) for name in CLOSENESS],
-            "words kept: content words of the response that the text has, many if it says the "
-            "same; trigrams kept: likewise of three words in a row, few if it uses others; "
-            "length ratio: of the numbers of words; other responses: to the same query.",
+            "words kept: share of the response's content words in the text, high if it says the "
+            "same; trigrams kept: share of the response's runs of three words, low if it uses "
+            "other words; length ratio: of the numbers of words; other responses: to the query.",
             beside="term",
         )
         made += table(
@@ -483,10 +489,10 @@ class Reaction(Experiment):
 
 
 def compared_responses(queries: Sequence[Query], most: int) -> tuple[int, dict[str, list[int]]]:
-    """K′, and the responses to each query that are told apart, by source.
+    """K′, and by source the responses to each query that turns are to tell apart.
 
-    These are the complete ones, and K′ is as many, up to ``most``, as half of the queries have;
-    all responses where that is fewer than two.
+    These are the complete responses. K′ is the number of them that half of the queries have, up to
+    ``most``. Where it would be less than two, unfinished responses count, too.
     """
     whole = {query.source: np.flatnonzero(query.complete).tolist() for query in queries}
     counts = sorted(map(len, whole.values()), reverse=True)

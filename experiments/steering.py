@@ -1,11 +1,12 @@
 """Can a direction in the residual stream move the user's turns, more than random directions do?
 
-The logistic direction of a probe (--probe) is added to the residual stream where the probe reads,
-or that of a file (--vector) where the file says, and the run's turns are scored again. Do turns
-that the judge calls follow-ups become likelier than other turns after the same context? The
-control is random directions with the covariance of the states. All directions change the next
-token equally: on half of the queries the dose of each is sought at which the first token's
-distribution moves by one KL (--kl). Results are of the other half.
+A direction is added to the residual stream, and the run's turns are scored again. The direction is
+the logistic one of a probe (--probe), added where the probe reads, or that of a file (--vector),
+added where the file says. The question is whether turns that the judge calls follow-ups become
+likelier than other turns after the same context. The control is random directions with the
+covariance of the states. All directions change the next token equally: for each, the dose is sought
+at which the first token's distribution moves by one KL (--kl). Half of the queries choose the
+doses, and results are of the other half.
 
 Needs: a judged run with several sampled turns per context. Cost: half an hour on a CPU (135M).
 
@@ -38,6 +39,7 @@ from experiments.tables import only, tables_of
 from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row
+from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.results import Table
 from ia_mech.run.queries import Query
 from ia_mech.stats import Estimate, permutation_p
@@ -79,8 +81,8 @@ class Dosing(Unit):
 
 @dataclass(frozen=True)
 class Steered(Unit):
-    """A query's contexts, each with a follow-up by the judge and a turn that is none, scored
-    under directions with their doses."""
+    """A query's contexts, each with a turn that the judge calls a follow-up and one that it
+    doesn't. They are scored under directions with their doses."""
 
     contexts: tuple[SteeredContext, ...]
     directions: tuple[tuple[float, ...], ...]
@@ -353,7 +355,7 @@ class Steering(Experiment):
     # -- measure ----------------------------------------------------------------------------------
 
     def units(self) -> list[Unit]:
-        """All, as far as it is known before the doses are; for ``--dry-run``."""
+        """All units, for ``--dry-run``: each direction has dose 1, as doses aren't known yet."""
         return [self.dosing(), *self.steered(np.ones(len(self.directions)))]
 
     def dosing(self) -> Dosing:
@@ -409,24 +411,24 @@ class Steering(Experiment):
             found[found["term"] != RANDOM],
             {name: (head, 2) for name, head in columns.items()} | {KL: ("KL", 3)},
             index=("dataset", "term"),
-            legend=f"log-odds: change, in nats, of those of {self.outcome} turns against others; "
-            "beyond random: less the mean of the random directions; reached by: the share of these "
-            "that change them as much; KL: of the first token's distribution, in nats.",
+            legend=f"log-odds: change, in nats, of those of {OUTCOMES[self.outcome]} against other "
+            "turns; beyond random: less the mean of the random directions; reached by: the share "
+            "of these that change them as much; KL: of the first token's distribution, in nats.",
         )
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         title = f"{self.runs[0].model['name']} · directions of one KL"
         rows = all_datasets(only(found, ODDS)).copy()
         rows[["low", "high"]] = rows[["low", "high"]].where(rows["term"] != RANDOM)
-        return {"directions": Bars(title, f"log-odds of {self.outcome} turns, change, nats", rows)}
+        change = f"log-odds of {OUTCOMES[self.outcome]}, change, nats"
+        return {"directions": Bars(title, change, rows)}
 
     def files(self) -> dict[str, Callable[[Path], None]]:
         return {FILE: self.vector.save}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         self.notes.append(
-            "next: what the model writes under it: ia-mech sample … --intervention "
-            f"{self.folder / FILE}; then ia-mech judge run, and ia-mech rates."
+            f"To sample turns under it, give ia-mech sample --intervention {self.folder / FILE}."
         )
         whole = all_datasets(found)
         beyond, rank = (only(whole, name).iloc[0] for name in (BEYOND, RANK))
@@ -434,7 +436,7 @@ class Steering(Experiment):
             only(whole, KL, term=term)["value"].item() for term in (DIRECTION, RANDOM_MEAN)
         )
         change = self.tested(
-            "change of their log-odds beyond the mean of random directions, nats",
+            "change of their log-odds, in nats, less the mean change by random directions",
             only(whole, BEYOND),
         )
         verb = "makes" if is_shown(found) else "isn't shown to make"
@@ -444,10 +446,11 @@ class Steering(Experiment):
             f"follow-ups likelier than random directions of the same KL do. "
             f"{change[:-1]}, {p_value(beyond['p'])}."
         )
+        least = 1 / (rank["rows"] + 1)
         control = (
-            f"{round(rank['value'] * rank['rows'])} of {rank['rows']} random directions reach it, "
-            f"{p_value(rank['p'])} (the least there can be: {1 / (rank['rows'] + 1):.3f}). KL at "
-            f"the header: {kl:.3f} nats, random ones {of_random:.3f}. {self.gate.sentence}."
+            f"{round(rank['value'] * rank['rows'])} of {rank['rows']} random directions do as "
+            f"much, {p_value(rank['p'])} (the least there can be: {least:.3f}). KL "
+            f"at the header: {kl:.3f} nats, random ones {of_random:.3f}. {self.gate.sentence}."
         )
         return Conclusion(sentence, control)
 

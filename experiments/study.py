@@ -1,16 +1,15 @@
-"""What do user turns owe to the response: expressed, carried, elicited?
+"""How much do user turns depend on the response, and through which states?
 
 One command for a whole study of one model. The model writes several responses to each query and
-user turns after each. Then a judge labels the turns, rates are compared with its floor, probes are
-trained, the bits that turns tell about their response are measured and located, and temperatures,
-prompt and opening are tried against greedy decoding. One page reports it all. Every stage is also a
-command of its own. If it is stopped, the same command continues; a finished study computes nothing
-again.
+user turns after each. Then a judge labels the turns, and rates compare them with wrong
+conversations. Probes are trained. It is measured how many bits the turns tell about their response,
+and through which states these bits reach the turn. Temperatures, a prompt and an opening are tried
+against greedy decoding. One page reports it all. Every stage is also a command of its own. If the
+study is stopped, the same command continues; a finished study computes nothing again.
 
-It says first whether awareness is latent: shown if the follow-up rate rises from greedy to sampled
-turns, beyond the judge's floor after a wrong conversation, at 5% corrected for the
-temperatures; from 50 queries on. Where turns read their response is what locate says. Whether a
-state moves the rate takes --where --samples 16.
+The first sentence says whether sampling brings out follow-ups that greedy decoding hides (latent
+follow-ups). That takes 50 queries. Whether a state moves the follow-up rate takes --where
+--samples 16.
 
 Needs: a model. Cost: the embedded model (135M) on two cores takes some two hours, with --quick
 ten minutes; --dry-run says what will be computed and how long it takes at a measured pace.
@@ -22,9 +21,11 @@ ten minutes; --dry-run says what will be computed and how long it takes at a mea
 
 import argparse
 import importlib
+import io
 import shlex
 import sys
 import time
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from experiments.hybrids import (
     HEADER,
     MAPS,
     OWN,
+    QUERY,
     RESPONSE,
     RESPONSES,
     USUAL_MAPS,
@@ -62,6 +64,7 @@ from ia_mech.cli import (
     one_line,
     path_of,
     run_command,
+    shell_word,
     tolerant_streams,
     whole_from,
 )
@@ -71,11 +74,25 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import all_datasets
 from ia_mech.likelihood.carried import CEILING
 from ia_mech.models.embedded import cache_dir, refuse_missing_model
+from ia_mech.rates.gate import named
 from ia_mech.rates.latent import LEAST, verdict
-from ia_mech.results import Result, about_runs, folder_of, kind_of, read, show, write
+from ia_mech.results import SHARE as AS_SHARE
+from ia_mech.results import (
+    Result,
+    Table,
+    about_runs,
+    folder_of,
+    kind_of,
+    read,
+    sentences_of,
+    show,
+    table_of,
+    write,
+)
 from ia_mech.run import Run
 
 NAME = "study"
+QUESTION = "How much do user turns depend on the response, and through which states?"
 TEMPERATURES = (0.7, 1.0)
 RESPONSE_TOKENS, TURN_TOKENS = 512, 40
 WRITTEN, DRAWN = 360, 2.2  # for the plan: tokens of a response, draws of it until one is finished
@@ -86,8 +103,8 @@ TYPICAL = 120  # tokens of a query with its template, for the plan
 WHERE = ("interchange", "learned-vector")  # folders of the stages of --where
 TURN = ("context_id", "temperature", "sample")  # what names a turn
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
-UNWORDED = "Whether it is a response's content or its wording isn't told apart (--wording)."
-NO_VERDICT = f"no verdict on whether awareness is latent: that takes {LEAST} queries"
+UNWORDED = "Turns may tell a response's content or only its wording (--wording tells them apart)."
+NO_VERDICT = f"no verdict on whether follow-ups are latent: that takes {LEAST} queries"
 LAYERS = 32  # of a model, for the plan
 PUT_IN = 68  # contexts of a query in interchange: 17 places, 4 donors
 EIGHTHS, STEPS, TURNS = 7, 30, 12  # of learned vectors: layers, steps, turns of a step
@@ -103,6 +120,7 @@ class Stage:
         words: its command line.
         tokens: that the model reads or scores, and that it writes, about.
         optional: a study goes on where the run doesn't hold what this needs.
+        result: the folder of its result in the run, where it has one.
     """
 
     name: str
@@ -110,9 +128,29 @@ class Stage:
     words: list[str]
     tokens: tuple[int, int] = (0, 0)
     optional: bool = False
+    result: str = ""
 
-    def run(self) -> int:
-        return importlib.import_module(self.module).main(self.words)
+    def run(self, run: Path) -> int:
+        """Do it, and print its answer alone, in one line, or all that it says where it fails.
+
+        Args:
+            run: the folder of the study's run.
+
+        Returns:
+            The exit status.
+        """
+        with redirect_stdout(io.StringIO()) as said:
+            status = importlib.import_module(self.module).main(self.words)
+        print(said.getvalue() if status else f"{self.name}: {self._answer(Run.open(run))}")
+        return status
+
+    def _answer(self, run: Run) -> str:
+        if self.result:
+            found = read(folder_of(run.path, self.result.format(judge=run.labels.judges[0])))
+            return sentences_of(one_line(found.sentence))[0]
+        if run.labels.judges:
+            return f"{named(run.labels.judges[0])} has labelled {len(run.turns):,} user turns"
+        return f"{len(run.turns):,} user turns after {len(run.contexts):,} responses"
 
 
 def stages(args: argparse.Namespace) -> list[Stage]:
@@ -136,23 +174,24 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     found = [
         Stage("sample", "ia_mech.collect.command", sample, (2 * contexts * length, written)),
         Stage("judge", "ia_mech.judge.__main__", ["run", run, *shlex.split(args.judge or "")]),
-        Stage("rates", "ia_mech.rates.__main__", [run]),
-        Stage("locate", "experiments.locate", [run, *locate], (put_in, 0)),
+        Stage("rates", "ia_mech.rates.__main__", [run], result="rates-{judge}"),
+        Stage("locate", "experiments.locate", [run, *locate], (put_in, 0), result="locate"),
         Stage(
             "elicit",
             "experiments.elicit",
-            [run, "--out", f"{run}-elicit"],
+            [run],
             (elicited * length, elicited * (len(TEMPERATURES) + 1) * TURN_TOKENS),
+            result="elicit",
         ),
     ]
     if args.wording:
-        words, own = [run, "--out", f"{run}-reaction"], contexts * arms * TURN_TOKENS
+        own = contexts * arms * TURN_TOKENS
         tokens = own * RESPONSES, own // 2
-        found.append(Stage("reaction", "experiments.reaction", words, tokens))
+        found.append(Stage("reaction", "experiments.reaction", [run], tokens, result="reaction"))
     if not args.quick and args.queries >= PROBED:
         for target in ("rate", "latent"):
-            words = [run, "--target", target]
-            found.append(Stage(f"probes {target}", "probes.train", words, optional=True))
+            words, result = [run, "--target", target], f"probe-{target}-{{judge}}"
+            found.append(Stage(f"probes {target}", "probes.train", words, (0, 0), True, result))
     if args.where:
         put, learned = args.queries * PUT_IN, 3 * EIGHTHS * STEPS * TURNS
         measured = 2 * EIGHTHS * contexts
@@ -160,17 +199,19 @@ def stages(args: argparse.Namespace) -> list[Stage]:
             Stage(
                 "interchange",
                 "experiments.interchange",
-                [run, "--out", f"{run}-interchange", "--samples", str(args.samples)],
+                [run, "--samples", str(args.samples)],
                 (put * length, put * args.samples * TURN_TOKENS),
                 optional=True,
+                result="interchange",
             ),
             Stage(
                 "learned vector",
                 "experiments.learned_vector",
-                [run, "--out", f"{run}-learned-vector", "--quick"],
+                [run, "--quick"],
                 # A step reads turns and context, forward and backward.
                 (measured * length + 3 * learned * (length + TURN_TOKENS), measured * TURN_TOKENS),
                 optional=True,
+                result="learned-vector",
             ),
         ]
     for name, lacking in (("workers", ("judge", "rates", "probes")), ("threads", ("judge",))):
@@ -252,7 +293,7 @@ def result(out: Path) -> Result:
     """
     run = Run.open(out / "run")
     located = read(folder_of(run.path, "locate"))
-    elicited = read(out / "run-elicit")
+    elicited = read(folder_of(run.path, "elicit"))
     judge = elicited.about["judge"]
     rows = pd.read_parquet(folder_of(run.path, "locate") / "rows.parquet")
     verdicts = run.labels.judgements(judge, [*TURN, "follow_up"]).dropna()
@@ -266,41 +307,58 @@ def result(out: Path) -> Result:
     told, elicit = Lookup(located.estimates), Lookup(elicited.estimates)
 
     def carried(site: str) -> str:
-        return f"{told(BITS, site)} (share {told(SHARE, site)})"
+        return f"{told(BITS, site)} (share: {told(SHARE, site)})"
 
     windows = strongest_windows(located.estimates, run.model["layers"])
     rates = read(folder_of(run.path, f"rates-{judge}"))
-    moved = [read(place).sentence for name in WHERE if kind_of(place := out / f"run-{name}")]
+    places = [folder_of(run.path, name) for name in WHERE]
+    moved = [read(place).sentence for place in places if kind_of(place)]
     sentence = [
-        f"{verdict(all_datasets(rates.estimates))} Turns of {run.model['name']} tell "
-        f"{told(BITS, OWN)} of {CEILING:.2f} bits about their response, greedy ones "
-        f"{told(BITS, OWN, 0.0)}. Of these {carried(RESPONSE)} arrive through the response's keys "
-        f"and values{f', mostly layers {windows}' if windows else ''}, {carried(HEADER)} through "
-        "the header's.",
+        verdict(all_datasets(rates.estimates)),
+        f"Sampled turns of {run.model['name']} tell {told(BITS, OWN)} of {CEILING:.2f} bits about "
+        f"which response they followed, greedy ones {told(BITS, OWN, 0.0)}.",
+        f"Of these bits, {carried(RESPONSE)} reach the turn through the response's keys and values"
+        f"{f', mostly in layers {windows}' if windows else ''}, and {carried(HEADER)} through the "
+        "header's.",
         *moved,
-        f"Beyond siblings, judge {judge} calls {elicit(EXCESS, GREEDY)} of greedy turns "
-        "follow-ups, "
-        f"and under the best other arm {elicit(GAP, BEST)} more.{biased(run)}",
+        f"By {named(judge)}, the follow-up rate of greedy turns less that after another response "
+        f"to the same query is {elicit(EXCESS, GREEDY)}.",
+        f"The best other way of asking for a turn adds {elicit(GAP, BEST)}.{biased(run)}",
     ]
-    wording = out / "run-reaction"
+    wording = folder_of(run.path, "reaction")
     control = [
-        "Bits and excesses are held against siblings, other responses to the same query; whether "
-        "awareness is latent, against wrong conversations.",
+        "Bits and ways of asking are compared with other responses to the same query, latent "
+        "follow-ups with wrong conversations.",
         read(wording).control if kind_of(wording) else UNWORDED,
         rates.control,
     ]
     return Result(
         name=NAME,
-        question="What do user turns owe to the response: expressed, carried, elicited?",
+        question=QUESTION,
         sentence=headline(" ".join(sentence).strip(), found),
         control=" ".join(control),
         estimates=found,
-        tables=[*located.tables[:1], *elicited.tables[:1]],
+        tables=[_bits_table(located.estimates), *elicited.tables[:1]],
         figures={
             "sites": with_style(drawings(located.estimates, run.model["name"])["sites"].draw)()
         },
         notes=list(dict.fromkeys([*located.notes, *elicited.notes])),
         about={"kind": NAME, **about_runs([run], [judge])},
+    )
+
+
+def _bits_table(located: pd.DataFrame) -> Table:
+    """What greedy and sampled turns tell, and through which part of the context."""
+    shown = all_datasets(located[located["term"].isin([OWN, RESPONSE, HEADER, QUERY])])
+    return table_of(
+        f"bits that turns tell about the response that they followed (at most {CEILING:.2f})",
+        shown[shown["temperature"].isna() | (shown["temperature"] == 0)],
+        {BITS: ("bits", 2), SHARE: ("share", AS_SHARE)},
+        index=("temperature", "term"),
+        rows="queries",
+        legend=f"{OWN}: all of them; other lines: those that reach the turn through keys and "
+        "values of this part of the context. The query is the control: it is the same for all "
+        "responses.",
     )
 
 
@@ -338,12 +396,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     switch(
         "--where",
-        help="also whether follow-ups travel with a state, and after which layers a vector opens "
-        "reacting (hours)",
+        help="also whether follow-ups travel with a state, and after which layers a vector makes "
+        "turns react to the response (hours)",
     )
     switch("--quick", help=f"{QUICK} queries, one sample, one recipient; no maps, no probes")
     add("--hours", float, None, "as much as fits into these", metavar="H")
-    add("--out", path_of, None, "of the study (default: cache/study-MODEL)", metavar="DIR")
+    add("--out", path_of, None, "where all of it goes (default: cache/study-MODEL)", metavar="DIR")
     switch("--dry-run", help="say what it takes, and stop")
     add_workers(parser)
     return parser
@@ -427,23 +485,19 @@ def _run_stages(args: argparse.Namespace) -> int | None:
         print(f"note: {NO_VERDICT}", file=sys.stderr)
     for number, stage in enumerate(todo := stages(args), start=1):
         print(f"\n-- {number} of {len(todo)}: {stage.name}", file=sys.stderr)
-        status = stage.run()
+        status = stage.run(args.out / "run")
         if status and not (stage.optional and status == BAD_INPUT):
             return status
     found = result(args.out)
     write(found, folder_of(args.out / "run", NAME))
     page = importlib.import_module("ia_mech.report.__main__")
-    status = page.main(
-        [str(args.out / "run"), "--results", *_results_beside(args.out), "--out",
-         str(args.out / "report.html")]
-    )  # fmt: skip
-    show(found, console())
+    file = args.out / "report.html"
+    with redirect_stdout(io.StringIO()):
+        status = page.main([str(args.out / "run"), "--out", str(file)])
+    print()
+    show(found, console(), rest="the page")
+    print(f"page: {shell_word(file)}")
     return status
-
-
-def _results_beside(out: Path) -> list[str]:
-    places = [out / f"run-{name}" for name in ("reaction", "elicit", *WHERE)]
-    return [str(place) for place in places if place.is_dir()]
 
 
 def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:

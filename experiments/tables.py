@@ -9,11 +9,21 @@ from rich.markup import escape
 
 from ia_mech.cli import one_line
 from ia_mech.display import console
-from ia_mech.estimates import ALL, TidyEstimate, all_datasets, frame_of, smallest_effect
-from ia_mech.results import Table, cell_of, table_of
+from ia_mech.estimates import (
+    ALL,
+    TidyEstimate,
+    all_datasets,
+    could_show,
+    frame_of,
+    smallest_effect,
+)
+from ia_mech.results import LEAST_SHOWN, Table, cell_of, table_of
 
 LEAST = 6  # queries that can show anything
-SHOWN_IF = "Shown if: the difference that would have been shown with 80% power, before correction."
+SHOWN_IF = (
+    "Shown if: the difference that would have been shown with 80% power, before correction; none: "
+    "too few data to show any."
+)
 
 
 def only(found: pd.DataFrame, quantity: str, **names: Any) -> pd.DataFrame:
@@ -59,15 +69,16 @@ def tables_of(
     columns: Mapping[Any, tuple[str, int | str]],
     /,
     shown_if: str = "",
+    most: float = np.inf,
     **options: Any,
 ) -> list[Table]:
     """Tables (:func:`ia_mech.results.table_of`) of estimates: all datasets together, then each.
 
-    The latter is printed with ``--full`` alone. There is none without rows for ``columns``. Beside
-    the quantity ``shown_if`` stands what it could have shown.
+    There is none without rows for ``columns``. Beside the quantity ``shown_if`` stands what it
+    could have shown; ``most`` is the largest difference that there can be.
     """
     if shown_if:
-        found = with_detectable(found, shown_if)
+        found = with_detectable(found, shown_if, most)
         items, digits = list(columns.items()), columns[shown_if][1]
         at = list(columns).index(shown_if) + 1
         shown = "shown if", digits if isinstance(digits, int) else 2
@@ -86,11 +97,13 @@ def tables_of(
     return made
 
 
-def with_detectable(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
-    """Rows, and for each of a quantity what it could have shown, as the quantity ``detectable``."""
+def with_detectable(rows: pd.DataFrame, quantity: str, most: float = np.inf) -> pd.DataFrame:
+    """Rows, and for each of a quantity what it could have shown, as the quantity ``detectable``:
+    infinite if that is ``most`` or more, which nothing can reach."""
     own = rows[rows["quantity"] == quantity]
     nothing: dict[str, Any] = dict.fromkeys(("low", "high", "p", "p_holm"), np.nan)
-    told = own.assign(quantity="detectable", value=own["detectable"], sources=0, **nothing)
+    value = own["detectable"].where(~(own["detectable"] >= most), np.inf)
+    told = own.assign(quantity="detectable", value=value, sources=0, **nothing)
     return pd.concat([rows, told], ignore_index=True)
 
 
@@ -101,6 +114,7 @@ def sentence_of(
     *,
     null: float | None = None,
     level: float = 0.95,
+    most: float = np.inf,
 ) -> str:
     """Estimates as a sentence: ``Words: greedy 0.22 [0.17, 0.27], T = 1: 0.28 [0.25, 0.30].``
 
@@ -111,6 +125,7 @@ def sentence_of(
         null: what there would be without an effect. Of an estimate whose interval holds it the
             sentence says how large an effect would have been shown.
         level: of the intervals, where rows don't say what they could have shown.
+        most: the largest effect that there can be, 1 of a difference of rates.
 
     Returns:
         The sentence; an empty text if there is no estimate.
@@ -125,8 +140,10 @@ def sentence_of(
         if not np.isnan(t := row.get("temperature", np.nan)):
             where.append("greedy" if t == 0 else f"T = {t:g}:")
         said = cell_of(row, digits)
-        if null is not None and row["low"] <= null <= row["high"]:
-            shown = row.get("detectable", smallest_effect(row, level))
-            said += f" (with 80% power {shown:.{digits}f} would have been shown)"
+        enough = row["sources"] >= LEAST_SHOWN
+        if null is not None and enough and row["low"] <= null <= row["high"]:
+            said += (
+                f" ({could_show(row.get('detectable', smallest_effect(row, level)), digits, most)})"
+            )
         found.append(" ".join([*where, said]))
     return f"{words[:1].upper()}{words[1:]}: {', '.join(found)}." if found else ""

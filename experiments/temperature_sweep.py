@@ -1,7 +1,8 @@
 """What does temperature do to the user turn, and how deep does greedy decoding hide follow-ups?
 
-- Rates of follow-ups by temperature, also against greedy turns of the same queries. The control
-  is the judge's floor: how often it calls the same turns follow-ups after a wrong conversation.
+- Follow-up rates by temperature, and their difference from greedy turns of the same queries. The
+  control is the floor: how often the judge calls the same turns follow-ups after a wrong
+  conversation.
 - The first token's distribution at many temperatures, from the header's logits.
 - Where greedy decoding leaves each sampled turn, and whether follow-ups lie deeper than others
   after the same response at the same temperature.
@@ -93,11 +94,11 @@ def leaving_point(turn: Any, greedy: Any) -> dict[str, float]:
 
 
 def against_others(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Follow-ups against the others of the same context at the same temperature.
+    """Follow-ups compared with the other turns of the same context at the same temperature.
 
-    Every value is taken less the mean of those others, so that neither contexts nor temperatures
-    with many follow-ups are compared with ones that have few. Turns of a context without both
-    kinds are left out.
+    From every value the mean of those other turns is taken off. So contexts or temperatures with
+    many follow-ups are never compared with ones that have few. Contexts without both kinds of turns
+    are left out.
 
     Args:
         frame: ``context``, ``temperature``, ``source``, ``follow_up`` and the column.
@@ -122,8 +123,8 @@ class TemperatureSweep(Experiment):
     """See the module.
 
     Attributes:
-        turns: one row per user turn: as ``JudgedTurns.turns``, with its tokens and what the model
-            made of them.
+        turns: one row per user turn: as ``JudgedTurns.turns``, with its tokens, their
+            log-probabilities and their ranks.
         contexts: one row per context: ``dataset``, ``source``, ``run`` (a run that has it), ``at``
             (its row there), ``greedy`` (the token that opens its greedy turn).
         grid: temperatures of the first token.
@@ -183,8 +184,8 @@ class TemperatureSweep(Experiment):
         opened = [of.sum() for of in (openings.follow_up, openings.restated)]
         self.notes.append(
             f"openings: {len(openings.ids)} tokens opened {opened[0].sum()} follow-ups and "
-            f"{opened[1].sum()} restatements, {((opened[0] > 0) & (opened[1] > 0)).sum()} of them "
-            "both kinds."
+            f"{opened[1].sum()} repetitions; {((opened[0] > 0) & (opened[1] > 0)).sum()} of these "
+            "tokens opened both kinds."
         )
         sampled = self.turns[self.turns["follow_up"].notna() & (self.turns["temperature"] > 0)]
         greedy = {
@@ -238,16 +239,17 @@ class TemperatureSweep(Experiment):
             f"follow-ups by temperature ({self.intervals})",
             follow_up,
             {
-                RATE: ("rate", 2),
+                RATE: ("follow-ups", 2),
                 RATE_DIFFERENCE: ("less greedy's", 2),
-                "floor": ("floor", 2),
+                "floor": ("after a wrong conversation", 2),
                 "excess": ("excess", 2),
             },
             shown_if=RATE_DIFFERENCE,
+            most=1.0,
             rows="turns",
-            legend="Rate: share of turns that the judge calls follow-ups. Less greedy's: of the "
-            f"same queries. {tested} Floor: the rate of the same turns after a wrong conversation; "
-            "excess: the rate less the floor.",
+            legend=f"Less greedy's: the difference, paired by query. {tested} After a wrong "
+            "conversation: how often the judge calls the same turns follow-ups there; excess: the "
+            "rate less that.",
         )
         made += tables_of(
             f"where greedy decoding leaves a turn ({self.intervals})",
@@ -336,10 +338,10 @@ class TemperatureSweep(Experiment):
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         said = [
             sentence_of(f"{RATE} by temperature", only(found, RATE)),
-            self.tested("less greedy's", only(found, RATE_DIFFERENCE)),
+            self.tested("the rate less that of greedy turns", only(found, RATE_DIFFERENCE), most=1),
             self.tested(
-                "nats by which follow-ups lie further from greedy than others after the same "
-                "response",
+                "nats by which follow-ups lie further from greedy turns than other turns after the "
+                "same response do",
                 only(found, DEEPER, term=OTHER_TURNS[0]),
             ),
         ]
@@ -347,7 +349,8 @@ class TemperatureSweep(Experiment):
 
 
 def with_token_scores(turns: pd.DataFrame, runs: Sequence[Run]) -> pd.DataFrame:
-    """The turns with their tokens, what the model made of them, and ``at``, their context's row."""
+    """The turns with their tokens, the tokens' log-probabilities and ranks, and ``at``, the row of
+    their context."""
     written = []
     for run in runs:
         row = {name: at for at, name in enumerate(run.contexts["context_id"])}
@@ -362,8 +365,8 @@ def with_token_scores(turns: pd.DataFrame, runs: Sequence[Run]) -> pd.DataFrame:
 def _clipped(row: TidyEstimate, low: float, high: float = np.inf) -> TidyEstimate:
     """A mean whose values have these bounds.
 
-    Of probabilities, too: a rate's interval assumes the variance of events, which is far more than
-    theirs.
+    Means of probabilities are clipped, too: the interval of a rate would assume the variance of
+    events, which is far larger than that of probabilities.
     """
     return replace(row, estimate=row.estimate.clip(low, high))
 
@@ -410,7 +413,7 @@ def depth_differences(group: Group, turns: pd.DataFrame, **names: Any) -> Iterat
 
 
 def lens_estimates(group: Group, log_p: dict[str, np.ndarray]) -> Iterator[TidyEstimate]:
-    """By layer what the lens says of both openings, and from which on greedy's stays ahead."""
+    """By layer, the lens's log-probability of both openings, and whether greedy's stays ahead."""
     for term, values in log_p.items():
         for layer in range(values.shape[1]):
             row = group.mean(LENS, values[:, layer], term=term, layer=layer)

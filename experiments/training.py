@@ -143,8 +143,8 @@ class Tuning:
     folder: Path
 
     def model(self, subject: Subject, chat: ChatFormat) -> dict[str, Any]:
-        """What trainers are given of the model. Sequences are padded with a token that ends turns
-        if with no other."""
+        """The arguments of trainers that concern the model. If the tokenizer has no padding token,
+        sequences are padded with one that ends turns."""
         from peft import LoraConfig
 
         tokenizer: Any = subject.tokenizer
@@ -160,7 +160,7 @@ class Tuning:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What trainers are given of the rest."""
+        """The other arguments of trainers."""
         cuda = torch.cuda.is_available()
         return {
             "output_dir": str(self.folder),

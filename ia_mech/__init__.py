@@ -1,8 +1,8 @@
 """ia_mech: where interaction awareness sits in a chat model.
 
-``from ia_mech import sample, label, Run, study``: :func:`sample` makes a run, :func:`label` has its
-turns judged, :class:`Run` reads it, and :func:`study` makes a whole study of a model. From a shell:
-``ia-mech sample``, ``ia-mech judge run``, ``ia-mech study``.
+``from ia_mech import sample, label, Run, study``: :func:`sample` makes a run, :func:`label` labels
+its turns with a judge (a program or a model), :class:`Run` reads the run, and :func:`study` makes a
+whole study of a model. In a shell: ``ia-mech sample``, ``ia-mech judge run``, ``ia-mech study``.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -7,6 +7,7 @@ import io
 import math
 import os
 import shlex
+import shutil
 import signal
 import string
 import sys
@@ -23,7 +24,7 @@ NOTHING = 3  # the exit status of a command that ended as it should, with nothin
 # What OpenMP, MKL and OpenBLAS (in NumPy and SciPy) read when they are loaded.
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
-# In the help of every command; docs/reliability.md says more.
+# In the help of every command; docs/scale.md says more.
 STATUSES = """\
 exit status: 0 done, 1 a bug, 2 bad input, 3 nothing usable, 130 interrupted, 141 output closed
 """
@@ -63,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """What was meant by a mistyped word, to be said after it; an empty text if nothing is close."""
+    """Which known word a mistyped one may mean, to be said after it; empty if none is close."""
     close = difflib.get_close_matches(word, list(known), 1)
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -179,7 +180,7 @@ def add_intervals(group: argparse._ArgumentGroup, seed: str) -> None:
 
 
 def number(text: str) -> float:
-    """A finite number, for argparse; one that is none is NaN, which no range holds."""
+    """A finite number, for argparse; any other text gives NaN, which lies in no range."""
     try:
         found = float(text)
     except ValueError:
@@ -242,14 +243,14 @@ def path_of(given: str) -> Path:
 
 
 def run_folder(given: str) -> Path:
-    """The folder of a run, for argparse: one that is none is refused before torch is loaded."""
+    """The folder of a run, for argparse: another folder is refused before torch is loaded."""
     path = path_of(given)
     refuse_no_run(path)
     return path
 
 
 def refuse_no_run(path: Path) -> None:
-    """Raise UserError if a folder is no run's."""
+    """Raise UserError if a folder holds no run."""
     if (path / RUN).is_file():
         return
     if not path.exists():
@@ -276,6 +277,22 @@ def shell_word(word: object) -> str:
     plain = b"/._-" + string.ascii_letters.encode() + string.digits.encode()
     escaped = (chr(b) if b in plain else f"\\x{b:02x}" for b in os.fsencode(text))
     return f"$'{''.join(escaped)}'"
+
+
+def program(name: str = "ia-mech") -> str:
+    """How a program of this Python's environment is typed here, to open a command that is printed.
+
+    That is its name where the shell finds it (an active environment), else its path, relative to
+    the working folder if it lies below it.
+    """
+    own = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    if found and (not own.exists() or own in (Path(found), Path(found).resolve())):
+        return name
+    if not own.exists():
+        return f"{program('python')} -m ia_mech.console" if name == "ia-mech" else name
+    here = Path.cwd()
+    return shell_word(own.relative_to(here) if here in own.parents else own)
 
 
 def tolerant_streams() -> None:

@@ -9,31 +9,37 @@ import sys
 from pathlib import Path
 
 from ia_mech import __version__
-from ia_mech.cli import did_you_mean, refuse
+from ia_mech.cli import did_you_mean, program, refuse
 
 COMMANDS = {
-    "sample": ("ia_mech.collect.command", "user turns of a model, with states and logits"),
-    "judge": ("ia_mech.judge.__main__", "label turns; sheets for annotators; agreement"),
-    "rates": ("ia_mech.rates.__main__", "how often turns follow up, over a floor; latent or not"),
-    "report": ("ia_mech.report.__main__", "one page of all results on a run, and its turns"),
-    "annotate": ("ia_mech.annotate", "a blind page to annotate in"),
-    "study": ("experiments.study", "all that a model's turns owe to the response, on one page"),
+    "sample": (
+        "ia_mech.collect.command",
+        "let a model write user turns; keep its states and logits",
+    ),
+    "judge": ("ia_mech.judge.__main__", "label turns: is it a follow-up?; agreement of labels"),
+    "rates": ("ia_mech.rates.__main__", "how often turns are follow-ups, and against what control"),
+    "report": ("ia_mech.report.__main__", "one page with all results on a run, and its turns"),
+    "annotate": ("ia_mech.annotate", "a page to label turns by hand, which hides the judge"),
+    "study": ("experiments.study", "sample, judge and analyse a model, on one page"),
     "compare": ("experiments.compare", "several studies side by side"),
     "probes": ("probes.train", "where in the model labels can be read"),
-    "transfer": ("probes.transfer", "do probes of one run or dataset work on another"),
-    "reaction": ("experiments.reaction", "bits that turns tell about their response"),
+    "transfer": ("probes.transfer", "whether probes of one run or dataset work on another"),
+    "reaction": ("experiments.reaction", "how many bits turns tell about their response"),
     "locate": ("experiments.locate", "which states carry these bits"),
     "interchange": ("experiments.interchange", "whether follow-ups travel with a state"),
-    "steering": ("experiments.steering", "whether a direction moves the turn"),
-    "learned-vector": ("experiments.learned_vector", "where one vector opens reacting, by layer"),
-    "elicit": ("experiments.elicit", "under which arm turns react more than greedily"),
-    "perturbations": ("experiments.perturbations", "what of the response matters"),
-    "temperature-sweep": ("experiments.temperature_sweep", "what temperature does"),
+    "steering": ("experiments.steering", "whether adding a direction changes the turn"),
+    "learned-vector": (
+        "experiments.learned_vector",
+        "at which layers one vector brings out follow-ups",
+    ),
+    "elicit": ("experiments.elicit", "what brings out more follow-ups than greedy decoding"),
+    "perturbations": ("experiments.perturbations", "which parts of the response matter"),
+    "temperature-sweep": ("experiments.temperature_sweep", "how turns change with temperature"),
     "post-training": ("experiments.post_training", "train on user turns"),
 }
 GROUPS = {  # heading → the first of its commands
     "one step after another": "sample",
-    "or all at once": "study",
+    "all of that at once": "study",
     "where it can be read": "probes",
     "what moves it": "interchange",
 }
@@ -48,7 +54,7 @@ def usage() -> str:
             lines.append(heading[name])
         lines.append(f"  {name:<18}{about}")
     first = (
-        "first: ia-mech sample --limit 60 --out cache/first, then what each prints after 'next:'"
+        f"first: {program()} sample --limit 60 --out cache/first; then the command after 'next:'"
     )
     return "\n".join([*lines, "", first, "ia-mech COMMAND --help explains each."])
 

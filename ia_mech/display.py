@@ -80,6 +80,9 @@ class Progress(Protocol):
     def advance(self, steps: int = 1, note: str = "") -> None:
         """``steps`` more are done; ``note``, such as a rate, is shown after the time left."""
 
+    def expect(self, steps: int) -> None:
+        """The phase turns out to have ``steps`` more than its total said."""
+
     def say(self, line: str) -> None:
         """Show a line above the bar."""
 
@@ -92,6 +95,7 @@ class Quiet:
 
     def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None: ...
     def advance(self, steps: int = 1, note: str = "") -> None: ...
+    def expect(self, steps: int) -> None: ...
     def say(self, line: str) -> None: ...
     def stop(self) -> None: ...
 
@@ -135,6 +139,11 @@ class Bar:
             if time.time() - bar.last_print_t >= bar.mininterval:  # tqdm waits for whole steps
                 bar.refresh()
                 bar.last_print_t = time.time()
+
+    def expect(self, steps: int) -> None:
+        with self._reporting:
+            if self._bar is not None:
+                self._bar.total = (self._bar.total or 0) + steps
 
     def say(self, line: str) -> None:
         tqdm.write(line, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The one exception for input that cannot be used, and what a machine may lack."""
+"""The one exception for input that cannot be used, and errors for what a machine may lack."""
 
 
 class UserError(Exception):
@@ -22,7 +22,7 @@ _NO_MEMORY = (
     "std::bad_alloc",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-# As the system words them, whatever library reports it.
+# In the system's words, whichever library reports it.
 _REMEDIES = {
     "No space left on device": "free some space, or give another path",
     "Disk quota exceeded": "free some space, or give another path",
@@ -34,7 +34,7 @@ _REMEDIES = {
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that a device, or this machine, had no memory left.
 
-    Also where it was raised while that was being handled.
+    True, too, of an exception that was raised while such a one was being handled.
     """
     if isinstance(error, MemoryError):
         return True
@@ -47,7 +47,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def exhaustion(error: BaseException) -> UserError | None:
-    """What the machine lacks: memory, space, files or threads. None: it is another error."""
+    """A UserError that says what the machine lacks (memory, space, files or threads), or None."""
     text = " ".join(str(error).split())[:200]
     if is_out_of_memory(error):
         return UserError(

@@ -1,8 +1,8 @@
 """Estimates as tidy rows: what a number is of, the number, its interval, its test.
 
 Rates, probes and experiments make :class:`TidyEstimate` rows and turn them into one table with
-:func:`frame_of`. Intervals and tests are :mod:`ia_mech.stats`'. An estimate is shown as
-:meth:`ia_mech.stats.Estimate.text` and :func:`p_value` have it, nowhere else.
+:func:`frame_of`. Intervals and tests are made in :mod:`ia_mech.stats`. Only
+:meth:`ia_mech.stats.Estimate.text`, :func:`p_value` and :func:`could_show` write them as text.
 """
 
 import json
@@ -23,7 +23,7 @@ from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, holm, paire
 
 ALL = "(all)"  # the name of all datasets together
 FEW_SOURCES = 24  # benchmarks/coverage.md simulates so many sources and more
-POWER = 0.8  # with which an effect would have been shown
+POWER = 0.8  # of a test, with which an effect would have been shown
 LEAST_P = 0.001  # smaller ones are shown as such; where a test can't reach it, that is said
 MEASURED = {  # columns that every estimate has, after those that say what it is of
     "rows": "int64",
@@ -96,7 +96,7 @@ class Group:
         test: str | None = None,
         **names: Any,
     ) -> TidyEstimate:
-        """An estimate that was made elsewhere, under the group's names and ``names``."""
+        """An estimate that was made elsewhere; it gets the group's names and ``names``."""
         return TidyEstimate(quantity, self.names | names, rows, estimate, p, test or None)
 
 
@@ -226,6 +226,17 @@ def smallest_effect(row: Any, level: float = 0.95) -> Any:
     """
     tail = NormalDist().inv_cdf(0.5 + level / 2)
     return (row["high"] - row["low"]) / (2 * tail) * (tail + NormalDist().inv_cdf(POWER))
+
+
+def could_show(least: float, digits: int = 2, most: float = np.inf) -> str:
+    """What would have been shown in place of an effect that isn't, in words; empty if that isn't
+    known. ``least`` is :func:`smallest_effect`, ``most`` the largest effect that there can be: 1 of
+    a difference of rates."""
+    if np.isnan(least):
+        return ""
+    if least >= most:
+        return "too few data to show any effect"
+    return f"with 80% power {least:.{digits}f} would have been shown"
 
 
 def all_datasets(estimates: pd.DataFrame) -> pd.DataFrame:

@@ -1,8 +1,7 @@
-"""From residual stream to logits without the model: final norm and unembedding, saved once.
+"""From the residual stream to logits without the model: its final norm and unembedding.
 
-Offline analyses (logit lens, probes on the model's own output distribution) need these two and
-nothing else of a model. They are kept beside the embedded models, in ``<weights hash>/``, and
-shared by all runs of that model.
+Offline analyses (the logit lens, probes of the model's output distribution) need no other part of a
+model. Both tensors are saved once per model, beside the embedded models in ``<weights hash>/``.
 """
 
 import copy
@@ -30,16 +29,17 @@ TOLERANCE = 1e-3  # largest error of the lens against the model, relative to the
 
 
 class NoLens(UserError):
-    """There is no lens for a model; what doesn't need one can go on."""
+    """There is no lens for a model. Analyses that don't need one can go on."""
 
 
 @dataclass(frozen=True)
 class Lens:
     """The final norm, written out as a formula, and the unembedding.
 
-    ``norm_weight`` ``[d_model]`` is the effective weight (1 + w for Gemma); ``centred`` tells a
-    LayerNorm, with ``norm_bias``, from an RMSNorm. ``unembedding`` is ``[vocab, d_model]``. Logits
-    are multiplied by ``scale`` and then, if ``softcap`` is set, squashed to ``±softcap``.
+    ``norm_weight`` ``[d_model]`` is the factor that is applied (1 + w for Gemma). ``centred`` is
+    true for a LayerNorm, whose bias is ``norm_bias``, and false for an RMSNorm. ``unembedding`` is
+    ``[vocab, d_model]``. Logits are multiplied by ``scale`` and then, if ``softcap`` is set,
+    squashed to ``±softcap``.
     """
 
     norm_weight: Tensor
@@ -59,18 +59,19 @@ class Lens:
         return x * self.norm_weight.float() + self.norm_bias.float()
 
     def logits(self, residual: Tensor) -> Tensor:
-        """Logits ``[…, vocab]`` float32 as the model would give them if this were layer L."""
+        """The logits ``[…, vocab]`` float32 that the model would give if its last layer had this
+        state."""
         logits = self.norm(residual) @ self.unembedding.float().T * self.scale
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
     def logits_in_slices(self, residual: Tensor, most: int = 2**23) -> Iterator[Tensor]:
-        """The same logits a slice of the vocabulary at a time, ``[rows, slice]`` each.
+        """The same logits, one slice of the vocabulary at a time: ``[rows, slice]`` each.
 
-        Neither all logits nor a float32 copy of the whole unembedding is ever held.
+        Memory never holds all logits, nor a float32 copy of the whole unembedding.
 
         Args:
             residual: ``[rows, d_model]``.
-            most: numbers of a slice, of logits as of the unembedding.
+            most: how many numbers a slice may have, both of logits and of the unembedding.
         """
         vocab, width = self.unembedding.shape
         step = max(1, most // max(len(residual), width, 1))
@@ -79,7 +80,7 @@ class Lens:
             yield part.logits(residual)
 
     def save(self, weights_hash: str) -> Path:
-        """Keep it where :meth:`load` finds it; an older one is replaced whole."""
+        """Write the lens where :meth:`load` finds it; an older file is replaced whole."""
         file = lens_file(weights_hash)
         file.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: getattr(self, name).contiguous().cpu() for name in TENSORS}
@@ -93,8 +94,8 @@ class Lens:
         """The lens of a model that was sampled here.
 
         Raises:
-            NoLens: there is none for this hash.
-            UserError: it is damaged, or of other weights.
+            NoLens: there is no lens for this hash.
+            UserError: the file is damaged, or belongs to other weights.
         """
         file = lens_file(weights_hash)
         if not file.is_file():
@@ -118,7 +119,7 @@ class Lens:
 
 
 def _hash(weights_hash: str, settings: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """Of everything that :meth:`Lens.load` reads, and of the weights that it belongs to."""
+    """A hash of everything that :meth:`Lens.load` reads, and of the weights' hash."""
     content = xxhash.xxh3_128(json.dumps([weights_hash, settings], sort_keys=True).encode())
     for name in TENSORS:
         content.update(f"{tensors[name].dtype} {list(tensors[name].shape)}".encode())
@@ -132,13 +133,16 @@ def lens_file(weights_hash: str) -> Path:
 
 
 def save_lens(subject: Subject, ids: list[int]) -> str | None:
-    """Write a model's lens if it isn't there whole; returns why it couldn't be, or None.
+    """Write a model's lens unless it is there already.
 
-    The formula is read off the model's modules and then held against the model itself on a short
-    context: a lens that doesn't reproduce the model's logits isn't written.
+    The formula is read off the model's modules and then compared with the model itself on a short
+    context. A lens that doesn't reproduce the model's logits isn't written.
 
     Args:
         ids: token ids of real text; a few dozen are enough.
+
+    Returns:
+        Why no lens could be written, or None.
     """
     if _is_whole(subject.weights_hash):
         return None
@@ -180,12 +184,12 @@ def _lens_of(model: Any) -> Lens | None:
         return None
     config = text_config(model.config)
     unembedding = whole_weight(head, "weight").detach().cpu()
-    # What the norm does to a vector of known size shows its weight, whether stored as w or 1 + w.
+    # The norm of a known vector shows the norm's weight, whether it is stored as w or as 1 + w.
     signs = torch.ones(1, unembedding.shape[1])
     signs[:, 1::2] = -1  # zero mean (for even widths) and unit mean square
-    norm = copy.deepcopy(norm).float()  # half precision would round the weight that is read off
+    norm = copy.deepcopy(norm).float()  # half precision would round the weight
     up, down, higher = (norm(x.to(model.device)).cpu() for x in (signs, -signs, signs + 3))
-    # A LayerNorm, whatever its class is called, doesn't see a constant that is added.
+    # A LayerNorm, whatever its class is called, removes a constant that is added to its input.
     centred = torch.allclose(higher, up, atol=1e-4)
     bias = (up + down)[0] / 2
     weight = ((up - down)[0] / 2) * signs[0] * (1 + eps) ** 0.5

@@ -45,19 +45,23 @@ if TYPE_CHECKING:
 
 RESULT, ESTIMATES = "result.json", "estimates.parquet"
 LOCK = ".lock"  # of the one command that writes to a folder of results
+LEAST_SHOWN = 5  # queries whose spread says enough to show an interval
+SHARE = "share"  # in place of decimals: a share of a whole that is noisy itself
+WIDEST = 1.0  # an interval of a share that says anything
+NOTES, NOTE_LENGTH = 2, 140  # that the terminal shows by itself, and the letters of one
 _SENTENCE_END = re.compile(r"(?<=[\w)\]][.?!]) (?=[A-Z])")
 _VERBATIM = ("question", "sentence", "control", "notes", "about")  # fields, in result.json too
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table as it is shown: texts."""
+    """A table as it is shown, made of texts."""
 
     title: str
     columns: list[str]
     rows: list[list[str]]  # cells, the first of them what the row is of
     legend: str = ""  # what the columns hold, where their names don't say it
-    full: bool = False  # the terminal shows it only where everything is asked for (--full)
+    full: bool = False  # the page folds it away
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,10 @@ class Result:
         sentence: what was found, with its interval, or what could have been seen.
         control: what that is held against, and how it came out.
         estimates: every number, one row each (:func:`ia_mech.estimates.frame_of`).
-        tables: what the terminal and the report show, the most important first.
+        tables: what the report shows. The first answers the question: the terminal shows it alone,
+            unless everything is asked for.
         figures: stem of the file → matplotlib figure; of a result that was read, its SVG.
-        notes: what a reader has to know, a sentence each.
+        notes: what a reader has to know.
         about: where it comes from, as JSON: ``kind`` (``rates``, ``probe``, …), what
             :func:`about_runs` gives, ``settings``, ``judge`` and ``gate`` where there is one.
         data: stem of the file → further table, kept as Parquet.
@@ -102,7 +107,8 @@ class Result:
 
 
 def about_runs(runs: "Sequence[Run]", labellers: Sequence[str] = ()) -> dict[str, Any]:
-    """Which runs a result is of and whose labels it rests on, as :attr:`Result.about` says it.
+    """Which runs a result is of, which were sampled although the engine's check failed, and whose
+    labels it rests on, as :attr:`Result.about` says it.
 
     With judges and annotators (``labellers``) it keeps the digest of what they say now, by run, so
     that a reader can tell whether labels were replaced since.
@@ -110,6 +116,7 @@ def about_runs(runs: "Sequence[Run]", labellers: Sequence[str] = ()) -> dict[str
     about: dict[str, Any] = {
         "runs": [run.name for run in runs],
         "identities": [run.identity_digest for run in runs],
+        "ignored_checks": {run.name: run.ignored_check for run in runs if run.ignored_check},
     }
     if labellers:
         about["labellers"] = list(labellers)
@@ -134,8 +141,8 @@ def table_of(
     Args:
         title, legend, full: as of :class:`Table`.
         estimates: as :func:`ia_mech.estimates.frame_of` makes them, in the order of the lines.
-        columns: value of ``key`` → head, and decimals or a format such as ``+.2f``. The corrected
-            p of a test follows its difference.
+        columns: value of ``key`` → head, and decimals or a format such as ``+.2f``, as
+            :func:`cell_of` takes them.
         index: the columns that name a line. One in which all lines are alike is left out, but for
             the last.
         key: the column that tells kinds of estimates apart.
@@ -155,7 +162,7 @@ def table_of(
         names = [label_of(value, name, pooled=pooled) for value, name in labels]
         count = next(by_key[of].rows for of in shown if of in by_key)
         lines.append([*names, str(count), *cells])
-    heads = ["T" if name == "temperature" else name for name in named]
+    heads = [{"temperature": "T", "term": "what"}.get(name, name) for name in named]
     return Table(title, [*heads, rows, *(head for head, _ in shown.values())], lines, legend, full)
 
 
@@ -170,12 +177,28 @@ def label_of(value: Any, column: str, pooled: str = "sampled") -> str:
 
 
 def cell_of(row: Any, digits: int | str = 2) -> str:
-    """An estimate, a line of a table of them, as text with the corrected p of its test.
+    """An estimate as text, with its interval and the corrected p of its test.
 
-    One that rests on no source, such as what another could have shown, is a plain number.
+    An estimate of fewer than :data:`LEAST_SHOWN` queries is shown without its interval: a rate as a
+    count (``3 of 8``), another number with how many queries it is of. A :data:`SHARE` whose
+    interval is wider than :data:`WIDEST` can't be told. An estimate of no query, such as the effect
+    that would have been shown, is a plain number; it is infinite where there is no such effect.
+
+    Args:
+        row: a line of a table of estimates.
+        digits: decimals, a format such as ``+.2f``, or :data:`SHARE`.
     """
+    if digits == SHARE:
+        digits = 2
+        if row.high - row.low > WIDEST:
+            return "can't be told"
+    number = f"{row.value:{digits if isinstance(digits, str) else f'.{digits}f'}}"
     if not row.sources and not np.isnan(row.value):
-        return f"{row.value:{digits if isinstance(digits, str) else f'.{digits}f'}}"
+        return "none" if np.isinf(row.value) else number
+    if row.sources < LEAST_SHOWN and not np.isnan(row.value):
+        if pd.notna(events := getattr(row, "events", pd.NA)):
+            return f"{int(events)} of {int(row.rows)}"
+        return f"{number} ({row.sources} {'query' if row.sources == 1 else 'queries'})"
     text = estimate_of(row).text(digits)
     return text if np.isnan(row.p_holm) else f"{text} {p_value(row.p_holm)}"
 
@@ -332,21 +355,33 @@ def sentences_of(text: str) -> list[str]:
     return _SENTENCE_END.split(text)
 
 
-def show(result: Result, screen: "Console", *, full: bool = False) -> None:
-    """Print a result: what was found and against what, a sentence a line, then the tables (all if
-    ``full``), then the notes."""
+def show(result: Result, screen: "Console", *, full: bool = False, rest: str = "--full") -> None:
+    """Print a result: what was found and against what, a sentence a line, then one table and at
+    most :data:`NOTES` short notes, or all of them if ``full``.
+
+    ``rest`` names what shows the others: the last line is ``--full: 5 more tables, 1 note``.
+    """
     control = f"Control: {result.control}" if result.control else ""
     for text, style in ((result.sentence, "bold"), (control, "")):
         for sentence in sentences_of(one_line(text)):
             screen.print(sentence, style=style, soft_wrap=True, markup=False)
-    shown = [table for table in result.tables if full or not table.full]
-    for table in shown:
+    tables, notes = result.tables, result.notes
+    if not full:
+        tables = tables[:1]
+        notes = [note for note in notes if len(note) <= NOTE_LENGTH][:NOTES]
+    for table in tables:
         print_table(screen, table)
-    if result.notes:
+    lines = [
+        f"warning: {name} was sampled although the engine's check failed ({problem})."
+        for name, problem in result.about.get("ignored_checks", {}).items()
+    ]
+    lines += [f"note: {one_line(note)}" for note in notes]
+    kinds = (("more table", result.tables, tables), ("note", result.notes, notes))
+    left = [(len(every) - len(shown), kind) for kind, every, shown in kinds]
+    if more := [f"{count} {kind}{'s' * (count > 1)}" for count, kind in left if count]:
+        lines.append(f"{rest}: {', '.join(more)}")
+    if lines:
         screen.print()
-    lines = [f"note: {one_line(note)}" for note in result.notes]
-    if left_out := len(result.tables) - len(shown):
-        lines.append(f"--full prints more tables: {left_out}")
     for line in lines:
         screen.print(line, soft_wrap=True, markup=False)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ia_mech.chat.template import PINNED_DATE
-from ia_mech.cli import did_you_mean, nonblank, one_line, utf8, whole_from
+from ia_mech.cli import did_you_mean, nonblank, one_line, program, shell_word, utf8, whole_from
 from ia_mech.data.formats import CUTS, FORMATS, ColumnMap
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
@@ -44,7 +44,7 @@ RUN = "run"
 
 @dataclass(frozen=True)
 class Flag:
-    """What the command line has of a setting besides its name and default.
+    """How the command line shows and reads a setting, besides its name and default.
 
     Attributes:
         group: of the help.
@@ -171,7 +171,7 @@ class Settings:
     dataset: str = _setting("builtin", FIRST, "DATA", "builtin, a file, a preset or a hub id")
     limit: int | None = _setting(24, FIRST, "N", "how many conversations, or: all", _limit)
     temperatures: tuple[float, ...] = _setting(
-        (0.7, 1.0, 1.3), FIRST, "T", "besides greedy, which is always there", _temperature
+        (0.7, 1.0), FIRST, "T", "besides greedy, which is always there", _temperature
     )
     samples: int = _setting(4, FIRST, "N", "user turns per temperature", whole_from(1, most=MOST))
 
@@ -279,7 +279,7 @@ class Settings:
     )
 
     intervention: str | None = _setting(
-        None, TURNS, "FILE", "steer the model with this vector (docs/interventions.md)"
+        None, TURNS, "FILE", "steer the model with this vector (docs/experiments.md)"
     )
 
     ignore_check: bool = _switch(
@@ -336,6 +336,21 @@ class Settings:
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
+    def command(self, out: Path) -> str:
+        """The shell command that makes a run of these settings in a folder, without defaults."""
+        words = [f"{program()} sample"]
+        for one in fields(self):
+            value, flag = getattr(self, one.name), one.metadata["flag"]
+            if value == getattr(Settings(), one.name):
+                continue
+            words.append("--" + one.name.replace("_", "-"))
+            if flag.mapping:
+                words += [shell_word(f"{key}={json.dumps(each)}") for key, each in value.items()]
+            elif flag.parse is not None:
+                values = value if flag.several else ["all" if value is None else value]
+                words += [shell_word(str(each).removesuffix(".0")) for each in values]
+        return " ".join([*words, "--out", shell_word(out)])
+
     def rows(self) -> list[tuple[float, int]]:
         """(temperature, sample) of every row of a context: greedy first, as (0.0, 0)."""
         return [(0.0, 0), *((t, s) for t in self.temperatures for s in range(self.samples))]
@@ -385,7 +400,7 @@ class Settings:
         )
 
     def conversations(self) -> "ConversationSource":
-        """The data, of which one row has been read.
+        """Open the data, and read its first row.
 
         Raises:
             UserError: as :func:`ia_mech.data.conversations.open_conversations`.
@@ -428,7 +443,7 @@ def _field_value(setting: Any, value: Any) -> Any:
 def _mapping_value(
     name: str, value: Any, parse: Callable[[str], tuple[str, Any]]
 ) -> dict[str, Any] | None:
-    """A dictionary, of one or of words; None if it is empty."""
+    """A dictionary, given as one or as words ``key=value``; None if it is empty."""
     if isinstance(value, Mapping):
         try:
             words = [f"{key}={json.dumps(each)}" for key, each in value.items()]
@@ -471,7 +486,7 @@ def parse_value(name: str, value: Any, parse: Callable[[str], Any], several: boo
 
 
 def default_text(setting: Any) -> str:
-    """The default of a field as the help has it; empty where its help says more, or it is none."""
+    """The default of a field as the help shows it; empty if there is none."""
     default = setting.default
     if default is None or default is False or default == ():
         return ""

@@ -1,11 +1,11 @@
 """A steering vector in a file: a direction, what is done with it, and where.
 
-It is one safetensors file with the tensor ``direction`` ``[d_model]`` float32; layer, positions,
-kind, dose and the model that it is of are JSON in its metadata, under ``ia_mech``.
+The file is in safetensors format and holds the tensor ``direction`` ``[d_model]`` float32. Its
+metadata hold layer, positions, kind, dose and model as JSON, under ``ia_mech``.
 
-Positions are named as in a run (``turn_end``, ``header_last``, …), and :data:`TURN` is every token
-of the user turn that is generated. So they also say when the model is changed: during prefill,
-during decoding, or both.
+Positions have the names that they have in a run (``turn_end``, ``header_last``, …). :data:`TURN`
+stands for every token of the generated user turn. A position in the context is steered during
+prefill, :data:`TURN` during decoding.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class SteeringVector:
 
     Attributes:
         kind: :data:`ADD` or :data:`PROJECT_OUT`.
-        layer: whose states are changed; 0 = embeddings, l = output of block l.
+        layer: the layer whose states are changed; 0 = embeddings, l = output of block l.
         positions: names; a context that lacks one of them is refused.
         direction: ``[d_model]`` float32, of any length but 0.
-        dose: of :data:`ADD` the length of what is added, in units of the norm of the state that it
-            is added to (negative: the other way); of :data:`PROJECT_OUT` the share of the component
-            that is removed.
-        model: its name.
-        weights_hash: of the model.
+        dose: for :data:`ADD` the length of the added vector, as a multiple of the norm of the state
+            that it is added to (negative: in the opposite direction); for :data:`PROJECT_OUT` the
+            share of the state's component along the direction that is removed.
+        model: the model's name.
+        weights_hash: the hash of the model's weights.
     """
 
     kind: str
@@ -84,11 +84,11 @@ class SteeringVector:
 
     @property
     def at_turn(self) -> tuple[TokenwiseIntervention, ...]:
-        """What happens at each token of the turn."""
+        """The changes at each token of the turn."""
         return (self._intervention(),) if TURN in self.positions else ()
 
     def at_context(self, places: Mapping[str, int | None]) -> tuple[TokenwiseIntervention, ...]:
-        """What happens in a context.
+        """The changes in a context.
 
         Args:
             places: position → its index among the context's tokens.
@@ -106,10 +106,15 @@ class SteeringVector:
         return (replace(self._intervention(), positions=at),) if at else ()
 
     def check(self, layers: int, width: int, names: Sequence[str]) -> None:
-        """Refuse a model that lacks what is to be changed.
+        """Refuse a model that the vector can't steer.
+
+        Args:
+            layers: how many blocks the model has.
+            width: its ``d_model``.
+            names: the positions of its template.
 
         Raises:
-            UserError: another width, a layer or a position that isn't there.
+            UserError: the model has another width, or lacks the layer or a position.
         """
         from ia_mech.engine.intervene import check_layers
 
@@ -128,16 +133,16 @@ class SteeringVector:
                 )
 
     def check_weights(self, weights_hash: str) -> None:
-        """Refuse other weights than those that the vector is of.
+        """Refuse a model with other weights than those that the vector was made with.
 
         Raises:
-            UserError: the model has others.
+            UserError: the weights differ.
         """
         if weights_hash != self.weights_hash:
             raise UserError(
                 f"the steering vector is of {self.model} with the weights {self.weights_hash}, "
                 f"this model has {weights_hash}",
-                "give a vector of this model, or --model as it was made with",
+                "give a vector of this model, or the --model that the vector was made with",
             )
 
     @property
@@ -152,7 +157,7 @@ class SteeringVector:
 
     @property
     def sha256(self) -> str:
-        """Of the file."""
+        """The SHA-256 of the file."""
         return hashlib.sha256(self._content).hexdigest()
 
     def save(self, file: str | Path) -> None:
@@ -168,7 +173,7 @@ class SteeringVector:
         """Read a file that :meth:`save` wrote.
 
         Raises:
-            UserError: there is none, or it isn't one, or of another format.
+            UserError: there is no such file, or it holds no steering vector, or has another format.
         """
         remedy = "write it with SteeringVector.save, or with ia-mech steering"
         if not Path(file).is_file():

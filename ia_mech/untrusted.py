@@ -1,4 +1,4 @@
-"""Text that data and models wrote: parsed in one place, and made safe to show."""
+"""Parse text that data and models wrote, and make it safe to show."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def parse_json(text: str | bytes, place: str, remedy: str) -> Any:
         remedy: ends the error.
 
     Raises:
-        UserError: it isn't such a text.
+        UserError: the text isn't JSON in this sense.
     """
     try:
         if isinstance(text, bytes):
@@ -62,7 +62,7 @@ def _constant(name: str) -> Any:
 
 
 def visible(text: str) -> str:
-    """A text in which � stands for characters that can't be seen but change what can.
+    """The text, with � for each character that can't be seen but changes what is shown.
 
     These are control characters, bidirectional overrides and marks, zero-width spaces, tags, line
     and paragraph separators. Line ends, tabs and joiners stay.
@@ -71,7 +71,7 @@ def visible(text: str) -> str:
 
 
 def escape_unseen(line: str) -> str:
-    """The same JSON, with such characters written as ``\\u`` escapes."""
+    """The same JSON, with the characters of :func:`visible` written as ``\\u`` escapes."""
     if line.isprintable():
         return line
     return "".join(json.dumps(c)[1:-1] if _is_unseen(c) else c for c in line)
@@ -82,12 +82,12 @@ def _is_unseen(character: str) -> bool:
 
 
 def spreadsheet_safe(text: str) -> str:
-    """A text as a cell that no spreadsheet takes for a formula, with nothing hidden in it.
+    """The text as a cell that no spreadsheet takes for a formula, with nothing hidden in it.
 
-    One that begins with ``= + - @`` (also full-width, or behind white space) or with white space
-    other than a blank gets an apostrophe in front, as OWASP advises against CSV injection. Line
-    ends are made one kind, and the rest is :func:`visible`. A file opened with another separator
-    than its own escapes any such care.
+    A text that begins with ``= + - @`` (also full-width, or behind white space) or with a tab or
+    line end gets an apostrophe in front, as OWASP advises against CSV injection. All line ends
+    become one kind, and :func:`visible` does the rest. Nothing helps if a file is opened with
+    another separator than its own.
     """
     text = visible(text.replace("\r\n", "\n").replace("\r", "\n"))
     first = unicodedata.normalize("NFKC", text.lstrip()[:1])

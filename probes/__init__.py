@@ -1,8 +1,8 @@
-"""Linear probes on the hidden states that a run stored, with the judge's labels as their target.
+"""Linear probes on the hidden states that a run stored. They predict the judge's labels.
 
-The package reads runs through ``ia_mech.run.Run`` alone: hidden states, texts, labels, and the
-final norm and unembedding saved once per model. It never loads a language model, and it doesn't
-know how turns were sampled or judged.
+The package reads hidden states, texts and labels through ``ia_mech.run.Run``, and each model's
+final norm and unembedding through ``ia_mech.lens``. It never loads a language model, and does not
+depend on how turns were sampled or judged.
 
 What to read first: ``dataset`` (contexts and states), ``targets`` (what is predicted), ``analysis``
 (the whole analysis of arrays), ``fit`` (nested cross-validation), ``show`` (conclusion, tables and

@@ -1,7 +1,7 @@
 """The whole analysis of one target, as a function of arrays: heat map, headline, controls.
 
-Nothing here knows runs or files: ``probes.train`` reads a run, calls :func:`analyse` and keeps the
-:class:`Analysis`.
+This module knows neither runs nor files. ``probes.train`` reads a run, calls :func:`analyse` and
+writes the :class:`Analysis`.
 """
 
 import os
@@ -49,7 +49,7 @@ from probes.fit.solvers import project
 from probes.targets import Outcome
 
 NEVER = -2.0  # below any correlation
-SINGLE = 1e-10  # of the squares of states in single precision: less is rounding
+SINGLE = 1e-10  # a smaller share of the squares of single-precision states is rounding
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -60,8 +60,8 @@ Place = tuple[int, str]  # layer and position
 
 
 class HiddenStates(Protocol):
-    """Hidden states, read as they are needed; ``probes.dataset.ProbeSet`` is one, :class:`Arrays`
-    another. Several threads may read at once."""
+    """Hidden states, each read when it is needed, such as ``probes.dataset.ProbeSet`` and
+    :class:`Arrays`. Several threads may read at once."""
 
     @property
     def layers(self) -> Sequence[int]: ...
@@ -74,7 +74,7 @@ class HiddenStates(Protocol):
         ...
 
     def ends(self, layer: int) -> np.ndarray | None:
-        """``[contexts, features]`` states at :data:`ENDS` side by side; None where one lacks."""
+        """``[contexts, features]`` states at :data:`ENDS` side by side; None if one is lacking."""
         ...
 
 
@@ -85,8 +85,8 @@ class Arrays:
     Attributes:
         states: ``[layers, contexts, positions, d_model]``.
         positions: their names.
-        conversation: ``[layers, contexts, features]`` states at the ends of query and response,
-            where these aren't among the positions.
+        conversation: ``[layers, contexts, features]`` states at the ends of query and response, if
+            the positions don't include these.
     """
 
     states: np.ndarray
@@ -109,8 +109,10 @@ class Arrays:
 
 
 def less_sources(features: np.ndarray, sources: np.ndarray) -> np.ndarray:
-    """``[contexts, d]`` features less the mean of their source, whose level no probe of siblings
-    may use; zeros where no more is left than rounding, as of a state before the response."""
+    """``[contexts, d]`` features less the mean of their source, which no probe of siblings may use.
+
+    They are zeros where only rounding is left: siblings share every state before the response.
+    """
     given = np.asarray(features, dtype=np.float64)
     left = less_means(given, sources)
     return left if (left**2).sum() > SINGLE * (given**2).sum() else np.zeros_like(left)
@@ -118,12 +120,12 @@ def less_sources(features: np.ndarray, sources: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class AnalysisSettings:
-    folds: int = 5  # of the outer loop; the inner one has one less
-    permutations: int = 1000  # without any there is nothing to conclude
+    folds: int = 5  # of the outer loop; the inner loop has one fewer
+    permutations: int = 1000  # 0 permutations allow no conclusion
     level: float = 0.95  # coverage of intervals
     resamples: int = 2000  # bootstrap samples
-    seed: int = 0  # of folds and permutations (a stream each) and of resampling
-    workers: int | None = None  # threads; the processors this process may use, if not given
+    seed: int = 0  # of folds, permutations and resampling, each with a random stream of its own
+    workers: int | None = None  # threads; one per processor of this process if not given
 
 
 # -- what comes out -------------------------------------------------------------------------------
@@ -140,30 +142,31 @@ class ControlComparison:
 
 @dataclass(frozen=True)
 class IncrementalValue:
-    """What hidden states add to a linear readout of the first-token state, the text, and the states
-    at the ends of query and response.
+    """What hidden states add to the *base*: a linear readout of the first-token state, the text,
+    and the states at the ends of query and response.
 
-    ``planted``: where nothing is shown to be added, the share of deviance that an addition planted
-    into the same states saves (the smallest one that was found; else the largest tried), and
-    whether it was found. None elsewhere, and where all states are at the ends.
+    ``planted``: if hidden states are not shown to add anything, an addition is planted into them.
+    The pair holds the share of deviance that it saves, and whether the analysis found it; of
+    several additions the smallest that was found, or else the largest. None otherwise, and where
+    all chosen states are at the ends.
     """
 
-    scores: IncrementalScores  # of both readouts, out of fold
-    deviance_saved: Estimate  # by hidden states, as a share of the held-out deviance of the other
-    gain: Estimate  # AUROC with hidden states less that without
-    base: Estimate  # both AUROCs
-    full: Estimate
+    scores: IncrementalScores  # of the base and of base with hidden states, out of fold
+    deviance_saved: Estimate  # by hidden states, as a share of the base's held-out deviance
+    gain: Estimate  # AUROC with hidden states less AUROC without
+    base: Estimate  # AUROC of the base
+    full: Estimate  # AUROC of base with hidden states
     planted: tuple[float, bool] | None = None
 
 
 @dataclass(frozen=True)
 class RandomBlocks:
-    """The same procedure on the states of a model with random blocks, in the same contexts."""
+    """The headline's procedure on states of a model with random blocks, in the same contexts."""
 
-    name: str  # of its run
-    auroc: Estimate  # as the headline's
-    difference: Estimate  # the headline's AUROC less this, over the same resamples
-    cells: np.ndarray  # [layers, positions] AUROC of each by itself
+    name: str  # of the random blocks
+    auroc: Estimate  # of the procedure
+    difference: Estimate  # the headline's AUROC less ``auroc``, over the same resamples
+    cells: np.ndarray  # [layers, positions] AUROC of each layer and position by itself
 
 
 @dataclass(frozen=True)
@@ -171,15 +174,15 @@ class Headline:
     """The selection procedure: each outer fold is scored by the probe whose layer, position and
     penalty its inner loop chose."""
 
-    layer: int  # what the same rule chooses on all contexts, for the probe that is kept
+    layer: int  # the layer and position that the rule chooses on all contexts, for the saved probe
     position: str
-    chosen: list[Place]  # by each outer fold
+    chosen: list[Place]  # layer and position that each outer fold chose
     scores: np.ndarray  # [contexts] log-odds, each from the probe that its outer fold chose
-    weights: np.ndarray  # [folds, d_model] of those probes, on hidden states as they are
-    penalty: float  # of the probe that is kept: the median of what the inner loops chose there
+    weights: np.ndarray  # [folds, d_model] of those probes, on unscaled hidden states
+    penalty: float  # of the saved probe: the median of the inner loops' choices there
     auroc: Estimate  # of the scores
-    auroc_of_rates: Estimate  # of the contexts' observed rates: more than any probe can reach
-    unreliability: float  # of the scores, mean over the chosen; intervals are widened by it
+    auroc_of_rates: Estimate  # of the contexts' observed rates, which no probe can exceed
+    unreliability: float  # mean over the chosen probes; intervals are widened by it
 
 
 @dataclass(frozen=True)
@@ -190,14 +193,14 @@ class Analysis:
     layers: list[int]  # of the heat map
     positions: list[str]
     tested: SelectionTests
-    auroc: list[list[Estimate]]  # [layers][positions], each by itself
+    auroc: list[list[Estimate]]  # [layers][positions] of each by itself
     cell_scores: np.ndarray  # [layers, positions, contexts] float32 log-odds
-    p_best: np.ndarray  # [layers, positions] of the model confidence set, by held-out log loss
+    p_best: np.ndarray  # [layers, positions] p values of the model confidence set (log loss)
     headline: Headline
     controls: list[ControlComparison]
-    beyond: IncrementalValue | None  # None where output, text or the ends are lacking
+    beyond: IncrementalValue | None  # None if output, text or the ends are lacking
     random_blocks: list[RandomBlocks]
-    notes: list[str]  # what a reader has to know
+    notes: list[str]  # sentences that a reader needs
 
     @property
     def among_best(self) -> np.ndarray:
@@ -216,7 +219,7 @@ def analyse(
     progress: Progress | None = None,
     random_blocks: Mapping[str, HiddenStates] | None = None,
 ) -> Analysis:
-    """Probe every layer and position, choose the headline, compare it with its controls.
+    """Probe every layer and position, choose the headline, and compare it with its controls.
 
     With your own arrays: ``analyse(Arrays(states, ["header_last"]), outcome)``, with
     ``outcome = Outcome.from_counts(positives, trials, sources)``.
@@ -224,14 +227,16 @@ def analyse(
     Args:
         hidden: the states of the outcome's contexts.
         outcome: k of n per context.
-        controls: what to compare with; none if not given.
-        settings, progress: the default analysis, and nothing is shown, if not given.
+        controls: the baselines; none if not given.
+        settings: the defaults if not given.
+        progress: nothing is shown if not given.
         random_blocks: name → states of a model with random blocks in the same contexts, at the same
             layers and positions.
 
     Raises:
-        ValueError: fewer sources than folds, or states of another number of contexts.
-        UserError: states that don't differ, and whatever reading them raises.
+        ValueError: there are fewer sources than folds, or the states have another number of
+            contexts than the outcome.
+        UserError: the states are the same in all contexts, or can't be read.
     """
     controls, settings = controls or Controls(), settings or AnalysisSettings()
     progress = progress or Quiet()
@@ -265,7 +270,7 @@ def processors() -> int:
 
 
 def fold_scores(outcome: Outcome, folds: np.ndarray, settings: AnalysisSettings) -> FoldScores:
-    """Scores within folds and runs; those of equal settings and sources share their resamples."""
+    """Scores within folds and runs. With equal settings and sources, resamples are the same."""
     return FoldScores(
         outcome.positives,
         outcome.trials,
@@ -281,10 +286,14 @@ def fold_scores(outcome: Outcome, folds: np.ndarray, settings: AnalysisSettings)
 def select(
     found: Sequence[CrossValidated], design: Design, shape: tuple[int, int]
 ) -> SelectionTests:
-    """Choose and test among ``[layers, positions]`` cells, one after the other in ``found``.
+    """Choose among the cells of ``found``, and test them.
+
+    Args:
+        found: of all positions of the first layer, then of the second, and so on.
+        shape: how many layers and positions.
 
     Raises:
-        UserError: no cell has states that differ.
+        UserError: the states are the same in all contexts, at every layer and position.
     """
     differ = np.array([one.differs for one in found])
     if not differ.any():
@@ -292,7 +301,7 @@ def select(
             "hidden states at these layers and positions are the same in all contexts of a run",
             "give other layers or positions",
         )
-    # Where states don't differ, such as a header's tokens in layer 0, nothing is chosen.
+    # States that don't differ between contexts, such as a header's in layer 0, aren't chosen.
     inner = np.array([one.inner_correlation for one in found])
     whole = np.array([one.whole_correlation for one in found])
     inner[~differ] = whole[~differ] = NEVER
@@ -309,7 +318,7 @@ def select(
 
 
 class _Analyser:
-    """One analysis: what its steps share."""
+    """One analysis, with the data that its steps share."""
 
     def __init__(
         self,
@@ -367,12 +376,12 @@ class _Analyser:
     def _random_blocks(
         self, name: str, hidden: HiddenStates, headline: ResampledScore
     ) -> RandomBlocks:
-        """Against the headline's AUROC."""
+        """Probe the states of random blocks, and compare them with the headline's AUROC."""
         found, tested = self._probed(hidden, self.observed, "random blocks")
         scores, unreliability = self._chosen(tested, found)
         auroc = self.scores.auroc(scores)
         cells = np.array([[self.scores.auroc(one.scores).value for one in row] for row in found])
-        # The two have chance in training of their own: all of the difference's variance may be.
+        # Each of the two varies with its training; all of the difference's variance may be that.
         return RandomBlocks(
             name,
             auroc.with_training(unreliability).estimate(),
@@ -397,7 +406,7 @@ class _Analyser:
     def _chosen(
         self, tested: SelectionTests, found: list[list[CrossValidated]]
     ) -> tuple[np.ndarray, float]:
-        """``[contexts]`` scores of the probes that the folds chose; their unreliability."""
+        """``[contexts]`` scores of the probes that the folds chose, and their unreliability."""
         folds, chosen = self.design.folds, [found[at][where] for at, where in tested.chosen]
         # In single precision, as ``Analysis.cell_scores`` keeps them.
         by_fold = np.array([one.scores for one in chosen], dtype=np.float32).astype(float)
@@ -407,10 +416,10 @@ class _Analyser:
     def _headline(
         self, tested: SelectionTests, found: list[list[CrossValidated]]
     ) -> tuple[Headline, ResampledScore]:
-        """From what was found ``[layers][positions]``; and its AUROC on every resample."""
+        """The headline, and its AUROC on every resample, of ``[layers][positions]`` probes."""
         scores, unreliability = self._chosen(tested, found)
         auroc = self.scores.auroc(scores)
-        weights = []  # fitted again: keeping those of every layer and position would take too much
+        weights = []  # fitted again, as the weights of all layers and positions take much memory
         chosen = [(self.layers[at], self.positions[where]) for at, where in tested.chosen]
         for fold, (layer, position) in enumerate(tested.chosen):
             states = self._own(self.hidden.at(*chosen[fold])).astype(float)
@@ -485,8 +494,8 @@ class _Analyser:
         found = added(each)
         base, full = self.scores.auroc(found.base), self.scores.auroc(found.full)
         by_hidden = saved(found)
-        # Each AUROC as if all of its variance over contexts were chance in training: only the
-        # difference's share is known.
+        # How much of an AUROC's variance is chance in training is known of the difference alone, so
+        # that each AUROC is widened as if all of its variance were.
         return IncrementalValue(
             scores=found,
             deviance_saved=by_hidden,
@@ -497,12 +506,12 @@ class _Analyser:
         )
 
     def _own(self, features: np.ndarray) -> np.ndarray:
-        """``[contexts, d]`` features as they are compared."""
+        """``[contexts, d]`` features, less the mean of their source if siblings are compared."""
         siblings = self.outcome.compares_siblings
         return less_sources(features, self.outcome.sources) if siblings else features
 
     def _map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-        """Results in order, each of them a step of the progress."""
+        """Apply a function in the pool. Results are in order; each is a step of the progress."""
         for result in self.pool.map(function, items):
             yield result
             self.progress.advance()

@@ -1,12 +1,13 @@
-"""A probe on disk: directions in activation space, and a card that says where they come from.
+"""A probe on disk: directions in activation space, and the probe's card, which says where they come
+from.
 
 ::
 
     probe.safetensors    weights_<direction> [d] float32, of length 1
-    card.json            what the caller gives, thresholds and slopes, and the hash of the weights
+    card.json            what the caller gives, thresholds, slopes, and the hash of the weights
 
-The card is written last and names the hash of its weights, so that files of two different probes
-aren't taken for one.
+The card is written last and holds the hash of the weights, so that the files of two probes can't be
+mixed up.
 """
 
 import platform
@@ -42,31 +43,30 @@ SOFTWARE = {
 
 @dataclass(frozen=True)
 class Direction:
-    """One direction in activation space; further along it, follow-ups are likelier.
+    """One direction in activation space. Further along it, a follow-up is likelier.
 
     Log-odds are ``slope * (x @ weights - threshold) + base_log_odds``.
-
     """
 
     weights: np.ndarray  # [d] float32 of length 1
     threshold: float  # projection at which the predicted probability is the base rate
     slope: float  # change of log-odds per unit of activation, above 0
-    base_log_odds: float  # of the base rate: of all turns of the training contexts together
+    base_log_odds: float  # of the base rate, over all turns of the training contexts
 
 
 def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str, Direction]:
-    """Fit on all contexts given: logistic weights, and the difference of means (Marks & Tegmark
-    2023), whose slope is that of a logistic regression on its projections.
+    """Fit two directions on all contexts: logistic weights, and the difference of means (Marks &
+    Tegmark 2023), whose slope comes from a logistic regression on its projections.
 
-    Intercepts are one per run; thresholds are by their mean.
+    Each run has an intercept. The thresholds use the mean of the intercepts.
 
     Args:
         states: ``[n, d]`` hidden states at one layer and position.
         outcome: of the n contexts.
-        penalty: of half the squared weights on states whose mean squared norm is 1.
+        penalty: of half the squared weights, on states whose mean squared norm is 1.
 
     Raises:
-        ValueError: states don't differ in any run.
+        ValueError: the states of every run are all the same.
     """
     states = np.asarray(states, dtype=float)
     runs, k, n = outcome.runs, outcome.positives, outcome.trials
@@ -95,7 +95,7 @@ def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str,
 
 @dataclass(frozen=True)
 class Probe:
-    """Directions of equal width, by name, and their card: plain JSON with run, model, layer
+    """Directions of equal width, by name, and the probe's card: plain JSON with run, model, layer
     convention, position, target, sources and scores."""
 
     directions: Mapping[str, Direction]
@@ -108,7 +108,7 @@ class Probe:
 
         Args:
             residuals: ``[…, d]`` of any float type, on any device.
-            direction: which.
+            direction: the direction's name.
 
         Returns:
             ``[…]`` float32, on the same device.
@@ -136,8 +136,8 @@ class Probe:
         return self.directions[name]
 
     def save(self, folder: str | Path) -> None:
-        """Write the two files, each replaced atomically, the card last. A loaded card keeps the
-        software that it was fitted with."""
+        """Write the two files, each replaced whole, the card last. A card that was loaded keeps the
+        versions of the software that the probe was fitted with."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         about = {name: asdict(along) for name, along in self.directions.items()}
@@ -152,7 +152,7 @@ class Probe:
         """The probe of a folder, or of one of its two files.
 
         Raises:
-            UserError: a file is missing, damaged or of another probe.
+            UserError: a file is missing, damaged, or belongs to another probe.
         """
         path = Path(path)
         folder = path.parent if path.name in (WEIGHTS, CARD) else path

@@ -1,14 +1,14 @@
-"""What a probe on hidden states is compared with: baselines.
+"""Baselines, with which a probe on hidden states is compared.
 
-A probe on hidden states shows something only beyond what can be read from the context's text, its
-length, its dataset, or the model's own next-token distribution. Baselines are feature matrices and
-are made without any label, so all contexts may take part in document frequencies and
-standardisation: that can only help a baseline.
+A probe shows something about hidden states only if it reads more than the context's text, its
+length, its dataset, and the model's own next-token distribution tell. Baselines are matrices of
+features. They are made without labels, so that document frequencies and standardisation may use all
+contexts: that can only help a baseline.
 
 To add a control, make a :class:`Baseline` of the :class:`probes.dataset.ProbeSet` and enter it in
 :func:`controls_of`: under ``text`` if it reads the conversation, under ``output`` if it reads the
-model's next-token distribution. The controls of either kind, side by side, are a block of the
-readout that hidden states have to add to (:mod:`probes.fit.beyond`).
+model's next-token distribution. All controls of one kind, side by side, are one block of the base
+that hidden states have to add to (:mod:`probes.fit.beyond`).
 """
 
 import re
@@ -25,18 +25,18 @@ from torch import Tensor
 from ia_mech.lens import Lens, NoLens
 from probes.dataset import ENDS, ProbeSet
 
-_CONSTANT = 1e-6  # a column that varies less, relative to its size, varies by round-off only
-_RANK = 1e-12  # eigenvalues below this share of the largest are round-off
+_CONSTANT = 1e-6  # a column that varies less, relative to its size, varies by rounding only
+_RANK = 1e-12  # eigenvalues below this share of the largest are rounding
 _TERMS = {"token_pattern": r"\b\w+\b", "ngram_range": (1, 2), "sublinear_tf": True}
 _TOPICS = 100  # dimensions of latent semantic analysis
-_VALUES = 2**23  # most logits held at a time: 32 MiB, three times over with what is made from them
+_VALUES = 2**23  # most logits held at a time: 32 MiB, and twice as much for their summaries
 _MOST_LIKELY = 10
 HEADER_LAST = "header_last"  # where the first token of the user turn is predicted
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Features of contexts, probed in place of hidden states."""
+    """Features of contexts, which are probed in place of hidden states."""
 
     name: str  # short, for tables
     features: np.ndarray  # [contexts, features] float64, at least one column
@@ -45,21 +45,22 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Controls:
-    text: list[Baseline] = field(default_factory=list)  # what the contexts themselves tell
-    output: list[Baseline] = field(default_factory=list)  # the model's own output distribution
-    missing: list[str] = field(default_factory=list)  # why one is missing, a sentence each
+    text: list[Baseline] = field(default_factory=list)  # made from the conversations
+    output: list[Baseline] = field(default_factory=list)  # made from the model's output
+    missing: list[str] = field(default_factory=list)  # a sentence on each missing control
 
 
 # -- text ------------------------------------------------------------------------------------------
 
 
 def lsa(texts: Sequence[str]) -> Baseline:
-    """Latent semantic analysis (Deerwester et al. 1990): the largest principal coordinates of
-    TF-IDF of words and word pairs, sublinear, every context's of length 1.
+    """Latent semantic analysis (Deerwester et al. 1990): the largest principal coordinates of the
+    sublinear TF-IDF of words and word pairs, scaled to length 1 for each context.
 
-    They are U√s of the eigendecomposition U s Uᵀ of the terms' Gram matrix, as a truncated singular
-    value decomposition of the sparse matrix of terms would give. Terms of a single context are left
-    out unless there are no others; single digits and letters count as words.
+    The coordinates are U√s of the eigendecomposition U s Uᵀ of the terms' Gram matrix; a truncated
+    singular value decomposition of the sparse matrix of terms would give the same. Terms that occur
+    in one context only are left out, unless there are no others. Single digits and letters count as
+    words.
     """
     what = "latent semantic analysis of the context's words and word pairs"
     if not any(re.search(r"\w", text) for text in texts):
@@ -81,8 +82,11 @@ def lengths(
     context_tokens: ArrayLike,
     unfinished: ArrayLike,
 ) -> Baseline:
-    """Logs of three lengths in tokens, their squares, and whether the response is unfinished (ended
-    at the limit of tokens, or within its thought); ``[contexts]`` each."""
+    """Logs of three lengths in tokens, the squares of these, and whether the response is unfinished
+    (it reached the limit of tokens, or ended within its thought).
+
+    Each argument is ``[contexts]``.
+    """
     tokens = np.column_stack([prompt_tokens, response_tokens, context_tokens])
     logs = _standardised(np.log1p(tokens.astype(float)))  # a response may be empty
     features = _standardised(np.column_stack([logs, logs**2, unfinished]))
@@ -90,7 +94,7 @@ def lengths(
 
 
 def dataset_id(datasets: ArrayLike, runs: ArrayLike) -> Baseline:
-    """One-hot of the pairs of run and dataset; a constant column if there is only one pair."""
+    """The pairs of run and dataset as one-hot columns; one constant column for a single pair."""
     pairs = pd.MultiIndex.from_arrays([np.asarray(runs), np.asarray(datasets)])
     index, unique = pd.factorize(pairs, sort=True)
     features = np.eye(len(unique))[index] if len(unique) > 1 else np.zeros((len(index), 1))
@@ -101,12 +105,14 @@ def dataset_id(datasets: ArrayLike, runs: ArrayLike) -> Baseline:
 
 
 def output_state(lens: Lens, residual: Tensor) -> Baseline:
-    """The final norm of the last layer: the model's own output distribution, linearly.
+    """The output state: the last layer after the final norm.
 
-    Every next-token logit is linear in it (up to a softcap), so that a probe on it reads whatever
-    the model is about to say. What only an earlier layer shows is latent.
+    Every next-token logit is linear in it (up to a softcap), so that a probe of it can read
+    whatever the model is about to say.
 
-    ``residual``: ``[contexts, d_model]`` last layer at ``header_last``, before the final norm.
+    Args:
+        lens: of the model.
+        residual: ``[contexts, d_model]`` last layer at ``header_last``, before the final norm.
     """
     features = lens.norm(residual).double().numpy()
     return Baseline("output", features, "the model's output state, final_norm(last layer)")
@@ -118,11 +124,16 @@ def output_summaries(
     turn_end_ids: Sequence[int],
     temperatures: Sequence[float],
 ) -> Baseline:
-    """Cheap summaries of the next-token distribution, standardised; constant ones are dropped.
+    """Summaries of the next-token distribution, standardised; constant ones are left out.
 
     At T = 1: entropy, log-probability of the top token, probability of the top ten, and
-    log-probability of ending the turn at once, if there are tokens that do. At each other
-    temperature (above 0): entropy. All in nats. ``residual`` is as :func:`output_state` takes it.
+    log-probability of ending the turn at once, if some tokens end it. At each other temperature
+    (above 0): entropy. All are in nats.
+
+    Args:
+        lens, residual: as for :func:`output_state`.
+        turn_end_ids: the tokens that end a turn.
+        temperatures: of the run's turns.
     """
     others = [t for t in dict.fromkeys(temperatures) if t != 1]
     step = max(1, _VALUES // len(lens.unembedding))
@@ -138,7 +149,7 @@ def output_summaries(
 
 
 def _standardised(columns: np.ndarray) -> np.ndarray:
-    """``[contexts, varying]`` of mean 0 and variance 1; a column of zeros if none varies."""
+    """The columns that vary, with mean 0 and variance 1; a column of zeros if none varies."""
     deviation = columns.std(axis=0)
     varies = deviation > _CONSTANT * np.abs(columns).max(axis=0)
     if not varies.any():
@@ -148,7 +159,7 @@ def _standardised(columns: np.ndarray) -> np.ndarray:
 
 
 def _summaries(logits: Tensor, turn_end_ids: list[int], temperatures: list[float]) -> Tensor:
-    """``[contexts, summaries]`` of ``[contexts, vocab]``, at T = 1 and entropies at the others."""
+    """``[contexts, summaries]`` of ``[contexts, vocab]`` logits, see :func:`output_summaries`."""
     total = logits.logsumexp(-1)
     top = logits.topk(min(_MOST_LIKELY, logits.shape[-1])).values - total[:, None]
     columns = [_entropy(logits), top[:, 0], top.exp().sum(-1)]
@@ -169,7 +180,7 @@ def _entropy(logits: Tensor) -> Tensor:
 
 
 def controls_of(data: ProbeSet) -> Controls:
-    """Text baselines and the output distribution.
+    """The controls of contexts: text baselines and, where it can be had, the output.
 
     Raises:
         UserError: hidden states can't be read.
@@ -198,7 +209,7 @@ def controls_of(data: ProbeSet) -> Controls:
 
 
 def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:
-    """The state that all next-token logits are linear in, and summaries; or why there are none."""
+    """The output state and its summaries; or, without these, the reason why they are missing."""
     runs = [data.runs[number] for number in data.contexts["run"].unique()]
     if lacking := [run for run in runs if HEADER_LAST not in run.positions]:
         return [], f"{HEADER_LAST} was not kept in {lacking[0].name}"

@@ -1,17 +1,17 @@
-"""Do probes transfer: train on some contexts, test on those of another run or dataset.
+"""Do probes transfer? They are trained on some contexts and tested on another run or dataset.
 
-One rule makes every entry of the matrix. Where training and test contexts share no source, one
-probe is trained on all of the former. Where they do (a unit tested on itself, the same prompts
-answered by two models), whole sources are dealt into folds, and each fold is predicted by a probe
-of the other folds' sources. Layer, position and penalty are chosen anew for every such probe, by
+One rule makes every entry of the matrix. If training and test contexts share no source, one probe
+is trained on all training contexts. If they share sources (a unit tested on itself, or the same
+prompts answered by two models), whole sources are dealt into folds, and each fold is predicted by a
+probe of the other folds' sources. Layer, position and penalty are chosen anew for every probe, by
 cross-validation within its training contexts.
 
-An entry is a nested cross-validation (:mod:`probes.fit.nested_cv`) that trains on some contexts and
-tests on others. Its test permutes the training labels and repeats choice and training. Permuting
-the tested labels against fixed scores would be wrong: a probe of something else leans a little on
-every direction, and where the tested labels go with one of large variance, its scores go with them
-by chance. Cross-fitted scores vary even more, since each fold's labels train the other folds'
-probes.
+Each entry is a nested cross-validation (:mod:`probes.fit.nested_cv`) that trains on some contexts
+and tests on others. Its permutation test permutes the training labels and repeats choice and
+training. Permuting the tested labels against fixed scores would give p values that are too small.
+Any probe has a small component along every direction. If the tested labels correlate with a
+direction of large variance, so do the probe's scores, by chance. Cross-fitted scores vary even
+more, since each fold's labels train the probes of the other folds.
 """
 
 from collections import Counter
@@ -36,18 +36,18 @@ from probes.fit.folds import make_folds, permutations, seeds_of
 from probes.fit.nested_cv import CrossValidated, Design, cross_validate
 from probes.targets import Outcome
 
-STAR = 0.05  # Holm-adjusted p values below it are marked
-MIN_TESTED = 10  # sources with a positive turn, and with a negative one, in what is tested on
+STAR = 0.05  # smaller Holm-adjusted p values are marked
+MIN_TESTED = 10  # sources with a positive turn, and with a negative one, for testing
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the matrix: names of what was trained and tested on, and what came of it."""
+    """One entry of the matrix: the units for training and testing, and the result."""
 
     trained: str
     tested: str
     auroc: Estimate  # within folds and runs, over the sources tested, widened where cross-fitted
-    p: float  # how often probes of permuted labels reach it, by the closed form
+    p: float  # share of permutations whose closed-form probes reach the score
     p_holm: float  # adjusted over all entries
     chosen: list[Place]  # by each probe: one, or one per fold where sources are shared
     train_contexts: int
@@ -56,7 +56,7 @@ class Entry:
 
     @property
     def most_chosen(self) -> Place:
-        """The layer and position that most of its probes read."""
+        """The layer and position that most of the entry's probes read."""
         return Counter(self.chosen).most_common(1)[0][0]
 
 
@@ -67,16 +67,21 @@ def cross_evaluate(
     settings: AnalysisSettings | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[Entry], list[str]]:
-    """Train on each unit (name → rows, of two at least, without overlap), test on each.
+    """Train on each unit and test on each.
 
-    A unit with too few sources of either kind is not trained on, or not tested on either.
+    A unit with too few sources of either kind isn't used for training, or for neither.
+
+    Args:
+        hidden: the states of the outcome's contexts.
+        outcome: k of n per context.
+        units: name → rows; at least two units, which don't overlap.
+        settings, progress: as for :func:`probes.analysis.analyse`.
 
     Returns:
-        The entries, row by row, and what a reader has to know.
+        The entries, row by row, and notes for the reader.
 
     Raises:
-        UserError: no unit can be tested with a probe of another one, or whatever reading the
-            states raises.
+        UserError: no unit can be tested with a probe of another unit, or states can't be read.
     """
     settings, progress = settings or AnalysisSettings(), progress or Quiet()
     pairs, notes = _pairs(outcome, units)
@@ -105,7 +110,7 @@ def cross_evaluate(
         for fold, at in zip(design.outer, chosen, strict=True):
             here = design.tested_rows(fold)
             scores[here] = cells[at].scores[here]
-        # The interval is given a single probe, so that it isn't widened by chance in its training.
+        # With a single probe the interval is conditional on it: chance in training doesn't count.
         widened = np.mean([cells[at].unreliability for at in chosen]) if len(chosen) > 1 else 0.0
         rows = np.flatnonzero(design.tested)
         by_fold = fold_scores(design.outcome.take(rows), design.folds[rows], settings)
@@ -129,10 +134,10 @@ def cross_evaluate(
 def _problem(
     outcome: Outcome, train: np.ndarray, test: np.ndarray, settings: AnalysisSettings
 ) -> tuple[np.ndarray, Design]:
-    """The contexts that are trained or tested on, and the cross-validation of these.
+    """The contexts for training and testing, and the design of their cross-validation.
 
-    Where no source is shared, those tested are a fold of their own; where some are, labels of both
-    are permuted together.
+    If training and test share no source, the test contexts are one fold. If they share some, the
+    labels of both are permuted together.
     """
     rows = np.union1d(train, test)
     own, trained, tested = outcome.take(rows), np.isin(rows, train), np.isin(rows, test)
@@ -152,7 +157,7 @@ def _problem(
 def _pairs(
     outcome: Outcome, units: Mapping[str, np.ndarray]
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Names of what is trained and tested on, of every entry; and notes."""
+    """The names of the training and test unit of every entry, and notes."""
     trained, tested, notes = [], [], []
     for name, rows in units.items():
         positive, negative = outcome.sources_of_either_kind(rows)
@@ -179,11 +184,11 @@ def _pairs(
 
 
 def units_of(data: ProbeSet) -> dict[str, np.ndarray]:
-    """Name → rows of the runs or, of a single run, of its datasets. Runs whose folders are named
-    alike get their number, too.
+    """Name → rows of each run or, for a single run, of each dataset. Where the folders of two runs
+    have the same name, their names get a number.
 
     Raises:
-        UserError: there is only one with an outcome.
+        UserError: only one unit has an outcome.
     """
     of = data.contexts["dataset"]
     if len(data.runs) > 1:
@@ -196,8 +201,7 @@ def units_of(data: ProbeSet) -> dict[str, np.ndarray]:
     units = {name: np.flatnonzero(of == name) for name in of.unique()}
     if len(units) < 2:
         raise UserError(
-            f"there is one {_unit(data)} with an outcome, {next(iter(units))}: nothing to carry "
-            "over to",
+            f"only one {_unit(data)} has an outcome, {next(iter(units))}: transfer needs two",
             "give several runs, or one of several datasets",
         )
     return units
@@ -266,7 +270,7 @@ def _estimates(entries: list[Entry]) -> pd.DataFrame:
 
 
 def _table(entries: list[Entry], settings: AnalysisSettings) -> Table:
-    """Rows trained on, columns tested on; what the probe of a row reads is named once."""
+    """The matrix: training units in rows, test units in columns."""
     tested = list(dict.fromkeys(entry.tested for entry in entries))
     rows = []
     for trained in dict.fromkeys(entry.trained for entry in entries):

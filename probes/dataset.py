@@ -1,7 +1,7 @@
-"""What probes are trained on: judged contexts of one or more runs, and their hidden states.
+"""The data of probes: judged contexts of one or more runs, and their hidden states.
 
-A row is a context everywhere. Text and numbers are in a data frame; hidden states are read from
-the runs, one layer at a time.
+Each row is a context. Text and numbers are in a data frame; hidden states are read from the runs,
+one layer at a time.
 """
 
 import math
@@ -30,9 +30,9 @@ from probes.targets import (
 )
 
 MIN_SOURCES = 20  # with a positive turn, and with a negative one
-LEAST_RELIABILITY = 0.3  # that siblings' rates may have, for a probe of siblings
+LEAST_RELIABILITY = 0.3  # of siblings' rates: below it, siblings aren't probed
 RUN, DATASET, SOURCE = "run", "dataset", "source"
-ENDS = ("query_end", "response_end")  # what the conversation says is read there
+ENDS = ("query_end", "response_end")  # states there hold the words of the conversation
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,27 +40,27 @@ class ProbeSet:
     """Contexts with an outcome, in the order of the runs and then of ``run.contexts``.
 
     ``contexts`` has one row per context: ``run`` (index into ``runs``), ``row`` (in
-    ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (a key that holds
-    across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (up to the end of
+    ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (the same key in
+    all runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (up to the end of
     the query), ``response_tokens`` (from there to the response's end), ``context_tokens``,
     ``unfinished``, ``token_ids``, ``positives`` and ``trials``.
     """
 
     runs: list[Run]  # in the given order
-    judge: str  # whose verdicts the outcomes are made from
+    judge: str  # the judge whose verdicts make the outcomes
     target: Target
     contexts: pd.DataFrame
     positions: list[str]  # that every context has, in storage order
-    notes: list[str]  # what a reader has to know of how all this was put together
+    notes: list[str]  # sentences on how the data were put together
     layers: Sequence[int]  # ascending; 0 = embeddings
     width: int  # d_model
-    gate: Gate  # whether the judge can tell a turn's own conversation from another
-    # What contexts must share to be compared, besides their perturbation: ``run``, ``dataset`` or
-    # ``source``. Each gets an intercept, and labels are permuted within it.
+    gate: Gate  # whether the judge can tell a turn's own conversation from a wrong one
+    # Contexts are compared if they have this in common (``run``, ``dataset`` or ``source``) and
+    # their perturbation. Each group gets an intercept, and labels are permuted within it.
     within: str = RUN
-    has_ends: bool = False  # every run kept the states at :data:`ENDS`, and every context has both
-    # Where siblings are compared: of the rates of responses to one query, over as many turns as a
-    # context has (:mod:`ia_mech.stats.components`); None where no query has several.
+    has_ends: bool = False  # whether every context has states at both of :data:`ENDS`
+    # Where siblings are compared, the reliability of their rates, over as many turns as a context
+    # has (:mod:`ia_mech.stats.components`); None if no query has several responses.
     reliability: Estimate | None = None
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class ProbeSet:
 
     @cached_property
     def outcome(self) -> Outcome:
-        """k of n per context, with sources and runs (or each run's datasets)."""
+        """k of n per context, with sources, and runs or whatever else ``within`` says."""
         frame = self.contexts
         more = {RUN: [], DATASET: ["dataset"], SOURCE: ["source"]}[self.within]
         shared = ["run", "perturbation", *more]
@@ -77,7 +77,7 @@ class ProbeSet:
 
     @property
     def labelled_by(self) -> str:
-        """Where the outcomes come from, for conclusions, captions and names of figures."""
+        """The judge and its gate, in the words of conclusions and captions."""
         return f"judge {self.gate}"
 
     def ends(self, layer: int) -> np.ndarray | None:
@@ -85,10 +85,10 @@ class ProbeSet:
         return np.hstack([self.at(layer, name) for name in ENDS]) if self.has_ends else None
 
     def at(self, layer: int, position: str) -> np.ndarray:
-        """Hidden states, ``[contexts, d_model]`` float32, at any layer and position of all runs.
+        """Hidden states, ``[contexts, d_model]`` float32, at a layer and position of all runs.
 
         Raises:
-            UserError: no such layer, a value that isn't finite, or a file that can't be read.
+            UserError: there is no such layer, a value isn't finite, or a file can't be read.
         """
         states = np.empty((len(self), self.width), dtype=np.float32)
         for number, frame in self.contexts.groupby("run"):
@@ -100,7 +100,7 @@ class ProbeSet:
                 raise UserError(
                     f"layer {layer} at {position} holds NaN or infinity for context {context} "
                     f"of {run.path}",
-                    "give the command that wrote the run again or else with another --dtype",
+                    "sample it again with --dtype float32 and another --out",
                 )
             states[frame.index] = found
         return states
@@ -118,15 +118,15 @@ def read(
 
     Args:
         runs: folders, or runs that are open.
-        judge: whose verdicts; the only judge there if not given.
+        judge: the judge whose verdicts count; the only judge if not given.
         target: what to predict, as :func:`probes.targets.parse_target` takes it.
-        positions, layers: only these; all that were kept if not given.
+        positions, layers: those to read; all that were kept if not given.
         within: see :class:`ProbeSet`.
 
     Raises:
-        UserError: what :func:`ia_mech.rates.read_runs` refuses (unfinished, not judged, …); models
-            of different sizes; an unknown target, position or layer; no context with an outcome,
-            or no position that all of them have.
+        UserError: :func:`ia_mech.rates.read_runs` refuses the runs (unfinished, not judged, …);
+            their models differ in size; the target, a position or a layer is unknown; no context
+            has an outcome; or no position is in all contexts.
     """
     wanted, judged = parse_target(target), read_runs(runs, judge, NO_ANNOTATOR)
     runs = judged.runs
@@ -177,7 +177,7 @@ def read(
 
 
 def _reliability(turns: pd.DataFrame) -> Estimate | None:
-    """Of the rates of responses to one query, over the turns that count."""
+    """The reliability of siblings' rates over these turns; None if it can't be estimated."""
     draws = turns.assign(positive=turns["positive"].astype(float))
     tables = [
         own.pivot(index="context_id", columns=["temperature", "sample"], values="positive")
@@ -192,7 +192,7 @@ def _reliability(turns: pd.DataFrame) -> Estimate | None:
 
 
 def check_reliable(data: ProbeSet) -> None:
-    """Refuse to look for what isn't there: responses to one query whose rates don't differ.
+    """Refuse to probe siblings whose rates don't differ reliably.
 
     Raises:
         UserError: no query has several responses, or the upper end of the reliability of their
@@ -213,16 +213,17 @@ def check_reliable(data: ProbeSet) -> None:
 
 
 def check_enough(outcome: Outcome, target: Target) -> None:
-    """Refuse outcomes that no probe can be trained and tested on.
+    """Refuse outcomes on which no probe can be trained and tested.
 
     Raises:
-        UserError: too few sources with a positive turn or without one, also where rates differ.
+        UserError: too few sources have a positive turn, or a negative one; only runs whose rates
+            differ between contexts count.
     """
     sources = outcome.source_count
     needs = f"a probe needs {MIN_SOURCES} queries with a turn of either kind"
 
     def fewest(rows: np.ndarray | slice) -> tuple[int, str]:
-        """Sources of the rarer kind, and what there is of them."""
+        """The number of sources with the rarer kind of turn, and a clause that says so."""
         kinds = "counts", "doesn't count"
         few, kind = min(zip(outcome.sources_of_either_kind(rows), kinds, strict=True))
         return few, f"{few} of {sources} queries have a turn that {kind} towards {target.words}"
@@ -249,10 +250,10 @@ def check_enough(outcome: Outcome, target: Target) -> None:
 
 
 def check_one_model(runs: Sequence[Run]) -> None:
-    """Refuse runs of several models: a direction in one need not mean the same in another.
+    """Refuse runs of several models: a direction may mean something else in another model.
 
     Raises:
-        UserError: there are several.
+        UserError: the runs are of different models.
     """
     for run in runs[1:]:
         if run.model["weights_hash"] != runs[0].model["weights_hash"]:
@@ -263,12 +264,15 @@ def check_one_model(runs: Sequence[Run]) -> None:
 
 
 def with_random_blocks(data: ProbeSet, runs: Sequence[str | Path | Run]) -> dict[str, ProbeSet]:
-    """The same contexts with the states of models with random blocks, by a name for tables; each
-    run was made by ``sample --random-blocks`` and holds all contexts of ``data``.
+    """The same contexts with the states of models with random blocks, by a name for tables.
+
+    Args:
+        data: contexts of trained models.
+        runs: each made with ``sample --random-blocks``, with all contexts of ``data``.
 
     Raises:
-        UserError: a run without random blocks, of a model of another size, or without the positions
-            or the contexts of ``data``.
+        UserError: a run's model has no random blocks or another size, or the run lacks positions or
+            contexts of ``data``.
     """
     twins = {}
     for run in open_runs(runs):
@@ -326,9 +330,11 @@ def _chosen_layers(there: range, wanted: Sequence[int] | None) -> Sequence[int]:
 def _common_positions(
     has: pd.DataFrame, wanted: Sequence[str] | None, notes: list[str]
 ) -> list[str]:
-    """Those of the wanted positions that every context has; ``notes`` get the others.
+    """The wanted positions that every context has. A note on each of the others goes to ``notes``.
 
-    ``has``: ``[contexts, positions]`` whether a context has a position, and its run kept it.
+    Args:
+        has: ``[contexts, positions]`` whether a context has a position and its run kept it.
+        wanted: names; all if None.
     """
     if unknown := [name for name in wanted or () if name not in has]:
         raise UserError(
@@ -349,7 +355,7 @@ def _common_positions(
 
 
 def _contexts(run: Run, number: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """``ProbeSet.contexts`` of one run, without outcome; and which kept positions each has."""
+    """``ProbeSet.contexts`` of one run, without outcome, and which kept positions each has."""
     own = run.contexts
     at = pd.DataFrame(list(own["positions"])).reindex(columns=[*run.positions, *ENDS])
     at = at.loc[:, ~at.columns.duplicated()]
@@ -370,4 +376,4 @@ def _contexts(run: Run, number: int) -> tuple[pd.DataFrame, pd.DataFrame]:
             "token_ids": own["token_ids"],
         }
     )
-    return contexts, at[run.positions].notna()
+    return contexts, at[[*run.positions]].notna()

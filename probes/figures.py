@@ -1,6 +1,6 @@
-"""Pictures of an analysis: a heat map over layers and positions, and a curve over layers.
+"""Figures of an analysis: a heat map over layers and positions, and a curve over layers.
 
-Figures are made without pyplot, so that nothing outside them changes.
+They are made without pyplot, so that a caller's own figures and settings stay as they are.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from probes.analysis import Analysis
 from probes.fit.folds import LEVEL
 
 PALE = 0.3  # opacity of cells that aren't significant
-REACH = 0.3  # of the colour map on either side of 0.5, in every figure: they can be compared
+REACH = 0.3  # of the colour map on either side of 0.5; the same in all figures, to compare them
 
 BLUE, VERMILION, *_ = COLOURS
 _CONTROLS: dict[str, dict[str, Any]] = {
@@ -38,8 +38,8 @@ _CONTROLS: dict[str, dict[str, Any]] = {
 def heat_map(analysis: Analysis, title: str) -> Figure:
     """AUROC by layer (upwards) and position.
 
-    Cells whose family-wise p value is above 0.05 are pale; a dot marks the confidence set of the
-    best, a frame what the rule chooses on all contexts.
+    Cells whose family-wise p value is above 0.05 are pale. Dots mark the confidence set of the best
+    cells, a frame the cell that the rule chooses on all contexts.
     """
     values = np.array([[cell.value for cell in row] for row in analysis.auroc])
     layers, positions = values.shape
@@ -65,14 +65,15 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
     axes.tick_params(length=2)
     _mark_cells(figure, axes, analysis, clear * (values - 0.5))
     figure.set_label(
-        "Each cell is a probe at one layer and position: the redder, the better it tells contexts "
-        "apart that it was not trained on; white is guessing. Pale cells aren't shown to be better."
+        "Each cell is a probe at one layer and position. The redder the cell, the better the probe "
+        "ranks contexts that it was not trained on; white is guessing. Pale cells are not shown to "
+        "be better than guessing."
     )
     return figure
 
 
 def _mark_cells(figure: Figure, axes: Axes, analysis: Analysis, depth: np.ndarray) -> None:
-    """Dots, frame and legend; ``depth`` is how dark each cell is."""
+    """Draw dots, frame and legend. ``depth`` says how dark each cell is."""
     for i, j in np.argwhere(analysis.among_best):
         ink = "white" if abs(depth[i, j]) > 0.62 * REACH else "black"
         axes.plot(j, i, "o", color=ink, markersize=3)
@@ -93,7 +94,7 @@ def _mark_cells(figure: Figure, axes: Axes, analysis: Analysis, depth: np.ndarra
 
 
 def _facts(analysis: Analysis) -> str:
-    """What the numbers are from."""
+    """A line that says how much data and how many permutations the numbers come from."""
     return (
         f"{len(analysis.outcome)} contexts of {analysis.outcome.source_count} sources · "
         f"{analysis.tested.permutations} permutations"
@@ -105,10 +106,10 @@ def _facts(analysis: Analysis) -> str:
 
 @with_style
 def layer_curve(analysis: Analysis, title: str) -> Figure:
-    """AUROC by layer at the position chosen on all contexts, its null, and the controls on output
-    and text.
+    """AUROC by layer at the position chosen on all contexts, with the null and the controls on
+    output and text.
 
-    The null's bands are of the closed-form probes of the permutation tests, the curve is of
+    The null's band comes from the closed-form probes of the permutation tests, the curve from
     logistic regression.
     """
     headline, tested = analysis.headline, analysis.tested
@@ -123,7 +124,7 @@ def layer_curve(analysis: Analysis, title: str) -> Figure:
     curve.columns = pd.Index(["value", "low", "high"])
     level = f"{100 * analysis.settings.level:g}%"
     draw_line(axes, layers, curve, BLUE, f"each layer by itself, {level} interval")
-    # The headline is the selection procedure's score, which is of no single layer.
+    # The headline scores the whole selection procedure, so it belongs to no single layer.
     chosen = f"headline (layer and position chosen in each fold): {headline.auroc.text()}"
     across: dict[str, tuple[float, dict[str, Any]]] = {
         chosen: (headline.auroc.value, {"color": "black"}),
@@ -137,9 +138,9 @@ def layer_curve(analysis: Analysis, title: str) -> Figure:
         axes.axhline(value, label=label, **({"lw": 1.3} | look))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10], integer=True))
     figure.set_label(
-        "Black is the result: it is held against the controls, the other lines, and against the "
-        "grey band, which holds 95% of what permuted labels give. A layer's own dot, blue, was "
-        "chosen by nothing."
+        "The black line is the result. Compare it with the controls, which are the other lines, "
+        "and with the grey band, which holds 95% of the scores under permuted labels. The blue "
+        "dots are the scores of single layers, none of which was selected."
     )
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
     return figure

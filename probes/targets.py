@@ -1,4 +1,4 @@
-"""What a probe predicts of a context: k positive of n judged turns, and which turns those are."""
+"""The targets of probes: for each context, k positive turns of n judged ones."""
 
 import math
 from collections.abc import Hashable, Iterable
@@ -17,11 +17,12 @@ from ia_mech.stats.resampling import source_index
 class Outcome:
     """Binomial outcomes of contexts, with the source and run of each.
 
-    All samples of a context share its header state, so a context is one row with a rate, not n rows
-    with a label each.
+    All samples of a context share its header state. A context is therefore one row with a rate, not
+    n rows with a label each.
 
-    Sources are the unit of folds, permutations and intervals. Runs are a covariate: probes get an
-    intercept per run, labels are permuted within runs, and scores compare contexts of one run only.
+    Sources are the unit of folds, permutations and intervals. Runs are a covariate: a probe has an
+    intercept for each run, labels are permuted within runs, and scores compare contexts of the same
+    run.
     """
 
     positives: np.ndarray  # [contexts] turns that have the predicted property (k)
@@ -37,10 +38,10 @@ class Outcome:
         sources: Iterable[Hashable],
         runs: Iterable[Hashable] | None = None,
     ) -> "Outcome":
-        """From any labels of sources and runs; one run if none are given.
+        """An outcome from any names of sources and runs; one run if none are given.
 
         Raises:
-            ValueError: lengths differ, a source is missing, or there are not 0 ≤ k ≤ n, n > 0.
+            ValueError: lengths differ, a source is missing, or not 0 ≤ k ≤ n with n > 0.
         """
         index, _ = source_index(sources)
         k, n = np.asarray(positives, dtype=float), np.asarray(trials, dtype=float)
@@ -60,7 +61,7 @@ class Outcome:
 
     @property
     def compares_siblings(self) -> bool:
-        """Whether every run is of one source, so that responses to one query are compared."""
+        """Whether each run is a single source, so that the responses to one query are compared."""
         pairs = np.unique(np.stack([self.runs, self.sources]), axis=1).shape[1]
         return pairs == int(self.runs.max()) + 1 > 1
 
@@ -75,14 +76,14 @@ class Outcome:
         return self.positives / self.trials
 
     def sources_of_either_kind(self, rows: np.ndarray | slice = slice(None)) -> tuple[int, int]:
-        """How many sources have a positive turn among some contexts, and how many a negative."""
+        """How many sources have a positive turn in these contexts, and how many a negative one."""
         sources = self.sources[rows]
         with_positive = sources[self.positives[rows] > 0]
         with_negative = sources[self.negatives[rows] > 0]
         return len(np.unique(with_positive)), len(np.unique(with_negative))
 
     def take(self, rows: np.ndarray) -> "Outcome":
-        """Some contexts, with sources and runs renumbered."""
+        """The outcome of these contexts, with sources and runs renumbered."""
         return Outcome.from_counts(
             self.positives[rows], self.trials[rows], self.sources[rows], self.runs[rows]
         )
@@ -99,8 +100,7 @@ CHOICES = (
 )
 
 
-# Kind → the subject of a sentence about the target, and what is counted (of rates, what the turns
-# are).
+# Kind → the subject of a sentence about the target, and the end of one that says what counts.
 _WORDS = {
     RATE: ("the follow-up rate", "are follow-ups"),
     GROUNDED: ("the rate of grounded follow-ups", "are follow-ups and grounded"),
@@ -121,21 +121,21 @@ class Target:
     """A target, as :func:`parse_target` makes it."""
 
     kind: str  # ``rate``, ``grounded``, ``greedy``, ``latent``, or a failure category (its rate)
-    temperature: float | None = None  # whose turns count; None for all above 0
+    temperature: float | None = None  # of the turns that count; None for all above 0
 
     @property
     def name(self) -> str:
-        """As ``--target`` takes it."""
+        """The text that ``--target`` takes."""
         return self.kind if self.temperature is None else f"{self.kind}@{self.temperature:g}"
 
     @property
     def words(self) -> str:
-        """The subject of a sentence about it."""
+        """The subject of a sentence about the target."""
         what, _ = _WORDS[self.kind]
         return what if self.temperature is None else f"{what} at T = {self.temperature:g}"
 
     def describe(self) -> str:
-        """One sentence: what k and n are."""
+        """One sentence that says what k and n are."""
         _, what = _WORDS[self.kind]
         if self.kind == GREEDY:
             return what
@@ -147,7 +147,7 @@ def parse_target(text: str) -> Target:
     """The target that ``--target`` names.
 
     Raises:
-        UserError: there is no such target, or its temperature isn't a number above 0.
+        UserError: there is no such target, or the temperature isn't a number above 0.
     """
     name, at, given = text.strip().partition("@")
     if name not in _WORDS:
@@ -169,20 +169,22 @@ def parse_target(text: str) -> Target:
 
 
 def counts_of(counted: pd.DataFrame) -> pd.DataFrame:
-    """``k`` and ``n`` per (``run``, ``context_id``), of :func:`turns_that_count`."""
+    """``k`` and ``n`` per (``run``, ``context_id``) of the turns of :func:`turns_that_count`."""
     return counted.groupby(KEYS, observed=True)["positive"].agg(k="sum", n="size")
 
 
 def turns_that_count(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
-    """The turns that a target is of, with the column ``positive``.
+    """The turns that count for a target, with the column ``positive``.
 
-    ``turns`` are one row each with ``run``, ``context_id``, ``temperature``, ``category`` and
-    ``follow_up`` (NaN where not assessed), as ``JudgedTurns.turns``; for ``grounded`` also
-    ``grounded``.
+    Args:
+        target: the target.
+        turns: a row per turn with ``run``, ``context_id``, ``temperature``, ``category`` and
+            ``follow_up`` (NaN where not assessed), as in ``JudgedTurns.turns``; for ``grounded``
+            also ``grounded``.
 
     Returns:
-        The assessed ones; for ``latent`` without those of contexts whose greedy turn is a
-        follow-up, not assessed or missing.
+        The assessed turns. For ``latent``, only turns of contexts whose greedy turn was assessed
+        and is no follow-up.
 
     Raises:
         UserError: no turn was sampled at the target's temperature.

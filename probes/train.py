@@ -1,7 +1,7 @@
-"""``ia-mech probes``: train linear probes on a judged run, with controls, and keep them.
+"""``ia-mech probes``: train linear probes on a judged run, compare them with controls, save them.
 
-What needs torch, pandas or matplotlib is imported late, so that ``--help`` and a mistyped flag
-answer at once.
+torch, pandas and matplotlib are imported late, so that ``--help`` and a mistyped flag answer at
+once.
 """
 
 import argparse
@@ -54,13 +54,13 @@ def build_parser() -> argparse.ArgumentParser:
         type=run_folder,
         default=[],
         metavar="RUN",
-        help="of sample --random-blocks on the same conversations: what needs no trained blocks?",
+        help="runs of sample --random-blocks on the same conversations, as a control",
     )
     return parser
 
 
 def parser_of(command: str, description: str, epilog: str) -> Parser:
-    """What both commands take: runs, judge, target, positions, layers, statistics, result."""
+    """The arguments that both commands share: runs, judge, target, places, statistics, result."""
     prog, usage = f"ia-mech {command}", "%(prog)s RUN [RUN ...] [options]"
     parser = Parser(prog=prog, usage=usage, description=description, epilog=epilog)
     parser.add_argument(
@@ -120,7 +120,7 @@ def layers(text: str) -> list[int]:
 
 
 def probe_set(args: argparse.Namespace, runs: "Sequence[Path | Run]") -> "ProbeSet":
-    """What both commands read; it loads nothing slow, so that what can't be used is said soon."""
+    """The data that both commands read. It loads nothing slow, so that refusals come soon."""
     from probes.dataset import read
 
     layers = None if args.layers is None else [at for part in args.layers for at in part]
@@ -156,7 +156,7 @@ def _train(args: argparse.Namespace) -> None:
         with_random_blocks,
     )
 
-    # In an order of their own: it doesn't matter in which order runs are given.
+    # Sorted, so that the order in which runs are given doesn't matter.
     runs = open_runs(args.runs)
     check_one_model(runs)
     runs.sort(key=lambda run: (run.identity_digest, str(run.path)))
@@ -181,7 +181,7 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def write_and_show(result: "Result", folder: Path, full: bool) -> None:
-    """Write a result and print it; say if it replaced another one."""
+    """Write a result and print it, and say whether it replaced another one."""
     from ia_mech.display import console
     from ia_mech.results import kind_of, read, show, write
 

@@ -1,6 +1,6 @@
 """``ia-mech transfer``: do probes transfer between runs or datasets? A matrix of scores.
 
-What needs torch or pandas is imported late, so that ``--help`` and a mistyped flag answer at once.
+torch and pandas are imported late, so that ``--help`` and a mistyped flag answer at once.
 """
 
 import argparse

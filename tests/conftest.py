@@ -7,10 +7,14 @@ import is in ``common``.
 import gc
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach a hub
+# As in an active environment, where commands are printed by their names.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 # Idle threads would spin, and take the cores of other tests; it is read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # OpenBLAS's idle threads spin: small products on a busy machine took 30 times as long.
@@ -62,6 +66,9 @@ class Silent:
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         self.steps += steps
+
+    def expect(self, steps: int) -> None:
+        self.steps -= steps
 
     def say(self, line: str) -> None:
         self.lines.append(line)

@@ -58,7 +58,8 @@ def record_of(
         "software": {"torch": "planted"},
         "intervention": None,
     }
-    return {"identity": identity, "parts": {"responses": responses, "contexts": contexts}}
+    parts = {"responses": responses, "contexts": contexts}
+    return {"identity": identity, "parts": parts, "position_tokens": chat().position_tokens}
 
 
 @pytest.fixture(scope="session")

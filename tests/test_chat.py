@@ -293,7 +293,7 @@ def test_of_named_templates_the_default_is_used():
     assert named.context(turns(QUERY, RESPONSE)) == chat("smollm2").context(turns(QUERY, RESPONSE))
     assert named.template.hash == chat("smollm2").template.hash
     no_default = changed("smollm2", {"tool_use": "no", "rag": template})
-    assert "names none of its chat templates (tool_use, rag) default" in error_of(
+    assert "none of the tokenizer's chat templates (tool_use, rag) is named default" in error_of(
         ChatFormat, no_default
     )
 
@@ -390,7 +390,7 @@ def test_an_opening_ends_the_context_as_the_template_holds_it_and_is_no_part_of_
 def test_an_opening_that_merges_with_what_stands_beside_it_is_refused():
     for family, opening in (("qwen3", "\nSo"), ("smollm2", "So ")):
         line = error_of(chat, family, opening=opening)
-        assert f"the words of --opening {opening!r} merge with what stands beside them" in line
+        assert f"the words of --opening {opening!r} merge with text beside them" in line
     assert "changes the words of --opening ' So'" in error_of(chat, "llama3_1", opening=" So")
     assert "holds the token '<|im_end|>'" in error_of(chat, "smollm2", opening="So<|im_end|>")
 
@@ -421,14 +421,14 @@ def test_a_mark_of_turns_within_a_text_is_refused(family):
 def test_what_no_format_can_be_derived_from_is_refused():
     slow = ByT5Tokenizer()
     slow.chat_template = families.template("smollm2")
-    once = "doesn't show the user turn's text once; use a template that renders every turn"
+    once = "doesn't show the user turn's text exactly once; use a template that renders every turn"
     apart = "doesn't mark user turns apart from assistant turns; use a template that marks"
     refuses = "refuses the roles user/assistant/user ("
     unmarked = ("'<|im_start|>' + m.content + '<|im_end|>\n'", "m.content + '\n'", "m.content")
     for tokenizer, problem in (
         (families.plain(), "no chat template; use an instruct model, or its tokenizer"),
         (slow, "no character offsets; use the model's fast tokenizer"),
-        (families.build("no_user"), f"{refuses}Unsupported role: user); use conversations, or"),
+        (families.build("no_user"), f"{refuses}Unsupported role: user); use conversations that"),
         (families.build("swallows"), once),
         (changed("smollm2", "{{ messages[-1].content }}" + families.template("smollm2")), once),
         *(
@@ -605,7 +605,7 @@ def test_an_empty_response_is_rendered_without_white_space_before_it_or_refused(
     unclosed = plain(template.replace(spaced + "{{ '<e>' }}", closing), "<u>", "<a>", "<e>")
     assert unclosed.context(turns(QUERY, RESPONSE)).text.endswith("<a>\nIt is blue.<e><u>\n")
     line = error_of(unclosed.context, turns(QUERY, ""))
-    assert "doesn't render an empty assistant turn as it does others; leave out" in line
+    assert "renders an empty assistant turn differently from others; leave out" in line
 
 
 # --- dates

@@ -170,7 +170,7 @@ def test_a_system_message_stays(family):
 
 @pytest.mark.parametrize("family", MERGING)
 def test_a_system_message_that_opens_the_first_user_turn_is_refused(family):
-    said = "opens a first user turn in another way than later ones; leave the system message out"
+    said = "opens a first user turn differently from later ones; leave the system message out"
     with pytest.raises(UserError, match=said):
         chat_of(family).bare_header([SYSTEM, *DIALOGUE])
     with pytest.raises(UserError, match=said):
@@ -186,6 +186,6 @@ def test_a_first_user_turn_that_opens_with_words_of_its_own_is_refused():
     )
     chat = ChatFormat(tokenizer)
     chat.context(DIALOGUE)
-    with pytest.raises(UserError, match="opens a first user turn in another way"):
+    with pytest.raises(UserError, match="opens a first user turn differently"):
         chat.bare_header(DIALOGUE)
     assert chat.bare_header([SYSTEM, *DIALOGUE])[-len(chat.header_ids) :] == chat.header_ids

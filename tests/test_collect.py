@@ -20,6 +20,7 @@ import ia_mech.collect.job as job
 import ia_mech.collect.parts as parts
 from ia_mech.collect.command import main
 from ia_mech.collect.parts import plan_parts
+from ia_mech.collect.progress import PhaseProgress
 from ia_mech.collect.summary import print_run
 from ia_mech.collect.survey import Survey
 from ia_mech.display import Quiet
@@ -476,3 +477,19 @@ def test_rows_that_wait_for_places_are_those_of_batches_of_their_own(
     queued = sampled(settings, tiny_subject, tmp_path / "queued")
     assert_same_but_at_near_ties(apart, queued)
     assert max(drawn) == 7 and len(queued.parts("contexts")) < len(apart.parts("contexts"))
+
+
+def test_responses_that_are_drawn_again_are_added_to_the_bar(progress):
+    phase = PhaseProgress(progress, "responses", "response", {"a": (4, 10)}, ["a"], 5)
+    part = phase.begin("a")
+    part.prefilled(10)
+    part.decoded(4, 4, 16)
+    assert progress.steps == 4 * 5 + 10
+    part.redraw(2, 6)  # as long as sixteen rows would take
+    assert progress.steps == -(2 * 5 * 8 + 6) + 30
+    part.prefilled(6)
+    for _ in range(5):
+        part.decoded(2, 0, 0)
+    assert progress.steps == 30
+    part.end()
+    assert progress.steps == 30

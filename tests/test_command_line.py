@@ -14,7 +14,7 @@ import torch
 from shell import Outcome, call, files, refusal
 
 from ia_mech import console
-from ia_mech.cli import shell_word
+from ia_mech.cli import program, shell_word
 from ia_mech.collect import command as command_line
 from ia_mech.collect.summary import print_run
 from ia_mech.console import COMMANDS
@@ -296,7 +296,59 @@ def test_rows_that_cannot_be_used_are_refused_or_skipped_counted_and_listed(
     assert outcome.run.contexts["context_id"].tolist() == ["q1"]
 
 
+def test_what_was_read_of_a_file_is_said_before_anything_is_computed(sample, tmp_path):
+    rows_ = [
+        question(system="Be brief.", reference="408"),
+        question(id="q2", messages=[{"role": "user", "content": "Why?"}], answer="7"),
+        question(id="q3", follow_up="And 18 times 24?"),
+    ]
+    del rows_[1]["question"]
+    data = rows(tmp_path / "chats.jsonl", *rows_)
+    read = (
+        "3 rows: 1 with a system message of their own, 2 get the template's default one, 1 without "
+        "a response (the model will write it), 1 with a later user turn, the real follow-up, "
+        "1 with a gold answer"
+    )
+    words = ("--dataset", data, "--max-response-tokens", "3")
+    planned = sample(*words, "--dry-run")
+    assert re.search(r"^what was read +(.*)$", planned.out, re.MULTILINE)[1] == read
+    gold = "reference (if reference is a gold answer: --answer-column reference)"
+    assert f"note: columns that the model doesn't see (metadata): {gold}\n" in planned.out
+    said = sample(*words).err.splitlines()
+    assert said[1] == f"{data}: {read}" and "layers, d_model" not in " ".join(said[:2])
+
+
 # -- what a run says ------------------------------------------------------------------------------
+
+
+def test_one_table_is_shown_unless_all_are_asked_for(sample, tmp_path):
+    data = rows(tmp_path / "chats.jsonl", question(follow_up="And 18 times 24?"))
+    short = sample("--dataset", data, "--out", tmp_path / "run").out
+    assert "--full: 1 more table\n" in short and "bits / byte" not in short
+    full = sample("--dataset", data, "--out", tmp_path / "run", "--full").out
+    assert "--full" not in full and "bits / byte" in full and "greedy writes: share" in full
+
+
+@pytest.mark.parametrize("where", ["active", "below", "elsewhere", "not installed"])
+def test_a_command_is_printed_as_it_is_typed(tmp_path, monkeypatch, where):
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    own = tmp_path / "env" / "bin" / "ia-mech"
+    if where != "not installed":
+        own.write_text("#!/bin/sh\n")
+        own.chmod(0o755)
+    (tmp_path / "env" / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(own.with_name("python")))
+    monkeypatch.setenv("PATH", str(own.parent) if where == "active" else "/nowhere")
+    monkeypatch.chdir(Path(__file__).parent if where == "elsewhere" else tmp_path)
+    assert (
+        program()
+        == {
+            "active": "ia-mech",
+            "below": "env/bin/ia-mech",
+            "elsewhere": str(own),
+            "not installed": "env/bin/python -m ia_mech.console",
+        }[where]
+    )
 
 
 def test_unfinished_responses_are_marked_and_counted(sample):

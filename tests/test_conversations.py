@@ -307,6 +307,25 @@ def test_a_column_that_is_named_like_a_response_is_asked_about(jsonl):
     assert (named.response, unnamed.response) == ("r", None)
     (gold,) = read(jsonl({"prompt": "q", "expected_answer": "s"}))
     assert gold.metadata == {"expected_answer": "s"}
+    for typo, value, meant in (
+        ("sytem_prompt", "Be brief.", "the system message, but isn't called so; say --system-col"),
+        ("System-Prompt", "Be brief.", "the system message, but isn't called so; say --system-col"),
+        ("contxt", "It rained all day.", "a passage that the query is about"),
+        ("folow_up", "And then?", "the real follow-up, but isn't called so; say --followup-column"),
+        (
+            "histroy",
+            DIALOGUE[:2],
+            "the exchanges before the query, but isn't called so; call it hi",
+        ),
+        ("tool", json.dumps([{"name": "tide"}]), "the schemas of tools, but isn't called so; call"),
+    ):
+        row = {"prompt": "q", "response": "r", typo: value}
+        assert f"the column '{typo}' may be {meant}" in error_of(jsonl(row))
+        (kept,) = read(jsonl(row), metadata=(typo,))
+        assert turns(kept) == [(USER, "q"), (ASSISTANT, "r")]
+    for name, value in (("system_id", "prod-7"), ("tool", "search"), ("reference", "It is so.")):
+        source = open_conversations(jsonl({"prompt": "q", "response": "r", name: value}))
+        assert [one.real_follow_up for one in source] == [None] and [*source.left] == [name]
     for typo in ("respones", "Response", "reponse"):
         assert f"column '{typo}' may be one" in error_of(jsonl({"prompt": "q", typo: "r"}))
     both = error_of(jsonl({"id": "a", "user_question": "q", "bot_reply": "r"}))

@@ -23,6 +23,13 @@ PAGES = sorted(
     for path in (ROOT / folder).glob(pattern)
 )
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
+README = ROOT / "README.md"
+DOCS = [path for path in PAGES if path.is_relative_to(ROOT / "docs")]
+
+
+def words(*pages: Path) -> int:
+    """How many words the pages have, as ``wc -w`` counts them."""
+    return sum(len(page.read_text("utf-8").split()) for page in pages)
 
 
 def headings(page: Path) -> set[str]:
@@ -41,6 +48,22 @@ def test_links_lead_to_files_and_headings_that_exist(page):
         there = (page.parent / name).resolve() if name else page
         assert there.exists(), target
         assert not anchor or anchor in headings(there), target
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text("utf-8").splitlines()) <= 100
+    assert words(README) <= 1_100
+
+
+def test_the_docs_are_few_and_short():
+    assert len(DOCS) <= 14
+    assert words(*DOCS) <= 20_000
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_readme_links_to_every_page(page):
+    targets = re.findall(r"\]\(([^)\s#]+)", README.read_text("utf-8"))
+    assert page in {(ROOT / target).resolve() for target in targets}
 
 
 class Understood(Exception):

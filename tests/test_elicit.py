@@ -62,7 +62,7 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     assert not out.exists()
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
-    assert "\nThe best arm, chosen on other queries, adds" in outcome.out
+    assert "\nWhat the best other way of asking adds" in outcome.out
     found = pd.read_parquet(out / "estimates.parquet")
     assert set(found["term"]) == {*arms, "best arm", "best temperature"}
     by_arm = found.set_index(["quantity", "term"])["value"]

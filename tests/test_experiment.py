@@ -18,6 +18,7 @@ from shell import call, files, refusal, worked
 import ia_mech.engine.score as score_module
 from experiments.experiment import Conclusion, Experiment, output_folder
 from experiments.figures import Bars
+from experiments.learned_vector import LearnedVector
 from ia_mech.estimates import TidyEstimate
 from ia_mech.rates.gate import Gate
 from ia_mech.results import Table, read
@@ -72,10 +73,6 @@ class Other(Count):
     name = "other"
 
 
-class Beside(Count):
-    beside = "counted"
-
-
 @pytest.fixture
 def count(capfd):
     return lambda *words: call(Count.main, [str(word) for word in words], capfd)
@@ -108,14 +105,17 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     before = files(run.path)
     outcome = count(run.path)
     folder = run.path / "results" / "count"
-    assert (outcome.status, outcome.err) == (0, f"wrote {folder}\n")
+    assert (outcome.status, outcome.err) == (0, f"numbers went to {folder}\n")
+    page = outcome.out.splitlines()[-1]
+    assert page.startswith("next: ") and page.endswith(f"ia-mech report {run.path}")
     said = [
         "Too few queries (3) to show anything.\nThere are some.\n",
         "Control: The floor of judge me is unknown",
         "a table",
         "a [note]⏎in a line",
+        "fewer than 24 queries",
     ]
-    places = [outcome.out.index(text) for text in [*said, "fewer than 24 queries"]]
+    places = [outcome.out.index(text) for text in said]
     assert places == sorted(places)
     after = files(run.path)
     assert sorted(path.name for path in folder.iterdir()) == WRITTEN
@@ -135,6 +135,21 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     line = f"this replaced the result of: python test_experiment.py {run.name}\n"
     assert line in count(run.path, "--level", 0.9).err
     assert read(folder).about["command"].endswith(f"{run.name} --level 0.9")
+
+
+def test_numbers_go_into_the_run_and_new_turns_beside_it(copied, tmp_path):
+    run, parser = copied(), LearnedVector.build_parser()
+    args = parser.parse_args([str(run.path)])
+    folder = output_folder(LearnedVector, args.out, run.path)
+    assert folder == run.path / "results" / "learned-vector"
+    one = LearnedVector([run], args, folder)
+    assert one.place("layer 3") == run.path.with_name(f"{run.name}-learned-vector") / "layer_3"
+    rule = "Numbers go to RUN/results/learned-vector/, new turns to RUN-learned-vector/ beside RUN."
+    assert rule in " ".join(parser.format_help().split())
+    args = parser.parse_args([str(run.path), "--out", str(tmp_path / "out")])
+    folder = output_folder(LearnedVector, args.out, run.path)
+    one = LearnedVector([run], args, folder)
+    assert (folder, one.beside) == (tmp_path / "out", tmp_path / "out")
 
 
 def test_earlier_results_stay_as_they_were_until_all_is_written(
@@ -173,8 +188,6 @@ def test_folders_that_hold_something_else_are_refused(merged, copied, count, ref
     run = copied()
     for inside in ("contexts", "results", "results/other"):
         assert "lies inside the run" in refused(run.path, "--out", run.path / inside)
-    with pytest.raises(Exception, match="lies inside the run"):
-        output_folder(Beside, run.path / "results" / "count", run.path)
     out = tmp_path / "out"
     assert count(merged.path, "--out", out).status == 0
     with pytest.raises(Exception, match="holds results of count; name another folder with --out"):
@@ -249,7 +262,7 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
     few, sentence, control = outcome.out.splitlines()[:3]
     assert few == "Too few queries (3) to show anything."
     assert sentence.startswith("Bits for the response that a turn followed: ")
-    assert control.startswith("Control: The same for a sibling that it did not follow: ")
+    assert control.startswith("Control: Bits for a sibling that it did not follow: ")
     assert "note: 3 queries, " in outcome.out
     means = []
     args = first_words.build_parser().parse_args([str(siblings.path), "--queries", "3"])

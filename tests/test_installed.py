@@ -144,7 +144,7 @@ def test_rows_that_would_be_rotated_otherwise_are_refused(kind):
     scores = score(model, [group], [Turn(c, turn) for c in range(2)])
     for prompt, one in zip(prompts, scores, strict=True):
         assert_logprobs(one.logprobs_raw, full_logits(rope(kind), prompt, turn), turn)
-    said = f"a row of {BORDER + 1} tokens: beyond {BORDER}, this model rotates"
+    said = f"a row has {BORDER + 1} tokens; beyond {BORDER}, this model rotates"
     for refused in (
         lambda: decode(model, [group], [Row(c, 0.0, (0, 0)) for c in (1, 0)], [], 7),
         lambda: score(model, [group], [Turn(0, [*turn, 3, 4])]),

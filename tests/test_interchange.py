@@ -156,7 +156,7 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
             assert cells.loc[(EQUAL, place, layer), "p_holm"] > 0.05
     said = outcome.out.splitlines()
     assert said[0].startswith(
-        "A state moves the share of sampled turns that are judged 'follow_up' at 2 "
+        "A state moves the share of sampled turns that are judged 'follow-up' at 2 "
     )
     assert "; header_last after layer 3 " in said[0] and "beyond the first token +0.00" in said[0]
     control = next(line for line in said if line.startswith("Control: "))

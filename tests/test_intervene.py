@@ -188,9 +188,9 @@ def test_what_selects_nothing_or_isnt_there_is_refused():
     for made, said in (
         (lambda: Replace(1, (), state[:0]), "selects no position"),
         (lambda: Add(1, (), state[0], 1.0), "selects no position"),
-        (lambda: Add(1, (0,), 0 * state[0], 1.0), "has no length"),
+        (lambda: Add(1, (0,), 0 * state[0], 1.0), "has length 0"),
         (lambda: ProjectOut(1, (), state[0], 1.0), "selects no position"),
-        (lambda: ProjectOut(1, (0,), state[0] / 0, 1.0), "has no length"),
+        (lambda: ProjectOut(1, (0,), state[0] / 0, 1.0), "has length inf"),
     ):
         with pytest.raises(UserError, match=said):
             made()

@@ -111,6 +111,17 @@ def test_the_rules_judge_labels_every_turn(judge, run):
     assert run.labels.record("judgements", "rules")["identity"]["kind"] == "rules"
     assert RulesJudge().caveat in outcome.out and "is a heuristic" in outcome.out
     assert f"{len(all_items(run, 'rules'))} distinct turns" in outcome.out
+    lines = outcome.out.splitlines()
+    labels = [line.rsplit(" → ")[1] for line in lines if " → " in line]
+    assert len(labels) == len(set(labels)) == min(5, rows["category"].nunique())
+    shown = [line.partition("judge: ")[2].strip() for line in lines if "    judge: " in line]
+    assert len(shown) == len(labels)
+    for reason in shown:
+        assert rows["rationale"].str.startswith(reason.removesuffix("…")).any()
+    assert lines[-2:] == [
+        f"verdicts: {run.path / 'judgements' / 'rules.parquet'}",
+        f"next: ia-mech rates {run.path}",
+    ]
 
 
 def test_a_run_in_place_of_a_command_is_told_the_command(refused, run):
@@ -151,7 +162,7 @@ def test_a_servers_verdicts_are_paid_for_once(judge, run, monkeypatch, tmp_path)
     assert f"{paid} (${asked * 0.2:.4f} of it paid before)\n" in again.out
     follow_up, abstained = rows["follow_up"].sum(), (rows["category"] == CANNOT_ASSESS).sum()
     assert follow_up and abstained and follow_up + abstained == ROWS
-    assert f"categories: follow_up {follow_up}, can't assess {abstained}\n" in again.out
+    assert f"categories: follow-up {follow_up}, can't assess {abstained}\n" in again.out
     kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not [content for content in kept if SECRET.encode() in content]
 

@@ -47,7 +47,7 @@ def test_the_floor_holds_in_a_data_set_absent_from_the_calibration():
         tested = study.with_p_values(scores[scores["set"] == name], decoys)
         for part in (study.CALIBRATION, study.TEST):
             turns = tested[tested["part"] == part]
-            assert turns.loc[turns["kind"] == study.OTHER, "small"].mean() <= GROUNDED_P
+            assert turns.loc[turns["kind"] == study.WRONG, "small"].mean() <= GROUNDED_P
             assert turns.loc[turns["kind"] == study.OWN, "small"].mean() > 0.3
         bare = tested[tested["part"] == study.BARE]
         assert len(bare) == 480 and bare["small"].mean() <= GROUNDED_P

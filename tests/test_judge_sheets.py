@@ -19,7 +19,7 @@ from ia_mech.annotate import main
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.judging import items_of
-from ia_mech.judge.rubric import CANNOT_ASSESS, FOLLOW_UP, NAMES
+from ia_mech.judge.rubric import CANNOT_ASSESS, FOLLOW_UP, NAMES, heading
 from ia_mech.judge.sheets import (
     COLUMNS,
     allocate,
@@ -267,7 +267,7 @@ def test_what_is_filled_in_counts_as_the_sample(judged, capsys):
     assert main(["import", str(judged.path), str(file), "--annotator", "anna"]) == 0
     # Which rows come last, and so stay blank, depends on the texts, and these on the CPU.
     labelled = {strata[row["item"]] for row in rows if row["category"].strip()}
-    missing = sorted(set(strata.values()) - labelled - {"decoy"})
+    missing = map(heading, sorted(set(strata.values()) - labelled - {"decoy"}))
     assert f"of a turn that the judge calls {' or '.join(missing)}: no" in capsys.readouterr().out
     labels = judged.labels.annotations("anna")
     assert len(labels) == sum(

@@ -2,7 +2,7 @@
 
 Random moments are seeded, and spread over what a command took undisturbed; where they fall in the
 work differs from machine to machine. Every state between two operations on files is in
-test_run_writing. docs/reliability.md has the counts.
+test_run_writing. docs/scale.md has the counts.
 """
 
 import json

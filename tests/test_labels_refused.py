@@ -53,7 +53,7 @@ def unjudged(run: Run) -> None:
 FAULTS = {  # what is wrong with a run, who says so, and a part of the line
     no_run: (tuple(COMMANDS), "is not a run"),
     unfinished: (("judge", *OF_LABELS), "still being written or was interrupted"),
-    of_other_turns: (OF_LABELS, "rules.parquet is of other turns"),
+    of_other_turns: (OF_LABELS, "rules.parquet labels other turns"),
     cut_off: (OF_LABELS, "rules.parquet can't be read"),
     unjudged: (OF_LABELS, "judge run"),
 }

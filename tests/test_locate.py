@@ -371,7 +371,7 @@ def test_the_command_measures_expressed_as_full_passes_do(siblings, tiny_subject
     words = [str(siblings.path), "--out", str(out), "--queries", "3", "--resamples", "100"]
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
-    assert " of 1.58 bits about which of 3 responses they followed" in outcome.out.splitlines()[0]
+    assert " of 1.58 bits about which of 3 responses they followed" in outcome.out
     rows = pd.read_parquet(out / "rows.parquet")
     maps = {WINDOW, WITHOUT_WINDOW, ALL_LAYERS, HEADER_FIRST, HEADER_LAST}
     assert set(rows["site"]) - {*BAND_SITES} == {OWN, *SITES, *maps, *WRITTEN}

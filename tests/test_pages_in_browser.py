@@ -108,7 +108,7 @@ def test_filters_pages_and_permalinks(judged, opened):
     assert page.locator(".turn .follow-up").count() == follow_ups[:50].sum() > 0
     option(page, "temperature", "T = 0.7")
     assert counted(page) == (12, 24)
-    option(page, "category", "follow_up")
+    option(page, "category", "follow-up")
     passing = [i for i in np.flatnonzero(follow_ups) if turns["temperature"][i] == 0.7]
     first = turns["context"][passing[0]]
     assert counted(page) == (len({turns["context"][i] for i in passing}), len(passing))
@@ -160,7 +160,7 @@ def test_a_claim_and_a_row_of_a_table_lead_to_their_turns(judged, opened):
     assert rates_main([str(judged.path)]) == 0
     page = opened(render_report([judged]))
     labels = judged.labels.judgements("rules")
-    page.get_by_role("link", name="follow-ups", exact=True).click()
+    page.get_by_role("link", name="the turns that the judge calls follow-ups").click()
     assert choice(page, "category") == "follow-up"
     assert counted(page)[1] == (labels["category"] == FOLLOW_UP).sum()
     page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
@@ -238,12 +238,12 @@ def test_decoys_are_folded_and_can_be_chosen(run, opened):
     row = page.locator(".context").first
     assert counted(page) == (12, 60) and row.locator(".turn").count() == 5
     beneath = int((decoys["shown"] == row.get_attribute("aria-label")).sum())
-    row.get_by_text(f"{beneath} decoys: turns that did not follow this").click()
+    row.get_by_text(f"{beneath} decoys: turns written elsewhere").click()
     playwright.expect(row.locator(".turn")).to_have_count(5 + beneath)
-    option(page, "shown after", "a wrong conversation (decoy)")
+    option(page, "shown after", "a wrong conversation")
     assert counted(page)[1] == (decoys["decoy"] == "wrong_conversation").sum() > 0
     assert (
-        "decoy: followed a wrong conversation" in page.locator(".turn .meta").first.text_content()
+        "this is a wrong conversation for it" in page.locator(".turn .meta").first.text_content()
     )
 
 

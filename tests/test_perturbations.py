@@ -234,7 +234,7 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     tables = {name for name in before if name.endswith((".parquet", ".jsonl"))}
     assert tables <= set(after) and all(after[name] == before[name] for name in tables)
     assert files(plain.path) == base
-    for said in ("with 80% power", "after the bare header", "judge rules calls"):
+    for said in ("with 80% power", "after the bare header", "the built-in judge calls"):
         assert said in outcome.out.lower(), outcome.out
 
 

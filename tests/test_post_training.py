@@ -222,7 +222,7 @@ def test_an_adapter_is_refused_unless_it_is_of_the_model(tiny_model_dir, tmp_pat
     check("holds no adapter_config.json")
     for config, problem in (
         ("{", "is damaged"),
-        ('{"base_model_name_or_path": "org/other"}', "is of org/other, not of"),
+        ('{"base_model_name_or_path": "org/other"}', "was made for org/other, not for"),
     ):
         (tmp_path / "adapter_config.json").write_text(config)
         check(problem)
@@ -247,7 +247,7 @@ def pair(tiny_model_dir, tmp_path_factory):
 
 
 def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_path, capfd):
-    words = ["compare", *pair, "--queries", "2", "--resamples", "100"]
+    words = ["compare", *pair, "--queries", "2", "--resamples", "100", "--full"]
     words += ["--out", str(tmp_path / "out")]
     done = call(main, words, capfd)
     assert done.status == 0, done.err

@@ -107,7 +107,7 @@ def test_a_written_run_is_whole_and_has_the_planted_counts(kind, tmp_path):
     assert run.digest() == write(planted, tmp_path / "again").digest()
     assert run.record["source"]["plan"]["kind"] == kind
     assert run.model["name"] == run.settings["dataset"] == "planted"
-    assert run.positions == list(plan.positions) and len(run.layers) == 8
+    assert [*run.positions] == list(plan.positions) and len(run.layers) == 8
     for layer in run.layers:
         for position in run.positions:
             assert np.array_equal(run.residuals(layer, position), states(planted, layer, position))

@@ -125,7 +125,7 @@ def test_rows_are_the_contexts_with_an_outcome(copy):
     for text, messages in zip(frame["text"], own["messages"], strict=True):
         assert text == "\n".join(message["content"] for message in messages)
     assert found.layers == run.layers and len(found.layers) == LAYERS
-    assert found.positions == run.positions and found.width == run.model["d_model"]
+    assert found.positions == [*run.positions] and found.width == run.model["d_model"]
     assert found.judge == "rules"
     assert any("1 of 12 contexts have no outcome for the target rate" in n for n in found.notes)
     assert found.outcome.positives.tolist() == frame["positives"].tolist()
@@ -189,7 +189,7 @@ def lacking(run: Run, row: int, *names: str) -> Run:
     nothing = dict.fromkeys(names)
 
     def drop_states(states: torch.Tensor) -> torch.Tensor:
-        states[row, [run.positions.index(name) for name in names]] = torch.nan
+        states[row, [[*run.positions].index(name) for name in names]] = torch.nan
         return states
 
     with_column(run, "positions", lambda at, old: old | nothing if at == row else old)
@@ -207,7 +207,7 @@ def test_a_position_that_some_context_lacks_is_left_out_with_a_note(copy):
     with pytest.raises(UserError, match="no position is left: some contexts lack query_end"):
         read([run.path], positions=["query_end"])
     run = lacking(copy("fifth"), 5, "turn_separator")  # a context without an outcome
-    assert read([run.path]).positions == run.positions
+    assert read([run.path]).positions == [*run.positions]
 
 
 def test_lengths_are_by_the_ends_of_query_and_response(copy):

@@ -196,7 +196,7 @@ def damaged(run: Path) -> None:
     [
         (all_alike, [], "0 of 60 queries have a turn that counts", "--target"),
         (not_a_number, [], "layer 2 at header_last holds NaN", "--dtype"),
-        (damaged, [], "is damaged", "the command that made the run again"),
+        (damaged, [], "is damaged", "compute the part again with: "),
         (None, ["--positions", "nowhere"], "position nowhere was not kept", "header_last"),
         (None, ["--layers", "2", "9"], "no layer 9", "0 … 3"),
         (None, ["--out", "../up"], "can't name a file", "letters"),

@@ -243,7 +243,7 @@ def test_the_command_prints_a_matrix_and_keeps_it(runs, command, monkeypatch):
     ("words", "said"),
     [
         (["RUN", "OTHER", "--target", "greedy"], "no unit of A[x], B can be tested"),
-        (["RUN"], "there is one dataset with an outcome, planted"),
+        (["RUN"], "only one dataset has an outcome, planted"),
     ],
 )
 def test_bad_input_is_one_line(runs, command, words, said):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 
 import judging
@@ -113,15 +114,24 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     made = result(read_runs([run], by="topic"))
     assert any("2 of 14 queries of run have too few finished" in note for note in made.notes)
     assert made.name == "rates-rules-by-topic" and made.question.endswith(", by topic?")
-    (table,) = (one for one in made.tables if one.title == "rates by topic")
-    assert table.columns[0] == "topic" and not table.full
+    table = made.tables[0]
+    assert table.title.startswith("follow-up rates by topic") and table.columns[0] == "topic"
+    assert {row[0] for row in table.rows} == {"maths", "–"}  # without the pooled rates
+    assert table.legend.startswith("–: rows of the data without it")
+    assert re.search(r"By topic, 0.00 .*\(.+\) to 0.00 .*\(.+\) of greedy turns are", made.sentence)
+    run.metadata["topic"] = "maths"
+    del run.groups
+    alone = result(read_runs([run], by="topic"))
+    table = alone.tables[0]
+    assert "topic" in table.columns and {row[1] for row in table.rows} == {"maths"}
+    assert "without it" not in table.legend and "same topic" in alone.sentence
 
 
 def test_every_rate_is_printed_with_its_interval_and_written(run, rates, tmp_path):
     annotate(run)
     outcome = rates(run.path, "--full", "--level", 0.9, "--seed", 4)
     assert outcome.status == 0, outcome.err
-    for text in ("By judge rules, 0.00 [0.00", "] at T = 1 (", CAVEAT, "fewer than 24 queries"):
+    for text in ("By the built-in judge, 0 of ", "; at T = 1, ", CAVEAT, "fewer than 24 queries"):
         assert text in outcome.out
     assert "no rate is corrected by anna's labels" in outcome.out  # there are too few
 

@@ -101,8 +101,8 @@ def test_gates_of_judges_that_look_at_different_things(run):
 def test_sentence_and_control_follow_the_gate(run):
     follow_up = planted(run, 0.95)
     found = result(judged_by(run, lambda item: FOLLOW_UP if item in follow_up else NEW))
-    assert "turns react to their own response: an excess over siblings" in found.sentence
-    assert "(passed, " in found.control and set(found.estimates["gate"]) == {"passed"}
+    assert "turns react to their own response: they are follow-ups" in found.sentence
+    assert "(gate passed: " in found.control and set(found.estimates["gate"]) == {"passed"}
 
 
 def test_verdicts_without_decoys_have_no_floor(run):
@@ -114,7 +114,7 @@ def test_verdicts_without_decoys_have_no_floor(run):
     assert judged.gate.word == "no decoys" and judged.decoys.empty
     found = result(judged)
     assert set(found.estimates["gate"]) == {"no decoys"} and found.estimates["decoy"].isna().all()
-    assert "is unknown: the run has no decoys" in found.control
+    assert "is unknown: no turn was shown" in found.control
 
 
 def test_perturbed_contexts_do_not_decide():
@@ -246,5 +246,6 @@ def test_bits_are_joined_with_verdicts_turn_by_turn(run):
     found = result(judged)
     rows = found.estimates.query("outcome == 'dependent' and temperature == 1")
     assert rows["value"].item() == pytest.approx(expected[own["temperature"] == 1].mean())
-    assert "and dependent" in found.tables[0].columns
+    (further,) = (one for one in found.tables if one.title.startswith("further rates"))
+    assert "dependent follow-ups" in further.columns
     assert read_runs([run]).turns["dependent"].isna().all()

@@ -43,7 +43,7 @@ def test_a_rise_that_is_fewer_turns_out_of_role():
     rise, role, rest = rows["value"]
     assert rise == pytest.approx(role + rest) and role == pytest.approx(0.2, abs=0.04)
     said = verdict(rows)
-    assert "is shown at T = 0.7 (the judge's gate: undecided): beyond the judge's" in said
+    assert "hides, are shown at T = 0.7. From greedy turns to these" in said
     assert f"bring {role:+.2f} [" in said and "all else is not shown to bring more" in said
     assert "would have been shown" in said and "siblings" not in said
 
@@ -52,9 +52,9 @@ def test_a_rise_among_the_turns_in_role():
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5)))
     assert rows["value"][2] == pytest.approx(0.21, abs=0.04)
     said = verdict(rows)
-    assert "is shown at T = 0.7" in said and "all else is shown to bring more" in said
+    assert "are shown at T = 0.7" in said and "all else is shown to bring more" in said
     fewer = verdict(estimated(decoys((0.3, 0.3), (0.5, 0.2))))
-    assert "is not shown at T = 0.7" in fewer
+    assert "are not shown at T = 0.7" in fewer
 
 
 def test_a_rise_beyond_siblings_is_told_where_there_are_any():
@@ -62,9 +62,10 @@ def test_a_rise_beyond_siblings_is_told_where_there_are_any():
     alike = own.assign(decoy="sibling", follow_up=own["own_follow_up"])
     rows = estimated(pd.concat([own, alike]))
     assert rows["quantity"].tolist() == [RISE, ROLE, REST, BEYOND]
-    assert rows["value"][3] == 0 and "beyond siblings is not shown" in verdict(rows)
+    beyond = "beyond that after another response to the same query is"
+    assert rows["value"][3] == 0 and f"{beyond} not shown" in verdict(rows)
     fewer = alike.assign(follow_up=alike["follow_up"] * (alike["temperature"] == 0))
-    assert "A rise beyond siblings is shown" in verdict(estimated(pd.concat([own, fewer])))
+    assert f"{beyond} shown" in verdict(estimated(pd.concat([own, fewer])))
 
 
 def test_of_several_temperatures_the_best_is_corrected_for_all():
@@ -73,7 +74,7 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     found = estimated(rows.assign(own_follow_up=rows["own_follow_up"].where(~hot, 0.0)))
     rise = found[found["quantity"] == RISE].set_index("temperature")
     assert np.allclose(rise["p_holm"], holm(rise["p"]))
-    assert "is shown at T = 0.7 (of 2 temperatures) (the judge" in verdict(found)
+    assert "are shown at T = 0.7, the best of 2 temperatures." in verdict(found)
 
 
 def test_the_largest_rise_that_is_shown_counts():
@@ -84,16 +85,16 @@ def test_the_largest_rise_that_is_shown_counts():
     rise = found[found["quantity"] == RISE].set_index("temperature")
     found.loc[found["temperature"] == 1, "value"] = 0.9
     assert rise["p_holm"][0.7] < 0.05 < rise["p_holm"][1.0]
-    assert "is shown at T = 0.7" in verdict(found)
+    assert "are shown at T = 0.7" in verdict(found)
 
 
 def test_a_rate_that_doesnt_rise_itself_isnt_latent():
     """Its floor falls, so that the excess rises."""
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5)))
     of = {"quantity": "difference", "temperature": 0.7}
-    for value, word in ((0.01, "is shown"), (-0.01, "is not shown")):
+    for value, word in ((0.01, "are shown"), (-0.01, "are not shown")):
         found = pd.concat([rows, pd.DataFrame([of | {"value": value}])], ignore_index=True)
-        assert f"A latent rise of follow-ups {word} at T = 0.7" in verdict(found)
+        assert f"greedy decoding hides, {word} at T = 0.7" in verdict(found)
         but = "But sampled turns aren't follow-ups more often than greedy ones."
         assert (but in verdict(found)) == (value < 0)
 
@@ -101,20 +102,18 @@ def test_a_rate_that_doesnt_rise_itself_isnt_latent():
 def test_a_rise_isnt_latent_where_the_gate_fails():
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5))).assign(gate="failed")
     said = verdict(rows)
-    assert "is not shown at T = 0.7 (the judge's gate: failed): beyond" in said
-    assert (
-        "They rise, but most of what this judge calls follow-ups fits wrong conversations" in said
-    )
+    assert "are not shown at T = 0.7" in said
+    assert "Most of what this judge calls follow-ups fits wrong conversations, too." in said
 
 
 def test_what_cant_be_told_isnt():
     rows = decoys((0.3, 0.3), (0.2, 0.5))
     few = verdict(estimated(rows[rows["source"] < 49]))
-    assert few.startswith("Whether awareness is latent takes 50 queries to tell; there are 49 (")
+    assert "hides takes 50 queries to tell; there are 49 (" in few
     for lacking in (rows[rows["temperature"] > 0], rows[rows["temperature"] == 0]):
         assert verdict(estimated(lacking)) == ""
     assert verdict(estimated(rows.assign(decoy="sibling"))) == ""
     nothing = verdict(estimated(rows.assign(own_follow_up=0.0, follow_up=0.0)))  # no follow-up
-    assert "is not shown" in nothing and "nan" not in nothing and "would have been" not in nothing
+    assert "are not shown" in nothing and "nan" not in nothing and "would have been" not in nothing
     plain = estimated(rows.assign(out_of_role=np.nan))  # a rubric without such categories
     assert plain["quantity"].tolist() == [RISE] and "out of role" not in verdict(plain)

@@ -153,7 +153,7 @@ def test_a_model_that_writes_no_wordings_has_no_such_control(
     words = [str(siblings.path), "--out", str(tmp_path / "out"), "--resamples", "100"]
     assert "1 responses, each 12 times" in call(main, [*words, "--dry-run"], capfd).out
     shown = " ".join(call(main, words, capfd).out.split())
-    assert "No control was made of wordings" in shown
+    assert "There is no control of wordings" in shown
     assert "Too few queries have two complete responses" in shown
     requests = Run.open(tmp_path / "out" / "to_reword" / "run").contexts
     own = siblings.contexts[siblings.contexts["source_id"] == requests["source_id"].iloc[0]]

@@ -14,7 +14,7 @@ from ia_mech.run import labels, layout
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-RUN_FORMAT = (ROOT / "docs" / "run-format.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 
 
 def test_the_examples_run_on_the_embedded_model(tmp_path, monkeypatch, capsys):
@@ -24,9 +24,9 @@ def test_the_examples_run_on_the_embedded_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("IA_MECH_CACHE", "cache")
     section = README.partition("## From Python")[2].partition("\n## ")[0]
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8").partition("## Probes")[0]
+    page = PAGE.partition("## Probes")[0]
     blocks = re.findall(r"```python\n(.*?)```", section + page, re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     names: dict = {}
     for code in blocks:
         few = "limit=5, temperatures=[1.0], samples=1, max_new_tokens=6"
@@ -34,7 +34,9 @@ def test_the_examples_run_on_the_embedded_model(tmp_path, monkeypatch, capsys):
         exec(compile(small, "README.md", "exec"), names)
     shown = capsys.readouterr().out
     assert "maths-01" in shown and "instructions-01" in shown and "open-01" in shown
-    assert "torch.Size([5, 576])" in shown
+    for shape in ("[5, 576]", "[5, 3, 576]", f"[{len(names['sampled'])}, 576]"):
+        assert f"torch.Size({shape})" in shown
+    assert "'header_0': '<|im_start|>', 'header_1': 'user', 'header_last': '\\n'}" in shown
     assert len(names["predicted"]) == 5
     assert names["turns"].loc[0, "category"] in shown
     assert re.search(r"^\d\.\d\d \[\d\.\d\d, \d\.\d\d\]$", shown, re.MULTILINE)
@@ -79,7 +81,7 @@ def test_the_tutorial_runs_on_the_embedded_model(tmp_path, monkeypatch):
 
 
 def test_every_column_is_documented():
-    documented = set(re.findall(r"`…?([a-z_]+)`", RUN_FORMAT))
+    documented = set(re.findall(r"`…?([a-z_]+)`", PAGE.partition("### Columns")[2]))
     for column in [
         *layout.contexts_schema([]).names,
         *layout.GENERATIONS.names,

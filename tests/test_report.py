@@ -25,6 +25,7 @@ from ia_mech.judge.__main__ import main as judge_main
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
+from ia_mech.judge.shown import labelled_turns
 from ia_mech.page import packed, rendered
 from ia_mech.rates.__main__ import main as rates_main
 from ia_mech.report import turns as browsers
@@ -114,7 +115,15 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
         assert mains[name](words) == 0
     outcome = report(run.path)
     assert (outcome.status, outcome.err) == (0, "reading runs and results …\n")
-    assert outcome.out == f"report: {run.path / 'report.html'}\n"
+    ending = outcome.out.splitlines()
+    assert ending[0] == (
+        "After 12 conversations, the greedy user turn is a follow-up 0 times of 12; sampled at "
+        "T = 0.7 it is in 0 of 24, at T = 1 in 0 of 24 (judge: rules)."
+    )
+    assert ending[-2:] == [
+        f"page: {run.path / 'report.html'}",
+        f"open it in a browser: {(run.path / 'report.html').as_uri()}",
+    ]
     page = (run.path / "report.html").read_text()
     found = read(folder_of(run.path, "rates-rules"))
     cells = {cell for table in found.tables for row in table.rows for cell in row}
@@ -125,6 +134,27 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
         assert text in read_by_people(page)
     assert str(run.path) not in page
     assert Run.open(run.path).verify() == []
+
+
+def test_a_report_ends_with_the_answer_and_turns_of_different_labels(run, report, tmp_path):
+    plant(run, "rules", CATEGORIES)
+    rows = Run.open(run.path).labelled("rules")
+    counts = rows.groupby("temperature")["follow_up"].agg(["sum", "count"]).astype(int)
+    first, *_ = report(run.path).out.splitlines()
+    (yes, of), *sampled = counts.itertuples(index=False)
+    told = [f"in {yes} of {of}" for yes, of in sampled]
+    assert first == (
+        f"After 12 conversations, the greedy user turn is a follow-up {yes} times of {of}; sampled "
+        f"at T = 0.7 it is {told[0]}, at T = 1 {told[1]} (judge: rules)."
+    )
+    found = labelled_turns(Run.open(run.path), "rules", 3)
+    assert found[0].category == FOLLOW_UP and len({one.category for one in found}) == 3
+    assert len({one.context_id for one in found}) == 3
+    assert sum(rows["category"] == found[1].category) >= sum(rows["category"] == found[2].category)
+    texts = run.generations.set_index("context_id")["text"]
+    assert all(one.text in set(texts[one.context_id]) for one in found)
+    both = report(run.path, another(run, tmp_path / "other").path).out.splitlines()
+    assert both[0].startswith("run: After 12 conv") and both[1].startswith("other: After 12 conv")
 
 
 def test_turns_and_decoys_stand_after_what_the_judge_was_shown(run):

@@ -22,6 +22,8 @@ from ia_mech.judge.judging import label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.load import read_runs
+from ia_mech.run import Run
+from ia_mech.run.writer import kept_draws
 from ia_mech.settings import Settings
 
 SETTINGS = Settings(
@@ -197,6 +199,39 @@ def test_flags_about_responses_without_one_to_write_are_refused(tiny_subject, tm
     settings = replace(SETTINGS, response="auto")
     with pytest.raises(UserError, match="every conversation has a response: --responses"):
         collect(settings, tiny_subject, tmp_path / "run", progress)
+
+
+def test_an_interrupted_part_of_responses_keeps_its_finished_batches(
+    tiny_subject, tmp_path, progress, ending, monkeypatch
+):
+    settings = replace(SETTINGS, limit=2, unfinished=False, max_response_tokens=12)
+    honest, batches = compute.Computation._respond_together, []
+
+    def counted(self, draws, *others):
+        if len(batches) == last:
+            raise KeyboardInterrupt
+        batches.append(len(draws))
+        return honest(self, draws, *others)
+
+    monkeypatch.setattr(compute.Computation, "_respond_together", counted)
+    last, crew = -1, Crew(1, 1)
+    whole = collect(settings, tiny_subject, tmp_path / "whole", progress, crew=crew)
+    made, out = [*batches], tmp_path / "run"
+    assert len(made) > len(whole.parts("responses")), "some were drawn again"
+    assert progress.steps == sum(int(line.split()[-2]) for line in progress.lines[-2:])
+    last = len(made) - 1
+    batches.clear()
+    with pytest.raises(KeyboardInterrupt):
+        collect(settings, tiny_subject, out, progress, crew=crew)
+    (file,) = out.glob("responses/*.batches.json")
+    parts = len(whole.parts("responses"))
+    assert kept_draws(out) + Run(out).counts["responses"] == sum(made[:-1])
+    assert len(Run(out).parts("responses")) == parts - 1
+    last = -1
+    batches.clear()
+    resumed = collect(settings, tiny_subject, out, progress, crew=crew)
+    assert batches == made[-1:] and not file.exists()
+    assert resumed.digest() == whole.digest() and resumed.verify() == []
 
 
 def test_judge_and_rates_count_sources(run):

@@ -2,14 +2,27 @@
 
 import json
 from base64 import b64encode
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from ia_mech.display import new_axes
+from ia_mech.display import console, new_axes
 from ia_mech.errors import UserError
-from ia_mech.results import RESULT, Result, Table, folder_of, folders_of, read, write
+from ia_mech.estimates import could_show
+from ia_mech.results import (
+    RESULT,
+    SHARE,
+    Result,
+    Table,
+    cell_of,
+    folder_of,
+    folders_of,
+    read,
+    show,
+    write,
+)
 
 
 def example_result(**changes) -> Result:
@@ -57,6 +70,47 @@ def test_a_new_result_removes_the_files_of_the_old_one_and_nothing_else(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("estimates.parquet", "part-0.parquet", "result.json")
     ]
+
+
+def printed(result: Result, **options) -> str:
+    screen = console()
+    with screen.capture() as capture:
+        show(result, screen, **options)
+    return capture.get()
+
+
+def test_one_table_and_short_notes_are_printed_unless_all_is_asked_for():
+    notes = ["short", "long" * 50, "another", "a third"]
+    result = example_result(notes=notes)
+    said, whole = printed(result), printed(result, full=True)
+    assert said.splitlines()[:2] == [result.sentence, f"Control: {result.control}"]
+    assert said.count("┏") == 1 and whole.count("┏") == 2 and "[bold]x" in whole
+    lines = ["note: short", "note: another", "--full: 1 more table, 2 notes"]
+    assert said.splitlines()[-3:] == lines
+    assert whole.splitlines()[-4:] == [f"note: {note}" for note in notes]
+    assert printed(result, rest="the page").endswith("the page: 1 more table, 2 notes\n")
+    alone = example_result(tables=result.tables[:1], notes=[])
+    assert printed(alone) == printed(alone, full=True)
+
+
+def estimate(value: float, low: float, high: float, sources: int, **more) -> SimpleNamespace:
+    about = {"value": value, "low": low, "high": high, "sources": sources, "p_holm": np.nan}
+    return SimpleNamespace(**(about | more))
+
+
+def test_nothing_is_shown_that_cant_be():
+    """Few queries give counts, a noisy share no number, and too few data no effect."""
+    assert cell_of(estimate(0.375, 0.1, 0.8, 8, events=3, rows=8)) == "0.38 [0.10, 0.80]"
+    assert cell_of(estimate(0.375, 0.1, 0.8, 4, events=3, rows=8)) == "3 of 8"
+    assert cell_of(estimate(0.375, 0.1, 0.8, 4), "+.2f") == "+0.38 (4 queries)"
+    assert cell_of(estimate(0.375, np.nan, np.nan, 1)) == "0.38 (1 query)"
+    assert cell_of(estimate(0.375, np.nan, np.nan, 9)) == "0.38 [no interval]"
+    assert cell_of(estimate(0.5, 0.18, 17.39, 30), SHARE) == "can't be told"
+    assert cell_of(estimate(0.5, 0.18, 0.9, 30), SHARE) == "0.50 [0.18, 0.90]"
+    assert cell_of(estimate(np.inf, np.nan, np.nan, 0)) == "none"
+    assert could_show(0.14, most=1) == "with 80% power 0.14 would have been shown"
+    assert could_show(1.43, most=1) == "too few data to show any effect"
+    assert could_show(1.43) and not could_show(np.nan)
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", "{}", json.dumps({"about": {}, "files": []})])

@@ -2,12 +2,15 @@
 
 import json
 import pickletools
+import re
+import shlex
 import shutil
 import warnings
 import zipfile
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -27,9 +30,15 @@ from runs import (
     write_by_hand,
 )
 from safetensors import safe_open
+from shell import call
 
+from ia_mech.collect.command import build_parser, settings_of
 from ia_mech.errors import UserError
+from ia_mech.judge.__main__ import main as judge
+from ia_mech.rates.__main__ import main as rates
+from ia_mech.report.__main__ import main as report
 from ia_mech.run import Run, RunWriter, layout, reader
+from ia_mech.settings import Settings
 
 # -- the folder ---------------------------------------------------------------------------------
 
@@ -42,7 +51,7 @@ def test_the_folder_holds_what_is_documented_and_nothing_else(merged):
     assert files_under(merged.path) == sorted(expected)
     assert merged.complete
     assert merged.counts == {"responses": 0, "contexts": CONTEXTS}
-    assert merged.positions == list(chat().position_names) and merged.layers == range(LAYERS)
+    assert [*merged.positions] == list(chat().position_names) and merged.layers == range(LAYERS)
     assert merged.settings["temperatures"] == [0.7, 1.0] == merged.score_temperatures
     assert [session["machine"] for session in merged.sessions] == ["planted"]
 
@@ -53,7 +62,7 @@ def test_safetensors_open_by_themselves(merged):
         shape = tensors.get_slice("layer_03").get_shape()
         assert shape == [CONTEXTS, len(merged.positions), WIDTH]
         metadata = json.loads(tensors.metadata()["names"])
-    assert metadata["positions"] == merged.positions
+    assert metadata["positions"] == [*merged.positions]
     assert metadata["contexts"] == merged.contexts["context_id"].tolist()
     with safe_open(merged.path / "header_logits/00000.safetensors", "pt") as tensors:
         assert json.loads(tensors.metadata()["names"])["contexts"] == metadata["contexts"]
@@ -99,6 +108,52 @@ def test_residuals_are_the_stored_tensors_with_the_axes_that_were_asked_for(by_h
     assert missing.nonzero()[:, 0].tolist() == [1, 4, 7]
 
 
+def test_layers_count_from_the_end_too_and_lists_keep_their_axis(merged):
+    every = merged.residuals()
+    names = list(merged.positions)
+    assert every.shape == (CONTEXTS, LAYERS, len(names), WIDTH)
+    same = {"rtol": 0, "atol": 0, "equal_nan": True}
+    for layer in (-1, np.int64(-1), LAYERS - 1):
+        torch.testing.assert_close(merged.residuals(layer), every[:, -1], **same)
+    torch.testing.assert_close(merged.residuals([-1, 0]), every[:, [-1, 0]], **same)
+    torch.testing.assert_close(merged.residuals(range(2), names[4]), every[:, :2, 4], **same)
+    found = merged.residuals(3, position=[names[4], names[0]])
+    torch.testing.assert_close(found, every[:, 3, [4, 0]], **same)
+
+
+def test_states_come_in_the_order_of_a_frame_of_turns(parted):
+    every = parted.residuals(-1, "header_last")
+    for frame in (parted.generations, parted.turns):
+        turns = frame.sample(frac=1, random_state=0)
+        found = parted.residuals(-1, "header_last", turns=turns)
+        assert torch.equal(found, every[turns["order"].to_numpy(copy=True)])
+        assert parted.residuals(turns=turns[:2]).shape[:2] == (2, LAYERS)
+    with pytest.raises(UserError, match="has no context 'nosuch'; give turns of this run alone"):
+        parted.residuals(turns=turns.assign(context_id="nosuch"))
+    for wrong in (parted.generations["text"], parted.generations[["text"]]):
+        with pytest.raises(UserError, match="a data frame with the column context_id; give rows"):
+            parted.residuals(turns=wrong)
+
+
+def test_positions_are_shown_with_their_tokens(merged, siblings, by_hand):
+    tokens = {"query_end": None, "response_end": None, "turn_end": "<|im_end|>"}
+    tokens |= {"turn_separator": "\n", "header_0": "<|im_start|>"}
+    assert {name: merged.positions[name] for name in tokens} == tokens
+    assert list(merged.positions.values())[-1] == "\n"
+    shown = f"layers 0 … {LAYERS - 1}; positions query_end, response_end, turn_end '<|im_end|>', "
+    assert shown in repr(merged)
+    assert "turn_end &#x27;&lt;|im_end|&gt;&#x27;" in merged._repr_html_()
+    for name, text in siblings.positions.items():  # as the main job wrote them
+        ids = [
+            context.token_ids[context.positions[name]]
+            for context in siblings.contexts.itertuples()
+            if context.positions[name] is not None
+        ]
+        assert text == (None if name.endswith(("y_end", "e_end")) else siblings.decode(ids[:1]))
+    with pytest.raises(UserError, match=r"'turn_end' was not kept .* give one of response_end, he"):
+        by_hand.residuals(0, "turn_end")
+
+
 def test_a_layer_is_read_without_the_others_and_unknown_ones_are_refused(by_hand, monkeypatch):
     asked = []
 
@@ -107,28 +162,60 @@ def test_a_layer_is_read_without_the_others_and_unknown_ones_are_refused(by_hand
         with safe_open(file, framework) as tensors:
             yield SimpleNamespace(get_slice=lambda x: asked.append(x) or tensors.get_slice(x))
 
-    for layer in (2, -1):
-        with pytest.raises(UserError, match=rf"layer {layer} is not in .*by-hand; give 0 … 1"):
+    given = r"give 0 \(embeddings\) … 1, or -1 \(the last\) … -2"
+    for layer in (2, -3, 0.5, "x", slice(0, 1), [0, 2]):
+        with pytest.raises(UserError, match=rf"by-hand has no layer .*; {given}"):
             by_hand.residuals(layer, "header_last")
-    with pytest.raises(UserError, match=r"'query_end' was not kept .* response_end, header_last"):
-        by_hand.residuals(0, "query_end")
+    for position in ("query_end", 3, ["header_last", "query_end"]):
+        with pytest.raises(UserError, match=r"was not kept .* response_end, header_last '.n'"):
+            by_hand.residuals(0, position)
+    for nothing in ({"layer": []}, {"position": []}):
+        with pytest.raises(UserError, match="empty list; name a layer and a position"):
+            by_hand.residuals(**nothing)
     both = by_hand.residuals(position="header_last")
     monkeypatch.setattr(reader, "safe_open", recorded)
     assert torch.equal(by_hand.residuals(1, "header_last"), both[:, 1])
     assert {*asked} == {"layer_01"}
 
 
-def test_a_copy_without_tensors_is_read_but_for_these(merged, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(merged.path, copy, ignore=shutil.ignore_patterns(*layout.TENSORS))
-    found = Run.open(copy)
+def test_a_run_without_its_tensors_is_read_but_for_these(merged, run, capfd):
+    (run.path / "residuals/00000.safetensors").unlink()
+    shutil.rmtree(run.path / "header_logits")
+    found = Run.open(run.path)
     pd.testing.assert_frame_equal(found.generations, merged.generations)
     pd.testing.assert_frame_equal(found.contexts, merged.contexts)
-    with pytest.raises(UserError, match="is a copy without residuals"):
+    again = rf"is missing; .* compute the part again with: {re.escape(found.command)}$"
+    with pytest.raises(UserError, match=f"residuals/00000.safetensors {again}"):
         found.residuals(layer=1)
-    (copy / "residuals").mkdir()  # a folder that is there holds all of its files
-    with pytest.raises(UserError, match="safetensors is missing"):
-        Run.open(copy)
+    with pytest.raises(UserError, match=f"header_logits/00000.safetensors {again}"):
+        found.header_logits()
+    for command, words in ((judge, ["run"]), (rates, []), (report, [])):
+        done = call(lambda more: command([*words, *more]), [str(run.path)], capfd)  # noqa: B023
+        assert done.status == 0, done.err
+    assert (run.path / "report.html").stat().st_size > 10_000
+
+
+def test_a_run_knows_the_command_that_makes_it(tmp_path, run):
+    settings = {
+        "limit": None,
+        "temperatures": (0.5, 1.0),
+        "system": "Be nice, don't",
+        "unfinished": True,
+    }
+    settings |= {
+        "template_option": {"a": False, "b": "x y"},
+        "model": "my model",
+        "dtype": "float16",
+    }
+    command = Settings(**settings).command(tmp_path)
+
+    def asked(command: str) -> Settings:
+        words = shlex.split(command)
+        return settings_of(build_parser().parse_args(words[words.index("sample") + 1 :]))
+
+    assert asked(command) == Settings(**settings)
+    assert command.endswith(f" --out {tmp_path}") and asked(run.command).to_dict() == run.settings
+    assert Settings().command(tmp_path).endswith(f"ia-mech sample --out {tmp_path}")
 
 
 def test_a_run_without_a_finished_part_says_so(tmp_path):

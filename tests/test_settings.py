@@ -31,7 +31,7 @@ def made(monkeypatch) -> list[tuple]:
         return SimpleNamespace(complete=True)
 
     monkeypatch.setitem(sys.modules, "ia_mech.collect.job", SimpleNamespace(make_run=make_run))
-    shown = SimpleNamespace(print_run=lambda run: None, print_shard=None)
+    shown = SimpleNamespace(print_run=lambda run, full: None, print_shard=None)
     monkeypatch.setitem(sys.modules, "ia_mech.collect.summary", shown)
     return calls
 

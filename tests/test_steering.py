@@ -276,7 +276,7 @@ def test_the_command_holds_a_direction_against_random_ones_and_goes_on(folder, s
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
     assert "to make follow-ups likelier" in outcome.out or "makes follow-ups" in outcome.out
-    assert "of 19 random directions reach it" in outcome.out
+    assert "of 19 random directions do as much" in outcome.out
     assert "(the least there can be: 0.050)" in outcome.out
     found = pd.read_parquet(out / "estimates.parquet")
     assert {DIRECTION, RANDOM, RANDOM_MEAN} == set(found["term"])

@@ -158,7 +158,7 @@ def test_what_isnt_a_vector_of_this_model_is_refused(vector, tmp_path):
         (lambda: SteeringVector.load(missing), "there is no steering vector"),
         (lambda: SteeringVector.load(wrong), "is damaged or no steering vector"),
         (lambda: SteeringVector.load(plain), "is damaged or no steering vector"),
-        (lambda: replace(vector, direction=torch.zeros(3)), "has no length"),
+        (lambda: replace(vector, direction=torch.zeros(3)), "has length 0"),
         (lambda: replace(vector, dose=float("nan")), "vector of dose nan"),
         (lambda: vector.check(4, 7, names), "has 32 numbers, the model's states have 7"),
         (lambda: vector.check(1, 32, names), "no layer 2 to change; give layers from 0 to 1"),

@@ -1,5 +1,6 @@
 """A whole study of a tiny model, its sentence and page; two studies side by side."""
 
+import io
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -47,21 +49,33 @@ def finished(model: str, data: str, out: Path) -> Path:
         patch.setattr(models, "_places", lambda weights: out.parent / "notes" / weights)
         for name, value in SMALL.items():
             patch.setattr(study, name, value)
-        assert study.main([model, "--dataset", data, *SETTINGS, "--out", str(out)]) == 0
+        with redirect_stdout(io.StringIO()) as said:
+            assert study.main([model, "--dataset", data, *SETTINGS, "--out", str(out)]) == 0
     assert len(loaded) <= 1
+    (out / "said.txt").write_text(said.getvalue(), "utf-8")
     return out
 
 
 def test_a_study_ends_with_one_sentence_its_control_and_a_page(made):
     found = read(made / STUDY)
-    assert "of 1.58 bits about their response" in found.sentence
-    assert "arrive through the response's keys and values" in found.sentence
-    assert found.control.startswith("Bits and excesses are held against siblings")
+    assert "of 1.58 bits about which response they followed" in found.sentence
+    assert "reach the turn through the response's keys and values" in found.sentence
+    assert found.control.startswith("Bits and ways of asking are compared with other responses")
     assert {"locate", "elicit", "study"} == set(found.estimates["stage"])
     assert "share of bits in follow-ups" in set(found.estimates["quantity"])
     assert "sites" in found.figures
     page = re.sub("<[^>]*>", "", (made / "report.html").read_text("utf-8"))
     assert found.sentence.partition(" tell ")[2][:60] in page
+
+
+def test_a_study_prints_a_line_a_stage_its_result_and_one_table(made):
+    said = (made / "said.txt").read_text("utf-8")
+    assert len(said.encode()) <= 6000
+    stages, _, rest = said.partition("\n\n")
+    names = [line.partition(":")[0] for line in stages.splitlines()]
+    assert names == ["sample", "judge", "rates", "locate", "elicit"]
+    assert rest.count("┏") == 1 and "\nthe page: 1 more table" in rest
+    assert rest.endswith(f"\npage: {made / 'report.html'}\n")
 
 
 def test_a_second_call_computes_nothing_again(made, data, tiny_model_dir, monkeypatch):
@@ -105,7 +119,7 @@ def test_killed_at_five_moments_it_comes_to_the_same_numbers(made, data, tiny_mo
         "run/judgements/*.parquet",
         "run/results/locate/parts/*.parquet",
         "run-elicit/prompt/run/contexts/*.parquet",
-        "run-elicit/rows.parquet",
+        "run/results/elicit/rows.parquet",
     ):
         # As many threads as these tests have: with more, sums round differently.
         alone = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}

@@ -272,7 +272,7 @@ def test_without_the_model_only_its_lens_is_needed(copied, cache, capfd, monkeyp
     assert kept == [lens] and set(load_file(lens)) == {"norm_weight", "norm_bias", "unembedding"}
     outcome = call(main, [str(run.path), "--resamples", "100", "--full"], capfd)
     assert outcome.status == 0, outcome.err
-    folder = run.path / "results" / "temperature_sweep"
+    folder = run.path / "results" / "temperature-sweep"
     turns = pd.read_parquet(folder / "turns.parquet").set_index(list(KEY))
     stored = run.generations.query("temperature > 0").set_index(list(KEY))
     assert turns.index.sort_values().equals(stored.index.sort_values())

@@ -173,9 +173,9 @@ SHOWS = """\
 @pytest.mark.parametrize(
     ("lacks", "what"),
     [
-        ("{{- tools | tojson if tools -}}", "the tools that there are"),
-        (" ~ (m.tool_calls | tojson if m.tool_calls else '')", "calls of tools"),
-        (" if m.role != 'tool'", "what a tool answered"),
+        ("{{- tools | tojson if tools -}}", "the list of tools"),
+        (" ~ (m.tool_calls | tojson if m.tool_calls else '')", "the calls of tools"),
+        (" if m.role != 'tool'", "the answers of tools"),
     ],
 )
 def test_what_belongs_to_tools_is_shown_or_refused_by_name(lacks, what):
@@ -205,7 +205,7 @@ def test_what_belongs_to_tools_is_shown_or_refused_by_name(lacks, what):
         ChatFormat(tokenizer).context(messages)
     # Named as metadata, tools would leave a dialogue with calls of what isn't there.
     assert "--metadata-columns" not in refused.value.remedy
-    if what == "the tools that there are":
+    if what == "the list of tools":
         with pytest.raises(UserError, match="--metadata-columns"):
             ChatFormat(tokenizer).context([messages[0], messages[-1]])
 

@@ -266,9 +266,9 @@ def test_options_reach_every_rendering():
     ("name", "problem"),
     [
         ("thinking", "the chat template reads no such variable; give one of .*enable_thinking"),
-        *((name, "it is no option; leave") for name in ("messages", "tools", "bos_token")),
-        ("add_generation_prompt", "it is no option; leave"),
-        *((name, "it is no option; --date is for dates") for name in ("strftime_now", "today")),
+        *((name, "this variable is no option") for name in ("messages", "tools", "bos_token")),
+        ("add_generation_prompt", "this variable is no option; leave"),
+        *((name, "this variable is no option; use --date") for name in ("strftime_now", "today")),
     ],
 )
 def test_what_a_template_never_reads_is_refused(name, problem):

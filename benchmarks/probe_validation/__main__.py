@@ -1,4 +1,4 @@
-"""Hold the analysis against planted truths: does it find what is there, and only that?
+"""Does the analysis find what was planted, and only that?
 
 Usage::
 
@@ -65,7 +65,7 @@ outer folds of the AUROC that the fold's probe has on new sources, known here in
 
 
 def shares(found: list[RunFindings]) -> list[tuple[str, str, str, Estimate]]:
-    """(planted, question, what should be, share of runs with its exact interval) for a table."""
+    """Rows of a table: planted, question, wanted share, share of runs with its exact interval."""
     rows = []
 
     def add_row(kind: str, question: str, wanted: str, given: Iterable[bool | None]) -> None:

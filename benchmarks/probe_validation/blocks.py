@@ -1,23 +1,24 @@
 """Planted arrays for what hidden states add to the base, and for the confidence set.
 
 They go to :func:`probes.analysis.analyse` directly: no run is written, and nothing is permuted, so
-that hundreds take minutes.
+that hundreds of sets take minutes.
 
 A *state* is anisotropic Gaussian noise with one direction that carries something. In all kinds but
 ``leak`` and ``set`` the output state carries a latent z, and text and the states at the ends of
 query and response carry nothing:
 
 - ``copy``: the hidden state is the output state, rotated, with noise added.
-- ``loud-copy``: the output state carries z where it varies least. The hidden state carries what
-  that direction reads (z with the output's error), with more error still, but loudly: alone, it is
-  read better than the output is.
-- ``complement``: the hidden state carries another latent, which counts as much, as loudly as the
-  output state carries z: alone, both have the same AUROC.
-- ``wide-complement``, ``scarce-complement``: the same in more features; as many contexts and
-  features as the study has, or few contexts.
-- ``leak``: rates depend on the words of the conversation, and every state holds a bag of these, as
-  attention of random blocks leaves one: nothing is there but words.
-- ``set``: a strong signal at one of three positions, from layer 4 of 7 on, where it is clearest.
+- ``loud-copy``: the output state carries z in the direction in which it varies least. The hidden
+  state carries a noisier copy of what that direction reads, but in a direction of large variance.
+  So a probe reads the hidden state better than the output, though the hidden state has nothing of
+  its own.
+- ``complement``: the hidden state carries another latent, which counts as much as z, as strongly as
+  the output state carries z. Each alone has the same AUROC.
+- ``wide-complement``, ``scarce-complement``: like ``complement`` with more features; with as many
+  contexts and features as the study has, or with few contexts.
+- ``leak``: rates depend on the words of the conversation, and every state holds a bag of these
+  words, as the attention of random blocks leaves one. Nothing else is in the states.
+- ``set``: a strong signal at one of three positions, from layer 4 of 7 on, and clearest there.
 """
 
 import numpy as np
@@ -80,7 +81,7 @@ def _latents(kind: str, rng: np.random.Generator) -> tuple[Arrays, Controls, np.
 
 
 def _leak(rng: np.random.Generator) -> tuple[Arrays, Controls, np.ndarray]:
-    """Likewise, of conversations of words that every state holds a bag of."""
+    """States, controls and log-odds of ``leak``: every state holds a bag of words."""
     frequency = 1 / (np.arange(WORDS) + 5)
     words = rng.choice(WORDS, (CONTEXTS, ASKED + SAID), p=frequency / frequency.sum())
     bags = np.stack(
@@ -91,7 +92,7 @@ def _leak(rng: np.random.Generator) -> tuple[Arrays, Controls, np.ndarray]:
     embeddings = rng.standard_normal((WORDS, WIDTH)) / np.sqrt(ASKED + SAID)
 
     def state(bag: np.ndarray, noise: float) -> np.ndarray:
-        """As another attention head has it: rotated, with noise of its own."""
+        """A state as another attention head would hold it: rotated, with noise of its own."""
         turned = bag @ embeddings @ np.linalg.qr(rng.standard_normal((WIDTH, WIDTH)))[0]
         return turned + noise * rng.standard_normal(turned.shape)
 

@@ -1,6 +1,6 @@
 """One planted run: planted, written, read and analysed.
 
-Not in ``__main__``, which worker processes don't import.
+This isn't in ``__main__``, since worker processes don't import that.
 """
 
 import os
@@ -22,7 +22,7 @@ from probes.show import conclude
 
 @dataclass(frozen=True)
 class RunFindings:
-    """What the analysis of one planted run said; None where a kind doesn't have it.
+    """What the analysis of one planted run said; None for what a kind doesn't have.
 
     Attributes:
         beyond: hidden states tell more than a linear readout of first-token state and text.

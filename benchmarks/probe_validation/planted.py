@@ -1,8 +1,8 @@
 """Synthetic runs with a known truth, to check what ``ia-mech probes`` claims.
 
 No model is behind them: model, dataset and judge are all named "planted". A plan's ``seed`` makes
-a *world* (means, noise covariance, lens, direction), its ``draw`` draws contexts from that. A fixed
-direction's AUROC over all contexts of a world is known (:func:`true_auroc`).
+a *world* (means, noise covariance, lens, direction), and its ``draw`` draws contexts from it. The
+AUROC of a fixed direction over all contexts of a world is known (:func:`true_auroc`).
 """
 
 import hashlib
@@ -47,7 +47,7 @@ _MASS = norm.pdf(_GRID) / norm.pdf(_GRID).sum()
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 _WORDS = [a + b for a in _SYLLABLES for b in _SYLLABLES]
 _COMMON_WORDS, _TOPIC_WORDS = 200, 15  # the first words are common, each topic has its own
-_OPENERS = ("Sure", "Well", "First", "Yes", "Okay", "Maybe")  # no two begin with the same letter
+_OPENERS = ("Sure", "Well", "First", "Yes", "Okay", "Maybe")  # no two begin alike
 _END, _START, _NEWLINE, _USER, _ASSISTANT, _FIRST_OPENER, _FIRST_WORD = 1, 2, 3, 4, 5, 8, 16
 _TAIL_IDS = [_END, _NEWLINE, _START, _USER, _NEWLINE]
 
@@ -139,7 +139,7 @@ class Planted:
 
     @property
     def weights_hash(self) -> str:
-        """The run's name for its model's weights: the lens is all there is of them."""
+        """The run's name for its model's weights, of which there is only the lens."""
         tensors = (self.lens.norm_weight, self.lens.unembedding)
         return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()[:16]
 

@@ -39,7 +39,7 @@ class Products(Contender):
 
     def __init__(self, work: Workload, contexts: int) -> None:
         super().__init__(work, contexts)
-        if work.on_gpu:  # where waiting for each product would be counted
+        if work.on_gpu:  # on a GPU, waiting for each product would count
             raise UserError("single products are timed on a CPU only", "use `ceilings`")
 
     def run(self, new_tokens: int) -> None: ...
@@ -158,7 +158,7 @@ class Ceilings(Contender):
         return {"bandwidth": 2 * count / copy, "rate": 2 * width**3 / product}
 
     def _fastest(self, function: Callable[[], object]) -> float:
-        """Seconds of one call among many in a row, so that the host's part isn't seen."""
+        """Seconds of one call among many in a row, so that the host's time doesn't count."""
 
         def repeated() -> None:
             for _ in range(IN_A_ROW):
@@ -186,7 +186,7 @@ def least(
     rows, steps = contexts * size.rows, size.new_tokens - 1
     own = size.new_tokens / 2  # tokens of a row, the newest included, on the average of all steps
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    # A table of embeddings that isn't the head's as well is only looked up in.
+    # Embeddings that aren't tied to the head are only looked up, not read whole.
     read = [p for p in model.parameters() if p is not table or p is head]
     weights = sum(p.numel() for p in read if p.ndim > 1)
     attended = _tensors_named(cache, "keys") + _tensors_named(
@@ -199,7 +199,7 @@ def least(
     token = sum(t.shape[1] * t.shape[-1] * t.element_size() for t in attended)
     moved = sum(p.nbytes for p in read) + token * (contexts * size.context_tokens + rows * own)
     of_row = sum(t[0].nbytes for t in recurrent + windows) + head.shape[0] * head.element_size()
-    # A score's product and a value's: for each key-value head once per head that shares it.
+    # One product for scores and one for values, for each query head.
     heads = text_config(model.config).num_attention_heads
     scored = sum(heads * t.shape[-1] for t in attended) * (size.context_tokens + own)
     # The delta rule looks a key up in the state, adds to it, and looks a query up.
@@ -208,7 +208,7 @@ def least(
 
 
 def _tensors_named(cache: DynamicCache, name: str) -> list[Tensor]:
-    """Tensors ``[contexts, …]`` of all layers that hold some by that name."""
+    """Tensors ``[contexts, …]`` with that name, of all layers that have one."""
     tensors: list[Tensor | None] = []
     for layer in cache.layers:
         value = getattr(layer, name, None)

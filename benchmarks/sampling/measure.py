@@ -1,4 +1,4 @@
-"""Who is measured, and how: in turns within one process, which returns records.
+"""Which contenders are measured, and how: in turns within one process, which returns records.
 
 A record has ``model``, ``contender`` and ``contexts`` (decoded together); and ``values`` (see the
 contenders' ``measure``) with ``notes`` (how it ran), or why it ``failed``.
@@ -89,13 +89,13 @@ def in_process(task: Task) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _begin() -> None:
-    """Of a process: what libraries print is no table, and Ctrl-C ends it without a traceback."""
+    """Set up a process: libraries print into no table, and Ctrl-C ends without a traceback."""
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _measure_or_refuse(task: Task) -> tuple[str, list[dict[str, Any]], tuple[str, ...]]:
-    """A UserError's two texts as the third, since it can't be sent between processes."""
+    """Give the two texts of a UserError as a third value, since it can't be pickled."""
     try:
         return *measure(task), ()
     except UserError as error:
@@ -109,13 +109,13 @@ def measure(task: Task) -> tuple[str, list[dict[str, Any]]]:
     made: list[tuple[str, Contender]] = []
 
     def attempt(name: str, contexts: int, what: Callable[[], None]) -> bool:
-        """Whether it succeeded. A contender that can't is a result, too."""
+        """Whether it succeeded. That a contender can't run is a result, too."""
         why = ""
         try:
             what()
         except Exception as error:
             why = one_line(error)
-        if why:  # only now is the exception gone, whose traceback held tensors
+        if why:  # only now is the exception gone; its traceback held tensors
             failed = {"model": task.model, "contender": name, "contexts": contexts, "failed": why}
             records.append(failed)
             release_memory(work.device)

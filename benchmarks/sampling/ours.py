@@ -52,7 +52,7 @@ class Capture(Contender):
 
 
 def differing(work: Workload) -> list[dict[str, Any]]:
-    """Rows that should be equal: with shared prefixes and copies, alone and among all contexts'.
+    """Rows that should be equal: with shared prefixes and with copies, alone and among others.
 
     Returns:
         ``what`` was compared, how many ``rows``, and ``margins`` (see :func:`first_differences`).
@@ -76,7 +76,7 @@ def differing(work: Workload) -> list[dict[str, Any]]:
 
 
 def first_differences(one: Sequence[Decoded], other: Sequence[Decoded]) -> list[float]:
-    """Of rows whose tokens differ: the margin at the first that does, the larger of the two."""
+    """For each pair of rows that differ: the larger margin at the first token that differs."""
     margins = []
     for a, b in zip(one, other, strict=True):
         unequal = (a.token_ids != b.token_ids).nonzero()[0]

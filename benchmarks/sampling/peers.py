@@ -22,7 +22,7 @@ from ia_mech.engine.installed import installed
 from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.models import embedded
 
-# What errors say where a tensor has more numbers than a kernel can count.
+# What errors say if a tensor has more numbers than a kernel can count.
 TOO_LARGE = ("32-bit", "INT_MAX", "invalid configuration argument")
 
 
@@ -69,7 +69,7 @@ class Generate(Contender):
             raise RuntimeError(f"tokens {tuple(tokens.shape)}, not {expected}")
 
     def _forget_compiled(self) -> None:
-        """Or the next batch would be compiled for any size, which is slower than for its own."""
+        """Else the next batch would be compiled for any size, which is slower than for its own."""
         if vars(self.work.model).pop("_compiled_call", None) is not None:
             torch.compiler.reset()
 

@@ -38,7 +38,7 @@ class Results:
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> "Results":
-        """What :meth:`save` wrote, together.
+        """What :meth:`save` wrote to several files, as one.
 
         Raises:
             UserError: a file is missing or holds something else, or they don't belong together.
@@ -81,7 +81,7 @@ class Results:
         return [record["values"] for record in self.records_of(model, contender, contexts)]
 
     def seconds(self, model: str, contender: str, contexts: int) -> list[float]:
-        """Of the whole job, per round; of several contexts in one call, or call after call."""
+        """Seconds of the whole job, per round, with all contexts in one call or one call each."""
         if contender == FLOOR:
             return self.floor(model, contexts)
         for together in (contexts, 1):
@@ -90,7 +90,7 @@ class Results:
         return []
 
     def ratios(self, theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
-        """Round by round where contenders took turns, else of every pair of rounds."""
+        """Ratios round by round if contenders took turns, else of every pair of rounds."""
         pairs = product(theirs, ours) if self.on_gpu else zip(theirs, ours, strict=False)
         return [a / b for a, b in pairs]
 
@@ -106,8 +106,8 @@ class Results:
     ) -> list[float]:
         """Seconds of the workload's matrix products alone, per round; empty if unknown.
 
-        The prefill's once, and a step's for every new token but the first, which the prefill
-        predicts; of each shape the faster way in that round.
+        The products of the prefill count once. Those of a step count for every new token but the
+        first, which the prefill predicts. Each shape counts the faster way of that round.
         """
         found = self.products(model)
         if found.empty:

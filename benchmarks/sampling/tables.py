@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.sampling.results import FLOOR, OURS, Results, gflops
 from ia_mech.errors import UserError
 
-# By the name of a contender: what tables call it, and the ratio that is wanted on a CPU and a GPU.
+# Contender → its name in tables, and the wanted ratio on a CPU and on a GPU.
 PEERS = {
     OURS: ("ia_mech, all layers at 5 positions", "", ""),
     "copies": ("the same, a copy of the prefix per row", "", ""),
@@ -102,7 +102,7 @@ def of_model(results: Results, model: str) -> list[str]:
 
 
 def peers_table(results: Results, model: str) -> str:
-    """Tokens per second of every contender, and ours over it; on a GPU also how it ran."""
+    """Tokens per second of every contender, and our ratio to it; on a GPU also how it ran."""
     size, body = results.sizes[model], []
     for name, (label, *aims) in PEERS.items():
         cells = []
@@ -174,7 +174,7 @@ def products_table(results: Results, model: str) -> str:
 
 
 def floor_line(results: Results, model: str) -> str:
-    """What the floor is made of."""
+    """What the lower bound is made of."""
     size, parts = results.sizes[model], []
     for contexts in size.counts:
         prefill = median(results.floor(model, contexts, ("prefill", "head")))

@@ -1,4 +1,4 @@
-"""What is decoded: models, their contexts and rows, and how our engine decodes them."""
+"""The job: models, their contexts and rows, and how our engine decodes them."""
 
 import gc
 import time
@@ -200,7 +200,7 @@ class Contender(ABC):
         """The whole job with so many tokens per row: prefill, decoding and sampling."""
 
     def warm_up(self) -> None:
-        """Do once what later rounds find done. A GPU's peers compile for the full length."""
+        """Do once what later rounds needn't repeat. Peers on a GPU compile for the full length."""
         self.run(self.work.size.new_tokens if self.work.on_gpu else 2)
 
     def measure(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class Contender(ABC):
         return {"seconds": self.seconds(lambda: self.run(self.work.size.new_tokens))}
 
     def seconds(self, function: Callable[[], object]) -> float:
-        """Of one call, up to the device's last kernel."""
+        """Seconds of one round, up to the device's last kernel."""
         return timed(function, self.work.device)
 
     def close(self) -> None:

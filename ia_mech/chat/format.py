@@ -6,11 +6,11 @@ before the marker is the context with its open header. Rendering the whole dialo
 matters: templates such as Qwen3's rewrite the assistant turn once a user turn follows it.
 
 What stands between response and user turn is cut into turn end, turn separator and user header by
-one observation: what ends a turn needs no turn after it. A special token that the template writes
-after a last turn, too, or never before the first user turn, closes the response; the header begins
-with the first other token that isn't white space.
+one observation: a template ends a turn even where no turn follows. A special token closes the
+response if the template also writes it after a last turn, or never writes it before the first user
+turn. The header begins with the first other token that isn't white space.
 
-To support a new template family, nothing is registered. Add its template and special tokens to
+A new template family needs no registration. Add its template and special tokens to
 ``tests/families.py``, and what has to be found in it to ``FOUND`` in ``tests/test_chat.py``. Where
 the derivation is wrong, change the general rule in :class:`ChatFormat`, never a case for one
 family. What a template can't express is a ``UserError``, and a position that it lacks is None:
@@ -35,12 +35,12 @@ _PROBES = (MARK, "7 apples", "(why?)", "éclair", '"Yes"', "the", "😀", "日�
 @dataclass(frozen=True)
 class ChatContext:
     """Query and response rendered by the model's template, ending with the open user header and,
-    where there are some, the words that the user turn is made to begin with.
+    after it, the words that the user turn is made to begin with, if there are any.
 
     ``positions`` maps every name of ``ChatFormat.position_names`` to an index into ``ids``, or to
     None where this context lacks the token; ``header_last`` is the header's own last token, whether
-    or not words follow it. ``query`` and ``response`` are the indices of their
-    tokens, empty where there are none.
+    or not words follow it. ``query`` and ``response`` are the indices of their tokens; empty where
+    there are none.
     """
 
     text: str
@@ -52,9 +52,9 @@ class ChatContext:
 
 @dataclass(frozen=True)
 class TurnIds:
-    """Token ids of a given user turn as the dialogue holds it: ``words``, up to the token that
-    holds its last character, and ``end``, what closes it: a mark, and white space before that where
-    the template writes some. The end is empty where the template closes user turns with text."""
+    """Token ids of a given user turn as the dialogue holds it. ``words`` go up to the token that
+    holds the turn's last character. ``end`` closes the turn: a mark, and white space before it
+    where the template writes some; it is empty where the template closes user turns with text."""
 
     words: list[int]
     end: list[int]
@@ -74,10 +74,10 @@ class ChatFormat:
         thinking: ``template`` renders the assistant turn as the template does once a user turn
             follows; ``keep`` renders it as the template does when it is last (for Qwen3: with its
             thought, or an empty block).
-        date: ISO date given to templates that print today's.
+        date: ISO date for templates that print today's date.
         eos_ids: stop ids that the model's generation configuration lists.
         opening: words that every user turn is made to begin with. They end the context and are no
-            part of the turn; what goes on from them begins with a space, or ends the turn.
+            part of the turn, which then begins with a space, or ends at once.
         options: variables that the template is always given, such as ``enable_thinking``.
 
     Attributes:
@@ -86,18 +86,18 @@ class ChatFormat:
         header_text, header_ids: the user header.
         tail_text, tail_ids: all that stands between a response and the user turn.
         turn_end_id: the token that closes the assistant turn, or None.
-        assistant_header_ids: what opens an assistant turn, whether its text is given or asked for;
-            empty if nothing does.
-        opening_ids: the words that user turns are made to begin with; none without an opening.
-        closing_id: the first token but white space after a user turn that an answer follows, or
-            None if that is text. Where nothing closes user turns it opens the assistant's.
+        assistant_header_ids: the ids that open an assistant turn, whether its text is given or
+            asked for; empty if none do.
+        opening_ids: the ids of the words that user turns are made to begin with, if any.
+        closing_id: the first token after a user turn that an answer follows, white space aside;
+            None if that is text. If nothing closes user turns, it is what opens the assistant's.
         stop_ids: ids that end a sampled user turn.
         position_names, header_names: all named positions, and those of the header, in order.
 
     Raises:
-        UserError: no template, no user role, or a template in which the header can't be told; an
-            opening that merges with what stands beside it, or isn't kept by the template; an option
-            that it never reads; ``keep`` with a template that leaves all thoughts out.
+        UserError: there is no template, or no user role in it; the header can't be told; an opening
+            merges with what stands beside it, or the template changes it; the template never reads
+            an option; or ``keep`` is asked of a template that leaves all thoughts out.
     """
 
     def __init__(
@@ -222,7 +222,8 @@ class ChatFormat:
         return next(others, len(ids))
 
     def _first_mark(self, text: str) -> tuple[int, str] | None:
-        """The mark with which a text begins, and the white space before it."""
+        """The mark with which a text begins, and white space before it; None if words come
+        first."""
         for token, (start, _) in zip(*self.template.encode(text), strict=True):
             if token in self._marks:
                 return token, text[:start]
@@ -234,18 +235,19 @@ class ChatFormat:
         closing = self._first_mark(joints.answered)
         self.closing_id = closing[0] if closing else None
         self._closing_text = closing[1] + self.template.token(closing[0]) if closing else ""
-        # White space that the template writes before a mark that ends the turn, by mark.
+        # For each mark that ends a turn, the white space that the template writes before it.
         texts = (joints.tail, joints.queried, joints.prompt, joints.answered)
         self._spaces = dict(filter(None, map(self._first_mark, texts)))
         eos = {i for i in (self.tokenizer.eos_token_id, *eos_ids) if i is not None}
         self.stop_ids = sorted({*self._spaces, *eos})
-        # A response is stopped as ``generate`` would stop it; templates whose last assistant turn
-        # ends with a token outside the eos set (some fine-tunes) add that one, and those that
-        # write nothing after it what follows it in a dialogue.
+        # A response is stopped as ``generate`` would stop it. If the template ends a last assistant
+        # turn with a token outside the eos set (some fine-tunes), that token stops it, too; if it
+        # writes nothing there, the mark that follows a response in a dialogue does.
         last = self._first_mark(joints.last or "") or self._first_mark(joints.tail)
         self.response_stop_ids = sorted(eos | ({last[0]} if last else set()))
         # Marks that no turn's text may hold: as text they would end the turn or open another one.
-        # Of what else the template writes, only tokens flagged as special: <think> is allowed.
+        # Other tokens that the template writes are refused only if flagged as special: <think> is
+        # allowed.
         others = (joints.first, joints.asked, joints.last or "", joints.system)
         written = self.template.encode(MARK.join((*texts, *others)))[0]
         added = self.tokenizer.added_tokens_decoder
@@ -258,7 +260,7 @@ class ChatFormat:
         self._shows_thoughts = self.thoughts.shown(followed=self.thinking == "template")
         if self.thinking == "keep" and self.thoughts.marks and not self._shows_thoughts:
             raise UserError(
-                "--thinking keep: the chat template leaves out what a response's thought was",
+                "--thinking keep: the chat template leaves out a response's thought",
                 "use --thinking template",
             )
 
@@ -269,7 +271,7 @@ class ChatFormat:
         if f"{self.header_text}{self._lead}{opening} {MARK}" not in whole:
             raise UserError(
                 f"the chat template changes the words of --opening {opening[:40]!r}",
-                "give others",
+                "give other words",
             )
         context = self.context(dialogue)  # without an opening yet
         text = f"{context.text}{self._lead}{opening}"
@@ -281,9 +283,8 @@ class ChatFormat:
         """Raise unless a text with an opening begins with these ids."""
         if self.template.encode(text)[0][: len(ids)] != ids:
             raise UserError(
-                f"the words of --opening {str(self.opening)[:40]!r} merge with what stands beside "
-                "them",
-                "begin and end them with a letter or a usual mark",
+                f"the words of --opening {str(self.opening)[:40]!r} merge with text beside them",
+                "begin and end them with a letter or common punctuation",
             )
 
     # -- contexts -----------------------------------------------------------------------------
@@ -293,8 +294,8 @@ class ChatFormat:
         header after it.
 
         Raises:
-            UserError: the template refuses the conversation, or its text holds a mark of turns or
-                breaks the header.
+            UserError: the template refuses the conversation; its text holds a mark that structures
+                turns, or changes the header's tokens.
         """
         turns = self._turns(messages)
         last = len(turns) - 1
@@ -304,14 +305,14 @@ class ChatFormat:
         text = whole[: response[1]] + self.tail_text
         if user and whole[: user[0][0]] != text + self._lead:
             raise UserError(
-                "the chat template opens this user turn in another way than others",
+                "the chat template opens this user turn differently from others",
                 "use a template that opens every user turn alike",
             )
         ids, offsets = self._tokenize_context(text)
         if ids[-len(self.header_ids) :] != self.header_ids:
             raise UserError(
-                "the user header is not tokenized alone after this response",
-                "remove the conversation, or what its response ends with",
+                "the user header's tokens merge with the end of this response",
+                "remove the conversation, or change how its response ends",
             )
         positions = dict.fromkeys(self.position_names)
         query_tokens = _tokens_within(offsets, *query)
@@ -334,7 +335,7 @@ class ChatFormat:
         return ChatContext(text, ids, positions, query_tokens, response_tokens)
 
     def _response_begin(self, turns: Sequence[Message], text: str, content: int) -> int:
-        """The character with which a response begins: with its thought, if the context shows it."""
+        """Where a response begins (a character): at its thought, if the context shows that."""
         if not self._shows_thoughts or not any(turns[-1].get(key) for key in KEYS):
             return content
         opened = self.thoughts.header(self.template.render(turns[:-1], add_generation_prompt=True))
@@ -344,7 +345,8 @@ class ChatFormat:
         """Token ids of a conversation that ends with a query, with the assistant's turn opened.
 
         Raises:
-            UserError: the template refuses the conversation, or its text holds a mark of turns.
+            UserError: the template refuses the conversation, or its text holds a mark that
+                structures turns.
         """
         return self.template.encode(
             self.template.render(self._turns(messages), add_generation_prompt=True)
@@ -355,8 +357,8 @@ class ChatFormat:
         context ends with.
 
         Raises:
-            UserError: the turn's first token merges with the header, or its text holds a mark of
-                turns.
+            UserError: the turn's first token merges with the header, or its text holds a mark that
+                structures turns.
         """
         opening = self.opening
         whole = turn if opening is None else f"{opening} {turn}"
@@ -381,8 +383,8 @@ class ChatFormat:
         system message of the conversation.
 
         Raises:
-            UserError: the template opens a first user turn in another way than later ones, or
-                refuses it.
+            UserError: the template refuses a first user turn, or opens it differently from later
+                ones.
         """
         system = [m for m in self._turns(messages) if m["role"] == "system"]
         turns = [*system, message("user", MARK)]
@@ -392,16 +394,16 @@ class ChatFormat:
         ids, _ = self._tokenize_context(text)
         if not before.endswith(self._lead) or ids[-len(self.header_ids) :] != self.header_ids:
             raise UserError(
-                "the chat template opens a first user turn in another way than later ones",
+                "the chat template opens a first user turn differently from later ones",
                 "leave the system message out",
             )
         return ids
 
     def text(self, ids: Sequence[int]) -> str:
-        """What a sampled turn says: special tokens kept, the token that ended it left out.
+        """The text of a sampled turn, with special tokens, without the token that ended it.
 
-        So is the white space that the template writes before that token, and what stands between
-        an opening and the words that go on from it.
+        It also leaves out the white space that the template writes before that token, and what
+        stands between an opening and the words after it.
         """
         text = self.template.decode(_without_stop(ids, self.stop_ids))
         if ids:
@@ -409,10 +411,10 @@ class ChatFormat:
         return text.removeprefix(self._lead) if self.opening is None else text.lstrip()
 
     def parse_response(self, ids: Sequence[int], prompt_ids: Sequence[int]) -> Response:
-        """What a sampled response says, as the content of an assistant turn, and what it thought.
+        """The content of a sampled response, as an assistant turn has it, and its thought.
 
-        Left out are the marks that the template writes before content by itself (harmony's final
-        channel), and all from the first other mark of turns on.
+        It leaves out the marks that the template itself writes before a content (harmony's final
+        channel), and all from the first other mark that structures turns.
         """
         text = _without_stop(ids, self.response_stop_ids)
         return self.thoughts.parse(
@@ -420,6 +422,17 @@ class ChatFormat:
             self.template.decode(prompt_ids),
             [self.template.token(i) for i in self._structure],
         )
+
+    @property
+    def position_tokens(self) -> dict[str, str]:
+        """The text of the token at each position whose token is the same in all contexts."""
+        at = {"turn_end": self._turn_end, "turn_separator": self._separator}
+        at |= zip(self.header_names, range(-len(self.header_ids), 0), strict=True)
+        return {
+            name: self.template.decode([self.tail_ids[index]])
+            for name in self.position_names
+            if (index := at.get(name)) is not None
+        }
 
     def describe(self) -> dict:
         """What ``run.json`` records of the chat format."""
@@ -445,7 +458,7 @@ class ChatFormat:
     # -- rendering ----------------------------------------------------------------------------
 
     def _turns(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages as the template gets them, with the system message and free of marks."""
+        """The messages as the template gets them, with a system message and checked for marks."""
         messages = self.thoughts.told_apart(messages)
         if self.system is not None and messages[0]["role"] != "system":
             messages.insert(0, message("system", self.system))
@@ -508,7 +521,7 @@ def _tokens_from(
 def _tokens_within(offsets: Sequence[tuple[int, int]], start: int, end: int) -> range:
     """Indices of the tokens that end within the characters ``start … end``, or hold the last one.
 
-    A token of spaces may be of no width: some tokenizers trim spaces off their offsets.
+    A token of spaces may have no width: some tokenizers trim spaces off their offsets.
     """
     inside = [i for i, (a, b) in enumerate(offsets) if start < b <= end or start <= a < end < b]
     return range(inside[0], inside[-1] + 1) if inside else range(0)

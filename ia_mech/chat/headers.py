@@ -1,4 +1,4 @@
-"""Other headers than the user's after a response: does the role matter, or the place?
+"""Headers other than the user's after a response: does the role matter, or the place?
 
 A variant changes the token ids of the regular context at one place and leaves all others as they
 are, which rendering and tokenizing another text wouldn't promise.
@@ -40,12 +40,12 @@ def context_and_real_follow_up(
 ) -> tuple[ChatContext, TurnIds | None]:
     """A conversation's context, and the token ids of its real follow-up (None without one).
 
-    The ids are those of the turn after the regular user header, so that all headers score the same.
-    After an opening there is none: the user's turn doesn't begin with those words.
+    The ids are those after the regular user header, so that all headers score the same tokens. With
+    an opening there are none: the real follow-up doesn't begin with those words.
 
     Raises:
-        UserError: as :func:`context_of`; or the real follow-up merges with the header or holds
-            a mark.
+        UserError: as :func:`context_of`; or the real follow-up merges with the header or holds a
+            mark that structures turns.
     """
     context = context_of(chat, conversation)
     if conversation.real_follow_up is None or chat.opening is not None:
@@ -66,7 +66,7 @@ def _bare_header_context(chat: ChatFormat, messages: Sequence[Message]) -> ChatC
 
 
 def _context_without(chat: ChatFormat, regular: ChatContext, name: str) -> ChatContext:
-    """The context less its turn end, or less all that stands between turn end and header."""
+    """The context without its turn end, or without all that stands between turn end and header."""
     end = regular.positions["turn_end"]
     header = regular.positions[chat.header_names[0]]
     assert header is not None  # every context has a header
@@ -78,7 +78,7 @@ def _context_without(chat: ChatFormat, regular: ChatContext, name: str) -> ChatC
     start, stop = end + 1, header
     if name == "turn_end":
         start, stop = end, end + 1
-        # With white space of its own before it, unless the response's last token holds that.
+        # The template's white space before it goes, too, unless the response's last token holds it.
         before = chat.tail_ids[: chat.tail_ids.index(regular.ids[end])]
         while before and regular.ids[start - 1] == before.pop():
             start -= 1

@@ -13,7 +13,7 @@ from jinja2 import Environment, Template, TemplateError, meta
 from ia_mech.errors import UserError
 
 PINNED_DATE = "2026-01-01"  # for templates that print today's date; ids must not change at midnight
-MARK = "Qzxvjk"  # stands where a turn's text will be; in no template, changed by none
+MARK = "Qzxvjk"  # stands where a turn's text will be; no template holds or changes it
 GIVEN = ("messages", "tools", "add_generation_prompt")  # variables that are no options
 DATES = ("strftime_now", "date_string", "current_date", "today")
 
@@ -29,10 +29,10 @@ class Joints:
         first: before a first query.
         asked: between a query and its response, where a user turn follows.
         tail: between a response and the user turn that follows it.
-        queried: after a query that comes last; "" if an answer is opened there unasked.
+        queried: after a query that comes last; "" if the template opens an answer there unasked.
         prompt: after a query whose answer is asked for.
         answered: between a query and a response that comes last.
-        last: the same after a response; None if the template doesn't show a response there.
+        last: after a response that comes last; None if the template doesn't show a response there.
         system: all that it writes in a dialogue with a system message.
         refused: why no dialogue can begin with a system message; "" where one can.
     """
@@ -53,8 +53,8 @@ class ChatTemplate:
     every rendering is given, such as ``enable_thinking``.
 
     Raises:
-        UserError: no template, no offsets into the text (a fast tokenizer has them), or an option
-            that the template never reads.
+        UserError: the tokenizer has no template, or gives no offsets into the text (fast tokenizers
+            do); or the template never reads an option.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ChatTemplate:
             self.source: str = tokenizer.get_chat_template()
         except ValueError as error:
             raise UserError(
-                f"the tokenizer names none of its chat templates ({', '.join(template)}) default",
+                f"none of the tokenizer's chat templates ({', '.join(template)}) is named default",
                 "set tokenizer.chat_template to the one that chat uses",
             ) from error
         self._date, self._given = date, {"documents": None, **(options or {})}
@@ -87,9 +87,9 @@ class ChatTemplate:
         return hashlib.sha256(self.source.encode()).hexdigest()[:16]
 
     def render(self, messages: Sequence[Message], **options) -> str:
-        """The dialogue as text, as ``apply_chat_template`` renders it; options as its keywords.
+        """The dialogue's text, as ``apply_chat_template`` renders it; ``options`` are its keywords.
 
-        The first message that has ``tools`` has those of the dialogue.
+        The dialogue's tools are those of the first message that has ``tools``.
 
         Raises:
             UserError: the template refuses these messages.
@@ -103,17 +103,17 @@ class ChatTemplate:
             raise UserError(
                 f"the chat template refuses the roles {'/'.join(m['role'] for m in messages)} "
                 f"({str(error).splitlines()[0][:120] if str(error) else type(error).__name__})",
-                "use conversations, or a model, whose template allows them",
+                "use conversations that the template allows, or another model",
             ) from error
 
     def _refuse_option(self, name: str) -> None:
         if name in (*GIVEN, *DATES) or name.endswith("_token"):
-            remedy = "--date is for dates" if name in DATES else "leave it out"
-            raise UserError(f"--template-option {name}: it is no option", remedy)
-        # Also what the template may set itself before it reads it: that is known when it runs.
+            remedy = "use --date for dates" if name in DATES else "leave it out"
+            raise UserError(f"--template-option {name}: this variable is no option", remedy)
+        # This includes variables that the template may set before it reads them.
         try:
             found = meta.find_undeclared_variables(_environment().parse(self.source))
-        except TemplateError:  # which rendering reports
+        except TemplateError:  # rendering reports it
             return
         read = {one for one in found if one not in (*GIVEN, *DATES) and not one.endswith("_token")}
         if name not in read:
@@ -123,7 +123,7 @@ class ChatTemplate:
             )
 
     def joints(self) -> Joints:
-        """What the template writes between turns, whatever these say.
+        """What the template writes between turns, whatever the turns say.
 
         Raises:
             UserError: it refuses a user turn after a response, or doesn't show each turn once.
@@ -132,9 +132,9 @@ class ChatTemplate:
         prompt = self._pieces("user", "assistant", "user", add_generation_prompt=True)[-1]
         try:
             *_, answered, last = self._pieces("user", "assistant", "user", "assistant")
-        except UserError:  # some show a response only where something follows it
+        except UserError:  # some templates show a response only where something follows it
             answered, last = asked, None
-        # Where an answer is opened unasked, this says nothing of what ends the turn before.
+        # Where an answer is opened unasked, this doesn't tell what ends the turn before it.
         opener = (asked.split() or [MARK])[-1]
         queried = "" if opener in queried else queried
         last = "" if last and opener in last else last
@@ -176,7 +176,7 @@ class ChatTemplate:
         rendered = self.render(marked)
         _refuse_unless_once(rendered, MARK + MARK, role)
         before, _, after = rendered.partition(MARK + MARK)
-        if text == before.rstrip() + after:  # white space that is written before words alone
+        if text == before.rstrip() + after:  # white space that is written only before words
             before = before.rstrip()
         if (
             len(before) + len(after) > len(text)
@@ -185,7 +185,7 @@ class ChatTemplate:
         ):
             if not content.strip():
                 raise UserError(
-                    f"the chat template doesn't render an empty {role} turn as it does others",
+                    f"the chat template renders an empty {role} turn differently from others",
                     "leave out conversations with an empty turn",
                 )
             raise UserError(
@@ -212,7 +212,7 @@ class ChatTemplate:
 
 @functools.lru_cache
 def _compiled(source: str, date: str) -> Template:
-    """A template as ``apply_chat_template`` compiles it, but for the date that it is given."""
+    """A template as ``apply_chat_template`` compiles it, but with a fixed date."""
     pinned = datetime.fromisoformat(date).strftime
     return _environment().from_string(source, {"strftime_now": lambda form: pinned(form)})
 
@@ -227,7 +227,7 @@ def _environment() -> Environment:
 def _refuse_unless_once(text: str, mark: str, role: str) -> None:
     if text.count(mark) != 1:
         raise UserError(
-            f"the chat template doesn't show the {role} turn's text once",
+            f"the chat template doesn't show the {role} turn's text exactly once",
             "use a template that renders every turn",
         )
 

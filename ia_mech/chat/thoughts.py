@@ -1,9 +1,9 @@
-"""Where a thought stands: in what a model wrote as its response, and in what a template renders.
+"""Find a response's thought in what a model wrote, and in what a template renders.
 
-A response's thought is told apart by the marks that the chat template writes around thoughts, or at
-least names. A message has its thought as ``reasoning_content``. A template is given it where it
-reads thoughts: under a key of the message, or within the content. Whether a dialogue then shows it
-is the template's affair: most leave it out once a user turn follows.
+A thought is told from the rest of a response by the marks that the chat template writes around
+thoughts, or at least names. A message holds its thought as ``reasoning_content``. The template gets
+the thought where it reads thoughts: under a key of the message, or within the content. Whether a
+dialogue then shows the thought depends on the template: most leave it out once a user turn follows.
 """
 
 import re
@@ -22,14 +22,14 @@ _QUERY = message("user", "What is it?")
 
 @dataclass(frozen=True)
 class Marks:
-    """What stands around a thought, and between marks and words where a content holds both."""
+    """The marks around a thought, and the ``space`` between marks and words of one content."""
 
     opening: str
     closing: str
     space: str = ""
 
 
-# What templates name that write the thought of no dialogue. Others show their marks.
+# Marks that templates name though they write no dialogue's thought. Others show their marks.
 NAMED = (
     Marks("<think>", "</think>", "\n"),
     Marks("[THINK]", "[/THINK]"),
@@ -45,8 +45,8 @@ NAMED = (
 
 @dataclass(frozen=True)
 class Response:
-    """A response without its thought (None if nothing was thought). ``within_thought``: it ended
-    within its thought, or before what the template has after one."""
+    """A response without its thought, and the thought (None without one). ``within_thought``: it
+    ended within its thought, or before the mark that the template writes after one."""
 
     text: str
     thought: str | None = None
@@ -61,8 +61,8 @@ class Thoughts:
         marks: around thoughts in what the model writes; None if the template knows no thoughts.
         key: where the template reads a message's thought: one of :data:`KEYS`, or ``content``;
             None if nowhere.
-        content_mark: what the template writes between the assistant's header, or a thought, and a
-            content: harmony's final channel. Empty if nothing.
+        content_mark: what the template writes before a content, after the assistant's header or a
+            thought (harmony's final channel); empty if nothing.
     """
 
     def __init__(self, template: ChatTemplate, added: Collection[int]) -> None:
@@ -79,7 +79,7 @@ class Thoughts:
             closing = written.closing if written else ""
             self.content_mark = mark or closing.partition(self.marks.closing)[2].strip()
         self.key = shown[0] if shown else self._other_key()
-        # Only such a token tells a mark inside a text; words may be the response's own.
+        # Inside a text only such a token is surely a mark; words may be the response's own.
         self._is_told = bool(set(added).intersection(template.encode(self.content_mark)[0]))
         if self.marks is not None:
             closing = self.marks.closing.removesuffix(self.content_mark).strip()
@@ -88,13 +88,13 @@ class Thoughts:
     # -- what the template does ---------------------------------------------------------------
 
     def shown(self, *, followed: bool) -> bool:
-        """Whether a dialogue shows the thought of its last response; ``followed`` by a user turn,
-        or not."""
+        """Whether a dialogue, ``followed`` by a user turn or not, shows its last response's
+        thought."""
         said = self.given(message("assistant", MARK) | {KEYS[0]: _THOUGHT})
         return self._shows(said, (followed,))
 
     def given(self, turn: Message) -> Message:
-        """A message as the template takes it: with its thought where that is read."""
+        """A message as the template takes it, with its thought where the template reads one."""
         thought = turn.get(KEYS[0])
         bare = {name: value for name, value in turn.items() if name not in KEYS}
         if not thought or self.key is None:
@@ -104,7 +104,7 @@ class Thoughts:
         return bare | {CONTENT: self._joined(thought, turn[CONTENT])}
 
     def told_apart(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, the thoughts that contents hold in keys of their own."""
+        """The messages, with thoughts that stood in contents moved to keys of their own."""
         return [
             turn | _as_message(self.of_text(turn[CONTENT]))
             if turn["role"] == "assistant" and KEYS[0] not in turn
@@ -113,8 +113,7 @@ class Thoughts:
         ]
 
     def header(self, opened: str) -> str:
-        """What asks for a response, without the marks with which it opens a thought, or an empty
-        one."""
+        """The text that asks for a response, less marks at its end that open or skip a thought."""
         if self.marks not in NAMED:
             return opened
         end = opened.rstrip()
@@ -127,7 +126,7 @@ class Thoughts:
         return self.marks.space.join(part for part in parts if part)
 
     def _shows(self, said: dict[str, Any], followed: Sequence[bool] = (False, True)) -> bool:
-        """Whether one of two dialogues shows a thought that stands for one."""
+        """Whether a dialogue shows :data:`_THOUGHT`, ``followed`` by a user turn or not."""
         turns = [_QUERY, message("assistant", MARK) | said]
         dialogues = [[*turns, message("user", "Why?")] if more else turns for more in followed]
         return any(_THOUGHT in self._rendered(dialogue) for dialogue in dialogues)
@@ -135,11 +134,11 @@ class Thoughts:
     def _rendered(self, dialogue: Sequence[Message]) -> str:
         try:
             return self._template.render(dialogue)
-        except UserError:  # there is no such key
+        except UserError:  # the template refuses this key
             return ""
 
     def _before_content(self, **said: str) -> str:
-        """What a last response's content stands after, from the assistant's header on."""
+        """What the template writes between the assistant's header and a last response's content."""
         text = self._rendered([_QUERY, message("assistant", MARK) | said])
         before = text.partition(MARK)[0] if MARK in text else ""
         return before.removeprefix(self._asked).strip() if before.startswith(self._asked) else ""
@@ -150,7 +149,7 @@ class Thoughts:
         return Marks(opening.strip(), closing.strip()) if closing.strip() else None
 
     def _other_key(self) -> str | None:
-        """Where a template reads thoughts that shows none under a key in a plain dialogue."""
+        """Where a template reads thoughts, if a plain dialogue shows none under any key."""
         if self.marks is None:
             return None
         plain = self._rendered([_QUERY, message("assistant", MARK)])
@@ -167,8 +166,8 @@ class Thoughts:
     # -- what a model wrote -------------------------------------------------------------------
 
     def of_text(self, text: str, prompt: str | None = None) -> Response:
-        """A response as text, without its thought; ``prompt`` is what it was written after, which
-        may open a thought, or None if that isn't known."""
+        """Split a response's text from its thought. ``prompt`` is what the response was written
+        after, which may open a thought; None if that isn't known."""
         if self.marks is None:
             return Response(text)
         opening, closing = self.marks.opening, self.marks.closing
@@ -195,9 +194,9 @@ class Thoughts:
         Args:
             text: what was written.
             prompt: what it was written after.
-            structure: tokens that open and close turns: from the first one on that no thought and
-                no content begins with, nothing is the response's. Nor from a second end of a
-                thought on, before which templates cut a response off.
+            structure: tokens that open and close turns. The response ends before the first of them
+                that begins neither a thought nor a content. It also ends before a second end of a
+                thought, where templates cut a response off.
         """
         if self._is_told:
             found = self._channels(text, prompt, structure)
@@ -212,7 +211,7 @@ class Thoughts:
         return Response(said, thought or None, found.within_thought)
 
     def _channels(self, text: str, prompt: str, structure: Collection[str]) -> Response:
-        """A response whose content has a mark of its own, after those of thoughts and others."""
+        """Parse a response whose content has its own mark, after thoughts and other channels."""
         before, found, said = text.partition(self.content_mark)
         opening, closing = (self.marks.opening, self.marks.closing) if self.marks else ("", "")
         if opening and prompt.rstrip().endswith(opening):

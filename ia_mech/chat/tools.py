@@ -1,15 +1,15 @@
-"""Tools, their calls and results, and names: whether a chat template shows what messages have."""
+"""Refuse dialogues whose tools, calls, results or names a chat template doesn't show."""
 
 from collections.abc import Iterator, Sequence
 
 from ia_mech.chat.template import MARK, ChatTemplate, Message
 from ia_mech.errors import UserError
 
-ANSWERED, CALLED = "what a tool answered", "calls of tools"
+ANSWERED, CALLED = "the answers of tools", "the calls of tools"
 
 
 def refuse_hidden(template: ChatTemplate, turns: Sequence[Message]) -> None:
-    """Refuse a dialogue of which the template would leave out what belongs to tools, or a name.
+    """Refuse a dialogue if the template would leave out a name, or anything that belongs to tools.
 
     Raises:
         UserError: names it.
@@ -26,12 +26,12 @@ def refuse_hidden(template: ChatTemplate, turns: Sequence[Message]) -> None:
 
 
 def _marked(turn: Message) -> Iterator[tuple[str, Message]]:
-    """What a message has of these, and the message with a mark in its place."""
+    """Each tool, call, answer or name of a message, in words, and the message with it marked."""
     if turn["role"] == "tool":
         yield ANSWERED, turn | {"content": MARK}
-    elif "name" in turn:  # a tool's is only repeated
+    elif "name" in turn:  # a tool's name only repeats its call's
         yield f"the {turn['role']}'s name", turn | {"name": MARK}
-    for kind, what in (("tool_calls", CALLED), ("tools", "the tools that there are")):
+    for kind, what in (("tool_calls", CALLED), ("tools", "the list of tools")):
         for number, one in enumerate(turn.get(kind) or ()):
             named = one | {"function": one["function"] | {"name": MARK}}
             yield what, turn | {kind: [*turn[kind][:number], named, *turn[kind][number + 1 :]]}

@@ -96,9 +96,8 @@ def build_parser() -> Parser:
         metavar="N",
         help="parts computed at once (default: one per core)",
     )
-    add(
-        "--threads", type=cli.threads, metavar="N", help="of each worker (default: as before, or 1)"
-    )
+    add("--threads", type=cli.threads, metavar="N", help="of each worker (default: as begun, or 1)")
+    add("--full", action="store_true", help="print all tables, that of real follow-ups too")
     add(
         "--shard",
         type=shard_of,
@@ -178,7 +177,7 @@ def _make(settings: Settings, out: Path, args: argparse.Namespace, progress: "Pr
     crew = Crew(args.workers, args.threads)
     run = make_run(settings, out, progress, shard=args.shard, crew=crew)
     if run.complete:
-        print_run(run)
+        print_run(run, args.full)
     else:
         print_shard(run, args.shard)
 
@@ -241,12 +240,14 @@ def _argument(name: str, value: Any, parse: Callable[[str], Any]) -> Any:
 def _kept(out: Path | None) -> str:
     """What an interrupted run has on the disk."""
     from ia_mech.run import Run, layout
+    from ia_mech.run.writer import kept_draws
 
     nothing = "no part was finished, so nothing was kept; the same command begins again"
     if out is None or not (out / layout.RUN).exists():
         return nothing
     try:
         counts = Run(out).counts
+        counts |= {"responses of unfinished parts": kept_draws(out)}
     except UserError as error:
         return str(error)
     if not any(counts.values()):

@@ -1,6 +1,7 @@
 """What workers do: from token ids to what the engine gives for them.
 
-What goes in was prepared, and what comes out is written, by the main thread.
+The main thread prepares what goes in and writes what comes out. Only the batches of a part of
+responses are kept by the worker itself, so that an interruption costs one batch and not the part.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from ia_mech.run import layout
 from ia_mech.settings import Settings
 
 DRAWS = 3  # most draws for each response that is wanted
+Written = tuple[list[int], str]  # a draw: its token ids, and "turn_end" or "length"
+Batch = list[Written]  # draws that were decoded together
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,14 @@ class Drawn:
     """A response as the model wrote it, as it reads, and the order of the context that it becomes,
     if it becomes one."""
 
-    decoded: Decoded
+    token_ids: list[int]
+    ended: str
     said: Response
     order: int | None = None
 
     @property
     def finish_reason(self) -> str:
-        return "thought" if self.said.within_thought else self.decoded.finish_reason
+        return "thought" if self.said.within_thought else self.ended
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,13 @@ class Computation:
 
     @torch.inference_mode()
     def respond(
-        self, queries: Sequence[Query], limit: int, together: int, work: PartProgress
+        self,
+        queries: Sequence[Query],
+        limit: int,
+        together: int,
+        work: PartProgress,
+        kept: Sequence[Batch] = (),
+        keep: Callable[[list[Batch]], None] = lambda _: None,
     ) -> list[list[Drawn]]:
         """Draw responses to queries until each has what it wants: at most ``together`` at a time,
         while the prompts of at most ``limit`` are held.
@@ -81,11 +91,17 @@ class Computation:
         The draws of a query are numbered, and the first that are finished and differ become its
         contexts. A query that doesn't get as many of them as it wants gets none.
 
+        Args:
+            kept: the batches that an interrupted call with the same arguments has finished. They
+                are not drawn again; the batches after them are the same as without interruption.
+            keep: is given the batches that are finished, before the next one is begun.
+
         Returns:
             All draws of each query.
         """
         drawn: list[list[Drawn]] = [[] for _ in queries]
-        on_step = work.decoded
+        batches: list[Batch] = []
+        again = False
         while wanted := [
             (number, draw)
             for number, query in enumerate(queries)
@@ -93,12 +109,24 @@ class Computation:
         ]:
             for start in range(0, len(wanted), limit):
                 some = [(queries[number], draw) for number, draw in wanted[start : start + limit]]
-                rows = self._respond_together(some, together, work, on_step)
-                for (number, _), row in zip(wanted[start : start + limit], rows, strict=True):
-                    prompt = queries[number].prompt
-                    one = Drawn(row, self.read(row.token_ids.tolist(), prompt))
+                if again:
+                    work.redraw(len(some), sum(map(len, {query.prompt for query, _ in some})))
+                if len(batches) < len(kept):
+                    batch = kept[len(batches)]
+                    spared = len(some) * self.settings.max_response_tokens
+                    work.decoded(0, len(some), spared)
+                else:
+                    if len(batches) > len(kept):
+                        keep(batches)
+                    rows = self._respond_together(some, together, work)
+                    batch = [(row.token_ids.tolist(), row.finish_reason) for row in rows]
+                batches.append(batch)
+                for (number, _), (ids, ended) in zip(
+                    wanted[start : start + limit], batch, strict=True
+                ):
+                    one = Drawn(ids, ended, self.read(ids, queries[number].prompt))
                     drawn[number].append(self._taken(one, queries[number].orders, drawn[number]))
-            on_step = work.redrawn
+            again = True
         for query, own in zip(queries, drawn, strict=True):
             if sum(one.order is not None for one in own) < len(query.orders):
                 own[:] = [replace(one, order=None) for one in own]
@@ -128,14 +156,10 @@ class Computation:
         return replace(one, order=orders[len(taken)])
 
     def _respond_together(
-        self,
-        draws: Sequence[tuple[Query, int]],
-        together: int,
-        work: PartProgress,
-        on_step: Callable[[int, int, int], None],
+        self, draws: Sequence[tuple[Query, int]], together: int, work: PartProgress
     ) -> list[Decoded]:
-        """Draws by query and number. Those of one prompt share its prefill; greedy ones are as
-        ``generate(do_sample=False)`` writes them."""
+        """Decode draws, each named by its query and its number. Draws of one prompt share its
+        prefill; greedy ones are as ``generate(do_sample=False)`` writes them."""
         prompts = list(dict.fromkeys(query.prompt for query, _ in draws))
         prefixes = [Prefix(ids) for ids in prompts]
         groups, order = prefill_all(self.subject.model, prefixes, work.prefilled)
@@ -156,15 +180,15 @@ class Computation:
             self.response_stop_ids,
             self.settings.max_response_tokens,
             together=together,
-            on_step=on_step,
+            on_step=work.decoded,
         )
 
     @torch.inference_mode()
     def contexts(
         self, contexts: Sequence[PreparedContext], limit: int, work: PartProgress
     ) -> list[ContextResult]:
-        """Results of contexts, at most ``limit`` rows at a time; where these end, rows of others
-        that are held take their places."""
+        """Results of contexts, at most ``limit`` rows at a time. Where rows end, rows of other
+        contexts take their places."""
         queue = QUEUE[self.subject.device.type] * limit
         together = max(1, queue // len(self.settings.rows()))
         results: list[ContextResult] = []

@@ -1,4 +1,4 @@
-"""What a run takes of disk, memory and time, and what ``--dry-run`` says."""
+"""How much disk, memory and time a run takes, and what ``--dry-run`` says."""
 
 import shutil
 from dataclasses import replace
@@ -76,6 +76,7 @@ def dry_run(settings: Settings, out: Path, shard: Shard) -> tuple[dict[str, str]
     return {
         "model": settings.model + random_blocks_text(settings.random_blocks),
         "conversations": f"{settings.dataset}: {surveyed.dataset_conversations}",
+        **({"what was read": surveyed.read} if surveyed.read else {}),
         "contexts": str(contexts),
         "responses to generate": str(writing) + (redrawn if writing and draws > 1 else ""),
         "user header": repr(surveyed.chat.header_text),
@@ -132,7 +133,7 @@ def size_text(count: int) -> str:
 
 
 def memory_text(weights: int, part: int) -> str:
-    """What weights and what is computed at once take of memory."""
+    """How much memory the weights take, and each part that is being computed."""
     return f"{size_text(weights)} for weights, at most {size_text(part)} for each part in work"
 
 
@@ -148,5 +149,5 @@ def duration(seconds: float) -> str:
 
 
 def random_blocks_text(seed: int | None) -> str:
-    """What a model's name lacks where its blocks are random."""
+    """What to say after a model's name if its blocks are random."""
     return "" if seed is None else f" with random blocks (seed {seed}) over its trained embeddings"

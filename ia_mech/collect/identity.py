@@ -86,7 +86,7 @@ def version_of(package: str) -> str | None:
 
 
 def machine_changes(before: dict, now: dict) -> str:
-    """What a session's record has otherwise than :func:`machine` has it now; empty if nothing."""
+    """Where a session's record differs from what :func:`machine` says now; empty if nowhere."""
     return ", ".join(
         f"{name} {before.get(name)} → {value}"
         for name, value in now.items()

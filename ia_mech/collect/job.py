@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from safetensors import SafetensorError
 from ia_mech.chat.format import ChatContext, ChatFormat
 from ia_mech.chat.headers import context_and_real_follow_up
 from ia_mech.chat.thoughts import Response
+from ia_mech.cli import one_line
 from ia_mech.collect.compute import Computation, Drawn, Query
 from ia_mech.collect.cost import check_disk, run_bytes
 from ia_mech.collect.identity import (
@@ -65,10 +67,12 @@ def make_run(
 ) -> Run:
     """Load the model and make a run, or go on with it; keep the model's lens as well.
 
-    What needs no weights is refused before they are fetched. Arguments and Raises: see
-    :func:`collect`.
+    Everything that can be refused without weights is refused before they are fetched. Arguments
+    and Raises: see :func:`collect`.
     """
     surveyed = survey(settings, out)
+    if surveyed.read:
+        progress.say(f"{one_line(settings.dataset)}: {surveyed.read}")
     subject = load(settings.model_spec)
     run = collect(settings, subject, out, progress, surveyed=surveyed, shard=shard, crew=crew)
     if run.counts["contexts"]:
@@ -96,10 +100,12 @@ def collect(
 
     Args:
         surveyed: what :func:`ia_mech.collect.survey.survey` returned, if it was called.
-        crew: workers, of which nothing depends, and threads of each, which change rounding; where
-            none are asked for, those that the run was begun with, as far as there are cores.
-        interventions: what is changed in each context while it is prefilled. All that it depends on
-            has to be in the conversations' metadata, by which the run is known.
+        crew: how many workers compute at once, on which no row depends, and how many threads each
+            has, which changes rounding. Without a wish, a worker has as many threads as the run was
+            begun with, but no more than there are cores.
+        interventions: what is changed in each context while it is prefilled. Everything that it
+            depends on has to be in the conversations' metadata, which is part of the run's
+            identity.
 
     Raises:
         UserError: anything wrong with data, template, folder or disk; nothing is written then that
@@ -120,6 +126,7 @@ def collect(
     record = {
         "identity": identity(subject, chat, engine, requested),
         "parts": parts.counts,
+        "position_tokens": chat.position_tokens,
         "part_room": room,
         "threads": crew.for_items(*work)[1],
         "skipped": surveyed.skipped,
@@ -255,20 +262,20 @@ class _Job:
         parts: Iterable[str],
         rows: int,
         prepare: Callable[[str], list],
-        compute: Callable[[list, int, PartProgress], list],
+        compute: Callable[[str, list, int, PartProgress], list],
         write: Callable[[str, list, list, int | None], None],
     ) -> None:
-        """Have workers compute parts; each is prepared before and written after it in this thread.
+        """Have workers compute parts. This thread prepares each part before, and writes it after.
 
-        Parts that other processes compute are waited for, and taken over where they are given up.
-        Where memory runs out, a part is computed again with fewer rows at a time, and so are parts
-        behind it that begin later.
+        It waits for parts that other processes compute, and takes over those that they give up.
+        Where memory runs out, a part is computed again with fewer rows at a time; parts that come
+        after it and begin later have no more rows than that.
 
         Args:
-            rows: of each thing that is prepared.
-            compute: that, at most so many rows at a time.
-            write: a part by its name, what it was computed from, what came out, and how many rows
-                memory allowed if those were fewer, since rounding depends on it.
+            rows: how many each prepared thing has.
+            compute: what was prepared of a part, at most so many rows at a time.
+            write: is given a part's name, what it was computed from, what came out, and how many
+                rows memory allowed if those were fewer, since rounding depends on it.
         """
         most = self.parts.batch_rows
         limits: dict[str, int] = {}  # of parts at which memory ran out
@@ -285,7 +292,7 @@ class _Job:
             earlier = [limit for part, limit in list(limits.items()) if part < name]
             backoff = Backoff(min(earlier, default=most), shrank)
             count = max(1, rows * len(prepared))
-            results = backoff.retry(lambda limit: compute(prepared, limit, begun), count)
+            results = backoff.retry(lambda limit: compute(name, prepared, limit, begun), count)
             return results, backoff.limit, begun
 
         def finished(item: tuple[str, list], outcome: tuple[list, int, PartProgress]) -> None:
@@ -322,8 +329,17 @@ class _Job:
             queries = groupby(orders[name], lambda i: self.survey.conversations[i].query_id)
             return [self._query(tuple(own)) for _, own in queries]
 
-        def compute(some: list[Query], limit: int, begun: PartProgress) -> list[list[Drawn]]:
-            return self.computation.respond(some, limit, self.parts.response_rows, begun)
+        def compute(
+            name: str, some: list[Query], limit: int, begun: PartProgress
+        ) -> list[list[Drawn]]:
+            return self.computation.respond(
+                some,
+                limit,
+                self.parts.response_rows,
+                begun,
+                self.writer.kept_batches(name, limit),
+                partial(self.writer.keep_batches, name, limit),
+            )
 
         each = self.settings.responses
         self._compute_parts(
@@ -347,7 +363,7 @@ class _Job:
                 "thought": one.said.thought,
                 "finish_reason": one.finish_reason,
                 # Without the turn-end, as the tokens of a given response are counted.
-                "tokens": len(one.decoded.token_ids) - (one.decoded.finish_reason == "turn_end"),
+                "tokens": len(one.token_ids) - (one.ended == "turn_end"),
             }
             for query, own in zip(queries, drawn, strict=True)
             for draw, one in enumerate(own)
@@ -388,7 +404,11 @@ class _Job:
             made = tables(contexts, results, self.settings, self.chat)
             self.writer.add_contexts(name, *made, limit, self.left_out[name])
 
-        compute = self.computation.contexts
+        def compute(
+            _: str, some: list[PreparedContext], limit: int, begun: PartProgress
+        ) -> list[ContextResult]:
+            return self.computation.contexts(some, limit, begun)
+
         self._compute_parts("contexts", work, todo, each, prepare, compute, write)
 
     def _say_left_out(self, run: Run) -> None:

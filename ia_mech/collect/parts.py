@@ -2,8 +2,8 @@
 
 A **part** is some consecutive contexts with all their rows. Parts are a pure function of settings
 and conversations, since rounding depends on the batch that a row sits in: nothing here looks at the
-clock, at free memory, at what was already done, or at the number of shards. What a part may take of
-memory follows from the machine that a run is begun on, and is read from the run by all others.
+clock, at free memory, at what was already done, or at the number of shards. The machine that begins
+a run decides how much memory a part may take, and records it; all others read it from the run.
 """
 
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ from ia_mech.settings import Settings, Shard
 # number is an estimate.
 BATCH_ROWS = {"cpu": 96, "cuda": 1024}
 RESPONSES = 16  # fewer responses together cost as much: reading the weights is what takes the time
-# Where memory allows few long responses at a time, a part has so many times more, which take the
-# places of those that end.
+# Where memory allows only a few long responses at a time, a part has so many times more: those that
+# wait take the places of those that end.
 WAITING = 4
 # A part of contexts has so many times the rows that are decoded together, and the others wait. Most
 # turns are short and a few long: a GPU's step takes as long for the last rows as for a thousand.
@@ -34,11 +34,12 @@ class Parts:
 
     Attributes:
         contexts: by name, the orders of the contexts of each part.
-        responses: the same of responses that the model writes: wider parts, since responses are
-            long and a step costs little more for many rows; each serves whole parts of contexts.
+        responses: by name, the orders of the contexts whose responses are written in each part.
+            These parts are wider, since responses are long and a step costs little more for many
+            rows. Each covers whole parts of contexts.
         batch_rows: most user turns decoded together.
         response_rows: most responses written together.
-        part_bytes: that the largest part takes of memory, about.
+        part_bytes: about how much memory the largest part takes.
     """
 
     contexts: dict[str, list[int]]

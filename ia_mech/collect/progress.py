@@ -1,4 +1,4 @@
-"""How the main job counts its work for the progress bar: rows, and tokens read and written."""
+"""How the main job counts its work for the progress bar: tokens read and written, and rows."""
 
 import threading
 import time
@@ -6,12 +6,15 @@ from collections.abc import Collection, Iterable
 
 from ia_mech.display import Progress
 
+FEW = 16  # rows that take as long to decode as fewer: reading the weights takes the time
+
 
 class PhaseProgress:
     """One phase: contexts to prefill and rows to decode, each at its longest.
 
-    A row that ends early counts as its whole allowance then, so the bar never goes back. Workers
-    report what they do of their parts, several at once.
+    A row that ends early counts as its whole allowance then. Only responses that are drawn again
+    are added to the total when they are begun, since nobody knows before how many there will be.
+    Workers report what they do of their parts, several at once.
 
     Args:
         sizes: of every part its rows, and the tokens of its contexts.
@@ -28,7 +31,7 @@ class PhaseProgress:
         todo: Collection[str],
         allowance: int,
     ) -> None:
-        self._progress, self._unit = progress, unit
+        self._progress, self._unit, self.allowance = progress, unit, allowance
         work = {name: (rows, rows * allowance + own) for name, (rows, own) in sizes.items()}
         self._parts = {name: work[name] for name in todo}
         self._rows, total = (sum(each) for each in zip(*work.values(), strict=True))
@@ -47,6 +50,11 @@ class PhaseProgress:
             rows, tokens = self._parts.pop(name)
             self.report("writing", tokens, ended=rows)
 
+    def expect(self, tokens: int) -> None:
+        """So many tokens more are to be done than the total said."""
+        with self._reporting:
+            self._progress.expect(tokens)
+
     def report(self, doing: str, tokens: int, drawn: int = 0, ended: int = 0) -> None:
         """Workers have done so many tokens more, drew so many, and so many rows ended."""
         with self._reporting:
@@ -63,6 +71,7 @@ class PartProgress:
 
     def __init__(self, phase: PhaseProgress, tokens: int) -> None:
         self._phase, self._left = phase, tokens
+        self._again, self._each = False, 1  # whether rows are drawn again, and what a token counts
 
     def prefilled(self, tokens: int) -> None:
         """So many tokens of contexts were prefilled."""
@@ -75,11 +84,17 @@ class PartProgress:
     def decoded(self, rows: int, ended: int, spared: int) -> None:
         """So many rows drew a token, and so many ended, with ``spared`` tokens that they might have
         written."""
-        self._report("decoding", rows + spared, rows, ended)
+        doing = "drawing again" if self._again else "decoding"
+        tokens = (rows + spared) * self._each
+        self._report(doing, tokens, rows, 0 if self._again else ended)
 
-    def redrawn(self, rows: int, ended: int, spared: int) -> None:
-        """Rows that take the places of others drew a token; the bar counts each place once."""
-        self._report("drawing again", 0, rows)
+    def redraw(self, rows: int, tokens: int) -> None:
+        """So many responses are drawn now to take the places of others, after prompts of so many
+        tokens."""
+        self._again, self._each = True, max(1, FEW // rows)
+        tokens += rows * self._phase.allowance * self._each
+        self._left += tokens
+        self._phase.expect(tokens)
 
     def end(self) -> None:
         """The part is written: all of its work is done."""

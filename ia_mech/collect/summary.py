@@ -1,4 +1,4 @@
-"""What the main job prints: the plan of ``--dry-run`` and the tables of a finished run."""
+"""What the main job prints: the plan of ``--dry-run``, and a finished run."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from ia_mech.cli import one_line, shell_word
+from ia_mech.cli import one_line, program, shell_word
 from ia_mech.collect.cost import random_blocks_text
 from ia_mech.display import console
 from ia_mech.run import Run, layout
@@ -156,21 +156,22 @@ def print_shard(run: Run, shard: Shard) -> None:
     _print_line("next: the same command with another --shard, or with none for all that is lacking")
 
 
-def print_run(run: Run) -> None:
-    """A finished run: what it is, three user turns, tables, and where to go from here."""
+def print_run(run: Run, full: bool = False) -> None:
+    """A finished run: what it is, three user turns, its table (all if ``full``), and what next."""
     screen = console(150)  # the tables' intervals belong on one line
     for line in _what_it_is(run):
         _print_line(line)
     screen.print()
     _print_examples(run)
     screen.print()
-    shown = [
-        table for table in (temperature_table(run), real_follow_up_table(run)) if table is not None
-    ]
+    more = [table for table in [real_follow_up_table(run)] if table is not None]
+    shown = [temperature_table(run), *(more if full else [])]
     for table in shown:
         screen.print(table)
     columns = {column.header for table in shown for column in table.columns}
     screen.print(" ".join(text for name, text in LEGEND.items() if name in columns), soft_wrap=True)
+    if left_out := 1 + len(more) - len(shown):
+        _print_line(f"--full: {left_out} more table")
     for line in _notes(run):
         _print_line(line)
     _print_skipped(run.record.get("skipped", []))
@@ -179,8 +180,8 @@ def print_run(run: Run) -> None:
     path = json.dumps(str(run.path), ensure_ascii=False)
     code = f"from ia_mech import Run; run = Run.open({path}); "
     code += "print(run.generations, run.residuals().shape)"
-    _print_line(f"read it: python -c {shell_word(code)}")
-    _print_line(f"next: ia-mech judge run {shell_word(run.path)}")
+    _print_line(f"read it: {program('python')} -c {shell_word(code)}")
+    _print_line(f"next: {program()} judge run {shell_word(run.path)}")
 
 
 def _what_it_is(run: Run) -> Iterator[str]:

@@ -6,6 +6,7 @@ then every conversation: it is read, checked and measured.
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,8 +19,10 @@ from transformers import PretrainedConfig
 from ia_mech import __version__
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import context_and_real_follow_up
+from ia_mech.chat.template import MARK, Joints
 from ia_mech.collect.identity import build_chat, probe_ids
 from ia_mech.data.conversations import Conversation, ConversationSource
+from ia_mech.data.formats import like_gold
 from ia_mech.errors import UserError
 from ia_mech.likelihood.real_follow_up import scored_temperatures
 from ia_mech.models.load import (
@@ -34,10 +37,12 @@ from ia_mech.run.integrity import without_folders
 from ia_mech.settings import Settings
 from ia_mech.steering import SteeringVector
 
+DEFAULT_SYSTEM = "get the template's default system message"
+
 
 @dataclass
 class Survey:
-    """What a run reads, of all its shards, checked and measured.
+    """What all shards of a run read together, checked and measured.
 
     Attributes:
         chat: the model's chat format; without the stop ids that only its weights' folder names.
@@ -50,9 +55,10 @@ class Survey:
         prompts: tokens of the prompt of each response that is still to be written, by order.
         dataset_conversations: how many conversations the dataset gave, each of which may become
             several contexts.
+        read: what rows of the user's data hold, in one line; empty for built-in data.
         skipped: one line for each that can't be used, where these are to be skipped.
         facts: part of the run's identity.
-        notes: what else to say of the data.
+        notes: what else to say about the data, a line each.
     """
 
     chat: ChatFormat
@@ -64,6 +70,7 @@ class Survey:
     lengths: list[int] = field(default_factory=list)
     prompts: dict[int, int] = field(default_factory=dict)
     dataset_conversations: int = 0
+    read: str = ""
     skipped: list[str] = field(default_factory=list)
     facts: dict = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -144,7 +151,7 @@ def without_response(conversation: Conversation) -> list[dict]:
 
 def _read(surveyed: Survey, settings: Settings) -> None:
     queries: set[str] = set()
-    total = hashlib.sha256()
+    kinds, total = Counter[str](), hashlib.sha256()
     for conversation in _alternatives(surveyed.source, settings):
         conversation = _told_apart(conversation, surveyed.chat)
         try:
@@ -161,7 +168,9 @@ def _read(surveyed: Survey, settings: Settings) -> None:
             surveyed.prompts[len(surveyed.lengths)] = prompt
         surveyed.conversations.append(conversation)
         surveyed.lengths.append(length)
-        queries.add(conversation.query_id)
+        if conversation.query_id not in queries:
+            queries.add(conversation.query_id)
+            kinds.update(_kinds(conversation, settings))
         row = json.dumps(conversation.to_dict(), sort_keys=True, ensure_ascii=False)
         total.update(row.encode() + b"\n")
     surveyed.skipped.extend(surveyed.source.skipped)
@@ -180,6 +189,57 @@ def _read(surveyed: Survey, settings: Settings) -> None:
     surveyed.facts = {"count": len(lengths), "tokens": sum(lengths), "sha256": total.hexdigest()}
     surveyed.dataset_conversations = len(queries)
     surveyed.notes = _notes(settings, surveyed.source, len(queries))
+    if settings.dataset.split(":")[0] != "builtin":
+        surveyed.read = _read_text(len(queries), kinds, settings, surveyed.chat)
+
+
+def _kinds(conversation: Conversation, settings: Settings) -> Iterator[str]:
+    """What a row has, or lacks, that decides what the model is shown."""
+    messages = conversation.messages
+    if messages[0]["role"] == "system":
+        yield "system"
+    if sum(message["role"] == "user" for message in messages) > 1:
+        yield "earlier"
+    if "tools" in messages[0]:
+        yield "tools"
+    if conversation.response is None:
+        yield "no response"
+    elif _needs_response(settings, conversation):
+        yield "replaced"
+    elif conversation.response_index is not None:
+        yield "several"
+    if conversation.real_follow_up is not None:
+        yield "follow-up"
+    if conversation.answer is not None:
+        yield "answer"
+
+
+def _read_text(rows: int, kinds: Counter[str], settings: Settings, chat: ChatFormat) -> str:
+    """What was read of a dataset, in one line."""
+    own = kinds["system"]
+    parts = [(own, "with a system message of their own")]
+    if settings.system is not None:
+        parts.append((rows - own, "get that of --system"))
+    elif writes_system(chat.template.joints()):
+        parts.append((rows - own, "get the template's default one" if own else DEFAULT_SYSTEM))
+    parts += [
+        (kinds["earlier"], "with earlier turns"),
+        (kinds["tools"], "with tools"),
+        (kinds["no response"], "without a response (the model will write it)"),
+        (kinds["replaced"], "whose response the model will write anew"),
+        (kinds["several"], "with several responses"),
+        (kinds["follow-up"], "with a later user turn, the real follow-up"),
+        (kinds["answer"], "with a gold answer"),
+    ]
+    listed = ", ".join(f"{count} {what}" for count, what in parts if count)
+    return f"{rows} rows: {listed or 'a query and a response each'}"
+
+
+def writes_system(joints: Joints) -> bool:
+    """Whether a template writes a system message of its own where a conversation has none."""
+    before, after, *_ = [*joints.system.split(MARK), ""]
+    around = joints.first.startswith(before) and joints.first.endswith(after)
+    return bool(before) and around and len(joints.first) > len(before) + len(after)
 
 
 def _notes(settings: Settings, source: ConversationSource, count: int) -> list[str]:
@@ -196,7 +256,10 @@ def _notes(settings: Settings, source: ConversationSource, count: int) -> list[s
         later = "--cut last would read up to the last one"
         notes.append(f"rows with user turns after the first follow-up: {source.cut}; {later}")
     if source.left:
-        notes.append(f"columns that are kept as metadata alone: {', '.join(source.left)}")
+        gold = [name for name in source.left if like_gold(name)]
+        more = f" (if {gold[0]} is a gold answer: --answer-column {gold[0]})" if gold else ""
+        listed = ", ".join(source.left)
+        notes.append(f"columns that the model doesn't see (metadata): {listed}{more}")
     return notes
 
 
@@ -227,7 +290,7 @@ def _alternatives(source: Iterable[Conversation], settings: Settings) -> Iterato
 
 
 def _told_apart(conversation: Conversation, chat: ChatFormat) -> Conversation:
-    """The conversation, what its responses say without the thoughts that they hold."""
+    """The conversation, with the thoughts of its responses set apart from what they say."""
     ended = conversation.finish_reason
     if conversation.response and conversation.thought is None:
         within = chat.thoughts.of_text(conversation.response).within_thought

@@ -12,7 +12,7 @@ Shapes:
 
 In any of them ``responses`` may hold a list in place of the response: a conversation each. Columns
 beside a shape are part of the conversation (system message, history, passage, tools, thought), are
-refused by name, or become metadata.
+refused by name, or become metadata. A name that is nearly one of these is asked about.
 """
 
 import json
@@ -60,7 +60,7 @@ _QUERY = ("question", "prompt", "query", "instruction", "problem", "input")
 _RESPONSE = ("response", "output", "solution", "completion", "chosen", "choices", "outputs")
 _AFTER_MESSAGES = tuple(name for name in _RESPONSE if name != "solution")  # which is gold there
 _CERTAIN = ("response", "completion", "choices")  # beside messages, the answer to them or a mistake
-_CHOICES = ("choices", "outputs")  # of the response, or of something else
+_CHOICES = ("choices", "outputs")  # hold answers, or options
 _FIRST_ANSWER = ("reference_first_answer", "response")
 _FOLLOWUP = ("real_follow_up", "follow_up", "followup")
 _SYSTEM = (
@@ -74,16 +74,26 @@ _HISTORY = (
     "history", "chat_history", "past", "conversation_history", "dialogue_history",
     "previous_messages",
 )  # fmt: skip
-_UNREAD_ANSWERS = ("completions", "generations")  # steps of one, or several?
+_UNREAD_ANSWERS = ("completions", "generations")  # several answers, or steps of one: unknown
 _OPTIONS = ("options", "choices", "endings")  # of a multiple-choice question
 _TOOLS = ("tools", "functions")
 
-# What names of columns that aren't known end with, and what names of gold answers hold.
+# Endings of unknown names that suggest a query or a response; words that suggest a gold answer.
 _LIKE_QUERY = ("question", "query", "prompt", "instruction", "problem", "input")
 _LIKE_RESPONSE = ("response", "answer", "output", "completion", "reply", "generation", "assistant")
 _NEAR = 0.8  # of difflib: a name with a letter too many, too few or swapped is near
 _LIKE_GOLD = ("gold", "correct", "expected", "reference", "target", "ideal")
 
+# What a column with nearly one of these names may hold, and the flag that names it. The names that
+# each role has are above; a list or an object is looked for where there is no flag.
+_ASKED = {
+    "the system message": (_SYSTEM, "--system-column"),
+    "a passage that the query is about": (_PASSAGE, "--context-column"),
+    "the real follow-up": (_FOLLOWUP, "--followup-column"),
+    "the exchanges before the query": (_HISTORY, None),
+    "several responses": (("responses",), None),
+    "the schemas of tools": (_TOOLS, None),
+}
 _WORD = re.compile(r"\s*\w*\s*", re.ASCII)
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 _GSM8K_END = re.compile(r"\s*####\s*(-?[\d,.]*\d)\s*$")
@@ -168,6 +178,7 @@ def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
     parsed.left, parsed.metadata = cells.rest()
     if not cells.own:
         cells.refuse_unread_response(parsed)
+        cells.refuse_near_names(parsed.left)
         said = [message for answer in parsed.responses or () for message in answer.messages]
         _refuse_empty([*parsed.messages, *said], place)
     return parsed
@@ -184,6 +195,11 @@ def _refuse_empty(messages: list[Message], place: str) -> None:
                 "leave it out if it is the last (the model can write the response), or leave the "
                 "row out (--skip-unusable)",
             )
+
+
+def like_gold(name: str) -> bool:
+    """Whether a column is named as gold answers are."""
+    return any(word in name.lower() for word in _LIKE_GOLD)
 
 
 def split_gsm8k(solution: str) -> tuple[str, str] | None:
@@ -331,7 +347,11 @@ class _Cells:
             )
 
     def response(self, usual: Iterable[str]) -> str | None:
-        """The column of the response; what is no answer is of no such column."""
+        """The name of the column that holds the response.
+
+        ``choices`` and ``outputs`` count only if they hold answers: elsewhere they are the options
+        of a multiple-choice question, for instance.
+        """
         lists = [n for n in _CHOICES if not holds_choices(self.known.get(n))]
         return self.name("response", [n for n in usual if n not in lists])
 
@@ -350,8 +370,8 @@ class _Cells:
         return answers
 
     def beside(self, messages: list[Message]) -> str | None:
-        """Give the last message, if it is the assistant's, the thought that a column beside it
-        tells; returns how it ended, by another one."""
+        """Put the thought that a column beside the messages holds into the last message, if that
+        is the assistant's. Returns how this message ended, if a column says it."""
         if not messages or messages[-1]["role"] != "assistant":
             return None
         told = [n for n in THOUGHTS if isinstance(self.known.get(n), str)]
@@ -412,7 +432,7 @@ class _Cells:
         return None if blank else str(value)
 
     def responses(self) -> list[Answer] | None:
-        """The column ``responses``; a list of other objects than answers is of no such column."""
+        """The answers in the column ``responses``; None if it is a list of other objects."""
         value = self.known.get("responses")
         if value is None or (list_of(value, dict) and not {"role", "message"} & value[0].keys()):
             return None
@@ -438,7 +458,7 @@ class _Cells:
             known = name.lower()
             near = known.endswith(ends) or get_close_matches(known, usual, 1, _NEAR)
             text = isinstance(self.row[name], str) and not is_gap(self.row[name])
-            if text and near and not any(word in known for word in _LIKE_GOLD):
+            if text and near and not like_gold(name):
                 return name
         return None
 
@@ -453,6 +473,27 @@ class _Cells:
                 f"say --response-column {name}; or, if the model is to write the response, "
                 f"{METADATA} {name} (for a gold answer: --answer-column {name})",
             )
+
+    def refuse_near_names(self, left: Iterable[str]) -> None:
+        """Refuse a column whose name is nearly one that would change the conversation, if what it
+        holds could be that: metadata never reaches the model."""
+        roles = [names for names, _ in _ASKED.values()]
+        for name in left:
+            if name not in self.known or any(name in names for names in roles):
+                continue
+            value, plain = from_json(self.known[name]), re.sub(r"[\s-]", "_", name.lower())
+            for what, (names, flag) in _ASKED.items():
+                near = get_close_matches(plain, [known.lower() for known in names], 1, _NEAR)
+                # One word is an id or a setting, not what somebody says.
+                fits = isinstance(value, list | dict)
+                if flag is not None:
+                    fits = isinstance(value, str) and len(value.split()) > 1
+                if near and fits and not self.used.intersection(names):
+                    say = f"say {flag} {name}" if flag else f"call it {near[0]}"
+                    raise UserError(
+                        f"{self.place}: the column {name!r} may be {what}, but isn't called so",
+                        f"{say}; or {METADATA} {name} if it is something else",
+                    )
 
     def rest(self) -> tuple[list[str], dict]:
         """The columns with something that nothing has used, and all that as metadata."""
@@ -502,7 +543,7 @@ def _from_messages(cells: _Cells) -> ParsedRow:
         )
     messages = cells.messages(name)
     cells.refuse_beside(("context", "passage", *_HISTORY), "a list of messages")
-    # A prompt is a context as it stands.
+    # A prompt is never cut: all of it comes before the response.
     return _dialogue(cells, messages, len(messages) if name in _QUERY else 1)
 
 
@@ -572,7 +613,7 @@ def _from_turns(cells: _Cells) -> ParsedRow:
 def _row(
     cells: _Cells, messages: list[Message], answers: list[Answer], gold: str | None, asked: int
 ) -> ParsedRow:
-    """A dialogue with the answers that columns have, cut after ``asked`` messages or later."""
+    """A dialogue with the answers that columns hold, cut after ``asked`` messages or later."""
     parsed = _answered(cells, messages, answers)
     parsed.answer = gold
     followup = "real_follow_up" if cells.own else cells.followup()
@@ -588,7 +629,7 @@ def _row(
 
 
 def _answered(cells: _Cells, asked: list[Message], answers: list[Answer]) -> ParsedRow:
-    """What was asked, with the answer, or with the answers, that columns have."""
+    """What was asked, with the answer or the answers that columns hold."""
     several = cells.responses()
     answered = [message for message in asked[-1:] if message["role"] == "assistant"]
     if several and (answered or any(answer.messages for answer in answers)):
@@ -604,7 +645,7 @@ def _answered(cells: _Cells, asked: list[Message], answers: list[Answer]) -> Par
 
 
 def _joined(asked: list[Message], said: list[Message], place: str) -> list[Message]:
-    """The query and what followed it; preference data repeat the query there."""
+    """The query and what followed it, which in preference data begins with the query again."""
     if said and said[0]["role"] == "system":
         asked = [said[0], *asked]
     if said and said[0]["role"] != "assistant":

@@ -14,16 +14,16 @@ from ia_mech.models.load import text_config
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
-    """The stack of blocks of a model, of its text part if it has others.
+    """A model's stack of blocks; a multimodal model's are those of its text part.
 
     Raises:
-        UserError: the architecture has no such list, or more than one.
+        UserError: the architecture has no list of its blocks, or more than one that may be it.
     """
     return _find_stack(model)[1]
 
 
 def find_final_norm(model: nn.Module) -> nn.Module | None:
-    """The norm between the last block and the unembedding; None if it can't be told."""
+    """The norm between the last block and the unembedding; None if it can't be identified."""
     width = text_config(model.config).hidden_size
     norms = [
         module
@@ -36,8 +36,9 @@ def find_final_norm(model: nn.Module) -> nn.Module | None:
 
 
 def _find_stack(model: Any) -> tuple[nn.Module, nn.ModuleList]:
-    """The module that holds the blocks, and the blocks: the one list of modules in the decoder that
-    is as long as the model has layers, but for those inside of it (as many experts, say)."""
+    """The module that holds the blocks, and the blocks. They are the decoder's one list of modules
+    that is as long as the model has layers; lists inside that list (as many experts, say) don't
+    count."""
     decoder, depth = model.get_decoder(), text_config(model.config).num_hidden_layers
     stacks = {
         name: module

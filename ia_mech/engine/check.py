@@ -1,20 +1,20 @@
-"""Does the engine compute this model's numbers correctly? Checked before each run.
+"""Compare the engine, before each run, with plain forward passes of the same model.
 
 Some architectures keep state that cached decoding, left padding or a continuation of several tokens
-does not reach (Mamba2 ignores the cache it is given, Jamba's multi-token continuation its recurrent
-state), and the results would be wrong without an error. So everything that the engine does is
-compared with plain forward passes without a cache, on two short prompts of unequal length. Sharing
-the prefix interferes with a model's attention more than copying it: where only that fails, every
-row gets a copy.
+does not reach: Mamba2 ignores the cache it is given, Jamba's multi-token continuation ignores its
+recurrent state. Their results would be wrong without an error. So everything that the engine does
+is compared with plain forward passes without a cache, on two short prompts of unequal length.
+Sharing a prefix interferes with a model's attention more than copying it does: where only sharing
+fails, every row gets a copy.
 
 Differences of logits are measured in displacements: how far the logits at a token are from those at
-its nearer neighbour. Logits that belong to another token are a whole displacement away in every
-dtype, while rounding moves a row by a small share of one, which scales with the dtype's epsilon.
+the nearer of its two neighbours. Logits that belong to another token are a whole displacement away
+in every dtype. Rounding moves a row by a small share of one, which scales with the dtype's epsilon.
 
-Two things would take a prompt of hundreds or thousands of tokens, and are had without one.
-Sliding windows are narrowed while the check lasts, so that short prompts fill them. A prefix of
-more than :data:`LONG` tokens, which attention kernels go through in several blocks, is a short
-one's keys and values repeated; rows that share it are compared with a row that has a copy.
+Two checks would need prompts of hundreds or thousands of tokens, and do without them. Sliding
+windows are narrowed while the check lasts, so that short prompts fill them. A prefix of more than
+:data:`LONG` tokens, which attention kernels process in several blocks, is made by repeating the
+keys and values of a short one; rows that share it are compared with a row that has a copy.
 """
 
 import contextlib
@@ -39,16 +39,16 @@ from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.models.load import context_limit, refuse_unknown_ids, text_config
 
 TOLERANCE = 2e-3  # in displacements, in float32
-# In half precision half of the rows may be off by so many epsilons. Logits of the embedded model
-# (30 layers) are off by 2.5 to 5.5 of them, tiny models without experts by up to 9; position ids
-# that are off by one make 24 in bfloat16, the coarser of the two.
+# In half precision the median row may be off by so many epsilons. The embedded model (30 layers) is
+# off by 2.5 to 5.5 of them, tiny models without experts by up to 9. Position ids that are wrong by
+# one put rows off by 24 in bfloat16, the coarser of the two dtypes.
 ROUNDINGS = 16
-# No row may be off by so much: rounding can change which experts a token is sent to, which moves
-# its row further. A row of another token is off by 1 or more.
+# No row may be off by more: rounding can change which experts a token is sent to, which moves its
+# row further. The logits of another token are off by 1 or more.
 OUTLIER = 0.5
 LONG, QUERIES = 512, 33  # attention on CPUs takes blocks of 512 keys, and of 32 queries or more
-WINDOW = 8  # tokens; full for both prompts, with what is decoded
-PADDED = 33  # tokens of a batch whose padding has gone wrong: 1 modulo 32
+WINDOW = 8  # tokens; each prompt fills it, together with what is decoded
+PADDED = 33  # tokens of a padded batch: 1 modulo 32, where padding has gone wrong before
 STEPS = 3
 TOKENS = 24  # two prompts of 12 and 5, and a turn of 7
 
@@ -56,7 +56,7 @@ TOKENS = 24  # two prompts of 12 and 5, and a turn of 7
 def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = False) -> Engine:
     """Install a model with an engine that gives the logits of full forward passes.
 
-    A loaded model that has passed isn't computed again until it has another dtype or device.
+    A loaded model that has passed isn't checked again until its dtype or device changes.
 
     Args:
         model: the subject model.
@@ -64,8 +64,8 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = F
         ignore: go on although the numbers differ; ``Engine.ignored`` then says how.
 
     Raises:
-        UserError: the model's numbers differ, or it can't be run this way; names the architecture.
-            Or the ids aren't the model's.
+        UserError: the model's numbers differ, or the engine can't run it (names the architecture);
+            or an id isn't the model's.
     """
     refuse_unknown_ids(ids, model.config)
     made, place = install(model), (model.dtype, model.device)
@@ -94,7 +94,7 @@ _PASSED: WeakKeyDictionary[PreTrainedModel, tuple[object, Engine]] = WeakKeyDict
 
 
 class _WrongNumbers(UserError):
-    """The model runs, and its numbers are others than in a full forward pass."""
+    """The model runs, but its numbers differ from those of a full forward pass."""
 
 
 def _check(model: PreTrainedModel, ids: list[int]) -> None:
@@ -109,7 +109,7 @@ def _check(model: PreTrainedModel, ids: list[int]) -> None:
             differences.measure()
     except UserError:
         raise
-    except Exception as error:  # whatever an architecture raises that isn't made for this
+    except Exception as error:  # architectures that aren't made for this raise anything
         if is_out_of_memory(error):
             raise
         raise UserError(
@@ -121,7 +121,7 @@ def _check(model: PreTrainedModel, ids: list[int]) -> None:
 
 
 class _Differences:
-    """What differs between the engine and full passes.
+    """How far the engine's numbers are from those of full passes.
 
     Attributes:
         deviations: what the engine did -> by how many displacements each row is off.
@@ -133,14 +133,14 @@ class _Differences:
     def __init__(self, model: PreTrainedModel, ids: list[int]) -> None:
         self.model = model
         self.prompts, self.turn = [ids[:12], ids[12:17]], ids[17:TOKENS]
-        # [turn + 2, vocab] each: row s + 1 follows on s tokens of the turn.
+        # [turn + 2, vocab] each: row s + 1 holds the logits after s tokens of the turn.
         self.full = [
             _full_pass(model, [[*prompt, *self.turn]])[0, len(prompt) - 2 :]
             for prompt in self.prompts
         ]
         self.device = self.full[0].device  # of the last layer
         self.deviations: dict[str, list[float]] = {}
-        self.largest = 0.0  # of all differences of logits
+        self.largest = 0.0  # the largest of all differences of logits
         if not all(logits.isfinite().all() for logits in self.full):
             raise UserError(
                 f"the logits of {type(model).__name__} in {model.dtype} are not finite".replace(
@@ -152,7 +152,7 @@ class _Differences:
         self.prefilled = prefill(model, prefixes)
 
     def measure(self) -> None:
-        """Measure those of everything that the engine does."""
+        """Compare everything that the engine does with full passes."""
         for context, logits in enumerate(self.prefilled.logits):
             self._compare_step("a left-padded batch", logits, context, 0)
         self._pad()
@@ -174,11 +174,11 @@ class _Differences:
                 raise _WrongNumbers(
                     f"{type(self.model).__name__} gives other logits in {what} than in a full "
                     f"forward pass (off by {worst:.2g} of the difference that one token makes)",
-                    "use another architecture or --attention; --ignore-check goes on with them",
+                    "use another architecture or --attention; --ignore-check runs this one anyway",
                 )
 
     def _compare_step(self, what: str, ours: Tensor, context: int, step: int) -> None:
-        """Compare logits ``[vocab]`` that follow on ``step`` tokens of the turn."""
+        """Compare logits ``[vocab]`` after ``step`` tokens of the turn."""
         self._compare(what, ours, self.full[context][step : step + 3])
 
     def _compare(self, what: str, ours: Tensor, around: Tensor) -> None:
@@ -197,12 +197,13 @@ class _Differences:
         context: int,
         warmth: float = 1.0,
     ) -> None:
-        """Compare log-probabilities ``[tokens]`` at a temperature with those of ``logits``
-        ``[tokens + 2, vocab]``, which begin a token early, on average over the tokens."""
+        """Compare log-probabilities ``[tokens]`` at a temperature with those that ``logits``
+        ``[tokens + 2, vocab]`` give, averaged over tokens; the logits begin a token early."""
         mine = torch.as_tensor(ours, device=self.device)
         off = _difference(mine, _logprobs(logits[1:-1] / warmth, tokens))
-        # Of the turn, which is text: a model that repeats a token gives it nearly the same
-        # log-probability at each step, so that mere rounding would look like another token's.
+        # The displacement is measured on the turn, which is text: a model that repeats a token
+        # gives it nearly the same log-probability at each step, so mere rounding would look like
+        # another token's.
         before, right, after = (
             _logprobs(self.full[context][shift:] / warmth, self.turn) for shift in range(3)
         )
@@ -210,7 +211,7 @@ class _Differences:
         self.deviations.setdefault(what, []).append(off / max(displacement, 1e-30))
 
     def _pad(self) -> None:
-        """A short prompt with much padding."""
+        """Compare a short prompt with much padding, and the long prompt beside it."""
         long = (self.prompts[0] * PADDED)[:PADDED]
         beside = prefill(self.model, [Prefix(long), Prefix(self.prompts[1])])
         alone = _full_pass(self.model, [long])[0]
@@ -219,8 +220,8 @@ class _Differences:
         self._compare("a left-padded batch", beside.logits[0], around)
 
     def _decode(self) -> None:
-        """The turn, token by token, by rows of both contexts, of which one was prefilled alone as
-        well; then the first row is dropped."""
+        """Feed the turn token by token to rows of both contexts, and to a row whose context was
+        prefilled alone; the first row is dropped before the last token."""
         alone = prefill(self.model, [Prefix(self.prompts[1])])
         groups, contexts = [self.prefilled, alone], [0, 1, 2]
         state = expand(self.model, groups, contexts, STEPS + 1)
@@ -242,7 +243,7 @@ class _Differences:
             )
 
     def _sample(self) -> None:
-        """Greedy and sampled rows, against the sampling rule on the logits of full passes."""
+        """Compare greedy and sampled rows with the sampling rule on the logits of full passes."""
         rows = [
             Row(context, temperature, stream_key(0, "check", context))
             for context in (0, 1)
@@ -276,7 +277,7 @@ class _Differences:
             self.deviations[what].append(torch.inf)
 
     def _compare_long_prefix(self, state: State) -> None:
-        """Rows that share a long prefix, against a row that has a copy of it."""
+        """Compare rows that share a long prefix with a row that has a copy of it."""
         long = Prefilled(_repeat_prefix(self.model, state), self.prefilled.logits[:1], None)
         shared = expand(self.model, [long], [0] * QUERIES, 2)
         copied = expand(self.model, [long], [0], copies=True)
@@ -301,24 +302,24 @@ def _full_pass(model: PreTrainedModel, ids: list[list[int]]) -> Tensor:
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Log-probabilities ``[tokens]``, each of its row of ``logits`` ``[tokens or more, vocab]``."""
+    """Log-probabilities ``[tokens]`` by the rows of ``logits`` ``[tokens or more, vocab]``."""
     chosen = torch.tensor(tokens, device=logits.device)
     return logits[: len(chosen)].log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """Mean difference; infinite where there is no number."""
+    """Mean absolute difference; infinite where a number is NaN."""
     return float((a - b).abs().nan_to_num(torch.inf).mean())
 
 
 def _largest_difference(a: Tensor, b: Tensor) -> Tensor:
-    """Largest difference along the last dimension; infinite where there is no number."""
+    """Largest difference along the last dimension; infinite where a number is NaN."""
     return (a - b).abs().nan_to_num(torch.inf).amax(-1)
 
 
 def _repeat_prefix(model: PreTrainedModel, state: State) -> State:
-    """The first context, which has no padding, with its keys and values repeated to more than
-    :data:`LONG` tokens, as far as the layers' windows reach."""
+    """The first context (it has no padding), its keys and values repeated to more than :data:`LONG`
+    tokens; layers with a window hold as many as that reaches."""
     first = Prefilled(state, torch.zeros(len(state.mask), 0, device=state.mask.device), None)
     long = expand(model, [first], [0], copies=True)
     length = state.mask.shape[1]
@@ -338,8 +339,8 @@ def _repeat_prefix(model: PreTrainedModel, state: State) -> State:
 
 @contextlib.contextmanager
 def _narrow_windows(model: PreTrainedModel, ids: list[int]) -> Iterator[None]:
-    """Sliding windows and chunks of at most :data:`WINDOW` tokens, if the model reads them from its
-    configuration at each pass, and they are the same in all layers."""
+    """While it lasts, sliding windows and chunks have at most :data:`WINDOW` tokens, if all layers
+    have the same size and the model reads it from its configuration at each pass."""
     config, places = text_config(model.config), []
     for name in ("sliding_window", "attention_chunk_size"):
         window, *others = {getattr(layer, name, None) or 0 for layer in config.per_layer_config}

@@ -1,9 +1,9 @@
 """The sampling loop: draw, drop the rows that finished, let others take their places, go forward.
 
-Rows of several contexts, each at its own temperature, are decoded in one batch. The state of the
-prefill is never touched; rows go on from a copy of it, or refer to it
-(:func:`ia_mech.engine.state.expand`). The same rows form the same batches again, whatever the time
-or the machine's load.
+Rows of several contexts, each at its own temperature, are decoded in one batch. The prefilled state
+is never changed: rows go on from a copy of it, or refer to it
+(:func:`ia_mech.engine.state.expand`). The same rows always form the same batches, however long a
+step takes.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +17,7 @@ from ia_mech.engine.intervene import TokenwiseIntervention
 from ia_mech.engine.sampling import Draw, draw_tokens
 from ia_mech.engine.state import Prefilled, expand, forward
 
-FREED = 4  # rows join a batch when one place in so many is free: each time, states are copied
+FREED = 4  # rows join once one place in so many is free, since each joining copies states
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Row:
     Attributes:
         context: the number of its context, counted through all groups.
         temperature: 0 for greedy.
-        stream: of its noise, from :func:`ia_mech.engine.sampling.stream_key`; unused if greedy.
-        steered: takes place at each token of the turn, for which position 0 stands.
+        stream: key of its noise, from :func:`ia_mech.engine.sampling.stream_key`; unused if greedy.
+        steered: changes made at every token of the turn; position 0 stands for all of them.
     """
 
     context: int
@@ -66,13 +66,13 @@ def decode(
     """Decode rows to their turn-end or to ``max_new_tokens``, in one batch.
 
     Args:
-        groups: contexts that were prefilled together, in order; left as they are.
+        groups: groups of prefilled contexts, in order; left as they are.
         stop_ids: ids that end a row (kept as its last token).
         max_new_tokens: most tokens of a row.
         together: most rows at once; the others wait, in the order of their contexts, until one
             place in :data:`FREED` is free. None for all.
         on_step: called after each step with how many rows drew a token, how many of them ended, and
-            how many tokens fewer those wrote than they might have.
+            how many tokens the ended rows have left unwritten.
 
     Returns:
         What each row wrote, in the order of ``rows``.
@@ -86,7 +86,7 @@ def decode(
     temperatures = torch.tensor([row.temperature for row in rows], device=device)
     streams = torch.tensor([row.stream for row in rows], device=device)
     firsts = torch.cat([group.logits for group in groups])
-    batch: list[int] = []  # which row is where
+    batch: list[int] = []  # the row in each place
     logits, state, changed = firsts[:0], None, False
     while batch or waiting:
         there, free = len(batch), places - len(batch)
@@ -114,7 +114,7 @@ def decode(
             logits = firsts[:0]
             continue
         token = draws.token[kept + begun] if changed else draws.token
-        state = state if kept else None  # whose memory the next one takes
+        state = state if kept else None  # frees its memory for the next one
         if begun:
             fresh = expand(
                 model,
@@ -135,7 +135,7 @@ def decode(
 
 
 class _Record:
-    """What was draws, row by row, as arrays ``[rows, max_new_tokens]``."""
+    """What each row has drawn so far, as arrays ``[rows, max_new_tokens]``."""
 
     FIELDS = ("token", "logprob", "logprob_tempered", "rank", "margin")
 
@@ -149,9 +149,9 @@ class _Record:
         }
 
     def add(self, rows: Sequence[int], draws: Draw) -> list[int]:
-        """Note the next token of each of these rows; returns the tokens."""
+        """Record the next token of each of these rows; returns the tokens."""
         steps = self.length[rows]
-        # In one transfer: float64 holds float32 and ids alike.
+        # One transfer for all: float64 holds both float32 and ids exactly.
         drawn = torch.stack([getattr(draws, name).double() for name in self.FIELDS]).cpu().numpy()
         for name, values in zip(self.FIELDS, drawn, strict=True):
             self.values[name][rows, steps] = values

@@ -1,8 +1,8 @@
-"""What a model's rows hold in memory, and about how long its passes take, without its weights.
+"""Estimate, without a model's weights, what its rows hold and how long its passes take.
 
 The model is made on the ``meta`` device, where tensors have shapes and no numbers, and reads a few
-tokens there. The cache that it fills is of the layers' own kinds, so that what a row holds is read
-off it and not worked out: keys and values, sliding windows, recurrent and convolution states.
+tokens there. It fills a cache of the layers' own kinds there, and what a row holds is read off that
+cache: keys and values, sliding windows, recurrent and convolution states.
 """
 
 import copy
@@ -20,18 +20,18 @@ from ia_mech.engine.workers import MOST_WORKERS, usable_cores
 from ia_mech.models.load import text_config
 
 PROBE = 4  # tokens that are read on the meta device
-RESERVE = 8  # of a device's memory, one part in so many is for activations and what drivers take
+RESERVE = 8  # one part in so many of a device's memory is left to activations and drivers
 LOGITS_HELD = 3  # a step's logits, and two copies while a token is drawn from them
-# Operations a second of matrix products and bytes a second: of a core of a CPU, as measured on one
-# (AVX-512, 96 rows), and of a GPU, which are estimates.
+# Operations of matrix products a second, and bytes read a second: of one CPU core, as measured
+# (AVX-512, 96 rows), and of a GPU, as estimated.
 OPERATIONS = {"cpu": 4e10, "cuda": 2e14}
 BANDWIDTH = {"cpu": 1.4e10, "cuda": 2e12}
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What a layer holds of a sequence: ``each`` of its last tokens, ``most`` of them (None: all),
-    and ``fixed`` bytes at any length. ``full``: of full attention, so that rows may share it."""
+    """The bytes that a layer holds of a sequence: ``each`` per token for the last ``most`` tokens
+    (None: for all), and ``fixed`` at any length. ``full``: rows may share it (full attention)."""
 
     each: int
     most: int | None
@@ -49,8 +49,8 @@ class Footprint:
 
     Attributes:
         layers: what each layer of its cache holds.
-        weights: of all of them.
-        parameters: how many there are.
+        weights: bytes of all weights.
+        parameters: how many parameters there are.
         vocab: how many logits a token has.
         shared: whether rows share their context in the layers of full attention.
     """
@@ -62,34 +62,34 @@ class Footprint:
     shared: bool = True
 
     def context(self, tokens: int) -> int:
-        """What a prefilled context of so many tokens holds."""
+        """Bytes of a prefilled context of so many tokens."""
         return sum(layer.of(tokens) for layer in self.layers)
 
     def row(self, tokens: int, new: int) -> int:
-        """What a row takes besides, at most, that goes on from such a context for ``new`` tokens:
-        its state, one layer of it twice while it is replaced, and its logits."""
+        """Most bytes of a row that goes on from such a context for ``new`` tokens: its own state,
+        one layer of it twice while that is replaced, and its logits."""
         copied = [x.of(tokens + new) for x in self.layers if not (x.full and self.shared)]
         own = sum(x.of(new) for x in self.layers if x.full and self.shared)
         return own + sum(copied) + max(copied, default=0) + LOGITS_HELD * 4 * self.vocab
 
     def seconds(self, tokens: int, passes: int, device: str) -> float:
-        """About how long so many tokens take in so many passes, each of which reads all weights."""
+        """About how many seconds so many tokens take in so many passes that read all weights."""
         cores = usable_cores() if device == "cpu" else 1
         reading = passes * self.weights / BANDWIDTH[device]
         return max(reading, 2 * self.parameters * tokens / (OPERATIONS[device] * cores))
 
 
 def footprint(model_config: PretrainedConfig, dtype: torch.dtype) -> Footprint:
-    """The sizes of a model in a dtype, by its configuration.
+    """The sizes of a model in a dtype, from its configuration.
 
     Args:
-        model_config: also of a model that reads images, too; its text part counts.
+        model_config: the model's; of a multimodal one the text part counts.
         dtype: of weights, keys and values.
     """
-    config: Any = copy.deepcopy(text_config(model_config))  # a model that is made changes it
+    config: Any = copy.deepcopy(text_config(model_config))  # making a model changes it
     options = {}
     if hasattr(config, "_experts_implementation"):
-        options["experts_implementation"] = "batched_mm"  # the others look at numbers
+        options["experts_implementation"] = "batched_mm"  # the others need real numbers
     with torch.device("meta"), torch.inference_mode():
         made: Any = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager", **options
@@ -117,14 +117,14 @@ def _layer_bytes(layer: Any) -> LayerBytes:
 
 
 def part_bytes(device: torch.device, weights: int, everywhere: bool = False) -> int:
-    """What a part may take of this machine's memory, whatever of it is free at the moment.
+    """How many bytes of this machine's memory a part may take, however many are free now.
 
     Args:
-        everywhere: they are distributed over all GPUs.
+        everywhere: the weights are distributed over all GPUs.
 
     Returns:
-        Bytes: all that the device has, less the weights and a reserve; on a CPU, a worker's share
-        of that, with as many workers as its cores allow.
+        All that the device has, less the weights and a reserve; on a CPU, one worker's share of
+        that, with as many workers as its cores allow.
     """
     if device.type == "cpu":
         total, workers = psutil.virtual_memory().total, min(MOST_WORKERS, usable_cores())

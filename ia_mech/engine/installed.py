@@ -1,16 +1,16 @@
-"""Put on a model, once, what all passes need; then any number of threads may run it.
+"""Put on a model, once, what all passes need; any number of threads may then run the model.
 
 An installed model has
 
 - linear weights reordered where that pays (``weights.py``);
 - hooks on its blocks, which capture and edit what the current pass says (``passes.py``);
-- where rows share their prefix, an attention function that serves the layers which do and leaves
-  the others to the model's own (``shared.py``).
+- where rows share their prefix, an attention function for the layers that share it; the other
+  layers keep the model's own (``shared.py``).
 
-Nothing is set or reset around a pass. Outside of passes an installed model computes what it did
-before, to the bit: ``generate``, a plain call, a gradient. (A large model on a CPU holds reordered
-weights only, and computes with them everywhere; it can't be copied or saved.) Merge adapters and
-train weights before a model is installed, or install it again.
+Nothing is set or reset around a pass. Outside of the engine's passes an installed model computes
+what it did before, to the bit: ``generate``, a plain call, a gradient. (A large model on a CPU
+holds reordered weights only, and computes with them everywhere; it can't be copied or saved.) Merge
+adapters and train weights before a model is installed, or install it again.
 """
 
 import contextlib
@@ -29,18 +29,18 @@ from ia_mech.engine.shared import Engine, attend_shared, is_shared
 from ia_mech.engine.weights import reorder_weights
 from ia_mech.models.load import ROUTED, rotation_border, text_config
 
-ATTRIBUTE = "_ia_mech_installed"  # of a model: the Installed
+ATTRIBUTE = "_ia_mech_installed"  # a model's attribute that holds its Installed
 
 
 @dataclass
 class Installed:
-    """What passes have to know of a model.
+    """What passes need to know about a model.
 
     Attributes:
         depth: how many blocks it has.
         config: of its text model.
         attention: name of the model's own attention implementation.
-        border: most tokens of a row, where longer ones are rotated otherwise.
+        border: most tokens of a row, if the model rotates longer rows differently; else None.
     """
 
     depth: int
@@ -51,9 +51,9 @@ class Installed:
 
     @property
     def engine(self) -> Engine:
-        """How rows attend to their prefix. Without a shared layer, attention is the model's own,
-        and every row has a copy: slower, and what sharing is compared with. It is set while no
-        pass is being made."""
+        """How rows attend to their prefix. Without a shared layer, attention is the model's own and
+        every row has a copy: slower, and the reference for sharing. Set it only while no pass
+        runs."""
         return self._engine
 
     @engine.setter
@@ -64,7 +64,7 @@ class Installed:
 
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[None]:
-        """While it lasts, attention is the model's own; for comparisons, while no pass is made."""
+        """While it lasts, attention is the model's own. For comparisons while no pass runs."""
         before = self.config._attn_implementation
         self.config._attn_implementation = self.attention
         try:
@@ -76,7 +76,7 @@ class Installed:
 def install(model: PreTrainedModel) -> Installed:
     """Install a model; its rows share their prefix wherever the architecture allows it.
 
-    To install it again is to take note of weights that were changed.
+    Installing a model again takes note of weights that have changed.
 
     Raises:
         UserError: its blocks can't be found.
@@ -93,10 +93,10 @@ def install(model: PreTrainedModel) -> Installed:
 
 
 def installed(model: PreTrainedModel) -> Installed:
-    """What was noted of a model when it was installed.
+    """What passes need to know about an installed model.
 
     Raises:
-        RuntimeError: it wasn't.
+        RuntimeError: the model isn't installed.
     """
     made = vars(model).get(ATTRIBUTE)
     if made is None:
@@ -105,7 +105,7 @@ def installed(model: PreTrainedModel) -> Installed:
 
 
 def _routed(original: str) -> str:
-    """The name under which attention goes to shared layers' own function, or to the original."""
+    """Register attention by a shared layer's function or else the original; returns its name."""
     name = f"{ROUTED}{original}"
     masks: dict[str, Any] = AttentionMaskInterface._global_mapping
     AttentionInterface.register(name, _shared_or(original))
@@ -118,7 +118,7 @@ def _shared_or(original: str) -> Callable:
     def attention(module, query, key, value, attention_mask, **kwargs):
         if is_shared(key):
             return attend_shared(module, query, key, value, attention_mask, **kwargs)
-        # As the model's own code looks it up: each has an eager function of its own.
+        # Looked up as the model's own code does: each architecture has its own eager function.
         code = sys.modules[type(module).__module__]
         eager = getattr(code, "eager_attention_forward", None)
         function = code.ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
@@ -135,8 +135,8 @@ def _mask_or_none(original: Callable) -> Callable:
         made = original(*args, **kwargs)
         if one is None or made is None or made.dtype != torch.bool:
             return made
-        # Padding is shown the first column, padding itself: of a query that sees nothing, kernels
-        # for GPUs have made NaN, which goes on to others as zero times NaN.
+        # Padding may see the first column, which is padding, too. For a query that sees nothing,
+        # kernels for GPUs have made NaN, and zero times NaN would reach other tokens.
         made = made.clone()
         made[..., 0] |= ~made.any(-1)
         return made

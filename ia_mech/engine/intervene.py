@@ -1,13 +1,13 @@
 """Change the residual stream that a model computes in a forward pass.
 
-An intervention names a layer, tokens of its row, and what happens there. Layers are numbered as
-everywhere (:mod:`ia_mech.engine.blocks`): 0 = embeddings, l = output of block l. Positions are
-indices into the row's own tokens, from the first token of its context on, whatever part of them a
-pass computes (:mod:`ia_mech.engine.passes`); a :class:`ia_mech.chat.format.ChatContext` has those
-of named tokens, query and response. Keys and values of another context are put into a row's
-attention by :class:`ia_mech.engine.shared.Borrowed`.
+An intervention names a layer, tokens of its row, and a change. Layers are numbered as everywhere
+(:mod:`ia_mech.engine.blocks`): 0 = embeddings, l = output of block l. Positions count the row's own
+tokens from the first token of its context, whichever of them a pass computes
+(:mod:`ia_mech.engine.passes`); a :class:`ia_mech.chat.format.ChatContext` holds those of named
+tokens, query and response. :class:`ia_mech.engine.shared.Borrowed` lets a row attend to the keys
+and values of another context.
 
-To add a kind, write a dataclass with a ``layer`` and a method ``apply``.
+To add a kind, write a dataclass with ``layer``, ``positions`` and a method ``apply``.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from ia_mech.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class Replace:
-    """Put given states in place of the residual stream's.
+    """Replace states of the residual stream by given ones.
 
     Attributes:
         layer: whose states.
         positions: of the row's tokens.
-        states: ``[positions, d_model]``; they carry no rotation, so they may come from a context of
+        states: ``[positions, d_model]``; they hold no rotation, so they may come from a context of
             another length.
     """
 
@@ -46,13 +46,13 @@ class Replace:
 
 @dataclass(frozen=True, eq=False)
 class _Along:
-    """A change along a direction, at any token alike.
+    """A change along a direction, the same at every token.
 
     Attributes:
         layer: whose states.
         positions: of the row's tokens.
         direction: ``[d_model]``, of any length but 0.
-        dose: how much; with 0 nothing is touched.
+        dose: size of the change; 0 changes nothing.
     """
 
     layer: int
@@ -62,8 +62,8 @@ class _Along:
 
     def __post_init__(self) -> None:
         _require_positions(self.positions)
-        if not 0 < self.direction.norm() < torch.inf:
-            raise UserError("the direction has no length", "give one that isn't zero")
+        if not 0 < (length := self.direction.norm()) < torch.inf:
+            raise UserError(f"the direction has length {length:g}", "give a finite one above 0")
 
     def _unit(self, own: Tensor) -> Tensor:
         return (self.direction / self.direction.norm()).to(own)
@@ -71,7 +71,7 @@ class _Along:
 
 class Add(_Along):
     """Add a direction to the residual stream; ``dose`` is the length of what is added, in units of
-    the norm of the state it is added to."""
+    the norm of the state that it is added to."""
 
     def apply(self, own: Tensor) -> Tensor:
         """What takes the place of ``[positions, d_model]``."""
@@ -79,8 +79,8 @@ class Add(_Along):
 
 
 class ProjectOut(_Along):
-    """Remove the residual stream's component along a direction; ``dose`` is the share of it that is
-    removed."""
+    """Remove the residual stream's component along a direction; ``dose`` is the share of the
+    component that is removed."""
 
     def apply(self, own: Tensor) -> Tensor:
         """What takes the place of ``[positions, d_model]``."""
@@ -88,7 +88,7 @@ class ProjectOut(_Along):
         return own - self.dose * (own * unit).sum(-1, keepdim=True) * unit
 
 
-TokenwiseIntervention = Add | ProjectOut  # what can be done at any token alike
+TokenwiseIntervention = Add | ProjectOut  # kinds that are the same at every token
 Intervention = Replace | TokenwiseIntervention
 
 
@@ -100,12 +100,12 @@ def _require_positions(positions: Sequence[int]) -> None:
 def at_tokens(
     steered: Sequence[TokenwiseIntervention], positions: Sequence[int]
 ) -> list[Intervention]:
-    """The same at other positions, such as all of a turn; nothing at none."""
+    """The interventions at other positions, such as all of a turn's; none without positions."""
     return [replace(one, positions=tuple(positions)) for one in steered] if positions else []
 
 
 def within(interventions: Sequence[Intervention], start: int, stop: int) -> list[Intervention]:
-    """What of the interventions takes place at positions from ``start`` up to ``stop``."""
+    """The interventions, limited to positions from ``start`` up to ``stop``."""
     found: list[Intervention] = []
     for one in interventions:
         at = [i for i, position in enumerate(one.positions) if start <= position < stop]

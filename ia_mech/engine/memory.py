@@ -1,4 +1,4 @@
-"""What to do when memory runs out: the same again with fewer rows at a time."""
+"""When memory runs out, compute the same again with fewer rows at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,17 +12,17 @@ from ia_mech.errors import UserError, is_out_of_memory
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_share = ContextVar("_share", default=1)  # one part in so many of what passes may hold
+_share = ContextVar("_share", default=1)  # passes may hold one part in so many of their limits
 
 
 def allowed(most: int) -> int:
-    """Of the most that a pass may hold, what this thread's passes may at the moment; at least 1."""
+    """How much of the limit ``most`` this thread's passes may use at the moment; at least 1."""
     return max(1, most // _share.get())
 
 
 @contextmanager
 def smaller_passes(share: int) -> Iterator[None]:
-    """Passes of this thread hold one part in ``share`` of what they may."""
+    """While it lasts, this thread's passes hold at most one part in ``share`` of their limits."""
     token = _share.set(share)
     try:
         yield
@@ -34,7 +34,7 @@ class Backoff:
     """Call functions with a limit that is halved whenever memory runs out.
 
     The smaller limit stays in force. Smaller batches round differently and may change rows whose
-    decision was a near-tie: ``notify`` lets the run record it.
+    decision was a near-tie: ``notify`` lets the run record that.
 
     Args:
         notify: called with the new limit whenever it shrinks.
@@ -45,14 +45,14 @@ class Backoff:
         self._notify = notify
 
     def retry(self, function: Callable[[int], Result], most: int | None = None) -> Result:
-        """The result of ``function``, which is called with the limit until that is small enough.
+        """Call ``function`` with the limit, halved until memory suffices; returns its result.
 
         Args:
             function: takes the most items that it may compute together.
             most: how many items there are at all, if that is known.
 
         Raises:
-            UserError: it doesn't fit with a limit of one either.
+            UserError: not even one item fits.
         """
         while True:
             size = self.limit if most is None else min(self.limit, most)

@@ -1,17 +1,17 @@
-"""The current pass: what the forward pass that a thread is in captures and edits.
+"""The current pass: what a thread's forward pass captures and edits.
 
-An installed model (``installed.py``) has a hook before its first block and one behind each block,
-for good. They look at their thread's current pass and do nothing where there is none. So threads
-may run one model at once, each in a pass of its own, and after a pass nothing has to be taken off.
+An installed model (``installed.py``) keeps a hook before its first block and one behind each block.
+A hook looks at its thread's current pass and does nothing where there is none. So several threads
+may run one model at once, each in its own pass, and no hook has to be removed after a pass.
 
 | in a pass | tokens | layers | |
 |---|---|---|---|
 | captured | the same number of positions in each row | all, 0 to L | as edits leave them |
-| edited | any positions, in each row others | any, 0 to L | in the order of a row's interventions |
+| edited | any positions, each row its own | any, 0 to L | in the order of a row's interventions |
 | borrowed | all | those that share their prefix | by ``shared.Borrowed``, for scored turns |
 | stopped | | between any two | by what :data:`on_block` raises |
 
-Positions are indices into a row's own tokens, whatever part of them the pass computes.
+Positions are indices into a row's own tokens, whichever of them the pass computes.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from ia_mech.engine.intervene import Intervention, TokenwiseIntervention, check_layers
 from ia_mech.errors import UserError
 
-# Called before the first block of each of a thread's passes, and behind every block: what it raises
-# ends the pass.
+# Called before the first block of each of a thread's passes, and behind every block; an exception
+# that it raises ends the pass.
 on_block: ContextVar[Callable[[], None] | None] = ContextVar("on_block", default=None)
 
 
@@ -34,17 +34,17 @@ class Pass:
     """What is captured and edited in one forward pass.
 
     Args:
-        depth: blocks of the model.
+        depth: how many blocks the model has.
         width: tokens of each row that the pass computes, padding included.
         first: ``[rows]`` position of the token in the pass's first column: less than 0 where a row
             is padded on its left, more than 0 where the pass goes on from a cache.
         captured: ``[rows][positions]`` where the residual stream is captured, -1 where a row lacks
             the position; None captures nothing.
-        interventions: those in each row; none if there are no rows of them.
-        masked: whether any layer looks at the mask; else none is made.
+        interventions: for each row, its interventions; empty if no row has any.
+        masked: whether any layer looks at the mask; if none does, no mask is made.
 
     Raises:
-        UserError: a layer isn't there, or a token isn't in the pass.
+        UserError: the model lacks a layer, or the pass doesn't compute a token.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Pass:
     def _keep(self, hidden: Tensor, columns: Tensor) -> None:
         if hidden.ndim != 3:
             raise ValueError(f"a block gave a tensor of {hidden.ndim} dimensions, expected 3")
-        # Copied once per device: for each block, it would wait for the copy.
+        # Copied once per device: with a copy for each block, every block would wait for it.
         if hidden.device not in self._indices:
             at = columns.to(hidden.device)
             rows = torch.arange(len(at), device=hidden.device)[:, None]
@@ -125,7 +125,7 @@ def _require_computed(columns: Sequence[int], width: int, first: int) -> None:
             raise UserError(
                 f"position {column + first} isn't among the tokens {max(first, 0)} to "
                 f"{first + width - 1} that are computed",
-                "name one that is",
+                "name one of those",
             )
 
 
@@ -133,13 +133,13 @@ _current: ContextVar[Pass | None] = ContextVar("pass", default=None)
 
 
 def current() -> Pass | None:
-    """The pass that this thread is in."""
+    """This thread's current pass; None outside of passes."""
     return _current.get()
 
 
 @contextlib.contextmanager
 def making(one: Pass) -> Iterator[None]:
-    """While it lasts, this is the thread's pass."""
+    """While it lasts, this is the thread's current pass."""
     before = _current.set(one)
     try:
         yield
@@ -148,7 +148,7 @@ def making(one: Pass) -> Iterator[None]:
 
 
 def hook_blocks(blocks: nn.ModuleList) -> None:
-    """Let current passes see what goes through the blocks."""
+    """Put hooks on the blocks, through which current passes capture and edit their states."""
     blocks[0].register_forward_pre_hook(_enter_first, with_kwargs=True)
     for layer, block in enumerate(blocks, start=1):
         block.register_forward_hook(_Leave(layer))
@@ -164,7 +164,7 @@ def _enter_first(_module, args, kwargs):
 
 
 class _Leave:
-    """The hook behind the block of a layer."""
+    """The hook behind a layer's block."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer

@@ -6,7 +6,7 @@ perturbations) of the same sample therefore share their noise, which pairs them 
 
 The generator is Philox4x32-10 (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as
 1, 2, 3", SC 2011), written in integer tensor operations so that CPU and CUDA give the same random
-words; only the logarithms that make Gumbel noise of them may round differently.
+words; only the logarithms that turn them into Gumbel noise may round differently.
 
 The sampling rule is the Gumbel-max trick: the argmax of scores, each with Gumbel noise of its own,
 is a draw from their softmax. It is used on two levels. First a block of 64 consecutive tokens is
@@ -31,8 +31,8 @@ _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _ONE_BELOW = 1.0 - 2.0**-24  # the largest float32 below one
 _BLOCK = 64  # tokens that are first drawn as one
-# Noise lies between -2.9 and 22.9, and the sum of the block with the largest logit is 1 or more, so
-# that no block with so small a sum is drawn. Sums are at least this, that scores be finite.
+# The least sum that a block is given, so that its score is finite. Such a block is never drawn:
+# noise lies between -2.9 and 22.9, and the block with the largest logit has a sum of 1 or more.
 _NEVER_DRAWN = 1e-30
 CPU_LOGITS = 400_000  # logits sampled at a time on a CPU, so that temporary tensors stay in cache
 LOG2_E = 1 / math.log(2)
@@ -44,8 +44,8 @@ def stream_key(seed: int, source_id: str, sample: int) -> tuple[int, int]:
 
 
 def response_stream_key(seed: int, source_id: str, index: int) -> tuple[int, int]:
-    """The key of one response to one source's query. No turn has it: turns after a response that
-    shared its noise would be no independent draws."""
+    """The key of one response to one source's query. No turn has this key: turns that share the
+    noise of their response wouldn't be independent draws."""
     return _key(seed, source_id, "response", str(index))
 
 
@@ -80,7 +80,7 @@ def uniforms(keys: Tensor, numbers: Tensor, step: int | Tensor, level: int) -> T
 
     Args:
         keys: ``[rows, 2]`` int64, one :func:`stream_key` per row.
-        numbers: ``[rows, n]`` or ``[1, n]`` int64, of the tokens or blocks that get one each:
+        numbers: ``[rows, n]`` or ``[1, n]`` int64, those of the tokens or blocks that get one each:
             consecutive, from a multiple of four.
         step: index of the token being drawn, 0 for the first; one, or ``[rows, 1]`` int64.
         level: 0 for tokens, 1 for blocks.
@@ -165,15 +165,15 @@ def draw_tokens(logits: Tensor, temperature: Tensor, stream: Tensor, step: int |
 
 
 def _maxima_and_sums(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What is needed of each block: its largest logit, and its sums of ``exp(logits / T)``.
+    """Each block's largest logit, and its sums of ``exp(logits / T)``.
 
     Args:
         logits: ``[rows, vocab]``.
         temperature: ``[rows, 1]``.
 
     Returns:
-        Three of ``[rows, blocks]``: maxima, sums at T = 1, and sums at ``temperature``. The sums
-        are of logits less the largest of their row.
+        Three tensors ``[rows, blocks]``: maxima, sums at T = 1, and sums at ``temperature``. For
+        the sums, the largest logit of its row is subtracted from each logit.
     """
     maxima = _by_blocks(torch.amax, logits)
     below = logits - maxima.amax(-1, keepdim=True)
@@ -198,7 +198,7 @@ def _inside(block: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _largest(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the first largest of ``[rows, n]`` is, and its lead over the next, each ``[rows, 1]``.
+    """Index of the first largest of ``[rows, n]``, and its lead over the next, each ``[rows, 1]``.
 
     ``scores`` are overwritten.
     """
@@ -207,7 +207,7 @@ def _largest(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cpu_slices(count: int, width: int, device: torch.device) -> list[slice]:
-    """Slices of ``count`` rows, of :data:`CPU_LOGITS` numbers each on a CPU; else a single one."""
+    """Slices of ``count`` rows: on a CPU of :data:`CPU_LOGITS` numbers each, else a single one."""
     size = max(1, CPU_LOGITS // width) if device.type == "cpu" else max(1, count)
     return [slice(start, start + size) for start in range(0, count, size)]
 
@@ -216,7 +216,7 @@ def log_sum_exp(below: Tensor, temperature: float | Tensor, *, out: Tensor) -> T
     """``logsumexp(below / temperature)`` over the last dimension, which is kept.
 
     It is off by at most (ln(vocab) + 4) * 2**-23 nats: an exponent y is rounded twice, which
-    changes its power by |y| * 2**-23 of it, and the mean of |y| over the distribution is at most
+    changes exp(y) by a share of |y| * 2**-23, and the mean of |y| over the distribution is at most
     ln(vocab). (``log_softmax`` is as fast, but is off by up to 1e-5, always the same way.)
 
     Args:

@@ -23,10 +23,10 @@ from ia_mech.engine.state import (
 )
 from ia_mech.errors import UserError
 
-# Limits of one pass, besides PREFILL_TOKENS. A pass reads all weights, so its logits are many
-# enough for 500 tokens of a vocabulary of 250,000; a GPU's numbers are estimates.
+# Limits of one pass, besides PREFILL_TOKENS. Every pass reads all weights, so it should be large:
+# these are the logits of 500 tokens with a vocabulary of 250,000. A GPU's numbers are estimates.
 LOGITS = {"cpu": 2**27, "cuda": 2**28}
-STATE_BYTES = {"cpu": 2**30, "cuda": 2**32}  # of what rows copy
+STATE_BYTES = {"cpu": 2**30, "cuda": 2**32}  # of the state that rows copy
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Turn:
         context: the number of the context that it follows, counted through all groups.
         ids: its tokens.
         borrowed: keys and values of another context that it attends to.
-        interventions: take place at indices into ``ids``; the last token is only predicted.
-        whole_at: index of a token of which the whole distribution is wanted.
+        interventions: at indices into ``ids``; the last token is only predicted, so it has none.
+        whole_at: index of the token whose whole distribution is wanted.
     """
 
     context: int
@@ -54,8 +54,8 @@ class Scored:
 
     ``logprobs_raw`` ``[tokens]`` at T = 1; ``logprobs_tempered`` ``[temperatures, tokens]``;
     ``ranks`` ``[tokens]`` from 1; ``greedy`` ``[tokens]``: whether the token is the argmax that
-    greedy decoding would have written after the same prefix; ``whole`` ``[vocab]`` at T = 1, of the
-    token that the turn asks for.
+    greedy decoding would have written after the same prefix; ``whole`` ``[vocab]`` at T = 1, the
+    distribution at the turn's ``whole_at``.
     """
 
     logprobs_raw: np.ndarray
@@ -79,8 +79,8 @@ def score(
     turns alone. Turns of similar length share a pass, as many as logits and copied state allow.
 
     Args:
-        groups: contexts that were prefilled together, in order.
-        temperatures: at which besides T = 1.
+        groups: groups of prefilled contexts, in order.
+        temperatures: to score at besides T = 1.
         on_tokens: called after each pass with how many tokens were scored.
 
     Raises:
@@ -103,12 +103,12 @@ def score(
 def differentiable_logits(
     model: PreTrainedModel, groups: Sequence[Prefilled], turns: Sequence[Turn]
 ) -> Tensor:
-    """``[turns, longest, vocab]`` logits that predict the tokens of turns, of one pass through
-    which gradients reach what interventions hold.
+    """Logits ``[turns, longest, vocab]`` that predict the turns' tokens, from one pass with
+    gradients for the tensors that interventions hold.
 
     Args:
         model, groups: as for :func:`score`.
-        turns: of contexts in their order; none borrows.
+        turns: sorted by context; none borrows.
 
     Raises:
         UserError: the model has recurrent layers, through which no gradient goes.
@@ -154,8 +154,8 @@ def _require_fed(turns: Sequence[Turn]) -> None:
 
 
 def _padded(turns: Sequence[Turn]) -> tuple[Tensor, Tensor, list[int]]:
-    """``[turns, longest]`` ids with zeros on their right, the mask of those that are fed, and the
-    turns' lengths."""
+    """``[turns, longest]`` ids with zeros on their right, the mask of the tokens that are fed, and
+    the turns' lengths."""
     lengths = [len(turn.ids) for turn in turns]
     ids, mask = torch.zeros(2, len(turns), max(1, *lengths), dtype=torch.long)
     for row, turn in enumerate(turns):
@@ -180,7 +180,7 @@ def _score_pass(
     contexts = [turn.context for turn in turns]
     scores = torch.zeros(3 + len(temperatures), len(turns), longest, device=device)
     whole: dict[int, np.ndarray] = {}
-    # [turns, 1, vocab], they predict the first token
+    # [turns, 1, vocab]: they predict the first token
     logits = torch.cat([group.logits for group in groups])[contexts][:, None]
     state = None
     done = 0
@@ -232,11 +232,12 @@ def _score_tokens(
         logits: ``[turns, positions, vocab]`` float32.
         where: ``[tokens, 2]`` int64, the turn and the position that predict each token.
         ids: ``[tokens]`` int64.
-        temperatures: at which besides T = 1.
+        temperatures: to score at besides T = 1.
 
     Returns:
-        ``[3 + temperatures, tokens]`` float32, so that one transfer to the host has all:
-        log-probabilities in nats at T = 1 and at each temperature, ranks, and 1 for the argmax.
+        ``[3 + temperatures, tokens]`` float32, so that one transfer to the host is enough:
+        log-probabilities in nats at T = 1 and at each temperature, ranks, and 1 where the token is
+        the argmax.
     """
     scores = torch.empty(3 + len(temperatures), len(ids), device=logits.device)
     for part in cpu_slices(len(ids), logits.shape[-1], logits.device):

@@ -1,18 +1,18 @@
-"""Rows that attend to their context's keys and values where the prefill left them.
+"""Let rows attend to their context's keys and values where the prefill left them.
 
-Copied to every row, a prefix of 231 tokens is read 33 times over at each step of 33 rows, and on a
-CPU that takes as long as half of the matrix products. Here each layer of full attention refers to
-the prefill's tensors: the rows of a context become the rows of one matrix per key-value head, all
-contexts of a group are one batched product, each row attends to its own tokens besides, and the two
+If 33 rows each had a copy of a prefix of 231 tokens, it would be read 33 times at each step; on a
+CPU that takes half as long as the matrix products. Here each layer of full attention refers to the
+prefill's tensors. The rows of a context become the rows of one matrix per key-value head, and all
+contexts of a group are one batched product. Each row also attends to its own tokens, and the two
 parts are merged by their log-sum-exp (Hydragen, arXiv 2402.05099, section 3.1). Nothing is
 approximated. Layers with a sliding window or a recurrent state are copied and computed as usual.
 
 The model's code isn't touched: ``transformers`` lets attention functions be registered by name
 (``installed.py``).
 
-In this order: attention over parts (:func:`attend`, :func:`merge`), which row goes on from which
-context (:class:`PrefixTable`), the cache layer (:class:`SharedLayer`), and the function that a
-model's attention calls with its keys (:func:`attend_shared`).
+The file holds, in order: attention over parts (:func:`attend`, :func:`merge`), a table of which row
+goes on from which context (:class:`PrefixTable`), the cache layer (:class:`SharedLayer`), and the
+function that a model's attention calls with its keys (:func:`attend_shared`).
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ def attend(
 
     Args:
         query: ``[batch, heads, new, dim]``.
-        key: ``[batch, kv_heads, keys, dim]``; each head of it serves ``heads / kv_heads`` others,
-            in order.
+        key: ``[batch, kv_heads, keys, dim]``; each key-value head serves ``heads / kv_heads`` query
+            heads, in order.
         value: ``[batch, kv_heads, keys, value_dim]``.
         scaling: factor of the scores.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
@@ -56,19 +56,19 @@ def attend(
         average of zero and a log-sum-exp of minus infinity.
     """
     fused = query.device.type == "cpu" and query.dtype in FUSED and softcap is None
-    # One query to each set of keys are many small products, which the kernel does one by one.
+    # With one query per set of keys, the kernel would do many small products one by one.
     if fused and query.shape[2] > 1 and query.shape[-1] == value.shape[-1]:
-        # What scaled_dot_product_attention calls on a CPU; it keeps the log-sum-exp to itself.
+        # scaled_dot_product_attention calls this on a CPU, and doesn't return the log-sum-exp.
         each = None if bias is None else bias.expand(-1, -1, query.shape[2], -1)
         average, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, attn_mask=each, scale=scaling
         )
-        if bias is not None:  # where nothing is seen it gives a log-sum-exp of zero
+        if bias is not None:  # it gives a log-sum-exp of 0 to a query that sees nothing
             total = total.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
         return average, total
     batch, heads, new, dim = query.shape
-    # Products are added up in float32 and stay in it: rounded to half precision, large scores would
-    # be off by more than what they are compared with.
+    # Products are summed in float32 and stay in it: rounded to half precision, large scores would
+    # be further off than those of the attention that this is compared with.
     folded, key, value = (x.float() for x in (query, key, value))
     # [batch, kv_heads, heads per kv_head * new, …]
     folded = folded.reshape(batch, key.shape[1], -1, dim)
@@ -79,7 +79,7 @@ def attend(
         per_head = scores.view(batch, heads, new, -1)
         per_head += bias
     top = scores.amax(-1, keepdim=True)
-    # Minus infinity less itself would be no number.
+    # Minus infinity minus itself would be NaN.
     scores -= top.clamp(min=torch.finfo(scores.dtype).min)
     weights = scores.mul_(LOG2_E).exp2_()  # as in sampling.log_sum_exp
     total = weights.sum(-1, keepdim=True)
@@ -90,19 +90,19 @@ def attend(
 def merge(
     first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], sinks: Tensor | None = None
 ) -> Tensor:
-    """What attention over all keys at once would give, from attention over two parts of them.
+    """Attention over all keys, put together from attention over two parts of them.
 
     Args:
         first: as :func:`attend` returns it.
-        second: of the other keys.
+        second: the same over the other keys.
         sinks: ``[heads]`` scores of keys without a value (gpt-oss); they only take weight away.
 
     Returns:
-        ``[batch, heads, new, value_dim]`` in the first part's dtype, computed in float32; zero
-        where neither part has anything to see.
+        ``[batch, heads, new, value_dim]`` in the first part's dtype, computed in float32; zero for
+        a query that sees no key.
     """
     (average, total), (other, other_total) = first, second
-    # Not a number only where neither part has anything to see.
+    # NaN only for a query that sees no key in either part.
     weight = torch.sigmoid(other_total - total).nan_to_num_(0.0)
     merged = torch.lerp(average.float(), other.float(), weight[..., None])
     if sinks is not None:
@@ -113,15 +113,16 @@ def merge(
 
 @dataclass(frozen=True)
 class Borrowed:
-    """Keys and values of another context, to which a row attends in some layers, not to its own.
+    """Keys and values of another context, to which a row attends in some layers in place of its own
+    context's.
 
-    The row's own tokens, written after the prefix, are attended to as ever. Keys keep the positions
-    that they were computed at. What was prefilled, the logits of a first token included, is as it
-    was: the tokens that follow borrow.
+    The row still attends to its own tokens, written after the prefix. Keys keep the positions that
+    they were computed at. The prefill stays as it was, with the logits of the first token: only the
+    tokens that follow borrow.
 
     Attributes:
-        context: the number of the context that they are taken from, as rows are numbered.
-        layers: in which the row attends to it (from 1: inside block l).
+        context: the number of the context that they are taken from, counted through all groups.
+        layers: the layers in which the row attends to it (l, from 1: inside block l).
     """
 
     context: int
@@ -133,10 +134,10 @@ class _GroupRows:
     """The rows of one group's contexts.
 
     Attributes:
-        contexts: of the group, from the first to the last that has rows.
+        contexts: those of the group from the first to the last that has rows.
         rows: ``[contexts, most]`` int64, the rows of each context; filled up with row 0.
         bias: ``[contexts, 1, 1, tokens]`` in the model's dtype, minus infinity at left padding;
-            None where there is none.
+            None without padding.
     """
 
     contexts: slice
@@ -145,15 +146,15 @@ class _GroupRows:
 
 
 class PrefixTable:
-    """Which row goes on from which context, as all shared layers of a cache see it.
+    """Which row goes on from which context: one table for all shared layers of a cache.
 
-    Rows that join others (:meth:`join`) have written fewer tokens of their own.
+    Rows that join later (:meth:`join`) have fewer tokens of their own.
 
     Args:
         masks: of each group ``[contexts, tokens]``, 0 for left padding.
         contexts: ``[rows]``, the number of each row's context, counted through all groups.
         borrowed: for each row, what it borrows, or None; empty where no row does.
-        dtype: of the model.
+        dtype: the model's.
 
     Attributes:
         ages: how many own tokens each row has.
@@ -177,7 +178,7 @@ class PrefixTable:
         return len(self._contexts)
 
     def _drop_tensors(self) -> None:
-        """Tensors are made anew when they are asked for."""
+        """Forget all tensors; they are made again when they are asked for."""
         self._group_rows: dict[torch.device, tuple[list[_GroupRows | None], Tensor]] = {}
         self._own_bias: dict[torch.device, Tensor | None] = {}
         self._own_places: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -188,14 +189,14 @@ class PrefixTable:
         return max(self.ages, default=0)
 
     def advance(self, new: int) -> None:
-        """Every row has so many tokens more."""
+        """Note that every row has so many more tokens."""
         self.ages = [age + new for age in self.ages]
         self.width += new
         self._own_bias, self._own_places = {}, {}
 
     def join(self, other: "PrefixTable", width: int) -> None:
-        """The rows of another table, which borrow nothing, behind its own; the longest of all is
-        so long."""
+        """Append another table's rows, which borrow nothing; the longest row then has ``width``
+        tokens."""
         first = sum(map(len, self._masks))
         self._masks += other._masks
         self._contexts += [first + context for context in other._contexts]
@@ -209,7 +210,7 @@ class PrefixTable:
         return [(row, one) for row, one in enumerate(self._borrowed) if one is not None]
 
     def keep(self, index: Sequence[int]) -> None:
-        """Only the given rows, in the given order."""
+        """Keep only the given rows, in the given order."""
         self._contexts = [self._contexts[row] for row in index]
         self._borrowed = [self._borrowed[row] for row in index]
         self.ages = [self.ages[row] for row in index]
@@ -219,9 +220,9 @@ class PrefixTable:
         """Where the rows of each group are, on a layer's device.
 
         Returns:
-            For each group its rows, or None if none is left. And ``[rows + borrowers]`` int64:
-            where, in the groups' attention ``[contexts * most]`` one below the other, that of each
-            row to its own prefix is, and behind them that of each borrower to the other one.
+            For each group its rows, or None if none is left; and ``[rows + borrowers]`` int64
+            places in the groups' attention, ``[contexts * most]`` each, one below the other: first
+            of each row's attention to its own prefix, then of each borrower's to the borrowed one.
         """
         if device not in self._group_rows:
             self._group_rows[device] = self._make_group_rows(device)
@@ -260,15 +261,15 @@ class PrefixTable:
         return groups, torch.tensor(back, device=device)
 
     def own_places(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """``[rows]`` int64, twice: each row, and where its next token goes."""
+        """Two ``[rows]`` int64: each row's number, and the place of its next token."""
         if device not in self._own_places:
             ages = torch.tensor(self.ages, device=device)
             self._own_places[device] = torch.arange(len(ages), device=device), ages
         return self._own_places[device]
 
     def own_bias(self, new: int, device: torch.device) -> Tensor | None:
-        """``[rows or 1, 1, new, age + new]``: minus infinity where one of the new tokens would see
-        a later one, or what isn't its row's; None where each sees all."""
+        """``[rows or 1, 1, new, age + new]``: minus infinity where a new token would see a later
+        one, or a place that its row hasn't filled; None where each sees all."""
         if device not in self._own_bias:
             bias = None
             if new > 1 or len(set(self.ages)) > 1:
@@ -281,7 +282,7 @@ class PrefixTable:
         return self._own_bias[device]
 
 
-ATTRIBUTE = "shared_layer"  # of keys that a shared layer handed out: the layer
+ATTRIBUTE = "shared_layer"  # keys that a shared layer handed out hold the layer under this name
 
 UNUSED = "its attention doesn't use the cached keys as they are"
 
@@ -291,11 +292,11 @@ class Engine:
     """How a model's rows attend to their prefix.
 
     Attributes:
-        shared: the layers, counted from 1, in which rows read it where the prefill left it; in the
-            others each row has a copy, or a state of its own.
-        layers: of the model.
+        shared: the layers, counted from 1, in which rows read the prefix where the prefill left it;
+            in the others each row has a copy, or a state of its own.
+        layers: how many layers the model has.
         why: why no layer shares; empty otherwise.
-        ignored: what the start-up check found, if it was to be ignored; empty otherwise.
+        ignored: what the start-up check found and the user chose to ignore; empty otherwise.
     """
 
     shared: tuple[int, ...]
@@ -317,7 +318,7 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """What a run records."""
+        """The engine in the words that a run records."""
         if not self.shared:
             return "a copy of the prefix per row"
         if len(self.shared) == self.layers:
@@ -346,15 +347,15 @@ def held(layer: DynamicLayer) -> tuple[Tensor, Tensor]:
 
 
 class SharedLayer(DynamicLayer):
-    """A full-attention layer: the prefixes by reference, and what rows add to them.
+    """A cache layer of full attention: it refers to the prefixes and holds what rows add to them.
 
     ``keys`` and ``values`` are views of the rows' own tokens only, ``[rows, kv_heads, own, dim]``;
     lengths and mask sizes count the longest prefix as well, padding included.
 
     Args:
-        prefixes: the same layer of each group that was prefilled, left as it is.
-        table: of the batch, the same for all layers of a cache.
-        number: of the layer, from 1.
+        prefixes: this layer of each prefilled group, left as it is.
+        table: the batch's, the same for all layers of a cache.
+        number: the layer's, from 1.
         room: most tokens that a row may add.
         places: most rows that there may be.
     """
@@ -379,7 +380,7 @@ class SharedLayer(DynamicLayer):
             tensor.new_zeros(places, tensor.shape[1], room, tensor.shape[-1])
             for tensor in (keys, values)
         ]
-        self._waiting = False  # keys were handed out that no attention function has used yet
+        self._waiting = False  # whether handed-out keys still wait for an attention function
         self._set_views(0)
 
     def _set_views(self, tokens: int) -> None:
@@ -390,7 +391,7 @@ class SharedLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Write new keys and values ``[rows, kv_heads, new, dim]``; returns the rows' own ones.
 
-        Rows of several ages have one new token each.
+        If rows have different ages, each gets one new token.
 
         Raises:
             RuntimeError: the model's attention didn't use what was returned the last time.
@@ -406,14 +407,14 @@ class SharedLayer(DynamicLayer):
                 own[row, :, at] = states[:, :, 0]
         self._set_views(end)
         self._waiting = True
-        # A view that isn't kept, or the two would keep each other alive. It carries this layer,
-        # since attention functions don't get the cache.
+        # A view of its own carries this layer, since attention functions don't get the cache. It
+        # isn't kept, or the two would keep each other alive.
         keys = self.keys[:]
         setattr(keys, ATTRIBUTE, self)
         return keys, self.values
 
     def check_used(self) -> None:
-        """Raises RuntimeError if keys were handed out that no attention function has used."""
+        """Raise RuntimeError if keys were handed out that no attention function has used."""
         if self._waiting:
             raise RuntimeError(UNUSED)
 
@@ -421,14 +422,14 @@ class SharedLayer(DynamicLayer):
         return self.table.width + max(0, self.keys.shape[2] - self.table.age)
 
     def join(self, other: "SharedLayer") -> None:
-        """Take in rows, which have no token of their own yet; the table is told before."""
+        """Take in rows that have no token of their own yet, after the table has taken them in."""
         self.prefixes += other.prefixes
         self._set_views(self.table.age)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the given rows, in the given order, moving only those that change their place; the
-        prefixes stay where they are. The table is told by who calls this, with an index on the
-        host, so that no layer waits for a device."""
+        prefixes stay where they are. The caller updates the table. The index is on the host, so
+        that no layer waits for a device."""
         moved = (beam_idx != torch.arange(len(beam_idx))).nonzero()[:, 0]
         to, source, tokens = (
             moved.to(self.device),
@@ -448,8 +449,8 @@ class SharedLayer(DynamicLayer):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of queries ``[rows, heads, new, dim]`` over prefix and own tokens, whose keys
-        and values are ``[rows, kv_heads, own, …]``: ``[rows, heads, new, value_dim]``."""
+        """Attention ``[rows, heads, new, value_dim]`` of queries ``[rows, heads, new, dim]`` over
+        the prefixes and the rows' own ``key`` and ``value`` ``[rows, kv_heads, own, …]``."""
         self._waiting = False
         bias = self.table.own_bias(query.shape[2], query.device)
         own = attend(query, key, value, scaling=scaling, softcap=softcap, bias=bias)
@@ -524,7 +525,7 @@ def attend_shared(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attention as ``transformers`` calls it, over a shared layer; ``[rows, new, heads, dim]``."""
+    """Attention ``[rows, new, heads, dim]`` over a shared layer, as ``transformers`` calls it."""
     if sliding_window is not None:
         raise NotImplementedError("the layer's keys aren't kept for this sliding window")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

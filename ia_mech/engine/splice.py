@@ -1,23 +1,23 @@
-"""Contexts whose states come from several contexts, token range by token range.
+"""Make contexts whose states come from several contexts, one range of tokens after another.
 
-A hybrid is a context that never was: the query and the header of one conversation, say, around the
-response of another. Keys carry the position that they were computed at, so what is spliced together
-has to agree on positions. Contexts that are to be spliced are therefore prefilled so that all *end*
-at the same position (:func:`aligned`): attention with rotary embeddings depends on distances alone,
-and what stands at the same distance from the end is at the same position in all of them. A piece of
-another length needs no turning of keys; it begins earlier or later. What comes after the splice may
-be computed anew: contexts are spliced where they are cut off, and the rest is fed with the turn.
+A hybrid is a context that no conversation has: the query and the header of one, say, around the
+response of another. Keys carry the position that they were computed at, so the pieces of a hybrid
+have to agree on positions. Contexts are therefore prefilled so that all *end* at the same position
+(:func:`aligned`). Attention with rotary embeddings depends on distances alone, and tokens at the
+same distance from the end have the same position in all of them. A piece of another length begins
+earlier or later; its keys needn't be rotated again. Tokens after the splice may be computed anew:
+contexts are spliced where they are cut off, and the rest is fed with the turn.
 
-Keys and values are spliced token by token; in a layer with a sliding window from all tokens, since
-the window then counts those of the hybrid. A recurrent layer has a state at the cut, which holds
-all tokens before it and is taken whole from one context; the inputs of its convolution, those of
-the last few tokens, go with the last piece.
+Keys and values are spliced token by token. Layers with a sliding window keep those of all tokens
+for this, since the window then counts the hybrid's tokens. A recurrent layer has a state at the
+cut, which holds all tokens before it and is taken whole from one context. The inputs of its
+convolution, which come from the last few tokens, are those of the last piece.
 
-A hybrid of everything from one context is that context, to the bit; :func:`check_ceiling` refuses a
-model where it isn't.
+A hybrid that takes everything from one context equals that context; :func:`check_ceiling` refuses a
+model where it doesn't.
 
-Tokens may also be computed anew with few others in sight (:func:`in_blocks`): that tells what their
-keys and values say of themselves from what they gathered from further away.
+Tokens may also be computed anew while they see few others (:func:`in_blocks`). This separates what
+their keys and values hold of themselves from what they gathered from further away.
 """
 
 import copy
@@ -44,8 +44,8 @@ from ia_mech.errors import UserError
 # Kinds of layers, as transformers names them, whose whole state is known.
 SPLICED = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "dummy"}
 RECURRENT = {"linear_attention", "hybrid"}
-SINKS = 4  # first tokens of a context: where attention rests that looks for nothing (2309.17453)
-ROUNDINGS = 16  # epsilons of the dtype by which a hybrid of everything may be off, as in check.py
+SINKS = 4  # first tokens of a context, which draw attention whatever they say (2309.17453)
+ROUNDINGS = 16  # epsilons by which a hybrid of everything may be off, as in check.py
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Hybrid:
     """What a hybrid is made of.
 
     Attributes:
-        recipient: the context whose place it takes: what follows is at its positions.
+        recipient: the context whose place it takes: what follows gets this context's positions.
         pieces: in order; the last one ends where its context ends.
         state: the context whose recurrent states it has; the recipient where none is given.
     """
@@ -73,7 +73,7 @@ class Hybrid:
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """What each layer of a model's cache is of."""
+    """The kind of each layer of a model's cache, in ``transformers``' words."""
     return get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
 
 
@@ -92,7 +92,7 @@ def aligned(model: PreTrainedModel, contexts: Sequence[Sequence[int]]) -> Prefil
     if others:
         raise UserError(
             f"contexts of {type(model).__name__} can't be spliced: layers {', '.join(others)}",
-            f"use a model whose layers are of {', '.join(sorted(SPLICED - {'dummy'}))}",
+            f"use a model with no layers but {', '.join(sorted(SPLICED - {'dummy'}))}",
         )
     longest = max(map(len, contexts))
     return prefill(model, [Prefix(ids, start=longest - len(ids)) for ids in contexts], whole=True)
@@ -101,10 +101,10 @@ def aligned(model: PreTrainedModel, contexts: Sequence[Sequence[int]]) -> Prefil
 def continued(
     model: PreTrainedModel, group: Prefilled, ids: Sequence[int], positions: Sequence[int] = ()
 ) -> Prefilled:
-    """The contexts of a group, each with the same further tokens; the group is left as it is.
+    """Feed each context of a group the same further tokens; the group is left as it is.
 
     Args:
-        model: of the group.
+        model: the group's.
         ids: the further tokens.
         positions: indices into them at which the residual stream is captured.
     """
@@ -115,7 +115,7 @@ def continued(
 
 
 def _fed(model: PreTrainedModel, state: State, ids: Sequence[int], positions: Sequence[int]):
-    """What a pass gives that feeds every row the same tokens."""
+    """Feed every row the same tokens; returns logits and residuals."""
     tokens = torch.tensor([list(ids)] * state.rows)
     captured = [positions] * state.rows if positions else None
     return forward(model, state, tokens, torch.ones_like(tokens), captured=captured)
@@ -123,22 +123,22 @@ def _fed(model: PreTrainedModel, state: State, ids: Sequence[int], positions: Se
 
 @torch.inference_mode()
 def spliced(group: Prefilled, hybrids: Sequence[Hybrid]) -> Prefilled:
-    """Hybrids as a group of contexts that rows can go on from.
+    """Make hybrids: a group of contexts that rows can go on from.
 
     Args:
         group: contexts of :func:`aligned`, or hybrids of them; left as they are.
-        hybrids: what to make of them.
+        hybrids: how each is made.
 
     Returns:
-        The hybrids in their order. Their ``logits`` are those of the contexts that the last pieces
-        are of: the distribution of a first token is that of the last header state.
+        The hybrids in their order. A hybrid's ``logits`` are those of the context that its last
+        piece is from, since the last header state alone decides the first token.
     """
     mask = group.state.mask
     width = mask.shape[1]
     padding = (width - mask.sum(1)).cpu().tolist()
     lengths = [sum(piece.stop - piece.start for piece in one.pieces) for one in hybrids]
     longest = max(lengths)
-    # Where each token of each hybrid is in the group: context and column; padding is anywhere.
+    # The context and column in the group of each hybrid's tokens; at padding, any will do.
     row, column = torch.zeros(2, len(hybrids), longest, dtype=torch.long)
     real = torch.zeros(len(hybrids), longest, dtype=torch.long)
     for number, one in enumerate(hybrids):
@@ -187,7 +187,7 @@ def _spliced_layer(layer: Any, row: Tensor, column: Tensor, states: Tensor, last
 
 @dataclass(frozen=True)
 class _Block:
-    """Tokens ``ids`` of a context from ``first`` on."""
+    """The tokens ``ids`` of a context, which begin at its token ``first``."""
 
     context: int
     first: int
@@ -201,13 +201,14 @@ def in_blocks(
     starts: Sequence[int],
     width: int | None,
 ) -> Prefilled:
-    """Contexts whose last tokens see only the first :data:`SINKS` and those of their own block.
+    """Contexts whose last tokens are computed anew and see only the first :data:`SINKS` and those
+    of their own block.
 
     Args:
         model: without recurrent layers.
         group: the contexts, as :func:`aligned` gives them; left as they are.
-        contexts: their ids.
-        starts: where in each the tokens begin that are computed anew, up to its end.
+        contexts: token ids of each.
+        starts: for each, its first token that is computed anew; all later ones are, too.
         width: tokens of a block; None: one block for all of them.
     """
     blocks = [
@@ -228,7 +229,7 @@ def among_random(
     seed: int,
 ) -> Prefilled:
     """The control of :func:`in_blocks`: each token sees the first :data:`SINKS`, itself, and
-    ``width - 1`` tokens drawn from those between ``starts`` and it, as they were computed."""
+    ``width - 1`` tokens drawn from those between ``starts`` and itself, as first computed."""
     rng, blocks, hybrids = np.random.default_rng(seed), list[_Block](), list[Hybrid]()
     for number, (ids, start) in enumerate(zip(contexts, starts, strict=True)):
         for at in range(start, len(ids)):
@@ -243,7 +244,7 @@ def among_random(
 def _computed_anew(
     model: PreTrainedModel, group: Prefilled, blocks: Sequence[_Block], seen: Sequence[Hybrid]
 ) -> Prefilled:
-    """The group with the keys and values that blocks have where each sees a hybrid and itself."""
+    """The group, with the keys and values of blocks that each see only a hybrid and themselves."""
     old, cache = group.state, copy.copy(group.state.cache)
     cache.layers = [copy.copy(layer) for layer in cache.layers]
     full = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
@@ -284,11 +285,11 @@ def is_recurrent(group: Prefilled) -> bool:
 def arriving(
     model: PreTrainedModel, group: Prefilled, hybrids: Sequence[Hybrid], ids: Sequence[int]
 ) -> Tensor:
-    """How much of what tells each context from its recipient arrives where tokens follow a hybrid.
+    """How much of the difference between donor and recipient arrives at tokens after a hybrid.
 
     Args:
         group: contexts of :func:`aligned`.
-        hybrids: one for each context, which is its donor.
+        hybrids: one for each context, which is the hybrid's donor.
 
     Returns:
         ``[contexts, layers]`` 1 − ‖hybrid − donor‖ / ‖recipient − donor‖ of the residual stream at
@@ -306,7 +307,7 @@ def arriving(
 
 
 def of_everything(group: Prefilled) -> list[Hybrid]:
-    """For each context the hybrid that has everything from it, in the place of the next one."""
+    """For each context a hybrid that takes everything from it, in the next one's place."""
     lengths = group.state.mask.sum(1).cpu().tolist()
     return [
         Hybrid((donor + 1) % len(lengths), (Piece(donor, 0, length),), donor)
@@ -318,8 +319,8 @@ def check_ceiling(model: PreTrainedModel, group: Prefilled, ids: Sequence[int]) 
     """Refuse a model whose hybrids don't get everything that is put into them.
 
     Args:
-        model, group, ids: as for :func:`arriving`. Both passes are of the same shape, and what
-            differs is hidden, so that nothing but rounding may be off.
+        model, group, ids: as for :func:`arriving`. Both passes have the same shape and differ only
+            at masked tokens, so that only rounding may differ.
 
     Raises:
         UserError: names the layers behind which a hybrid of everything isn't its donor.
@@ -330,7 +331,7 @@ def check_ceiling(model: PreTrainedModel, group: Prefilled, ids: Sequence[int]) 
     short = [f"{n} ({one:.2f})" for n, one in each if not one >= least]
     if short:
         raise UserError(
-            f"with everything spliced in, contexts of {type(model).__name__} aren't the donor's: "
+            f"contexts of {type(model).__name__} with everything spliced in differ from the donor: "
             f"the share of the change that arrives behind layers {', '.join(short)} isn't 1",
             "use a model whose layers can be spliced",
         )

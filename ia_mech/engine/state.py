@@ -1,9 +1,9 @@
-"""What decoding and scoring go on from: contexts that were prefilled once, expanded to rows.
+"""The state that decoding and scoring go on from: contexts, prefilled once and expanded to rows.
 
 The state of a prefill is never changed: rows go on from copies of it, or refer to it where a layer
-shares its prefix (``shared.py``). Rows of a batch may continue contexts of several groups. Windows
-end with the newest token in every row, so the contexts of groups that are shorter than the longest
-are padded on their left.
+shares its prefix (``shared.py``). Rows of a batch may continue contexts of several groups. Sliding
+windows end with the newest token of every row, so the contexts of shorter groups are padded on
+their left.
 """
 
 import copy
@@ -37,8 +37,8 @@ CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 RECURRENT = ("conv_states", "recurrent_states")
 
 # Most tokens of one prefill, padding included. A CPU is fastest while a prefill's activations fit
-# into its caches: four contexts of 230 tokens take a fourth less time each than sixteen. A GPU is
-# fast when it has much to do; its number is an estimate.
+# into its caches: four contexts of 230 tokens take a fourth less time per context than sixteen. A
+# GPU is fast when it has much to do; its number is an estimate.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
 PADDING = 0.25  # most padding of sequences that are computed together, as a share of their tokens
 
@@ -47,9 +47,9 @@ PADDING = 0.25  # most padding of sequences that are computed together, as a sha
 class Prefix:
     """One context as the engine sees it.
 
-    ``positions`` are indices into ``ids`` of the named tokens, in the run's order; -1 = lacking.
-    ``interventions`` take place at indices into ``ids``, while it is prefilled. ``start`` is the
-    position id of the first token.
+    ``positions`` are the named tokens' indices into ``ids``, in the run's order; -1 = lacking.
+    ``interventions`` change the prefill, at indices into ``ids``. ``start`` is the position id of
+    the first token.
     """
 
     ids: Sequence[int]
@@ -65,7 +65,7 @@ class State:
     ``cache`` is a ``transformers`` cache of ``rows`` rows; ``mask`` is ``[rows, length]`` int64, 1
     for real tokens and 0 for left padding; ``position`` is ``[rows]`` int64, the position id of the
     next token. ``table`` is None where no layer is shared. ``padded`` says whether the mask hides
-    anything: looked up once, since each look waits for the device.
+    anything; it is looked up once, since each look waits for the device.
     """
 
     cache: DynamicCache
@@ -82,7 +82,7 @@ class State:
 
     @torch.inference_mode()
     def drop(self, finished: Sequence[int]) -> list[int]:
-        """Drop rows, in place; the last ones take their places, so that few have to be moved.
+        """Drop finished rows in place; the last rows take their places, so that few have to move.
 
         Returns:
             The rows that are kept, in their new order.
@@ -99,7 +99,7 @@ class State:
 
     @torch.inference_mode()
     def join(self, other: "State") -> None:
-        """Take in the rows of another state, which were fed nothing yet, behind its own."""
+        """Append the rows of another state, which were fed nothing yet."""
         both = self, other
         length = max(int(state.mask.sum(1).max()) for state in both)
         everyone = [torch.arange(state.rows) for state in both]
@@ -147,7 +147,7 @@ def prefill(
         model: the subject model, in evaluation mode and installed.
         prefixes: the contexts; all with the same number of positions, at which the residual stream
             is captured as the interventions leave it.
-        whole: layers with a sliding window keep what is out of its reach, too.
+        whole: layers with a sliding window also keep the tokens that it has passed.
     """
     ids, mask = _left_padded([prefix.ids for prefix in prefixes], model.device)
     cache = DynamicCache(config=model.config)
@@ -182,7 +182,7 @@ def prefill_all(
         on_tokens: called after each group with how many tokens were prefilled.
 
     Returns:
-        The groups, and for each context of theirs in turn its index in ``prefixes``.
+        The groups, and for each of their contexts, in order, its index in ``prefixes``.
     """
     lengths = [len(prefix.ids) for prefix in prefixes]
     groups, order = [], []
@@ -253,7 +253,7 @@ def forward(
     interventions: Sequence[Sequence[Intervention]] = (),
     gradients: bool = False,
 ) -> Output:
-    """Run the model on from a state, which is advanced in place.
+    """Feed tokens to the rows of a state, which is advanced in place.
 
     This is the only place that makes a pass (``passes.py``).
 
@@ -265,14 +265,15 @@ def forward(
         keep: how many of the new tokens' logits to return, from the end; 0 = all.
         first, captured, interventions: as for :class:`ia_mech.engine.passes.Pass`; ``first`` is 0
             for all rows unless it is given.
-        gradients: they go through the pass, to what interventions hold. Rows need copies then
-            (see :func:`expand`).
+        gradients: let them flow through the pass to the tensors that interventions hold. Rows then
+            need copies (see :func:`expand`).
 
     Raises:
-        UserError: what is to be captured or changed isn't there; a row is longer than the model's
-            rotations are the same.
-        RuntimeError: the model's attention or its blocks aren't used as the engine needs it; what
-            was computed is wrong then.
+        UserError: the pass doesn't compute a token, or the model lacks a layer, that is to be
+            captured or changed; or a row is so long that the model would rotate all its tokens
+            differently.
+        RuntimeError: the model doesn't use its attention or its blocks as the engine needs; its
+            numbers are then wrong.
     """
     shared = [layer for layer in state.cache.layers if isinstance(layer, SharedLayer)]
     others = any(
@@ -288,7 +289,7 @@ def forward(
         interventions,
         masked=others or not shared,
     )
-    device = state.mask.device  # of the first layer; what was drawn is on that of the last
+    device = state.mask.device  # the first layer's; drawn tokens are on the last layer's
     ids = ids.to(device)
     if mask is None:
         mask = torch.ones_like(ids)
@@ -299,13 +300,13 @@ def forward(
     state.mask = torch.cat([state.mask, mask], dim=-1)
     if made.border is not None and int(positions.max()) >= made.border:
         raise UserError(
-            f"a row of {int(positions.max()) + 1} tokens: beyond {made.border}, this model rotates "
-            "all tokens otherwise",
+            f"a row has {int(positions.max()) + 1} tokens; beyond {made.border}, this model rotates"
+            " all tokens differently",
             "leave such conversations out, or write fewer tokens",
         )
     arguments: dict[str, int | Tensor] = {}
     if accepts(model, "logits_to_keep"):
-        # As indices: told how many, Gemma 4 computes its last layers for those tokens alone.
+        # Given as indices: told a number, Gemma 4 computes its last layers for those tokens alone.
         few = 0 < keep < ids.shape[1]
         arguments["logits_to_keep"] = torch.arange(-keep, 0) if few else 0
     if accepts(model, "position_ids"):
@@ -351,9 +352,9 @@ def expand(
         groups: prefilled contexts, counted through all groups.
         contexts: ``[rows]``; those of a group come before those of the next.
         room: most tokens that will be fed to the rows.
-        borrowed: what each row borrows, if any does; of any context of the groups.
-        copies: each row has a copy in every layer: it is to be a context itself, or gradients go
-            through its passes, which attention in parts doesn't have.
+        borrowed: what each row borrows, from any context of the groups; empty if no row does.
+        copies: give each row a copy in every layer. Rows that are to become contexts need it, and
+            so do gradients, which attention in parts doesn't have.
         places: most rows that there will be, if others are to join these.
 
     Raises:
@@ -403,13 +404,13 @@ def expand(
 
 
 def held_tensors(layer: Any) -> list[Tensor]:
-    """What a cache layer of ``transformers`` holds of rows: keys and values, or other states."""
+    """The rows' tensors in a cache layer of ``transformers``: keys and values, or other states."""
     values = [one for v in vars(layer).values() for one in (v.values() if type(v) is dict else [v])]
     return [value for value in values if isinstance(value, Tensor) and value.dim()]  # no constants
 
 
 def copied_bytes(model: PreTrainedModel, groups: Sequence[Prefilled]) -> int:
-    """Bytes of state that :func:`expand` copies to a row, at most."""
+    """Most bytes of state that :func:`expand` copies to a row."""
     sharing = installed(model).engine.shared
     return max(
         sum(
@@ -424,22 +425,22 @@ def copied_bytes(model: PreTrainedModel, groups: Sequence[Prefilled]) -> int:
 
 
 def is_full(layer: object) -> TypeGuard[DynamicLayer]:
-    """Whether a cache layer is one of full attention and holds something."""
+    """Whether a cache layer has full attention and holds something."""
     return type(layer) is DynamicLayer and bool(layer.is_initialized)
 
 
 def rows_of(
     layers: Sequence[Any], index: Sequence[Tensor], length: int, *, whole: bool = False
 ) -> CacheLayer:
-    """One layer with the given rows of several, which are left as they were.
+    """One layer made of the given rows of several layers, which are left as they were.
 
     ``reorder_cache`` is the one selection that every cache layer of ``transformers`` implements,
     recurrent ones included. It assigns new tensors, so shallow copies of the layers (and of the
     dictionaries that recurrent layers keep their states in) are enough to protect the originals.
 
     Args:
-        layers: the same one of each group.
-        index: ``[rows]`` int64 of each.
+        layers: the same layer of each group.
+        index: for each, the rows to take, ``[rows]`` int64.
         length: tokens of the longest group.
         whole: layers that keep more than their sliding window go on doing so.
     """
@@ -451,7 +452,7 @@ def rows_of(
                 setattr(twin, name, dict(value))
         twin.reorder_cache(cast(torch.LongTensor, rows))
         if isinstance(twin, DynamicSlidingWindowLayer) and twin.record_past and not whole:
-            twin.crop(0)  # what is out of reach
+            twin.crop(0)  # drops what the window has passed
             twin.record_past = False
         twins.append(twin)
     first, *others = twins
@@ -461,7 +462,7 @@ def rows_of(
             each = [getattr(twin, name) for twin in twins]
             padded = [pad(tensor, (0, 0, tokens - tensor.shape[-2], 0)) for tensor in each]
             setattr(first, name, torch.cat(padded))
-        if hasattr(first, "cumulative_length"):  # of a sliding window: what it has seen
+        if hasattr(first, "cumulative_length"):  # how many tokens a window has seen
             first.cumulative_length = length
     if others and isinstance(first, LinearAttentionCacheLayerMixin):
         for name in RECURRENT:

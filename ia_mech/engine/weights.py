@@ -1,15 +1,15 @@
 """Matrix products on a CPU, with weights reordered once.
 
 PyTorch's float32 product rearranges the weight at each call; oneDNN can keep it rearranged (what
-``torch.compile`` does when it freezes a model). One thread, times as fast as the plain product of
-1536 x 8960: 2.8 at 10 rows, 1.2 at 33 and 1.1 at 120 with AVX-512; 1.1, 1.2 and 1.1 with AVX2. The
-price is rounding, since sums are taken in another order, and 1 ms for each number of rows that a
-shape of weight meets for the first time.
+``torch.compile`` does when it freezes a model). With one thread and a weight of 1536 x 8960 this is
+2.8 times as fast at 10 rows, 1.2 at 33 and 1.1 at 120 with AVX-512; 1.1, 1.2 and 1.1 with AVX2. The
+price is other rounding, since sums are taken in another order, and 1 ms whenever a shape of weight
+meets a number of rows for the first time.
 
-A small model keeps both orders, and uses the reordered one in passes of the engine alone
-(``passes.py``): whatever else is computed with it is computed as if it weren't installed. A large
-one keeps one: reordered weights take the place of the plain ones, for good. Which of the two is a
-rule on the model alone, so that the same machine computes the same numbers in every process.
+A small model keeps both orders and uses the reordered one only in the engine's passes
+(``passes.py``); everything else computes as if it weren't installed. A large model keeps only the
+reordered weights, which replace the plain ones for good. The model alone decides which, so the same
+machine computes the same numbers in every process.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from ia_mech.engine.passes import current
 
 MOST_BYTES = 2**31  # of weights that are held in both orders
-ROWS = 64  # the number of rows that the order is chosen for; others are computed as well
+ROWS = 64  # the number of rows that the order is chosen for; other numbers work, too
 
 
 def reorder_weights(model: nn.Module) -> None:
@@ -30,8 +30,9 @@ def reorder_weights(model: nn.Module) -> None:
 
     A small model's weight that is replaced or edited in place later is reordered again, unless it
     is edited through ``.data``, which PyTorch doesn't count (``peft`` merges adapters that way);
-    calling this again sees to that, too. A large model's weights are replaced: they can be read by
-    :func:`ia_mech.models.load.whole_weight`, but the model can't be copied, saved or trained.
+    calling this again takes in such edits, too. A large model's weights are replaced: they can be
+    read by :func:`ia_mech.models.load.whole_weight`, but the model can't be copied, saved or
+    trained.
     """
     if not torch.backends.mkldnn.is_available():
         return
@@ -45,11 +46,11 @@ def reorder_weights(model: nn.Module) -> None:
         if type(m) is nn.Linear
         and "forward" not in vars(m)
         and _is_plain(m.weight)
-        and not m.weight.is_inference()  # it counts no versions
+        and not m.weight.is_inference()  # these count no versions
     ]
     try:
         if sum(m.weight.nbytes for m in linears) > MOST_BYTES:
-            _replace(model, {m for m in linears if not m.weight.requires_grad})  # not in training
+            _replace(model, {m for m in linears if not m.weight.requires_grad})  # none in training
             return
         for module in linears:
             forward = BothOrders(module)
@@ -60,8 +61,7 @@ def reorder_weights(model: nn.Module) -> None:
 
 
 def describe(model: nn.Module) -> str:
-    """Which weights an installed model's linear layers multiply with; a part of what rounding
-    depends on."""
+    """Which order of weights an installed model's linear layers use; rounding depends on it."""
     linears = [m for m in model.modules() if type(m) is nn.Linear]
     found = any(isinstance(vars(m).get("forward"), BothOrders) for m in linears)
     return "reordered" if found or any(m.weight.is_mkldnn for m in linears) else "plain"
@@ -86,17 +86,17 @@ class BothOrders:
         return copied
 
     def reorder(self) -> Tensor:
-        """A copy of the weight in the other order. Threads may ask for it at once: what is held is
-        replaced whole."""
+        """A copy of the weight in the other order. Threads may ask for it at once: ``_held`` is
+        replaced as a whole."""
         weight = self.module.weight
         version = _version(weight)
         copied = _reorder(weight)
-        # The weight is held, too: another one could be put where it was in memory.
+        # The weight is held, too, or another could later have its address in memory.
         self._held = copied, weight, version
         return copied
 
     def __call__(self, x: Tensor) -> Tensor:
-        # Through the dictionary, since a module's own way is slow.
+        # Read from the dictionary, since a module's own lookup is slow.
         weight, bias = (self.module._parameters[name] for name in ("weight", "bias"))
         assert weight is not None
         # oneDNN's product has no gradient.
@@ -115,7 +115,7 @@ def _is_plain(weight: Tensor) -> bool:
 
 
 def _replace(model: nn.Module, linears: set[nn.Linear]) -> None:
-    """Have reordered weights take the place of the plain ones, one after the other."""
+    """Replace plain weights by reordered ones, one after the other."""
     for module in model.modules() if linears else ():
         if module in linears:
             module.weight = nn.Parameter(_reorder(module.weight), requires_grad=False)
@@ -140,7 +140,8 @@ def _product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _forward_reordered(module: nn.Linear, x: Tensor) -> Tensor:
-    """The forward of a layer whose weight was replaced; it may have been again, by a plain one."""
+    """The forward of a layer with a reordered weight, or with a plain one that has replaced
+    that."""
     weight = module.weight
     if not weight.is_mkldnn:
         return linear(x, weight, module.bias)

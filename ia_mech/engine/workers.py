@@ -1,4 +1,4 @@
-"""Several parts computed at once, by threads that each have compute threads of their own.
+"""Compute several parts at once, in threads that each have compute threads of their own.
 
 PyTorch's kernels let go of the interpreter's lock, so two workers with one compute thread each keep
 two cores busy and never wait at a barrier; one worker with two compute threads waits hundreds of
@@ -23,7 +23,7 @@ from ia_mech.engine.passes import on_block
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Beyond this the interpreter's lock would be waited for: a step holds it for some 24 ms.
+# More would wait for the interpreter's lock, which a step holds for some 24 ms.
 MOST_WORKERS = 8
 
 
@@ -37,18 +37,18 @@ def usable_cores() -> int:
 
 
 class Crew(NamedTuple):
-    """How many workers, and how many compute threads each; None where nobody asked."""
+    """How many workers, and how many compute threads each; None leaves it to :meth:`for_items`."""
 
     workers: int | None = None
     threads: int | None = None
 
     def for_items(self, items: int, item_bytes: int = 0, on_cpu: bool = True) -> tuple[int, int]:
-        """How many workers and threads for so many items.
+        """The number of workers, and of threads each, for so many items.
 
-        Without a wish there is a worker per core, but at most :data:`MOST_WORKERS`, one per item,
-        and as many as free memory holds the items of. Threads change rounding, so by default they
-        depend on cores and items alone: where there are fewer items than cores, a worker has its
-        share of them. A GPU has one worker.
+        By default there is one worker per core, but no more than :data:`MOST_WORKERS`, one per
+        item, and as many as free memory has room for their items. Threads change rounding, so their
+        default depends on cores and items alone: if there are fewer items than cores, each worker
+        gets its share of the cores. A GPU has one worker.
         """
         cores, items = usable_cores(), max(1, items)
         if not on_cpu:
@@ -79,11 +79,11 @@ def compute_in_workers(
         items: what to compute; iterated in this thread, no further ahead than workers need.
         compute: called in a worker's thread. What it calls elsewhere has to be safe there.
         done: called in this thread with an item and its result.
-        workers: how many of them.
-        threads: of PyTorch, of each worker. This thread has as many as before when it is over.
+        workers: how many there are.
+        threads: PyTorch's compute threads of each worker; this thread keeps its own number.
 
     Raises:
-        Exception: the first that ``compute`` raised, as it was.
+        Exception: the first that ``compute`` raised, unchanged.
     """
     stop, error = threading.Event(), None
     coming, waiting = iter(items), dict[Future[Result], Item]()
@@ -102,13 +102,13 @@ def compute_in_workers(
         ThreadPoolExecutor(workers, initializer=on_block.set, initargs=(check,)) as pool,
     ):
         try:
-            wanted = workers + 1  # one waits, so that no worker does
+            wanted = workers + 1  # one item waits, so that no worker does
             while True:
                 if not stop.is_set():
                     waiting |= {pool.submit(begin, item): item for item in islice(coming, wanted)}
                 if not waiting:
                     break
-                # A signal that comes just before a wait without end isn't seen until that is over.
+                # Python sees a signal that comes just before an endless wait only after the wait.
                 finished = wait(waiting, timeout=1, return_when=FIRST_COMPLETED).done
                 wanted = len(finished)
                 for future in [one for one in waiting if one in finished]:  # as they were begun
@@ -127,7 +127,7 @@ def compute_in_workers(
 
 @contextlib.contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Threads that are started while this lasts compute with so many of PyTorch's."""
+    """Threads that start while this lasts have so many of PyTorch's compute threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -138,15 +138,15 @@ def torch_threads(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_interrupt(tell: Callable[[], None]) -> Iterator[None]:
-    """Have Ctrl-C call ``tell``: an exception at any moment could lose a result, or half write it.
+    """Let Ctrl-C call ``tell``: an exception at any moment could lose a result, or half write it.
 
     A second Ctrl-C does what it always did.
     """
-    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
         yield
         return
     before = signal.getsignal(signal.SIGINT) or signal.default_int_handler
-    if before is signal.SIG_IGN:  # as of a job that a script began in the background
+    if before is signal.SIG_IGN:  # as in a job that a script began in the background
         yield
         return
 

@@ -37,7 +37,7 @@ floor.
 EPILOG = """\
 examples:
   ia-mech judge run cache/RUN
-      the embedded rules judge: offline, deterministic, free; a heuristic, say so where you use it
+      the built-in rules judge: offline, deterministic, free. It is a heuristic: say so in your text
   ia-mech judge run cache/RUN --judge llm --model gpt-5-mini
       a language model at OpenAI (key from $OPENAI_API_KEY), or at --base-url, any compatible server
   ia-mech judge agreement cache/RUN
@@ -106,7 +106,7 @@ def _add_run(commands) -> None:
     add = parser.add_argument
     add("run", type=run_folder, metavar="RUN", help="a run's folder")
     _add_judge(parser)
-    add("--name", help="of the verdicts (default: rules, or the model's name)")
+    add("--name", help="what to call the verdicts (default: rules, or the model's name)")
     add(
         "--decoys",
         type=whole_from(0),
@@ -211,9 +211,10 @@ def _add_agreement(commands) -> None:
         help="how far judges and annotators agree",
         description="Compare any judges and annotators of a run: Cohen's kappa, balanced accuracy, "
         "confusion matrices,\nprecision and recall per category, weighted for the sampling, with "
-        "intervals over queries; then\nthe disagreements. Annotators are the truth of judges; "
-        "between equals it is the one named first.\nDecoys stand apart: the share that each calls "
-        "follow-ups. Written: results/agreement in the run.",
+        "intervals over queries; then\nthe disagreements. Judges are compared with annotators; of "
+        "two judges or two annotators, the one\nthat is named first counts as the truth. How often "
+        "each calls decoys follow-ups is a table of its own.\nResults go to results/agreement in "
+        "the run.",
     )
     parser.set_defaults(function="ia_mech.judge.labellers:command")
     add = parser.add_argument

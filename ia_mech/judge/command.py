@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from rich.markup import escape
 
-from ia_mech.cli import NOTHING, one_line, shell_word
+from ia_mech.cli import NOTHING, one_line, program, shell_word
 from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import draw_decoys
@@ -24,10 +24,12 @@ from ia_mech.judge.judging import (
     label_run,
 )
 from ia_mech.judge.rubric import Rubric, heading, read_rubric
+from ia_mech.judge.shown import RULE, labelled_turns, lines_of
 from ia_mech.judge.verdict import JUDGED, Item, Judge, identity_hash
 from ia_mech.run import Run
 from ia_mech.untrusted import parse_json
 
+SHOWN = 5  # verdicts that are printed with their turns
 _COUNTED = ["category", "status", "error", "item", "cached"]  # of verdicts, on the screen
 _COUNTED += ["prompt_tokens", "completion_tokens", "cost"]
 
@@ -66,15 +68,21 @@ def run_judge(args: argparse.Namespace) -> int:
     )
     rows = run.labels.judgements(name, _COUNTED)
     decoys = run.labels.decoys(name, columns=_COUNTED)
-    _print_verdicts(rows, decoys, judge.rubric, time.monotonic() - begun)
+    seconds, screen = time.monotonic() - begun, console()
+    if shown := labelled_turns(run, name, SHOWN):
+        screen.print(f"verdicts of {name} ({RULE}):", soft_wrap=True, markup=False)
+        for line in lines_of(shown, rationale=True):
+            screen.print(line, soft_wrap=True, markup=False)
+        screen.print()
+    _print_verdicts(rows, decoys, judge.rubric, seconds)
     if judge.caveat:
-        console().print(escape(judge.caveat), soft_wrap=True)
-    print(f"verdicts: {path}")
+        screen.print(escape(judge.caveat), soft_wrap=True)
+    print(f"verdicts: {shell_word(path)}")
     if not (rows["status"] == JUDGED).any():
         print("no turn could be judged, for the reasons above: fix them, then judge again")
         return NOTHING
     chosen = f" --judge {shell_word(name)}" if len(run.labels.judges) > 1 else ""
-    print(f"next: ia-mech rates {shell_word(args.run)}{chosen}")
+    print(f"next: {program()} rates {shell_word(args.run)}{chosen}")
     return 0
 
 

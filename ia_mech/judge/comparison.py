@@ -144,7 +144,8 @@ def tables_of_pairs(
             name = one_line(share.names["prediction"])
             lines.append([name, context, str(share.rows), share.estimate.text()])
         heads = ["labeller", "turns after", "n", "follow-ups"]
-        tables.append(Table("share called follow-ups", heads, lines))
+        legend = "A labeller is a judge or an annotator."
+        tables.append(Table("share called follow-ups", heads, lines, legend))
     for (truth, name), pair in pairs.items():
         tables += _pair_tables(f"{one_line(name)} against {one_line(truth)}", pair)
     return tables

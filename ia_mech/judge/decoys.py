@@ -1,4 +1,4 @@
-"""Decoys: turns judged after a context that they did not follow, the control of every judge.
+"""Decoys: turns that a judge is shown after a context that they did not follow, as its control.
 
 They are drawn from the run alone, so that all judges and annotators of a run see the same ones.
 ``docs/judging.md`` says what they show.
@@ -15,7 +15,7 @@ from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
 WRONG, SIBLING = DECOY_KINDS = ("wrong_conversation", "sibling")
-AFTER = {WRONG: "a wrong conversation", SIBLING: "another response to the same query"}
+AFTER = {WRONG: "a wrong conversation", SIBLING: "a sibling of their response"}
 
 
 def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
@@ -24,8 +24,8 @@ def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
     Within a dataset, perturbation and temperature the turns of each source are drawn in random
     order, and the sources are put into a random cycle. A turn is shown
 
-    - after a context of the source before its own (``conversation``). The contexts of that source
-      take turns. A stratum with one source has no such decoys;
+    - after a context of the source before its own (``wrong_conversation``). The contexts of that
+      source take turns. A stratum with one source has no such decoys;
     - after every other response to its own query (``sibling``), if that is unfinished like the one
       that the turn followed, or finished like it. Responses that are worded alike count once, and
       one worded like the turn's own doesn't count.

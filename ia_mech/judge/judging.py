@@ -27,7 +27,7 @@ from ia_mech.run.labelled import positions
 from ia_mech.run.labels import KEY
 from ia_mech.run.queries import exchange
 
-ON_UNPERTURBED = "-unperturbed"  # ends names of verdicts on responses that models weren't given
+ON_UNPERTURBED = "-unperturbed"  # ends the names of verdicts on responses as they were before
 
 
 def check_judged(run: Run, unperturbed: bool) -> None:
@@ -42,8 +42,8 @@ def items_of(
 ) -> list[Item]:
     """What a judge sees of every row of ``run.turns``, in its order, and then of every decoy.
 
-    With ``unperturbed`` it sees the response that the source's conversation had before it was
-    perturbed, so that a turn which was written without having seen that can be held against it.
+    With ``unperturbed`` it sees the response as it was before it was perturbed: whether a turn
+    follows up on a response that its writer never saw.
 
     Raises:
         UserError: an unfinished run; no perturbed context, or one that doesn't record what it was
@@ -140,7 +140,7 @@ def _judge_missing(
     with _map_in_threads(work, batches, judge.concurrency, ended) as parts:
         for received in parts:
             verdicts |= received
-            if judge.caveat != said:
+            if judge.caveat and not said:  # once: it may count on with every answer
                 said = judge.caveat
                 progress.say(said)
             for verdict in received.values():
@@ -241,7 +241,8 @@ def label_run(
     """Judge every user turn of a run and its decoys; write ``judgements/<name>.parquet``.
 
     ``decoys`` is as for :func:`decoys_per_source`, ``unperturbed`` as for :func:`items_of`, and
-    ``options`` are :func:`judge_items`'. ``replace`` is of another judge's verdicts of that name.
+    ``options`` are :func:`judge_items`'. ``replace`` allows to replace the verdicts that another
+    judge has under that name.
 
     Raises:
         UserError: a name that can't be a file's; a run that can't be written to; verdicts of
@@ -256,7 +257,7 @@ def label_run(
         _check_same_judge(run, judge, name, unperturbed)
     plan = draw_decoys(run, per_source)
     items = items_of(run, plan, unperturbed=unperturbed)
-    # By their texts: so what has much in common, as items of one context do, stands together.
+    # Sorted by their texts, so that items of one context, which share a prefix, stand together.
     ordered = sorted(set(items), key=lambda item: (item.query, item.response, item.turn))
     verdicts, cached = judge_items(ordered, judge, progress, **options)
     record = {

@@ -2,8 +2,8 @@
 
 Rows that annotators labelled are a sample of the run's and are weighted by the inverse of their
 inclusion probability, so that every figure is about the run and not about the sheet. Labels of
-decoys (``decoys``) count in no comparison: the share of follow-ups among them stands beside that
-of the run's turns. Nor do turns that a judge was fitted on.
+decoys count in no comparison, nor do turns that a judge was fitted on. How often decoys are called
+follow-ups stands beside how often the run's turns are.
 """
 
 import argparse
@@ -16,13 +16,13 @@ import pandas as pd
 from rich.console import Console
 from rich.markup import escape
 
-from ia_mech.cli import one_line, shell_word
+from ia_mech.cli import one_line, program, shell_word
 from ia_mech.display import console
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
 from ia_mech.judge.comparison import TEXTS, Comparison, compare, tables_of_pairs
 from ia_mech.judge.judging import items_of
-from ia_mech.judge.rubric import Rubric, rubric_of
+from ia_mech.judge.rubric import Rubric, heading, rubric_of
 from ia_mech.results import Result, about_runs, folder_of, show, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
@@ -36,9 +36,9 @@ _OF = dict.fromkeys(("truth", "prediction", "term", "decoy"), "str")  # what est
 class Labeller:
     """A judge or an annotator of a run.
 
-    ``turns`` are ``[rows of Run.turns]`` its ``label`` (a category, ``failed``, or missing),
-    whether that is ``follow_up``, ``why``, ``source``, whether it was ``fitted`` on the row; of an
-    annotator ``sheet``, ``stratum`` and ``inclusion``.
+    ``turns`` has a row for each of ``Run.turns``: the ``label`` (a category, ``failed``, or
+    missing), whether that is a ``follow_up``, ``why``, the ``source``, and whether the judge was
+    ``fitted`` on the turn; of an annotator also ``sheet``, ``stratum`` and ``inclusion``.
     """
 
     name: str
@@ -127,7 +127,7 @@ def follow_up_shares(labeller: Labeller) -> Iterator[TidyEstimate]:
 
 
 def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
-    """The labellers of :func:`labellers_of` compared; raises what that raises."""
+    """Compare the labellers of :func:`labellers_of`; raises what that raises."""
     labellers = labellers_of(run, between)
     pairs = compare_pairs(labellers)
     shares = [share for labeller in labellers for share in follow_up_shares(labeller)]
@@ -147,7 +147,7 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
         if share.names.get("decoy") == "wrong_conversation"
     ]
     names = [labeller.name for labeller in labellers]
-    control = "Of turns held against a wrong conversation, these shares are called follow-ups"
+    control = "Of turns shown after a wrong conversation, these shares are called follow-ups"
     return Result(
         name="agreement",
         question="How far do judges and annotators agree?",
@@ -232,9 +232,9 @@ def _chosen(run: Run, between: Sequence[str] | None) -> list[str]:
         if name not in there:
             raise UserError(f"{run.path} has no labels of {name!r}", f"choose from: {known}")
     if len(there) < 2:
-        judge = f"ia-mech judge run {shell_word(run.path)}"
+        judge = f"{program()} judge run {shell_word(run.path)}"
         raise UserError(
-            f"agreement needs two labellers, and {run.path} has {known}",
+            f"agreement needs two labellers (judges or annotators), and {run.path} has {known}",
             f"run: {judge}{' --judge llm or hf' if there else ''}, or export and import a sheet",
         )
     chosen = [*dict.fromkeys(between or there)]
@@ -263,7 +263,7 @@ def _print_disagreements(
             if isinstance(label := row[f"{name}: label"], str):
                 why = row[f"{name}: why"]
                 reason = f": {one_line(why, 160)}" if isinstance(why, str) else ""
-                lines.append(f"{one_line(name, 40)} labels it {label}{reason}")
+                lines.append(f"{one_line(name, 40)} labels it {heading(label)}{reason}")
         place = f"{row['context_id']} · T = {row['temperature']:g} · {row['sample']}"
         for line in [*lines, one_line(place)]:
             screen.print(f"    {escape(line)}", soft_wrap=True)
@@ -283,4 +283,4 @@ def command(args: argparse.Namespace) -> None:
     names = result.about["settings"]["between"]
     _print_disagreements(screen, result.data["disagreements"], names, args.disagreements)
     screen.print(escape(f"wrote {shell_word(folder)}"), soft_wrap=True)
-    screen.print(escape(f"next: ia-mech report {shell_word(args.run)}"), soft_wrap=True)
+    screen.print(escape(f"next: {program()} report {shell_word(args.run)}"), soft_wrap=True)

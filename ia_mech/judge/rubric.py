@@ -281,7 +281,7 @@ NAMES: tuple[str, ...] = tuple(category.name for category in CATEGORIES)
 ASSESSED: tuple[str, ...] = tuple(name for name in NAMES if name != CANNOT_ASSESS)
 
 _HEADINGS = {
-    "follow_up": "follow_up",
+    "follow_up": "follow-up",
     "repeats_query": "repeats query",
     "repeats_response": "repeats response",
     "speaks_as_assistant": "speaks as assistant",

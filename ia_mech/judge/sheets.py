@@ -1,10 +1,10 @@
 """Blind sheets: user turns for annotators to label, and the way back of their labels.
 
 A sheet is a random sample of the run's rows (a row is one generated turn), stratified by a judge's
-categories, and a fifth of decoys, whose labels count for nothing but the annotator's floor. Its
-key, with each row's inclusion probability, stays in the run. The sheet is written as a table (CSV)
-and as a page to annotate in (:mod:`ia_mech.page`), which saves such a table; a table is what is
-read back. Texts are a model's and not to be trusted: they are made inert
+categories. A fifth of its rows are decoys, whose labels only give the annotator's floor. The key,
+with each row's inclusion probability, stays in the run. The sheet is written as a table (CSV) and
+as a page to annotate in (:mod:`ia_mech.page`), which saves such a table; only tables are read back.
+A model wrote the texts, so they aren't trusted: they are made inert
 (:func:`ia_mech.untrusted.spreadsheet_safe`) and never read back.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ia_mech.cli import one_line, shell_word
+from ia_mech.cli import one_line, program, shell_word
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.judging import items_of
@@ -57,9 +57,9 @@ def export_sheet(
 ) -> Sheet:
     """Draw a sheet; nothing is written.
 
-    Within a stratum ``n`` rows are drawn at random without replacement, and a quarter as many
-    decoys are added, of each kind there is alike. Draws depend on the seed and on the sheet's name,
-    so that two sheets of a run are independent samples. The strata are the categories of the judge
+    ``n`` rows are drawn at random without replacement within strata. A quarter as many decoys are
+    added, equally many of each kind that there is. Draws depend on the seed and the sheet's name:
+    two sheets of a run are independent samples. The strata are the categories of the judge
     ``by`` (the only one there is, or ``rules``; without a judge all are one stratum), whose rubric
     is the sheet's.
 
@@ -363,16 +363,16 @@ def export_command(args: argparse.Namespace) -> None:
     how = f"by categories of {judge['name']}" if judge else "in one stratum, as no judge judged it"
     print(f"{key['n']} of {len(run.turns)} turns, {how}:")
     for stratum, count in key["strata"].items():
-        print(f"  {stratum:<24}{count['drawn']:>5} of {count['rows']:>6}")
+        print(f"  {heading(stratum):<24}{count['drawn']:>5} of {count['rows']:>6}")
     if decoys := len(key["items"]) - key["n"]:
         print(f"  and {decoys} turns after contexts that they did not follow, as a control")
     for file in files:
         print(f"sheet: {file}")
     print("open the .html, which needs no network, and import the table that it saves; or fill in")
-    print("this table's category (and note), explained by: ia-mech judge rubric")
+    print(f"this table's category (and note), explained by: {program()} judge rubric")
     print("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
     words = f"{shell_word(args.run)} {shell_word(files[0])}"
-    print(f"next: ia-mech annotate import {words} --annotator NAME")
+    print(f"next: {program()} annotate import {words} --annotator NAME")
 
 
 def import_command(args: argparse.Namespace) -> None:
@@ -383,7 +383,7 @@ def import_command(args: argparse.Namespace) -> None:
     decoys = len(run.labels.decoys(args.annotator, "annotations"))
     strata = run.labels.record("annotations", args.annotator)["strata"]
     labelled, rows = labels.total(), sum(stratum["drawn"] for stratum in strata.values())
-    listed = ", ".join(f"{name} {labels[name]}" for name in sorted(labels))
+    listed = ", ".join(f"{heading(name)} {labels[name]}" for name in sorted(labels))
     print(f"{labelled} of {rows} rows labelled by {one_line(args.annotator)}: {listed}")
     if decoys:
         print(f"and {decoys} decoys; judge agreement shows how many of them are called follow-ups")
@@ -392,7 +392,7 @@ def import_command(args: argparse.Namespace) -> None:
             "rows without a category are left out: the others count as a random part of a stratum"
         )
     if unseen := [name for name, stratum in strata.items() if not stratum["filled"]]:
-        names = " or ".join(unseen)
+        names = " or ".join(map(heading, unseen))
         print(f"no label is of a turn that the judge calls {names}: no figure covers such turns")
     print(f"labels: {path}")
-    print(f"next: ia-mech judge agreement {shell_word(args.run)}")
+    print(f"next: {program()} judge agreement {shell_word(args.run)}")

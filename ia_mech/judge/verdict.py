@@ -12,7 +12,7 @@ from ia_mech.judge.rubric import BUILT_IN, Rubric
 
 # What a judge's verdict on a turn may be counted for, and in words. A turn is ``grounded`` if it is
 # a follow-up and at most this share of the run's decoys of wrong conversations have its grounding.
-OUTCOMES = {"follow_up": "follow_up", "grounded": "follow-up and grounded"}
+OUTCOMES = {"follow_up": "follow-ups", "grounded": "grounded follow-ups"}
 GROUNDED_P = 0.05
 JUDGED = "judged"  # the status of a verdict that names a category
 # The other statuses. But for ``truncated``, they aren't cached: the same command requests again.
@@ -90,8 +90,8 @@ class Verdict:
 class Judge:
     """What labels items. Subclass it, and name the subclass with ``--judge module:Class``.
 
-    A judge sees the three texts of an item and nothing else. Distinct items, the cache, threads,
-    progress and the rows in the run are :mod:`ia_mech.judge.judging`'s.
+    A judge sees the three texts of an item and nothing else. :mod:`ia_mech.judge.judging` finds the
+    distinct items, asks the cache, starts threads, shows progress and writes the rows.
 
     Attributes:
         identity: all that decides its verdicts (kind, model, rubric hash, settings), as JSON. No

@@ -4,14 +4,15 @@ Of a query's K siblings one is the *recipient*, and three others are the candida
 followed one of the candidates is scored after each of them:
 
 - *expressed*: after the candidates' own contexts;
-- *carried by a site*: after three hybrids, in which the site is a candidate's and all else is the
-  recipient's. Every hybrid is equally foreign to the turn, so damage cancels, and the two wrong
-  candidates are the control: they bring a sibling's states, too.
+- *carried by a site*: after three hybrids, in which one site comes from a candidate and everything
+  else from the recipient. Every hybrid is equally foreign to the turn, so damage cancels. The two
+  wrong candidates are the control, since they also bring a sibling's states.
 
-Both are E log₂ 3 q(k | u) with q ∝ exp(β s), β fitted on other queries, at most log₂ 3 bits. With
-any β this is a lower bound on the information (Barber & Agakov 2003), so the two can be compared,
-and divided. A site's β is at most that of the candidates' own contexts: a larger one would scale up
-a site that moves a turn's likelihood by a hundredth of a nat, the right way, until it told all.
+Both numbers are E log₂ 3 q(k | u) with q ∝ exp(β s), at most log₂ 3 bits. β is fitted on other
+queries. With any β this is a lower bound on the information (Barber & Agakov 2003), so the two
+numbers can be compared, and divided. The β of a site is at most the β of the candidates' own
+contexts. Without that limit, a site that moves likelihoods by only a hundredth of a nat, but always
+in the right direction, would be scaled up until it seemed to tell everything.
 Everything here is a function of arrays.
 """
 
@@ -33,7 +34,8 @@ class QueryBits:
     Attributes:
         queries: their names, sorted.
         bits: ``[queries]`` held-out bits; their mean is in expectation a lower bound.
-        hits: ``[queries]`` how often the own candidate is the likeliest; by chance 1/3.
+        hits: ``[queries]`` how often the candidate that the turn followed is the likeliest; 1/3 by
+            chance.
         each: ``[rows]`` held-out bits of each row.
     """
 
@@ -43,7 +45,7 @@ class QueryBits:
     each: np.ndarray
 
     def only(self, queries: Sequence[Hashable]) -> "QueryBits":
-        """The same of some queries."""
+        """The bits and hits of some of the queries."""
         wanted = set(queries)
         at = [number for number, name in enumerate(self.queries) if name in wanted]
         return replace(

@@ -1,9 +1,9 @@
 """What a turn shares with one response and not with others: features of texts for copy bits.
 
-Each feature weighs what is shared by how few of the K responses have it: something that r of them
-have counts log₂(K / r), the bits that it would give alone, and nothing if all have it. What the
-query has doesn't count. Words are compared as Snowball stems of English; characters of Chinese and
-Japanese are words of their own.
+A shared word counts more if fewer of the K responses have it. A word that r responses have counts
+log₂(K / r): the bits that it would give alone, and 0 if all responses have it. Words of the query
+don't count. Words are compared by their English Snowball stems. Each Chinese or Japanese character
+is a word of its own.
 """
 
 import re
@@ -30,7 +30,7 @@ FEATURES = (
     "asked_words",
 )
 ASKING = frozenset("what why how when where which who whom whose".split())  # noqa: SIM905
-BESIDE = 3  # words after a question word that stand beside it: "how does the lens …"
+BESIDE = 3  # words after a question word that belong to it: "how does the lens …"
 
 _WORD = re.compile(  # a character of Chinese or Japanese, a word up to an apostrophe, a number
     r"[\u3040-\u30ff\u3400-\u9fff]|(?<!\w['’])[^\W\d_\u3040-\u30ff\u3400-\u9fff]+|\d[\d.,]*"
@@ -44,12 +44,13 @@ _STEMMER = snowballstemmer.stemmer("english")
 def copy_features(turns: Sequence[str], query: str, responses: Sequence[str]) -> np.ndarray:
     """Features of turns with each of the responses to one query.
 
-    All but ``share_of_response`` are log(1 + sum of the weights of what the turn shares with that
-    response and the query doesn't have); one thing counts once, however often it stands there.
+    All but ``share_of_response`` are log(1 + sum of weights). The sum is over what the turn shares
+    with that response and the query doesn't have, each counted once.
 
     - ``shared_stems``: stems of words.
-    - ``share_of_response``: the part of the response's different stems that the turn has, from 0 to
-      1, those of the query included: what tells a restatement from a long response.
+    - ``share_of_response``: the share of the response's different stems that the turn has, from 0
+      to 1, stems of the query included. It tells a turn that repeats the response from a turn
+      after a long response.
     - ``shared_bigrams``, ``shared_trigrams``: runs of two and three stems.
     - ``shared_numbers``: numbers in digits.
     - ``shared_names``: words with a capital letter, which the response has within a sentence.
@@ -88,7 +89,7 @@ def stems(text: str) -> list[str]:
 
 
 class _TextSets:
-    """What a text is taken apart into, as sets."""
+    """The parts of a text, as sets."""
 
     def __init__(self, text: str) -> None:
         words, order = _words(text), stems(text)

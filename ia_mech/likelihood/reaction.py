@@ -1,8 +1,8 @@
 """Reaction information: how much a user turn tells about which response it followed, in bits.
 
 Everything here is a function of arrays: log-likelihoods, scores or features of turns under each of
-the K responses to one query. Whoever has such arrays (the subject's likelihoods, patched ones,
-another model's) can use it; no model and no text is needed.
+the K responses to one query. The arrays may be likelihoods of the subject model, of a patched one
+or of another model. No model and no text is needed.
 
 Shapes and names throughout:
 
@@ -10,13 +10,13 @@ Shapes and names throughout:
   nats. ``-inf`` is allowed where a turn is impossible.
 - ``followed [turns]``: the index, from 0, of the response that the turn followed.
 - ``sources [turns]``: the query of the turn, the unit of statistics. Turns of one query may share
-  anything (responses, random draws): no interval takes them for independent.
+  responses and random draws, so no interval treats them as independent.
 
 With p_j the likelihood after response j, w_j = p_j / Σ p_i is the posterior over the responses, all
 being equally likely beforehand. The expectation of log₂ K − H(w) over turns that were drawn from
 each p_j equally often is the mutual information of turn and response index given the query,
-I_K ≤ log₂ K (Shannon 1948; Cover & Thomas 2006, section 2.4). K and the largest number of tokens
-of a turn are part of what is estimated.
+I_K ≤ log₂ K (Shannon 1948; Cover & Thomas 2006, section 2.4). I_K depends on K and on the largest
+number of tokens that a turn may have.
 
 Values per turn are averaged within a response, then over the responses of a query, then over
 queries: a turn weighs more where fewer were drawn.
@@ -66,9 +66,9 @@ def reaction_bits(logprobs: ArrayLike) -> np.ndarray:
 def bits_by_token(token_logprobs: ArrayLike) -> np.ndarray:
     """``[tokens]`` bits that each token of a turn adds: H(w after t − 1) − H(w after t).
 
-    A single token may take bits away; in expectation none does. They sum to the turn's
-    :func:`reaction_bits`. A mean over turns that counts a token after a turn's end as 0 sums to
-    I_K over tokens.
+    A single token may take bits away; in expectation no token does. The bits of a turn's tokens sum
+    to its :func:`reaction_bits`. If tokens after a turn's end count as 0, the means over turns sum
+    to I_K.
 
     Args:
         token_logprobs: ``[K, tokens]`` in nats, of each token after each response and the turn so
@@ -83,9 +83,10 @@ def bits_by_token(token_logprobs: ArrayLike) -> np.ndarray:
 def evidence(logprobs: ArrayLike, followed: ArrayLike) -> np.ndarray:
     """``[turns]`` log₂(K w_k): bits that a turn gives for the response that it followed.
 
-    Where ``logprobs`` are those the turns were drawn from, :func:`reaction_bits` is its mean over
-    the posterior, so it has the same expectation, no smaller variance, and no lower bound. With
-    another reader's likelihoods its expectation is a lower bound on I_K (Barber & Agakov 2003).
+    :func:`reaction_bits` is the mean of the evidence over the posterior, if the turns were drawn
+    from ``logprobs``. So the evidence then has the same expectation, a variance that is no smaller,
+    and no lower bound. With another reader's likelihoods its expectation is a lower bound on I_K
+    (Barber & Agakov 2003).
 
     Args:
         logprobs: as of :func:`reaction_bits`, which raises the same errors.
@@ -97,8 +98,8 @@ def evidence(logprobs: ArrayLike, followed: ArrayLike) -> np.ndarray:
 def identified(logprobs: ArrayLike, followed: ArrayLike) -> np.ndarray:
     """``[turns]`` 1 where the response that was followed is the likeliest, 0 where it isn't.
 
-    All within :data:`TIED` of the largest tie and share the 1, so that K identical contexts give
-    exactly 1/K though a float32 pass leaves them 1e-5 nats a token apart.
+    Responses within :data:`TIED` of the largest likelihood tie and share the 1. So K identical
+    contexts give exactly 1/K, though float32 passes leave them 1e-5 nats a token apart.
 
     Args:
         logprobs: as of :func:`reaction_bits`, which raises the same errors.
@@ -115,7 +116,7 @@ def identified(logprobs: ArrayLike, followed: ArrayLike) -> np.ndarray:
 def by_query(
     values: ArrayLike, followed: ArrayLike, sources: Iterable[Hashable], responses: int
 ) -> tuple[list, np.ndarray]:
-    """Each query's mean: of the means over turns after each of its responses.
+    """The mean of each query: over its responses, of the mean over the turns after each.
 
     Two arms on the same queries are compared with :func:`ia_mech.stats.paired_difference` of these.
 
@@ -130,7 +131,7 @@ def by_query(
 
     Raises:
         ValueError: lengths differ, a value is NaN, a source is missing, or a query has no turn
-            after one of its responses (its mean would be of something else).
+            after one of its responses.
     """
     names, source, weight = _weighed(followed, sources, responses)
     column = as_column(values, len(weight), "values")
@@ -148,16 +149,17 @@ def information(
 ) -> dict[Hashable, float]:
     """I_K′ of each query in bits, from 0 to log₂ K′: the mean over all sets of K′ of its responses.
 
-    Of one set it is the mean reaction bits of the turns after these responses, among them alone.
-    Where the K responses were drawn independently, this estimates I_K′ of K′ fresh ones.
+    For one set it is the mean of the reaction bits of turns after these responses, with only these
+    responses to choose from. If the K responses were drawn independently, this estimates I_K′ of
+    K′ fresh responses.
 
     Args:
         logprobs: as of :func:`reaction_bits`; those that the turns were drawn from. Turns of
             different temperatures are different estimates.
         followed: ``[turns]``.
         sources: ``[turns]``.
-        among: query → which of its responses; queries with fewer than K′ are left out. All K of
-            every query if not given.
+        among: query → which of its responses; queries with fewer than K′ are left out. If not
+            given, all K responses of every query.
         size: K′; K if not given. All sets are visited: at most 70 a query for K = 8.
 
     Raises:
@@ -211,8 +213,9 @@ def readable_bits(
 ) -> HeldOut:
     """Bits that one fixed reader finds: q_k ∝ exp(β s_k), β fitted on other queries.
 
-    For a reader's log-likelihoods, q_k ∝ p_k^β. The same reader makes temperatures, interventions
-    and greedy turns comparable. What the β's differ by between two arms belongs to the arms.
+    For a reader's log-likelihoods, q_k ∝ p_k^β. One reader for all makes temperatures,
+    interventions and greedy turns comparable. A difference between two arms includes the difference
+    of their fitted β's.
 
     Args:
         scores: ``[turns, K]`` log-likelihoods in nats; finite.
@@ -244,9 +247,9 @@ def readable_bits(
 def fit_beta(scores: np.ndarray, followed: np.ndarray, weight: np.ndarray) -> float:
     """The β ≥ 0 under which q_k ∝ exp(β s_k) gives the turns the largest likelihood.
 
-    The log-likelihood is concave in β; it counts one turn more than there are, which followed each
-    response with probability 1/K, so that β stays finite where every response was told right. 0
-    where scores go against the responses, or don't differ.
+    The log-likelihood is concave in β. One turn that followed each response with probability 1/K is
+    added, so that β stays finite even if every response was guessed right. β is 0 if scores point
+    to the wrong responses, or don't differ.
 
     Args:
         scores: ``[turns, K]`` finite.
@@ -255,7 +258,7 @@ def fit_beta(scores: np.ndarray, followed: np.ndarray, weight: np.ndarray) -> fl
     """
     centred = scores - scores.mean(1, keepdims=True)
     share = weight / weight.sum()
-    kept = len(scores) / (len(scores) + 1)  # the rest is the turn that followed any response
+    kept = len(scores) / (len(scores) + 1)  # the rest is the added turn
     target = float(kept * share @ _at_followed(centred, followed))
     reach = float(np.abs(centred).max())
 
@@ -267,7 +270,7 @@ def fit_beta(scores: np.ndarray, followed: np.ndarray, weight: np.ndarray) -> fl
     top = 1 / reach
     while slope(top) > 0:
         top *= 2
-    from scipy.optimize import brentq  # which takes half a second to load
+    from scipy.optimize import brentq  # takes half a second to load
 
     return float(brentq(slope, 0, top, xtol=1e-10 * top))
 
@@ -283,8 +286,8 @@ def choice_bits(
     weighs the same.
 
     Args:
-        features: ``[turns, K, features]`` finite, of the turn with each response; what doesn't
-            differ between a turn's responses has no effect.
+        features: ``[turns, K, features]`` finite, of the turn with each response. A feature that
+            is the same for all responses has no effect.
         followed: ``[turns]``.
         sources: ``[turns]``; all turns of a query are in one of :data:`FOLDS` folds.
         seed: of the folds, the same as in :func:`readable_bits`.

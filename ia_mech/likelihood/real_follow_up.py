@@ -1,4 +1,4 @@
-"""How likely the model finds what the user really said next: the columns that a run stores."""
+"""How likely the model finds the real follow-up: the columns that a run stores."""
 
 from collections.abc import Iterable, Sequence
 
@@ -22,8 +22,8 @@ def real_follow_up_columns(scored: Scored, ids: Sequence[int], text: str, closed
     """Columns of a context's real follow-up.
 
     Args:
-        scored: of its tokens; of what ends it, too, where the template closes turns with a token.
-        ids: its tokens, without those of the end.
+        scored: scores of its tokens, and of the token that ends it if the template has one.
+        ids: its token ids, without the ending token.
         closed: whether the template closes turns with a token.
     """
     n, size = len(ids), len(text.encode())

@@ -22,8 +22,7 @@ def score_turns(
 
     Args:
         contexts: token ids, each with its open header.
-        turns: token ids, and the number of the context that each follows; with interventions where
-            it has some.
+        turns: token ids, the number of the context that each follows, and its interventions.
 
     Returns:
         For each turn its scores per token, in nats.

@@ -1,4 +1,4 @@
-"""Loading the subject model with its tokenizer, and handing its activations to others.
+"""Load the subject model with its tokenizer, and hand its activations to other libraries.
 
-It knows checkpoints, devices and dtypes, and nothing of conversations, templates or decoding.
+The package knows checkpoints, devices and dtypes, not conversations, templates or decoding.
 """

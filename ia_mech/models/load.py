@@ -44,15 +44,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model to load and how; ``name`` as the user gave it.
+    """Which model to load and how; ``name`` is what the user gave.
 
     ``dtype`` ``auto`` means float32 on a CPU (where half precision is slower and every equality in
     the tests is stated in float32) and the checkpoint's own dtype on a GPU. ``attention`` ``auto``
-    leaves the choice to ``transformers``: sdpa, or eager where the architecture hasn't it.
-    ``adapter`` is a folder with a PEFT adapter, which is merged into the weights.
-    ``device_map`` ``auto`` distributes the model over this machine's GPUs, memory and disk.
-    ``random_blocks`` is the seed of a model that knows nothing but its embeddings, see
-    :func:`permute_blocks`.
+    leaves the choice to ``transformers``: sdpa, or eager where the architecture lacks it.
+    ``adapter`` is a folder with a PEFT adapter, which is merged into the weights. ``device_map``
+    ``auto`` distributes the model over this machine's GPUs, memory and disk. ``random_blocks`` is
+    the seed with which all blocks are shuffled, see :func:`permute_blocks`.
     """
 
     name: str = embedded.NAME
@@ -78,7 +77,7 @@ class ModelSpec:
 
 @dataclass
 class Subject:
-    """A loaded model with its tokenizer and what identifies it."""
+    """A loaded model with its tokenizer, its spec and the hash of its weights."""
 
     spec: ModelSpec
     model: PreTrainedModel
@@ -114,18 +113,18 @@ def text_config(config: Any) -> Any:
 
 
 def context_limit(config) -> int | None:
-    """The longest sequence that the model can be given, in tokens; None if it doesn't say."""
+    """The longest sequence that the model takes, in tokens; None if that isn't configured."""
     configured = getattr(text_config(config), "max_position_embeddings", None)
     border = rotation_border(config)
     return configured if border is None else border
 
 
 def rotation_border(config) -> int | None:
-    """The longest sequence, in tokens, of a model that rotates longer ones otherwise (``dynamic``
-    and ``longrope`` scaling); None for other models.
+    """The longest sequence, in tokens, beyond which a model rotates all tokens differently
+    (``dynamic`` and ``longrope`` scaling); None for other models.
 
-    In ``transformers`` the longest row of a batch decides for all of them, and what was rotated
-    before isn't rotated again, so that rows beyond it have no reference.
+    In ``transformers`` the longest row of a batch decides for all rows, and cached keys aren't
+    rotated again. So longer rows have no reference to be compared with.
     """
     text = text_config(config)
     each = getattr(text, "rope_parameters", None) or {}
@@ -143,15 +142,15 @@ def refuse_unknown_ids(ids: Iterable[int], config: Any) -> None:
         raise UserError(
             f"the tokenizer gives the id {largest}, the model's embedding has {rows} rows",
             "use the tokenizer that the model was trained with, or train the tokens that were "
-            "added (resize_token_embeddings); leave out texts that name such tokens",
+            "added (resize_token_embeddings); or leave out texts that name such tokens",
         )
 
 
 def dequantization(name: str, config: Any) -> dict[str, Any]:
-    """Arguments that read MXFP4 weights, as gpt-oss is published, in full; none for others.
+    """Arguments that dequantize MXFP4 weights (gpt-oss's) on loading; none if not quantized.
 
     Raises:
-        UserError: weights that are quantized in another way, of which none was tested.
+        UserError: the weights are quantized in another way; no other way was tested.
     """
     quantized = getattr(config, "quantization_config", None)
     if quantized is None:
@@ -166,8 +165,8 @@ def dequantization(name: str, config: Any) -> dict[str, Any]:
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto`` is the first CUDA device if there is one, else the CPU; UserError for one that isn't
-    here."""
+    """The device of this name; ``auto`` is the first CUDA device if there is one, else the CPU.
+    Raises UserError for a device that this machine lacks."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     named = re.fullmatch(r"cpu|cuda(?::([0-9]+))?", device)
@@ -224,7 +223,7 @@ _kept: ContextVar[dict[ModelSpec, Subject] | None] = ContextVar("kept", default=
 
 @contextmanager
 def models_kept() -> Iterator[None]:
-    """Within it, a model that has been loaded is not loaded again."""
+    """While it lasts, a model that has been loaded is not loaded again."""
     token = _kept.set({})
     try:
         yield
@@ -233,7 +232,7 @@ def models_kept() -> Iterator[None]:
 
 
 def load(spec: ModelSpec) -> Subject:
-    """A model for inference, loaded now, or before (:func:`models_kept`); see :func:`_load`."""
+    """A model for inference, loaded now or kept (:func:`models_kept`); see :func:`_load`."""
     kept = _kept.get()
     if kept is None:
         return _load(spec)
@@ -262,7 +261,7 @@ def _load(spec: ModelSpec) -> Subject:
     with _errors_in_one_line(spec):
         tokenizer = _tokenizer(place, kwargs)
     options: dict[str, Any] = {}
-    if spec.device_map or device.type != "cpu":  # read there at once, not by way of host memory
+    if spec.device_map or device.type != "cpu":  # read straight to the device
         options["device_map"] = spec.device_map or {"": str(device)}
     if spec.attention != "auto":
         options["attn_implementation"] = spec.attention
@@ -270,7 +269,7 @@ def _load(spec: ModelSpec) -> Subject:
         config = AutoConfig.from_pretrained(place, **kwargs)
         kind = type(config)
         options |= dequantization(spec.name, config)
-        # Of models that read images, too, some are causal language models to transformers.
+        # transformers counts some models that read images among causal language models.
         reads_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         if reads_images and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
             auto: Any = AutoModelForImageTextToText
@@ -310,12 +309,12 @@ def _load(spec: ModelSpec) -> Subject:
 
 @torch.no_grad()
 def permute_blocks(model: PreTrainedModel, seed: int) -> None:
-    """Give the entries of each tensor of the blocks another order, in place.
+    """Shuffle the entries of each tensor of the blocks, in place.
 
-    Embeddings, final norm and head stay. What is left of the model is what it knows without
-    having learnt to compute: a control for whatever is read from its states. The entries keep
-    their distribution, since attention under a default initialisation would be uniform. Blocks
-    stand in a numbered list; a permutation depends on the seed and its tensor's name.
+    Embeddings, final norm and head stay. Such a model has trained embeddings but has learnt no
+    computation: a control for whatever is read from a model's states. Shuffling keeps the
+    distribution of the entries; under a default initialisation attention would be uniform. Blocks
+    are the tensors in a numbered list. A permutation depends on the seed and its tensor's name.
     """
     numbered = [(n, p) for n, p in model.named_parameters() if re.search(r"\.\d+\.", n)]
     for name, tensor in numbered:
@@ -326,8 +325,7 @@ def permute_blocks(model: PreTrainedModel, seed: int) -> None:
 
 
 def _check_adapter(spec: ModelSpec) -> None:
-    """Raise UserError for an adapter that isn't one of this model, by what its configuration
-    says."""
+    """Raise UserError unless an adapter's configuration says that it was made for this model."""
     if spec.adapter is None:
         return
     if importlib.util.find_spec("peft") is None:
@@ -341,7 +339,7 @@ def _check_adapter(spec: ModelSpec) -> None:
         raise UserError(f"{file} is damaged", "train or copy the adapter again") from None
     if not isinstance(base, str) or not same_model(base, None, spec.name, None):
         raise UserError(
-            f"the adapter {spec.adapter} is of {base}, not of {spec.name}",
+            f"the adapter {spec.adapter} was made for {base}, not for {spec.name}",
             f"give --model {base}" if base else f"name its base model in {file}",
         )
 
@@ -353,9 +351,9 @@ def _merge_adapter(spec: ModelSpec, model: PreTrainedModel) -> PreTrainedModel:
     assert spec.adapter is not None
     folder, device = str(Path(spec.adapter).expanduser()), str(model.device)
     try:
-        with warnings.catch_warnings():  # of weights that an adapter lacks
+        with warnings.catch_warnings():  # about weights that an adapter lacks
             warnings.simplefilter("error", UserWarning)
-            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about peft's calls
+            warnings.simplefilter("ignore", FutureWarning)  # transformers', about peft's calls
             tuned: Any = PeftModel.from_pretrained(model, folder, torch_device=device)
             return tuned.merge_and_unload().requires_grad_(False)
     except Exception as error:  # peft, safetensors and torch raise their own
@@ -364,13 +362,13 @@ def _merge_adapter(spec: ModelSpec, model: PreTrainedModel) -> PreTrainedModel:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"the adapter {spec.adapter} can't be merged into {spec.name} ({reason[:160]})",
-            "give a LoRA adapter of this very model",
+            "give a LoRA adapter that was made for this model",
         ) from error
 
 
 def remember(spec: ModelSpec, weights_hash: str) -> None:
-    """Note where a local model and its adapter are: a run records the weights, and no folders of
-    this machine. The same weights may be in several folders, so each has a note of its own."""
+    """Note where a local model and its adapter are: a run records the hash of the weights, but no
+    folders. The same weights may be in several folders, so each folder has its own note."""
     for given in (spec.name, spec.adapter):
         if given is None or given in embedded.MODELS or not Path(given).expanduser().exists():
             continue
@@ -382,12 +380,12 @@ def remember(spec: ModelSpec, weights_hash: str) -> None:
 
 
 def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
-    """The model of a run, where it is on this machine; the run's settings have only the folder's
-    name of a local model, under whose weights' hash :func:`remember` has noted the folder."""
+    """Find the model of a run on this machine. Of a local model, the run's settings have only the
+    folder's name; :func:`remember` has noted the whole path under the hash of the weights."""
     known = {f.name: settings[f.name] for f in fields(ModelSpec) if f.name in settings}
     spec = ModelSpec(**{**known, "name": settings["model"]})
     notes = sorted(_places(weights_hash).glob("*"), key=lambda note: note.stat().st_mtime_ns)
-    places = [note.read_text() for note in reversed(notes)]  # where it was used last comes first
+    places = [note.read_text() for note in reversed(notes)]  # the last used folder first
     for field in ("name", "adapter"):
         recorded = getattr(spec, field)
         if recorded is None or recorded in embedded.MODELS:
@@ -408,8 +406,9 @@ def _places(weights_hash: str) -> Path:
 def same_model(name: str, revision: str | None, other: str, other_revision: str | None) -> bool:
     """Whether two names that a user may give mean the same model, as far as names can tell.
 
-    A local name is its resolved path; an embedded model is also its folder, and the hub's original
-    that its weights were made from; a snapshot in the hub's local cache is its hub id.
+    Local names are compared by their resolved paths. An embedded model also goes by its folder and
+    by the hub's original that its weights were made from, a snapshot in the hub's local cache by
+    its hub id.
     """
     return _identifier(name, revision) == _identifier(other, other_revision)
 
@@ -430,7 +429,7 @@ def _identifier(name: str, revision: str | None) -> tuple[str, str]:
 def weights_hash(model: PreTrainedModel) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of what the model would save, 16 hex digits.
 
-    Of the weights as loaded: the same checkpoint in another dtype is another subject.
+    It is of the weights as loaded: the same checkpoint in another dtype is another subject.
     """
     items = sorted(model.state_dict().items())
     # Offloaded or reordered weights are made whole one at a time, or they might not fit.
@@ -451,7 +450,7 @@ def weights_hash(model: PreTrainedModel) -> str:
 
 
 def whole_weight(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """A weight of a module, also where it is offloaded or reordered (``engine/weights.py``)."""
+    """A module's whole weight, even if it is offloaded or reordered (``engine/weights.py``)."""
     weight = getattr(module, name)
     if weight.is_mkldnn:
         return weight.to_dense()
@@ -485,8 +484,8 @@ def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
             raise UserError(f"{path} holds no config.json", remedy)
         _refuse_revision(spec)
         return str(path), kwargs
-    # Out of the hub's reach from_pretrained retries for most of a minute, with a line each time;
-    # told so, it looks into the local cache at once.
+    # Without the hub, from_pretrained retries for most of a minute and prints a line each time;
+    # with local_files_only it looks into the local cache at once.
     kwargs["local_files_only"] = not (fetch and _hub_answers(spec.name))
     return spec.name, kwargs | {"revision": spec.revision or "main"}
 
@@ -498,7 +497,7 @@ def _hub_answers(name: str) -> bool:
         return False
     try:
         HfApi().model_info(name, timeout=PROBE_SECONDS)
-    except Exception as error:  # unknown or gated: from_pretrained says so
+    except Exception as error:  # from_pretrained tells of an unknown or gated one
         return not type(error).__name__.startswith(("Connect", "ReadTimeout"))
     return True
 
@@ -545,6 +544,6 @@ def _remedy(spec: ModelSpec) -> str:
         return f"remove {embedded.directory(spec.name)}, so that the next command makes it again"
     attention = "leave out --attention, or " if spec.attention != "auto" else ""
     return (
-        f"{attention}name {' or '.join(embedded.MODELS)} (embedded), a whole local "
+        f"{attention}name {' or '.join(embedded.MODELS)} (embedded), a complete local "
         "directory, a GGUF file, or a hub id that this machine can reach (HF_TOKEN for gated ones)"
     )

@@ -1,10 +1,9 @@
 
-// What a turn was shown after, from the turn's side; and what a decoy followed, from the context's.
-const SHOWN_AFTER = ["its own conversation", "a wrong conversation (decoy)",
-  "another response to its query (decoy)"];
+// Where a judge was shown a turn; and what a decoy says of itself in the conversation that it was shown in.
+const SHOWN_AFTER = ["its own conversation", "a wrong conversation", "a sibling of its response"];
 const DECOYS = [null, "wrong_conversation", "sibling"]; // as results name them
-const FOLLOWED = [null, "decoy: followed a wrong conversation",
-  "decoy: followed another response to this query"];
+const DECOY = [null, "decoy: this is a wrong conversation for it",
+  "decoy: this response is a sibling of its own"];
 const CONTEXTS = 10; // on a page
 const DRAWN = 20; // turns at a time, at random
 
@@ -48,8 +47,9 @@ unpacked().then((data) => {
     return element;
   }
 
-  // `tests` is a list of [what is shown, test of a turn].
+  // `tests` is a list of [what is shown, test of a turn]; of two that are called the same, the first counts.
   function choice(name, tests, first = "") {
+    tests = tests.filter(([shown], k) => tests.findIndex(([other]) => other === shown) === k);
     if (tests.length < 2) return;
     const select = control(name, el("select", {}, el("option", { value: "" }, "all"), ...tests.map(
       ([shown]) => el("option", { value: shown, defaultSelected: shown === first }, shown))));
@@ -184,7 +184,7 @@ unpacked().then((data) => {
       return el("span", { class: yes ? "follow-up" : "" }, (yes ? "✓ " : "") + data.headings[category[i]]
         + (score[i] === null ? "" : ` (certainty ${score[i].toFixed(2)})`) + byJudge(judge));
     });
-    if (turns.decoy[i]) labels.push(FOLLOWED[turns.decoy[i]]);
+    if (turns.decoy[i]) labels.push(DECOY[turns.decoy[i]]);
     if (bits && bits[i] !== null) labels.push(`${bits[i].toFixed(2)} bits`);
     if (turns.logprob[i] !== null) why.push(`log p ${turns.logprob[i].toFixed(1)} at T = 1`);
     const line = labels.flatMap((part, k) => (k ? [" · ", part] : [part]));
@@ -233,7 +233,7 @@ unpacked().then((data) => {
         ...said("likeliest first tokens of a turn, at T = 1", openings(c).join("\n")),
         ...said("system prompt and rendered header", contexts.before[c] && `${contexts.before[c]}…${contexts.after[c]}`)),
       el("div", {}, columns(shown), ...folded("other turns", others),
-        ...folded("decoys: turns that did not follow this, as judges were shown them", decoys)));
+        ...folded("decoys: turns written elsewhere, which judges were shown here", decoys)));
   }
 
   // What scrolls can be reached by keyboard.
@@ -359,8 +359,8 @@ unpacked().then((data) => {
   filter();
   follow();
 
-  // -- a number leads to its turns: cells of a row, its title, or the link of a figure's mark name what
-  // turns are filtered by -----
+  // -- a number leads to its turns: the cells of its row, the table's title, or the link of a point in a
+  // figure say which turns to filter -----
   const values = (name) => [...(form.elements.namedItem(name)?.options || [])].map((o) => o.value);
   const link = (place, ...content) => el("a", { href: `#${new URLSearchParams(place)}` }, ...content);
 
@@ -393,8 +393,9 @@ unpacked().then((data) => {
     const own = values("run").includes(side.dataset.run) ? { run: side.dataset.run } : {};
     const name = `category${byJudge(judge)}`;
     if (side.dataset.judge && values(name).length) {
-      side.querySelector(".control").after(el("p", { class: "small screen" }, "Read turns that the judge ",
-        link({ ...own, [name]: "follow-up" }, "follow-ups"), " or ", link({ ...own, [name]: "no follow-up" }, "others"), "."));
+      side.querySelector(".control").after(el("p", { class: "small screen" }, "Read ",
+        link({ ...own, [name]: "follow-up" }, "the turns that the judge calls follow-ups"), ", or ",
+        link({ ...own, [name]: "no follow-up" }, "the other turns"), "."));
     }
     for (const mark of side.querySelectorAll(".plot a")) {
       const place = placeOf([...new URLSearchParams(mark.getAttribute("href").slice(1))], judge);

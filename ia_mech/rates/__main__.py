@@ -18,6 +18,7 @@ from ia_mech.cli import (
     coverage,
     nonblank,
     path_of,
+    program,
     run_command,
     run_folder,
     shell_word,
@@ -27,15 +28,14 @@ from ia_mech.cli import (
 
 DESCRIPTION = """\
 Say how often the generated user turns of a run are follow-ups, per model, dataset and
-temperature, from the verdicts of ia-mech judge. Beside it stands how often the judge calls the same
-turns follow-ups when it is shown them after a wrong conversation (its floor) or after a sibling,
-another response to the same query. Runs of one model and dataset are pooled. Intervals are over
-sources (prompts). Methods: docs/statistics.md
+temperature, from the verdicts of ia-mech judge. The table also says how often the judge calls the
+same turns follow-ups when it is shown them after a wrong conversation. Runs of one model and
+dataset are pooled. Intervals are over queries. Methods: docs/judging.md
 
-A latent rise is shown if sampled turns are follow-ups more often than greedy ones, also beyond
-a wrong conversation, at 5% (1 - --level) corrected for the temperatures, and the judge's gate
-doesn't fail; from 50 queries on. A table says how much of that is fewer turns that repeat the
-conversation or speak as the assistant.
+Follow-ups are called latent if sampled turns are follow-ups more often than greedy ones, also
+beyond wrong conversations (at 5%, corrected for the temperatures), and the judge can tell own from
+wrong conversations. That takes 50 queries. A table of --full says how much of the rise is fewer
+turns that repeat the conversation or speak as the assistant.
 """
 
 CORRECT = "correct"  # what --by takes besides fields of the data
@@ -70,12 +70,12 @@ def build_parser() -> argparse.ArgumentParser:
         "or a field of your data (--metadata-columns of ia-mech sample)",
     )
     shown = parser.add_argument_group("what is shown and written")
-    shown.add_argument("--full", action="store_true", help="show all tables")
+    shown.add_argument("--full", action="store_true", help="print all tables and notes")
     shown.add_argument(
         "--out",
         type=path_of,
         metavar="FOLDER",
-        help="where results go (default: results/rates-JUDGE in the first run)",
+        help="where numbers go (default: RUN/results/rates-JUDGE/, of the first run)",
     )
     statistics = parser.add_argument_group("intervals and tests")
     statistics.add_argument(
@@ -102,13 +102,15 @@ def _rates(args: argparse.Namespace) -> None:
     if args.out is not None:
         refuse_place(args.out)
 
-    from ia_mech.display import console
-    from ia_mech.rates import correct, result
     from ia_mech.rates.load import read_runs
 
     solved = args.by == CORRECT
     field = None if solved else args.by
     judged = read_runs(args.runs, args.judge, args.annotator, args.responses, field)
+    print(f"estimating rates of {len(judged.turns):,} turns …", file=sys.stderr, flush=True)
+    from ia_mech.display import console
+    from ia_mech.rates import correct, result  # which load matplotlib
+
     made = correct.result if solved else result.result
     rates = made(judged, level=args.level, seed=args.seed)
     folder = args.out or folder_of(args.runs[0], rates.name)
@@ -116,7 +118,9 @@ def _rates(args: argparse.Namespace) -> None:
     write(rates, folder)
     show(rates, console(), full=args.full)
     print(f"wrote {shell_word(folder)}", file=sys.stderr)
-    print(f"next: ia-mech report {' '.join(shell_word(run) for run in args.runs)}")
+    runs = " ".join(shell_word(run) for run in args.runs)
+    elsewhere = f" --results {shell_word(args.out)}" if args.out else ""
+    print(f"next: {program()} report {runs}{elsewhere}")
 
 
 if __name__ == "__main__":

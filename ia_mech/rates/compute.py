@@ -1,4 +1,4 @@
-"""The rate table, and every figure of the rates of runs as a tidy estimate."""
+"""Follow-up rates, floors, differences and all other numbers of runs, as tidy estimates."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,10 +24,10 @@ from ia_mech.stats import (
     variance_components,
 )
 
-# A prediction-powered rate rests on the judge's mean error in its own group; below so many
-# annotated turns, or from fewer sources, its interval says more about the method than the rate.
+# A prediction-powered rate rests on the judge's mean error in its own group. With fewer annotated
+# turns, or fewer sources, its interval says more about the method than about the rate.
 MIN_ANNOTATED, MIN_ANNOTATED_SOURCES = 30, 10
-RELIABILITY_TURNS = 16  # a probe of siblings' rates would have so many turns after each
+RELIABILITY_TURNS = 16  # that a probe of the rates of siblings would have after each response
 
 NAMES = {  # what an estimate is of: dtypes
     **dict.fromkeys(("model", "weights_hash", "dataset", "perturbation"), "object"),
@@ -49,7 +49,7 @@ def rates(
     level: float = 0.95,
     **names: Any,
 ) -> Iterator[TidyEstimate]:
-    """How often an outcome is found in each group of rows, which the values of ``by`` make.
+    """How often rows have an outcome, by group; the values of the columns ``by`` make the groups.
 
     ``rows`` are ``JudgedTurns.turns``, or any table with ``source``, ``by`` and the outcome: 1, 0,
     or NaN where there is no telling. Estimates are of the group's values, ``outcome``, ``events``
@@ -74,11 +74,12 @@ def differences(
     seed: int = 0,
     **names: Any,
 ) -> Iterator[TidyEstimate]:
-    """How much higher each group's rate (:func:`rates`) is than that of the rows of a condition
-    which are like it in all else that ``by`` names, paired by source.
+    """How much higher each group's rate (:func:`rates`) is than that of a condition, paired by
+    source.
 
-    The condition is ``base``, such as ``{"temperature": 0}``; its own groups have no difference.
-    Only rows of those values of the column ``within`` count that both have. ``seed`` is of sign
+    The condition is ``base``, such as ``{"temperature": 0}``: a group is compared with the rows
+    that differ from it in this alone. The condition's own groups have no difference. With
+    ``within``, only those values of that column count that both groups have. ``seed`` is of sign
     flips.
     """
     for group, own in _groups(rows, by):
@@ -104,11 +105,12 @@ def floors(
     level: float = 0.95,
     **names: Any,
 ) -> Iterator[TidyEstimate]:
-    """How often turns are called follow-ups after contexts that they didn't follow: all decoys of a
-    kind with both verdicts (``JudgedTurns.decoys``); the other arguments are :func:`rates`'.
+    """How often turns are called follow-ups after contexts that they didn't follow, by group.
 
-    By group there are ``decoyed_rate``, of the turns after their own contexts; ``floor``, after the
-    others; and ``excess``, the difference.
+    These are all decoys of a kind with both verdicts (``JudgedTurns.decoys``). The other arguments
+    are those of :func:`rates`. There are three quantities: ``decoyed_rate``, of the turns after
+    their own contexts; ``floor``, of the same turns after the other contexts; and ``excess``, the
+    difference.
     """
     for group, those in _groups(decoys[decoys["decoy"] == kind], by):
         of = names | group | {"outcome": outcome, "level": level, "decoy": kind}

@@ -1,7 +1,7 @@
-"""Rates of follow-ups after right and after wrong responses, beside the responses' accuracy.
+"""Follow-up rates after right and after wrong responses, and how many responses are right.
 
 Responses are checked by :mod:`ia_mech.rates.verify`. A difference says nothing about causes: easy
-prompts and finished responses may explain both.
+prompts and finished responses may make responses right and have them followed up.
 """
 
 import json
@@ -18,6 +18,7 @@ from ia_mech.estimates import (
     TidyEstimate,
     all_datasets,
     by_dataset,
+    could_show,
     estimate_of,
     few_sources,
     frame_of,
@@ -28,7 +29,7 @@ from ia_mech.judge.decoys import DECOY_KINDS, SIBLING
 from ia_mech.rates import compute
 from ia_mech.rates.compute import floors, rates
 from ia_mech.rates.load import SUBJECT, JudgedTurns, matching
-from ia_mech.rates.result import LINES, Columns, result_on
+from ia_mech.rates.result import LEGENDS, LINES, Columns, result_on
 from ia_mech.rates.verify import COLUMN, verify
 from ia_mech.results import Result, Table, table_of
 from ia_mech.run.queries import exchange
@@ -87,8 +88,9 @@ def estimates(
 ) -> pd.DataFrame:
     """Accuracy, and rates after right and after wrong responses, per model, perturbation, dataset.
 
-    Datasets aren't pooled but for the accuracy: they differ in accuracy and in rate, which would be
-    an association by itself. ``responses`` are those of :func:`verified_responses`.
+    Only the accuracy is also of all datasets together. Datasets differ in accuracy and in rate;
+    pooled rates would show that as an association. ``responses`` are those of
+    :func:`verified_responses`.
 
     Returns:
         One row per estimate, as of :func:`ia_mech.rates.compute.estimates`: ``accuracy``, of
@@ -154,15 +156,14 @@ def _sentence(of: pd.DataFrame, level: float) -> str:
         at = f"T = {row.temperature:g}" if row.temperature else "greedy"
         text = f"{one_line(row.dataset, 40)} {at} {estimate_of(row).text(sign=True)}"
         if row.low <= 0 <= row.high:
-            shown = smallest_effect(row._asdict(), level)
-            text += f" (with 80% power {shown:.2f} would have been shown)"
+            text += f" ({could_show(smallest_effect(row._asdict(), level), most=1)})"
         differences.append(text)
     told = (
-        "Rate of follow-ups after right responses less that after wrong ones: "
+        "The follow-up rate after right responses less that after wrong ones is "
         f"{', '.join(differences)}."
         if differences
-        else "Whether being right goes with following up can't be told: no dataset has judged "
-        "turns after right and after wrong responses."
+        else "Whether right responses are followed up more often can't be told: no dataset has "
+        "judged turns after both."
     )
     whose = f"{accuracy['rows']} responses of {one_line(of['model'].iloc[0])}"
     return f"{estimate_of(accuracy).text()} of {whose} are right. {told}"
@@ -172,31 +173,35 @@ def _tables(rows: pd.DataFrame, level: float) -> list[Table]:
     intervals = f"({100 * level:g}% intervals over queries)"
     over = rows["quantity"].where(rows["decoy"] != SIBLING, rows["quantity"] + SIBLINGS)
     of_turns: Columns = {
-        "rate": ("follow_up", 2),
-        "floor": ("floor", 2),
+        "rate": ("follow-ups", 2),
+        "floor": ("after a wrong conversation", 2),
         "excess": ("excess", "+.2f"),
     }
     of_turns |= {f"excess{SIBLINGS}": (f"excess{SIBLINGS}", "+.2f")}
     tables = [
         table_of(
-            f"responses {intervals}", rows, {ACCURACY: ("right", 2)}, LINES[:3], rows="responses"
-        ),
-        table_of(
-            f"turns after them {intervals}",
+            f"follow-up rates after right and after wrong responses {intervals}",
             rows.assign(key=over),
             of_turns,
             (*LINES, "correct"),
             key="key",
             rows="turns",
-            legend="floor: the same turns, held against a wrong conversation",
+            legend=LEGENDS["floor"],
         ),
         table_of(
-            DIFFERENCE,
+            f"follow-up rates after {DIFFERENCE} responses",
             rows,
             {DIFFERENCE: ("difference", "+.2f")},
             LINES,
             rows="turns",
-            legend="p: from permuting which queries were answered rightly, Holm-corrected",
+            legend="p: from permuting which queries were answered rightly, Holm-corrected.",
+        ),
+        table_of(
+            f"how many responses are right {intervals}",
+            rows,
+            {ACCURACY: ("right", 2)},
+            LINES[:3],
+            rows="responses",
         ),
     ]
     return [table for table in tables if table.rows]

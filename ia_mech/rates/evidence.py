@@ -1,4 +1,4 @@
-"""What the results on a run hold of its turns, and which turns depend on their own response."""
+"""What results say of the turns of a run, such as which turns depend on their own response."""
 
 import json
 from collections.abc import Sequence
@@ -17,15 +17,16 @@ from ia_mech.run.labelled import positions
 from ia_mech.run.labels import KEY
 from ia_mech.run.sources import sources_of
 
-DEPENDENT = "dependent"  # a follow-up, and the own response is likelier than its siblings together
+# A follow-up that is likelier after its own response than after all siblings together.
+DEPENDENT = "dependent"
 
 
 def dependent(frame: pd.DataFrame, runs: list[Run], run: Run) -> np.ndarray:
-    """``[turns]`` of :data:`DEPENDENT`, from the first results with the evidence of turns.
+    """``[turns]`` of :data:`DEPENDENT`, from the first results that hold the evidence of turns.
 
-    With w the likelihoods of a turn after the K responses to its query, as shares, the evidence is
-    log₂ K wₖ of the response k that it followed. A turn that depends on no response has wₖ > ½ with
-    a probability of 1 / K at most: one response alone can have it.
+    Let w be the likelihoods of a turn after the K responses to its query, scaled to add up to 1.
+    The evidence is log₂ K wₖ, where k is the response that the turn followed. Only one response can
+    have wₖ > ½. So a turn that depends on no response has it with a probability of 1 / K at most.
     """
     for folder in dict.fromkeys(at for one in (run, *runs) for at in result_folders(one)):
         table = table_of_run(folder, run, "turns", [*KEY, "evidence"])

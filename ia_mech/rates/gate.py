@@ -1,6 +1,7 @@
-"""Whether a judge can tell what a turn followed: one word per model, judge and kind of decoy.
+"""The gate: whether a judge can tell the conversation that a turn followed from a wrong one.
 
-The word stands wherever numbers of that judge appear. It says nothing of any single number.
+It is one word per model, judge and kind of decoy, which stands wherever numbers of that judge
+appear. It says nothing of any single number.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from ia_mech.judge.decoys import AFTER, SIBLING, WRONG
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.stats import Estimate, dyadic_difference
 
+RULES = "rules"  # the name of the built-in judge
 GATE_LEVEL = 0.95  # of the interval that decides
 PASSED, NOT_PASSED = "passed", "failed"
 UNDECIDED, NO_DECOYS = "undecided", "no decoys"
@@ -23,16 +25,16 @@ class Gate:
     """What decoys of one kind say of a judge, over all datasets and temperatures of a model.
 
     The margin decides. After wrong conversations it is the rate less twice the floor: more than
-    half of the rate must be excess. After siblings it is the excess itself: an apt turn may fit
-    another response to its query, too, so that it is a lower bound of how often turns react to
-    theirs.
+    half of the rate must be excess. After siblings it is the excess itself. An apt turn may fit
+    another response to its query, too: the excess over siblings is a lower bound of how often turns
+    react to the response that they followed.
     """
 
     judge: str
     outcome: str  # one of ``judge.verdict.OUTCOMES``
     decoys: int  # with both verdicts
-    rate: float  # of the turns of these decoys after their own contexts; each decoy counts
-    floor: float  # of the same turns after the contexts that they didn't follow
+    rate: float  # at which their turns are follow-ups to their own contexts; each decoy counts
+    floor: float  # at which they are follow-ups to the contexts that they didn't follow
     excess: Estimate  # rate less floor
     margin: Estimate
     kind: str = WRONG
@@ -64,36 +66,54 @@ class Gate:
 
     @property
     def sentence(self) -> str:
-        """What the words rest on: of wrong conversations, and of siblings where there are any."""
-        whose = f", on turns of {self.model}," if self.model else ""
+        """The numbers behind the word: of wrong conversations, and of siblings where there are any.
+        It has no full stop at its end."""
+        whose = f" of {self.model}" if self.model else ""
+        of_model = f", on turns{whose}," if whose else ""
         if not self.decoys:
             text = (
-                f"The floor of judge {self.judge}{whose} is unknown: the run has no decoys "
-                "of wrong conversations (they need two queries of a dataset)"
+                f"The floor of {named(self.judge)}{of_model} is unknown: no turn was shown to it "
+                "after a wrong conversation (that takes two queries of a dataset)"
             )
         else:
-            text = f"Over all temperatures together, judge {self.judge}{whose} calls {self.numbers}"
+            text = (
+                f"Over all temperatures together, {named(self.judge)} calls {self.rate:.2f} of the "
+                f"turns{whose} {OUTCOMES[self.outcome]}, and {self.floor:.2f} of them when it is "
+                f"shown them after {AFTER[WRONG]}: {self.more}. {self.decided}"
+            )
         if self.siblings is not None and self.siblings.decoys:
-            text += f"; it calls {self.siblings.numbers}"
+            text += (
+                ". When it is shown them after another response to the same query, it calls "
+                f"{self.siblings.floor:.2f} of them {OUTCOMES[self.outcome]}: {self.siblings.more}"
+            )
         return text
 
     @property
-    def numbers(self) -> str:
-        """Rate, floor and excess in words, with the verdict."""
-        decided = f"{self.verdict}, {self.decoys} decoys"
-        if self.kind == WRONG:
-            twice = f"rate less twice the floor {self.margin.text(sign=True)}"
-            decided = f"gate {decided}: {twice}"
-        return (
-            f"{self.rate:.2f} of the turns {OUTCOMES[self.outcome]}, and {self.floor:.2f} when it "
-            f"is shown them after {AFTER[self.kind]}: an excess of "
-            f"{self.excess.text(sign=True)} ({decided})"
-        )
+    def more(self) -> str:
+        """The excess in words."""
+        return f"an excess of {self.excess.text(sign=True)} ({self.decoys} turns shown so)"
+
+    @property
+    def decided(self) -> str:
+        """The verdict in words, after wrong conversations."""
+        said = {
+            PASSED: "The judge can tell a turn's own conversation from a wrong one",
+            NOT_PASSED: "The judge can't tell a turn's own conversation from a wrong one",
+            UNDECIDED: "Whether the judge can tell a turn's own conversation from a wrong one is "
+            "undecided",
+        }
+        twice = f"rate less twice the floor {self.margin.text(sign=True)}"
+        return f"{said[self.verdict]} (gate {self.verdict}: {twice})"
+
+
+def named(judge: str) -> str:
+    """A judge as sentences name it."""
+    return "the built-in judge" if judge == RULES else f"judge {judge}"
 
 
 def gate_of(decoys: pd.DataFrame, judge: str, outcome: str, model: str = "") -> Gate:
     """The gate of a judge on the turns of one model, whose decoys these are
-    (``JudgedTurns.decoys``). Where some are of unperturbed contexts, these decide.
+    (``JudgedTurns.decoys``). Decoys of unperturbed contexts decide, where there are any.
     """
     plain = decoys[decoys["perturbation"] == UNPERTURBED]
     decoys = (decoys if plain.empty else plain).dropna(subset=[outcome, f"own_{outcome}"])

@@ -1,11 +1,11 @@
-"""The p value of a turn's words having nothing to do with what the turn was held against.
+"""A p value that a turn's words have nothing to do with the conversation that it is shown after.
 
-A score of a turn (``judge.verdict.Verdict.grounding``) means something beside those of turns held
-against a wrong conversation only: a long turn shares a rarer word with any conversation than a
-short one (what 2% of turns of 15 words reach, 8% of those of 60 do), and conversations of one kind
-share more than others. So the null are the run's own decoys of wrong conversations, the nearest by
-length. The p value is conformal (Vovk, Gammerman & Shafer 2005): the share of these decoys that
-score as high, the turn counted among them.
+The score of a turn (``judge.verdict.Verdict.grounding``) means nothing by itself. A long turn
+shares a rarer word with any conversation than a short one (8% of turns of 60 words reach a score
+that 2% of those of 15 words do), and conversations of one kind share more words than others. So
+scores are compared with those of the run's own turns after wrong conversations, the nearest by
+length. The p value is conformal (Vovk, Gammerman & Shafer 2005): the share of these turns that
+score as high, the turn itself counted among them.
 """
 
 import numpy as np
@@ -55,7 +55,7 @@ def p_values(
 
 
 def _nearest(lengths: np.ndarray, length: float, count: int) -> slice:
-    """Of ascending lengths at least so many that are nearest to this one, and all alike them."""
+    """Of ascending lengths, at least ``count`` that are nearest to this one, ties included."""
     if len(lengths) <= count:
         return slice(None)
     far = np.partition(np.abs(lengths - length), count - 1)[count - 1]

@@ -1,4 +1,4 @@
-"""Whether sampled turns follow up more than greedy ones do, and what that consists of."""
+"""Whether sampled turns are follow-ups more often than greedy ones, and what that consists of."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ia_mech.estimates import TidyEstimate, estimate_of, p_value, smallest_effect
+from ia_mech.estimates import TidyEstimate, could_show, estimate_of, p_value, smallest_effect
 from ia_mech.judge.decoys import DECOY_KINDS, SIBLING
 from ia_mech.rates.gate import NOT_PASSED
 from ia_mech.stats import Estimate, decomposed_difference
@@ -21,12 +21,12 @@ def rises(
 ) -> Iterator[TidyEstimate]:
     """How much more often the turns of each temperature are follow-ups than greedy ones.
 
-    - ``rise``: beyond a wrong conversation, the rate of the same turns there taken off; with
-      its two parts: fewer turns are out of role (``rise_role``), and all else (``rise_else``).
-    - ``rise_beyond_siblings``: beyond other responses to the same query.
+    - ``rise``: of the follow-up rate less that of the same turns after a wrong conversation. It
+      has two parts: fewer turns are out of role (``rise_role``), and all else (``rise_else``).
+    - ``rise_beyond_siblings``: of the rate less that after other responses to the same query.
 
-    All but ``rise_role`` have a p. ``decoys`` are ``JudgedTurns.decoys``. There is nothing without
-    greedy turns, and no parts where the rubric doesn't say what is out of role.
+    All but ``rise_role`` have a p. ``decoys`` are ``JudgedTurns.decoys``. Without greedy turns
+    there is no estimate, and without categories out of role in the rubric there are no parts.
     """
     beyond = decoys["own_follow_up"].astype(float) - decoys["follow_up"].astype(float)
     decoys = decoys.assign(beyond=beyond)[beyond.notna()]
@@ -53,12 +53,15 @@ def rises(
 
 
 def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
-    """Whether a latent rise is shown, in words, by estimates of one model's turns, those of all
-    datasets; empty if there are none.
+    """Whether follow-ups are latent, in words; empty if there are no estimates.
 
-    It is where the rise is above 0, the rate itself is higher than greedy turns', too, and the
-    judge's gate doesn't fail. Of several temperatures (of those at which it is shown, if there are
-    any) the one with the largest rise counts; p is corrected for them all.
+    They are where the rise is shown to be above 0, the rate itself is higher than that of greedy
+    turns, too, and the judge's gate doesn't fail. The temperature with the largest rise counts, of
+    those at which a rise is shown if there are any. p is corrected for all temperatures.
+
+    Args:
+        estimates: of one model's turns, all datasets together.
+        level: of the intervals; what is shown is shown at 1 less it.
     """
     rows = estimates[estimates["quantity"].isin(PARTS)]
     of = {quantity: own.set_index("temperature") for quantity, own in rows.groupby("quantity")}
@@ -72,41 +75,42 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     found = {quantity: own.loc[best] for quantity, own in of.items() if best in own.index}
     if (few := found[RISE]["sources"]) < LEAST:
         return (
-            f"Whether awareness is latent takes {LEAST} queries to tell; there are {few:g} "
-            "(--limit of sample, --queries of study)."
+            f"Whether sampling brings out follow-ups that greedy decoding hides takes {LEAST} "
+            f"queries to tell; there are {few:g} (--limit of sample, --queries of study)."
         )
 
     def told(quantity: str) -> tuple[bool, str]:
         """Whether it is shown, and its numbers."""
         row = found[quantity]
         shown = bool(row["value"] > 0 and row["p_holm"] < 1 - level)
-        power, least = "", smallest_effect(row, level)
-        if not shown and pd.notna(least):
-            power = f"; {least:.2f} would have been shown with 80% power"
+        could = "" if shown else could_show(smallest_effect(row, level), most=1)
+        power = f"; {could}" if could else ""
         return shown, f"{estimate_of(row).text(sign=True)} ({p_value(row['p_holm'])}{power})"
 
     gate, rises = str(found[RISE]["gate"]).partition(" (")[0], best in sure.index
-    word = "is" if rises and gate != NOT_PASSED else "is not"
-    several = f" (of {len(tried)} temperatures)" if len(tried) > 1 else ""
+    word = "are" if rises and gate != NOT_PASSED else "are not"
+    several = f", the best of {len(tried)} temperatures" if len(tried) > 1 else ""
     said = [
-        f"A latent rise of follow-ups {word} shown at T = {best:g}{several} (the judge's gate: "
-        f"{gate}): beyond the judge's floor after a wrong conversation, they rise from greedy "
-        f"ones by {told(RISE)[1]}."
+        f"Latent follow-ups, which sampling brings out and greedy decoding hides, {word} shown at "
+        f"T = {best:g}{several}.",
+        "From greedy turns to these, the follow-up rate less that after a wrong conversation rises "
+        f"by {told(RISE)[1]}.",
     ]
-    if rises and gate == NOT_PASSED:
-        said.append(
-            "They rise, but most of what this judge calls follow-ups fits wrong conversations, too."
-        )
+    if gate == NOT_PASSED:
+        said.append("Most of what this judge calls follow-ups fits wrong conversations, too.")
     if not rises and found[RISE]["p_holm"] < 1 - level and found[RISE]["value"] > 0:
         said.append("But sampled turns aren't follow-ups more often than greedy ones.")
     if REST in found:
         more, rest = told(REST)
         fewer = estimate_of(found[ROLE]).text(sign=True)
         said.append(
-            f"Fewer turns out of role (they repeat the conversation or speak as the assistant) "
+            "Of this rise, fewer turns that repeat the conversation or speak as the assistant "
             f"bring {fewer}; all else is {'' if more else 'not '}shown to bring more: {rest}."
         )
     if BEYOND in found:
         more, beyond = told(BEYOND)
-        said.append(f"A rise beyond siblings is {'' if more else 'not '}shown: {beyond}.")
+        said.append(
+            "That the rate rises beyond that after another response to the same query is "
+            f"{'' if more else 'not '}shown: {beyond}."
+        )
     return " ".join(said)

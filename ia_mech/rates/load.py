@@ -60,19 +60,19 @@ class JudgedTurns:
     - ``out_of_role``, 1 if it repeats the conversation or speaks as the assistant
       (:data:`ia_mech.judge.rubric.OUT_OF_ROLE`), else 0; NaN where not assessed, or where the
       rubric has no such category;
-    - of the annotator ``unlabelled`` (what the annotator labelled nothing of, the turn's run or a
-      stratum of it; else empty).
+    - of the annotator ``unlabelled``: the turn's run, or a stratum of it, if the annotator labelled
+      no turn of it; else empty.
 
-    ``decoys`` are a row per decoy (:mod:`ia_mech.judge.decoys`): of its turn what ``turns`` have
-    under the same names; ``decoy``, its kind; ``shown_source``, that of the context shown; and of
-    ``follow_up`` and ``grounded`` the verdict on the decoy and, as ``own_follow_up`` and
-    ``own_grounded``, on the same turn after what it followed.
+    ``decoys`` has a row per decoy (:mod:`ia_mech.judge.decoys`). Columns named as in ``turns`` are
+    of its turn; ``decoy`` is its kind, ``shown_source`` the source of the context shown.
+    ``follow_up`` and ``grounded`` are the verdict on the decoy, ``own_follow_up`` and
+    ``own_grounded`` that on the same turn after the context that it followed.
     """
 
     turns: pd.DataFrame
     judge: str
     record: dict[str, Any]  # who the judge is
-    annotator: str | None  # whose labels are in ``truth``
+    annotator: str | None  # whose labels the column ``truth`` has
     runs: list[Run]
     notes: list[str]  # what a reader has to know of how they were put together
     responses: str = EVERY  # after which the turns come
@@ -104,8 +104,8 @@ class JudgedTurns:
 
     @property
     def gates(self) -> dict[str, Gate]:
-        """By outcome, the gate of the only model; of several the one that a claim about all of them
-        rests on: of the lowest margin, or without one."""
+        """By outcome, the gate of the only model. Of several models it is the gate with the lowest
+        margin, or without one: a claim about all models rests on that."""
         return {
             outcome: min(
                 (gates[outcome] for gates in self.by_model.values()),
@@ -358,7 +358,7 @@ def _pooled(frames: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _unlabelled(run: Run, turns: pd.DataFrame, annotator: str | None, judge: str) -> str:
-    """What the annotator labelled nothing of: the run or a stratum of it; else empty."""
+    """The run, or a stratum of it, of which the annotator labelled no turn; else empty."""
     if annotator is None:
         return ""
     if annotator not in run.labels.annotators:
@@ -387,8 +387,7 @@ def _without_repeated(
     """Leave out greedy turns that an earlier run has; refuse samples that it has.
 
     A sample is fixed by model, context, temperature, seed and number. Runs of other seeds or
-    temperatures add samples, but their greedy turns are the same turns once more, which would count
-    twice.
+    temperatures add samples. But their greedy turns are the same turns, which would count twice.
     """
     sampled = (frame["temperature"] > 0).to_numpy()
     seed = np.where(sampled, run.settings["seed"], -1)
@@ -413,11 +412,6 @@ def _without_repeated(
 
 def _notes(runs: list[Run], turns: pd.DataFrame) -> list[str]:
     notes = [
-        f"{run.name} was sampled although the engine's check failed ({run.ignored_check})."
-        for run in runs
-        if run.ignored_check
-    ]
-    notes += [
         f"{len(skipped)} rows of {run.name}'s data were skipped, and are in no number: "
         f"{skipped[0]}{' …' if len(skipped) > 1 else ''}"
         for run in runs
@@ -425,7 +419,7 @@ def _notes(runs: list[Run], turns: pd.DataFrame) -> list[str]:
     ]
     notes += [
         f"{few} of {queries} queries of {run.name} have too few finished responses, and are in no "
-        "number: those that get long responses are missing more often."
+        "number: queries with long responses are missing more often."
         for run in runs
         for few, queries in [run.unanswered]
         if few

@@ -8,21 +8,44 @@ from urllib.parse import quote
 import pandas as pd
 
 from ia_mech.cli import one_line
-from ia_mech.estimates import ALL, FEW_SOURCES, all_datasets, estimate_of, few_sources
+from ia_mech.estimates import ALL, FEW_SOURCES, all_datasets, few_sources
 from ia_mech.judge.decoys import AFTER, DECOY_KINDS, WRONG
 from ia_mech.judge.rubric import heading
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.rates import figures, latent
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, RELIABILITY_TURNS, estimates
 from ia_mech.rates.evidence import DEPENDENT
-from ia_mech.rates.gate import Gate
+from ia_mech.rates.gate import Gate, named
 from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns, matching
-from ia_mech.results import Result, Table, about_runs, table_of
+from ia_mech.results import LEAST_SHOWN, Result, Table, about_runs, cell_of, table_of
 from ia_mech.run.labels import KEY
 
 QUESTION = "How often are the user turns follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
 LINES = ("model", "perturbation", "dataset", "temperature")
+NO_VALUE = "–"  # what Run.groups calls rows without the field
+OWN, THERE = "rate after their own", "rate there"  # heads of columns
+FOLLOW_UPS: Columns = {
+    "follow_up": ("follow-ups", 2),
+    "floor": ("after a wrong conversation", 2),
+    "excess": ("excess", "+.2f"),
+    "difference": ("difference from greedy", "+.2f"),
+}
+OTHERS: Columns = {
+    "rate_complete": ("follow-ups after complete responses", 2),
+    "grounded": ("grounded follow-ups", 2),
+    DEPENDENT: ("dependent follow-ups", 2),
+    "unfinished": ("after unfinished responses", 2),
+}
+LEGENDS = {
+    "floor": "After a wrong conversation: how often the judge calls the same turns follow-ups "
+    "there; excess: what is left without it.",
+    "difference": "p: Holm-corrected.",
+    "grounded": "Grounded: with a word of the conversation that other turns seldom have.",
+    DEPENDENT: "Dependent: likelier after the own response than after all its siblings together "
+    "(ia-mech reaction). Of turns that depend on no response, at most 1 in K would be, with K "
+    "responses to a query.",
+}
 
 
 def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result:
@@ -30,6 +53,7 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
     decided at 95%."""
     rows = estimates(judged, level=level, seed=seed)
     whole = pd.concat([all_datasets(of) for _, of in rows.groupby(SUBJECT, sort=False)])
+    each = rows[rows["dataset"] != ALL]
     gates = [gate for of in judged.by_model.values() for gate in of.values()]
     names = {str(run.path): run.name for run in judged.runs}
     turns = judged.turns[["run", *KEY, "follow_up", "grounded", DEPENDENT]]
@@ -46,7 +70,8 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
         },
         question=QUESTION if judged.by is None else f"{QUESTION[:-1]}, by {judged.by}?",
         sentence=" ".join(
-            _sentence(judged, of, level) for _, of in whole.groupby(SUBJECT, sort=False)
+            _sentence(judged, of, each[matching(each, _subject(of))], level)
+            for _, of in whole.groupby(SUBJECT, sort=False)
         ),
         estimates=rows,
         tables=_tables(rows, whole, gates, level, judged.by),
@@ -81,32 +106,58 @@ def result_on(
     )
 
 
-def _sentence(judged: JudgedTurns, of: pd.DataFrame, level: float) -> str:
-    """What was found of one model and perturbation; ``of`` are its pooled rows."""
+def _subject(rows: pd.DataFrame) -> dict[str, Any]:
+    """The model and perturbation that rows are of."""
+    return {name: rows[name].iloc[0] for name in SUBJECT}
+
+
+def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level: float) -> str:
+    """What was found of one model and perturbation.
+
+    Args:
+        judged: what rates are computed from.
+        of: its estimates, those of all datasets together.
+        groups: its estimates by dataset, or by the field that was asked for.
+        level: of the intervals.
+    """
     first = of.iloc[0]
-    turns = judged.turns[matching(judged.turns, {name: first[name] for name in SUBJECT})]
+    turns = judged.turns[matching(judged.turns, _subject(of))]
     gate = judged.by_model[first["model"], first["weights_hash"]]["follow_up"]
     plain = of[(of["quantity"] == "rate") & (of["outcome"] == "follow_up")]
     perturbed = "" if first["perturbation"] == "none" else f" ({one_line(first['perturbation'])})"
-    whose = f"of {one_line(first['model'])}'s {{}} user turns{perturbed} are follow-ups"
-    shares = [(estimate_of(row).text(), _at(row.temperature)) for row in plain.itertuples()]
-    rates = [
-        f"{shares[0][0]} {whose.format(shares[0][1])}",
-        *(f"{share} at {at}" for share, at in shares[1:]),
-    ]
+    whose = f"user turns of {one_line(first['model'])}{perturbed} are follow-ups"
+    rates: list[str] = []
+    for row in plain.itertuples():
+        share = f" ({cell_of(row)})" if row.sources >= LEAST_SHOWN else ""
+        at = f"at T = {row.temperature:g}" if row.temperature else "greedy"
+        counts = f"{row.events} of {row.rows}"
+        if rates:
+            rates.append(f"{at}, {counts}{share}")
+        elif row.temperature:
+            rates.append(f"{counts} {whose} {at}{share}")
+        else:
+            rates.append(f"{counts} {at} {whose}{share}")
     sources = turns["source"].nunique()
-    apart = "" if judged.by is None else f"Rates by {judged.by} are in the table; together: "
-    few = "Few queries: take all this as rough. " if sources < FEW_SOURCES else ""
-    unfinished = f" {turns['unfinished'].mean():.0%} of them follow an unfinished response."
-    return (
-        f"{few}{apart}By judge {judged.judge}, {', '.join(rates)} ({len(turns)} turns from "
-        f"{sources} queries). {latent.verdict(of, level)}".rstrip()
-        + f"{unfinished if turns['unfinished'].any() else ''} {_reaction(gate)}"
-    )
+    few = ", so few that all numbers are rough" if sources < FEW_SOURCES else ""
+    said = [f"By {named(judged.judge)}, {'; '.join(rates)}."]
+    if judged.by is not None:
+        said.append(_by_group(one_line(judged.by, 40), groups))
+    said.append(f"These are {len(turns)} turns after {sources} queries{few}.")
+    if turns["unfinished"].any():
+        said.append(f"{turns['unfinished'].mean():.0%} of them follow an unfinished response.")
+    return " ".join(filter(None, [*said, latent.verdict(of, level), _reaction(gate)]))
 
 
-def _at(temperature: float) -> str:
-    return f"T = {temperature:g}" if temperature else "greedy"
+def _by_group(field: str, rows: pd.DataFrame) -> str:
+    """The lowest and the highest rate by a field of the data, of greedy turns if there are any."""
+    rates = rows[(rows["quantity"] == "rate") & (rows["outcome"] == "follow_up")]
+    t = rates["temperature"].min()
+    rates = rates[rates["temperature"] == t].sort_values("value", kind="stable")
+    ends = [f"{cell_of(row)} ({one_line(row.dataset, 40)})" for row in rates.itertuples()]
+    if len(ends) < 2:
+        return f"All of them have the same {field}."
+    turns = f"turns at T = {t:g}" if t else "greedy turns"
+    return f"By {field}, {ends[0]} to {ends[-1]} of {turns} are follow-ups."
 
 
 def _reaction(gate: Gate) -> str:
@@ -114,18 +165,19 @@ def _reaction(gate: Gate) -> str:
     siblings = gate.siblings
     if siblings is None or not siblings.decoys:
         return (
-            "Whether turns react to their own response can't be told: no query has siblings "
-            "(sample with --response generate --responses 4, too)."
+            "Whether turns react to their own response can't be told: no turn was shown to the "
+            "judge after another response to its query (sample with --response generate "
+            "--responses 4)."
         )
-    excess = siblings.excess
+    excess = siblings.excess.text(sign=True)
     if gate.reacts:
         return (
-            "Over all temperatures together, turns react to their own response: an excess over "
-            f"siblings of {excess.text(sign=True)}, a lower bound."
+            "Over all temperatures together, turns react to their own response: they are "
+            f"follow-ups to it more often than to another response to the same query, by {excess}."
         )
     return (
-        "That turns react to their own response is not shown: an excess over siblings of "
-        f"{excess.text(sign=True)}."
+        "That turns react to their own response is not shown: the follow-up rate less that after "
+        f"another response to the same query is {excess}."
     )
 
 
@@ -135,11 +187,23 @@ def _reaction(gate: Gate) -> str:
 def _tables(
     rows: pd.DataFrame, whole: pd.DataFrame, gates: list[Gate], level: float, by: str | None
 ) -> list[Table]:
-    """The pooled rates and the gates, and rates by the field that was asked for; in full by
-    dataset, floors, the profile, reach, corrected rates."""
-    of_turns = rows[rows["decoy"].isna()]
-    tables = [
-        _rate_table(f"rates ({100 * level:g}% intervals over queries)", whole),
+    """The rates first, by the field that was asked for; then all other tables."""
+    of_turns, each = rows[rows["decoy"].isna()], rows[rows["dataset"] != ALL]
+    intervals = f"({100 * level:g}% intervals over queries)"
+    tables = [_rate_table(f"follow-up rates {intervals}", whole, FOLLOW_UPS)]
+    if by is not None:
+        field = one_line(by, 40)
+        table = _rate_table(f"follow-up rates by {field} {intervals}", each, FOLLOW_UPS, every=True)
+        columns = [field if name == "dataset" else name for name in table.columns]
+        if NO_VALUE in set(each["dataset"]):
+            table = replace(
+                table, legend=f"{NO_VALUE}: rows of the data without it. {table.legend}"
+            )
+        tables.insert(0, replace(table, columns=columns))
+    elif each["dataset"].nunique() > 1:
+        tables.append(_rate_table("rates by dataset", each, FOLLOW_UPS | OTHERS, full=True))
+    tables += [
+        _rate_table(f"further rates {intervals}", whole, OTHERS, full=True),
         _gate_table(gates),
         _rise_table(whole),
         *(_floor_table(rows, outcome, kind) for outcome in OUTCOMES for kind in DECOY_KINDS),
@@ -148,38 +212,22 @@ def _tables(
         _reach_table(of_turns),
         _corrected_table(of_turns),
     ]
-    if (rows["dataset"] != whole["dataset"].iloc[0]).any():
-        field = one_line(by or "dataset", 40)
-        table = _rate_table(f"rates by {field}", rows, full=by is None)
-        if by is not None:
-            columns = [field if name == "dataset" else name for name in table.columns]
-            table = replace(table, columns=columns, legend="–: rows of the data without it")
-        tables.insert(2, table)
     return [table for table in tables if table.rows]
 
 
-def _rate_table(title: str, rows: pd.DataFrame, *, full: bool = False) -> Table:
-    """A line per temperature: rates of every outcome, the floor, and how far from greedy."""
-    heads: Columns = {
-        "follow_up": ("follow_up", 2),
-        "floor": ("after a wrong conversation", 2),
-        "excess": ("excess", "+.2f"),
-        "rate_complete": ("after complete responses", 2),
-        "grounded": ("and grounded", 2),
-        DEPENDENT: ("and dependent", 2),
-        "difference": ("Δ from greedy, Holm's p", "+.2f"),
-    }
+def _rate_table(
+    title: str, rows: pd.DataFrame, heads: Columns, *, every: bool = False, full: bool = False
+) -> Table:
+    """A line per temperature; ``every``: lines name their dataset, even where there is one."""
     floor = rows["quantity"].isin(["floor", "excess"]) & (rows["outcome"] == "follow_up")
     floor &= (rows["decoy"] == WRONG) & rows["temperature"].notna()
     own = rows[rows["decoy"].isna() | floor].sort_values(list(LINES), kind="stable")
     of_outcome = own["quantity"] == "rate"
     own = own.assign(key=own["outcome"].where(of_outcome, own["quantity"]))
-    if full:
-        heads["unfinished"] = ("unfinished", 2)
-    legend = "after a wrong conversation: how often they are follow-ups there, the floor"
-    if "grounded" in set(own["key"]):
-        legend += "; grounded: with a word of the conversation that turns of others seldom share"
-    return table_of(title, own, heads, LINES, key="key", rows="turns", legend=legend, full=full)
+    there = {own_name for own_name in set(own["key"]) if own_name in heads}
+    legend = " ".join(text for name, text in LEGENDS.items() if name in there)
+    lines = LINES if own["dataset"].nunique() > 1 or not every else (*LINES, "dataset")
+    return table_of(title, own, heads, lines, key="key", rows="turns", legend=legend, full=full)
 
 
 def _gate_table(gates: list[Gate]) -> Table:
@@ -193,32 +241,31 @@ def _gate_table(gates: list[Gate]) -> Table:
                 numbers = [f"{one.rate:.2f}", f"{one.floor:.2f}", one.excess.text(sign=True)]
                 rows.append([name, AFTER[one.kind], str(one.decoys), *numbers, one.verdict])
     return Table(
-        "against decoys: turns held against what they did not follow",
-        ["turns", "held against", "decoys", "rate", "floor", "excess", "gate"],
+        "turns that the judge is shown after what they did not follow",
+        ["counted", "shown after", "turns", OWN, THERE, "excess", "gate"],
         rows,
-        "gate: rate less twice the floor lies above 0 (a wrong conversation), or the excess does "
-        "(a sibling); with few queries a floor that is seen as 0 may be larger, and is undecided",
+        "Gate: passed if the rate less twice that after a wrong conversation lies above 0; after "
+        "another response, if the excess does. With few queries a rate that is seen as 0 may be "
+        "larger: the gate is then undecided.",
     )
 
 
 def _rise_table(whole: pd.DataFrame) -> Table:
     rows = whole[whole["quantity"].isin(latent.PARTS)].assign(decoy=None)
     heads: Columns = {
-        latent.RISE: ("rise, Holm's p", "+.2f"),
+        latent.RISE: ("rise", "+.2f"),
         latent.ROLE: ("of it, fewer out of role", "+.2f"),
-        latent.REST: ("of it, all else, p", "+.2f"),
-        latent.BEYOND: ("rise beyond siblings, p", "+.2f"),
+        latent.REST: ("of it, all else", "+.2f"),
+        latent.BEYOND: ("rise beyond siblings", "+.2f"),
     }
     legend = (
-        "rise: of the follow-up rate less that of the same turns after a wrong conversation, from "
-        "greedy turns on. Out of role: the judge says that a turn repeats query or response, "
-        "or speaks as the assistant. docs/statistics.md#latent"
+        "Rise: of the excess over wrong conversations, from greedy turns to those at T. Out of "
+        "role: the judge says that a turn repeats query or response, or speaks as the assistant. "
+        "p: Holm-corrected."
     )
-    title = "is awareness latent? how the excess rises from greedy turns on"
+    title = "are follow-ups latent? how their excess rises from greedy to sampled turns"
     if len(rows) and rows["sources"].max() < latent.LEAST:
-        title = (
-            f"how the excess rises from greedy turns on (no verdict: under {latent.LEAST} queries)"
-        )
+        title += f" (no verdict: under {latent.LEAST} queries)"
     return table_of(title, rows, heads, LINES, rows="turns, greedy too", legend=legend)
 
 
@@ -229,24 +276,24 @@ def _variance_table(of_turns: pd.DataFrame) -> Table:
         "reliability": (f"reliability at {RELIABILITY_TURNS} turns", 2),
     }
     legend = (
-        "variances of the share of follow-ups; reliability: the share of the variance of rates "
-        f"over {RELIABILITY_TURNS} turns that responses to one query make, which bounds what can "
-        "be predicted of it"
+        "Variances of the follow-up rate. Reliability: how much of the variance of rates over "
+        f"{RELIABILITY_TURNS} turns lies between responses to one query; nothing can predict more "
+        "of it."
     )
     pooled = all_datasets(of_turns) if len(of_turns) else of_turns
-    title = "what the follow-up rate hangs on"
+    title = "how much follow-up rates differ between queries, and between responses to one"
     return table_of(title, pooled, heads, LINES, rows="turns", legend=legend)
 
 
 def _floor_table(rows: pd.DataFrame, outcome: str, kind: str) -> Table:
     own = rows[(rows["outcome"] == outcome) & (rows["decoy"] == kind)]
     heads: Columns = {
-        "decoyed_rate": ("rate", 2),
-        "floor": ("floor", 2),
+        "decoyed_rate": (OWN, 2),
+        "floor": (THERE, 2),
         "excess": ("excess", "+.2f"),
     }
-    title = f"{OUTCOMES[outcome]}: {AFTER[kind]}"
-    return table_of(title, own, heads, LINES, rows="decoys", pooled="all", full=True)
+    title = f"{OUTCOMES[outcome]} among turns that are shown after {AFTER[kind]}"
+    return table_of(title, own, heads, LINES, rows="turns", pooled="all", full=True)
 
 
 def _profile_tables(of_turns: pd.DataFrame) -> list[Table]:
@@ -256,11 +303,11 @@ def _profile_tables(of_turns: pd.DataFrame) -> list[Table]:
     there = set(some["category"])
     names = [name for name in shares["category"].unique() if name in there]
     categories: Columns = {name: (heading(name), 2) for name in names}
-    title = "what the turns are: shares of those assessed"
+    title = "what the turns are: shares of those that the judge could assess"
     lost: Columns = {"cannot_assess": ("can't assess", 2), "failed": ("judge failed", 2)}
     return [
         table_of(title, shares, categories, LINES, key="category", rows="turns", full=True),
-        table_of("left out", some, lost, LINES, rows="turns", full=True),
+        table_of("turns that are left out of rates", some, lost, LINES, rows="turns", full=True),
     ]
 
 
@@ -271,7 +318,7 @@ def _reach_table(of_turns: pd.DataFrame) -> Table:
     reach = reach.assign(key="n = " + reach["n_samples"].astype(str))
     heads: Columns = {name: (name, 2) for name in reach["key"].unique()}
     title = "contexts with a follow-up among n samples"
-    legend = "unbiased over subsets of the samples (pass@k), of contexts with n of them"
+    legend = "The mean over all subsets of n samples (pass@k), of contexts with n samples or more."
     options: dict[str, Any] = {"rows": "contexts", "key": "key", "legend": legend, "full": True}
     return table_of(title, reach, heads, LINES, **options)
 
@@ -283,7 +330,9 @@ def _corrected_table(of_turns: pd.DataFrame) -> Table:
     both = pd.concat([powered, rates if len(powered) else rates[:0]])
     both = both.sort_values(list(LINES), kind="stable")
     heads: Columns = {"rate": ("by the judge", 2), "rate_prediction_powered": ("corrected", 2)}
-    return table_of("rate, corrected by labels", both, heads, LINES, rows="turns", full=True)
+    return table_of(
+        "follow-up rate, corrected by labels", both, heads, LINES, rows="turns", full=True
+    )
 
 
 def _figures(whole: pd.DataFrame, judged: JudgedTurns) -> dict:
@@ -305,7 +354,7 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
     tested = rows[rows["p"].notna() & (rows["quantity"] == "difference")]
     if len(tested):
         pooled = int((tested["dataset"] == ALL).sum())
-        family = f" by dataset, and over {pooled} of all together" if pooled else ""
+        family = f" by dataset, and over {pooled} of all datasets together" if pooled else ""
         unequal = (
             ", or from the interval if that is larger, as greedy and sampled turns differ in number"
             if tested["test"].str.contains("and").any()
@@ -314,15 +363,8 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
         compared = len(tested) - pooled
         corrected = f"; Holm-corrected over {compared} comparisons{family}" * (compared > 1)
         notes.append(
-            "Δ: mean difference over queries, paired by query. p: from a sign-flip permutation "
-            f"test{unequal}{corrected}. Intervals are not corrected."
-        )
-    if rows["outcome"].eq(DEPENDENT).any():
-        notes.append(
-            "dependent: a follow-up, and likelier after its own response than after all "
-            "its siblings together (results of experiments.reaction). Of turns that depend on no "
-            "response, at "
-            "most 1 in K would pass, K the number of responses to a query."
+            "Difference from greedy: the mean over queries, paired by query. Its p is from a "
+            f"sign-flip permutation test{unequal}{corrected}. Intervals are not corrected."
         )
     notes += few_sources(rows)
     powered = rows[rows["quantity"] == "rate_prediction_powered"]
@@ -330,12 +372,11 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
         notes.append(f"Some rates can't be corrected: {reason.removeprefix('undefined: ')}.")
     if judged.annotator and powered.empty:
         notes.append(
-            f"no rate is corrected by {judged.annotator}'s labels: that takes {MIN_ANNOTATED} "
-            f"labelled turns of {MIN_ANNOTATED_SOURCES} queries in a row of the table."
+            f"no rate is corrected by {judged.annotator}'s labels: a row of the table needs "
+            f"{MIN_ANNOTATED} labelled turns of {MIN_ANNOTATED_SOURCES} queries."
         )
     elif not judged.annotator:
         notes.append(
-            "no annotations: a rate is only as good as the judge. ia-mech annotate "
-            "export makes a sheet of turns; filled in and imported, it corrects the rates."
+            "no annotations correct these rates (ia-mech annotate export makes a sheet to label)."
         )
     return notes + judged.notes

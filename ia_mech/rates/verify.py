@@ -1,8 +1,8 @@
-"""Is a response right? By a column of the data, its query's instructions, or its gold answer.
+"""Is a response right? A column of the data, the query's instructions or a gold answer decides.
 
-The data decide which. A given response is right if the data say so in a column ``correct``. One
-that the model wrote is checked by the instructions of its query, where the data hold
-``instruction_id_list`` and ``kwargs`` (as IFEval has them), else by a mathematical gold answer
+The data decide which of these counts. A given response is right if the data say so in a column
+``correct``. One that the model wrote is checked by the instructions of its query, where the data
+hold ``instruction_id_list`` and ``kwargs`` (as IFEval has them), else by a mathematical gold answer
 (GSM8K, MATH).
 
 Maths is checked by Hugging Face's ``math-verify``. It finds the answer in a text (after "final
@@ -11,8 +11,8 @@ and \\frac{1}{2} are equal, and so are 50% and both 50 and 0.5. :func:`clean_res
 removes what misleads it. It works in the main thread only, where it can limit its time.
 
 Instructions are checked by ``if-verifiable``, which holds the checkers of google-research's IFEval:
-the benchmark's own, crude ones included ("answer in German" is followed by a response whose
-language can't be told).
+the benchmark's own, crude ones included (a response whose language can't be told counts as
+following "answer in German").
 """
 
 import logging
@@ -57,8 +57,8 @@ def verify(
     given: bool = False,
     unfinished: bool = False,
 ) -> Correctness:
-    """Whether a response is right, but for what precedes its last ``</think>``; ``unfinished``: it
-    was cut off by a token limit, or ended within its thought.
+    """Whether a response is right; what precedes its last ``</think>`` doesn't count.
+    ``unfinished``: it was cut off by a token limit, or ended within its thought.
 
     Where a verifier crashes or takes too long, ``correct`` is None and ``why`` says so.
     """

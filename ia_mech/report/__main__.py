@@ -22,7 +22,8 @@ DESCRIPTION = """\
 Write runs as one HTML file that opens from disk without a network: what was found by judges, probes
 and experiments, each with its control, its figures and its estimates, and all turns to read and
 filter. Several runs stand side by side. Results are found in the run, and beside it or in the cache
-if they say that they are of it.
+if they say that they are of it. Printed at the end: how often the model's turns are follow-ups, in
+one sentence, three turns with their labels, and where the page is.
 """
 
 
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from ia_mech.cli import shell_word
+    from ia_mech.cli import program, shell_word
     from ia_mech.errors import UserError
     from ia_mech.run.layout import check_output, refuse_unwritable
 
@@ -65,10 +66,11 @@ def _report(args: argparse.Namespace) -> None:
     elif out.is_dir():
         raise UserError(f"{out} is a folder", "remove it, or give --out")
 
-    from ia_mech.display import Bar
+    from ia_mech.display import Bar, console
     from ia_mech.rates.evidence import result_folders
     from ia_mech.rates.load import open_runs
     from ia_mech.report.contents import missing
+    from ia_mech.report.ending import ending
     from ia_mech.run.integrity import replace_file
 
     runs = open_runs(args.runs)
@@ -80,10 +82,13 @@ def _report(args: argparse.Namespace) -> None:
         scratch.write_text(page, encoding="utf-8")
 
     replace_file(out, write)
-    print(f"report: {shell_word(out)}")
+    screen = console()
+    for line in ending(runs, _names(runs)):
+        screen.print(line, soft_wrap=True, markup=False)
     for run in runs:
         for command in missing(run, result_folders(run)):
-            print(f"next: {command}")
+            print(f"next: {program()} {command}")
+    print(f"\npage: {shell_word(out)}\nopen it in a browser: {out.resolve().as_uri()}")
 
 
 def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
@@ -115,9 +120,9 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
         "report",
         data,
         title=models if models == ", ".join(names) else f"{models}: {', '.join(names)}",
-        description=f"Given a query and an assistant's response, {models} wrote the next user "
-        f"turn: {turns:,} turns ({settings}) after {len(contexts):,} contexts, each a query with a "
-        f"response: {sources:,} queries from {', '.join(sorted(contexts['dataset'].unique()))}.",
+        description=f"{models} was given a query and an assistant's response, and wrote the next "
+        f"user turn: {turns:,} turns ({settings}) after {len(contexts):,} responses to "
+        f"{sources:,} queries from {', '.join(sorted(contexts['dataset'].unique()))}.",
         rubric=CATEGORIES,
         heading=heading,
         words=glossary(),

@@ -136,12 +136,12 @@ def _picture(stem: str, svg: bytes) -> Picture:
 
 
 def missing(run: Run, folders: Sequence[Path]) -> list[str]:
-    """Commands that make the first results of a run which has none of its judges."""
+    """What to give ``ia-mech`` for the first results of a run that lacks those of a judge."""
     if not run.labels.judges:
-        return [f"ia-mech judge run {shell_word(run.path)}"]
+        return [f"judge run {shell_word(run.path)}"]
     there = {folder.name for folder in folders}
     return [
-        f"ia-mech rates {shell_word(run.path)} --judge {judge}"
+        f"rates {shell_word(run.path)} --judge {shell_word(judge)}"
         for judge in run.labels.judges
         if f"rates-{judge}" not in there
     ]

@@ -21,7 +21,7 @@ from ia_mech.run.labels import KEY
 from ia_mech.run.reader import HeaderLogits
 from ia_mech.untrusted import visible
 
-OTHERS = [FAILED, "not judged"]  # what a turn is that no category was named for
+OTHERS = [FAILED, "not judged"]  # what stands for a category where a turn has none
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
 VERDICT = ["rationale", "error", "scores", "mode"]  # what a judge says beside the category
 WORDS = ["query", "response", "real_follow_up", "answer", "before", "after"]  # of a context

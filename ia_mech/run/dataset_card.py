@@ -1,4 +1,4 @@
-"""The dataset card of a run: a folder that is uploaded as it is can be browsed on the hub."""
+"""The dataset card of a run, ``README.md``: with it the hub shows an uploaded run's tables."""
 
 from typing import Any
 
@@ -13,11 +13,16 @@ configs:
 
 
 def dataset_card(record: dict[str, Any], contexts: int) -> str:
-    """``README.md`` of a finished run, with the hub's configuration of its two tables."""
+    """The text of the card, with the hub's configuration of the two tables.
+
+    Args:
+        record: ``run.json``.
+        contexts: how many contexts the run has.
+    """
     settings, model = record["identity"]["settings"], record["identity"]["model"]
     responses = record["parts"]["responses"] and (
         f"; **the model also wrote responses** (at most {settings['max_response_tokens']} tokens), "
-        "and a real next turn answered another one"
+        "and each real follow-up came after another response"
     )
     return f"""\
 ---

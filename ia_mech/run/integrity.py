@@ -1,8 +1,8 @@
-"""Whether a run's files are what was written: hashes, the two JSON files, replacing files whole.
+"""Whether a run's files are as they were written: hashes, the two kinds of JSON files, and how a
+file is replaced.
 
-A manifest names the files of its part with their XXH3-128 and holds that of ``run.json``. It is a
-fast hash that finds damage and mix-ups; it is no protection from people who can write to the
-folder.
+A manifest holds the XXH3-128 hash of each file of its part and of ``run.json``. The hash is fast
+and finds damage and mix-ups. It does not stop a person who can write to the folder.
 """
 
 import copy
@@ -24,10 +24,10 @@ HASH = "xxh3_128"
 
 
 def read_record(path: Path) -> tuple[dict[str, Any], str]:
-    """``run.json`` of a run, and the hash of its bytes, which all manifests hold.
+    """``run.json`` of a run, and the hash of its bytes, which every manifest holds.
 
     Raises:
-        UserError: not a run, a run of another format, or a damaged file.
+        UserError: the folder is no run or one of another format, or the file is damaged.
     """
     refuse_no_run(path)
     file = path / RUN
@@ -36,13 +36,14 @@ def read_record(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def read_manifest(file: Path, run: str) -> dict[str, Any]:
-    """The manifest of one of a run's parts.
+    """The manifest of one part of a run.
 
     Args:
+        file: the manifest.
         run: the hash of the run's ``run.json``.
 
     Raises:
-        UserError: another format, a damaged file, or a manifest of another ``run.json``.
+        UserError: the file has another format, is damaged, or belongs to another ``run.json``.
     """
     remedy = "restore it from a copy, or remove it: its part is then computed again"
     keys = ("run", "kind", "name", "contexts", "files", "session")
@@ -93,7 +94,7 @@ def _damaged(file: Path, problem: object, remedy: str) -> UserError:
 
 
 def without_folders(known: dict[str, Any]) -> dict[str, Any]:
-    """An identity with the last part of each path of this machine: runs are shared."""
+    """An identity in which paths of this machine are cut to their last part: runs are shared."""
     known = copy.deepcopy(known)
     settings, model = known["settings"], known.get("model", {})
     paths = ("model", "adapter", "dataset", "intervention")
@@ -104,7 +105,7 @@ def without_folders(known: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_values(there: dict[str, Any], wanted: dict[str, Any]) -> dict[str, str]:
-    """Where two identities differ: both values, by a dotted name."""
+    """Where two identities differ: dotted name → both values, in words."""
     return dict(_differences(there, wanted))
 
 
@@ -136,17 +137,17 @@ def content_hash(path: Path) -> str:
 
 
 def size_and_hash(path: Path) -> dict[str, int | str]:
-    """What a manifest says of a file: its size and its hash."""
+    """Size and hash of a file, as its manifest holds them."""
     return {"bytes": path.stat().st_size, HASH: content_hash(path)}
 
 
 def damage(root: Path, files: dict[str, dict[str, Any]], *, content: bool) -> str | None:
-    """What is wrong with files, or None.
+    """What is wrong with the first damaged file, or None.
 
     Args:
-        root: the folder that they are named from.
-        files: name -> size and hash as :func:`size_and_hash` gave them.
-        content: compare the hash of every file, not only its size.
+        root: the folder that the names begin in.
+        files: name -> size and hash, as :func:`size_and_hash` gave them.
+        content: compare each file's hash, too, not only its size.
     """
     for name, expected in files.items():
         path = root / name
@@ -163,10 +164,10 @@ def damage(root: Path, files: dict[str, dict[str, Any]], *, content: bool) -> st
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
+    """The JSON object in a file.
 
     Raises:
-        ValueError: the file holds none.
+        ValueError: the file holds no JSON object.
     """
     try:
         value = json.loads(path.read_bytes())
@@ -180,20 +181,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace a JSON file atomically: a reader sees the old one or the new one, never a half."""
+    """Replace a JSON file whole, see :func:`replace_file`."""
     text = json.dumps(value, indent=1, ensure_ascii=False)
     replace_file(path, lambda scratch: scratch.write_bytes(text.encode()))
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file written under another name, then put in its place.
+    """Replace a file whole: a reader sees the old file or the new one, never a half.
 
     Args:
         path: the file; its folder must be there.
-        write: is given the other name, in the same folder.
+        write: writes the new file under the name that it is given, in the same folder.
 
     Raises:
-        OSError: it can't be written.
+        OSError: the file can't be written.
     """
     scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:

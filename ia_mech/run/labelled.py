@@ -1,6 +1,6 @@
-"""A run's user turns with their labels: what rates, agreement, probes' targets and the page read.
+"""A run's user turns with their labels. Rates, agreement, probes and the report read this frame.
 
-Labels are laid out over ``Run.turns`` here and nowhere else.
+Labels are put beside the turns of ``Run.turns`` here and nowhere else.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from ia_mech.run.labels import KEY, Labels
 from ia_mech.run.layout import UNPERTURBED
 from ia_mech.run.sources import sources_of
 
-FAILED = "failed"  # the category of a turn that a judge gave none
+FAILED = "failed"  # the category where a judge gave a turn none
 
 
 def labelled_turns(
@@ -70,17 +70,18 @@ def labelled_decoys(
 
 
 def _named(labels: pd.DataFrame) -> pd.DataFrame:
-    """Labels with a category each, failures included, and ``follow_up`` as a number."""
+    """Labels with a category in every row (:data:`FAILED` where a judge failed), and ``follow_up``
+    as a number."""
     category = labels["category"].astype(object).fillna(FAILED).astype("category")
     return labels.assign(category=category, follow_up=labels["follow_up"].astype(float))
 
 
 def _over(turns: pd.DataFrame, labels: pd.DataFrame) -> pd.DataFrame:
-    """Labels laid out over the turns; missing where a turn has none."""
+    """A row of labels for each turn; values are missing where a turn has no label."""
     return labels.set_axis(positions(turns, labels)).reindex(turns.index)
 
 
 def positions(turns: pd.DataFrame, labels: pd.DataFrame) -> np.ndarray:
-    """``[labels]`` which of the turns each is of."""
+    """``[labels]`` the row of ``turns`` that each label belongs to."""
     keys, wanted = (pd.MultiIndex.from_frame(frame[list(KEY)]) for frame in (turns, labels))
     return keys.get_indexer(wanted)

@@ -1,4 +1,6 @@
-"""What judges and annotators say of a run's user turns: ``judgements/`` and ``annotations/``.
+"""The labels of a run's user turns, in ``judgements/`` and ``annotations/``.
+
+A *judge* is a program or a model that labels turns; an *annotator* is a person who does.
 
 ::
 
@@ -6,12 +8,12 @@
     annotations/<annotator>.parquet  one row per annotated user turn or decoy
     annotations/sheets/<sheet>.json  which row of a blind sheet is which user turn
 
-A row with a ``decoy`` is a label of the turn after the context ``shown``, which it did not follow
-(:mod:`ia_mech.judge.decoys`); such rows are read apart. :mod:`ia_mech.run.labelled` lays labels out
-over the run's turns.
+In a row with a ``decoy``, the turn was shown after the context ``shown``, which it did not follow
+(:mod:`ia_mech.judge.decoys`). Only :meth:`Labels.decoys` reads these rows.
+:mod:`ia_mech.run.labelled` puts labels beside the run's turns.
 
-Each Parquet file carries a record of who made it (the judge's identity, the annotator's sheet) in
-its metadata under ``ia_mech``. Files are replaced whole: the old one or the new one, never a half.
+The metadata of each Parquet file hold a record of who made it (the judge's identity, or the
+annotator's sheet) under ``ia_mech``. A file is replaced whole, so that readers never see a half.
 """
 
 import hashlib
@@ -92,8 +94,8 @@ class LabelledRun(Protocol):
 class Labels:
     """The labels of one run. Reached as ``Run.labels``.
 
-    A file records the texts of the turns that it labels (``Run.turns_digest``), which are compared
-    when it is read.
+    A file of labels holds a hash of the texts that it labels (``Run.turns_digest``). The hash is
+    compared when the file is read.
     """
 
     def __init__(self, run: LabelledRun) -> None:
@@ -119,9 +121,9 @@ class Labels:
         return _stems(self.path / "annotations" / "sheets", ".json")
 
     def digest(self, names: Sequence[str]) -> str:
-        """A hash of all that judges and annotators of these names say: 16 hex digits.
+        """A hash of all labels of these judges and annotators: 16 hex digits.
 
-        A result keeps it, so that it can be told whether its labels have been replaced since.
+        A result keeps the hash, which shows later whether the labels have been replaced.
         """
         those = [("judgements", name) for name in self.judges if name in names]
         those += [("annotations", name) for name in self.annotators if name in names]
@@ -132,31 +134,35 @@ class Labels:
         return content.hexdigest()[:16]
 
     def judgements(self, judge: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Verdicts of one judge on turns after their own contexts, as they were written.
+        """What one judge said of turns after their own contexts, as it was written.
 
         Args:
-            judge: whose.
-            columns: of :data:`JUDGEMENTS`, those of :data:`CATEGORICAL` among them categorical; all
-                if not given. ``follow_up`` is nullable.
+            judge: its name.
+            columns: some columns of :data:`JUDGEMENTS`; those of :data:`CATEGORICAL` are then
+                categorical. All columns, as texts, if not given.
 
         Raises:
-            UserError: no such judge has judged this run, or its file can't be read.
+            UserError: no judge of this name has judged this run, or its file can't be read.
         """
         return self._read("judgements", judge, columns, decoys=False)
 
     def annotations(self, annotator: str) -> pd.DataFrame:
-        """Labels of one annotator; columns as :data:`ANNOTATIONS`.
+        """Labels of one annotator, with the columns of :data:`ANNOTATIONS`.
 
         Raises:
-            UserError: no such annotator, or a file that can't be read.
+            UserError: there is no such annotator, or the file can't be read.
         """
         return self._read("annotations", annotator, None, decoys=False)
 
     def decoys(
         self, name: str, kind: str = "judgements", columns: Sequence[str] | None = None
     ) -> pd.DataFrame:
-        """Labels of turns after contexts that they didn't follow, of ``judgements`` or
-        ``annotations``.
+        """Labels of turns that were shown after contexts which they didn't follow.
+
+        Args:
+            name: of the judge or annotator.
+            kind: ``judgements`` or ``annotations``.
+            columns: as for :meth:`judgements`.
 
         Raises:
             UserError: as :meth:`judgements` and :meth:`annotations`.
@@ -164,7 +170,7 @@ class Labels:
         return self._read(kind, name, columns, decoys=True)
 
     def record(self, kind: str, name: str) -> dict[str, Any]:
-        """Who made a file of ``judgements`` or ``annotations``, and how.
+        """The record of who made a file of ``judgements`` or ``annotations``, and how.
 
         Raises:
             UserError: there is no such file, or it can't be read.
@@ -187,14 +193,14 @@ class Labels:
         if turns != self._run.turns_digest:
             remedy = f"make them again: {self.command(kind, name)}"
             raise UserError(
-                f"{file} is of other turns: {self.path} was sampled again since", remedy
+                f"{file} labels other turns: {self.path} was sampled again since", remedy
             )
         return record
 
     def write_judgements(
         self, judge: str, rows: Iterable[dict[str, Any]], record: dict[str, Any]
     ) -> Path:
-        """Replace the verdicts of a judge; ``record`` says who it is (its identity, no keys)."""
+        """Replace the verdicts of a judge; ``record`` is the judge's identity, without API keys."""
         return self._write("judgements", judge, rows, JUDGEMENTS, record)
 
     def write_annotations(
@@ -214,7 +220,7 @@ class Labels:
         """The key of an exported sheet, by its name among :attr:`sheets`.
 
         Raises:
-            UserError: a key that can't be read, or is of other turns.
+            UserError: the key can't be read, or belongs to other turns.
         """
         path = self.path / "annotations" / "sheets" / f"{name}.json"
         try:
@@ -224,7 +230,7 @@ class Labels:
             raise UserError(f"{path} is damaged ({error})", "export another sheet") from None
         if turns != self._run.turns_digest:
             raise UserError(
-                f"{path} is of other turns: {self.path} was sampled again since",
+                f"{path} belongs to other turns: {self.path} was sampled again since",
                 "export and annotate a new sheet",
             )
         return key
@@ -233,7 +239,7 @@ class Labels:
         """Refuse a name for a file of this kind.
 
         Raises:
-            UserError: it can't be a file's, or a judge is to be named like an annotator.
+            UserError: no file can have the name, or a judge and an annotator would share it.
         """
         check_name(name)
         others = self.annotators if kind == "judgements" else self.judges
@@ -259,7 +265,7 @@ class Labels:
     def _read(
         self, kind: str, name: str, columns: Sequence[str] | None, *, decoys: bool
     ) -> pd.DataFrame:
-        """A file's rows of decoys or of the others, with these columns or all."""
+        """The rows of a file that are decoys, or those that are not, with these columns or all."""
         self.record(kind, name)
         schema = JUDGEMENTS if kind == "judgements" else ANNOTATIONS
         wanted, dictionaries = schema.names if columns is None else list(columns), []
@@ -312,10 +318,10 @@ def _parts(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def check_name(name: str) -> str:
-    """A judge's, annotator's or sheet's name that can be a file's.
+    """The name of a judge, annotator or sheet, once it is known that a file can have it.
 
     Raises:
-        UserError: it can't.
+        UserError: no file can have the name.
     """
     if not _NAME.fullmatch(name) or len(name) > 100:
         raise UserError(
@@ -326,6 +332,6 @@ def check_name(name: str) -> str:
 
 
 def _stems(folder: Path, suffix: str) -> list[str]:
-    """Names of a folder's files; none that can't have been written here (``._rules.parquet``)."""
+    """Names of a folder's label files; other files, such as ``._rules.parquet``, are left out."""
     stems = [path.name.removesuffix(suffix) for path in folder.glob(f"*{suffix}") if path.is_file()]
     return sorted(stem for stem in stems if _NAME.fullmatch(stem))

@@ -25,12 +25,12 @@ from ia_mech.errors import UserError
 
 FORMAT = 5
 CARD, MANIFESTS = "README.md", "manifests"
-PART_KINDS = ("responses", "contexts")  # of parts
-TENSORS = ("residuals", "header_logits")  # folders that a copy of a run may be without
-LOGITS = "shifted"  # the tensor of header logits
-METADATA = "names"  # key of the metadata of tensors: JSON, ``contexts`` and ``positions``
+PART_KINDS = ("responses", "contexts")
+TENSORS = ("residuals", "header_logits")  # folders whose files a run can be read without
+LOGITS = "shifted"  # the name of the tensor of header logits
+METADATA = "names"  # the key, in the metadata of tensors, of JSON with ``contexts``, ``positions``
 
-# Of a message. What one lacks is null, and left out where messages are read.
+# The keys of a message. A key that a message lacks is stored as null, and left out on reading.
 MESSAGE_TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")
 AS_JSON = ("tool_calls", "tools")
 _MESSAGES = pa.list_(pa.struct([(name, pa.string()) for name in (*MESSAGE_TEXTS, *AS_JSON)]))
@@ -39,7 +39,7 @@ RESPONSES = pa.schema(
     [
         ("query", pa.int64()),  # order of the query's first context
         ("draw", pa.int32()),
-        ("order", pa.int64()),  # of the context that it became; null if it became none
+        ("order", pa.int64()),  # of the context that the response became; null if it became none
         ("response", pa.string()),
         ("thought", pa.string()),
         ("finish_reason", pa.string()),
@@ -71,12 +71,12 @@ GENERATIONS = pa.schema(
 )
 
 
-# What names a turn: the columns of ``Run.turns``. NAMES are texts that many turns share.
+# The columns of ``Run.turns``, which identify a turn. NAMES are texts that many turns share.
 NAMES = ("context_id", "source_id", "dataset", "perturbation")
 PLACE = ("order", "response_index", "response_unfinished", "temperature", "sample")
-UNFINISHED = ("length", "thought")  # how a response ended that isn't finished
+UNFINISHED = ("length", "thought")  # the ``response_finish_reason`` of unfinished responses
 UNPERTURBED = "none"  # the perturbation of a conversation as it is
-TURN_KEYS = ("order", "temperature", "sample")  # what generations are sorted by
+TURN_KEYS = ("order", "temperature", "sample")  # generations are sorted by these columns
 
 
 def message_columns(message: dict[str, Any]) -> dict[str, Any]:
@@ -139,17 +139,22 @@ def manifest_file(kind: str, part: str) -> str:
 
 
 def lock_file(kind: str, part: str) -> str:
-    """The file that the process which computes a part has locked."""
+    """The file that a process locks while it computes the part."""
     return f"{MANIFESTS}/{kind}-{part}.lock"
 
 
+def batches_file(part: str) -> str:
+    """What is kept of a part of responses until it is whole."""
+    return f"responses/part-{part}.batches.json"
+
+
 def part_names(count: int) -> list[str]:
-    """The names of this many planned parts, in their order."""
+    """The names of ``count`` planned parts, in their order."""
     return [f"{number:05d}" for number in range(count)]
 
 
 def part_file(folder: str, part: str) -> str:
-    """The file of a part's rows, or of its tensors, in one of the folders above."""
+    """The file with a part's rows or tensors, in one of the folders above."""
     if folder in TENSORS:
         return f"{folder}/{part}.safetensors"
     return f"{folder}/part-{part}.parquet"
@@ -161,16 +166,16 @@ def layer_name(layer: int) -> str:
 
 
 def holds_other_files(folder: Path) -> bool:
-    """Whether a folder without a run holds more than the record of one, half written."""
+    """Whether a folder holds files but no run; a half-written ``run.json`` doesn't count."""
     names = [path.name for path in folder.iterdir()]
     return RUN not in names and not all(name.startswith(f"{RUN}.") for name in names)
 
 
 def refuse_as_run(folder: Path) -> None:
-    """Refuse a folder that no run can be written to, or gone on with.
+    """Refuse a folder in which no run can be begun or resumed.
 
     Raises:
-        UserError: it lies inside a run, can't be written, or holds other files.
+        UserError: the folder lies inside a run, can't be written to, or holds other files.
     """
     refuse_inside_run(folder)
     refuse_unwritable(folder, "give another --out or set IA_MECH_CACHE")
@@ -179,10 +184,10 @@ def refuse_as_run(folder: Path) -> None:
 
 
 def refuse_inside_run(path: Path) -> None:
-    """Refuse to write a user's output over or among a run's own files.
+    """Refuse to write a user's output among a run's own files.
 
     Raises:
-        UserError: a folder above the file is a run's.
+        UserError: the path lies in a run's folder.
     """
     for folder in path.resolve().parents:
         if (folder / RUN).is_file():
@@ -190,10 +195,10 @@ def refuse_inside_run(path: Path) -> None:
 
 
 def refuse_unwritable(folder: Path, remedy: str = "give another --out") -> None:
-    """Refuse an output folder that can't be made or written to; nothing is left there.
+    """Refuse an output folder that can't be made or written to. The check leaves no file behind.
 
     Raises:
-        UserError: a file on its path, or no permission, with this remedy.
+        UserError: a file stands in the path, or permission is lacking; its remedy is ``remedy``.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
@@ -206,15 +211,15 @@ def refuse_unwritable(folder: Path, remedy: str = "give another --out") -> None:
 
 
 def check_output(path: Path, kind: str | None = None) -> None:
-    """Refuse a file that can't be written, before what goes into it is computed.
+    """Refuse a file that can't be written, before its content is computed.
 
     Args:
         path: as the user named it.
-        kind: ``json``, ``csv`` or ``parquet``, which the name has to end in; None for any name.
+        kind: ``json``, ``csv`` or ``parquet``: the ending that the name must have; None for any.
 
     Raises:
-        UserError: a folder or a device in its place, a folder that isn't there or is a run's, or a
-            name of another kind.
+        UserError: the path is a folder or a device, its folder isn't there or is a run's, or the
+            name has another ending.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder", "name a file in it")

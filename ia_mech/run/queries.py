@@ -1,4 +1,4 @@
-"""Queries with their responses, and the turns after each: where every experiment starts."""
+"""Queries with their responses and the turns after each response. Every experiment starts here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class RunTables(Protocol):
-    """What is read of a run (:class:`ia_mech.run.Run`)."""
+    """The part of a run (:class:`ia_mech.run.Run`) that is read here."""
 
     path: Path
 
@@ -32,8 +32,8 @@ class Query:
     """A query, its responses, and the turns after them.
 
     Attributes:
-        source: a key that holds across runs: dataset and ``source_id``.
-        dataset: of the query.
+        source: dataset and ``source_id`` in one key, the same in all runs.
+        dataset: the dataset of the query.
         contexts: a row per response, indexed from 0, with the columns of ``Run.contexts``, and
             ``run``, the folder it is from.
         turns: a row per turn, with the columns of ``Run.generations``, and ``followed``, the index
@@ -47,12 +47,12 @@ class Query:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Up to and including the query."""
+        """The messages up to and including the query."""
         return [dict(message) for message in self.contexts["messages"].iloc[0][:-1]]
 
     @property
     def responses(self) -> list[str]:
-        """The texts."""
+        """The text of each response."""
         return [messages[-1]["content"] for messages in self.contexts["messages"]]
 
     @property
@@ -62,12 +62,12 @@ class Query:
 
     @property
     def token_ids(self) -> list[tuple[int, ...]]:
-        """Of each context, with its open header."""
+        """The token ids of each context, up to the end of its open header."""
         return [tuple(ids.tolist()) for ids in self.contexts["token_ids"]]
 
     @property
     def complete(self) -> list[bool]:
-        """Of each response, whether it is finished."""
+        """Whether each response is finished."""
         return (~self.contexts["response_unfinished"].astype(bool)).tolist()
 
 
@@ -91,9 +91,9 @@ def unfinished_text(contexts: pd.DataFrame) -> str:
 
 
 def queries_of(runs: Sequence[RunTables], kind: str = UNPERTURBED) -> list[Query]:
-    """The queries of runs, in their order; what several runs hold of one query comes together.
+    """The queries of runs, in their order. Contexts of one query are joined across runs.
 
-    Contexts that are perturbed in another way than ``kind`` are left out.
+    Only contexts with the perturbation ``kind`` are used.
 
     Raises:
         UserError: a context is in two runs; contexts of one ``source_id`` have several queries.
@@ -128,10 +128,10 @@ def queries_of(runs: Sequence[RunTables], kind: str = UNPERTURBED) -> list[Query
 
 
 def subsample(queries: Sequence[T], most: int | None, seed: int) -> list[T]:
-    """At most so many queries (or their names), in their order.
+    """At most ``most`` queries (or their names), in their order.
 
-    Which ones depends on the seed and the queries alone, and those of a smaller number are among
-    those of a larger one: all experiments on a run use the same queries.
+    The choice depends on the seed and on how many queries there are. A smaller choice is part of a
+    larger one: all experiments on a run use the same queries.
     """
     order = np.random.default_rng([seed, len(queries)]).permutation(len(queries))
     return [queries[i] for i in sorted(order[:most])]

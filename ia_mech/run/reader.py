@@ -1,11 +1,12 @@
-"""Read a run: data frames for what is text and numbers, tensors read when asked for.
+"""Read a run: texts and numbers as data frames, and tensors when they are asked for.
 
-torch is imported where tensors are made: whoever wants texts and numbers has them at once.
+torch is imported only where tensors are made, so that texts and numbers are there at once.
 """
 
 import hashlib
 import json
 import math
+import operator
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
     from ia_mech.run.queries import Query
 
-GROUPS = 20  # different values of a field of the data that tells groups apart, at most
-EXACT_FROM = 0.3  # temperature from which float16 logits give first-token distributions
+GROUPS = 20  # a field with more different values than these tells no groups apart
+EXACT_FROM = 0.3  # the lowest temperature at which float16 logits are precise enough
 
 
 class Run:
@@ -42,7 +43,7 @@ class Run:
     Attributes:
         path: the folder.
         record: ``run.json``.
-        sessions: when, on what machine and with what notes the processes ran that made its parts.
+        sessions: of each process that made parts of the run: when it began, its machine, its notes.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -53,40 +54,41 @@ class Run:
         for file in sorted((self.path / layout.MANIFESTS).glob("*.json")):
             try:
                 part = integrity.read_manifest(file, digest)
-            except FileNotFoundError:  # dropped at this moment, by a process that computes it again
+            except FileNotFoundError:  # a process that computes the part again has just removed it
                 continue
             self._parts[part["kind"], part["name"]] = part
             if part["session"] not in self.sessions:
                 self.sessions.append(part["session"])
         self.sessions.sort(key=lambda session: str(session.get("begun")))
-        self._compared: set[str] = set()  # files whose content was compared with its hash
+        self._compared: set[str] = set()  # files whose hash has been compared
 
     @classmethod
     def open(cls, path: str | Path) -> "Run":
-        """Open a run, checking that every file its manifests name is there in full size.
+        """Open a run, checking that each file of text and numbers is there in full size.
 
-        The content of a file is compared with its hash when it is first read. A copy may lack the
-        folders of tensors (:data:`ia_mech.run.layout.TENSORS`): all but these can be read of it.
+        The content of every file is compared with its hash when the file is first read. Files of
+        tensors (:data:`ia_mech.run.layout.TENSORS`) may be missing: texts, labels and rates can be
+        read without them.
 
         Raises:
-            UserError: not a run, a run of another format, or a damaged part.
+            UserError: the folder is no run or one of another format, or a part is damaged.
         """
         run = cls(path)
-        absent = tuple(f"{name}/" for name in layout.TENSORS if not (run.path / name).exists())
+        tensors = tuple(f"{folder}/" for folder in layout.TENSORS)
         for part in run._parts.values():
-            files = {
-                name: fact for name, fact in part["files"].items() if not name.startswith(absent)
+            texts = {
+                name: known for name, known in part["files"].items() if not name.startswith(tensors)
             }
-            run._check(part, files, content=False)
+            run._check(part, texts, content=False)
         return run
 
     @property
     def name(self) -> str:
-        """Its folder's name: what files say of a run, which may be shared and moved."""
+        """The name of the run's folder. Files hold this name, not the path: runs are moved."""
         return self.path.resolve().name
 
     def parts(self, kind: str) -> list[dict[str, Any]]:
-        """The manifests of a kind's parts that are whole, in the order of the run."""
+        """The manifests of all whole parts of ``responses`` or ``contexts``, in the run's order."""
         return [self._parts[key] for key in sorted(self._parts) if key[0] == kind]
 
     @property
@@ -96,8 +98,17 @@ class Run:
 
     @property
     def model(self) -> dict[str, Any]:
-        """What the run knows of the subject model: name, hash of its weights, sizes, dtype."""
+        """Facts on the subject model: name, hash of its weights, sizes, dtype."""
         return self.record["identity"]["model"]
+
+    @property
+    def command(self) -> str:
+        """The shell command that makes this run, goes on with it, and computes lost parts again.
+
+        The run's settings hold the name of a local model, adapter or file, but not its folder.
+        """
+        module = import_module("ia_mech.settings")  # named as text: settings are above runs
+        return str(module.Settings.read(self.settings).command(self.path))
 
     @property
     def layers(self) -> range:
@@ -105,9 +116,14 @@ class Run:
         return range(self.model["layers"] + 1)
 
     @property
-    def positions(self) -> list[str]:
-        """Names of the positions whose residual stream was kept, in storage order."""
-        return list(self.record["identity"]["positions"])
+    def positions(self) -> dict[str, str | None]:
+        """The positions whose residual stream was kept, in storage order: name → the token's text.
+
+        The text is None at ``query_end`` and ``response_end``, whose token each context has its
+        own, and in a run that was written without a tokenizer.
+        """
+        tokens = self.record.get("position_tokens", {})
+        return {name: tokens.get(name) for name in self.record["identity"]["positions"]}
 
     @property
     def score_temperatures(self) -> list[float]:
@@ -116,13 +132,13 @@ class Run:
 
     @property
     def identity_digest(self) -> str:
-        """Hash of what makes a run that run, wherever its folder lies."""
+        """A hash of the run's identity (settings, model, data, …), wherever its folder lies."""
         text = json.dumps(self.record["identity"], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
     def turns_digest(self) -> str:
-        """Hash of the texts of all contexts and turns: what labels are labels of."""
+        """A hash of the texts of all contexts and turns. Labels hold the hash of their texts."""
         both = hashlib.sha256(), hashlib.sha256()
         for frames in self.windows(["context_id", "text"], ["context_id", "text"]):
             for content, frame in zip(both, frames, strict=True):
@@ -132,7 +148,8 @@ class Run:
 
     @property
     def ignored_check(self) -> str:
-        """What the engine's start-up check found where ``--ignore-check`` went on; else empty."""
+        """What the engine's start-up check found although ``--ignore-check`` was given; else
+        empty."""
         found = {str(one["ignored_check"]) for one in self.sessions if "ignored_check" in one}
         return "; ".join(sorted(found))
 
@@ -148,14 +165,14 @@ class Run:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many ``responses`` were written and how many ``contexts`` are whole so far."""
+        """How many ``responses`` and ``contexts`` are finished so far."""
         return {
             kind: sum(part["contexts"] for part in self.parts(kind)) for kind in layout.PART_KINDS
         }
 
     @cached_property
     def contexts(self) -> pd.DataFrame:
-        """One row per context; the columns are listed in docs/run-format.md."""
+        """One row per context; the columns are listed in docs/python.md."""
         return _contexts(self._table("contexts"))
 
     @cached_property
@@ -165,8 +182,8 @@ class Run:
 
     @cached_property
     def unanswered(self) -> tuple[int, int]:
-        """Queries to which the model wrote too few responses that are finished and differ, so that
-        they have no context, and all that it wrote responses to."""
+        """Two counts: queries without a context, since the model wrote too few finished responses
+        that differ; and all queries that it wrote responses to."""
         wrote = self.responses
         if not len(wrote):
             return 0, 0
@@ -175,15 +192,15 @@ class Run:
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
-        """What the data say of each conversation besides it: a column per field, by context id."""
+        """The other columns of the data: a column per field, by context id."""
         rows = [json.loads(text) for text in self.contexts["metadata"]]
         return pd.DataFrame(rows, pd.Index(self.contexts["context_id"]))
 
     @cached_property
     def groups(self) -> pd.DataFrame:
-        """The fields of :attr:`metadata` that tell groups of contexts apart, as text: those with at
-        most :data:`GROUPS` different values that are no lists or objects; "–" where a context has
-        none."""
+        """The fields of :attr:`metadata` that can group contexts, as text: those with at most
+        :data:`GROUPS` different values, none of them a list or an object. "–" stands where a
+        context has no value."""
         found = {}
         for field, values in self.metadata.items():
             nested = values.map(lambda value: isinstance(value, dict | list)).any()
@@ -194,9 +211,9 @@ class Run:
 
     @cached_property
     def turns(self) -> pd.DataFrame:
-        """What names each of the :attr:`generations`, in their order, and nothing that was written.
+        """The columns that identify each of the :attr:`generations`, in their order, without texts.
 
-        Names (``layout.NAMES``) are categorical, their categories sorted.
+        The columns of ``layout.NAMES`` are categorical, with sorted categories.
         """
         frame = self._table("generations", [*layout.NAMES, *layout.PLACE]).to_pandas()
         for name in layout.NAMES:
@@ -207,14 +224,18 @@ class Run:
     def windows(
         self, contexts: Sequence[str] = (), turns: Sequence[str] = ()
     ) -> Iterator[tuple[pd.DataFrame, pd.DataFrame]]:
-        """The run part by part: memory holds one part, however many there are.
+        """The run part by part, so that memory holds one part at a time.
+
+        Args:
+            contexts: columns of :attr:`contexts` to read.
+            turns: columns of :attr:`generations` to read.
 
         Yields:
             The contexts of a part and all turns after them, both in the order of the run. The index
-            of the turns is their position in :attr:`turns`.
+            of the turns is their row in :attr:`turns`.
 
         Raises:
-            UserError: a run has no such column, or a damaged part.
+            UserError: the run has no such column, or a part is damaged.
         """
         part = self._finished_parts()[0]
         for table, wanted in (("contexts", contexts), ("generations", turns)):
@@ -237,10 +258,10 @@ class Run:
 
     @property
     def responses(self) -> pd.DataFrame:
-        """The responses that the model wrote so far: all draws, with the order of their contexts.
+        """All responses that the model wrote so far, with the order of their contexts.
 
         Raises:
-            UserError: a damaged part.
+            UserError: a part is damaged.
         """
         tables = [
             self._read(part, "responses") for part in self.parts("responses") if part["files"]
@@ -259,7 +280,7 @@ class Run:
 
     @property
     def labels(self) -> Labels:
-        """What judges and annotators say of the generations."""
+        """What judges (programs or models) and annotators (people) say of the turns."""
         return Labels(self)
 
     def labelled(
@@ -268,21 +289,24 @@ class Run:
         """One row per user turn, in the order of :attr:`turns`, with its labels.
 
         Args:
-            judge: whose verdicts: ``category`` (``failed`` where it gave none) and ``follow_up``;
-                the run's only judge if nobody is named.
-            annotator: whose labels: ``truth_category`` and ``truth`` (whether it is a follow-up),
-                ``inclusion`` (the probability of being chosen for annotation), ``stratum``,
-                ``sheet`` and ``note``; missing where it labelled nothing.
-            columns: further columns of the judge's file (:data:`ia_mech.run.labels.JUDGEMENTS`).
+            judge: the name of a judge (a program or model that labelled the turns). It gives
+                ``category`` (``failed`` where the judge gave none) and ``follow_up``. With neither
+                name given, the run's only judge.
+            annotator: the name of an annotator (a person who did). It gives ``truth_category`` and
+                ``truth`` (whether the turn is a follow-up), ``inclusion`` (the probability that the
+                turn was chosen for annotation), ``stratum``, ``sheet`` and ``note``; all are
+                missing in turns without a label.
+            columns: more columns of the judge's file (:data:`ia_mech.run.labels.JUDGEMENTS`).
 
         Returns:
-            The columns of :attr:`turns`; ``source``, a key that holds across runs;
-            ``perturbation``, ``none`` where there is none; ``unfinished``; and the labels.
-            ``follow_up`` and ``truth`` are 1, 0, or NaN where it wasn't assessed.
+            The columns of :attr:`turns`; ``source`` (dataset and ``source_id`` in one key, the same
+            in all runs); ``perturbation``, which is ``none`` for conversations as they are;
+            ``unfinished``; and the labels. ``follow_up`` and ``truth`` are 1, 0, or NaN where the
+            turn was not assessed.
 
         Raises:
-            UserError: no such labels, or ones that can't be read or are of other turns; nobody is
-                named, and the run has no judge or several.
+            UserError: there are no such labels, they can't be read or belong to other turns; or no
+                name is given, and the run has no judge or several.
         """
         from ia_mech.run.labelled import labelled_turns
 
@@ -300,13 +324,17 @@ class Run:
         return labelled_turns(self.turns, self.labels, judge, annotator, columns)
 
     def decoys(self, name: str, columns: Sequence[str] = ()) -> pd.DataFrame:
-        """One row per label that a judge or annotator gave a turn after a context that it didn't
-        follow.
+        """Labels of decoys: of turns that were shown after a context which they didn't follow.
+
+        Args:
+            name: of a judge or annotator.
+            columns: as for :meth:`labelled`.
 
         Returns:
-            What names the turn; ``row``, its position in :attr:`turns`; ``decoy``, the kind;
-            ``shown``, the context's id; ``source`` and ``shown_source``, of the turn and of that
-            context; ``category`` and ``follow_up``.
+            A row per label: the columns that identify the turn; ``row``, its row in :attr:`turns`;
+            ``decoy``, the kind; ``shown``, the id of the context that was shown; ``source`` and
+            ``shown_source``, the sources of the turn and of that context; ``category`` and
+            ``follow_up``.
 
         Raises:
             UserError: as :meth:`labelled`.
@@ -322,13 +350,20 @@ class Run:
             raise UserError(
                 f"{self.path} is still being written or was interrupted ({parts} of {planned} "
                 "parts)",
-                "let the command that writes it finish, or give that command again",
+                f"let the command that writes it finish, or go on with: {self.command}",
             )
 
     def __repr__(self) -> str:
         unfinished = "" if self.complete else ", unfinished"
         counted = f"{self.model['name']}, {self.counts['contexts']} contexts{unfinished}"
-        return f"Run({str(self.path)!r}: {counted})"
+        kept = f"layers 0 … {self.layers[-1]}; positions {self._positions_text}"
+        return f"Run({str(self.path)!r}: {counted}; {kept})"
+
+    @property
+    def _positions_text(self) -> str:
+        """The kept positions with their tokens: ``response_end, turn_end '<|im_end|>', …``."""
+        kept = self.positions.items()
+        return ", ".join(name if token is None else f"{name} {token!r}" for name, token in kept)
 
     def _repr_html_(self) -> str:
         rows = {
@@ -337,6 +372,8 @@ class Run:
             "dataset": self.settings["dataset"],
             "contexts": f"{self.counts['contexts']}{'' if self.complete else ' so far'}",
             "temperatures": ", ".join(["greedy", *map(str, self.settings["temperatures"])]),
+            "layers": f"0 (embeddings) … {self.layers[-1]}",
+            "positions": self._positions_text,
             "judges": ", ".join(self.labels.judges) or "none",
         }
         cells = (
@@ -345,40 +382,93 @@ class Run:
         )
         return f"<table>{''.join(cells)}</table>"
 
-    def residuals(self, layer: int | None = None, position: str | None = None) -> "Tensor":
-        """The residual stream, ``[contexts, layers + 1, positions, d_model]``.
+    def residuals(
+        self,
+        layer: int | Sequence[int] | None = None,
+        position: str | Sequence[str] | None = None,
+        *,
+        turns: pd.DataFrame | None = None,
+    ) -> "Tensor":
+        """The residual stream, ``[contexts, layers, positions, d_model]``.
 
         In the model's dtype, before the final norm, in the order of :attr:`contexts`. A context
-        whose template lacks a position has NaN there.
+        that lacks a position has NaN there.
 
         Args:
-            layer: the only one that is read; its axis is left out.
-            position: likewise.
+            layer: one layer, whose axis is left out, or a list of layers; all if not given. 0 is
+                the embeddings, l the output of block l; -1 is the last layer, -2 the one before.
+            position: one name of :attr:`positions`, whose axis is left out, or a list of names; all
+                that were kept if not given.
+            turns: rows with ``context_id``, such as some of :attr:`generations` or
+                :meth:`labelled`. The first axis then has a row per turn, the state of the context
+                that the turn followed, in the order of this frame.
 
         Raises:
-            UserError: no such layer, a position that wasn't kept, or no finished part yet.
+            UserError: no such layer, a position that wasn't kept, a context that isn't in the run,
+                a missing or damaged file of tensors, or no finished part yet.
         """
         import torch
 
-        if layer is not None and layer not in self.layers:
-            raise UserError(
-                f"layer {layer} is not in {self.path}",
-                f"give 0 … {self.layers[-1]} (0 = embeddings)",
-            )
-        if position is not None and position not in self.positions:
-            raise UserError(
-                f"position {position!r} was not kept in {self.path}",
-                f"give one of {', '.join(self.positions)}",
-            )
-        at = slice(None) if position is None else self.positions.index(position)
-        layers = self.layers if layer is None else [layer]
+        layers, one_layer = self._chosen_layers(layer)
+        at: int | list[int] | slice = slice(None)
+        if isinstance(position, str) or not isinstance(position, Iterable | None):
+            at = self._position(position)
+        elif position is not None:
+            at = [self._position(name) for name in position]
+        if [] in (layers, at):
+            raise UserError("residuals of an empty list", "name a layer and a position, or neither")
         parts = self._finished_parts()
         found = torch.cat([torch.stack(self._residuals(part, layers, at), 1) for part in parts])
-        return found if layer is None else found[:, 0]
+        found = found[:, 0] if one_layer else found
+        return found if turns is None else found[self._rows_of(turns)]
+
+    def _chosen_layers(self, layer: Any) -> tuple[list[int], bool]:
+        """Layers counted from 0, and whether a single one was asked for."""
+        if layer is None:
+            return [*self.layers], False
+        one = not isinstance(layer, Iterable)
+        found = []
+        for number in [layer] if one else layer:
+            try:
+                found.append(self.layers[operator.index(number)])
+            except (IndexError, TypeError):
+                last = self.layers[-1]
+                raise UserError(
+                    f"{self.path} has no layer {number!r}",
+                    f"give 0 (embeddings) … {last}, or -1 (the last) … {-1 - last}",
+                ) from None
+        return found, one
+
+    def _position(self, name: Any) -> int:
+        """The place of a position among those that were kept."""
+        if name not in self.positions:
+            raise UserError(
+                f"position {name!r} was not kept in {self.path}",
+                f"give one of {self._positions_text}",
+            )
+        return list(self.positions).index(name)
+
+    def _rows_of(self, turns: pd.DataFrame) -> np.ndarray:
+        """``[turns]`` the row of :attr:`contexts` that each turn followed."""
+        if not isinstance(turns, pd.DataFrame) or "context_id" not in turns:
+            raise UserError(
+                "turns must be a data frame with the column context_id",
+                "give rows of run.generations or run.labelled()",
+            )
+        contexts = pd.Index(self._table("contexts", ["context_id"])["context_id"].to_pylist())
+        wanted = turns["context_id"].astype(object)
+        rows = contexts.get_indexer(wanted)
+        if (rows < 0).any():
+            lacking = wanted.iloc[int(np.argmin(rows))]
+            raise UserError(
+                f"{self.path} has no context {lacking!r}", "give turns of this run alone"
+            )
+        return rows
 
     def _residuals(
-        self, part: dict[str, Any], layers: Iterable[int], at: int | slice = slice(None)
+        self, part: dict[str, Any], layers: Iterable[int], at: int | list[int] | slice = slice(None)
     ) -> "list[Tensor]":
+        """``[contexts, positions, d_model]`` of each layer; one place leaves that axis out."""
         file = self._file(part, layout.part_file("residuals", part["name"]))
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -387,10 +477,11 @@ class Run:
             raise self._damaged(part, error) from None
 
     def header_logits(self) -> "HeaderLogits":
-        """The logits that the first token of the turn is drawn from, read when asked for.
+        """The logits that the first token of the turn is drawn from; each is read when asked for.
 
         Raises:
-            UserError: the run was made with ``--header-logits none``, or has no finished part yet.
+            UserError: the run was made with ``--header-logits none``, a file is missing or damaged,
+                or the run has no finished part yet.
         """
         if self.settings["header_logits"] == "none":
             raise UserError(f"{self.path} has no header logits", "sample with --header-logits full")
@@ -415,15 +506,15 @@ class Run:
         """The model's tokenizer, as transformers has it.
 
         Raises:
-            UserError: the model is neither on this machine nor to be had.
+            UserError: the model isn't on this machine and can't be downloaded.
         """
         return self._tokenizer
 
     def decode(self, ids: Iterable[Any]) -> Any:
-        """The text of token ids, special tokens included; of several lists, a list of texts.
+        """The text of a list of token ids, special tokens included; a list of texts for several.
 
         Args:
-            ids: such as ``run.generations["token_ids"]``, or one row of it.
+            ids: one list of ids, or several, such as ``run.generations["token_ids"]``.
 
         Raises:
             UserError: as :meth:`tokenizer`.
@@ -446,9 +537,8 @@ class Run:
 
         Args:
             context_id: as in :attr:`contexts`.
-            temperatures: each above 0; those of the run if none is given.
-            k: how many tokens. They are the same at every temperature, which only moves
-                probability among them.
+            temperatures: each above 0; the run's own if not given.
+            k: how many tokens. The order of the tokens is the same at every temperature.
 
         Returns:
             A row per token, the likeliest first: ``token_id``, ``token`` (its text), and its
@@ -479,7 +569,7 @@ class Run:
         return pd.DataFrame(named | columns)
 
     def verify(self) -> list[str]:
-        """Compare the content of every file with its recorded hash; what is wrong, by part."""
+        """Compare the content of every file with its hash; returns a line per damaged part."""
         problems = []
         for kind in layout.PART_KINDS:
             for part in self.parts(kind):
@@ -489,7 +579,7 @@ class Run:
         return problems
 
     def digest(self) -> str:
-        """SHA-256 over the content of all rows and tensors, whatever the parts they lie in."""
+        """SHA-256 over the content of all rows and tensors. Parts don't matter."""
         streams: dict[str, Any] = defaultdict(hashlib.sha256)
         for part in self._finished_parts():
             for table in ("contexts", "generations"):
@@ -520,12 +610,9 @@ class Run:
         return parts
 
     def _file(self, part: dict[str, Any], name: str) -> Path:
-        """The path of one of a part's files; its content is compared the first time."""
+        """The path of a part's file, whose hash is compared when the path is first asked for."""
         if name not in part["files"]:
             raise self._damaged(part, f"{name} is not among its files")
-        folder = name.partition("/")[0]
-        if folder in layout.TENSORS and not (self.path / folder).exists():
-            raise UserError(f"{self.path} is a copy without {folder}", "use the run itself")
         if name not in self._compared:
             self._check(part, {name: part["files"][name]}, content=True)
             self._compared.add(name)
@@ -542,9 +629,11 @@ class Run:
         columns: Collection[str] | None = None,
         parts: Sequence[dict[str, Any]] | None = None,
     ) -> pa.Table:
-        """Rows of ``contexts`` or ``generations``, with these columns or all.
+        """Rows of ``contexts`` or ``generations``, of these parts or all.
 
-        If columns are chosen, names are dictionaries. Of all parts if none are given.
+        Args:
+            columns: to read, those of ``layout.NAMES`` as dictionaries; all columns, without
+                dictionaries, if not given.
         """
         tables = [
             self._read(part, table, columns)
@@ -566,12 +655,12 @@ class Run:
     def _damaged(self, part: dict[str, Any], problem: object) -> UserError:
         return UserError(
             f"part {part['name']} of {self.path} is damaged: {problem}",
-            "give the command that made the run again, without --shard: it computes the part again",
+            f"restore the file, or compute the part again with: {self.command}",
         )
 
 
 def _contexts(table: pa.Table) -> pd.DataFrame:
-    """Contexts whose messages have the keys that they were stored with, and no others."""
+    """Contexts as a data frame. A message has only the keys that it had before it was stored."""
     frame = table.to_pandas()
     if "messages" in frame:
         stored = table["messages"].to_pylist()
@@ -588,7 +677,7 @@ def _add_tensor(streams: dict[str, Any], name: str, tensor: "Tensor") -> None:
 
 
 def _add_values(streams: dict[str, Any], name: str, values: pa.Array) -> None:
-    """Add a column's values to hashes that don't depend on how the column is cut into pieces."""
+    """Add a column's values to hashes, which don't depend on how the column is cut into pieces."""
     streams[f"{name} valid"].update(values.is_valid().to_numpy(zero_copy_only=False).tobytes())
     kind = values.type
     if pa.types.is_struct(kind):
@@ -610,14 +699,14 @@ def _bytes_of(numbers: pa.Array) -> bytes:
 
 
 class HeaderLogits:
-    """The model's next-token distribution at the end of each context, one at a time: that of
-    ``header_last``, or of the last token of an opening.
+    """The model's next-token distribution at the end of each context: at ``header_last``, or at the
+    last token of an opening. One context is read at a time.
 
-    Logits less their maximum in float16 keep the first-token distribution at any temperature from
-    :data:`EXACT_FROM` up to a total variation of 1e-3.
+    Logits are stored as float16, after subtracting their maximum. At a temperature of
+    :data:`EXACT_FROM` or more this changes the distribution by a total variation of at most 1e-3.
 
     Args:
-        files: each with how many contexts it holds.
+        files: each file, and how many contexts it holds.
     """
 
     def __init__(self, files: Iterable[tuple[Path, int]]) -> None:
@@ -630,15 +719,15 @@ class HeaderLogits:
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> "Tensor":
-        """Logits less their maximum, ``[vocab]`` float32, of a row of ``Run.contexts``.
+        """The logits of a row of ``Run.contexts``, less their maximum: ``[vocab]`` float32.
 
         Raises:
-            UserError: there is no context of that number.
+            UserError: there is no such row.
         """
         return self.stored(index).float()
 
     def stored(self, index: int) -> "Tensor":
-        """The same in float16, as the file has it."""
+        """The same logits in float16, as they are stored."""
         if not isinstance(index, int | np.integer) or not 0 <= index < len(self):
             raise UserError(
                 f"there are header logits of {len(self)} contexts, none of number {index!r}",
@@ -651,10 +740,10 @@ class HeaderLogits:
     def log_probs(self, index: int, temperature: float = 1.0) -> "Tensor":
         """Log-probabilities of the first token at a temperature, ``[vocab]`` float32, in nats.
 
-        Below :data:`EXACT_FROM` it warns that float16 is too coarse.
+        Below :data:`EXACT_FROM` a warning says that float16 is too coarse.
 
         Raises:
-            UserError: a temperature that isn't above 0, or no context of that number.
+            UserError: the temperature isn't above 0, or there is no such row.
         """
         if not 0 < temperature < math.inf:
             raise UserError(

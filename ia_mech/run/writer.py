@@ -1,9 +1,9 @@
-"""Write a run part by part, so that a kill at any moment leaves a run to go on with.
+"""Write a run part by part, so that a run can be resumed whenever it was killed.
 
-A part's files are written under temporary names, flushed, renamed, and only then named by the
-part's manifest. What no manifest names doesn't exist: an unfinished part is computed again and
-written over what is there. Any number of processes may work on a run: whoever computes a part holds
-its lock, which the system gives back if the process dies.
+A part's files are written under temporary names, flushed, renamed, and only then entered in the
+part's manifest. A file that no manifest names counts as absent: its part is computed again and the
+file is replaced. Several processes may work on one run. A process locks the part that it computes,
+and the system releases the lock if the process dies.
 """
 
 import json
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class RunWriter:
-    """Writes parts that it has locked. A context manager; its locks are given back at the end.
+    """Writes parts that it has locked. A context manager, which releases its locks at the end.
 
     The folder and ``run.json`` are made if they aren't there.
 
     Args:
         path: the run's folder.
-        record: what ``run.json`` holds, without ``format``.
-        name_of: what a user calls a part of the identity, such as ``settings.samples``.
+        record: the content of ``run.json``, without ``format``.
+        name_of: gives the user's word for a key of the identity, such as ``settings.samples``.
 
     Attributes:
         path: the folder.
@@ -57,7 +57,7 @@ class RunWriter:
         self._locks: dict[tuple[str, str], FileLock] = {}
 
     def close(self) -> None:
-        """Let others compute what was locked."""
+        """Release all locks, so that other processes can compute these parts."""
         for lock in self._locks.values():
             lock.release()
         self._locks.clear()
@@ -69,20 +69,20 @@ class RunWriter:
         self.close()
 
     def start_session(self, facts: dict[str, Any]) -> None:
-        """What the manifests of the parts to come say of this process, beside when it began."""
+        """Set the session that the manifests of later parts hold: ``facts`` and the time now."""
         self._session = {"begun": datetime.now(UTC).isoformat(timespec="milliseconds")} | facts
 
     # -- parts --------------------------------------------------------------------------------
 
     def finished_parts(self, kind: str) -> dict[str, int]:
-        """Names of the parts that are whole, and how many contexts each has."""
+        """The parts that are whole: name → number of contexts."""
         return {part["name"]: part["contexts"] for part in Run(self.path).parts(kind)}
 
     def drop_damaged(self, kind: str, names: Collection[str]) -> list[str]:
-        """Have damaged ones of these parts count as not done.
+        """Remove the manifests of those of these parts that are damaged: they count as not done.
 
         Returns:
-            What is wrong with each, a line each.
+            A line for each, which says what is wrong.
         """
         problems = []
         for part in Run(self.path).parts(kind):
@@ -98,10 +98,10 @@ class RunWriter:
         return problems
 
     def claim(self, kind: str, name: str) -> bool:
-        """Lock a part that isn't done, to compute it; it is given up when it is added.
+        """Lock a part that isn't done, to compute it. The lock is released when the part is added.
 
         Returns:
-            Whether it is locked; else it is done, or another process computes it.
+            Whether the part is locked now. If not, it is done, or another process computes it.
         """
         manifest = self.path / layout.manifest_file(kind, name)
         if manifest.exists() or not self._lock(kind, name):
@@ -126,8 +126,28 @@ class RunWriter:
 
     def _give_up(self, kind: str, name: str) -> None:
         lock = self._locks.pop((kind, name))
-        Path(lock.lock_file).unlink(missing_ok=True)  # who waits for it finds that the part is done
+        Path(lock.lock_file).unlink(missing_ok=True)  # a process that waits finds the part done
         lock.release()
+
+    def keep_batches(self, name: str, limit: int, batches: list[Any]) -> None:
+        """Keep the draws of a part of responses that isn't whole yet.
+
+        Args:
+            name: of the part.
+            limit: most draws of a batch, which decides which draws each batch has.
+            batches: all that are finished: of each draw its token ids, and how it ended.
+        """
+        file = self.path / layout.batches_file(name)
+        file.parent.mkdir(exist_ok=True)
+        integrity.write_json(file, {"limit": limit, "batches": batches})
+
+    def kept_batches(self, name: str, limit: int) -> list[Any]:
+        """What :meth:`keep_batches` kept with this limit; nothing if the file is damaged."""
+        try:
+            kept = integrity.read_json(self.path / layout.batches_file(name))
+        except (OSError, ValueError):
+            return []
+        return kept["batches"] if kept.get("limit") == limit else []
 
     def add_responses(
         self, name: str, rows: list[dict[str, Any]], batch_rows: int | None = None
@@ -138,6 +158,7 @@ class RunWriter:
         if rows:
             table = pa.Table.from_pylist(rows, schema=layout.RESPONSES)
             files = self._write_table("responses", name, table)
+        (self.path / layout.batches_file(name)).unlink(missing_ok=True)
         self._add("responses", name, len(rows), files, {"batch_rows": batch_rows})
 
     def add_contexts(
@@ -150,14 +171,14 @@ class RunWriter:
         batch_rows: int | None = None,
         left_out: Sequence[str] = (),
     ) -> None:
-        """Write a part of contexts; one without contexts has no files.
+        """Write a part of contexts; a part without contexts has no files.
 
         Args:
             header_logits: ``[contexts, vocab]``, or None.
             residuals: ``[contexts, layers + 1, positions, d_model]``.
-            batch_rows: most rows that were decoded together, where memory allowed fewer than were
-                asked for.
-            left_out: conversations of it whose written responses can't be used.
+            batch_rows: the largest number of rows decoded together, where memory allowed fewer than
+                were asked for.
+            left_out: conversations of the part whose written responses can't be used.
         """
         self._refuse_unclaimed("contexts", name)
         files: dict[str, Any] = {}
@@ -180,10 +201,10 @@ class RunWriter:
         self._add("contexts", name, contexts.num_rows, files, facts)
 
     def finish(self) -> None:
-        """Write the dataset card if the run is complete now, unless there is one."""
+        """Write the dataset card if the run is complete and has no card yet."""
         run = Run(self.path)
         file = self.path / layout.CARD
-        if run.complete and not file.exists():  # its text may have been edited
+        if run.complete and not file.exists():  # a user may have edited the card
             text = dataset_card(run.record, run.counts["contexts"])
             integrity.replace_file(file, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
@@ -196,7 +217,7 @@ class RunWriter:
     def _add(
         self, kind: str, name: str, contexts: int, files: dict[str, Any], facts: dict[str, Any]
     ) -> None:
-        # Also the folders that hold these folders, which may be new.
+        # The folders above may be new, too.
         for folder in {self.path / parent for file in files for parent in Path(file).parents}:
             integrity.fsync_folder(folder)
         part = {"format": layout.FORMAT, "run": self._run, "kind": kind, "name": name}
@@ -213,17 +234,17 @@ class RunWriter:
     def _write_tensors(
         self, folder: str, part: str, tensors: "dict[str, Tensor]", names: dict[str, Any]
     ) -> dict[str, Any]:
-        """A safetensors file. Row k of every tensor is of the k-th context of ``names``.
+        """A safetensors file. Row k of every tensor belongs to the k-th context of ``names``.
 
-        The names are one JSON text: safetensors writes several in a random order, and two writers
-        of one part would differ.
+        The names are one JSON text: safetensors writes several metadata in a random order, and two
+        files of the same part would then differ.
         """
         metadata = {layout.METADATA: json.dumps(names)}
         file = layout.part_file(folder, part)
         return self._write(file, lambda path: _save(tensors, path, metadata))
 
     def _write(self, file: str, write: Callable[[Path], None]) -> dict[str, Any]:
-        """Write a file whole: what the manifest says of it, by its name."""
+        """Write a file whole; returns its name with the size and hash for the manifest."""
         path = self.path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f"{path.name}.tmp")
@@ -239,18 +260,24 @@ def _save(tensors: "dict[str, Tensor]", path: Path, metadata: dict[str, str]) ->
 
     try:
         save_file(tensors, path, metadata=metadata)
-    except SafetensorError as error:  # also for a full disk, with the number in its text
+    except SafetensorError as error:  # raised for a full disk, too, whose number is in the text
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
+def kept_draws(path: Path) -> int:
+    """How many responses are kept of parts that aren't whole (:meth:`RunWriter.keep_batches`)."""
+    kept = (json.loads(file.read_bytes()) for file in path.glob(layout.batches_file("*")))
+    return sum(len(batch) for part in kept for batch in part["batches"])
+
+
 def begin_run(path: Path, record: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Write ``run.json`` unless there is one; of processes that begin a run together, one does.
+    """Write ``run.json`` unless there is one. Of several processes that begin a run, one writes it.
 
     Returns:
-        What it holds, and the hash of its bytes.
+        The content of the file, and the hash of its bytes.
     """
     path.mkdir(parents=True, exist_ok=True)
     file = path / layout.RUN
@@ -260,26 +287,26 @@ def begin_run(path: Path, record: dict[str, Any]) -> tuple[dict[str, Any], str]:
             if not file.exists():
                 integrity.write_json(file, {"format": layout.FORMAT, **record})
                 integrity.fsync_folder(path.parent)
-            Path(lock.lock_file).unlink(missing_ok=True)  # who waits for it finds that it is done
+            Path(lock.lock_file).unlink(missing_ok=True)  # a process that waits finds the file
     return integrity.read_record(path)
 
 
 def refuse_another(
     path: Path, there: dict[str, Any], wanted: dict[str, Any], name_of: Callable[[str], str] = str
 ) -> None:
-    """Refuse to go on with a run of another identity, or of other parts.
+    """Refuse to resume a run that has another identity, or other parts.
 
     Args:
         path: the run's folder.
-        there, wanted: both records, as in ``run.json``; of their identities perhaps only what is
-            known.
+        there, wanted: the record of the run and the one asked for, as in ``run.json``; the
+            identities may hold only what is known so far.
         name_of: as for :class:`RunWriter`.
 
     Raises:
-        UserError: they differ; it names all differences.
+        UserError: the records differ. The error names all differences.
     """
     differing = integrity.changed_values(there["identity"], wanted["identity"])
-    # What follows from the settings is left out where they explain it.
+    # Where settings differ, they explain what else differs, which is left out.
     settings = {name: v for name, v in differing.items() if name.startswith("settings.")}
     differing = (
         settings

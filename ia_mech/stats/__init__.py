@@ -2,8 +2,8 @@
 
 The package knows that rows come in sources, which are resampled, flipped and permuted as wholes; it
 knows nothing of runs, judges or models. No other code in the project computes an interval or a
-test. ``docs/statistics.md`` says which is used for what, ``benchmarks/coverage.py`` how well they
-keep their level.
+test. ``docs/judging.md`` says which is used for what; ``benchmarks/coverage.py`` measures how well
+they keep their level.
 """
 
 from ia_mech.stats.agreement import balanced_accuracy, kappa_of

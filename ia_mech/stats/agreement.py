@@ -13,9 +13,10 @@ from ia_mech.stats.resampling import as_weights, source_index
 def kappa_of(table: ArrayLike) -> np.ndarray:
     """Cohen's kappa, agreement of two raters beyond chance, of ``[..., c, c]`` confusion matrices.
 
-    Cohen (1960), Educational and Psychological Measurement 20:37:
-    ``(observed - expected) / (1 - expected)``, expected from both raters' own shares of labels. It
-    is symmetric in the raters, and NaN without rows or if both use one and the same label only.
+    It is ``(observed - expected) / (1 - expected)``, where the expected agreement follows from both
+    raters' own shares of labels (Cohen 1960, Educational and Psychological Measurement 20:37). It
+    is symmetric in the raters, and NaN without rows or if both raters use only one and the same
+    label.
     """
     table = np.asarray(table, dtype=float)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -36,10 +37,10 @@ def balanced_accuracy(
 ) -> Estimate:
     """The mean recall of two labels (Brodersen et al. 2010, ICPR), with an interval over sources.
 
-    Both recalls have intervals of their own (``weighted_share``), which allow for errors that were
-    not seen; ``intervals.combined`` puts them together with the correlation of the residuals of
-    sources. ``truth`` and ``prediction`` are ``[n]`` booleans, ``weights`` inverse inclusion
-    probabilities. NaN unless the truth has both labels.
+    Each recall has its own interval (``weighted_share``), which allows for errors of kinds that
+    were not seen; ``intervals.combined`` puts the two together with the correlation of their
+    residuals per source. ``truth`` and ``prediction`` are ``[n]`` booleans, ``weights`` inverse
+    inclusion probabilities. NaN unless the truth has both labels.
     """
     true, right = (np.asarray(x, dtype=bool) for x in (truth, prediction))
     right = true == right

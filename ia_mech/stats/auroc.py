@@ -1,4 +1,4 @@
-"""AUROC: of contexts that have k positive turns of n, and of rows that have a label each."""
+"""AUROC of contexts that have one score each, and k positive turns of n."""
 
 import numpy as np
 
@@ -11,8 +11,8 @@ def auroc_columns(scores: np.ndarray, positives: np.ndarray, trials: np.ndarray)
     counted: they would draw the result to one half, and the more so in resamples.
 
     Args:
-        scores: ``[n, m]`` a score of each context per column; may be infinite, not NaN.
-        positives, trials: ``[n, m]`` turns.
+        scores: ``[n, m]`` each context's score, in m columns; may be infinite, not NaN.
+        positives, trials: ``[n, m]`` k and n of each context.
 
     Returns:
         ``[m]`` from 0 to 1; NaN where no context has a positive turn while another has a negative.
@@ -30,10 +30,10 @@ def auroc_columns(scores: np.ndarray, positives: np.ndarray, trials: np.ndarray)
 def concordance(
     scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``[m]`` pairs of a positive and a negative turn in the right order, ties one half, and all.
+    """``[m]`` pairs of a positive and a negative turn in the right order, and ``[m]`` pairs in all.
 
-    Those within a context are among both: it ties with itself. ``scores`` are ``[m, n]`` in
-    ascending order, or ``[1, n]`` for all columns; turns ``[m, n]`` in the same order.
+    Ties count one half; pairs within a context tie, and are among both. ``scores`` are ``[m, n]``
+    in ascending order, or ``[1, n]`` for all columns; turns ``[m, n]`` in the same order.
     """
     after = np.cumsum(negatives, axis=1)
     middle = after - negatives / 2
@@ -46,11 +46,11 @@ def concordance(
 
 
 def _tied_middle(same: np.ndarray, after: np.ndarray, misses: np.ndarray) -> np.ndarray:
-    """``[m, n]`` negative turns below each context, and half of those that tie with it: of contexts
-    in ascending order whether each ties with the next, ``[m, n - 1]``, negative turns up to and
-    including it, and its own."""
+    """``[m, n]`` negative turns below each context, and half of those that tie with it. Contexts
+    ascend: ``same`` ``[m, n - 1]`` says whether each ties with the next, ``after`` counts negative
+    turns up to and including its own, ``misses`` its own."""
     edge = np.zeros((len(same), 1), dtype=bool)
-    # running sums don't fall, so the largest so far at which a tie starts is that of one's own tie
+    # Running sums never fall, so the largest start of a tie so far is that of a context's own tie.
     below = np.where(np.hstack([edge, same]), 0.0, after - misses)
     upto = np.where(np.hstack([same, edge]), np.inf, after)
     start = np.maximum.accumulate(below, axis=1)

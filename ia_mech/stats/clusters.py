@@ -25,10 +25,10 @@ def cluster_mean(
     level: float = 0.95,
     weights: ArrayLike | None = None,
 ) -> Estimate:
-    """Mean of values with an interval over sources; ``docs/statistics.md`` says which and why.
+    """Mean of values with an interval over sources; ``docs/judging.md`` says which.
 
-    A rate has :func:`ia_mech.stats.intervals.rate_interval`; of rows with different weights each
-    weight is a stratum (:func:`weighted_share`). Other means have ``intervals.student``.
+    A rate has :func:`ia_mech.stats.intervals.rate_interval`; with weights, the rows of each weight
+    are a stratum (:func:`weighted_share`). Other means have ``intervals.student``.
 
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
@@ -36,7 +36,7 @@ def cluster_mean(
         proportion: the mean is a rate: values lie between 0 and 1 (events, or shares of them).
         level: coverage.
         weights: ``[n]``, for instance inverse inclusion probabilities; rows of weight 0 are left
-            out. Without any, a source counts by its number of rows.
+            out. None: a source counts by its number of rows.
 
     Raises:
         ValueError: lengths differ, a source is missing, or a value of a proportion lies outside
@@ -79,12 +79,12 @@ def weighted_share(
 ) -> Estimate:
     """Weighted share of events among some rows of a stratified sample, such as a recall.
 
-    Rows of one weight are a stratum, with a rate interval of its own. A share r leaves out none of
-    the values for which the sum over strata of weight times mean of ``event - r`` (0 for rows that
-    don't count) may be 0. So a stratum of large weight without any row that counts widens the
-    interval by the rows of the other kind that it may hold. Other sources would fill strata
-    otherwise: where all rows count, the interval is no narrower than the one that the variance
-    between sources gives. NaN where no row counts.
+    Rows of one weight are a stratum, which has its own rate interval. A share r lies in the
+    interval if 0 lies in the interval of a sum: over strata, weight times mean of ``event - r``,
+    where rows that don't count add 0. So a stratum of large weight in which no row counts widens
+    the interval, since it may hold rows that do. Other sources would fill the strata differently:
+    where all rows count, the interval is no narrower than the one from the variance between
+    sources. NaN where no row counts.
 
     ``events`` are ``[n]``, from 0 to 1; ``among`` says which rows count; ``weights`` are above 0,
     the inverse inclusion probabilities.
@@ -96,7 +96,7 @@ def weighted_share(
     clusters = len(np.unique(index[counts]))
     if not clusters:
         return Estimate(np.nan, np.nan, np.nan, 0, "no values")
-    # weights that differ by rounding only are the same
+    # weights that differ only by rounding are the same
     labels = np.array([float(f"{weight:.9g}") for weight in row_weights])
     strata, totals = [], []
     for weight in np.unique(labels):
@@ -113,7 +113,7 @@ def weighted_share(
     all_count = bool(counts.all())
 
     def ends(r: float) -> tuple[float, float]:
-        """Of the mean of events, where rows that don't count have the value r."""
+        """Ends of the interval of the mean event, if rows that don't count have the value r."""
         parts = []
         for table in strata:
             rows = table[:, 2]
@@ -132,7 +132,8 @@ def weighted_share(
 
 
 def _root(away: Callable[[float], float], end: float, value: float) -> float:
-    """Where a function of a share changes its sign between an end and the estimate."""
+    """Where a function of a share changes sign between an end and the estimate; if nowhere, the
+    end."""
     outer, inner = away(end), away(value)
     if outer * inner >= 0:
         return end
@@ -155,16 +156,16 @@ def cluster_bootstrap(
     """Statistics of rows with a cluster-bootstrap interval over sources (Davison & Hinkley 1997,
     section 3.8), as ``resampling.bootstrap_estimate`` makes it.
 
-    A resample reaches the statistic as multiplicities: how often each row was drawn, or, of
-    statistics that ask how many rows there are of each kind (the cells of a confusion matrix), how
-    many of each kind. These are summed per source once.
+    The statistic sees a resample as counts: how often each row was drawn, or, if it only asks how
+    many rows there are of each kind (the cells of a confusion matrix), how many of each kind.
+    Counts of kinds are summed per source once.
 
     Args:
         statistic: called with ``[k, rows]`` multiplicities, or ``[k, kinds]`` sums of weights, one
             line per resample (k varies from call to call), gives ``[k]`` numbers, or ``[k, m]`` for
-            m statistics; NaN where it isn't defined. Each has an estimate.
-        sources, weights: ``[n]`` of each row.
-        kinds: ``[n]`` the number of each row's kind, from 0; each row is of its own if not given.
+            m statistics, each with its own estimate; NaN where it isn't defined.
+        sources, weights: ``[n]`` each row's.
+        kinds: ``[n]`` the number of each row's kind, from 0; without it each row is a kind.
         number: how many kinds there are, if not one more than the largest number.
     """
     index, clusters = source_index(sources)

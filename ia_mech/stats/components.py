@@ -1,10 +1,10 @@
-"""How much of what turns are hangs on the query, on the response, and on the draw.
+"""How much of the difference between turns comes from the query, the response, and the draw.
 
-A table of zeros and ones per query, ``[responses, samples]``, is taken apart into variances by
-pairs of turns. Two turns after one response share query and response; two after different responses
-to one query share the query; two after different queries share nothing. Only pairs with *different*
-sample numbers are used: turns with one sample number after siblings are drawn with the same noise,
-so they agree more than the responses make them.
+Each query has a table of zeros and ones, ``[responses, samples]``. Pairs of turns split their
+variance. Two turns after one response share query and response; two after different responses to
+one query share the query; two after different queries share nothing. Of turns after siblings only
+pairs with *different* sample numbers are used: those with the same number are drawn with the same
+noise, so they agree more than the responses make them.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ from ia_mech.stats.intervals import Estimate
 
 @dataclass(frozen=True)
 class Components:
-    """The variances of turns of several queries. Intervals are the jackknife's; there is none where
+    """The variances of turns of several queries. Intervals are the jackknife's; there is none if
     all queries are alike."""
 
-    queries: int  # that tell: with two responses, and two turns after each
+    queries: int  # those with two responses, and two turns after each
     between_queries: Estimate  # of the share of ones from query to query; may be below 0
     between_responses: Estimate  # of the share of ones from response to response of one query
-    within: float  # from turn to turn after one response
-    shared: float  # of ``within``, what siblings' turns with one sample number share
+    within: float  # of turns after one response
+    shared: float  # part of ``within`` that siblings' turns of one sample number share
 
     def reliability(self, turns: int) -> Estimate:
-        """The share of the variance of siblings' rates that the responses make, of rates over so
-        many turns: how well such rates could at best be predicted (the square of a correlation).
+        """The share of the variance of siblings' rates, each over so many turns, that comes from
+        the responses: the best that a prediction of such rates can explain (a squared correlation).
         """
         noise = (self.within - self.shared) / turns
 
@@ -44,8 +44,8 @@ class Components:
 
 
 def variance_components(tables: Sequence[np.ndarray], level: float = 0.95) -> Components:
-    """The variance of turns taken apart, from a table ``[responses, samples]`` of each query: 0, 1,
-    or NaN where there is no label. A column is one sample number.
+    """Split the variance of turns, given a table ``[responses, samples]`` for each query: 0, 1, or
+    NaN without a label. A column is one sample number.
 
     Raises:
         ValueError: fewer than two queries have pairs of every kind.
@@ -64,8 +64,8 @@ def variance_components(tables: Sequence[np.ndarray], level: float = 0.95) -> Co
 
 
 def _moments(table: np.ndarray) -> tuple[float, ...] | None:
-    """Of a query: mean, mean square, and mean products of pairs of turns: of one response, of two
-    responses with different sample numbers, of two responses with the same; None if it lacks any.
+    """A query's mean, mean square, and mean products of pairs of turns: after one response, after
+    two responses with different sample numbers, after two with the same; None if a kind is lacking.
     """
     known = ~np.isnan(table)
     values, counts = np.where(known, table, 0.0), known.astype(float)
@@ -91,11 +91,11 @@ def _between(mean: np.ndarray, other: np.ndarray) -> float:
 
 
 def _jackknifed(statistic: Callable[[np.ndarray], float], n: int, level: float) -> Estimate:
-    """Of a statistic of ``[n]`` booleans, the queries that count."""
+    """Jackknife estimate of a statistic that takes ``[n]`` booleans, the queries that count."""
     value = float(statistic(np.ones(n, dtype=bool)))
     without = np.array([statistic(np.arange(n) != left_out) for left_out in range(n)])
     error = np.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum())
-    if not error > 0:  # all queries are alike, which says nothing of others
+    if not error > 0:  # all queries are alike, which tells nothing of others
         return Estimate(value, np.nan, np.nan, n, "undefined: all queries are alike")
     reach = float(stdtrit(n - 1, (1 + level) / 2) * error)
     return Estimate(value, value - reach, value + reach, n, "jackknife over queries")

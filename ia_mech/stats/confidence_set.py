@@ -14,17 +14,17 @@ def model_confidence_set(
     """The model confidence set of Hansen, Lunde & Nason (2011, Econometrica 79:453), statistic
     T_max.
 
-    While the models that remain can be told apart, the one whose loss exceeds their mean by most
+    While the remaining models can be told apart, the one whose loss exceeds their mean by most
     standard errors leaves. The set {p > α} holds the model of the smallest expected loss with a
     probability of 1 − α at least, in large samples.
 
     ``losses`` are ``[models, sources]``; ``stretch`` is a factor on the spread of the resampled
-    means, where losses vary by more than the choice of sources (see
+    means, for losses that vary by more than the choice of sources (see
     :meth:`ia_mech.stats.ResampledScore.with_training`). Returns ``[models]`` p values; the largest
     is 1.
 
     Raises:
-        ValueError: losses aren't finite, of one model at least and two sources.
+        ValueError: losses aren't finite, there is no model, or there are fewer than two sources.
     """
     table = np.asarray(losses, dtype=float)
     if table.ndim != 2 or not table.size or table.shape[1] < 2 or not np.isfinite(table).all():

@@ -1,8 +1,8 @@
-"""A rate corrected for a judge's errors, from the rows that were annotated, too.
+"""Correct a rate for a judge's errors, by the rows that were also annotated.
 
-A judge that errs moves a rate, most of all one near zero: with a specificity of 0.98, 2% of
-follow-ups come out of nothing. The correction takes the judge's verdict on every row and the truth
-on some, and carries the uncertainty of both.
+A judge's errors move a rate, most of all one near zero: with a specificity of 0.98, a rate of 0
+looks like 2%. The correction takes the judge's verdict on every row and the annotations of some,
+and its interval carries the uncertainty of both.
 """
 
 from collections.abc import Hashable, Iterable
@@ -15,9 +15,9 @@ from ia_mech.stats.clusters import weighted_share
 from ia_mech.stats.intervals import Estimate, clustered_wilson, combined, hull, unseen
 from ia_mech.stats.resampling import as_column, source_index
 
-# Columns of the table of sums per source: rows and the judge's positive verdicts; of annotated rows
-# the weights, those of positive annotations and those of positive verdicts.
-ROWS, POSITIVE, WEIGHT, TRUE, ACCEPTED = range(5)
+# Columns of the table of sums per source: the number of rows and of the judge's positive verdicts;
+# the weights of all annotated rows, of those annotated 1, and of those with a positive verdict.
+ROWS, POSITIVE, WEIGHT, TRUE, PREDICTED = range(5)
 
 
 def prediction_powered(
@@ -28,27 +28,27 @@ def prediction_powered(
     inclusion: ArrayLike,
     level: float = 0.95,
 ) -> Estimate:
-    """Rate of annotated rows, plus what the judge's verdicts on all rows tell beyond them.
+    """The rate by the annotated rows, made more precise by the judge's verdicts on all rows.
 
     Prediction-powered inference with a tuned weight (PPI++; Angelopoulos, Duchi & Zrnic 2023,
     arXiv:2311.01453): mean truth of the annotated rows + λ (mean verdict of all rows - mean verdict
     of the annotated rows). Means of annotated rows are weighted by inverse inclusion probabilities,
     normalised (Hájek 1971). λ minimises the linearised variance between sources within [0, 1] and
     is cross-fitted: each source's rows are weighted by the λ of all other sources, since one λ for
-    all biases a rate of 20% by 0.004 (``benchmarks/coverage.md``).
+    all would bias a rate of 20% by 0.004 (``benchmarks/coverage.md``).
 
     The interval is ``intervals.clustered_wilson``'s, and no narrower than what unseen sources could
     add to each stratum, the rows of one inclusion probability. Where the annotations are all 0 or
-    all 1, λ is 0, and the interval is theirs alone (``clusters.weighted_share``). λ is 0 as well
-    where another would give a rate outside (0, 1). There is no interval where fewer than two
-    sources were annotated, and no rate without annotations.
+    all 1, λ is 0, and the interval is that of the annotations alone (``clusters.weighted_share``).
+    λ is also 0 where another would give a rate outside (0, 1). There is no interval where fewer
+    than two sources were annotated, and no rate without annotations.
 
     Args:
         predicted: ``[n]`` the judge's verdict on every row, 0 or 1; NaN (no verdict) is left out.
         truth: ``[n]`` the annotation of each row, 0 or 1; NaN where there is none.
-        sources: ``[n]`` their sources; the estimate's are those of all rows.
+        sources: ``[n]`` each row's source; the estimate counts those of all rows.
         inclusion: ``[n]`` the probability with which a row was chosen for annotation, in (0, 1], up
-            to a common factor; of rows without an annotation it isn't looked at.
+            to a common factor; ignored for rows without an annotation.
         level: coverage.
 
     Raises:
@@ -87,7 +87,7 @@ def prediction_powered(
     if not 0 < value < 1:
         tuned = np.zeros(count)
         value, influence = _powered(table, tuned)
-    sizes = table[:, ROWS]  # a mean over them with this value and these residuals
+    sizes = table[:, ROWS]  # then a table with this mean and these residuals
     moments = np.stack([value * sizes + sizes.sum() * influence, sizes], axis=1)
     low, high = _unseen_errors(
         (actual - tuned.mean() * verdict)[noted],
@@ -110,8 +110,8 @@ def _unseen_errors(
     ends: tuple[float, float],
     level: float,
 ) -> tuple[float, float]:
-    """Ends of the interval if each stratum may hold errors of kinds that were not seen in it; of
-    annotated rows, whose errors lie between ``ends``."""
+    """Ends of the interval if each stratum may hold kinds of errors that were not seen in it. The
+    arguments are those of annotated rows, whose errors lie between ``ends``."""
     parts, shares = [], []
     for weight in np.unique(weights):
         at = weights == weight
@@ -126,7 +126,7 @@ def _tuned(table: np.ndarray) -> np.ndarray:
     """``[sources]`` λ of :func:`prediction_powered`, each from all sources but that one."""
     _, truth = _powered(table, np.zeros(len(table)))
     _, error = _powered(table, np.ones(len(table)))
-    gap = truth - error  # of the annotated rows' mean verdict from that of all rows
+    gap = truth - error  # from the annotated rows' mean verdict to that of all rows
     covariance, variance = (truth * gap).sum() - truth * gap, (gap**2).sum() - gap**2
     shares = np.divide(covariance, variance, out=np.zeros(len(table)), where=variance > 1e-18)
     return np.clip(shares, 0, 1)
@@ -135,7 +135,7 @@ def _tuned(table: np.ndarray) -> np.ndarray:
 def _powered(table: np.ndarray, tuned: np.ndarray) -> tuple[float, np.ndarray]:
     """The rate with each source's λ, and each source's influence on it; these sum to 0."""
     rows, verdicts, weights = table[:, ROWS], table[:, POSITIVE], table[:, WEIGHT]
-    left = table[:, TRUE] - tuned * table[:, ACCEPTED]
+    left = table[:, TRUE] - tuned * table[:, PREDICTED]
     mean, added = left.sum() / weights.sum(), (tuned * verdicts).sum() / rows.sum()
     influence = (left - mean * weights) / weights.sum()
     influence += (tuned * verdicts - added * rows) / rows.sum()

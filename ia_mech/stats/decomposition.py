@@ -1,4 +1,4 @@
-"""How much of a difference between two conditions is one of mix: fewer values of a kind."""
+"""How much of a difference between two conditions comes from their mix: fewer values of a kind."""
 
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
@@ -15,10 +15,10 @@ class Decomposition(NamedTuple):
     """A difference of means, and the two parts that add up to it."""
 
     difference: Estimate
-    mix: Estimate  # the kind's share differs
-    rest: Estimate  # values of the kind, or the others, differ
-    p: float  # two-sided, that the difference is 0; NaN without an interval
-    p_rest: float  # the same of the rest
+    mix: Estimate  # because the kind's share differs
+    rest: Estimate  # because values of the kind, or the others, differ
+    p: float  # two-sided, of a difference of 0; NaN without an interval
+    p_rest: float  # two-sided, of a rest of 0
 
 
 def decomposed_difference(
@@ -29,17 +29,18 @@ def decomposed_difference(
     *,
     level: float = 0.95,
 ) -> Decomposition:
-    """The mean of treated values less that of the others, as a sum of two (Kitagawa 1955, JASA
-    50:1168): their shares of a kind differ, at what either kind has on average over the conditions;
-    or the means of a kind do, at its average share.
+    """The mean of treated values minus that of the others, as a sum of two parts (Kitagawa 1955,
+    JASA 50:1168): from the shares of a kind, at each kind's mean over both conditions; and from the
+    means of each kind, at its average share.
 
-    Means are of sources, then over those that have both conditions, each once. If a condition has
-    no value of a kind, its mean is taken to be the other's. Intervals are Student's with the
-    jackknife's variance and the degrees of freedom of ``intervals.spread_between``.
+    Means are taken per source, then over the sources that have both conditions, each once. If a
+    condition has no value of a kind, it is given the other condition's mean. Intervals are
+    Student's with the jackknife's variance and the degrees of freedom of
+    ``intervals.spread_between``.
 
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
-        kind, treated: ``[n]`` whether a value is of the kind, and of the treated condition.
+        kind, treated: ``[n]`` whether a value is of the kind, and from the treated condition.
         sources: ``[n]`` the source of a value.
         level: coverage.
 
@@ -77,8 +78,8 @@ def decomposed_difference(
 
 
 def _parts(means: np.ndarray) -> np.ndarray:
-    """``[3]`` difference, mix and rest, of ``[2, 3]``: by condition the mean of all values, that of
-    values where they are of the kind and else 0, and the kind's share."""
+    """``[3]`` difference, mix and rest, from ``[2, 3]``: for each condition the mean of all values,
+    the mean with values of the other kind set to 0, and the kind's share."""
     whole, of_kind, share = means.T
     shares = np.array([share, 1 - share])
     levels = np.full((2, 2), np.nan)

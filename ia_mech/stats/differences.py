@@ -1,4 +1,4 @@
-"""Differences: two conditions on the same sources, two groups of rows."""
+"""Differences between two conditions on the same sources, or between two groups of rows."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ia_mech.stats.intervals import Estimate, combined, hull, rate_interval, stu
 from ia_mech.stats.resampling import as_column, source_index
 from ia_mech.stats.significance import sign_flip_p, source_permutation_p
 
-P_RANGE = (1e-12, 0.99)  # where an interval is inverted for its p value; above it p is 1
+P_RANGE = (1e-12, 0.99)  # p values that are found by inverting an interval; above, p is 1
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class Difference:
     Attributes:
         difference: first minus second, with its interval.
         p: two-sided p value of no difference; NaN where nothing can be tested.
-        test: how p was found: ``sign flip``, or the larger of it and an interval's: ``mover and
-            sign flip``, ``student and sign flip``; ``permutation of queries``. Empty without one.
+        test: how p was found: ``sign flip``; ``mover and sign flip`` or ``student and sign flip``,
+            the larger of that interval's p and sign flips'; ``permutation of queries``. Empty
+            without p.
     """
 
     difference: Estimate
@@ -76,18 +77,18 @@ def paired_difference(
     permutations: int = 10_000,
     seed: int = 0,
 ) -> Difference:
-    """Mean of the first condition minus mean of the second, the source being the pair.
+    """Mean of the first condition minus mean of the second, paired by source.
 
-    Only sources with values in both conditions count (NaN is none); each gives one difference, of
-    its own means, and all weigh the same. Two rates (all values are 0 or 1) have MOVER's interval
-    with the correlation between the conditions, no less than Student's of the differences or than
-    ``intervals.unseen``; other means have Student's.
+    Only sources with values in both conditions count (NaN is no value); each gives the difference
+    of its two means, and all weigh the same. Two rates (all values are 0 or 1) have MOVER's
+    interval with the correlation between the conditions, at least as wide as Student's of the
+    differences and as ``intervals.unseen``; other means have Student's.
 
-    p is the sign flips' (:func:`sign_flip_p`, of ``permutations`` at most) where every source has
+    p comes from sign flips (:func:`sign_flip_p`, at most ``permutations``) where every source has
     as many rows in one condition as in the other. If not (one greedy row against eight samples),
-    flips reject up to twice as often as they should, and p is the larger of theirs and of the
-    interval's, which leaves out 0 from that level on. ``docs/statistics.md`` has the reasons.
-    All is NaN without a common source; with one there is no interval.
+    flips reject up to twice as often as they should, and p is the larger of theirs and the
+    interval's (one minus the level at which the interval begins to leave out 0). All is NaN without
+    a common source; with one there is no interval.
     """
     a, b = _conditions(values_a, list(sources_a), values_b, list(sources_b))
     differences, n = a.means - b.means, len(a.means)
@@ -95,7 +96,7 @@ def paired_difference(
         return Difference(Estimate(np.nan, np.nan, np.nan, 0, "no common query"), np.nan)
     found = _interval(a, b, level)
     p, test = sign_flip_p(differences, permutations, seed), "sign flip"
-    # Without spread only flips say anything.
+    # If all differences are the same, only flips give a p.
     if (a.rows != b.rows).any() and n > 1 and np.ptp(differences) > 0:
         p, test = max(p, _inverted(a, b)), f"{found.method} and {test}"
     return Difference(found, p, test)
@@ -123,7 +124,7 @@ def _inverted(a: _Condition, b: _Condition) -> float:
 
 
 def _interval(a: _Condition, b: _Condition, level: float) -> Estimate:
-    """The mean of the differences: Student's, for rates MOVER's hull with it."""
+    """The mean difference with Student's interval, for rates the hull of that and MOVER's."""
     differences, n, rates = a.means - b.means, len(a.means), a.binary and b.binary
     value = float(differences.mean())
     ends = unseen(value, n, level, (-1.0, 1.0))
@@ -141,7 +142,7 @@ def _interval(a: _Condition, b: _Condition, level: float) -> Estimate:
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Pearson's correlation; 0 where one of both has no spread."""
+    """Pearson's correlation; 0 if either has no spread."""
     spread = float(a.std() * b.std())
     together = float(((a - a.mean()) * (b - b.mean())).mean())
     return together / spread if spread > 0 else 0.0
@@ -159,8 +160,8 @@ def group_difference(
     """Rate of the rows with label 1 minus rate of those with label 0.
 
     The interval is MOVER's without correlation: a source with rows in both groups counts in both as
-    if it were two, which is on the safe side if its rows are alike. The p value is of the
-    difference's size when labels change places between sources
+    if it were two, which is on the safe side if its rows are alike. The p value says how often the
+    difference is as large when labels change places between sources
     (``significance.source_permutation_p``). The two may disagree at the margin.
 
     ``values`` are ``[n]`` events (0 or 1) or shares of them; NaN is left out.
@@ -169,7 +170,7 @@ def group_difference(
         ValueError: lengths differ, or a value lies outside [0, 1].
     """
     events, groups = np.asarray(values, dtype=float), np.asarray(labels)
-    names = np.array([*sources, None], dtype=object)[:-1]  # tuples stay what they are
+    names = np.array([*sources, None], dtype=object)[:-1]  # keeps tuples whole
     kept = ~np.isnan(events)
     events, groups, names = events[kept], groups[kept], names[kept]
     first, second = (

@@ -30,13 +30,13 @@ def dyadic_mean(
     - Residuals are smaller than errors: if ``m`` of the n^2 pairs share a source (each value with
       itself included), the sum is too small by the factor ``1 - m / n^2`` and is divided by it.
     - Where values that share a source depend on each other negatively, the estimate may be far too
-      small or below 0. It is no less than if only values that share both sources depended on each
-      other; the interval is then conservative.
+      small or below 0. It is kept at least as large as if only values that share both sources
+      depended on each other; the interval is then conservative.
     - The degrees of freedom are those of ``intervals.spread_between``, of residuals per source.
 
-    If all values are alike, or those of all sources add up to the same, the interval is that of
-    ``intervals.unseen``, for as many values as there are first or second sources, whichever are
-    fewer. There is none if nearly all pairs of values share a source.
+    If all values are alike, or the residuals of every source add up to 0, the interval is that of
+    ``intervals.unseen``, for as many observations as there are first or second sources, whichever
+    are fewer. There is none if nearly all pairs of values share a source.
 
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
@@ -85,11 +85,11 @@ def dyadic_difference(
     times: float = 1.0,
     level: float = 0.95,
 ) -> Estimate:
-    """Mean of values less ``times`` that of others: two rates over the same pairs of sources.
+    """Mean of values minus ``times`` that of others: two rates over the same pairs of sources.
 
     :func:`dyadic_mean` of the differences; rows in which either is NaN are left out. A rate of 0 or
-    1 shows no spread in the differences, and isn't certain: what ``intervals.unseen`` allows it
-    comes on top (``intervals.combined``).
+    1 adds no spread to the differences but isn't certain, so what ``intervals.unseen`` allows it is
+    added (``intervals.combined``).
     """
     one, other = list(first), list(second)
     rates = np.stack([as_column(x, len(one), "values") for x in (values, others)])
@@ -102,7 +102,7 @@ def dyadic_difference(
     independent = _independent(source_index(one + other)[0].reshape(2, -1).T[kept])
     means = rates[:, kept].mean(axis=1).tolist()
     parts, factors = [(found.value, found.low, found.high)], [1.0]
-    if set(means) <= {0.0, 1.0}:  # the differences say nothing that these two don't
+    if set(means) <= {0.0, 1.0}:  # the differences add nothing to these two
         parts = [(found.value,) * 3]
     for rate, factor in zip(means, (1, -times), strict=True):
         if rate in (0, 1):
@@ -114,9 +114,9 @@ def dyadic_difference(
 
 
 def _products(values: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, float, float]:
-    """Of ``[n]`` values of ``[n, 2]`` pairs of sources (sorted in each row): squared sums of values
-    per source; sums of products over pairs of values that share a source, and over those that share
-    both."""
+    """From ``[n]`` values and ``[n, 2]`` pairs of sources (sorted in each row): squared sums of
+    values per source; sums of products over pairs of values that share a source, and over those
+    that share both."""
     sources = int(pairs.max()) + 1
     two = pairs[:, 0] != pairs[:, 1]
     squares = (
@@ -131,5 +131,5 @@ def _products(values: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, float,
 
 def _independent(pairs: np.ndarray) -> int:
     """How many of ``[n, 2]`` pairs of sources count as independent: as many as there are sources on
-    the side with fewer of them, as if what a source is part of on that side were all one."""
+    the side with fewer, as if all pairs of a source on that side were one."""
     return min(len(np.unique(side)) for side in pairs.T)

@@ -14,13 +14,13 @@ from ia_mech.stats.auroc import concordance
 from ia_mech.stats.intervals import Estimate
 from ia_mech.stats.resampling import as_column, bootstrap_estimate, resample_counts, source_index
 
-CHUNK = 1 << 15  # numbers per chunk: 256 kB, which a core keeps at hand
+CHUNK = 1 << 15  # numbers per chunk: 256 kB, which fit into a core's cache
 NARROW = 1e-6  # probabilities nearer than this to 0 or 1 would make one turn decide everything
 UNBOUNDED = (-np.inf, np.inf)
 
 FoldRows = tuple[int, np.ndarray]  # number of a fold, and rows in it that are compared
-# From [rows] and how often each occurs in each resample, [rows, resamples], the [resamples] sums to
-# divide, and to divide by; both 0 where the rows have nothing to say.
+# Takes [rows] and how often each is in each resample, [rows, resamples]; gives the [resamples] sums
+# to divide and to divide by, both 0 where the rows allow no comparison.
 Part = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -35,13 +35,13 @@ class ResampledScore:
     bounds: tuple[float, float] = UNBOUNDED  # what the score can't be below and above
 
     def estimate(self) -> Estimate:
-        """With its interval, see ``resampling.bootstrap_estimate``."""
+        """The score with its interval, see ``resampling.bootstrap_estimate``."""
         if self.sources < 2:
             return Estimate(self.value, np.nan, np.nan, self.sources, "one query")
         return bootstrap_estimate(self.value, self.replicates, self.sources, self.level)
 
     def __sub__(self, other: "ResampledScore") -> "ResampledScore":
-        """The paired difference of scores of the same resamples, as those of one FoldScores are."""
+        """The paired difference of two scores of the same resamples, say of one FoldScores."""
         own, others = ((one.sources, one.level, len(one.replicates)) for one in (self, other))
         if own != others:
             raise ValueError("scores don't come from the same resamples")
@@ -53,14 +53,14 @@ class ResampledScore:
         )
 
     def with_training(self, share: float) -> "ResampledScore":
-        """Replicates spread as if chance in training had its part in them too.
+        """The score with replicates spread as far as if they also held chance in training.
 
         In cross-validation two sources meet twice, each tested by a probe that the other helped to
-        train, and chance makes the two agree: where scores are nothing but chance in training,
-        resampling the tested sources misses half the variance. The variance is multiplied by
-        ``1 + share``, the share of the variance of scores over contexts that is chance in training.
-        No estimate of it from the folds alone can be unbiased (Bengio & Grandvalet 2004, JMLR
-        5:1089).
+        train, so chance makes the two agree. If scores were nothing but chance in training,
+        resampling the tested sources would miss half the variance. So the variance is multiplied by
+        ``1 + share``, where ``share`` is how much of the variance of scores over contexts is chance
+        in training. No estimate of it from the folds alone can be unbiased (Bengio & Grandvalet
+        2004, JMLR 5:1089).
         """
         centre = np.nanmean(self.replicates) if not np.isnan(self.replicates).all() else np.nan
         stretched = centre + (self.replicates - centre) * np.sqrt(1 + share)
@@ -70,17 +70,17 @@ class ResampledScore:
 class FoldScores:
     """Scores of predictions that were made out of fold, averaged over folds.
 
-    What is estimated is the mean over folds of the score, on new sources, of the probe that was
-    trained without that fold (Bayle, Bayle, Janson & Mackey 2020). The interval is conditional on
-    the trained probes.
+    The estimand is the mean, over folds, of the score that the probe trained without a fold has on
+    new sources (Bayle, Bayle, Janson & Mackey 2020). The interval is conditional on the trained
+    probes.
 
     Whole sources are drawn with replacement, once per object, so that the difference of two scores
-    is paired; also of two objects of the same sources, seed and number of resamples.
+    is paired, even from two objects if they have the same sources, seed and number of resamples.
 
     A score that ranks contexts compares those of one fold and one stratum only, as probes of two
-    folds need not share a scale. Sums over the strata of a fold are divided, then the mean is taken
-    over folds; folds without a value, on the data or in a resample, are left out, and the score is
-    NaN if all are.
+    folds need not share a scale. A fold's score is a quotient of sums over its strata, and the mean
+    is taken over folds; folds without a value, on the data or in a resample, are left out, and the
+    score is NaN if all are.
 
     Args:
         positives: ``[contexts]`` k of each; may be fractional.
@@ -118,7 +118,7 @@ class FoldScores:
         _, group = np.unique(np.stack([fold, stratum]), axis=1, return_inverse=True)
         rows = (np.flatnonzero(group == g) for g in range(group.max() + 1))
         self._groups: list[FoldRows] = [(int(fold[r[0]]), r) for r in rows]
-        # Column 0 is the data. A byte does: no source is drawn 256 times, the odds are under 1e-500
+        # Column 0 is the data. Bytes do: no source is drawn 256 times, the odds are under 1e-500
         draws = [counts.T.astype(np.uint8) for counts in resample_counts(count, resamples, seed)]
         self._draws = np.hstack([np.ones((count, 1), dtype=np.uint8), *draws])
 
@@ -126,8 +126,9 @@ class FoldScores:
         """How often a positive turn scores higher than a negative one of another context, of
         ``[contexts]`` scores; see :func:`ia_mech.stats.auroc_columns`.
 
-        A context that was drawn twice is no other context. Every pair of a fold counts alike,
-        whatever its stratum. In a stratum of one source, pairs count as often as it was drawn.
+        A context that was drawn twice isn't compared with its copy. Every pair of a fold counts
+        alike, whatever its stratum. In a stratum of one source, pairs count as often as it was
+        drawn.
         """
         column = as_column(scores, len(self._trials), "scores")
         if np.isnan(column).any():
@@ -153,8 +154,8 @@ class FoldScores:
     def deviance_explained(
         self, probabilities: ArrayLike, null_probabilities: ArrayLike
     ) -> ResampledScore:
-        """Share of the deviance of turns that ``[contexts]`` probabilities save, as against those
-        of a simpler model: 1 - D / D0. Both are kept 1e-6 off 0 and 1."""
+        """Share of the turns' deviance that ``[contexts]`` probabilities save against those of a
+        simpler model: 1 - D / D0. Probabilities are kept 1e-6 away from 0 and 1."""
         null = self._deviance(null_probabilities)
         saved = null - self._deviance(probabilities)
         return self._folded(
@@ -171,7 +172,7 @@ class FoldScores:
     def _folded(
         self, groups: list[FoldRows], part: Part, bounds: tuple[float, float] = UNBOUNDED
     ) -> ResampledScore:
-        """Mean over folds of a quotient of sums over the groups of a fold."""
+        """Mean over folds of the quotient of a fold's sums over its groups."""
         folds = 1 + max(fold for fold, _ in groups)
         top, bottom = sums = np.zeros((2, folds, self._draws.shape[1]))
         for fold, rows in groups:

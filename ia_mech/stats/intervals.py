@@ -15,20 +15,20 @@ class Estimate:
     value: float
     low: float
     high: float
-    sources: int  # that stand behind it
+    sources: int  # how many stand behind it
     method: str = ""  # how the interval was made, or why there is none
 
     def clip(self, least: float, most: float = np.inf) -> "Estimate":
-        """The same of a number that can't lie outside these bounds: the interval is cut there."""
+        """The estimate with its interval cut to bounds that the number can't be outside of."""
         low, high = np.clip([self.low, self.high], least, most)
         return replace(self, low=float(low), high=float(high))
 
     def text(self, digits: int | str = 2, *, sign: bool = False, percent: bool = False) -> str:
-        """``0.42 [0.31, 0.55]``; ``–`` without a value, ``[no interval]`` without one.
+        """``0.42 [0.31, 0.55]``; ``–`` without a value, ``[no interval]`` without an interval.
 
         Args:
             digits: decimals, or a format such as ``.0e``.
-            sign: with the sign, as differences are shown. An end that rounds to 0 keeps its own: it
+            sign: show the sign, as for differences. An end that rounds to 0 keeps its sign, which
                 says on which side of 0 the interval ends.
             percent: as ``42.0% [31.0, 55.0]``.
         """
@@ -67,8 +67,8 @@ def zero_events_bound(sources: int, level: float = 0.95) -> float:
     """Upper bound on a rate when none of n sources had an event: ``1 - (1 - level) ** (1 / n)``,
     about 3 / n at 95% (Hanley & Lippman-Hand 1983, JAMA 249:1743).
 
-    Exact and one-sided. A source counts as one observation, so it holds for any correlation within
-    sources, and where sources differ in their rates.
+    Exact and one-sided. A source counts as one observation, so the bound holds for any correlation
+    within sources, and where sources differ in their rates.
     """
     check_level(level)
     if sources < 1:
@@ -77,9 +77,8 @@ def zero_events_bound(sources: int, level: float = 0.95) -> float:
 
 
 class Spread(NamedTuple):
-    """How far a weighted mean may be off, judged by its residuals per source: the variance of the
-    mean, linearised and robust to any dependence within sources, and the degrees of freedom that
-    this is worth."""
+    """A weighted mean, its variance and that variance's degrees of freedom. The variance is
+    linearised, made from residuals per source, and robust to any dependence within sources."""
 
     mean: float
     variance: float
@@ -87,13 +86,13 @@ class Spread(NamedTuple):
 
 
 def spread_between(table: np.ndarray) -> Spread:
-    """Cluster-robust variance of a weighted mean, and what that variance is worth, of a table
+    """Cluster-robust variance of a weighted mean, with its degrees of freedom, from a table
     ``[sources, 2]``: sums of weighted values and of weights; at least two sources.
 
-    If few sources carry most of the variance, as near a rate of zero, it is a bad estimate. The
+    If few sources carry most of the variance, as near a rate of zero, its estimate is bad. The
     number of carriers is ``(sum of squares)^2 / sum of fourth powers`` of the residuals (compare
-    Carter, Schnepel & Steigerwald 2017, Rev. Econ. Stat. 99:698). Less what n equal sources would
-    show, ``1 / k = 1 / carriers - 1 / n``, it gives ``1 + k`` degrees of freedom, at most n - 1;
+    Carter, Schnepel & Steigerwald 2017, Rev. Econ. Stat. 99:698). With ``1 / k = 1 / carriers - 1 /
+    n`` (n equal sources are n carriers) there are ``1 + k`` degrees of freedom, at most n - 1;
     Satterthwaite's ``2 k`` is too many (``benchmarks/coverage.md``).
     """
     sources, (total, weight) = len(table), table.sum(0)
@@ -106,8 +105,8 @@ def spread_between(table: np.ndarray) -> Spread:
 
 
 def degrees_of_freedom(squares: np.ndarray) -> float:
-    """Degrees of freedom of a variance, ``[sources]`` squares of what each source adds to it; see
-    :func:`spread_between`."""
+    """Degrees of freedom of a variance (see :func:`spread_between`), from ``[sources]`` squares,
+    which each source adds to it."""
     sources, total = len(squares), squares.sum()
     if not total:
         return sources - 1
@@ -116,10 +115,10 @@ def degrees_of_freedom(squares: np.ndarray) -> float:
 
 
 def student(table: np.ndarray, level: float) -> Estimate:
-    """Mean plus and minus a Student quantile times its cluster-robust standard error, of a table as
-    :func:`spread_between` takes it.
+    """Mean plus and minus a Student quantile times its cluster-robust standard error, from a table
+    as :func:`spread_between` takes it.
 
-    Without an interval where all sources are alike: nothing says how others may differ.
+    There is no interval if all sources are alike: nothing says how others may differ.
     """
     check_level(level)
     spread = spread_between(table)
@@ -134,8 +133,8 @@ def clustered_wilson(table: np.ndarray, rows: float, level: float) -> tuple[floa
 
     The effective number is ``rate * (1 - rate) / variance``, no more than the rows there are, times
     the squared ratio of Student's quantiles for ``rows - 1`` and the variance's degrees of freedom
-    (Korn & Graubard 1998, Survey Methodology 24:193; but those of :func:`spread_between`, which
-    keeps coverage at rates of a few percent).
+    (Korn & Graubard 1998, Survey Methodology 24:193). Unlike theirs, these degrees are those of
+    :func:`spread_between`, which keep coverage at rates of a few percent.
 
     Args:
         table: ``[sources, 2]`` sums of weighted events and of weights; two sources that differ.
@@ -153,12 +152,12 @@ def clustered_wilson(table: np.ndarray, rows: float, level: float) -> tuple[floa
 def unseen(
     value: float, sources: int, level: float, ends: tuple[float, float] = (0.0, 1.0)
 ) -> tuple[float, float]:
-    """How far a mean may be off because of sources of a kind that none of those seen is of.
+    """The interval of a mean that allows for sources of a kind that none of those seen has.
 
-    They may be a share of :func:`zero_events_bound` and as different as ``ends`` allow, the least
-    and the largest mean that a source can have. Around a rate of 0 or 1 this is the exact one-sided
-    interval. No interval of a bounded mean is narrower, so none has width 0, however alike the
-    sources are.
+    Such sources may make up a share of :func:`zero_events_bound`, and differ as far as ``ends``
+    allow: the least and the largest mean that a source can have. Around a rate of 0 or 1 this is
+    the exact one-sided interval. No interval of a bounded mean is narrower, so none has width 0,
+    however alike the sources are.
     """
     bound = zero_events_bound(sources, level)
     return value - bound * (value - ends[0]), value + bound * (ends[1] - value)
@@ -176,10 +175,10 @@ def rate_interval(
     """The interval of a rate, and the name of the method; ``table`` and ``rows`` as
     :func:`clustered_wilson` takes them.
 
-    - All alike: the exact one-sided bound on sources (:func:`unseen`), whatever the correlation.
+    - All sources alike: the exact one-sided bound (:func:`unseen`), whatever the correlation.
     - ``independent`` (every source has one row, 0 or 1, and all weigh the same): the exact binomial
-      one (Clopper & Pearson 1934).
-    - Else :func:`clustered_wilson`'s, and no less than sources of an unseen kind could add.
+      interval (Clopper & Pearson 1934).
+    - Otherwise :func:`clustered_wilson`'s, at least as wide as :func:`unseen`'s.
     """
     sources, (events, weight) = len(table), table.sum(0)
     rate = float(events / weight)
@@ -197,12 +196,12 @@ def rate_interval(
 def combined(
     parts: Sequence[tuple[float, float, float]], weights: Sequence[float], correlation: float = 0.0
 ) -> tuple[float, float, float]:
-    """A weighted sum of estimates, with an interval from their own.
+    """A weighted sum of estimates, with an interval made from theirs.
 
     MOVER, the method of variance estimates recovery (Newcombe 1998, Statist. Med. 17:873 and 2635;
     Zou & Donner 2008, ibid. 27:1693): the distances from each value to the end that moves the sum
-    the same way are put together as standard errors are. ``parts`` are value, low and high of each;
-    weights of 1 and -1 make a difference; ``correlation`` is that between each two of the parts.
+    the same way are combined as standard errors are. ``parts`` are value, low and high of each
+    estimate; weights of 1 and -1 make a difference; ``correlation`` is that between any two parts.
     """
     value, low, high = np.array(parts, dtype=float).T
     factor = np.asarray(weights, dtype=float)

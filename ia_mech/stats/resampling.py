@@ -1,4 +1,4 @@
-"""Drawing whole sources, and reading an interval off what was drawn.
+"""Draw whole sources, and read an interval off the draws.
 
 A resample is a vector of counts, how often each source was drawn; a statistic that is a function of
 sums over sources needs one matrix product for many resamples.
@@ -83,7 +83,7 @@ def widened_level(level: float, sources: int) -> float:
     from scipy.stats import norm, t  # which takes a second to load
 
     quantile = t.ppf((1 + level) / 2, sources - 1) * np.sqrt(sources / (sources - 1))
-    return float(1 - 2 * norm.sf(min(quantile, 8.0)))  # two sources ask for all there is
+    return float(1 - 2 * norm.sf(min(quantile, 8.0)))  # two sources ask for all replicates
 
 
 def bootstrap_estimate(
@@ -94,7 +94,7 @@ def bootstrap_estimate(
     There is none if the statistic is NaN, on the data or on more than a tenth of the resamples
     (fewer are left out), and none if no resample differs by more than rounding: an interval of no
     width would claim a certainty that a handful of sources can't give. The level is
-    :func:`widened_level` for the number of sources, of which there are at least 2.
+    :func:`widened_level` for the number of sources, which is at least 2.
     """
     defined = replicates[~np.isnan(replicates)]
     reason = ""

@@ -1,4 +1,4 @@
-"""Tests: flipped signs, permuted labels and rankings, and Holm's correction for many of them."""
+"""Tests by flipped signs and by permuted labels, and Holm's correction for many tests."""
 
 from collections.abc import Callable, Hashable, Iterable
 
@@ -12,7 +12,8 @@ def holm(p_values: ArrayLike) -> np.ndarray:
     """Holm's step-down adjustment, which bounds the chance of any false alarm (Holm 1979, Scand. J.
     Statist. 6:65), valid under any dependence between the tests.
 
-    Of ``[m]`` p values, in their order; NaN, a test that wasn't made, stays NaN and isn't counted.
+    It takes and gives ``[m]`` p values in one order; NaN (no test was made) stays NaN and isn't
+    counted.
     """
     p = np.array(p_values, dtype=float)
     made = np.flatnonzero(~np.isnan(p))
@@ -28,7 +29,7 @@ def permutation_p(observed: ArrayLike, null: ArrayLike, slack: float = 1e-12) ->
 
     Args:
         observed: ``[…]`` statistics; larger means more effect. NaN gives NaN.
-        null: ``[permutations, …]`` the same under each permutation; NaN counts as no effect.
+        null: ``[permutations, …]`` the statistics under each permutation; NaN counts as no effect.
         slack: relative (absolute below 1): equal statistics may differ in the last bits after a
             permutation, and ties count against us.
     """
@@ -84,7 +85,7 @@ def sign_flip_p(differences: np.ndarray, permutations: int, seed: int) -> float:
 
     ``[sources]`` differences weigh the same; those of 0 are left out. With k others there are 2^k
     equally likely sums, all of which are visited where that is at most ``permutations`` (then p is
-    exact), else so many random ones and the observed one (then p is never 0).
+    exact), else ``permutations`` random ones and the observed one (then p is never 0).
     """
     moved = differences[differences != 0]
     k = len(moved)

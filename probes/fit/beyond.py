@@ -1,18 +1,20 @@
-"""Does a block of features predict anything beyond other blocks? The cross-fitted gain.
+"""Do hidden states predict anything beyond the base? The cross-fitted gain.
 
-A state that only carries a noisier copy of the output can be easier to read than the output itself,
-so that a difference of two stand-alone scores shows nothing about what the state adds. Here two
-predictors are compared on held-out sources: one reads the base blocks, the other reads the hidden
-states too. Both are L2-penalised logistic regressions whose blocks have penalties of their own:
-features are the blocks side by side, each scaled by a number, which the inner loop chooses together
-with the common penalty, block by block. The larger predictor may leave the hidden states out, and
+The *base* is a set of feature blocks: the output, the text, and the states at the ends of query and
+response. Two predictors are compared on held-out sources: one reads the base, the other reads the
+base and the hidden states. Two separate probes can't answer the question: a state may hold a noisy
+copy of the output and still be easier to read than the output itself.
+
+Both predictors are L2-penalised logistic regressions, in which each block has a penalty of its own.
+The blocks stand side by side and each is multiplied by a factor. The inner loop chooses the factors
+and the common penalty, block by block. The larger predictor may leave the hidden states out, and
 then gains nothing.
 
-Where the base carries something in a direction of little variance, a penalised readout of few
-contexts finds it better in a louder, noisier copy. So hidden states enter less what a ridge
-regression on each block of the base predicts of them (the residual of Frisch & Waugh 1933): what
-they share linearly with the base is gone, and what they add is not. No label takes part in this,
-and so all contexts do.
+Hidden states are used without the part that a ridge regression on each block of the base predicts
+(the residual of Frisch & Waugh 1933). Without this step a copy could count as new: a penalised
+regression on few contexts can't use a direction of the base that has little variance, but it can
+use a copy of that direction with large variance. The step removes what hidden states share linearly
+with the base and keeps what they add. It uses no labels, and therefore all contexts.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -36,9 +38,9 @@ from probes.fit.solvers import compact, project
 from probes.targets import Outcome
 
 RATIOS = (0.0, 0.1, 1.0, 10.0)  # of a further block's inner products to the first block's
-TIE = 1e-9  # losses, sums of thousands of terms in float64, are equal up to this share
-PLANTED = (0.1, 0.2, 0.4, 0.8)  # shares of what the base leaves that a planted addition tells
-RIDGES = np.geomspace(1e-6, 1e3, 28)  # of the residual, per context
+TIE = 1e-9  # losses that differ by a smaller share are equal: they are sums of thousands of terms
+PLANTED = (0.1, 0.2, 0.4, 0.8)  # shares that a planted addition explains of what the base doesn't
+RIDGES = np.geomspace(1e-6, 1e3, 28)  # penalties of the ridge regressions, per context
 
 Place = TypeVar("Place", bound=Hashable)
 Tuned = tuple[np.ndarray, float]  # the blocks side by side, and their common penalty
@@ -49,18 +51,18 @@ class IncrementalScores:
     """Out-of-fold scores with and without the hidden states."""
 
     base: np.ndarray  # [contexts] log-odds from the base blocks
-    full: np.ndarray  # [contexts] log-odds from these and the hidden states
+    full: np.ndarray  # [contexts] log-odds from the base blocks and the hidden states
     ratios: list[float]  # that each outer fold chose for the hidden states; 0 leaves them out
     unreliability: float  # of ``full - base``, see :func:`probes.fit.nested_cv.unreliability`
 
 
 @dataclass(frozen=True)
 class Base:
-    """The readout that hidden states have to add to, of one outer fold."""
+    """The base of one outer fold, to which hidden states have to add."""
 
-    parts: list[np.ndarray]  # [contexts, features] the blocks, each at one scale
-    mixed: np.ndarray  # [contexts, features] side by side, each as large as the inner loop chose
-    tuned: Tuned  # with the penalty that it chose
+    parts: list[np.ndarray]  # [contexts, features] the blocks, all with the same scale
+    mixed: np.ndarray  # [contexts, features] side by side, with the factors that were chosen
+    tuned: Tuned  # the same, with the penalty that was chosen
 
 
 def tune_base(
@@ -72,11 +74,11 @@ def tune_base(
     """The base of each outer fold.
 
     Args:
-        blocks: ``[contexts, features]`` each, in any unit: what the base reads. At least one.
-        ends: ``[contexts, features]`` for each outer fold, one more block: states of the layer that
-            is probed, at the ends of query and response.
+        blocks: ``[contexts, features]`` each, in any unit; at least one.
+        ends: for each outer fold a further block, ``[contexts, features]``: the states of the layer
+            that is probed, at the ends of query and response.
         design: outcome and folds.
-        apply: ``map``, or what does the same for the folds in parallel.
+        apply: ``map``, or a function that does the same in parallel.
     """
     fixed = [centre_and_scale(block) for block in blocks]
 
@@ -97,12 +99,21 @@ def incremental_scores(
     design: Design,
     apply: Callable[..., Iterable] = map,
 ) -> IncrementalScores:
-    """Cross-fit the base, and the base with ``hidden``: ``[contexts, d_model]`` for each fold,
-    read where its inner loop chose."""
+    """Cross-fit the base, and the base with hidden states.
+
+    Args:
+        bases: of each outer fold, from :func:`tune_base`.
+        hidden: ``[contexts, d_model]`` for each outer fold, at the layer and position that its
+            inner loop chose.
+        design: outcome and folds.
+        apply: as for :func:`tune_base`.
+    """
 
     def tune(fold: int) -> tuple[float, list[Tuned]]:
         base, left = bases[fold], np.asarray(hidden[fold], dtype=float)
-        for part in base.parts:  # one by one: a wide block must not keep what a narrow one finds
+        # One block after another: in one regression, a wide block without information would use up
+        # the degrees of freedom that a narrow one needs.
+        for part in base.parts:
             left = residual(left, part)
         _, ratio, full = _added(base.mixed, centre_and_scale(left), design, fold)
         return ratio, [base.tuned, full]
@@ -114,7 +125,7 @@ def incremental_scores(
 
     def difference(fold: int, train: np.ndarray) -> np.ndarray:
         base, full = both(fold, train)
-        return full - base if ratios[fold] else np.zeros_like(base)  # not even rounding
+        return full - base if ratios[fold] else np.zeros_like(base)  # no rounding errors either
 
     base, full = np.empty((2, len(design.outcome)))
     for fold in range(design.fold_count):
@@ -124,18 +135,18 @@ def incremental_scores(
 
 
 def centre_and_scale(block: np.ndarray) -> np.ndarray:
-    """Centred, with a mean squared norm of 1; zeros if contexts don't differ."""
+    """The block, centred and with a mean squared norm of 1; zeros if its rows are all the same."""
     centred = np.asarray(block, dtype=float) - np.mean(block, axis=0)
     size = np.sqrt((centred**2).sum(1).mean())
     return centred / size if size > 0 else centred
 
 
 def residual(states: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """States less what ridge regression on the base predicts of them.
+    """States less the part that a ridge regression on the base predicts.
 
-    The penalty is that of generalised cross-validation (Golub, Heath & Wahba 1979, Technometrics
-    21:215), among those that leave at least half of the degrees of freedom: with more features than
-    contexts, a smaller one would leave nothing of any states.
+    Generalised cross-validation (Golub, Heath & Wahba 1979, Technometrics 21:215) chooses the
+    penalty among those that leave at least half of the degrees of freedom. With more features than
+    contexts, a smaller penalty would leave nothing of any states.
 
     Args:
         states: ``[contexts, d_model]``.
@@ -153,16 +164,17 @@ def residual(states: np.ndarray, base: np.ndarray) -> np.ndarray:
 def _added(
     mixed: np.ndarray, more: np.ndarray, design: Design, fold: int
 ) -> tuple[np.ndarray, float, Tuned]:
-    """Features with one more block, its ratio, and what the inner loop of the outer fold chose."""
+    """The features with one more block, the ratio of that block, and the penalty, as the inner loop
+    of the outer fold chose them."""
     wider = [np.hstack([mixed, np.sqrt(ratio) * more]) if ratio else mixed for ratio in RATIOS]
     which, tuned = _tuned(wider, design, fold)
     return wider[which], RATIOS[which], tuned
 
 
 def _tuned(mixtures: Iterable[np.ndarray], design: Design, fold: int) -> tuple[int, Tuned]:
-    """Which mixture, and the penalty, of the smallest held-out loss in an outer fold's inner loop.
+    """The mixture and penalty with the smallest held-out loss in an outer fold's inner loop.
 
-    Of equal losses the first: features that add nothing change a loss by rounding only.
+    Of equal losses the first is taken: features that add nothing change a loss by rounding only.
     """
     best, least = None, np.inf
     for which, mixed in enumerate(mixtures):
@@ -186,20 +198,20 @@ def _tuned(mixtures: Iterable[np.ndarray], design: Design, fold: int) -> tuple[i
 def plant(
     hidden: Mapping[Place, np.ndarray], outcome: Outcome, base: np.ndarray, share: float, seed: int
 ) -> tuple[dict[Place, np.ndarray], np.ndarray]:
-    """States with an addition to what the base tells, along one random direction of each.
+    """Add a signal, which the base doesn't hold, to hidden states along a random direction.
 
-    The addition is as loud as a direction that carries a typical part of the states' variance: its
-    variance is the mean of those of the principal axes, weighted by themselves.
+    The signal has the variance of a typical direction of the states: the mean of the variances of
+    the principal axes, weighted by themselves.
 
     Args:
         hidden: ``[contexts, d_model]`` each.
         outcome: k of n per context.
         base: ``[contexts]`` log-odds that the base predicts.
-        share: squared correlation of the addition with what the base leaves of the rates.
+        share: the squared correlation of the signal with the rates less the base's prediction.
         seed: of direction and noise.
 
     Returns:
-        The states, and the ``[contexts]`` addition, with a variance of 1.
+        The states with the signal, and the ``[contexts]`` signal with a variance of 1.
     """
     rng = np.random.default_rng(seed)
     left = less_means(outcome.rate - expit(base), outcome.runs)
@@ -216,6 +228,6 @@ def plant(
 
 
 def saved_by(signal: np.ndarray, outcome: Outcome, base: np.ndarray) -> np.ndarray:
-    """``[contexts]`` log-odds of one who knows the addition, too."""
+    """``[contexts]`` log-odds of a predictor that knows the base's prediction and the signal."""
     best = minimize_scalar(lambda times: held_out_loss(base + times * signal, outcome).sum())
     return base + best.x * signal

@@ -1,13 +1,13 @@
-"""Folds of whole sources, their permutations, and the headline selected and tested with both.
+"""Folds of whole sources, their permutations, and the selection and tests that use both.
 
-Folds are stratified by the target, so they depend on the labels. A permutation test that shuffled
-labels freely but kept the folds would compare labels that are evenly spread over the folds with
-labels that aren't. Here a permutation draws from exactly the arrangements of labels that could have
-led to these folds: if hidden states have nothing to do with the labels, each of them is as likely
-as the observed one.
+Folds are stratified by the target, so they depend on the labels. The observed labels are spread
+evenly over the folds; freely shuffled labels would not be, and the two could not be compared.
+Therefore a permutation is drawn from exactly those arrangements of labels that could have led to
+these folds. If hidden states have nothing to do with the labels, each arrangement is as likely as
+the observed one.
 
-Selection sees inner folds only, and is the same function for the observed labels and for every
-permutation, so that the headline's p value accounts for it.
+Selection uses inner folds only. It is repeated for every permutation, so that the headline's p
+value accounts for it.
 """
 
 from collections.abc import Iterator
@@ -24,16 +24,18 @@ LEVEL = 0.05  # of permutation tests
 
 @dataclass(frozen=True)
 class SelectionTests:
-    """Selection and permutation tests over a heat map. Layers and positions are in the given order;
-    a statistic is the AUROC of closed-form probes, mean over outer folds."""
+    """Selection and permutation tests over a heat map, layers and positions in the given order.
+
+    A statistic is the AUROC of closed-form probes, averaged over outer folds.
+    """
 
     statistic: np.ndarray  # [layers, positions]
-    p_family: np.ndarray  # [layers, positions] how often the largest of a permutation reaches it
+    p_family: np.ndarray  # [layers, positions] share of permutations whose largest reaches it
     null_quantile: np.ndarray  # [layers, positions] 95% quantile of the permuted statistics
-    family_quantile: float  # 95% quantile of the largest
+    family_quantile: float  # 95% quantile of each permutation's largest statistic
     chosen: np.ndarray  # [folds, 2] layer and position (indices) that each inner loop chose
     chosen_on_all: tuple[int, int]  # layer and position (indices) chosen on all contexts
-    headline_statistic: float  # each outer fold scores what was chosen for it
+    headline_statistic: float  # mean over outer folds, each at its chosen layer and position
     headline_p: float  # its p value, with the selection replayed under each permutation
     headline_null: np.ndarray  # [permutations] the headline's statistic under each
 
@@ -43,23 +45,23 @@ class SelectionTests:
 
     @property
     def readable(self) -> bool:
-        """Both p values are at most :data:`LEVEL`: the headline's, and the smallest family-wise
-        one of the heat map."""
+        """Whether both p values are at most :data:`LEVEL`: the headline's, and the smallest
+        family-wise p value of the heat map."""
         return bool(self.headline_p <= LEVEL and self.p_family.min() <= LEVEL)
 
 
 def choose(correlations: np.ndarray, sources: int) -> tuple[np.ndarray, np.ndarray]:
     """The earliest layer that reads as well as the best one, by the one-standard-error rule.
 
-    What a block writes into the residual stream stays there: many later layers read alike, and the
-    best of them is best by chance. At the position of the best correlation, the earliest layer
-    within one standard error of it (Breiman et al. 1984, section 3.4.3) is chosen. The standard
-    error is that of Fisher's z, ``1 / sqrt(sources - 3)``.
+    What a block writes into the residual stream stays there. Many later layers can therefore be
+    read equally well, and the best of them is best by chance. At the position of the best
+    correlation, the earliest layer within one standard error of it is chosen (Breiman et al. 1984,
+    section 3.4.3). The standard error is that of Fisher's z, ``1 / sqrt(sources - 3)``.
 
     Args:
-        correlations: ``[layers, positions, …]`` held-out correlations; other axes are separate
-            choices.
-        sources: how many the correlations are from.
+        correlations: ``[layers, positions, …]`` held-out correlations. A choice is made for each
+            entry of the other axes.
+        sources: the number of sources behind each correlation.
 
     Returns:
         Indices of layer and position, each ``[…]``.
@@ -84,11 +86,11 @@ def select_and_test(
 
     Args:
         inner: ``[layers, positions, folds, 1 + permutations]`` inner correlations; column 0 of the
-            last axis is observed.
-        outer: the same shape, AUROC in the outer folds.
+            last axis belongs to the observed labels.
+        outer: AUROC in the outer folds, with the same shape.
         whole: ``[layers, positions]`` correlations over all folds.
-        sources_inside: sources in the inner loop of one outer fold (on average).
-        sources: all of them.
+        sources_inside: the mean number of sources in the inner loop of an outer fold.
+        sources: the number of all sources.
     """
     statistic = outer.mean(2)
     observed, null = statistic[..., 0], statistic[..., 1:]
@@ -111,7 +113,7 @@ def select_and_test(
 
 
 def _p(observed: np.ndarray, null: np.ndarray) -> np.ndarray:
-    """NaN without permutations. The slack is for float32 sums, which depend on their order."""
+    """p values; NaN without permutations. The slack allows for rounding in float32 sums."""
     if not len(null):
         return np.full_like(observed, np.nan)
     return permutation_p(observed, null, slack=1e-6)
@@ -127,23 +129,24 @@ Seed = int | np.random.SeedSequence
 
 
 def seeds_of(seed: int) -> list[np.random.SeedSequence]:
-    """Of folds and of permutations: with one stream, permutations would repeat the draws that
-    dealt the folds."""
+    """The seeds of folds and of permutations. With one seed, permutations would repeat the random
+    numbers that made the folds."""
     return np.random.SeedSequence(seed).spawn(2)
 
 
 def make_folds(outcome: Outcome, folds: int = 5, seed: Seed = 0) -> np.ndarray:
     """Deal sources into folds, stratified by their rates.
 
-    Sources that can change places (the same number of contexts in the same runs) are sorted by
-    their rates, ties at random, and every ``folds`` of them in a row are dealt out to different
+    Sources with the same number of contexts in the same runs can change places. They are sorted by
+    their rates, with ties in random order. Each block of ``folds`` neighbours is dealt to different
     folds.
 
     Returns:
-        ``[contexts]`` fold of each; contexts of one source share it.
+        ``[contexts]`` fold of each context; contexts of one source have the same fold.
 
     Raises:
-        ValueError: fewer sources than folds, or fewer folds than three: an inner loop needs two.
+        ValueError: there are fewer sources than folds, or fewer than three folds: an inner loop
+            needs two.
     """
     if folds < 3:
         raise ValueError(f"{folds} folds leave the inner loop none to train on; take 3 or more")
@@ -168,13 +171,14 @@ def make_folds(outcome: Outcome, folds: int = 5, seed: Seed = 0) -> np.ndarray:
 def permutations(
     outcome: Outcome, folds: np.ndarray, count: int, seed: Seed = 0
 ) -> Iterator[np.ndarray]:
-    """Random permutations that could have led to these folds: of whole sources, or, where responses
-    to one query are compared, of the responses of each.
+    """Random permutations of labels that could have led to these folds.
 
-    A source's labels move together, context by context, to a source with as many contexts in the
-    same runs. Labels of one block are dealt to the folds anew, then shuffled within each fold.
+    Whole sources change places: a source's labels move together, context by context, to a source
+    with as many contexts in the same runs. The labels of a block are dealt to the folds anew, then
+    shuffled within each fold. Where siblings are compared, labels change places within each query.
 
-    ``folds`` are as :func:`make_folds` gave them.
+    Args:
+        folds: as :func:`make_folds` gave them.
 
     Yields:
         ``[contexts]`` rows: context i gets the labels of context ``rows[i]``.
@@ -210,7 +214,8 @@ def permutations(
 
 
 def exchangeable_sources(outcome: Outcome) -> int:
-    """How many sources can change places with another one, or have responses that can."""
+    """How many sources can change places with another source; where siblings are compared, how many
+    have several responses."""
     if outcome.compares_siblings:
         return int((np.bincount(outcome.sources) > 1).sum())
     return sum(len(members) for members in _classes(outcome) if len(members) > 1)
@@ -224,13 +229,13 @@ def _source_rates(outcome: Outcome) -> np.ndarray:
 
 
 def _rows_of_sources(outcome: Outcome) -> list[np.ndarray]:
-    """Rows of each source, ordered by run, so that those of two sources correspond."""
+    """The rows of each source, ordered by run, so that the rows of two sources correspond."""
     order = np.lexsort((np.arange(len(outcome)), outcome.runs, outcome.sources))
     return np.split(order, np.cumsum(np.bincount(outcome.sources))[:-1])
 
 
 def _classes(outcome: Outcome) -> list[np.ndarray]:
-    """Sources that can change places: as many contexts in the same runs."""
+    """Groups of sources that can change places: with as many contexts in the same runs."""
     kinds = [tuple(outcome.runs[rows]) for rows in _rows_of_sources(outcome)]
     order = sorted(range(len(kinds)), key=lambda source: (kinds[source], source))
     return [np.array(list(group)) for _, group in groupby(order, key=kinds.__getitem__)]

@@ -1,11 +1,11 @@
 """Nested cross-validation of probes at one layer and position.
 
-Five folds give the outer loop; for each of them the other four give the inner loop. A probe that
-leaves out two folds serves both of them, so that five folds need ten inner and five outer
-decompositions, which all penalties and permutations share.
+The outer loop has five folds. For each of them, the inner loop has the other four. A probe that
+leaves out two folds is used in the inner loops of both, so that five folds need ten inner and five
+outer decompositions. All penalties and permutations share these.
 
-Selection and permutation tests use the closed form (ridge on the rates), which costs one matrix
-product for all permutations; the reported scores are those of logistic regression.
+Selection and permutation tests use the closed form (ridge regression on the rates), which takes one
+matrix product for all permutations. The reported scores are those of logistic regression.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ from ia_mech.stats import auroc_columns
 from probes.fit.solvers import PENALTIES, Fit, Projection, compact, logistic_path, project
 from probes.targets import Outcome
 
-# Contexts with equal states tie, though the last bits of their scores may differ.
+# Scores are rounded, so that contexts with equal states tie whatever their last bits are.
 DIGITS = 9  # of log-odds
 SHARE_DIGITS = 5  # of float32 predictions, as shares of the largest
 
@@ -28,21 +28,22 @@ SHARE_DIGITS = 5  # of float32 predictions, as shares of the largest
 class Design:
     outcome: Outcome
     folds: np.ndarray  # [contexts] fold of each
-    label_rows: np.ndarray  # [1 + permutations, contexts] whose labels it gets; row 0 is its own
-    trained: np.ndarray  # [contexts] whether it may be trained and chosen on
-    tested: np.ndarray  # [contexts] whether it is tested on; folds of tested ones are outer ones
-    penalties: tuple[float, ...] = PENALTIES  # falling
+    # [1 + permutations, contexts] the context whose labels each gets; in row 0 its own.
+    label_rows: np.ndarray
+    trained: np.ndarray  # [contexts] whether each may be used for training and selection
+    tested: np.ndarray  # [contexts] whether each is tested; the folds of these are the outer folds
+    penalties: tuple[float, ...] = PENALTIES  # descending
 
     @classmethod
     def from_outcome(
         cls, outcome: Outcome, folds: np.ndarray, permuted: Iterable[np.ndarray] = ()
     ) -> "Design":
-        """All contexts are trained and tested on, with these permutations."""
+        """A design in which all contexts are used for training and for testing."""
         every = np.ones(len(outcome), dtype=bool)
         return cls(outcome, folds, np.array([np.arange(len(outcome)), *permuted]), every, every)
 
     def observed(self) -> "Design":
-        """The same without permutations."""
+        """The same design without permutations."""
         return replace(self, label_rows=self.label_rows[:1])
 
     @cached_property
@@ -51,29 +52,29 @@ class Design:
 
     @cached_property
     def outer(self) -> list[int]:
-        """Folds that are tested on."""
+        """The folds with contexts that are tested."""
         return np.unique(self.folds[self.tested]).tolist()
 
     @cached_property
     def rates(self) -> np.ndarray:
-        """``[contexts, 1 + permutations]`` float32."""
+        """``[contexts, 1 + permutations]`` float32: the rates under each permutation."""
         return self.outcome.rate[self.label_rows].T.astype(np.float32)
 
     @cached_property
     def standard(self) -> list[np.ndarray]:
-        """Rates of each fold's training contexts, see :meth:`standard_rates`."""
+        """The standardised rates of each fold's training contexts."""
         return [self.standard_rates(self.rows_of(fold)) for fold in range(self.fold_count)]
 
     def standard_rates(self, rows: np.ndarray) -> np.ndarray:
-        """``[rows, 1 + permutations]`` centred within runs, columns of length 1 (or 0)."""
+        """``[rows, 1 + permutations]`` rates, centred within runs; columns of length 1 (or 0)."""
         return _unit(less_means(self.rates[rows], self.outcome.runs[rows]))
 
     def rows_of(self, *folds: int) -> np.ndarray:
-        """Those of these folds that may be trained on."""
+        """The contexts of these folds that may be used for training."""
         return np.flatnonzero(self.trained & np.isin(self.folds, folds))
 
     def rows_outside(self, *folds: int) -> np.ndarray:
-        """Those of other folds that may be trained on."""
+        """The contexts of all other folds that may be used for training."""
         return np.flatnonzero(self.trained & ~np.isin(self.folds, folds))
 
     def tested_rows(self, fold: int) -> np.ndarray:
@@ -82,20 +83,24 @@ class Design:
 
 @dataclass(frozen=True)
 class CrossValidated:
-    """What nested cross-validation finds at one layer and position, by the closed form (inner
-    correlations are means over inner folds, of the best penalty) and by logistic probes."""
+    """The result of nested cross-validation at one layer and position.
 
-    inner_correlation: np.ndarray  # [outer folds, 1 + permutations] float32, with the rates
-    outer_auroc: np.ndarray  # [outer folds, 1 + permutations] float32, with that penalty
-    whole_correlation: float  # over all outer folds, for the selection on all contexts
-    differs: bool  # any two contexts of a run have different states
-    scores: np.ndarray  # [contexts] log-odds, each from its outer fold's probe; NaN if not tested
-    penalties: np.ndarray  # [outer folds] of those probes, by the inner loop
+    Correlations and AUROC are those of the closed form, scores those of logistic probes.
+    """
+
+    # [outer folds, 1 + permutations] float32 correlation with the rates: the mean over inner folds,
+    # at the best penalty.
+    inner_correlation: np.ndarray
+    outer_auroc: np.ndarray  # [outer folds, 1 + permutations] float32, at the same penalty
+    whole_correlation: float  # mean over all outer folds, for the selection on all contexts
+    differs: bool  # whether two contexts of a run have different states
+    scores: np.ndarray  # [contexts] log-odds from the outer fold's probe; NaN if not tested
+    penalties: np.ndarray  # [outer folds] of the logistic probes, chosen by the inner loop
     unreliability: float  # of the scores, see :func:`unreliability`
 
 
 def cross_validate(features: np.ndarray, design: Design) -> CrossValidated:
-    """Select penalties, score and test the probes of ``[contexts, d]`` features."""
+    """Choose penalties for probes of ``[contexts, d]`` features, score and test the probes."""
     states, runs = compact(features), design.outcome.runs
     outer, columns = design.outer, design.rates.shape[1]
     inner = np.zeros((design.fold_count, len(design.penalties), columns), dtype=np.float32)
@@ -149,20 +154,20 @@ def cross_validate(features: np.ndarray, design: Design) -> CrossValidated:
 
 
 def unreliability(design: Design, predict: Callable[[int, np.ndarray], np.ndarray]) -> float:
-    """Share of the variance of new contexts' scores that is chance in training: one less their
-    reliability.
+    """The share of the variance of new contexts' scores that is chance in training, which is one
+    minus the scores' reliability.
 
-    For each outer fold two probes are trained on one half each of the other folds, which share no
-    source, and their scores in that fold are correlated within runs. Stepped up to the whole
-    training set (Spearman–Brown) that is the reliability of the scores. Folds
-    that both halves score alike throughout say nothing of it.
+    For each outer fold, two probes are trained, each on one half of the other folds. The halves
+    share no source. The correlation of the two probes' scores in the outer fold, within runs, is
+    stepped up to the whole training set (Spearman–Brown) and gives the reliability. Folds in which
+    both probes give constant scores are left out.
 
     Args:
         design: outcome and folds.
-        predict: ``(fold, train rows) -> [contexts of the fold]`` scores, trained on those rows.
+        predict: ``(fold, train rows) -> [contexts of the fold]`` scores of a probe of these rows.
 
     Returns:
-        0 (two such probes agree, or all scores are constant) to 1 (they have nothing in common).
+        From 0 (the two probes agree, or all scores are constant) to 1 (they don't correlate).
     """
     runs, agreement = design.outcome.runs, []
     for fold in design.outer:
@@ -186,7 +191,7 @@ def unreliability(design: Design, predict: Callable[[int, np.ndarray], np.ndarra
 
 
 def fit(split: Projection, design: Design, penalty: float) -> Fit:
-    """The logistic probe of the training rows."""
+    """The logistic probe that is trained on the training rows."""
     return _path(split, design, [penalty])[0]
 
 
@@ -197,7 +202,7 @@ def _path(split: Projection, design: Design, penalties: Sequence[float]) -> list
 
 
 def path_scores(split: Projection, design: Design, test: np.ndarray) -> np.ndarray:
-    """``[penalties, test]`` log-odds of the logistic probes of all penalties."""
+    """``[penalties, test]`` log-odds of the logistic probes with each penalty."""
     coordinates, runs = split.at(test), design.outcome.runs[test]
     fits = _path(split, design, design.penalties)
     return np.array([fitted.scores(coordinates, runs) for fitted in fits])
@@ -206,15 +211,21 @@ def path_scores(split: Projection, design: Design, test: np.ndarray) -> np.ndarr
 def scores_in(
     features: np.ndarray, design: Design, fold: int, train: np.ndarray, penalty: float
 ) -> np.ndarray:
-    """``[tested contexts of the fold]`` scores of the logistic probe of the training rows."""
+    """``[tested contexts of the fold]`` log-odds of the logistic probe of the training rows."""
     test, runs = design.tested_rows(fold), design.outcome.runs
     split = project(features, train, runs)
     return fit(split, design, penalty).scores(split.at(test), runs[test])
 
 
 def inner_losses(left_out: np.ndarray, design: Design, fold: int) -> np.ndarray:
-    """``[penalties]`` held-out loss over all training folds but one, in nats, of ``[penalties,
-    contexts]`` log-odds of probes trained without that fold and the context's own."""
+    """``[penalties]`` held-out loss in an outer fold's inner loop, in nats.
+
+    Args:
+        left_out: ``[penalties, contexts]`` log-odds of probes that were trained without the outer
+            fold and without the context's own fold.
+        design: outcome and folds.
+        fold: the outer fold.
+    """
     rows = design.rows_outside(fold)
     return held_out_loss(left_out[:, rows], design.outcome.take(rows)).sum(1)
 
@@ -222,10 +233,11 @@ def inner_losses(left_out: np.ndarray, design: Design, fold: int) -> np.ndarray:
 def held_out_loss(scores: np.ndarray, outcome: Outcome) -> np.ndarray:
     """``[…, contexts]`` loss of log-odds in nats, summed over the turns of each context.
 
-    Where responses to one query are compared, a query's level isn't known: of each turn with the
-    property and each turn without it after another response, the loss is that of telling which is
-    which (the conditional likelihood of the pair, which has no level). A query's mean over such
-    pairs is shared out among its contexts, and counts as often as it has turns.
+    Where siblings are compared, the level of a query isn't known. There the loss is taken over
+    pairs of turns after two responses to the query, one turn with the property and one without: it
+    is the loss of telling which is which (the pair's conditional likelihood, which doesn't depend
+    on the level). A query's mean over its pairs is divided among its contexts, and its weight is
+    its number of turns.
     """
     if not outcome.compares_siblings:
         return outcome.trials * np.logaddexp(0, scores) - outcome.positives * scores
@@ -245,7 +257,7 @@ def held_out_loss(scores: np.ndarray, outcome: Outcome) -> np.ndarray:
 
 
 def ridge_predictions(split: Projection, design: Design, test: np.ndarray) -> np.ndarray:
-    """``[penalties, test, 1 + permutations]`` float32, up to a constant per run."""
+    """``[penalties, test, 1 + permutations]`` float32 predicted rates, up to a constant per run."""
     projected = split.train.astype(np.float32).T @ design.rates[split.rows]
     coordinates = split.at(test)
     shrunk = (coordinates / (split.squares + penalty) for penalty in design.penalties)
@@ -253,8 +265,8 @@ def ridge_predictions(split: Projection, design: Design, test: np.ndarray) -> np
 
 
 def correlation(predicted: np.ndarray, standard: np.ndarray, runs: np.ndarray) -> np.ndarray:
-    """``[columns]`` correlation of predictions, less their runs' means, with rates that are
-    standardised by :meth:`Design.standard_rates`."""
+    """``[columns]`` correlation, within runs, of predictions with rates that
+    :meth:`Design.standard_rates` has standardised."""
     centred = less_means(predicted, runs)
     length = np.sqrt(np.einsum("nc,nc->c", centred, centred))
     product = np.einsum("nc,nc->c", centred, standard)
@@ -262,7 +274,7 @@ def correlation(predicted: np.ndarray, standard: np.ndarray, runs: np.ndarray) -
 
 
 def fold_auroc(scores: np.ndarray, design: Design, rows: np.ndarray) -> np.ndarray:
-    """``[columns]`` AUROC within runs of a fold's contexts, under each permutation's labels."""
+    """``[columns]`` AUROC of a fold's contexts, within runs, with each permutation's labels."""
     outcome = design.outcome
     largest = np.abs(scores).max(0)
     scores = np.round(scores / np.where(largest > 0, largest, 1), SHARE_DIGITS)
@@ -281,7 +293,7 @@ def fold_auroc(scores: np.ndarray, design: Design, rows: np.ndarray) -> np.ndarr
 
 
 def less_means(values: np.ndarray, runs: np.ndarray) -> np.ndarray:
-    """Values less the mean of their run."""
+    """``[contexts, …]`` values less the mean of their run."""
     out = values.copy()
     for run in np.unique(runs):
         out[runs == run] -= out[runs == run].mean(0)
@@ -289,6 +301,6 @@ def less_means(values: np.ndarray, runs: np.ndarray) -> np.ndarray:
 
 
 def _unit(values: np.ndarray) -> np.ndarray:
-    """Columns divided by their length; those of no length become 0."""
+    """Columns divided by their length; a column without length becomes 0."""
     length = np.sqrt((values**2).sum(0))
     return np.divide(values, length, out=np.zeros_like(values), where=length > 1e-6)

@@ -1,12 +1,12 @@
-"""Fit linear probes: principal axes that all fits of a split share, and logistic regression there.
+"""Fit linear probes: the principal axes of a split, and logistic regression in these axes.
 
 L2-penalised logistic regression and ridge regression use inner products only, so that rotated
-features give the same probe: one decomposition per split serves all penalties, labels and
-permutations. Centring and one common scale keep this property; scaling each feature wouldn't.
+features give the same probe. One decomposition per split therefore serves all penalties, labels and
+permutations. Centring and one common scale keep this property; scaling each feature would not.
 
-Labels are binomial: context i has k of n positive turns and weighs n over the mean n. The weights
-sum to the number of contexts, so that a penalty means the same for every target. Intercepts, one
-per run, are not penalised.
+Labels are binomial: context i has k of n positive turns, and its weight is n divided by the mean n.
+The weights sum to the number of contexts, so that a penalty means the same for every target. Each
+run has an intercept, which is not penalised.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ from scipy.linalg import eigh
 from scipy.optimize import minimize
 from scipy.special import expit
 
-PENALTIES = (100.0, 10.0, 1.0, 0.1, 0.01, 0.001)  # of the squared weights; mean squared norm is 1
+PENALTIES = (100.0, 10.0, 1.0, 0.1, 0.01, 0.001)  # of squared weights, at mean squared norm 1
 INTERCEPT_PENALTY = 1e-6  # an intercept would diverge where all turns of a run are alike
-STEPS = 1000  # far more than are needed
+STEPS = 1000  # far more than a fit needs
 TOLERANCE = 1e-7  # of the scaled gradient, whose square is about twice the excess loss in nats
 CONSTANT = 1e-12  # a variance below this share of the mean square is rounding
-RANK = 1e-12  # likewise a direction's share of the largest
+RANK = 1e-12  # a direction with a smaller share of the largest variance is rounding
 
 
 # -- principal axes -------------------------------------------------------------------------------
 
 
 def compact(features: np.ndarray) -> np.ndarray:
-    """``[contexts, at most contexts]`` float64 with the same inner products as ``[contexts, d]``
-    features less their mean; zeros where no more than rounding differs."""
+    """``[contexts, at most contexts]`` float64 with the inner products of ``[contexts, d]``
+    features less their mean; zeros if contexts differ by rounding only."""
     given = np.asarray(features, dtype=np.float64)
     centred = given - given.mean(0)
     if (centred**2).sum() <= CONSTANT * (given**2).sum():
@@ -42,17 +42,17 @@ def compact(features: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Projection:
-    """Contexts in the principal axes of those that are trained on."""
+    """Contexts in the principal axes of the training contexts."""
 
-    features: np.ndarray  # [contexts, d] what is projected
+    features: np.ndarray  # [contexts, d]
     runs: np.ndarray  # [contexts]
     rows: np.ndarray  # the training rows
-    # [train, m] their coordinates, centred within runs, of mean squared norm 1; orthogonal columns.
+    # [train, m] coordinates of the training rows: centred within runs, with orthogonal columns
+    # and a mean squared norm of 1.
     train: np.ndarray
-    squares: np.ndarray  # [m] squared norms of the columns of ``train``, falling
-    axes: np.ndarray  # [d, m] what makes coordinates of centred features
-    # [runs, d] training mean of each run; of all runs where a run has no training row, the best
-    # guess for an unseen run.
+    squares: np.ndarray  # [m] squared norms of the columns of ``train``, descending
+    axes: np.ndarray  # [d, m] maps centred features to coordinates
+    # [runs, d] training mean of each run. A run without training rows gets the mean of all.
     centres: np.ndarray
 
     def at(self, rows: np.ndarray) -> np.ndarray:
@@ -61,15 +61,17 @@ class Projection:
 
 
 def project(features: np.ndarray, train: np.ndarray, runs: np.ndarray) -> Projection:
-    """Principal axes of the training contexts, by whichever inner products are fewer.
+    """Principal axes of the training contexts.
+
+    They are found from the inner products of contexts or of features, whichever are fewer.
 
     Args:
         features: ``[contexts, d]``.
-        train: rows to learn centres, scale and axes from.
-        runs: ``[contexts]`` run of each context, numbered from 0; each is centred by itself.
+        train: the rows that centres, scale and axes are learned from.
+        runs: ``[contexts]`` run of each context, numbered from 0; each run is centred by itself.
 
     Returns:
-        Coordinates; with no column where the training contexts don't differ.
+        The projection; it has no axes if the training contexts don't differ.
     """
     takes = np.zeros((int(runs.max()) + 1, len(features)))
     takes[runs[train], train] = 1
@@ -111,19 +113,20 @@ def logistic_path(
     penalties: Sequence[float],
     run_count: int,
 ) -> list[Fit]:
-    """L2-penalised binomial logistic regression for falling penalties, each started at the last.
+    """L2-penalised binomial logistic regression for descending penalties. Each fit starts from the
+    one before.
 
-    Minimises ``sum of weighted losses + penalty / 2 * |weights|²`` by L-BFGS. Columns are
-    orthogonal and centred within runs, so that the curvature is nearly diagonal; with each
-    parameter in units of the root of its own, some ten steps are enough.
+    L-BFGS minimises ``sum of weighted losses + penalty / 2 * |weights|²``. Columns are orthogonal
+    and centred within runs, so that the curvature is nearly diagonal. Each parameter is scaled by
+    the root of its own curvature; then some ten steps are enough.
 
     Args:
         coordinates: ``[n, m]``.
         runs: ``[n]`` run of each context.
         positives: ``[n]`` k.
         trials: ``[n]`` n.
-        penalties: falling.
-        run_count: how many intercepts; those of runs without contexts are the mean of the others.
+        penalties: descending.
+        run_count: how many intercepts. A run without contexts gets the mean of the others.
     """
     weight = trials / trials.mean()
     target = positives / trials * weight

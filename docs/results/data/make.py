@@ -7,8 +7,8 @@
 FOLDER holds run/ (judged by the rules judge, with results of locate, of ``probes --within source
 --target latent`` and of ``rates --by correct``), vectors/ (of learned-vector), changes/ (of
 perturbations), elicit/, interchange/, interchange_again/ (of one cell and all queries) and bands/
-(of locate --maps bands blocks); what isn't there is left out. ``scores`` needs the model: it scores
-turns of OUT/turns.parquet after each response to their query, in an hour or two of a CPU.
+(of locate --maps bands blocks); a table without its folder is left out. ``scores`` needs the model:
+it scores turns of OUT/turns.parquet after each response to their query, in an hour or two of a CPU.
 """
 
 import sys
@@ -71,8 +71,8 @@ def contexts(run: Run, folder: Path) -> pd.DataFrame:
 
 
 def turns(run: Run) -> pd.DataFrame:
-    """Every turn with its category, and how often the judge accepted it: after its own context
-    (``follow_up``), after each of its siblings, and after a wrong conversation."""
+    """Every turn with its category, and how often the judge calls it a follow-up: after its own
+    response (``follow_up``), after its siblings, and after a wrong conversation."""
     verdicts = pd.read_parquet(run.path / "judgements/rules.parquet")
     verdicts["follow_up"] = verdicts["follow_up"].map({True: 1.0, False: 0.0}).astype("float32")
     own = verdicts[verdicts["decoy"].isna()].set_index(TURN)
@@ -81,7 +81,7 @@ def turns(run: Run) -> pd.DataFrame:
     table = run.generations[[*TURN, "text"]].copy()
     key = pd.MultiIndex.from_frame(table[TURN])
     table["category"] = own["category"].reindex(key).to_numpy()
-    table["accepted"] = own["follow_up"].reindex(key).to_numpy()
+    table["follow_up"] = own["follow_up"].reindex(key).to_numpy()
     table["follow_up_after_siblings"] = siblings.mean().reindex(key).to_numpy()
     table["follow_up_after_wrong"] = other.reindex(key).to_numpy()
     return table.rename(columns={"context_id": "context"})
@@ -199,7 +199,7 @@ def figures(models: dict[str, Path], out: Path) -> None:
     sites = {name: (f"written: {part}", -1) for name, part in parts.items()}
     what = "bits a turn at T = 0.7 tells about its response"
     bars = Bars(
-        "turns written where only this part is the response's", what, estimates(models, sites)
+        "newly written turns, with only this from their response", what, estimates(models, sites)
     )
     windows = {f"{at}": ("response, layers", at) for at in range(1, 30, 4)}
     rows = estimates(models, windows).dropna()

@@ -103,9 +103,8 @@ class RulesJudge(Judge):
         smollm, qwen = (accuracy[name] for name in ("others", "qwen"))
         self.caveat = (
             "the rules judge is a heuristic: balanced accuracy against a language model's labels "
-            f"(no person's) {smollm['balanced_accuracy']} on {smollm['turns']:,} turns of SmolLM2 "
-            f"and {qwen['balanced_accuracy']} on {qwen['turns']} of Qwen2.5-Coder, close calls "
-            "included (ia_mech/judge/rules/CARD.md)"
+            f"{smollm['balanced_accuracy']} (SmolLM2), {qwen['balanced_accuracy']} "
+            "(Qwen2.5-Coder); ia_mech/judge/rules/CARD.md"
         )
 
     def fitted_on(self, items: Sequence[Item]) -> list[bool]:

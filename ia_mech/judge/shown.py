@@ -1,0 +1,77 @@
+"""Turns with their labels, as the terminal shows them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ia_mech.cli import one_line
+from ia_mech.judge.rubric import heading
+from ia_mech.run import Run
+from ia_mech.run.labelled import FAILED
+from ia_mech.run.queries import exchange
+
+RULE = (
+    "of each label its first turn after a query that isn't shown yet; follow-ups first, then the "
+    "commonest label"
+)
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A user turn, what it followed, and what a judge says of it."""
+
+    context_id: str
+    temperature: float
+    query: str
+    response: str
+    text: str
+    category: str
+    rationale: str
+
+
+def labelled_turns(run: Run, judge: str, count: int) -> list[Labelled]:
+    """At most so many turns with a judge's labels, chosen by :data:`RULE`; a label all of whose
+    queries are shown has its first turn of all."""
+    rows = run.labelled(judge, columns=["rationale"])
+    rows = rows.astype({"category": object, "source": str})
+    rows = rows[rows["category"].notna() & (rows["category"] != FAILED)]
+    by_label = dict(list(rows.groupby("category")))
+
+    def rank(name: str) -> tuple[bool, int]:
+        return bool((by_label[name]["follow_up"] != 1).all()), -len(by_label[name])
+
+    first: dict[int, str] = {}  # query by the place of the turn
+    for name in sorted(by_label, key=rank)[:count]:
+        own = by_label[name]["source"]
+        fresh = own[~own.isin(list(first.values()))]
+        at = (own if fresh.empty else fresh).index[0]
+        first[at] = own[at]
+    chosen = rows.loc[list(first)]
+    found: dict[int, Labelled] = {}
+    for contexts, turns in run.windows(["context_id", "messages"], ["context_id", "text"]):
+        messages = dict(zip(contexts["context_id"], contexts["messages"], strict=True))
+        for at in turns.index.intersection(chosen.index):
+            row, name = chosen.loc[at], turns.at[at, "context_id"]
+            found[at] = Labelled(
+                name,
+                float(row["temperature"]),
+                *exchange(messages[name]),
+                turns.at[at, "text"],
+                str(row["category"]),
+                row["rationale"] if isinstance(row["rationale"], str) else "",
+            )
+        if len(found) == len(chosen):
+            break
+    return [found[at] for at in chosen.index]
+
+
+def lines_of(turns: list[Labelled], *, rationale: bool = False) -> Iterator[str]:
+    """The lines that show these turns, if asked for with the judge's reasons."""
+    for turn in turns:
+        temperature = f"T = {turn.temperature:g}" if turn.temperature else "greedy"
+        name = one_line(turn.context_id, 40)
+        yield f"  {name} · {temperature} → {one_line(heading(turn.category), 60)}"
+        yield f"    query:     {one_line(turn.query, 90)}"
+        yield f"    response:  {one_line(turn.response, 90)}"
+        yield f"    user turn: {one_line(turn.text, 160) or '(nothing)'}"
+        if rationale and turn.rationale:
+            yield f"    judge:     {one_line(turn.rationale, 160)}"
