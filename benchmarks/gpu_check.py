@@ -59,7 +59,7 @@ def facts() -> str:
 
 
 def run(words: tuple[str, ...], report: TextIO) -> int:
-    """The exit status of a module in a process of its own; its output goes to both places."""
+    """Run a module in a process of its own and show its output; returns the exit status."""
     say(report, f"\n$ python -m {' '.join(words)}\n")
     command = [sys.executable, "-m", *words]
     with subprocess.Popen(

@@ -98,7 +98,7 @@ Pairs = tuple[str, pd.DataFrame, pd.DataFrame]  # kind, turns, and the contexts 
 
 
 def pairs_of(turns: pd.DataFrame) -> Iterator[Pairs]:
-    """Turns with their own and with other contexts, row by row.
+    """A row per turn and context that it is compared with: its own, and others.
 
     A wrong conversation comes from the same data set: sources are put in a random circle, a new one
     for every temperature, and the turns of each source are compared with a context of the source
@@ -243,7 +243,7 @@ def by_temperature(judged: pd.DataFrame) -> Iterator[list[object]]:
 
 
 def others(judged: pd.DataFrame, part: str) -> Iterator[list[object]]:
-    """Turns of people, and turns that the model wrote without a conversation."""
+    """Figures of real follow-ups, and of turns that the model wrote without a conversation."""
     for (name, kind), rows in judged[judged["part"] == part].groupby(["set", "kind"]):
         shares = (share(rows, what) for what in ("small", "follow_up", "grounded"))
         yield [name, kind, len(rows), *shares]
@@ -274,7 +274,7 @@ def evaluate() -> None:
     table(["left out", "turns of", *COUNTED], leave_one_set_out(scores), 8, "left out")
     print("### By temperature\n")
     table(["turns of", "T", *COUNTED], by_temperature(judged), 7, "temperature")
-    header = ["held against", "turns", "p ≤ 0.05", "follow_up", "grounded"]
+    header = ["compared with", "turns", "p ≤ 0.05", "follow_up", "grounded"]
     print("### Turns after the bare user header\n")
     table(["set", *header], others(judged, BARE), 4, "bare header")
     print("### What people wrote next\n")

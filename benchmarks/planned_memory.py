@@ -37,7 +37,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's configuration, and a part: contexts, their tokens, rows of each, new tokens."""
+    """A model's configuration and a part's size: contexts, tokens, rows per context, new tokens."""
 
     config: Callable[..., transformers.PretrainedConfig]
     changes: dict

@@ -1,12 +1,12 @@
-"""Does ``locate`` find the ways that bits take from response to turn? In planted transformers.
+"""Does ``locate`` find how bits get from response to turn? Tested on planted transformers.
 
     python -m benchmarks.planted_locate                  the whole study, some 30 minutes
     python -m benchmarks.planted_locate --seeds 2        two studies of each kind
     python -m benchmarks.planted_locate --only latent    studies of one kind
 
-Each study has a transformer of its own and 60 queries with four responses and a turn after each,
-and is measured and estimated as ``experiments.locate`` does it. What is planted is in
-``benchmarks/planted_routes.py``. A study is right if its sentence is:
+Each study has a transformer of its own and 60 queries with four responses and a turn after each.
+It is measured and estimated as ``experiments.locate`` does it. ``benchmarks/planted_routes.py``
+says what is planted. A study is right if its sentence is right about:
 
 - whether turns tell something, and whether response and header carry something. They do if the
   interval lies above 0; they don't if it reaches 0 or lies below a tenth of what is expressed;

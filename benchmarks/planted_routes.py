@@ -32,7 +32,7 @@ BOS, FILLER, FILLERS, NAME, WORDING = 1, 2, 8, 10, 14
 END, SEPARATOR, USER, OPENER, OPENING, ECHO, JUNK = 18, 19, 20, 23, 24, 25, 29
 VOCAB, WIDTH, DEPTH, HEADS, DIM = 30, 64, 4, 2, 16
 WRITE, READ, DIRECT = 1, 2, 4  # blocks
-# Which dimensions of the residual stream hold what; from OWN_NAME on, several dimensions each.
+# What the dimensions of the residual stream hold; from OWN_NAME on, each feature has several.
 CONSTANT, IS_BOS, IS_HEADER, IS_NAME, IS_TURN, IS_OPENING, IS_WORDING, IS_WORD = range(8)
 OPENED, IS_JUNK, OWN_NAME, OWN_WORDING, COPIED, KNOWN, TOLD, BAG = 8, 9, 10, 14, 18, 22, 26, 30
 REST = 63
@@ -54,7 +54,7 @@ class Kind:
     Attributes:
         name: as it is shown.
         carries: the sites that carry bits, by their names in ``experiments.hybrids``.
-        follows: how often a turn says what its response says; else a word drawn by chance.
+        follows: how often a turn says what its response says; otherwise it says a random word.
         code: a header token gets the content's name.
         bag: header tokens get the mean of the response's words.
         header: how strongly turns read the header.
@@ -194,8 +194,8 @@ def _attends(
 
 
 def _matches(made, block: int, read: int, write: int, count: int, gain: float) -> None:
-    """Turns that know a name from the header attend to the response that has it, else to the
-    begin-of-text token, and add to their state what is there."""
+    """Turns that know a name from the header attend to the response with that name, or else to the
+    begin-of-text token, and add to their state what they find there."""
     attention, each = made.model.layers[block - 1].self_attn, torch.arange(NAMES)
     attention.q_proj.weight[STILL, CONSTANT] += 4.0
     attention.k_proj.weight[STILL, IS_BOS] += 4.0
@@ -233,7 +233,7 @@ def siblings(
         kind: what is planted.
         rng: of responses and turns.
         name: of the query.
-        wordings: the responses are four wordings of one content, in place of four contents.
+        wordings: whether the responses are four wordings of one content instead of four contents.
     """
     asked = rng.integers(FILLER, FILLER + FILLERS, size=rng.integers(2, 6)).tolist()
     contents = rng.permutation(NAMES)

@@ -1,4 +1,4 @@
-"""Do the intervals of reaction bits hold? Planted language models, simulated.
+"""Do intervals of reaction bits hold the true value? Tested on planted language models.
 
     python -m benchmarks.reaction            the whole study, a few minutes on one core
     python -m benchmarks.reaction --quick    a tenth of the studies
@@ -43,7 +43,7 @@ class Turns:
     Attributes:
         logprobs: ``[queries, K, samples, K]``: log-probabilities after each response (last axis)
             of the turns that followed each response (second axis).
-        alike: those of a second arm, whose responses are alike, with the same queries and noise.
+        alike: the same for a second arm whose responses are alike, with equal queries and noise.
         reader: ``[queries, K, samples, K]`` another model's log-likelihoods of the first arm.
     """
 

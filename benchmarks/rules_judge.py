@@ -44,7 +44,7 @@ QWEN = ("qwen_dev", "qwen_held")
 HELD_OUT = QWEN[1]
 FOLDS, REPEATS = 5, 5
 STRENGTHS = (0.01, 0.03, 0.1)  # C of the logistic regression
-EVENING = (0.0, 0.5)  # a category weighs its size to the power of 1 minus this
+EVENING = (0.0, 0.5)  # a category's weight is its size to the power of 1 minus this
 RULES_ONLY = ("generic",)  # too few to learn from; rules find the clear cases
 CLOSE = 0.5  # of a turn that a careful reader could have labelled otherwise
 
@@ -154,7 +154,7 @@ def predicted(classifier: rules.Classifier, turns: Turns) -> np.ndarray:
 
 
 def quality(truth: np.ndarray, guess: np.ndarray) -> float:
-    """What the settings are chosen by: the mean of the three figures that are reported."""
+    """The settings are chosen by this: the mean of the three figures that are reported."""
     table = confusion_matrix(truth == FOLLOW_UP, guess == FOLLOW_UP)
     return float(balanced_accuracy_of(table) + kappa_of(table) + np.mean(truth == guess)) / 3
 
@@ -174,7 +174,7 @@ def folds(turns: Turns, seed: int):
 
 
 def chosen(turns: Turns, seed: int) -> Hyperparameters:
-    """The settings that do best in an inner grouped cross-validation, on turns not close."""
+    """The best settings in an inner grouped cross-validation, scored on turns that aren't close."""
     clear = ~turns.close
     parts = list(folds(turns, seed))
     results = {}

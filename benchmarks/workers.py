@@ -168,7 +168,7 @@ def serve(pipe: Any, task: Task, shapes: tuple[int, int, int], steps: int, prefi
 
 @contextmanager
 def busy(wanted: bool) -> Iterator[None]:
-    """Runs beside a process that multiplies matrices with one thread, if wanted."""
+    """While it lasts, another process multiplies matrices with one thread, if wanted."""
     process = multiprocessing.get_context("spawn").Process(target=multiply, daemon=True)
     if wanted:
         process.start()

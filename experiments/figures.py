@@ -1,4 +1,4 @@
-"""Figures of estimates as data: which estimates are shown, over which column, grouped by which."""
+"""Figures, declared: which estimates to show, over which column, grouped by which column."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """Estimates against a number, a line with its interval as a band for each value of a column.
+    """Estimates over a number: one line for each value of a column, with intervals as a band.
 
     Attributes:
         title: of the figure.
@@ -49,24 +49,24 @@ class Lines:
         axes.legend()
         dotted = f" Dotted: {', '.join(filter(None, self.levels))}." if self.levels else ""
         figure.set_label(
-            f"Each line is one {self.by.replace('_', ' ')}; the band around it is its interval, so "
-            f"what lies within another line's band isn't told apart from it.{dotted}"
+            f"Each line is one {self.by.replace('_', ' ')}; the band around it is its interval. A "
+            f"line within another line's band can't be told from that line.{dotted}"
         )
         return figure
 
 
 @dataclass(frozen=True, eq=False)
 class Bars:
-    """Estimates as points with their intervals, a row for each value of a column.
+    """Estimates as points with their intervals, in one row for each value of a column.
 
-    Colours tell another column apart, and temperatures, where there are several.
+    Colours tell apart the values of another column, and temperatures if there are several.
 
     Attributes:
         title: of the figure.
         x: what is drawn, with its unit.
         rows: estimates.
         names: the column that names the rows, from top to bottom in the order of ``rows``.
-        by: the other column.
+        by: the column whose values have colours.
     """
 
     title: str
@@ -90,10 +90,10 @@ class Bars:
         axes.axvline(0.0, color="0.3", lw=0.8)
         list_names(axes, lines)
         if len(colours) > 1:
-            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside, over no interval
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # where it hides no interval
         figure.set_label(
-            "Each point is an estimate, the bar through it its interval; one that crosses 0 shows "
-            "no difference."
+            "Each point is an estimate, and the bar through it is its interval. A bar that crosses "
+            "0 shows no difference."
         )
         return figure
 
@@ -129,7 +129,7 @@ class HeatMap:
         axes.set_yticks(range(len(lines)), [str(one) for one in lines])
         figure.colorbar(image, label=self.unit)
         figure.set_label(
-            f"The colour of a cell is its estimate, {self.unit}; an empty one wasn't measured."
+            f"The colour of a cell is its estimate, {self.unit}; an empty cell wasn't measured."
         )
         return figure
 
@@ -138,13 +138,13 @@ Drawing = Lines | Bars | HeatMap
 
 
 def _label(value: Any, column: str) -> str:
-    """As a table names it, and a temperature with its letter."""
+    """The name that a table gives a value; a temperature is written as ``T = 1``."""
     label = label_of(value, column)
     return f"T = {label}" if column == "temperature" and value > 0 else label
 
 
 def _labels(rows: pd.DataFrame, columns: list[str]) -> list[str]:
-    """``[rows]`` what the columns say of each."""
+    """``[rows]``: each row's label, made from its values in these columns."""
     return [", ".join(_label(row[name], name) for name in columns) for _, row in rows.iterrows()]
 
 

@@ -1,8 +1,8 @@
-"""The first token of a user turn: its distribution by temperature and by layer, and what it opens.
+"""The first token of a user turn: its distribution by temperature and layer, and what it opens.
 
-From stored header logits and residual streams and the model's lens; no model is loaded. Columns of
-``contexts`` that name a run's rows are ``run`` (its folder), ``at`` (the row there), ``source``,
-and ``greedy``, the token that opens the greedy turn.
+All is computed from stored header logits, residual streams and the model's lens; no model is
+loaded. ``contexts`` has a row per context, with ``run`` (the run's folder), ``at`` (the row in that
+run), ``source``, and ``greedy`` (the token that opens the greedy turn).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ia_mech.lens import Lens
     from ia_mech.run import Run
 
-LOGITS = 2**23  # most held at a time: 32 MiB, and a few times that with what is made from them
-LEAST_FOLLOW_UPS = 0.5  # from this share of follow-ups on, a token is a follow-up opening by itself
+LOGITS = 2**23  # most held at a time: 32 MiB, and a few times that for what is computed from them
+LEAST_FOLLOW_UPS = 0.5  # least share of follow-ups among the turns that a follow-up opening opens
 HEADER_LAST = "header_last"  # where the first token of the user turn is predicted
 RESTATEMENTS = ("repeats_query", "repeats_response")
 OPENINGS = GREEDY, BEST = ("greedy's opening", "best follow-up opening")
@@ -36,7 +36,7 @@ OPENINGS = GREEDY, BEST = ("greedy's opening", "best follow-up opening")
 
 @dataclass(frozen=True)
 class Openings:
-    """How often which token opened what: a row per source, a column per token id.
+    """How many turns each token opened: a row per source, a column per token id.
 
     Columns are the tokens that opened a sampled turn of either kind, ascending.
 
@@ -54,24 +54,24 @@ class Openings:
         return self.follow_up.columns.to_numpy(dtype=np.int64)
 
     def of_others(self, sources: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Which share of the turns that a token opens in other sources is a follow-up, or restated.
+        """Of the turns that a token opens in other sources, the shares of both kinds.
 
-        Counted are turns of either kind, at any temperature, in all sources but the context's own.
-        Both shares are 0 for a token that opened none, and else add up to 1: a token that opens
-        both kinds counts for each in proportion, and no probability counts twice.
+        Turns of both kinds are counted, at any temperature, in all sources but the context's own.
+        Both shares are 0 for a token that opened none. Otherwise they add up to 1: a token that
+        opens both kinds counts for each in proportion, and no probability counts twice.
 
         Args:
-            sources: ``[contexts]`` of each context.
+            sources: ``[contexts]``, the source of each context.
 
         Returns:
-            ``[contexts, tokens]`` shares of follow-ups and of restatements; a row is NaN where
-            no other source has a turn of the kind.
+            ``[contexts, tokens]`` shares of follow-ups, and of turns that repeat query or response;
+            a row is NaN where no other source has a turn of the kind.
         """
         kinds = [
             of.sum().to_numpy() - of.loc[list(sources)].to_numpy()
             for of in (self.follow_up, self.restated)
         ]
-        total = np.maximum(kinds[0] + kinds[1], 1)  # nothing opened is a share of 0
+        total = np.maximum(kinds[0] + kinds[1], 1)  # a token that opened nothing has a share of 0
         follow_up, restated = (
             np.where(of.sum(1, keepdims=True) > 0, of / total, np.nan) for of in kinds
         )
@@ -84,7 +84,7 @@ def openings_of(turns: pd.DataFrame) -> Openings:
     first = sampled["token_ids"].map(lambda ids: int(ids[0])).astype(np.int64)
     kinds = sampled["category"] == FOLLOW_UP, sampled["category"].isin(RESTATEMENTS)
     ids = np.unique(first[kinds[0] | kinds[1]])
-    if not len(ids):  # a token that opened neither, so that shares are missing and not sums of none
+    if not len(ids):  # some token that opened neither: its shares are NaN, an empty sum would be 0
         ids = np.unique(first[:1])
     sources = sampled["source"].astype(object)
     counts = (
@@ -103,11 +103,11 @@ def check_logits(run: Run) -> None:
     """Refuse a run without the first token's distribution.
 
     Raises:
-        UserError: it doesn't keep all header logits; its turns were made to begin with words.
+        UserError: the run doesn't keep all header logits, or was sampled with ``--opening``.
     """
     if run.settings["opening"] is not None:
         raise UserError(
-            f"the turns of {run.path} go on from --opening: {HEADER_LAST} doesn't predict them",
+            f"the turns of {run.path} begin after --opening: {HEADER_LAST} doesn't predict them",
             "give a run without",
         )
     if run.settings["header_logits"] != "full":
@@ -130,11 +130,11 @@ def first_token_masses(
         temperatures: above 0.
         turn_ends: ids of the tokens that end a turn.
         opening_ids: ``[tokens]`` ids.
-        shares: ``[contexts, tokens]`` arrays, how much of a token's probability counts.
+        shares: ``[contexts, tokens]`` arrays: the share of a token's probability that counts.
 
     Returns:
-        ``[contexts, temperatures]`` arrays: entropy in nats, then probabilities, one per share at
-        the end.
+        ``[contexts, temperatures]`` arrays: entropy in nats, the probability of turn ends, and one
+        probability for each array of shares.
     """
     import torch
 
@@ -163,7 +163,7 @@ def first_token_curves(
     runs: Sequence[Run], contexts: pd.DataFrame, openings: Openings, temperatures: Sequence[float]
 ) -> dict[str, np.ndarray]:
     """``[contexts, temperatures]`` arrays of :func:`first_token_masses`: ``entropy``, ``turn_end``,
-    and the mass on openings of ``follow_up`` turns and of ``restated`` ones. Runs pass
+    and the mass on openings of ``follow_up`` turns and of ``restated`` ones. The runs have passed
     :func:`check_logits`."""
     import torch
 
@@ -187,12 +187,12 @@ def first_token_curves(
 def lens_curves(
     runs: Sequence[Run], contexts: pd.DataFrame, openings: Openings, lens: Lens
 ) -> dict[str, np.ndarray]:
-    """What every layer at ``header_last`` says, through final norm and unembedding.
+    """The logit lens: every layer at ``header_last``, through final norm and unembedding.
 
     Returns:
         ``[contexts, layers]`` log-probabilities in nats of the token that opens the greedy turn
-        (:data:`GREEDY`), and of the likeliest other follow-up opening (:data:`BEST`): a token of
-        whose turns in other sources most are follow-ups. NaN where there is none.
+        (:data:`GREEDY`), and of the likeliest other token (:data:`BEST`) whose turns in other
+        sources are follow-ups at least half of the time. NaN where there is none.
     """
     import torch
 
@@ -201,7 +201,7 @@ def lens_curves(
     shares = np.zeros((len(contexts), len(ids)))
     shares[:, np.searchsorted(ids, openings.ids)] = openings.of_others(contexts["source"])[0]
     column = np.searchsorted(ids, own)
-    shares[np.arange(len(own)), column] *= 0.0  # what the others are compared with; NaN stays
+    shares[np.arange(len(own)), column] *= 0.0  # greedy's token is no other opening; NaN stays
     found = np.full((2, len(own), len(layers)), np.nan)
     bar = Bar()
     bar.start("logit lens", len(runs) * len(layers), unit="layer")
@@ -239,19 +239,19 @@ def best_opening(log_p: np.ndarray, shares: np.ndarray) -> np.ndarray:
 
     Args:
         log_p: ``[contexts, tokens]`` log-probabilities.
-        shares: ``[contexts, tokens]`` which share of the turns that a token opens are follow-ups;
-            tokens of :data:`LEAST_FOLLOW_UPS` and more count. NaN gives NaN, as does a context
-            without one.
+        shares: ``[contexts, tokens]``, the share of follow-ups among the turns that a token opens.
+            Tokens with :data:`LEAST_FOLLOW_UPS` and more are follow-up openings. A context with a
+            NaN, or without such a token, gives NaN.
     """
     best = np.where(shares >= LEAST_FOLLOW_UPS, log_p, -np.inf).max(1)
     return np.where(np.isneginf(best) | np.isnan(shares).any(1), np.nan, best)
 
 
 def ahead_for_good(greedy: np.ndarray, rival: np.ndarray) -> np.ndarray:
-    """From which layers on greedy's opening stays above its rival, to the last layer.
+    """Whether greedy's opening is above its rival in a layer and in all later ones.
 
-    Both are ``[contexts, layers]`` log-probabilities, and so is the result: 1 from there on, 0
-    before; NaN for a context of which a layer has no value.
+    Both are ``[contexts, layers]`` log-probabilities. The result has their shape: 1 if so, else 0;
+    NaN for a context that lacks a value in some layer.
     """
     ahead = np.flip(np.logical_and.accumulate(np.flip(greedy > rival, 1), axis=1), 1)
     unknown = np.isnan(greedy) | np.isnan(rival)

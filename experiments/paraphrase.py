@@ -19,22 +19,22 @@ from ia_mech.run.sources import split_source
 if TYPE_CHECKING:
     from ia_mech.run import Run
 
-REQUESTED = "to_reword"  # how contexts are named that ask for a wording
+REQUESTED = "to_reword"  # the name of contexts that ask for a wording
 REQUEST = """\
 Write the text below again in other words. Say all that it says, with the same facts, names and \
 numbers, in the same order and at about the same length. Add nothing, and answer with the new text \
 alone.
 
 {text}"""
-SHORTEST, LONGEST = 0.5, 2.0  # of the original's length, in words
-LEAST_KEPT, MOST_COPIED = 0.5, 0.8  # of its content words, and of its trigrams
-LONG = 4  # letters of a word that counts as content
+SHORTEST, LONGEST = 0.5, 2.0  # times the original's length, in words
+LEAST_KEPT, MOST_COPIED = 0.5, 0.8  # shares of the original's content words, and of its trigrams
+LONG = 4  # fewest letters of a content word
 
 Wordings = dict[str, tuple[int, list[str]]]  # source → which response, and texts that say the same
 
 
 def choose_response(query: Query, among: Sequence[int], seed: int) -> int:
-    """Which of some responses to a query is reworded, drawn by seed."""
+    """Draw which response to a query, ``among`` these, is reworded."""
     from ia_mech.engine.sampling import stream_key
 
     rng = np.random.default_rng([*stream_key(seed, query.source, 0), 1])
@@ -42,7 +42,7 @@ def choose_response(query: Query, among: Sequence[int], seed: int) -> int:
 
 
 def rewording_requests(reworded: Mapping[str, int], queries: Sequence[Query]) -> list[Conversation]:
-    """What a user would write to have a response of each query again in other words.
+    """Conversations in which a user asks for one response to each query in other words.
 
     Args:
         reworded: source → which response.
@@ -58,8 +58,8 @@ def rewording_requests(reworded: Mapping[str, int], queries: Sequence[Query]) ->
 def perturbed_conversation(
     query: Query, index: int | None, messages: Sequence[dict], kind: str
 ) -> Conversation:
-    """Messages as a conversation of a query's source that is perturbed in a kind of way, so that no
-    estimate pools it with the others."""
+    """Messages as a conversation with a query's source. It is marked as perturbed by ``kind``, so
+    that no estimate pools it with unperturbed ones."""
     _, source = split_source(query.source)
     return Conversation(
         id=f"{source}/{kind}" if index is None else f"{source}/{kind}/r{index}",
@@ -74,14 +74,14 @@ def perturbed_conversation(
 def usable_wordings(
     run: "Run", reworded: Mapping[str, int], queries: Sequence[Query], count: int
 ) -> Wordings:
-    """The first ``count`` usable wordings of each response, where the model wrote so many.
+    """The first ``count`` usable wordings of each response; responses with fewer are left out.
 
     A wording isn't usable if it was cut off, equals another, has less than half or more than twice
     as many words as the response, keeps less than half of its content words, or copies most of its
     wording.
 
     Args:
-        run: over :func:`rewording_requests`, with several responses to each.
+        run: a run over :func:`rewording_requests`, with several responses to each.
         reworded: source → which response.
         queries: with these sources.
         count: K′.
@@ -99,10 +99,10 @@ def usable_wordings(
 
 
 def is_usable(text: str, original: str) -> bool:
-    """Whether a text is about as long, keeps what is said, and doesn't copy how it is said."""
+    """Whether a text has about the original's length, keeps its content and doesn't copy it."""
     close = closeness(text, original)
     long = SHORTEST <= close["length ratio"] <= LONGEST
-    copied = close["trigrams kept"] > MOST_COPIED  # false for NaN, of less than three words
+    copied = close["trigrams kept"] > MOST_COPIED  # False for NaN: less than three words
     return long and close["words kept"] >= LEAST_KEPT and not copied
 
 
@@ -118,8 +118,8 @@ def closeness(text: str, original: str) -> dict[str, float]:
     Returns:
         ``words kept``, the share of the original's different content words that the text has
         (stems of words of four letters and more, numbers, and words in other scripts), from 0 to 1;
-        ``trigrams kept``, the same of runs of three words of any length, which tell wording;
-        ``length ratio``, of the numbers of words. NaN where the original has none.
+        ``trigrams kept``, the share of its runs of any three words, which show the wording;
+        ``length ratio``, the text's number of words over its own. NaN where the original has none.
     """
     words, original_words = stems(text), stems(original)
 

@@ -1,11 +1,11 @@
-r"""Does training on user turns teach a model to react to the response, or only the form of it?
+r"""Does training on user turns teach a model to react to the response, or only a turn's form?
 
 ``export`` writes training sequences, ``sft`` and ``grpo`` train, ``compare`` reports what changed.
 ``compare`` takes a judged run of the model before training and one of the trained model, over the
 same contexts with several responses per query. Two readers score the turns: the model that wrote
-them (I_K, the bits that they tell about their response) and the model before training (evidence;
-one fixed reader). Form alone raises the follow-up rate, but not how far that rate exceeds the rate
-after another response to the same query: that is the control. All numbers are of the same queries.
+them (I_K, the bits that turns tell about their response) and the model before training (evidence,
+by one fixed reader). Form alone raises the follow-up rate, but not its excess over the rate after
+another response to the same query: that excess is the control. All numbers are of the same queries.
 
 Needs: pip install 'ia-mech[train]' for sft, grpo and --adapter; runs with --responses 4. Cost: to
 compare, 15 s of one core per query with 3 responses (135M); to train, minutes to hours.
@@ -78,8 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, what in (
         ("export", "write the tokenized training sequences, for any trainer"),
-        ("sft", "train on written user turns"),
-        ("grpo", "train by reward: bits that a turn gives for its response"),
+        ("sft", "train on real follow-ups"),
+        ("grpo", "train by reward: the bits of evidence that a turn gives for its response"),
     ):
         command = commands.add_parser(name, help=what, description=f"{what.capitalize()}.")
         _add_data(command)
@@ -92,18 +92,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", type=whole_from(1), default=100, metavar="N", help="(default: 100)")
     add("--generations", type=whole_from(2), default=4, metavar="N", help="per prompt (default: 4)")
     add("--max-new-tokens", type=whole_from(1), default=40, metavar="N", help="(default: 40)")
-    commands.add_parser("compare", help="before and after", add_help=False)
+    commands.add_parser("compare", help="what training changed", add_help=False)
     return parser
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("data", metavar="RUN", help="a run's folder, or conversations as --dataset takes them")
-    of_run = "to train (default: the run's, or the embedded)"
+    of_run = "the model to train (default: the run's, or the embedded one)"
     add("--model", type=nonblank, metavar="NAME", help=of_run)
     apart = "queries that aren't trained on, the same for every --seed (default: 20)"
     add("--held-out", type=whole_from(0), default=20, metavar="N", help=apart)
-    longest = "of a sequence; longer ones are left out (default: 1024)"
+    longest = "most tokens of a sequence; longer ones are left out (default: 1024)"
     add("--max-tokens", type=whole_from(8), default=1024, metavar="N", help=longest)
     add("--seed", type=int, default=0, metavar="N", help="of training (default: 0)")
     add("--out", type=path_of, required=True, metavar="FOLDER", help="a new folder")
@@ -119,7 +119,7 @@ def _add_training(parser: argparse.ArgumentParser, rate: float) -> None:
 
 
 def export_or_train(args: argparse.Namespace) -> None:
-    """What ``export``, ``sft`` and ``grpo`` do: the card is written last."""
+    """Run ``export``, ``sft`` or ``grpo``. The card is written last."""
     from experiments import sequences, training
     from ia_mech.collect.identity import probe_ids
     from ia_mech.engine.check import check_engine
@@ -162,7 +162,7 @@ def export_or_train(args: argparse.Namespace) -> None:
         subject = load(spec)
         card["base"] = subject.describe()
         tuning = training.Tuning(args.learning_rate, args.batch, args.seed, args.out)
-        with redirect_stdout(sys.stderr):  # what trainers print
+        with redirect_stdout(sys.stderr):  # trainers print to stdout
             if args.command == "sft":
                 training.sft(subject, chat, table, tuning, args.epochs)
             else:
@@ -185,17 +185,17 @@ def export_or_train(args: argparse.Namespace) -> None:
 def training_sequences(
     args: argparse.Namespace, chat: "ChatFormat", kept: list[Conversation]
 ) -> pd.DataFrame:
-    """The sequences of the conversations that go on with a user turn.
+    """The sequences of the conversations that have a real follow-up.
 
     Raises:
-        UserError: there is none; what :mod:`experiments.sequences` refuses.
+        UserError: none has one, or :mod:`experiments.sequences` refuses them.
     """
     from experiments import sequences
 
     kept = [one for one in kept if one.real_follow_up]
     if not kept:
         raise UserError(
-            f"{shell_word(args.data)} holds no user follow-up after a response",
+            f"{shell_word(args.data)} holds no real follow-up after a response",
             "give conversations that go on with a user turn",
         )
     table = sequences.sequences(chat, kept, args.max_tokens)
@@ -210,13 +210,13 @@ def training_sequences(
 
 @dataclass(frozen=True)
 class ReadTurns(SiblingTurns):
-    """Turns after the responses to one query, read by the model before or after.
+    """Turns after the responses to one query, read by the model before or after training.
 
-    The model before training reads the turns of both, the tuned one its own.
+    The model before training reads the turns of both models, the tuned model only its own.
 
     Attributes:
-        weights: the reader's.
-        written: whose each turn is, and which response it followed.
+        weights: the hash of the reader's weights.
+        written: of each turn, which model wrote it and which response it followed.
     """
 
     weights: str
@@ -238,8 +238,8 @@ class Compare(Experiment):
         """The two runs, over the same contexts.
 
         Raises:
-            UserError: others than two, of the same weights, over other contexts, or without
-                sampled turns.
+            UserError: there aren't two runs, their weights are the same, their contexts differ, or
+                they have no sampled turns.
         """
         if len(self.runs) != 2:
             what = "one run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
@@ -287,7 +287,7 @@ class Compare(Experiment):
         return self.model if unit.arm == BEFORE else self.tuned_model
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        """A row per turn: ``term`` (whose it is), ``followed``, ``reader``, bits and evidence."""
+        """A row per turn: ``term`` (before or after), ``followed``, ``reader``, bits, evidence."""
         from ia_mech.likelihood.reaction import evidence, reaction_bits
 
         side, followed = map(list, zip(*unit.written, strict=True))
@@ -348,8 +348,8 @@ class Compare(Experiment):
         made += table(
             "the judge's verdicts",
             [*OF_QUERIES],
-            f"{EXCESS}: the rate less that after another response to the same query, which form "
-            "alone doesn't raise.",
+            f"{EXCESS}: the rate minus the rate after another response to the same query. Form "
+            "alone doesn't raise it.",
         )
         stock = f"{STOCK}: share of a turn's runs of three words that other queries' turns have."
         return made + table("user turns", [STOCK, ENDED], stock)
@@ -369,8 +369,8 @@ class Compare(Experiment):
                 only(found, f"{INFORMATION}, {CHANGE}"),
             ),
             self.tested(
-                "change of the follow-up rate less that after another response to the same query, "
-                "which form alone doesn't raise",
+                "change of the follow-up rate's excess over the rate after another response to the "
+                "same query, which form alone doesn't raise",
                 only(found, f"{EXCESS}, {CHANGE}"),
                 most=1,
             ),
@@ -378,7 +378,7 @@ class Compare(Experiment):
 
 
 def text_measures(queries: Sequence[Query]) -> pd.DataFrame:
-    """A row per turn of a model: whether it ended, and how much of it is stock."""
+    """A row per turn of a model: whether the turn ended, and its share of stock trigrams."""
     turns = pd.concat(
         [query.turns.assign(dataset=query.dataset, source=query.source) for query in queries],
         ignore_index=True,
@@ -390,9 +390,9 @@ def text_measures(queries: Sequence[Query]) -> pd.DataFrame:
 
 
 def stock_phrases(turns: Sequence[str], sources: Sequence[str]) -> list[float]:
-    """Of each turn, the share of its trigrams of words that turns after other queries have, too.
+    """For each turn, the share of its word trigrams that turns after other queries have, too.
 
-    It is high for generic questions, and rises as a model's turns lose their diversity.
+    The share is high for generic questions, and rises as a model's turns lose their diversity.
     """
     trigrams = []
     for turn in turns:

@@ -1,4 +1,4 @@
-"""Sequences that teach a model the written user turns of conversations.
+"""Sequences that teach a model the real follow-ups of conversations.
 
 A sequence holds the ids of a context as the main job makes them, and the user turn as it is
 tokenized in the dialogue. Labels are the ids of the turn, and :data:`IGNORED` elsewhere: the
@@ -32,7 +32,7 @@ IGNORED = -100
 
 
 def read_conversations(data: str) -> tuple[list[Conversation], Run | None]:
-    """Conversations with a response, of a run or of a dataset as the main job names it.
+    """Conversations with a response, from a run's folder or a dataset as ``--dataset`` names it.
 
     Raises:
         UserError: neither a finished run nor a dataset; no conversation has a response.
@@ -55,11 +55,11 @@ def model_of(run: Run | None, name: str | None) -> tuple[ModelSpec, ChatFormat]:
     """The model to train and its chat format, with a run's chat settings.
 
     Args:
-        run: that conversations are from, if any.
-        name: of the model; None for the run's, or the embedded one.
+        run: the run that the conversations come from, if any.
+        name: the model's name; None for the run's model, or the embedded one.
 
     Raises:
-        UserError: no such model, or no chat template.
+        UserError: there is no such model, or it has no chat template.
     """
     if name is not None:
         spec = ModelSpec(name=name)
@@ -73,7 +73,7 @@ def model_of(run: Run | None, name: str | None) -> tuple[ModelSpec, ChatFormat]:
 def split(
     conversations: Sequence[Conversation], held_out: int
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """Conversations to train on, and those of ``held_out`` sources, drawn alike for all seeds.
+    """Conversations to train on, and those of ``held_out`` sources: the same for every seed.
 
     Raises:
         UserError: no source would be left to train on.
@@ -116,17 +116,17 @@ def sequences(
     """Training sequences, one per conversation.
 
     Args:
-        chat: of the model to train.
+        chat: the chat format of the model to train.
         conversations: with a response and a ``real_follow_up``.
-        longest: most tokens of a sequence; longer ones are left out, since one cut short would lack
-            what it is to teach.
+        longest: most tokens of a sequence. Longer ones are left out, since cutting them would cut
+            off the turn.
 
     Returns:
         A row per sequence: ``input_ids``, ``labels``, ``dataset``, ``source_id``, ``id`` and
         ``turn`` (the text that is learned).
 
     Raises:
-        UserError: a turn that the template can't express; no sequence is short enough.
+        UserError: the template can't express a turn, or no sequence is short enough.
     """
     rows: list[dict[str, Any]] = []
     for one in conversations:

@@ -19,7 +19,7 @@ from ia_mech.estimates import (
 )
 from ia_mech.results import LEAST_SHOWN, Table, cell_of, table_of
 
-LEAST = 6  # queries that can show anything
+LEAST = 6  # the fewest queries that can show anything
 SHOWN_IF = (
     "Shown if: the difference that would have been shown with 80% power, before correction; none: "
     "too few data to show any."
@@ -27,7 +27,7 @@ SHOWN_IF = (
 
 
 def only(found: pd.DataFrame, quantity: str, **names: Any) -> pd.DataFrame:
-    """The estimates of a quantity, and of these names."""
+    """The estimates of a quantity that have these values in other columns."""
     mine = found["quantity"] == quantity
     for name, value in names.items():
         mine &= found[name] == value
@@ -35,10 +35,10 @@ def only(found: pd.DataFrame, quantity: str, **names: Any) -> pd.DataFrame:
 
 
 def headline(sentence: str, found: pd.DataFrame) -> str:
-    """A sentence about estimates; first of all, if so, that they rest on too few queries.
+    """A sentence about estimates, after a warning if they rest on too few queries.
 
-    Fewer than :data:`LEAST` can't reach p = 0.05: flipping the signs of n sources gives no p below
-    2^(1 − n).
+    Fewer than :data:`LEAST` queries can't reach p = 0.05: flipping the signs of n sources gives no
+    p below 2^(1 − n).
     """
     most = int(found["sources"].max()) if len(found) else 0
     few = f"Too few queries ({most}) to show anything. " if most < LEAST else ""
@@ -74,8 +74,8 @@ def tables_of(
 ) -> list[Table]:
     """Tables (:func:`ia_mech.results.table_of`) of estimates: all datasets together, then each.
 
-    There is none without rows for ``columns``. Beside the quantity ``shown_if`` stands what it
-    could have shown; ``most`` is the largest difference that there can be.
+    The list is empty if no estimate is of ``columns``. Beside the quantity ``shown_if`` stands the
+    effect that it could have shown; ``most`` is the largest possible difference.
     """
     if shown_if:
         found = with_detectable(found, shown_if, most)
@@ -98,8 +98,8 @@ def tables_of(
 
 
 def with_detectable(rows: pd.DataFrame, quantity: str, most: float = np.inf) -> pd.DataFrame:
-    """Rows, and for each of a quantity what it could have shown, as the quantity ``detectable``:
-    infinite if that is ``most`` or more, which nothing can reach."""
+    """The rows, and one more for each row of ``quantity``: the effect that it could have shown, as
+    the quantity ``detectable``. It is infinite if that effect isn't below ``most``."""
     own = rows[rows["quantity"] == quantity]
     nothing: dict[str, Any] = dict.fromkeys(("low", "high", "p", "p_holm"), np.nan)
     value = own["detectable"].where(~(own["detectable"] >= most), np.inf)
@@ -120,12 +120,12 @@ def sentence_of(
 
     Args:
         words: what the estimates are.
-        rows: all of one quantity; of several datasets, those of all together are taken.
+        rows: all of one quantity; if there are several datasets, only all together are told.
         digits: decimals.
-        null: what there would be without an effect. Of an estimate whose interval holds it the
-            sentence says how large an effect would have been shown.
-        level: of the intervals, where rows don't say what they could have shown.
-        most: the largest effect that there can be, 1 of a difference of rates.
+        null: the value without an effect. If an interval contains it, the sentence says how large
+            an effect would have been shown.
+        level: the intervals' level, where rows don't say what they could have shown.
+        most: the largest possible effect, such as 1 for a difference of rates.
 
     Returns:
         The sentence; an empty text if there is no estimate.

@@ -1,8 +1,8 @@
-"""Training on user turns by thin calls of ``trl``: SFT and GRPO, with the reward of GRPO.
+"""Training on user turns by thin calls of ``trl``: SFT, GRPO and the reward for GRPO.
 
 For GRPO (Shao et al. 2024, arXiv 2402.03300) a prompt is a context with its open user header, and a
-completion the user turn. The model before training computes the reward, so that it doesn't move
-with the policy.
+completion is the user turn. The model before training computes the reward, so that the reward
+doesn't change with the trained model.
 """
 
 import importlib.util
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 LOG = "log.jsonl"
-# Of LoRA's matrices, in all linear layers but the unembedding (Hu et al. 2021, arXiv 2106.09685);
-# alpha is twice that.
+# The rank of LoRA's matrices, which are in all linear layers but the unembedding (Hu et al. 2021,
+# arXiv 2106.09685); alpha is twice the rank.
 RANK = 16
-WORST = -4.0  # bits: what a turn may lose by fitting another response; evidence has no lower bound
+WORST = -4.0  # bits: the lowest reward of a turn, since evidence has no lower bound
 
 Reward = Callable[..., list[float]]
 
@@ -47,12 +47,12 @@ def prompts(
 ) -> tuple[list[dict[str, Any]], dict[str, list[list[int]]]]:
     """Prompts of queries with several responses, and the contexts' ids of each query.
 
-    ``trl`` tokenizes prompts itself; they are texts that its call of the tokenizer turns into
-    exactly the ids of the context.
+    ``trl`` tokenizes prompts itself. So a prompt is a text that the tokenizer turns into exactly
+    the ids of its context.
 
     Raises:
         UserError: no query has two different responses whose contexts have at most ``longest``
-            tokens; a context that the tokenizer reads otherwise as a text.
+            tokens, or the tokenizer turns no text into the ids of some context.
     """
     rows, contexts = [], {}
     for source, responses in distinct_responses(conversations).items():
@@ -75,7 +75,8 @@ def prompts(
 
 
 def distinct_responses(conversations: Iterable[Conversation]) -> dict[str, list[Conversation]]:
-    """By query, the conversations whose responses differ and have words; at least two each."""
+    """By query, conversations whose responses differ and have words; queries with one are left
+    out."""
     queries: dict[str, dict[str, Conversation]] = defaultdict(dict)
     for one in conversations:
         if one.response is not None and re.search(r"\w", one.response):
@@ -85,27 +86,27 @@ def distinct_responses(conversations: Iterable[Conversation]) -> dict[str, list[
 
 
 def _prompt(chat: ChatFormat, text: str, ids: list[int], name: str) -> str:
-    """A context's text as the tokenizer has to get it: without what it puts in front by itself."""
+    """A context's text for the tokenizer, without what the tokenizer puts in front by itself."""
     added = chat.template.decode(chat.tokenizer("")["input_ids"])
     for one in (text, text.removeprefix(added)):
         if chat.tokenizer(one)["input_ids"] == ids:
             return one
     raise UserError(
-        f"the tokenizer reads context {name} otherwise as a text than in its dialogue",
+        f"the tokenizer gives the text of context {name} other ids than its dialogue has",
         "train with sft, which takes token ids",
     )
 
 
 def reward(reader: Subject, contexts: Mapping[str, list[list[int]]]) -> Reward:
-    """The evidence in bits that a turn gives for its response among the query's, at T = 1, at least
-    :data:`WORST`.
+    """A reward: the bits of evidence that a turn gives at T = 1 for its response among the query's,
+    but never less than :data:`WORST`.
 
     Args:
         reader: the model before training, installed.
-        contexts: of :func:`prompts`.
+        contexts: as :func:`prompts` returns them.
 
     Returns:
-        A function of a batch as ``trl`` gives it.
+        A function that ``trl`` calls with the columns of a batch.
     """
 
     def bits(completion_ids: list[list[int]], source: list[str], followed: list[int], **_):
@@ -131,10 +132,10 @@ class Tuning:
     """How an adapter is trained.
 
     Attributes:
-        learning_rate: of AdamW, falling linearly to 0.
-        batch: sequences of a step.
-        seed: of adapters and order.
-        folder: where what is trained is written.
+        learning_rate: for AdamW, falling linearly to 0.
+        batch: sequences per step.
+        seed: for the adapter's first weights and the order of sequences.
+        folder: where the adapter is written.
     """
 
     learning_rate: float
@@ -219,7 +220,7 @@ def grpo(
         subject: the model to train.
         chat: its format.
         rows: the prompts.
-        rewards: :func:`reward`, and others that are added to it; ``trl`` logs each by its name.
+        rewards: :func:`reward`, and others to add to it; ``trl`` logs each by its name.
         tuning: how an adapter is trained.
         how: further settings of ``GRPOConfig``.
     """
@@ -237,8 +238,8 @@ def grpo(
 
 
 def _train(trainer: "Trainer", subject: Subject, folder: Path) -> None:
-    """Train, and write the adapter, to be given to ``--adapter``, and what was logged by step;
-    nothing is pickled."""
+    """Train, then write the adapter, which ``--adapter`` takes, and a log of the steps; nothing is
+    pickled."""
     trainer.train()
     model: Any = trainer.model
     name = subject.spec.name

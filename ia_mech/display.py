@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 # Okabe & Ito's colours, which colour-blind readers can tell apart, and a grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "0.4")
 
-FIGURE_FORMATS = ("png", "svg", "pdf")  # of files that a figure is written to
+FIGURE_FORMATS = ("png", "svg", "pdf")  # each figure is written in all of them
 
-# Columns of estimates that say which turns a mark is of: what its link names.
+# Columns of estimates that say which turns are behind a mark; the mark's link names their values.
 LINKED = ("model", "run", "dataset", "temperature", "category", "decoy")
-REACH = 8.0  # points to each side of a mark within which a click is one on it
+REACH = 8.0  # points to each side of a mark within which a click hits it
 
 STYLE: dict[Any, Any] = {
     "axes.labelsize": 9,
@@ -168,11 +168,11 @@ def with_style(draw: Callable[..., Any]) -> Callable[..., Any]:
     return draw_styled
 
 
-TITLE = 11  # letters of a title in an inch
+TITLE = 11  # letters of a title per inch
 
 
 def title_axes(axes: Axes, title: str) -> None:
-    """Give axes a title, in lines as long as they are wide, and no more frame than they need."""
+    """Give axes a title, wrapped to their width, and remove their top and right edge."""
     grid, figure = axes.get_gridspec(), axes.get_figure()
     panels = grid.ncols if grid is not None else 1
     width = figure.get_window_extent().width / figure.dpi if figure is not None else 6.0
@@ -190,7 +190,7 @@ def by_colour(frame: pd.DataFrame, by: str) -> Iterator[tuple[str, tuple[str, pd
 def new_axes(
     title: str, across: str, up: str = "", size: tuple[float, float] = (6.5, 4)
 ) -> tuple[Figure, Axes]:
-    """A figure of one panel with its title, and what the axes show, with units."""
+    """A figure of one panel, with a title and the labels of its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -202,8 +202,8 @@ def new_axes(
 def draw_line(
     axes: Axes, at: pd.Series, rows: pd.DataFrame, colour: str, label: str, **look: Any
 ) -> None:
-    """Estimates ``[rows]``, with ``value``, ``low`` and ``high``, as a line at these places of the
-    x axis, their intervals as a band; ``look`` is of the line, as matplotlib names it."""
+    """Draw estimates ``[rows]`` (``value``, ``low``, ``high``) as a line at these places of the x
+    axis, and their intervals as a band. ``look`` holds matplotlib's properties of the line."""
     places = at.to_numpy(dtype=float)
     style: dict[str, Any] = {"lw": 1.4, "marker": "o", "ms": 3}
     axes.plot(places, rows["value"], color=colour, label=label, **(style | look))
@@ -214,9 +214,9 @@ def draw_line(
 def draw_points(
     axes: Axes, at: Sequence[float], rows: pd.DataFrame, *, lying: bool = False, **look: Any
 ) -> None:
-    """Estimates as points, their intervals as bars; no bar where there is no interval.
+    """Draw estimates as points and their intervals as bars; a missing interval has no bar.
 
-    As of :func:`draw_line`, but ``at`` is on the y axis and values on the x axis if ``lying``.
+    Arguments as for :func:`draw_line`. If ``lying``, ``at`` is on the y axis, values on the x axis.
     """
     value = rows["value"]
     ends = [value - rows["low"], rows["high"] - value]
@@ -228,8 +228,8 @@ def draw_points(
 
 
 def link_of(**about: Any) -> str:
-    """The link of a mark, as an address within a page: of which turns it is, and of a ``share`` in
-    words how many of how many."""
+    """The link of a mark, as an address within a page: it names the turns behind the mark, and
+    their ``share`` as a text."""
     known = {
         name: value
         for name, value in about.items()
@@ -240,7 +240,7 @@ def link_of(**about: Any) -> str:
 
 
 def link_title(link: str, heading: Callable[[str], str] = str) -> str:
-    """What a :func:`link_of` says, in words; ``heading`` names a category."""
+    """A link of :func:`link_of` in words; ``heading`` gives a category's name."""
     about = dict(parse_qsl(link.removeprefix("#")))
     share = about.pop("share", "")
     shown = about | {name: heading(about[name]) for name in about if name == "category"}
@@ -249,7 +249,7 @@ def link_title(link: str, heading: Callable[[str], str] = str) -> str:
 
 
 def _link(axes: Axes, across: Any, up: Any, rows: pd.DataFrame) -> None:
-    """Lay the links of points over them, unseen: an SVG has a link for each point of a scatter."""
+    """Lay an invisible scatter over points: in an SVG each of its points can have a link."""
     about = rows[[name for name in LINKED if name in rows]].astype(object).to_dict("records")
     ends = rows[["value", "low", "high"]].to_numpy(float)
     said = [f"{v:.2f} [{low:.2f}, {high:.2f}]" for v, low, high in ends]
@@ -284,7 +284,7 @@ def _save(path: Path, figure: Figure, kind: str, stem: str) -> None:
 
 
 def reading_of(svg: bytes) -> str:
-    """How to read a figure that was saved as SVG: the label of the figure."""
+    """The label of a figure that was saved as SVG; it says how to read the figure."""
     found = re.search(rb"<dc:description>(.*?)</dc:description>", svg, re.DOTALL)
     return "" if found is None else unescape(" ".join(found[1].decode().split()))
 
@@ -293,8 +293,8 @@ def links_of(svg: bytes) -> tuple[str, list[tuple[str, list[float]]]]:
     """The links of a figure's marks, and where they are.
 
     Returns:
-        The figure's ``viewBox``; for each mark its :func:`link_of` and left, top, width and height
-        of what is to be clicked.
+        The figure's ``viewBox``; for each mark its :func:`link_of` and the left, top, width and
+        height of the rectangle to click.
     """
     box = re.search(rb'viewBox="([\d. ]+)"', svg)
     found = []
@@ -312,8 +312,8 @@ def links_of(svg: bytes) -> tuple[str, list[tuple[str, list[float]]]]:
 
 
 def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
-    """Write a figure in all :data:`FIGURE_FORMATS`, each file replaced whole; the same bytes for
-    the same figure. Returns the paths.
+    """Write a figure in all :data:`FIGURE_FORMATS`, replacing each whole file at once, and return
+    the paths. The same figure gives the same bytes.
 
     Raises:
         OSError: a file can't be written.

@@ -1,4 +1,4 @@
-"""Estimates as tidy rows: what a number is of, the number, its interval, its test.
+"""Estimates as tidy rows: what was estimated, the number, its interval, its test.
 
 Rates, probes and experiments make :class:`TidyEstimate` rows and turn them into one table with
 :func:`frame_of`. Intervals and tests are made in :mod:`ia_mech.stats`. Only
@@ -22,10 +22,10 @@ from ia_mech.run.integrity import replace_file
 from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, holm, paired_difference
 
 ALL = "(all)"  # the name of all datasets together
-FEW_SOURCES = 24  # benchmarks/coverage.md simulates so many sources and more
-POWER = 0.8  # of a test, with which an effect would have been shown
-LEAST_P = 0.001  # smaller ones are shown as such; where a test can't reach it, that is said
-MEASURED = {  # columns that every estimate has, after those that say what it is of
+FEW_SOURCES = 24  # the fewest sources that benchmarks/coverage.md simulates
+POWER = 0.8  # the power at which we say that an effect would have been shown
+LEAST_P = 0.001  # the smallest p that is shown; a note says where a test can't reach it
+MEASURED = {  # columns of every estimate, after those that name what was estimated
     "rows": "int64",
     "value": "float64",
     "low": "float64",
@@ -40,24 +40,24 @@ MEASURED = {  # columns that every estimate has, after those that say what it is
 
 @dataclass(frozen=True)
 class TidyEstimate:
-    """One estimate, of a ``quantity``."""
+    """One estimate of a ``quantity``."""
 
     quantity: str
-    names: dict[str, Any]  # column → value: what it is of, and what else its table holds
-    rows: int  # how many values it is made of
+    names: dict[str, Any]  # column → value: what was estimated, and further cells of its row
+    rows: int  # how many values it was computed from
     estimate: Estimate  # with its interval over sources
-    p: float = np.nan  # that a difference is 0; NaN where nothing was tested
-    test: str | None = None  # which gave p, as :class:`ia_mech.stats.Difference` names it
+    p: float = np.nan  # p value of a difference of 0; NaN where nothing was tested
+    test: str | None = None  # the test of p, as :class:`ia_mech.stats.Difference` names it
     p_holm: float = np.nan  # by :func:`holm_corrected`
 
 
 @dataclass(frozen=True)
 class Group:
-    """Values that share names and sources, and how to make estimates of them."""
+    """What estimates from the same rows share: sources, options and names."""
 
     sources: np.ndarray  # [rows] the source of each value
     options: dict[str, Any]  # level, resamples and seed of intervals and tests
-    names: dict[str, Any] = field(default_factory=dict)  # what every estimate of it is of
+    names: dict[str, Any] = field(default_factory=dict)  # names that every estimate gets
 
     def mean(
         self, quantity: str, values: ArrayLike, *, proportion: bool = False, **names: Any
@@ -78,7 +78,7 @@ class Group:
             reached = counts.cumsum(1)
             half = reached[:, -1:] / 2
             low, high = distinct[(reached >= half).argmax(1)], distinct[(reached > half).argmax(1)]
-            return (low + high) / 2  # of an even number of rows the two in the middle differ
+            return (low + high) / 2  # in an even number of rows the two in the middle may differ
 
         if not kept.any():
             return self.row(quantity, Estimate(np.nan, np.nan, np.nan, 0, "no values"), 0, **names)
@@ -109,8 +109,8 @@ def paired_row(
     baseline_sources: Iterable[Hashable],
     **names: Any,
 ) -> TidyEstimate:
-    """Mean over sources of ``[n]`` values less that of a ``[m]`` baseline, with its test
-    (:func:`ia_mech.stats.paired_difference`). The group gives options and names alone."""
+    """Mean over sources of ``[n]`` values minus that of a ``[m]`` baseline, with its test
+    (:func:`ia_mech.stats.paired_difference`). Only the group's options and names are used."""
     options = {key: group.options[key] for key in ("level", "seed")}
     paired = paired_difference(values, sources, baseline, baseline_sources, **options)
     counted = int((~np.isnan(np.asarray(values, dtype=float))).sum())
@@ -129,7 +129,8 @@ def by_dataset(frame: pd.DataFrame) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def by_quantity(row: TidyEstimate) -> Hashable:
-    """The usual family of a test: its quantity, all datasets together apart from single ones."""
+    """The usual family of a test: tests of its quantity, either those on all datasets together or
+    those on single datasets."""
     return row.quantity, row.names["dataset"] == ALL
 
 
@@ -151,12 +152,12 @@ def frame_of(
 ) -> pd.DataFrame:
     """One line per estimate.
 
-    ``names`` are the dtypes of what estimates may be of; one that lacks a name has a missing value
-    there, or an empty string where the dtype is ``str``. ``columns`` are by default ``quantity``,
-    ``names`` and :data:`MEASURED`, whose dtypes ``names`` may change.
+    ``names`` maps all names that estimates may have to dtypes. An estimate without a name has a
+    missing value there, or an empty string where the dtype is ``str``. ``columns`` are by default
+    ``quantity``, ``names`` and :data:`MEASURED`, whose dtypes ``names`` may change.
 
     Raises:
-        ValueError: an estimate is of something that isn't in ``names``.
+        ValueError: an estimate has a name that isn't in ``names``.
     """
     dtypes = {"quantity": "object"} | MEASURED | dict(names)
     if columns is None:
@@ -166,7 +167,7 @@ def frame_of(
     for row in rows:
         unknown = set(row.names) - set(names)
         if unknown:
-            raise ValueError(f"{row.quantity} is of {', '.join(sorted(unknown))}, not a column")
+            raise ValueError(f"{row.quantity} has no column for {', '.join(sorted(unknown))}")
         e = row.estimate
         records.append(
             {"quantity": row.quantity, **row.names, "rows": row.rows}
@@ -186,8 +187,8 @@ def frame_of(
 def write_parquet(
     frame: pd.DataFrame, path: str | Path, about: dict[str, Any] | None = None
 ) -> None:
-    """Replace a file whole by a table without its index; ``about``, what it was made from, goes to
-    the metadata as JSON, under ``ia_mech``.
+    """Write a table without its index, replacing the whole file at once. ``about`` says what it was
+    made from and goes to the metadata as JSON, under ``ia_mech``.
 
     Raises:
         OSError: it can't be written.
@@ -229,8 +230,8 @@ def smallest_effect(row: Any, level: float = 0.95) -> Any:
 
 
 def could_show(least: float, digits: int = 2, most: float = np.inf) -> str:
-    """What would have been shown in place of an effect that isn't, in words; empty if that isn't
-    known. ``least`` is :func:`smallest_effect`, ``most`` the largest effect that there can be: 1 of
+    """In words, how large an effect would have been shown where none was; empty if that isn't
+    known. ``least`` is :func:`smallest_effect`, ``most`` the largest possible effect, such as 1 for
     a difference of rates."""
     if np.isnan(least):
         return ""
@@ -240,13 +241,13 @@ def could_show(least: float, digits: int = 2, most: float = np.inf) -> str:
 
 
 def all_datasets(estimates: pd.DataFrame) -> pd.DataFrame:
-    """Rows of all datasets together; of the only one where there is one."""
+    """The rows of all datasets together, or of the only dataset."""
     several = (estimates["dataset"] == ALL).any()
     return estimates[estimates["dataset"] == ALL] if several else estimates
 
 
 def few_sources(estimates: pd.DataFrame) -> list[str]:
-    """A note on the datasets whose intervals or tests rest on fewer sources than simulated.
+    """A note on datasets whose intervals or tests have fewer than :data:`FEW_SOURCES` sources.
 
     Flipping the signs of n sources gives no p below 2^(1 − n), however large the effect is.
     """

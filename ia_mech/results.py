@@ -7,8 +7,8 @@
       estimates.parquet     every number with its interval, one row each
       <figure>.png .svg .pdf     <table>.parquet     what else an analysis keeps
 
-:func:`write` makes that folder, :func:`show` prints a result, :func:`read` gives it back, and the
-report shows what :func:`read` gives and computes nothing.
+:func:`write` makes that folder, :func:`read` reads it, :func:`show` prints a result. The report
+shows what :func:`read` returns and computes nothing.
 """
 
 import json
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from ia_mech.run import Run
 
 RESULT, ESTIMATES = "result.json", "estimates.parquet"
-LOCK = ".lock"  # of the one command that writes to a folder of results
-LEAST_SHOWN = 5  # queries whose spread says enough to show an interval
-SHARE = "share"  # in place of decimals: a share of a whole that is noisy itself
-WIDEST = 1.0  # an interval of a share that says anything
-NOTES, NOTE_LENGTH = 2, 140  # that the terminal shows by itself, and the letters of one
+LOCK = ".lock"  # held by the one command that writes to a folder of results
+LEAST_SHOWN = 5  # fewest queries from which an interval is shown
+SHARE = "share"  # given in place of decimals for a share of a whole that is itself noisy
+WIDEST = 1.0  # widest interval with which such a share is shown
+NOTES, NOTE_LENGTH = 2, 140  # most notes that the terminal shows by itself, and letters of one
 _SENTENCE_END = re.compile(r"(?<=[\w)\]][.?!]) (?=[A-Z])")
 _VERBATIM = ("question", "sentence", "control", "notes", "about")  # fields, in result.json too
 
@@ -59,7 +59,7 @@ class Table:
 
     title: str
     columns: list[str]
-    rows: list[list[str]]  # cells, the first of them what the row is of
+    rows: list[list[str]]  # cells; the first one names the row
     legend: str = ""  # what the columns hold, where their names don't say it
     full: bool = False  # the page folds it away
 
@@ -69,19 +69,19 @@ class Result:
     """What an analysis found.
 
     Attributes:
-        name: of its folder, such as ``rates-rules``.
+        name: its folder's name, such as ``rates-rules``.
         question: what was asked, in one sentence.
-        sentence: what was found, with its interval, or what could have been seen.
-        control: what that is held against, and how it came out.
+        sentence: what was found, with its interval; else the effect that would have been found.
+        control: what the finding is compared with, and how that came out.
         estimates: every number, one row each (:func:`ia_mech.estimates.frame_of`).
         tables: what the report shows. The first answers the question: the terminal shows it alone,
-            unless everything is asked for.
-        figures: stem of the file → matplotlib figure; of a result that was read, its SVG.
+            unless ``--full`` is given.
+        figures: the file's stem → matplotlib figure, or its SVG in a result that was read.
         notes: what a reader has to know.
         about: where it comes from, as JSON: ``kind`` (``rates``, ``probe``, …), what
             :func:`about_runs` gives, ``settings``, ``judge`` and ``gate`` where there is one.
-        data: stem of the file → further table, kept as Parquet.
-        files: name → what writes the file, for all else.
+        data: the file's stem → further table, kept as Parquet.
+        files: the name of any other file → the function that writes it.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Result:
     files: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of a result that was read: its answer, its control, its figures."""
+        """The result in a notebook: question, sentence, control, and figures if it was read."""
         words = (self.question, self.sentence, f"Control: {self.control}")
         texts = "".join(f"<p>{escape(visible(text))}</p>" for text in words)
         svgs = (svg for svg in self.figures.values() if isinstance(svg, bytes))
@@ -107,10 +107,10 @@ class Result:
 
 
 def about_runs(runs: "Sequence[Run]", labellers: Sequence[str] = ()) -> dict[str, Any]:
-    """Which runs a result is of, which were sampled although the engine's check failed, and whose
-    labels it rests on, as :attr:`Result.about` says it.
+    """What :attr:`Result.about` says of runs: which they are, which of them were sampled although
+    the engine's check failed, and whose labels were used.
 
-    With judges and annotators (``labellers``) it keeps the digest of what they say now, by run, so
+    For judges and annotators (``labellers``) it holds a digest of their present labels, by run, so
     that a reader can tell whether labels were replaced since.
     """
     about: dict[str, Any] = {
@@ -139,15 +139,15 @@ def table_of(
     """Estimates as a table: a line per combination of ``index``, a column per kind of estimate.
 
     Args:
-        title, legend, full: as of :class:`Table`.
+        title, legend, full: as in :class:`Table`.
         estimates: as :func:`ia_mech.estimates.frame_of` makes them, in the order of the lines.
         columns: value of ``key`` → head, and decimals or a format such as ``+.2f``, as
             :func:`cell_of` takes them.
-        index: the columns that name a line. One in which all lines are alike is left out, but for
-            the last.
+        index: the columns that name a line. A column with one value is left out, unless it is the
+            last.
         key: the column that tells kinds of estimates apart.
         rows: head of the column that counts the rows of a line's first estimate.
-        pooled: what a line of several temperatures is called.
+        pooled: the name of a line over several temperatures.
     """
     kept = estimates[estimates[key].isin(list(columns))]
     shown = {of: head for of, head in columns.items() if of in set(kept[key])}
@@ -167,8 +167,8 @@ def table_of(
 
 
 def label_of(value: Any, column: str, pooled: str = "sampled") -> str:
-    """A value that names a line; a missing one stands for all there are, of temperatures for those
-    that ``pooled`` names."""
+    """A value that names a line, as text. A missing temperature is shown as ``pooled``, any other
+    missing value as ``all``."""
     if not isinstance(value, str) and pd.isna(value):
         return pooled if column == "temperature" else "all"
     if column == "temperature" and value == 0:
@@ -179,10 +179,10 @@ def label_of(value: Any, column: str, pooled: str = "sampled") -> str:
 def cell_of(row: Any, digits: int | str = 2) -> str:
     """An estimate as text, with its interval and the corrected p of its test.
 
-    An estimate of fewer than :data:`LEAST_SHOWN` queries is shown without its interval: a rate as a
-    count (``3 of 8``), another number with how many queries it is of. A :data:`SHARE` whose
-    interval is wider than :data:`WIDEST` can't be told. An estimate of no query, such as the effect
-    that would have been shown, is a plain number; it is infinite where there is no such effect.
+    An estimate from fewer than :data:`LEAST_SHOWN` queries is shown without its interval: a rate as
+    a count (``3 of 8``), any other number with its count of queries. A :data:`SHARE` whose interval
+    is wider than :data:`WIDEST` is shown as ``can't be told``. An estimate from no query, such as
+    the effect that would have been shown, is a plain number; if it is infinite, ``none``.
 
     Args:
         row: a line of a table of estimates.
@@ -209,13 +209,13 @@ def folder_of(run: Path, name: str) -> Path:
 
 
 def write(result: Result, folder: Path) -> None:
-    """Put a result into a folder in place of an earlier one, ``result.json`` last.
+    """Write a result into a folder in place of an earlier one, ``result.json`` last.
 
-    Where ``result.json`` is, all that it names is of one analysis. Other files in the folder, such
+    So all files that a ``result.json`` names are from one analysis. Other files in the folder, such
     as parts that an experiment has computed, stay.
 
     Raises:
-        UserError: the folder holds another analysis, or a folder lies where a file is to be;
+        UserError: the folder holds a result of another kind, or a folder has the name of a file;
             nothing is replaced then.
         OSError: it can't be written.
     """
@@ -258,7 +258,7 @@ def write(result: Result, folder: Path) -> None:
 
 
 def read(folder: str | Path) -> Result:
-    """A result that :func:`write` has put there; a notebook shows it with its figures.
+    """The result that :func:`write` wrote into a folder; a notebook shows it with its figures.
 
     Raises:
         UserError: there is none, or it is damaged.
@@ -280,7 +280,7 @@ def read(folder: str | Path) -> Result:
 
 
 def kind_of(folder: Path) -> str | None:
-    """What kind of analysis a folder holds the result of; None if it holds none.
+    """The kind of the result in a folder; None if the folder holds no result.
 
     Raises:
         UserError: it is damaged.
@@ -289,8 +289,8 @@ def kind_of(folder: Path) -> str | None:
 
 
 def folders_of(run: Path, identity: str = "", places: Collection[Path] = ()) -> list[Path]:
-    """The folders with results on a run: in its ``results/``, and those in ``places`` whose names
-    begin with the run's (``cache/<run>-reaction``) if they say that they are of this ``identity``.
+    """The folders with results on a run: those in its ``results/``, and those in ``places`` whose
+    names begin with the run's (``cache/<run>-reaction``) and whose results name this ``identity``.
 
     Raises:
         UserError: one is damaged.
@@ -308,13 +308,13 @@ def refuse_place(folder: Path, kind: str | None = None, inside: Path | None = No
     """Refuse a folder that a result can't go to.
 
     Args:
-        folder: that the user names with ``--out``, or the usual one.
-        kind: of the result; None if it may replace any.
-        inside: the folder in a run that is meant for it, if there is one.
+        folder: the folder that ``--out`` names, or the usual one.
+        kind: the result's kind; None if it may replace any result.
+        inside: the run's own folder for this result, if there is one.
 
     Raises:
-        UserError: it is a run or lies in one, can't be written to, or holds files but no result, or
-            one of another kind.
+        UserError: the folder is a run or lies in one, can't be written to, holds files but no
+            result, or holds a result of another kind.
     """
     named = inside is None or folder.resolve() != inside.resolve()
     for place in (folder.resolve(), *folder.resolve().parents) if named else ():
@@ -351,15 +351,15 @@ def _damaged(folder: Path, error: Exception) -> UserError:
 
 
 def sentences_of(text: str) -> list[str]:
-    """The sentences of a text, which are shown a line each."""
+    """The sentences of a text. Each is shown on a line of its own."""
     return _SENTENCE_END.split(text)
 
 
 def show(result: Result, screen: "Console", *, full: bool = False, rest: str = "--full") -> None:
-    """Print a result: what was found and against what, a sentence a line, then one table and at
-    most :data:`NOTES` short notes, or all of them if ``full``.
+    """Print a result: its sentence and control, with each sentence on a line, then one table and at
+    most :data:`NOTES` short notes, or all tables and notes if ``full``.
 
-    ``rest`` names what shows the others: the last line is ``--full: 5 more tables, 1 note``.
+    ``rest`` is the flag that shows the others: the last line is ``--full: 5 more tables, 1 note``.
     """
     control = f"Control: {result.control}" if result.control else ""
     for text, style in ((result.sentence, "bold"), (control, "")):
@@ -387,7 +387,7 @@ def show(result: Result, screen: "Console", *, full: bool = False, rest: str = "
 
 
 def print_table(screen: "Console", table: Table) -> None:
-    """Print a table after an empty line, on a screen made wide enough: no interval is cut off."""
+    """Print an empty line and a table. The screen is made wide enough to cut off no interval."""
     shown = RichTable(title=Text(table.title, "bold"), title_justify="left")
     for at, name in enumerate(table.columns):
         shown.add_column(Text(name), justify="right" if at else "left", no_wrap=True)

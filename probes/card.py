@@ -62,11 +62,11 @@ def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str,
 
     Args:
         states: ``[n, d]`` hidden states at one layer and position.
-        outcome: of the n contexts.
-        penalty: of half the squared weights, on states whose mean squared norm is 1.
+        outcome: the n contexts' outcome.
+        penalty: factor of half the squared weights, for states whose mean squared norm is 1.
 
     Raises:
-        ValueError: the states of every run are all the same.
+        ValueError: within each run all states are the same.
     """
     states = np.asarray(states, dtype=float)
     runs, k, n = outcome.runs, outcome.positives, outcome.trials
@@ -163,7 +163,7 @@ class Probe:
         try:
             card, content = read_json(folder / CARD), (folder / WEIGHTS).read_bytes()
             if sha256(content).hexdigest() != card["weights"]["sha256"]:
-                raise UserError(f"{folder / WEIGHTS} is damaged or not of its {CARD}", again)
+                raise UserError(f"{folder / WEIGHTS} is damaged, or of another {CARD}", again)
             tensors = load(content)
             found = {
                 name: Direction(weights=tensors[f"weights_{name}"], **facts)

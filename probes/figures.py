@@ -39,7 +39,7 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
     """AUROC by layer (upwards) and position.
 
     Cells whose family-wise p value is above 0.05 are pale. Dots mark the confidence set of the best
-    cells, a frame the cell that the rule chooses on all contexts.
+    cells, and a frame marks the cell that the rule chooses on all contexts.
     """
     values = np.array([[cell.value for cell in row] for row in analysis.auroc])
     layers, positions = values.shape

@@ -1,11 +1,11 @@
-"""What an analysis says: its conclusion, its tables, every number, and the result that is kept.
+"""What is reported of an analysis: conclusion, tables, every estimate, and the kept result.
 
 ::
 
     RUN/results/<name>/     what ia_mech.results writes, and
       predictions.parquet   per context, from probes that weren't trained on its source
       probe.safetensors     directions in activation space
-      card.json             where they come from
+      card.json             where these directions come from
 """
 
 from collections import Counter
@@ -30,13 +30,13 @@ from probes.card import CARD, Probe, directions
 from probes.dataset import ProbeSet
 from probes.figures import LEVEL
 
-COVERAGE = 0.95  # that the interval of a gain must have at least
+COVERAGE = 0.95  # lowest level of an interval from which "beyond" is concluded
 READOUT = (
     "a linear readout of the first-token state, the text, and the states at the ends of query and "
     "response"
 )
 RANDOM_BLOCKS = "a model with random blocks over the trained embeddings"
-POWER = 0.8  # power that is called enough
+POWER = 0.8  # power with which an effect "would be found"
 KEY = ["quantity", "layer", "position", "control"]  # no two rows have the same
 COLUMNS = [*KEY, "value", "low", "high", "p", "sources", "contexts", "level", "method"]
 _DTYPES = {
@@ -52,24 +52,24 @@ LAYERS = "0 = embeddings, l = output of block l, before the final norm"
 
 @dataclass(frozen=True)
 class Finding:
-    """What an analysis shows, and no more.
+    """What an analysis shows.
 
-    ``beyond``: readable, and hidden states save deviance that :data:`READOUT` leaves, with an
-    interval above zero. Never without these controls, nor from intervals below 95%, nor where
-    random blocks are read as well.
+    ``beyond`` is true if the target is readable, and hidden states save deviance that
+    :data:`READOUT` leaves, with an interval above zero. It is false without these controls, with
+    intervals below 95%, and where random blocks are read as well as the model.
     """
 
     readable: bool  # see :attr:`probes.fit.folds.SelectionTests.readable`
     beyond: bool
     sentence: str  # what was found, the plain sentence first
-    control: str  # what it is held against
+    control: str  # what the finding is compared with
 
 
 def conclude(
     analysis: Analysis, what: str = "the follow-up rate", labelled_by: str = ""
 ) -> Finding:
-    """What the headline, its p values and its controls show of ``what``, the target in words, with
-    outcomes that are ``labelled_by``, say, a judge."""
+    """Put into words what the headline, its p values and its controls show. ``what`` is the target
+    in words; ``labelled_by`` names the judge."""
     tested, gain = analysis.tested, analysis.beyond
     readable = tested.readable
     sure = analysis.settings.level >= COVERAGE
@@ -83,15 +83,15 @@ def conclude(
         verdict = f"No evidence was found that {what} can be read from the hidden states."
     elif as_well:
         verdict = (
-            f"{can}, but from those of {RANDOM_BLOCKS} as well: it is not shown that the model "
-            "computes anything of it."
+            f"{can}, but from those of {RANDOM_BLOCKS} as well: this doesn't show that the model "
+            "computes it."
         )
     elif beyond:
-        verdict = f"{can}, beyond {READOUT}."
+        verdict = f"{can}, and they tell more than {READOUT}."
     elif gain is None:
-        verdict = f"{can}; whether beyond {READOUT} can't be told without these controls."
+        verdict = f"{can}; whether they tell more than {READOUT} was not tested."
     else:
-        verdict = f"{can}; that they tell more than {READOUT} is not shown."
+        verdict = f"{can}; it is not shown that they tell more than {READOUT}."
     sentences = [verdict, _numbers(analysis)]
     if not readable:
         sentences.append(_power(analysis))
@@ -99,17 +99,20 @@ def conclude(
     if gain is not None:
         controls.append(
             f"Added to {READOUT} (AUROC {gain.base.value:.2f}), the hidden states save "
-            f"{gain.deviance_saved.text(1, sign=True, percent=True)} of its held-out deviance, "
-            f"AUROC {gain.gain.text(sign=True)}."
+            f"{gain.deviance_saved.text(1, sign=True, percent=True)} of its held-out deviance "
+            f"and change its AUROC by {gain.gain.text(sign=True)}."
         )
         if gain.planted is not None:
             share, shown = gain.planted
-            found = "would be found" if shown else "would not be found, nor a smaller one"
+            found = "would be found" if shown else "would not be found, nor would a smaller one"
             controls.append(
-                f"An addition planted into these states that saves {share:.1%} of it {found}."
+                f"If an addition planted into these states saved {share:.1%} of that deviance, it "
+                f"{found}."
             )
         if not sure:
-            controls.append(f"Beyond is never said of intervals below {COVERAGE:.0%}.")
+            controls.append(
+                f"Only intervals of {COVERAGE:.0%} or more can show that hidden states tell more."
+            )
     own = np.array([[cell.value for cell in row] for row in analysis.auroc])
     controls += [_random(one, own) for one in analysis.random_blocks]
     if labelled_by:
@@ -121,27 +124,27 @@ def _numbers(analysis: Analysis) -> str:
     tested, auroc = analysis.tested, analysis.headline.auroc
     p, family = p_value(tested.headline_p), p_value(float(tested.p_family.min()))
     count, level = int(analysis.among_best.sum()), f"{100 * analysis.settings.level:g}%"
-    best = f"{count} of {analysis.among_best.size} layers × positions can't be told from the best"
+    best = f"Of {analysis.among_best.size} layers × positions {count} can't be told from the best"
     if count == analysis.among_best.size:
-        best = f"no layer or position stands out: none of {count} pairs can be told from the best"
+        best = f"No layer or position stands out: none of {count} pairs can be told from the best"
     return (
         f"Probes whose layer and position are chosen inside the training folds have AUROC "
-        f"{auroc.text()}, {p} (selection replayed; of the heat map, family-wise, {family}); {best} "
-        f"({level} confidence set)."
+        f"{auroc.text()}, {p} (permutations repeat the choice; for the best single layer and "
+        f"position, family-wise, {family}). {best} ({level} confidence set)."
     )
 
 
 def _power(analysis: Analysis) -> str:
-    """What would have been found."""
+    """How large an effect would have been found."""
     tested, sources = analysis.tested, analysis.outcome.source_count
     reached = float(np.quantile(tested.headline_null, 0.95))
-    # In four of five data sets an estimate is above its mean less 0.84 standard deviations; the
-    # spread is that under permutation.
+    # In four of five data sets an estimate is above its mean minus 0.84 standard deviations. The
+    # spread is taken from the permutations.
     found = reached + float(norm.ppf(POWER)) * float(tested.headline_null.std())
     return (
-        f"The closed form that is tested has {tested.headline_statistic:.2f}; one in twenty "
-        f"permutations of the labels of these {sources} sources reaches {reached:.2f}, so that a "
-        f"true value of about {found:.2f} would be found in four of five such data sets."
+        f"The tested AUROC, of closed-form probes, is {tested.headline_statistic:.2f}. One in "
+        f"twenty permutations of the labels of these {sources} sources reaches {reached:.2f}, so a "
+        f"true AUROC of about {found:.2f} would be found in four of five such data sets."
     )
 
 
@@ -150,8 +153,8 @@ def _random(one: RandomBlocks, own: np.ndarray) -> str:
     better, cells = int((one.cells >= own).sum()), own.size
     less = "less well than" if one.difference.low > 0 else "as well as"
     return (
-        f"Random blocks ({one.name}) are read {less} the model's: AUROC {one.auroc.text()}, the "
-        f"headline less that {one.difference.text(sign=True)}; at {better} of {cells} layers × "
+        f"Random blocks ({one.name}) are read {less} the model's: AUROC {one.auroc.text()}; the "
+        f"headline minus that is {one.difference.text(sign=True)}. At {better} of {cells} layers × "
         "positions they are read at least as well."
     )
 
@@ -160,19 +163,19 @@ def _random(one: RandomBlocks, own: np.ndarray) -> str:
 
 
 def estimates(analysis: Analysis) -> pd.DataFrame:
-    """Every estimate of an analysis, with what it is of.
+    """Every estimate of an analysis.
 
-    Quantities, by what their rows are of:
+    Quantities, by what their rows belong to:
 
-    - a layer and position: ``auroc_cell`` (with a control: of random blocks), ``statistic`` (AUROC
-      of the closed-form probes, which is tested, with its family-wise p), ``null_band_95`` (95%
-      quantile of the permuted statistics there), ``p_best`` (of the model confidence set),
+    - a layer and position: ``auroc_cell`` (of random blocks if it has a control), ``statistic``
+      (AUROC of the closed-form probes, which is tested, with its family-wise p), ``null_band_95``
+      (95% quantile of the permuted statistics there), ``p_best`` (of the model confidence set),
       ``selected_in_folds`` (share of the outer folds that chose it).
     - the headline, which is the selection procedure and so has no layer or position: ``auroc``,
       ``auroc_of_rates`` (of the observed rates, more than any probe can reach),
-      ``statistic_headline`` (with p, the selection replayed) and ``null_band_95_headline``.
-    - a control: ``auroc_control``; of random blocks also ``auroc_less_control`` (the headline's
-      less theirs).
+      ``statistic_headline`` (its permutations repeat the choice) and ``null_band_95_headline``.
+    - a control: ``auroc_control``; for random blocks also ``auroc_less_control`` (the headline's
+      minus theirs).
     - the readout of output, text and the ends of query and response: ``auroc_base``, ``auroc_full``
       (with hidden states), ``auroc_gain`` and ``deviance_saved`` (what hidden states add), and
       ``deviance_planted`` (see :class:`probes.analysis.IncrementalValue`).
@@ -237,7 +240,7 @@ def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
 
 
 def predictions(analysis: Analysis) -> pd.DataFrame:
-    """What was predicted of every context, out of fold.
+    """The out-of-fold predictions for every context.
 
     Returns:
         One row per context, in order: ``fold`` (outer), ``positives``, ``trials``, ``log_odds`` and
@@ -267,7 +270,7 @@ def tables(analysis: Analysis) -> list[Table]:
     level, headline = f"{100 * analysis.settings.level:g}%", analysis.headline
     rows = [
         ["headline", headline.auroc.text(), "hidden states, chosen inside the training folds"],
-        ["rates", headline.auroc_of_rates.text(), "the observed ones: more than a probe can reach"],
+        ["rates", headline.auroc_of_rates.text(), "observed rates: more than a probe can reach"],
     ]
     rows += [[one.control.name, one.auroc.text(), one.control.what] for one in analysis.controls]
     rows += [[one.name, one.auroc.text(), RANDOM_BLOCKS] for one in analysis.random_blocks]
@@ -306,12 +309,12 @@ def _cell(analysis: Analysis, i: int, j: int) -> str:
 
 
 def result_folder(about: dict[str, Any], home: Path, name: str | None = None) -> Path:
-    """Where an analysis goes in the run ``home``; ``name`` is made from kind, target and judge if
-    not given.
+    """The folder of an analysis in the run ``home``; its ``name`` is by default made from kind,
+    target and judge.
 
     Raises:
-        UserError: a name that no file can have, one of a result of another kind, or a run that
-            can't be written to.
+        UserError: no file can have this name, a result of another kind has it, or the run can't be
+            written to.
     """
     if name is None:
         target = about["settings"]["target"].replace("@", "-at-")
@@ -322,7 +325,7 @@ def result_folder(about: dict[str, Any], home: Path, name: str | None = None) ->
 
 
 def about(kind: str, data: ProbeSet, settings: AnalysisSettings, **more: Any) -> dict[str, Any]:
-    """What decides a result, as plain JSON; without the number of threads."""
+    """All that a result depends on, as plain JSON: not the number of threads."""
     return {
         "kind": kind,
         **about_runs(data.runs, [data.judge]),
@@ -343,7 +346,7 @@ WITHIN = {"run": "", "dataset": " within datasets", "source": " among responses 
 
 
 def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: str) -> Result:
-    """What is shown and kept of an analysis, the probe that is fitted on all contexts included."""
+    """The result of an analysis, with the probe that is fitted on all contexts."""
     target, headline = data.target, analysis.headline
     within = WITHIN[data.within]
     conclusion = conclude(analysis, target.words + within, data.labelled_by)
@@ -366,7 +369,7 @@ def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: s
         control=conclusion.control,
         estimates=estimates(analysis),
         tables=tables(analysis),
-        figures=dict(drawn if found_some else reversed(drawn)),  # the first is the open one
+        figures=dict(drawn if found_some else reversed(drawn)),  # pages open the first
         notes=[*notes, *analysis.notes],
         about=about,
         data={"predictions": pd.concat([names, predictions(analysis)], axis=1)},
@@ -385,9 +388,9 @@ def _data_note(analysis: Analysis, data: ProbeSet) -> str:
     )
     return (
         f"{len(outcome)} contexts of {outcome.source_count} sources, {round(outcome.trials.sum())} "
-        f"turns, {share:.1%} positive. Scores are means over {folds} outer folds, of probes "
-        f"trained on {folds - 1}/{folds} of these, over pairs of contexts within a fold and "
-        f"{data.within}. The headline reads {by_fold}; the probe that is kept, fitted on all, "
+        f"turns, {share:.1%} positive. A score is a mean over {folds} outer folds, each scored by "
+        f"probes trained on the others; it compares contexts of the same fold and {data.within}. "
+        f"The headline's folds read {by_fold}. The probe that is kept is fitted on all contexts at "
         f"layer {headline.layer}, {headline.position}."
     )
 

@@ -37,7 +37,7 @@ def progress() -> Silent:
 
 @pytest.fixture(autouse=True)
 def _threads(monkeypatch):
-    """A command's ``--threads`` are those of its process, which here others are run in, too."""
+    """Set threads back after each test: a command sets those of its process, which tests share."""
     before = torch.get_num_threads()
     for name in THREAD_COUNTS:
         monkeypatch.setenv(name, os.environ.get(name, "1"))
@@ -47,8 +47,8 @@ def _threads(monkeypatch):
 
 @pytest.fixture(scope="session", autouse=True)
 def _models_read_once():
-    """What each command begins with is done once for a model's folder: it is loaded (and checked,
-    as a loaded model is once), and its sizes are worked out. It takes longer than a tiny run."""
+    """Each command first loads its model, checks it and works out its sizes. Tests do that once for
+    a model's folder, since it takes longer than a tiny run."""
     sizes = footprints.footprint
     loaded: dict = {}
     worked_out: dict = {}
@@ -77,13 +77,13 @@ def _models_read_once():
 
 @pytest.fixture
 def loaded_anew(monkeypatch) -> None:
-    """Models are loaded, and checked, each time, as where loading is the subject."""
+    """Models are loaded and checked anew each time, for tests of loading."""
     monkeypatch.setattr(models, "_load", LOAD)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _blank_pictures():
-    """Figures are drawn, but a blank one is written: rendering takes a second a format.
+    """Figures are drawn, but blank files are written: rendering takes a second per format.
 
     Tests of pictures take the fixture :func:`pictures`.
     """

@@ -1,7 +1,7 @@
 """The environment of the tests, the order of their files, and a quiet progress.
 
-The process that deals tests to workers reads this file and runs none of them: what takes seconds to
-import is in ``common``.
+The process that deals tests to workers reads this file and runs no tests, so ``common`` holds all
+that takes seconds to import.
 """
 
 import gc

@@ -45,10 +45,10 @@ def masked_logits(model, ids, at: torch.Tensor, sees, behind=None) -> torch.Tens
         model: a tiny model.
         ids: of all tokens, also of several contexts one behind the other.
         at: ``[tokens]`` their positions.
-        sees: called with the layer (from 1), gives ``[tokens, tokens]``: which ones (columns) a
-            token (row) attends to, besides what a sliding window hides.
-        behind: ``[tokens, tokens]`` how far a column is behind a row, as a window counts; by their
-            positions where it isn't given.
+        sees: takes a layer (from 1), returns ``[tokens, tokens]``: which tokens (columns) a token
+            (row) attends to, apart from what a sliding window hides.
+        behind: ``[tokens, tokens]`` how far a column is behind a row, as a window counts; by
+            default the difference of their positions.
     """
     behind = at[:, None] - at if behind is None else behind
 
@@ -91,7 +91,7 @@ def assert_ranks(found, logits: torch.Tensor, turn) -> None:
 
 @contextlib.contextmanager
 def copied_prefixes(model) -> Iterator[None]:
-    """While it lasts, each row of the model's has a copy of its prefix: slow, and plain."""
+    """While it lasts, each row has a copy of its prefix, which is slow but plain."""
     made = installed(model)
     before, made.engine = made.engine, replace(made.engine, shared=())
     try:
@@ -101,7 +101,8 @@ def copied_prefixes(model) -> Iterator[None]:
 
 
 def near_ties(model, lengths, rows, ours, theirs) -> int:
-    """How many rows decoded in two ways differ, each first at a decision that rounding can turn.
+    """How many rows differ between two ways of decoding; asserts that each first differs at a
+    decision that rounding can turn.
 
     Args:
         model: a tiny model.

@@ -35,7 +35,7 @@ REAL_FAMILIES = (
     "smollm2", "qwen3", "llama3_1", "gemma3", "glm4", "gpt_oss", "deepseek_v3", "mistral",
     "exaone", "nemotron_mini", "apriel", "kimi_k2", "gigachat3",
 )  # fmt: skip
-# And text role markers, no user role at all, and a last user turn that silently disappears.
+# Others have text as role markers, no user role, or a last user turn that silently disappears.
 FAMILIES = (*REAL_FAMILIES, "zephyr_text", "no_user", "swallows")
 
 # The stop tokens that a family's generation configuration lists besides what its tokenizer names,

@@ -1,4 +1,4 @@
-"""Command lines in forks of one process that has imported everything, to be killed in the midst.
+"""Command lines, to be killed while they run, in forks of a process that has imported everything.
 
 A command's imports take seconds, its work on a tiny model a fraction of one. ``Forks`` starts this
 file as a process with one thread; a fork of that runs the command line as ``python -m`` does.
@@ -40,9 +40,9 @@ class Ended(NamedTuple):
     """How a command line ended.
 
     Attributes:
-        status: of its exit; minus the signal's number where a signal ended it.
-        seconds: that it took, without imports and the reading of flags.
-        parts: of a run that it began to compute.
+        status: the exit status; minus the signal's number if a signal ended it.
+        seconds: how long it took, without imports and the reading of flags.
+        parts: how many parts of a run it began to compute.
         err: what it wrote to stderr.
     """
 
@@ -83,12 +83,12 @@ class Forks:
         number: int = signal.SIGKILL,
         **environment: str,
     ) -> Ended:
-        """Run ``python -m`` with these words, perhaps not to its end.
+        """Run ``python -m`` with these words, and perhaps end it before it is done.
 
         Args:
             words: the module and its arguments.
-            after: seconds after its beginning when it gets the signal.
-            number: of that signal.
+            after: seconds from its beginning to the signal.
+            number: the signal's number.
             environment: added to the environment.
         """
         (ended,) = self.run_together([words], after=after, number=number, **environment)
@@ -135,7 +135,7 @@ def serve(folder: Path) -> NoReturn:
 
 
 def _begin(err: Path, words: list[str], environment: dict[str, str]) -> tuple[int, int, Path]:
-    """Fork: the child, and what it writes to: a pipe, and a file for its stderr."""
+    """Fork; returns the child, the pipe that it writes to, and the file of its stderr."""
     reader, pen = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,8 +1,8 @@
-"""Tensors that are on a GPU by their own account, and hold their numbers on the CPU.
+"""Tensors that say they are on a GPU and hold their numbers on the CPU.
 
-An operation on tensors of two devices is an error, as on real ones; everything else is computed.
-``FakeTensorMode`` has no numbers, so that it ends where the engine looks at one: at a mask, at a
-token that was drawn.
+An operation on tensors of two devices is an error, as on real GPUs; all others are computed.
+``FakeTensorMode`` won't do: it has no numbers, and the engine looks at some, such as those of a
+mask or a drawn token.
 """
 
 import threading
@@ -60,7 +60,7 @@ class Placed(Tensor):
 
 
 def plain(value):
-    """What is held, for a tensor; the CPU, for a device."""
+    """For a tensor the held one; for a device the CPU."""
     if isinstance(value, Placed):
         return value.held
     return CPU if isinstance(value, torch.device) else value
@@ -89,7 +89,7 @@ class Moved(torch.autograd.Function):
 
 
 class Gpus(TorchFunctionMode):
-    """While it lasts, tensors can be made on GPUs and moved there, in threads that begin, too."""
+    """While it lasts, tensors can be made on GPUs and moved there, also by threads begun then."""
 
     def __enter__(self):
         self._patches = pytest.MonkeyPatch()

@@ -1,10 +1,9 @@
 """A transformer set by hand, whose turns name their response only where the header tells them to.
 
-As in :mod:`planted_reaction`, a response holds a token that names it. What stands in some
-dimensions of a header token (nothing, unless it is put there) opens a gate in the turn's tokens
-when block :data:`OPEN` reads it; through the gate, block :data:`planted_reaction.READ` reads the
-response's name. With the gate shut the turn leans to its response a little, too little for greedy
-decoding.
+As in :mod:`planted_reaction`, a response holds a token that names it. Block :data:`OPEN` of the
+turn's tokens reads some dimensions of a header token, which are 0 unless a test writes there. What
+it reads opens a gate, through which block :data:`planted_reaction.READ` reads the response's name.
+With the gate shut the turn leans to its response a little, too little for greedy decoding.
 """
 
 from types import SimpleNamespace
@@ -62,7 +61,7 @@ def queries(count: int, seed: int) -> list[list[SteeredContext]]:
 
 
 def said(one: Model, contexts: list[SteeredContext], layer: int, direction, dose: float) -> list:
-    """The name that greedy decoding says after each context and the opener, if it is one."""
+    """The name that greedy decoding gives after each context and the opener; no index if none."""
     turns = []
     for number, context in enumerate(contexts):
         ids = (*context.ids[context.start :], *planted.turn(0, 1))

@@ -1,13 +1,13 @@
 """Transformers set by hand, in which turns depend on the response through one known route.
 
 A response holds one of four tokens that name it, among filler. In both models the turn repeats a
-token that belongs to that name. Where the response's name is *written* into a header token by one
-block, a later block of the turn's tokens *reads* it there; in the other model the turn's tokens
+token that belongs to that name. In one model a block *writes* the response's name into a header
+token, and a later block of the turn's tokens *reads* it there; in the other model the turn's tokens
 read the response themselves.
 
 Both are Llamas. With a rotary base of 1e12 the slowest pair of a head's dimensions stands still, so
-that attention goes by what tokens are: a begin-of-text token draws it wherever nothing is looked
-for, with a score of 40 less than what is looked for.
+that attention depends on what tokens are. A token that looks for nothing attends to the
+begin-of-text token, whose score is 40 below that of a match.
 """
 
 import numpy as np

@@ -1,5 +1,5 @@
-"""Runs to read and to damage, written without a model: one as the main job leaves it, over built-in
-conversations, and a small one by hand."""
+"""Runs for tests to read and to damage, written without a model. One is as the main job leaves it,
+over built-in conversations; a small one is written by hand."""
 
 import json
 import random
@@ -44,7 +44,7 @@ def chat() -> ChatFormat:
 def record_of(
     contexts: int, responses: int = 0, positions=None, model: dict | None = None, **settings
 ) -> dict:
-    """What ``RunWriter`` takes for a run of so many parts, with these settings changed."""
+    """The record that ``RunWriter`` takes, for a run of so many parts with these settings."""
     described = {"name": "planted", "weights_hash": "0a0b", "layers": LAYERS - 1, "d_model": WIDTH}
     described |= {"vocab": len(chat().tokenizer), "dtype": "float32"}
     identity = {
@@ -64,7 +64,7 @@ def record_of(
 
 @pytest.fixture(scope="session")
 def merged(tmp_path_factory) -> Iterator[Run]:
-    """A run as it is left: one part. Tests that write into it copy it."""
+    """A finished run of one part. Tests that write into it copy it."""
     run = planted(tmp_path_factory.mktemp("merged") / "run", [CONTEXTS])
     written = files_under(run.path), run.generations.copy(), run.contexts.copy()
     yield run
@@ -100,7 +100,7 @@ def planted(path: Path, sizes: list[int], **settings) -> Run:
 
 
 def _part(those: list[tuple[int, Conversation]]):
-    """What ``RunWriter.add_contexts`` takes, of conversations and their places in the run."""
+    """The arguments of ``RunWriter.add_contexts``, for conversations and their places in a run."""
     contexts, turns = [], []
     for order, conversation in those:
         rng, prompt = random.Random(order), chat().context(conversation.messages)
@@ -176,7 +176,7 @@ def files_named(root: Path) -> list[str]:
 
 
 def rehashed(root: Path) -> Run:
-    """The run with its files as they are now, as if they had been written so."""
+    """Enter the hashes of the run's present files, as if they had been written so."""
     for file in root.glob("manifests/*.json"):
         part = integrity.read_json(file)
         part["run"] = integrity.content_hash(root / layout.RUN)
@@ -186,7 +186,7 @@ def rehashed(root: Path) -> Run:
 
 
 def stored(run: Run) -> Run:
-    """The run with its files as its frames are now, after a test has changed these."""
+    """Write the run's frames, which a test has changed, to its files."""
     contexts, turns = run.contexts, run.generations
     for part in run.parts("contexts"):
         file = run.path / layout.part_file("contexts", part["name"])
@@ -225,7 +225,7 @@ def rewritten(root: Path, name: str, change: Callable[[dict], object]) -> Run:
 
 
 def with_settings(**settings) -> Callable[[dict], None]:
-    """A change of ``run.json``: other settings, as if it had been sampled with them."""
+    """A change of ``run.json`` to other settings, as if the run had been sampled with them."""
 
     def change(record: dict) -> None:
         record["identity"]["settings"].update(settings)
@@ -277,7 +277,7 @@ def add_part(writer: RunWriter, part: int, header_logits=None, change=None) -> N
 
 
 def write_by_hand(out: Path, change=None, parts=range(4)) -> Run:
-    """What the main job does with a folder: begin or go on, and finish."""
+    """Do with a folder what the main job does: begin or resume the run, and finish it."""
     names = [layout.part_names(len(PARTS))[part] for part in parts]
     with RunWriter(out, RECORD) as writer:
         writer.start_session({"machine": "test"})

@@ -1,4 +1,4 @@
-"""Conversations with follow-ups, and what a plain forward pass says of a turn after a context."""
+"""Conversations with follow-ups, and plain forward passes that score a turn after a context."""
 
 import json
 from pathlib import Path

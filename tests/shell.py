@@ -21,7 +21,7 @@ class Outcome(NamedTuple):
 
     @property
     def run(self) -> Run:
-        """The run that it said it wrote."""
+        """The run that the command said it wrote."""
         assert self.status == 0, self.err
         return Run.open(re.search(r"^run: (.*)$", self.out, re.MULTILINE)[1])
 
@@ -55,8 +55,8 @@ def worked(name: str) -> ModuleType:
 
 
 def refusal(outcome: Outcome) -> str:
-    """The one line of a refusal, without its ``error: ``, and without what was said before where a
-    model began to be loaded."""
+    """The one line of a refusal, without its ``error: ``, and without lines that were printed
+    before it while a model was loaded."""
     assert outcome.status == 2, outcome
     assert outcome.out == ""
     err = re.sub(r"\A(loading \S+|reading runs and results) …\n", "", outcome.err)

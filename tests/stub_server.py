@@ -29,8 +29,7 @@ class Reply:
 
 
 class Wire:
-    """Bytes that are sent after a request, whether they are HTTP or not; then the connection is
-    closed, or reset."""
+    """Bytes to send after a request, HTTP or not; then the connection is closed, or reset."""
 
     def __init__(self, content: bytes = b"", *, reset: bool = False) -> None:
         self.content = content
@@ -65,11 +64,11 @@ class StubServer:
     a ``Reply``, a ``Wire``, ``HANG`` or ``DROP``.
 
     Attributes:
-        bodies: of all requests, in the order of their arrival; a GET's is empty.
+        bodies: the bodies of all requests, in the order of their arrival; a GET's is empty.
         keys: the Authorization headers.
         headers: the names of all headers, in small letters.
         turns: how many requests each user turn was in.
-        most: requests that were ever under way at once.
+        most: the largest number of requests at the same time.
     """
 
     def __init__(self, answer: Answering = lambda body, n: completion(), delay: float = 0) -> None:
@@ -167,7 +166,7 @@ class StubServer:
 
 
 def item_of(body: dict) -> dict[str, str]:
-    """The item in a request, read as the prompt says it is to be read."""
+    """The item in a request, read as the prompt tells a judge to read it."""
     return json.loads(re.match(r"Item: (.*)\n", body["messages"][-1]["content"])[1])
 
 

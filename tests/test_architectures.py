@@ -99,7 +99,7 @@ def test_greedy_rows_equal_generate(architecture):
     ],
 )
 def test_rows_of_a_batch_follow_the_rule_on_the_logits_of_full_passes(architecture):
-    """Tokens and margins are those of the rule, whatever else is in the batch."""
+    """Tokens and margins follow the sampling rule, whatever else is in the batch."""
     model = tiny.model(architecture)
     wanted = [row for context in range(3) for row in rows(context)]
     found = decode(model, groups_of(model), wanted, [tiny.EOS, *range(90, 97)], 12)

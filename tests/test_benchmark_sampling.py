@@ -1,4 +1,4 @@
-"""The sampling benchmark: its arithmetic and tables, and all of it in small behind ``slow``."""
+"""The sampling benchmark: its arithmetic, its tables, and (marked ``slow``) a small whole run."""
 
 import subprocess
 import sys

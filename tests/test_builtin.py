@@ -1,4 +1,4 @@
-"""The built-in conversations: complete, in order, and what their metadata says of them is true."""
+"""The built-in conversations are complete and in order, and their metadata is true."""
 
 import json
 import re

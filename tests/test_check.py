@@ -68,8 +68,8 @@ def test_a_model_that_has_passed_is_checked_again_in_another_dtype_alone(monkeyp
 
 
 def test_rounding_of_a_model_that_repeats_its_last_token_is_no_fault():
-    """Its next token has nearly the same log-probability at each step, which is no scale: in
-    bfloat16 one row in twenty was taken for another token's, and rows lost the shared prefix."""
+    """Its next token has nearly the same log-probability at each step, so their spread is no scale
+    for errors: in bfloat16 one row in twenty failed the check, and rows lost the shared prefix."""
     config = transformers.LlamaConfig(
         vocab_size=tiny.VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
@@ -221,8 +221,8 @@ def test_where_sharing_alone_goes_wrong_rows_get_copies_and_it_says_why(monkeypa
 
 
 def test_the_models_own_attention_is_what_is_compared_with():
-    """One that looks at the name it was called by: it is left alone where that makes a difference,
-    which full passes under the other name wouldn't show."""
+    """A model that looks at its attention's name: where the name matters, the model's own attention
+    stays. Full passes under the other name wouldn't show the difference."""
 
     def picky(module, query, *others, **settings):
         output, _ = sdpa_attention_forward(module, query, *others, **settings)
@@ -238,7 +238,7 @@ def test_the_models_own_attention_is_what_is_compared_with():
 
 
 def test_queries_that_see_nothing_go_on_to_nothing(monkeypatch):
-    """A kernel that makes NaN of them, in batches of 1 token modulo 32, as some for GPUs do."""
+    """As some kernels for GPUs do, this one gives NaN for them in batches of 1 token modulo 32."""
     honest = torch.nn.functional.scaled_dot_product_attention
 
     def faulty(query, key, value, attn_mask=None, **settings):

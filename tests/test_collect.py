@@ -237,7 +237,7 @@ def tight(honest, most: int, begin: int = 0):
 def test_memory_running_out_is_said_recorded_in_its_parts_and_survived(
     whole, tiny_subject, tmp_path, progress, monkeypatch
 ):
-    """It does in the second part of four, and holds for those behind it."""
+    """Memory runs out in the second part of four; the later parts use the smaller batches, too."""
     monkeypatch.setattr(compute, "decode", tight(compute.decode, 8, begin=1))
     crew = Crew(workers=1)
     run = job.collect(SETTINGS, tiny_subject, tmp_path / "run", progress, crew=crew)
@@ -318,7 +318,7 @@ def test_logits_that_are_not_numbers_end_the_run_with_nothing_of_them_written(
 def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
     tiny_subject, tmp_path, progress, monkeypatch, refused
 ):
-    """One of a part and all of another; and all."""
+    """The template refuses one response of a part, all of a part, or all."""
     settings = replace(SETTINGS, response="generate", max_response_tokens=4)
     honest, chosen = job.context_and_real_follow_up, set(refused)
 
@@ -431,7 +431,7 @@ def test_resuming_elsewhere_says_what_differs(tiny_subject, tmp_path, progress, 
 
 
 def test_a_run_goes_on_with_its_threads_unless_others_are_given(tiny_subject, tmp_path, progress):
-    """In a shard, too, of a run that was begun whole; with as many workers as are asked for now."""
+    """Also in a shard of a run that was begun whole. The workers are those asked for now."""
     settings = replace(SETTINGS, batch_rows=5)
     out, before = tmp_path / "run", torch.get_num_threads()
     with pytest.raises(KeyboardInterrupt):
@@ -447,7 +447,7 @@ def test_a_run_goes_on_with_its_threads_unless_others_are_given(tiny_subject, tm
 
 
 def test_rows_do_not_depend_on_the_workers(tiny_subject, tmp_path):
-    """Nor on being killed, and going on with another number of them."""
+    """Nor do rows depend on a kill after which another number of workers goes on."""
     settings = replace(SETTINGS, limit=4, batch_rows=10, response="generate")
     settings = replace(settings, max_new_tokens=4, max_response_tokens=4)
     digests = {

@@ -173,7 +173,7 @@ def test_a_dry_run_writes_nothing_and_says_what_a_run_then_writes(sample, tmp_pa
 
 
 def test_output_that_is_not_read_to_the_end_is_no_error():
-    """Of Python's own print, and of the console that prints tables."""
+    """Output of Python's own print, and of the console that prints tables."""
     code = "import sys; from ia_mech.cli import run_command; from ia_mech.display import console; "
     code += "sys.exit(run_command(lambda: {}('text'), str))"
     for write in ("print", "console().print"):
@@ -469,7 +469,7 @@ for module, words, status in json.loads(sys.argv[1]):
 
 
 def test_help_and_refusals_wait_for_no_import_that_takes_seconds(run, tmp_path):
-    """Of every command: a wrong path, a bad flag; folders that can't be written to; another run."""
+    """For every command: a wrong path, a bad flag, a read-only folder, another run."""
     (tmp_path / "file").touch()
     calls = []
     for name, (module, _) in COMMANDS.items():

@@ -299,7 +299,7 @@ def test_unusable_rows_are_named_or_left_out_and_listed_on_demand(jsonl, row, co
 
 
 def test_a_column_that_is_named_like_a_response_is_asked_about(jsonl):
-    """Else the model would write another in its place."""
+    """Otherwise the model would write another response in its place."""
     path = jsonl({"prompt": "q", "model_output": "r", "expected_answer": "s"})
     assert "say --response-column model_output; or, if" in error_of(path)
     (named,) = read(path, response="model_output")

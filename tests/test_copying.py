@@ -93,15 +93,15 @@ def dialogues(react, queries: int = 40):
 
 def test_who_copies_has_copy_bits_and_who_does_not_has_none():
     reactions = {
-        "restates the response": lambda rng, query, response: response,
+        "repeats the response": lambda rng, query, response: response,
         "picks two words": lambda rng, query, response: (
             "What of " + " ".join(rng.choice(response.split()[:12], 2)) + "?"
         ),
-        "restates the query": lambda rng, query, response: query,
+        "repeats the query": lambda rng, query, response: query,
         "changes the topic": lambda rng, query, response: " ".join(rng.choice(WORDS, 3)),
     }
     bits = {name: choice_bits(*dialogues(react)).bits.mean() for name, react in reactions.items()}
-    assert bits["restates the response"] > 1.99
+    assert bits["repeats the response"] > 1.99
     assert 0.3 < bits["picks two words"] < 1.5
-    assert abs(bits["restates the query"]) < 0.05
+    assert abs(bits["repeats the query"]) < 0.05
     assert abs(bits["changes the topic"]) < 0.05

@@ -56,7 +56,7 @@ def test_no_file_of_a_run_names_a_folder_of_this_machine(local, tmp_path, capfd)
     assert (run.settings["dataset"], run.settings["model"]) == ("chats.jsonl", "my-model")
     again = call(main, words, capfd)
     assert again.status == 0 and "was finished before" in again.err
-    # Experiments find the model again, as long as it is there; and another of its name isn't it.
+    # Experiments find the model again as long as it is there; for other weights they don't.
     assert subject_of(run).weights_hash == run.model["weights_hash"]
     assert recall(run.settings, "00").name == "my-model"
     # The embedded model stays what it is, where its weights are known from a folder, too.

@@ -251,8 +251,8 @@ def runs(request, tokenizer, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [locate, elicit, steering])
 def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, monkeypatch, capfd):
-    """Every score and every turn. What is estimated of them may differ more where it hardly depends
-    on them: how sharply the query, which is the same in all, tells siblings apart."""
+    """Every score and every turn is equal. An estimate may differ more where it hardly depends on
+    them, as where siblings are told apart by the query, which they share."""
     folder, cpu, placed, siblings = runs
     monkeypatch.setattr(hybrids, "TOKENS", 4)
     monkeypatch.setattr(steering, "RANDOMS", 29)

@@ -78,7 +78,7 @@ def commands(page: Path) -> list[str]:
 
 
 def test_every_command_is_one_that_the_program_understands(monkeypatch, capsys):
-    """All are parsed, none is run: a renamed flag doesn't outlive its docs."""
+    """Every command is parsed and none is run, so that docs don't keep a renamed flag."""
     parse = argparse.ArgumentParser.parse_args
 
     def parsed(self, words=None, namespace=None):

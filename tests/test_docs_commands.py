@@ -82,7 +82,7 @@ def many(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory) -> Path:
-    """Runs that take seconds to judge, whoever judges."""
+    """Runs so small that any judge takes only seconds."""
     flags = "--limit 6 --temperatures 1 --samples 1 --max-new-tokens 8"
     return judged_runs(tmp_path_factory.mktemp("few"), flags)
 

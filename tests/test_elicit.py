@@ -22,7 +22,8 @@ def gaps(excess, greedy, half, counts):
 
 
 def test_arms_that_are_alike_have_no_gap_though_the_best_is_chosen():
-    """Without the halves, the best of six equal arms would be 0.4 standard deviations better."""
+    """If it weren't chosen on one half and reported on the other, the best of six equal arms would
+    be 0.4 standard deviations better."""
     rng = np.random.default_rng(1)
     each = [
         gaps(rng.normal(size=(6, 20)), 0, np.arange(20) % 2, np.ones((1, 20)))[0]

@@ -1,4 +1,4 @@
-"""What every experiment's command does alike: help, checks of runs, the output folder, files."""
+"""What the commands of all experiments share: help, checks of runs, the output folder, files."""
 
 import errno
 import os
@@ -122,14 +122,14 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     assert {name: after[name] for name in before} == before and Run.open(run.path).verify() == []
     found = read(folder)
     made = {"kind": "count", "runs": [run.name], "identities": [run.identity_digest]}
-    made |= {"command": f"python test_experiment.py {run.name}"}
+    made |= {"ignored_checks": {}, "command": f"python test_experiment.py {run.name}"}
     made |= {"level": 0.95, "judge": "me", "gate": "no decoys", "labellers": ["me"]}
     made["labels"] = {run.identity_digest: run.labels.digest(["me"])}
     assert found.about == made
     assert found.question == "How many contexts are there?"
     assert found.control == f"{GATE.sentence}."
     assert pd.read_parquet(folder / "more.parquet")["run"].tolist() == [run.name]
-    # Again, over them, with flags that change no number; and with one that does.
+    # The same command over its own files, with flags that change no number and with one that does.
     outcome = count(run.path, "--full", "--threads", 1)
     assert "replaced" not in outcome.err and files(run.path) == after
     line = f"this replaced the result of: python test_experiment.py {run.name}\n"

@@ -1,4 +1,4 @@
-"""Sentences of experiments: what is said of an effect that wasn't shown."""
+"""Sentences of experiments: what they say where no effect was shown."""
 
 import numpy as np
 import pandas as pd

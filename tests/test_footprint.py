@@ -1,4 +1,4 @@
-"""What rows hold, from a configuration, against the states of real passes."""
+"""The memory of contexts and rows, as worked out from a configuration, against real passes."""
 
 import pytest
 import tiny

@@ -1,5 +1,5 @@
-"""A model that is installed: outside of passes what it was before; passes of several threads at
-once equal each alone, to the bit."""
+"""An installed model: outside of passes it computes what it did before installing, and passes of
+several threads at once equal each pass alone, to the bit."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -134,7 +134,7 @@ def test_a_model_that_is_not_installed_is_an_error():
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_rows_that_would_be_rotated_otherwise_are_refused(kind):
-    """Up to the border they may grow, whatever came before; outside of passes all may."""
+    """Rows may grow up to the length where rotations change; outside of passes there's no limit."""
     model, turn, lengths = rope(kind), tiny.prompt(5, seed=7), (BORDER - 5, 20)
     install(model)
     long = tiny.prompt(BORDER + 1, seed=1)
@@ -223,7 +223,7 @@ def differentiated(lengths, model) -> list:
 
 @cache
 def jobs() -> list[Job]:
-    """Of every kind, on models of several architectures; lengths around a sliding window."""
+    """Jobs of every kind, on several architectures; lengths lie around that of a sliding window."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(2, WIDTH, generator=generator)
     models = {name: tiny.model(name) for name in tiny.FAMILIES}

@@ -1,8 +1,8 @@
-"""Whatever is killed can be given again, and comes to the same end.
+"""A command that was killed can be given again, and comes to the same end.
 
-Random moments are seeded, and spread over what a command took undisturbed; where they fall in the
-work differs from machine to machine. Every state between two operations on files is in
-test_run_writing. docs/scale.md has the counts.
+Random moments are seeded, and spread over the time of an undisturbed command; where they fall in
+the work differs from machine to machine. ``test_run_writing`` tests every state between two
+operations on files. docs/scale.md has the counts.
 """
 
 import json
@@ -40,7 +40,7 @@ def forks(tmp_path_factory) -> Iterator[Forks]:
 
 
 def was_stopped(ended: Ended, number: int) -> bool:
-    """Whether the signal ended it, and as that signal should; else it was done before."""
+    """Whether the signal ended the command, as it should; otherwise the command was done before."""
     if number in (signal.SIGINT, signal.SIGTERM):
         assert ended.status in (0, 130), ended.err
         # A signal within a finalizer is printed by Python itself, and the command goes on.
@@ -80,7 +80,7 @@ class Sampling:
         return {(kind, part["name"]) for kind in run.counts for part in run.parts(kind)}
 
     def check_finished(self, name: str) -> None:
-        """It is what an undisturbed one is."""
+        """Check that a run equals an undisturbed one."""
         run = Run.open(self.folder / name / "run")
         assert run.complete and run.verify() == [] and run.digest() == self.digest
         assert files_named(run.path) == self.files
@@ -124,7 +124,7 @@ def test_a_run_that_is_killed_loses_a_part_and_nothing_else(generated):
 
 
 def test_any_processes_at_once_make_the_run_and_each_part_once(forks, generated, tmp_path):
-    """Two of everything, and shards of two numbers."""
+    """Two processes for the whole run, one for a shard of 2, and one for a shard of 3."""
     sampling = generated
     words = [*sampling.words, "--out", tmp_path / "run"]
     each = [words, [*words, "--shard", "2/2"], [*words, "--shard", "1/3"], words]
@@ -187,7 +187,7 @@ class Judging:
             return ended, verdicts(self.folder / "whole"), requests(stub)
 
     def paid(self, name: str) -> set[Item]:
-        """The items whose verdicts are in the cache, of whole lines perhaps before a half one."""
+        """The items with a verdict in the cache. A last line that is cut off doesn't count."""
         found = list((self.folder / name / "cache").rglob("*.jsonl"))
         if not found or not (first := found[0].read_bytes().partition(b"\n"))[1]:
             return set()
@@ -199,7 +199,7 @@ class Judging:
 
 
 def verdicts(folder: Path) -> pd.DataFrame:
-    """The judgements, without what says from where a verdict came."""
+    """The judgements, without the columns that say where a verdict came from."""
     return Run.open(folder / "run").labels.judgements("stub").drop(columns="cached")
 
 

@@ -36,7 +36,7 @@ LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 # The package offers ``sample`` and ``Run`` on first use, and ``ia_mech.sample`` is the command.
 FRONT = {"ia_mech", "ia_mech.sample", "ia_mech.console"}
 APART = [("chat", "engine")]  # templates and text here, token ids and tensors there
-# What loads or runs a language model; who reads states of a run needs none of it.
+# Modules that load or run a language model; reading a run's states needs none of them.
 MODEL_CODE = ("ia_mech.engine", "ia_mech.models.load", "ia_mech.likelihood", "ia_mech.collect")
 NUMERIC = {"numpy", "scipy", *sys.stdlib_module_names}
 

@@ -242,9 +242,7 @@ def test_decoys_are_folded_and_can_be_chosen(run, opened):
     playwright.expect(row.locator(".turn")).to_have_count(5 + beneath)
     option(page, "shown after", "a wrong conversation")
     assert counted(page)[1] == (decoys["decoy"] == "wrong_conversation").sum() > 0
-    assert (
-        "this is a wrong conversation for it" in page.locator(".turn .meta").first.text_content()
-    )
+    assert "this is a wrong conversation for it" in page.locator(".turn .meta").first.text_content()
 
 
 def test_tokens_are_shaded_and_add_up(opened):

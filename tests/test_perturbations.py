@@ -51,7 +51,7 @@ CHATS = [one | {"of": "plain"} for one in scored.CONVERSATIONS]
 
 @pytest.fixture(scope="module")
 def plain(tiny_subject, tiny_model_dir, tmp_path_factory) -> Run:
-    """Judged, unperturbed, as the command line would make it; tests leave it as it is."""
+    """A judged, unperturbed run as the command line makes it; tests leave it as it is."""
     folder = tmp_path_factory.mktemp("base")
     data = scored.dataset(folder / "chats.jsonl", CHATS)
     settings = Settings(dataset=data, limit=None, model=tiny_model_dir, **DECODING)
@@ -149,7 +149,7 @@ def test_real_follow_ups_are_scored_in_the_context_that_the_condition_made(
 
 
 def test_both_verdicts_are_read_as_what_they_are(plain, run, turns):
-    """Against the judge itself, turn by turn, after what each was given and the unchanged one."""
+    """Both are the judge's own, turn by turn, after the changed and the unchanged conversation."""
     judge, by_context = RulesJudge(), turns.set_index("context_id")
     for name in ("c1~swap", "c5~remove", "c2~shuffle"):
         own = by_context.loc[[name]].sort_values(["temperature", "sample"])

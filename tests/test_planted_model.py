@@ -146,13 +146,13 @@ def test_where_greedy_leaves_each_turn(measured, run, planted, header):
 
 
 def test_the_logit_lens_and_the_layer_from_which_greedy_is_ahead(found, run, planted, header):
-    """One table below the block, another from it on, at every layer and context."""
+    """Layers below the block read one table, later ones the other, in every context."""
     tables = {layer: planted.before if layer < BLOCK else planted.after for layer in run.layers}
     greedy = LIKELIEST + header % CLASSES
     assert greedy == planted.log_p(header).argmax()
     sampled = run.generations[run.generations["temperature"] > 0]
     first = sampled["token_ids"].map(lambda ids: int(ids[0]))
-    follow_up = sampled["sample"] % 3 == 1  # as they were judged; every third is a restatement
+    follow_up = sampled["sample"] % 3 == 1  # as they were judged; every third turn repeats
     restated = sampled["sample"] % 3 == 0
     ahead = []
     for source in run.contexts["source_id"]:

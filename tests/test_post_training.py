@@ -203,7 +203,7 @@ def test_what_cant_be_trained_on_is_refused(spoken, tiny_model_dir, tmp_path, ca
     unanswered = str(written(tmp_path / "unanswered.jsonl", [{"messages": TURNS[:1]}]))
     monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: None)
     for words, problem in (
-        (["export", silent], f"{silent} holds no user follow-up after a response"),
+        (["export", silent], f"{silent} holds no real follow-up after a response"),
         (["export", unanswered], f"{unanswered} holds no response"),
         (["sft", str(spoken)], "training needs trl and peft; install them: pip"),
     ):

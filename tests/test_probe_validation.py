@@ -22,7 +22,7 @@ from ia_mech.rates.load import read_runs
 
 
 def auroc(scores: np.ndarray, planted: Planted, rows=slice(None)) -> float:
-    """Of turns: each context counts once per positive and once per negative turn."""
+    """AUROC of turns: each context counts once per positive and once per negative turn."""
     k = planted.positives[rows]
     weights = np.concatenate([k, planted.turns.shape[1] - k])
     truth = np.repeat([1, 0], len(k))

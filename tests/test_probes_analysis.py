@@ -57,7 +57,7 @@ def found():
 
 
 def slow_auroc(scores, outcome, folds):
-    """Mean over folds; turns of two contexts of a run are compared, each pair counting alike."""
+    """AUROC as a mean over folds; it compares all pairs of turns of two contexts in a run."""
     by_fold = []
     for fold in np.unique(folds):
         won = total = 0.0

@@ -1,4 +1,4 @@
-"""What hidden states add to the base: copies and leaks add nothing, a signal of their own does."""
+"""What hidden states add to the base: copies of it add nothing, a signal of their own does."""
 
 from dataclasses import replace
 

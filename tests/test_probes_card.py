@@ -47,7 +47,7 @@ def reference(columns, k, n, penalty):
 
 @EACH
 def test_a_direction_says_what_a_logistic_regression_says(fitted, name):
-    """Of the states, or of their projections on the difference of the means."""
+    """A regression on the states, or on their projections on the difference of the means."""
     features, outcome, probe = fitted
     k, n = outcome.positives, outcome.trials
     columns, penalty = features - features.mean(0), 0.1
@@ -144,7 +144,7 @@ def test_a_stop_between_the_two_files_is_noticed(fitted, saved, monkeypatch):
     monkeypatch.setattr("probes.card.write_json", stop)
     with pytest.raises(KeyboardInterrupt):
         other.save(saved)
-    with pytest.raises(UserError, match="not of its card"):
+    with pytest.raises(UserError, match="or of another card"):
         Probe.load(saved)
 
 

@@ -29,7 +29,7 @@ RULES = {"identity": {"kind": "rules"}, "repeats": 1}
 
 
 def plant(run: Run, say) -> Run:
-    """Verdicts as a judge writes them; ``say`` maps number of context, T and sample to one."""
+    """Write verdicts as a judge does; ``say`` maps a context's number, T and sample to one."""
     number = {context: at for at, context in enumerate(run.contexts["context_id"])}
     rows = []
     keys = run.generations[list(KEY)].itertuples(index=False, name=None)
@@ -45,7 +45,7 @@ def plant(run: Run, say) -> Run:
 
 
 def saying(context: int, temperature: float, sample: int) -> str:
-    """2 has a greedy follow-up, 5 was never assessed, even ones have some at T = 1."""
+    """Context 2 has a greedy follow-up, 5 was never assessed, even ones have some at T = 1."""
     if context == 5:
         return CANNOT_ASSESS
     if temperature == 0:
@@ -271,7 +271,7 @@ def test_too_little_is_refused_and_what_to_do_is_said(given, words):
 
 
 def test_sources_count_where_rates_vary():
-    """Whatever a run has of which nothing can be told."""
+    """However many other sources a run has."""
     for few in (5, 19, 20):
         k = [2] * 40 + [0] * 40 + [2] * few + [0] * few
         runs = [4] * 40 + [5] * 40 + [7] * (2 * few)

@@ -1,4 +1,4 @@
-"""Folds, permutations against everything that could have led to them, selection and its tests."""
+"""Folds, permutations against all label arrangements that give the folds, selection, its tests."""
 
 from collections import Counter
 from fractions import Fraction
@@ -41,7 +41,7 @@ def source_rates(outcome):
 
 
 def composition(outcome, source):
-    """How many contexts in which runs."""
+    """How many contexts each source has in each run."""
     return tuple(sorted(outcome.runs[outcome.sources == source]))
 
 

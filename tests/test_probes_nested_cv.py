@@ -20,7 +20,7 @@ SHAPES = pytest.mark.parametrize("shape", [MANY, FEW], ids=["n > d", "n < d"])
 
 @dataclass(frozen=True)
 class Case:
-    """What one cross-validation is about."""
+    """The data of one cross-validation."""
 
     features: np.ndarray
     outcome: Outcome
@@ -131,7 +131,7 @@ def reference_scores(case):
 
 
 def reference_closed_form(case):
-    """inner, outer, whole: everything fitted anew for every column of labels."""
+    """Inner, outer and whole statistics, with every fit made anew for every column of labels."""
     runs, columns = case.outcome.runs, [np.arange(len(case.outcome)), *case.label_rows]
     inner, outer = np.empty((2, FOLDS, len(columns)))
     whole = np.zeros(len(PENALTIES))
@@ -224,7 +224,7 @@ def test_contexts_with_equal_states_tie(width):
 
 
 def noise_share(strength, seed, contexts=200, width=20):
-    """Of probes of a direction this strong, as a multiple of the noise along it."""
+    """Share of chance in training, with a signal of this multiple of the noise along it."""
     rng = np.random.default_rng(seed)
     latent, run = rng.normal(size=contexts), np.arange(contexts) % 2
     features = rng.normal(size=(contexts, width)) + 10 * run[:, None]

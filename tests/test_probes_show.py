@@ -114,18 +114,18 @@ SAME_LOW, NO_INTERVAL = (0.1, 0.0, 0.2), (0.3, np.nan, np.nan)
 @pytest.mark.parametrize(
     ("given", "readable", "beyond", "first"),
     [
-        ({"saved": MORE}, True, True, f"{CAN}, beyond {READOUT}. "),
-        ({"saved": SAME}, True, False, f"{CAN}; that they tell more than {READOUT} is not shown"),
-        ({"saved": SAME_LOW}, True, False, f"{CAN}; that they tell more than"),
-        ({"saved": NO_INTERVAL}, True, False, f"{CAN}; that they tell more than"),
-        ({}, True, False, f"{CAN}; whether beyond {READOUT} can't be told"),
+        ({"saved": MORE}, True, True, f"{CAN}, and they tell more than {READOUT}. "),
+        ({"saved": SAME}, True, False, f"{CAN}; it is not shown that they tell more than"),
+        ({"saved": SAME_LOW}, True, False, f"{CAN}; it is not shown that they tell more than"),
+        ({"saved": NO_INTERVAL}, True, False, f"{CAN}; it is not shown that they tell more than"),
+        ({}, True, False, f"{CAN}; whether they tell more than {READOUT} was not tested"),
         # Both tests are needed, and p = 0.05 is enough.
-        ({"saved": MORE, "p": 0.05, "family": 0.05}, True, True, f"{CAN}, beyond"),
+        ({"saved": MORE, "p": 0.05, "family": 0.05}, True, True, f"{CAN}, and they tell more than"),
         ({"saved": MORE, "p": 0.0501}, False, False, "No evidence was found that the rate can"),
         ({"saved": MORE, "family": 0.0501}, False, False, "No evidence was found that the rate"),
-        # Beyond is never said of intervals below 95%.
-        ({"saved": MORE, "level": 0.9499}, True, False, f"{CAN}; that they tell more than"),
-        ({"saved": MORE, "level": 0.99}, True, True, f"{CAN}, beyond"),
+        # Intervals below 95% never show that hidden states tell more.
+        ({"saved": MORE, "level": 0.9499}, True, False, f"{CAN}; it is not shown that they tell"),
+        ({"saved": MORE, "level": 0.99}, True, True, f"{CAN}, and they tell more than"),
     ],
 )
 def test_the_plain_sentence_comes_first_and_says_no_more_than_was_shown(
@@ -147,7 +147,7 @@ def test_what_random_blocks_are_read_as_well_is_no_finding(concluded):
     assert found.readable and not found.beyond
     assert found.sentence.startswith(f"{CAN}, but from those of {RANDOM_BLOCKS} as well")
     assert "read as well as the model's: AUROC 0.66 [0.60, 0.72]" in found.control
-    assert "at 1 of 2 layers × positions they are read at least as well" in found.control
+    assert "At 1 of 2 layers × positions they are read at least as well" in found.control
     less = concluded(MORE, random=[random_blocks(0.01)])
     assert less.beyond and "are read less well than the model's" in less.control
     assert not concluded(MORE, random=[random_blocks(0.01), random_blocks(-0.01)]).beyond
@@ -156,12 +156,10 @@ def test_what_random_blocks_are_read_as_well_is_no_finding(concluded):
 def test_where_nothing_is_shown_it_says_what_could_have_been(concluded, plain):
     null = plain.tested.headline_null
     reached = np.quantile(null, 0.95)
-    words = (
-        f"reaches {reached:.2f}, so that a true value of about {reached + 0.8416 * null.std():.2f}"
-    )
+    words = f"reaches {reached:.2f}, so a true AUROC of about {reached + 0.8416 * null.std():.2f}"
     assert words in concluded(MORE, p=0.0501).sentence
     for planted, said in {
-        (0.043, True): "saves 4.3% of it would be found.",
-        (0.2, False): "saves 20.0% of it would not be found, nor a smaller one.",
+        (0.043, True): "saved 4.3% of that deviance, it would be found.",
+        (0.2, False): "saved 20.0% of that deviance, it would not be found, nor",
     }.items():
         assert said in concluded(SAME, planted=planted).control

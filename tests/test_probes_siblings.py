@@ -1,4 +1,4 @@
-"""Probes of responses to one query: what hangs on the query counts for nothing."""
+"""Probes of responses to one query: what depends on the query alone counts for nothing."""
 
 import numpy as np
 import pandas as pd
@@ -20,8 +20,8 @@ POSITIONS = ("query_end", "header_last")
 
 
 def planted(seed: int, of_response: float, of_query: float = 1.5):
-    """States and outcome: layer 1 at the header holds what a response adds to the log-odds, and
-    every state, the query's end alone too, holds what its query does, louder."""
+    """States and outcome. Layer 1 at the header holds what a response adds to the log-odds; every
+    state, the query's end included, holds more loudly what the query adds."""
     rng = np.random.default_rng(seed)
     sources = np.repeat(np.arange(SOURCES), SIBLINGS)
     query, response = rng.normal(size=SOURCES)[sources], rng.normal(size=len(sources))
@@ -47,7 +47,7 @@ def test_a_response_s_part_is_found_where_it_is():
 
 
 def test_what_hangs_on_the_query_alone_is_not_found():
-    """The test's level, 5%: of 4 planted runs at most 1 may be (a chance of 1.4% for more)."""
+    """At a level of 5%, it is found in at most 1 of 4 planted runs (more have a chance of 1.4%)."""
     settings = AnalysisSettings(permutations=19, resamples=50, workers=1)
     found = [analyse(*planted(seed, of_response=0.0), settings=settings) for seed in range(4)]
     assert sum(one.tested.headline_p <= 0.05 for one in found) <= 1

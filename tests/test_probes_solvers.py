@@ -75,7 +75,7 @@ def test_a_massive_activation_changes_nothing_in_that(shape):
     columns, scale = scaled(features)
     for penalty in (1e-3, 1e-6):  # the massive one has nearly all of the squared norm
         found = reference(columns, k, n, penalty)
-        # Weights of so different sizes compare as what they do to the features.
+        # Weights of very different sizes are compared by their effect on the scores.
         ours = fitted(features, k, n, penalty)[0] * features.std(0)
         theirs = found.coef_[0] * scale * features.std(0)
         np.testing.assert_allclose(ours, theirs, atol=1e-4 * abs(theirs).max())

@@ -1,4 +1,4 @@
-"""Targets: which turns count, and which have it."""
+"""Targets: which turns count, and which of them are positive."""
 
 import pandas as pd
 import pytest

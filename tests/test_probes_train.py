@@ -115,7 +115,7 @@ def test_the_same_again_is_the_same_and_another_analysis_replaces_it(run, capfd)
     words = [run, *ONE_CELL, "--out", "mine"]
     said = probe(words, capfd)
     # Without a lens nothing is said to go beyond the output.
-    assert said.status == 0 and "can't be told without these controls" in said.out
+    assert said.status == 0 and "the ends of query and response was not tested" in said.out
     before = files(run)
     assert "replaced" not in probe(words, capfd).err
     assert files(run) == before
@@ -127,7 +127,7 @@ def test_the_same_again_is_the_same_and_another_analysis_replaces_it(run, capfd)
 
 
 def test_random_blocks_that_are_read_as_well_decide_the_verdict(run, tmp_path, capfd):
-    """A twin with the same states, and one of other states after the same conversations."""
+    """One twin has the same states, the other has other states after the same conversations."""
     twin = write(plant(PLAN), tmp_path / "twin", random_blocks=1).path
     other = write(plant(replace(PLAN, kind="none")), tmp_path / "other", random_blocks=2).path
     said = probe([run, *ONE_CELL, "--random-blocks", twin, other, "--out", "both"], capfd)

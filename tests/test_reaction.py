@@ -111,8 +111,8 @@ def test_expected_bits_equal_the_mutual_information(seed):
 # -- who reacts, and who doesn't ----------------------------------------------------------------
 
 
-def test_restaters_of_the_query_tell_nothing_and_those_of_the_response_all():
-    """And a topic-changer nothing; of four responses two are alike."""
+def test_who_repeats_the_query_tells_nothing_and_who_repeats_the_response_all():
+    """Nor does a model that changes the topic. Of four responses two are alike."""
     query = np.zeros((6, 3, 4))
     query[..., 2] = 1
     topic = np.random.default_rng(1).dirichlet(np.ones(4), size=3)
@@ -239,7 +239,7 @@ def test_readable_bits_are_held_out_by_query():
 
 
 def test_readable_bits_lie_below_the_information():
-    """Of a reader with noise, and of one that reads the turns at another temperature."""
+    """One reader has noise, another reads the turns at another temperature."""
     scores, followed, sources = planted_scores(seed=1, queries=200)
     whole = np.mean([*information(scores, followed, sources).values()])
     bits = readable_bits(scores, followed, sources).bits

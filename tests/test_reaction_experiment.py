@@ -89,7 +89,7 @@ def folder(tiny_model_dir, tmp_path_factory):
 
 
 def wordings(_, reworded, queries, count):
-    """In place of a model's own, which says nothing: wordings of the responses to all but one."""
+    """Wordings of all responses but one, in place of those of a random model, which say nothing."""
     return {
         query.source: (reworded[query.source], [f"Wording {k} of {n}." for k in range(count)])
         for n, query in enumerate(queries[1:])

@@ -1,4 +1,4 @@
-"""The embedded model on real text: what holds for tiny models holds where the margins are real."""
+"""The embedded model on real text: the checks of tiny models, with margins of a trained model."""
 
 import numpy as np
 import pytest

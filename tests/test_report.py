@@ -70,7 +70,7 @@ def read_by_people(page: str) -> str:
 
 
 def moons(folder: Path, *runs: Run, text: str = "", **data: pd.DataFrame) -> Path:
-    """A result of an analysis that the report has never heard of; ``text`` stands everywhere."""
+    """A result of an analysis that the report doesn't know; ``text`` stands in all its fields."""
     frame = pd.DataFrame({"quantity": ["moons", "suns"], "value": [0.123456, 2.0], "term": "sky"})
     result = Result(
         name=folder.name,

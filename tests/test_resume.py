@@ -84,7 +84,7 @@ def test_an_interrupted_run_goes_on(tiny_subject, tmp_path, undisturbed, phase, 
 
 
 class FullDisk:
-    """After so many files there is no room for another; a half of that one is there already."""
+    """A disk with room for so many files and half of another."""
 
     def __init__(self, patch: pytest.MonkeyPatch, files: int) -> None:
         self.left = files
@@ -143,7 +143,7 @@ def test_a_damaged_part_is_named_and_computed_again(whole, tiny_subject, tmp_pat
 def test_every_damage_is_computed_again_or_refused_with_the_file(
     whole, tiny_subject, tmp_path, name
 ):
-    """Where run.json or a manifest is no longer there, the folder is as if it had begun anew."""
+    """Without ``run.json`` or a part's manifest, the run or the part is begun anew."""
     again = 0
     for file in ("run.json", MANIFEST, *sorted(whole.parts("contexts")[1]["files"])):
         out = Path(shutil.copytree(whole.path, tmp_path / "run"))

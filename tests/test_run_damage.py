@@ -1,4 +1,4 @@
-"""Whatever is read of a damaged run is what was written, or one line that names the file."""
+"""Reading a damaged run gives what was written, or one line that names the file."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def other_json(value, rng: Random):
 
 @pytest.mark.parametrize("file", ["run.json", "manifests/contexts-00001.json"])
 def test_other_json_is_read_or_refused_in_one_line(written, tmp_path, capfd, file):
-    """A manifest has no hash of its own: what is left of it is read, or it is refused."""
+    """A manifest has no hash of its own: it is read as it is, or refused."""
     path = shutil.copytree(written.path, tmp_path / "run")
     before = (path / file).read_text()
     refused = 0

@@ -1,4 +1,4 @@
-"""Whoever reads a file of a run gets what was written, or one line that names the file."""
+"""Reading a file of a run gives what was written, or one line that names the file."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What judges and people say of a run: files that come back as they were, or not at all."""
+"""Labels of judges and people: their files are read as they were written, or not at all."""
 
 import os
 import shutil
@@ -139,7 +139,7 @@ def test_labels_leave_the_rest_of_the_run_as_it_was(merged, tmp_path):
 
 
 def test_labels_are_laid_out_over_the_turns_whatever_their_order(run):
-    """Against a look-up by key, row by row: verdicts, failures, what isn't assessed, and gaps."""
+    """They equal a look-up by key, row by row: verdicts, failures, turns not assessed, and gaps."""
     keys = keys_of(run)
     said = [[FOLLOW_UP, "new_topic", CANNOT_ASSESS, None][i % 4] for i in range(COUNT)]
     order = np.random.default_rng(0).permutation(COUNT)
@@ -235,7 +235,7 @@ def test_an_unknown_judge_is_refused_naming_those_there(labels):
 
 
 def test_a_file_that_can_not_be_read_is_refused_by_name(labels):
-    """No Parquet, half of one, another table, and a record that isn't one."""
+    """No Parquet, half of a Parquet file, another table, and a damaged record."""
     path = labels.write_judgements("rules", ROWS, WHO)
     whole, table = path.read_bytes(), pq.read_table(path)
 

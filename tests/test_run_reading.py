@@ -390,8 +390,8 @@ def test_the_digest_changes_with_any_one_value(by_hand, tmp_path):
     changes = {
         "flag": column(0, "real_follow_up_greedy", True),
         "false": column(0, "real_follow_up_greedy", False),  # it was null
-        "zero": column(0, "first_token_entropy", 0.0),  # likewise
-        "empty": column(0, "real_follow_up", ""),  # likewise
+        "zero": column(0, "first_token_entropy", 0.0),  # it was null
+        "empty": column(0, "real_follow_up", ""),  # it was null
         "messages": column(0, "messages", [{"role": "user", "content": ""}]),
         "positions": column(0, "positions", {"response_end": 3, "header_last": None}),
         "text": column(1, "text", "another"),

@@ -143,7 +143,7 @@ def test_temperatures_are_coupled_as_gumbel_noise_couples_them(sampled_tokens, p
 
 
 def rows_of(vocab: int, rows: int = 60) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits, temperatures and streams of unlike rows, a fourth of them without half the tokens."""
+    """Logits, temperatures and streams of rows; a fourth of the rows lacks half of the tokens."""
     generator = torch.Generator().manual_seed(vocab)
     spread = torch.tensor([0.3, 3.0, 12.0]).repeat(rows)[:rows, None]
     logits = torch.randn(rows, vocab, generator=generator) * spread
@@ -186,8 +186,8 @@ def test_draws_equal_the_rule_written_plainly(vocab):
 
 @VOCABULARIES
 def test_margins_bound_what_changes_a_token(vocab):
-    """No change of logits by less than half of the margin does, whatever its direction; one that
-    goes against the chosen token, or its block, by more does."""
+    """No change of logits by less than half of the margin changes the token, whatever its
+    direction. A larger change against the chosen token, or its block, does."""
     logits, temperature, stream = rows_of(vocab)
     drawn = draw_tokens(logits, temperature, stream, 5)
     # Changes are rounded, too, by as much as 2**-24 of logits up to 100.

@@ -23,7 +23,7 @@ from ia_mech.settings import Settings
 
 @pytest.fixture
 def made(monkeypatch) -> list[tuple]:
-    """What the job is asked for, in place of the job."""
+    """Collects the settings that the job would get; no job runs."""
     calls: list[tuple] = []
 
     def make_run(settings, out, progress, *, shard, crew):

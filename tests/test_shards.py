@@ -1,4 +1,4 @@
-"""Several processes on one run: the same rows and digest, whatever each of them is to make."""
+"""Several processes on one run give the same rows and digest, however the parts are dealt."""
 
 import os
 import re

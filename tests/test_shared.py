@@ -1,5 +1,5 @@
-"""Attention in parts against attention over all keys in float64; layers that share their prefix;
-keys and values that are borrowed, against passes over both contexts with a mask per head.
+"""Attention in two parts against attention over all keys in float64; layers that share a prefix;
+borrowed keys and values against passes over both contexts with a mask per head.
 """
 
 import numpy as np

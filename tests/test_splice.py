@@ -225,7 +225,7 @@ def test_recurrent_states_and_convolutions_are_spliced_as_by_hand(after):
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt_oss", "gemma3", "qwen3_5"])
 def test_a_hybrid_of_everything_is_its_donor(architecture, copied):
-    """What arrives is measured where it doesn't arrive, too: all tokens but no recurrent state."""
+    """In a model with recurrent states, all tokens without these states don't make the donor."""
     model, ids = tiny.model(architecture), tiny.prompt(4, seed=3)
     cut = aligned(model, contexts(after=0))
     for group in (cut, continued(model, cut, contexts()[0][-AFTER:])):

@@ -49,7 +49,7 @@ def largest_difference(model, groups, contexts, steps, drops, *, share) -> float
     [*((each, True) for each in tiny.ARCHITECTURES), *((each, False) for each in tiny.FAMILIES)],
 )
 def test_rows_of_several_groups_equal_rows_alone(architecture, share):
-    """Groups and contexts of unequal length; rows end in every place, whole groups among them."""
+    """Groups and contexts differ in length; rows end in every place, and whole groups end, too."""
     drops = {1: [3], 2: [6, 0, 7], 4: [1, 3], 5: [0]}
     model, contexts = tiny.model(architecture), [0, 0, 1, 2, 2, 3, 4, 5, 5]
     assert largest_difference(model, GROUPS, contexts, 7, drops, share=share) <= VECTOR

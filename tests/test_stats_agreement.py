@@ -47,7 +47,7 @@ def test_a_stack_of_tables_gives_what_each_gives():
 
 
 def test_balanced_accuracy_allows_for_errors_that_were_not_seen():
-    """10 of 10 alone allow a recall of 0.74, also where the other recall is known better."""
+    """10 right of 10 allow a recall of 0.74, even where the other recall is known better."""
     truth = np.repeat([1, 0], [40, 10])
     found = balanced_accuracy(truth, [1] * 36 + [0] * 14, range(50))
     assert found.value == pytest.approx(0.95)

@@ -1,4 +1,4 @@
-"""A difference of means as mix and rest: by hand, against plain leave-one-out, and its coverage."""
+"""A difference of means split into mix and rest: by hand, by leaving sources out, and coverage."""
 
 import numpy as np
 import pandas as pd
@@ -9,8 +9,8 @@ from ia_mech.stats import decomposed_difference
 
 
 def planted(seed: int, sources: int = 60, rest: float = 0.0, shared: float = 0.0):
-    """Turns of two conditions, the first with more copies (of which none counts); values less a
-    floor that hangs on the source shown. Of the difference ``rest`` isn't mix."""
+    """Turns of two conditions. The first has more copies, whose value is 0. From other values a
+    floor is subtracted that depends on the source shown. ``rest`` of the difference isn't mix."""
     rng = np.random.default_rng(seed)
     of = np.repeat(np.arange(sources), 12)
     treated = np.tile(np.arange(12) >= 4, sources)
@@ -40,7 +40,7 @@ def by_hand(values, kind, treated, first):
 
 
 def test_parts_by_hand():
-    """Two sources alike: 3 of 4 plain values are kinds' that give 0; then 1 of 4."""
+    """Two equal sources: first 3 of 4 values, then 1 of 4, are of the kind, whose value is 0."""
     values = np.tile([0, 0, 0, 1, 0, 1, 1, 0], 2)
     kind = np.tile([1, 1, 1, 0, 1, 0, 0, 0], 2)
     treated = np.tile(np.repeat([0, 1], 4), 2)
@@ -87,8 +87,8 @@ def test_sources_without_both_conditions_dont_count():
 
 @pytest.mark.parametrize("shared", [0.0, 0.3])
 def test_intervals_of_the_rest_hold_the_truth(shared):
-    """300 times, so 95% ± 2.5% by two standard errors. Floors that hang on the conversation shown
-    don't matter: turns of both conditions are shown others alike."""
+    """300 times, so 95% ± 2.5% by two standard errors. Floors that depend on the conversation shown
+    don't matter, since both conditions are shown wrong conversations that are drawn alike."""
     held = rejected = 0
     for seed in range(300):
         found = decomposed_difference(*planted(seed, sources=40, shared=shared))

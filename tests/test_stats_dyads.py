@@ -77,7 +77,7 @@ def test_what_is_missing_is_left_out():
 
 
 def test_a_floor_of_0_is_not_certain():
-    """No decoy of 12 sources accepted: 22% may be."""
+    """With no follow-up among the decoys of 12 sources, the floor may still be 22%."""
     ring = np.arange(12), np.roll(np.arange(12), -1)
     own, none = np.array([1.0] * 8 + [0.0] * 4), np.zeros(12)
     excess = dyadic_mean(own, *ring, ends=(-1, 1))

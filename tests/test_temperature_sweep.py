@@ -306,4 +306,4 @@ def test_runs_that_make_no_sweep_are_refused(copied, capfd):
         return refusal(call(main, [str(run.path)], capfd))
 
     assert "doesn't keep all header logits; sample with" in refused(header_logits="none")
-    assert "go on from --opening: header_last doesn't predict" in refused(opening="Wait,")
+    assert "begin after --opening: header_last doesn't predict" in refused(opening="Wait,")

@@ -1,13 +1,13 @@
 
 unpacked().then((data) => {
   const { sheet, rows, categories } = data;
-  // By what the sheet holds: its name may be another sheet's, too.
+  // Work is kept by the digest of the sheet's content: two sheets may have the same name.
   const key = `annotations ${data.digest}`;
   const empty = () => ({ labels: {}, notes: {}, later: [], steps: [] });
   let state = empty();
   reread();
 
-  // What is kept, by this tab or another: read before every change, so that no tab undoes another's.
+  // Read what this tab or another has kept. Every change begins with it, so no tab undoes another's work.
   function reread() {
     try {
       state = JSON.parse(localStorage.getItem(key)) || state;

@@ -21,7 +21,7 @@ function saveAs(name, text, type) {
 
 const byId = (id) => document.getElementById(id);
 
-// The page's data. Its element goes when the page is about to be drawn: tests wait for that.
+// The page's data. Its element is removed just before the page is drawn: tests wait for that.
 async function unpacked() {
   const element = byId("data");
   const raw = atob(element.textContent.trim());

@@ -1,13 +1,13 @@
 
-// Where a judge was shown a turn; and what a decoy says of itself in the conversation that it was shown in.
+// The conversation before which a judge was shown a turn; and the caption of a decoy in that conversation.
 const SHOWN_AFTER = ["its own conversation", "a wrong conversation", "a sibling of its response"];
 const DECOYS = [null, "wrong_conversation", "sibling"]; // as results name them
 const DECOY = [null, "decoy: this is a wrong conversation for it",
   "decoy: this response is a sibling of its own"];
 const CONTEXTS = 10; // on a page
-const DRAWN = 20; // turns at a time, at random
+const DRAWN = 20; // turns in a random draw
 
-// A number that looks random and is always the same for the same two.
+// A number that looks random and is always the same for the same arguments.
 function noise(i, seed) {
   let x = Math.imul(i + 1, 0x9e3779b1) ^ Math.imul(seed + 1, 0x85ebca6b);
   x = Math.imul(x ^ (x >>> 15), 0x2c1b3c6d);
@@ -37,7 +37,7 @@ unpacked().then((data) => {
   const upwards = (values) => [...new Set(values)].sort((a, b) => a - b);
 
   // -- filters: each has a control, and gives a test of a turn, or null where all pass. ----------
-  // What is chosen stands in the page's address, by the names of the controls.
+  // The page's address holds what is chosen, under the names of the controls.
   const form = byId("filters");
   const filters = [];
 
@@ -47,7 +47,7 @@ unpacked().then((data) => {
     return element;
   }
 
-  // `tests` is a list of [what is shown, test of a turn]; of two that are called the same, the first counts.
+  // `tests` is a list of [label, test of a turn]; of two with the same label the first counts.
   function choice(name, tests, first = "") {
     tests = tests.filter(([shown], k) => tests.findIndex(([other]) => other === shown) === k);
     if (tests.length < 2) return;
@@ -61,7 +61,7 @@ unpacked().then((data) => {
     [...new Set(values)].map((value) => [shown(value), (i) => of(i) === value]);
 
   const followUp = data.categories.map((name) => data.follow_ups.includes(name));
-  const assessed = data.categories.map((name, k) => k < data.categories.length - 2); // the last: no verdict
+  const assessed = data.categories.map((name, k) => k < data.categories.length - 2); // the last two: no verdict
   const byJudge = (judge) => (judges.length > 1 ? ` by ${judge}` : "");
   const ofContext = (column) => (i) => contexts[column][turns.context[i]];
   const search = control("text of turn or context", el("input", { type: "search" }));
@@ -115,7 +115,7 @@ unpacked().then((data) => {
     return (i) => inContext[turns.context[i]] || lower.turns[i].includes(wanted);
   });
 
-  // Turns can be drawn at random, and contexts sorted: by the largest value of a turn that passes.
+  // Turns can be drawn at random. Contexts can be sorted by the largest value of their turns that pass.
   const draws = control(`${DRAWN} at random: draw no.`, el("input", { type: "number", min: "1", step: "1" }));
   const orders = { "as sampled": null, random: (i) => noise(turns.context[i], 0), "the likeliest turn": (i) => turns.logprob[i] };
   if (bits) orders["most bits"] = (i) => bits[i];
@@ -129,7 +129,7 @@ unpacked().then((data) => {
   const sorting = control("sort contexts by", el("select", {}, ...Object.keys(orders).map((name) =>
     el("option", { value: name, defaultSelected: name === "as sampled" }, name))));
 
-  // Tokens are shaded by a value; `most` is that of the darkest.
+  // Tokens are shaded by a value: each entry gives values, colour, and the value of the darkest shade.
   const shadings = { nothing: null };
   if (turns.token_bits) shadings["bits about the response"] = (i) => [turns.token_bits[i], "--bits", 3];
   if (turns.logprobs && turns.pieces.some((pieces) => pieces)) {
@@ -150,7 +150,7 @@ unpacked().then((data) => {
   const chance = (share) => (share < 0.001 ? "p < 0.001" : `p = ${share.toFixed(3)}`);
   const openings = (c) => (contexts.first[c] || []).map(([token, share]) => `${JSON.stringify(token)} ${chance(share)}`);
 
-  // A turn, each token with its shade and what is known of it: what else it might have been, of the first alone.
+  // A turn; each token has a shade, and a title with its numbers. The first token's title lists the likeliest tokens.
   function tokens(i) {
     const pieces = turns.pieces[i];
     if (!pieces) return text(turns.text[i], "user turn");
@@ -199,7 +199,7 @@ unpacked().then((data) => {
       el("div", {}, el("h4", {}, temperature(t)), ...indices.filter((i) => turns.temperature[i] === t).map(turn))));
   }
 
-  // Turns that are made elements when they are first looked at.
+  // Turns in a fold; their elements are made when it is first opened.
   function folded(title, indices) {
     if (indices.length === 0) return [];
     const fold = el("details", {}, el("summary", {}, `${indices.length} ${title}`));
@@ -207,7 +207,7 @@ unpacked().then((data) => {
     return [fold];
   }
 
-  // What is known of a context besides, where it is.
+  // A fold with more about a context; nothing where the content is missing.
   const said = (title, content) => (content
     ? [el("details", {}, el("summary", {}, title), text(content, title))] : []);
 
@@ -236,7 +236,7 @@ unpacked().then((data) => {
         ...folded("decoys: turns written elsewhere, which judges were shown here", decoys)));
   }
 
-  // What scrolls can be reached by keyboard.
+  // Make texts that scroll reachable by keyboard.
   function makeReachable(part) {
     const boxes = [...part.querySelectorAll(".text")].filter((box) => box.scrollHeight > box.clientHeight);
     for (const box of boxes) box.tabIndex = 0;
@@ -359,23 +359,23 @@ unpacked().then((data) => {
   filter();
   follow();
 
-  // -- a number leads to its turns: the cells of its row, the table's title, or the link of a point in a
-  // figure say which turns to filter -----
+  // -- a number leads to its turns: filters are set from the cells of its row and the table's title,
+  // or from the link of a point in a figure -----
   const values = (name) => [...(form.elements.namedItem(name)?.options || [])].map((o) => o.value);
   const link = (place, ...content) => el("a", { href: `#${new URLSearchParams(place)}` }, ...content);
 
   function placeOf(pairs, judge) {
     const place = {}, row = new Map(pairs), category = `category${byJudge(judge)}`;
     const heading = (cell) => data.headings[data.categories.indexOf(cell)] || cell;
-    if (row.get("quantity") === "excess") return {}; // of turns and decoys
-    if (pairs.some(([head]) => head.startsWith("rise"))) return {}; // of turns of two temperatures
-    const named = row.get("category") === "–" ? "" : row.get("category"); // not what else says follow-up
-    if (named && !values(category).includes(heading(named))) return {}; // of no turns
+    if (row.get("quantity") === "excess") return {}; // compares turns with decoys
+    if (pairs.some(([head]) => head.startsWith("rise"))) return {}; // compares two temperatures
+    const named = row.get("category") === "–" ? "" : row.get("category"); // no category
+    if (named && !values(category).includes(heading(named))) return {}; // the page has no such turns
     for (const [head, cell] of pairs) {
       const at = ["T", "temperature"].includes(head) && cell ? Number(cell === "greedy" ? 0 : cell) : NaN;
       const sampled = values("temperature");
-      if (!isNaN(at) && sampled.length && !sampled.includes(temperature(at))) return {}; // of no turns
-      const field = `data: ${head}`; // by whose values rates are told apart
+      if (!isNaN(at) && sampled.length && !sampled.includes(temperature(at))) return {}; // the page has no such turns
+      const field = `data: ${head}`; // a field by whose values rates are grouped
       const wanted = {
         temperature: temperature(at), [field]: cell, dataset: values(field).length ? "" : cell, run: cell,
         [category]: heading(named || cell),
@@ -420,7 +420,7 @@ unpacked().then((data) => {
   }
 });
 
-// -- words lead to their meaning, each once in a card, and show it ----------------------------------
+// -- in each card a word links, where it first stands, to its meaning, and shows it as a title -------
 const entries = new Map([...document.querySelectorAll("#words dt")].map((word) => [word.textContent.toLowerCase(), word]));
 const listed = [...entries.keys()].filter((word) => word.length > 1).sort((a, b) => b.length - a.length);
 const inText = new RegExp(`\\b(${listed.join("|")})s?\\b`, "gi");

@@ -1,5 +1,5 @@
 """A run as one page: what was found, with its controls, and the turns to check it against.
 
-``contents`` reads what a page holds, ``turns`` the table of its turn browser; ``ia_mech.page`` has
-the template and its script.
+``contents`` reads the results that a page shows, ``turns`` the table of its turn browser. The
+page's template and script are in ``ia_mech.page``.
 """

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 MARK = b"Written by ia_mech"  # stands in every page
 DESCRIPTION = """\
-Write runs as one HTML file that opens from disk without a network: what was found by judges, probes
-and experiments, each with its control, its figures and its estimates, and all turns to read and
-filter. Several runs stand side by side. Results are found in the run, and beside it or in the cache
-if they say that they are of it. Printed at the end: how often the model's turns are follow-ups, in
-one sentence, three turns with their labels, and where the page is.
+Write runs as one HTML file that opens from disk without a network. It shows what judges, probes and
+experiments found, each result with its control, figures and estimates, and all turns to read and
+filter. Several runs stand side by side. Results are read from the run's folder, and from folders
+beside it or in the cache if they name this run. At the end the command prints how often the model's
+turns are follow-ups, three turns with their labels, and where the page is.
 """
 
 
@@ -140,7 +140,7 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
 
 
 def _names(runs: "Sequence[Run]") -> list[str]:
-    """What a page calls runs: by their models if these differ, else by their folders."""
+    """The runs' names on the page: their models' names if these differ, else their folders'."""
     for names in ([run.model["name"] for run in runs], [run.name for run in runs]):
         if len(set(names)) == len(names):
             return names

@@ -1,7 +1,6 @@
-"""What a report says: cards, one a question, with the answer of each run
-(:mod:`ia_mech.results`).
+"""The cards of a report: one per question, with the answer of each run (:mod:`ia_mech.results`).
 
-Nothing is computed here, and nothing is known of an analysis but what its result says.
+Nothing is computed here. All that a card shows of an analysis stands in its result.
 """
 
 import re
@@ -21,13 +20,13 @@ from ia_mech.page import image
 from ia_mech.results import Result, Table, read, sentences_of
 from ia_mech.run import Run
 
-# Kinds of results in the order of reading; others come after them, by name.
+# Kinds of results in the order in which a page shows them; other kinds follow, by name.
 ORDER = (
     *("compare", "study", "rates", "reaction", "locate", "elicit", "probe", "steering"),
     *("learned_vector", "interchange"),
     *("perturbations", "rates-by-correct", "temperature_sweep", "agreement"),
 )
-MAX_ESTIMATES = 400  # that a page lists; the file has all
+MAX_ESTIMATES = 400  # rows that a page lists; the file has all
 _INTERVAL = re.compile(r"(\[[-+−–\d.,% ]{3,40}\])")
 
 
@@ -38,19 +37,19 @@ class Picture:
     name: str
     address: str
     reading: str  # how to read it
-    box: str  # its size
-    marks: list[tuple[str, str, list[float]]]  # link, what that says, and where
+    box: str  # its ``viewBox``
+    marks: list[tuple[str, str, list[float]]]  # each mark's link, the link in words, its rectangle
 
 
 @dataclass(frozen=True)
 class Answer:
     """What one analysis says of one run, or of several."""
 
-    run: str  # what the page calls it; empty for a result of several runs
+    run: str  # the run's name on the page; empty for a result of several runs
     result: Result
     pictures: list[Picture]
     estimates: Table  # every number
-    folder: str  # of the files, as seen from the run: a page holds no places of this machine
+    folder: str  # of the files, relative to the run: a page names no folder of this machine
 
     @property
     def kind(self) -> str:
@@ -62,8 +61,8 @@ class Answer:
 
     @property
     def sentences(self) -> list[list[str]]:
-        """Each cut at intervals, which are the 2nd, the 4th piece and so on; so are
-        :attr:`controls`."""
+        """The sentences, each cut into pieces: every second piece is an interval.
+        :attr:`controls` are cut in the same way."""
         return [_INTERVAL.split(one) for one in sentences_of(self.result.sentence)]
 
     @property
@@ -84,8 +83,8 @@ class Card:
 def cards_of(
     runs: Sequence[Run], names: Sequence[str], folders: Sequence[Sequence[Path]]
 ) -> list[Card]:
-    """The cards of a page, in :data:`ORDER`: of each run, which the page calls by its name, the
-    folders with results. A figure is shown once; a result of several runs is one answer.
+    """The cards of a page, in :data:`ORDER`, made from each run's folders with results. ``names``
+    are the runs' names on the page. Each figure, and each result of several runs, is shown once.
 
     Raises:
         UserError: a folder that holds no result, or a damaged one.
@@ -116,7 +115,7 @@ def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
     result = read(folder)
     kept = result.about.get("labels", {}).get(run.identity_digest)
     if kept is not None and kept != run.labels.digest(result.about["labellers"]):
-        warning = "These are results of labels that have been replaced since. "
+        warning = "These results rest on labels that have been replaced since. "
         result = replace(result, sentence=warning + result.sentence)
     inside = run.path.resolve() in folder.resolve().parents
     covered = {one.identity_digest for one in runs} & set(result.about.get("identities", []))
@@ -136,7 +135,7 @@ def _picture(stem: str, svg: bytes) -> Picture:
 
 
 def missing(run: Run, folders: Sequence[Path]) -> list[str]:
-    """What to give ``ia-mech`` for the first results of a run that lacks those of a judge."""
+    """The commands, without ``ia-mech``, that make the first results which a run still lacks."""
     if not run.labels.judges:
         return [f"judge run {shell_word(run.path)}"]
     there = {folder.name for folder in folders}
@@ -148,8 +147,8 @@ def missing(run: Run, folders: Sequence[Path]) -> list[str]:
 
 
 def estimates_table(frame: pd.DataFrame) -> Table:
-    """Estimates as a table of texts, those of all datasets together first; what is alike in all
-    rows goes into the title."""
+    """Estimates as a table of texts. Those of all datasets together come first; a column with the
+    same value in all rows goes into the title."""
     if "dataset" in frame:
         frame = frame.sort_values("dataset", key=lambda names: names != ALL, kind="stable")
     columns = [name for name in frame if frame[name].nunique(dropna=False) > 1]
@@ -168,11 +167,11 @@ def _text(cell: Any) -> str:
 
 
 def facts(run: Run) -> dict[str, str]:
-    """What was sampled, with what, and who judged it."""
+    """How a run was sampled, with which software, and who judged it."""
     settings, model = run.settings, run.model
     temperatures = ", ".join(["greedy", *(f"{t:g}" for t in settings["temperatures"])])
     found = {
-        "run": run.name,  # a page holds no folders of this machine
+        "run": run.name,  # a page names no folder of this machine
         "identity": run.identity_digest,
         "model": f"{model['name']} ({model['weights_hash']}, {model['dtype']})",
         "dataset": str(settings["dataset"]),

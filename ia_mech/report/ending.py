@@ -11,7 +11,8 @@ LISTED = 3  # most temperatures that are named one by one
 
 
 def ending(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
-    """The lines: of each judged run its sentence, by its first judge, and turns of the first."""
+    """The lines to print: each judged run's sentence, by its first judge, and turns of the first
+    run."""
     judged = [(run, name) for run, name in zip(runs, names, strict=True) if run.labels.judges]
     for run, name in judged:
         yield (f"{name}: " if len(runs) > 1 else "") + sentence(run, run.labels.judges[0])

@@ -21,16 +21,16 @@ from ia_mech.run.labels import KEY
 from ia_mech.run.reader import HeaderLogits
 from ia_mech.untrusted import visible
 
-OTHERS = [FAILED, "not judged"]  # what stands for a category where a turn has none
+OTHERS = [FAILED, "not judged"]  # shown in place of a category where a turn has none
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
-VERDICT = ["rationale", "error", "scores", "mode"]  # what a judge says beside the category
-WORDS = ["query", "response", "real_follow_up", "answer", "before", "after"]  # of a context
-OUTCOMES = ("grounded", DEPENDENT)  # columns of turns.parquet of rates
+VERDICT = ["rationale", "error", "scores", "mode"]  # what a judge says besides the category
+WORDS = ["query", "response", "real_follow_up", "answer", "before", "after"]  # texts of a context
+OUTCOMES = ("grounded", DEPENDENT)  # columns of turns.parquet in results of ``rates``
 ABOUT = ["context_id", "dataset", "response_unfinished", "response_index"]
-DECOY = ("row", "shown", "decoy")  # names a decoy of a run
-MAX_TOKENS = 10_000_000  # of the turns of a page: some 100 MB, which a browser can still take
+DECOY = ("row", "shown", "decoy")  # the columns that together name a decoy
+MAX_TOKENS = 10_000_000  # in all turns of a page: some 100 MB, which a browser can still open
 
-OPENINGS = 5  # first tokens that a context shows
+OPENINGS = 5  # likeliest first tokens that are shown of a context
 
 Piece = Callable[[int], str]  # a token's text
 
@@ -43,13 +43,12 @@ def browser(
 ) -> tuple[str, str]:
     """The packed data of the turn browser, and a sentence on how much it holds.
 
-    Where all turns may have more than ``limit`` tokens, whole contexts are drawn at random, of
-    every run and dataset the same share.
+    If all turns may have more than ``limit`` tokens together, the page holds a random sample of
+    whole contexts, with the same share of every run and dataset.
 
-    What is known of turns and contexts comes from the results of all runs (``folders``) that say
-    they are of the run: from ``turns.parquet`` bits (``reaction_bits``, ``bits_by_token``), and of
-    rates whether turns are grounded or dependent; from ``predictions.parquet`` a probe's
-    ``probability``.
+    ``folders`` are each run's results. They add to the turns of every run that they name: bits
+    (``reaction_bits``, ``bits_by_token``) from ``turns.parquet``, from that of ``rates`` whether a
+    turn is grounded or dependent, and a probe's ``probability`` from ``predictions.parquet``.
 
     Raises:
         UserError: a table of a result is damaged.
@@ -83,7 +82,7 @@ def browser(
         note = (
             f"This page holds {(turns['decoy'] == '').sum():,} of {count:,} turns, those after "
             f"{len(shown):,} of {len(contexts):,} contexts, drawn at random with the same share of "
-            f"every run and dataset, so that a browser can take it. The numbers above are of "
+            f"every run and dataset, so that a browser can open it. The numbers above are of "
             "all turns."
         )
     unknown = [run.model["name"] for run, of in zip(runs, pieces, strict=True) if of is None]
@@ -167,7 +166,7 @@ def _frames(
 
 
 def _labels(rows: pd.DataFrame, judge: str) -> pd.DataFrame:
-    """Category, reason and certainty of a judge's verdicts: the score of the category."""
+    """Category, reason and certainty (the score of the category) of a judge's verdicts."""
     none = pd.Series(None, rows.index, dtype=object)
     said, error, given, mode = (rows.get(name, none).astype(object) for name in VERDICT)
     scores = [json.loads(text) if isinstance(text, str) else {} for text in given]
@@ -190,22 +189,22 @@ def _labels(rows: pd.DataFrame, judge: str) -> pd.DataFrame:
 
 
 def _scores(scores: dict[str, float]) -> str:
-    """The scores of a verdict's categories that aren't about 0, the largest first."""
+    """A verdict's scores, the largest first; scores near 0 are left out."""
     known = sorted(((value, name) for name, value in scores.items() if value), reverse=True)
     shown = ", ".join(f"{heading(name)} {value:.2f}" for value, name in known if value >= 0.05)
     return f"scores: {shown}" if shown else ""
 
 
 def _around(rendered: str, messages: list[dict[str, str]]) -> tuple[str, str]:
-    """What the template has before the first message, a default system message perhaps, and after
-    the response: the open header. Empty where the messages' texts aren't in what it rendered."""
+    """The rendered text before the first message (a default system message, perhaps), and that
+    after the response (the open header). Empty where a message's text isn't in the rendered one."""
     first, last = messages[0]["content"].strip(), messages[-1]["content"].strip()
     begin, end = rendered.find(first), rendered.rfind(last)
     return rendered[: max(begin, 0)], rendered[end + len(last) :] if end >= 0 and last else ""
 
 
 def _query(messages: list[dict[str, Any]]) -> str:
-    """The query; of a longer conversation, all before the response, calls of tools included."""
+    """The query; in a longer conversation all messages before the response, with tool calls."""
     if len(messages) == 1:
         return messages[0]["content"]
     said = []
@@ -223,8 +222,8 @@ def _call(call: Mapping[str, Any]) -> str:
 def _joined(
     turns: pd.DataFrame, found: pd.DataFrame | None, columns: Mapping[str, str]
 ) -> pd.DataFrame:
-    """Turns with ``columns`` of a result's table under new names; of results that have the same,
-    the last counts."""
+    """Turns with ``columns`` of a result's table under new names. If several results have the same
+    column, the last one counts."""
     if found is None:
         return turns
     found = found.drop_duplicates(list(KEY)).rename(columns=columns)
@@ -234,8 +233,8 @@ def _joined(
 
 
 def _piece(run: Run) -> Piece | None:
-    """What a token of the model says; None without the model's tokenizer, which is not fetched: a
-    page can be made where the model isn't."""
+    """A function from a token's id to its text. None if the model's tokenizer isn't on this
+    machine: it is not fetched, so that a page can be made without the model."""
     try:
         spec = recall(run.settings, run.model["weights_hash"])
         tokenizer, _ = load_tokenizer_and_config(spec, fetch=False)
@@ -245,8 +244,8 @@ def _piece(run: Run) -> Piece | None:
 
 
 def _lengths(piece: Piece, text: str, ids: np.ndarray) -> list[int] | None:
-    """How many UTF-16 units of a turn's shown text each token is; None where tokens don't add up to
-    the text."""
+    """Each token's length in a turn's shown text, in UTF-16 units; None if the tokens don't add up
+    to the text."""
     found: list[int] = []
     at = 0
     for token in ids.tolist():
