@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # these load torch
     from torch import Tensor
 
     from ia_mech.engine.score import Turn
+    from probes.targets import Outcome
 
 BATCH, RATE = 12, 0.1  # contexts of a step of Adam, most change of a unit vector
 
@@ -184,6 +185,26 @@ def centred_states(runs: Sequence[Run], layer: int, positions: Sequence[str]) ->
     named = next((name for name in positions if name != TURN), "header_last")
     states = [run.residuals(layer, named).double().numpy() for run in runs]
     return np.concatenate([own - own.mean(0) for own in states])
+
+
+def permuted_probes(
+    states: np.ndarray, outcome: Outcome, penalty: float, count: int, seed: int
+) -> np.ndarray:
+    """``[count, d]`` logistic directions of length 1: of a probe of ``[n, d]`` states with this
+    penalty whose labels whole sources have exchanged at random.
+
+    Like the probe's, and unlike random ones, they favour axes along which states hardly vary.
+    """
+    from probes.card import directions
+    from probes.fit.folds import permutations
+
+    together = np.zeros(len(outcome), dtype=int)  # one fold: no permutation is left out
+    found = []
+    for rows in permutations(outcome, together, count, np.random.SeedSequence([seed, 24])):
+        moved = {"positives": outcome.positives[rows], "trials": outcome.trials[rows]}
+        labels = replace(outcome, **moved)
+        found.append(directions(states, labels, penalty)["logistic"].weights)
+    return np.array(found, dtype=float)
 
 
 def random_directions(

@@ -48,12 +48,11 @@ from ia_mech.estimates import (
     by_dataset,
     could_show,
     holm_corrected,
-    paired_row,
 )
 from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP, heading
 from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table, cell_of
-from ia_mech.stats import cluster_bootstrap
+from ia_mech.stats import dyadic_mean, dyadic_test
 
 if TYPE_CHECKING:  # these load torch
     from torch import Tensor
@@ -171,45 +170,53 @@ def donors_of(contexts: pd.DataFrame, recipients: Sequence[int], seed: int) -> p
 
 
 def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
-    """Every estimate, with its interval over the recipients' queries.
+    """Every estimate, with its interval over queries: those of the recipient and of its donors, as
+    values that share one may depend on each other (:func:`ia_mech.stats.dyadic_mean`).
 
     There is no ratio where the donors' own difference isn't shown to be above 0, and nothing beyond
     the first token where that wasn't put in alone.
 
     Args:
         rows: a row per recipient and cell: ``dataset``, ``source``, :data:`CELL`, ``unchanged``,
-            the share under each of :data:`ARMS`, and of each donor (``own high``, …) its share in
-            the half that chose nothing.
+            the share under each of :data:`ARMS`, and of each donor its query (``query high``, …)
+            and its share in the half that chose nothing (``own high``, …).
         options: ``level``, ``resamples`` and ``seed``.
     """
+    level = options["level"]
+
+    def row(of: Group, quantity: str, values: Any, queries: Any, most: float = 1) -> TidyEstimate:
+        each = (queries[name] for name in queries)
+        found = dyadic_test(values, *each, ends=(-most, most), level=level)
+        return of.row(quantity, found.difference, len(values), p=found.p, test=found.test)
+
     for dataset, here in by_dataset(rows):
         of_recipient = rows[here].drop_duplicates("source")
         group = Group(of_recipient["source"].to_numpy(), options, {"dataset": dataset})
         yield group.mean(UNCHANGED, of_recipient["unchanged"], proportion=True)
-        source, high, low = (of_recipient[name] for name in ("source", "own high", "own low"))
-        apart = paired_row(group, DONORS, high, source, low, source)
+        high, low = (of_recipient[f"own {arm}"] for arm in (HIGH, LOW))
+        apart = row(group, DONORS, high - low, of_recipient[["query high", "query low"]])
         yield apart
         first = rows[here & (rows["term"] == FIRST)].set_index("source")
         for (term, layer), cell in rows[here].groupby(CELL, sort=False):
             sources = cell["source"].to_numpy()
             own = Group(sources, options, group.names | {"term": term, "layer": layer})
             for arm, quantity in UNDER.items():
-                yield own.mean(quantity, cell[arm], proportion=True)
+                pair = cell["source"], cell[f"query {arm}"]
+                share = dyadic_mean(cell[arm], *pair, ends=(0, 1), level=level)
+                yield own.row(quantity, share, len(cell))
             for quantity, a, b in ((MOVED, HIGH, LOW), (EQUAL, EQUAL_A, EQUAL_B)):
-                yield paired_row(own, quantity, cell[a], sources, cell[b], sources)
+                queries = cell[["source", f"query {a}", f"query {b}"]]
+                yield row(own, quantity, cell[a] - cell[b], queries)
+            queries = cell[["source", "query high", "query low"]]
+            moved, whole = cell[HIGH] - cell[LOW], cell["own high"] - cell["own low"]
             if len(first) and term != FIRST:
-                alone = (first[HIGH] - first[LOW]).loc[sources]
-                yield paired_row(own, BEYOND, cell[HIGH] - cell[LOW], sources, alone, sources)
-            if apart.estimate.low > 0:
-                moved, whole = cell[HIGH] - cell[LOW], cell["own high"] - cell["own low"]
-                both = np.stack([moved, whole], axis=1)
-
-                def ratio(counts: np.ndarray, both: np.ndarray = both) -> np.ndarray:
-                    above, below = (counts @ both).T
-                    return above / np.where(below > 0, below, np.nan)
-
-                (estimate,) = cluster_bootstrap(ratio, sources, **options)
-                yield own.row(RATIO, estimate, len(cell))
+                alone = (first[HIGH] - first[LOW]).loc[sources].to_numpy()
+                yield row(own, BEYOND, moved - alone, queries, most=2)
+            if apart.estimate.low > 0 and whole.mean() > 0:
+                ratio = moved.mean() / whole.mean()
+                linear = ratio + (moved - ratio * whole) / whole.mean()  # the delta method
+                most = abs(ratio) + (1 + abs(ratio)) / whole.mean()
+                yield replace(row(own, RATIO, linear, queries, most), p=np.nan, test=None)
 
 
 @dataclass(frozen=True)
@@ -288,11 +295,13 @@ class Interchange(Experiment):
                 f"{len(self.contexts)} of these such a turn)",
                 "give a run of more queries with finished responses, or another --outcome",
             )
-        most = self.donors[list(ARMS)].stack().value_counts().max()
+        every_donor = self.donors[list(ARMS)].stack()
+        most, given = every_donor.value_counts().max(), self.contexts["source"][every_donor]
         self.notes.append(
             f"{len(self.contexts)} of {len(every)} judged contexts are finished and have a greedy "
             f"turn that isn't {self.outcome}; {len(self.donors)} of {len(self.queries)} "
-            f"queries have such a recipient with donors. A context is a donor at most {most} times."
+            "queries have such a recipient with donors. The donors are of "
+            f"{given.nunique()} queries; a context is one at most {most} times."
         )
 
     @cached_property
@@ -464,6 +473,7 @@ class Interchange(Experiment):
         for arm in ARMS:
             table[f"own {arm}"] = of[SCORING].to_numpy()[donors[arm]]
             table[f"donor {arm}"] = of["context_id"].to_numpy()[donors[arm]]
+            table[f"query {arm}"] = of["source"].to_numpy()[donors[arm]]
         for name in ("dataset", "source", "context_id"):
             table[name] = of[name].to_numpy()[table["recipient"]]
         table["unchanged"] = of["share"].to_numpy()[table["recipient"]]
@@ -502,7 +512,8 @@ class Interchange(Experiment):
                 most=1.0,
                 index=("dataset", "term", "layer"),
                 rows="recipients",
-                legend="Paired by recipient; p: Holm-corrected over lines, without the first "
+                legend="Paired by recipient, intervals over recipients' and donors' queries; p: "
+                "Holm-corrected over lines, without the first "
                 "token. Of the donors' difference: 1 if the share travels with the state. Beyond "
                 "the first token: less the same difference under the donors' first tokens alone.",
             ),

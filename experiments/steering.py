@@ -1,12 +1,13 @@
-"""Can a direction in the residual stream move the user's turns, more than random directions do?
+"""Can a direction in the residual stream move the user's turns, more than other directions do?
 
 A direction is added to the residual stream, and the run's turns are scored again. The direction is
 the logistic one of a probe (--probe), added where the probe reads, or that of a file (--vector),
 added where the file says. The question is whether turns that the judge calls follow-ups become
-likelier than other turns after the same context. The control is random directions with the
-covariance of the states. All directions change the next token equally: for each, the dose is sought
-at which the first token's distribution moves by one KL (--kl). Half of the queries choose the
-doses, and results are of the other half.
+likelier than other turns after the same context. The control is other directions: for a
+probe, probes whose labels queries have exchanged; for a file, random directions with the covariance
+of the states. All directions change the next token equally: for each, the dose is sought at which
+the first token's distribution moves by one KL (--kl). Half of the queries choose the doses, and
+results are of the other half.
 
 Needs: a judged run with several sampled turns per context. Cost: half an hour on a CPU (135M).
 
@@ -30,6 +31,7 @@ from experiments.bits import halves_of
 from experiments.directions import (
     SteeredContext,
     centred_states,
+    permuted_probes,
     random_directions,
     steered_context,
 )
@@ -48,15 +50,17 @@ from ia_mech.steering import ADD, TURN, SteeringVector
 if TYPE_CHECKING:
     from probes.card import Probe
 
-RANDOMS = 39  # random directions
-LEAST, SIGNIFICANT = 19, 0.05  # random directions with which such a p can be reached
+OTHERS = 39  # other directions
+LEAST, SIGNIFICANT = 19, 0.05  # other directions with which such a p can be reached
 RESPONSES = 3  # most contexts of a query
 TOKENS = 24  # of a turn: nearly all of the bits come before (docs/locate.md)
 LEAST_DOSE, MOST_DOSE = 2.0**-8, 2.0**4  # between which a KL is sought, in norms of the state
 ROUNDS, KL_TOLERANCE = 14, 0.1  # of the search; how near the KL has to come, relatively
-DIRECTION, RANDOM, RANDOM_MEAN = "the direction", "random direction", "random directions"
+DIRECTION, OTHER, OTHER_MEAN = "the direction", "other direction", "other directions"
+PERMUTED, RANDOM = "probes of permuted labels", "random directions"
+UNFITTED = "Fitted directions favour axes of low variance, these don't: p may be too small. "
 KL, ODDS = "KL at the header", "log-odds, change"
-BEYOND, RANK = "log-odds, change beyond random directions'", "share of random directions that reach"
+BEYOND, RANK = "log-odds, change beyond other directions'", "share of other directions that reach"
 KEY = ["run", "context_id", "temperature", "sample"]  # of a turn
 FILE = "vector.safetensors"
 
@@ -156,9 +160,8 @@ def find_doses(model: Model, unit: Dosing) -> pd.DataFrame:
 
 
 def steer(model: Model, unit: Steered) -> pd.DataFrame:
-    """A row per context and direction: ``draw`` (its number: 0 is the direction, the others are
-    random), and in nats ``kl`` at the header and ``log_odds``, the change of the log-odds of
-    follow-ups."""
+    """A row per context and direction: ``draw`` (its number: 0 is the direction), and in nats
+    ``kl`` at the header and ``log_odds``, the change of the log-odds of follow-ups."""
     found = []
     for context in unit.contexts:
         moved, kl = effects(model, context, unit.directions, unit.doses)
@@ -180,24 +183,24 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
     for dataset, here in by_dataset(rows):
         wide = rows[here].pivot_table(index="source", columns="draw", values=["kl", "log_odds"])
         group = Group(wide.index.to_numpy(), options, {"dataset": dataset})
-        own, random = wide["log_odds"][0], wide["log_odds"].drop(columns=0)
-        for term, some in ((DIRECTION, [0]), (RANDOM_MEAN, list(random))):
+        own, others = wide["log_odds"][0], wide["log_odds"].drop(columns=0)
+        for term, some in ((DIRECTION, [0]), (OTHER_MEAN, list(others))):
             kl = group.mean(KL, wide["kl"][some].mean(axis=1), term=term)
             yield replace(kl, estimate=kl.estimate.clip(0.0))
             yield group.mean(ODDS, wide["log_odds"][some].mean(axis=1), term=term)
-        for draw in random:
-            yield group.mean(ODDS, random[draw], term=RANDOM, draw=draw)
-        both = own, own.index, random.mean(axis=1), random.index
+        for draw in others:
+            yield group.mean(ODDS, others[draw], term=OTHER, draw=draw)
+        both = own, own.index, others.mean(axis=1), others.index
         yield paired_row(group, BEYOND, *both, term=DIRECTION)
-        each, whole = random.mean().to_numpy(), float(own.mean())
+        each, whole = others.mean().to_numpy(), float(own.mean())
         share = Estimate(float((each >= whole).mean()), np.nan, np.nan, len(own), "count")
         p = float(permutation_p(whole, each))
-        test = "rank among random directions"
+        test = "rank among other directions"
         yield group.row(RANK, share, len(each), p=p, test=test, term=DIRECTION)
 
 
 def is_shown(found: pd.DataFrame) -> bool:
-    """Whether the direction raises the log-odds: more than the mean of the random directions does,
+    """Whether the direction raises the log-odds: more than the mean of the other directions does,
     by flipping signs over sources, and more than nearly all of them."""
     mine = all_datasets(found[found["quantity"].isin([BEYOND, RANK])]).set_index("quantity")
     return bool(mine["value"][BEYOND] > 0 and mine["p"].max() <= SIGNIFICANT)
@@ -218,6 +221,7 @@ def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
     try:
         model, where = card["asked"]["runs"][0]["model"], (int(card["layer"]), (card["position"],))
         weights = torch.from_numpy(probe.directions["logistic"].weights)
+        float(card["penalty"])  # of the probes that it is compared with
         return SteeringVector(ADD, *where, weights, 1.0, model["name"], model["weights_hash"])
     except (LookupError, TypeError, ValueError):
         raise UserError(
@@ -260,7 +264,8 @@ class Steering(Experiment):
         outcome: what counts: ``follow_up`` or ``grounded`` turns.
         choosing, reporting: the halves of the queries with turns to compare, each with its
             contexts.
-        directions: the direction, and the random ones.
+        probe: that the direction is of, if it is of one.
+        directions: the direction, and ``others`` that it is compared with.
     """
 
     name = "steering"
@@ -289,9 +294,28 @@ class Steering(Experiment):
             [one for one in used if half[one[0].source] == number] for number in (0, 1)
         )
         own = self.vector.direction.double().numpy()
-        states = centred_states(self.runs, self.vector.layer, self.vector.positions)
-        drawn = random_directions(states, own, RANDOMS, self.args.seed)
-        self.directions = tuple(tuple(one.tolist()) for one in (own, *drawn))
+        self.directions = tuple(tuple(one.tolist()) for one in (own, *self._others(own)))
+
+    def _others(self, own: np.ndarray) -> np.ndarray:
+        """``[OTHERS, d_model]`` that the direction is compared with; UserError if none fit."""
+        last = OTHERS, self.args.seed
+        if self.probe is None:
+            states = centred_states(self.runs, self.vector.layer, self.vector.positions)
+            return random_directions(states, own, *last)
+        from probes.dataset import RUN, read
+
+        card, judge = self.probe.card, self.verdicts.judge
+        asked, layer, position = card["asked"], self.vector.layer, card["position"]
+        how = asked.get("target", "rate"), [position], [layer], asked.get("within", RUN)
+        data = read(self.runs, judge, *how)
+        fitted = {run.get("identity") for run in asked["runs"]}
+        if (asked.get("judge"), fitted) != (judge, {run.identity_digest for run in self.runs}):
+            self.notes.append(f"p is rough: {PERMUTED} aren't of the probe's own runs or verdicts.")
+        if not np.ptp(data.outcome.rate):
+            problem = "all contexts here have the same rate, so that no probe can be fitted"
+            raise UserError(problem, "give the runs that the probe was fitted to, or --vector")
+        states, penalty = data.at(layer, position), float(card["penalty"])
+        return permuted_probes(states, data.outcome, penalty, *last)
 
     def _vector(self) -> tuple[SteeringVector, str]:
         """The direction, and what its probe's judge calls follow-ups.
@@ -302,13 +326,13 @@ class Steering(Experiment):
         from probes.card import Probe
         from probes.targets import GROUNDED
 
-        outcome = "follow_up"
+        outcome, self.probe, self.others = "follow_up", None, RANDOM
         if self.args.vector is not None:
             vector = replace(SteeringVector.load(self.args.vector), kind=ADD)
         else:
-            probe = Probe.load(self.args.probe)
-            vector = vector_of_probe(probe, self.args.probe)
-            if probe.card["asked"].get("target") == GROUNDED:
+            self.probe, self.others = Probe.load(self.args.probe), PERMUTED
+            vector = vector_of_probe(self.probe, self.args.probe)
+            if self.probe.card["asked"].get("target") == GROUNDED:
                 outcome = GROUNDED
             self.notes.append("the probe was fitted to all queries, reported ones among them.")
         model = self.runs[0].model
@@ -382,19 +406,19 @@ class Steering(Experiment):
         """The turns of one half under the doses that the other has chosen.
 
         Raises:
-            UserError: the direction, or too many of the random ones, don't reach the KL.
+            UserError: the direction, or too many of the others, don't reach the KL.
         """
         found = self.measure_units([self.dosing()], "doses of one KL")["dose"].to_numpy()
         reached = int((~np.isnan(found[1:])).sum())
         if np.isnan(found[0]) or reached < LEAST:
-            few = f"{reached} of {RANDOMS} random directions reach"
+            few = f"{reached} of {OTHERS} {self.others} reach"
             raise UserError(
                 f"{'the direction does not reach' if np.isnan(found[0]) else few} a KL of "
                 f"{self.args.kl:g} nats at doses up to {MOST_DOSE:g}",
                 "give another --kl, layer or position",
             )
-        if reached < RANDOMS:
-            left_out = f"{RANDOMS - reached} random directions don't reach the KL"
+        if reached < OTHERS:
+            left_out = f"{OTHERS - reached} {self.others} don't reach the KL"
             self.notes.append(f"{left_out}; they are left out.")
         self.vector = replace(self.vector, dose=float(found[0]))
         return self.measure_units(self.steered(found), "turns under directions")
@@ -405,21 +429,22 @@ class Steering(Experiment):
         return estimates(rows, self.options)
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        columns = {ODDS: "log-odds", BEYOND: "beyond random", RANK: "reached by"}
+        columns = {ODDS: "log-odds", BEYOND: "beyond others", RANK: "reached by"}
         return tables_of(
             f"what moves the turns, at one KL ({self.intervals} that chose nothing)",
-            found[found["term"] != RANDOM],
+            found[found["term"] != OTHER],
             {name: (head, 2) for name, head in columns.items()} | {KL: ("KL", 3)},
             index=("dataset", "term"),
             legend=f"log-odds: change, in nats, of those of {OUTCOMES[self.outcome]} against other "
-            "turns; beyond random: less the mean of the random directions; reached by: the share "
-            "of these that change them as much; KL: of the first token's distribution, in nats.",
+            f"turns; other directions: {self.others}; beyond others: less their mean; reached by: "
+            "the share of these that change them as much; KL: of the first token's distribution, "
+            "in nats.",
         )
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         title = f"{self.runs[0].model['name']} · directions of one KL"
         rows = all_datasets(only(found, ODDS)).copy()
-        rows[["low", "high"]] = rows[["low", "high"]].where(rows["term"] != RANDOM)
+        rows[["low", "high"]] = rows[["low", "high"]].where(rows["term"] != OTHER)
         change = f"log-odds of {OUTCOMES[self.outcome]}, change, nats"
         return {"directions": Bars(title, change, rows)}
 
@@ -432,25 +457,26 @@ class Steering(Experiment):
         )
         whole = all_datasets(found)
         beyond, rank = (only(whole, name).iloc[0] for name in (BEYOND, RANK))
-        kl, of_random = (
-            only(whole, KL, term=term)["value"].item() for term in (DIRECTION, RANDOM_MEAN)
+        kl, of_others = (
+            only(whole, KL, term=term)["value"].item() for term in (DIRECTION, OTHER_MEAN)
         )
         change = self.tested(
-            "change of their log-odds, in nats, less the mean change by random directions",
+            f"change of their log-odds, in nats, less the mean change by {self.others}",
             only(whole, BEYOND),
         )
         verb = "makes" if is_shown(found) else "isn't shown to make"
         sentence = (
             f"Steering along the direction in layer {self.vector.layer} at "
             f"{', '.join(self.vector.positions)} (dose {self.vector.dose:.2g}) {verb} "
-            f"follow-ups likelier than random directions of the same KL do. "
+            f"follow-ups likelier than {self.others} of the same KL do. "
             f"{change[:-1]}, {p_value(beyond['p'])}."
         )
         least = 1 / (rank["rows"] + 1)
         control = (
-            f"{round(rank['value'] * rank['rows'])} of {rank['rows']} random directions do as "
+            f"{round(rank['value'] * rank['rows'])} of {rank['rows']} {self.others} do as "
             f"much, {p_value(rank['p'])} (the least there can be: {least:.3f}). KL "
-            f"at the header: {kl:.3f} nats, random ones {of_random:.3f}. {self.gate.sentence}."
+            f"at the header: {kl:.3f} nats, that of the others {of_others:.3f}. "
+            f"{UNFITTED if self.probe is None else ''}{self.gate.sentence}."
         )
         return Conclusion(sentence, control)
 

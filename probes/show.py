@@ -19,7 +19,7 @@ import pandas as pd
 from scipy.special import expit
 from scipy.stats import norm
 
-from ia_mech.estimates import TidyEstimate, frame_of, p_value
+from ia_mech.estimates import TidyEstimate, could_show, frame_of, p_value, smallest_effect
 from ia_mech.results import Result, Table, about_runs, folder_of, refuse_place
 from ia_mech.run.labels import check_name
 from ia_mech.run.sources import SEPARATOR
@@ -37,6 +37,7 @@ READOUT = (
 )
 RANDOM_BLOCKS = "a model with random blocks over the trained embeddings"
 POWER = 0.8  # power with which an effect "would be found"
+MARGIN = 0.05  # of two AUROCs that are called the same, within which the whole interval lies
 KEY = ["quantity", "layer", "position", "control"]  # no two rows have the same
 COLUMNS = [*KEY, "value", "low", "high", "p", "sources", "contexts", "level", "method"]
 _DTYPES = {
@@ -56,7 +57,7 @@ class Finding:
 
     ``beyond`` is true if the target is readable, and hidden states save deviance that
     :data:`READOUT` leaves, with an interval above zero. It is false without these controls, with
-    intervals below 95%, and where random blocks are read as well as the model.
+    intervals below 95%, and where random blocks aren't shown to be read less well.
     """
 
     readable: bool  # see :attr:`probes.fit.folds.SelectionTests.readable`
@@ -73,18 +74,17 @@ def conclude(
     tested, gain = analysis.tested, analysis.beyond
     readable = tested.readable
     sure = analysis.settings.level >= COVERAGE
-    as_well = [one for one in analysis.random_blocks if not one.difference.low > 0]
-    beyond = (
-        readable and sure and not as_well and gain is not None and bool(gain.deviance_saved.low > 0)
-    )
+    no_better = [one for one in analysis.random_blocks if not one.difference.low > 0]
+    saves = gain is not None and bool(gain.deviance_saved.low > 0)
+    beyond = readable and sure and not no_better and saves
     subject = what[:1].upper() + what[1:]
     can = f"{subject} can be read from the hidden states"
     if not readable:
         verdict = f"No evidence was found that {what} can be read from the hidden states."
-    elif as_well:
+    elif no_better:
         verdict = (
-            f"{can}, but from those of {RANDOM_BLOCKS} as well: this doesn't show that the model "
-            "computes it."
+            f"{can}. That it can be read better there than from {RANDOM_BLOCKS} is not shown, and "
+            "so not that the model computes anything of it."
         )
     elif beyond:
         verdict = f"{can}, and they tell more than {READOUT}."
@@ -114,7 +114,7 @@ def conclude(
                 f"Only intervals of {COVERAGE:.0%} or more can show that hidden states tell more."
             )
     own = np.array([[cell.value for cell in row] for row in analysis.auroc])
-    controls += [_random(one, own) for one in analysis.random_blocks]
+    controls += [_random(one, own, analysis.settings.level) for one in analysis.random_blocks]
     if labelled_by:
         controls.append(f"Labels: {labelled_by}.")
     return Finding(readable, beyond, " ".join(sentences), " ".join(controls))
@@ -148,14 +148,20 @@ def _power(analysis: Analysis) -> str:
     )
 
 
-def _random(one: RandomBlocks, own: np.ndarray) -> str:
+def _random(one: RandomBlocks, own: np.ndarray, level: float) -> str:
     """``own``: ``[layers, positions]`` AUROC of the model itself."""
-    better, cells = int((one.cells >= own).sum()), own.size
-    less = "less well than" if one.difference.low > 0 else "as well as"
+    better, cells, difference = int((one.cells >= own).sum()), own.size, one.difference
+    how = "are not shown to be read less well than the model's"
+    if difference.low > 0:
+        how = "are read less well than the model's"
+    elif difference.low > -MARGIN and difference.high < MARGIN:
+        how = f"are read as well as the model's, give or take {MARGIN:g}"
+    elif least := could_show(smallest_effect(asdict(difference), level), most=0.5):
+        how += f" ({least})"
     return (
-        f"Random blocks ({one.name}) are read {less} the model's: AUROC {one.auroc.text()}; the "
-        f"headline minus that is {one.difference.text(sign=True)}. At {better} of {cells} layers × "
-        "positions they are read at least as well."
+        f"Random blocks ({one.name}) {how}: AUROC {one.auroc.text()}; the headline minus that is "
+        f"{difference.text(sign=True)}. At {better} of {cells} layers × positions they are read at "
+        "least as well."
     )
 
 

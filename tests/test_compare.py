@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.compare import category_shares
+from experiments.bits import estimate_means
+from experiments.compare import OPTIONS, SHARE, category_shares, values_of
 from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, FOLLOW_UP
 from ia_mech.run.sources import sources_of
 
@@ -27,3 +29,12 @@ def test_shares_are_of_the_turns_assessed_and_of_each_source_alone():
     assert shares[one, FOLLOW_UP] == pytest.approx(1 / 2)
     assert (shares[two, FOLLOW_UP], shares[two, "generic"]) == (0, 1)
     assert set(found["source"]) == {one, two} and CANNOT_ASSESS not in set(found["term"])
+
+
+def test_the_mean_of_shares_of_queries_has_the_interval_of_a_mean():
+    """Of 60 queries with 16 turns each: half of the turns are follow-ups, of every query alike."""
+    shares = np.random.default_rng(0).binomial(16, 0.5, 60) / 16
+    rows = pd.DataFrame({"source": [f"d/{n}" for n in range(60)], "value": shares})
+    numbers = {"a": rows.assign(quantity=SHARE, term=FOLLOW_UP, turns="sampled")}
+    (found,) = estimate_means(values_of(numbers), OPTIONS)
+    assert found.estimate.high - found.estimate.low < 5 * shares.std() / np.sqrt(60)  # not 13

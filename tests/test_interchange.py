@@ -161,6 +161,8 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
     assert "; header_last after layer 3 " in said[0] and "beyond the first token +0.00" in said[0]
     control = next(line for line in said if line.startswith("Control: "))
     said = said[said.index(control) :]
+    notes = " ".join(json.loads((tmp_path / "out" / "result.json").read_text())["notes"])
+    assert "recipient with donors. The donors are of 16 queries; a context is one at most" in notes
     assert "differ at 0 of 9 cells" in said[0] and "in any of 144 cells" in said[1]
     assert said[2].startswith("Under the donors' first tokens alone the share differs by +")
     alone = cells.loc[(MOVED, FIRST, 4), "value"]  # of this model's turns there is no other token
@@ -308,7 +310,8 @@ def simulated(rng: np.random.Generator, travels: float, queries: int = 40) -> pd
     true["high"], true["low"] = np.clip(true["high"] + 0.3, 0, 1), true["low"] * 0.5
     rows = pd.DataFrame({"dataset": "d", "source": [f"q{i}" for i in range(queries)]})
     rows = rows.assign(term="header_last", layer=3, unchanged=base)
-    for arm in ARMS:
+    for number, arm in enumerate(ARMS):
+        rows[f"query {arm}"] = np.roll(rows["source"], number + 1)
         share = base + travels * (true[arm] - base)
         rows[arm] = rng.binomial(16, share) / 16
         rows[f"own {arm}"] = rng.binomial(8, true[arm]) / 8
@@ -342,6 +345,51 @@ def test_the_level_is_held_where_nothing_travels_and_intervals_cover_where_half_
             else:
                 false += found[MOVED].p <= 0.05
     assert false <= 8 and covered >= 52  # 3 and 57 of 60; three standard deviations
+
+
+def chosen_donors(queries: int, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """2 contexts of each query, and donors for the first of each, chosen as in experiments."""
+    rng, source = np.random.default_rng(seed), np.repeat([f"q{i}" for i in range(queries)], 2)
+    contexts = pd.DataFrame({"dataset": "d", "source": source})
+    contexts[CHOOSING] = rng.binomial(8, rng.beta(1, 2, 2 * queries)) / 8
+    return contexts, donors_of(contexts, range(0, 2 * queries, 2), seed)
+
+
+def with_donor_effects(
+    rng: np.random.Generator, contexts: pd.DataFrame, donors: pd.DataFrame, moved: float
+) -> pd.DataFrame:
+    """A cell in which what a donor does is its own, whatever its share: with SD 0.1, and a mean of
+    ``moved`` for high less low ones."""
+    source = contexts["source"].to_numpy()
+    effect, base = rng.normal(0, 0.1, len(contexts)), rng.beta(8, 12, len(donors))
+    rows = pd.DataFrame({"source": source[donors["recipient"]], "unchanged": base})
+    rows = rows.assign(dataset="d", term="header", layer=3)
+    for arm in ARMS:
+        at = donors[arm].to_numpy()
+        share = base + effect[at] + {"high": moved / 2, "low": -moved / 2}.get(arm, 0)
+        rows[arm] = rng.binomial(16, share.clip(0, 1)) / 16
+        rows[f"own {arm}"], rows[f"query {arm}"] = contexts[CHOOSING].to_numpy()[at], source[at]
+    return rows
+
+
+def test_effects_of_single_donors_make_no_false_alarms():
+    """Donors serve several recipients, so that recipients aren't independent."""
+    rng, chosen, called = np.random.default_rng(4), chosen_donors(60, 0), {}
+    for moved in (0.0, 0.1):
+        drawn = (with_donor_effects(rng, *chosen, moved) for _ in range(100))
+        each = [{row.quantity: row for row in estimates(one, OPTIONS)}[MOVED] for one in drawn]
+        called[moved] = sum(one.p <= 0.05 for one in each)
+        ends = [(one.estimate.low, one.estimate.high) for one in each]
+        assert called[moved] == sum(not low <= 0 <= high for low, high in ends)
+    assert called[0.0] <= 11 and called[0.1] >= 50  # three standard deviations above 5
+
+
+def test_a_mean_of_shares_is_not_one_of_events():
+    rows = simulated(np.random.default_rng(5), 1.0, queries=60)
+    found = {row.quantity: row.estimate for row in estimates(rows, OPTIONS)}
+    for quantity, shares in ((UNDER["high"], rows["high"]), (UNCHANGED, rows["unchanged"])):
+        wide = found[quantity].high - found[quantity].low
+        assert wide == pytest.approx(2 * 2 * shares.std() / np.sqrt(60), rel=0.3)
 
 
 def test_there_is_no_ratio_where_the_donors_are_alike():

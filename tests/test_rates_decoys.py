@@ -180,7 +180,7 @@ def test_grounded_is_an_outcome_of_its_own(run):
     found = result(judged)
     assert "react to their own response is not shown" in found.sentence
     rates = found.estimates.query("quantity == 'rate'")
-    assert rates["gate"].unique().tolist() == ["failed", judged.gates["grounded"].word]
+    assert rates["gate"].unique().tolist() == ["failed", judged.gates["grounded"].verdict]
     assert rates["outcome"].tolist() == ["follow_up"] * 3 + ["grounded"] * 3
     none = judged_by(run, lambda item: FOLLOW_UP)
     assert none.outcomes == ["follow_up"] and none.turns["grounded"].isna().all()

@@ -1,4 +1,4 @@
-"""Whether awareness is latent, as rates say it, of planted verdicts."""
+"""Whether follow-ups are latent, as rates say it, of planted verdicts."""
 
 import numpy as np
 import pandas as pd
@@ -32,7 +32,7 @@ def decoys(
 
 def estimated(rows: pd.DataFrame) -> pd.DataFrame:
     found = holm_corrected(
-        rises(rows, {"model": "m", "gate": "undecided (9 decoys)"}), lambda row: row.quantity
+        rises(rows, {"model": "m", "gate": "undecided"}), lambda row: row.quantity
     )
     return frame_of(found, NAMES)
 
@@ -44,15 +44,32 @@ def test_a_rise_that_is_fewer_turns_out_of_role():
     assert rise == pytest.approx(role + rest) and role == pytest.approx(0.2, abs=0.04)
     said = verdict(rows)
     assert "hides, are shown at T = 0.7. From greedy turns to these" in said
-    assert f"bring {role:+.2f} [" in said and "all else is not shown to bring more" in said
+    assert f"; staying in role makes {role:+.2f} [" in said
+    assert "Only following up once in role is awareness: that it rises is not shown." in said
     assert "would have been shown" in said and "siblings" not in said
+
+
+def test_fewer_copies_are_said_to_be_staying_in_role():
+    """Of turns in role 0.65 are follow-ups, greedy or sampled, and copies go from half to a
+    quarter."""
+    rows = estimated(decoys((0.5, 0.25), (0.65, 0.65), queries=500))
+    rise, role, rest = (
+        f"{one.value:+.2f} [{one.low:+.2f}, {one.high:+.2f}]" for one in rows.itertuples()
+    )
+    assert rows["value"].tolist() == pytest.approx([0.1625, 0.1625, 0.0], abs=0.03)
+    said = verdict(rows)
+    together = f"rises by {rise} (p < 0.001); staying in role makes {role}, following up once in "
+    assert f"{together}role {rest} (p = " in said
+    assert "Latent follow-ups" in said and "are shown" in said
+    assert said.count("awareness") == 1
+    assert "Only following up once in role is awareness: that it rises is not shown." in said
 
 
 def test_a_rise_among_the_turns_in_role():
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5)))
     assert rows["value"][2] == pytest.approx(0.21, abs=0.04)
     said = verdict(rows)
-    assert "are shown at T = 0.7" in said and "all else is shown to bring more" in said
+    assert "are shown at T = 0.7" in said and "is awareness: it rises." in said
     fewer = verdict(estimated(decoys((0.3, 0.3), (0.5, 0.2))))
     assert "are not shown at T = 0.7" in fewer
 
@@ -116,4 +133,5 @@ def test_what_cant_be_told_isnt():
     nothing = verdict(estimated(rows.assign(own_follow_up=0.0, follow_up=0.0)))  # no follow-up
     assert "are not shown" in nothing and "nan" not in nothing and "would have been" not in nothing
     plain = estimated(rows.assign(out_of_role=np.nan))  # a rubric without such categories
-    assert plain["quantity"].tolist() == [RISE] and "out of role" not in verdict(plain)
+    assert plain["quantity"].tolist() == [RISE]
+    assert "in role" not in verdict(plain) and "awareness" not in verdict(plain)

@@ -1,11 +1,13 @@
-"""The cluster bootstrap: multiplicities of rows, sums over kinds, and a loop over rows agree."""
+"""The cluster bootstrap: multiplicities of rows, sums over kinds, and a loop over rows agree; and
+means of shares."""
 
 import tracemalloc
 
 import numpy as np
 import pytest
 
-from ia_mech.stats import cluster_bootstrap, kappa_of
+from ia_mech.stats import cluster_bootstrap, cluster_mean, kappa_of
+from ia_mech.stats.intervals import student
 from ia_mech.stats.resampling import widened_level
 
 LABELS = 4
@@ -22,6 +24,21 @@ def raters(seed, rows=120):
 
 def kappas(counts):
     return kappa_of(counts.reshape(-1, LABELS, LABELS))
+
+
+def test_a_share_of_16_turns_is_not_one_event():
+    """Its interval holds the truth and is about as wide as that of any mean."""
+    rng, covered, width, plain = np.random.default_rng(0), 0, 0.0, 0.0
+    for _ in range(200):
+        shares = rng.binomial(16, 0.3, 60) / 16
+        found = cluster_mean(shares, range(60), proportion=True)
+        covered += found.low <= 0.3 <= found.high
+        width += found.high - found.low
+        of_means = student(np.stack([shares, np.ones(60)], axis=1), 0.95)
+        plain += of_means.high - of_means.low
+    assert covered >= 180 and width < 1.3 * plain
+    one_of_all = cluster_mean([1.0] * 20 + [0.0] * 40, range(60), proportion=True)
+    assert one_of_all.method == "clopper-pearson"  # events stay events
 
 
 def test_a_bootstrap_equals_copying_the_rows_of_the_sources_drawn():

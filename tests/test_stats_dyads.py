@@ -1,4 +1,4 @@
-"""Means over pairs of sources: the variance against sums over all pairs, exact ends, coverage."""
+"""Means over sets of sources: the variance against sums over all pairs, exact ends, coverage."""
 
 from itertools import product
 
@@ -6,15 +6,21 @@ import numpy as np
 import pytest
 from scipy.stats import t
 
-from ia_mech.stats import cluster_mean, dyadic_difference, dyadic_mean, zero_events_bound
+from ia_mech.stats import (
+    cluster_mean,
+    dyadic_difference,
+    dyadic_mean,
+    dyadic_test,
+    zero_events_bound,
+)
 
 
-def brute(values, first, second) -> tuple[float, float]:
+def brute(values, *sources) -> tuple[float, float]:
     """Both variances of the mean by looking at every pair of values."""
     n, e = len(values), np.asarray(values) - np.mean(values)
     sums, counts = np.zeros(2), np.zeros(2)
     for i, j in product(range(n), repeat=2):
-        one, other = {first[i], second[i]}, {first[j], second[j]}
+        one, other = ({side[at] for side in sources} for at in (i, j))
         for at, so in enumerate((one & other, one == other)):
             if so:
                 sums[at] += e[i] * e[j]
@@ -42,6 +48,34 @@ def test_the_variance_is_that_of_all_pairs_of_values(seed):
     uneven = sum(x**4 for x in sums) / sum(x**2 for x in sums) ** 2 - 1 / 12
     quantile = t.ppf(0.975, min(1 + 1 / uneven, 11))
     assert half_width(found) == pytest.approx(quantile * np.sqrt(variance))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_values_of_three_sources_and_the_test_of_their_mean(seed):
+    rng = np.random.default_rng(seed)
+    sides = rng.integers(9, size=(3, 40))  # now and then a source is on several sides
+    values = rng.normal(size=9)[sides].sum(0) + rng.normal(size=40)
+    found = dyadic_test(values, *sides, ends=(-99, 99))
+    e, error = values - values.mean(), np.sqrt(max(brute(values, *sides.tolist())))
+    sums = np.array([e[(sides == s).any(0)].sum() for s in range(9)])
+    freedom = min(1 + 1 / ((sums**4).sum() / (sums**2).sum() ** 2 - 1 / 9), 8)
+    assert half_width(found.difference) == pytest.approx(t.ppf(0.975, freedom) * error)
+    assert found.p == pytest.approx(2 * t.sf(abs(values.mean()) / error, freedom))
+    for level in (1 - found.p * 1.01, 1 - found.p / 1.01):
+        at = dyadic_test(values, *sides, ends=(-99, 99), level=level).difference
+        assert (at.low <= 0 <= at.high) == (level > 1 - found.p)
+    with pytest.raises(ValueError, match="shorter"):
+        dyadic_test(values, sides[0], sides[1][:-1])
+
+
+def test_the_test_of_values_that_are_alike_goes_with_their_interval():
+    ring = np.arange(10), np.roll(np.arange(10), -1)
+    assert dyadic_test(np.zeros(10), *ring).p == 1
+    for value in (1.0, -1.0):
+        assert dyadic_test(np.full(10, value), *ring).p == 2**-10
+    for value in (0.3, 0.4):  # 0.35 is where the interval begins to leave out 0
+        found = dyadic_test(np.full(10, value), *ring)
+        assert (found.difference.low > 0) == (found.p < 0.05) == (value > 0.35)
 
 
 def test_one_source_each_is_the_cluster_robust_interval_of_means():

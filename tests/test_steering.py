@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import permutations
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,15 +15,15 @@ from shell import call
 from test_temperature_sweep import judged
 
 from experiments import steering
-from experiments.directions import SteeredContext, random_directions
+from experiments.directions import SteeredContext, permuted_probes, random_directions
 from experiments.experiment import Model
 from experiments.steering import (
     BEYOND,
     DIRECTION,
     KL,
     ODDS,
-    RANDOM,
-    RANDOM_MEAN,
+    OTHER,
+    OTHER_MEAN,
     RANK,
     Dosing,
     Steered,
@@ -43,8 +44,10 @@ from ia_mech.engine.score import Turn, differentiable_logits, score
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.run import Run
+from ia_mech.stats import permutation_p
 from ia_mech.steering import ADD, TURN, SteeringVector
-from probes.card import Direction, Probe
+from probes.card import Direction, Probe, directions
+from probes.targets import Outcome
 
 LAYER = 3  # between the block that writes and the one that reads
 FROM, TO = 0, 2  # names
@@ -137,6 +140,51 @@ def test_random_directions_have_the_covariance_of_the_states_and_nothing_of_the_
     assert spread[1] > 1.5 * spread[2] > 15 * spread[4]
 
 
+def test_permuted_probes_are_the_probe_with_the_labels_of_other_sources():
+    rng = np.random.default_rng(0)
+    states, sources = rng.standard_normal((8, 5)), np.repeat(np.arange(4), 2)
+    outcome = Outcome.from_counts([0, 1, 2, 2, 0, 0, 4, 3], np.full(8, 4), sources)
+    found = permuted_probes(states, outcome, 0.1, 60, 0)
+    possible = []
+    for order in permutations(range(4)):
+        rows = np.concatenate([[2 * one, 2 * one + 1] for one in order])
+        moved = replace(outcome, positives=outcome.positives[rows])
+        possible.append(directions(states, moved, 0.1)["logistic"].weights)
+    close = abs(found[:, None] - np.array(possible)).max(axis=2) < 1e-6
+    assert close.any(axis=1).all() and close.any(axis=0).sum() > 18  # of 24 orders
+    assert (found == permuted_probes(states, outcome, 0.1, 60, 0)).all()
+    assert (found != permuted_probes(states, outcome, 0.1, 60, 1)).any()
+
+
+def rank_p(rng: np.random.Generator, permuted: bool, planted: float) -> float:
+    """p of a weakly penalised probe's rank among 19 other directions. The log-odds move along any
+    axis; the first token hardly does along axes along which states hardly vary."""
+    scale = 1 / np.arange(1, 41)
+    states = rng.standard_normal((60, 40)) * scale
+    states -= states.mean(0)
+    moves, first = rng.standard_normal(40), rng.standard_normal((20, 40)) * scale**0.5
+    told = states @ moves
+    k = rng.binomial(4, 1 / (1 + np.exp(-planted * told / told.std())))
+    outcome, seed = Outcome.from_counts(k, np.full(60, 4), range(60)), int(rng.integers(10**6))
+    own = directions(states, outcome, 1e-3)["logistic"].weights.astype(float)
+    if permuted:
+        others = permuted_probes(states, outcome, 1e-3, 19, seed)
+    else:
+        others = random_directions(states, own, 19, seed)
+    along = np.stack([own, *others])
+    effects = along @ moves / np.linalg.norm(along @ first.T, axis=1)  # at doses of equal KL
+    return float(permutation_p(effects[0], effects[1:]))
+
+
+def test_meaningless_labels_make_no_false_alarms_against_permuted_probes():
+    """Against random directions they do."""
+    rng = np.random.default_rng(0)
+    called = np.mean([rank_p(rng, True, 0.0) <= 0.05 for _ in range(100)])
+    found = np.mean([rank_p(rng, True, 2.0) <= 0.05 for _ in range(30)])
+    before = np.mean([rank_p(rng, False, 0.0) <= 0.05 for _ in range(100)])
+    assert called <= 0.11 < before and found >= 0.4  # three standard deviations above 0.05
+
+
 def test_directions_get_the_doses_of_one_kl():
     model, told = model_of(planted.model(True)), np.zeros(planted.WIDTH)
     told[planted.READ_OUT + TO] = 1.0
@@ -198,11 +246,11 @@ def found_along(direction: np.ndarray, seed: int, dose: float = 0.4) -> pd.DataF
 def test_a_planted_direction_is_found():
     found = found_along(planted_direction(), 0)
     assert is_shown(found)
-    rows = found[found["term"] != RANDOM].set_index(["quantity", "term"])["value"]
-    assert rows[BEYOND, DIRECTION] == pytest.approx(rows[ODDS, DIRECTION] - rows[ODDS, RANDOM_MEAN])
+    rows = found[found["term"] != OTHER].set_index(["quantity", "term"])["value"]
+    assert rows[BEYOND, DIRECTION] == pytest.approx(rows[ODDS, DIRECTION] - rows[ODDS, OTHER_MEAN])
     assert rows[RANK, DIRECTION] == 0 and rows[ODDS, DIRECTION] > 3
-    each = found.loc[found["term"] == RANDOM, "value"]
-    assert len(each) == 19 and rows[ODDS, RANDOM_MEAN] == pytest.approx(each.mean())
+    each = found.loc[found["term"] == OTHER, "value"]
+    assert len(each) == 19 and rows[ODDS, OTHER_MEAN] == pytest.approx(each.mean())
     noise = np.random.default_rng(5).standard_normal(planted.WIDTH)
     assert not is_shown(found_along(noise / np.linalg.norm(noise), 1))
 
@@ -251,8 +299,14 @@ def folder(tiny_model_dir, tmp_path_factory):
             lines.write(json.dumps(row) + "\n")
     out = place / "run"
     words = ["--model", tiny_model_dir, "--dataset", str(file), "--out", str(out)]
-    assert sample([*words, "--samples", "2", "--temperatures", "1", "--max-new-tokens", "5"]) == 0
-    run = judged(Run.open(out), (FOLLOW_UP, "degenerate"))
+    assert sample([*words, "--samples", "3", "--temperatures", "1", "--max-new-tokens", "5"]) == 0
+
+    def kind(key) -> str:
+        """After every other query two of three turns are follow-ups, else one."""
+        query, number = int(key[0][1]), key[2]
+        return FOLLOW_UP if number == 0 or (number == 2 and query % 2) else "degenerate"
+
+    run = judged(Run.open(out), kind)
     weights = np.random.default_rng(0).standard_normal(32)
     unit_vector = (weights / np.linalg.norm(weights)).astype(np.float32)
     along = {"logistic": Direction(unit_vector, 0.0, 1.0, 0.0)}
@@ -265,7 +319,7 @@ def folder(tiny_model_dir, tmp_path_factory):
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(steering, "RANDOMS", 19)
+    monkeypatch.setattr(steering, "OTHERS", 19)
 
 
 def test_the_command_holds_a_direction_against_random_ones_and_goes_on(folder, small, capfd):
@@ -276,10 +330,11 @@ def test_the_command_holds_a_direction_against_random_ones_and_goes_on(folder, s
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
     assert "to make follow-ups likelier" in outcome.out or "makes follow-ups" in outcome.out
-    assert "of 19 random directions do as much" in outcome.out
+    assert "of 19 probes of permuted labels do as much" in outcome.out
+    assert "random directions" not in outcome.out
     assert "(the least there can be: 0.050)" in outcome.out
     found = pd.read_parquet(out / "estimates.parquet")
-    assert {DIRECTION, RANDOM, RANDOM_MEAN} == set(found["term"])
+    assert {DIRECTION, OTHER, OTHER_MEAN} == set(found["term"])
     rows = pd.read_parquet(out / "rows.parquet")
     assert rows["source"].nunique() == 3 and found["sources"].max() == 3
     chosen = SteeringVector.load(out / "vector.safetensors")
@@ -301,6 +356,9 @@ def test_a_vector_that_steers_the_turn_too_gets_a_dose_of_its_own(folder, small,
     words += ["--kl", "0.02", "--resamples", "100", "--out", str(tmp_path / "out")]
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
+    said = " ".join(outcome.out.split())
+    assert "of 19 random directions do as much" in said
+    assert "Fitted directions favour axes of low variance" in said
     chosen = SteeringVector.load(tmp_path / "out" / "vector.safetensors")
     assert (chosen.layer, chosen.positions) == (2, places) and chosen.dose != 9.0
 
@@ -317,7 +375,12 @@ def test_what_cant_be_used_is_refused_in_a_line(folder, small, tmp_path, capfd, 
     words = refused("--probe", probe, "--kl", "1000")
     assert "the direction does not reach a KL of 1000 nats" in words
     assert "is of x with the weights 00, this model has" in refused("--probe", other)
-    Probe(Probe.load(probe).directions, {"layer": 2}).save(tmp_path / "by-hand")
+    own = Probe.load(probe)
+    alike = own.card | {"asked": own.card["asked"] | {"target": "greedy"}}
+    Probe(own.directions, alike).save(tmp_path / "alike")
+    line = refused("--probe", str(tmp_path / "alike"))
+    assert "all contexts here have the same rate, so that no probe can be fitted" in line
+    Probe(own.directions, {"layer": 2}).save(tmp_path / "by-hand")
     line = refused("--probe", str(tmp_path / "by-hand"))
     assert "doesn't say which direction of which model" in line
     model = "tiny", Run.open(folder).model["weights_hash"]

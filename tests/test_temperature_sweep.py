@@ -179,11 +179,12 @@ def cache(tiny_subject, tmp_path_factory):
 
 
 def judged(run: Run, kinds=KINDS) -> Run:
-    """Sample k is of the kind k by the only judge; greedy turns are of the first."""
+    """Sample k is of the kind k by the only judge, or of that which a function gives for its key;
+    greedy turns are of the first."""
     verdicts = []
     keys = run.generations[list(KEY)].itertuples(index=False, name=None)
     for key, item in zip(keys, items_of(run), strict=True):
-        category = kinds[key[2] % len(kinds)]
+        category = kinds(key) if callable(kinds) else kinds[key[2] % len(kinds)]
         verdict = {"repeat": 0, "category": category, "follow_up": category == FOLLOW_UP}
         verdict |= {"status": "judged", "rationale": "planted", "item": item.id}
         verdicts.append(dict(zip(KEY, key, strict=True)) | verdict)

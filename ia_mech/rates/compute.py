@@ -170,7 +170,7 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
         names = dict(zip(SUBJECT, subject, strict=True))
         decoys = judged.decoys[matching(judged.decoys, names)]
         gates = judged.by_model[names["model"], names["weights_hash"]]
-        words = {outcome: gate.word for outcome, gate in gates.items()}
+        words = {outcome: gate.verdict for outcome, gate in gates.items()}
         names |= {"judge": judged.judge, "responses": judged.responses}
         for dataset, here in by_dataset(turns):
             of, own = names | {"dataset": dataset}, turns[here]

@@ -108,7 +108,7 @@ def estimates(
     rows: list[TidyEstimate] = []
     for subject, own in known.groupby(SUBJECT):
         names: dict[str, Any] = dict(zip(SUBJECT, subject, strict=True))
-        gate = judged.by_model[names["model"], names["weights_hash"]]["follow_up"].word
+        gate = judged.by_model[names["model"], names["weights_hash"]]["follow_up"].verdict
         of = names | {"judge": judged.judge, "responses": judged.responses, "level": level}
         for dataset, here in by_dataset(own):
             about = of | {"dataset": dataset}

@@ -22,7 +22,8 @@ def rises(
     """How much more often the turns of each temperature are follow-ups than greedy ones.
 
     - ``rise``: of the follow-up rate less that of the same turns after a wrong conversation. It
-      has two parts: fewer turns are out of role (``rise_role``), and all else (``rise_else``).
+      has two parts: more turns stay in role (``rise_role``), and turns in role are follow-ups more
+      often (``rise_else``, which also holds what changes of turns out of role).
     - ``rise_beyond_siblings``: of the rate less that after other responses to the same query.
 
     All but ``rise_role`` have a p. ``decoys`` are ``JudgedTurns.decoys``. Without greedy turns
@@ -87,26 +88,27 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
         power = f"; {could}" if could else ""
         return shown, f"{estimate_of(row).text(sign=True)} ({p_value(row['p_holm'])}{power})"
 
-    gate, rises = str(found[RISE]["gate"]).partition(" (")[0], best in sure.index
+    gate, rises = found[RISE]["gate"], best in sure.index
     word = "are" if rises and gate != NOT_PASSED else "are not"
     several = f", the best of {len(tried)} temperatures" if len(tried) > 1 else ""
+    parts, aware = "", []
+    if REST in found:
+        more, rest = told(REST)
+        role = estimate_of(found[ROLE]).text(sign=True)
+        parts = f"; staying in role makes {role}, following up once in role {rest}"
+        rise = "it rises" if more else "that it rises is not shown"
+        aware = [f"Only following up once in role is awareness: {rise}."]
     said = [
         f"Latent follow-ups, which sampling brings out and greedy decoding hides, {word} shown at "
         f"T = {best:g}{several}.",
         "From greedy turns to these, the follow-up rate less that after a wrong conversation rises "
-        f"by {told(RISE)[1]}.",
+        f"by {told(RISE)[1]}{parts}.",
+        *aware,
     ]
     if gate == NOT_PASSED:
         said.append("Most of what this judge calls follow-ups fits wrong conversations, too.")
     if not rises and found[RISE]["p_holm"] < 1 - level and found[RISE]["value"] > 0:
         said.append("But sampled turns aren't follow-ups more often than greedy ones.")
-    if REST in found:
-        more, rest = told(REST)
-        fewer = estimate_of(found[ROLE]).text(sign=True)
-        said.append(
-            "Of this rise, fewer turns that repeat the conversation or speak as the assistant "
-            f"bring {fewer}; all else is {'' if more else 'not '}shown to bring more: {rest}."
-        )
     if BEYOND in found:
         more, beyond = told(BEYOND)
         said.append(

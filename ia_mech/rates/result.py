@@ -254,13 +254,13 @@ def _rise_table(whole: pd.DataFrame) -> Table:
     rows = whole[whole["quantity"].isin(latent.PARTS)].assign(decoy=None)
     heads: Columns = {
         latent.RISE: ("rise", "+.2f"),
-        latent.ROLE: ("of it, fewer out of role", "+.2f"),
-        latent.REST: ("of it, all else", "+.2f"),
+        latent.ROLE: ("of it, staying in role", "+.2f"),
+        latent.REST: ("of it, following up in role", "+.2f"),
         latent.BEYOND: ("rise beyond siblings", "+.2f"),
     }
     legend = (
-        "Rise: of the excess over wrong conversations, from greedy turns to those at T. Out of "
-        "role: the judge says that a turn repeats query or response, or speaks as the assistant. "
+        "Rise: of the excess over wrong conversations, from greedy turns to those at T. In "
+        "role: a turn doesn't, by the judge, repeat query or response, or speak as the assistant. "
         "p: Holm-corrected."
     )
     title = "are follow-ups latent? how their excess rises from greedy to sampled turns"

@@ -14,7 +14,7 @@ from ia_mech.stats.confidence_set import model_confidence_set
 from ia_mech.stats.correction import prediction_powered
 from ia_mech.stats.decomposition import Decomposition, decomposed_difference
 from ia_mech.stats.differences import Difference, group_difference, paired_difference
-from ia_mech.stats.dyads import dyadic_difference, dyadic_mean
+from ia_mech.stats.dyads import dyadic_difference, dyadic_mean, dyadic_test
 from ia_mech.stats.fold_scores import FoldScores, ResampledScore
 from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
 from ia_mech.stats.significance import holm, permutation_p
@@ -32,6 +32,7 @@ __all__ = [
     "decomposed_difference",
     "dyadic_difference",
     "dyadic_mean",
+    "dyadic_test",
     "group_difference",
     "holm",
     "kappa_of",

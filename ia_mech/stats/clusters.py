@@ -33,7 +33,8 @@ def cluster_mean(
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
         sources: ``[n]`` the source of each, any hashable labels.
-        proportion: the mean is a rate: values lie between 0 and 1 (events, or shares of them).
+        proportion: the mean is a rate: values lie between 0 and 1. If they are 0 or 1, each is an
+            event; shares of several events vary less, and their variance alone counts.
         level: coverage.
         weights: ``[n]``, for instance inverse inclusion probabilities; rows of weight 0 are left
             out. None: a source counts by its number of rows.
@@ -64,8 +65,8 @@ def cluster_mean(
     if weights is not None:
         every = np.ones(len(column), dtype=bool)
         return weighted_share(column, every, index, row_weights, level=level)
-    single = clusters == len(column) and bool(np.isin(column, (0, 1)).all())
-    low, high, name = rate_interval(table, len(column), level, independent=single)
+    rows = len(column) if np.isin(column, (0, 1)).all() else np.inf
+    low, high, name = rate_interval(table, rows, level, independent=clusters == rows)
     return Estimate(value, low, high, clusters, name)
 
 

@@ -51,10 +51,10 @@ class SelectionTests:
 
 
 def choose(correlations: np.ndarray, sources: int) -> tuple[np.ndarray, np.ndarray]:
-    """The earliest layer that reads as well as the best one, by the one-standard-error rule.
+    """The earliest layer within a standard error of the best one.
 
-    What a block writes into the residual stream stays there. Many later layers can therefore be
-    read equally well, and the best of them is best by chance. At the position of the best
+    What a block writes into the residual stream stays there. Many later layers therefore
+    hold the same, and the best of them is best by chance. At the position of the best
     correlation, the earliest layer within one standard error of it is chosen (Breiman et al. 1984,
     section 3.4.3). The standard error is that of Fisher's z, ``1 / sqrt(sources - 3)``.
 
