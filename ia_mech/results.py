@@ -69,7 +69,7 @@ class Result:
     """What an analysis found.
 
     Attributes:
-        name: of its folder, such as ``rates-rules``.
+        name: of its folder, such as ``rates-builtin``.
         question: what was asked, in one sentence.
         sentence: what was found, with its interval, or what could have been seen.
         control: what that is held against, and how it came out.

@@ -41,7 +41,7 @@ def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings
         ]
     ).assign(temperature=0.0, dataset="d", decoy=SIBLING)
     judged = JudgedTurns(pd.DataFrame(), "me", {}, None, [], [], decoys=rows)
-    found = rates_by_query(judged, "follow_up").set_index("source")
+    found = rates_by_query(judged).set_index("source")
     assert found[RATE].to_dict() == {"a": 1.0, "c": 0.0}  # nothing is known of b's siblings
     assert found[SIBLINGS].to_dict() == {"a": 0.5, "c": 1.0}
     assert found[EXCESS].to_dict() == {"a": 0.5, "c": -1.0}

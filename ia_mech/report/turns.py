@@ -25,7 +25,6 @@ OTHERS = [FAILED, "not judged"]  # what stands for a category where a turn has n
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
 VERDICT = ["rationale", "error", "scores", "mode"]  # what a judge says beside the category
 WORDS = ["query", "response", "real_follow_up", "answer", "before", "after"]  # of a context
-OUTCOMES = ("grounded", DEPENDENT)  # columns of turns.parquet of rates
 ABOUT = ["context_id", "dataset", "response_unfinished", "response_index"]
 DECOY = ("row", "shown", "decoy")  # names a decoy of a run
 MAX_TOKENS = 10_000_000  # of the turns of a page: some 100 MB, which a browser can still take
@@ -48,7 +47,7 @@ def browser(
 
     What is known of turns and contexts comes from the results of all runs (``folders``) that say
     they are of the run: from ``turns.parquet`` bits (``reaction_bits``, ``bits_by_token``), and of
-    rates whether turns are grounded or dependent; from ``predictions.parquet`` a probe's
+    rates whether turns are dependent; from ``predictions.parquet`` a probe's
     ``probability``.
 
     Raises:
@@ -151,10 +150,7 @@ def _frames(
         said = said.drop(columns="category", errors="ignore")
         said = said.rename(columns={"truth_category": "category", "note": "rationale"})
         turns = turns.join(_labels(said, f"{person} (annotator)"))
-    named = {
-        f"rates-{judge}": {name: f"{name} {judge}" for name in OUTCOMES}
-        for judge in run.labels.judges
-    }
+    named = {f"rates-{judge}": {DEPENDENT: f"{DEPENDENT} {judge}"} for judge in run.labels.judges}
     for folder in folders:
         found = table_of_run(folder, run, "turns", KEY)
         turns = _joined(turns, found, named.get(folder.name, {BITS: BITS, TOKEN_BITS: TOKEN_BITS}))
@@ -303,11 +299,11 @@ def columns_of(
                 ],
                 "reason": _texts(turns[f"reason {judge}"]),
                 "score": _numbers(turns[f"score {judge}"], 2),
-                **{
-                    name: _numbers(turns[f"{name} {judge}"], 0)
-                    for name in OUTCOMES
-                    if f"{name} {judge}" in turns
-                },
+                **(
+                    {DEPENDENT: _numbers(turns[f"{DEPENDENT} {judge}"], 0)}
+                    if f"{DEPENDENT} {judge}" in turns
+                    else {}
+                ),
             }
             for judge in judges
         },
