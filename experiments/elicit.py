@@ -10,8 +10,8 @@ adds to greedy decoding is measured on the other half; then the halves change pl
 repeats the choice. What the best arm adds is the elicitation gap.
 
 Needs: a judged run with several responses per query. Cost: for each of prompt and opening a third
-to the whole of the time that sampling the run's turns took; the built-in judge labels the new turns at
-once.
+to the whole of the time that sampling the run's turns took; the built-in judge labels the new
+turns at once.
 
     ia-mech elicit cache/RUN
     ia-mech elicit cache/RUN --opening "Let me ask one thing." --dry-run

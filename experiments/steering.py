@@ -400,7 +400,7 @@ class Steering(Experiment):
             found[found["term"] != RANDOM],
             {name: (head, 2) for name, head in columns.items()} | {KL: ("KL", 3)},
             index=("dataset", "term"),
-            legend=f"log-odds: change, in nats, of those of follow-ups against other "
+            legend="log-odds: change, in nats, of those of follow-ups against other "
             "turns; beyond random: less the mean of the random directions; reached by: the share "
             "of these that change them as much; KL: of the first token's distribution, in nats.",
         )
