@@ -41,8 +41,8 @@ def read_labels(data: Path = DATA) -> pd.DataFrame:
     tables = []
     for file in sorted(data.glob("*/labels.parquet")):
         shown = pd.read_parquet(file.with_name("contexts.parquet")).set_index("context")
-        texts = pd.read_parquet(file.with_name("turns.parquet")).set_index(["context", *TURN])
-        table = pd.read_parquet(file).assign(study=file.parent.name)
+        texts, table["study"] = texts.set_index(["context", *TURN]), file.parent.name
+        table, texts = _read(file), _read(file.with_name("turns.parquet"))
         keys = table[["source_context", *TURN]].itertuples(index=False, name=None)
         table["turn"] = [(file.parent.name, *key) for key in keys]
         of = shown.loc[table["context"], ["query_text", "response"]].itertuples(index=False)
@@ -55,6 +55,12 @@ def read_labels(data: Path = DATA) -> pd.DataFrame:
     labels["group"] = words.str.replace(r"\W+", " ", regex=True).str.strip().factorize()[0]
     labels["turn"] = labels["turn"].factorize()[0]
     return labels
+
+
+def _read(file: Path) -> pd.DataFrame:
+    """A table; files may have temperatures in single precision."""
+    table = pd.read_parquet(file)
+    return table.assign(temperature=table["temperature"].astype(float).round(3))
 
 
 def data_of(labels: pd.DataFrame, judge: BuiltInJudge) -> tuple[list[str], Fit]:

@@ -239,7 +239,7 @@ def test_evidence_is_what_a_person_can_check():
     found = dict.fromkeys(("query_sentence", "response_sentence"), 0.25)
     found |= {"query_triples": 0.0, "response_run": 0.0} | form(item.turn, item.turn)
     said = evidence(found, item.turn, item.query, item.response)
-    assert said.startswith("a question; only in the response: dent, two, hours; 0% of its words")
+    assert said.startswith("a question; only in the response: dent, hours; 0% of its words")
     assert said.endswith("likeness to the nearest sentence: 0.25 (query), 0.25 (response)")
     copied = found | {"query_triples": 1.0}
     assert "100% of its words the query's; copies the query" in evidence(copied, QUERY, QUERY, "")

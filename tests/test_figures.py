@@ -24,10 +24,10 @@ from ia_mech.rates.gate import Gate
 from ia_mech.stats import Estimate
 
 FLOOR = 0.31
-GATE = Gate("planted", "follow_up", 40, 0.4, FLOOR, Estimate(0.09, -0.02, 0.2, 40, ""),
+GATE = Gate("planted", 40, 0.4, FLOOR, Estimate(0.09, -0.02, 0.2, 40, ""),
             Estimate(-0.22, -0.3, 0.1, 40, ""))  # fmt: skip
 NONE = Estimate(np.nan, np.nan, np.nan, 0, "no values")
-WITHOUT = Gate("planted", "follow_up", 0, np.nan, np.nan, NONE, NONE)
+WITHOUT = Gate("planted", 0, np.nan, np.nan, NONE, NONE)
 
 
 def frame(*rows: dict) -> pd.DataFrame:

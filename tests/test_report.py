@@ -116,9 +116,11 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     outcome = report(run.path)
     assert (outcome.status, outcome.err) == (0, "reading runs and results …\n")
     ending = outcome.out.splitlines()
+    said = run.labelled("builtin").groupby("temperature")["follow_up"].sum().astype(int)
     assert ending[0] == (
-        "After 12 conversations, the greedy user turn is a follow-up 0 times of 12; sampled at "
-        "T = 0.7 it is in 0 of 24, at T = 1 in 0 of 24 (judge: builtin)."
+        f"After 12 conversations, the greedy user turn is a follow-up {said[0.0]} times of 12; "
+        f"sampled at T = 0.7 it is in {said[0.7]} of 24, at T = 1 in {said[1.0]} of 24 (judge: "
+        "builtin)."
     )
     assert ending[-2:] == [
         f"page: {run.path / 'report.html'}",

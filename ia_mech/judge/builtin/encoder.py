@@ -48,7 +48,7 @@ class Encoder:
 
     def pieces(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """``[pieces]`` of what is read of it, the two marks included, and where each begins."""
-        encoding = self.tokenizer.encode(text)
+        encoding = self.tokenizer.encode(text.encode(errors="replace").decode())  # surrogates
         n = len(encoding.ids)
         kept = np.arange(n) if n <= 2 * HALF + 2 else np.r_[: HALF + 1, n - HALF - 1 : n]
         return np.array(encoding.ids)[kept], np.array([a for a, _ in encoding.offsets])[kept]
