@@ -3,10 +3,8 @@
     python -m benchmarks.builtin_judge           agreement out of fold, with intervals over queries
     python -m benchmarks.builtin_judge --write   also fit on all labels, and write model.npz
 
-Labels are in ``docs/results/data/*/labels.parquet``: what a reader called a turn after its own
-conversation (``own``), after a ``sibling``, and after a wrong conversation. A query is in one fold,
-whatever study it is in. A turn of a fold is nowhere among those fitted on, whatever it is shown
-after. Close calls weigh a half. It takes some ten minutes; most of it is reading the texts.
+Labels are in ``docs/results/data/*/labels.parquet``. A query is in one fold, whatever study it is
+in; a turn of a fold is nowhere among those fitted on, whatever it is shown after.
 """
 
 import argparse
@@ -23,6 +21,7 @@ from sklearn.svm import SVC
 from ia_mech.judge.builtin import CATEGORIES, MODEL, BuiltInJudge, Classifier
 from ia_mech.judge.builtin.features import settled, spoken
 from ia_mech.judge.verdict import Item
+from ia_mech.stats.agreement import kappa_of
 
 DATA = Path(__file__).parent.parent / "docs" / "results" / "data"
 TURN = ["temperature", "sample"]
@@ -32,7 +31,7 @@ CLOSE = 0.5  # weight of a close call
 INNER, OUTER = 5, 10  # folds: for the probabilities, and for the figures
 DRAWS = 1000  # of the bootstrap
 
-Fit = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+Fit = tuple[np.ndarray, ...]  # see fit
 
 
 def read_labels(data: Path = DATA) -> pd.DataFrame:
@@ -41,8 +40,8 @@ def read_labels(data: Path = DATA) -> pd.DataFrame:
     tables = []
     for file in sorted(data.glob("*/labels.parquet")):
         shown = pd.read_parquet(file.with_name("contexts.parquet")).set_index("context")
-        texts, table["study"] = texts.set_index(["context", *TURN]), file.parent.name
-        table, texts = _read(file), _read(file.with_name("turns.parquet"))
+        table = _read(file).assign(study=file.parent.name)
+        texts = _read(file.with_name("turns.parquet")).set_index(["context", *TURN])
         keys = table[["source_context", *TURN]].itertuples(index=False, name=None)
         table["turn"] = [(file.parent.name, *key) for key in keys]
         of = shown.loc[table["context"], ["query_text", "response"]].itertuples(index=False)
@@ -65,19 +64,16 @@ def _read(file: Path) -> pd.DataFrame:
 
 def data_of(labels: pd.DataFrame, judge: BuiltInJudge) -> tuple[list[str], Fit]:
     """Names of features, and what :func:`fit` takes."""
-    items, found, meanings = labels["item"].tolist(), [], []
-    for at in range(0, len(items), judge.batch):
-        measured, vectors = judge.measured(items[at : at + judge.batch])
-        found += measured
-        meanings.append(vectors)
+    items, size = labels["item"].tolist(), judge.batch
+    parts = [judge.measured(items[at : at + size]) for at in range(0, len(items), size)]
+    found, meanings = [one for some, _ in parts for one in some], [some for _, some in parts]
     names = list(found[0])
     # The labels have two plans, which rules find; for the classifier they speak as the assistant.
     known = labels["category"].replace({"plans": "speaks_as_assistant"})
     features = np.array([[each[name] for name in names] for each in found])
-    weights = np.where(labels["close"], CLOSE, 1.0)
-    groups, turns = labels["group"].to_numpy(), labels["turn"].to_numpy()
-    places = known.map(CATEGORIES.index).to_numpy()
-    return names, (features, np.concatenate(meanings), places, weights, groups, turns)
+    of = known.map(CATEGORIES.index), np.where(labels["close"], CLOSE, 1.0)
+    of = *map(np.asarray, of), labels["group"].to_numpy(), labels["turn"].to_numpy()
+    return names, (features, np.concatenate(meanings), *of)
 
 
 # -- fit ------------------------------------------------------------------------------------------
@@ -89,14 +85,12 @@ def folds(groups: np.ndarray, n: int, seed: int) -> np.ndarray:
     return (np.random.default_rng(seed).permutation(len(unique)) % n)[inverse]
 
 
-def splits(
-    fold: np.ndarray, groups: np.ndarray, turns: np.ndarray
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(rows to fit on, rows of the fold); no turn or query of the fold is among the first."""
+def splits(fold: np.ndarray, groups: np.ndarray, turns: np.ndarray) -> Iterator[list[np.ndarray]]:
+    """Rows to fit on, and rows of the fold; no turn or query of the fold is among the first."""
     for one in np.unique(fold):
         there = np.flatnonzero(fold == one)
         known = np.isin(turns, turns[there]) | np.isin(groups, groups[there])
-        yield np.flatnonzero((fold != one) & ~known), there
+        yield [np.flatnonzero((fold != one) & ~known), there]
 
 
 def pair_weights(svc: SVC) -> np.ndarray:
@@ -129,9 +123,8 @@ def machine(
 def fit(data: Fit) -> Classifier:
     """The classifier; its probabilities are fitted on decisions about queries not fitted on.
 
-    Args:
-        data: ``[turns, features]``, ``[turns, width]`` meanings, and for each turn its place in
-            ``CATEGORIES``, its weight, its group and which turn it is.
+    ``data`` are ``[turns, features]``, ``[turns, width]`` meanings, and for each turn its place in
+    ``CATEGORIES``, its weight, its group and which turn it is.
     """
     *seen, groups, turns = data
     features, meanings, labels, weights = seen
@@ -149,7 +142,7 @@ def out_of_fold(data: Fit, fold: np.ndarray) -> np.ndarray:
     """``[turns, categories]``, probabilities by fits without the turn's fold."""
     found = np.zeros((len(fold), len(CATEGORIES)))
     for rows, there in splits(fold, *data[-2:]):
-        classifier = fit(tuple(of[rows] for of in data))  # type: ignore[arg-type]
+        classifier = fit(tuple(of[rows] for of in data))
         found[there] = classifier.probabilities(data[0][there], data[1][there])
     return found
 
@@ -157,11 +150,8 @@ def out_of_fold(data: Fit, fold: np.ndarray) -> np.ndarray:
 # -- figures --------------------------------------------------------------------------------------
 
 
-def kappa(readers: np.ndarray, judge: np.ndarray) -> float:
-    """Cohen's κ of two yes or no."""
-    a, b = readers.mean(), judge.mean()
-    chance = a * b + (1 - a) * (1 - b)
-    return float(((readers == judge).mean() - chance) / (1 - chance)) if chance < 1 else np.nan
+def _kappa(cells: np.ndarray) -> float:
+    return float(kappa_of(np.bincount(cells, minlength=4).reshape(2, 2)))
 
 
 def interval(statistic: Callable[[np.ndarray], float], groups: np.ndarray) -> str:
@@ -175,36 +165,39 @@ def interval(statistic: Callable[[np.ndarray], float], groups: np.ndarray) -> st
 
 
 def show(title: str, labels: pd.DataFrame, odds: np.ndarray) -> None:
-    """Agreement on follow-up or not after own conversations; follow-up rates by kind."""
+    """Agreement and calibration after own conversations; follow-up rates by kind."""
     rules = [settled(one.query, one.response, spoken(one.turn)) for one in labels["item"]]
     by_rule = np.array([rule is not None for rule in rules])
     table = labels.assign(
-        judge=(odds[:, 0] > 0.5) & ~by_rule, readers=labels["category"] == "follow_up"
+        judge=(odds[:, 0] > 0.5) & ~by_rule, chance=np.where(by_rule, 0, odds[:, 0])
     )
+    table["readers"] = labels["category"] == "follow_up"
     print(f"\n{title}")
     own = table[table["kind"] == "own"]
     for name, some in [("all", own), *own.groupby("study"), *own.groupby("dataset")]:
-        a, b = some["readers"].to_numpy(), some["judge"].to_numpy()
-        found = interval(lambda rows, a=a, b=b: kappa(a[rows], b[rows]), some["group"].to_numpy())
+        both = 2 * some["readers"].to_numpy(int) + some["judge"].to_numpy(int)  # cell of a table
+        found = interval(lambda rows, of=both: _kappa(of[rows]), some["group"].to_numpy())
         print(f"  κ, {name}: {found} ({len(some)} turns)")
     for (study, kind), some in table.groupby(["study", "kind"]):
         rates = f"judge {some['judge'].mean():.3f}, readers {some['readers'].mean():.3f}"
         print(f"  follow-up rate, {study}, {kind}: {rates} ({len(some)} turns)")
+    for _, some in own.groupby((own["chance"] * 10).astype(int)):
+        said = f"of {some['chance'].mean():.2f}: {some['readers'].mean():.2f}"
+        print(f"  readers' follow-up rate where the probability is {said} ({len(some)} turns)")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="write the model of all labels")
-    parser.add_argument("--seed", type=int, default=0, help="of the folds")
-    args = parser.parse_args()
+    write = parser.parse_args().write
     labels, judge = read_labels(), BuiltInJudge()
     names, data = data_of(labels, judge)
-    if args.write:
+    if write:
         ids = sorted({int(item.id, 16) for item in labels["item"]})
         arrays = fit(data).arrays | {"features": np.array(names), "items": np.array(ids, np.uint64)}
         np.savez_compressed(str(files("ia_mech.judge.builtin") / MODEL), **arrays)  # type: ignore[arg-type]
     groups = labels["group"].to_numpy()
-    show("out of fold", labels, out_of_fold(data, folds(groups, OUTER, args.seed)))
+    show("out of fold", labels, out_of_fold(data, folds(groups, OUTER, 0)))
     for what in ("study", "dataset"):
         show(f"fitted without the {what}", labels, out_of_fold(data, labels[what].to_numpy()))
 

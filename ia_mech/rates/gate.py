@@ -78,7 +78,7 @@ class Gate:
             text = (
                 f"Over all temperatures together, {named(self.judge)} calls {self.rate:.2f} of the "
                 f"turns{whose} follow-ups, and {self.floor:.2f} of them when it is shown them "
-                f" after {AFTER[WRONG]}: {self.more}. {self.decided}"
+                f"after {AFTER[WRONG]}: {self.more}. {self.decided}"
             )
         if self.siblings is not None and self.siblings.decoys:
             text += (
