@@ -23,10 +23,11 @@ from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, paired_row
+from ia_mech.judge import builtin_judge
 from ia_mech.judge.decoys import SIBLING
 from ia_mech.judge.judging import ON_UNPERTURBED, label_run
-from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import identity_hash
+from ia_mech.rates.gate import VERDICTS
 from ia_mech.rates.load import NO_ANNOTATOR, JudgedTurns, read_runs
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.integrity import without_folders
@@ -168,7 +169,7 @@ def judge_alike(first: Run, runs: Sequence[Run], judge: str, *, unperturbed: boo
 
     Args:
         first: labelled by that judge.
-        runs: labelled here by the rules judge, if they aren't yet.
+        runs: labelled here by the built-in judge, if they aren't yet.
         judge: its name.
         unperturbed: turns are shown after the unchanged responses; then the name has another end.
 
@@ -177,8 +178,8 @@ def judge_alike(first: Run, runs: Sequence[Run], judge: str, *, unperturbed: boo
     """
     name = judge + ON_UNPERTURBED if unperturbed else judge
     todo = [run for run in runs if name not in run.labels.judges]
-    own, rules = first.labels.record("judgements", judge).get("identity", {}), RulesJudge()
-    if todo and identity_hash(own) != identity_hash(rules.identity):
+    own, ours = first.labels.record("judgements", judge).get("identity", {}), builtin_judge()
+    if todo and identity_hash(own) != identity_hash(ours.identity):
         against = " against the unchanged responses" if unperturbed else ""
         commands = " and ".join(
             f"ia-mech judge run {shell_word(run.path)} --name {name}"
@@ -190,7 +191,7 @@ def judge_alike(first: Run, runs: Sequence[Run], judge: str, *, unperturbed: boo
             f"run {commands} with the flags that judged {first.path}, then this command again",
         )
     for run in todo:
-        label_run(run, rules, name, Bar(), unperturbed=unperturbed)
+        label_run(run, ours, name, Bar(), unperturbed=unperturbed)
 
 
 def verdicts_of(runs: Sequence[Run], judge: str | None) -> JudgedTurns:
@@ -198,12 +199,11 @@ def verdicts_of(runs: Sequence[Run], judge: str | None) -> JudgedTurns:
     return read_runs(runs, judge, NO_ANNOTATOR)
 
 
-def rates_by_query(judged: JudgedTurns, outcome: str) -> pd.DataFrame:
+def rates_by_query(judged: JudgedTurns) -> pd.DataFrame:
     """Rates of turns by temperature and query, and of the same turns shown after siblings.
 
     Args:
         judged: with decoys.
-        outcome: what counts as a follow-up.
 
     Returns:
         One row per temperature and source with both verdicts: ``temperature``, ``dataset``,
@@ -219,8 +219,8 @@ def rates_by_query(judged: JudgedTurns, outcome: str) -> pd.DataFrame:
             f"{path} has no turns judged after siblings",
             f"judge it again: ia-mech judge run {shell_word(path)} --replace",
         )
-    both = decoys.dropna(subset=[outcome, f"own_{outcome}"])
-    own, other = both[f"own_{outcome}"].astype(float), both[outcome].astype(float)
+    both = decoys.dropna(subset=[*VERDICTS])
+    own, other = (both[name].astype(float) for name in VERDICTS)
     keys = ["temperature", "dataset", "source"]
     rows = both[keys].astype({"temperature": float, "dataset": object, "source": object})
     rows = rows.assign(**{RATE: own, SIBLINGS: other, EXCESS: own - other})

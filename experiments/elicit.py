@@ -10,8 +10,8 @@ adds to greedy decoding is measured on the other half; then the halves change pl
 repeats the choice. What the best arm adds is the elicitation gap.
 
 Needs: a judged run with several responses per query. Cost: for each of prompt and opening a third
-to the whole of the time that sampling the run's turns took; the rules judge labels the new turns at
-once.
+to the whole of the time that sampling the run's turns took; the built-in judge labels the new
+turns at once.
 
     ia-mech elicit cache/RUN
     ia-mech elicit cache/RUN --opening "Let me ask one thing." --dry-run
@@ -43,7 +43,6 @@ from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Bars, Drawing
 from experiments.tables import only, tables_of
 from ia_mech.estimates import ALL, TidyEstimate, holm_corrected
-from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.models.embedded import NAME
 from ia_mech.results import Table
 from ia_mech.run import Run
@@ -82,7 +81,6 @@ class Elicit(Experiment):
             "--prompt", default=PROMPT, metavar="TEXT", help="the system prompt of further arms"
         )
         add, what = partial(flag, parser), "what turns of further arms go on from"
-        add("--outcome", str, "follow_up", "what counts", choices=("follow_up", "grounded"))
         add("--opening", str, OPENING, what, metavar="TEXT")
 
     @property
@@ -107,7 +105,7 @@ class Elicit(Experiment):
         """A row per arm and query."""
         judge, parts = self.judge_arms(), []
         for way, runs in {"": self.runs, **{k: [run] for k, run in self.sampled.items()}}.items():
-            rates = rates_by_query(verdicts_of(runs, judge), self.args.outcome)
+            rates = rates_by_query(verdicts_of(runs, judge))
             parts.append(rates.assign(arm=[arm_name(t, way) for t in rates["temperature"]]))
         return pd.concat(parts, ignore_index=True).drop(columns="temperature")
 
@@ -140,7 +138,7 @@ class Elicit(Experiment):
             GAP: ("more than greedy", "+.2f"),
         }
         return tables_of(
-            f"{OUTCOMES[self.args.outcome]} by the judge",
+            "follow-ups by the judge",
             found,
             columns,
             index=("dataset", "term"),

@@ -333,7 +333,7 @@ class Experiment(ABC):
         """Have the arms' turns judged as the first run's were; returns the judge's name.
 
         Raises:
-            UserError: it is another judge than the rules, which the user has to run.
+            UserError: it is another judge than the built-in one, which the user has to run.
         """
         judge, arms = self.gate.judge, list(self.sampled.values())
         judge_alike(self.runs[0], arms, judge, unperturbed=unperturbed)

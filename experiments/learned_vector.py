@@ -244,7 +244,7 @@ class LearnedVector(Experiment):
         """A row per arm and query.
 
         Raises:
-            UserError: another judge than the rules has yet to label the turns.
+            UserError: another judge than the built-in one has yet to label the turns.
         """
         learned = self.measure_units(self.units(), "learning vectors")
         arms = [(UNSTEERED, UNIT, run) for run in self.runs]
@@ -278,7 +278,7 @@ class LearnedVector(Experiment):
 
     def _judged(self, term: str, layer: int, run: Run) -> pd.DataFrame:
         """Rates of an arm's greedy turns by query."""
-        rates = rates_by_query(verdicts_of([run], self.gate.judge), "follow_up")
+        rates = rates_by_query(verdicts_of([run], self.gate.judge))
         return rates[rates["temperature"] == 0].assign(term=term, layer=layer)
 
     # -- estimate ---------------------------------------------------------------------------------

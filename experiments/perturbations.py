@@ -12,7 +12,7 @@ judge.
 
 Needs: judged runs; real follow-ups for the likelihoods. Cost: eight times the sampling of as
 many turns (48 queries of the embedded model, 5 turns each: some fifteen minutes on a CPU). The
-rules judge runs at once; for another judge the message says which command to run.
+built-in judge runs at once; for another judge the message says which command to run.
 
     ia-mech perturbations cache/RUN
     ia-mech perturbations cache/RUN --queries 100 --samples 8

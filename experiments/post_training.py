@@ -324,7 +324,7 @@ class Compare(Experiment):
         for side, run in zip(SIDES, self.runs, strict=True):
             judged = verdicts_of([run], self.args.judge)
             self.notes += [note for note in judged.notes if note not in self.notes]
-            frames.append(rates_by_query(judged, "follow_up").assign(term=side))
+            frames.append(rates_by_query(judged).assign(term=side))
         rates = pd.concat(frames, ignore_index=True)
         return rates[rates["source"].isin(used)]
 

@@ -12,7 +12,7 @@ results are of the other half.
 Needs: a judged run with several sampled turns per context. Cost: half an hour on a CPU (135M).
 
     ia-mech probes cache/RUN
-    ia-mech steering cache/RUN --probe cache/RUN/results/probe-rate-rules
+    ia-mech steering cache/RUN --probe cache/RUN/results/probe-rate-builtin
     ia-mech steering cache/RUN --vector my.safetensors --kl 0.5
     ia-mech sample … --intervention cache/RUN/results/steering/vector.safetensors
 """
@@ -41,7 +41,6 @@ from experiments.tables import only, tables_of
 from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row
-from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.results import Table
 from ia_mech.run.queries import Query
 from ia_mech.stats import Estimate, permutation_p
@@ -261,7 +260,6 @@ class Steering(Experiment):
 
     Attributes:
         vector: along which the model is steered, once it is read with its dose.
-        outcome: what counts: ``follow_up`` or ``grounded`` turns.
         choosing, reporting: the halves of the queries with turns to compare, each with its
             contexts.
         probe: that the direction is of, if it is of one.
@@ -287,7 +285,7 @@ class Steering(Experiment):
 
     def read(self) -> None:
         """Read the direction, the verdicts, the contexts and the states."""
-        self.vector, self.outcome = self._vector()
+        self.vector = self._vector()
         used = self._contexts()
         half = halves_of([query.source for query, _ in used], self.args.seed)
         self.choosing, self.reporting = (
@@ -317,23 +315,20 @@ class Steering(Experiment):
         states, penalty = data.at(layer, position), float(card["penalty"])
         return permuted_probes(states, data.outcome, penalty, *last)
 
-    def _vector(self) -> tuple[SteeringVector, str]:
-        """The direction, and what its probe's judge calls follow-ups.
+    def _vector(self) -> SteeringVector:
+        """The direction.
 
         Raises:
             UserError: it is of another model, or nothing is steered before the turn's first token.
         """
         from probes.card import Probe
-        from probes.targets import GROUNDED
 
-        outcome, self.probe, self.others = "follow_up", None, RANDOM
+        self.probe, self.others = None, RANDOM
         if self.args.vector is not None:
             vector = replace(SteeringVector.load(self.args.vector), kind=ADD)
         else:
             self.probe, self.others = Probe.load(self.args.probe), PERMUTED
             vector = vector_of_probe(self.probe, self.args.probe)
-            if self.probe.card["asked"].get("target") == GROUNDED:
-                outcome = GROUNDED
             self.notes.append("the probe was fitted to all queries, reported ones among them.")
         model = self.runs[0].model
         vector.check_weights(model["weights_hash"])
@@ -344,23 +339,18 @@ class Steering(Experiment):
                 "steering the turn's tokens alone leaves the next token at the header as it is",
                 "give a vector with a position of the header, too",
             )
-        return vector, outcome
+        return vector
 
     def _contexts(self) -> list[tuple[Query, tuple[SteeredContext, ...]]]:
         """The queries with turns to compare, each with its contexts.
 
         Raises:
-            UserError: verdicts don't have the outcome; fewer than four queries have such turns.
+            UserError: fewer than four queries have such turns.
         """
         judged = self.verdicts
-        if self.outcome not in judged.outcomes:
-            raise UserError(
-                f"judge {judged.judge!r} doesn't test whether turns are {self.outcome}",
-                "give --judge one that does, or another probe",
-            )
-        self.gate = judged.gates[self.outcome]
+        self.gate = judged.gate
         keys = judged.turns[KEY].astype({"run": object, "context_id": object})
-        verdicts = pd.Series(judged.turns[self.outcome].to_numpy(), pd.MultiIndex.from_frame(keys))
+        verdicts = pd.Series(judged.turns["follow_up"].to_numpy(), pd.MultiIndex.from_frame(keys))
         each = [(query, contexts_of(query, verdicts, self.vector)) for query in self.queries]
         used = [one for one in each if one[1]]
         if len(used) < 4:
@@ -435,7 +425,7 @@ class Steering(Experiment):
             found[found["term"] != OTHER],
             {name: (head, 2) for name, head in columns.items()} | {KL: ("KL", 3)},
             index=("dataset", "term"),
-            legend=f"log-odds: change, in nats, of those of {OUTCOMES[self.outcome]} against other "
+            legend="log-odds: change, in nats, of those of follow-ups against other "
             f"turns; other directions: {self.others}; beyond others: less their mean; reached by: "
             "the share of these that change them as much; KL: of the first token's distribution, "
             "in nats.",
@@ -445,7 +435,7 @@ class Steering(Experiment):
         title = f"{self.runs[0].model['name']} · directions of one KL"
         rows = all_datasets(only(found, ODDS)).copy()
         rows[["low", "high"]] = rows[["low", "high"]].where(rows["term"] != OTHER)
-        change = f"log-odds of {OUTCOMES[self.outcome]}, change, nats"
+        change = "log-odds of follow-ups, change, nats"
         return {"directions": Bars(title, change, rows)}
 
     def files(self) -> dict[str, Callable[[Path], None]]:

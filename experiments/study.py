@@ -377,7 +377,7 @@ def build_parser() -> argparse.ArgumentParser:
     add, switch = partial(flag, parser), partial(parser.add_argument, action="store_true")
     add("--dataset", nonblank, "builtin:study", "of the queries", metavar="DATA")
     add("--queries", whole_from(4), None, "(default: 60)", metavar="N")
-    judge = "and its flags, as of ia-mech judge run: 'llm --model NAME' (default: rules, English)"
+    judge = "and its flags, as of ia-mech judge run: 'llm --model NAME' (default: builtin, English)"
     add("--judge", judge_words, None, judge, metavar="JUDGE")
     turns = "turns per context and temperature (default: 4)"
     add("--samples", whole_from(1), None, turns, metavar="N")

@@ -60,7 +60,7 @@ def _add_export(commands) -> None:
         type=int,
         help="turns (default: 200, or all); a quarter as many decoys are added",
     )
-    add("--by", metavar="JUDGE", help="whose verdicts stratify (default: the only one, or rules)")
+    add("--by", metavar="JUDGE", help="whose verdicts stratify (default: the only one, or builtin)")
     add("--seed", type=whole_from(0), default=0, help="of the sampling (default: 0)")
     add(
         "--out",

@@ -69,7 +69,7 @@ class Result:
     """What an analysis found.
 
     Attributes:
-        name: its folder's name, such as ``rates-rules``.
+        name: its folder's name, such as ``rates-builtin``.
         question: what was asked, in one sentence.
         sentence: what was found, with its interval; else the effect that would have been found.
         control: what the finding is compared with, and how that came out.

@@ -20,7 +20,6 @@ from ia_mech.run import Run
 from ia_mech.run.sources import sources_of
 from ia_mech.stats import Estimate, variance_components
 from probes.targets import (
-    GROUNDED,
     KEYS,
     Outcome,
     Target,
@@ -130,13 +129,7 @@ def read(
     """
     wanted, judged = parse_target(target), read_runs(runs, judge, NO_ANNOTATOR)
     runs = judged.runs
-    outcome = GROUNDED if wanted.kind == GROUNDED else "follow_up"
-    if outcome not in judged.gates:
-        raise UserError(
-            f"judge {judged.judge!r} doesn't test whether turns are grounded",
-            "choose another --target, or another judge",
-        )
-    gate = judged.gates[outcome]
+    gate = judged.gate
     notes = [*judged.notes, f"{gate.sentence}."]
     _check_same_size(runs)
     each = [_contexts(run, number) for number, run in enumerate(runs)]

@@ -93,17 +93,13 @@ class Outcome:
 
 FAILURES: tuple[str, ...] = tuple(name for name in ASSESSED if name != FOLLOW_UP)
 KEYS = ["run", "context_id"]  # a context of one run
-RATE, GROUNDED, GREEDY, LATENT = "rate", "grounded", "greedy", "latent"
-CHOICES = (
-    f"give rate, rate@T, latent, latent@T, greedy or, as rates, {GROUNDED} or one of "
-    f"{', '.join(FAILURES)}"
-)
+RATE, GREEDY, LATENT = "rate", "greedy", "latent"
+CHOICES = f"give rate, rate@T, latent, latent@T, greedy or, as rates, one of {', '.join(FAILURES)}"
 
 
 # Kind → the subject of a sentence about the target, and the end of one that says what counts.
 _WORDS = {
     RATE: ("the follow-up rate", "are follow-ups"),
-    GROUNDED: ("the rate of grounded follow-ups", "are follow-ups and grounded"),
     **{name: (f"the rate of {name}", f"are {name}") for name in FAILURES},
     GREEDY: (
         "whether the greedy turn is a follow-up",
@@ -120,7 +116,7 @@ _WORDS = {
 class Target:
     """A target, as :func:`parse_target` makes it."""
 
-    kind: str  # ``rate``, ``grounded``, ``greedy``, ``latent``, or a failure category (its rate)
+    kind: str  # ``rate``, ``greedy``, ``latent``, or a failure category (its rate)
     temperature: float | None = None  # of the turns that count; None for all above 0
 
     @property
@@ -179,8 +175,7 @@ def turns_that_count(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
     Args:
         target: the target.
         turns: a row per turn with ``run``, ``context_id``, ``temperature``, ``category`` and
-            ``follow_up`` (NaN where not assessed), as in ``JudgedTurns.turns``; for ``grounded``
-            also ``grounded``.
+            ``follow_up`` (NaN where not assessed), as in ``JudgedTurns.turns``.
 
     Returns:
         The assessed turns. For ``latent``, only turns of contexts whose greedy turn was assessed
@@ -196,8 +191,6 @@ def turns_that_count(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
                 f"no turn was sampled at temperature {target.temperature:g}",
                 f"give {' or '.join(f'{target.kind}@{t:g}' for t in there) or 'greedy'}",
             )
-    if target.kind == GROUNDED:
-        turns = turns[turns["grounded"].notna()]
     assessed = turns[turns["follow_up"].notna()]
     greedy, sampled = (assessed[assessed["temperature"].eq(0) == is_it] for is_it in (True, False))
     if target.kind == LATENT:
@@ -208,6 +201,4 @@ def turns_that_count(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
         chosen = chosen[chosen["temperature"] == target.temperature]
     failure = target.kind in FAILURES
     positive = chosen["category"].eq(target.kind) if failure else chosen["follow_up"].eq(1)
-    if target.kind == GROUNDED:
-        positive = chosen["grounded"].eq(1)
     return chosen.assign(positive=positive)

@@ -72,7 +72,7 @@ def parser_of(command: str, description: str, epilog: str) -> Parser:
         "--target",
         default="rate",
         metavar="T",
-        help="rate, rate@T, latent, latent@T, grounded, greedy, or a failure category",
+        help="rate, rate@T, latent, latent@T, greedy, or a failure category",
     )
     parser.add_argument(
         "--positions",

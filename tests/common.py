@@ -8,6 +8,7 @@ import families
 import pytest
 import scored
 import tiny
+import tiny_encoder
 import torch
 from conftest import Silent
 from matplotlib.figure import Figure
@@ -19,6 +20,7 @@ from ia_mech.cli import THREAD_COUNTS
 from ia_mech.collect import cost, job
 from ia_mech.collect.job import collect
 from ia_mech.display import FIGURE_FORMATS, save_figure
+from ia_mech.models import embedded
 from ia_mech.models.load import ModelSpec, Subject
 from ia_mech.run import Run
 from ia_mech.settings import Settings
@@ -72,6 +74,14 @@ def _models_read_once():
         patch.setattr(models, "_load", load_once)
         for user in (footprints, job, cost):
             patch.setattr(user, "footprint", work_out_once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tiny_encoder():
+    """The built-in judge reads with a random encoder; ``embedded.encoder_directory`` gives it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedded, "encoder_directory", tiny_encoder.encoder_directory)
         yield
 
 

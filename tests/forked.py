@@ -30,7 +30,7 @@ MODULES = {
         "transformers.models.llama.modeling_llama",
     ],
     "ia_mech.judge": [
-        *("ia_mech.judge.judging", "ia_mech.judge.llm", "ia_mech.judge.rules"),
+        *("ia_mech.judge.judging", "ia_mech.judge.llm", "ia_mech.judge.builtin"),
         *("ia_mech.judge.sheets", "openai"),
     ],
 }

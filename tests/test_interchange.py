@@ -121,7 +121,7 @@ def used(tiny_subject, tmp_path_factory) -> Run:
 
 @pytest.fixture
 def command(capfd, monkeypatch, tmp_path):
-    monkeypatch.setattr("experiments.arms.RulesJudge", Marked)
+    monkeypatch.setattr("experiments.arms.builtin_judge", Marked)
 
     def run(path, *words):
         flags = ["--out", str(tmp_path / "out"), "--resamples", "200", *words]

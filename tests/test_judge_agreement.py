@@ -102,7 +102,7 @@ def test_figures_of_a_sample_are_about_the_run(run):
     rate = {"generic": 0.9, FOLLOW_UP: 0.4, "degenerate": 0.6}  # the judge is right so often
     truth = [label if rng.random() < rate[label] else "new_topic" for label in verdicts]
     right = np.array(truth) == np.array(verdicts)
-    plant(run, "rules", verdicts)
+    plant(run, "builtin", verdicts)
     place = {tuple(key.values()): i for i, key in enumerate(keys_of(run))}
     weighted, plain = [], []
     for seed in range(300):
@@ -120,7 +120,7 @@ def test_figures_of_a_sample_are_about_the_run(run):
     of = {i: p["inclusion_probability"] for i, p in zip(at, drawn, strict=True)}
     annotate(run, "anna", {i: truth[i] for i in at}, key["sheet"], strata, of)
     ((names, comparison),) = pairs_of(run).items()
-    assert names == ("anna", "rules")  # people are the truth
+    assert names == ("anna", "builtin")  # people are the truth
     assert comparison.n == 15 and comparison.weight == pytest.approx(ROWS)
     accuracy = comparison.figures["accuracy", "categories"]
     assert accuracy.value == pytest.approx(weighted[-1])
@@ -148,8 +148,8 @@ def test_weights_of_two_annotators(run):
     # Of two sheets: independent samples.
     annotate(run, "dora", dict.fromkeys([5, 9, 50], FOLLOW_UP), "two", "all")
     assert weights_of("anna", "dora") == pytest.approx({5: 4 * 20, 9: 4 * 20})
-    plant(run, "rules", random_labels(0))
-    assert weights_of("rules", "cleo", "anna") == weights
+    plant(run, "builtin", random_labels(0))
+    assert weights_of("builtin", "cleo", "anna") == weights
 
 
 def test_who_is_compared_with_whom(run):
@@ -173,12 +173,12 @@ def test_turns_that_a_judge_was_fitted_on_count_in_no_comparison(run):
     """On them the judge is always right; on the others never."""
     said = [FOLLOW_UP, "generic"] * (ROWS // 2)
     known = [i < 20 for i in range(ROWS)]
-    plant(run, "rules", said, fitted=known)
+    plant(run, "builtin", said, fitted=known)
     truth = {i: said[i] if known[i] else said[i - 1] for i in range(ROWS)}
     annotate(run, "anna", truth)
-    pair = pairs_of(run)["anna", "rules"]
+    pair = pairs_of(run)["anna", "builtin"]
     assert pair.n == ROWS - 20 and pair.figures["accuracy", "follow_up"].value == 0
-    assert "rules was fitted on 20 of the 60 turns" in " ".join(agreement(run).notes)
+    assert "builtin was fitted on 20 of the 60 turns" in " ".join(agreement(run).notes)
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_the_most_telling_disagreements_come_first(run):
 
 def test_the_command(run, capsys):
     said = ["generic"] * 40 + [FOLLOW_UP] * 20
-    plant(run, "rules", said, rationale=["=[red]x[/red]\x1b :cat:"] * ROWS)
+    plant(run, "builtin", said, rationale=["=[red]x[/red]\x1b :cat:"] * ROWS)
     annotate(run, "anna", dict.fromkeys(range(0, ROWS, 4), FOLLOW_UP))
     assert main(["agreement", str(run.path), "--disagreements", "3", "--full"]) == 0
     text = capsys.readouterr().out

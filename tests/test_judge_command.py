@@ -13,10 +13,10 @@ from shell import call, files, refusal
 from stub_server import StubServer, completion
 
 from ia_mech.cli import NOTHING
-from ia_mech.judge import prompt
+from ia_mech.judge import builtin_judge, prompt
 from ia_mech.judge.__main__ import main
+from ia_mech.judge.builtin import BuiltInJudge
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, FOLLOW_UP, NAMES
-from ia_mech.judge.rules import RulesJudge
 from ia_mech.run import Run
 
 SECRET = "sk-a-key-that-is-nowhere"
@@ -101,16 +101,16 @@ def all_items(run: Run, judge: str) -> set[str]:
 # -- run ----------------------------------------------------------------------------------------
 
 
-def test_the_rules_judge_labels_every_turn(judge, run):
+def test_the_built_in_judge_labels_every_turn(judge, run):
     outcome = judge("run", run.path)
     assert outcome.status == 0, outcome.err
-    rows = run.labels.judgements("rules")
+    rows = run.labels.judgements("builtin")
     assert set(rows["status"]) == {"judged"} and set(rows["category"]) <= set(NAMES)
     assert (rows["rationale"].str.len() > 0).all()
     assert rows["cost"].isna().all() and rows["prompt_tokens"].sum() == 0
-    assert run.labels.record("judgements", "rules")["identity"]["kind"] == "rules"
-    assert RulesJudge().caveat in outcome.out and "is a heuristic" in outcome.out
-    assert f"{len(all_items(run, 'rules'))} distinct turns" in outcome.out
+    assert run.labels.record("judgements", "builtin")["identity"]["kind"] == "builtin"
+    assert builtin_judge().caveat in outcome.out
+    assert f"{len(all_items(run, 'builtin'))} distinct turns" in outcome.out
     lines = outcome.out.splitlines()
     labels = [line.rsplit(" → ")[1] for line in lines if " → " in line]
     assert len(labels) == len(set(labels)) == min(5, rows["category"].nunique())
@@ -119,14 +119,14 @@ def test_the_rules_judge_labels_every_turn(judge, run):
     for reason in shown:
         assert rows["rationale"].str.startswith(reason.removesuffix("…")).any()
     assert lines[-2:] == [
-        f"verdicts: {run.path / 'judgements' / 'rules.parquet'}",
+        f"verdicts: {run.path / 'judgements' / 'builtin.parquet'}",
         f"next: ia-mech rates {run.path}",
     ]
 
 
 def test_a_run_in_place_of_a_command_is_told_the_command(refused, run):
-    line = refused(run.path, "--judge", "rules")
-    assert line.endswith(f"; did you mean: ia-mech judge run {run.path} --judge rules")
+    line = refused(run.path, "--judge", "builtin")
+    assert line.endswith(f"; did you mean: ia-mech judge run {run.path} --judge builtin")
 
 
 def test_a_dry_run_tells_what_a_server_would_be_asked_without_a_key(judge, run, tmp_path):
@@ -212,7 +212,7 @@ def test_checking_annotated_turns_tells_how_well_the_judge_does(judge, annotated
     outcome = judge("check", annotated)
     assert outcome.status == 0, outcome.err
     lines = outcome.out.splitlines()
-    assert "rules against turns.jsonl" in lines and lines[-1] == RulesJudge().caveat
+    assert "builtin against turns.jsonl" in lines and lines[-1] == builtin_judge().caveat
     found = {line[0]: line[1:] for line in cells(outcome.out)}
     for name in ASSESSED:
         count = "1" if name in TURNS.values() else "0"
@@ -227,7 +227,7 @@ REFUSALS = [  # flags of check; and what is said of them
     ("--max-cost 0", "--max-cost needs --judge llm; add it, or drop it"),  # 0 is given
     ("--judge json:Toy --model m", "--model needs --judge llm or --judge hf; add it, or drop it"),
     ("--judge llm", "--judge llm needs a model; give --model NAME"),
-    ("--judge :Toy", "argument --judge: ':Toy' is none of rules, llm, hf and MODULE:CLASS; see"),
+    ("--judge :Toy", "argument --judge: ':Toy' is none of builtin, llm, hf and MODULE:CLASS; see"),
     ("--judge json:Toy", "--judge json:Toy: module 'json' has no attribute 'Toy'; check it"),
     ("--judge json:JSONDecoder", "--judge json:JSONDecoder is no subclass of ia_mech.judge.verd"),
     ("--judge no_such.module:Toy", "--judge no_such.module:Toy: No module named 'no_such'; check"),
@@ -293,6 +293,6 @@ def test_a_run_that_can_not_be_written_to_is_refused_before_it_is_judged(refused
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("tempfile.TemporaryFile", denied)
-    monkeypatch.setattr(RulesJudge, "verdict", None)
+    monkeypatch.setattr(BuiltInJudge, "judge", None)
     line = refused("run", run.path)
     assert line == f"{run.path} is not writable (Permission denied); judge a copy of the run"

@@ -111,7 +111,7 @@ def test_neither_system_messages_nor_the_users_real_follow_up_are_shown(tmp_path
 
 def test_follow_up_follows_from_the_category(label):
     verdicts = [
-        Verdict(FOLLOW_UP, grounding=2.0),
+        Verdict(FOLLOW_UP),
         Verdict("new_topic", scores={"generic": 0.5}),
         Verdict(CANNOT_ASSESS),
     ]
@@ -119,7 +119,6 @@ def test_follow_up_follows_from_the_category(label):
     assert rows["category"].tolist() == [FOLLOW_UP, "new_topic", CANNOT_ASSESS] * (ROWS // 3)
     assert rows["follow_up"].tolist() == [True, False, pd.NA] * (ROWS // 3)
     assert json.loads(rows["scores"][1]) == {"generic": 0.5} and rows["scores"].isna()[0]
-    assert rows["grounding"].fillna(-1).tolist() == [2, -1, -1] * (ROWS // 3)
 
 
 # -- identical turns ----------------------------------------------------------------------------
@@ -227,8 +226,8 @@ def test_items_come_in_batches_no_larger_than_a_judge_takes(label):
 
 def test_one_call_labels_from_python_and_what_is_no_judge_is_refused(run):
     turns = judge_package.label(run.path)
-    assert turns["category"].tolist() == Run.open(run.path).labelled("rules")["category"].tolist()
+    assert turns["category"].tolist() == Run.open(run.path).labelled("builtin")["category"].tolist()
     mine = judge_package.label(run, FakeJudge(paid=False), "mine")
     assert len(mine) == len(turns)
-    with pytest.raises(UserError, match="'rules' is no judge; give an object"):
-        judge_package.label(run, "rules", "third")
+    with pytest.raises(UserError, match="'builtin' is no judge; give an object"):
+        judge_package.label(run, "builtin", "third")

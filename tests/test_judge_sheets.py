@@ -45,7 +45,7 @@ def spread(labels: list[str | None]) -> list[str | None]:
 
 @pytest.fixture
 def judged(run) -> Run:
-    plant(run, "rules", spread(VERDICTS))
+    plant(run, "builtin", spread(VERDICTS))
     return run
 
 
@@ -120,8 +120,8 @@ def test_which_judge_stratifies(run):
     with pytest.raises(UserError, match=r"several judges \(first, second\); name the one"):
         export_sheet(run, 10)
     assert export_sheet(run, 10, by="second").key["strata"].keys() == {"generic"}
-    plant(run, "rules", spread(VERDICTS))
-    expected = {"name": "rules", "identity_hash": "hash of rules"}
+    plant(run, "builtin", spread(VERDICTS))
+    expected = {"name": "builtin", "identity_hash": "hash of builtin"}
     assert export_sheet(run, 10).key["judge"] == expected
 
 
@@ -129,7 +129,7 @@ def test_a_sheet_that_cannot_be_drawn(judged):
     for n, fragment in (
         (0, "has 60 user turns; give --n from 1 to 60"),
         (61, r"\(60 takes them all\)"),
-        (5, "can't cover the 6 strata by judge 'rules'"),
+        (5, "can't cover the 6 strata by judge 'builtin'"),
     ):
         with pytest.raises(UserError, match=fragment):
             export_sheet(judged, n)
@@ -151,7 +151,7 @@ def test_the_sheet_is_blind(judged):
         assert row["category"] == row["note"] == "" and row["response_complete"] is True
     contexts = judged.contexts
     forbidden = {*contexts["context_id"], *contexts["source_id"], *contexts["dataset"], *NAMES}
-    forbidden |= {judged.model["name"], "rules", "failed", "temperature", "0.7"}
+    forbidden |= {judged.model["name"], "builtin", "failed", "temperature", "0.7"}
     forbidden |= set(contexts["real_follow_up"].dropna())
     turns = {row[c] for row in sheet.rows for c in ("query", "response", "user_turn")}
     for file in files[:1]:
@@ -250,7 +250,7 @@ def test_there_and_back(judged):
         else:
             assert label["inclusion_probability"] == place["inclusion_probability"]
     record = judged.labels.record("annotations", "anna-0")
-    assert record["sheet"] == sheet.key["sheet"] and record["judge"]["name"] == "rules"
+    assert record["sheet"] == sheet.key["sheet"] and record["judge"]["name"] == "builtin"
     save(files[0], rows, columns=("item", "category"))
     import_sheet(judged, files[0], "without-notes")
     assert set(judged.labels.annotations("without-notes")["note"]) == {""}
@@ -330,8 +330,8 @@ def test_a_file_holds_one_sheet_and_an_annotator_is_not_named_like_a_judge(judge
     file = save(files[0].with_name("both.csv"), filled_in(one) + filled_in(other))
     with pytest.raises(UserError, match=r"has the item .*a table of each sheet"):
         import_sheet(judged, file, "anna")
-    with pytest.raises(UserError, match="has labels of a judge named 'rules'; give another name"):
-        import_sheet(judged, file, "rules")
+    with pytest.raises(UserError, match="has labels of a judge named 'builtin'; give another name"):
+        import_sheet(judged, file, "builtin")
 
 
 # -- files that appear together or not at all -----------------------------------------------------

@@ -20,11 +20,11 @@ RUN = "RUN"
 COMMANDS = {
     "judge": (judge.main, ["run", RUN]),
     "agreement": (judge.main, ["agreement", RUN]),
-    "export": (annotate.main, ["export", RUN, "--n", "20", "--by", "rules", "--out", "OUT"]),
+    "export": (annotate.main, ["export", RUN, "--n", "20", "--by", "builtin", "--out", "OUT"]),
     "import": (annotate.main, ["import", RUN, "OUT", "--annotator", "anna"]),
-    "rates": (rates.main, [RUN, "--judge", "rules"]),
-    "train": (train.main, [RUN, "--judge", "rules", "--permutations", "19"]),
-    "transfer": (transfer.main, [RUN, "--judge", "rules", "--permutations", "19"]),
+    "rates": (rates.main, [RUN, "--judge", "builtin"]),
+    "train": (train.main, [RUN, "--judge", "builtin", "--permutations", "19"]),
+    "transfer": (transfer.main, [RUN, "--judge", "builtin", "--permutations", "19"]),
 }
 OF_LABELS = ("agreement", "export", "rates", "train", "transfer")
 
@@ -43,7 +43,7 @@ def of_other_turns(run: Run) -> None:
 
 
 def cut_off(run: Run) -> None:
-    (run.path / "judgements" / "rules.parquet").write_bytes(b"PAR1")
+    (run.path / "judgements" / "builtin.parquet").write_bytes(b"PAR1")
 
 
 def unjudged(run: Run) -> None:
@@ -53,8 +53,8 @@ def unjudged(run: Run) -> None:
 FAULTS = {  # what is wrong with a run, who says so, and a part of the line
     no_run: (tuple(COMMANDS), "is not a run"),
     unfinished: (("judge", *OF_LABELS), "still being written or was interrupted"),
-    of_other_turns: (OF_LABELS, "rules.parquet labels other turns"),
-    cut_off: (OF_LABELS, "rules.parquet can't be read"),
+    of_other_turns: (OF_LABELS, "builtin.parquet labels other turns"),
+    cut_off: (OF_LABELS, "builtin.parquet can't be read"),
     unjudged: (OF_LABELS, "judge run"),
 }
 
@@ -64,7 +64,7 @@ FAULTS = {  # what is wrong with a run, who says so, and a part of the line
 )
 def test_a_run_or_labels_that_can_not_be_read(run, tmp_path, capfd, command, fault):
     labels = [FOLLOW_UP, "generic"] * (ROWS // 2)
-    for name in ("rules", "second"):
+    for name in ("builtin", "second"):
         plant(run, name, labels)
     fault(run)
     place = {RUN: str(run.path), "OUT": str(tmp_path / "sheet")}
@@ -76,10 +76,10 @@ def test_a_run_or_labels_that_can_not_be_read(run, tmp_path, capfd, command, fau
 
 @pytest.mark.parametrize("command", OF_LABELS)
 def test_a_judge_that_is_not_there(run: Run, tmp_path: Path, capfd, command):
-    plant(run, "rules", [FOLLOW_UP, "generic"] * (ROWS // 2))
+    plant(run, "builtin", [FOLLOW_UP, "generic"] * (ROWS // 2))
     main, words = COMMANDS[command]
-    words = [word for word in words if word not in ("--judge", "--by", "rules")]
+    words = [word for word in words if word not in ("--judge", "--by", "builtin")]
     flag = {"agreement": "--between", "export": "--by"}.get(command, "--judge")
     place = {RUN: str(run.path), "OUT": str(tmp_path / "sheet")}
     line = refusal(call(main, [*(place.get(word, word) for word in words), flag, "gpt"], capfd))
-    assert "'gpt'" in line and "rules" in line
+    assert "'gpt'" in line and "builtin" in line

@@ -33,9 +33,10 @@ from experiments.learned_vector import (
 from ia_mech.engine.intervene import Add
 from ia_mech.engine.score import Turn
 from ia_mech.errors import UserError
+from ia_mech.judge import builtin_judge
+from ia_mech.judge.builtin import BuiltInJudge
 from ia_mech.judge.judging import label_run
 from ia_mech.judge.rubric import FOLLOW_UP
-from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import Verdict
 from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 from ia_mech.run import Run
@@ -205,18 +206,19 @@ def test_nothing_is_found_where_nothing_is_behind_the_gate():
 # -- the command -----------------------------------------------------------------------------------
 
 
-def by_chance(self, item) -> Verdict:
+def by_chance(self, items) -> list[Verdict]:
     """A judge that accepts half of all turns, by what was said and after what."""
-    text = f"{item.response}\0{item.turn}".encode(errors="surrogatepass")
-    return Verdict((FOLLOW_UP, "new_topic")[hashlib.sha256(text).digest()[0] % 2])
+    texts = [f"{item.response}\0{item.turn}".encode(errors="surrogatepass") for item in items]
+    heads = [hashlib.sha256(text).digest()[0] % 2 == 0 for text in texts]
+    return [Verdict(FOLLOW_UP if head else "new_topic") for head in heads]
 
 
 @pytest.fixture
 def run(siblings, tmp_path, monkeypatch) -> Run:
     """A judged run."""
-    monkeypatch.setattr(RulesJudge, "verdict", by_chance)
+    monkeypatch.setattr(BuiltInJudge, "judge", by_chance)
     run = Run.open(shutil.copytree(siblings.path, tmp_path / "run"))
-    label_run(run, RulesJudge(), "rules", Silent())
+    label_run(run, builtin_judge(), "builtin", Silent())
     return run
 
 
@@ -271,7 +273,7 @@ def test_turns_are_paired_with_their_own_response_a_sibling_and_another_query(ru
     place = {
         query.token_ids[k]: (query, k) for query in one.queries for k in range(len(query.contexts))
     }
-    turns = read_runs([run], "rules", NO_ANNOTATOR).turns
+    turns = read_runs([run], "builtin", NO_ANNOTATOR).turns
     accepted = turns[(turns["follow_up"] == 1) & (turns["temperature"] > 0)]
     sampled = run.generations.set_index(["context_id", "temperature"])["token_ids"]
     learned = 0

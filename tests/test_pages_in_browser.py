@@ -104,7 +104,7 @@ def test_filters_pages_and_permalinks(judged, opened):
     turns, ids = data["turns"], data["contexts"]["id"]
     page = opened(content)
     assert counted(page) == (12, 60) and page.locator(".context").count() == 10
-    follow_ups = judged.labels.judgements("rules")["category"] == FOLLOW_UP
+    follow_ups = judged.labels.judgements("builtin")["category"] == FOLLOW_UP
     assert page.locator(".turn .follow-up").count() == follow_ups[:50].sum() > 0
     option(page, "temperature", "T = 0.7")
     assert counted(page) == (12, 24)
@@ -159,7 +159,7 @@ def test_the_address_holds_what_is_chosen(judged, opened):
 def test_a_claim_and_a_row_of_a_table_lead_to_their_turns(judged, opened):
     assert rates_main([str(judged.path)]) == 0
     page = opened(render_report([judged]))
-    labels = judged.labels.judgements("rules")
+    labels = judged.labels.judgements("builtin")
     page.get_by_role("link", name="the turns that the judge calls follow-ups").click()
     assert choice(page, "category") == "follow-up"
     assert counted(page)[1] == (labels["category"] == FOLLOW_UP).sum()
@@ -188,7 +188,7 @@ def test_a_mark_of_a_figure_leads_to_its_turns_and_words_say_what_they_mean(
     assert choice(page, "category") == place["category"] == "new topic"
     assert choice(page, "temperature") == place["temperature"]
     at = 0.0 if place["temperature"] == "greedy" else float(place["temperature"][4:])
-    labels = judged.labels.judgements("rules")
+    labels = judged.labels.judgements("builtin")
     wanted = (labels["category"] == "new_topic") & (labels["temperature"] == at)
     assert counted(page)[1] == wanted.sum() > 0
     assert f"{wanted.sum()} of {(labels['temperature'] == at).sum()} assessed turns" in title
@@ -213,19 +213,19 @@ def test_what_passes_is_exported(judged, opened, tmp_path):
     download.value.save_as(tmp_path / "turns.jsonl")
     lines = (tmp_path / "turns.jsonl").read_text("utf-8").splitlines()
     saved = pd.DataFrame([json.loads(line) for line in lines])
-    follow_ups = judged.labels.judgements("rules")["category"] == FOLLOW_UP
+    follow_ups = judged.labels.judgements("builtin")["category"] == FOLLOW_UP
     own = judged.generations[follow_ups.to_numpy()]
     expected = list(zip(own["context_id"], own["temperature"], own["text"], strict=True))
     found = list(zip(saved["context_id"], saved["temperature"], saved["user_turn"], strict=True))
     assert sorted(found) == sorted(expected)
-    assert {labels["rules"]["category"] for labels in saved["labels"]} == {FOLLOW_UP}
+    assert {labels["builtin"]["category"] for labels in saved["labels"]} == {FOLLOW_UP}
 
 
 def test_judges_and_annotators_who_disagree(judged, opened):
     plant(judged, "other", [FOLLOW_UP if i % 2 else "generic" for i in range(60)])
     page = opened(render_report([judged]))
     option(page, "judges and annotators", "disagree")
-    one, two = (judged.labels.judgements(name)["follow_up"] for name in ("rules", "other"))
+    one, two = (judged.labels.judgements(name)["follow_up"] for name in ("builtin", "other"))
     assert counted(page)[1] == (one != two).sum() > 0
     option(page, "judges and annotators", "agree")
     assert counted(page)[1] == (one == two).sum() > 0
@@ -233,7 +233,7 @@ def test_judges_and_annotators_who_disagree(judged, opened):
 
 def test_decoys_are_folded_and_can_be_chosen(run, opened):
     assert judge_main(["run", str(run.path)]) == 0
-    decoys = Run.open(run.path).labels.decoys("rules")
+    decoys = Run.open(run.path).labels.decoys("builtin")
     page = opened(render_report([Run.open(run.path)]))
     row = page.locator(".context").first
     assert counted(page) == (12, 60) and row.locator(".turn").count() == 5
@@ -275,7 +275,7 @@ def test_a_field_of_the_data_filters_and_a_link_says_what_isnt_there(opened):
 
 def test_hostile_texts_do_nothing(run, opened):
     bad = hostile(run)
-    plant(bad, "rules", CATEGORIES, rationale=[HOSTILE[i % len(HOSTILE)] for i in range(60)])
+    plant(bad, "builtin", CATEGORIES, rationale=[HOSTILE[i % len(HOSTILE)] for i in range(60)])
     page = opened(render_report([bad]))
     for _ in range(2):
         for row in page.locator(".context").all():
@@ -371,9 +371,9 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     said["logprobs_raw"] = list(-rng.random((count, 30)).astype(np.float32))
     said["logprob_raw"] = -15.0
     said["pieces"] = None
-    said["category rules"] = np.array(NAMES)[rng.integers(0, len(NAMES), count)]
-    said["score rules"] = rng.random(count)
-    said["reason rules"], said["grounded rules"], said["decoy"] = "because", np.nan, ""
+    said["category builtin"] = np.array(NAMES)[rng.integers(0, len(NAMES), count)]
+    said["score builtin"] = rng.random(count)
+    said["reason builtin"], said["decoy"] = "because", ""
     return about, said
 
 

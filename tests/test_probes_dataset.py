@@ -22,7 +22,7 @@ from probes.targets import Outcome, parse_target
 
 NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
 RATE = parse_target("rate")
-RULES = {"identity": {"kind": "rules"}, "repeats": 1}
+RULES = {"identity": {"kind": "builtin"}, "repeats": 1}
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def plant(run: Run, say) -> Run:
             | {"repeat": 0, "category": category, "follow_up": BUILT_IN.follow_up(category)}
             | {"status": "judged", "item": item.id}
         )
-    run.labels.write_judgements("rules", rows, RULES)
+    run.labels.write_judgements("builtin", rows, RULES)
     return run
 
 
@@ -126,7 +126,7 @@ def test_rows_are_the_contexts_with_an_outcome(copy):
         assert text == "\n".join(message["content"] for message in messages)
     assert found.layers == run.layers and len(found.layers) == LAYERS
     assert found.positions == [*run.positions] and found.width == run.model["d_model"]
-    assert found.judge == "rules"
+    assert found.judge == "builtin"
     assert any("1 of 12 contexts have no outcome for the target rate" in n for n in found.notes)
     assert found.outcome.positives.tolist() == frame["positives"].tolist()
     aligned(found)
@@ -227,11 +227,6 @@ def test_models_of_other_sizes_are_refused(copy, other):
     run = copy()
     with pytest.raises(UserError, match="number of blocks: 4 and 9"):
         read([run.path, with_record(other, layers=9).path])
-
-
-def test_the_target_grounded_needs_a_judge_that_tests_it(copy):
-    with pytest.raises(UserError, match="judge 'rules' doesn't test whether turns are grounded"):
-        read([copy()], target="grounded")
 
 
 def test_a_target_that_no_context_has_is_refused(copy):

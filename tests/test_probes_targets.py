@@ -60,18 +60,6 @@ def test_k_and_n_are_the_counted_ones(target, expected):
     assert " ".join(got.get(context, "–") for context in TURNS["context_id"].unique()) == expected
 
 
-def test_grounded_turns_are_those_that_the_judge_calls_so():
-    said = turns_of(
-        {"a": {1: [FOLLOW_UP, FOLLOW_UP, FOLLOW_UP, NEW, FAILED]}, "b": {1: [NEW, FOLLOW_UP]}}
-    )
-    turns = said.assign(grounded=[1, 0, None, 0, None, 0, None])
-    found = counts(parse_target("grounded"), turns)
-    # A follow-up that wasn't assessed for grounding doesn't count.
-    assert found.to_numpy().tolist() == [[1, 3], [0, 1]]
-    with pytest.raises(UserError, match="grounded@1"):
-        counts(parse_target("grounded@0.7"), turns)
-
-
 def test_contexts_of_the_same_name_in_two_runs_stand_apart():
     both = pd.concat([TURNS, TURNS.assign(run="B", category=FOLLOW_UP, follow_up=1.0)])
     found = counts(parse_target("rate"), both)
@@ -80,7 +68,7 @@ def test_contexts_of_the_same_name_in_two_runs_stand_apart():
 
 def test_a_target_s_name_is_what_the_flag_takes():
     assert parse_target(" rate@0.70 ") == Target("rate", 0.7)
-    names = ["rate", "greedy", "latent", "rate@0.7", "grounded", *FAILURES]
+    names = ["rate", "greedy", "latent", "rate@0.7", *FAILURES]
     assert [parse_target(name).name for name in names] == names
 
 

@@ -31,7 +31,7 @@ def judged(turns: list[tuple], **columns) -> JudgedTurns:
     defaults = {
         **{"model": "m", "weights_hash": "w", "dataset": "d", "perturbation": "none"},
         **{"run": "cache/A", "unlabelled": "", "unfinished": False, "fitted": False},
-        **dict.fromkeys(("truth", "inclusion", "grounded", "dependent"), np.nan),
+        **dict.fromkeys(("truth", "inclusion", "dependent"), np.nan),
     }
     for name, value in (defaults | columns).items():
         frame[name] = value

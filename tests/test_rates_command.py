@@ -25,7 +25,7 @@ from ia_mech.results import folder_of, read
 from ia_mech.run import Run
 
 CAVEAT = "A heuristic, 0.9 of the time right"
-RULES = {"identity": {"kind": "rules"}, "caveat": CAVEAT}
+RULES = {"identity": {"kind": "builtin"}, "caveat": CAVEAT}
 
 
 def category_of(key: tuple) -> str:
@@ -41,7 +41,7 @@ def said(run: Run, say=category_of) -> list[str | None]:
     return [say(tuple(key.values())) for key in judging.keys_of(run)]
 
 
-def plant(run: Run, judge: str = "rules", *, say=category_of, record=RULES, fitted=()) -> Run:
+def plant(run: Run, judge: str = "builtin", *, say=category_of, record=RULES, fitted=()) -> Run:
     """Verdicts as a judge writes them."""
     known = [item.id in fitted for item in items_of(run)]
     judging.plant(run, judge, said(run, say), record, fitted=known)
@@ -113,7 +113,7 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     run.unanswered = 2, 14  # as if the model had written responses
     made = result(read_runs([run], by="topic"))
     assert any("2 of 14 queries of run have too few finished" in note for note in made.notes)
-    assert made.name == "rates-rules-by-topic" and made.question.endswith(", by topic?")
+    assert made.name == "rates-builtin-by-topic" and made.question.endswith(", by topic?")
     table = made.tables[0]
     assert table.title.startswith("follow-up rates by topic") and table.columns[0] == "topic"
     assert {row[0] for row in table.rows} == {"maths", "–"}  # without the pooled rates
@@ -135,7 +135,7 @@ def test_every_rate_is_printed_with_its_interval_and_written(run, rates, tmp_pat
         assert text in outcome.out
     assert "no rate is corrected by anna's labels" in outcome.out  # there are too few
 
-    kept = read(folder_of(run.path, "rates-rules"))
+    kept = read(folder_of(run.path, "rates-builtin"))
     expected = estimates(read_runs([run.path]), level=0.9, seed=4)
     assert set(expected["level"]) == {0.9}
     both = (table.astype(object).where(table.notna(), None) for table in (kept.estimates, expected))
@@ -143,7 +143,11 @@ def test_every_rate_is_printed_with_its_interval_and_written(run, rates, tmp_pat
     about = kept.about
     assert about["kind"] == "rates" and about["identities"] == [run.identity_digest]
     assert about["settings"]["annotator"] == "anna" and about["settings"]["level"] == 0.9
-    assert (about["judge"], about["gate"], list(kept.figures)) == ("rules", "no decoys", ["rates"])
+    assert (about["judge"], about["gate"], list(kept.figures)) == (
+        "builtin",
+        "no decoys",
+        ["rates"],
+    )
     assert str(tmp_path) not in json.dumps(about)
     assert Run.open(run.path).verify() == []
 
@@ -191,7 +195,7 @@ def test_turns_of_the_judges_fit_are_counted_in_a_note(run):
 
 
 def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
-    sheet = export_sheet(run, 40, by="rules", name="sheet")
+    sheet = export_sheet(run, 40, by="builtin", name="sheet")
     write_sheet(run, sheet, tmp_path / "sheet")
     strata = {item: of["stratum"] for item, of in sheet.key["items"].items()}
     rows = [row | {"category": strata[row["item"]]} for row in sheet.rows]
@@ -208,7 +212,7 @@ def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
 def test_labels_that_can_not_be_taken(run, rates):
     refused(rates(run.path, "--annotator", "anna"), "no labels of 'anna'")
     plant(run, "other")
-    refused(rates(run.path), "other, rules", "--judge")
+    refused(rates(run.path), "builtin, other", "--judge")
     annotate(run)
     annotate(run, "ben")
     refused(rates(run.path, "--judge", "other"), "anna, ben", "--annotator")
@@ -226,7 +230,7 @@ def test_runs_that_can_not_be_pooled(copy, rates):
     plant(rewritten(second.path, "run.json", with_settings(max_response_tokens=99)))
     refused(rates(first.path, second.path), "of the same samples", "give one")
     second = rewritten(second.path, "run.json", with_settings(seed=1))
-    plant(second, record={"identity": {"kind": "rules", "threshold": 2}})
+    plant(second, record={"identity": {"kind": "builtin", "threshold": 2}})
     refused(rates(first.path, second.path), "different judges", "--replace")
 
 
@@ -255,13 +259,13 @@ def test_rates_are_by_the_rubric_that_the_judge_labelled_by(copy, tmp_path):
     run = plant(copy(), say=lambda key: named[key[1]], record=RULES | own)
     turns = read_runs([run.path]).turns
     assert turns.groupby("temperature")["follow_up"].mean().to_dict() == {0: 0, 0.7: 1, 1: 1}
-    shares = category_shares(run, "rules")
+    shares = category_shares(run, "builtin")
     assert set(shares["term"]) == {"asks", "objects", "thanks"}
     assert shares["value"].sum() == shares.groupby(["turns", "source"]).ngroups
 
 
 def test_what_could_not_be_assessed_is_in_no_share_of_a_category(copy):
     run = plant(copy(), say=lambda key: [CANNOT_ASSESS, "generic"][key[2] % 2])
-    shares = category_shares(run, "rules")
+    shares = category_shares(run, "builtin")
     assert CANNOT_ASSESS not in set(shares["term"])
     assert set(shares.groupby(["turns", "source"])["value"].sum().round(9)) == {1.0}

@@ -96,7 +96,7 @@ def judge(run: Run, follow_up: list[int | None]) -> None:
         shown = contexts[(contexts.index(key[0]) + 1) % len(contexts)]
         decoy = {"decoy": "wrong_conversation", "shown": shown, "item": f"{item.id} {shown}"}
         rows.append(rows[-1] | decoy | {"category": "new_topic", "follow_up": False})
-    run.labels.write_judgements("rules", rows, {"identity": {"kind": "rules"}, "repeats": 1})
+    run.labels.write_judgements("builtin", rows, {"identity": {"kind": "builtin"}, "repeats": 1})
 
 
 def measured(*runs: Run, responses: str = "all") -> tuple[Result, pd.DataFrame]:
@@ -137,7 +137,7 @@ def test_the_command_writes_the_planted_accuracy_and_rates(planted, capfd):
     assert outcome.status == 0, outcome.err
     for text in ("0.38 [", "after right responses less", "greedy", "would have been shown"):
         assert text in outcome.out
-    folder = run.path / "results" / "rates-rules-by-correct"
+    folder = run.path / "results" / "rates-builtin-by-correct"
     found = read(folder).estimates
     accuracy = one(found, ACCURACY, model="m", dataset="sums")
     assert (accuracy["value"], accuracy["rows"], accuracy["sources"]) == (3 / 8, 8, 8)
@@ -204,7 +204,7 @@ def test_unfinished_responses_can_be_left_out(mixed):
     accuracy = one(found, ACCURACY, dataset="sums")
     assert (accuracy["value"], accuracy["rows"]) == (0.5, 2)
     assert rate(found, "right", dataset="sums")["value"] == 1
-    assert made.name == "rates-rules-by-correct-complete"
+    assert made.name == "rates-builtin-by-correct-complete"
 
 
 def test_unassessed_turns_and_unverified_responses_are_left_out_and_noted(mixed):

@@ -18,7 +18,6 @@ from ia_mech.judge.judging import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, FOLLOW_UP
 from ia_mech.judge.verdict import Verdict
 from ia_mech.rates.gate import gate_of
-from ia_mech.rates.grounding import p_values
 from ia_mech.rates.load import JudgedTurns, read_runs
 from ia_mech.rates.result import result
 from ia_mech.results import folder_of, write
@@ -123,9 +122,9 @@ def test_perturbed_contexts_do_not_decide():
         | {"source": [*range(40)] * 2, "shown_source": [*range(1, 40), 0] * 2}
         | {"follow_up": [0.0] * 40 + [1.0] * 40, "own_follow_up": 1.0}
     )
-    assert gate_of(pairs, "j", "follow_up").verdict == "passed"
-    assert gate_of(pairs[40:], "j", "follow_up").verdict == "failed"
-    alone = gate_of(pairs.assign(decoy="sibling"), "j", "follow_up")
+    assert gate_of(pairs, "j").verdict == "passed"
+    assert gate_of(pairs[40:], "j").verdict == "failed"
+    alone = gate_of(pairs.assign(decoy="sibling"), "j")
     assert alone.verdict == "no decoys" and alone.siblings.decoys == 40
 
 
@@ -141,7 +140,7 @@ def test_a_models_gate_is_the_same_whatever_other_runs_are_named(run, merged, tm
     alone = [read_runs([one]).gate for one in (run, other)]
     assert [gate.verdict for gate in alone] == ["passed", "failed"]
     both = read_runs([run, other])
-    gates = {model: gates["follow_up"] for (model, _), gates in both.by_model.items()}
+    gates = {model: gate for (model, _), gate in both.by_model.items()}
     for gate, model in zip(alone, ("planted", "second"), strict=True):
         named = replace(gate, model=model, siblings=replace(gate.siblings, model=model))
         assert repr(gates[model]) == repr(named)
@@ -159,66 +158,6 @@ def test_a_pair_with_an_unassessed_verdict_leaves_and_is_counted(run):
     judged = judged_by(run, lambda item: CANNOT_ASSESS if item in lost else FOLLOW_UP)
     assert (judged.gate.decoys, judged.gate.siblings.decoys) == (117, 119)
     assert any(note.startswith("4 of 240 decoys are left out") for note in judged.notes)
-
-
-# -- grounded -------------------------------------------------------------------------------------
-
-
-def test_grounded_is_an_outcome_of_its_own(run):
-    """A follow-up, with a score that no decoy of wrong conversations reaches."""
-    follow_up, own = planted(run, 0.3), set(items_of(run))
-
-    def say(item):
-        return Verdict(FOLLOW_UP if number(item) % 4 else NEW, grounding=5.0 * (item in follow_up))
-
-    judged = judged_by(run, say)
-    assert judged.outcomes == ["follow_up", "grounded"] and len(own) == 120
-    turns = judged.turns
-    assert turns["grounded"].sum() == sum(number(item) % 4 > 0 for item in follow_up)
-    assert (turns.loc[turns["follow_up"] == 0, "grounded"] == 0).all()
-    assert judged.gates["follow_up"].verdict == "failed" and judged.gates["grounded"].floor == 0
-    found = result(judged)
-    assert "react to their own response is not shown" in found.sentence
-    rates = found.estimates.query("quantity == 'rate'")
-    assert rates["gate"].unique().tolist() == ["failed", judged.gates["grounded"].verdict]
-    assert rates["outcome"].tolist() == ["follow_up"] * 3 + ["grounded"] * 3
-    none = judged_by(run, lambda item: FOLLOW_UP)
-    assert none.outcomes == ["follow_up"] and none.turns["grounded"].isna().all()
-
-
-def simulated(count: int, seed: int):
-    """Decoys whose score grows with their length: the rarest of so many words."""
-    rng = np.random.default_rng(seed)
-    words = rng.choice([5, 15, 40, 80], count)
-    score = np.array([rng.exponential(size=n).max() for n in words])
-    sources = rng.integers(60, size=count)
-    return score, words, sources, (sources + rng.integers(1, 60, size=count)) % 60
-
-
-def test_p_of_a_turn_without_a_link_is_uniform_at_every_length():
-    score, words, sources, shown = simulated(6000, 0)
-    null = np.arange(6000) < 3000
-    p = p_values(score, words.astype(float), sources, shown, null)
-    for length in np.unique(words):
-        fresh = p[(words == length) & ~null]
-        assert abs((fresh <= 0.05).mean() - 0.05) < 0.025, length
-        assert abs(np.median(fresh) - 0.5) < 0.1
-    pooled = (score[:, None] <= score[null]).mean(1)  # what a null of all lengths would say
-    assert (pooled[(words == 80) & ~null] <= 0.05).mean() > 0.08
-
-
-def test_p_leaves_the_turns_own_sources_out():
-    score, words, sources, shown = simulated(150, 1)
-    null = np.ones(150, dtype=bool)
-    p = p_values(score, words.astype(float), sources, shown, null)
-    for i in range(0, 150, 10):
-        mine = {sources[i], shown[i]}
-        others = [j for j in range(150) if not mine & {sources[j], shown[j]}]
-        assert p[i] == (1 + sum(score[j] >= score[i] for j in others)) / (1 + len(others))
-    assert np.isnan(p_values(np.full(150, np.nan), words, sources, shown, null)).all()
-    assert np.isnan(p_values(score, words, sources, shown, ~null)).all()
-    few = null & (np.cumsum(null) <= 18)  # no p value of so few could reach 0.05
-    assert np.isnan(p_values(score, words, sources, shown, few)).all()
 
 
 # -- apt and dependent ----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 from ia_mech.models import embedded
 from ia_mech.run import labels, layout
 
+FETCH_ENCODER = embedded.encoder_directory  # before a tiny encoder stands in for it
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
@@ -56,9 +57,9 @@ def test_what_the_tutorial_imports_is_there():
 
 @pytest.mark.slow
 def test_the_tutorial_runs_on_the_embedded_model(tmp_path, monkeypatch):
-    model = embedded.directory().resolve()
     (tmp_path / "models").mkdir()
-    (tmp_path / "models" / model.name).symlink_to(model)
+    for model in (embedded.directory().resolve(), FETCH_ENCODER().resolve()):
+        (tmp_path / "models" / model.name).symlink_to(model)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
     cells = tutorial()

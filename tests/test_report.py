@@ -40,7 +40,7 @@ CATEGORIES = [[FOLLOW_UP, "generic", "degenerate", "new_topic"][i * 7 % 4] for i
 
 @pytest.fixture
 def judged(run) -> Run:
-    plant(run, "rules", CATEGORIES)
+    plant(run, "builtin", CATEGORIES)
     return run
 
 
@@ -102,7 +102,7 @@ def another(run: Run, folder: Path) -> Run:
 def test_commands_of_missing_results_are_said_and_run(run, report):
     """From a sampled run to its rates, by the commands that are printed."""
     mains = {"judge": judge_main, "rates": rates_main}
-    for labels in ([], ["rules"]):
+    for labels in ([], ["builtin"]):
         outcome = report(run.path)
         (line,) = [line for line in outcome.out.splitlines() if line.startswith("next: ")]
         name, *words = line.removeprefix("next: ia-mech ").split()
@@ -116,16 +116,18 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     outcome = report(run.path)
     assert (outcome.status, outcome.err) == (0, "reading runs and results …\n")
     ending = outcome.out.splitlines()
+    said = run.labelled("builtin").groupby("temperature")["follow_up"].sum().astype(int)
     assert ending[0] == (
-        "After 12 conversations, the greedy user turn is a follow-up 0 times of 12; sampled at "
-        "T = 0.7 it is in 0 of 24, at T = 1 in 0 of 24 (judge: rules)."
+        f"After 12 conversations, the greedy user turn is a follow-up {said[0.0]} times of 12; "
+        f"sampled at T = 0.7 it is in {said[0.7]} of 24, at T = 1 in {said[1.0]} of 24 (judge: "
+        "builtin)."
     )
     assert ending[-2:] == [
         f"page: {run.path / 'report.html'}",
         f"open it in a browser: {(run.path / 'report.html').as_uri()}",
     ]
     page = (run.path / "report.html").read_text()
-    found = read(folder_of(run.path, "rates-rules"))
+    found = read(folder_of(run.path, "rates-builtin"))
     cells = {cell for table in found.tables for row in table.rows for cell in row}
     assert len(cells) > 20 and "<title></title>" not in page
     for text in (f"<td>{cell}</td>" for cell in cells):
@@ -137,17 +139,17 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
 
 
 def test_a_report_ends_with_the_answer_and_turns_of_different_labels(run, report, tmp_path):
-    plant(run, "rules", CATEGORIES)
-    rows = Run.open(run.path).labelled("rules")
+    plant(run, "builtin", CATEGORIES)
+    rows = Run.open(run.path).labelled("builtin")
     counts = rows.groupby("temperature")["follow_up"].agg(["sum", "count"]).astype(int)
     first, *_ = report(run.path).out.splitlines()
     (yes, of), *sampled = counts.itertuples(index=False)
     told = [f"in {yes} of {of}" for yes, of in sampled]
     assert first == (
         f"After 12 conversations, the greedy user turn is a follow-up {yes} times of {of}; sampled "
-        f"at T = 0.7 it is {told[0]}, at T = 1 {told[1]} (judge: rules)."
+        f"at T = 0.7 it is {told[0]}, at T = 1 {told[1]} (judge: builtin)."
     )
-    found = labelled_turns(Run.open(run.path), "rules", 3)
+    found = labelled_turns(Run.open(run.path), "builtin", 3)
     assert found[0].category == FOLLOW_UP and len({one.category for one in found}) == 3
     assert len({one.context_id for one in found}) == 3
     assert sum(rows["category"] == found[1].category) >= sum(rows["category"] == found[2].category)
@@ -161,9 +163,9 @@ def test_turns_and_decoys_stand_after_what_the_judge_was_shown(run):
     assert judge_main(["run", str(run.path)]) == 0
     run = Run.open(run.path)
     texts = run.generations.set_index(list(KEY))["text"]
-    own = run.labels.judgements("rules").assign(decoy="")
+    own = run.labels.judgements("builtin").assign(decoy="")
     own["shown"] = own["context_id"]
-    verdicts = pd.concat([own, run.labels.decoys("rules")])
+    verdicts = pd.concat([own, run.labels.decoys("builtin")])
     expected = {
         (row.shown, row.temperature, visible(texts[row.context_id, row.temperature, row.sample]),
          row.category, row.decoy)
@@ -173,7 +175,7 @@ def test_turns_and_decoys_stand_after_what_the_judge_was_shown(run):
     turns, contexts = data["turns"], data["contexts"]
     assert len(turns["text"]) == len(verdicts) > len(own) == 60
     assert own["category"].nunique() > 1
-    codes = turns["labels"]["rules"]["category"]
+    codes = turns["labels"]["builtin"]["category"]
     assert expected == {
         (contexts["id"][turns["context"][i]], turns["temperature"][i], turns["text"][i],
          data["categories"][codes[i]], ["", *DECOY_KINDS][turns["decoy"][i]])
@@ -206,15 +208,15 @@ def test_what_people_said_and_why_a_judge_gave_no_verdict(judged):
     rows = [row | {"category": "generic", "note": "dull"} for row in sheet.rows]
     table, *_ = write_sheet(judged, sheet._replace(rows=rows), judged.path.parent / "sheet")
     import_sheet(judged, table, "anna")
-    (judged.path / "judgements" / "rules.parquet").unlink()
+    (judged.path / "judgements" / "builtin.parquet").unlink()
     scores = [json.dumps({"generic": 0.75, "new_topic": 0.25}), *[None] * 59]
     why = {"error": ["", "no JSON", *[""] * 58], "mode": ["text", *[""] * 59], "scores": scores}
-    plant(judged, "rules", ["generic", None, *["generic"] * 58], **why)
+    plant(judged, "builtin", ["generic", None, *["generic"] * 58], **why)
     labels = unpacked(render_report([judged]))["turns"]["labels"]
-    assert list(labels) == ["rules", "anna (annotator)"]
-    assert labels["rules"]["score"][:2] == [0.75, None]
+    assert list(labels) == ["builtin", "anna (annotator)"]
+    assert labels["builtin"]["score"][:2] == [0.75, None]
     shown = "scores: generic 0.75, new topic 0.25 · judged by text"
-    assert labels["rules"]["reason"][:3] == [shown, "no JSON", ""]
+    assert labels["builtin"]["reason"][:3] == [shown, "no JSON", ""]
     own = judged.labels.annotations("anna")
     assert labels["anna (annotator)"]["reason"].count("dull") == len(own) > 0
 
@@ -249,12 +251,12 @@ def test_bits_and_outcomes_of_turns_come_from_results(judged):
     each = [[0.5, -0.25]] * len(turns)
     bits = turns.assign(reaction_bits=np.arange(len(turns)) / 8, bits_by_token=each)
     moons(folder_of(judged.path, "moons"), judged, turns=bits)
-    outcomes = turns.assign(grounded=1.0, dependent=np.nan, run="run")
-    moons(folder_of(judged.path, "rates-rules"), judged, turns=outcomes)
+    outcomes = turns.assign(dependent=1.0, run="run")
+    moons(folder_of(judged.path, "rates-builtin"), judged, turns=outcomes)
     found = unpacked(render_report([judged]))["turns"]
     assert found["bits"][::2] == pytest.approx(bits["reaction_bits"], abs=5e-4)
     assert set(found["bits"][1::2]) == {None} and found["token_bits"][:2] == [[0.5, -0.25], None]
-    assert found["labels"]["rules"]["grounded"] == [1.0, None] * 30
+    assert found["labels"]["builtin"]["dependent"] == [1.0, None] * 30
 
 
 def test_each_run_has_its_own_probabilities(judged, tmp_path):
@@ -316,8 +318,8 @@ def test_two_models_are_named_by_their_models_and_their_comparison_opens_the_pag
 
 def test_results_of_labels_that_were_replaced_say_so(judged):
     folder = moons(folder_of(judged.path, "moons"), judged)
-    about = {"kind": "moons", "labellers": ["rules"]}
-    for digest, old in ((judged.labels.digest(["rules"]), False), ("0" * 16, True)):
+    about = {"kind": "moons", "labellers": ["builtin"]}
+    for digest, old in ((judged.labels.digest(["builtin"]), False), ("0" * 16, True)):
         labels = {judged.identity_digest: digest}
         write(replace(read(folder), figures={}, about=about | {"labels": labels}), folder)
         page = render_report([judged])
@@ -425,7 +427,7 @@ def hostile(run: Run) -> Run:
 
 def test_hostile_texts_are_inert(run):
     bad = hostile(run)
-    plant(bad, "rules", CATEGORIES)
+    plant(bad, "builtin", CATEGORIES)
     moons(folder_of(bad.path, "moons"), bad, text="".join(HOSTILE))
     page = render_report([bad])
     outside = re.sub(r'id="data">.*?</script>', "", page, flags=re.S)

@@ -18,8 +18,8 @@ from ia_mech.engine.sampling import response_stream_key, stream_key
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.engine.workers import Crew
 from ia_mech.errors import UserError
+from ia_mech.judge import builtin_judge
 from ia_mech.judge.judging import label_run
-from ia_mech.judge.rules import RulesJudge
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.load import read_runs
 from ia_mech.run import Run
@@ -235,7 +235,7 @@ def test_an_interrupted_part_of_responses_keeps_its_finished_batches(
 
 
 def test_judge_and_rates_count_sources(run):
-    label_run(run, RulesJudge(), "rules", Quiet())
+    label_run(run, builtin_judge(), "builtin", Quiet())
     assert estimates(read_runs([run]))["sources"].max() == 3  # of nine contexts
 
 

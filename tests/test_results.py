@@ -29,7 +29,7 @@ def example_result(**changes) -> Result:
     figure, axes = new_axes("a", "x")
     axes.plot([0, 1], [1, 0])
     options = {
-        "name": "rates-rules",
+        "name": "rates-builtin",
         "question": "How often?",
         "sentence": "In 0.25 [0.10, 0.40] of turns.",
         "control": "After a wrong conversation 0.05.",
@@ -48,7 +48,7 @@ def example_result(**changes) -> Result:
 
 
 def test_a_result_comes_back_as_it_was_written(tmp_path, pictures):
-    result, folder = example_result(), folder_of(tmp_path, "rates-rules")
+    result, folder = example_result(), folder_of(tmp_path, "rates-builtin")
     write(result, folder)
     again = read(folder)
     for name in ("name", "question", "sentence", "control", "tables", "notes", "about"):
@@ -60,7 +60,7 @@ def test_a_result_comes_back_as_it_was_written(tmp_path, pictures):
         *("estimates.parquet", "probe.bin", "rates.pdf", "rates.png", "rates.svg"),
         *("result.json", "turns.parquet"),
     ]
-    assert [one.name for one in folders_of(tmp_path)] == ["rates-rules"]
+    assert [one.name for one in folders_of(tmp_path)] == ["rates-builtin"]
 
 
 def test_a_new_result_removes_the_files_of_the_old_one_and_nothing_else(tmp_path):

@@ -19,7 +19,7 @@ from ia_mech.run import Run
 from ia_mech.run.labels import ANNOTATIONS, JUDGEMENTS, KEY, Labels
 from ia_mech.run.sources import sources_of
 
-WHO = {"identity": {"kind": "rules", "model": "ü"}, "repeats": 1}
+WHO = {"identity": {"kind": "builtin", "model": "ü"}, "repeats": 1}
 VERDICTS = [
     {"category": FOLLOW_UP, "follow_up": True, "status": "judged", "rationale": "asks “why”\n日本"},
     {"category": "new_topic", "follow_up": False, "status": "judged", "scores": '{"generic": 0.5}'},
@@ -52,9 +52,9 @@ def labels_in(path, turns: str = "turns") -> Labels:
 
 
 def test_judgements_come_back_as_they_were_written(labels):
-    path = labels.write_judgements("rules", ROWS, WHO)
-    assert path == labels.path / "judgements" / "rules.parquet"
-    frame = labels.judgements("rules")
+    path = labels.write_judgements("builtin", ROWS, WHO)
+    assert path == labels.path / "judgements" / "builtin.parquet"
+    frame = labels.judgements("builtin")
     assert list(frame.columns) == JUDGEMENTS.names
     for (_, row), written in zip(frame.iterrows(), ROWS, strict=True):
         assert row.dropna().to_dict().items() >= {k: v for k, v in written.items() if v}.items()
@@ -62,10 +62,10 @@ def test_judgements_come_back_as_they_were_written(labels):
     assert frame["follow_up"].dtype == "boolean" and frame["follow_up"].mean() == 0.5
     assert frame["follow_up"].tolist() == [True, False, pd.NA, pd.NA]
     # Again: rows and record are replaced.
-    labels.write_judgements("rules", ROWS[:1], {"identity": {}})
-    assert len(labels.judgements("rules")) == 1
-    assert labels.record("judgements", "rules") == {"identity": {}}
-    assert files_under(labels.path) == ["judgements/rules.parquet"]
+    labels.write_judgements("builtin", ROWS[:1], {"identity": {}})
+    assert len(labels.judgements("builtin")) == 1
+    assert labels.record("judgements", "builtin") == {"identity": {}}
+    assert files_under(labels.path) == ["judgements/builtin.parquet"]
 
 
 def test_annotations_and_sheets_come_back_as_they_were_written(labels):
@@ -75,7 +75,7 @@ def test_annotations_and_sheets_come_back_as_they_were_written(labels):
     assert list(frame.columns) == ANNOTATIONS.names and frame["follow_up"].dtype == "boolean"
     assert [row.dropna().to_dict() for _, row in frame.iterrows()] == LABELS
     assert labels.record("annotations", "anna") == {"sheets": ["sheet-1"]}
-    key = {"rows": [["c0", 0.0, 0]], "judge": "rules", "note": "日本"}
+    key = {"rows": [["c0", 0.0, 0]], "judge": "builtin", "note": "日本"}
     path = labels.write_sheet("sheet-1", key)
     assert path == labels.path / "annotations" / "sheets" / "sheet-1.json"
     assert labels.sheet("sheet-1") == key
@@ -90,13 +90,13 @@ def test_the_key_of_a_sheet_that_can_not_be_read_is_refused_by_name(labels):
 
 
 def test_labels_of_other_turns_are_refused(labels):
-    labels.write_judgements("rules", ROWS, WHO)
+    labels.write_judgements("builtin", ROWS, WHO)
     labels.write_annotations("anna", LABELS, {})
     labels.write_sheet("sheet-1", {"n": 1})
     again = labels_in(labels.path, turns="other turns")
     for read, remedy in (
-        (lambda: again.judgements("rules"), "judge run"),
-        (lambda: again.decoys("rules"), "judge run"),
+        (lambda: again.judgements("builtin"), "judge run"),
+        (lambda: again.decoys("builtin"), "judge run"),
         (lambda: again.annotations("anna"), "annotate import"),
         (lambda: again.sheet("sheet-1"), "export and annotate a new sheet"),
     ):
@@ -105,8 +105,8 @@ def test_labels_of_other_turns_are_refused(labels):
 
 
 def test_verdicts_under_another_name_are_refused(labels):
-    labels.write_judgements("rules", [], {})
-    (labels.path / "judgements/rules.parquet").rename(labels.path / "judgements/strict.parquet")
+    labels.write_judgements("builtin", [], {})
+    (labels.path / "judgements/builtin.parquet").rename(labels.path / "judgements/strict.parquet")
     with pytest.raises(
         UserError, match=r"strict\.parquet can't be read \(it holds the judgements of"
     ):
@@ -127,9 +127,9 @@ def test_the_digest_of_turns_tells_texts_apart(tmp_path):
 def test_labels_leave_the_rest_of_the_run_as_it_was(merged, tmp_path):
     run = Run.open(shutil.copytree(merged.path, tmp_path / "run"))
     before = files_under(run.path)
-    run.labels.write_judgements("rules", ROWS, WHO)
+    run.labels.write_judgements("builtin", ROWS, WHO)
     run.labels.write_annotations("anna", LABELS, {})
-    added = ["annotations/anna.parquet", "judgements/rules.parquet"]
+    added = ["annotations/anna.parquet", "judgements/builtin.parquet"]
     assert files_under(run.path) == sorted(before + added)
     again = Run.open(run.path)
     assert again.digest() == merged.digest() and again.verify() == []
@@ -150,12 +150,12 @@ def test_labels_are_laid_out_over_the_turns_whatever_their_order(run):
     ]
     shown = keys[20]["context_id"]
     decoys = [keys[i] | {"category": said[i], "decoy": "sibling", "shown": shown} for i in (9, 4)]
-    run.labels.write_judgements("rules", verdicts + decoys, {})
+    run.labels.write_judgements("builtin", verdicts + decoys, {})
     of_sheet = {"sheet": "s", "stratum": "all", "inclusion_probability": 0.25}
     labels = [keys[i] | of_sheet | {"category": FOLLOW_UP, "follow_up": True} for i in (7, 3)]
     run.labels.write_annotations("anna", labels, {})
 
-    frame = run.labelled("rules", "anna", ["rationale"])
+    frame = run.labelled("builtin", "anna", ["rationale"])
     assert frame[list(KEY)].to_dict("records") == keys
     assert frame["category"].tolist() == [category or "failed" for category in said]
     number = {None: np.nan, True: 1.0, False: 0.0}
@@ -169,14 +169,14 @@ def test_labels_are_laid_out_over_the_turns_whatever_their_order(run):
 
     with pytest.raises(UserError, match="ia-mech judge run"):
         run.decoys("unjudged")
-    found = run.decoys("rules")
+    found = run.decoys("builtin")
     assert found["row"].tolist() == [9, 4] and set(found["decoy"]) == {"sibling"}
     assert set(found["shown_source"]) == {source_of[shown]}
     assert found["source"].tolist() == [source_of[keys[i]["context_id"]] for i in (9, 4)]
     assert run.decoys("anna").empty and "category" not in run.labelled(annotator="anna")
     assert run.labelled()["category"].tolist() == frame["category"].tolist()
     run.labels.write_judgements("other", verdicts, {})
-    with pytest.raises(UserError, match=r"verdicts of other, rules; name one: run.labelled\('"):
+    with pytest.raises(UserError, match=r"verdicts of builtin, other; name one: run.labelled\('"):
         run.labelled()
 
 
@@ -200,7 +200,7 @@ def test_a_name_that_can_not_be_a_files_writes_nothing(labels):
 
 @pytest.mark.parametrize("step", ["write", "replace"])
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(labels, monkeypatch, step):
-    path = labels.write_judgements("rules", ROWS, WHO)
+    path = labels.write_judgements("builtin", ROWS, WHO)
     before = path.read_bytes()
 
     def full(*arguments):
@@ -212,12 +212,12 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(labels, monkeyp
         *((pq.ParquetWriter, "write_table") if step == "write" else (os, "replace")), full
     )
     with pytest.raises(OSError, match="No space left"):
-        labels.write_judgements("rules", ROWS[:1], {})
+        labels.write_judgements("builtin", ROWS[:1], {})
     assert path.read_bytes() == before
-    assert files_under(labels.path) == ["judgements/rules.parquet"]
+    assert files_under(labels.path) == ["judgements/builtin.parquet"]
     monkeypatch.undo()
-    labels.write_judgements("rules", ROWS[:1], {})
-    assert len(labels.judgements("rules")) == 1
+    labels.write_judgements("builtin", ROWS[:1], {})
+    assert len(labels.judgements("builtin")) == 1
 
 
 # -- what can't be read -------------------------------------------------------------------------
@@ -227,16 +227,16 @@ def test_an_unknown_judge_is_refused_naming_those_there(labels):
     for read in (labels.judgements, lambda name: labels.record("judgements", name)):
         with pytest.raises(UserError, match="run has no judgements of 'gpt'; run: ia-mech judge"):
             read("gpt")
-    labels.write_judgements("rules", ROWS, WHO)
+    labels.write_judgements("builtin", ROWS, WHO)
     labels.write_judgements("other", ROWS, WHO)
-    # A command without --judge would give the rules judge's verdicts that name.
-    with pytest.raises(UserError, match=r"of 'gpt'; give one of other, rules, or .* --judge …"):
+    # A command without --judge would give the built-in judge's verdicts that name.
+    with pytest.raises(UserError, match=r"of 'gpt'; give one of builtin, other, or .* --judge …"):
         labels.judgements("gpt")
 
 
 def test_a_file_that_can_not_be_read_is_refused_by_name(labels):
     """No Parquet, half of a Parquet file, another table, and a damaged record."""
-    path = labels.write_judgements("rules", ROWS, WHO)
+    path = labels.write_judgements("builtin", ROWS, WHO)
     whole, table = path.read_bytes(), pq.read_table(path)
 
     def damage():
@@ -254,8 +254,8 @@ def test_a_file_that_can_not_be_read_is_refused_by_name(labels):
     for _ in damage():
         shutil.copy(path, labels.path / "annotations")
         for kind, read in (("judgements", labels.judgements), ("annotations", labels.annotations)):
-            problem = rf"(?s){kind}/rules\.parquet can't be read \(.*; remove it and run: "
+            problem = rf"(?s){kind}/builtin\.parquet can't be read \(.*; remove it and run: "
             with pytest.raises(UserError, match=problem):
-                read("rules")
+                read("builtin")
             with pytest.raises(UserError, match=problem):
-                labels.record(kind, "rules")
+                labels.record(kind, "builtin")

@@ -13,12 +13,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import tiny_encoder
 import torch
 from safetensors import SafetensorError
 
 from benchmarks.probe_validation.planted import Plan, plant, write
 from ia_mech import cli
 from ia_mech.errors import UserError, exhaustion
+from ia_mech.models import embedded
 from ia_mech.run import Run
 
 # -- what is recognised ---------------------------------------------------------------------------
@@ -96,9 +98,9 @@ def words(command: str, folder: Path, model: str) -> list[str]:
             *("--max-new-tokens", "4", "--batch-rows", "4", "--out", str(folder / "new")),
         ],
         "judge": ["-m", "ia_mech.judge", "run", run],
-        "rates": ["-m", "ia_mech.rates", run, "--judge", "rules"],
+        "rates": ["-m", "ia_mech.rates", run, "--judge", "builtin"],
         "probes": ["-m", "probes.train", str(folder / "planted"), *FEW],
-        "experiment": ["-m", "experiments.temperature_sweep", run, "--judge", "rules"],
+        "experiment": ["-m", "experiments.temperature_sweep", run, "--judge", "builtin"],
     }[command]
 
 
@@ -108,6 +110,8 @@ def prepared(tiny_model_dir, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("starved")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IA_MECH_CACHE", str(folder / "cache"))
+        encoder = folder / "cache" / "models" / embedded.ENCODER.folder
+        shutil.copytree(tiny_encoder.encoder_directory(), encoder)
         for command in ("sample", "judge"):
             assert python(words(command, folder, tiny_model_dir), folder).returncode == 0
             if command == "sample":

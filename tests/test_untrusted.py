@@ -271,7 +271,7 @@ def test_what_is_unseen_is_kept_in_the_run_and_shown_nowhere(
     (line, *_) = re.findall(r"^    user turn: (.*)$", shown[0].out, re.MULTILINE)
     assert line == "�" * len(UNSEEN) + "[bold]bold[/bold] :cat: \\"
     shown.append(call(judge.main, ["run", str(run.path)], capfd))
-    words = [str(run.path), "--judge", "rules", "--full"]
+    words = [str(run.path), "--judge", "builtin", "--full"]
     shown.append(call(rates.main, words, capfd))
     words = ["export", str(run.path), "--n", "6", "--out", str(tmp_path / "sheet")]
     shown.append(call(annotate.main, words, capfd))
@@ -279,7 +279,7 @@ def test_what_is_unseen_is_kept_in_the_run_and_shown_nowhere(
     for outcome in shown:
         assert outcome.status == 0, outcome.err
         assert not set(UNSEEN) & set(outcome.out)
-    results = run.path / "results" / "rates-rules" / "result.json"
+    results = run.path / "results" / "rates-builtin" / "result.json"
     for file in (results, tmp_path / "sheet.csv"):
         text = file.read_text(encoding="utf-8-sig")
         assert visible(text.replace("\r", "")) == text.replace("\r", ""), file

@@ -18,14 +18,24 @@ if TYPE_CHECKING:
     from ia_mech.run import Run
 
 
+def builtin_judge() -> "Judge":
+    """The built-in judge, whose ``judge(items)`` gives verdicts on :class:`verdict.Item` objects.
+
+    Its encoder is downloaded once, when it first judges.
+    """
+    from ia_mech.judge.builtin import BuiltInJudge
+
+    return BuiltInJudge()
+
+
 def label(
-    run: "str | Path | Run", judge: "Judge | None" = None, name: str = "rules"
+    run: "str | Path | Run", judge: "Judge | None" = None, name: str = "builtin"
 ) -> "pd.DataFrame":
     """Have a judge label the user turns of a run, and its decoys, as ``ia-mech judge run`` does.
 
     Args:
         run: or its folder, where the verdicts are kept; what is labelled isn't labelled again.
-        judge: the rules judge unless another is given.
+        judge: the built-in judge unless another is given.
         name: of its verdicts in the run.
 
     Returns:
@@ -36,7 +46,6 @@ def label(
     """
     from ia_mech.display import Bar
     from ia_mech.judge.judging import label_run
-    from ia_mech.judge.rules import RulesJudge
     from ia_mech.judge.verdict import Judge
     from ia_mech.run import Run
 
@@ -46,5 +55,5 @@ def label(
             "give an object of a class of ia_mech.judge.verdict.Judge, or use ia-mech judge run",
         )
     run = run if isinstance(run, Run) else Run.open(run)
-    label_run(run, judge or RulesJudge(), name, Bar())
+    label_run(run, judge or builtin_judge(), name, Bar())
     return run.labelled(name)

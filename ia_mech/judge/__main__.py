@@ -37,7 +37,7 @@ floor.
 EPILOG = """\
 examples:
   ia-mech judge run cache/RUN
-      the built-in rules judge: offline, deterministic, free. It is a heuristic: say so in your text
+      the built-in judge: English, deterministic, free. Say how good it is (judge/builtin/CARD.md)
   ia-mech judge run cache/RUN --judge llm --model gpt-5-mini
       a language model at OpenAI (key from $OPENAI_API_KEY), or at --base-url, any compatible server
   ia-mech judge agreement cache/RUN
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         module, function = args.function.split(":")
         return getattr(importlib.import_module(module), function)(args)
 
-    cached = getattr(args, "judge", "rules") != "rules"
+    cached = getattr(args, "judge", "builtin") != "builtin"
     kept = "verdicts so far are kept" if cached else "no file was left half-written"
     return run_command(body, lambda: kept, getattr(args, "threads", None))
 
@@ -97,7 +97,7 @@ def _add_run(commands) -> None:
     parser = commands.add_parser(
         "run",
         help="judge all user turns of a run",
-        usage="%(prog)s RUN [--judge rules|llm|hf|MODULE:CLASS] [--model NAME] [options]",
+        usage="%(prog)s RUN [--judge builtin|llm|hf|MODULE:CLASS] [--model NAME] [options]",
         description="Judge all user turns of a run, and decoys (turns after a conversation that "
         "they\ndid not follow); write judgements/<name>.parquet into it. Verdicts of language "
         "models are\nkept in cache/judgements/: none is paid for twice.",
@@ -106,7 +106,7 @@ def _add_run(commands) -> None:
     add = parser.add_argument
     add("run", type=run_folder, metavar="RUN", help="a run's folder")
     _add_judge(parser)
-    add("--name", help="what to call the verdicts (default: rules, or the model's name)")
+    add("--name", help="what to call the verdicts (default: builtin, or the model's name)")
     add(
         "--decoys",
         type=whole_from(0),
@@ -126,7 +126,7 @@ def _add_check(commands) -> None:
     parser = commands.add_parser(
         "check",
         help="judge annotated turns in a file, and show how good the judge is",
-        usage="%(prog)s FILE [--judge rules|llm|hf|MODULE:CLASS] [--model NAME] [options]",
+        usage="%(prog)s FILE [--judge builtin|llm|hf|MODULE:CLASS] [--model NAME] [options]",
         description="Judge the turns of a JSON-lines file (query, response, user_turn; category "
         "where\nannotated; source_id for intervals) and compare with the annotations.",
     )
@@ -140,8 +140,8 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     add(
         "--judge",
         type=_judge,
-        default="rules",
-        help="rules: embedded heuristic (default); llm: a server's model; hf: a local model; "
+        default="builtin",
+        help="builtin: learned, English (default); llm: a server's model; hf: a local model; "
         "MODULE:CLASS: your own (docs/judging.md)",
     )
     add(
@@ -200,8 +200,8 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
 
 
 def _judge(name: str) -> str:
-    if name not in ("rules", "llm", "hf") and not name.strip(":").partition(":")[2]:
-        raise argparse.ArgumentTypeError(f"{name!r} is none of rules, llm, hf and MODULE:CLASS")
+    if name not in ("builtin", "llm", "hf") and not name.strip(":").partition(":")[2]:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of builtin, llm, hf and MODULE:CLASS")
     return name
 
 

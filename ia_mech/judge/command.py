@@ -15,6 +15,7 @@ from rich.markup import escape
 from ia_mech.cli import NOTHING, one_line, program, shell_word
 from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
+from ia_mech.judge import builtin_judge
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.judging import (
     ON_UNPERTURBED,
@@ -105,10 +106,8 @@ def make_judge(args: argparse.Namespace, run: Run | None = None) -> Judge:
     params = _params(given.pop("param", []))
     if "rubric" in given:
         given["rubric"] = read_rubric(given["rubric"])
-    if kind == "rules":
-        from ia_mech.judge.rules import RulesJudge
-
-        return RulesJudge()
+    if kind == "builtin":
+        return builtin_judge()
     if kind == "hf":
         return _make_hf(run, **given)
     if kind == "llm":

@@ -105,6 +105,7 @@ def judge_items(
                 "not requested again: allow more tokens (--param), which makes another judge"
             )
         if missing:
+            judge.prepare()
             if estimate := judge.estimate(missing):
                 progress.say(estimate)
             progress.start("judging", len(missing), unit="turn")

@@ -15,7 +15,7 @@ from typing import Any
 
 from ia_mech.errors import UserError
 
-VERSION = "1"
+VERSION = "2"
 FOLLOW_UP = "follow_up"
 CANNOT_ASSESS = "cannot_assess"
 # Turns that repeat the conversation or speak as the assistant, in a refusal for instance.
@@ -167,7 +167,8 @@ CATEGORIES: tuple[Category, ...] = (
     Category(
         "repeats_response",
         "Repeats, paraphrases or continues the text of the response, with no move of the user's "
-        "own; most of its words or figures are the response's.",
+        "own, and doesn't answer or help as an assistant does; most of its words or figures are "
+        "the response's.",
         (
             Example(
                 *_SOURDOUGH,
@@ -184,7 +185,7 @@ CATEGORIES: tuple[Category, ...] = (
     Category(
         "speaks_as_assistant",
         "Speaks as the assistant: answers, explains, writes or corrects the solution, gives advice "
-        "or offers help, in new words rather than the response's.",
+        "or offers help, also where it takes words of the query or the response for that.",
         (
             Example(
                 *_SOURDOUGH,
@@ -297,8 +298,8 @@ def heading(category: str) -> str:
 
 # Where a turn fits two categories, the first that applies.
 ORDER = (
-    "degenerate, if it has no meaning as a whole; then plans; then repeats_query and "
-    "repeats_response, whichever text it repeats; then speaks_as_assistant; then generic; then "
+    "degenerate, if it has no meaning as a whole; then plans; then speaks_as_assistant; then "
+    "repeats_query and repeats_response, whichever text it repeats; then generic; then "
     "follow_up, if something concrete in the response explains it; else new_topic. A turn "
     "of several parts is what dominates it; one that begins with a whole, sensible sentence and "
     "then breaks off or garbles is what that sentence is"

@@ -60,8 +60,8 @@ def export_sheet(
     ``n`` rows are drawn at random without replacement within strata. A quarter as many decoys are
     added, equally many of each kind that there is. Draws depend on the seed and the sheet's name:
     two sheets of a run are independent samples. The strata are the categories of the judge
-    ``by`` (the only one there is, or ``rules``; without a judge all are one stratum), whose rubric
-    is the sheet's.
+    ``by`` (the only one there is, or ``builtin``; without a judge all are one stratum), whose
+    rubric is the sheet's.
 
     Raises:
         UserError: an unfinished run; no such judge, or several and none was named; n that the run
@@ -70,7 +70,7 @@ def export_sheet(
     run.check_finished()
     judges, rows = run.labels.judges, run.turns
     if by is None and judges:
-        by = judges[0] if len(judges) == 1 else "rules"
+        by = judges[0] if len(judges) == 1 else "builtin"
         if by not in judges:
             raise UserError(
                 f"{run.path} has verdicts of several judges ({', '.join(judges)})",

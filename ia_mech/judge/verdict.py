@@ -10,10 +10,6 @@ from typing import Any
 
 from ia_mech.judge.rubric import BUILT_IN, Rubric
 
-# What a judge's verdict on a turn may be counted for, and in words. A turn is ``grounded`` if it is
-# a follow-up and at most this share of the run's decoys of wrong conversations have its grounding.
-OUTCOMES = {"follow_up": "follow-ups", "grounded": "grounded follow-ups"}
-GROUNDED_P = 0.05
 JUDGED = "judged"  # the status of a verdict that names a category
 # The other statuses. But for ``truncated``, they aren't cached: the same command requests again.
 TRUNCATED = "truncated"
@@ -30,7 +26,7 @@ class Item:
 
     def key(self, judge: str = "") -> str:
         """Content address of a verdict: 64 hex digits over the judge's hash and the texts."""
-        # The 0 was the number of a repetition: the card of the rules judge names items by this.
+        # The 0 was the number of a repetition: the built-in judge names items by this.
         text = json.dumps([judge, 0, self.query, self.response, self.turn])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -45,8 +41,8 @@ class Verdict:
     """A judge's verdict on one item, or why there is none.
 
     Raises:
-        ValueError: a category without ``judged`` or the other way round, or a score or grounding
-            that is no finite number.
+        ValueError: a category without ``judged`` or the other way round, or a score that is no
+            finite number.
     """
 
     category: str | None  # one of the judge's rubric's; None for a failure
@@ -58,9 +54,6 @@ class Verdict:
     prompt_tokens: int = 0  # as billed; 0 for judges that don't count
     completion_tokens: int = 0
     cost: float | None = None  # in US dollars; None if no price is known
-    # How well the turn's words show that it belongs to the conversation (larger is better, no
-    # unit), from judges that score that.
-    grounding: float | None = None
     answer: str = ""  # what a model wrote, as it came
     reasoning: str = ""
     served: str = ""  # the model that a server says it answered with
@@ -68,9 +61,8 @@ class Verdict:
     def __post_init__(self) -> None:
         if (self.status == JUDGED) != isinstance(self.category, str):
             raise ValueError(f"a verdict {self.status!r:.60} of {self.category!r:.60}")
-        numbers = [*(self.scores or {}).values(), 0.0 if self.grounding is None else self.grounding]
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError(f"a score that is no finite number: {self.scores}, {self.grounding}")
+        if not all(map(math.isfinite, (self.scores or {}).values())):
+            raise ValueError(f"a score that is no finite number: {self.scores}")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -111,6 +103,10 @@ class Judge:
     batch = 1
     concurrency = 1
     ended = threading.Event()
+
+    def prepare(self) -> None:
+        """Get what judging needs, such as files to download. It is called before any progress is
+        shown."""
 
     def estimate(self, items: Sequence[Item]) -> str:
         """What judging these takes, on one line; empty if it isn't worth a line."""

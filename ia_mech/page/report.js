@@ -87,11 +87,9 @@ unpacked().then((data) => {
     choice(`data: ${field}`, valuesOf([...new Set(values)].sort(), (i) => values[turns.context[i]]));
   }
   for (const judge of judges) {
-    for (const outcome of ["grounded", "dependent"]) {
-      const values = turns.labels[judge][outcome] || [];
-      choice(`follow-up and ${outcome}${byJudge(judge)}`, valuesOf([1, 0].filter((value) => values.includes(value)),
-        (i) => values[i], (value) => (value ? "yes" : "no")));
-    }
+    const values = turns.labels[judge].dependent || [];
+    choice(`follow-up and dependent${byJudge(judge)}`, valuesOf([1, 0].filter((value) => values.includes(value)),
+      (i) => values[i], (value) => (value ? "yes" : "no")));
   }
   choice("shown after", valuesOf(upwards(turns.decoy), (i) => turns.decoy[i], (k) => SHOWN_AFTER[k]), SHOWN_AFTER[0]);
   for (const [name, beyond] of [["bits from", (b, v) => b >= v], ["bits to", (b, v) => b <= v]]) {

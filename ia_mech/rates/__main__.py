@@ -3,7 +3,7 @@
 Usage::
 
     ia-mech rates cache/RUN
-    ia-mech rates cache/RUN-A cache/RUN-B --judge rules
+    ia-mech rates cache/RUN-A cache/RUN-B --judge builtin
     ia-mech rates cache/RUN --by correct
 
 What needs torch or pandas is imported late, so that ``--help`` and a mistyped flag answer at once.

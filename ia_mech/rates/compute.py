@@ -12,6 +12,7 @@ from ia_mech.estimates import ALL, TidyEstimate, by_dataset, frame_of, holm_corr
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import CANNOT_ASSESS
 from ia_mech.rates.evidence import DEPENDENT
+from ia_mech.rates.gate import VERDICTS
 from ia_mech.rates.latent import rises
 from ia_mech.rates.load import EVERY, FAILED, SUBJECT, JudgedTurns, matching
 from ia_mech.stats import (
@@ -101,7 +102,6 @@ def floors(
     kind: str,
     by: Sequence[str] = (),
     *,
-    outcome: str = "follow_up",
     level: float = 0.95,
     **names: Any,
 ) -> Iterator[TidyEstimate]:
@@ -113,9 +113,9 @@ def floors(
     difference.
     """
     for group, those in _groups(decoys[decoys["decoy"] == kind], by):
-        of = names | group | {"outcome": outcome, "level": level, "decoy": kind}
-        both = those[["source", "shown_source", outcome, f"own_{outcome}"]].dropna()
-        own, other = both[f"own_{outcome}"].astype(float), both[outcome].astype(float)
+        of = names | group | {"outcome": "follow_up", "level": level, "decoy": kind}
+        both = those[["source", "shown_source", *VERDICTS]].dropna()
+        own, other = (both[name].astype(float) for name in VERDICTS)
         # The turns of decoys are turns: their rate has the interval of any other rate.
         rate = cluster_mean(own, both["source"], proportion=True, level=level)
         pair = both["source"], both["shown_source"]
@@ -143,7 +143,7 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
     Returns:
         One row per estimate:
 
-        - ``quantity``: ``rate``, of each outcome; ``rate_complete``, of follow-ups after
+        - ``quantity``: ``rate``; ``rate_complete``, of follow-ups after
           finished responses; ``difference``, of the follow-up rate from the greedy one;
           ``cannot_assess``, ``failed`` and ``unfinished``, shares of all turns; ``category_share``;
           ``reach``, the share of contexts with a follow-up among ``n_samples``;
@@ -155,9 +155,9 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
           ``rise_else`` and ``rise_beyond_siblings`` (:func:`ia_mech.rates.latent.rises`).
         - ``model``, ``weights_hash``, ``perturbation``, ``dataset`` (may be ``(all)``),
           ``temperature`` (0 is greedy; missing over all of them, of ``reach`` all but greedy),
-          ``judge``, ``responses`` (after which the turns come), ``outcome``, ``category`` (of
-          ``category_share``), ``decoy`` (its kind): what it is of. ``gate``: what decoys of other
-          conversations say of the judge's verdicts on this outcome of this model.
+          ``judge``, ``responses`` (after which the turns come), ``outcome`` (``follow_up`` or
+          ``dependent``), ``category`` (of ``category_share``), ``decoy`` (its kind): what it is of.
+          ``gate``: what decoys of other conversations say of the judge's verdicts on this model.
         - ``value``, ``low``, ``high``, ``level``, ``method``: the estimate and its interval;
           missing where there is none. ``p``, ``p_holm``, ``test``: of a difference; corrected over
           all comparisons, those of ``(all)`` in a family of their own.
@@ -169,19 +169,16 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
     for subject, turns in judged.turns.groupby(SUBJECT, observed=True):
         names = dict(zip(SUBJECT, subject, strict=True))
         decoys = judged.decoys[matching(judged.decoys, names)]
-        gates = judged.by_model[names["model"], names["weights_hash"]]
-        words = {outcome: gate.verdict for outcome, gate in gates.items()}
+        word = judged.by_model[names["model"], names["weights_hash"]].verdict
         names |= {"judge": judged.judge, "responses": judged.responses}
         for dataset, here in by_dataset(turns):
             of, own = names | {"dataset": dataset}, turns[here]
             among = decoys if dataset == ALL else decoys[decoys["dataset"] == dataset]
-            for outcome, word in words.items():
-                about = {"outcome": outcome, "level": level, **of, "gate": word}
-                rows += rates(own, ["temperature"], **about)
-                for kind in DECOY_KINDS:
-                    rows += floors(among, kind, ["temperature"], **about)
-                    rows += floors(among, kind, **about)
-            about = {"level": level, **of, "gate": words["follow_up"]}
+            about = {"level": level, **of, "gate": word}
+            rows += rates(own, ["temperature"], **about)
+            for kind in DECOY_KINDS:
+                rows += floors(among, kind, ["temperature"], **about)
+                rows += floors(among, kind, **about)
             rows += rises(among, about | {"outcome": "follow_up"}, level)
             if own[DEPENDENT].notna().any():
                 rows += rates(own, ["temperature"], outcome=DEPENDENT, **about)
@@ -198,7 +195,7 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
                 rows += rates(complete, ["temperature"], quantity="rate_complete", **about)
             for temperature, at in own.groupby("temperature"):
                 of_group = of | {"temperature": float(temperature), "level": level}
-                of_group |= {"outcome": "follow_up", "gate": words["follow_up"]}
+                of_group |= {"outcome": "follow_up", "gate": word}
                 if temperature:
                     rows += _reach(at, of_group, level)
                     rows += _components(at, of_group, level)

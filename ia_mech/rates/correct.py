@@ -108,7 +108,7 @@ def estimates(
     rows: list[TidyEstimate] = []
     for subject, own in known.groupby(SUBJECT):
         names: dict[str, Any] = dict(zip(SUBJECT, subject, strict=True))
-        gate = judged.by_model[names["model"], names["weights_hash"]]["follow_up"].verdict
+        gate = judged.by_model[names["model"], names["weights_hash"]].verdict
         of = names | {"judge": judged.judge, "responses": judged.responses, "level": level}
         for dataset, here in by_dataset(own):
             about = of | {"dataset": dataset}
@@ -136,7 +136,7 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
     return result_on(
         judged,
         "rates-by-correct",
-        [of["follow_up"] for of in judged.by_model.values()],
+        [*judged.by_model.values()],
         {"level": level, "seed": seed},
         question=QUESTION,
         sentence=" ".join(_sentence(of, level) for _, of in rows.groupby(SUBJECT, sort=False)),

@@ -11,10 +11,10 @@ import pandas as pd
 
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.judge.decoys import AFTER, SIBLING, WRONG
-from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.stats import Estimate, dyadic_difference
 
-RULES = "rules"  # the name of the built-in judge
+BUILT_IN = "builtin"  # the name of the built-in judge
+VERDICTS = ("own_follow_up", "follow_up")  # columns of decoys: after its own context, and there
 GATE_LEVEL = 0.95  # of the interval that decides
 PASSED, NOT_PASSED = "passed", "failed"
 UNDECIDED, NO_DECOYS = "undecided", "no decoys"
@@ -31,7 +31,6 @@ class Gate:
     """
 
     judge: str
-    outcome: str  # one of ``judge.verdict.OUTCOMES``
     decoys: int  # with both verdicts
     rate: float  # at which their turns are follow-ups to their own contexts; each decoy counts
     floor: float  # at which they are follow-ups to the contexts that they didn't follow
@@ -78,13 +77,13 @@ class Gate:
         else:
             text = (
                 f"Over all temperatures together, {named(self.judge)} calls {self.rate:.2f} of the "
-                f"turns{whose} {OUTCOMES[self.outcome]}, and {self.floor:.2f} of them when it is "
-                f"shown them after {AFTER[WRONG]}: {self.more}. {self.decided}"
+                f"turns{whose} follow-ups, and {self.floor:.2f} of them when it is shown them "
+                f"after {AFTER[WRONG]}: {self.more}. {self.decided}"
             )
         if self.siblings is not None and self.siblings.decoys:
             text += (
                 ". When it is shown them after another response to the same query, it calls "
-                f"{self.siblings.floor:.2f} of them {OUTCOMES[self.outcome]}: {self.siblings.more}"
+                f"{self.siblings.floor:.2f} of them follow-ups: {self.siblings.more}"
             )
         return text
 
@@ -108,24 +107,22 @@ class Gate:
 
 def named(judge: str) -> str:
     """A judge as sentences name it."""
-    return "the built-in judge" if judge == RULES else f"judge {judge}"
+    return "the built-in judge" if judge == BUILT_IN else f"judge {judge}"
 
 
-def gate_of(decoys: pd.DataFrame, judge: str, outcome: str, model: str = "") -> Gate:
+def gate_of(decoys: pd.DataFrame, judge: str, model: str = "") -> Gate:
     """The gate of a judge on the turns of one model, whose decoys these are
     (``JudgedTurns.decoys``). Decoys of unperturbed contexts decide, where there are any.
     """
     plain = decoys[decoys["perturbation"] == UNPERTURBED]
-    decoys = (decoys if plain.empty else plain).dropna(subset=[outcome, f"own_{outcome}"])
-    siblings = _gate(decoys, judge, outcome, model, SIBLING)
-    return _gate(decoys, judge, outcome, model, WRONG, siblings)
+    decoys = (decoys if plain.empty else plain).dropna(subset=[*VERDICTS])
+    siblings = _gate(decoys, judge, model, SIBLING)
+    return _gate(decoys, judge, model, WRONG, siblings)
 
 
-def _gate(
-    decoys: pd.DataFrame, judge: str, outcome: str, model: str, kind: str, *siblings: Gate
-) -> Gate:
+def _gate(decoys: pd.DataFrame, judge: str, model: str, kind: str, *siblings: Gate) -> Gate:
     pairs = decoys[decoys["decoy"] == kind]
-    own, other = pairs[f"own_{outcome}"].astype(float), pairs[outcome].astype(float)
+    own, other = (pairs[name].astype(float) for name in VERDICTS)
     sources = pairs["source"], pairs["shown_source"]
     excess, twice = (
         dyadic_difference(own, other, *sources, times=times, level=GATE_LEVEL) for times in (1, 2)
@@ -133,4 +130,4 @@ def _gate(
     margin = twice if kind == WRONG else excess
     rate, floor = (float(of.mean()) if len(pairs) else np.nan for of in (own, other))
     numbers = rate, floor, excess, margin
-    return Gate(judge, outcome, len(pairs), *numbers, kind, model, *siblings)
+    return Gate(judge, len(pairs), *numbers, kind, model, *siblings)

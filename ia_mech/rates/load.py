@@ -17,12 +17,10 @@ import pandas as pd
 
 from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.rubric import CANNOT_ASSESS, OUT_OF_ROLE, Rubric, rubric_of
-from ia_mech.judge.verdict import GROUNDED_P, OUTCOMES, identity_hash
+from ia_mech.judge.verdict import identity_hash
 from ia_mech.rates.evidence import DEPENDENT, dependent
-from ia_mech.rates.gate import Gate, gate_of
-from ia_mech.rates.grounding import p_values
+from ia_mech.rates.gate import VERDICTS, Gate, gate_of
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
 from ia_mech.run.reader import GROUPS
@@ -36,11 +34,7 @@ _SAMPLING += ["max_new_tokens", "max_response_tokens"]
 SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
 _OF_TURN = ["run", *SUBJECT, "dataset", "temperature", "source", "context", "unfinished"]
 _OF_TURN += ["out_of_role"]
-_DECOYS = [
-    *_OF_TURN,
-    *("decoy", "shown_source"),
-    *(f"{own}{name}" for name in OUTCOMES for own in ("", "own_")),
-]  # columns of JudgedTurns.decoys
+_DECOYS = [*_OF_TURN, "decoy", "shown_source", *VERDICTS]  # columns of JudgedTurns.decoys
 
 
 @dataclass(frozen=True)
@@ -51,12 +45,9 @@ class JudgedTurns:
 
     - of the run ``run`` (its folder), ``model``, ``weights_hash`` and ``context`` (a key that holds
       across runs);
-    - of the judge ``fitted`` (it was fitted on the turn) and two more outcomes, 1, 0, or NaN where
-      not assessed: ``grounded``, a follow-up with a word of the conversation that turns held
-      against others seldom share (:mod:`ia_mech.rates.grounding`), and ``dependent``, a
-      follow-up with a likelihood that favours the own response over all its siblings together.
-      They are NaN where the judge doesn't test it, or no bits were computed
-      (``experiments.reaction``);
+    - of the judge ``fitted`` (it was fitted on the turn); ``dependent``, 1 if the turn is a
+      follow-up with a likelihood that favours the own response over all its siblings together, 0 if
+      not, NaN where not assessed or no bits were computed (``experiments.reaction``);
     - ``out_of_role``, 1 if it repeats the conversation or speaks as the assistant
       (:data:`ia_mech.judge.rubric.OUT_OF_ROLE`), else 0; NaN where not assessed, or where the
       rubric has no such category;
@@ -65,8 +56,8 @@ class JudgedTurns:
 
     ``decoys`` has a row per decoy (:mod:`ia_mech.judge.decoys`). Columns named as in ``turns`` are
     of its turn; ``decoy`` is its kind, ``shown_source`` the source of the context shown.
-    ``follow_up`` and ``grounded`` are the verdict on the decoy, ``own_follow_up`` and
-    ``own_grounded`` that on the same turn after the context that it followed.
+    ``follow_up`` is the verdict on the decoy, ``own_follow_up`` that on the same turn after the
+    context that it followed.
     """
 
     turns: pd.DataFrame
@@ -84,40 +75,24 @@ class JudgedTurns:
         """What the judge labels by."""
         return rubric_of(self.record)
 
-    @property
-    def outcomes(self) -> list[str]:
-        """The outcomes that this judge's verdicts have, ``follow_up`` first."""
-        return [name for name in OUTCOMES if name == "follow_up" or self.turns[name].notna().any()]
-
     @cached_property
-    def by_model(self) -> dict[tuple[str, str], dict[str, Gate]]:
-        """By model and hash of its weights, then by outcome: the gate of the judge there."""
+    def by_model(self) -> dict[tuple[str, str], Gate]:
+        """By model and hash of its weights: the gate of the judge there."""
         models = self.turns[SUBJECT[:2]].drop_duplicates().astype(str).sort_values(SUBJECT[:2])
         found = {}
         for model, weights in models.itertuples(index=False):
             own = self.decoys[matching(self.decoys, {"model": model, "weights_hash": weights})]
             whose = model if len(models) > 1 else ""
-            found[model, weights] = {
-                outcome: gate_of(own, self.judge, outcome, whose) for outcome in self.outcomes
-            }
+            found[model, weights] = gate_of(own, self.judge, whose)
         return found
 
     @property
-    def gates(self) -> dict[str, Gate]:
-        """By outcome, the gate of the only model. Of several models it is the gate with the lowest
-        margin, or without one: a claim about all models rests on that."""
-        return {
-            outcome: min(
-                (gates[outcome] for gates in self.by_model.values()),
-                key=lambda gate: np.nan_to_num(gate.margin.low, nan=-np.inf),
-            )
-            for outcome in self.outcomes
-        }
-
-    @property
     def gate(self) -> Gate:
-        """That of ``follow_up``."""
-        return self.gates["follow_up"]
+        """The gate of the only model. Of several models it is the gate with the lowest margin, or
+        without one: a claim about all models rests on that."""
+        return min(
+            self.by_model.values(), key=lambda gate: np.nan_to_num(gate.margin.low, nan=-np.inf)
+        )
 
 
 def matching(rows: pd.DataFrame, values: Mapping[str, Any]) -> np.ndarray:
@@ -291,12 +266,12 @@ def _turns_and_decoys(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """``turns`` of :class:`JudgedTurns` but for ``dependent``, and its ``decoys``."""
     there = annotator if annotator in run.labels.annotators else None
-    turns = run.labelled(judge, there, ["fitted", "grounding"])
+    turns = run.labelled(judge, there, ["fitted"])
     of_run = str(run.path), run.model["name"], run.model["weights_hash"]
     for name, value in zip(("run", "model", "weights_hash"), of_run, strict=True):
         turns[name] = pd.Categorical.from_codes([0] * len(turns), [value])
     turns["fitted"] = turns["fitted"].fillna(False).astype(bool)
-    turns["context"], words = _contexts_and_words(run, turns)
+    turns["context"] = _contexts(run, turns)
     turns["unlabelled"] = _unlabelled(run, turns, annotator, judge)
     named = set(OUT_OF_ROLE) & set(rubric_of(run.labels.record("judgements", judge)).names)
     outside = turns["category"].isin(named).astype(float)
@@ -305,25 +280,12 @@ def _turns_and_decoys(
         turns["dataset"] = _groups(run, turns["context_id"], by)
     if there is None:
         turns["truth"] = turns["inclusion"] = np.nan
-    decoys = run.decoys(judge, ["grounding"])
+    decoys = run.decoys(judge)
     row = decoys.pop("row")
-    p = p_values(
-        np.concatenate([turns["grounding"], decoys["grounding"]]).astype(float),
-        np.concatenate([words, words[row]]),
-        np.concatenate([turns["source"].astype(object), decoys["source"]]),
-        np.concatenate([turns["source"].astype(object), decoys["shown_source"]]),
-        np.concatenate([np.zeros(len(turns), dtype=bool), decoys["decoy"] == WRONG]),
-    )
-    follow_up = np.concatenate([turns["follow_up"], decoys["follow_up"]])
-    grounded = np.where(follow_up == 1, np.where(np.isnan(p), np.nan, p <= GROUNDED_P), follow_up)
-    if np.isnan(p).all():  # the judge doesn't test it
-        grounded[:] = np.nan
-    turns["grounded"] = grounded[: len(turns)]
     frame = turns[_OF_TURN].iloc[row].reset_index(drop=True)
     frame = frame.assign(decoy=decoys["decoy"].astype(object), shown_source=decoys["shown_source"])
-    frame["follow_up"], frame["grounded"] = decoys["follow_up"], grounded[len(turns) :]
-    for name in OUTCOMES:
-        frame[f"own_{name}"] = turns[name].to_numpy()[row]
+    frame["follow_up"] = decoys["follow_up"]
+    frame["own_follow_up"] = turns["follow_up"].to_numpy()[row]
     return turns, frame
 
 
@@ -338,16 +300,15 @@ def _groups(run: Run, contexts: pd.Series, by: str) -> pd.Series:
     return contexts.astype(object).map(run.groups[by]).astype("category")
 
 
-def _contexts_and_words(run: Run, turns: pd.DataFrame) -> tuple[pd.Series, np.ndarray]:
-    """``[turns]`` keys of contexts that hold across runs, and how many words turns have."""
-    keys, words = {}, np.empty(len(turns), dtype=int)
-    for contexts, own in run.windows(["context_id", "dataset", "source_id", "text"], ["text"]):
+def _contexts(run: Run, turns: pd.DataFrame) -> pd.Series:
+    """``[turns]`` keys of contexts that hold across runs."""
+    keys = {}
+    for contexts, _ in run.windows(["context_id", "dataset", "source_id", "text"], []):
         texts = zip(sources_of(contexts), contexts["context_id"], contexts["text"], strict=True)
         for source, name, text in texts:
             digest = hashlib.sha256(str(text).encode(errors="surrogatepass")).hexdigest()[:32]
             keys[name] = SEPARATOR.join([source, name, digest])
-        words[own.index] = [len(text.split()) for text in own["text"]]
-    return turns["context_id"].map(keys).astype("category"), words
+    return turns["context_id"].map(keys).astype("category")
 
 
 def _pooled(frames: list[pd.DataFrame]) -> pd.DataFrame:

@@ -11,7 +11,6 @@ from ia_mech.cli import one_line
 from ia_mech.estimates import ALL, FEW_SOURCES, all_datasets, few_sources
 from ia_mech.judge.decoys import AFTER, DECOY_KINDS, WRONG
 from ia_mech.judge.rubric import heading
-from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.rates import figures, latent
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, RELIABILITY_TURNS, estimates
 from ia_mech.rates.evidence import DEPENDENT
@@ -33,7 +32,6 @@ FOLLOW_UPS: Columns = {
 }
 OTHERS: Columns = {
     "rate_complete": ("follow-ups after complete responses", 2),
-    "grounded": ("grounded follow-ups", 2),
     DEPENDENT: ("dependent follow-ups", 2),
     "unfinished": ("after unfinished responses", 2),
 }
@@ -41,7 +39,6 @@ LEGENDS = {
     "floor": "After a wrong conversation: how often the judge calls the same turns follow-ups "
     "there; excess: what is left without it.",
     "difference": "p: Holm-corrected.",
-    "grounded": "Grounded: with a word of the conversation that other turns seldom have.",
     DEPENDENT: "Dependent: likelier after the own response than after all its siblings together "
     "(ia-mech reaction). Of turns that depend on no response, at most 1 in K would be, with K "
     "responses to a query.",
@@ -54,9 +51,9 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
     rows = estimates(judged, level=level, seed=seed)
     whole = pd.concat([all_datasets(of) for _, of in rows.groupby(SUBJECT, sort=False)])
     each = rows[rows["dataset"] != ALL]
-    gates = [gate for of in judged.by_model.values() for gate in of.values()]
+    gates = [*judged.by_model.values()]
     names = {str(run.path): run.name for run in judged.runs}
-    turns = judged.turns[["run", *KEY, "follow_up", "grounded", DEPENDENT]]
+    turns = judged.turns[["run", *KEY, "follow_up", DEPENDENT]]
     turns = turns.astype({"run": object, "context_id": object}).replace({"run": names})
     return result_on(
         judged,
@@ -90,7 +87,7 @@ def result_on(
     shown += "" if judged.by is None else f"-by-{quote(judged.by, safe='')}"
     labellers = judged.judge, settings.get("annotator")
     known = judged.record.get("caveat", "").rstrip(".")
-    control = [gate.sentence for gate in gates if gate.outcome == "follow_up"]
+    control = [gate.sentence for gate in gates]
     control += [known[0].upper() + known[1:]] if known else []
     return Result(
         name=f"rates-{judged.judge}{kind.removeprefix('rates')}{shown}",
@@ -122,7 +119,7 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
     """
     first = of.iloc[0]
     turns = judged.turns[matching(judged.turns, _subject(of))]
-    gate = judged.by_model[first["model"], first["weights_hash"]]["follow_up"]
+    gate = judged.by_model[first["model"], first["weights_hash"]]
     plain = of[(of["quantity"] == "rate") & (of["outcome"] == "follow_up")]
     perturbed = "" if first["perturbation"] == "none" else f" ({one_line(first['perturbation'])})"
     whose = f"user turns of {one_line(first['model'])}{perturbed} are follow-ups"
@@ -206,7 +203,7 @@ def _tables(
         _rate_table(f"further rates {intervals}", whole, OTHERS, full=True),
         _gate_table(gates),
         _rise_table(whole),
-        *(_floor_table(rows, outcome, kind) for outcome in OUTCOMES for kind in DECOY_KINDS),
+        *(_floor_table(rows, kind) for kind in DECOY_KINDS),
         _variance_table(of_turns),
         *_profile_tables(of_turns),
         _reach_table(of_turns),
@@ -219,7 +216,7 @@ def _rate_table(
     title: str, rows: pd.DataFrame, heads: Columns, *, every: bool = False, full: bool = False
 ) -> Table:
     """A line per temperature; ``every``: lines name their dataset, even where there is one."""
-    floor = rows["quantity"].isin(["floor", "excess"]) & (rows["outcome"] == "follow_up")
+    floor = rows["quantity"].isin(["floor", "excess"])
     floor &= (rows["decoy"] == WRONG) & rows["temperature"].notna()
     own = rows[rows["decoy"].isna() | floor].sort_values(list(LINES), kind="stable")
     of_outcome = own["quantity"] == "rate"
@@ -235,9 +232,7 @@ def _gate_table(gates: list[Gate]) -> Table:
     for gate in gates:
         for one in (gate, gate.siblings):
             if one is not None and one.decoys:
-                name = OUTCOMES[one.outcome]
-                if one.model:
-                    name = f"{one.model} · {name}"
+                name = f"{one.model} · follow-ups" if one.model else "follow-ups"
                 numbers = [f"{one.rate:.2f}", f"{one.floor:.2f}", one.excess.text(sign=True)]
                 rows.append([name, AFTER[one.kind], str(one.decoys), *numbers, one.verdict])
     return Table(
@@ -285,14 +280,14 @@ def _variance_table(of_turns: pd.DataFrame) -> Table:
     return table_of(title, pooled, heads, LINES, rows="turns", legend=legend)
 
 
-def _floor_table(rows: pd.DataFrame, outcome: str, kind: str) -> Table:
-    own = rows[(rows["outcome"] == outcome) & (rows["decoy"] == kind)]
+def _floor_table(rows: pd.DataFrame, kind: str) -> Table:
+    own = rows[rows["decoy"] == kind]
     heads: Columns = {
         "decoyed_rate": (OWN, 2),
         "floor": (THERE, 2),
         "excess": ("excess", "+.2f"),
     }
-    title = f"{OUTCOMES[outcome]} among turns that are shown after {AFTER[kind]}"
+    title = f"follow-ups among turns that are shown after {AFTER[kind]}"
     return table_of(title, own, heads, LINES, rows="turns", pooled="all", full=True)
 
 
@@ -339,7 +334,7 @@ def _figures(whole: pd.DataFrame, judged: JudgedTurns) -> dict:
     drawings = {}
     for number, (subject, of) in enumerate(whole.groupby(SUBJECT, sort=False), start=1):
         model, weights, perturbation = subject
-        gate = judged.by_model[model, weights]["follow_up"]
+        gate = judged.by_model[model, weights]
         more = "" if perturbation == "none" else f", {perturbation}"
         title = f"{one_line(model, 40)}{more}\njudge {gate.judge}, gate over all T: {gate.word}"
         drawings["rates" if number == 1 else f"rates-{number}"] = figures.draw_rates(of, title)

@@ -25,7 +25,6 @@ OTHERS = [FAILED, "not judged"]  # shown in place of a category where a turn has
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
 VERDICT = ["rationale", "error", "scores", "mode"]  # what a judge says besides the category
 WORDS = ["query", "response", "real_follow_up", "answer", "before", "after"]  # texts of a context
-OUTCOMES = ("grounded", DEPENDENT)  # columns of turns.parquet in results of ``rates``
 ABOUT = ["context_id", "dataset", "response_unfinished", "response_index"]
 DECOY = ("row", "shown", "decoy")  # the columns that together name a decoy
 MAX_TOKENS = 10_000_000  # in all turns of a page: some 100 MB, which a browser can still open
@@ -48,7 +47,7 @@ def browser(
 
     ``folders`` are each run's results. They add to the turns of every run that they name: bits
     (``reaction_bits``, ``bits_by_token``) from ``turns.parquet``, from that of ``rates`` whether a
-    turn is grounded or dependent, and a probe's ``probability`` from ``predictions.parquet``.
+    turn is dependent, and a probe's ``probability`` from ``predictions.parquet``.
 
     Raises:
         UserError: a table of a result is damaged.
@@ -150,10 +149,7 @@ def _frames(
         said = said.drop(columns="category", errors="ignore")
         said = said.rename(columns={"truth_category": "category", "note": "rationale"})
         turns = turns.join(_labels(said, f"{person} (annotator)"))
-    named = {
-        f"rates-{judge}": {name: f"{name} {judge}" for name in OUTCOMES}
-        for judge in run.labels.judges
-    }
+    named = {f"rates-{judge}": {DEPENDENT: f"{DEPENDENT} {judge}"} for judge in run.labels.judges}
     for folder in folders:
         found = table_of_run(folder, run, "turns", KEY)
         turns = _joined(turns, found, named.get(folder.name, {BITS: BITS, TOKEN_BITS: TOKEN_BITS}))
@@ -302,11 +298,11 @@ def columns_of(
                 ],
                 "reason": _texts(turns[f"reason {judge}"]),
                 "score": _numbers(turns[f"score {judge}"], 2),
-                **{
-                    name: _numbers(turns[f"{name} {judge}"], 0)
-                    for name in OUTCOMES
-                    if f"{name} {judge}" in turns
-                },
+                **(
+                    {DEPENDENT: _numbers(turns[f"{DEPENDENT} {judge}"], 0)}
+                    if f"{DEPENDENT} {judge}" in turns
+                    else {}
+                ),
             }
             for judge in judges
         },

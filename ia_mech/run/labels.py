@@ -52,7 +52,6 @@ JUDGEMENTS = pa.schema(
         ("cost", pa.float64()),
         ("cached", pa.bool_()),
         ("item", pa.string()),
-        ("grounding", pa.float64()),
         ("fitted", pa.bool_()),
         ("answer", pa.string()),
         ("reasoning", pa.string()),
@@ -252,9 +251,9 @@ class Labels:
         path = shell_word(self.path)
         if kind != "judgements":
             return f"ia-mech annotate import {path} FILE --annotator {name} --replace"
-        if name == "rules":
+        if name == "builtin":
             return f"ia-mech judge run {path} --replace"
-        # Without its --judge, the rules judge would give its verdicts that name.
+        # Without its --judge, the built-in judge would give its verdicts that name.
         return f"ia-mech judge run {path} --judge … --name {name} --replace"
 
     # -- files --------------------------------------------------------------------------------
