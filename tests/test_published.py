@@ -2,7 +2,8 @@
 
 Every table and every sentence with a number is written here, and has to stand on its page; no other
 decimal, percentage or interval may stand there. ``±`` is half of a 95% interval: Student's, over
-queries. Only pandas, NumPy and SciPy compute, but for the two parts of a rise, whose method is
+queries. The judge's verdicts are by fits without a turn's query, so its errors on labelled turns are
+those on others. Only pandas, NumPy and SciPy compute, but for the two parts of a rise, whose method is
 tested in test_stats_decomposition.py.
 
     PYTHONPATH=tests python -c "import test_published as p; p.show()"     prints what pages hold
@@ -38,7 +39,7 @@ GREEDY, SAMPLED = {(OWN, 0.0): 1}, {(OWN, HOT): 1}
 GREEDY_WRONG, SAMPLED_WRONG = {(WRONG, 0.0): 1}, {(WRONG, HOT): 1}
 RISE = {(OWN, HOT): 1, (OWN, 0.0): -1}
 BEYOND_WRONG = RISE | {(WRONG, HOT): -1, (WRONG, 0.0): 1}
-BEYOND_SIBLINGS = RISE | {(SIBLING, HOT): -1, (SIBLING, 0.0): 1}
+BEYOND_SIBLINGS = {(OWN, HOT): 1, (SIBLING, HOT): -1}
 
 
 @cache
@@ -274,6 +275,11 @@ def by_three(model: str, asked: dict, show: Callable[[Iterable[float]], str]) ->
     return [show(by_judge(model, asked)), middle, show(by_readers(model, asked))]
 
 
+def tight(text: str) -> str:
+    """For tables of many columns."""
+    return text.replace(" ± ", "±")
+
+
 def how_often() -> str:
     head = ["of 100"]
     for name in SHORT.values():
@@ -284,14 +290,12 @@ def how_often() -> str:
         ("sampled", SAMPLED),
         ("greedy, after a wrong conversation", GREEDY_WRONG),
         ("sampled, after a wrong conversation", SAMPLED_WRONG),
-        ("rise", RISE),
         ("**rise beyond wrong conversations**", BEYOND_WRONG),
-        ("rise beyond siblings", BEYOND_SIBLINGS),
     ):
         show = change if min(asked.values()) < 0 else percent
         cells = [one for m in SETS for one in by_three(m, asked, show)]
         rows.append([label, *(f"**{c}**" if label.startswith("**") else c for c in cells)])
-    return markdown(head, rows)
+    return tight(markdown(head, rows))
 
 
 def roles() -> str:
@@ -313,7 +317,7 @@ def roles() -> str:
     ):
         cells = [part(turns(m), name) for m in SETS for turns in (verdicts, read)]
         rows.append([label, *cells])
-    return markdown(head, rows)
+    return tight(markdown(head, rows))
 
 
 def where() -> str:
@@ -448,62 +452,52 @@ def mean(values: pd.Series, digits: int = 2) -> str:
 def found_sentences(short: bool) -> list[str]:
     """What was found: in README's few words, or as compare.md opens."""
     asked = GREEDY, SAMPLED, GREEDY_WRONG, SAMPLED_WRONG
-    readers, judge = (
-        [mean(100 * by(QWEN, one), 0) for one in asked] for by in (by_readers, by_judge)
-    )
+    readers = [mean(100 * by_readers(QWEN, one), 0) for one in asked]
     rises = {m: by_three(m, BEYOND_WRONG, change) for m in SETS}
-    labelled = {m: read(m)["query"].nunique() for m in SETS}
     out = [percent(by_readers(QWEN, t, "out_of_role")) for t in (GREEDY, SAMPLED)]
     role, once = (part(read(QWEN), name) for name in ("mix", "rest"))
-    (all_q, all_s), (own_q, own_s), (head_q, head_s), (new_q, new_s), (of_q, of_s) = (
-        [mean(site(m, name)) for m in MODELS]
-        for name in (
-            "own context",
-            "response",
-            "header",
-            "written: response",
-            "written: own context",
-        )
+    in_role = read(QWEN)[(read(QWEN)["where"] == OWN) & (read(QWEN)["out_of_role"] == 0)]
+    within = [mean(100 * of, 0) for _, of in in_role.groupby("temperature")["follow_up"]]
+    (all_q, all_s), (own_q, own_s), (head_q, head_s) = (
+        [mean(site(m, name)) for m in MODELS] for name in ("own context", "response", "header")
     )
     brief = f"""Language-model readers call {readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns
     follow-ups, and {readers[1]}% of those sampled at T = 0.7; shown after a wrong conversation, one
-    of another query, {readers[2]}% and {readers[3]}%. So the rise beyond wrong conversations is
-    {rises[QWEN][2]} points ({labelled[QWEN]} queries); by the built-in judge, of all turns of
-    {queries(QWEN)} queries, {rises[QWEN][0]}. By the readers no rise is shown on maths
-    ({rises[MATHS][2]}) or in SmolLM2-135M ({rises[SMOL][2]}).
+    of another query, {readers[2]}% and {readers[3]}%. Beyond these the rise is {rises[QWEN][2]}
+    points; the built-in judge says {rises[QWEN][0]}, corrected by the readers {rises[QWEN][1]}
+    ({rises[MATHS][1]} on maths). SmolLM2-135M isn't shown to rise ({rises[SMOL][1]}).
 
     The rise is role: {out[0]} of 100 greedy turns repeat the conversation or speak as the
-    assistant, and {out[1]} of 100 sampled turns. Staying in role brings {role} points, following up
-    once in role {once} (readers).
+    assistant, and {out[1]} of 100 sampled turns. Staying in role brings {role} points; following up
+    once in role {once}.
 
     What a sampled turn tells about its response is carried by the response's own keys and values
-    ({own_q} of {all_q} bits in Qwen, of turns that are scored again), hardly by the user header's
-    states ({head_q})."""
+    ({own_q} of {all_q} bits in Qwen), hardly by the user header's states ({head_q})."""
     said = f"""Language-model readers call {readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns
     follow-ups, and {readers[1]}% of those sampled at T = 0.7. Of turns shown after a wrong
-    conversation (one of another query) they call {readers[2]}% and {readers[3]}% follow-ups. The
-    built-in judge says {judge[0]}% and {judge[1]}%, after wrong conversations {judge[2]}% and
-    {judge[3]}%. Beyond wrong conversations the rise is {rises[QWEN][2]} points by the readers
-    ({labelled[QWEN]} queries), {rises[QWEN][0]} by the judge (all turns of {queries(QWEN)} queries)
-    and {rises[QWEN][1]} by the judge corrected by the readers. By the readers no rise is shown on
-    maths ({rises[MATHS][2]}) or in SmolLM2-135M ({rises[SMOL][2]}).
+    conversation (one of another query) they call {readers[2]}% and {readers[3]}% follow-ups. Beyond
+    wrong conversations the rise is {rises[QWEN][2]} points by the readers, {rises[QWEN][0]} by the
+    built-in judge, {rises[QWEN][1]} by the judge corrected by the readers. After maths it is
+    {rises[MATHS][1]} corrected ({rises[MATHS][2]} by readers). SmolLM2-135M isn't shown to rise
+    ({rises[SMOL][1]} corrected).
 
-    The rise is role. By the readers {out[0]} of 100 greedy turns are out of role (they repeat the
-    conversation or speak as the assistant), and {out[1]} of 100 sampled turns. Staying in role
-    brings {role} points, following up once in role {once}.
+    The rise is role. By the readers {out[0]} of 100 of Qwen's greedy turns are out of role (they
+    repeat the conversation or speak as the assistant), and {out[1]} of 100 sampled turns. Staying
+    in role brings {role} points. Following up once in role brings {once}: of greedy turns in role
+    {within[0]}% are follow-ups, of sampled ones {within[1]}%. So sampling doesn't bring out
+    following up; it keeps turns in role.
 
     What a sampled turn tells about its response is carried by the response's own keys and values,
-    hardly by the header's states. Turns were rescored after contexts of which one part is their
-    own, and the rest is from another response to the same query: with the response's keys and
-    values Qwen's turns keep {own_q} of {all_q} bits (SmolLM2's {own_s} of {all_s}), with the
-    header's states {head_q} ({head_s}). Turns newly written after the response's keys and values
-    keep {new_q} of {of_q} ({new_s} of {of_s})."""
+    hardly by the header's states. Rescored after contexts of which only the response's keys and
+    values are their own, Qwen's turns keep {own_q} of {all_q} bits (SmolLM2's {own_s} of {all_s});
+    of which only the header's states are, {head_q} ({head_s})."""
     return [folded(one) for one in (brief if short else said).split("\n\n")]
 
 
 def sentences() -> dict[str, list[str]]:
     """Other sentences with numbers, of each page of results."""
-    gates = [f"{gate(verdicts(m))} by the judge, {gate(read(m))} by the readers" for m in SETS]
+    gates = [[gate(by(m)) for m in SETS] for by in (verdicts, read)]
+    assert gates == [["passes"] * 3, ["passes", "is undecided", "passes"]]
     elsewhere, verified = picks_elsewhere(), 100 * table(MATHS, "contexts")["right"]
     greedy = judged(MATHS)[judged(MATHS)["temperature"] == 0]
     refused = 100 * greedy["text"].str.contains("can't assist|cannot assist|can't help")
@@ -511,22 +505,43 @@ def sentences() -> dict[str, list[str]]:
     likelier = [change(more_picks(m)) for m in SETS]
     there = of_queries(read(QWEN), BEYOND_WRONG, "judge"), by_readers(QWEN, BEYOND_WRONG)
     first = of_queries(read(QWEN), GREEDY, "judge") - by_readers(QWEN, GREEDY)
+    falls = (
+        change(by_judge(SMOL, BEYOND_WRONG)),
+        change(of_queries(read(SMOL), BEYOND_WRONG, "judge")),
+    )
+    sampled = [by_three(m, BEYOND_SIBLINGS, change) for m in SETS]
+    follow_ups = greedy.loc[greedy["follow_up"] == 1, "text"].str.strip()
+    sorry = 100 * follow_ups.str.startswith(("I'm sorry", "I’m sorry", "I am sorry"))
+    wrong = [
+        mean(100 * by_readers(m, t), 0)
+        for m in (QWEN, MATHS)
+        for t in (GREEDY_WRONG, SAMPLED_WRONG)
+    ]
     both = f"""Judge and readers agree with κ {agreement(SETS)} on turns after their own responses
     (Qwen {each[0]}, maths {each[1]}, SmolLM2 {each[2]}), two readers with {two_readers()}.
 
-    On Qwen's labelled turns alone the judge's rise beyond wrong conversations is
-    {change(there[0])}, the readers' {change(there[1])}; the judge's is larger by
-    {change(there[0] - there[1])}. Its greedy rate there is {change(first)} points off.
+    **Where they differ.** On the turns that were read, the judge's rise in Qwen is
+    {change(there[0])}, above the readers' by {change(there[0] - there[1])}: it misses greedy
+    follow-ups ({change(first)}). On all turns it says that SmolLM2 falls ({falls[0]}); on those
+    that were read it doesn't ({falls[1]}).
 
-    Likeliest own responses (a turn is likelier after its own response than after two siblings)
-    rise by {likelier[0]} points in Qwen, {likelier[1]} after maths and {likelier[2]} in SmolLM2.
+    Sampled turns are follow-ups more often after their own response than after siblings in SmolLM2
+    ({sampled[2][0]}; corrected {sampled[2][1]}), hardly in Qwen ({sampled[0][0]};
+    {sampled[0][1]}).
 
-    After maths {mean(refused, 0)}% of Qwen's greedy turns refuse.
+    The earlier judge (κ 0.55) called 23% and 24% of Qwen's greedy and sampled turns follow-ups
+    after a wrong conversation (21% and 19% after maths). Readers: {wrong[0]}% and {wrong[1]}%
+    ({wrong[2]}% and {wrong[3]}%).
 
-    Qwen's rise of likeliest own responses was seen on some queries first; on the {len(elsewhere)}
-    others of the study it is {change(elsewhere)}.
+    They ranked 0.55 ± 0.02 of pairs of responses rightly (SmolLM2: 0.59 ± 0.03) by its verdicts."""
+    qwen = f"""The share of turns that are likelier after their own response than after two siblings
+    rises by {likelier[0]} in Qwen ({change(elsewhere)} on the {len(elsewhere)} queries where this
+    wasn't seen first), {likelier[1]} after maths and {likelier[2]} in SmolLM2.
 
-    {mean(verified, 0)}% of Qwen's responses to the maths queries are right. That turns after these
+After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the assistant), and
+    {mean(sorry, 0)}% of its greedy follow-ups open with "I'm sorry".
+
+{mean(verified, 0)}% of Qwen's responses to the maths queries are right. That turns after these
     are follow-ups more often isn't shown ({change(right())})."""
     tells = amount(site(SMOL, "header", 0.0, what="first_bits"))
     first_token = f"""A greedy turn's first token, drawn from the header's last state, tells {tells}
@@ -538,8 +553,11 @@ def sentences() -> dict[str, list[str]]:
     {percent(none)} (60 queries). With half of its sentences ({change(half - none)}), or a generic
     question at its end ({change(question - none)}), no change is shown."""
     compare = [folded(one) for one in both.split("\n\n")]
-    print(gates)
-    return {"compare": compare, SMOL: [folded(first_token), folded(without)], QWEN: []}
+    return {
+        "compare": compare,
+        SMOL: [folded(first_token), folded(without)],
+        QWEN: [folded(one) for one in qwen.split("\n\n")],
+    }
 
 
 @cache
@@ -561,7 +579,12 @@ def show() -> None:
 
 # Decimals, percentages and intervals; not those in names, as of Qwen2.5-Coder-1.5B.
 NUMBER = re.compile(r"(?<![\w.-])(?:[+−]?\d+\.\d+(?![\w.])|\d+%|[+−]?[\d.]+ ± [\d.]+)")
-CONSTANTS = {"0.7", "1.58", "95%"}  # 1.58 bits: one of three
+CONSTANTS = {
+    "0.7",
+    "1.58",
+    "95%",
+    "0.55",
+}  # bits of three; the κ of the earlier judge on these labels
 
 
 @pytest.mark.parametrize("page", list(pages()))

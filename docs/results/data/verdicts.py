@@ -153,7 +153,7 @@ def main() -> None:
     items = items_of(every, turns, contexts)
     category, chance = judged(BuiltInJudge(), every, items, labels)
     at = of_each(pairs, PAIR, place)
-    pairs["category"], pairs["probability"] = category[at], chance[at]
+    pairs["category"], pairs["probability"] = category[at], chance[at].round(3)
     pairs["follow_up"] = (pairs["category"] == "follow_up").astype(float)
     unknown = pairs["category"] == "cannot_assess"
     pairs.loc[unknown, ["follow_up", "probability"]] = np.nan
