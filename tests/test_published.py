@@ -2,9 +2,9 @@
 
 Every table and every sentence with a number is written here, and has to stand on its page; no other
 decimal, percentage or interval may stand there. ``±`` is half of a 95% interval: Student's, over
-queries. The judge's verdicts are by fits without a turn's query, so its errors on labelled turns are
-those on others. Only pandas, NumPy and SciPy compute, but for the two parts of a rise, whose method is
-tested in test_stats_decomposition.py.
+queries. The judge's verdicts are by fits without a turn's query, so its errors on labelled turns
+are those on others. Only pandas, NumPy and SciPy compute, but for the two parts of a rise, whose
+method is tested in test_stats_decomposition.py.
 
     PYTHONPATH=tests python -c "import test_published as p; p.show()"     prints what pages hold
 """
@@ -169,7 +169,7 @@ def kappa(a: np.ndarray, b: np.ndarray) -> float:
 
 def agreement(models: Sequence[str]) -> str:
     """κ of judge and readers on turns after their own responses; the jackknife over queries."""
-    rows = pd.concat([read(m).assign(query=lambda x, m=m: m + x["query"]) for m in models])
+    rows = pd.concat([read(m).assign(query=m + read(m)["query"]) for m in models])
     rows = rows[rows["where"] == OWN]
     a, b, query = (rows[of].to_numpy() for of in ("follow_up", "judge", "query"))
     whole, names = kappa(a, b), np.unique(query)
@@ -235,7 +235,7 @@ def right() -> pd.Series:
     return of[1.0] - of[0.0]
 
 
-# -- sites and probes ------------------------------------------------------------------------------
+# -- sites -----------------------------------------------------------------------------------------
 
 
 def site(model: str, name: str, t: float = HOT, layer: int = -1, what: str = "bits") -> pd.Series:

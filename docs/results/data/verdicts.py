@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from make import write
+
 from benchmarks.builtin_judge import CLOSE, fit
 from ia_mech.judge.builtin import CATEGORIES, BuiltInJudge
 from ia_mech.judge.builtin.features import settled, spoken
-from make import write
-
 from ia_mech.judge.verdict import Item
 
 DATA = Path(__file__).parent
