@@ -598,3 +598,17 @@ def test_a_page_says_what_the_data_say_and_no_other_number(page):
     for one in sorted(pages()[page], key=len, reverse=True):
         text = text.replace(folded(one), "")
     assert set(NUMBER.findall(text)) <= CONSTANTS
+
+
+def test_verdicts_are_out_of_fold_and_the_same_in_both_tables():
+    every = pd.concat([table(m, "contexts") for m in SETS])
+    plain = every["query_text"].str.lower().str.replace(r"\W+", " ", regex=True).str.strip()
+    assert (every.groupby(plain)["fold"].nunique() == 1).all()  # a query has one in all studies
+    for m in SETS:
+        turns = table(m, "turns").rename(columns={"context": "source_context"})
+        both = read(m).merge(turns, on=["source_context", "temperature", "sample"])
+        own = both[both["where"] == OWN]
+        assert (own["judged"] == own["category_y"]).all()
+        assert len(own) == (read(m)["where"] == OWN).sum()
+        query = table(m, "contexts").set_index("context")["query"]
+        assert (query[turns["wrong"]].to_numpy() != query[turns["source_context"]].to_numpy()).all()
