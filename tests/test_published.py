@@ -2,8 +2,9 @@
 
 Every table and every sentence with a number is written here, and has to stand on its page; no other
 decimal, percentage or interval may stand there. ``±`` is half of a 95% interval: Student's, over
-queries. Only pandas, NumPy and SciPy compute, but for the two parts of a rise, whose method is
-tested in test_stats_decomposition.py.
+queries. The judge's verdicts are by fits without a turn's query, so its errors on labelled turns
+are those on others. Only pandas, NumPy and SciPy compute, but for the two parts of a rise, whose
+method is tested in test_stats_decomposition.py.
 
     PYTHONPATH=tests python -c "import test_published as p; p.show()"     prints what pages hold
 """
@@ -19,18 +20,26 @@ import pytest
 from scipy import stats
 
 from ia_mech.run.sources import split_source
-from ia_mech.stats import Decomposition, decomposed_difference
+from ia_mech.stats import decomposed_difference
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 SMOL, QWEN = "smollm2-135m-instruct", "qwen2.5-coder-1.5b-instruct"
 MATHS = f"{QWEN}-maths"  # other GSM8K queries than those of the study
 MODELS, SETS = (QWEN, SMOL), (QWEN, MATHS, SMOL)
+SHORT = {QWEN: "Qwen", MATHS: "Qwen, maths", SMOL: "SmolLM2"}
 LAYERS = {SMOL: 30, QWEN: 28}
 HOT = 0.7
 REPEATS = ["repeats_query", "repeats_response"]
 OUT_OF_ROLE = [*REPEATS, "speaks_as_assistant"]
 EXCESS = "excess over siblings"
+OWN, WRONG, SIBLING = "own", "wrong_conversation", "sibling"  # where a turn is shown
+# What is asked of each query: rates by (where, temperature), with their signs.
+GREEDY, SAMPLED = {(OWN, 0.0): 1}, {(OWN, HOT): 1}
+GREEDY_WRONG, SAMPLED_WRONG = {(WRONG, 0.0): 1}, {(WRONG, HOT): 1}
+RISE = {(OWN, HOT): 1, (OWN, 0.0): -1}
+BEYOND_WRONG = RISE | {(WRONG, HOT): -1, (WRONG, 0.0): 1}
+BEYOND_SIBLINGS = {(OWN, HOT): 1, (SIBLING, HOT): -1}
 
 
 @cache
@@ -85,22 +94,97 @@ def more(values: Iterable[float]) -> str:
 @cache
 def judged(model: str) -> pd.DataFrame:
     turns = table(model, "turns").merge(table(model, "contexts"))
-    turns["out of role"] = turns["category"].isin(OUT_OF_ROLE).astype(float)
-    for name in ("wrong", "siblings"):
-        turns[f"beyond {name}"] = turns["follow_up"] - turns[f"follow_up_after_{name}"]
-    return turns
+    return turns.assign(out_of_role=turns["category"].isin(OUT_OF_ROLE).astype(float))
 
 
-def rate(model: str, what: str, t: float, dataset: str | None = None) -> pd.Series:
-    """Of each query, the mean of its turns at a temperature."""
-    turns = judged(model)
-    turns = turns if dataset is None else turns[turns["dataset"] == dataset]
-    return turns[turns["temperature"] == t].groupby("query")[what].mean()
+@cache
+def verdicts(model: str) -> pd.DataFrame:
+    """The judge's, of all turns: ``query`` is the one that a turn is shown after."""
+    turns, query = judged(model), table(model, "contexts").set_index("context")["query"]
+    after = {OWN: ("follow_up", "context"), SIBLING: ("follow_up_after_siblings", "context")}
+    after[WRONG] = "follow_up_after_wrong", "wrong"
+    columns = [
+        turns[["temperature", "out_of_role", "dataset"]].assign(
+            where=where, follow_up=turns[name], query=turns[shown].map(query)
+        )
+        for where, (name, shown) in after.items()
+    ]
+    return pd.concat(columns, ignore_index=True)
 
 
-def rise(model: str, what: str, dataset: str | None = None) -> pd.Series:
-    """From greedy to sampled turns."""
-    return rate(model, what, HOT, dataset) - rate(model, what, 0.0, dataset)
+@cache
+def read(model: str) -> pd.DataFrame:
+    """The labelled turns, by readers (``follow_up``, ``out_of_role``) and by the judge (``judge``),
+    whose fit never saw a turn's query."""
+    labels = table(model, "labels").merge(table(model, "contexts")[["context", "query"]])
+    labels["follow_up"] = (labels["category"] == "follow_up").astype(float)
+    labels["judge"] = (labels["judged"] == "follow_up").astype(float)
+    labels["out_of_role"] = labels["category"].isin(OUT_OF_ROLE).astype(float)
+    return labels.rename(columns={"kind": "where"})
+
+
+def of_queries(
+    turns: pd.DataFrame, asked: dict[tuple[str, float], int], what: str = "follow_up"
+) -> pd.Series:
+    """Of each query, the rates that are asked for, with their signs, added up."""
+    rates = turns.groupby(["query", "where", "temperature"])[what].mean().unstack([1, 2])
+    return sum(sign * rates[cell] for cell, sign in asked.items())
+
+
+def by_judge(model: str, asked: dict, what: str = "follow_up", dataset: str = "") -> pd.Series:
+    turns = verdicts(model)
+    turns = turns[turns["dataset"] == dataset] if dataset else turns
+    return of_queries(turns, asked, what)
+
+
+def by_readers(model: str, asked: dict, what: str = "follow_up") -> pd.Series:
+    return of_queries(read(model), asked, what)
+
+
+def corrected(model: str, asked: dict) -> Ends:
+    """The judge's value of all turns, corrected by its errors on the labelled ones: as
+    ``ia_mech.stats.prediction_powered`` (Angelopoulos, Duchi & Zrnic 2023, arXiv:2311.01453), of
+    values per query, since a rise is a difference of rates."""
+    every, truth = by_judge(model, asked), by_readers(model, asked)
+    there = of_queries(read(model), asked, "judge")
+    assert set(truth.index) <= set(every.index)
+    k = len(truth)
+
+    def influence(values: pd.Series) -> pd.Series:
+        return ((values - values.mean()) / len(values)).reindex(every.index).fillna(0.0)
+
+    gap = influence(every) - influence(there)
+    weight = np.clip(-(influence(truth) * gap).sum() / (gap**2).sum(), 0, 1)
+    value = truth.mean() + weight * (every.mean() - there.mean())
+    error = np.sqrt(((influence(truth) + weight * gap) ** 2).sum() * k / (k - 1))
+    reach = stats.t.ppf(0.975, k - 1) * error
+    return value, value - reach, value + reach
+
+
+def kappa(a: np.ndarray, b: np.ndarray) -> float:
+    """Cohen's, of two columns of 0 and 1."""
+    by_chance = a.mean() * b.mean() + (1 - a.mean()) * (1 - b.mean())
+    return ((a == b).mean() - by_chance) / (1 - by_chance)
+
+
+def agreement(models: Sequence[str]) -> str:
+    """κ of judge and readers on turns after their own responses; the jackknife over queries."""
+    rows = pd.concat([read(m).assign(query=m + read(m)["query"]) for m in models])
+    rows = rows[rows["where"] == OWN]
+    a, b, query = (rows[of].to_numpy() for of in ("follow_up", "judge", "query"))
+    whole, names = kappa(a, b), np.unique(query)
+    without = np.array([kappa(a[query != one], b[query != one]) for one in names])
+    n = len(names)
+    reach = stats.t.ppf(0.975, n - 1) * np.sqrt((n - 1) / n * ((without - whole) ** 2).sum())
+    return around((whole, whole - reach, whole + reach), 2)
+
+
+def two_readers() -> str:
+    """κ of two readers of the same turn."""
+    twice = pd.concat([read(m) for m in SETS]).dropna(subset="second_reading")
+    second = (twice["second_reading"] == "follow_up").astype(float)
+    assert len(twice) == 408
+    return f"{kappa(twice['follow_up'].to_numpy(), second.to_numpy()):.2f}"
 
 
 def queries(model: str) -> int:
@@ -109,20 +193,17 @@ def queries(model: str) -> int:
 
 def gate(turns: pd.DataFrame) -> str:
     """Are more than twice as many turns follow-ups as after a wrong conversation?"""
-    of = turns.groupby("query")[["follow_up", "follow_up_after_wrong"]].mean()
-    _, low, high = student(of["follow_up"] - 2 * of["follow_up_after_wrong"])
+    own, wrong = (turns[turns["where"] == of].groupby("query")["follow_up"] for of in (OWN, WRONG))
+    _, low, high = student(own.mean() - 2 * wrong.mean())
     return "passes" if low > 0 else "fails" if high < 0 else "is undecided"
 
 
-def parts(model: str, outside: Sequence[str] = OUT_OF_ROLE) -> Decomposition:
-    """The rise beyond wrong conversations: by fewer turns out of role, and by all else."""
-    turns = judged(model)
-    kind, heated = turns["category"].isin(outside), turns["temperature"] > 0
-    return decomposed_difference(turns["beyond wrong"], kind, heated, turns["query"])
-
-
-def part(model: str, name: str, outside: Sequence[str] = OUT_OF_ROLE) -> str:
-    one = getattr(parts(model, outside), name)
+def part(turns: pd.DataFrame, name: str) -> str:
+    """Of the rise of follow-ups: what fewer turns out of role bring (``mix``), and what more
+    follow-ups among the others bring (``rest``)."""
+    own = turns[turns["where"] == OWN]
+    out, heated = own["out_of_role"], own["temperature"] > 0
+    one = getattr(decomposed_difference(own["follow_up"], out, heated, own["query"]), name)
     return around((one.value, one.low, one.high), 1, sign=True, scale=100)
 
 
@@ -154,7 +235,7 @@ def right() -> pd.Series:
     return of[1.0] - of[0.0]
 
 
-# -- sites and probes ------------------------------------------------------------------------------
+# -- sites -----------------------------------------------------------------------------------------
 
 
 def site(model: str, name: str, t: float = HOT, layer: int = -1, what: str = "bits") -> pd.Series:
@@ -162,47 +243,6 @@ def site(model: str, name: str, t: float = HOT, layer: int = -1, what: str = "bi
     bits = table(model, "bits")
     mine = (bits["site"] == name) & (bits["layer"] == layer) & (bits["temperature"] == t)
     return bits[mine].set_index("query")[what].sort_index()
-
-
-def ordered(score: np.ndarray, yes: np.ndarray, no: np.ndarray, query: np.ndarray) -> np.ndarray:
-    """Of each query, pairs of a follow-up and another turn, after two responses, that the scores of
-    these order rightly; and all such pairs."""
-    rows = []
-    for one in np.unique(query):
-        mine = query == one
-        weight = np.outer(yes[mine], no[mine])
-        np.fill_diagonal(weight, 0)
-        gap = score[mine][:, None] - score[mine][None, :]
-        tied = weight[abs(gap) <= 1e-7].sum()
-        rows.append((weight[gap > 1e-7].sum() + tied / 2, weight.sum()))
-    return np.array(rows).T
-
-
-def auroc(model: str, column: str) -> str:
-    """How often a held-out probe orders two turns after responses to one query rightly."""
-    of = table(model, "probes")
-    yes, no = of["positives"].to_numpy(float), (of["trials"] - of["positives"]).to_numpy(float)
-    right, pairs = ordered(of[column].to_numpy(float), yes, no, of["source"].to_numpy(str))
-    value, k = right.sum() / pairs.sum(), len(pairs)
-    square = ((right - value * pairs) ** 2).sum() * k / (k - 1)
-    reach = stats.t.ppf(0.975, k - 1) * np.sqrt(square) / pairs.sum()
-    return around((value, value - reach, value + reach), 2)
-
-
-def halves(model: str) -> str:
-    """How well the rates of half of the turns order siblings by the other half: 10 draws' mean."""
-    probes = table(model, "probes").set_index("context_id")
-    turns = table(model, "turns")
-    turns = turns[(turns["temperature"] > 0) & turns["context"].isin(probes.index)]
-    wide = turns.pivot_table(index="context", columns="sample", values="follow_up").fillna(0.0)
-    query, x = probes.loc[wide.index, "source"].to_numpy(str), wide.to_numpy()
-    rng, found = np.random.default_rng(0), []
-    for _ in range(10):
-        drawn = rng.permutation(x.shape[1])
-        seen, rest = x[:, drawn[:8]], x[:, drawn[8:]]
-        sums = ordered(seen.mean(1), rest.sum(1), (1 - rest).sum(1), query).sum(1)
-        found.append(sums[0] / sums[1])
-    return f"{np.mean(found):.2f}"
 
 
 def exchange(model: str, name: str = "interchange") -> pd.DataFrame:
@@ -222,54 +262,62 @@ def exchange_again() -> pd.DataFrame:
 
 # -- tables ----------------------------------------------------------------------------------------
 
-Row = tuple[str, Callable[[str], str]]
-
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(("| " + " | ".join(line) + " |").replace("|  |", "| |") for line in lines)
 
 
-def across(what: str, rows: Sequence[Row], columns: dict[str, str]) -> str:
-    """A column per model or set of queries."""
-    body = [[label, *(make(m) for m in columns)] for label, make in rows]
-    return markdown([what, *columns.values()], body)
+def by_three(model: str, asked: dict, show: Callable[[Iterable[float]], str]) -> list[str]:
+    """By the judge, corrected, and by the readers."""
+    sign = min(asked.values()) < 0
+    middle = around(corrected(model, asked), 1 if sign else 0, sign=sign, scale=100)
+    return [show(by_judge(model, asked)), middle, show(by_readers(model, asked))]
 
 
-def sets() -> dict[str, str]:
-    names = {QWEN: "Qwen, {} queries", MATHS: "Qwen, {} others, all maths"}
-    names[SMOL] = "SmolLM2, {} queries"
-    return {m: name.format(queries(m)) for m, name in names.items()}
+def tight(text: str) -> str:
+    """For tables of many columns."""
+    return text.replace(" ± ", "±")
 
 
 def how_often() -> str:
-    rows: list[Row] = []
-    for t, name in ((0.0, "greedy turns"), (HOT, "sampled turns")):
-        rows += [
-            (f"{name}: follow-ups", lambda m, t=t: percent(rate(m, "follow_up", t))),
-            (
-                "… after a wrong conversation",
-                lambda m, t=t: percent(rate(m, "follow_up_after_wrong", t)),
-            ),
-            ("… after siblings", lambda m, t=t: percent(rate(m, "follow_up_after_siblings", t))),
+    head = ["of 100"]
+    for name in SHORT.values():
+        head += [f"{name}, judge", "corrected", "readers"]
+    rows = []
+    for label, asked in (
+        ("greedy", GREEDY),
+        ("sampled", SAMPLED),
+        ("greedy, after a wrong conversation", GREEDY_WRONG),
+        ("sampled, after a wrong conversation", SAMPLED_WRONG),
+        ("**rise beyond wrong conversations**", BEYOND_WRONG),
+    ):
+        show = change if min(asked.values()) < 0 else percent
+        cells = [one for m in SETS for one in by_three(m, asked, show)]
+        rows.append([label, *(f"**{c}**" if label.startswith("**") else c for c in cells)])
+    return tight(markdown(head, rows))
+
+
+def roles() -> str:
+    head = ["of 100"]
+    for name in SHORT.values():
+        head += [f"{name}, judge", "readers"]
+    rows = []
+    for label, asked in (
+        ("greedy turns out of role", GREEDY),
+        ("sampled turns out of role", SAMPLED),
+    ):
+        cells = [
+            (by_judge(m, asked, "out_of_role"), by_readers(m, asked, "out_of_role")) for m in SETS
         ]
-    rows += [
-        (
-            "**rise beyond wrong conversations**",
-            lambda m: f"**{change(rise(m, 'beyond wrong'))}**",
-        ),
-        ("rise beyond siblings", lambda m: change(rise(m, "beyond siblings"))),
-        ("rise of likeliest own responses", lambda m: change(more_picks(m))),
-    ]
-    rows += [
-        ("greedy turns out of role", lambda m: percent(rate(m, "out of role", 0.0))),
-        ("sampled turns out of role", lambda m: percent(rate(m, "out of role", HOT))),
-        ("**rise that fewer of these make**", lambda m: f"**{part(m, 'mix')}**"),
-        ("… all else", lambda m: part(m, "rest")),
-        ("rise that fewer turns that repeat make", lambda m: part(m, "mix", REPEATS)),
-        ("… all else", lambda m: part(m, "rest", REPEATS)),
-    ]
-    return across("of 100", rows, sets())
+        rows.append([label, *(percent(one) for both in cells for one in both)])
+    for label, name in (
+        ("rise by staying in role", "mix"),
+        ("rise by following up once in role", "rest"),
+    ):
+        cells = [part(turns(m), name) for m in SETS for turns in (verdicts, read)]
+        rows.append([label, *cells])
+    return tight(markdown(head, rows))
 
 
 def where() -> str:
@@ -301,15 +349,14 @@ def moved() -> str:
 
 
 def datasets(model: str) -> str:
+    """By the judge: of a kind of query, few turns are labelled."""
     head = ["of 100, after queries of", "greedy", "sampled", "rise beyond wrong conversations"]
-    head.append("sampled, beyond siblings")
     rows = [
         [
             name,
-            percent(rate(model, "follow_up", 0.0, name)),
-            percent(rate(model, "follow_up", HOT, name)),
-            change(rise(model, "beyond wrong", name)),
-            change(rate(model, "beyond siblings", HOT, name)),
+            percent(by_judge(model, GREEDY, dataset=name)),
+            percent(by_judge(model, SAMPLED, dataset=name)),
+            change(by_judge(model, BEYOND_WRONG, dataset=name)),
         ]
         for name in ("builtin", "gsm8k", "ifbench", "mt-bench")
     ]
@@ -404,84 +451,101 @@ def mean(values: pd.Series, digits: int = 2) -> str:
 
 def found_sentences(short: bool) -> list[str]:
     """What was found: in README's few words, or as compare.md opens."""
-    rises = [change(rise(m, "beyond wrong")) for m in SETS]
-    own, wrong = (
-        [mean(100 * rate(QWEN, what, t), 0) for t in (0.0, HOT)]
-        for what in ("follow_up", "follow_up_after_wrong")
+    asked = GREEDY, SAMPLED, GREEDY_WRONG, SAMPLED_WRONG
+    readers = [mean(100 * by_readers(QWEN, one), 0) for one in asked]
+    rises = {m: by_three(m, BEYOND_WRONG, change) for m in SETS}
+    out = [percent(by_readers(QWEN, t, "out_of_role")) for t in (GREEDY, SAMPLED)]
+    role, once = (part(read(QWEN), name) for name in ("mix", "rest"))
+    in_role = read(QWEN)[(read(QWEN)["where"] == OWN) & (read(QWEN)["out_of_role"] == 0)]
+    within = [mean(100 * of, 0) for _, of in in_role.groupby("temperature")["follow_up"]]
+    (all_q, all_s), (own_q, own_s), (head_q, head_s) = (
+        [mean(site(m, name)) for m in MODELS] for name in ("own context", "response", "header")
     )
-    out = [percent(rate(QWEN, "out of role", t)) for t in (0.0, HOT)]
-    (all_q, all_s), (own_q, own_s), (head_q, head_s), (new_q, new_s), (of_q, of_s) = (
-        [mean(site(m, name)) for m in MODELS]
-        for name in (
-            "own context",
-            "response",
-            "header",
-            "written: response",
-            "written: own context",
-        )
-    )
-    brief = f"""In Qwen2.5-Coder-1.5B the built-in judge calls {own[0]}% of greedy user turns
-    follow-ups, and {own[1]}% of turns sampled at T = 0.7. It calls {wrong[0]}% and {wrong[1]}% of
-    the same turns follow-ups when it is shown them after a wrong conversation, one of another
-    query; beyond that the rise is {rises[0]} points ({queries(QWEN)} queries; {rises[1]} on
-    {queries(MATHS)} of maths). SmolLM2-135M isn't shown to rise ({rises[2]}).
+    brief = f"""Language-model readers call {readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns
+    follow-ups, and {readers[1]}% of those sampled at T = 0.7; shown after a wrong conversation, one
+    of another query, {readers[2]}% and {readers[3]}%. Beyond these the rise is {rises[QWEN][2]}
+    points; the built-in judge says {rises[QWEN][0]}, corrected by the readers {rises[QWEN][1]}
+    ({rises[MATHS][1]} on maths). SmolLM2-135M isn't shown to rise ({rises[SMOL][1]}).
 
-    By the judge's categories the rise is mostly role: {out[0]} of 100 greedy turns repeat the
-    conversation or speak as the assistant, and {out[1]} of 100 sampled turns.
+    The rise is role: {out[0]} of 100 greedy turns repeat the conversation or speak as the
+    assistant, and {out[1]} of 100 sampled turns. Staying in role brings {role} points; following up
+    once in role {once}.
 
     What a sampled turn tells about its response is carried by the response's own keys and values
-    ({own_q} of {all_q} bits in Qwen, of turns that are scored again), hardly by the user header's
-    states ({head_q})."""
-    said = f"""In Qwen2.5-Coder-1.5B the judge calls {own[0]}% of greedy user turns follow-ups, and
-    {own[1]}% of turns sampled at T = 0.7. Of the same turns, shown after a wrong conversation (one
-    of another query), it calls {wrong[0]}% and {wrong[1]}% follow-ups; beyond this floor the rise
-    is {rises[0]} points ({queries(QWEN)} queries; {rises[1]} on {queries(MATHS)} others, all
-    maths). SmolLM2-135M isn't shown to rise ({rises[2]}).
+    ({own_q} of {all_q} bits in Qwen), hardly by the user header's states ({head_q})."""
+    said = f"""Language-model readers call {readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns
+    follow-ups, and {readers[1]}% of those sampled at T = 0.7. Of turns shown after a wrong
+    conversation (one of another query) they call {readers[2]}% and {readers[3]}% follow-ups. Beyond
+    wrong conversations the rise is {rises[QWEN][2]} points by the readers, {rises[QWEN][0]} by the
+    built-in judge, {rises[QWEN][1]} by the judge corrected by the readers. After maths it is
+    {rises[MATHS][1]} corrected ({rises[MATHS][2]} by readers). SmolLM2-135M isn't shown to rise
+    ({rises[SMOL][1]} corrected).
 
-    By the judge's categories the rise is mostly role: {out[0]} of 100 greedy turns are out of role
-    (they repeat the conversation or speak as the assistant), and {out[1]} of 100 sampled turns.
-    That makes {part(QWEN, "mix")} points of the rise; all else makes {part(QWEN, "rest")}, which
-    isn't shown to differ from 0.
+    The rise is role. By the readers {out[0]} of 100 of Qwen's greedy turns are out of role (they
+    repeat the conversation or speak as the assistant), and {out[1]} of 100 sampled turns. Staying
+    in role brings {role} points. Following up once in role brings {once}: of greedy turns in role
+    {within[0]}% are follow-ups, of sampled ones {within[1]}%. So sampling doesn't bring out
+    following up; it keeps turns in role.
 
     What a sampled turn tells about its response is carried by the response's own keys and values,
-    hardly by the header's states. Turns were rescored after contexts of which one part is their
-    own, and the rest is from another response to the same query: with the response's keys and
-    values Qwen's turns keep {own_q} of {all_q} bits (SmolLM2's {own_s} of {all_s}), with the
-    header's states {head_q} ({head_s}). Turns newly written after the response's keys and values
-    keep {new_q} of {of_q} ({new_s} of {of_s})."""
+    hardly by the header's states. Rescored after contexts of which only the response's keys and
+    values are their own, Qwen's turns keep {own_q} of {all_q} bits (SmolLM2's {own_s} of {all_s});
+    of which only the header's states are, {head_q} ({head_s})."""
     return [folded(one) for one in (brief if short else said).split("\n\n")]
 
 
 def sentences() -> dict[str, list[str]]:
     """Other sentences with numbers, of each page of results."""
-    qwen, own, smol = map(gate, map(judged, SETS))
-    alone = gate(judged(QWEN)[judged(QWEN)["temperature"] == 0])
+    gates = [[gate(by(m)) for m in SETS] for by in (verdicts, read)]
+    assert gates == [["passes"] * 3, ["passes", "is undecided", "passes"]]
     elsewhere, verified = picks_elsewhere(), 100 * table(MATHS, "contexts")["right"]
     greedy = judged(MATHS)[judged(MATHS)["temperature"] == 0]
     refused = 100 * greedy["text"].str.contains("can't assist|cannot assist|can't help")
+    each = [agreement([m]) for m in SETS]
+    likelier = [change(more_picks(m)) for m in SETS]
+    there = of_queries(read(QWEN), BEYOND_WRONG, "judge"), by_readers(QWEN, BEYOND_WRONG)
+    first = of_queries(read(QWEN), GREEDY, "judge") - by_readers(QWEN, GREEDY)
+    falls = (
+        change(by_judge(SMOL, BEYOND_WRONG)),
+        change(of_queries(read(SMOL), BEYOND_WRONG, "judge")),
+    )
+    sampled = [by_three(m, BEYOND_SIBLINGS, change) for m in SETS]
     follow_ups = greedy.loc[greedy["follow_up"] == 1, "text"].str.strip()
     sorry = 100 * follow_ups.str.startswith(("I'm sorry", "I’m sorry", "I am sorry"))
-    assert own == alone
-    states, output = ([auroc(m, of) for m in MODELS] for of in ("log_odds", "control:output"))
-    known = [halves(m) for m in MODELS]
-    both = f"""On SmolLM2 it {smol}; on Qwen it {qwen}; on Qwen after maths, and on Qwen's greedy
-    turns alone, it {own}.
+    wrong = [
+        mean(100 * by_readers(m, t), 0)
+        for m in (QWEN, MATHS)
+        for t in (GREEDY_WRONG, SAMPLED_WRONG)
+    ]
+    both = f"""Judge and readers agree with κ {agreement(SETS)} on turns after their own responses
+    (Qwen {each[0]}, maths {each[1]}, SmolLM2 {each[2]}), two readers with {two_readers()}.
 
-    After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (the judge: they speak as the
-    assistant), and {mean(sorry, 0)}% of its greedy follow-ups open with "I'm sorry".
+    **Where they differ.** On the turns that were read, the judge's rise in Qwen is
+    {change(there[0])}, above the readers' by {change(there[0] - there[1])}: it misses greedy
+    follow-ups ({change(first)}). On all turns it says that SmolLM2 falls ({falls[0]}); on those
+    that were read it doesn't ({falls[1]}).
 
-    Qwen's rise of likeliest own responses was seen on some queries first; on the {len(elsewhere)}
-    others of the study it is {change(elsewhere)}.
+    Sampled turns are follow-ups more often after their own response than after siblings in SmolLM2
+    ({sampled[2][0]}; corrected {sampled[2][1]}), hardly in Qwen ({sampled[0][0]};
+    {sampled[0][1]}).
 
-    {mean(verified, 0)}% of Qwen's responses to the maths queries are right. That turns after these
-    are follow-ups more often isn't shown ({change(right())}).
+    The earlier judge (κ 0.55) called 23% and 24% of Qwen's greedy and sampled turns follow-ups
+    after a wrong conversation (21% and 19% after maths). Readers: {wrong[0]}% and {wrong[1]}%
+    ({wrong[2]}% and {wrong[3]}%).
 
-    Of two responses to one query, neither with a greedy follow-up, a probe of the best states ranks
-    the one with a sampled follow-up first in {states[0]} of pairs (SmolLM2: {states[1]}), the first
-    token's distribution in {output[0]} ({output[1]}), half of the turns themselves in {known[0]}
-    ({known[1]}); by chance it is 0.50."""
+    They ranked 0.55 ± 0.02 of pairs of responses rightly (SmolLM2: 0.59 ± 0.03) by its verdicts."""
+    qwen = f"""The share of turns that are likelier after their own response than after two siblings
+    rises by {likelier[0]} in Qwen ({change(elsewhere)} on the {len(elsewhere)} queries where this
+    wasn't seen first), {likelier[1]} after maths and {likelier[2]} in SmolLM2.
+
+After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the assistant), and
+    {mean(sorry, 0)}% of its greedy follow-ups open with "I'm sorry".
+
+{mean(verified, 0)}% of Qwen's responses to the maths queries are right. That turns after these
+    are follow-ups more often isn't shown ({change(right())})."""
     tells = amount(site(SMOL, "header", 0.0, what="first_bits"))
-    first = f"A greedy turn's first token, drawn from the header's last state, tells {tells} bits."
+    first_token = f"""A greedy turn's first token, drawn from the header's last state, tells {tells}
+    bits."""
     none, remove, half, question = map(
         perturbed, ("none", "remove", "truncate", "generic_question")
     )
@@ -489,13 +553,17 @@ def sentences() -> dict[str, list[str]]:
     {percent(none)} (60 queries). With half of its sentences ({change(half - none)}), or a generic
     question at its end ({change(question - none)}), no change is shown."""
     compare = [folded(one) for one in both.split("\n\n")]
-    return {"compare": compare, SMOL: [first, folded(without)], QWEN: []}
+    return {
+        "compare": compare,
+        SMOL: [folded(first_token), folded(without)],
+        QWEN: [folded(one) for one in qwen.split("\n\n")],
+    }
 
 
 @cache
 def pages() -> dict[str, list[str]]:
     """The tables and sentences of each page."""
-    tables = {"compare": [how_often(), where(), moved()]}
+    tables = {"compare": [how_often(), roles(), where(), moved()]}
     tables |= {m: [datasets(m), sites(m), windows(m)] for m in MODELS}
     tables[SMOL] += [blocks(), exchanged(), vectors(), elicited()]
     found = {f"docs/results/{name}.md": tables[name] + sentences()[name] for name in tables}
@@ -511,7 +579,12 @@ def show() -> None:
 
 # Decimals, percentages and intervals; not those in names, as of Qwen2.5-Coder-1.5B.
 NUMBER = re.compile(r"(?<![\w.-])(?:[+−]?\d+\.\d+(?![\w.])|\d+%|[+−]?[\d.]+ ± [\d.]+)")
-CONSTANTS = {"0.7", "1.58", "95%"}  # 1.58 bits: one of three
+CONSTANTS = {
+    "0.7",
+    "1.58",
+    "95%",
+    "0.55",
+}  # bits of three; the κ of the earlier judge on these labels
 
 
 @pytest.mark.parametrize("page", list(pages()))
@@ -525,3 +598,17 @@ def test_a_page_says_what_the_data_say_and_no_other_number(page):
     for one in sorted(pages()[page], key=len, reverse=True):
         text = text.replace(folded(one), "")
     assert set(NUMBER.findall(text)) <= CONSTANTS
+
+
+def test_verdicts_are_out_of_fold_and_the_same_in_both_tables():
+    every = pd.concat([table(m, "contexts") for m in SETS])
+    plain = every["query_text"].str.lower().str.replace(r"\W+", " ", regex=True).str.strip()
+    assert (every.groupby(plain)["fold"].nunique() == 1).all()  # a query has one in all studies
+    for m in SETS:
+        turns = table(m, "turns").rename(columns={"context": "source_context"})
+        both = read(m).merge(turns, on=["source_context", "temperature", "sample"])
+        own = both[both["where"] == OWN]
+        assert (own["judged"] == own["category_y"]).all()
+        assert len(own) == (read(m)["where"] == OWN).sum()
+        query = table(m, "contexts").set_index("context")["query"]
+        assert (query[turns["wrong"]].to_numpy() != query[turns["source_context"]].to_numpy()).all()

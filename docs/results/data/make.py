@@ -4,11 +4,11 @@
     python docs/results/data/make.py scores OUT
     python docs/results/data/make.py figures
 
-FOLDER holds run/ (judged by the rules judge, with results of locate, of ``probes --within source
---target latent`` and of ``rates --by correct``), vectors/ (of learned-vector), changes/ (of
-perturbations), elicit/, interchange/, interchange_again/ (of one cell and all queries) and bands/
-(of locate --maps bands blocks); a table without its folder is left out. ``scores`` needs the model:
-it scores turns of OUT/turns.parquet after each response to their query, in an hour or two of a CPU.
+FOLDER holds run/ (with results of locate and of ``rates --by correct``), vectors/ (of
+learned-vector), changes/ (of perturbations), elicit/, interchange/, interchange_again/ (of one cell
+and all queries) and bands/ (of locate --maps bands blocks); a table without its folder is left out.
+``verdicts.py`` then judges the turns. ``scores`` needs the model: it scores turns of
+OUT/turns.parquet after each response to their query, in an hour or two of a CPU.
 """
 
 import sys
@@ -71,20 +71,8 @@ def contexts(run: Run, folder: Path) -> pd.DataFrame:
 
 
 def turns(run: Run) -> pd.DataFrame:
-    """Every turn with its category, and how often the judge calls it a follow-up: after its own
-    response (``follow_up``), after its siblings, and after a wrong conversation."""
-    verdicts = pd.read_parquet(run.path / "judgements/rules.parquet")
-    verdicts["follow_up"] = verdicts["follow_up"].map({True: 1.0, False: 0.0}).astype("float32")
-    own = verdicts[verdicts["decoy"].isna()].set_index(TURN)
-    siblings = verdicts[verdicts["decoy"] == "sibling"].groupby(TURN)["follow_up"]
-    other = verdicts[verdicts["decoy"] == "wrong_conversation"].set_index(TURN)["follow_up"]
-    table = run.generations[[*TURN, "text"]].copy()
-    key = pd.MultiIndex.from_frame(table[TURN])
-    table["category"] = own["category"].reindex(key).to_numpy()
-    table["follow_up"] = own["follow_up"].reindex(key).to_numpy()
-    table["follow_up_after_siblings"] = siblings.mean().reindex(key).to_numpy()
-    table["follow_up_after_wrong"] = other.reindex(key).to_numpy()
-    return table.rename(columns={"context_id": "context"})
+    """Every turn; ``verdicts.py`` adds the judge's verdicts."""
+    return run.generations[[*TURN, "text"]].rename(columns={"context_id": "context"})
 
 
 def bits(folder: Path) -> pd.DataFrame:
@@ -150,7 +138,6 @@ def main(folder: Path, out: Path) -> None:
         every = tables["parts"]
         tables["parts"] = every[every["site"].isin([ALL_LAYERS, *PART_SITES])]
     for name, file in {
-        "probes": "run/results/siblings-latent/predictions.parquet",
         "vectors": "vectors/rows.parquet",
         "changes": "changes/turns.parquet",
         "elicit": "elicit/rows.parquet",
