@@ -151,7 +151,9 @@ class Elicit(Experiment):
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = only(found, EXCESS)
         title = f"{self.runs[0].model['name']} · follow-ups beyond siblings"
-        return {"arms": Bars(title, "rate less that after siblings", rows)}
+        return {
+            "arms": Bars(title, "follow-up rate less that of the same turns after siblings", rows)
+        }
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         greedy, gap = only(found, EXCESS, term=GREEDY), only(found, GAP, term=BEST)

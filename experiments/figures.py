@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.display import by_colour, draw_line, draw_points, list_names, new_axes
-from ia_mech.results import label_of
+from ia_mech.results import LEAST_SHOWN, label_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +38,8 @@ class Lines:
 
     def draw(self) -> "Figure":
         figure, axes = new_axes(self.title, self.x, self.y)
-        for colour, (name, rows) in by_colour(self.rows, self.by):
+        shown = _as_in_tables(self.rows)
+        for colour, (name, rows) in by_colour(shown, self.by):
             rows = rows.sort_values(self.across, kind="stable")
             draw_line(axes, rows[self.across], rows, colour, _label(name, self.by))
         for label, level in (self.levels or {}).items():
@@ -51,6 +52,7 @@ class Lines:
         figure.set_label(
             f"Each line is one {self.by.replace('_', ' ')}; the band around it is its interval. A "
             f"line within another line's band can't be told from that line.{dotted}"
+            + _lacking(shown, "There is no band")
         )
         return figure
 
@@ -59,7 +61,8 @@ class Lines:
 class Bars:
     """Estimates as points with their intervals, in one row for each value of a column.
 
-    Colours tell apart the values of another column, and temperatures if there are several.
+    Colours tell apart the values of another column, and temperatures if there are several. An
+    estimate without an interval is a hollow point.
 
     Attributes:
         title: of the figure.
@@ -78,22 +81,26 @@ class Bars:
     def draw(self) -> "Figure":
         told = [name for name in (self.by, "temperature") if name in self.rows]
         told = [one for one in told if one != self.names and self.rows[one].nunique(False) > 1]
-        rows = self.rows.assign(
+        rows = _as_in_tables(self.rows).assign(
             line=_labels(self.rows, [self.names]), colour=_labels(self.rows, told)
         )
         lines, colours = _values(rows["line"]), _values(rows["colour"])
         figure, axes = new_axes(self.title, self.x, size=(7, 1.4 + 0.4 * len(lines)))
         for number, (colour, (name, own)) in enumerate(by_colour(rows, "colour")):
             beside = (number - (len(colours) - 1) / 2) * 0.8 / max(len(colours), 2)
-            at = [lines.index(one) + beside for one in own["line"]]
-            draw_points(axes, at, own, lying=True, color=colour, label=name)
+            at = np.array([lines.index(one) + beside for one in own["line"]])
+            hollow = own["low"].isna().to_numpy()
+            look: dict[str, Any] = {"lying": True, "color": colour}
+            draw_points(axes, at[~hollow], own[~hollow], label=name, **look)
+            draw_points(axes, at[hollow], own[hollow], mfc="white", **look)
         axes.axvline(0.0, color="0.3", lw=0.8)
         list_names(axes, lines)
         if len(colours) > 1:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # where it hides no interval
         figure.set_label(
-            "Each point is an estimate, and the bar through it is its interval. A bar that crosses "
-            "0 shows no difference."
+            "Each point is an estimate, and the line through it is its interval. Where this line "
+            "crosses 0, no difference from 0 is shown. Intervals are not corrected for how many "
+            "there are." + _lacking(rows, "A point is hollow")
         )
         return figure
 
@@ -146,6 +153,21 @@ def _label(value: Any, column: str) -> str:
 def _labels(rows: pd.DataFrame, columns: list[str]) -> list[str]:
     """``[rows]``: each row's label, made from its values in these columns."""
     return [", ".join(_label(row[name], name) for name in columns) for _, row in rows.iterrows()]
+
+
+def _as_in_tables(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows without the intervals that :func:`ia_mech.results.cell_of` doesn't show either."""
+    if "sources" not in rows:
+        return rows
+    few = rows["sources"] < LEAST_SHOWN
+    return rows.assign(low=rows["low"].mask(few), high=rows["high"].mask(few))
+
+
+def _lacking(rows: pd.DataFrame, what: str) -> str:
+    """A sentence on estimates without an interval, if there are some."""
+    without = rows["value"].notna() & rows["low"].isna()
+    why = f"where fewer than {LEAST_SHOWN} queries, or queries that are all alike, give no interval"
+    return f" {what} {why}." if without.any() else ""
 
 
 def _values(column: pd.Series) -> list:

@@ -3,12 +3,12 @@
 Each conversation is changed in one respect and sampled again with the same random numbers. The
 response is removed, swapped for one to another query, cut to half of its sentences, or given a
 generic question at its end; its sentences are shuffled, or its answer is contradicted. In two more
-conditions the user header stands without a conversation, or is the assistant's. Turns are judged
-after what the model was given, and after the unchanged response, which a turn that was written
-without it can still fit by topic or luck. Real follow-ups are scored in each changed context.
-Differences are paired by query. A change doesn't count for conversations that it leaves as they
-are. The control is the rate after the bare header: there only the form of a turn can please a
-judge.
+conditions the user header stands without a conversation, or is the assistant's. The judge is shown
+each turn twice: after the conversation that the model was given, and after the unchanged one. A
+turn that was written without the response may still fit it, by topic or by luck. Real follow-ups
+are scored in each changed context. Differences are paired by query. A conversation that a change
+leaves as it is doesn't count for that change. The control is the rate of turns that were written
+without any conversation: only their form can please a judge.
 
 Needs: judged runs; real follow-ups for the likelihoods. Cost: eight times the sampling of as
 many turns (48 queries of the embedded model, 5 turns each: some fifteen minutes on a CPU). The
@@ -33,7 +33,7 @@ from experiments.arms import Arm, arm_estimates, conversations_of, verdicts_of
 from experiments.changes import ask, contradict, other_response, shuffle_sentences, truncate
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Bars, Drawing
-from experiments.tables import only, tables_of
+from experiments.tables import LEAST, only, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.data.conversations import (
     UNPERTURBED,
@@ -47,6 +47,7 @@ from ia_mech.estimates import (
     all_datasets,
     by_dataset,
     holm_corrected,
+    shown_changes,
 )
 from ia_mech.judge.judging import ON_UNPERTURBED
 from ia_mech.rates.compute import differences, rates
@@ -62,6 +63,25 @@ CONDITIONS = {  # → the header that is opened
     **dict.fromkeys((REMOVE, SWAP, TRUNCATE, QUESTION, SHUFFLE, CONTRADICT), USER_HEADER),
     HEADER_ONLY: "alone",
     HEADER_ASSISTANT: "assistant",
+}
+NAMES = {  # of conditions, as tables, figures and notes show them
+    UNPERTURBED: "unchanged",
+    REMOVE: "no response",
+    SWAP: "another query's response",
+    TRUNCATE: "first half of the response",
+    QUESTION: "generic question added",
+    SHUFFLE: "sentences shuffled",
+    CONTRADICT: "answer contradicted",
+    HEADER_ONLY: "no conversation",
+    HEADER_ASSISTANT: "assistant header",
+}
+CHANGES = {  # of the response, as sentences begin
+    REMOVE: "Removing the response",
+    SWAP: "Putting another query's response in its place",
+    TRUNCATE: "Cutting the response to its first half",
+    QUESTION: "Adding a generic question to the response",
+    SHUFFLE: "Shuffling the response's sentences",
+    CONTRADICT: "Contradicting the response's answer",
 }
 STREAM = -3  # of the draws; samples have streams of their own
 FITS_ORIGINAL = "follow_up_to_original"  # the outcome: also a follow-up to the unchanged response
@@ -173,8 +193,9 @@ class Perturbations(Experiment):
                 except UserError as error:
                     left_out[error.problem] = left_out.get(error.problem, 0) + 1
             if left_out:
-                why = "; ".join(f"{count}: {problem}" for problem, count in left_out.items())
-                self.notes.append(f"{name} is not made of all {len(own)} conversations ({why}).")
+                why = ", ".join(f"{count} {problem}" for problem, count in left_out.items())
+                count = f"{len(own) - sum(left_out.values())} of {len(own)} conversations"
+                self.notes.append(f"{NAMES[name]}: {count}. Left out: {why}.")
         if not made:
             raise UserError("none of these conversations can be changed", "give other runs")
         return made
@@ -192,14 +213,14 @@ class Perturbations(Experiment):
         rng = np.random.default_rng(list(key))
         swap = other_response(own, tokens, order, rng) if name == SWAP else ""
         if swap is None:
-            raise UserError("there is no other response of the dataset", "")
+            raise UserError("whose dataset has no other response", "")
         changed = apply_condition(own[order], name, rng, swap)
         if changed is None:
-            raise UserError("the response stays as it is", "")
+            raise UserError("that the change leaves as it is", "")
         context, turn = context_and_real_follow_up(self.chat, changed)
         longest = max(settings["max_new_tokens"], 0 if turn is None else len(turn.whole))
         if len(context.ids) + longest > (context_limit(self.config) or np.inf):
-            raise UserError("the context is too long for the model", "")
+            raise UserError("that would be too long for the model", "")
         return changed
 
     def arms(self) -> Mapping[str, Arm]:
@@ -237,15 +258,15 @@ class Perturbations(Experiment):
     def _note_changes(self, run: Run) -> None:
         how = run.contexts["metadata"].map(lambda text: json.loads(text)["how"])
         ways = how[run.contexts["perturbation"] == CONTRADICT].value_counts()
-        counts = ", ".join(f"{way} {count}" for way, count in ways.items())
+        counts = ", ".join(f"{count} by a {way}" for way, count in ways.items())
         if counts:
-            self.notes.append(f"{CONTRADICT} was made by {counts} (metadata, how).")
+            self.notes.append(f"{NAMES[CONTRADICT]}: {counts} (how, in the metadata of contexts).")
         if unfinished := unfinished_text(self.base):
             self.notes.append(f"{unfinished}.")
         if HEADER_ONLY in self.args.conditions:
             self.notes.append(
-                f"{HEADER_ONLY} shows the model no conversation: all its greedy turns are one "
-                "turn, which the judge is shown after every query's response."
+                f"{NAMES[HEADER_ONLY]}: there is one greedy turn, which the judge is shown after "
+                "every query's response."
             )
 
     def follow_up_bits(self) -> pd.DataFrame:
@@ -278,7 +299,8 @@ class Perturbations(Experiment):
     # -- shown ------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        less = "Less unchanged: paired by query, with Holm-corrected p."
+        less = "difference from the unchanged conversation, by query; p is Holm-corrected."
+        found = found.assign(condition=found["condition"].map(NAMES))
         made = tables_of(
             f"follow-ups to the unchanged response ({self.intervals})",
             found,
@@ -287,7 +309,8 @@ class Perturbations(Experiment):
             most=1.0,
             index=("dataset", "temperature", "condition"),
             rows="turns",
-            legend=f"Rate: share of turns that the judge calls follow-ups to it. {less}",
+            legend="Rate: share of turns that the judge calls follow-ups to the unchanged "
+            f"response, whatever the model was given. Less unchanged: {less}",
         )
         made += tables_of(
             f"real follow-ups after each change, bits ({self.intervals})",
@@ -296,19 +319,21 @@ class Perturbations(Experiment):
             shown_if=BITS_DIFFERENCE,
             index=("dataset", "condition"),
             rows="follow-ups",
-            legend=f"Log p: of the same tokens at T = 1, a whole turn. {less}",
+            legend="Log p: of the whole real follow-up at T = 1; its tokens are the same under "
+            f"each change. Less unchanged: {less}",
         )
         return made
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         from ia_mech.rates.figures import gate_title  # loads matplotlib
 
-        model, pooled = self.runs[0].model["name"], all_datasets(found)
-        rows = only(pooled, DIFFERENCE)
+        model = self.runs[0].model["name"]
+        found = all_datasets(found.assign(condition=found["condition"].map(NAMES)))
+        rows = only(found, DIFFERENCE)
         made: dict[str, Drawing] = {
             "rates": Bars(
                 gate_title(model, self.gate),
-                "rate of follow-ups to it, less that after the unchanged conversation",
+                "change of the rate of follow-ups to the unchanged response",
                 rows,
                 names="condition",
             )
@@ -317,7 +342,7 @@ class Perturbations(Experiment):
         if len(rows):
             made["real follow-ups"] = Bars(
                 f"{model} · real follow-ups",
-                "log p less that after the unchanged conversation, bits",
+                "change of log p of real follow-ups, bits",
                 rows,
                 names="condition",
             )
@@ -328,33 +353,30 @@ class Perturbations(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         rates, bits = only(found, DIFFERENCE), only(found, BITS_DIFFERENCE)
-        said: list[str] = []
-        for condition, words in {
-            REMOVE: "without the response",
-            TRUNCATE: "with the first half of its sentences",
-            QUESTION: "with a generic question at its end",
-            SHUFFLE: "with its sentences in another order",
-            CONTRADICT: "with its answer contradicted",
-        }.items():
+        most = int(all_datasets(rates)["sources"].max()) if len(rates) else 0
+        if most < LEAST:  # the sentence says already that these are too few
+            return Conclusion("The table has what was measured.", f"{self.gate.sentence}.")
+        said, rate_changed = [], False
+        for condition, words in CHANGES.items():
             of_rate, of_bits = (of[of["condition"] == condition] for of in (rates, bits))
-            said.append(
-                self.tested(
-                    f"{words} the rate of follow-ups to the unchanged response changes by",
-                    of_rate,
-                    most=1,
-                )
+            rate = "lowers the follow-up rate by", "raises the follow-up rate by"
+            real = "makes real follow-ups less likely by", "makes real follow-ups likelier by"
+            shown = shown_changes(of_rate, *rate), shown_changes(of_bits, *real, 1, " bits")
+            rate_changed |= bool(shown[0])
+            if any(shown):
+                said.append(f"{words} {' and '.join(filter(None, shown))}.")
+        nothing = f"With {most} queries no change of the response is shown to matter."
+        if said and not rate_changed:
+            said.append("The follow-up rate is not shown to change.")
+        control = f"{self.gate.sentence}."
+        bare = rates[rates["condition"] == HEADER_ONLY]
+        if len(bare):
+            how = shown_changes(
+                bare, "are follow-ups less often by", "are follow-ups more often by"
             )
-            change = "there log p of real follow-ups changes by, in bits"
-            said.append(self.tested(change, of_bits, 1))
-        bare = self.tested(
-            "after the bare header, which shows no conversation, that rate changes by",
-            rates[rates["condition"] == HEADER_ONLY],
-            most=1,
-        )
-        return Conclusion(
-            " ".join(text for text in said if text) or "Nothing could be compared.",
-            f"{self.gate.sentence}. {bare}".strip(),
-        )
+            how = how or "are not shown to be follow-ups less often"
+            control += f" Turns that were written without any conversation {how}."
+        return Conclusion(" ".join(said) or nothing, control)
 
 
 main = Perturbations.main

@@ -62,6 +62,7 @@ from ia_mech.likelihood.reaction import (
     readable_bits,
 )
 from ia_mech.results import Table
+from ia_mech.run import Run
 from ia_mech.run.queries import Query, exchange, queries_of, subsample
 
 # What an estimate is of: the runs' responses, those that are finished, or the control.
@@ -72,6 +73,10 @@ DIFFERENCE = "I_K less the control's, bits"
 READABLE, GREEDY_DIFFERENCE = "readable bits", "greedy turns' readable bits less these"
 COPIED, BEYOND = "copy bits (lower bound)", "beyond copy, bits (upper bound)"
 DIFFERENT = "greedy turns that differ"
+PHASES = {  # of sampling, as they are shown while they run
+    REQUESTED: "control, step 1 of 2: the model words one response to each query in several ways",
+    WORDINGS: "control, step 2 of 2: turns are sampled after these wordings",
+}
 CLOSENESS = ("words kept", "trigrams kept", "length ratio")
 MOST_RESPONSES = 4  # that headline and control tell apart
 MOST_CONTROLLED = 60  # queries that have the control
@@ -204,6 +209,10 @@ class Reaction(Experiment):
         }
         return {REQUESTED: Arm(rewording_requests(self.reworded, self.controlled), changes)}
 
+    def sample(self, name: str, arm: Arm) -> Run:
+        print(PHASES[name], file=sys.stderr)
+        return super().sample(name, arm)
+
     def control(self) -> Arm:
         """Turns after K′ wordings that stand as responses to each query."""
         made = []
@@ -247,7 +256,7 @@ class Reaction(Experiment):
             )
             if self.wordings:
                 self.sample(WORDINGS, self.control())
-        return self.measure_units(self.units(), "scoring")
+        return self.measure_units(self.units(), "scoring turns after each response")
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
         return score_turns(model, unit)
@@ -255,6 +264,7 @@ class Reaction(Experiment):
     # -- what is estimated ------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        print("fitting: how many bits one reader, and copied words, tell", file=sys.stderr)
         arms = {
             name: with_bits(queries, rows[rows["arm"] == name])
             for name, queries in self.measured().items()

@@ -35,7 +35,7 @@ from experiments.first_token import (
     lens_curves,
     openings_of,
 )
-from experiments.tables import only, sentence_of, tables_of
+from experiments.tables import LEAST, only, sentence_of, tables_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
     ALL,
@@ -45,6 +45,7 @@ from ia_mech.estimates import (
     by_dataset,
     holm_corrected,
     paired_row,
+    shown_changes,
 )
 from ia_mech.judge.decoys import WRONG
 from ia_mech.rates.compute import differences, floors, rates
@@ -249,7 +250,7 @@ class TemperatureSweep(Experiment):
             rows="turns",
             legend=f"Less greedy's: the difference, paired by query. {tested} After a wrong "
             "conversation: how often the judge calls the same turns follow-ups there; excess: the "
-            "rate less that.",
+            "rate less that. In both, queries of the wrong conversations count, too.",
         )
         made += tables_of(
             f"where greedy decoding leaves a turn ({self.intervals})",
@@ -271,7 +272,8 @@ class TemperatureSweep(Experiment):
             shown_if=DEEPER,
             index=("dataset", "temperature", "term"),
             rows="follow-ups",
-            legend="follow-ups' mean gap, nats, less that of other turns after the same "
+            legend="Gap less others': by how many nats greedy's token is likelier where a "
+            "follow-up leaves the greedy turn, less the same of other turns after the same "
             f"response at the same temperature. {tested}",
         )
         first: dict[str, tuple[str, int | str]] = {
@@ -324,7 +326,7 @@ class TemperatureSweep(Experiment):
             made["openings"] = Lines(title, "temperature", "probability", mass)
         deep = only(pooled, DEEPER)
         if len(deep):
-            words = "follow-ups' gap to greedy, less other turns', nats"
+            words = "gap to the greedy turn: follow-ups less other turns, nats"
             made["hidden"] = Bars(title, words, deep, names="temperature", by="term")
         lens = only(pooled, LENS)
         if len(lens):
@@ -336,16 +338,31 @@ class TemperatureSweep(Experiment):
         return {"turns": rows.drop(columns=["source", "context"])}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        said = [
-            sentence_of(f"{RATE} by temperature", only(found, RATE)),
-            self.tested("the rate less that of greedy turns", only(found, RATE_DIFFERENCE), most=1),
-            self.tested(
-                "nats by which follow-ups lie further from greedy turns than other turns after the "
-                "same response do",
-                only(found, DEEPER, term=OTHER_TURNS[0]),
-            ),
-        ]
-        return Conclusion(" ".join(text for text in said if text), f"{self.gate.sentence}.")
+        rates = sentence_of(f"{RATE} by temperature", only(found, RATE))
+        less, deeper = only(found, RATE_DIFFERENCE), only(found, DEEPER, term=OTHER_TURNS[0])
+        control = f"{self.gate.sentence}."
+        if all_datasets(less)["sources"].max() < LEAST:
+            return Conclusion(rates, control)
+        changed = shown_changes(
+            less,
+            "Turns are follow-ups less often than greedy turns, by",
+            "Turns are follow-ups more often than greedy turns, by",
+        )
+        said = [changed or "No temperature is shown to change the follow-up rate", rates]
+        if len(deeper):
+            turns = "than other turns after the same response, by"
+            apart = shown_changes(
+                deeper,
+                f"Follow-ups lie nearer to the greedy turn {turns}",
+                f"Follow-ups lie farther from the greedy turn {turns}",
+                unit=" nats",
+            )
+            said.append(
+                apart
+                or "Follow-ups are not shown to lie nearer to the greedy turn than other turns, "
+                "nor farther from it"
+            )
+        return Conclusion(" ".join(f"{text.rstrip('.')}." for text in said), control)
 
 
 def with_token_scores(turns: pd.DataFrame, runs: Sequence[Run]) -> pd.DataFrame:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from html import unescape
+from io import StringIO
 from pathlib import Path
 from string import ascii_lowercase
 from textwrap import fill
@@ -37,6 +38,7 @@ FIGURE_FORMATS = ("png", "svg", "pdf")  # each figure is written in all of them
 
 # Columns of estimates that say which turns are behind a mark; the mark's link names their values.
 LINKED = ("model", "run", "dataset", "temperature", "category", "decoy")
+SHARE, SECONDS = 0.1, 30.0  # of a phase, after which a log file gets a line about it
 REACH = 8.0  # points to each side of a mark within which a click hits it
 
 STYLE: dict[Any, Any] = {
@@ -80,9 +82,6 @@ class Progress(Protocol):
     def advance(self, steps: int = 1, note: str = "") -> None:
         """``steps`` more are done; ``note``, such as a rate, is shown after the time left."""
 
-    def expect(self, steps: int) -> None:
-        """The phase turns out to have ``steps`` more than its total said."""
-
     def say(self, line: str) -> None:
         """Show a line above the bar."""
 
@@ -95,7 +94,6 @@ class Quiet:
 
     def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None: ...
     def advance(self, steps: int = 1, note: str = "") -> None: ...
-    def expect(self, steps: int) -> None: ...
     def say(self, line: str) -> None: ...
     def stop(self) -> None: ...
 
@@ -103,9 +101,9 @@ class Quiet:
 class Bar:
     """Progress on the terminal: phase, share, steps done, time taken and left, and a note.
 
-    The bar is redrawn twice a second at a terminal, and every four seconds in a log file. The time
-    left assumes the mean rate since the phase began. An empty ``unit`` hides the counts. Several
-    threads may report at once.
+    The bar is redrawn twice a second at a terminal. Elsewhere, as in a log file, it is a line every
+    :data:`SHARE` or :data:`SECONDS`. The time left assumes the mean rate since the phase began. An
+    empty ``unit`` hides the counts. Several threads may report at once.
     """
 
     def __init__(self) -> None:
@@ -115,18 +113,23 @@ class Bar:
 
     def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None:
         self.stop()
+        self._redrawn = sys.stderr.isatty()
+        glyphs = "|{bar:20}| " if self._redrawn else ""
         counts = "{n_fmt}/{total_fmt} " + unit + "s " if unit else ""
         self._bar = tqdm(
+            file=sys.stderr if self._redrawn else StringIO(),  # :meth:`_tell` shows it then
             total=total,
             initial=done,
             desc=phase,
             unit=unit,
-            mininterval=0.5 if sys.stderr.isatty() else 4,
+            mininterval=0.5 if self._redrawn else math.inf,
             smoothing=0,
-            bar_format="{desc}: {percentage:3.0f}% |{bar:20}| "
+            bar_format="{desc}: {percentage:3.0f}% "
+            + glyphs
             + counts
             + "[{elapsed}, {remaining} left{postfix}]",
         )
+        self._told, self._told_at = float(done), time.monotonic()
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         with self._reporting:
@@ -139,11 +142,15 @@ class Bar:
             if time.time() - bar.last_print_t >= bar.mininterval:  # tqdm waits for whole steps
                 bar.refresh()
                 bar.last_print_t = time.time()
+            far = bar.n - self._told >= SHARE * (bar.total or 0)
+            if far or time.monotonic() - self._told_at >= SECONDS:
+                self._tell(bar)
 
-    def expect(self, steps: int) -> None:
-        with self._reporting:
-            if self._bar is not None:
-                self._bar.total = (self._bar.total or 0) + steps
+    def _tell(self, bar: tqdm) -> None:
+        """Show a line of the bar, where it can't be redrawn."""
+        if not self._redrawn:
+            self.say(str(bar))
+            self._told, self._told_at = bar.n, time.monotonic()
 
     def say(self, line: str) -> None:
         tqdm.write(line, file=sys.stderr)
@@ -151,6 +158,8 @@ class Bar:
     def stop(self) -> None:
         with self._reporting:
             if self._bar is not None:
+                if self._bar.n > self._told:
+                    self._tell(self._bar)
                 self._bar.close()
                 self._bar = None
 

@@ -2,7 +2,8 @@
 
 Rates, probes and experiments make :class:`TidyEstimate` rows and turn them into one table with
 :func:`frame_of`. Intervals and tests are made in :mod:`ia_mech.stats`. Only
-:meth:`ia_mech.stats.Estimate.text`, :func:`p_value` and :func:`could_show` write them as text.
+:meth:`ia_mech.stats.Estimate.text`, :func:`p_value`, :func:`shown_changes` and :func:`could_show`
+write them as text.
 """
 
 import json
@@ -25,6 +26,7 @@ ALL = "(all)"  # the name of all datasets together
 FEW_SOURCES = 24  # the fewest sources that benchmarks/coverage.md simulates
 POWER = 0.8  # the power at which we say that an effect would have been shown
 LEAST_P = 0.001  # the smallest p that is shown; a note says where a test can't reach it
+SHOWN = 0.05  # the largest corrected p at which a difference is said to be shown
 MEASURED = {  # columns of every estimate, after those that name what was estimated
     "rows": "int64",
     "value": "float64",
@@ -238,6 +240,38 @@ def could_show(least: float, digits: int = 2, most: float = np.inf) -> str:
     if least >= most:
         return "too few data to show any effect"
     return f"with 80% power {least:.{digits}f} would have been shown"
+
+
+def shown_changes(
+    differences: pd.DataFrame, less: str, more: str, digits: int = 2, unit: str = ""
+) -> str:
+    """The differences that are shown, in words: ``falls by 0.28 [0.05, 0.48] at T = 1``.
+
+    Args:
+        differences: of one quantity; if there are several datasets, only all together are told.
+        less, more: what stands before differences below 0 and above 0, which are written without
+            their sign.
+        digits, unit: decimals, and what stands after each difference.
+
+    Returns:
+        An empty text if no corrected p is at most :data:`SHOWN`.
+    """
+    whole = all_datasets(differences)
+    whole = whole[whole["p_holm"] <= SHOWN]
+    if "temperature" in whole:
+        whole = whole.sort_values("temperature")
+    said = []
+    for words, sign in ((less, -1), (more, 1)):
+        sizes = []
+        for _, row in whole[sign * whole["value"] > 0].iterrows():
+            low, high = sorted((sign * row["low"], sign * row["high"]))
+            size = Estimate(abs(row["value"]), low, high, row["sources"]).text(digits)
+            t = row.get("temperature", np.nan)
+            at = "" if np.isnan(t) else " for greedy turns" if t == 0 else f" at T = {t:g}"
+            sizes.append(f"{size}{unit}{at}")
+        if sizes:
+            said.append(f"{words} {' and '.join(sizes)}")
+    return " and ".join(said)
 
 
 def all_datasets(estimates: pd.DataFrame) -> pd.DataFrame:

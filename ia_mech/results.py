@@ -77,6 +77,7 @@ class Result:
         tables: what the report shows. The first answers the question: the terminal shows it alone,
             unless ``--full`` is given.
         figures: the file's stem → matplotlib figure, or its SVG in a result that was read.
+            Files have dashes for the spaces of a stem.
         notes: what a reader has to know.
         about: where it comes from, as JSON: ``kind`` (``rates``, ``probe``, …), what
             :func:`about_runs` gives, ``settings``, ``judge`` and ``gate`` where there is one.
@@ -234,7 +235,7 @@ def write(result: Result, folder: Path) -> None:
         for name, fill in result.files.items():
             fill(scratch / name)
         for stem, figure in result.figures.items():
-            save_figure(figure, scratch, stem)
+            save_figure(figure, scratch, _file_stem(stem))
         written = sorted(path.name for path in scratch.iterdir())
         record = {
             **{name: getattr(result, name) for name in _VERBATIM},
@@ -257,6 +258,11 @@ def write(result: Result, folder: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def _file_stem(figure: str) -> str:
+    """How the files of a figure are called."""
+    return Path(figure).name.replace(" ", "-")
+
+
 def read(folder: str | Path) -> Result:
     """The result that :func:`write` wrote into a folder; a notebook shows it with its figures.
 
@@ -270,7 +276,8 @@ def read(folder: str | Path) -> Result:
             name=folder.name,
             tables=[Table(**table) for table in record["tables"]],
             figures={
-                stem: (folder / f"{Path(stem).name}.svg").read_bytes() for stem in record["figures"]
+                stem: (folder / f"{_file_stem(stem)}.svg").read_bytes()
+                for stem in record["figures"]
             },
             estimates=pq.read_table(folder / ESTIMATES).to_pandas(),
             **{name: record[name] for name in _VERBATIM},

@@ -76,7 +76,7 @@ def _limit(text: str) -> int | None:
     try:
         return None if text == "all" else whole_from(1)(text)
     except argparse.ArgumentTypeError as problem:
-        raise argparse.ArgumentTypeError(f"{problem}, or: all") from None
+        raise argparse.ArgumentTypeError(f"{problem}, or: all (in Python: limit=None)") from None
 
 
 def _opening(text: str) -> str:
@@ -482,7 +482,9 @@ def parse_value(name: str, value: Any, parse: Callable[[str], Any], several: boo
             raise argparse.ArgumentTypeError(f"{words[0]!r} names nothing")
         return tuple(map(parse, split))
     except argparse.ArgumentTypeError as error:
-        raise UserError(f"--{name.replace('_', '-')}: {error}", SEE_HELP) from None
+        if all(isinstance(one, str) for one in values):
+            raise UserError(f"--{name.replace('_', '-')}: {error}", SEE_HELP) from None
+        raise UserError(f"{name}={_shown(value)}: {error}", "give another value") from None
 
 
 def default_text(setting: Any) -> str:

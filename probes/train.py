@@ -7,6 +7,8 @@ once.
 import argparse
 import re
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="RUN",
         help="runs of sample --random-blocks on the same conversations, as a control",
     )
+    parser.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
     return parser
 
 
@@ -175,9 +178,33 @@ def _train(args: argparse.Namespace) -> None:
     random = [run.identity_digest for twin in twins.values() for run in twin.runs]
     about = show.about("probe", data, settings, random_blocks=random)
     folder = show.result_folder(about, args.runs[0], args.out)
+    if args.dry_run:
+        return print_plan(data, settings, len(twins), folder)
     controls = controls_of(data)
     analysis = analyse(data, data.outcome, controls, settings, Bar(), twins)
     write_and_show(show.result_of(analysis, data, about, folder.name), folder, args.full)
+
+
+def print_plan(data: "ProbeSet", settings: "AnalysisSettings", twins: int, folder: Path) -> None:
+    """Print what would be fitted, and about how long it takes: one layer and position is timed."""
+    from probes.analysis import analyse, processors
+
+    began = time.perf_counter()
+    one = replace(data, layers=data.layers[-1:], positions=data.positions[-1:])
+    analyse(one, one.outcome, settings=settings)
+    layers, positions = len(data.layers), len(data.positions)
+    cells = layers * positions * (1 + twins)
+    seconds = (time.perf_counter() - began) * cells / (settings.workers or processors())
+    what = f"{layers} layers × {positions} positions"
+    random = f", and as many of {twins} runs with random blocks" if twins else ""
+    for name, value in {
+        "target": data.target.describe(),
+        "contexts": f"{len(data)} of {data.outcome.source_count} queries",
+        "probes": f"{what}{random}; {settings.folds} folds, {settings.permutations} permutations",
+        "time": f"about {max(1, round(seconds / 60))} min, and some for the controls",
+        "numbers": f"go to {folder}",
+    }.items():
+        print(f"{name:<20}{value}")
 
 
 def write_and_show(result: "Result", folder: Path, full: bool) -> None:

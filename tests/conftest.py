@@ -59,16 +59,14 @@ class Silent:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.steps = 0
+        self.steps, self.note = 0, ""
 
     def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None:
         self.lines.append(f"{phase} {total} {done}")
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         self.steps += steps
-
-    def expect(self, steps: int) -> None:
-        self.steps -= steps
+        self.note = note or self.note
 
     def say(self, line: str) -> None:
         self.lines.append(line)

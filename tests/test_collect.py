@@ -479,17 +479,17 @@ def test_rows_that_wait_for_places_are_those_of_batches_of_their_own(
     assert max(drawn) == 7 and len(queued.parts("contexts")) < len(apart.parts("contexts"))
 
 
-def test_responses_that_are_drawn_again_are_added_to_the_bar(progress):
-    phase = PhaseProgress(progress, "responses", "response", {"a": (4, 10)}, ["a"], 5)
+def test_the_bar_has_room_for_responses_that_are_drawn_again(progress):
+    phase = PhaseProgress(progress, "responses", "response", {"a": (4, 10)}, ["a"], 5, 3)
+    assert progress.lines == [f"responses {3 * (4 * 5 + 10)} 0"]
     part = phase.begin("a")
     part.prefilled(10)
     part.decoded(4, 4, 16)
     assert progress.steps == 4 * 5 + 10
-    part.redraw(2, 6)  # as long as sixteen rows would take
-    assert progress.steps == -(2 * 5 * 8 + 6) + 30
-    part.prefilled(6)
+    part.redraw(2)
+    assert progress.note.startswith("4/4 responses, 2 drawn again, decoding")
     for _ in range(5):
         part.decoded(2, 0, 0)
-    assert progress.steps == 30
+    assert progress.steps == 30 + 10
     part.end()
-    assert progress.steps == 30
+    assert progress.steps == 90

@@ -73,6 +73,25 @@ def test_no_file_of_a_run_names_a_folder_of_this_machine(local, tmp_path, capfd)
     assert recall(run.settings, run.model["weights_hash"]).name == "my-model"
 
 
+def test_the_card_counts_real_follow_ups_after_another_response(local, capfd):
+    words, out = local
+    data = Path(words[words.index("--dataset") + 1])
+    chats = [
+        {"prompt": "Why?", "response": "Because.", "followup": "Sure?"},
+        {"prompt": "How?"},
+    ]
+    data.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    words += ["--max-response-tokens", "4"]
+    assert call(main, words, capfd).status == 0
+    said = "**the model also wrote 1 of the 2 responses** (at most 4 tokens). Their licence"
+    assert said in (out / "README.md").read_text()
+    words[words.index("--out") + 1] = str(out.with_name("anew"))
+    assert call(main, [*words, "--response", "generate"], capfd).status == 0
+    card = (out.with_name("anew") / "README.md").read_text()
+    assert "wrote 2 of the 2 responses" in card
+    assert "; 1 of the 1 real follow-ups came after another response than the model's" in card
+
+
 def texts_in(path: Path) -> str:
     """All texts of a file, those that are compressed in it included."""
     held = path.read_bytes().decode("latin-1")

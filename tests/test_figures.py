@@ -1,4 +1,4 @@
-"""What figures share: panel letters, intervals, and a judge's floor."""
+"""What figures share: panel letters, intervals, and a judge's floor; and the progress bar."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -9,9 +9,11 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 
-from experiments.figures import Lines
+from experiments.figures import Bars, Lines
 from experiments.temperature_sweep import RATE, TemperatureSweep
+from ia_mech import display
 from ia_mech.display import (
+    Bar,
     draw_line,
     draw_points,
     link_of,
@@ -91,6 +93,23 @@ def test_bars_and_bands_end_where_intervals_do():
     assert axes.lines[0].get_ydata().tolist() == [0.4, 0.5]
 
 
+def test_where_a_table_has_no_interval_a_figure_has_none_either():
+    few = frame({"sources": 4, "term": "a"}, {"sources": 5, "term": "b", "value": 0.5})
+    figure = Bars("t", "x", few).draw()
+    filled, hollow = (one.lines[0] for one in figure.axes[0].containers)
+    assert filled.get_xdata().tolist() == [0.5] and hollow.get_xdata().tolist() == [0.4]
+    assert filled.get_markerfacecolor() != "white" == hollow.get_markerfacecolor()
+    bars = [one for one in figure.axes[0].collections if hasattr(one, "get_segments")]
+    ends = [segment[:, 0].tolist() for one in bars for segment in one.get_segments()]
+    assert ends == [pytest.approx([0.3, 0.6]), [0.4, 0.4]]
+    assert "A point is hollow where fewer than 5 queries" in figure.get_label()
+    assert "hollow" not in Bars("t", "x", few[few["sources"] > 4]).draw().get_label()
+    lines = Lines("t", "x", "y", few.assign(temperature=[0.5, 1.0], term="x")).draw()
+    corners = lines.axes[0].collections[0].get_paths()
+    assert all((path.vertices[:, 0] == 1.0).all() for path in corners)
+    assert "There is no band where fewer than 5 queries" in lines.get_label()
+
+
 @pytest.mark.parametrize("gate", [GATE, WITHOUT])
 def test_figures_of_a_judges_rate_show_its_floor_and_excess(gate):
     experiment = TemperatureSweep([SimpleNamespace(model={"name": "m"})], Namespace(), Path())
@@ -107,3 +126,21 @@ def test_figures_of_a_judges_rate_show_its_floor_and_excess(gate):
     assert " ".join(axes.get_title().split()) == (
         "m judge planted: undecided (40 decoys), excess over its floor +0.09 [-0.02, +0.20]"
     )
+
+
+def test_a_bar_is_lines_where_none_can_be_redrawn(capsys, monkeypatch):
+    bar = Bar()
+    bar.start("rows", 40)
+    for number in range(40):
+        bar.advance(1, f"number {number}")
+    bar.stop()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 10 and "\r" not in "".join(lines)
+    assert lines[0].startswith("rows:  10% 4/40 steps [00:00, ") and lines[-1].endswith(
+        "number 39]"
+    )
+    monkeypatch.setattr(display, "SECONDS", 0.0)
+    bar.start("rows", 40, done=39)
+    bar.advance(0)
+    bar.stop()
+    assert capsys.readouterr().err.startswith("rows:  98% 39/40 ")

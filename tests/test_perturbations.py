@@ -31,6 +31,7 @@ from experiments.perturbations import (
     DIFFERENCE,
     FITS_ORIGINAL,
     RATE,
+    Perturbations,
     apply_condition,
     main,
 )
@@ -235,8 +236,51 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     tables = {name for name in before if name.endswith((".parquet", ".jsonl"))}
     assert tables <= set(after) and all(after[name] == before[name] for name in tables)
     assert files(plain.path) == base
-    for said in ("with 80% power", "after the bare header", "the built-in judge calls"):
-        assert said in outcome.out.lower(), outcome.out
+    verdict, control = outcome.out.splitlines()[:2]
+    assert re.fullmatch(r"With \d+ queries no change of the response is shown to matter\.", verdict)
+    assert control.startswith("Control: ") and outcome.out.count("with 80% power") == 2  # of tables
+    assert "written without any conversation are not shown to be follow-ups less" in outcome.out
+    for named in ("no response", "first half of the response", "no conversation"):
+        assert f" {named} " in outcome.out
+    assert "header_only" not in outcome.out and "truncate" not in outcome.out
+
+
+def test_the_sentence_tells_only_changes_that_are_shown(plain, found):
+    args = Perturbations.build_parser().parse_args([str(plain.path)])
+    one = Perturbations([plain], args, Path())
+    one.gate = one.verdicts.gate
+    usual = {"dataset": "d", "sources": 24, "p_holm": 0.4, "low": -0.4, "high": 0.1}
+    rows = [
+        {"quantity": quantity, "condition": condition, "temperature": t, "value": -0.25} | usual
+        for quantity in (DIFFERENCE, BITS_DIFFERENCE)
+        for condition in CONDITIONS
+        for t in ((0.0, 1.0) if quantity == DIFFERENCE else (np.nan,))
+    ]
+    told = pd.DataFrame(rows)
+    nothing, control = one.conclude(told)
+    assert nothing == "With 24 queries no change of the response is shown to matter."
+    assert control.endswith("any conversation are not shown to be follow-ups less often.")
+    removed = told["condition"] == "remove"
+    told.loc[removed & (told["temperature"] == 1), ["p_holm", "high"]] = 0.01, -0.1
+    told.loc[removed & told["temperature"].isna(), ["p_holm", "value", "low", "high"]] = (
+        *(0.01, 5.0, 1.0),
+        9.0,
+    )
+    told.loc[(told["condition"] == "header_only"), ["p_holm", "high"]] = 0.01, -0.1
+    sentence, control = one.conclude(told)
+    assert sentence == (
+        "Removing the response lowers the follow-up rate by 0.25 [0.10, 0.40] at T = 1 and makes "
+        "real follow-ups likelier by 5.0 [1.0, 9.0] bits."
+    )
+    assert control.endswith(
+        "Turns that were written without any conversation are follow-ups less often by 0.25 "
+        "[0.10, 0.40] for greedy turns and 0.25 [0.10, 0.40] at T = 1."
+    )
+    told.loc[told["quantity"] == DIFFERENCE, "p_holm"] = 0.4
+    real = "Removing the response makes real follow-ups likelier by 5.0 [1.0, 9.0] bits."
+    assert one.conclude(told).sentence == f"{real} The follow-up rate is not shown to change."
+    few = one.conclude(told.assign(sources=4))
+    assert few.sentence == "The table has what was measured." and few.control.count(".") >= 1
 
 
 def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folder, tmp_path):

@@ -98,6 +98,15 @@ def test_it_finds_what_was_planted_and_keeps_it(run, planted, capfd, monkeypatch
     assert list(predictions["positives"]) == planted.positives.tolist()
 
 
+def test_a_dry_run_says_what_would_be_fitted_and_writes_nothing(run, capfd):
+    before = files(run)
+    said = probe([run, "--dry-run"], capfd)
+    assert said.status == 0, said.err
+    assert f"60 of {SOURCES} queries" in said.out and "19 permutations" in said.out
+    assert "4 layers × 3 positions; 5 folds" in said.out and "\ntime  " in said.out
+    assert files(run) == before
+
+
 def test_runs_are_pooled_in_whatever_order_they_are_given(run, tmp_path, capfd):
     other = write(plant(replace(PLAN, draw=1, prevalence=0.5)), tmp_path / "other").path
     words = [*ONE_CELL, "--within", "dataset", "--out", "pooled"]

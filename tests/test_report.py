@@ -138,6 +138,13 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     assert Run.open(run.path).verify() == []
 
 
+def test_one_follow_up_is_called_one(run, report):
+    plant(run, "rules", [FOLLOW_UP, *["generic"] * 59])
+    found = report(run.path).out
+    assert "the greedy user turn is a follow-up 1 time of 12; " in found
+    assert "Turns with their labels (one turn for each label, follow-ups first):\n" in found
+
+
 def test_a_report_ends_with_the_answer_and_turns_of_different_labels(run, report, tmp_path):
     plant(run, "builtin", CATEGORIES)
     rows = Run.open(run.path).labelled("builtin")

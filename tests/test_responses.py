@@ -154,6 +154,11 @@ def test_a_run_none_of_whose_queries_is_answered_is_refused(tiny_subject, tmp_pa
     settings = replace(SETTINGS, unfinished=False, max_response_tokens=1)
     with pytest.raises(UserError, match="3 of 3 queries have fewer than 3 distinct finished"):
         collect(settings, tiny_subject, tmp_path / "run", progress)
+    assert [line.split()[0] for line in progress.lines if line.endswith(" 0")] == ["responses"]
+    run = Run.open(tmp_path / "run")
+    for read in (run.check_finished, lambda: run.contexts):
+        with pytest.raises(UserError, match=r"have any user turn: 3 of 3 .*; raise --max-resp"):
+            read()
 
 
 def test_no_response_shares_its_noise_with_a_turn():

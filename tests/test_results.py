@@ -49,16 +49,18 @@ def example_result(**changes) -> Result:
 
 def test_a_result_comes_back_as_it_was_written(tmp_path, pictures):
     result, folder = example_result(), folder_of(tmp_path, "rates-builtin")
+    result.figures["by T"] = result.figures["rates"]
     write(result, folder)
     again = read(folder)
+    assert [*again.figures] == ["rates", "by T"]
     for name in ("name", "question", "sentence", "control", "tables", "notes", "about"):
         assert getattr(again, name) == getattr(result, name)
     pd.testing.assert_frame_equal(again.estimates, result.estimates)
     assert again.figures["rates"].lstrip().startswith(b"<?xml")
     assert b64encode(again.figures["rates"]).decode() in again._repr_html_()
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("estimates.parquet", "probe.bin", "rates.pdf", "rates.png", "rates.svg"),
-        *("result.json", "turns.parquet"),
+        *("by-T.pdf", "by-T.png", "by-T.svg", "estimates.parquet", "probe.bin"),
+        *("rates.pdf", "rates.png", "rates.svg", "result.json", "turns.parquet"),
     ]
     assert [one.name for one in folders_of(tmp_path)] == ["rates-builtin"]
 

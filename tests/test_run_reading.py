@@ -162,10 +162,12 @@ def test_a_layer_is_read_without_the_others_and_unknown_ones_are_refused(by_hand
         with safe_open(file, framework) as tensors:
             yield SimpleNamespace(get_slice=lambda x: asked.append(x) or tensors.get_slice(x))
 
-    given = r"give 0 \(embeddings\) … 1, or -1 \(the last\) … -2"
+    given = r"give whole numbers: 0 \(embeddings\) … 1, or -1 \(the last\) … -2"
     for layer in (2, -3, 0.5, "x", slice(0, 1), [0, 2]):
         with pytest.raises(UserError, match=rf"by-hand has no layer .*; {given}"):
             by_hand.residuals(layer, "header_last")
+    with pytest.raises(UserError, match="by-hand has no layer '15'"):  # not '1'
+        by_hand.residuals("15")
     for position in ("query_end", 3, ["header_last", "query_end"]):
         with pytest.raises(UserError, match=r"was not kept .* response_end, header_last '.n'"):
             by_hand.residuals(0, position)

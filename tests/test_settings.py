@@ -152,6 +152,10 @@ def test_a_flag_that_cannot_be_is_refused_in_one_line(made, capsys, words, expec
     [
         ({"limit": [3]}, "limit=[3]; give a text or a number"),
         ({"limit": True}, "limit=True; give a text or a number"),
+        (
+            {"limit": -3},
+            "limit=-3: '-3' is not a whole number from 1 up, or: all (in Python: limit=",
+        ),
         ({"skip_unusable": 1}, "skip_unusable=1; give True or False"),
         ({"temperatures": [[0.7], 1]}, "temperatures=[[0.7], 1]; give a text or a number, or a"),
         ({"system": b"bytes"}, "system=b'bytes'; give a text or a number"),

@@ -110,7 +110,7 @@ class Computation:
             for start in range(0, len(wanted), limit):
                 some = [(queries[number], draw) for number, draw in wanted[start : start + limit]]
                 if again:
-                    work.redraw(len(some), sum(map(len, {query.prompt for query, _ in some})))
+                    work.redraw(len(some))
                 if len(batches) < len(kept):
                     batch = kept[len(batches)]
                     spared = len(some) * self.settings.max_response_tokens

@@ -23,7 +23,7 @@ from ia_mech.chat.format import ChatContext, ChatFormat
 from ia_mech.chat.headers import context_and_real_follow_up
 from ia_mech.chat.thoughts import Response
 from ia_mech.cli import one_line
-from ia_mech.collect.compute import Computation, Drawn, Query
+from ia_mech.collect.compute import DRAWS, Computation, Drawn, Query
 from ia_mech.collect.cost import check_disk, run_bytes
 from ia_mech.collect.identity import (
     build_chat,
@@ -48,7 +48,8 @@ from ia_mech.engine.workers import ANY, Crew, compute_in_workers, usable_cores
 from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.models.load import Subject, load, remember
-from ia_mech.run import Run, RunWriter, layout
+from ia_mech.run import Run, RunWriter
+from ia_mech.run.reader import UNANSWERED
 from ia_mech.run.writer import begin_run
 from ia_mech.settings import WHOLE, Settings, Shard, flag_of
 
@@ -322,8 +323,12 @@ class _Job:
         orders = {
             name: [i for i in part if i in prompts] for name, part in self.parts.responses.items()
         }
-        sizes = {name: (len(part), sum(prompts[i] for i in part)) for name, part in orders.items()}
-        work = PhaseProgress(self.progress, "responses", "response", sizes, todo, most)
+        sizes = {}
+        for name, part in orders.items():
+            own = {self.survey.conversations[i].query_id: prompts[i] for i in part}
+            sizes[name] = len(part), sum(own.values())  # responses share the prompt's prefill
+        draws = DRAWS if self.settings.wants_finished else 1
+        work = PhaseProgress(self.progress, "responses", "response", sizes, todo, most, draws)
 
         def prepare(name: str) -> list[Query]:
             queries = groupby(orders[name], lambda i: self.survey.conversations[i].query_id)
@@ -378,11 +383,11 @@ class _Job:
             name: (each * len(part), sum(lengths[i] for i in part))
             for name, part in self.parts.contexts.items()
         }
-        most = self.settings.max_new_tokens
-        work = PhaseProgress(self.progress, "user turns", "row", sizes, todo, most)
         written_so_far = Run(self.writer.path)
         responses = written_so_far.responses
         self._say_left_out(written_so_far)
+        most = self.settings.max_new_tokens
+        work = PhaseProgress(self.progress, "user turns", "row", sizes, todo, most)
         usable = responses[responses["order"].notna()].to_dict("records")
         written = {int(row["order"]): row for row in usable}
 
@@ -417,20 +422,9 @@ class _Job:
         Raises:
             UserError: the run has no context at all.
         """
-        wanted, most = self.settings.responses, self.settings.max_response_tokens
-        short, queries = run.unanswered
-        if not short:
-            return
-        responses = run.responses
-        cut = int(responses["finish_reason"].isin(layout.UNFINISHED).sum())
-        problem = (
-            f"{short} of {queries} queries have fewer than {wanted} distinct finished "
-            f"responses ({cut} of {len(responses)} draws didn't end within {most} tokens)"
-        )
-        remedy = "raise --max-response-tokens, or keep them all with --unfinished, in another --out"
-        if short * wanted == len(self.survey.conversations):
-            raise UserError(problem, remedy)
-        self.progress.say(f"note: left out: {problem}; to keep more, {remedy}")
+        if problem := run.unanswered_text:
+            run.refuse_unanswered()
+            self.progress.say(f"note: left out: {problem}; to keep more, {UNANSWERED}")
 
     def _prepare(
         self, order: int, written: dict | None, left_out: list[str]

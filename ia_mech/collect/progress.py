@@ -6,20 +6,19 @@ from collections.abc import Collection, Iterable
 
 from ia_mech.display import Progress
 
-FEW = 16  # rows that take as long to decode as fewer: reading the weights takes the time
-
 
 class PhaseProgress:
     """One phase: contexts to prefill and rows to decode, each at its longest.
 
-    A row that ends early counts as its whole allowance then. Only responses that are drawn again
-    are added to the total when they are begun, since nobody knows before how many there will be.
+    A row that ends early counts as its whole allowance then. Where responses may be drawn again,
+    the total has room for the most draws from the start, so that the bar never goes back.
     Workers report what they do of their parts, several at once.
 
     Args:
         sizes: of every part its rows, and the tokens of its contexts.
         todo: the parts that weren't written before.
         allowance: most tokens of a row.
+        draws: most draws of each row.
     """
 
     def __init__(
@@ -30,13 +29,16 @@ class PhaseProgress:
         sizes: dict[str, tuple[int, int]],
         todo: Collection[str],
         allowance: int,
+        draws: int = 1,
     ) -> None:
-        self._progress, self._unit, self.allowance = progress, unit, allowance
-        work = {name: (rows, rows * allowance + own) for name, (rows, own) in sizes.items()}
+        self._progress, self._unit = progress, unit
+        work = {
+            name: (rows, draws * (rows * allowance + own)) for name, (rows, own) in sizes.items()
+        }
         self._parts = {name: work[name] for name in todo}
         self._rows, total = (sum(each) for each in zip(*work.values(), strict=True))
         left, tokens = (sum(each) for each in zip(*self._parts.values(), strict=True))
-        self._ended, self._drawn = self._rows - left, 0
+        self._ended, self._again, self._drawn = self._rows - left, 0, 0
         self._begun, self._reporting = time.monotonic(), threading.Lock()
         progress.start(phase, total, done=total - tokens, unit="")
 
@@ -50,17 +52,17 @@ class PhaseProgress:
             rows, tokens = self._parts.pop(name)
             self.report("writing", tokens, ended=rows)
 
-    def expect(self, tokens: int) -> None:
-        """So many tokens more are to be done than the total said."""
-        with self._reporting:
-            self._progress.expect(tokens)
-
-    def report(self, doing: str, tokens: int, drawn: int = 0, ended: int = 0) -> None:
-        """Workers have done so many tokens more, drew so many, and so many rows ended."""
+    def report(
+        self, doing: str, tokens: int, drawn: int = 0, ended: int = 0, again: int = 0
+    ) -> None:
+        """Workers have done so many tokens more, drew so many, so many rows ended, and so many are
+        drawn again."""
         with self._reporting:
             self._drawn += drawn
             self._ended += ended
-            note = f"{min(self._ended, self._rows)}/{self._rows} {self._unit}s, {doing}"
+            self._again += again
+            note = f"{min(self._ended, self._rows)}/{self._rows} {self._unit}s, "
+            note += f"{self._again} drawn again, {doing}" if self._again else doing
             if self._drawn:
                 note += f", {self._drawn / (time.monotonic() - self._begun):.0f} tokens/s"
             self._progress.advance(tokens, note)
@@ -70,8 +72,7 @@ class PartProgress:
     """What one worker has done of a part."""
 
     def __init__(self, phase: PhaseProgress, tokens: int) -> None:
-        self._phase, self._left = phase, tokens
-        self._again, self._each = False, 1  # whether rows are drawn again, and what a token counts
+        self._phase, self._left, self._again = phase, tokens, False
 
     def prefilled(self, tokens: int) -> None:
         """So many tokens of contexts were prefilled."""
@@ -84,17 +85,12 @@ class PartProgress:
     def decoded(self, rows: int, ended: int, spared: int) -> None:
         """So many rows drew a token, and so many ended, with ``spared`` tokens that they might have
         written."""
-        doing = "drawing again" if self._again else "decoding"
-        tokens = (rows + spared) * self._each
-        self._report(doing, tokens, rows, 0 if self._again else ended)
+        self._report("decoding", rows + spared, rows, 0 if self._again else ended)
 
-    def redraw(self, rows: int, tokens: int) -> None:
-        """So many responses are drawn now to take the places of others, after prompts of so many
-        tokens."""
-        self._again, self._each = True, max(1, FEW // rows)
-        tokens += rows * self._phase.allowance * self._each
-        self._left += tokens
-        self._phase.expect(tokens)
+    def redraw(self, rows: int) -> None:
+        """So many responses are drawn now to take the places of others."""
+        self._again = True
+        self._phase.report("decoding", 0, again=rows)
 
     def end(self) -> None:
         """The part is written: all of its work is done."""

@@ -37,6 +37,16 @@ from ia_mech.run.integrity import without_folders
 from ia_mech.settings import Settings
 from ia_mech.steering import SteeringVector
 
+# What a column may be read as, by the field of ColumnMap.
+ROLES = {
+    "messages": "messages",
+    "query": "query",
+    "context": "passage",
+    "response": "response",
+    "system": "system message",
+    "followup": "real follow-up",
+    "answer": "gold answer",
+}
 DEFAULT_SYSTEM = "get the template's default system message"
 
 
@@ -190,7 +200,7 @@ def _read(surveyed: Survey, settings: Settings) -> None:
     surveyed.dataset_conversations = len(queries)
     surveyed.notes = _notes(settings, surveyed.source, len(queries))
     if settings.dataset.split(":")[0] != "builtin":
-        surveyed.read = _read_text(len(queries), kinds, settings, surveyed.chat)
+        surveyed.read = _read_text(len(queries), kinds, settings, surveyed)
 
 
 def _kinds(conversation: Conversation, settings: Settings) -> Iterator[str]:
@@ -214,13 +224,18 @@ def _kinds(conversation: Conversation, settings: Settings) -> Iterator[str]:
         yield "answer"
 
 
-def _read_text(rows: int, kinds: Counter[str], settings: Settings, chat: ChatFormat) -> str:
-    """What was read of a dataset, in one line."""
+def _read_text(rows: int, kinds: Counter[str], settings: Settings, surveyed: Survey) -> str:
+    """What was read of a dataset, in one line: columns that no flag named, and what rows have."""
+    recognised = [
+        f"{what} from {' or '.join(f'`{name}`' for name in surveyed.source.roles[role])}"
+        for role, what in ROLES.items()
+        if role in surveyed.source.roles and getattr(settings.columns, role) is None
+    ]
     own = kinds["system"]
     parts = [(own, "with a system message of their own")]
     if settings.system is not None:
         parts.append((rows - own, "get that of --system"))
-    elif writes_system(chat.template.joints()):
+    elif writes_system(surveyed.chat.template.joints()):
         parts.append((rows - own, "get the template's default one" if own else DEFAULT_SYSTEM))
     parts += [
         (kinds["earlier"], "with earlier turns"),
@@ -231,8 +246,8 @@ def _read_text(rows: int, kinds: Counter[str], settings: Settings, chat: ChatFor
         (kinds["follow-up"], "with a later user turn, the real follow-up"),
         (kinds["answer"], "with a gold answer"),
     ]
-    listed = ", ".join(f"{count} {what}" for count, what in parts if count)
-    return f"{rows} rows: {listed or 'a query and a response each'}"
+    listed = [*recognised, *(f"{count} {what}" for count, what in parts if count)]
+    return f"{rows} rows: {', '.join(listed) or 'a query and a response each'}"
 
 
 def writes_system(joints: Joints) -> bool:

@@ -200,6 +200,8 @@ class ConversationSource:
             out so far.
         rest: whether the last iteration ended by ``limit``, before the last row.
         left: columns that this iteration has kept as metadata so far.
+        roles: the columns that it has read so far, by what they were read as: fields of
+            :class:`ia_mech.data.formats.ColumnMap`.
         cut: how many rows of this iteration go on after the real follow-up, unread.
     """
 
@@ -218,11 +220,12 @@ class ConversationSource:
         self.skipped: list[str] = []
         self.rest = False
         self.left: dict[str, None] = {}
+        self.roles: dict[str, dict[str, None]] = {}
         self.cut = 0
         self._read, self._limit, self._skip = read, limit, skip_unusable
 
     def __iter__(self) -> Iterator[Conversation]:
-        self.skipped, self.rest, self.left, self.cut = [], False, {}, 0
+        self.skipped, self.rest, self.left, self.roles, self.cut = [], False, {}, {}, 0
         seen: dict[str, int] = {}
         used = 0  # rows
         rows = self._rows()
@@ -254,6 +257,8 @@ class ConversationSource:
                 "leave out the column, or write it as text",
             ) from None
         self.left |= dict.fromkeys(parsed.left)
+        for role, name in parsed.roles.items():
+            self.roles.setdefault(role, {})[name] = None
         self.cut += parsed.cut
         made = _with_each(self._conversation(parsed, number), parsed.responses)
         for conversation in made:

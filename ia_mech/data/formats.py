@@ -149,6 +149,7 @@ class ParsedRow:
     response_index: int | None = None
     finish_reason: str | None = None
     left: list[str] = field(default_factory=list)  # columns that became metadata
+    roles: dict[str, str] = field(default_factory=dict)  # fields of ColumnMap → columns read so
     cut: bool = False  # whether it has more turns after the real follow-up
 
 
@@ -177,6 +178,7 @@ def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
         parsed.response_index = cells.take("response_index")
     parsed.left, parsed.metadata = cells.rest()
     if not cells.own:
+        parsed.roles = cells.roles
         cells.refuse_unread_response(parsed)
         cells.refuse_near_names(parsed.left)
         said = [message for answer in parsed.responses or () for message in answer.messages]
@@ -245,6 +247,7 @@ class _Cells:
         self.row, self.columns, self.place = row, columns, place
         self.known = {k: v for k, v in row.items() if not is_null(v) and k not in columns.metadata}
         self.used: set[str] = set()
+        self.roles: dict[str, str] = {}
 
     def name(self, role: str, usual: Iterable[str] = ()) -> str | None:
         """The column for ``role``: the one the user named, else the first usual one present."""
@@ -267,18 +270,21 @@ class _Cells:
         shown = (f"{k} (empty)" if is_gap(v) else str(k) for k, v in self.row.items())
         return ", ".join(shown) or "none"
 
-    def take(self, name: str | None) -> Any:
-        """The cell of a column (None for no column, or a null), which is then used up."""
+    def take(self, name: str | None, role: str = "") -> Any:
+        """The cell of a column (None for no column, or a null), which is then used up; ``role``
+        is the field of :class:`ColumnMap` that it is read as."""
         if name is None:
             return None
         self.used.add(name)
+        if role and not is_gap(self.row[name]):
+            self.roles[role] = name
         return None if is_null(self.row[name]) else self.row[name]
 
     def text(self, role: str, usual: Sequence[str]) -> str | None:
         """The text of the one column that has something for ``role``."""
         named = getattr(self.columns, role) is not None
         names = [self.name(role)] if named else [n for n in usual if not is_gap(self.known.get(n))]
-        texts = {name: self.take(name) for name in names if name is not None}
+        texts = {name: self.take(name, role) for name in names if name is not None}
         texts = {name: text for name, text in texts.items() if not is_gap(text)}
         if len(set(map(str, texts.values()))) > 1:
             raise UserError(
@@ -301,9 +307,9 @@ class _Cells:
             if name not in self.used and not is_gap(self.known.get(name)):
                 self.refuse(str(name), f"stands beside {what}")
 
-    def listed(self, name: str) -> Any:
+    def listed(self, name: str, role: str = "") -> Any:
         """The list in a column, or in its text."""
-        value = as_list(self.take(name))
+        value = as_list(self.take(name, role))
         if isinstance(value, str) and value.lstrip().startswith("["):
             where = f"{self.place}: the column {name!r}"
             parse_json(value, where, "write the list as JSON, with double quotes and commas")
@@ -311,7 +317,7 @@ class _Cells:
 
     def messages(self, name: str) -> list[Message]:
         """The messages in a column."""
-        listed = self.listed(name)
+        listed = self.listed(name, "messages")
         if not isinstance(listed, list):
             raise UserError(
                 f"{self.place}: no list of messages (column {name!r} is {json_type(listed)})",
@@ -328,7 +334,7 @@ class _Cells:
     def texts(self, usual: tuple[str, ...]) -> list[str]:
         """The list of texts in the column that ``usual`` or the user names."""
         name = self.name("messages", usual)
-        texts: Any = None if name is None else self.listed(name)
+        texts: Any = None if name is None else self.listed(name, "messages")
         if not list_of(texts, str):
             raise UserError(
                 f"{self.place}: no list of texts (column {name!r} is {json_type(texts)})",
@@ -361,7 +367,7 @@ class _Cells:
             self.take(name)
             return []
         where = f"{self.place}: the column {name!r}"
-        said = self.take(name)
+        said = self.take(name, "response")
         said = as_list(said) if name == "chosen" else said  # may be a transcript
         answers = read_answers(said, where, self.columns.metadata)
         if len(answers) == 1:
@@ -442,11 +448,12 @@ class _Cells:
                 'write "responses": ["…", "…"], or name the column otherwise',
             )
         where = f"{self.place}: the column 'responses'"
-        each = (read_answers(one, where, self.columns.metadata) for one in self.take("responses"))
+        listed = self.take("responses", "response")
+        each = (read_answers(one, where, self.columns.metadata) for one in listed)
         return [answer for answers in each for answer in answers]
 
     def gold(self, name: str | None) -> str | None:
-        value = jsonable(self.take(name))
+        value = jsonable(self.take(name, "answer"))
         if value is None or isinstance(value, str):
             return value
         return json.dumps(value, ensure_ascii=False)
@@ -575,7 +582,7 @@ def _from_qa(cells: _Cells) -> ParsedRow:
             "name its column with --query-column",
         )
     cells.refuse_another_query(name)
-    query = cells.take(name)
+    query = cells.take(name, "query")
     passage = cells.text("context", [n for n in _PASSAGE if n != name])
     if passage is not None and not is_gap(query):  # Alpaca, Dolly, SQuAD: the text to work on
         query = f"{query}\n\n{passage}"
@@ -602,11 +609,11 @@ def _from_turns(cells: _Cells) -> ParsedRow:
     gold = cells.gold(cells.name("answer", ("answer",)))
     graded = cells.row.get("reference")
     if gold is None and isinstance(graded, list):  # MT-bench: the right answer to each turn
-        gold = (cells.take("reference") or [None])[0] or None
+        gold = (cells.take("reference", "answer") or [None])[0] or None
     parsed = _answered(cells, [{"role": "user", "content": turns[0]}], answers)
     followup = cells.name("followup")
     parsed.answer = gold
-    parsed.real_follow_up = cells.take(followup) if followup else (*turns, None)[1]
+    parsed.real_follow_up = cells.take(followup, "followup") if followup else (*turns, None)[1]
     return parsed
 
 
@@ -618,7 +625,7 @@ def _row(
     parsed.answer = gold
     followup = "real_follow_up" if cells.own else cells.followup()
     if followup is not None:  # the row itself says what follows, so its messages are the context
-        parsed.real_follow_up = cells.take(followup)
+        parsed.real_follow_up = cells.take(followup, "followup")
         return parsed
     whole = parsed.messages
     parsed.messages, parsed.real_follow_up = cut_dialogue(whole, cells.columns.cut, asked)

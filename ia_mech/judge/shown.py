@@ -9,10 +9,7 @@ from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
 from ia_mech.run.queries import exchange
 
-RULE = (
-    "of each label its first turn after a query that isn't shown yet; follow-ups first, then the "
-    "commonest label"
-)
+RULE = "one turn for each label, follow-ups first"
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,8 @@ class Labelled:
 
 
 def labelled_turns(run: Run, judge: str, count: int) -> list[Labelled]:
-    """At most so many turns with a judge's labels, chosen by :data:`RULE`; a label all of whose
-    queries are shown has its first turn of all."""
+    """At most so many turns with a judge's labels: of follow-ups, then of the commonest labels, the
+    first turn after a query that isn't shown yet, or, where all are shown, the first of all."""
     rows = run.labelled(judge, columns=["rationale"])
     rows = rows.astype({"category": object, "source": str})
     rows = rows[rows["category"].notna() & (rows["category"] != FAILED)]

@@ -35,7 +35,7 @@ def sentence(run: Run, judge: str) -> str:
         after = f"After {contexts} responses to {queries} queries"
     counts = rows.groupby("temperature")["follow_up"].agg(["sum", "count"]).astype(int)
     parts = [
-        f"the greedy user turn is a follow-up {yes} times of {of}"
+        f"the greedy user turn is a follow-up {yes} time{'' if yes == 1 else 's'} of {of}"
         for t, yes, of in counts.itertuples()
         if t == 0
     ]

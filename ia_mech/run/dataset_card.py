@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pandas as pd
+
 TABLES = """\
 configs:
 - config_name: generations
@@ -12,31 +14,36 @@ configs:
 """
 
 
-def dataset_card(record: dict[str, Any], contexts: int) -> str:
+def dataset_card(record: dict[str, Any], contexts: pd.DataFrame) -> str:
     """The text of the card, with the hub's configuration of the two tables.
 
     Args:
         record: ``run.json``.
-        contexts: how many contexts the run has.
+        contexts: of the run, with the columns ``response_policy`` and ``real_follow_up``.
     """
     settings, model = record["identity"]["settings"], record["identity"]["model"]
-    responses = record["parts"]["responses"] and (
-        f"; **the model also wrote responses** (at most {settings['max_response_tokens']} tokens), "
-        "and each real follow-up came after another response"
-    )
+    generated = contexts["response_policy"] == "generated"
+    replaced, of = generated & contexts["real_follow_up"].notna(), len(contexts)
+    said = ""
+    if generated.any():
+        said = f"; **the model also wrote {generated.sum()} of the {of} responses** (at most "
+        said += f"{settings['max_response_tokens']} tokens)"
+    if replaced.any():
+        said += f"; {replaced.sum()} of the {contexts['real_follow_up'].count()} real follow-ups "
+        said += "came after another response than the model's, which is here"
     return f"""\
 ---
-{TABLES if contexts else ""}tags:
+{TABLES if len(contexts) else ""}tags:
 - user-turn-generation
 ---
 
 # User turns written by {model["name"]}
 
 `{model["name"]}` was given a query and a response, and wrote the next *user* turn under the user
-header of its chat template, in {contexts} contexts.
+header of its chat template, in {len(contexts)} contexts.
 
 **The user turns were written by a model, not by people.** The conversations before them are from
-`{settings["dataset"]}`{responses or ""}. Their licence is not recorded here: state it before you
+`{settings["dataset"]}`{said}. Their licence is not recorded here: state it before you
 share this folder.
 
 `contexts/` and `generations/` have a row per context and per turn, `residuals/` a tensor

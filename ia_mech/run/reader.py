@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ia_mech.run.queries import Query
 
 GROUPS = 20  # a field with more different values than these tells no groups apart
+UNANSWERED = "raise --max-response-tokens, or keep them all with --unfinished, in another --out"
 EXACT_FROM = 0.3  # the lowest temperature at which float16 logits are precise enough
 
 
@@ -189,6 +190,38 @@ class Run:
             return 0, 0
         queries = wrote.groupby("query")["order"].count()
         return int((queries == 0).sum()), len(queries)
+
+    def refuse_unanswered(self) -> None:
+        """Raise UserError if the run can't have any context, since all are of queries to which the
+        model wrote too few finished responses that differ."""
+        if (problem := self.unanswered_text) and (
+            self.unanswered[0] * self.settings["responses"]
+            == self.record["identity"]["conversations"]["count"]
+        ):
+            raise UserError(f"{self.path} can't have any user turn: {problem}", UNANSWERED)
+
+    @property
+    def unanswered_text(self) -> str:
+        """How many queries are without a context, and why; empty if none is."""
+        short, queries = self.unanswered
+        if not short:
+            return ""
+        wrote, wanted = self.responses, self.settings["responses"]
+        cut = int(wrote["finish_reason"].isin(layout.UNFINISHED).sum())
+        return (
+            f"{short} of {queries} queries have fewer than {wanted} distinct finished responses "
+            f"({cut} of {len(wrote)} draws didn't end within "
+            f"{self.settings['max_response_tokens']} tokens)"
+        )
+
+    @property
+    def policies(self) -> pd.DataFrame:
+        """Of each context whether its response was given, and its real follow-up."""
+        names = ["response_policy", "real_follow_up"]
+        parts = [part for part in self.parts("contexts") if part["contexts"]]
+        if not parts:
+            return pd.DataFrame(columns=names)
+        return self._table("contexts", names, parts).to_pandas()
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
@@ -346,6 +379,7 @@ class Run:
     def check_finished(self) -> None:
         """Raise UserError for a run that is still being written, or was left unfinished."""
         if not self.complete:
+            self.refuse_unanswered()
             parts, planned = len(self.parts("contexts")), self.record["parts"]["contexts"]
             raise UserError(
                 f"{self.path} is still being written or was interrupted ({parts} of {planned} "
@@ -426,7 +460,7 @@ class Run:
         """Layers counted from 0, and whether a single one was asked for."""
         if layer is None:
             return [*self.layers], False
-        one = not isinstance(layer, Iterable)
+        one = isinstance(layer, str) or not isinstance(layer, Iterable)
         found = []
         for number in [layer] if one else layer:
             try:
@@ -435,7 +469,7 @@ class Run:
                 last = self.layers[-1]
                 raise UserError(
                     f"{self.path} has no layer {number!r}",
-                    f"give 0 (embeddings) … {last}, or -1 (the last) … {-1 - last}",
+                    f"give whole numbers: 0 (embeddings) … {last}, or -1 (the last) … {-1 - last}",
                 ) from None
         return found, one
 
@@ -604,6 +638,7 @@ class Run:
         """The parts with contexts, in the order of the run."""
         parts = [part for part in self.parts("contexts") if part["contexts"]]
         if not parts:
+            self.refuse_unanswered()
             lacking = "contexts" if self.complete else "finished part yet"
             remedy = "sample conversations" if self.complete else "let the run go on first"
             raise UserError(f"{self.path} holds no {lacking}", remedy)

@@ -205,7 +205,7 @@ class RunWriter:
         run = Run(self.path)
         file = self.path / layout.CARD
         if run.complete and not file.exists():  # a user may have edited the card
-            text = dataset_card(run.record, run.counts["contexts"])
+            text = dataset_card(run.record, run.policies)
             integrity.replace_file(file, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
     # -- files --------------------------------------------------------------------------------
