@@ -37,6 +37,7 @@ from benchmarks.coverage_data import (
     symmetric,
     table,
 )
+from benchmarks.coverage_where import PARTS as WHERE
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.stats import (
     Estimate,
@@ -363,7 +364,7 @@ def speed(_: int) -> None:
 
 
 STUDY = (rates, zero_events, means, alarms, paired, decoys, corrected, corners, agreement, speed)
-PARTS = {part.__name__: part for part in STUDY}
+PARTS = {part.__name__: part for part in STUDY} | WHERE
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from experiments.compare import category_shares
+from experiments.compare import after_which, category_shares
 from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, FOLLOW_UP
 from ia_mech.run.sources import sources_of
 
@@ -27,3 +27,22 @@ def test_shares_are_of_the_turns_assessed_and_of_each_source_alone():
     assert shares[one, FOLLOW_UP] == pytest.approx(1 / 2)
     assert (shares[two, FOLLOW_UP], shares[two, "generic"]) == (0, 1)
     assert set(found["source"]) == {one, two} and CANNOT_ASSESS not in set(found["term"])
+
+
+def test_the_headline_says_whether_models_followed_the_same_responses():
+    """Diverse responses are told apart more easily: models after their own aren't alike."""
+
+    def run(*responses: str) -> SimpleNamespace:
+        contexts = pd.DataFrame({"source": ["q1", "q2"], "messages": [
+            [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": text}]
+            for text in responses
+        ]})  # fmt: skip
+        return SimpleNamespace(contexts=contexts.assign(dataset="d", source_id=contexts["source"]))
+
+    queries = set(sources_of(run("", "").contexts))
+    same = after_which([run("a", "b"), run("a", "b"), run("a", "b")], queries)
+    assert same == "all after the same responses"
+    own = after_which([run("a", "b"), run("a", "c")], queries)
+    assert own == "each after its own responses, which alone can move bits"
+    (first, *_) = sorted(queries)
+    assert after_which([run("a", "b"), run("a", "c")], {first}) == same
