@@ -1,6 +1,6 @@
 """Do the intervals hold what they promise, and the tests? A simulation study on clustered data.
 
-    python -m benchmarks.coverage                 the whole study, some ten minutes on one core
+    python -m benchmarks.coverage                 the whole study, some 25 minutes on one core
     python -m benchmarks.coverage --quick         a tenth of the data sets
     python -m benchmarks.coverage --only rates    one part of it
 
