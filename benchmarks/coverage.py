@@ -1,6 +1,6 @@
 """Do the intervals hold what they promise, and the tests? A simulation study on clustered data.
 
-    python -m benchmarks.coverage                 the whole study, some ten minutes on one core
+    python -m benchmarks.coverage                 the whole study, some 25 minutes on one core
     python -m benchmarks.coverage --quick         a tenth of the data sets
     python -m benchmarks.coverage --only rates    one part of it
 
@@ -37,6 +37,7 @@ from benchmarks.coverage_data import (
     symmetric,
     table,
 )
+from benchmarks.coverage_where import PARTS as WHERE
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.stats import (
     Estimate,
@@ -363,7 +364,7 @@ def speed(_: int) -> None:
 
 
 STUDY = (rates, zero_events, means, alarms, paired, decoys, corrected, corners, agreement, speed)
-PARTS = {part.__name__: part for part in STUDY}
+PARTS = {part.__name__: part for part in STUDY} | WHERE
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ says what is planted. A study is right if its sentence is right about:
 - whether turns tell something, and whether response and header carry something. They do if the
   interval lies above 0; they don't if it reaches 0 or lies below a tenth of what is expressed;
 - kinds in which sampled turns alone read the header (gated): greedy turns tell nothing;
-- the kind with one layer: its window carries bits, and no other does;
+- the kind with one layer: its window is the only one that may carry most;
 - the recurrent kind: the state carries bits;
 - the kind with wordings: turns tell no more than about wordings of one content.
 
@@ -44,7 +44,7 @@ from experiments.hybrids import (
 from experiments.locate import (
     ABOVE_TENTH,
     BITS,
-    CHOSEN,
+    MAY_BE_MOST,
     Locate,
     estimated,
     estimates,
@@ -116,13 +116,9 @@ def wrong_claims(kind: Kind, found: pd.DataFrame) -> list[str]:
         if not (shown if site in kind.carries else nothing):
             said.append(site)
     if kind.windows:
-        windows = found[found["term"] == WINDOW].set_index(["quantity", "layer"])
-        carrying = {
-            layer
-            for layer, window in windows.loc[CHOSEN].iterrows()
-            if window["low"] > 0 and windows.loc[(ABOVE_TENTH, layer), "high"] >= 0
-        }
-        if carrying != {window[0] for window in layer_windows(DEPTH) if DIRECT in window}:
+        windows = found[(found["term"] == WINDOW) & (found["quantity"] == MAY_BE_MOST)]
+        named = set(windows.loc[windows["value"] > 1 - OPTIONS["level"], "layer"])
+        if named != {window[0] for window in layer_windows(DEPTH) if DIRECT in window}:
             said.append("window")
     if kind.name in WORDED and (site_estimate(found, BEYOND, OWN).low > 0) != (
         kind.name != WORDED[0]

@@ -4,7 +4,8 @@ The numbers of several studies side by side, over the queries that all of them h
 turns express, the bits that the response and the header carry, how much more often a judge calls
 turns follow-ups to their own response than to another one, and which categories it gives them.
 Differences from the first study are paired by query. Nothing else is computed: each study has
-stored its numbers by query.
+stored its numbers by query. Responses that differ more are easier to tell apart, so the headline
+says whether the models followed the same ones.
 
 Needs: two or more finished studies of the same queries. Cost: seconds.
 
@@ -14,7 +15,7 @@ Needs: two or more finished studies of the same queries. Cost: seconds.
 import argparse
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from ia_mech.models.embedded import cache_dir
 from ia_mech.results import Result, about_runs, folder_of, read, refuse_place, show, write
 from ia_mech.run import Run
 from ia_mech.run.layout import RUN
+from ia_mech.run.sources import sources_of
 
 NAME = "compare"
 BITS, EXCESS, SHARE = "bits", "excess over siblings", "share of turns"
@@ -111,6 +113,18 @@ def values_of(numbers: dict[str, pd.DataFrame]) -> Iterator[QueryValues]:
                 yield QueryValues(f"{quantity}, less", values, names, together[first])
 
 
+def after_which(runs: Iterable[Run], queries: set[str]) -> str:
+    """Whether the turns after these queries followed the same responses in all runs, in words."""
+    responses = []
+    for run in runs:
+        said = [messages[-1]["content"] for messages in run.contexts["messages"]]
+        pairs = zip(sources_of(run.contexts), said, strict=True)
+        responses.append({pair for pair in pairs if pair[0] in queries})
+    if all(one == responses[0] for one in responses):
+        return "all after the same responses"
+    return "each after its own responses, which alone can move bits"
+
+
 def result(studies: Sequence[Path]) -> Result:
     """The comparison.
 
@@ -131,7 +145,7 @@ def result(studies: Sequence[Path]) -> Result:
     found["temperature"] = np.nan
     tables = []
     for quantity, title in (
-        (BITS, "bits about the response, expressed (own context) and carried"),
+        (BITS, "bits about the response, expressed (own context) and by site alone"),
         (EXCESS, "follow-ups by the judge, beyond siblings"),
         (SHARE, "what the turns are, by the judge"),
     ):
@@ -143,14 +157,13 @@ def result(studies: Sequence[Path]) -> Result:
             rows="queries",
             full=quantity == SHARE,
         )
+    words = f"bits that sampled turns tell about their response ({after_which(runs, shared)})"
     own = only(found, BITS, term="own context", turns=SAMPLED)
     less = only(found, f"{BITS}, less", term="own context", turns=SAMPLED)
     return Result(
         name=NAME,
         question="How do models differ in how much their user turns depend on the response?",
-        sentence=headline(
-            sentence_of("bits that sampled turns tell about their response", own), found
-        ),
+        sentence=headline(sentence_of(words, own), found),
         control=" ".join(
             [
                 sentence_of(f"the difference from {models[0]} on the same queries", less, null=0.0),

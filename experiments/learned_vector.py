@@ -9,7 +9,8 @@ excess: the rate less that of the same turns after siblings, other responses to 
 control is a vector that is learned in the same way from the same turns, each after a sibling of the
 response that it followed: it holds form and topic, but not this response. Two more vectors stand
 beside it: one from turns after responses to other queries, which holds form alone, and a random
-direction. The layer is chosen on other queries than those that it is reported on.
+direction. The layer is chosen on other queries than those that it is reported on. Intervals and
+p values are over queries, for these very vectors: learning has chances of its own.
 
 Needs: a judged run with several responses per query and sampled turns; a model whose passes have
 gradients. Cost, of 60 queries on two cores (135M): at each layer some three minutes for each of six
@@ -333,7 +334,7 @@ class LearnedVector(Experiment):
             rows="queries",
             legend="own, siblings, other queries: after whose responses the turns came that a "
             "vector was learned from. Less unsteered, less the siblings' vector: paired by query; "
-            "p: Holm-corrected over layers.",
+            "p: for these very vectors, Holm-corrected over layers.",
         )
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
@@ -349,13 +350,14 @@ class LearnedVector(Experiment):
 
         return Conclusion(
             said(
-                "greedy turns are written under a vector that was learned on other queries, at "
-                f"{', '.join(self.positions)}; the rate at which they are follow-ups to their own "
-                "response rather than to another one, less that under the control's vector",
+                "greedy turns are written under these very vectors, learned once on other queries, "
+                f"at {', '.join(self.positions)}; the rate at which they are follow-ups to their "
+                "own response rather than to another one, less that under the control's vector",
                 SIBLING,
             ),
             "The control is a vector that was learned from the same turns, each after another "
-            "response to its query. "
+            "response to its query. The interval is over queries: vectors learned anew may do "
+            "otherwise. "
             f"{said('the same rate, less that of turns without a vector', UNSTEERED)} "
             f"{self.gate.sentence}.",
         )

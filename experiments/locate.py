@@ -16,13 +16,13 @@ candidates. A turn that followed a candidate is scored twice:
 Maps look closer, with one recipient per query. They are windows of the response's layers, put in
 alone and left out alone; bands of its tokens, by their distance from its end; the response computed
 anew with attention within blocks, which separates single words from what several words compose;
-states of header tokens by layer; and turns that the model writes after hybrids. The windows that
-carry most are chosen on half of the queries and reported on the other half. Before anything is
+states of header tokens by layer; and turns that the model writes after hybrids. Before anything is
 scored, a hybrid that takes everything from another context has to equal that context; where it
 doesn't, the command names the layers and refuses.
 
-A site is said to carry nothing only if its interval lies below a tenth of what is expressed.
-Windows are named only if they carry bits on the queries that didn't choose them.
+What a site is enough for needn't take this way: what is lost without it stands beside it. A site
+is said to move likelihoods little if its interval lies below a tenth of what is expressed. Windows
+that can't be told from the one that carries most are named together (a confidence set).
 
 Needs: a run with four or more responses per query (sample with --response generate --responses 4).
 Cost: about 30,000 tokens a query with all four recipients and the usual maps; --dry-run counts.
@@ -38,12 +38,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from experiments.bits import QueryValues, estimate_means, halves_of
+from experiments.bits import QueryValues, estimate_means
 from experiments.experiment import Conclusion, Experiment, Model, flag
 from experiments.figures import Bars, Drawing, Lines
 from experiments.hybrids import (
@@ -62,7 +63,6 @@ from experiments.hybrids import (
     MAPS,
     OF_RECURRENT,
     OWN,
-    PLAYERS,
     QUERY,
     RANDOM_SITES,
     RESPONSE,
@@ -99,19 +99,26 @@ from ia_mech.likelihood.carried import (
 )
 from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table, cell_of
-from ia_mech.stats import cluster_bootstrap, cluster_mean
+from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, model_confidence_set
 
 # After own contexts.
 OWN_SCORES = [f"own_{name}" for name in SCORES]
 OWN_FIRST_SCORES = [f"own_{name}" for name in FIRST_SCORES]
 BITS, HITS, SHARE = "bits", "own is likeliest", "share of expressed"
-ABOVE_TENTH, CHOSEN = "bits above a tenth of expressed", "bits, chosen on other queries"
+ABOVE_TENTH = "bits above a tenth of expressed"
+MAY_BE_MOST = "p that no other window carries more"
 # Paired by query. The query's tokens are the same in all candidates: a control.
 LESS_GREEDY, LESS_WHOLE = "bits, less greedy's", "bits, less the whole response's"
 LESS_RANDOM = "bits, less those of as many random tokens"
 LESS_QUERY, HITS_LESS_QUERY = "bits, less the query's", "own is likeliest, less the query's"
-LEFT_OUT = "bits lost without"  # a site of a recurrent model, which may hold what another has
+LEFT_OUT = "bits lost without"  # a site, which may hold what another has
 MORE_IN_FOLLOW_UPS = "bits of follow-ups, less those of other turns"
+STRETCH = 1.1  # of spreads: bits are skewed, which 60 queries don't level (benchmarks/coverage.md)
+WAYS = {
+    RESPONSE: "the response's keys and values",
+    HEADER: "the header's",
+    STATE: "the recurrent layers' states",
+}
 EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
 PART_SITES = (*BAND_SITES, *BLOCK_SITES, *RANDOM_SITES)  # of the response's tokens
 FIRST_BITS, LATER_BITS = "bits of first tokens", "bits of later tokens"
@@ -248,7 +255,7 @@ def estimates(
         whole: of :func:`whole_site_bits`.
         options: ``level``, ``resamples`` and ``seed``.
     """
-    found = [*whole_site_estimates(whole, options), *map_estimates(rows, whole, options)]
+    found = [*whole_site_estimates(whole, options), *map_estimates(rows, options)]
     differences = (LESS_QUERY, HITS_LESS_QUERY, LESS_GREEDY, LESS_WHOLE, LESS_RANDOM)
 
     def family(row: TidyEstimate) -> tuple[str, str]:
@@ -275,13 +282,12 @@ def whole_site_estimates(whole: BitsBySite, options: Options) -> Iterator[TidyEs
             if site not in (OWN, QUERY) and QUERY in sites:
                 for quantity in (LESS_QUERY, HITS_LESS_QUERY):
                     yield from row(quantity, bits, sites[QUERY], term=site, **names)
-        for site in PLAYERS if ALL_THREE in sites else ():
-            (rest,) = (
-                one for one in OF_RECURRENT if DONATED[one] == DONATED[ALL_THREE] - DONATED[site]
-            )
-            bits = sites[ALL_THREE].bits - sites[rest].bits
-            lost = replace(sites[ALL_THREE], bits=bits)
-            yield from row(LEFT_OUT, lost, term=site, **names)
+        all_of = ALL_THREE if ALL_THREE in sites else OWN
+        together = DONATED[all_of] - ({0, 4} if all_of == OWN else set())
+        for site, rest in permutations(sites, 2):
+            if DONATED[rest] == together - DONATED[site] and DONATED[site] <= together:
+                lost = replace(sites[all_of], bits=sites[all_of].bits - sites[rest].bits)
+                yield from row(LEFT_OUT, lost, term=site, **names)
         if t != 0 and greedy is not None and OWN in sites:
             yield from row(LESS_GREEDY, sites[OWN], greedy, term=OWN, **names)
 
@@ -301,10 +307,9 @@ def token_estimates(rows: pd.DataFrame, options: Options) -> Iterator[TidyEstima
 
 def map_estimates(
     rows: pd.DataFrame,
-    whole: BitsBySite,
     options: Options,
 ) -> Iterator[TidyEstimate]:
-    """What cells of maps carry, turns written after hybrids, and the strongest cells."""
+    """What cells of maps carry, turns written after hybrids, and which windows may carry most."""
     row, seed = partial(estimated, options), options["seed"]
     # What windows are parts of: layers without a shared prefix are in none.
     base = FULL_LAYERS if (rows["site"] == FULL_LAYERS).any() else ALL_LAYERS
@@ -326,28 +331,28 @@ def map_estimates(
         if control in of_queries:
             found, names = of_queries[f"response, blocks of {width}"]
             yield from row(LESS_RANDOM, found, of_queries[control][0], **names)
-    yield from chosen_windows(mapped[mapped["site"] == WINDOW], whole, options)
+    yield from window_set(mapped[mapped["site"] == WINDOW], options)
 
 
-def chosen_windows(
-    windows: pd.DataFrame, whole: BitsBySite, options: Options
-) -> Iterator[TidyEstimate]:
-    """The two windows that carry most in one half of the queries, as the other half has them."""
-    seed = options["seed"]
-    half = windows["source"].map(halves_of(list(windows["source"]), seed))
-    ranked = {}
-    for layer, cell in windows[half == 0].groupby("layer"):
-        found = query_bits_of(cell, seed)
-        if found is not None:
-            ranked[layer] = found.bits.mean()
-    for layer in sorted(sorted(ranked, key=lambda one: -ranked[one])[:2]):
-        cell = windows[(half == 1) & (windows["layer"] == layer)]
-        found = query_bits_of(cell, seed)
-        if found is not None:
-            t = cell["temperature"].iloc[0]
-            names = {"term": WINDOW, "temperature": t, "layer": layer}
-            yield from estimated(options, CHOSEN, found, **names)
-            yield from share_of(options, found, whole[t][OWN], **names)
+def window_set(windows: pd.DataFrame, options: Options) -> Iterator[TidyEstimate]:
+    """Whether each window may be the one that carries most: p values of their confidence set.
+
+    There are none where no window is shown to carry anything (Bonferroni).
+    """
+    found = {at: query_bits_of(cell, options["seed"]) for at, cell in windows.groupby("layer")}
+    cells = {layer: one for layer, one in found.items() if one is not None}
+    level = 1 - (1 - options["level"]) / max(len(cells), 1)
+    means = [cluster_mean(one.bits, one.queries, level=level) for one in cells.values()]
+    if len(cells) < 2 or not any(mean.low > 0 for mean in means):
+        return
+    losses, how = -np.stack([one.bits for one in cells.values()]), "model confidence set"
+    drawn = {name: options[name] for name in ("resamples", "seed")}
+    each = model_confidence_set(losses, stretch=STRETCH, **drawn)
+    names = {"dataset": ALL, "term": WINDOW, "temperature": windows["temperature"].iloc[0]}
+    for layer, p in zip(cells, each.tolist(), strict=True):
+        count = losses.shape[1]
+        estimate = Estimate(p, np.nan, np.nan, count, how)
+        yield TidyEstimate(MAY_BE_MOST, names | {"layer": layer}, count, estimate)
 
 
 def follow_up_bits(
@@ -509,22 +514,17 @@ class Locate(Experiment):
         made = tables_of(
             title,
             found[found["term"].isin([OWN, *WHOLE_SITES])],
-            columns | {FIRST_BITS: ("first tokens", 2), LATER_BITS: ("later ones", 2)},
+            columns
+            | {LEFT_OUT: ("lost without", 2)}
+            | {FIRST_BITS: ("first tokens", 2), LATER_BITS: ("later ones", 2)},
             index=("temperature", "term"),
             rows="queries",
             legend=(
                 f"{OWN}: what turns express; other lines: what keys and values of this part of "
-                "the context carry of it. The query has the same tokens in all contexts. Share: of "
-                "what is expressed. First tokens, later ones: the bits of these alone."
+                "the context are enough for. The query has the same tokens in all contexts. Share: "
+                "of what is expressed. Lost without: if only this part is another response's. "
+                "First tokens, later ones: the bits of these alone."
             ),
-        )
-        made += tables_of(
-            f"bits that the {RESPONSE}, the {HEADER} and the {STATE} carry together, by site",
-            found[found["term"].isin(PLAYERS)],
-            {LEFT_OUT: ("lost without it", 2)},
-            index=("temperature", "term"),
-            rows="queries",
-            legend="The state holds all tokens before it, the header among them.",
         )
         made += tables_of(
             "differences, paired by query",
@@ -567,11 +567,11 @@ class Locate(Experiment):
             ),
         )
         for site in (*COMPUTED_ON, *MAP_SITES):
-            mine = found[(found["term"] == site) & found["quantity"].isin(list(columns))]
+            mine = found[(found["term"] == site) & found["quantity"].isin([*columns, MAY_BE_MOST])]
             made += tables_of(
                 f"carried by {site}",
                 mine,
-                columns,
+                columns | ({MAY_BE_MOST: ("p: none has more", 3)} if site == WINDOW else {}),
                 index=("term", "layer"),
                 rows="queries",
                 full=True,
@@ -583,22 +583,12 @@ class Locate(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         lookup, model = Lookup(found), self.runs[0].model
-        ways = [
-            f"{lookup(BITS, site)} (share {lookup(SHARE, site)}) through the {of}"
-            for site, of in {
-                RESPONSE: "response's keys and values",
-                HEADER: "header's",
-                STATE: STATE,
-            }.items()
-            if (found["term"] == site).any()
-        ]
-        windows = strongest_windows(found, model["layers"])
+        windows = strongest_windows(found, model["layers"], self.args.level)
         said = [
             f"Sampled turns of {model['name']} tell {lookup(BITS, OWN)} of {CEILING:.2f} bits "
             f"about which of {CANDIDATES} responses they followed, greedy ones "
             f"{lookup(BITS, OWN, 0.0)}.",
-            f"Of these bits, the turn gets {', '.join(ways)}"
-            f"{f'; the layers that carry most are {windows}' if windows else ''}.",
+            f"{enough_alone(found)}{windows and f'; {windows}'}.",
         ]
         mapped = found.loc[found["term"].isin([ALL_LAYERS, *WRITTEN]), "temperature"].max()
         parts = {site: f"written: {site}" for site in (RESPONSE, HEADER, RESPONSE_AND_HEADER)}
@@ -617,7 +607,7 @@ class Locate(Experiment):
         control = (
             "Each number compares a response with two others to the same query, whose states are "
             "put in the same way. Keys and values of the query, whose tokens are the same in all "
-            f"contexts, carry {lookup(BITS, QUERY)}."
+            f"contexts, are enough for {lookup(BITS, QUERY)}."
         )
         return Conclusion(" ".join(said), control)
 
@@ -629,14 +619,36 @@ def without_repeats(found: pd.DataFrame) -> pd.DataFrame:
     return found[t.notna()] if t[t > 0].nunique() == 1 else found
 
 
-def strongest_windows(found: pd.DataFrame, layers: int) -> str:
-    """The windows that carry most, as other queries show it; an empty text where none is shown."""
-    chosen = found[(found["quantity"] == CHOSEN) & (found["term"] == WINDOW) & (found["low"] > 0)]
-    last = window_size(layers) - 1
-    return " and ".join(
-        f"{row.layer}–{min(row.layer + last, layers)} ({cell_of(row)})"
-        for row in chosen.itertuples()
-    )
+def enough_alone(found: pd.DataFrame) -> str:
+    """For how many of the bits of sampled turns each way is enough alone, and how many are lost
+    without it."""
+    lookup, said = Lookup(found), []
+    for site, of in WAYS.items():
+        if (bits := lookup(BITS, site)) == "–":
+            continue
+        little = lookup.rows(ABOVE_TENTH, site)
+        if len(little) and little["high"].item() < 0:
+            likeliest = f"own likeliest {lookup(HITS, site)}, {1 / CANDIDATES:.2f} by chance"
+            words = f"{of} move likelihoods little ({bits} bits; {likeliest})"
+        else:
+            words = f"{of} are enough for {bits} of these bits (share {lookup(SHARE, site)})"
+        lost = lookup(LEFT_OUT, site)
+        said.append(words + (f", and without them {lost} are lost" if lost != "–" else ""))
+    text = "; ".join(said)
+    return text[:1].upper() + text[1:]
+
+
+def strongest_windows(found: pd.DataFrame, layers: int, level: float) -> str:
+    """The layers that may carry most, in words; an empty text where none is shown to carry any."""
+    every = found[(found["quantity"] == MAY_BE_MOST) & (found["term"] == WINDOW)]
+    kept = every[every["value"] > 1 - level].sort_values("layer")
+    if len(kept) == len(every):
+        return "its layers can't be told apart" if len(every) else ""
+    size, spans = window_size(layers), list[list[int]]()
+    for first in kept["layer"].astype(int):
+        start = spans.pop()[0] if spans and spans[-1][1] == first - 1 else first
+        spans.append([start, min(first + size - 1, layers)])
+    return f"the layers that may carry most are {' and '.join(f'{a}–{b}' for a, b in spans)}"
 
 
 def drawings(found: pd.DataFrame, model: str) -> dict[str, Drawing]:
@@ -661,14 +673,18 @@ class Lookup:
     def __init__(self, found: pd.DataFrame) -> None:
         self._found = all_datasets(found)
 
-    def __call__(self, quantity: str, term: str, temperature: float | None = None) -> str:
+    def rows(self, quantity: str, term: str, temperature: float | None = None) -> pd.DataFrame:
+        """The line of an estimate, if there is one."""
         rows = self._found
         t = (
             rows["temperature"].isna()
             if temperature is None
             else rows["temperature"].eq(temperature)
         )
-        mine = rows[(rows["quantity"] == quantity) & (rows["term"] == term) & t]
+        return rows[(rows["quantity"] == quantity) & (rows["term"] == term) & t]
+
+    def __call__(self, quantity: str, term: str, temperature: float | None = None) -> str:
+        mine = self.rows(quantity, term, temperature)
         digits = AS_SHARE if quantity == SHARE else 2
         return cell_of(next(mine.itertuples()), digits) if len(mine) else "–"
 

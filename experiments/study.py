@@ -3,7 +3,7 @@
 One command for a whole study of one model. The model writes several responses to each query and
 user turns after each. Then a judge labels the turns, and rates compare them with wrong
 conversations. Probes are trained. It is measured how many bits the turns tell about their response,
-and through which states these bits reach the turn. Temperatures, a prompt and an opening are tried
+and which states are enough for these bits. Temperatures, a prompt and an opening are tried
 against greedy decoding. One page reports it all. Every stage is also a command of its own. If the
 study is stopped, the same command continues; a finished study computes nothing again.
 
@@ -49,10 +49,12 @@ from experiments.hybrids import (
 from experiments.interchange import SAMPLES as APART
 from experiments.locate import (
     BITS,
+    LEFT_OUT,
     SHARE,
     Locate,
     Lookup,
     drawings,
+    enough_alone,
     follow_up_bits,
     strongest_windows,
 )
@@ -306,10 +308,7 @@ def result(out: Path) -> Result:
     found = pd.concat([rows.assign(stage=name) for name, rows in parts.items()], ignore_index=True)
     told, elicit = Lookup(located.estimates), Lookup(elicited.estimates)
 
-    def carried(site: str) -> str:
-        return f"{told(BITS, site)} (share: {told(SHARE, site)})"
-
-    windows = strongest_windows(located.estimates, run.model["layers"])
+    windows = strongest_windows(located.estimates, run.model["layers"], OPTIONS["level"])
     rates = read(folder_of(run.path, f"rates-{judge}"))
     places = [folder_of(run.path, name) for name in WHERE]
     moved = [read(place).sentence for place in places if kind_of(place)]
@@ -317,9 +316,7 @@ def result(out: Path) -> Result:
         verdict(all_datasets(rates.estimates)),
         f"Sampled turns of {run.model['name']} tell {told(BITS, OWN)} of {CEILING:.2f} bits about "
         f"which response they followed, greedy ones {told(BITS, OWN, 0.0)}.",
-        f"Of these bits, {carried(RESPONSE)} reach the turn through the response's keys and values"
-        f"{f', mostly in layers {windows}' if windows else ''}, and {carried(HEADER)} through the "
-        "header's.",
+        f"{enough_alone(located.estimates)}{windows and f'; {windows}'}.",
         *moved,
         f"By {named(judge)}, the follow-up rate of greedy turns less that after another response "
         f"to the same query is {elicit(EXCESS, GREEDY)}.",
@@ -353,12 +350,12 @@ def _bits_table(located: pd.DataFrame) -> Table:
     return table_of(
         f"bits that turns tell about the response that they followed (at most {CEILING:.2f})",
         shown[shown["temperature"].isna() | (shown["temperature"] == 0)],
-        {BITS: ("bits", 2), SHARE: ("share", AS_SHARE)},
+        {BITS: ("bits", 2), SHARE: ("share", AS_SHARE), LEFT_OUT: ("lost without", 2)},
         index=("temperature", "term"),
         rows="queries",
-        legend=f"{OWN}: all of them; other lines: those that reach the turn through keys and "
-        "values of this part of the context. The query is the control: it is the same for all "
-        "responses.",
+        legend=f"{OWN}: all of them; other lines: those that keys and values of this part of the "
+        "context are enough for. Lost without: if only this part is another response's. The query "
+        "is the control: it is the same for all responses.",
     )
 
 

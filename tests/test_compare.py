@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from experiments.bits import estimate_means
-from experiments.compare import OPTIONS, SHARE, category_shares, values_of
+from experiments.compare import OPTIONS, SHARE, after_which, category_shares, values_of
 from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, FOLLOW_UP
 from ia_mech.run.sources import sources_of
 
@@ -38,3 +38,22 @@ def test_the_mean_of_shares_of_queries_has_the_interval_of_a_mean():
     numbers = {"a": rows.assign(quantity=SHARE, term=FOLLOW_UP, turns="sampled")}
     (found,) = estimate_means(values_of(numbers), OPTIONS)
     assert found.estimate.high - found.estimate.low < 5 * shares.std() / np.sqrt(60)  # not 13
+
+
+def test_the_headline_says_whether_models_followed_the_same_responses():
+    """Diverse responses are told apart more easily: models after their own aren't alike."""
+
+    def run(*responses: str) -> SimpleNamespace:
+        contexts = pd.DataFrame({"source": ["q1", "q2"], "messages": [
+            [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": text}]
+            for text in responses
+        ]})  # fmt: skip
+        return SimpleNamespace(contexts=contexts.assign(dataset="d", source_id=contexts["source"]))
+
+    queries = set(sources_of(run("", "").contexts))
+    same = after_which([run("a", "b"), run("a", "b"), run("a", "b")], queries)
+    assert same == "all after the same responses"
+    own = after_which([run("a", "b"), run("a", "c")], queries)
+    assert own == "each after its own responses, which alone can move bits"
+    (first, *_) = sorted(queries)
+    assert after_which([run("a", "b"), run("a", "c")], {first}) == same

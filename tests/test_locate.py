@@ -1,7 +1,9 @@
 """Where bits come from, in transformers whose only route is known; the command on a tiny run."""
 
+import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import families
@@ -14,7 +16,6 @@ import torch
 from shell import call, refusal
 
 from experiments import hybrids
-from experiments.bits import halves_of
 from experiments.experiment import Model
 from experiments.hybrids import (
     AFTER_RESPONSE,
@@ -47,6 +48,7 @@ from experiments.locate import (
     LATER_BITS,
     LESS_RANDOM,
     LESS_WHOLE,
+    MAY_BE_MOST,
     Locate,
     estimates,
     follow_up_bits,
@@ -56,6 +58,7 @@ from experiments.locate import (
     whole_site_bits,
     with_own_scores,
 )
+from experiments.tables import estimates_of
 from ia_mech.chat.format import ChatFormat
 from ia_mech.likelihood.carried import CEILING, bits_by_query
 
@@ -304,7 +307,7 @@ def test_turns_that_do_not_react_tell_nothing_and_no_site_carries_anything():
     assert max(found.values()) < 0.15
 
 
-def test_estimates_have_the_share_the_test_and_the_windows_chosen_on_other_queries():
+def test_estimates_have_the_share_the_test_and_the_set_of_windows():
     rows = with_own_scores(measured(through_header=False))
     found = estimates(rows, whole_site_bits(rows, 0), OPTIONS)
     sampled = {
@@ -327,10 +330,9 @@ def test_estimates_have_the_share_the_test_and_the_windows_chosen_on_other_queri
         less = cells["bits", WITHOUT_WINDOW, window[0]] - cells["bits", ALL_LAYERS, None]
         at = "bits, less the whole response's", WITHOUT_WINDOW, window[0]
         assert cells[at] == pytest.approx(less) and (cells[at] < -1.0) == (planted.READ in window)
-    chosen = [row for row in found if row.quantity == "bits, chosen on other queries"]
-    of = halves_of([f"q{number}" for number in range(QUERIES)], 0)
-    assert {row.names["layer"] for row in chosen if row.names["term"] == WINDOW} >= {planted.READ}
-    assert all(row.estimate.sources == list(of.values()).count(1) for row in chosen)
+    p = {row.names["layer"]: row.estimate.value for row in found if row.quantity == MAY_BE_MOST}
+    assert p.keys() == {window[0] for window in layer_windows(planted.DEPTH)}
+    assert [layer for layer, one in p.items() if one > 0.05] == [planted.READ]
 
 
 def test_bits_of_accepted_turns_are_those_that_an_own_count_gives():
@@ -394,3 +396,68 @@ def test_blocks_are_refused_where_layers_are_recurrent(siblings, monkeypatch, ca
     monkeypatch.setattr("ia_mech.engine.splice.layer_kinds", lambda config: ["linear_attention"])
     line = refusal(call(main, [str(siblings.path), "--maps", "blocks"], capfd))
     assert line.startswith("--maps blocks: ") and "has recurrent layers" in line
+
+
+# -- what is said, of constructed scores -----------------------------------------------------------
+
+
+def constructed(nats: dict, queries: int = 60, seed: int = 0, noise: float = 0.7) -> pd.DataFrame:
+    """Scores of turns at T = 1 by site, or by site and layer. A turn is likelier after the response
+    that it followed by so many nats on average, with noise; a header's scores have none."""
+    rng, parts = np.random.default_rng(seed), []
+    strength = rng.exponential(size=queries).repeat(3)
+    for key, mean in nats.items():
+        site, layer = key if isinstance(key, tuple) else (key, -1)
+        quiet = site == HEADER
+        scores = rng.normal(0, 0 if quiet else noise, (3 * queries, 3))
+        own = np.tile(np.arange(3), queries)
+        each = 1.0 if quiet else strength * rng.exponential(size=3 * queries)
+        scores[np.arange(3 * queries), own] += mean * each
+        rows = pd.DataFrame(scores, columns=SCORES)
+        rows[hybrids.FIRST_SCORES] = scores
+        names = {"site": site, "layer": layer, "recipient": 0, "followed": own + 1, "own": own}
+        names |= {"source": np.repeat([f"q{n:03d}" for n in range(queries)], 3), "sample": 0}
+        parts.append(rows.assign(temperature=1.0, **names))
+    return pd.concat(parts, ignore_index=True)
+
+
+def sentence(rows: pd.DataFrame, layers: int = 32) -> str:
+    run = SimpleNamespace(model={"name": "m", "layers": layers})
+    one = Locate([run], SimpleNamespace(level=0.95, resamples=400, seed=0), Path())
+    return one.conclude(estimates_of(one.estimate(rows), Locate.columns, 0.95)).sentence
+
+
+WHOLE = {OWN: 3.0, AFTER_RESPONSE: 0.0, RESPONSE: 2.8, HEADER: 0.0, QUERY: 0.0, ALL_LAYERS: 2.8}
+
+
+def test_equal_windows_are_not_told_apart_and_unequal_ones_are_named():
+    """Eight equal windows were named in 12 of 12 studies when each was tested against 0 alone."""
+    starts = range(1, 33, 4)
+    equal = [
+        sentence(constructed(WHOLE | {(WINDOW, at): 0.9 for at in starts}, seed=seed))
+        for seed in range(12)
+    ]
+    apart = [said for said in equal if "layers can't be told apart" not in said]
+    assert len(apart) <= 2  # of 12 at 5%, more have a chance of 1 in 50
+    nats = {(WINDOW, at): 2.0 if at in (9, 13, 25) else 0.1 for at in starts}
+    assert "layers that may carry most are 9–16 and 25–28" in sentence(constructed(WHOLE | nats))
+    nothing = sentence(constructed(WHOLE | {(WINDOW, at): 0.0 for at in starts}))
+    assert "layers" not in nothing
+
+
+def test_a_site_of_few_bits_is_said_to_move_likelihoods_little_with_both_numbers():
+    """A tenth of a nat, always in the right direction: the own candidate is always likeliest."""
+    said = sentence(constructed(WHOLE | {OWN: 20.0, HEADER: 0.1}))
+    assert "the header's move likelihoods little (0.0" in said
+    assert "own likeliest 1.00 [" in said and "next to nothing" not in said
+
+
+def test_a_site_is_enough_for_bits_and_without_it_others_are_lost():
+    """Both ways carry all: either is enough, and nothing is lost without one of them."""
+    said = sentence(constructed(WHOLE | {AFTER_RESPONSE: 2.8}))
+    enough = re.search(r"The response's keys and values are enough for ([-\d.]+) \[", said)
+    lost = re.search(r"without them (-?[\d.]+) \[", said)
+    assert float(enough[1]) > 0.5 and abs(float(lost[1])) < 0.2
+    assert "through" not in said
+    said = sentence(constructed(WHOLE))
+    assert float(re.search(r"without them (-?[\d.]+) \[", said)[1]) > 0.5
