@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from importlib.resources import files
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,7 +105,7 @@ class BuiltInJudge(Judge):
         return Encoder(embedded.encoder_directory())
 
     def prepare(self) -> None:
-        assert self.encoder
+        _ = self.encoder
 
     def fitted_on(self, items: Sequence[Item]) -> list[bool]:
         return [int(item.id, 16) in self._fitted for item in items]
@@ -112,7 +113,8 @@ class BuiltInJudge(Judge):
     def judge(self, items: Sequence[Item]) -> list[Verdict]:
         rules = [settled(item.query, item.response, spoken(item.turn)) for item in items]
         rest = [item for item, rule in zip(items, rules, strict=True) if rule is None]
-        others = iter(self._classified(rest) if rest else ())
+        parts = (rest[at : at + self.batch] for at in range(0, len(rest), self.batch))
+        others = chain.from_iterable(map(self._classified, parts))
         return [
             Verdict(rule[0], rationale=rule[1], mode="rule") if rule else next(others)
             for rule in rules
