@@ -38,7 +38,7 @@ FIGURE_FORMATS = ("png", "svg", "pdf")  # each figure is written in all of them
 
 # Columns of estimates that say which turns are behind a mark; the mark's link names their values.
 LINKED = ("model", "run", "dataset", "temperature", "category", "decoy")
-SHARE, SECONDS = 0.1, 30.0  # of a phase, after which a log file gets a line about it
+SECONDS = 10.0  # after which a log file gets another line about a phase
 REACH = 8.0  # points to each side of a mark within which a click hits it
 
 STYLE: dict[Any, Any] = {
@@ -102,8 +102,9 @@ class Bar:
     """Progress on the terminal: phase, share, steps done, time taken and left, and a note.
 
     The bar is redrawn twice a second at a terminal. Elsewhere, as in a log file, it is a line every
-    :data:`SHARE` or :data:`SECONDS`. The time left assumes the mean rate since the phase began. An
-    empty ``unit`` hides the counts. Several threads may report at once.
+    :data:`SECONDS`, and one at the end of a phase that had any. The time left assumes the mean
+    rate since the phase began. An empty ``unit`` hides the counts. Several threads may report at
+    once.
     """
 
     def __init__(self) -> None:
@@ -129,7 +130,7 @@ class Bar:
             + counts
             + "[{elapsed}, {remaining} left{postfix}]",
         )
-        self._told, self._told_at = float(done), time.monotonic()
+        self._told, self._told_at = 0, time.monotonic()
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         with self._reporting:
@@ -142,15 +143,14 @@ class Bar:
             if time.time() - bar.last_print_t >= bar.mininterval:  # tqdm waits for whole steps
                 bar.refresh()
                 bar.last_print_t = time.time()
-            far = bar.n - self._told >= SHARE * (bar.total or 0)
-            if far or time.monotonic() - self._told_at >= SECONDS:
+            if time.monotonic() - self._told_at >= SECONDS:
                 self._tell(bar)
 
     def _tell(self, bar: tqdm) -> None:
         """Show a line of the bar, where it can't be redrawn."""
         if not self._redrawn:
             self.say(str(bar))
-            self._told, self._told_at = bar.n, time.monotonic()
+            self._told, self._told_at = self._told + 1, time.monotonic()
 
     def say(self, line: str) -> None:
         tqdm.write(line, file=sys.stderr)
@@ -158,7 +158,7 @@ class Bar:
     def stop(self) -> None:
         with self._reporting:
             if self._bar is not None:
-                if self._bar.n > self._told:
+                if self._told:
                     self._tell(self._bar)
                 self._bar.close()
                 self._bar = None
