@@ -101,8 +101,8 @@ class Gate:
             UNDECIDED: "Whether the judge can tell a turn's own conversation from a wrong one is "
             "undecided",
         }
-        twice = f"rate less twice the floor {self.margin.text(sign=True)}"
-        return f"{said[self.verdict]} (gate {self.verdict}: {twice})"
+        twice = f"rate minus twice the floor: {self.margin.text(sign=True)}"
+        return f"{said[self.verdict]} (gate {self.verdict}; {twice}; above 0, most is excess)"
 
 
 def named(judge: str) -> str:

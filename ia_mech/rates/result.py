@@ -37,7 +37,7 @@ OTHERS: Columns = {
 }
 LEGENDS = {
     "floor": "After a wrong conversation: how often the judge calls the same turns follow-ups "
-    "there; excess: what is left without it.",
+    "there; excess: the rate minus that. Queries of the wrong conversations count, too.",
     "difference": "p: Holm-corrected.",
     DEPENDENT: "Dependent: likelier after the own response than after all its siblings together "
     "(ia-mech reaction). Of turns that depend on no response, at most 1 in K would be, with K "
@@ -162,9 +162,8 @@ def _reaction(gate: Gate) -> str:
     siblings = gate.siblings
     if siblings is None or not siblings.decoys:
         return (
-            "Whether turns react to their own response can't be told: no turn was shown to the "
-            "judge after another response to its query (sample with --response generate "
-            "--responses 4)."
+            "To tell whether turns react to their own response takes other responses to their "
+            "queries (sample with --response generate --responses 4)."
         )
     excess = siblings.excess.text(sign=True)
     if gate.reacts:
