@@ -555,12 +555,11 @@ class Interchange(Experiment):
             sentence += f"{'; '.join(said)}. {apart}"
         else:
             low, high = moved["detectable"].min(), moved["detectable"].max()
-            could = (
-                f"with 80% power, before correction, {low:.2f} to {high:.2f} would have been shown"
-                if high < 1
-                else could_show(low, most=1)
-            )
-            sentence = f"No state is shown to move {what} ({len(moved)} cells); {could}. {apart}"
+            could = could_show(low, most=1)
+            if len(moved) > 1 and high < 1:
+                could = f"with 80% power {low:.2f} to {high:.2f} would have been shown, uncorrected"
+            cells = f"{len(moved)} cell{'s' * (len(moved) > 1)}"
+            sentence = f"No state is shown to move {what} ({cells}); {could}. {apart}"
         false = int((equal["p_holm"] <= 1 - level).sum())
         assert self.gate is not None
         control = (

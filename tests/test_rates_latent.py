@@ -65,6 +65,12 @@ def test_fewer_copies_are_said_to_be_staying_in_role():
     assert "Only following up once in role is awareness: that it rises is not shown." in said
 
 
+def test_turns_that_stay_in_role_more_often_and_follow_up_less_are_said_so():
+    said = verdict(estimated(decoys((0.8, 0.1), (0.9, 0.5), queries=200)))
+    assert "are shown" in said and "Only following up once in role is awareness: it falls." in said
+    assert "would have been shown" not in said
+
+
 def test_a_rise_among_the_turns_in_role():
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5)))
     assert rows["value"][2] == pytest.approx(0.21, abs=0.04)

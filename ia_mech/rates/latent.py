@@ -81,10 +81,11 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
         )
 
     def told(quantity: str) -> tuple[bool, str]:
-        """Whether it is shown, and its numbers."""
+        """Whether it is shown to be above 0, and its numbers."""
         row = found[quantity]
-        shown = bool(row["value"] > 0 and row["p_holm"] < 1 - level)
-        could = "" if shown else could_show(smallest_effect(row, level), most=1)
+        differs = bool(row["p_holm"] < 1 - level)
+        shown = differs and bool(row["value"] > 0)
+        could = "" if differs else could_show(smallest_effect(row, level), most=1)
         power = f"; {could}" if could else ""
         return shown, f"{estimate_of(row).text(sign=True)} ({p_value(row['p_holm'])}{power})"
 
@@ -96,7 +97,8 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
         more, rest = told(REST)
         role = estimate_of(found[ROLE]).text(sign=True)
         parts = f"; staying in role makes {role}, following up once in role {rest}"
-        rise = "it rises" if more else "that it rises is not shown"
+        fell = found[REST]["value"] < 0 and found[REST]["p_holm"] < 1 - level
+        rise = "it rises" if more else "it falls" if fell else "that it rises is not shown"
         aware = [f"Only following up once in role is awareness: {rise}."]
     said = [
         f"Latent follow-ups, which sampling brings out and greedy decoding hides, {word} shown at "
