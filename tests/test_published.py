@@ -461,18 +461,18 @@ def found_sentences(short: bool) -> list[str]:
     (all_q, all_s), (own_q, own_s), (head_q, head_s) = (
         [mean(site(m, name)) for m in MODELS] for name in ("own context", "response", "header")
     )
-    brief = f"""Language-model readers call {readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns
-    follow-ups, and {readers[1]}% of those sampled at T = 0.7; shown after a wrong conversation, one
-    of another query, {readers[2]}% and {readers[3]}%. Beyond these the rise is {rises[QWEN][2]}
-    points; the built-in judge says {rises[QWEN][0]}, corrected by the readers {rises[QWEN][1]}
-    ({rises[MATHS][1]} on maths). SmolLM2-135M isn't shown to rise ({rises[SMOL][1]}).
+    brief = f"""Of Qwen2.5-Coder-1.5B's greedy user turns {readers[0]}% are follow-ups, and of turns
+    sampled at T = 0.7 {readers[1]}%, as a language model reads them. Of such turns, shown after a
+    conversation of another query, {readers[2]}% and {readers[3]}% are. So sampling adds
+    {rises[QWEN][2]} points (by the built-in judge {rises[QWEN][0]}). In SmolLM2-135M it isn't shown
+    to add any ({rises[SMOL][2]}; by the judge it takes some away, {rises[SMOL][0]}).
 
-    The rise is role: {out[0]} of 100 greedy turns repeat the conversation or speak as the
-    assistant, and {out[1]} of 100 sampled turns. Staying in role brings {role} points; following up
-    once in role {once}.
+    What sampling changes is the role: {out[0]} of 100 greedy turns repeat the conversation or speak
+    as the assistant, and {out[1]} of 100 sampled turns. Of turns in the user's role {within[0]}% of
+    greedy ones and {within[1]}% of sampled ones are follow-ups: fewer, not more.
 
-    What a sampled turn tells about its response is carried by the response's own keys and values
-    ({own_q} of {all_q} bits in Qwen), hardly by the user header's states ({head_q})."""
+    What a sampled turn tells about its response comes from the response's own keys and values
+    ({own_q} of {all_q} bits in Qwen), hardly from the user header's states ({head_q})."""
     said = f"""Language-model readers call {readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns
     follow-ups, and {readers[1]}% of those sampled at T = 0.7. Of turns shown after a wrong
     conversation (one of another query) they call {readers[2]}% and {readers[3]}% follow-ups. Beyond
