@@ -50,9 +50,8 @@ class Lines:
         axes.legend()
         dotted = f" Dotted: {', '.join(filter(None, self.levels))}." if self.levels else ""
         figure.set_label(
-            f"Each line is one {self.by.replace('_', ' ')}; the band around it is its interval. A "
-            f"line within another line's band can't be told from that line.{dotted}"
-            + _lacking(shown, "There is no band")
+            f"Each line is one {self.by.replace('_', ' ')}; the band around it is its interval, "
+            f"not corrected for how many there are.{dotted}" + _lacking(shown, "There is no band")
         )
         return figure
 
@@ -98,9 +97,9 @@ class Bars:
         if len(colours) > 1:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # where it hides no interval
         figure.set_label(
-            "Each point is an estimate, and the line through it is its interval. Where this line "
-            "crosses 0, no difference from 0 is shown. Intervals are not corrected for how many "
-            "there are." + _lacking(rows, "A point is hollow")
+            "Each point is an estimate, and the line through it is its interval. Intervals are not "
+            "corrected for how many there are: what is shown, the tables' corrected p say."
+            + _lacking(rows, "A point is hollow")
         )
         return figure
 

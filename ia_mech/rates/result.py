@@ -150,10 +150,13 @@ def _by_group(field: str, rows: pd.DataFrame) -> str:
     rates = rows[(rows["quantity"] == "rate") & (rows["outcome"] == "follow_up")]
     t = rates["temperature"].min()
     rates = rates[rates["temperature"] == t].sort_values("value", kind="stable")
-    ends = [f"{cell_of(row)} ({one_line(row.dataset, 40)})" for row in rates.itertuples()]
+    ends = [f"{cell_of(row)} ({field} = {one_line(row.dataset, 40)})" for row in rates.itertuples()]
     if len(ends) < 2:
         return f"All of them have the same {field}."
     turns = f"turns at T = {t:g}" if t else "greedy turns"
+    if rates["value"].nunique() == 1:
+        same = rates["value"].iloc[0]
+        return f"By {field}, all {len(ends)} groups have the same rate of {turns}: {same:.2f}."
     return f"By {field}, {ends[0]} to {ends[-1]} of {turns} are follow-ups."
 
 
