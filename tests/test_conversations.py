@@ -326,7 +326,7 @@ def test_a_column_that_is_named_like_a_response_is_asked_about(jsonl):
     for name, value in (("system_id", "prod-7"), ("tool", "search"), ("reference", "It is so.")):
         source = open_conversations(jsonl({"prompt": "q", "response": "r", name: value}))
         assert [one.real_follow_up for one in source] == [None] and [*source.left] == [name]
-    for typo in ("respones", "Response", "reponse"):
+    for typo in ("respones", "Response", "reponse", "anser", "answr"):
         assert f"column '{typo}' may be one" in error_of(jsonl({"prompt": "q", typo: "r"}))
     both = error_of(jsonl({"id": "a", "user_question": "q", "bot_reply": "r"}))
     assert "name them: --query-column user_question --response-column bot_reply" in both

@@ -474,7 +474,8 @@ class _Cells:
         would write another in its place."""
         answered = parsed.responses or any(m["role"] == "assistant" for m in parsed.messages)
         unread = [name for name in parsed.left if name in self.known]
-        if not answered and (name := self.like(unread, _RESPONSE, _LIKE_RESPONSE)):
+        names = *_RESPONSE, "answer"
+        if not answered and (name := self.like(unread, names, _LIKE_RESPONSE)):
             raise UserError(
                 f"{self.place}: no response, and the column {name!r} may be one",
                 f"say --response-column {name}; or, if the model is to write the response, "

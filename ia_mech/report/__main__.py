@@ -85,10 +85,10 @@ def _report(args: argparse.Namespace) -> None:
     screen = console()
     for line in ending(runs, _names(runs)):
         screen.print(line, soft_wrap=True, markup=False)
+    print(f"\npage: {shell_word(out)}\nopen it in a browser: {out.resolve().as_uri()}")
     for run in runs:
         for command in missing(run, result_folders(run)):
             print(f"next: {program()} {command}")
-    print(f"\npage: {shell_word(out)}\nopen it in a browser: {out.resolve().as_uri()}")
 
 
 def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
