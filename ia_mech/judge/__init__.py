@@ -34,7 +34,8 @@ def label(
     """Have a judge label the user turns of a run, and its decoys, as ``ia-mech judge run`` does.
 
     Args:
-        run: or its folder, where the verdicts are kept; what is labelled isn't labelled again.
+        run: or its folder, where the verdicts are kept. Verdicts that cost time or money come from
+            the cache; the built-in judge's are made again (``run.labelled()`` reads those there).
         judge: the built-in judge unless another is given.
         name: of its verdicts in the run.
 
