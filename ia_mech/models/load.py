@@ -382,7 +382,8 @@ def remember(spec: ModelSpec, weights_hash: str) -> None:
 
 def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
     """Find the model of a run on this machine. Of a local model, the run's settings have only the
-    folder's name; :func:`remember` has noted the whole path under the hash of the weights."""
+    folder's name; :func:`remember` has noted the whole path under the hash of the weights. Where
+    no folder of that name is left, it is another folder that was noted."""
     known = {f.name: settings[f.name] for f in fields(ModelSpec) if f.name in settings}
     spec = ModelSpec(**{**known, "name": settings["model"]})
     notes = sorted(_places(weights_hash).glob("*"), key=lambda note: note.stat().st_mtime_ns)
@@ -391,11 +392,14 @@ def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
         recorded = getattr(spec, field)
         if recorded is None or recorded in embedded.MODELS:
             continue
-        for place in places:
-            # A hub's author/model isn't the local folder of that name.
-            if place.endswith(f"/{recorded}") and Path(place).exists():
-                spec = replace(spec, **cast(dict[str, Any], {field: place}))
-                break
+        there = [one for one in places if Path(one).exists()]
+        # A hub's author/model isn't the local folder of that name.
+        named = [one for one in there if one.endswith(f"/{recorded}")]
+        if "/" not in recorded and spec.revision is None:  # of the same weights: it was renamed
+            adapts = field == "adapter"
+            named += [one for one in there if (Path(one) / ADAPTER).is_file() == adapts]
+        if named:
+            spec = replace(spec, **cast(dict[str, Any], {field: named[0]}))
     return spec
 
 
