@@ -37,7 +37,7 @@ from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean
 if TYPE_CHECKING:
     from ia_mech.collect.job import Interventions
     from ia_mech.engine.workers import Crew
-    from ia_mech.models.load import Subject
+    from ia_mech.models.load import ModelSpec, Subject
 
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
 # Settings of a run that an arm shares with it, unless it says otherwise.
@@ -100,12 +100,18 @@ def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
 
 
 def sample_arm(
-    first: Run, arm: Arm, folder: Path, subject: "Callable[[], Subject]", crew: "Crew"
+    first: Run,
+    model: "ModelSpec",
+    arm: Arm,
+    folder: Path,
+    subject: "Callable[[], Subject]",
+    crew: "Crew",
 ) -> Run:
     """The run of an arm in a folder: sampled, continued, or as it is.
 
     Args:
         first: the run whose model and settings are used.
+        model: where its model is.
         arm: what differs; with the setting ``intervention``, a file with a steering vector.
         folder: made if it isn't there.
         subject: loads the model, where something is left to sample.
@@ -115,7 +121,6 @@ def sample_arm(
         UserError: the folder holds other conversations, or a run without them.
     """
     from ia_mech.collect.job import collect
-    from ia_mech.models.load import recall
     from ia_mech.steering import SteeringVector
 
     # Absolute, for the path is part of the run's configuration, wherever the command is given.
@@ -136,7 +141,7 @@ def sample_arm(
     folder.mkdir(parents=True, exist_ok=True)
     if not same:
         integrity.replace_file(file, write)
-    model, changes, steered = recall(first.settings, first.model["weights_hash"]), {}, {}
+    changes, steered = {}, {}
     if vector := arm.settings.get("intervention"):
         changes["intervention"] = str(vector)
         # The vector itself, not its file's name, tells runs apart.
@@ -152,6 +157,8 @@ def sample_arm(
         there = Run.open(out)
         wanted = {"settings": settings.to_dict(), **steered}
         kept = {"settings": there.settings | {"dataset": str(file)}}
+        if there.model["weights_hash"] == first.model["weights_hash"]:  # wherever they are
+            kept["settings"] |= {"model": model.name, "adapter": model.adapter}
         kept |= {name: there.record["identity"].get(name) for name in steered}
         if there.complete and without_folders(kept) == without_folders(wanted):
             return there

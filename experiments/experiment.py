@@ -45,6 +45,8 @@ from ia_mech.cli import (
     Parser,
     add_intervals,
     add_workers,
+    expanded,
+    nonblank,
     path_of,
     program,
     run_command,
@@ -80,7 +82,7 @@ if TYPE_CHECKING:  # these load torch, for which --help doesn't wait
     from ia_mech.chat.format import ChatFormat
     from ia_mech.engine.score import Scored, Turn
     from ia_mech.engine.workers import Crew
-    from ia_mech.models.load import Subject
+    from ia_mech.models.load import ModelSpec, Subject
 
 
 SHARES = 64  # where memory runs out, a pass holds no less than this part of what it usually may
@@ -264,10 +266,19 @@ class Experiment(ABC):
 
     @cached_property
     def _tokenizer_and_config(self) -> tuple[Any, Any]:
-        from ia_mech.models.load import load_tokenizer_and_config, recall
+        from ia_mech.models.load import load_tokenizer_and_config
 
-        first = self.runs[0]
-        return load_tokenizer_and_config(recall(first.settings, first.model["weights_hash"]))
+        with _flag_named(self._spec, self._place):
+            return load_tokenizer_and_config(self._spec)
+
+    @property
+    def _place(self) -> str | None:
+        """Where the model is, if the command says so."""
+        return getattr(self.args, "model", None)
+
+    @cached_property
+    def _spec(self) -> "ModelSpec":
+        return spec_of(self.runs[0], self._place)
 
     @property
     def config(self) -> Any:
@@ -300,7 +311,7 @@ class Experiment(ABC):
     @cached_property
     def subject(self) -> "Subject":
         """Its weights and tokenizer, loaded at first use."""
-        return subject_of(self.runs[0])
+        return subject_of(self.runs[0], self._place)
 
     def model_for(self, unit: Any) -> Model:
         """The model that measures a unit: that of the first run, where runs are of one model."""
@@ -325,7 +336,8 @@ class Experiment(ABC):
 
     def sample(self, name: str, arm: Arm) -> Run:
         """The run of an arm, which is then among :attr:`sampled`."""
-        found = sample_arm(self.runs[0], arm, self.place(name), lambda: self.subject, self.crew)
+        first, place = self.runs[0], self.place(name)
+        found = sample_arm(first, self._spec, arm, place, lambda: self.subject, self.crew)
         self.sampled[name] = found
         return found
 
@@ -504,6 +516,9 @@ class Experiment(ABC):
         if cls.queries_used is not None:
             least, what = whole_from(2), "at most N queries, drawn by --seed"
             flag(parser, "--queries", least, cls.queries_used, what, metavar="N")
+        if cls.loads:
+            where = "where the runs' model is now (default: where it was)"
+            parser.add_argument("--model", type=nonblank, metavar="PATH", help=where)
         cls.add_flags(parser)
         written = parser.add_argument_group("what is shown and written")
         where = "where both go instead"
@@ -667,13 +682,38 @@ def model_of(subject: "Subject", run: Run) -> Model:
     return Model(subject, chat)
 
 
-def subject_of(run: Run) -> "Subject":
-    """The model that a run was sampled from.
+def spec_of(run: Run, place: str | None = None) -> "ModelSpec":
+    """Which model a run was sampled from, and how it was loaded; ``place`` is where it is now, if
+    not where it was."""
+    from ia_mech.models.load import recall
+
+    spec = recall(run.settings, run.model["weights_hash"])
+    return spec if place is None else replace(spec, name=place, revision=None)
+
+
+@contextmanager
+def _flag_named(spec: "ModelSpec", place: str | None) -> Iterator[None]:
+    """Have the refusal of a model that may have moved name ``--model``."""
+    from ia_mech.models.embedded import MODELS
+
+    try:
+        yield
+    except UserError as error:
+        if place is not None or spec.name in MODELS or expanded(spec.name).exists():
+            raise
+        raise UserError(
+            f"the run's model is not where it was: {error.problem}",
+            f"give its place now with --model PATH, or {error.remedy}",
+        ) from error
+
+
+def subject_of(run: Run, place: str | None = None) -> "Subject":
+    """The model that a run was sampled from; ``place`` is as for :func:`spec_of`.
 
     Raises:
         UserError: it can't be loaded, has other weights now, or was changed while it sampled.
     """
-    from ia_mech.models.load import load, recall
+    from ia_mech.models.load import load, remember
 
     if run.settings["intervention"] is not None:
         raise UserError(
@@ -681,14 +721,16 @@ def subject_of(run: Run) -> "Subject":
             "again, its turns would be those of another model",
             "give a run that was sampled without one",
         )
-    spec = recall(run.settings, run.model["weights_hash"])
-    subject = load(spec)
+    spec = spec_of(run, place)
+    with _flag_named(spec, place):
+        subject = load(spec)
     if subject.weights_hash != run.model["weights_hash"]:
         raise UserError(
             f"{spec.name} has the weights {subject.weights_hash} now, {run.path} those of "
             f"{run.model['weights_hash']}",
-            "give --model of the same weights, or sample the run again",
+            "give the place of the same weights with --model PATH, or sample the run again",
         )
+    remember(spec, subject.weights_hash)
     return subject
 
 
@@ -739,7 +781,7 @@ def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> s
     """The command as a result keeps it: all that may change the result, and no folders of this
     machine."""
     words = [run.name for run in args.runs]
-    silent = {"runs", "out", "dry_run", "full", "workers", "threads"}
+    silent = {"runs", "model", "out", "dry_run", "full", "workers", "threads"}
     for name, value in vars(args).items():
         if name in silent or value == parser.get_default(name):
             continue

@@ -281,7 +281,7 @@ class Compare(Experiment):
 
     @cached_property
     def tuned_model(self) -> Model:
-        return model_of(subject_of(self.runs[1]), self.runs[1])
+        return model_of(subject_of(self.runs[1], self._place), self.runs[1])
 
     def model_for(self, unit: Any) -> Model:
         return self.model if unit.arm == BEFORE else self.tuned_model

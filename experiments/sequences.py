@@ -7,14 +7,13 @@ convention of ``transformers`` and ``trl``, whose trainers take such sequences a
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from experiments.arms import conversations_of
 from ia_mech.chat.format import ChatFormat
-from ia_mech.cli import shell_word
+from ia_mech.cli import expanded, shell_word
 from ia_mech.collect.identity import build_chat, eos_ids
 from ia_mech.data.conversations import Conversation, open_conversations
 from ia_mech.errors import UserError
@@ -37,7 +36,7 @@ def read_conversations(data: str) -> tuple[list[Conversation], Run | None]:
     Raises:
         UserError: neither a finished run nor a dataset; no conversation has a response.
     """
-    if (Path(data) / layout.RUN).is_file():
+    if (expanded(data) / layout.RUN).is_file():
         (run,) = open_runs([data])
         indices = [None if pd.isna(k) else int(k) for k in run.contexts["response_index"]]
         several = zip(conversations_of(run.contexts), indices, strict=True)

@@ -20,6 +20,7 @@ import pandas as pd
 import torch
 
 from ia_mech.chat.format import ChatFormat
+from ia_mech.cli import expanded
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.likelihood.reaction import evidence
@@ -243,7 +244,8 @@ def _train(trainer: "Trainer", subject: Subject, folder: Path) -> None:
     trainer.train()
     model: Any = trainer.model
     name = subject.spec.name
-    base = str(Path(name).resolve()) if Path(name).exists() else name
+    place = expanded(name)
+    base = str(place.resolve()) if place.exists() else name
     model.peft_config["default"].base_model_name_or_path = base
     model.save_pretrained(folder)
     steps = [row for row in trainer.state.log_history if "loss" in row]

@@ -239,7 +239,26 @@ def nonblank(given: str) -> str:
 
 def path_of(given: str) -> Path:
     """The path of a file or folder, for argparse (``Path("")`` would be the working folder)."""
-    return Path(nonblank(given))
+    return expanded(nonblank(given))
+
+
+def expanded(given: str | Path) -> Path:
+    """A path as a user gives it, with the home folder in place of ``~``.
+
+    Raises:
+        UserError: no home folder is known, or no user of that name.
+    """
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:
+        start = Path(given).parts[0]
+        if start == "~":
+            raise UserError(
+                f"{given}: this user has no home folder",
+                "set HOME; or set IA_MECH_CACHE, and give whole paths",
+            ) from None
+        remedy = f"give the whole path, or ./{start} for a file of that name"
+        raise UserError(f"{given}: there is no user {start[1:]}", remedy) from None
 
 
 def run_folder(given: str) -> Path:

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.segment import Segment
 from tqdm import tqdm
 
+from ia_mech.cli import expanded
 from ia_mech.untrusted import visible
 
 if TYPE_CHECKING:
@@ -329,7 +330,7 @@ def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
     """
     from ia_mech.run.integrity import replace_file
 
-    paths = [Path(folder) / f"{stem}.{kind}" for kind in FIGURE_FORMATS]
+    paths = [expanded(folder) / f"{stem}.{kind}" for kind in FIGURE_FORMATS]
     for kind, path in zip(FIGURE_FORMATS, paths, strict=True):
         replace_file(path, partial(_save, figure=figure, kind=kind, stem=stem))
     return paths

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike
 
+from ia_mech.cli import expanded
 from ia_mech.run.integrity import replace_file
 from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, holm, paired_difference
 
@@ -208,7 +209,7 @@ def write_parquet(
         for column in table.schema
     ]
     table = table.cast(pa.schema(fields, metadata))
-    replace_file(Path(path), lambda scratch: pq.write_table(table, scratch))
+    replace_file(expanded(path), lambda scratch: pq.write_table(table, scratch))
 
 
 def estimate_of(row: Any) -> Estimate:

@@ -30,7 +30,7 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ia_mech.cli import one_line
+from ia_mech.cli import expanded, one_line
 from ia_mech.display import save_figure
 from ia_mech.errors import UserError
 from ia_mech.estimates import estimate_of, p_value, write_parquet
@@ -271,7 +271,7 @@ def read(folder: str | Path) -> Result:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    folder = Path(folder)
+    folder = expanded(folder)
     record = _record(folder)
     try:
         return Result(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
+from ia_mech.cli import expanded
 from ia_mech.errors import UserError
 from ia_mech.run.integrity import replace_file
 
@@ -166,7 +167,7 @@ class SteeringVector:
         def write(scratch: Path) -> None:
             scratch.write_bytes(self._content)
 
-        replace_file(Path(file), write)
+        replace_file(expanded(file), write)
 
     @classmethod
     def load(cls, file: str | Path) -> SteeringVector:
@@ -176,7 +177,8 @@ class SteeringVector:
             UserError: there is no such file, or it holds no steering vector, or has another format.
         """
         remedy = "write it with SteeringVector.save, or with ia-mech steering"
-        if not Path(file).is_file():
+        file = expanded(file)
+        if not file.is_file():
             raise UserError(f"there is no steering vector {file}", remedy)
         try:
             with safe_open(file, "pt") as opened:

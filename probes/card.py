@@ -26,6 +26,7 @@ from scipy.special import logit
 from torch import Tensor
 
 import ia_mech
+from ia_mech.cli import expanded
 from ia_mech.errors import UserError
 from ia_mech.run.integrity import read_json, replace_file, write_json
 from probes.fit.solvers import logistic_path, project
@@ -138,7 +139,7 @@ class Probe:
     def save(self, folder: str | Path) -> None:
         """Write the two files, each replaced whole, the card last. A card that was loaded keeps the
         versions of the software that the probe was fitted with."""
-        folder = Path(folder)
+        folder = expanded(folder)
         folder.mkdir(parents=True, exist_ok=True)
         about = {name: asdict(along) for name, along in self.directions.items()}
         content = save({f"weights_{name}": own.pop("weights") for name, own in about.items()})
@@ -154,7 +155,7 @@ class Probe:
         Raises:
             UserError: a file is missing, damaged, or belongs to another probe.
         """
-        path = Path(path)
+        path = expanded(path)
         folder = path.parent if path.name in (WEIGHTS, CARD) else path
         for name in (WEIGHTS, CARD):
             if not (folder / name).is_file():

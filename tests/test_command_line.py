@@ -14,11 +14,13 @@ import torch
 from shell import Outcome, call, files, refusal
 
 from ia_mech import console
-from ia_mech.cli import program, shell_word
+from ia_mech.cli import path_of, program, shell_word
 from ia_mech.collect import command as command_line
 from ia_mech.collect.summary import print_run
 from ia_mech.console import COMMANDS
+from ia_mech.models import embedded
 from ia_mech.run import Run, RunWriter
+from ia_mech.settings import Settings
 
 SMALL = ["--limit", "3", "--samples", "1", "--temperatures", "1", "--max-new-tokens", "4"]
 DATA = ("contexts", "generations", "header_logits", "residuals")
@@ -89,6 +91,9 @@ REFUSED = {  # words, in which {tmp} is a folder with the files below: the begin
     "--out {tmp}/thesis": "{tmp}/thesis holds files but no run; give an empty or new folder as",
     "--out {tmp}/run/sub": "{tmp}/run/sub lies inside the run {tmp}/run; write it somewhere else",
     "--out {tmp}/link/sub": "{tmp}/link/sub lies inside the run {tmp}/run; write it somewhere else",
+    "--out ~no-one/run": "~no-one/run: there is no user no-one; give the whole path, or ./~no-one",
+    "--dataset ~no-one/x.jsonl": "~no-one/x.jsonl: there is no user no-one; give the whole path",
+    "--intervention ~no-one/v": "~no-one/v: there is no user no-one; give the whole path",
     "--out /proc/foo": "/proc is not writable (No such file or directory); give another --out",
 }
 
@@ -113,6 +118,33 @@ def test_what_does_not_go_with_data_model_machine_or_folder_is_one_line(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     line = refused(*words.format(tmp=odd_files).split())
     assert line.startswith(expected.format(tmp=odd_files))
+
+
+def test_a_tilde_is_the_home_folder_wherever_a_path_is_given(monkeypatch, tmp_path, sample):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/xdg")
+    assert path_of("~/run") == tmp_path / "run"
+    monkeypatch.setenv("IA_MECH_CACHE", "~/runs")
+    assert embedded.models_dir() == tmp_path / "runs" / "models"
+    assert Settings().folder().parent == tmp_path / "runs"
+    monkeypatch.delenv("IA_MECH_CACHE")
+    assert embedded.models_dir() == tmp_path / "xdg" / "ia_mech" / "models"
+    assert sample("--limit", "1", "--out", "~/run")[0] == 0
+    assert Run.open("~/run").path == tmp_path / "run"
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch, refused):
+    def no_entry(_):
+        raise KeyError
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    line = "~/run: this user has no home folder; set HOME; or set IA_MECH_CACHE, and give whole"
+    assert refused("--out", "~/run").startswith(line)
+    monkeypatch.delenv("IA_MECH_CACHE")
+    assert refused("--out", "run", "--model", "smollm2-135m-instruct").startswith("~/.cache: this")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    assert refused("--out", "run", "--model", "org/model").startswith("~/.cache/huggingface/hub: ")
 
 
 def test_what_the_machine_refuses_is_one_line(refused, monkeypatch):

@@ -69,7 +69,9 @@ def test_no_file_of_a_run_names_a_folder_of_this_machine(local, tmp_path, capfd)
         remember(ModelSpec(name=str(other)), run.model["weights_hash"])
     shutil.rmtree(tmp_path / "gone")
     assert recall(run.settings, run.model["weights_hash"]).name == words[words.index("--model") + 1]
-    shutil.rmtree(tmp_path / "secret" / "my-model")
+    shutil.rmtree(model)  # then the same weights are found under another name
+    assert recall(run.settings, run.model["weights_hash"]).name == str(model.with_name("copy"))
+    shutil.rmtree(model.with_name("copy"))
     assert recall(run.settings, run.model["weights_hash"]).name == "my-model"
 
 

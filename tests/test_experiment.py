@@ -13,12 +13,15 @@ import scored
 import torch
 from filelock import FileLock
 from runs import rewritten, unfinished, with_settings
-from shell import call, files, refusal, worked
+from safetensors.torch import load_file, save_file
+from shell import Outcome, call, files, refusal, worked
 
 import ia_mech.engine.score as score_module
+from experiments.arms import Arm, conversations_of
 from experiments.experiment import Conclusion, Experiment, output_folder
 from experiments.figures import Bars
 from experiments.learned_vector import LearnedVector
+from ia_mech.collect.command import main as sample
 from ia_mech.estimates import TidyEstimate
 from ia_mech.rates.gate import Gate
 from ia_mech.results import Table, read
@@ -333,3 +336,54 @@ def test_fewer_queries_are_among_more(first_words, siblings, tmp_path):
 def test_runs_without_siblings_are_refused(first_words, merged, capfd):
     line = refusal(call(first_words.main, [str(merged.path)], capfd))
     assert "has one response per query" in line
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+class Again(Count):
+    """Samples the same turns again, and scores with the model."""
+
+    name = "again"
+    loads = True
+
+    def arms(self):
+        return {"same": Arm(conversations_of(self.runs[0].contexts))}
+
+    def rows(self):
+        assert self.model.subject.weights_hash == self.runs[0].model["weights_hash"]
+        return super().rows()
+
+
+def test_a_model_that_has_moved_is_found_by_its_flag_and_then_without(
+    tiny_model_dir, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
+    model, run = shutil.copytree(tiny_model_dir, tmp_path / "mine"), tmp_path / "run"
+    words = ["--limit", "2", "--samples", "1", "--max-new-tokens", "3", "--out", str(run)]
+    assert sample(["--model", str(model), *words]) == 0
+
+    def again(*words) -> Outcome:
+        return call(Again.main, [str(run), *map(str, words)], capfd)
+
+    assert again().status == 0
+    sampled = files(tmp_path / "run-again")
+    other = shutil.copytree(model, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    save_file(
+        {k: 1.5 * v for k, v in tensors.items()}, other / "model.safetensors", {"format": "pt"}
+    )
+    moved = model.rename(tmp_path / "moved")
+    line = refusal(again())
+    assert line.startswith("the run's model is not where it was: model 'mine' could not be loaded")
+    assert "give its place now with --model PATH, or " in line
+    line = refusal(again("--model", other))
+    assert line.startswith(f"{other} has the weights ")
+    assert line.endswith(
+        "give the place of the same weights with --model PATH, or sample the run again"
+    )
+    assert refusal(again("--model", tmp_path / "no")).startswith(f"no directory {tmp_path / 'no'}")
+    for flag in (["--model", moved], []):  # it is remembered
+        assert again(*flag).status == 0
+        assert files(tmp_path / "run-again") == sampled
+    assert str(tmp_path) not in (run / "results" / "again" / "result.json").read_text()

@@ -1,11 +1,13 @@
 """The cache of verdicts: nothing is lost, nothing is believed that isn't whole."""
 
+import errno
 import json
 import os
 from dataclasses import replace
 
 import pytest
-from judging import FakeJudge
+from filelock import FileLock
+from judging import FakeJudge, Recorded
 
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
@@ -125,3 +127,19 @@ def test_a_write_that_fails_leaves_no_part_of_a_line(filled, tmp_path, monkeypat
         cache.put(ODD, VERDICT)
     assert len(filled.read_text().split("\n")) == 6
     assert held(tmp_path) == [True] * 3
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_cache_that_can_not_be_written_to_is_read(tmp_path, monkeypatch, code):
+    judge, progress = FakeJudge(), Recorded()
+    judge_items(ITEMS[:2], judge, Quiet(), cache_folder=tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def refused(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(FileLock, "acquire", refused)
+    assert len(judge_items(ITEMS, judge, progress, cache_folder=tmp_path)[0]) == 3
+    assert len(judge.asked) == 3, "one more than before"
+    assert progress.lines[0].startswith(f"{tmp_path} can't be written to: verdicts are read from")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

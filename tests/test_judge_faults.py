@@ -311,3 +311,12 @@ def test_a_disk_that_is_full_ends_the_judging(tmp_path, monkeypatch):
     with StubServer() as stub, pytest.raises(OSError, match="No space"):
         judge_items(items(40), judge_for(stub, concurrency=3), Quiet(), cache_folder=tmp_path)
     assert len(stub.bodies) <= 3
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_a_server_of_this_machine_is_asked_without_a_proxy(monkeypatch, variable):
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with StubServer() as stub:
+        for url in (stub.url, stub.url.replace("127.0.0.1", "localhost")):
+            assert one(judge_for(stub, base_url=url)).category == "follow_up"

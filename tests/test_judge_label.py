@@ -50,12 +50,21 @@ def kept(judge: Judge, cache: Path) -> int:
     return sum("key" in json.loads(line) for line in lines)
 
 
+def unreachable():
+    raise ConnectionError("no host")  # an OSError
+
+
 @pytest.mark.parametrize(
     ("verdicts", "said"),
     [
         (
             lambda items: [1 / 0 for _ in items],
-            r"failed: ZeroDivisionError: .* \(line \d+ of .*\.py\)",
+            r"failed: ZeroDivisionError: .* \(.*test_judge_label\.py:\d+\)",
+        ),
+        (lambda items: unreachable(), r"failed: ConnectionError: no host \(.*_label\.py:\d+\)"),
+        (
+            lambda items: [Verdict(FOLLOW_UP, rationale=None) for _ in items],
+            r"failed: TypeError: a verdict whose rationale is None \(.*_label\.py:\d+\)",
         ),
         (
             lambda items: [Verdict(FOLLOW_UP)] * (len(items) - 1),
@@ -63,7 +72,7 @@ def kept(judge: Judge, cache: Path) -> int:
         ),
         (lambda items: ["generic"] * len(items), r"returned 4 objects \(str\) for 4 turns"),
     ],
-    ids=["fails", "one lacks", "texts"],
+    ids=["fails", "no server", "no text", "one lacks", "texts"],
 )
 def test_a_judge_of_ones_own_that_does_something_else_is_named(run, label, verdicts, said):
     class Own(Judge):
@@ -75,6 +84,19 @@ def test_a_judge_of_ones_own_that_does_something_else_is_named(run, label, verdi
     with pytest.raises(UserError, match=rf"^the judge Own {said}"):
         label(Own())
     assert run.labels.judges == []
+
+
+@pytest.mark.parametrize("method", ["prepare", "estimate", "fitted_on"])
+def test_what_else_a_judge_of_ones_own_raises_is_named(label, method):
+    own = FakeJudge()
+    setattr(own, method, lambda *_: unreachable())
+    with pytest.raises(UserError, match=r"^the judge FakeJudge failed: .*_label\.py:\d+\)"):
+        label(own)
+
+
+def test_half_a_surrogate_is_written_as_a_question_mark(label):
+    rows = label(FakeJudge(lambda item, _: Verdict(FOLLOW_UP, rationale="half \ud83d")))
+    assert set(rows["rationale"]) == {"half ?"}
 
 
 # -- rows ---------------------------------------------------------------------------------------

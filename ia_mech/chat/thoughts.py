@@ -29,18 +29,26 @@ class Marks:
     space: str = ""
 
 
-# Marks that templates name though they write no dialogue's thought. Others show their marks.
+# Marks that templates name though they write no dialogue's thought, and marks that models write
+# though no template names them. Other templates show their marks.
 NAMED = (
     Marks("<think>", "</think>", "\n"),
     Marks("[THINK]", "[/THINK]"),
     Marks("<seed:think>", "</seed:think>"),
     Marks("◁think▷", "◁/think▷"),
     Marks("<mm:think>", "</mm:think>"),
+    Marks("<longcat_think>", "</longcat_think>", "\n"),
+    Marks("<thinking>", "</thinking>", "\n"),
+    Marks("<thought>", "</thought>", "\n"),
+    Marks("<reasoning>", "</reasoning>", "\n"),
     Marks("<|channel>thought", "<channel|>", "\n"),
     Marks("<|START_THINKING|>", "<|END_THINKING|>"),
     Marks("<|inner_prefix|>", "<|inner_suffix|>"),
+    Marks("<|begin_of_thought|>", "<|end_of_thought|>", "\n\n"),
+    Marks("Here is my thought process:", "Here is my response:", "\n"),
     Marks("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", "\n"),
 )
+KNOWN = (*NAMED, Marks("<|channel|>analysis", "<|channel|>final"))  # in a text of any model
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ia_mech.cli import refuse_missing
+from ia_mech.cli import expanded, refuse_missing
 from ia_mech.data import presets
 from ia_mech.data.formats import SUFFIXES, ColumnMap, ParsedRow, parse
 from ia_mech.data.messages import Answer, Message
@@ -363,7 +363,7 @@ def local(dataset: str) -> tuple[str, Rows, dict] | None:
     Raises:
         UserError: there is none of this name, or a file of another format.
     """
-    path = Path(dataset).expanduser()
+    path = expanded(dataset)
     if dataset.split(":")[0] == "builtin":
         return _builtin(dataset)
     preset = presets.find(dataset)

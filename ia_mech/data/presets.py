@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
+from ia_mech.cli import expanded
 from ia_mech.data.formats import ColumnMap, ParsedRow, parse
 from ia_mech.errors import UserError
 
@@ -263,6 +264,7 @@ def unreadable(path: str, error: Exception) -> UserError:
 def _commit(path: str, revision: str | None) -> str | None:
     from huggingface_hub import HfApi, constants
 
+    expanded(constants.HF_HUB_CACHE)  # without a home folder it would be ./~
     if constants.HF_HUB_OFFLINE:
         return None
     return HfApi().dataset_info(path, revision=revision, timeout=PROBE_SECONDS).sha

@@ -2,7 +2,8 @@
 
 Answers are read strictly: what isn't a verdict becomes a failure and is never guessed at. A draft
 is no verdict: of an answer that a token limit cut off, or of reasoning without an answer, a verdict
-counts only if it is the whole text.
+counts only if it is the whole text. A quotation is no verdict either: among other words, a verdict
+has to end the answer, and may not be an object of the material's.
 """
 
 import json
@@ -11,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from ia_mech.chat.thoughts import KNOWN
 from ia_mech.cli import one_line
 from ia_mech.judge.prompt import clean
 from ia_mech.judge.rubric import BUILT_IN, Rubric
-from ia_mech.judge.verdict import JUDGED, Verdict
+from ia_mech.judge.verdict import JUDGED, Item, Verdict
 
 LONGEST_RATIONALE = 1000  # characters kept
 LONGEST_ANSWER = 20_000  # characters kept of an answer and of its reasoning
@@ -26,16 +28,27 @@ _REFUSAL = re.compile(
     r"i (can ?not|can['’]t|won['’]t|will not|must decline)|i(['’]m| am) (unable|not able))\b",
     re.IGNORECASE,
 )
+_TAG = re.compile(  # tags, control tokens, code fences: no words of an answer
+    r"<\|constrain\|>\w+|<[^<>\n]*>|\[/?[A-Z][A-Z _]*\]|```\w*"
+)
+_SAYS = re.compile(  # what leads into someone else's words
+    r"\b(says?|said|saying|asks|tells|told|claims|states|reads|writes|wrote|contains|containing|"
+    r"includes|quot\w+|inject\w+|plant(s|ed))\b",
+    re.IGNORECASE,
+)
 
 
 class NoVerdict(ValueError):
     """A text that holds no verdict, or more than one."""
 
 
-def read_completion(completion: dict[str, Any], rubric: Rubric = BUILT_IN) -> Verdict:
+def read_completion(
+    completion: dict[str, Any], rubric: Rubric = BUILT_IN, item: Item | None = None
+) -> Verdict:
     """Read the first of a chat completion's ``choices``, which may be anything.
 
     Tokens and cost are the caller's to add. A refusal or a filter isn't an answer whatever it says.
+    ``item`` is what was judged: an object that stands in it is quoted.
 
     Returns:
         A verdict or a failure, with the answer and the reasoning as they came. Its ``mode`` is
@@ -63,7 +76,7 @@ def read_completion(completion: dict[str, Any], rubric: Rubric = BUILT_IN) -> Ve
         error = "the server's content filter ended the answer"
         return replace(came, status="filtered", error=error)
     try:
-        answer, whole = find_verdict(text, rubric)
+        answer, whole = find_verdict(text, rubric, item)
         if not whole and (ended == "length" or place == "reasoning"):
             raise NoVerdict("a verdict inside other words may be a draft")
     except NoVerdict as problem:
@@ -82,41 +95,63 @@ def read_completion(completion: dict[str, Any], rubric: Rubric = BUILT_IN) -> Ve
     return replace(came, category=category, status=JUDGED, rationale=rationale, mode=mode)
 
 
-def find_verdict(text: str, rubric: Rubric = BUILT_IN) -> tuple[dict[str, Any], bool]:
+def find_verdict(
+    text: str, rubric: Rubric = BUILT_IN, item: Item | None = None
+) -> tuple[dict[str, Any], bool]:
     """The one verdict in a text, and whether it is the whole text.
 
     A verdict is a JSON object with a ``category`` that names one of the rubric's. It may stand
-    among other words; thinking in front of it is skipped (a server without a reasoning parser
-    leaves it in the content). Two objects with a category are none, even if they agree: one of them
-    may be a quotation.
+    after other words, which end with a sentence or a colon; thinking in front of it is skipped (a
+    server without a reasoning parser leaves it in the content). Two objects with a category are
+    none, even if they agree: one of them may be a quotation.
 
     Raises:
-        NoVerdict: there is none, or more than one.
+        NoVerdict: there is none, or more than one; or it is quoted.
     """
-    answer = text.strip()
-    if not answer.startswith("{"):  # else a </think> stands in the rationale, as evidence
-        answer = answer.rpartition("</think>")[2]
-        if answer.startswith("<think>"):
-            raise NoVerdict("thinking without an end")
-    objects = list(_objects(answer))
-    verdicts = [value for value in objects if "category" in value]
+    text = text.strip()
+    objects = list(_objects(text))
+    words = text  # a mark or a word in an object's strings is evidence
+    for start, end, _ in objects:
+        words = f"{words[:start]}{'{' * (end - start)}{words[end:]}"
+    begin = max(words.rfind(m.closing) + len(m.closing) if m.closing in words else 0 for m in KNOWN)
+    marks = (marks.opening for marks in KNOWN if not marks.opening[0].isalpha())
+    if any(mark in words[begin:] for mark in marks):
+        raise NoVerdict("thinking without an end")
+    verdicts = [one for one in objects if one[0] >= begin and "category" in one[2]]
     if len(verdicts) != 1:
         many = "more than one" if verdicts else "no"
         raise NoVerdict(f"{many} JSON object with a category")
-    category, text = verdicts[0]["category"], text.strip()
-    if rubric.named(category) is None:
-        raise NoVerdict(f"no such category: {one_line(str(category), 60)!r}")
-    return verdicts[0], len(objects) == 1 and text[0] == "{" and text[-1] == "}"
+    ((start, end, verdict),) = verdicts
+    whole = len(objects) == 1 and text[0] == "{" and text[-1] == "}"
+    if not whole:
+        _refuse_quotation(words[begin:start], words[end:], verdict, item)
+    if rubric.named(verdict["category"]) is None:
+        raise NoVerdict(f"no such category: {one_line(str(verdict['category']), 60)!r}")
+    return verdict, whole
 
 
-def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """Outermost JSON objects of a text, from left to right; strings may hold raw line ends."""
+def _refuse_quotation(before: str, after: str, verdict: dict[str, Any], item: Item | None) -> None:
+    """Raise NoVerdict where a verdict among other words may be someone else's."""
+    if re.search(r"[\w{]", _TAG.sub("", after)):
+        raise NoVerdict("words after the JSON object")
+    before = re.sub(r":[^\w{]*$", ":", _TAG.sub("", before))
+    lead = re.split(r"[.!?](?=\W|$)|[{]|(?<!:)\n", before)[-1]
+    if re.search(r"\w", lead) and (_SAYS.search(lead) or not re.search(r"(:|\bis)\W*$", lead)):
+        raise NoVerdict("a JSON object that may be quoted")
+    texts = (item.query, item.response, item.turn) if item else ()
+    if any(verdict == value for text in texts for *_, value in _objects(text)):
+        raise NoVerdict("a JSON object of the material's")
+
+
+def _objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Outermost JSON objects of a text, from left to right, with where they begin and end; strings
+    may hold raw line ends."""
     decoder = json.JSONDecoder(object_pairs_hook=_without_repetition, strict=False)
     start = text.find("{")
     while start >= 0:
         try:
             value, end = decoder.raw_decode(text, start)
-            yield value
+            yield start, end, value
         except (ValueError, RecursionError):
             end = start + 1
         start = text.find("{", end)

@@ -21,6 +21,7 @@ from ia_mech.judge.judging import (
     ON_UNPERTURBED,
     check_judged,
     decoys_per_source,
+    faults_named,
     items_of,
     label_run,
 )
@@ -115,7 +116,8 @@ def make_judge(args: argparse.Namespace, run: Run | None = None) -> Judge:
         from ia_mech.judge.llm import LlmJudge
 
         return LlmJudge(**given, params=params)
-    return _make_own(args.judge, params)
+    with faults_named(args.judge):
+        return _make_own(args.judge, params)
 
 
 def print_plan(judge: Judge, items: Sequence[Item], *, decoys: int = 0) -> None:
@@ -123,7 +125,9 @@ def print_plan(judge: Judge, items: Sequence[Item], *, decoys: int = 0) -> None:
     distinct = list(dict.fromkeys(items))
     turns = f"{len(items) - decoys} user turns" + (f" and {decoys} decoys" if decoys else "")
     print(f"{turns}, {len(distinct)} distinct")
-    if estimate := judge.estimate(distinct):
+    with faults_named(judge):
+        estimate = judge.estimate(distinct)
+    if estimate:
         print(f"{estimate} (before what the cache has)")
 
 

@@ -6,6 +6,7 @@ paid judges come from the cache where it has them.
 """
 
 import contextlib
+import importlib
 import json
 import threading
 import traceback
@@ -21,6 +22,7 @@ from ia_mech.display import Progress
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.decoys import draw_decoys
+from ia_mech.judge.prompt import clean
 from ia_mech.judge.verdict import JUDGED, TRUNCATED, Item, Judge, Verdict, identity_hash
 from ia_mech.run import Run, layout
 from ia_mech.run.labelled import positions
@@ -95,6 +97,11 @@ def judge_items(
         verdicts: dict[Item, Verdict] = {}
         if cache is not None:
             verdicts = {item: verdict for item in wanted if (verdict := cache.get(item))}
+            if cache.read_only:
+                progress.say(
+                    f"{cache.path.parent} can't be written to: verdicts are read from it, but new "
+                    "ones are kept in the run alone, once all are there"
+                )
         cached = set(verdicts)
         missing = [item for item in wanted if item not in cached]
         if cached:
@@ -105,8 +112,10 @@ def judge_items(
                 "not requested again: allow more tokens (--param), which makes another judge"
             )
         if missing:
-            judge.prepare()
-            if estimate := judge.estimate(missing):
+            with faults_named(judge):
+                judge.prepare()
+                estimate = judge.estimate(missing)
+            if estimate:
                 progress.say(estimate)
             progress.start("judging", len(missing), unit="turn")
             try:
@@ -168,19 +177,8 @@ def _received(judge: Judge, batch: list[Item]) -> dict[Item, Verdict]:
         UserError: a judge of the user's own returned something else, or failed.
     """
     name = type(judge).__name__
-    try:
+    with faults_named(judge):
         verdicts = list(judge.judge(batch))
-    except (UserError, OSError, MemoryError):
-        raise
-    except Exception as error:
-        if not _is_own(judge):
-            raise
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"the judge {name} failed: {type(error).__name__}: {error} (line {at.lineno} of "
-            f"{at.filename})",
-            "correct it, and judge again",
-        ) from error
     if len(verdicts) != len(batch) or not all(isinstance(one, Verdict) for one in verdicts):
         kinds = sorted({type(one).__name__ for one in verdicts})
         raise UserError(
@@ -189,6 +187,29 @@ def _received(judge: Judge, batch: list[Item]) -> dict[Item, Verdict]:
             "return a list with one ia_mech.judge.verdict.Verdict for each",
         )
     return dict(zip(batch, verdicts, strict=True))
+
+
+@contextlib.contextmanager
+def faults_named(judge: Judge | str) -> Iterator[None]:
+    """Turn what code of a judge of the user's own raises, a network's error too, into one line that
+    says where. A text is the name of one that isn't made yet."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        if not isinstance(judge, str) and not _is_own(judge):
+            raise
+        ours = (str(Path(__file__).parent), "<frozen", importlib.__file__)
+        stack = traceback.extract_tb(error.__traceback__)
+        frames = [one for one in stack if not one.filename.startswith(ours)]
+        within = [one for one in frames if one.filename == frames[0].filename]  # not its libraries
+        place = f" ({within[-1].filename}:{within[-1].lineno})" if within else ""
+        name = judge if isinstance(judge, str) else type(judge).__name__
+        raise UserError(
+            f"the judge {name} failed: {type(error).__name__}: {error}{place}",
+            "correct it or what it needs, and judge again",
+        ) from error
 
 
 @contextlib.contextmanager
@@ -326,10 +347,13 @@ def _rows(
     """
     seen: set[Item] = set()
     records = (dict(zip(turns, row, strict=True)) for row in turns.itertuples(index=False))
-    for turn, item, fitted in zip(records, items, judge.fitted_on(items), strict=True):
+    with faults_named(judge):
+        fitted_on = list(zip(items, judge.fitted_on(items), strict=True))
+    for turn, (item, fitted) in zip(records, fitted_on, strict=True):
         verdict, first = verdicts[item], item not in seen
         seen.add(item)
-        row = verdict.to_json() | {
+        said = verdict.to_json().items()
+        row = {name: clean(value) if isinstance(value, str) else value for name, value in said} | {
             **turn,
             "follow_up": judge.rubric.follow_up(verdict.category),
             "scores": json.dumps(verdict.scores) if verdict.scores else None,

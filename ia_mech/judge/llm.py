@@ -149,7 +149,7 @@ class LlmJudge(Judge):
             completion, slow = self.server.completion(request, self.ended)
         except Failure as failure:
             return self._failed(failure)
-        answer = read_completion(completion, self.rubric)
+        answer = read_completion(completion, self.rubric, item)
         sent = sum(len(message["content"]) for message in said)
         tokens = _tokens(completion)
         billed = tokens

@@ -2,6 +2,7 @@
 
 import contextlib
 import email.utils
+import ipaddress
 import json
 import os
 import random
@@ -29,6 +30,7 @@ LONGEST_MESSAGE = 500  # characters of a server's message
 LONGEST_WAIT = 600.0  # seconds that a server may ask to wait
 MOST_TIMEOUTS = 3  # requests that are repeated after a time limit, each with twice the time
 PASSING = (408, 409, 425, 429)  # statuses that may pass, like all from 500 on
+_PROXIED = ("http://", "https://", "all://")  # what variables such as HTTP_PROXY are for
 NO_CREDIT = "insufficient_quota"  # the code of a 429 that doesn't pass
 
 
@@ -167,7 +169,10 @@ class ChatServer:
             base_url=self.url,
             default_headers=account,  # type: ignore[arg-type]  # omit is for this
             max_retries=0,
-            http_client=openai.DefaultHttpxClient(follow_redirects=False),
+            http_client=openai.DefaultHttpxClient(
+                follow_redirects=False,
+                mounts=dict.fromkeys(_PROXIED) if _is_local(self.url) else None,
+            ),
         )
 
     @cached_property
@@ -183,6 +188,16 @@ class ChatServer:
                 f"${self.key_variable} holds characters that no key has", "set it again"
             )
         return key or NO_KEY
+
+
+def _is_local(url: str) -> bool:
+    """Whether a server is on this machine, where a proxy of the environment can't reach it."""
+    host = urlsplit(url).hostname or ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
 
 
 def _is_openai(url: str) -> bool:

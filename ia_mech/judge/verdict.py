@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from numbers import Real
 from typing import Any
 
 from ia_mech.judge.rubric import BUILT_IN, Rubric
@@ -14,6 +15,7 @@ JUDGED = "judged"  # the status of a verdict that names a category
 # The other statuses. But for ``truncated``, they aren't cached: the same command requests again.
 TRUNCATED = "truncated"
 FAILURES = ("refused", "filtered", TRUNCATED, "empty", "unparsable", "rejected", "unavailable")
+_KINDS: Any = {str: str, int: Real, float | None: Real | None}  # what fields may hold
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Verdict:
     """A judge's verdict on one item, or why there is none.
 
     Raises:
+        TypeError: a text that is none, or a count or cost that is no number.
         ValueError: a category without ``judged`` or the other way round, or a score that is no
             finite number.
     """
@@ -59,6 +62,10 @@ class Verdict:
     served: str = ""  # the model that a server says it answered with
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if not isinstance(value, _KINDS.get(one.type, object)):
+                raise TypeError(f"a verdict whose {one.name} is {value!r:.60}")
         if (self.status == JUDGED) != isinstance(self.category, str):
             raise ValueError(f"a verdict {self.status!r:.60} of {self.category!r:.60}")
         if not all(map(math.isfinite, (self.scores or {}).values())):

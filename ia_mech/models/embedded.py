@@ -26,6 +26,7 @@ from typing import NoReturn, TypeVar
 from filelock import FileLock
 from tqdm import tqdm
 
+from ia_mech.cli import expanded
 from ia_mech.errors import UserError
 
 BLOCK = 2**22  # bytes read at once
@@ -134,7 +135,7 @@ AnyModel = TypeVar("AnyModel", Embedded, Encoder)
 
 def cache_dir() -> Path:
     """Where runs are kept: ``$IA_MECH_CACHE``, else ``cache/`` in the working folder."""
-    return Path(os.environ.get("IA_MECH_CACHE", "cache"))
+    return expanded(os.environ.get("IA_MECH_CACHE", "cache"))
 
 
 def models_dir() -> Path:
@@ -142,13 +143,13 @@ def models_dir() -> Path:
     ``ia_mech/models`` in the user's cache."""
     if "IA_MECH_CACHE" in os.environ:
         return cache_dir() / "models"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ia_mech" / "models"
+    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "ia_mech" / "models"
 
 
 def refuse_missing_model(name: str) -> None:
     """Raise UserError if a name looks like a missing folder or file, or like a misspelt embedded
     model. Call it before anything slow is loaded."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name in MODELS or path.exists():
         return
     if path.suffix.lower() == ".gguf":

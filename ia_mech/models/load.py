@@ -32,6 +32,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 from transformers.utils.quantization_config import Mxfp4Config
 
+from ia_mech.cli import expanded
 from ia_mech.errors import UserError, exhaustion, is_out_of_memory
 from ia_mech.models import embedded
 from ia_mech.run.integrity import replace_file
@@ -330,7 +331,7 @@ def _check_adapter(spec: ModelSpec) -> None:
         return
     if importlib.util.find_spec("peft") is None:
         raise UserError("--adapter needs peft", "install it: pip install 'ia-mech[train]'")
-    file = Path(spec.adapter).expanduser() / ADAPTER
+    file = expanded(spec.adapter) / ADAPTER
     if not file.is_file():
         raise UserError(f"{spec.adapter} holds no {ADAPTER}", "give a folder that peft has saved")
     try:
@@ -349,7 +350,7 @@ def _merge_adapter(spec: ModelSpec, model: PreTrainedModel) -> PreTrainedModel:
     from peft import PeftModel
 
     assert spec.adapter is not None
-    folder, device = str(Path(spec.adapter).expanduser()), str(model.device)
+    folder, device = str(expanded(spec.adapter)), str(model.device)
     try:
         with warnings.catch_warnings():  # about weights that an adapter lacks
             warnings.simplefilter("error", UserWarning)
@@ -370,9 +371,9 @@ def remember(spec: ModelSpec, weights_hash: str) -> None:
     """Note where a local model and its adapter are: a run records the hash of the weights, but no
     folders. The same weights may be in several folders, so each folder has its own note."""
     for given in (spec.name, spec.adapter):
-        if given is None or given in embedded.MODELS or not Path(given).expanduser().exists():
+        if given is None or given in embedded.MODELS or not expanded(given).exists():
             continue
-        place = os.path.abspath(Path(given).expanduser())
+        place = os.path.abspath(expanded(given))
         note = _places(weights_hash) / hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
         with contextlib.suppress(OSError):  # a cache that can't be written to
             note.parent.mkdir(parents=True, exist_ok=True)
@@ -381,7 +382,8 @@ def remember(spec: ModelSpec, weights_hash: str) -> None:
 
 def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
     """Find the model of a run on this machine. Of a local model, the run's settings have only the
-    folder's name; :func:`remember` has noted the whole path under the hash of the weights."""
+    folder's name; :func:`remember` has noted the whole path under the hash of the weights. Where
+    no folder of that name is left, it is another folder that was noted."""
     known = {f.name: settings[f.name] for f in fields(ModelSpec) if f.name in settings}
     spec = ModelSpec(**{**known, "name": settings["model"]})
     notes = sorted(_places(weights_hash).glob("*"), key=lambda note: note.stat().st_mtime_ns)
@@ -390,11 +392,14 @@ def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
         recorded = getattr(spec, field)
         if recorded is None or recorded in embedded.MODELS:
             continue
-        for place in places:
-            # A hub's author/model isn't the local folder of that name.
-            if place.endswith(f"/{recorded}") and Path(place).exists():
-                spec = replace(spec, **cast(dict[str, Any], {field: place}))
-                break
+        there = [one for one in places if Path(one).exists()]
+        # A hub's author/model isn't the local folder of that name.
+        named = [one for one in there if one.endswith(f"/{recorded}")]
+        if "/" not in recorded and spec.revision is None:  # of the same weights: it was renamed
+            adapts = field == "adapter"
+            named += [one for one in there if (Path(one) / ADAPTER).is_file() == adapts]
+        if named:
+            spec = replace(spec, **cast(dict[str, Any], {field: named[0]}))
     return spec
 
 
@@ -414,7 +419,7 @@ def same_model(name: str, revision: str | None, other: str, other_revision: str 
 
 
 def _identifier(name: str, revision: str | None) -> tuple[str, str]:
-    path = Path(name).expanduser().resolve()
+    path = expanded(name).resolve()
     snapshot = re.search(r"/models--([^/]+)--([^/]+)/snapshots/([^/]+)", str(path))
     for model in embedded.MODELS.values():
         if name.lower() in (model.name, model.original.lower()) or path.name == model.folder:
@@ -472,7 +477,7 @@ def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
         _refuse_revision(spec)
         return str(embedded.directory(spec.name, fetch)), kwargs
     embedded.refuse_missing_model(spec.name)
-    path = Path(spec.name).expanduser()
+    path = expanded(spec.name)
     if path.suffix.lower() == ".gguf":
         _refuse_revision(spec)
         return str(path.parent), kwargs | {"gguf_file": path.name}
@@ -493,6 +498,7 @@ def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
 def _hub_answers(name: str) -> bool:
     from huggingface_hub import HfApi, constants
 
+    expanded(constants.HF_HUB_CACHE)  # without a home folder it would be ./~
     if constants.HF_HUB_OFFLINE:
         return False
     try:

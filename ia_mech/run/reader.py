@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from safetensors import SafetensorError, safe_open
 
+from ia_mech.cli import expanded
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
 from ia_mech.run.labels import Labels
@@ -48,7 +49,7 @@ class Run:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = expanded(path)
         self.record, digest = integrity.read_record(self.path)
         self.sessions: list[dict[str, Any]] = []
         self._parts: dict[tuple[str, str], dict[str, Any]] = {}  # by kind and name
