@@ -80,13 +80,13 @@ class Computation:
         self,
         queries: Sequence[Query],
         limit: int,
-        together: int,
+        waiting: int,
         work: PartProgress,
         kept: Sequence[Batch] = (),
         keep: Callable[[list[Batch]], None] = lambda _: None,
     ) -> list[list[Drawn]]:
-        """Draw responses to queries until each has what it wants: at most ``together`` at a time,
-        while the prompts of at most ``limit`` are held.
+        """Draw responses to queries until each has what it wants: at most ``limit`` at a time,
+        while the prompts of ``waiting`` times as many are held.
 
         The draws of a query are numbered, and the first that are finished and differ become its
         contexts. A query that doesn't get as many of them as it wants gets none.
@@ -101,14 +101,14 @@ class Computation:
         """
         drawn: list[list[Drawn]] = [[] for _ in queries]
         batches: list[Batch] = []
-        again = False
+        again, held = False, waiting * limit
         while wanted := [
             (number, draw)
             for number, query in enumerate(queries)
             for draw in self._next_draws(query, drawn[number])
         ]:
-            for start in range(0, len(wanted), limit):
-                some = [(queries[number], draw) for number, draw in wanted[start : start + limit]]
+            for start in range(0, len(wanted), held):
+                some = [(queries[number], draw) for number, draw in wanted[start : start + held]]
                 if again:
                     work.redraw(len(some))
                 if len(batches) < len(kept):
@@ -118,11 +118,11 @@ class Computation:
                 else:
                     if len(batches) > len(kept):
                         keep(batches)
-                    rows = self._respond_together(some, together, work)
+                    rows = self._respond_together(some, limit, work)
                     batch = [(row.token_ids.tolist(), row.finish_reason) for row in rows]
                 batches.append(batch)
                 for (number, _), (ids, ended) in zip(
-                    wanted[start : start + limit], batch, strict=True
+                    wanted[start : start + held], batch, strict=True
                 ):
                     one = Drawn(ids, ended, self.read(ids, queries[number].prompt))
                     drawn[number].append(self._taken(one, queries[number].orders, drawn[number]))
@@ -156,7 +156,7 @@ class Computation:
         return replace(one, order=orders[len(taken)])
 
     def _respond_together(
-        self, draws: Sequence[tuple[Query, int]], together: int, work: PartProgress
+        self, draws: Sequence[tuple[Query, int]], limit: int, work: PartProgress
     ) -> list[Decoded]:
         """Decode draws, each named by its query and its number. Draws of one prompt share its
         prefill; greedy ones are as ``generate(do_sample=False)`` writes them."""
@@ -179,7 +179,7 @@ class Computation:
             rows,
             self.response_stop_ids,
             self.settings.max_response_tokens,
-            together=together,
+            together=limit,
             on_step=work.decoded,
         )
 
