@@ -8,7 +8,7 @@ import pytest
 from ia_mech.chat.thoughts import Response
 from ia_mech.collect import compute
 from ia_mech.collect.job import collect
-from ia_mech.collect.plan import build_chat, without_response
+from ia_mech.collect.plan import build_chat
 from ia_mech.collect.summary import several_responses
 from ia_mech.data.conversations import open_conversations
 from ia_mech.display import Quiet
@@ -133,7 +133,7 @@ def test_responses_are_drawn_until_enough_are_finished_and_differ(
     queries, drawn = list(open_conversations("builtin", limit=count)), run.responses
     expected, short = [], 0
     for number, one in enumerate(queries):
-        prompt = chat.prompt(without_response(one))
+        prompt = chat.prompt(one.messages[:-1])
         draws, taken = one_by_one(settings, tiny_subject, prompt, one.source_id)
         own = drawn[drawn["query"] == 3 * number]
         assert own["response"].tolist()[: len(draws)] == draws

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ia_mech.chat.thoughts import Response
 from ia_mech.collect.parts import QUEUE
+from ia_mech.collect.plan import Plan
 from ia_mech.collect.progress import PartProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext
 from ia_mech.engine.decode import Decoded, Row, decode
@@ -61,19 +62,17 @@ class Computation:
 
     Attributes:
         subject: the model.
-        settings: of the run.
-        positions: names of the tokens at which the residual stream is kept.
-        stop_ids: that end a user turn.
-        response_stop_ids: that end a response.
+        plan: of the run.
         read: a response's text from its ids and its prompt's; several workers may call it at once.
     """
 
     subject: Subject
-    settings: Settings
-    positions: tuple[str, ...]
-    stop_ids: Sequence[int]
-    response_stop_ids: Sequence[int]
+    plan: Plan
     read: Callable[[Sequence[int], Sequence[int]], Response]
+
+    @property
+    def settings(self) -> Settings:
+        return self.plan.settings
 
     @torch.inference_mode()
     def respond(
@@ -177,7 +176,7 @@ class Computation:
             self.subject.model,
             groups,
             rows,
-            self.response_stop_ids,
+            self.plan.chat.response_stop_ids,
             self.settings.max_response_tokens,
             together=limit,
             on_step=work.decoded,
@@ -219,7 +218,7 @@ class Computation:
             model,
             groups,
             rows,
-            self.stop_ids,
+            self.plan.chat.stop_ids,
             self.settings.max_new_tokens,
             together=limit,
             on_step=work.decoded,
@@ -239,7 +238,7 @@ class Computation:
         return [results[number] for number in range(len(contexts))]
 
     def _prefix(self, context: PreparedContext) -> Prefix:
-        at = [context.chat.positions[name] for name in self.positions]
+        at = [context.chat.positions[name] for name in self.plan.positions]
         places = [-1 if place is None else place for place in at]
         return Prefix(context.chat.ids, places, context.at_context)
 

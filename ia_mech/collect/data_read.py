@@ -1,9 +1,8 @@
 """What was read of a user's data, in words: a misread column is seen before it costs anything."""
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.template import MARK, Joints
 from ia_mech.data.conversations import Conversation, ConversationSource
 from ia_mech.data.formats import like_gold
@@ -19,65 +18,49 @@ ROLES = {
     "followup": "real follow-up",
     "answer": "gold answer",
 }
-DEFAULT_SYSTEM = "get the template's default system message"
+# What a row may have or lack; the second argument says whether the model writes all responses.
+KINDS: dict[str, Callable[[Conversation, bool], bool]] = {
+    "with earlier turns": lambda row, _: sum(m["role"] == "user" for m in row.messages) > 1,
+    "with tools": lambda row, _: "tools" in row.messages[0],
+    "without a response (the model will write it)": lambda row, _: row.response is None,
+    "whose response the model will write anew": lambda row, anew: anew and row.response is not None,
+    "with several responses": lambda row, anew: (
+        not anew and row.response is not None and row.response_index is not None
+    ),
+    "with a later user turn, the real follow-up": lambda row, _: row.real_follow_up is not None,
+    "with a gold answer": lambda row, _: row.answer is not None,
+}
 
 
-class DataRead:
-    """What was read.
+class DataRead(NamedTuple):
+    """What was read: the number of rows, each of which may have become several contexts; what they
+    hold, in one line (empty for built-in data); and notes on what wasn't read."""
+
+    rows: int
+    text: str
+    notes: list[str]
+
+
+def what_was_read(
+    conversations: Sequence[Conversation],
+    source: ConversationSource,
+    settings: Settings,
+    joints: Joints,
+) -> DataRead:
+    """Describe the conversations of a run's contexts.
 
     Args:
-        conversations: of the run's contexts.
-        source: that they come from.
-        settings: of the run.
-        chat: the model's chat format.
-
-    Attributes:
-        rows: how many rows of the data are used; each may become several contexts.
-        text: what they hold, in one line; empty for built-in data.
-        notes: what else to say of the data, a line each.
+        source: that they come from, read to its end.
+        joints: of the chat template.
     """
-
-    def __init__(
-        self,
-        conversations: Sequence[Conversation],
-        source: ConversationSource,
-        settings: Settings,
-        chat: ChatFormat,
-    ) -> None:
-        first = {one.query_id: one for one in reversed(conversations)}
-        kinds = Counter(kind for one in first.values() for kind in _kinds(one, settings))
-        self.rows, builtin = len(first), settings.dataset.split(":")[0] == "builtin"
-        self.text = "" if builtin else _text(self.rows, kinds, source, settings, chat)
-        self.notes = [*_notes(self.rows, source, settings, builtin)]
-
-
-def _kinds(conversation: Conversation, settings: Settings) -> Iterator[str]:
-    """What a row has, or lacks, that decides what the model is shown."""
-    messages = conversation.messages
-    if messages[0]["role"] == "system":
-        yield "system"
-    if sum(message["role"] == "user" for message in messages) > 1:
-        yield "earlier"
-    if "tools" in messages[0]:
-        yield "tools"
-    if conversation.response is None:
-        yield "no response"
-    elif settings.response == "generate":
-        yield "replaced"
-    elif conversation.response_index is not None:
-        yield "several"
-    if conversation.real_follow_up is not None:
-        yield "follow-up"
-    if conversation.answer is not None:
-        yield "answer"
+    rows = [*{one.query_id: one for one in reversed(conversations)}.values()]
+    builtin = settings.dataset.split(":")[0] == "builtin"
+    text = "" if builtin else _text(rows, source, settings, joints)
+    return DataRead(len(rows), text, [*_notes(len(rows), source, settings, builtin)])
 
 
 def _text(
-    rows: int,
-    kinds: Counter[str],
-    source: ConversationSource,
-    settings: Settings,
-    chat: ChatFormat,
+    rows: Sequence[Conversation], source: ConversationSource, settings: Settings, joints: Joints
 ) -> str:
     """Columns that no flag named, and what rows have."""
     recognised = [
@@ -85,23 +68,17 @@ def _text(
         for role, what in ROLES.items()
         if role in source.roles and getattr(settings.columns, role) is None
     ]
-    own = kinds["system"]
-    parts = [(own, "with a system message of their own")]
+    own = sum(row.messages[0]["role"] == "system" for row in rows)
+    counts = {"with a system message of their own": own}
     if settings.system is not None:
-        parts.append((rows - own, "get that of --system"))
-    elif writes_system(chat.template.joints()):
-        parts.append((rows - own, "get the template's default one" if own else DEFAULT_SYSTEM))
-    parts += [
-        (kinds["earlier"], "with earlier turns"),
-        (kinds["tools"], "with tools"),
-        (kinds["no response"], "without a response (the model will write it)"),
-        (kinds["replaced"], "whose response the model will write anew"),
-        (kinds["several"], "with several responses"),
-        (kinds["follow-up"], "with a later user turn, the real follow-up"),
-        (kinds["answer"], "with a gold answer"),
-    ]
-    listed = [*recognised, *(f"{count} {what}" for count, what in parts if count)]
-    return f"{rows} rows: {', '.join(listed) or 'a query and a response each'}"
+        counts["get that of --system"] = len(rows) - own
+    elif writes_system(joints):
+        default = "default one" if own else "default system message"
+        counts[f"get the template's {default}"] = len(rows) - own
+    anew = settings.response == "generate"
+    counts |= {what: sum(holds(row, anew) for row in rows) for what, holds in KINDS.items()}
+    listed = [*recognised, *(f"{count} {what}" for what, count in counts.items() if count)]
+    return f"{len(rows)} rows: {', '.join(listed) or 'a query and a response each'}"
 
 
 def writes_system(joints: Joints) -> bool:

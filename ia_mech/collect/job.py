@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -166,31 +166,22 @@ def _reader(chat: ChatFormat) -> Callable[[Sequence[int], Sequence[int]], Respon
     return read
 
 
+@dataclass
 class _Job:
     """The work of one process on one run: parts are prepared, computed by workers, and written."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        subject: Subject,
-        memory: Memory,
-        parts: Parts,
-        writer: RunWriter,
-        progress: Progress,
-        interventions: Interventions | None,
-    ) -> None:
-        self.plan, self.settings, self.subject, self.memory = plan, plan.settings, subject, memory
-        self.parts, self.writer, self.progress = parts, writer, progress
-        self.interventions = interventions
+    plan: Plan
+    subject: Subject
+    memory: Memory
+    parts: Parts
+    writer: RunWriter
+    progress: Progress
+    interventions: Interventions | None
+
+    def __post_init__(self) -> None:
+        self.settings = self.plan.settings
         self.left_out: dict[str, list[str]] = defaultdict(list)  # conversations, by part
-        self.computation = Computation(
-            subject,
-            plan.settings,
-            plan.positions,
-            plan.chat.stop_ids,
-            plan.chat.response_stop_ids,
-            _reader(plan.chat),
-        )
+        self.computation = Computation(self.subject, self.plan, _reader(self.plan.chat))
 
     def work(self, engine: Engine, shard: Shard, workers: int, threads: int) -> None:
         """Compute and write what isn't there yet, with so many workers of so many threads."""
@@ -315,20 +306,15 @@ class _Job:
     # -- responses ------------------------------------------------------------------------------
 
     def _write_responses(self, todo: list[str]) -> None:
-        most, sizes = self.settings.max_response_tokens, {}
-        orders = {
-            name: [i for i in part if self.plan.contexts[i].prompt]
-            for name, part in self.parts.responses.items()
+        queries = {name: self._queries(part) for name, part in self.parts.responses.items()}
+        # Responses share the prompt's prefill.
+        sizes = {
+            name: (sum(len(one.orders) for one in part), sum(len(one.prompt) for one in part))
+            for name, part in queries.items()
         }
-        for name, part in orders.items():
-            # Responses share the prompt's prefill.
-            read = sum(len(query.prompt) for query in self._queries(part))
-            sizes[name] = len(part), read
+        most = self.settings.max_response_tokens
         draws = DRAWS if self.settings.wants_finished else 1
         work = PhaseProgress(self.progress, "responses", "response", sizes, todo, most, draws)
-
-        def prepare(name: str) -> list[Query]:
-            return self._queries(orders[name])
 
         def compute(
             name: str, some: list[Query], limit: int, begun: PartProgress
@@ -343,16 +329,16 @@ class _Job:
             )
 
         each = self.settings.responses
-        self._compute_parts(
-            "responses", work, todo, each, prepare, compute, self._write_response_part
-        )
+        prepare, write = queries.__getitem__, self._write_response_part
+        self._compute_parts("responses", work, todo, each, prepare, compute, write)
 
     def _queries(self, orders: list[int]) -> list[Query]:
-        """What the model writes to queries, of whose contexts these are the orders."""
-        of, found = self.plan.contexts, []
-        for _, own in groupby(orders, lambda order: of[order].conversation.query_id):
+        """What the model writes for contexts of these orders: all responses to a query at once."""
+        planned, found = self.plan.contexts, []
+        writing = (order for order in orders if planned[order].prompt)
+        for _, own in groupby(writing, lambda order: planned[order].conversation.query_id):
             together = tuple(own)
-            first = of[together[0]]
+            first = planned[together[0]]
             found.append(Query(together, first.prompt, first.conversation.source_id))
         return found
 

@@ -17,7 +17,7 @@ import transformers
 from ia_mech import __version__
 from ia_mech.chat.format import ChatContext, ChatFormat, TurnIds
 from ia_mech.chat.headers import context_and_real_follow_up
-from ia_mech.collect.data_read import DataRead
+from ia_mech.collect.data_read import what_was_read
 from ia_mech.collect.parts import BATCH_ROWS, plan_parts
 from ia_mech.data.conversations import Conversation, ConversationSource
 from ia_mech.engine.check import TOKENS
@@ -37,7 +37,6 @@ from ia_mech.settings import Settings, flag_of
 from ia_mech.steering import SteeringVector
 
 Rendered = tuple[ChatContext, TurnIds | None]  # a context, and its real follow-up
-STAND_IN = {"role": "assistant", "content": "Yes."}
 
 
 @dataclass(frozen=True)
@@ -67,18 +66,15 @@ class Plan:
         data: a source of conversations, and what it gives; opened here if it isn't given.
 
     Attributes:
-        settings: with their ``batch_rows``.
-        out: the run's folder.
-        device: that computes.
-        batch_rows: most user turns, or responses, that are decoded together.
-        config: of the model.
+        settings: with their ``batch_rows``, the most rows that are decoded together.
+        out, device, config, source: the run's folder, what computes, the model's configuration, and
+            where the conversations come from.
         chat: the model's chat format.
         positions: names of those that are kept, in the template's order.
         vector: that the model is steered with.
-        source: of the conversations.
         contexts: in the run's order.
-        data: what was read of the data.
         skipped: a line for each conversation that can't be used, where these are to be skipped.
+        data: what was read, in words.
         parts: what is computed, written and resumed as one.
         identity: what two runs must share to be one run, as far as it is known without weights.
 
@@ -118,7 +114,8 @@ class Plan:
         self.skipped += self.source.skipped
         self._refuse_nothing_to_do()
         used = [one.conversation for one in self.contexts]
-        self.data = DataRead(used, self.source, settings, self.chat)
+        joints = self.chat.template.joints()
+        self.data = what_was_read(used, self.source, settings, joints)
         written = [self._written(one) for one in self.contexts]
         self.parts = plan_parts(self.settings, self.device.type, written)
         self.identity = self._identity()
@@ -138,9 +135,8 @@ class Plan:
 
     def writes_response(self, conversation: Conversation) -> bool:
         """Whether the model has to write the response of a conversation."""
-        if self.settings.response == "generate":
-            return True
-        return self.settings.response == "auto" and conversation.response is None
+        missing = self.settings.response == "auto" and conversation.response is None
+        return missing or self.settings.response == "generate"
 
     @property
     def record(self) -> dict:
@@ -180,10 +176,9 @@ class Plan:
         prompt: tuple[int, ...] = ()
         shown, tokens = one, 0
         if self.writes_response(one):
-            asked = without_response(one)
-            prompt, tokens = tuple(self.chat.prompt(asked)), self.settings.max_response_tokens
             # A stand-in for the response, so that everything around it is checked now.
-            shown = replace(one, messages=(*asked, STAND_IN))
+            shown, tokens = one.with_response("Yes."), self.settings.max_response_tokens
+            prompt = tuple(self.chat.prompt(shown.messages[:-1]))
         elif one.response is None:
             raise UserError(
                 "no response, and --response given was asked for",
@@ -289,12 +284,6 @@ def kept_positions(settings: Settings, chat: ChatFormat) -> tuple[str, ...]:
             )
     wanted = {one for name in settings.positions for one in groups[name]}
     return tuple(name for name in chat.position_names if name in wanted)
-
-
-def without_response(conversation: Conversation) -> list[dict]:
-    """The messages up to and including the query."""
-    messages = list(conversation.messages)
-    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
 
 
 def _told_apart(conversation: Conversation, chat: ChatFormat) -> Conversation:
