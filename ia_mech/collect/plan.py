@@ -244,14 +244,14 @@ class Plan:
 
 def build_chat(settings: Settings, files: ModelFiles) -> ChatFormat:
     """The chat format that settings ask for, of a model's files."""
-    ids = files.generation_config.eos_token_id
-    ids = getattr(files.config, "eos_token_id", None) if ids is None else ids
+    known = (getattr(one, "eos_token_id", None) for one in (files.generation_config, files.config))
+    ids: int | list[int] = next((one for one in known if one is not None), [])
     return ChatFormat(
         files.tokenizer,
         settings.system,
         settings.thinking,
         settings.date,
-        [] if ids is None else [ids] if isinstance(ids, int) else ids,
+        [ids] if isinstance(ids, int) else ids,
         settings.opening,
         settings.template_option,
     )
