@@ -180,7 +180,7 @@ def test_memory_limits_what_is_computed_together():
     settings = replace(SETTINGS, batch_rows=100)
     row, context = SIZE.row(3000, 5), SIZE.context(3000)
     plan = planned(settings, [3000, 30, 3000, 30, 3000] * 4)  # four parts of five contexts
-    enough = 5 * context + 25 * row
+    enough = 3 * context + 2 * SIZE.context(30) + 25 * row
     for room, limit in ((enough, 100), (enough - 1, 24), (context + 3 * row, 3), (0, 1)):
         memory = Memory(plan, SIZE, room)
         rows, taken = memory.together("contexts", range(5))

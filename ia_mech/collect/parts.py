@@ -10,7 +10,7 @@ and records that; all others read it from the run.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from ia_mech.engine.footprint import Footprint
@@ -135,18 +135,19 @@ class Memory:
     def together(self, kind: str, orders: Sequence[int]) -> tuple[int, int]:
         """The most rows of a part that are decoded together, and the bytes that the part takes."""
         settings, contexts = self.plan.settings, [self.plan.contexts[order] for order in orders]
-        each, queue = len(settings.rows()), QUEUE[self.plan.device.type]
-        longest, new = max(one.tokens for one in contexts), settings.max_new_tokens
         if kind == "responses":
-            contexts = [one for one in contexts if one.prompt]
-            each, queue = 1, self.waiting
-            longest = max((len(one.prompt) for one in contexts), default=0)
-            new = settings.max_response_tokens
-        context, row = self.size.context(longest), self.size.row(longest, new)
+            each, queue, new = 1, self.waiting, settings.max_response_tokens
+            lengths = [len(one.prompt) for one in contexts if one.prompt]
+        else:
+            each, queue = len(settings.rows()), QUEUE[self.plan.device.type]
+            lengths, new = [one.tokens for one in contexts], settings.max_new_tokens
+        row = self.size.row(max(lengths, default=0), new)
+        longest = sorted(map(self.size.context, lengths), reverse=True)
+        held = list(accumulate(longest, initial=0))  # by so many contexts, the longest first
 
         def taken(limit: int) -> int:
-            begun = min(len(contexts), max(1, queue * limit // each))
-            return begun * context + min(limit, each * len(contexts)) * row
+            begun = min(len(lengths), max(1, queue * limit // each))
+            return held[begun] + min(limit, each * len(lengths)) * row
 
         limit = max(1, bisect_right(range(1, self.plan.batch_rows + 1), self.room, key=taken))
         return limit, taken(limit)
