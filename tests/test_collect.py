@@ -22,7 +22,8 @@ import ia_mech.collect.compute as compute
 import ia_mech.collect.job as job
 import ia_mech.collect.parts as parts
 from ia_mech.collect.command import main
-from ia_mech.collect.parts import Memory, plan_parts
+from ia_mech.collect.memory import Memory
+from ia_mech.collect.parts import plan_parts
 from ia_mech.collect.plan import Plan, PlannedContext
 from ia_mech.collect.progress import PhaseProgress
 from ia_mech.collect.summary import print_run

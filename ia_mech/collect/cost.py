@@ -4,7 +4,8 @@ import shutil
 from pathlib import Path
 
 from ia_mech.collect.compute import DRAWS
-from ia_mech.collect.parts import Memory, Parts
+from ia_mech.collect.memory import Memory
+from ia_mech.collect.parts import Parts
 from ia_mech.collect.plan import Plan
 from ia_mech.engine.footprint import footprint, part_bytes
 from ia_mech.errors import UserError
