@@ -82,7 +82,7 @@ if TYPE_CHECKING:  # these load torch, for which --help doesn't wait
     from ia_mech.chat.format import ChatFormat
     from ia_mech.engine.score import Scored, Turn
     from ia_mech.engine.workers import Crew
-    from ia_mech.models.load import ModelSpec, Subject
+    from ia_mech.models.load import ModelFiles, ModelSpec, Subject
 
 
 SHARES = 64  # where memory runs out, a pass holds no less than this part of what it usually may
@@ -265,11 +265,11 @@ class Experiment(ABC):
         return subsample(found, getattr(self.args, "queries", None), self.args.seed)
 
     @cached_property
-    def _tokenizer_and_config(self) -> tuple[Any, Any]:
-        from ia_mech.models.load import load_tokenizer_and_config
+    def _files(self) -> "ModelFiles":
+        from ia_mech.models.load import load_files
 
         with _flag_named(self._spec, self._place):
-            return load_tokenizer_and_config(self._spec)
+            return load_files(self._spec)
 
     @property
     def _place(self) -> str | None:
@@ -282,7 +282,7 @@ class Experiment(ABC):
 
     @property
     def config(self) -> Any:
-        return self._tokenizer_and_config[1]
+        return self._files.config
 
     @cached_property
     def chat(self) -> "ChatFormat":
@@ -291,10 +291,10 @@ class Experiment(ABC):
         Raises:
             UserError: its template is not the one that the run was sampled with.
         """
-        from ia_mech.collect.identity import build_chat, eos_ids
+        from ia_mech.collect.plan import build_chat
 
-        first, (tokenizer, config) = self.runs[0], self._tokenizer_and_config
-        chat = build_chat(Settings.read(first.settings), tokenizer, eos_ids(None, config))
+        first = self.runs[0]
+        chat = build_chat(Settings.read(first.settings), self._files)
         if chat.describe()["template_hash"] != first.record["identity"]["chat"]["template_hash"]:
             raise UserError(
                 f"the chat template of {first.model['name']} is not the one that {first.path} was "
@@ -673,11 +673,10 @@ def flag(
 
 def model_of(subject: "Subject", run: Run) -> Model:
     """A model with the chat settings of a run, checked as before sampling."""
-    from ia_mech.collect.identity import build_chat, eos_ids, probe_ids
+    from ia_mech.collect.plan import build_chat, probe_ids
     from ia_mech.engine.check import check_engine
 
-    stops = eos_ids(subject.model.generation_config, subject.model.config)
-    chat = build_chat(Settings.read(run.settings), subject.tokenizer, stops)
+    chat = build_chat(Settings.read(run.settings), subject.files)
     check_engine(subject.model, probe_ids(chat))
     return Model(subject, chat)
 
