@@ -303,13 +303,14 @@ def test_what_was_read_of_a_file_is_said_before_anything_is_computed(sample, tmp
         question(id="q3", follow_up="And 18 times 24?"),
     ]
     del rows_[1]["question"]
+    rows_[2]["answer"] = '[{"role": "assistant", "content": "408."}]'
     data = rows(tmp_path / "chats.jsonl", *rows_)
     read = (
         "3 rows: messages from `messages`, query from `question`, response from `answer`, system "
         "message from `system`, real follow-up from `follow_up`, gold answer from `answer`, "
         "1 with a system message of their own, 2 get the template's default one, 1 without a "
-        "response (the model will write it), 1 with a later user turn, the real follow-up, "
-        "1 with a gold answer"
+        "response (the model will write it), 1 whose response was a text with messages, read as "
+        "these, 1 with a later user turn, the real follow-up, 1 with a gold answer"
     )
     words = ("--dataset", data, "--max-response-tokens", "3")
     planned = sample(*words, "--dry-run")

@@ -13,6 +13,7 @@ from runs import CONTEXTS, rehashed, rewritten, with_settings
 from shell import Outcome, call, files, refusal
 
 from experiments.compare import category_shares
+from ia_mech.errors import UserError
 from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, FOLLOW_UP, read_rubric
 from ia_mech.judge.sheets import csv_bytes, export_sheet, import_sheet, write_sheet
@@ -97,7 +98,7 @@ def refused(outcome: Outcome, *words: str) -> None:
 
 
 def test_a_field_of_the_data_tells_rates_apart(run, rates):
-    refused(rates(run.path, "--by", "shade"), "have no field 'shade' with at most 20")
+    refused(rates(run.path, "--by", "shade"), "have no field 'shade'; give one of")
     ids = run.contexts["context_id"]
     fields = {"topic": ["maths", None] * (len(ids) // 2), "n": range(len(ids)), "id": ids}
     run.metadata = pd.DataFrame(fields, pd.Index(ids))  # as if the data had these
@@ -119,6 +120,9 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     assert table.legend.startswith("–: rows of the data without it")
     same = "By topic, all 2 groups have the same rate of greedy turns: 0.00."
     assert same in made.sentence
+    run.metadata["tags"] = [["a"]] * len(ids)
+    with pytest.raises(UserError, match="lists, objects or more than 20 different values in 'tags"):
+        read_runs([run], by="tags")
     run.metadata["topic"] = "maths"
     del run.groups
     alone = result(read_runs([run], by="topic"))

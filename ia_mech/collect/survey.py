@@ -243,6 +243,7 @@ def _read_text(rows: int, kinds: Counter[str], settings: Settings, surveyed: Sur
         (kinds["no response"], "without a response (the model will write it)"),
         (kinds["replaced"], "whose response the model will write anew"),
         (kinds["several"], "with several responses"),
+        (surveyed.source.unpacked, "whose response was a text with messages, read as these"),
         (kinds["follow-up"], "with a later user turn, the real follow-up"),
         (kinds["answer"], "with a gold answer"),
     ]

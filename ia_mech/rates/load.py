@@ -293,9 +293,11 @@ def _groups(run: Run, contexts: pd.Series, by: str) -> pd.Series:
     """``[turns]`` the value of a field of the data (:attr:`ia_mech.run.Run.groups`)."""
     if by not in run.groups:
         fields = ", ".join(map(str, run.groups.columns))
+        few = f"at most {GROUPS} different values"
+        many = f"lists, objects or more than {GROUPS} different values in"
         raise UserError(
-            f"the data of {run.path} have no field {by!r} with at most {GROUPS} different values",
-            f"give one of: {fields}" if fields else "they have none",
+            f"the data of {run.path} have {many if by in run.metadata else 'no field'} {by!r}",
+            f"give one of: {fields}" if fields else f"they have no field with {few}",
         )
     return contexts.astype(object).map(run.groups[by]).astype("category")
 
