@@ -323,6 +323,12 @@ def test_what_was_read_of_a_file_is_said_before_anything_is_computed(sample, tmp
     assert said[1] == f"{data}: {read}" and "layers, d_model" not in " ".join(said[:2])
 
 
+def test_without_docstrings_nothing_runs():
+    words = [sys.executable, "-OO", "-m", "ia_mech.sample", "--dry-run"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.endswith("removes; use python -O\n")
+
+
 # -- what a run says ------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from ia_mech.data.conversations import ColumnMap, Conversation, open_conversations, validate
 from ia_mech.data.files import saved
+from ia_mech.data.formats import like_gold
 from ia_mech.errors import UserError
 
 USER, ASSISTANT = "user", "assistant"
@@ -340,6 +341,12 @@ def test_a_column_that_is_named_like_a_response_is_asked_about(jsonl):
         assert f"column '{typo}' may be one" in error_of(jsonl({"prompt": "q", typo: "r"}))
     both = error_of(jsonl({"id": "a", "user_question": "q", "bot_reply": "r"}))
     assert "name them: --query-column user_question --response-column bot_reply" in both
+
+
+def test_whether_a_response_is_correct_is_no_gold_answer():
+    assert [name for name in ("correct", "correct_answer", "reference") if like_gold(name)] == [
+        "correct_answer", "reference"
+    ]  # fmt: skip
 
 
 def test_rows_that_go_on_after_the_follow_up_are_counted(jsonl):

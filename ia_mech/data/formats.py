@@ -198,7 +198,7 @@ def _refuse_empty(messages: list[Message], place: str) -> None:
 
 def like_gold(name: str) -> bool:
     """Whether a column is named as gold answers are."""
-    return any(word in name.lower() for word in _LIKE_GOLD)
+    return name != "correct" and any(word in name.lower() for word in _LIKE_GOLD)
 
 
 def split_gsm8k(solution: str) -> tuple[str, str] | None:
