@@ -5,12 +5,11 @@ seen are kept, to find duplicates. The shapes of rows are in ``formats``, the pu
 ``presets``; here are the conversation itself, its checks, and the readers of files.
 """
 
-import difflib
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from importlib import resources
 from itertools import chain
@@ -20,7 +19,7 @@ from typing import Any
 from ia_mech.cli import did_you_mean
 from ia_mech.data import files, presets
 from ia_mech.data.files import Rows
-from ia_mech.data.formats import CORRECT, ColumnMap, ParsedRow, parse
+from ia_mech.data.formats import CORRECT, USER_HEADER, ColumnMap, ParsedRow, parse
 from ia_mech.data.messages import Answer, Message
 from ia_mech.data.values import DEPTH, from_json, json_type, list_of
 from ia_mech.errors import UserError
@@ -30,7 +29,6 @@ from ia_mech.untrusted import parse_json
 BUILTIN = ("maths", "instructions", "open")
 STUDY = "study"  # the queries of a study, without responses
 UNPERTURBED_RESPONSE = "unperturbed_response"  # in the metadata of a perturbed conversation
-USER_HEADER = "user"
 HEADERS = (USER_HEADER, "alone", "assistant", "no_turn_end", "no_turn_separator")
 ROLES = ("system", "user", "assistant", "tool")
 # By their first letters. An assistant may call tools before it answers.
@@ -275,23 +273,18 @@ class ConversationSource:
         return made
 
     def _conversation(self, parsed: ParsedRow, number: int) -> Conversation:
-        row_id = parsed.id or f"{self.name.rsplit('/', 1)[-1]}-{number:05d}"
         real_follow_up = parsed.real_follow_up
         if isinstance(real_follow_up, str):
             real_follow_up = real_follow_up.strip() or None
-        return Conversation(
-            id=row_id,
-            source_id=parsed.source_id or source_of(parsed.messages),
-            dataset=parsed.dataset or self.name,
-            messages=tuple(parsed.messages),
-            real_follow_up=real_follow_up,
-            answer=parsed.answer,
-            metadata=parsed.metadata,
-            perturbation=UNPERTURBED if parsed.perturbation is None else parsed.perturbation,
-            header=USER_HEADER if parsed.header is None else parsed.header,
-            response_index=parsed.response_index,
-            finish_reason=parsed.finish_reason,
-        )
+        said = {one.name: getattr(parsed, one.name) for one in fields(Conversation)}
+        said |= {
+            "id": parsed.id or f"{self.name.rsplit('/', 1)[-1]}-{number:05d}",
+            "source_id": parsed.source_id or source_of(parsed.messages),
+            "dataset": parsed.dataset or self.name,
+            "messages": tuple(parsed.messages),
+            "real_follow_up": real_follow_up,
+        }
+        return Conversation(**said)
 
 
 def source_of(messages: Sequence[Message]) -> str:
@@ -453,9 +446,8 @@ def _hub_rows(opened: Iterable[dict], name: str) -> Iterator[tuple[str, dict]]:
 def _unknown(dataset: str) -> UserError:
     parts = [f"builtin:{name}" for name in (*BUILTIN, STUDY)]
     names = ["builtin", *parts, *presets.PRESETS]
-    close = difflib.get_close_matches(dataset.lower(), names, n=2, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ""
     return UserError(
-        f"no dataset {dataset!r} (there are {', '.join(names)}{hint})",
+        f"no dataset {dataset!r}{did_you_mean(dataset.lower(), names)}; there are "
+        f"{', '.join(names)}",
         f"use one of these, a {files.KINDS} file, a folder of such files, or a hub id org/name",
     )

@@ -10,7 +10,7 @@ Shapes:
     turns        a list of user turns as texts (MT-bench): the query, then what the user said next
     alternating  a list of texts of user and assistant in turn
 
-In any of them ``responses`` may hold a list in place of the response: a conversation each. Columns
+In any of them a list of texts may stand in place of the response: a conversation each. Columns
 beside a shape are part of the conversation (system message, history, passage, tools, thought), are
 refused by name, or become metadata. A name that is nearly one of these is asked about.
 """
@@ -44,14 +44,16 @@ from ia_mech.data.messages import (
 )
 from ia_mech.data.values import from_json, is_gap, is_null, json_type, jsonable, list_of
 from ia_mech.errors import UserError
+from ia_mech.run.layout import UNPERTURBED
 from ia_mech.untrusted import parse_json
 
 CORRECT = "correct the row, or leave such rows out (--skip-unusable; with --dry-run it lists them)"
 FORMATS = ("auto", "messages", "sharegpt", "qa", "turns", "alternating")
 CUTS = ("first", "last")
+USER_HEADER = "user"
 
-# Names that columns are known by. Those of the second group, each with what it is called in an
-# error, never become metadata under a name that is nearly theirs: the user is asked.
+# Names that columns are known by. A column with nearly a name of the second group never becomes
+# metadata: the user is asked.
 _ID = ("id", "question_id", "prompt_id", "key", "unique_id", "conversation_hash", "conversation_id")
 _OWN = ("id", "source_id", "dataset", "messages", "real_follow_up")  # of Conversation.to_dict
 _MESSAGES = ("messages", "conversation", "conversations")
@@ -62,26 +64,23 @@ _AFTER_MESSAGES = tuple(name for name in _RESPONSE if name != "solution")  # whi
 _FIRST_ANSWER = ("reference_first_answer", "response", "responses")
 _OPTIONS = ("options", "choices", "endings")  # of a multiple-choice question
 
-_FOLLOWUP = ("real_follow_up", "follow_up", "followup")
-_SYSTEM = (
-    "system", "system_prompt", "system_message", "system_instruction", "sys", "systemPrompt",
-    "developer",
-)  # fmt: skip
-_PASSAGE = (
-    "context", "passage", "input", "passage_text", "article", "paragraph", "evidence", "story",
-)  # fmt: skip
-_HISTORY = (
-    "history", "chat_history", "past", "conversation_history", "dialogue_history",
-    "previous_messages",
-)  # fmt: skip
-_TOOLS = ("tools", "functions")
-_ASKED = {  # without a flag a list or an object is looked for
-    "the system message": (_SYSTEM, "--system-column"),
-    "a passage that the query is about": (_PASSAGE, "--context-column"),
-    "the real follow-up": (_FOLLOWUP, "--followup-column"),
-    "the exchanges before the query": (_HISTORY, None),
-    "the schemas of tools": (_TOOLS, None),
+_WHAT = {  # what a role is called in an error, and the names of its columns
+    "system": (
+        "the system message",
+        "system system_prompt system_message system_instruction sys systemPrompt developer",
+    ),
+    "context": (
+        "a passage that the query is about",
+        "context passage input passage_text article paragraph evidence story",
+    ),
+    "followup": ("the real follow-up", "real_follow_up follow_up followup"),
+    "history": (
+        "the exchanges before the query",
+        "history chat_history past conversation_history dialogue_history previous_messages",
+    ),
+    "tools": ("the schemas of tools", "tools functions"),
 }
+_NAMES = {role: tuple(names.split()) for role, (_, names) in _WHAT.items()}
 
 # How names end that suggest a query or a response; words that suggest a gold answer.
 _LIKE_QUERY = re.compile(r"(question|query|prompt|instruction|problem|input)$")
@@ -140,8 +139,8 @@ class ParsedRow:
     source_id: str | None = None
     dataset: str | None = None
     metadata: dict = field(default_factory=dict)
-    perturbation: str | None = None
-    header: str | None = None
+    perturbation: str = UNPERTURBED
+    header: str = USER_HEADER
     responses: list[Answer] | None = None  # several, each of which answers the query
     response_index: int | None = None
     finish_reason: str | None = None
@@ -171,7 +170,8 @@ def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
         parsed.dataset = cells.take("dataset")
     if cells.own:
         for name in ("perturbation", "header", "response_index"):
-            setattr(parsed, name, cells.take(name if name in row else None))
+            if name in cells.known:
+                setattr(parsed, name, cells.take(name))
     parsed.unpacked = cells.unpacked
     parsed.left, parsed.metadata = cells.rest()
     if not cells.own:
@@ -394,11 +394,13 @@ class _Cells:
 
     def followup(self) -> str | None:
         """The column of the user's real next turn. An unnamed one counts only if it holds text."""
-        return self.name("followup", [n for n in _FOLLOWUP if isinstance(self.known.get(n), str)])
+        return self.name(
+            "followup", [n for n in _NAMES["followup"] if isinstance(self.known.get(n), str)]
+        )
 
     def history(self) -> list[Message]:
         """The exchanges before the query."""
-        name = next((n for n in _HISTORY if not is_gap(self.known.get(n))), None)
+        name = next((n for n in _NAMES["history"] if not is_gap(self.known.get(n))), None)
         if name is None:
             return []
         listed = self.listed(name)
@@ -410,7 +412,7 @@ class _Cells:
 
     def add_system(self, messages: list[Message]) -> None:
         """Open messages with the system message that a column has."""
-        text = self.text("system", _SYSTEM)
+        text = self.text("system", _NAMES["system"])
         if text is None:
             return
         if not messages or messages[0]["role"] != "system":
@@ -426,7 +428,7 @@ class _Cells:
         tools = [message.pop("tools") for message in messages if "tools" in message]
         if any(other != tools[0] for other in tools):
             raise UserError(f"{self.place}: the tools change within the conversation", NOT_PART)
-        names = [name for name in _TOOLS if not is_gap(from_json(self.known.get(name)))]
+        names = [name for name in _NAMES["tools"] if not is_gap(from_json(self.known.get(name)))]
         if names:
             tools = [read_tools(self.take(names[0]), self.place)]
         if tools and messages:
@@ -443,6 +445,8 @@ class _Cells:
         return None if blank else str(value)
 
     def gold(self, name: str | None) -> str | None:
+        if name in self.used and self.columns.answer is None:
+            return None  # as the response
         value = jsonable(self.take(name, "answer"))
         if value is None or isinstance(value, str):
             return value
@@ -463,7 +467,7 @@ class _Cells:
     def refuse_another_response(self, parsed: ParsedRow) -> None:
         """Refuse a row with a column that nothing has read and that is named like a response, where
         the model would write another in its place, or another was read."""
-        said = [m["content"] for m in parsed.messages if m["role"] == "assistant"]
+        said = [m["content"] for m in parsed.messages[-1:] if m["role"] == "assistant"]
         unread = [n for n in parsed.left if not is_said(self.known.get(n), said)]
         if not parsed.responses and not said:
             if name := self.like(unread, (*_RESPONSE, "answer"), _LIKE_RESPONSE):
@@ -484,21 +488,21 @@ class _Cells:
     def refuse_near_names(self, left: Iterable[str]) -> None:
         """Refuse a column whose name is nearly one that would change the conversation, if what it
         holds could be that: metadata never reaches the model."""
-        roles = [names for names, _ in _ASKED.values()]
         for name in left:
-            if name not in self.known or any(name in names for names in roles):
+            if name not in self.known or any(name in names for names in _NAMES.values()):
                 continue
             value, plain = from_json(self.known[name]), re.sub(r"[\s-]", "_", name.lower())
-            for what, (names, flag) in _ASKED.items():
-                near = get_close_matches(plain, [known.lower() for known in names], 1, _NEAR)
-                # One word is an id or a setting, not what somebody says.
+            for role, names in _NAMES.items():
+                near = get_close_matches(plain, map(str.lower, names), 1, _NEAR)
+                flag = hasattr(self.columns, role)  # else a list or an object is looked for
                 fits = isinstance(value, list | dict)
-                if flag is not None:
+                if flag:  # one word is an id or a setting, not what somebody says
                     fits = isinstance(value, str) and len(value.split()) > 1
                 if near and fits and not self.used.intersection(names):
-                    say = f"say {flag} {name}" if flag else f"call it {near[0]}"
+                    say = f"say --{role}-column {name}" if flag else f"call it {near[0]}"
                     raise UserError(
-                        f"{self.place}: the column {name!r} may be {what}, but isn't called so",
+                        f"{self.place}: the column {name!r} may be {_WHAT[role][0]}, but isn't "
+                        "called so",
                         f"{say}; or {METADATA} {name} if it is something else",
                     )
 
@@ -525,9 +529,10 @@ def _detect(cells: _Cells) -> str:
         return "turns"
     if any(name in cells.known for name in _QUERY):
         return "qa"
-    if empty := [n for n in (*_MESSAGES, *_QUERY) if n in cells.row and n not in cells.known]:
-        raise UserError(f"{cells.place}: nothing is in {' and '.join(map(repr, empty))}", CORRECT)
     query = cells.like(cells.known, _QUERY, _LIKE_QUERY) or "NAME"
+    empty = [n for n in (*_MESSAGES, *_QUERY) if n in cells.row and n not in cells.known]
+    if empty and query == "NAME":
+        raise UserError(f"{cells.place}: nothing is in {' and '.join(map(repr, empty))}", CORRECT)
     response = cells.like(cells.known, _RESPONSE, _LIKE_RESPONSE) or "NAME"
     messages = next((n for n, v in cells.known.items() if has_roles(as_list(v))), "NAME")
     raise UserError(
@@ -554,7 +559,7 @@ def _from_messages(cells: _Cells) -> ParsedRow:
             "name its column with --messages-column",
         )
     messages = cells.messages(name)
-    cells.refuse_beside(("context", "passage", *_HISTORY), "a list of messages")
+    cells.refuse_beside(("context", "passage", *_NAMES["history"]), "a list of messages")
     # A prompt is never cut: all of it comes before the response.
     return _dialogue(cells, messages, len(messages) if name in _QUERY else 1)
 
@@ -594,11 +599,11 @@ def _from_qa(cells: _Cells) -> ParsedRow:
             f"say whose texts: --messages-column {name} with --format turns (the user's alone) or "
             "alternating (user and assistant in turn); or --format qa if the query is this JSON",
         )
-    passage = cells.text("context", [n for n in _PASSAGE if n != name])
+    passage = cells.text("context", [n for n in _NAMES["context"] if n != name])
     if passage is not None and not is_gap(query):  # Alpaca, Dolly, SQuAD: the text to work on
         query = f"{query}\n\n{passage}"
     response_name = cells.response(_RESPONSE)
-    answer_name = cells.name("answer", [n for n in ("answer",) if n != response_name])
+    answer_name = cells.name("answer", ("answer",))
     # "question" with "answer" alone is a dialogue; "prompt" or "problem" with "answer" is a task
     # with its gold answer, which is no turn.
     unsure = answer_name is not None and cells.columns.answer is None and response_name is None
@@ -621,7 +626,7 @@ def _from_qa(cells: _Cells) -> ParsedRow:
 
 def _from_turns(cells: _Cells) -> ParsedRow:
     turns = cells.texts(("turns", "prompt"))
-    cells.refuse_beside(("context", "passage", *_HISTORY), "a list of user turns")
+    cells.refuse_beside(("context", "passage", *_NAMES["history"]), "a list of user turns")
     answers = cells.answers(cells.response(_FIRST_ANSWER))
     gold = cells.gold(cells.name("answer", ("answer",)))
     graded = cells.row.get("reference")
