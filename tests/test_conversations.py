@@ -457,6 +457,8 @@ def test_rows_from_python_become_a_file_that_is_named_after_them(tmp_path):
     assert json.loads(saved(odd, tmp_path).read_text()) == {
         "prompt": "q", "a": [0, 1], "b": None, "c": "9999-12-31T23:59:59.999999"
     }  # fmt: skip
+    with pytest.raises(UserError, match="several columns of the DataFrame have one name"):
+        saved(pd.concat([FRAME, FRAME], axis=1), tmp_path)
     for wrong in ([], 3, {"prompt": ["q"]}, ["q"], datasets.DatasetDict(train=split)):
         with pytest.raises(UserError, match="not rows; give a list of dicts, a pandas DataFrame"):
             saved(wrong, tmp_path)

@@ -241,7 +241,7 @@ class ConversationSource:
                 raise UserError(
                     f"no column {name!r} in the {used} rows of {self.name} that were read"
                     f"{did_you_mean(name, names)}",
-                    "correct --metadata-columns",
+                    "correct --metadata-columns (a word of its own for each name)",
                 )
         if not used:
             why = f"no usable row ({self.skipped[0]})" if self.skipped else "no rows"

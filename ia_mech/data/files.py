@@ -10,6 +10,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -72,6 +73,8 @@ def saved(rows: Any, folder: Path) -> Path:
         UserError: they are nothing of the kind, or there are none.
     """
     if hasattr(rows, "iterrows"):  # a DataFrame: its gaps are NaN, NaT or NA
+        if not rows.columns.is_unique:
+            raise UserError("several columns of the DataFrame have one name", "rename or drop them")
         rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
     listed = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, Mapping) else []
     if not listed or not all(isinstance(row, Mapping) for row in listed):
@@ -170,12 +173,10 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     # One value can't be read in pieces: the file is held whole. JSONL is for large data.
     lines = lines_of(path)
     (place, first), second = next(lines, ("", b"[]")), next(lines, None)
-    try:
-        rows = second is not None and parse_json(first, place, AS_JSON) and lines_of(path)
-    except UserError:
-        rows = None
-    if rows:
-        return rows
+    if second is not None:
+        with suppress(UserError):  # the first line alone is no JSON
+            parse_json(first, place, AS_JSON)
+            return lines_of(path)
     whole = b"".join(_lines(path)) or b"[]"
     return numbered(_rows_in(parse_json(whole, path.name, AS_JSON), path), path.name)
 
