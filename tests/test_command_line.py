@@ -70,7 +70,7 @@ def question(**changes) -> dict:
 # -- what is refused -------------------------------------------------------------------------------
 
 REFUSED = {  # words, in which {tmp} is a folder with the files below: the beginning of the line
-    "--dataset gsm9k": "no dataset 'gsm9k' (there are builtin, builtin:maths, ",
+    "--dataset gsm9k": "no dataset 'gsm9k' (did you mean gsm8k?); there are builtin, ",
     "--dataset {tmp}/none.jsonl": "no file {tmp}/none.jsonl; give the path of an existing file",
     "--dataset {tmp}/text.jsonl": "text.jsonl line 1 is not JSON (Expecting",
     "--dataset {tmp}/blank.jsonl": "dataset blank has no rows; give one that has",
