@@ -123,7 +123,7 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     same = "By topic, all 2 groups have the same rate of greedy turns: 0.00."
     assert same in made.sentence
     run.metadata["tags"] = [["a"]] * len(ids)
-    with pytest.raises(UserError, match="field 'tags' of .* values that are lists or objects"):
+    with pytest.raises(UserError, match=r"field 'tags' of .* values that are lists or objects"):
         read_runs([run], by="tags")
     run.metadata["topic"] = "maths"
     del run.groups
