@@ -532,8 +532,11 @@ def study(model: str, **options: Any) -> Result:
     Raises:
         UserError: a stage can't be done; it has said why.
     """
+    from ia_mech.settings import dataset_of
+
     words = [model]
     for name, value in options.items():
+        value = dataset_of(value) if name == "dataset" else value
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             words.append(flag)

@@ -81,6 +81,8 @@ def run_command(
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
+    if sys.flags.optimize > 1:
+        return refuse("transformers needs the docstrings that python -OO removes; use python -O")
     try:
         if threads is not None:
             use_threads(threads)

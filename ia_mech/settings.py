@@ -159,7 +159,8 @@ def _column(what: str) -> Any:
 class Settings:
     """Everything that decides what a run contains; the fields are the flags of the main job.
 
-    Values may be given as Python has them or as text, and are read as on the command line:
+    Values may be given as Python has them or as text, and are read as on the command line (only
+    names of columns are taken whole, as they may hold blanks):
     ``Settings(limit="all", temperatures="0.5 1", model=Path("folder"))``. None stands for the
     default, and for ``limit`` also for all conversations.
 
@@ -324,6 +325,7 @@ class Settings:
             TypeError: there is no such setting; all are named.
             UserError: a value, or a combination, that can't be.
         """
+        given = {k: dataset_of(v) if k == "dataset" else v for k, v in given.items()}
         names = [one.name for one in fields(cls)]
         if unknown := [name for name in given if name not in names]:
             meant = "".join(did_you_mean(name, names) for name in unknown)
@@ -426,6 +428,20 @@ class Settings:
         return embedded.cache_dir() / "-".join(words).lower()
 
 
+def dataset_of(given: Any) -> Any:
+    """A dataset's name; of rows from Python (:func:`ia_mech.data.files.saved`) the file in the
+    cache that they are written to.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if given is None or isinstance(given, str | os.PathLike):
+        return given
+    from ia_mech.data.files import saved
+
+    return str(saved(given, embedded.cache_dir() / "data"))
+
+
 def _field_value(setting: Any, value: Any) -> Any:
     """The value of a field of :class:`Settings`, whatever it was given as."""
     flag: Flag = setting.metadata["flag"]
@@ -477,6 +493,8 @@ def parse_value(name: str, value: Any, parse: Callable[[str], Any], several: boo
     try:
         if not several:
             return parse(words[0])
+        if name == "metadata_columns":  # their names may hold blanks
+            return tuple(map(parse, words))
         split = " ".join(words).replace(",", " ").split()
         if words and not split:
             raise argparse.ArgumentTypeError(f"{words[0]!r} names nothing")

@@ -74,7 +74,7 @@ def question(**changes) -> dict:
 # -- what is refused -------------------------------------------------------------------------------
 
 REFUSED = {  # words, in which {tmp} is a folder with the files below: the beginning of the line
-    "--dataset gsm9k": "no dataset 'gsm9k' (there are builtin, builtin:maths, ",
+    "--dataset gsm9k": "no dataset 'gsm9k' (did you mean gsm8k?); there are builtin, ",
     "--dataset {tmp}/none.jsonl": "no file {tmp}/none.jsonl; give the path of an existing file",
     "--dataset {tmp}/text.jsonl": "text.jsonl line 1 is not JSON (Expecting",
     "--dataset {tmp}/blank.jsonl": "dataset blank has no rows; give one that has",
@@ -346,13 +346,14 @@ def test_what_was_read_of_a_file_is_said_before_anything_is_computed(sample, tmp
         question(id="q3", follow_up="And 18 times 24?"),
     ]
     del rows_[1]["question"]
+    rows_[2]["answer"] = '[{"role": "assistant", "content": "408."}]'
     data = rows(tmp_path / "chats.jsonl", *rows_)
     read = (
         "3 rows: messages from `messages`, query from `question`, response from `answer`, system "
         "message from `system`, real follow-up from `follow_up`, gold answer from `answer`, "
         "1 with a system message of their own, 2 get the template's default one, 1 without a "
-        "response (the model will write it), 1 with a later user turn, the real follow-up, "
-        "1 with a gold answer"
+        "response (the model will write it), 1 whose response was a text with messages, read as "
+        "these, 1 with a later user turn, the real follow-up, 1 with a gold answer"
     )
     words = ("--dataset", data, "--max-response-tokens", "3")
     planned = sample(*words, "--dry-run")
@@ -363,6 +364,12 @@ def test_what_was_read_of_a_file_is_said_before_anything_is_computed(sample, tmp
     assert "query from" not in named.out and "response from `answer`" in named.out
     said = sample(*words).err.splitlines()
     assert said[1] == f"{data}: {read}" and "layers, d_model" not in " ".join(said[:2])
+
+
+def test_without_docstrings_nothing_runs():
+    words = [sys.executable, "-OO", "-m", "ia_mech.sample", "--dry-run"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.endswith("removes; use python -O\n")
 
 
 # -- what a run says ------------------------------------------------------------------------------

@@ -1,15 +1,22 @@
 """Conversations: shapes of rows, errors, sources, files, order and re-iteration."""
 
+import bz2
+import gzip
 import json
 import re
 import tracemalloc
 from datetime import datetime
 
+import datasets
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from ia_mech.data.conversations import ColumnMap, Conversation, open_conversations, validate
+from ia_mech.data.files import saved
+from ia_mech.data.formats import like_gold
 from ia_mech.errors import UserError
 
 USER, ASSISTANT = "user", "assistant"
@@ -273,9 +280,13 @@ UNUSABLE = [  # a row, column names, and what is said of it
     ({"id": "a", "prompt": "again"}, {}, "data.jsonl line 2: id 'a' is that of row 1 and of row 2"),
     ({"other": "x"}, {}, "data.jsonl line 2: columns not recognised (found: other)"),
     ({"prompt": "q", "model_output": "r"}, {}, "no response, and the column 'model_output' may be"),
-    ({"prompt": "q", "responses": ["r", 3]}, {}, "line 2: the responses are not a list of"),
+    (
+        {"prompt": "q", "responses": ["r", 3]},
+        {},
+        "no response, and the column 'responses'",
+    ),
     ({"prompt": "q", "responses": ["r", "\ud800"]}, {}, "data.jsonl line 2"),  # neither is used
-    ({"messages": None}, {}, "columns not recognised (found: messages (empty))"),
+    ({"n": 1, "prompt": None}, {}, "line 2: nothing is in 'prompt'"),
     ({"messages": "hi"}, {}, "no list of messages (column 'messages' is text)"),
     ({"messages": [3]}, {}, "message 1 is int without a role"),
     ({"messages": [{"role": ["x"], "content": "a"}]}, {}, "has the role \"['x']\""),
@@ -330,6 +341,12 @@ def test_a_column_that_is_named_like_a_response_is_asked_about(jsonl):
         assert f"column '{typo}' may be one" in error_of(jsonl({"prompt": "q", typo: "r"}))
     both = error_of(jsonl({"id": "a", "user_question": "q", "bot_reply": "r"}))
     assert "name them: --query-column user_question --response-column bot_reply" in both
+
+
+def test_whether_a_response_is_correct_is_no_gold_answer():
+    assert [name for name in ("correct", "correct_answer", "reference") if like_gold(name)] == [
+        "correct_answer", "reference"
+    ]  # fmt: skip
 
 
 def test_rows_that_go_on_after_the_follow_up_are_counted(jsonl):
@@ -387,15 +404,92 @@ def test_parquet(tmp_path):
     assert conversations[0].metadata == {"when": "2024-05-01T00:00:00"}
 
 
+TABLE = [{"prompt": f"q{i}\n\nor; this", "response": "é, r", "n": 2**53 + i} for i in range(12)]
+LINES = "".join(json.dumps(row) + "\n" for row in TABLE).encode()
+FRAME = pd.DataFrame(TABLE)
+WRITTEN = {  # a file of these rows, or a folder of files
+    "rows.ndjson": LINES,
+    "rows.jsonl.gz": gzip.compress(LINES),
+    "rows.jsonl.bz2": bz2.compress(LINES),
+    "rows.json.gz": gzip.compress(json.dumps(TABLE).encode()),
+    "pretty.json": json.dumps(TABLE, indent=1).encode(),
+    "wrapped.json": json.dumps({"version": 1, "data": TABLE}).encode(),
+    "viewer.json": json.dumps({"rows": [{"row_idx": 0, "row": row} for row in TABLE]}).encode(),
+    "named.json": json.dumps({f"row {i}": row for i, row in enumerate(TABLE)}).encode(),
+    **{
+        f"{orient}.json": FRAME.to_json(orient=orient).encode()
+        for orient in ("columns", "index", "split", "records", "table")
+    },
+    "rows.csv": FRAME.to_csv(index=False).replace('\n"q5', '\n,,\n\n"q5').encode(),
+    "rows.csv.gz": gzip.compress(FRAME.to_csv(index=False, sep=";").encode("utf-8-sig")),
+    "rows.tsv": FRAME.to_csv(sep="\t").encode(),
+    "jsonl": {f"{i}.jsonl": LINES.splitlines(True)[4 * i : 4 * i + 4] for i in range(3)},
+    "parquet": {f"train-{i}-of-3.parquet": FRAME[4 * i : 4 * i + 4].to_parquet() for i in range(3)},
+}
+
+
+def written(path, content) -> str:
+    if isinstance(content, dict):
+        path.mkdir()
+        for name, part in content.items():
+            written(path / name, part)
+    else:
+        path.write_bytes(b"".join(content) if isinstance(content, list) else content)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_rows_are_read_alike_however_they_are_written(tmp_path, name):
+    path = written(tmp_path / name, WRITTEN[name])
+    source = open_conversations(path)
+    found = [(one.query, one.response, str(one.metadata["n"])) for one in source]
+    assert found == [(row["prompt"], row["response"], str(row["n"])) for row in TABLE]
+    assert (source.count(), source.name) == (12, name.partition(".")[0])
+
+
+def test_rows_from_python_become_a_file_that_is_named_after_them(tmp_path):
+    split = datasets.Dataset.from_pandas(FRAME)
+    split.save_to_disk(tmp_path / "split")
+    assert len(read(str(tmp_path / "split"))) == 12
+    paths = [saved(rows, tmp_path / "data") for rows in (TABLE, iter(TABLE), FRAME, split)]
+    assert len({*paths}) == 1 and paths[0].read_bytes() == LINES
+    odd = pd.DataFrame({"prompt": ["q"], "a": [np.arange(2)], "b": [pd.NaT], "c": [datetime.max]})
+    assert json.loads(saved(odd, tmp_path).read_text()) == {
+        "prompt": "q", "a": [0, 1], "b": None, "c": "9999-12-31T23:59:59.999999"
+    }  # fmt: skip
+    with pytest.raises(UserError, match="several columns of the DataFrame have one name"):
+        saved(pd.concat([FRAME, FRAME], axis=1), tmp_path)
+    for wrong in ([], 3, {"prompt": ["q"]}, ["q"], datasets.DatasetDict(train=split)):
+        with pytest.raises(UserError, match="not rows; give a list of dicts, a pandas DataFrame"):
+            saved(wrong, tmp_path)
+
+
+def test_a_folder_that_holds_no_one_dataset_is_refused(tmp_path):
+    for names, text in (
+        (["a.jsonl", "b.csv"], "holds several kinds of files (.csv, .jsonl)"),
+        (["train.jsonl", "test.jsonl"], "holds several kinds of files (test, train)"),
+        (["run.json"], "is a run, not a dataset"),
+        (["dataset_dict.json"], "holds several splits"),
+        (["README.md"], "holds no .jsonl, .ndjson, .json, .parquet, .csv or .tsv file"),
+    ):
+        path = written(tmp_path / names[0], dict.fromkeys(names, LINES))
+        assert text in error_of(path)
+
+
 # --- errors
 
 
 UNREADABLE = {
     "nowhere.jsonl": (None, "give the path of an existing file"),
-    "rows.csv": (
-        b"a;b\n",
-        ".csv is not a .jsonl, .json, .parquet file; convert it to JSONL: pandas",
+    "rows.xlsx": (b"a", ".xlsx is not a .jsonl, .ndjson, .json, .parquet, .csv or .tsv file"),
+    "rows.csv": (b"prompt,response\nq,r,s\n", "(after row 0: 3 cells under 2 names); write it as"),
+    "latin.csv": (
+        "prompt;id\né;1\n".encode("latin-1"),
+        "between cells, in UTF-8 (after row 0:",
     ),
+    "twice.csv": (b"prompt,prompt\nq,r\n", "two columns have one name"),
+    "bad.jsonl.gz": (b"nothing of the kind", "bad.jsonl.gz can't be unpacked"),
+    "two.json": (b'{"train": [{"prompt": "q"}], "test": [{"prompt": "q"}]}', "(train, test)"),
     "latin.jsonl": ('{"prompt": "é"}'.encode("latin-1"), "line 1 is not JSON (not UTF-8"),
     "bad.parquet": (b"nothing of the kind", "bad.parquet is not readable as Parquet"),
 }

@@ -200,7 +200,25 @@ def test_parquet_with_the_columns_of_all_rows_reads_alike(tmp_path, name):
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+OTHER = "and the column {!r} may be one, too".format
 REFUSED = [  # a row, and what is said of it
+    *(
+        ({"question": "a", "answer": "b", name: value}, OTHER(name))
+        for name, value in (
+            ("model_response", "c"), ("prediction", "4"), ("prediction", 4), ("generation", "c"),
+            ("generations", ["c", "d"]), ("completions", [{"model": "m", "response": "c"}]),
+            ("llm_answer", {"content": "c"}),
+        )
+    ),
+    ({"instruction": "a", "output": "b", "prediction": "c"}, OTHER("prediction")),
+    ({"messages": [ASK, CARP], "model_output": "A pike."}, OTHER("model_output")),
+    ({"question": "a", "answers": ["b", "c"]}, "no response, and the column 'answers' may be one"),
+    ({"prompt": "a", "sampled": ["b"]}, "no response, and the column 'sampled' may be one"),
+    ({"question": "a", "answer": ["b", "c"]}, "may be the response or the gold answer; say --resp"),
+    ({"question": "a", "answer": {"value": "b"}}, "may be the response or the gold answer"),
+    ({"question": "a", "answer": 4}, "may be the response or the gold answer"),
+    ({"prompt": '["a", "b"]', "response": "c"}, "'prompt' is a list of texts, written as JSON"),
+    ({"conversation_a": [ASK, CARP], "question_id": "b"}, "NAME, or --messages-column conversati"),
     ({"messages": [ASK | {"content": [IMAGE]}]}, "message 1 has a part of the kind 'image_url'"),
     ({"messages": [ASK | {"content": [IMAGE | {"type": "text", "text": "a"}]}]}, "'image_url'"),
     ({"messages": [ASK | {"content": [{"type": "input_audio"}]}]}, "of the kind 'input_audio'"),
@@ -221,7 +239,7 @@ REFUSED = [  # a row, and what is said of it
     ({"messages": ["Hi.", "Hello."]}, "a list of texts, not of messages; say whose texts"),
     ({"messages": [ASK], "context": "Ann sings."}, "'context' stands beside a list of messages"),
     ({"messages": [ASK], "history": [["q", "r"]]}, "'history' stands beside a list of messages"),
-    ({"messages": [ASK, CARP], "response": "A pike."}, "'response' stands beside messages that"),
+    ({"messages": [ASK, CARP], "response": "A pike."}, OTHER("response")),
     ({"messages": [BRIEF, ASK], "system": "Sing."}, "another system message than the messages"),
     ({"turns": ["a", "b"], "passage": "Ann sings."}, "'passage' stands beside a list of user"),
     ({"prompt": "a", "context": 4096}, "the column 'context' is int, not text"),
@@ -233,7 +251,7 @@ REFUSED = [  # a row, and what is said of it
     ({"prompt": "a", "history": ["b", "c"]}, "'history' is a list of texts"),
     ({"question": "a", "options": ["b", "c"], "answer": "b"}, "'options' stands beside a query"),
     ({"question": "a", "choices": ["b", "c"], "answer": 1}, "'choices' stands beside a query"),
-    ({"prompt": "a", "completions": ["b", "c"]}, "'completions' stands beside a query without"),
+    ({"prompt": "a", "completions": ["b", "c"]}, "the column 'completions' may be one; say"),
     ({"prompt": "a", "documents": ["b"]}, "has 'documents', which can't be read"),
     ({"prompt": "a", "image": {"bytes": "b"}}, "has 'image', which can't be read"),
     ({"prompt": "a", "chat_template_kwargs": {"b": True}}, "has 'chat_template_kwargs'"),
@@ -243,7 +261,7 @@ REFUSED = [  # a row, and what is said of it
     ({"messages": said("a", " ")}, "a message of the assistant is empty; leave it out if"),
     ({"messages": said("a", "", "b", "c"), "real_follow_up": "d"}, "the assistant is empty"),
     ({"prompt": "a", "responses": ["b", ""]}, "a message of the assistant is empty"),
-    ({"messages": said("a", "b"), "responses": ["c"]}, "a response and a list of responses"),
+    ({"messages": said("a", "b"), "responses": ["c"]}, OTHER("responses")),
 ]  # fmt: skip
 
 
@@ -265,6 +283,47 @@ def test_columns_and_fields_can_be_named_as_metadata_or_as_what_they_are(tmp_pat
     assert only.messages[0]["content"] == "d" and only.metadata["sys"] == "b"
     (only,) = read(tmp_path, {"messages": [ASK | {"name": "Ann"}]}, metadata=("name",))
     assert list(only.messages) == [ASK]
+
+
+def test_an_answer_beside_a_query_of_another_name_is_asked_about(tmp_path):
+    row = {"qustion": "Name a fish.", "answer": "A carp."}
+    with pytest.raises(UserError, match="say --response-column answer or --answer-column answer"):
+        read(tmp_path, row, query="qustion")
+    (given,) = read(tmp_path, row, query="qustion", response="answer")
+    (gold,) = read(tmp_path, row, query="qustion", answer="answer")
+    assert (given.response, given.answer, gold.response) == ("A carp.", None, None)
+    (other,) = read(tmp_path, row | {"said": "A pike."}, query="qustion", response="said")
+    assert (other.response, other.answer) == ("A pike.", "A carp.")
+
+
+def test_every_text_of_a_list_is_a_response(tmp_path):
+    for name, listed, named in (
+        ("output", ["a", "b"], None), ("outputs", ["a", "b"], None),
+        ("responses", '["a", "b"]', None), ("generations", ["a", "b"], "generations"),
+        ("completions", [{"model": "m", "response": text} for text in "ab"], "completions"),
+    ):  # fmt: skip
+        found = read(tmp_path, {"prompt": "q", name: listed}, response=named)
+        assert [(one.response, one.response_index) for one in found] == [("a", 0), ("b", 1)]
+
+
+def test_a_column_of_the_user_that_is_named_like_one_of_ours_can_be_metadata(tmp_path):
+    ours = dict.fromkeys(("dataset", "source_id", "follow_up", "context_id", "text"), "x")
+    ours |= {"perturbation": "x", "header": "alone", "response_index": 3, "temperature": 0.7}
+    (only,) = read(tmp_path, {"prompt": "a", "response": "b"} | ours, metadata=tuple(ours))
+    assert only.metadata == ours and (only.dataset, only.real_follow_up) == ("rows", None)
+    row = {"prompt": "a", "response": "b", "perturbation": "x", "header": "alone"}
+    (other,) = read(tmp_path, row)
+    assert (other.perturbation, other.header, len(other.metadata)) == ("none", "user", 2)
+    (both,) = read(tmp_path, {"prompt": "a", "topic": "b", "metadata": {"topic": "c"}})
+    assert both.metadata == {"topic": "b", "metadata": {"topic": "c"}}
+
+
+def test_a_name_that_nothing_in_the_data_has_is_no_metadata(tmp_path):
+    rows = [{"prompt": "a"}, {"messages": [ASK | {"time": 3}], "my topic": "b"}]
+    assert len(read(tmp_path, *rows, metadata=("my topic", "time"))) == 2
+    for wrong in ("my topci", "topic"):
+        with pytest.raises(UserError, match=f"no column '{wrong}' in the 2 rows .*mean my topic"):
+            read(tmp_path, *rows, metadata=("time", wrong))
 
 
 def test_lists_of_texts_are_what_the_format_says(tmp_path):

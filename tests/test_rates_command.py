@@ -13,6 +13,7 @@ from runs import CONTEXTS, rehashed, rewritten, with_settings
 from shell import Outcome, call, files, refusal
 
 from experiments.compare import category_shares
+from ia_mech.errors import UserError
 from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, FOLLOW_UP, read_rubric
 from ia_mech.judge.sheets import csv_bytes, export_sheet, import_sheet, write_sheet
@@ -121,6 +122,9 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     assert table.legend.startswith("–: rows of the data without it")
     same = "By topic, all 2 groups have the same rate of greedy turns: 0.00."
     assert same in made.sentence
+    run.metadata["tags"] = [["a"]] * len(ids)
+    with pytest.raises(UserError, match=r"field 'tags' of .* values that are lists or objects"):
+        read_runs([run], by="tags")
     run.metadata["topic"] = "maths"
     del run.groups
     alone = result(read_runs([run], by="topic"))

@@ -302,6 +302,18 @@ def test_metadata_are_columns(merged):
     assert rows == stored.to_dict() and merged.metadata.shape[1] > 1
 
 
+def test_a_gap_in_a_field_changes_no_value(merged):
+    run = Run.open(merged.path)
+    large = [2**53, 2**53 + 1, None]
+    fields = [{"n": n, "ok": None if n is None else n % 2 == 0, "big": 2**70} for n in large]
+    run.contexts = run.contexts.head(3).assign(metadata=[json.dumps(one) for one in fields])
+    assert [str(kind) for kind in run.metadata.dtypes] == ["Int64", "boolean", "object"]
+    assert run.metadata["n"].tolist()[:2] == large[:2]
+    beside = merged.turns.join(run.metadata.add_prefix("data."), on="context_id")
+    assert len(beside) == len(merged.turns) and beside["data.n"].max() == 2**53 + 1
+    assert run.groups["n"].tolist() == [str(2**53), str(2**53 + 1), "–"]
+
+
 # -- header logits ------------------------------------------------------------------------------
 
 

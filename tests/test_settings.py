@@ -68,6 +68,10 @@ def test_the_command_the_function_and_the_record_of_a_run_read_values_alike(made
     kept = json.loads(json.dumps(first.to_dict()))
     assert Settings.read(kept) == first
     assert set(kept) == {one.name for one in fields(Settings)}
+    names = ("my topic", "n")
+    typed = command.build_parser().parse_args(["--metadata-columns", *names])
+    assert command.settings_of(typed) == Settings(metadata_columns=list(names))
+    assert command.settings_of(typed).metadata_columns == names
     assert first.columns == Settings().columns and Settings(query_column="q").columns.query == "q"
 
 
@@ -167,6 +171,17 @@ def test_a_value_of_the_function_that_cannot_be_is_refused_in_one_line(made, set
     with pytest.raises(UserError, match="^" + re.escape(problem)) as refused:
         command.sample(**settings)
     assert "\n" not in str(refused.value) and made == []
+
+
+def test_rows_from_python_are_settings_as_the_file_that_they_are_written_to(
+    made, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
+    command.sample(dataset=[{"prompt": "q"}])
+    (file,) = (tmp_path / "data").iterdir()
+    assert made[0][0].dataset == str(file) and file.read_text() == '{"prompt": "q"}\n'
+    with pytest.raises(UserError, match="the dataset is int, not rows"):
+        command.sample(dataset=3)
 
 
 def test_settings_that_there_are_not_are_all_named():

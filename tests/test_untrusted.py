@@ -245,7 +245,9 @@ def test_only_what_cannot_be_seen_is_replaced(capsys):
 @pytest.mark.parametrize("name", ["dataset", "perturbation"])
 def test_names_that_cannot_be_printed_are_refused(tmp_path, name):
     file = tmp_path / "data.jsonl"
-    file.write_text(json.dumps({"prompt": "q", name: "a\u202eb", "header": "user"}) + "\n")
+    asked = {"messages": [{"role": "user", "content": "q"}], "real_follow_up": None}
+    row = {"id": "a", "source_id": "b", "dataset": "c", **asked, name: "a\u202eb"}
+    file.write_text(json.dumps(row) + "\n")
     said = rf"data.jsonl line 1: the {name} 'a\\u202eb' holds characters .*; name it with plain"
     with pytest.raises(UserError, match=said):
         open_conversations(str(file))

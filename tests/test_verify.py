@@ -198,7 +198,7 @@ def test_metadata_without_instructions_in_that_form_have_no_verifier(metadata):
 
 
 def test_of_given_responses_the_column_tells_and_of_written_ones_it_does_not():
-    for value, right in ((True, True), ("False", False), (1, True), ("0", False)):
+    for value, right in ((True, True), ("False", False), (1, True), ("0", False), (0.0, False)):
         found = verify("", "It is 18", "18", {"correct": value}, given=True)
         assert (found.verifier, found.correct) == (COLUMN, right)
     assert verifier_of("18", {"correct": None}, given=True) is None

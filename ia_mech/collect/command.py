@@ -195,7 +195,8 @@ def sample(
         workers: that compute parts at once; None for one per core. Rows don't depend on it.
         threads: of each worker; None for as many as the run was begun with, or the cores' share.
         settings: the command's flags with underscores, and their values: ``limit=6``,
-            ``dataset="chats.jsonl"``, ``temperatures=[0.7, 1.0]``. None is the default, but
+            ``dataset="chats.jsonl"``, ``temperatures=[0.7, 1.0]``. ``dataset`` may also be rows: a
+            list of dicts, a pandas DataFrame or a ``datasets.Dataset``. None is the default, but
             ``limit=None`` is all conversations, as is ``limit="all"``.
 
     Returns:

@@ -76,6 +76,7 @@ def _text(
         default = "default one" if own else "default system message"
         counts[f"get the template's {default}"] = len(rows) - own
     anew = settings.response == "generate"
+    counts["whose response was a text with messages, read as these"] = source.unpacked
     counts |= {what: sum(holds(row, anew) for row in rows) for what, holds in KINDS.items()}
     listed = [*recognised, *(f"{count} {what}" for what, count in counts.items() if count)]
     return f"{len(rows)} rows: {', '.join(listed) or 'a query and a response each'}"

@@ -5,49 +5,36 @@ seen are kept, to find duplicates. The shapes of rows are in ``formats``, the pu
 ``presets``; here are the conversation itself, its checks, and the readers of files.
 """
 
-import difflib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from importlib import resources
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ia_mech.cli import expanded, refuse_missing
-from ia_mech.data import presets
-from ia_mech.data.formats import SUFFIXES, ColumnMap, ParsedRow, parse
+from ia_mech.cli import did_you_mean, expanded
+from ia_mech.data import files, presets
+from ia_mech.data.files import Rows
+from ia_mech.data.formats import CORRECT, USER_HEADER, ColumnMap, ParsedRow, parse
 from ia_mech.data.messages import Answer, Message
-from ia_mech.data.values import DEPTH, json_type
+from ia_mech.data.values import DEPTH, from_json, json_type, list_of
 from ia_mech.errors import UserError
 from ia_mech.run.layout import UNPERTURBED
 from ia_mech.untrusted import parse_json
 
-CORRECT = "correct the row, or leave such rows out (--skip-unusable; with --dry-run it lists them)"
 BUILTIN = ("maths", "instructions", "open")
 STUDY = "study"  # the queries of a study, without responses
 UNPERTURBED_RESPONSE = "unperturbed_response"  # in the metadata of a perturbed conversation
-USER_HEADER = "user"
 HEADERS = (USER_HEADER, "alone", "assistant", "no_turn_end", "no_turn_separator")
 ROLES = ("system", "user", "assistant", "tool")
 # By their first letters. An assistant may call tools before it answers.
 _ORDER = re.compile(r"s?(u(at+)*a)*u(at+)*a?")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_AS_JSON = "write one JSON object per line, in UTF-8 (.json may also hold one array)"
-_AS_LINE = f"{_AS_JSON}, or leave such rows out (--skip-unusable)"
-_PARQUET_ROWS = 256  # at a time: bounds the memory, not the speed
-
-# (place, row): a line of JSON that is yet to be parsed, or any value.
-Reader = Callable[[], Iterator[tuple[str, Any]]]
-
-
-# Rows of a dataset: what reads them, from the first one at every call; and how many there are, None
-# where only reading them all would tell.
-Rows = tuple[Reader, Callable[[], int | None]]
+_AS_LINE = f"{files.AS_JSON}, or leave such rows out (--skip-unusable)"
 
 
 @dataclass(frozen=True)
@@ -203,6 +190,7 @@ class ConversationSource:
         roles: the columns that it has read so far, by what they were read as: fields of
             :class:`ia_mech.data.formats.ColumnMap`.
         cut: how many rows of this iteration go on after the real follow-up, unread.
+        unpacked: how many rows had a text with messages for a response.
     """
 
     def __init__(
@@ -221,16 +209,21 @@ class ConversationSource:
         self.rest = False
         self.left: dict[str, None] = {}
         self.roles: dict[str, dict[str, None]] = {}
-        self.cut = 0
+        self.cut = self.unpacked = 0
         self._read, self._limit, self._skip = read, limit, skip_unusable
+        self._metadata = tuple(description["columns"]["metadata"])
 
     def __iter__(self) -> Iterator[Conversation]:
-        self.skipped, self.rest, self.left, self.roles, self.cut = [], False, {}, {}, 0
+        self.skipped, self.rest, self.left, self.roles = [], False, {}, {}
+        self.cut = self.unpacked = used = 0  # rows
         seen: dict[str, int] = {}
-        used = 0  # rows
+        names: set[str] = set()  # of columns and of fields of messages
         rows = self._rows()
         for number, (place, row) in enumerate(rows, start=1):
             try:
+                row = _row_of(row, place)
+                if not names.issuperset(self._metadata):
+                    names.update(_names(row))
                 made = self._made(row, place, number, seen)
             except UserError as error:
                 if not self._skip:
@@ -242,7 +235,14 @@ class ConversationSource:
             used += 1
             if used == self._limit:
                 self.rest = next(rows, None) is not None
-                return
+                break
+        for name in self._metadata:
+            if name not in names:
+                raise UserError(
+                    f"no column {name!r} in the {used} rows of {self.name} that were read"
+                    f"{did_you_mean(name, names)}",
+                    "correct --metadata-columns (a word of its own for each name)",
+                )
         if not used:
             why = f"no usable row ({self.skipped[0]})" if self.skipped else "no rows"
             raise UserError(f"dataset {self.name} has {why}", "give one that has")
@@ -260,6 +260,7 @@ class ConversationSource:
         for role, name in parsed.roles.items():
             self.roles.setdefault(role, {})[name] = None
         self.cut += parsed.cut
+        self.unpacked += parsed.unpacked
         made = _with_each(self._conversation(parsed, number), parsed.responses)
         for conversation in made:
             validate(conversation, place)
@@ -272,23 +273,18 @@ class ConversationSource:
         return made
 
     def _conversation(self, parsed: ParsedRow, number: int) -> Conversation:
-        row_id = parsed.id or f"{self.name.rsplit('/', 1)[-1]}-{number:05d}"
         real_follow_up = parsed.real_follow_up
         if isinstance(real_follow_up, str):
             real_follow_up = real_follow_up.strip() or None
-        return Conversation(
-            id=row_id,
-            source_id=parsed.source_id or source_of(parsed.messages),
-            dataset=parsed.dataset or self.name,
-            messages=tuple(parsed.messages),
-            real_follow_up=real_follow_up,
-            answer=parsed.answer,
-            metadata=parsed.metadata,
-            perturbation=UNPERTURBED if parsed.perturbation is None else parsed.perturbation,
-            header=USER_HEADER if parsed.header is None else parsed.header,
-            response_index=parsed.response_index,
-            finish_reason=parsed.finish_reason,
-        )
+        said = {one.name: getattr(parsed, one.name) for one in fields(Conversation)}
+        said |= {
+            "id": parsed.id or f"{self.name.rsplit('/', 1)[-1]}-{number:05d}",
+            "source_id": parsed.source_id or source_of(parsed.messages),
+            "dataset": parsed.dataset or self.name,
+            "messages": tuple(parsed.messages),
+            "real_follow_up": real_follow_up,
+        }
+        return Conversation(**said)
 
 
 def source_of(messages: Sequence[Message]) -> str:
@@ -330,8 +326,8 @@ def open_conversations(
 
     Args:
         dataset: ``builtin`` (three parts in turn), ``builtin:maths|instructions|open``,
-            ``builtin:study``, a .jsonl, .json or .parquet file, a preset's name, or a hub id
-            ``org/name`` (streamed).
+            ``builtin:study``, a file or a folder of files (``files``), a preset's name, or a hub
+            id ``org/name`` (streamed).
         limit: at most so many rows; None for all.
         columns: what the columns are called, where they can't be recognised.
         split, subset, revision: of a hub dataset; a preset has defaults.
@@ -343,7 +339,7 @@ def open_conversations(
             ``skip_unusable``: no row that can).
     """
     columns = columns or ColumnMap()
-    preset = None if Path(dataset).suffix in SUFFIXES else presets.find(dataset)
+    preset = None if files.kind(Path(dataset)) else presets.find(dataset)
     read = partial(_read, columns=columns, preset=preset)
     name, rows, found = local(dataset) or _hub(dataset, preset, subset, split, revision)
     if "path" not in found and (split or subset or revision):
@@ -367,24 +363,36 @@ def local(dataset: str) -> tuple[str, Rows, dict] | None:
     if dataset.split(":")[0] == "builtin":
         return _builtin(dataset)
     preset = presets.find(dataset)
-    if path.suffix in SUFFIXES or (preset is None and path.exists()):
-        return _file(path)
+    if files.kind(path) or (preset is None and path.exists()):
+        return path.name.partition(".")[0], files.rows_of(path), {"file": path.name}
     if preset is None and not _HUB_ID.fullmatch(dataset):
         raise _unknown(dataset)
     return None
 
 
-def _read(row: Any, place: str, *, columns: ColumnMap, preset: presets.Preset | None) -> ParsedRow:
+def _read(row: dict, place: str, *, columns: ColumnMap, preset: presets.Preset | None) -> ParsedRow:
     """A row by the columns the user named, else by its preset, else by what its columns show."""
+    if not columns.names_content and (preset := preset or presets.recognise(row)):
+        return preset.parse(row, columns, place)
+    return parse(row, columns, place)
+
+
+def _row_of(row: Any, place: str) -> dict:
     if isinstance(row, bytes):
         row = parse_json(row, place, _AS_LINE)
     if not isinstance(row, dict):
         raise UserError(
             f"{place} holds a {type(row).__name__}, not an object", "write one object per row"
         )
-    if not columns.names_content and (preset := preset or presets.recognise(row)):
-        return preset.parse(row, columns, place)
-    return parse(row, columns, place)
+    return row
+
+
+def _names(row: dict) -> Iterator[str]:
+    """The columns of a row, and the fields of objects that it lists, such as messages."""
+    yield from row
+    for value in map(from_json, row.values()):
+        if list_of(value, dict):
+            yield from chain.from_iterable(value)
 
 
 def _builtin(dataset: str) -> tuple[str, Rows, dict]:
@@ -394,85 +402,14 @@ def _builtin(dataset: str) -> tuple[str, Rows, dict]:
             f"no built-in dataset {dataset!r}",
             f"use builtin or {', '.join(f'builtin:{name}' for name in (*BUILTIN, STUDY))}",
         )
-    parts = [part] if part else BUILTIN
-    files = [resources.files("ia_mech") / "data" / f"builtin_{name}.jsonl" for name in parts]
+    folder = resources.files("ia_mech") / "data"
+    parts = [folder / f"builtin_{name}.jsonl" for name in ([part] if part else BUILTIN)]
 
     def rows() -> Iterator[tuple[str, bytes]]:
         # One of each in turn, so that any number of first rows is balanced.
-        return chain.from_iterable(zip(*map(_jsonl_rows, files), strict=True))
+        return chain.from_iterable(zip(*map(files.lines_of, parts), strict=True))
 
-    return dataset.replace(":", "-"), _counted(rows), {}
-
-
-def _file(path: Path) -> tuple[str, Rows, dict]:
-    if path.suffix not in SUFFIXES:
-        raise UserError(
-            f"{path} is not a {', '.join(SUFFIXES)} file",
-            "convert it to JSONL: pandas.read_csv(FILE, sep=None, engine='python').to_json("
-            "'rows.jsonl', orient='records', lines=True) for a table with commas or semicolons",
-        )
-    refuse_missing(path)
-    if not os.access(path, os.R_OK):
-        raise UserError(f"{path} can't be read", "change its permissions, or give a copy")
-    if path.suffix == ".parquet":
-        rows: Rows = partial(_parquet_rows, path), partial(_parquet_count, path)
-    else:
-        array = path.suffix == ".json" and _opens_array(path)
-        rows = _counted(partial(_array_rows if array else _jsonl_rows, path))
-    return path.stem, rows, {"file": path.name}
-
-
-def _counted(read: Reader) -> Rows:
-    return read, lambda: sum(1 for _ in read())  # rows that are quickly passed over
-
-
-def _jsonl_rows(path) -> Iterator[tuple[str, bytes]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"{path.name} line {number}", line
-
-
-def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    # An array can't be read in pieces: the file is held whole. JSONL is for large data.
-    for number, row in enumerate(parse_json(path.read_bytes(), path.name, _AS_JSON), start=1):
-        yield f"{path.name} row {number}", row
-
-
-def _opens_array(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            names = file.schema_arrow.names
-            if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise UserError(
-                    f"{path.name} has several columns named {twice[0]!r}", "rename or drop them"
-                )
-            batches = file.iter_batches(batch_size=_PARQUET_ROWS)
-            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-            for number, row in enumerate(rows, start=1):
-                yield f"{path.name} row {number}", row
-    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # the machine's fault, not the file's
-        # ValueError: a text that isn't UTF-8. OverflowError: a date far beyond the calendar.
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
-        raise UserError(
-            f"{path.name} is not readable as Parquet ({reason})", "write it again"
-        ) from error
-
-
-def _parquet_count(path: Path) -> int:
-    import pyarrow.parquet as pq
-
-    return pq.read_metadata(path).num_rows
+    return dataset.replace(":", "-"), (rows, lambda: sum(1 for _ in rows())), {}
 
 
 def _hub(
@@ -501,8 +438,7 @@ def _hub(
 
 def _hub_rows(opened: Iterable[dict], name: str) -> Iterator[tuple[str, dict]]:
     try:
-        for number, row in enumerate(opened, start=1):
-            yield f"{name} row {number}", row
+        yield from files.numbered(opened, name)
     except Exception as error:  # the network can fail at any row of a stream
         raise presets.unreadable(name, error) from error
 
@@ -510,9 +446,8 @@ def _hub_rows(opened: Iterable[dict], name: str) -> Iterator[tuple[str, dict]]:
 def _unknown(dataset: str) -> UserError:
     parts = [f"builtin:{name}" for name in (*BUILTIN, STUDY)]
     names = ["builtin", *parts, *presets.PRESETS]
-    close = difflib.get_close_matches(dataset.lower(), names, n=2, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ""
     return UserError(
-        f"no dataset {dataset!r} (there are {', '.join(names)}{hint})",
-        "use one of these, a .jsonl, .json or .parquet file, or a hub id org/name",
+        f"no dataset {dataset!r}{did_you_mean(dataset.lower(), names)}; there are "
+        f"{', '.join(names)}",
+        f"use one of these, a {files.KINDS} file, a folder of such files, or a hub id org/name",
     )

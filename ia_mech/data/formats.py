@@ -10,7 +10,7 @@ Shapes:
     turns        a list of user turns as texts (MT-bench): the query, then what the user said next
     alternating  a list of texts of user and assistant in turn
 
-In any of them ``responses`` may hold a list in place of the response: a conversation each. Columns
+In any of them a list of texts may stand in place of the response: a conversation each. Columns
 beside a shape are part of the conversation (system message, history, passage, tools, thought), are
 refused by name, or become metadata. A name that is nearly one of these is asked about.
 """
@@ -32,8 +32,11 @@ from ia_mech.data.messages import (
     Answer,
     Message,
     as_list,
-    holds_choices,
+    has_roles,
+    holds_answers,
     holds_messages,
+    holds_said,
+    is_said,
     read_answers,
     read_messages,
     read_tools,
@@ -41,59 +44,52 @@ from ia_mech.data.messages import (
 )
 from ia_mech.data.values import from_json, is_gap, is_null, json_type, jsonable, list_of
 from ia_mech.errors import UserError
+from ia_mech.run.layout import UNPERTURBED
 from ia_mech.untrusted import parse_json
 
+CORRECT = "correct the row, or leave such rows out (--skip-unusable; with --dry-run it lists them)"
 FORMATS = ("auto", "messages", "sharegpt", "qa", "turns", "alternating")
 CUTS = ("first", "last")
-SUFFIXES = (".jsonl", ".json", ".parquet")  # of files with rows
+USER_HEADER = "user"
 
+# Names that columns are known by. A column with nearly a name of the second group never becomes
+# metadata: the user is asked.
 _ID = ("id", "question_id", "prompt_id", "key", "unique_id", "conversation_hash", "conversation_id")
-_OWN = (
-    "id",
-    "source_id",
-    "dataset",
-    "messages",
-    "real_follow_up",
-)  # as Conversation.to_dict has them
+_OWN = ("id", "source_id", "dataset", "messages", "real_follow_up")  # of Conversation.to_dict
 _MESSAGES = ("messages", "conversation", "conversations")
 _QUERY = ("question", "prompt", "query", "instruction", "problem", "input")
-_RESPONSE = ("response", "output", "solution", "completion", "chosen", "choices", "outputs")
+_LISTED = ("choices", "outputs", "responses")  # hold answers, or other things
+_RESPONSE = ("response", "output", "solution", "completion", "chosen", *_LISTED)
 _AFTER_MESSAGES = tuple(name for name in _RESPONSE if name != "solution")  # which is gold there
-_CERTAIN = ("response", "completion", "choices")  # beside messages, the answer to them or a mistake
-_CHOICES = ("choices", "outputs")  # hold answers, or options
-_FIRST_ANSWER = ("reference_first_answer", "response")
-_FOLLOWUP = ("real_follow_up", "follow_up", "followup")
-_SYSTEM = (
-    "system", "system_prompt", "system_message", "system_instruction", "sys", "systemPrompt",
-    "developer",
-)  # fmt: skip
-_PASSAGE = (
-    "context", "passage", "input", "passage_text", "article", "paragraph", "evidence", "story",
-)  # fmt: skip
-_HISTORY = (
-    "history", "chat_history", "past", "conversation_history", "dialogue_history",
-    "previous_messages",
-)  # fmt: skip
-_UNREAD_ANSWERS = ("completions", "generations")  # several answers, or steps of one: unknown
+_FIRST_ANSWER = ("reference_first_answer", "response", "responses")
 _OPTIONS = ("options", "choices", "endings")  # of a multiple-choice question
-_TOOLS = ("tools", "functions")
 
-# Endings of unknown names that suggest a query or a response; words that suggest a gold answer.
-_LIKE_QUERY = ("question", "query", "prompt", "instruction", "problem", "input")
-_LIKE_RESPONSE = ("response", "answer", "output", "completion", "reply", "generation", "assistant")
-_NEAR = 0.8  # of difflib: a name with a letter too many, too few or swapped is near
-_LIKE_GOLD = ("gold", "correct", "expected", "reference", "target", "ideal")
-
-# What a column with nearly one of these names may hold, and the flag that names it. The names that
-# each role has are above; a list or an object is looked for where there is no flag.
-_ASKED = {
-    "the system message": (_SYSTEM, "--system-column"),
-    "a passage that the query is about": (_PASSAGE, "--context-column"),
-    "the real follow-up": (_FOLLOWUP, "--followup-column"),
-    "the exchanges before the query": (_HISTORY, None),
-    "several responses": (("responses",), None),
-    "the schemas of tools": (_TOOLS, None),
+_WHAT = {  # what a role is called in an error, and the names of its columns
+    "system": (
+        "the system message",
+        "system system_prompt system_message system_instruction sys systemPrompt developer",
+    ),
+    "context": (
+        "a passage that the query is about",
+        "context passage input passage_text article paragraph evidence story",
+    ),
+    "followup": ("the real follow-up", "real_follow_up follow_up followup"),
+    "history": (
+        "the exchanges before the query",
+        "history chat_history past conversation_history dialogue_history previous_messages",
+    ),
+    "tools": ("the schemas of tools", "tools functions"),
 }
+_NAMES = {role: tuple(names.split()) for role, (_, names) in _WHAT.items()}
+
+# How names end that suggest a query or a response; words that suggest a gold answer.
+_LIKE_QUERY = re.compile(r"(question|query|prompt|instruction|problem|input)$")
+_LIKE_RESPONSE = re.compile(
+    r"(response|answer|output|completion|generation|prediction|candidate|rollout|reply|replie"
+    r"|assistant|hypothesis|sampled|samples|resp|pred)s?$"
+)
+_LIKE_GOLD = ("gold", "correct", "expected", "reference", "target", "ideal", "truth")
+_NEAR = 0.8  # of difflib: a name with a letter too many, too few or swapped is near
 _WORD = re.compile(r"\s*\w*\s*", re.ASCII)
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 _GSM8K_END = re.compile(r"\s*####\s*(-?[\d,.]*\d)\s*$")
@@ -143,14 +139,15 @@ class ParsedRow:
     source_id: str | None = None
     dataset: str | None = None
     metadata: dict = field(default_factory=dict)
-    perturbation: str | None = None
-    header: str | None = None
+    perturbation: str = UNPERTURBED
+    header: str = USER_HEADER
     responses: list[Answer] | None = None  # several, each of which answers the query
     response_index: int | None = None
     finish_reason: str | None = None
     left: list[str] = field(default_factory=list)  # columns that became metadata
     roles: dict[str, str] = field(default_factory=dict)  # fields of ColumnMap → columns read so
     cut: bool = False  # whether it has more turns after the real follow-up
+    unpacked: bool = False  # whether its response was a text with messages
 
 
 def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
@@ -169,17 +166,17 @@ def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
     cells.add_tools(parsed.messages)
     parsed.id = cells.identifier("id", _ID)
     parsed.source_id = cells.identifier("source", ("source_id",))
-    if isinstance(row.get("dataset"), str):
+    if isinstance(cells.known.get("dataset"), str):
         parsed.dataset = cells.take("dataset")
-    if isinstance(row.get("perturbation"), str):  # as experiments write them
-        parsed.perturbation = cells.take("perturbation")
-        parsed.header = cells.take("header" if "header" in row else None)
-    if isinstance(row.get("response_index"), int):  # as our own JSONL has it
-        parsed.response_index = cells.take("response_index")
+    if cells.own:
+        for name in ("perturbation", "header", "response_index"):
+            if name in cells.known:
+                setattr(parsed, name, cells.take(name))
+    parsed.unpacked = cells.unpacked
     parsed.left, parsed.metadata = cells.rest()
     if not cells.own:
         parsed.roles = cells.roles
-        cells.refuse_unread_response(parsed)
+        cells.refuse_another_response(parsed)
         cells.refuse_near_names(parsed.left)
         said = [message for answer in parsed.responses or () for message in answer.messages]
         _refuse_empty([*parsed.messages, *said], place)
@@ -201,7 +198,7 @@ def _refuse_empty(messages: list[Message], place: str) -> None:
 
 def like_gold(name: str) -> bool:
     """Whether a column is named as gold answers are."""
-    return any(word in name.lower() for word in _LIKE_GOLD)
+    return name != "correct" and any(word in name.lower() for word in _LIKE_GOLD)
 
 
 def split_gsm8k(solution: str) -> tuple[str, str] | None:
@@ -248,6 +245,7 @@ class _Cells:
         self.known = {k: v for k, v in row.items() if not is_null(v) and k not in columns.metadata}
         self.used: set[str] = set()
         self.roles: dict[str, str] = {}
+        self.unpacked = False
 
     def name(self, role: str, usual: Iterable[str] = ()) -> str | None:
         """The column for ``role``: the one the user named, else the first usual one present."""
@@ -353,13 +351,15 @@ class _Cells:
             )
 
     def response(self, usual: Iterable[str]) -> str | None:
-        """The name of the column that holds the response.
+        """The name of the column that holds the response, or several."""
+        others = [n for n in _LISTED if not self._holds_answers(n)]
+        return self.name("response", [n for n in usual if n not in others])
 
-        ``choices`` and ``outputs`` count only if they hold answers: elsewhere they are the options
-        of a multiple-choice question, for instance.
-        """
-        lists = [n for n in _CHOICES if not holds_choices(self.known.get(n))]
-        return self.name("response", [n for n in usual if n not in lists])
+    def _holds_answers(self, name: str) -> bool:
+        """Whether a column of :data:`_LISTED` holds answers. Texts in ``choices`` are the options
+        of a multiple-choice question."""
+        value = from_json(self.known.get(name))
+        return holds_answers(value) or (list_of(value, str) and name != "choices")
 
     def answers(self, name: str | None) -> list[Answer]:
         """What the assistant said, by the column of the response and those beside it."""
@@ -369,9 +369,14 @@ class _Cells:
         where = f"{self.place}: the column {name!r}"
         said = self.take(name, "response")
         said = as_list(said) if name == "chosen" else said  # may be a transcript
-        answers = read_answers(said, where, self.columns.metadata)
+        said = from_json(said) if name == "responses" else said
+        several = list_of(said, str) or (name == "responses" and isinstance(said, list))
+        each = said if several else [said]
+        answers = [a for one in each for a in read_answers(one, where, self.columns.metadata)]
         if len(answers) == 1:
-            reason = self.beside([answers[0].messages[-1]])
+            last = answers[0].messages[-1]
+            self.unpacked = isinstance(said, str) and last["content"] != said
+            reason = self.beside([last])
             answers = [Answer(answers[0].messages, answers[0].finish_reason or reason)]
         return answers
 
@@ -389,11 +394,13 @@ class _Cells:
 
     def followup(self) -> str | None:
         """The column of the user's real next turn. An unnamed one counts only if it holds text."""
-        return self.name("followup", [n for n in _FOLLOWUP if isinstance(self.known.get(n), str)])
+        return self.name(
+            "followup", [n for n in _NAMES["followup"] if isinstance(self.known.get(n), str)]
+        )
 
     def history(self) -> list[Message]:
         """The exchanges before the query."""
-        name = next((n for n in _HISTORY if not is_gap(self.known.get(n))), None)
+        name = next((n for n in _NAMES["history"] if not is_gap(self.known.get(n))), None)
         if name is None:
             return []
         listed = self.listed(name)
@@ -405,7 +412,7 @@ class _Cells:
 
     def add_system(self, messages: list[Message]) -> None:
         """Open messages with the system message that a column has."""
-        text = self.text("system", _SYSTEM)
+        text = self.text("system", _NAMES["system"])
         if text is None:
             return
         if not messages or messages[0]["role"] != "system":
@@ -421,7 +428,7 @@ class _Cells:
         tools = [message.pop("tools") for message in messages if "tools" in message]
         if any(other != tools[0] for other in tools):
             raise UserError(f"{self.place}: the tools change within the conversation", NOT_PART)
-        names = [name for name in _TOOLS if not is_gap(from_json(self.known.get(name)))]
+        names = [name for name in _NAMES["tools"] if not is_gap(from_json(self.known.get(name)))]
         if names:
             tools = [read_tools(self.take(names[0]), self.place)]
         if tools and messages:
@@ -437,69 +444,65 @@ class _Cells:
             )
         return None if blank else str(value)
 
-    def responses(self) -> list[Answer] | None:
-        """The answers in the column ``responses``; None if it is a list of other objects."""
-        value = self.known.get("responses")
-        if value is None or (list_of(value, dict) and not {"role", "message"} & value[0].keys()):
-            return None
-        if not list_of(value, str) and not list_of(value, dict):
-            raise UserError(
-                f"{self.place}: the responses are not a list of texts ({json_type(value)})",
-                'write "responses": ["…", "…"], or name the column otherwise',
-            )
-        where = f"{self.place}: the column 'responses'"
-        listed = self.take("responses", "response")
-        each = (read_answers(one, where, self.columns.metadata) for one in listed)
-        return [answer for answers in each for answer in answers]
-
     def gold(self, name: str | None) -> str | None:
+        if name in self.used and self.columns.answer is None:
+            return None  # as the response
         value = jsonable(self.take(name, "answer"))
         if value is None or isinstance(value, str):
             return value
         return json.dumps(value, ensure_ascii=False)
 
-    def like(self, names: Iterable[str], usual: Sequence[str], ends: tuple[str, ...]) -> str | None:
-        """The first text among columns whose name is nearly a usual one, or ends like one, and
-        isn't a gold answer's."""
+    def like(self, names: Iterable[str], usual: Sequence[str], ends: re.Pattern) -> str | None:
+        """The first column that holds what somebody said, and whose name ends like one that is
+        looked for, or is nearly a usual one, and isn't an id's or a gold answer's."""
         for name in names:
-            known = name.lower()
-            near = known.endswith(ends) or get_close_matches(known, usual, 1, _NEAR)
-            text = isinstance(self.row[name], str) and not is_gap(self.row[name])
-            if text and near and not like_gold(name):
+            known, value = name.lower(), self.known.get(name)
+            near = ends.search(known) or get_close_matches(known, usual, 1, _NEAR)
+            plain = near and not known.endswith("id") and not like_gold(name)
+            number = isinstance(value, int | float) and ends.fullmatch(known) and known[-1] != "s"
+            if plain and not is_gap(value) and (number or holds_said(value)):
                 return name
         return None
 
-    def refuse_unread_response(self, parsed: ParsedRow) -> None:
-        """Refuse a row without a response and with a column that is named like one: the model
-        would write another in its place."""
-        answered = parsed.responses or any(m["role"] == "assistant" for m in parsed.messages)
-        unread = [name for name in parsed.left if name in self.known]
-        names = *_RESPONSE, "answer"
-        if not answered and (name := self.like(unread, names, _LIKE_RESPONSE)):
+    def refuse_another_response(self, parsed: ParsedRow) -> None:
+        """Refuse a row with a column that nothing has read and that is named like a response, where
+        the model would write another in its place, or another was read."""
+        said = [m["content"] for m in parsed.messages[-1:] if m["role"] == "assistant"]
+        unread = [n for n in parsed.left if not is_said(self.known.get(n), said)]
+        if not parsed.responses and not said:
+            if name := self.like(unread, (*_RESPONSE, "answer"), _LIKE_RESPONSE):
+                raise UserError(
+                    f"{self.place}: no response, and the column {name!r} may be one",
+                    f"say --response-column {name}; or, if the model is to write the response, "
+                    f"{METADATA} {name} (for a gold answer: --answer-column {name})",
+                )
+        elif self.columns.response is None and (name := self.like(unread, (), _LIKE_RESPONSE)):
+            read = self.roles.get("response")
+            meant = f"say --response-column {read} or --response-column {name}"
             raise UserError(
-                f"{self.place}: no response, and the column {name!r} may be one",
-                f"say --response-column {name}; or, if the model is to write the response, "
-                f"{METADATA} {name} (for a gold answer: --answer-column {name})",
+                f"{self.place}: the response is read from {read or self.roles.get('messages')!r}, "
+                f"and the column {name!r} may be one, too",
+                f"{meant if read else 'leave out one of them'}, or {METADATA} {name} if it is none",
             )
 
     def refuse_near_names(self, left: Iterable[str]) -> None:
         """Refuse a column whose name is nearly one that would change the conversation, if what it
         holds could be that: metadata never reaches the model."""
-        roles = [names for names, _ in _ASKED.values()]
         for name in left:
-            if name not in self.known or any(name in names for names in roles):
+            if name not in self.known or any(name in names for names in _NAMES.values()):
                 continue
             value, plain = from_json(self.known[name]), re.sub(r"[\s-]", "_", name.lower())
-            for what, (names, flag) in _ASKED.items():
-                near = get_close_matches(plain, [known.lower() for known in names], 1, _NEAR)
-                # One word is an id or a setting, not what somebody says.
+            for role, names in _NAMES.items():
+                near = get_close_matches(plain, map(str.lower, names), 1, _NEAR)
+                flag = hasattr(self.columns, role)  # else a list or an object is looked for
                 fits = isinstance(value, list | dict)
-                if flag is not None:
+                if flag:  # one word is an id or a setting, not what somebody says
                     fits = isinstance(value, str) and len(value.split()) > 1
                 if near and fits and not self.used.intersection(names):
-                    say = f"say {flag} {name}" if flag else f"call it {near[0]}"
+                    say = f"say --{role}-column {name}" if flag else f"call it {near[0]}"
                     raise UserError(
-                        f"{self.place}: the column {name!r} may be {what}, but isn't called so",
+                        f"{self.place}: the column {name!r} may be {_WHAT[role][0]}, but isn't "
+                        "called so",
                         f"{say}; or {METADATA} {name} if it is something else",
                     )
 
@@ -510,6 +513,8 @@ class _Cells:
         if own is not None and not isinstance(own, dict):
             own = {"metadata": own}
         named = [str(k) for k, v in left.items() if not is_gap(v)]
+        if left.keys() & (own or {}).keys():  # neither replaces the other
+            own = {"metadata": own}
         return named, jsonable(left | (own or {}))
 
 
@@ -525,11 +530,15 @@ def _detect(cells: _Cells) -> str:
     if any(name in cells.known for name in _QUERY):
         return "qa"
     query = cells.like(cells.known, _QUERY, _LIKE_QUERY) or "NAME"
+    empty = [n for n in (*_MESSAGES, *_QUERY) if n in cells.row and n not in cells.known]
+    if empty and query == "NAME":
+        raise UserError(f"{cells.place}: nothing is in {' and '.join(map(repr, empty))}", CORRECT)
     response = cells.like(cells.known, _RESPONSE, _LIKE_RESPONSE) or "NAME"
+    messages = next((n for n, v in cells.known.items() if has_roles(as_list(v))), "NAME")
     raise UserError(
         f"{cells.place}: columns not recognised (found: {cells.found})",
         f"name them: --query-column {query} --response-column {response}, or --messages-column "
-        "NAME; --help has the others, and --format if the shape isn't plain",
+        f"{messages}; --help has the others, and --format if the shape isn't plain",
     )
 
 
@@ -550,7 +559,7 @@ def _from_messages(cells: _Cells) -> ParsedRow:
             "name its column with --messages-column",
         )
     messages = cells.messages(name)
-    cells.refuse_beside(("context", "passage", *_HISTORY), "a list of messages")
+    cells.refuse_beside(("context", "passage", *_NAMES["history"]), "a list of messages")
     # A prompt is never cut: all of it comes before the response.
     return _dialogue(cells, messages, len(messages) if name in _QUERY else 1)
 
@@ -570,7 +579,7 @@ def _dialogue(cells: _Cells, messages: list[Message], asked: int) -> ParsedRow:
     else:
         answers = [Answer([], cells.beside(messages))]
         said = cells.known.get(name, messages[-1]["content"])
-        if name in (cells.columns.response, *_CERTAIN) and said != messages[-1]["content"]:
+        if name == cells.columns.response and said != messages[-1]["content"]:
             cells.refuse(str(name), "stands beside messages that end with a response")
     return _row(cells, messages, answers, cells.gold(cells.name("answer", ("answer",))), asked)
 
@@ -584,15 +593,27 @@ def _from_qa(cells: _Cells) -> ParsedRow:
         )
     cells.refuse_another_query(name)
     query = cells.take(name, "query")
-    passage = cells.text("context", [n for n in _PASSAGE if n != name])
+    if cells.columns.format == "auto" and list_of(from_json(query), str):
+        raise UserError(
+            f"{cells.place}: the column {name!r} is a list of texts, written as JSON",
+            f"say whose texts: --messages-column {name} with --format turns (the user's alone) or "
+            "alternating (user and assistant in turn); or --format qa if the query is this JSON",
+        )
+    passage = cells.text("context", [n for n in _NAMES["context"] if n != name])
     if passage is not None and not is_gap(query):  # Alpaca, Dolly, SQuAD: the text to work on
         query = f"{query}\n\n{passage}"
     response_name = cells.response(_RESPONSE)
     answer_name = cells.name("answer", ("answer",))
     # "question" with "answer" alone is a dialogue; "prompt" or "problem" with "answer" is a task
     # with its gold answer, which is no turn.
-    is_dialogue = name == "question" and cells.columns.answer is None
-    if is_dialogue and response_name is None and not any(n in cells.row for n in _RESPONSE):
+    unsure = answer_name is not None and cells.columns.answer is None and response_name is None
+    if unsure and (name not in _QUERY or (name == "question" and not {*_RESPONSE} & {*cells.row})):
+        said = from_json(cells.known[answer_name])
+        if name != "question" or not (isinstance(said, str) or has_roles(said)):
+            raise UserError(
+                f"{cells.place}: the column 'answer' may be the response or the gold answer",
+                "say --response-column answer or --answer-column answer",
+            )
         response_name, answer_name = answer_name, None
     answers, gold = cells.answers(response_name), cells.gold(answer_name)
     cells.refuse_beside(_OPTIONS, "a query")
@@ -605,8 +626,8 @@ def _from_qa(cells: _Cells) -> ParsedRow:
 
 def _from_turns(cells: _Cells) -> ParsedRow:
     turns = cells.texts(("turns", "prompt"))
-    cells.refuse_beside(("context", "passage", *_HISTORY), "a list of user turns")
-    answers = cells.answers(cells.name("response", _FIRST_ANSWER))
+    cells.refuse_beside(("context", "passage", *_NAMES["history"]), "a list of user turns")
+    answers = cells.answers(cells.response(_FIRST_ANSWER))
     gold = cells.gold(cells.name("answer", ("answer",)))
     graded = cells.row.get("reference")
     if gold is None and isinstance(graded, list):  # MT-bench: the right answer to each turn
@@ -638,16 +659,8 @@ def _row(
 
 def _answered(cells: _Cells, asked: list[Message], answers: list[Answer]) -> ParsedRow:
     """What was asked, with the answer or the answers that columns hold."""
-    several = cells.responses()
-    answered = [message for message in asked[-1:] if message["role"] == "assistant"]
-    if several and (answered or any(answer.messages for answer in answers)):
-        raise UserError(
-            f"{cells.place}: a response and a list of responses", "leave out one of them"
-        )
-    if several or len(answers) > 1:
-        return ParsedRow(asked, responses=several or answers)
-    if not answers:
-        cells.refuse_beside(_UNREAD_ANSWERS, "a query without a response")
+    if len(answers) > 1:
+        return ParsedRow(asked, responses=answers)
     only = answers[0] if answers else Answer([])
     return ParsedRow(_joined(asked, only.messages, cells.place), finish_reason=only.finish_reason)
 

@@ -35,6 +35,7 @@ _EXCHANGES = (
     *(("input", "output"), ("user", "assistant"), ("human", "assistant")),
     *(("question", "answer"), ("prompt", "response"), ("query", "response")),
 )
+_CHOICE = ("message", "text", "response", "content", "output", "completion")  # what it says
 # What no text-only conversation has.
 UNREAD = (
     *("image", "images", "audio", "audios", "video", "videos", "files", "attachments"),
@@ -83,16 +84,31 @@ def as_list(value: Any) -> Any:
 
 def holds_messages(value: Any) -> bool:
     """Whether a value is a list of messages, or a text that holds one."""
-    return list_of(value, dict) or (isinstance(value, str) and _has_roles(as_list(value)))
+    return list_of(value, dict) or (isinstance(value, str) and has_roles(as_list(value)))
 
 
-def _has_roles(listed: Any) -> bool:
+def has_roles(listed: Any) -> bool:
+    """Whether a value is a list of messages that say whose they are."""
     return list_of(listed, dict) and bool({"role", "from"} & listed[0].keys())
 
 
-def holds_choices(value: Any) -> bool:
-    """Whether a value is a list of answers as chat APIs give them."""
-    return list_of(value, dict) and all(map(_is_choice, value))
+def holds_answers(value: Any) -> bool:
+    """Whether a value is a list of answers: messages, or what chat APIs give."""
+    return list_of(value, dict) and all(_is_choice(one) or has_roles([one]) for one in value)
+
+
+def holds_said(value: Any) -> bool:
+    """Whether a value holds what somebody said: a text, a list of texts or objects, a choice."""
+    if isinstance(value, dict):
+        return any(isinstance(value.get(name), str | dict) for name in _CHOICE)
+    listed = value if isinstance(value, list) else [value]
+    return any(isinstance(one, str | dict) for one in listed)
+
+
+def is_said(value: Any, said: Collection[str]) -> bool:
+    """Whether a value, or one in an object, is among these texts."""
+    values = value.values() if isinstance(value, dict) else [value]
+    return any(isinstance(one, str) and one in said for one in values)
 
 
 def read_answers(value: Any, place: str, ignored: Collection[str] = ()) -> list[Answer]:
@@ -101,7 +117,7 @@ def read_answers(value: Any, place: str, ignored: Collection[str] = ()) -> list[
     Raises:
         UserError: as :func:`read_messages`.
     """
-    if _has_roles(listed := from_json(value)):  # else the JSON is what was said
+    if has_roles(listed := from_json(value)):  # else the JSON is what was said
         value = listed
     if isinstance(value, dict) and not is_gap(value.get("choices")):
         value = value["choices"]
@@ -109,21 +125,18 @@ def read_answers(value: Any, place: str, ignored: Collection[str] = ()) -> list[
         value = [value]
     if not isinstance(value, list):
         return [Answer([{"role": "assistant", "content": value}])]
-    if not value or holds_choices(value):
+    if not value or all(map(_is_choice, value)):
         return [_choice(one, place, ignored) for one in value]
     return [Answer(read_messages(value, place, ignored))]
 
 
 def _is_choice(value: Any) -> bool:
-    return (
-        isinstance(value, dict) and "role" not in value and ("message" in value or "text" in value)
-    )
+    return isinstance(value, dict) and "role" not in value and not {*_CHOICE}.isdisjoint(value)
 
 
 def _choice(choice: dict, place: str, ignored: Collection[str]) -> Answer:
-    said = choice.get("message")
-    if is_gap(said):
-        said = {"role": "assistant", "content": choice.get("text")}
+    said = next((choice[name] for name in _CHOICE if not is_gap(choice.get(name))), None)
+    said = said if isinstance(said, dict) else {"role": "assistant", "content": said}
     reason = choice.get("finish_reason")
     return Answer(read_messages([said], place, ignored), None if is_null(reason) else str(reason))
 

@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import Any
 
 MATHS, INSTRUCTIONS, COLUMN = "math-verify", "if-verifiable", "column correct"  # verifiers
-TRUTH = {"true": True, "1": True, "false": False, "0": False}
+TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 SECONDS = 10  # for one formula; a comparison takes milliseconds
 
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from html import escape
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,9 +220,13 @@ class Run:
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
-        """The other columns of the data: a column per field, by context id."""
+        """The other columns of the data: a column per field, by context id. Columns of one kind of
+        value have pandas' nullable types, so that a gap changes no number."""
         rows = [json.loads(text) for text in self.contexts["metadata"]]
-        return pd.DataFrame(rows, pd.Index(self.contexts["context_id"]))
+        index = pd.Index(self.contexts["context_id"])
+        fields = dict.fromkeys(chain.from_iterable(rows))
+        columns = {field: _nullable([row.get(field) for row in rows], index) for field in fields}
+        return pd.DataFrame(columns, index)
 
     @cached_property
     def groups(self) -> pd.DataFrame:
@@ -716,6 +721,16 @@ def _contexts(table: pa.Table) -> pd.DataFrame:
         read = [[layout.message_of(one) for one in messages or ()] for messages in stored]
         frame["messages"] = pd.Series(read, frame.index, dtype=object)
     return frame
+
+
+def _nullable(values: list[Any], index: pd.Index) -> pd.Series:
+    """Values of JSON as a column; of several kinds, or beyond 64 bits, as Python objects."""
+    kinds = {type(value) for value in values if value is not None}
+    names = {bool: "boolean", int: "Int64", float: "Float64", str: "string"}
+    try:
+        return pd.Series(values, index, names.get(kinds.pop()) if len(kinds) == 1 else object)
+    except OverflowError:
+        return pd.Series(values, index, object)
 
 
 def _add_tensor(streams: dict[str, Any], name: str, tensor: "Tensor") -> None:

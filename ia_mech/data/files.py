@@ -1,0 +1,265 @@
+"""Files of rows, and rows that Python has.
+
+A file is JSON Lines, JSON, Parquet, CSV or TSV, perhaps packed; a folder holds shards of one kind.
+What a row means is for ``formats``.
+"""
+
+import csv
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ia_mech.cli import refuse_missing
+from ia_mech.data.values import is_null, list_of
+from ia_mech.errors import UserError
+from ia_mech.untrusted import parse_json
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")  # of files with rows
+KINDS = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+_PACKED = (".gz", ".bz2", ".zst")
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+_WRAPPERS = ("data", "rows", "examples", "instances", "samples", *_SPLITS)  # of a list of rows
+AS_JSON = "write one JSON object per line, in UTF-8 (.json may also hold one array)"
+_PARQUET_ROWS = 256  # at a time: bounds the memory, not the speed
+
+# (place, row): a line of JSON that is yet to be parsed, or any value.
+Reader = Callable[[], Iterator[tuple[str, Any]]]
+# Rows of a dataset: what reads them, from the first one at every call; and how many there are, None
+# where only reading them all would tell.
+Rows = tuple[Reader, Callable[[], int | None]]
+
+
+def kind(path: Path) -> str | None:
+    """The suffix that says how a file holds its rows; None if it is of no such kind."""
+    suffix = (path.with_suffix("") if path.suffix in _PACKED else path).suffix
+    return suffix if suffix in SUFFIXES else None
+
+
+def rows_of(path: Path) -> Rows:
+    """The rows of a file or of a folder of shards, of which none is read yet.
+
+    Raises:
+        UserError: it isn't there, can't be read, or is of another kind.
+    """
+    if not path.is_dir():
+        refuse_missing(path)
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{path} can't be read", "change its permissions, or give a copy")
+    if (path / "state.json").is_file():  # Dataset.save_to_disk
+        from datasets import load_from_disk
+
+        stored = load_from_disk(str(path))
+        return partial(numbered, stored, path.name), partial(len, stored)
+    each = [_file(file) for file in _shards(path)]
+    counts = [count for _, count in each]
+    return lambda: chain.from_iterable(read() for read, _ in each), lambda: sum(n() for n in counts)
+
+
+def saved(rows: Any, folder: Path) -> Path:
+    """The JSON Lines file, named after its content, that rows from Python are written to.
+
+    Args:
+        rows: a list of dicts, a pandas ``DataFrame``, a ``datasets.Dataset`` or any other iterable
+            of dicts.
+
+    Raises:
+        UserError: they are nothing of the kind, or there are none.
+    """
+    if hasattr(rows, "iterrows"):  # a DataFrame: its gaps are NaN, NaT or NA
+        if not rows.columns.is_unique:
+            raise UserError("several columns of the DataFrame have one name", "rename or drop them")
+        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    listed = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, Mapping) else []
+    if not listed or not all(isinstance(row, Mapping) for row in listed):
+        raise UserError(
+            f"the dataset is {type(rows).__name__}, not rows",
+            "give a list of dicts, a pandas DataFrame, a datasets.Dataset (one split of a "
+            "DatasetDict), the path of a file or the name of a dataset",
+        )
+    content = b"".join(json.dumps(_plain(row)).encode() + b"\n" for row in listed)
+    path = folder / f"rows-{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_bytes(content)
+        part.replace(path)
+    return path
+
+
+def _plain(value: Any) -> Any:
+    """A copy that JSON can hold."""
+    if hasattr(value, "tolist"):  # of NumPy
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if is_null(value):
+        return None
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    return value if isinstance(value, str | int | float) else str(value)
+
+
+def _shards(path: Path) -> list[Path]:
+    """The file, or the files of a folder."""
+    if not path.is_dir():
+        return [path]
+    if (path / "run.json").is_file():
+        raise UserError(f"{path} is a run, not a dataset", "give the file that it was made of")
+    if (path / "dataset_dict.json").is_file():  # DatasetDict.save_to_disk
+        raise UserError(f"{path} holds several splits", "give the folder of one")
+    files = sorted(f for f in path.iterdir() if kind(f) and f.name[0] not in "._")
+    if not files:
+        raise UserError(f"{path} holds no {KINDS} file", "give a file, or a folder of shards")
+    kinds = sorted({str(kind(file)) for file in files})
+    splits = sorted({word for file in files for word in _SPLITS if file.name.startswith(word)})
+    several = kinds if len(kinds) > 1 else splits if len(splits) > 1 else []
+    if several:
+        raise UserError(
+            f"{path} holds several kinds of files ({', '.join(several)})",
+            "give one file, or a folder of shards of one dataset",
+        )
+    return files
+
+
+def _file(path: Path) -> tuple[Reader, Callable[[], int]]:
+    form = kind(path)
+    if form is None:
+        raise UserError(
+            f"{path} is not a {KINDS} file, nor one of these with {' or '.join(_PACKED)}",
+            "convert it to one of these",
+        )
+    if form == ".parquet":
+        return partial(_parquet_rows, path), partial(_parquet_count, path)
+    readers = {".json": _json_rows, ".csv": _csv_rows, ".tsv": _csv_rows}
+    read = partial(readers.get(form, lines_of), path)
+    return read, lambda: sum(1 for _ in read())  # rows that are quickly passed over
+
+
+def _open(path: Any) -> BinaryIO:
+    if path.suffix not in _PACKED:
+        return path.open("rb")
+    import pyarrow as pa
+
+    # A file of text has no pieces that could be read alone: 1 MiB at a time.
+    return io.BufferedReader(pa.input_stream(str(path)), 1 << 20)
+
+
+def _lines(path: Any) -> Iterator[bytes]:
+    try:
+        with _open(path) as file:
+            yield from file
+    except OSError as error:
+        if error.errno is not None:
+            raise  # the machine's fault, not the file's
+        raise UserError(f"{path.name} can't be unpacked ({error})", "pack it again") from None
+
+
+def lines_of(path: Any) -> Iterator[tuple[str, bytes]]:
+    """The rows of a JSON Lines file, not yet parsed."""
+    lines = enumerate(_lines(path), start=1)
+    return ((f"{path.name} line {number}", line) for number, line in lines if line.strip())
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    # One value can't be read in pieces: the file is held whole. JSONL is for large data.
+    lines = lines_of(path)
+    (place, first), second = next(lines, ("", b"[]")), next(lines, None)
+    if second is not None:
+        with suppress(UserError):  # the first line alone is no JSON
+            parse_json(first, place, AS_JSON)
+            return lines_of(path)
+    whole = b"".join(_lines(path)) or b"[]"
+    return numbered(_rows_in(parse_json(whole, path.name, AS_JSON), path), path.name)
+
+
+def numbered(rows: Iterable, name: str) -> Iterator[tuple[str, Any]]:
+    """The rows with their places."""
+    return ((f"{name} row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _rows_in(value: Any, path: Path) -> list:
+    """The rows of a JSON value: a list, an object that holds one, or a table as pandas writes it
+    (``to_json`` with ``orient`` split, columns or index)."""
+    if not isinstance(value, dict):
+        return value if isinstance(value, list) else [value]
+    if list_of(value.get("columns"), str) and list_of(value.get("data"), list):
+        return [dict(zip(value["columns"], row, strict=True)) for row in value["data"]]
+    found = [name for name in _WRAPPERS if list_of(value.get(name), dict)]
+    if len(found) > 1:
+        raise UserError(
+            f"{path.name} holds several lists of rows ({', '.join(found)})", "write one to a file"
+        )
+    if found:
+        # The hub's viewer wraps each row, too.
+        return [row.get("row", row) if "row_idx" in row else row for row in value[found[0]]]
+    cells = list(value.values())
+    if list_of(cells, dict) and all(cell.keys() == cells[0].keys() for cell in cells):
+        if all(label.isdigit() for label in cells[0]):
+            return [{n: cell[label] for n, cell in value.items()} for label in cells[0]]
+        return [row if n.isdigit() else {"id": n} | row for n, row in value.items()]
+    return [value]
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    """The rows of a table, whose cells are all texts."""
+    csv.field_size_limit(1 << 30)
+    texts = (line.decode("utf-8-sig" if n == 0 else "utf-8") for n, line in enumerate(_lines(path)))
+    last = 0
+    try:
+        first = next(texts, "")
+        split = "\t" if kind(path) == ".tsv" else max(",;\t", key=first.count)
+        table = csv.reader(chain([first], texts), delimiter=split, strict=True)
+        names = next(table, [])
+        if len({*names}) < len(names):
+            raise csv.Error("two columns have one name")
+        for number, cells in enumerate(table, start=1):
+            if not any(map(str.strip, cells)):
+                continue
+            if len(cells) != len(names):
+                raise csv.Error(f"{len(cells)} cells under {len(names)} names")
+            yield f"{path.name} row {number}", dict(zip(names, cells, strict=True))
+            last = number
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path.name} can't be read as a table with {split!r} between cells, in UTF-8 "
+            f"(after row {last}: {error})",
+            "write it as JSON Lines: DataFrame.to_json(…, orient='records', lines=True)",
+        ) from None
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            names = file.schema_arrow.names
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise UserError(
+                    f"{path.name} has several columns named {twice[0]!r}", "rename or drop them"
+                )
+            batches = file.iter_batches(batch_size=_PARQUET_ROWS)
+            yield from numbered(chain.from_iterable(b.to_pylist() for b in batches), path.name)
+    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the machine's fault, not the file's
+        # ValueError: a text that isn't UTF-8. OverflowError: a date far beyond the calendar.
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise UserError(
+            f"{path.name} is not readable as Parquet ({reason})", "write it again"
+        ) from error
+
+
+def _parquet_count(path: Path) -> int:
+    import pyarrow.parquet as pq
+
+    return pq.read_metadata(path).num_rows
