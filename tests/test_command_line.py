@@ -351,9 +351,9 @@ def test_what_was_read_of_a_file_is_said_before_anything_is_computed(sample, tmp
     read = (
         "3 rows: messages from `messages`, query from `question`, response from `answer`, system "
         "message from `system`, real follow-up from `follow_up`, gold answer from `answer`, "
-        "1 with a system message of their own, 2 get the template's default one, 1 without a "
-        "response (the model will write it), 1 whose response was a text with messages, read as "
-        "these, 1 with a later user turn, the real follow-up, 1 with a gold answer"
+        "1 with a system message of their own, 2 get the template's default one, 1 whose "
+        "response was a text with messages, read as these, 1 without a response (the model will "
+        "write it), 1 with a later user turn, the real follow-up, 1 with a gold answer"
     )
     words = ("--dataset", data, "--max-response-tokens", "3")
     planned = sample(*words, "--dry-run")
