@@ -85,6 +85,25 @@ def test_rounding_of_a_model_that_repeats_its_last_token_is_no_fault():
         assert max(differences.deviations["sampled rows"]) < most
 
 
+@pytest.mark.parametrize("hidden", [0, 20])
+@DTYPES
+def test_where_a_token_changes_nothing_errors_are_held_against_rounding(dtype, hidden, monkeypatch):
+    """All tokens have one embedding. A part of the vocabulary may have logits of -1e4."""
+    model, honest = model_of("qwen3", dtype), check._step
+    model.model.embed_tokens.weight[:] = model.model.embed_tokens.weight[5].clone()
+    seen = (torch.arange(tiny.VOCAB) >= hidden).to(dtype)
+    model.lm_head.register_forward_hook(lambda _, __, logits: logits * seen - 1e4 * (1 - seen))
+    for epsilons in (1, 128):
+        off = 1 + epsilons * torch.finfo(dtype).eps * seen
+        monkeypatch.setattr(check, "_step", lambda *state, off=off: honest(*state) * off)
+        check._PASSED.clear()
+        if epsilons == 1:
+            assert check_engine(model, IDS).share
+        else:
+            with pytest.raises(UserError, match="other logits in cached decoding"):
+                check_engine(model, IDS)
+
+
 def assert_found(architecture: str, dtype: torch.dtype, *kinds: str) -> None:
     """A fault ends the check, in one of these kinds, unless it is to be ignored."""
     model = model_of(architecture, dtype)

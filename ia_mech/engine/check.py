@@ -10,6 +10,8 @@ fails, every row gets a copy.
 Differences of logits are measured in displacements: how far the logits at a token are from those at
 the nearer of its two neighbours. Logits that belong to another token are a whole displacement away
 in every dtype. Rounding moves a row by a small share of one, which scales with the dtype's epsilon.
+Where a token changes next to nothing, rounding would be held against nothing: a displacement counts
+as no less than a share of the logits themselves (:data:`LEAST`).
 
 Two checks would need prompts of hundreds or thousands of tokens, and do without them. Sliding
 windows are narrowed while the check lasts, so that short prompts fill them. A prefix of more than
@@ -46,6 +48,9 @@ ROUNDINGS = 16
 # No row may be off by more: rounding can change which experts a token is sent to, which moves its
 # row further. The logits of another token are off by 1 or more.
 OUTLIER = 0.5
+# A displacement is taken to be this share of the logits at least, in float32 and in half precision:
+# they may always be off by 70 and by 4 epsilons of their own size.
+LEAST, LEAST_HALF = 4e-3, 0.25
 LONG, QUERIES = 512, 33  # attention on CPUs takes blocks of 512 keys, and of 32 queries or more
 WINDOW = 8  # tokens; each prompt fills it, together with what is decoded
 PADDED = 33  # tokens of a padded batch: 1 modulo 32, where padding has gone wrong before
@@ -139,6 +144,9 @@ class _Differences:
             for prompt in self.prompts
         ]
         self.device = self.full[0].device  # of the last layer
+        self.half = torch.finfo(model.dtype).bits < 32
+        least = LEAST_HALF if self.half else LEAST
+        self.least = least * max(1e-30, *map(_size, self.full))
         self.deviations: dict[str, list[float]] = {}
         self.largest = 0.0  # the largest of all differences of logits
         if not all(logits.isfinite().all() for logits in self.full):
@@ -166,11 +174,10 @@ class _Differences:
 
     def refuse_large_ones(self) -> None:
         """Raise UserError if rows are off by more than rounding explains."""
-        half = torch.finfo(self.model.dtype).bits < 32
         allowed = max(TOLERANCE, ROUNDINGS * torch.finfo(self.model.dtype).eps)
         for what, off in self.deviations.items():
             typical, worst = sorted(off)[(len(off) - 1) // 2], max(off)
-            if not (typical <= allowed and worst <= (OUTLIER if half else allowed)):
+            if not (typical <= allowed and worst <= (OUTLIER if self.half else allowed)):
                 raise _WrongNumbers(
                     f"{type(self.model).__name__} gives other logits in {what} than in a full "
                     f"forward pass (off by {worst:.2g} of the difference that one token makes)",
@@ -186,7 +193,7 @@ class _Differences:
         difference = float(_largest_difference(ours, around[1]))
         self.largest = max(self.largest, difference)
         displacement = float(_largest_difference(around[[0, 2]], around[1]).amin())
-        self.deviations.setdefault(what, []).append(difference / max(displacement, 1e-30))
+        self.deviations.setdefault(what, []).append(difference / max(displacement, self.least))
 
     def _compare_logprobs(
         self,
@@ -208,7 +215,7 @@ class _Differences:
             _logprobs(self.full[context][shift:] / warmth, self.turn) for shift in range(3)
         )
         displacement = min(_difference(before, right), _difference(after, right))
-        self.deviations.setdefault(what, []).append(off / max(displacement, 1e-30))
+        self.deviations.setdefault(what, []).append(off / max(displacement, self.least))
 
     def _pad(self) -> None:
         """Compare a short prompt with much padding, and the long prompt beside it."""
@@ -299,6 +306,12 @@ def _full_pass(model: PreTrainedModel, ids: list[list[int]]) -> Tensor:
     cache, mask or padding."""
     with installed(model).own_attention():
         return model(torch.tensor(ids, device=model.device), use_cache=False).logits.float()
+
+
+def _size(logits: Tensor) -> float:
+    """The size of logits ``[tokens, vocab]``: of the top one or the middle one, since a model may
+    hide tokens behind a logit like -1e9."""
+    return float(torch.stack([logits.amax(-1), logits.median(-1).values]).abs().amax())
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int]) -> Tensor:
