@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -40,9 +40,8 @@ from ia_mech.collect.survey import Survey, survey, without_response
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Progress
 from ia_mech.engine.check import check_engine
-from ia_mech.engine.footprint import footprint
 from ia_mech.engine.intervene import Intervention
-from ia_mech.engine.memory import Backoff
+from ia_mech.engine.memory import Backoff, footprint
 from ia_mech.engine.shared import Engine
 from ia_mech.engine.workers import ANY, Crew, compute_in_workers, usable_cores
 from ia_mech.errors import UserError, exhaustion
@@ -118,7 +117,7 @@ def collect(
     if surveyed.vector is not None:
         surveyed.vector.check_weights(subject.weights_hash)
     engine = check_engine(model, probe_ids(chat), ignore=settings.ignore_check)
-    size = replace(footprint(model.config, model.dtype), shared=engine.share)
+    size = footprint(model)
     room = part_room(settings, size, out)
     parts, asked = plan_parts(surveyed, settings, size, room), settings
     settings = replace(settings, batch_rows=parts.batch_rows)
@@ -129,6 +128,7 @@ def collect(
         "parts": parts.counts,
         "position_tokens": chat.position_tokens,
         "part_room": room,
+        "footprint": asdict(size),
         "threads": crew.for_items(*work)[1],
         "skipped": surveyed.skipped,
         "source": surveyed.source.description | {"dataset": requested["settings"]["dataset"]},

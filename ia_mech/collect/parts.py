@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ia_mech.collect.survey import Survey
-from ia_mech.engine.footprint import Footprint, part_bytes
+from ia_mech.engine.memory import Footprint, part_bytes
 from ia_mech.models.load import resolve_device
 from ia_mech.run import Run, layout
 from ia_mech.settings import Settings, Shard

@@ -20,6 +20,7 @@ keys and values of a short one; rows that share it are compared with a row that 
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
@@ -28,14 +29,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.installed import install, installed
+from ia_mech.engine.memory import LayerBytes
 from ia_mech.engine.sampling import draw_tokens, stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Engine, held
-from ia_mech.engine.state import Prefilled, Prefix, State, expand, forward, prefill
+from ia_mech.engine.state import Prefilled, Prefix, State, expand, forward, held_tensors, prefill
 from ia_mech.engine.workers import torch_threads
 from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.models.load import context_limit, refuse_unknown_ids, text_config
@@ -122,7 +124,28 @@ def _check(model: PreTrainedModel, ids: list[int]) -> None:
             f"({' '.join(str(error).split())[:120]})",
             "use a decoder-only model whose blocks pass on one hidden state per token",
         ) from error
+    made = installed(model)
+    made.held = _layer_bytes(model, differences.prefilled.state, made.engine)
     differences.refuse_large_ones()
+
+
+def _layer_bytes(model: PreTrainedModel, state: State, engine: Engine) -> tuple[LayerBytes, ...]:
+    """What the layers of a cache hold, read off one of several rows."""
+    found: list[LayerBytes] = []
+    whole = DynamicCache(config=model.config).layers  # with the windows that the check has narrowed
+    layers = zip(state.cache.layers, whole, strict=True)
+    for number, (layer, its) in enumerate(layers, start=1):
+        each, most, fixed = 0, None, sum(tensor.nbytes for tensor in held_tensors(layer))
+        if isinstance(layer, DynamicLayer) and layer.is_initialized:
+            keys, values = held(layer)
+            own = keys.nbytes + values.nbytes
+            each, fixed = own // keys.shape[-2], fixed - own
+            window = getattr(its, "sliding_window", None)
+            most = None if window is None else window - 1
+        shared = number in engine.shared
+        found.append(LayerBytes(1, each // state.rows, most, fixed // state.rows, shared))
+    counts = Counter(found)
+    return tuple(one._replace(layers=count) for one, count in counts.items())
 
 
 class _Differences:
