@@ -80,7 +80,7 @@ if TYPE_CHECKING:  # these load torch, for which --help doesn't wait
     from ia_mech.chat.format import ChatFormat
     from ia_mech.engine.score import Scored, Turn
     from ia_mech.engine.workers import Crew
-    from ia_mech.models.load import Subject
+    from ia_mech.models.load import ModelFiles, Subject
 
 
 SHARES = 64  # where memory runs out, a pass holds no less than this part of what it usually may
@@ -263,15 +263,15 @@ class Experiment(ABC):
         return subsample(found, getattr(self.args, "queries", None), self.args.seed)
 
     @cached_property
-    def _tokenizer_and_config(self) -> tuple[Any, Any]:
-        from ia_mech.models.load import load_tokenizer_and_config, recall
+    def _files(self) -> "ModelFiles":
+        from ia_mech.models.load import load_files, recall
 
         first = self.runs[0]
-        return load_tokenizer_and_config(recall(first.settings, first.model["weights_hash"]))
+        return load_files(recall(first.settings, first.model["weights_hash"]))
 
     @property
     def config(self) -> Any:
-        return self._tokenizer_and_config[1]
+        return self._files.config
 
     @cached_property
     def chat(self) -> "ChatFormat":
@@ -280,10 +280,10 @@ class Experiment(ABC):
         Raises:
             UserError: its template is not the one that the run was sampled with.
         """
-        from ia_mech.collect.identity import build_chat, eos_ids
+        from ia_mech.collect.plan import build_chat
 
-        first, (tokenizer, config) = self.runs[0], self._tokenizer_and_config
-        chat = build_chat(Settings.read(first.settings), tokenizer, eos_ids(None, config))
+        first = self.runs[0]
+        chat = build_chat(Settings.read(first.settings), self._files)
         if chat.describe()["template_hash"] != first.record["identity"]["chat"]["template_hash"]:
             raise UserError(
                 f"the chat template of {first.model['name']} is not the one that {first.path} was "
@@ -601,13 +601,13 @@ class Experiment(ABC):
         from ia_mech.models.load import resolve_device
 
         first = self.runs[0]
-        device = resolve_device(first.settings["device"]).type  # here, wherever the run was made
+        device = resolve_device(first.settings["device"])  # here, wherever the run was made
         batch = first.settings["batch_rows"]
         size = Footprint.read(first.record["footprint"])
         pace = Pace(self.config, getattr(torch, first.model["dtype"]), device)
         longest = int(first.contexts["context_tokens"].max())
         seconds = pace.seconds(tokens, 2 * units)
-        part = (4 * LOGITS[device] + STATE_BYTES[device]) if units else 0
+        part = (4 * LOGITS[device.type] + STATE_BYTES[device.type]) if units else 0
         for arm in arms:
             contexts, each = len(arm.conversations), arm.rows(first)
             new = arm.settings.get("max_new_tokens", first.settings["max_new_tokens"])
@@ -659,11 +659,10 @@ def flag(
 
 def model_of(subject: "Subject", run: Run) -> Model:
     """A model with the chat settings of a run, checked as before sampling."""
-    from ia_mech.collect.identity import build_chat, eos_ids, probe_ids
+    from ia_mech.collect.plan import build_chat, probe_ids
     from ia_mech.engine.check import check_engine
 
-    stops = eos_ids(subject.model.generation_config, subject.model.config)
-    chat = build_chat(Settings.read(run.settings), subject.tokenizer, stops)
+    chat = build_chat(Settings.read(run.settings), subject.files)
     check_engine(subject.model, probe_ids(chat))
     return Model(subject, chat)
 

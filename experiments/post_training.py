@@ -121,7 +121,7 @@ def _add_training(parser: argparse.ArgumentParser, rate: float) -> None:
 def export_or_train(args: argparse.Namespace) -> None:
     """Run ``export``, ``sft`` or ``grpo``. The card is written last."""
     from experiments import sequences, training
-    from ia_mech.collect.identity import probe_ids
+    from ia_mech.collect.plan import probe_ids
     from ia_mech.engine.check import check_engine
     from ia_mech.models.load import load
     from ia_mech.run.layout import refuse_inside_run, refuse_unwritable

@@ -15,10 +15,10 @@ import pandas as pd
 from experiments.arms import conversations_of
 from ia_mech.chat.format import ChatFormat
 from ia_mech.cli import shell_word
-from ia_mech.collect.identity import build_chat, eos_ids
+from ia_mech.collect.plan import build_chat
 from ia_mech.data.conversations import Conversation, open_conversations
 from ia_mech.errors import UserError
-from ia_mech.models.load import ModelSpec, load_tokenizer_and_config, recall
+from ia_mech.models.load import ModelSpec, load_files, recall
 from ia_mech.rates.load import open_runs
 from ia_mech.run import Run, layout
 from ia_mech.run.queries import subsample
@@ -65,9 +65,8 @@ def model_of(run: Run | None, name: str | None) -> tuple[ModelSpec, ChatFormat]:
         spec = ModelSpec(name=name)
     else:
         spec = ModelSpec() if run is None else recall(run.settings, run.model["weights_hash"])
-    tokenizer, config = load_tokenizer_and_config(spec)
     settings = Settings() if run is None else Settings.read(run.settings)
-    return spec, build_chat(settings, tokenizer, eos_ids(None, config))
+    return spec, build_chat(settings, load_files(spec))
 
 
 def split(

@@ -229,7 +229,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
 
 def measured_pace(model: str) -> tuple[float, float]:
     """Tokens a second that a model reads, and writes with many rows: measured with a few."""
-    from ia_mech.collect.identity import build_chat, eos_ids, probe_ids
+    from ia_mech.collect.plan import build_chat, probe_ids
     from ia_mech.engine.check import check_engine
     from ia_mech.engine.decode import Row, decode
     from ia_mech.engine.state import Prefix, prefill
@@ -238,8 +238,7 @@ def measured_pace(model: str) -> tuple[float, float]:
     from ia_mech.settings import Settings
 
     subject = load(ModelSpec(name=model))
-    stops = eos_ids(subject.model.generation_config, subject.model.config)
-    ids = probe_ids(build_chat(Settings(model=model), subject.tokenizer, stops)) * 4
+    ids = probe_ids(build_chat(Settings(model=model), subject.files)) * 4
     prefixes = [Prefix(ids)] * 2
     rows = [Row(number % 2, 1.0, (number, 0)) for number in range(32)]
     cores = usable_cores() if subject.device.type == "cpu" else 1
@@ -451,12 +450,12 @@ def usable_queries(stage: Stage, out: Path) -> int:
     out or refused as there."""
     from ia_mech.collect.command import build_parser as of_sample
     from ia_mech.collect.command import settings_of
-    from ia_mech.collect.survey import survey
+    from ia_mech.collect.plan import Plan
 
-    surveyed = survey(settings_of(of_sample().parse_args(stage.words)), out)
-    for line in surveyed.skipped:
+    plan = Plan(settings_of(of_sample().parse_args(stage.words)), out)
+    for line in plan.skipped:
         print(f"note: skipped, {one_line(line)}", file=sys.stderr)
-    return surveyed.dataset_conversations
+    return plan.data.rows
 
 
 def _run_stages(args: argparse.Namespace) -> int | None:

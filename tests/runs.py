@@ -281,7 +281,7 @@ def write_by_hand(out: Path, change=None, parts=range(4)) -> Run:
     names = [layout.part_names(len(PARTS))[part] for part in parts]
     with RunWriter(out, RECORD) as writer:
         writer.start_session({"machine": "test"})
-        writer.drop_damaged("contexts", names)
+        writer.find_damage("contexts", names)
         for part, name in zip(parts, names, strict=True):
             if writer.claim("contexts", name):
                 add_part(writer, part, change=change if part == 1 else None)

@@ -1,10 +1,13 @@
 """The main job: parts, memory, precision, and what can't be used."""
 
 import copy
+import json
 import os
 import re
+import shutil
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,16 +16,16 @@ import torch
 from contract import VECTOR, relative_l2
 from runs import sampled
 from shell import call
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 import ia_mech.collect.compute as compute
 import ia_mech.collect.job as job
 import ia_mech.collect.parts as parts
 from ia_mech.collect.command import main
-from ia_mech.collect.parts import plan_parts
+from ia_mech.collect.parts import Memory, plan_parts
+from ia_mech.collect.plan import Plan, PlannedContext
 from ia_mech.collect.progress import PhaseProgress
 from ia_mech.collect.summary import print_run
-from ia_mech.collect.survey import Survey
 from ia_mech.display import Quiet
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.memory import footprint
@@ -147,84 +150,105 @@ def test_ids_beyond_the_embedding_are_refused_with_the_cause(
 # -- parts ----------------------------------------------------------------------------------------
 
 
-ROOM = 2**31  # bytes of memory for a part: more than those below take
 check_engine(tiny.model("llama"), tiny.prompt(TOKENS, seed=0))
 SIZE = footprint(tiny.model("llama"))
 
 
-def survey_of(lengths: list[int], prompts: dict[int, int] | None = None) -> Survey:
-    read = {"conversations": [None] * len(lengths), "lengths": lengths, "prompts": prompts or {}}
-    return Survey(None, None, (), None, None, **read)
+def planned(settings: Settings, lengths: list[int], prompt: int = 0) -> SimpleNamespace:
+    """A plan of contexts of such lengths; responses are written after prompts of ``prompt`` tokens,
+    if it isn't 0."""
+    contexts = [PlannedContext(None, tokens, None, (1,) * prompt) for tokens in lengths]
+    written = [0 if prompt else None] * len(lengths)
+    return SimpleNamespace(
+        settings=settings,
+        contexts=contexts,
+        batch_rows=settings.batch_rows,
+        device=torch.device("cpu"),
+        parts=plan_parts(settings, "cpu", written),
+    )
 
 
 def test_a_part_fills_a_batch_and_a_part_of_responses_serves_whole_ones():
-    plan = plan_parts(survey_of([30] * 10, dict.fromkeys(range(10), 9)), SETTINGS, SIZE, ROOM)
+    plan = plan_parts(SETTINGS, "cpu", [0] * 10)
     # Four contexts of five rows fill 20 rows; four parts of a size hold ten contexts.
     assert list(plan.contexts.values()) == [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]]
     assert list(plan.responses.values()) == [list(range(10))]  # few rows cost as much as 16
-    assert plan.counts == {"responses": 1, "contexts": 4} and plan.batch_rows == 20
-    wide = plan_parts(survey_of([30] * 50, dict.fromkeys(range(50), 9)), SETTINGS, SIZE, ROOM)
+    assert plan.counts == {"responses": 1, "contexts": 4}
+    wide = plan_parts(SETTINGS, "cpu", [0] * 50)
     for some in wide.responses.values():
         inside = [part for part in wide.contexts.values() if part[0] in some]
         assert some == [order for part in inside for order in part] and len(some) <= 20
-    alone = plan_parts(survey_of([30] * 3), replace(SETTINGS, batch_rows=2), SIZE, ROOM)
+    alone = plan_parts(replace(SETTINGS, batch_rows=2), "cpu", [None] * 3)
     assert list(alone.contexts.values()) == [[0], [1], [2]]
+    settings = replace(SETTINGS, responses=2, response_temperature=1.0)
+    several = plan_parts(settings, "cpu", [0, 1] * 5)
+    assert all(part[0] % 2 == 0 for part in several.contexts.values())  # no query is split
 
 
-def test_a_part_takes_no_more_memory_than_it_has_room_for():
+def test_memory_limits_what_is_computed_together():
     settings = replace(SETTINGS, batch_rows=100)
-    rows = 5 * SIZE.row(3000, 5)
-    room = 2 * (SIZE.context(3000) + rows)
-    plan = plan_parts(survey_of([3000, 30, 3000, 30, 3000] * 4), settings, SIZE, room)
-    # Four parts of five would do, if each had room for more than one long context.
-    assert [5 in map(len, plan.contexts.values()), len(plan.contexts)] == [False, 12]
-    assert plan.part_bytes <= room and plan.batch_rows == 100
-    # Not even the rows of one have room: fewer are decoded together.
-    few = plan_parts(survey_of([3000]), settings, SIZE, SIZE.context(3000) + rows - 1)
-    assert few.batch_rows == 4 and few.part_bytes < SIZE.context(3000) + rows
-    prompts = plan_parts(survey_of([3000] * 9, dict.fromkeys(range(9), 2900)), settings, SIZE, room)
-    row = SIZE.context(2900) + SIZE.row(2900, settings.max_response_tokens)
-    assert prompts.response_rows == room // row and prompts.part_bytes <= room
+    row, context = SIZE.row(3000, 5), SIZE.context(3000)
+    plan = planned(settings, [3000, 30, 3000, 30, 3000] * 4)  # four parts of five contexts
+    enough = 5 * context + 25 * row
+    for room, limit in ((enough, 100), (enough - 1, 24), (context + 3 * row, 3), (0, 1)):
+        memory = Memory(plan, SIZE, room)
+        rows, taken = memory.together("contexts", range(5))
+        assert rows == limit and memory.part_bytes == taken
+        assert taken <= room or limit == 1
+    prompts = planned(settings, [3000] * 9, 2900)
+    room = 3 * (SIZE.context(2900) + SIZE.row(2900, settings.max_response_tokens))
+    assert Memory(prompts, SIZE, room).together("responses", range(9)) == (3, room)
     # Others wait for the places of long responses.
-    settings = replace(settings, max_response_tokens=3000)
-    room = 5 * SIZE.row(30, 3000)
-    thoughts = plan_parts(survey_of([3030] * 9, dict.fromkeys(range(9), 30)), settings, SIZE, room)
-    assert thoughts.response_rows < 5 < max(map(len, thoughts.responses.values()))
-    assert thoughts.part_bytes <= room
+    thoughts = planned(replace(settings, max_response_tokens=3000), [3030] * 9, 30)
+    memory = Memory(thoughts, SIZE, 2 * SIZE.row(30, 3000) + 8 * SIZE.context(30))
+    assert memory.together("responses", range(9)) == (2, memory.room) and memory.waiting == 4
 
 
-def test_the_machine_that_begins_a_run_sizes_the_parts_of_all(tiny_subject, tmp_path, monkeypatch):
+def test_the_machine_that_begins_a_run_says_how_much_memory_all_use(
+    tiny_subject, tmp_path, monkeypatch
+):
     """It has room for two contexts with their rows, the others for all at once, or for none."""
     few = 2 * (SIZE.context(200) + 5 * SIZE.row(200, 3))
     out, settings = tmp_path / "run", replace(SETTINGS, limit=5, max_new_tokens=3)
+    changed: list[str] = []
+
+    def unchanged(conversation, context) -> list:
+        changed.append(conversation.id)
+        return []
 
     def begin(*_):  # another machine does so while this one plans
-        monkeypatch.setattr(parts, "part_bytes", lambda *_: few)
+        monkeypatch.setattr(job, "part_bytes", lambda *_: few)
         sampled(settings, tiny_subject, out, shard=(1, 2))
         return 10**9
 
-    monkeypatch.setattr(parts, "part_bytes", begin)
-    run = sampled(settings, tiny_subject, out, shard=(2, 2))
+    monkeypatch.setattr(job, "part_bytes", begin)
+    run = sampled(settings, tiny_subject, out, shard=(2, 2), interventions=unchanged)
     assert run.complete and run.record["part_room"] == few
-    monkeypatch.setattr(parts, "part_bytes", lambda *_: 1)
+    mine = run.parts("contexts")[1::2]
+    assert len(changed) == sum(part["contexts"] for part in mine) > 0
+    monkeypatch.setattr(job, "part_bytes", lambda *_: 1)
     again = sampled(settings, tiny_subject, out)
     assert again.digest() == run.digest() and again.record == run.record
     alone = sampled(replace(settings, limit=1), tiny_subject, tmp_path / "alone")
-    assert alone.record["part_room"] == 1 and alone.settings["batch_rows"] == 1
+    assert alone.record["part_room"] == 1 and alone.settings["batch_rows"] == 20
+    assert [part["batch_rows"] for part in alone.parts("contexts")] == [1]
+    whole = sampled(settings, tiny_subject, tmp_path / "whole")
+    assert {part["batch_rows"] for part in whole.parts("contexts")} == {1}
+    assert_same_but_at_near_ties(run, whole)
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 5])
 def test_every_part_is_dealt_to_one_shard_with_the_responses_that_it_needs(of):
-    for prompts in ({}, dict.fromkeys(range(0, 90, 2), 9)):
-        plan = plan_parts(survey_of([30] * 90, prompts), SETTINGS, SIZE, ROOM)
+    for written in ([None] * 90, [0, None] * 45):
+        plan = plan_parts(SETTINGS, "cpu", written)
         shards = [plan.of_shard((number, of)) for number in range(1, of + 1)]
         for kind in ("contexts", "responses"):
             dealt = [name for shard in shards for name in getattr(shard, kind)]
             assert sorted(dealt) == sorted(getattr(plan, kind))
         for shard in shards:
-            written = {order for part in shard.responses.values() for order in part}
+            served = {order for part in shard.responses.values() for order in part}
             needed = {order for part in shard.contexts.values() for order in part}
-            assert not prompts or needed == written
+            assert not plan.responses or needed == served
 
 
 # -- memory and precision -------------------------------------------------------------------------
@@ -329,14 +353,14 @@ def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
 ):
     """The template refuses one response of a part, all of a part, or all."""
     settings = replace(SETTINGS, response="generate", max_response_tokens=4)
-    honest, chosen = job.context_and_real_follow_up, set(refused)
+    honest, chosen = Plan.render, set(refused)
 
-    def picky(chat, conversation):
-        if conversation.id in chosen:
+    def picky(plan, conversation):
+        if conversation.id in chosen and conversation.response != "Yes.":
             raise UserError("the template refuses it", "remove it")
-        return honest(chat, conversation)
+        return honest(plan, conversation)
 
-    monkeypatch.setattr(job, "context_and_real_follow_up", picky)
+    monkeypatch.setattr(Plan, "render", picky)
     run = job.collect(settings, tiny_subject, tmp_path / "run", progress)
     assert run.complete and run.verify() == []
     for name in refused:
@@ -350,6 +374,27 @@ def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
     else:
         with pytest.raises(UserError, match="holds no contexts"):
             run.contexts  # noqa: B018
+
+
+def test_a_mark_that_only_the_generation_configuration_lists_is_refused_before_the_run(
+    tiny_model_dir, tmp_path, capfd
+):
+    """As Qwen's ``<|endoftext|>``, which its template never writes, and which data from the web
+    has."""
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    end = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|endoftext|>")
+    GenerationConfig(eos_token_id=[tiny.EOS, end]).save_pretrained(model)
+    rows = [{"id": name, "question": "Why?", "response": name} for name in ("a", "b<|endoftext|>")]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = ["--model", str(model), "--dataset", str(tmp_path / "rows.jsonl"), "--samples", "1"]
+    words += ["--max-new-tokens", "3", "--out", str(tmp_path / "run")]
+    for dry in (["--dry-run"], []):
+        problem = call(main, [*words, *dry], capfd).err
+        assert "conversation b<|endoftext|>: the assistant turn 'b<|endoftext|>' holds" in problem
+        assert not (tmp_path / "run").exists()
+    run = call(main, [*words, "--skip-unusable"], capfd).run
+    assert run.contexts["context_id"].tolist() == ["a"] and len(run.record["skipped"]) == 1
+    assert str(end) in run.record["identity"]["chat"]["stop_ids"]
 
 
 def test_contexts_that_are_too_long_are_refused_or_skipped_counted_and_recorded(

@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 
 from ia_mech.chat.thoughts import Response
-from ia_mech.collect import compute, job
-from ia_mech.collect.identity import build_chat
+from ia_mech.collect import compute
 from ia_mech.collect.job import collect
+from ia_mech.collect.plan import build_chat
 from ia_mech.collect.summary import several_responses
-from ia_mech.collect.survey import without_response
 from ia_mech.data.conversations import open_conversations
 from ia_mech.display import Quiet
 from ia_mech.engine.decode import Row, decode
@@ -62,7 +61,7 @@ def test_each_response_is_a_context_of_its_source(run):
 
 
 def test_a_response_is_what_its_own_noise_draws_from_the_model(run, tiny_subject):
-    chat = build_chat(SETTINGS, tiny_subject.tokenizer)
+    chat = build_chat(SETTINGS, tiny_subject.files)
     for row in run.contexts.to_dict("records"):
         prompt = chat.prompt([dict(m) for m in row["messages"][:-1]])
         key = response_stream_key(0, row["source_id"], row["response_index"])
@@ -96,14 +95,15 @@ def test_fewer_responses_are_the_first_of_more_and_share_a_prefill(
 
 
 @pytest.fixture
-def ending(monkeypatch):
+def ending(monkeypatch, tiny_subject):
     """A fifth of the tokens end a response."""
-    monkeypatch.setattr(job, "eos_ids", lambda *_: range(60, 400, 5))
+    config = tiny_subject.model.generation_config
+    monkeypatch.setattr(config, "eos_token_id", [*range(60, 400, 5)])
 
 
 def one_by_one(settings, subject, prompt, source):
     """The draws of a query, each made alone, and which of them become contexts."""
-    chat = build_chat(settings, subject.tokenizer, range(60, 400, 5))
+    chat = build_chat(settings, subject.files)
     draws, taken = [], []
     while len(taken) < settings.responses:
         if len(draws) + settings.responses - len(taken) > 3 * settings.responses:
@@ -129,11 +129,11 @@ def test_responses_are_drawn_until_enough_are_finished_and_differ(
     settings = replace(SETTINGS, limit=count, unfinished=False, max_response_tokens=most)
     crew = Crew(2, 1)
     run = collect(settings, tiny_subject, tmp_path / "run", progress, crew=crew)
-    chat = build_chat(settings, tiny_subject.tokenizer, range(60, 400, 5))
+    chat = build_chat(settings, tiny_subject.files)
     queries, drawn = list(open_conversations("builtin", limit=count)), run.responses
     expected, short = [], 0
     for number, one in enumerate(queries):
-        prompt = chat.prompt(without_response(one))
+        prompt = chat.prompt(one.messages[:-1])
         draws, taken = one_by_one(settings, tiny_subject, prompt, one.source_id)
         own = drawn[drawn["query"] == 3 * number]
         assert own["response"].tolist()[: len(draws)] == draws

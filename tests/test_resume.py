@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from runs import sampled
+from runs import files_under, sampled
 from test_run_damage import BYTES, PLACES, damage
 
 from ia_mech.collect.job import collect
@@ -136,6 +136,40 @@ def test_a_damaged_part_is_named_and_computed_again(whole, tiny_subject, tmp_pat
     run = collect(SMALL, tiny_subject, out, progress)
     assert str(name.relative_to(out)) in progress.lines[0] and "damaged" in progress.lines[0]
     assert run.complete and run.verify() == [] and run.digest() == whole.digest()
+
+
+@pytest.mark.parametrize("mounted", [False, True], ids=["no folder", "an empty one"])
+def test_a_run_whose_tensors_are_away_is_refused_and_left_as_it_is(
+    whole, tiny_subject, tmp_path, mounted
+):
+    """As on a disk that isn't mounted."""
+    out = Path(shutil.copytree(whole.path, tmp_path / "run"))
+    kept = files_under(out)
+    shutil.move(out / "residuals", tmp_path / "disk")
+    if mounted:
+        (out / "residuals").mkdir()
+    with pytest.raises(UserError, match="residuals holds none of the 4 files that"):
+        sampled(SMALL, tiny_subject, out)
+    assert Run.open(out).generations.equals(whole.generations)
+    shutil.copytree(tmp_path / "disk", out / "residuals", dirs_exist_ok=True)
+    assert files_under(out) == kept and sampled(SMALL, tiny_subject, out).digest() == whole.digest()
+
+
+def test_a_damaged_part_is_given_up_only_for_a_whole_one(
+    whole, tiny_subject, tmp_path, monkeypatch
+):
+    out = Path(shutil.copytree(whole.path, tmp_path / "run"))
+    (out / "residuals/00001.safetensors").unlink()
+    kept = {file for file in files_under(out) if not file.endswith(".lock")}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunWriter, "add_contexts", stopped)
+        sampled(SMALL, tiny_subject, out)
+    assert kept <= {*files_under(out)}
+    assert sampled(SMALL, tiny_subject, out).digest() == whole.digest()
+
+
+def stopped(*_, **__) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.slow

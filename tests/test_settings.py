@@ -26,7 +26,7 @@ def made(monkeypatch) -> list[tuple]:
     """Collects the settings that the job would get; no job runs."""
     calls: list[tuple] = []
 
-    def make_run(settings, out, progress, *, shard, crew):
+    def make_run(settings, out, progress, *, data=None, shard, crew):
         calls.append((settings, out, shard, crew))
         return SimpleNamespace(complete=True)
 

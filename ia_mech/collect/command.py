@@ -5,7 +5,6 @@ late, so that ``--help`` and a mistyped flag answer at once.
 """
 
 import argparse
-import json
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -129,23 +128,32 @@ def main(argv: list[str] | None = None) -> int:
         out = out or settings.folder()
         # All of this before torch is loaded, which takes seconds.
         from ia_mech.data.conversations import local
+        from ia_mech.display import Bar
         from ia_mech.run.layout import refuse_as_run
 
         refuse_missing_model(settings.model)
         refuse_as_run(out)
-        if local(settings.dataset):
-            for _ in settings.conversations():
-                pass  # a row that can't be used is refused
-        if (out / cli.RUN).is_file():
-            _refuse_other_settings(settings, out)
-        from ia_mech.display import Bar
-
+        _refuse_other_settings(settings, out)
+        source = settings.conversations()
+        data = source, list(source) if local(settings.dataset) else source
         bar = Bar()
         bar.say(f"loading {one_line(settings.model)} …")  # a busy machine imports for a minute
         if args.dry_run:
-            _dry_run(settings, out, args.shard)
+            from ia_mech.collect.plan import Plan
+            from ia_mech.collect.summary import print_plan
+
+            print_plan(Plan(settings, out, data=data), args.shard)
+            return
+        from ia_mech.collect.job import make_run
+        from ia_mech.collect.summary import print_run, print_shard
+        from ia_mech.engine.workers import Crew
+
+        crew = Crew(args.workers, args.threads)
+        run = make_run(settings, out, bar, data=data, shard=args.shard, crew=crew)
+        if run.complete:
+            print_run(run, args.full)
         else:
-            _make(settings, out, args, bar)
+            print_shard(run, args.shard)
 
     return run_command(body, lambda: _kept(out))
 
@@ -157,37 +165,16 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def _refuse_other_settings(settings: Settings, out: Path) -> None:
-    """Refuse to go on with a run of other settings; what else differs is known later."""
-    from ia_mech.run import Run, integrity
+    """Refuse to go on with a run of other settings at once; a plan compares all else."""
+    if not (out / cli.RUN).is_file():
+        return
+    from ia_mech.run.integrity import read_record, without_folders
     from ia_mech.run.writer import refuse_another
 
-    there = Run(out).settings  # parts may be damaged: they are computed again
-    known = {"settings": json.loads(json.dumps(settings.to_dict()))}
-    wanted = integrity.without_folders(known)["settings"]
-    wanted["batch_rows"] = there["batch_rows"]  # memory may have set it: compared later
-    before, now = ({"identity": {"settings": each}, "parts": {}} for each in (there, wanted))
-    refuse_another(out, before, now, flag_of)
-
-
-def _make(settings: Settings, out: Path, args: argparse.Namespace, progress: "Progress") -> None:
-    from ia_mech.collect.job import make_run
-    from ia_mech.collect.summary import print_run, print_shard
-    from ia_mech.engine.workers import Crew
-
-    crew = Crew(args.workers, args.threads)
-    run = make_run(settings, out, progress, shard=args.shard, crew=crew)
-    if run.complete:
-        print_run(run, args.full)
-    else:
-        print_shard(run, args.shard)
-
-
-def _dry_run(settings: Settings, out: Path, shard: Shard) -> None:
-    from ia_mech.collect.cost import dry_run
-    from ia_mech.collect.summary import print_plan
-
-    lines, surveyed = dry_run(settings, out, shard)
-    print_plan(lines, surveyed.notes, surveyed.skipped)
+    there, wanted = read_record(out)[0], settings.to_dict()
+    if settings.batch_rows is None:  # it depends on the device
+        wanted["batch_rows"] = there["identity"]["settings"]["batch_rows"]
+    refuse_another(out, there, {"identity": without_folders({"settings": wanted})}, flag_of)
 
 
 def sample(
@@ -221,8 +208,7 @@ def sample(
     chosen = Settings.read(settings)
     folder = _argument("out", out, path_of) or chosen.folder()
     share = _argument("shard", shard, shard_of) or WHOLE
-    if (folder / cli.RUN).is_file():
-        _refuse_other_settings(chosen, folder)
+    _refuse_other_settings(chosen, folder)
     asked = {"workers": workers, "threads": threads}
     crew = {name: _argument(name, number, cli.threads) for name, number in asked.items()}
 

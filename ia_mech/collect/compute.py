@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ia_mech.chat.thoughts import Response
 from ia_mech.collect.parts import QUEUE
+from ia_mech.collect.plan import Plan
 from ia_mech.collect.progress import PartProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext
 from ia_mech.engine.decode import Decoded, Row, decode
@@ -61,32 +62,30 @@ class Computation:
 
     Attributes:
         subject: the model.
-        settings: of the run.
-        positions: names of the tokens at which the residual stream is kept.
-        stop_ids: that end a user turn.
-        response_stop_ids: that end a response.
+        plan: of the run.
         read: a response's text from its ids and its prompt's; several workers may call it at once.
     """
 
     subject: Subject
-    settings: Settings
-    positions: tuple[str, ...]
-    stop_ids: Sequence[int]
-    response_stop_ids: Sequence[int]
+    plan: Plan
     read: Callable[[Sequence[int], Sequence[int]], Response]
+
+    @property
+    def settings(self) -> Settings:
+        return self.plan.settings
 
     @torch.inference_mode()
     def respond(
         self,
         queries: Sequence[Query],
         limit: int,
-        together: int,
+        waiting: int,
         work: PartProgress,
         kept: Sequence[Batch] = (),
         keep: Callable[[list[Batch]], None] = lambda _: None,
     ) -> list[list[Drawn]]:
-        """Draw responses to queries until each has what it wants: at most ``together`` at a time,
-        while the prompts of at most ``limit`` are held.
+        """Draw responses to queries until each has what it wants: at most ``limit`` at a time,
+        while the prompts of ``waiting`` times as many are held.
 
         The draws of a query are numbered, and the first that are finished and differ become its
         contexts. A query that doesn't get as many of them as it wants gets none.
@@ -101,14 +100,14 @@ class Computation:
         """
         drawn: list[list[Drawn]] = [[] for _ in queries]
         batches: list[Batch] = []
-        again = False
+        again, held = False, waiting * limit
         while wanted := [
             (number, draw)
             for number, query in enumerate(queries)
             for draw in self._next_draws(query, drawn[number])
         ]:
-            for start in range(0, len(wanted), limit):
-                some = [(queries[number], draw) for number, draw in wanted[start : start + limit]]
+            for start in range(0, len(wanted), held):
+                some = [(queries[number], draw) for number, draw in wanted[start : start + held]]
                 if again:
                     work.redraw(len(some))
                 if len(batches) < len(kept):
@@ -118,11 +117,11 @@ class Computation:
                 else:
                     if len(batches) > len(kept):
                         keep(batches)
-                    rows = self._respond_together(some, together, work)
+                    rows = self._respond_together(some, limit, work)
                     batch = [(row.token_ids.tolist(), row.finish_reason) for row in rows]
                 batches.append(batch)
                 for (number, _), (ids, ended) in zip(
-                    wanted[start : start + limit], batch, strict=True
+                    wanted[start : start + held], batch, strict=True
                 ):
                     one = Drawn(ids, ended, self.read(ids, queries[number].prompt))
                     drawn[number].append(self._taken(one, queries[number].orders, drawn[number]))
@@ -156,7 +155,7 @@ class Computation:
         return replace(one, order=orders[len(taken)])
 
     def _respond_together(
-        self, draws: Sequence[tuple[Query, int]], together: int, work: PartProgress
+        self, draws: Sequence[tuple[Query, int]], limit: int, work: PartProgress
     ) -> list[Decoded]:
         """Decode draws, each named by its query and its number. Draws of one prompt share its
         prefill; greedy ones are as ``generate(do_sample=False)`` writes them."""
@@ -177,9 +176,9 @@ class Computation:
             self.subject.model,
             groups,
             rows,
-            self.response_stop_ids,
+            self.plan.chat.response_stop_ids,
             self.settings.max_response_tokens,
-            together=together,
+            together=limit,
             on_step=work.decoded,
         )
 
@@ -219,7 +218,7 @@ class Computation:
             model,
             groups,
             rows,
-            self.stop_ids,
+            self.plan.chat.stop_ids,
             self.settings.max_new_tokens,
             together=limit,
             on_step=work.decoded,
@@ -239,7 +238,7 @@ class Computation:
         return [results[number] for number in range(len(contexts))]
 
     def _prefix(self, context: PreparedContext) -> Prefix:
-        at = [context.chat.positions[name] for name in self.positions]
+        at = [context.chat.positions[name] for name in self.plan.positions]
         places = [-1 if place is None else place for place in at]
         return Prefix(context.chat.ids, places, context.at_context)
 

@@ -2,23 +2,20 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ia_mech.collect.compute import DRAWS
-from ia_mech.collect.parts import Parts, part_room, plan_parts
-from ia_mech.collect.survey import Survey, survey
-from ia_mech.engine.memory import Footprint
+from ia_mech.collect.parts import Memory, Parts
+from ia_mech.collect.plan import Plan
+from ia_mech.engine.memory import Footprint, part_bytes
 from ia_mech.engine.workers import usable_cores
 from ia_mech.errors import UserError
-from ia_mech.models.load import resolve_device, resolve_dtype, stored_dtype, text_config
+from ia_mech.models.load import resolve_dtype, stored_dtype, text_config
 from ia_mech.run import Run, layout
-from ia_mech.run.integrity import without_folders
-from ia_mech.run.writer import refuse_another
-from ia_mech.settings import Settings, Shard, flag_of
+from ia_mech.settings import Shard
 
 # Operations of matrix products a second, and bytes read a second: of one CPU core, as measured
 # (AVX-512, 96 rows), and of a GPU, as estimated.
@@ -26,10 +23,10 @@ OPERATIONS = {"cpu": 4e10, "cuda": 2e14}
 BANDWIDTH = {"cpu": 1.4e10, "cuda": 2e12}
 
 
-def known_footprint(settings: Settings, dtype: torch.dtype, out: Path) -> Footprint | None:
-    """What the model holds in memory, if a run in ``out`` or beside it has recorded that."""
-    known = without_folders({"settings": settings.to_dict()})["settings"]
-    for file in [out / layout.RUN, *sorted(out.parent.glob(f"*/{layout.RUN}"))]:
+def known_footprint(plan: Plan, dtype: torch.dtype) -> Footprint | None:
+    """What the model holds in memory, if the run or another one beside it has recorded that."""
+    known = plan.identity["settings"]
+    for file in [plan.out / layout.RUN, *sorted(plan.out.parent.glob(f"*/{layout.RUN}"))]:
         try:
             record = json.loads(file.read_text())
             there = record["identity"]
@@ -41,16 +38,16 @@ def known_footprint(settings: Settings, dtype: torch.dtype, out: Path) -> Footpr
     return None
 
 
-def run_bytes(settings: Settings, surveyed: Survey, parts: Parts, itemsize: int) -> int:
+def run_bytes(plan: Plan, parts: Parts, itemsize: int) -> int:
     """About how many bytes are written of these parts, by a model with so many bytes a number."""
-    text = text_config(surveyed.config)
-    states = len(surveyed.positions) * (text.num_hidden_layers + 1) * text.hidden_size
+    text, settings = text_config(plan.config), plan.settings
+    states = len(plan.positions) * (text.num_hidden_layers + 1) * text.hidden_size
     logits = 2 * text.vocab_size if settings.header_logits == "full" else 0
     # A generation: id, log-probability, rank and margin of four bytes each per token, and its text.
     turns = len(settings.rows()) * (settings.max_new_tokens * 20 + 100)
     scores = 600  # a log-probability per temperature, and what columns cost
     each = states * itemsize + logits + turns + scores
-    tokens = sum(surveyed.lengths[order] for order in parts.orders)
+    tokens = sum(plan.contexts[order].tokens for order in parts.orders)
     files = len(parts.contexts) * (22_000 + 400 * text.num_hidden_layers)  # without content
     return len(parts.orders) * each + 10 * tokens + files
 
@@ -69,85 +66,70 @@ def check_disk(needed: int, out: Path) -> None:
         )
 
 
-def dry_run(settings: Settings, out: Path, shard: Shard) -> tuple[dict[str, str], Survey]:
-    """What a command would do and write, found out without the model's weights.
-
-    Returns:
-        Lines by their name, and what was surveyed for them.
-
-    Raises:
-        UserError: anything that can't be used; a folder that holds another run.
-    """
-    surveyed, device = survey(settings, out), resolve_device(settings.device)
-    config, text = surveyed.config, text_config(surveyed.config)
-    dtype = resolve_dtype(settings.dtype, device)
-    dtype = stored_dtype(config) if isinstance(dtype, str) else dtype
-    size = known_footprint(settings, dtype, out)
-    room = 2**62 if size is None else part_room(settings, size, out)
-    parts = plan_parts(surveyed, settings, size or Footprint(0, text.vocab_size, ()), room)
-    settings = replace(settings, batch_rows=parts.batch_rows)
-    kept = _kept(settings, surveyed, parts, out)
-    parts = parts.of_shard(shard)
-    lengths = [surveyed.lengths[order] for order in parts.orders]
-    each, contexts = len(settings.rows()), len(lengths)
-    writing = sum(order in surveyed.prompts for order in parts.orders)
+def plan_lines(plan: Plan, shard: Shard) -> dict[str, str]:
+    """What a shard of a plan would do and write: lines by their name."""
+    settings, parts = plan.settings, plan.parts.of_shard(shard)
+    text, dtype = text_config(plan.config), resolve_dtype(settings.dtype, plan.device)
+    dtype = stored_dtype(plan.config) if isinstance(dtype, str) else dtype
+    mine = [plan.contexts[order] for order in parts.orders]
+    each, contexts = len(settings.rows()), len(mine)
+    read, longest = sum(one.tokens for one in mine), max((one.tokens for one in mine), default=0)
+    writing = sum(bool(one.prompt) for one in mine)
     draws = DRAWS if settings.wants_finished else 1
     tokens = each * contexts * settings.max_new_tokens
     tokens += writing * draws * settings.max_response_tokens
-    pace = Pace(config, dtype, device.type)
     redrawn = f" (up to {draws * writing} draws, until enough are finished and differ)"
     rows = [each * len(part) for part in parts.contexts.values()]
-    rows += [sum(one in surveyed.prompts for one in part) for part in parts.responses.values()]
-    itemsize = dtype.itemsize
-    lens = size_text((text.vocab_size + 2) * text.hidden_size * itemsize)
-    written = size_text(run_bytes(settings, surveyed, parts, itemsize))
+    rows += [sum(bool(plan.contexts[i].prompt) for i in one) for one in parts.responses.values()]
+    lens = size_text((text.vocab_size + 2) * text.hidden_size * dtype.itemsize)
+    written = size_text(run_bytes(plan, parts, dtype.itemsize))
     return {
         "model": settings.model + random_blocks_text(settings.random_blocks),
-        "conversations": f"{settings.dataset}: {surveyed.dataset_conversations}",
-        **({"what was read": surveyed.read} if surveyed.read else {}),
+        "conversations": f"{settings.dataset}: {plan.data.rows}",
+        **({"what was read": plan.data.text} if plan.data.text else {}),
         "contexts": str(contexts),
         "responses to generate": str(writing) + (redrawn if writing and draws > 1 else ""),
-        "user header": repr(surveyed.chat.header_text),
-        "positions kept": ", ".join(surveyed.positions),
-        "context tokens": f"{sum(lengths)} (longest {max(lengths, default=0)})",
+        "user header": repr(plan.chat.header_text),
+        "positions kept": ", ".join(plan.positions),
+        "context tokens": f"{read} (longest {longest})",
         "rows to decode": f"{each * contexts} x at most {settings.max_new_tokens} tokens",
         "new tokens": f"at most {tokens}, responses included",
         "parts": f"{len(rows)}; a kill costs a worker at most one of {max(rows, default=0)} rows",
-        "memory": memory_text(size, parts.part_bytes),
-        "time": time_text(_seconds(parts, settings, pace, sum(lengths), writing)),
-        "bytes to be written": f"{written}, to {out}",
-        "of this already there": kept,
+        **_memory_and_time(plan, parts, dtype, read, writing),
+        "bytes to be written": f"{written}, to {plan.out}",
+        "of this already there": _kept(plan.out),
         "once for this model": f"{lens}, its final norm and unembedding, if not kept yet",
-    }, surveyed
+    }
 
 
-def _kept(settings: Settings, surveyed: Survey, parts: Parts, out: Path) -> str:
-    """What is there already of the run that the command would go on with.
-
-    Raises:
-        UserError: the folder holds another run.
-    """
+def _kept(out: Path) -> str:
+    """What is there already of the run that the command would go on with."""
     if not (out / layout.RUN).is_file():
         return "nothing"
-    run, wanted = Run.open(out), surveyed.identity(settings)
-    there = without_folders(run.record["identity"])
-    known = {"identity": {name: there.get(name) for name in wanted}, "parts": run.record["parts"]}
-    refuse_another(out, known, {"identity": wanted, "parts": parts.counts}, flag_of)
+    run = Run.open(out)
     if run.complete:
         return "all of it: nothing would be computed again"
     counts = ", ".join(f"{count} {kind}" for kind, count in run.counts.items())
     return f"{counts}; all above is of the whole run"
 
 
-def _seconds(parts: Parts, settings: Settings, pace: "Pace", tokens: int, written: int) -> float:
-    """About how long contexts of so many tokens take, with so many responses, none of which ends
-    before its limit."""
-    rows, count = len(settings.rows()), len(parts.contexts)
-    batches = count * -(-rows // parts.batch_rows)
+def _memory_and_time(
+    plan: Plan, parts: Parts, dtype: torch.dtype, read: int, written: int
+) -> dict[str, str]:
+    """Memory, and about how long contexts of so many tokens take, with so many responses, none of
+    which ends before its limit."""
+    settings, device, size = plan.settings, plan.device, known_footprint(plan, dtype)
+    part = 0
+    if size is not None:
+        room = part_bytes(device, size.weights, settings.device_map is not None)
+        part = Memory(plan, size, room).part_bytes
+    rows, count, pace = len(settings.rows()), len(parts.contexts), Pace(plan.config, dtype, device)
     steps, many = settings.max_new_tokens, settings.max_response_tokens
-    turns = pace.seconds(rows * len(parts.orders) * steps, batches * steps)
-    responses = pace.seconds(written * many, len(parts.responses) * many)
-    return turns + responses + pace.seconds(tokens, count)
+    batches = count * -(-rows // plan.batch_rows)
+    seconds = pace.seconds(rows * len(parts.orders) * steps, batches * steps)
+    seconds += pace.seconds(written * many, len(parts.responses) * many)
+    seconds += pace.seconds(read, count)
+    return {"memory": memory_text(size, part), "time": time_text(seconds)}
 
 
 class Pace:
@@ -157,11 +139,11 @@ class Pace:
     those that are chosen), and the unembedding one row per token of the vocabulary.
     """
 
-    def __init__(self, config: Any, dtype: torch.dtype, device: str) -> None:
-        text = text_config(config)
+    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        text, self.device = text_config(config), device.type
         d = text.hidden_size
         self.weights = d * (12 * d * text.num_hidden_layers + text.vocab_size)
-        self.bytes, self.device = self.weights * dtype.itemsize, device
+        self.bytes = self.weights * dtype.itemsize
 
     def seconds(self, tokens: int, passes: int) -> float:
         """How long so many tokens take in so many passes that read all weights."""

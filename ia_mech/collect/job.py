@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -20,36 +20,28 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ia_mech.chat.format import ChatContext, ChatFormat
-from ia_mech.chat.headers import context_and_real_follow_up
 from ia_mech.chat.thoughts import Response
 from ia_mech.cli import one_line
 from ia_mech.collect.compute import DRAWS, Computation, Drawn, Query
 from ia_mech.collect.cost import check_disk, run_bytes
-from ia_mech.collect.identity import (
-    build_chat,
-    eos_ids,
-    identity,
-    machine,
-    machine_changes,
-    probe_ids,
-)
-from ia_mech.collect.parts import Parts, part_room, plan_parts
+from ia_mech.collect.machine import machine, machine_changes
+from ia_mech.collect.parts import Memory, Parts
+from ia_mech.collect.plan import Plan, probe_ids
 from ia_mech.collect.progress import PartProgress, PhaseProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext, tables
-from ia_mech.collect.survey import Survey, survey, without_response
-from ia_mech.data.conversations import Conversation
+from ia_mech.data.conversations import Conversation, ConversationSource
 from ia_mech.display import Progress
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.intervene import Intervention
-from ia_mech.engine.memory import Backoff, footprint
+from ia_mech.engine.memory import Backoff, footprint, part_bytes
 from ia_mech.engine.shared import Engine
 from ia_mech.engine.workers import ANY, Crew, compute_in_workers, usable_cores
 from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.models.load import Subject, load, remember
 from ia_mech.run import Run, RunWriter
+from ia_mech.run.integrity import without_folders
 from ia_mech.run.reader import UNANSWERED
-from ia_mech.run.writer import begin_run
 from ia_mech.settings import WHOLE, Settings, Shard, flag_of
 
 # What is changed in the context of a conversation.
@@ -62,19 +54,20 @@ def make_run(
     out: Path,
     progress: Progress,
     *,
+    data: tuple[ConversationSource, Iterable[Conversation]] | None = None,
     shard: Shard = WHOLE,
     crew: Crew = ANY,
 ) -> Run:
     """Load the model and make a run, or go on with it; keep the model's lens as well.
 
-    Everything that can be refused without weights is refused before they are fetched. Arguments
-    and Raises: see :func:`collect`.
+    ``data`` as for :class:`ia_mech.collect.plan.Plan`; other arguments, and Raises: see
+    :func:`execute`.
     """
-    surveyed = survey(settings, out)
-    if surveyed.read:
-        progress.say(f"{one_line(settings.dataset)}: {surveyed.read}")
+    plan = Plan(settings, out, data=data)
+    if plan.data.text:
+        progress.say(f"{one_line(settings.dataset)}: {plan.data.text}")
     subject = load(settings.model_spec)
-    run = collect(settings, subject, out, progress, surveyed=surveyed, shard=shard, crew=crew)
+    run = execute(plan, subject, progress, shard=shard, crew=crew)
     if run.counts["contexts"]:
         try:
             problem = save_lens(subject, run.contexts["token_ids"].iloc[0].tolist()[:64])
@@ -91,15 +84,27 @@ def collect(
     out: Path,
     progress: Progress,
     *,
-    surveyed: Survey | None = None,
     shard: Shard = WHOLE,
     crew: Crew = ANY,
     interventions: Interventions | None = None,
 ) -> Run:
-    """Make a run, or go on with it if the folder holds one of the same settings.
+    """Plan and make a run of a loaded model: see :func:`execute`."""
+    plan = Plan(settings, out, subject.files)
+    return execute(plan, subject, progress, shard=shard, crew=crew, interventions=interventions)
+
+
+def execute(
+    plan: Plan,
+    subject: Subject,
+    progress: Progress,
+    *,
+    shard: Shard = WHOLE,
+    crew: Crew = ANY,
+    interventions: Interventions | None = None,
+) -> Run:
+    """Make a run, or go on with it if the folder holds one of the same plan.
 
     Args:
-        surveyed: what :func:`ia_mech.collect.survey.survey` returned, if it was called.
         crew: how many workers compute at once, on which no row depends, and how many threads each
             has, which changes rounding. Without a wish, a worker has as many threads as the run was
             begun with, but no more than there are cores.
@@ -108,44 +113,35 @@ def collect(
             identity.
 
     Raises:
-        UserError: anything wrong with data, template, folder or disk; nothing is written then that
-            a later call wouldn't use.
+        UserError: anything wrong with model, folder or disk; nothing is written then that a later
+            call wouldn't use.
     """
-    model = subject.model
-    surveyed = surveyed or survey(settings, out, (subject.tokenizer, model.config))
-    chat = build_chat(settings, subject.tokenizer, eos_ids(model.generation_config, model.config))
-    if surveyed.vector is not None:
-        surveyed.vector.check_weights(subject.weights_hash)
-    engine = check_engine(model, probe_ids(chat), ignore=settings.ignore_check)
+    model, settings, out = subject.model, plan.settings, plan.out
+    if plan.vector is not None:
+        plan.vector.check_weights(subject.weights_hash)
+    engine = check_engine(model, probe_ids(plan.chat), ignore=settings.ignore_check)
     size = footprint(model)
-    room = part_room(settings, size, out)
-    parts, asked = plan_parts(surveyed, settings, size, room), settings
-    settings = replace(settings, batch_rows=parts.batch_rows)
-    requested = surveyed.identity(settings)
-    work = len(parts.contexts), parts.part_bytes, subject.device.type == "cpu"
-    record = {
-        "identity": identity(subject, chat, engine, requested),
-        "parts": parts.counts,
-        "position_tokens": chat.position_tokens,
+    room = part_bytes(plan.device, size.weights, settings.device_map is not None)
+    weights = {"model": subject.describe(), "engine": engine.name}
+    parts, on_cpu = len(plan.parts.contexts), subject.device.type == "cpu"
+    record = plan.record | {
+        "identity": without_folders(plan.identity | weights),
         "part_room": room,
         "footprint": asdict(size),
-        "threads": crew.for_items(*work)[1],
-        "skipped": surveyed.skipped,
-        "source": surveyed.source.description | {"dataset": requested["settings"]["dataset"]},
+        "threads": crew.for_items(parts, on_cpu=on_cpu)[1],
     }
-    mine = parts.of_shard(shard)
+    mine = plan.parts.of_shard(shard)
     try:
-        check_disk(run_bytes(settings, surveyed, mine, model.dtype.itemsize), out)
-        begun, _ = begin_run(out, record)
-        if begun.get("part_room", room) != room:  # another machine began it at this moment
-            return collect(asked, subject, out, progress, surveyed=surveyed, shard=shard, crew=crew)
-        threads = crew.threads or min(begun.get("threads", 1), usable_cores())
+        check_disk(run_bytes(plan, mine, model.dtype.itemsize), out)
         with RunWriter(out, record, flag_of) as writer:
-            for note in surveyed.notes:
+            memory = Memory(plan, size, writer.record["part_room"])
+            threads = crew.threads or min(writer.record["threads"], usable_cores())
+            for note in plan.data.notes:
                 progress.say(f"note: {note}")
             remember(settings.model_spec, subject.weights_hash)
-            job = _Job(settings, subject, chat, surveyed, mine, writer, progress, interventions)
-            job.work(engine, shard, *Crew(crew.workers, threads).for_items(*work))
+            job = _Job(plan, subject, memory, mine, writer, progress, interventions)
+            counts = Crew(crew.workers, threads).for_items(parts, memory.part_bytes, on_cpu)
+            job.work(engine, shard, *counts)
     except BrokenPipeError:  # of the progress, not of the run
         raise
     except OSError as error:
@@ -170,32 +166,22 @@ def _reader(chat: ChatFormat) -> Callable[[Sequence[int], Sequence[int]], Respon
     return read
 
 
+@dataclass
 class _Job:
     """The work of one process on one run: parts are prepared, computed by workers, and written."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        subject: Subject,
-        chat: ChatFormat,
-        surveyed: Survey,
-        parts: Parts,
-        writer: RunWriter,
-        progress: Progress,
-        interventions: Interventions | None,
-    ) -> None:
-        self.settings, self.subject, self.chat, self.survey = settings, subject, chat, surveyed
-        self.parts, self.writer, self.progress = parts, writer, progress
-        self.interventions = interventions
+    plan: Plan
+    subject: Subject
+    memory: Memory
+    parts: Parts
+    writer: RunWriter
+    progress: Progress
+    interventions: Interventions | None
+
+    def __post_init__(self) -> None:
+        self.settings = self.plan.settings
         self.left_out: dict[str, list[str]] = defaultdict(list)  # conversations, by part
-        self.computation = Computation(
-            subject,
-            settings,
-            surveyed.positions,
-            chat.stop_ids,
-            chat.response_stop_ids,
-            _reader(chat),
-        )
+        self.computation = Computation(self.subject, self.plan, _reader(self.plan.chat))
 
     def work(self, engine: Engine, shard: Shard, workers: int, threads: int) -> None:
         """Compute and write what isn't there yet, with so many workers of so many threads."""
@@ -222,7 +208,7 @@ class _Job:
 
     def _todo(self, kind: str, parts: dict[str, list[int]]) -> list[str]:
         """The parts that no process has written yet, or that are damaged."""
-        for problem in self.writer.drop_damaged(kind, parts):
+        for problem in self.writer.find_damage(kind, parts):
             self.progress.say(f"{problem}; it is computed again")
         done = self.writer.finished_parts(kind)
         return [name for name in parts if name not in done]
@@ -244,11 +230,11 @@ class _Job:
         )
         checked = "" if self.settings.ignore_check else "agrees with plain forward passes; "
         say(f"engine: {checked}{engine}")
-        if self.survey.vector is not None:
-            say(f"steered: {self.survey.vector}")
-        if self.survey.skipped:
-            say(f"skipped: {len(self.survey.skipped)} that can't be used, such as")
-            say(f"  {self.survey.skipped[0]}")
+        if self.plan.vector is not None:
+            say(f"steered: {self.plan.vector}")
+        if self.plan.skipped:
+            say(f"skipped: {len(self.plan.skipped)} that can't be used, such as")
+            say(f"  {self.plan.skipped[0]}")
         if engine.ignored:
             say(f"note: ignored check: {engine.ignored}")
             here["ignored_check"] = engine.ignored
@@ -278,7 +264,7 @@ class _Job:
             write: is given a part's name, what it was computed from, what came out, and how many
                 rows memory allowed if those were fewer, since rounding depends on it.
         """
-        most = self.parts.batch_rows
+        most, named = self.plan.batch_rows, getattr(self.parts, kind)
         limits: dict[str, int] = {}  # of parts at which memory ran out
 
         def computed(item: tuple[str, list]) -> tuple[list, int, PartProgress]:
@@ -291,7 +277,8 @@ class _Job:
                 self.progress.say(line)
 
             earlier = [limit for part, limit in list(limits.items()) if part < name]
-            backoff = Backoff(min(earlier, default=most), shrank)
+            fitting = self.memory.together(kind, named[name])[0]
+            backoff = Backoff(min([fitting, *earlier]), shrank)
             count = max(1, rows * len(prepared))
             results = backoff.retry(lambda limit: compute(name, prepared, limit, begun), count)
             return results, backoff.limit, begun
@@ -319,20 +306,15 @@ class _Job:
     # -- responses ------------------------------------------------------------------------------
 
     def _write_responses(self, todo: list[str]) -> None:
-        prompts, most = self.survey.prompts, self.settings.max_response_tokens
-        orders = {
-            name: [i for i in part if i in prompts] for name, part in self.parts.responses.items()
+        queries = {name: self._queries(part) for name, part in self.parts.responses.items()}
+        # Responses share the prompt's prefill.
+        sizes = {
+            name: (sum(len(one.orders) for one in part), sum(len(one.prompt) for one in part))
+            for name, part in queries.items()
         }
-        sizes = {}
-        for name, part in orders.items():
-            own = {self.survey.conversations[i].query_id: prompts[i] for i in part}
-            sizes[name] = len(part), sum(own.values())  # responses share the prompt's prefill
+        most = self.settings.max_response_tokens
         draws = DRAWS if self.settings.wants_finished else 1
         work = PhaseProgress(self.progress, "responses", "response", sizes, todo, most, draws)
-
-        def prepare(name: str) -> list[Query]:
-            queries = groupby(orders[name], lambda i: self.survey.conversations[i].query_id)
-            return [self._query(tuple(own)) for _, own in queries]
 
         def compute(
             name: str, some: list[Query], limit: int, begun: PartProgress
@@ -340,21 +322,25 @@ class _Job:
             return self.computation.respond(
                 some,
                 limit,
-                self.parts.response_rows,
+                self.memory.waiting,
                 begun,
                 self.writer.kept_batches(name, limit),
                 partial(self.writer.keep_batches, name, limit),
             )
 
         each = self.settings.responses
-        self._compute_parts(
-            "responses", work, todo, each, prepare, compute, self._write_response_part
-        )
+        prepare, write = queries.__getitem__, self._write_response_part
+        self._compute_parts("responses", work, todo, each, prepare, compute, write)
 
-    def _query(self, orders: tuple[int, ...]) -> Query:
-        """What the model writes to a query, of which contexts these are the orders."""
-        one = self.survey.conversations[orders[0]]
-        return Query(orders, tuple(self.chat.prompt(without_response(one))), one.source_id)
+    def _queries(self, orders: list[int]) -> list[Query]:
+        """What the model writes for contexts of these orders: all responses to a query at once."""
+        planned, found = self.plan.contexts, []
+        writing = (order for order in orders if planned[order].prompt)
+        for _, own in groupby(writing, lambda order: planned[order].conversation.query_id):
+            together = tuple(own)
+            first = planned[together[0]]
+            found.append(Query(together, first.prompt, first.conversation.source_id))
+        return found
 
     def _write_response_part(
         self, name: str, queries: list[Query], drawn: list[list[Drawn]], limit: int | None
@@ -378,9 +364,9 @@ class _Job:
     # -- contexts -------------------------------------------------------------------------------
 
     def _write_contexts(self, todo: list[str]) -> None:
-        each, lengths = len(self.settings.rows()), self.survey.lengths
+        each, planned = len(self.settings.rows()), self.plan.contexts
         sizes = {
-            name: (each * len(part), sum(lengths[i] for i in part))
+            name: (each * len(part), sum(planned[i].tokens for i in part))
             for name, part in self.parts.contexts.items()
         }
         written_so_far = Run(self.writer.path)
@@ -394,8 +380,8 @@ class _Job:
         def prepare(name: str) -> list[PreparedContext]:
             out, ready = self.left_out[name], []
             for order in self.parts.contexts[name]:
-                if order in self.survey.prompts and order not in written:
-                    out.append(self.survey.conversations[order].id)
+                if planned[order].prompt and order not in written:
+                    out.append(planned[order].conversation.id)
                 else:
                     ready.append(self._prepare(order, written.get(order), out))
             return [one for one in ready if one is not None]
@@ -406,7 +392,7 @@ class _Job:
             results: list[ContextResult],
             limit: int | None,
         ) -> None:
-            made = tables(contexts, results, self.settings, self.chat)
+            made = tables(contexts, results, self.settings, self.plan.chat)
             self.writer.add_contexts(name, *made, limit, self.left_out[name])
 
         def compute(
@@ -429,19 +415,20 @@ class _Job:
     def _prepare(
         self, order: int, written: dict | None, left_out: list[str]
     ) -> PreparedContext | None:
-        """A conversation ready for the engine; None where its written response can't be used.
+        """A context ready for the engine; None where its written response can't be used.
 
-        Given responses were checked before anything was written. One that the model wrote may be
-        refused by the template only now; such a conversation is reported and ``left_out``.
+        One that the model wrote may be refused by the template; such a conversation is reported and
+        ``left_out``. All others are rendered since before anything was written.
         """
-        conversation, vector = self.survey.conversations[order], self.survey.vector
-        if written is not None:
-            messages = tuple(without_response(conversation))
-            conversation = replace(conversation, messages=messages)
-            thought = written["thought"] if isinstance(written["thought"], str) else None
-            conversation = conversation.with_response(written["response"], thought)
+        planned, vector = self.plan.contexts[order], self.plan.vector
+        conversation, rendered = planned.conversation, planned.rendered
         try:
-            context, turn = context_and_real_follow_up(self.chat, conversation)
+            if written is not None:
+                thought = written["thought"] if isinstance(written["thought"], str) else None
+                conversation = conversation.with_response(written["response"], thought)
+                rendered = self.plan.render(conversation)
+            assert rendered is not None
+            context, turn = rendered
             steered: list[Intervention] = []
             if vector is not None:
                 steered += vector.at_context(context.positions)

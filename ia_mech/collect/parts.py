@@ -2,24 +2,29 @@
 
 A **part** is some consecutive contexts with all their rows. Parts are a pure function of settings
 and conversations, since rounding depends on the batch that a row sits in: nothing here looks at the
-clock, at free memory, at what was already done, or at the number of shards. The machine that begins
-a run decides how much memory a part may take, and records it; all others read it from the run.
+clock, at what was already done, or at the number of shards. Memory only limits how many rows of a
+part are computed together. The machine that begins a run decides how much of it a part may take,
+and records that; all others read it from the run.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from ia_mech.collect.survey import Survey
-from ia_mech.engine.memory import Footprint, part_bytes
-from ia_mech.models.load import resolve_device
-from ia_mech.run import Run, layout
+from ia_mech.engine.memory import Footprint
+from ia_mech.run import layout
 from ia_mech.settings import Settings, Shard
+
+if TYPE_CHECKING:
+    from ia_mech.collect.plan import Plan
 
 # Rows decoded together. One core's matrix products are nearly at their best with these; a GPU's
 # number is an estimate.
 BATCH_ROWS = {"cpu": 96, "cuda": 1024}
 RESPONSES = 16  # fewer responses together cost as much: reading the weights is what takes the time
-# Where memory allows only a few long responses at a time, a part has so many times more: those that
+# Where memory allows only a few long responses at a time, so many times more are begun: those that
 # wait take the places of those that end.
 WAITING = 4
 # A part of contexts has so many times the rows that are decoded together, and the others wait. Most
@@ -37,16 +42,10 @@ class Parts:
         responses: by name, the orders of the contexts whose responses are written in each part.
             These parts are wider, since responses are long and a step costs little more for many
             rows. Each covers whole parts of contexts.
-        batch_rows: most user turns decoded together.
-        response_rows: most responses written together.
-        part_bytes: about how much memory the largest part takes.
     """
 
     contexts: dict[str, list[int]]
     responses: dict[str, list[int]]
-    batch_rows: int
-    response_rows: int
-    part_bytes: int
 
     @property
     def counts(self) -> dict[str, int]:
@@ -70,70 +69,37 @@ class Parts:
         written = dealt(self.responses)
         orders = {order for part in written.values() for order in part}
         mine = {name: part for name, part in self.contexts.items() if part[0] in orders}
-        return replace(self, contexts=mine, responses=written)
+        return Parts(mine, written)
 
 
-def part_room(settings: Settings, size: Footprint, out: Path) -> int:
-    """Bytes of memory that a part may take: what the run was begun with, else this machine's."""
-    if (out / layout.RUN).is_file() and (begun := Run(out).record.get("part_room")):
-        return begun
-    everywhere = settings.device_map is not None
-    return part_bytes(resolve_device(settings.device), size.weights, everywhere)
-
-
-def plan_parts(surveyed: Survey, settings: Settings, size: Footprint, room: int) -> Parts:
+def plan_parts(settings: Settings, device: str, written: Sequence[int | None]) -> Parts:
     """The parts of a run.
 
     Parts of contexts are alike in size, with at most :data:`QUEUE` times ``batch_rows`` rows or one
-    context each, as long as they take no more than ``room`` bytes of memory. Where the rows of the
-    longest context alone take more, fewer are decoded together. Where the model writes several
-    responses to a query, no part splits them: one is drawn in place of another.
+    context each. Where the model writes several responses to a query, no part splits them: one is
+    drawn in place of another.
+
+    Args:
+        settings: of the run.
+        device: the kind of device that computes.
+        written: of each context, which of the query's responses the model writes for it (0, 1, …);
+            None if its response is given.
     """
-    device = resolve_device(settings.device).type
-    batch_rows = settings.batch_rows or BATCH_ROWS[device]
-    rows, several, new = len(settings.rows()), PARTS[device], settings.max_new_tokens
-    longest = max(surveyed.lengths)
-    fitting = (room - size.context(longest)) // size.row(longest, new)
-    if fitting < rows:
-        batch_rows = max(1, min(batch_rows, fitting))
-    each = settings.responses  # contexts of a query whose responses are written
-    starts = [
-        order
-        for order, one in enumerate(surveyed.conversations)
-        if order not in surveyed.prompts or each == 1 or one.response_index == 0
-    ]
-    parts = part_count(len(starts), max(1, QUEUE[device] * batch_rows // (rows * each)), several)
-    firsts, splits = {starts[at * len(starts) // parts] for at in range(parts)}, set(starts)
-    contexts: list[list[int]] = []
-    held: list[int] = []  # bytes of each part
-    state = taken = widest = 0  # bytes of the last part: its contexts, all its rows, its widest row
-    for order, length in enumerate(surveyed.lengths):
-        row = size.row(length, new)
-        state, taken = state + size.context(length), taken + min(rows, batch_rows) * row
-        widest = max(widest, row)
-        needed = state + min(taken, batch_rows * widest)
-        if order in firsts or (order in splits and needed > room):
-            state, taken, widest = size.context(length), min(rows, batch_rows) * row, row
-            needed = state + taken
-            contexts.append([])
-            held.append(0)
-        contexts[-1].append(order)
-        held[-1] = needed
-    response_rows, responses = batch_rows, []
-    if surveyed.prompts:
-        prompt = max(surveyed.prompts.values())
-        context, row = size.context(prompt), size.row(prompt, settings.max_response_tokens)
-        waiting = WAITING if row > WAITING**2 * context else 1  # not where prompts fill the memory
-        response_rows = max(1, min(batch_rows, room // (row + waiting * context)))
-        most, writing = min(batch_rows, waiting * response_rows), len(surveyed.prompts)
+    most, several = settings.batch_rows or BATCH_ROWS[device], PARTS[device]
+    rows = len(settings.rows()) * settings.responses
+    starts = [order for order, index in enumerate(written) if not index]
+    parts = part_count(len(starts), max(1, QUEUE[device] * most // rows), several)
+    firsts = [starts[at * len(starts) // parts] for at in range(parts)]
+    contexts = [list(range(*ends)) for ends in pairwise([*firsts, len(written)])]
+    writing, responses = len(written) - written.count(None), []
+    if writing:
         wanted = min(most, max(RESPONSES, writing // part_count(writing, most, several)))
         together = max(1, wanted // max(map(len, contexts)))
         responses = [
             [order for part in contexts[start : start + together] for order in part]
             for start in range(0, len(contexts), together)
         ]
-        held.append(min(wanted, response_rows) * row + wanted * context)
-    return Parts(_named(contexts), _named(responses), batch_rows, response_rows, max(held))
+    return Parts(_named(contexts), _named(responses))
 
 
 def part_count(count: int, most: int, several: int) -> int:
@@ -145,3 +111,51 @@ def part_count(count: int, most: int, several: int) -> int:
 
 def _named(parts: list[list[int]]) -> dict[str, list[int]]:
     return dict(zip(layout.part_names(len(parts)), parts, strict=True))
+
+
+class Memory:
+    """How many rows of a part are computed together, once the model's sizes are known.
+
+    Args:
+        plan: of the run.
+        size: what the model's contexts and rows hold.
+        room: bytes that a part may take.
+
+    Attributes:
+        waiting: how many times more responses are begun than are decoded together.
+    """
+
+    def __init__(self, plan: "Plan", size: Footprint, room: int) -> None:
+        self.plan, self.size, self.room = plan, size, room
+        prompt = max(len(one.prompt) for one in plan.contexts)
+        row = size.row(prompt, plan.settings.max_response_tokens)
+        # Not where prompts fill the memory.
+        self.waiting = WAITING if row > WAITING**2 * size.context(prompt) else 1
+
+    def together(self, kind: str, orders: Sequence[int]) -> tuple[int, int]:
+        """The most rows of a part that are decoded together, and the bytes that the part takes."""
+        settings, contexts = self.plan.settings, [self.plan.contexts[order] for order in orders]
+        each, queue = len(settings.rows()), QUEUE[self.plan.device.type]
+        longest, new = max(one.tokens for one in contexts), settings.max_new_tokens
+        if kind == "responses":
+            contexts = [one for one in contexts if one.prompt]
+            each, queue = 1, self.waiting
+            longest = max((len(one.prompt) for one in contexts), default=0)
+            new = settings.max_response_tokens
+        context, row = self.size.context(longest), self.size.row(longest, new)
+
+        def taken(limit: int) -> int:
+            begun = min(len(contexts), max(1, queue * limit // each))
+            return begun * context + min(limit, each * len(contexts)) * row
+
+        limit = max(1, bisect_right(range(1, self.plan.batch_rows + 1), self.room, key=taken))
+        return limit, taken(limit)
+
+    @property
+    def part_bytes(self) -> int:
+        """About how much memory the largest part takes."""
+        parts = self.plan.parts
+        kinds = {"responses": parts.responses, "contexts": parts.contexts}
+        return max(
+            self.together(kind, part)[1] for kind, named in kinds.items() for part in named.values()
+        )

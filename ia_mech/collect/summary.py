@@ -9,7 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ia_mech.cli import one_line, program, shell_word
-from ia_mech.collect.cost import random_blocks_text
+from ia_mech.collect.cost import plan_lines, random_blocks_text
+from ia_mech.collect.plan import Plan
 from ia_mech.display import console
 from ia_mech.run import Run, layout
 from ia_mech.run.queries import exchange, unfinished_text
@@ -116,13 +117,13 @@ def examples(run: Run, count: int = 3) -> Sequence[tuple[pd.Series, pd.Series]]:
     return picked
 
 
-def print_plan(lines: dict[str, str], notes: Sequence[str], skipped: Sequence[str]) -> None:
-    """What ``--dry-run`` found (:func:`ia_mech.collect.cost.dry_run`)."""
-    for name, value in lines.items():
+def print_plan(plan: Plan, shard: Shard) -> None:
+    """What ``--dry-run`` says."""
+    for name, value in plan_lines(plan, shard).items():
         _print_line(f"{name:<23}{value}")
-    for note in notes:
+    for note in plan.data.notes:
         _print_line(f"note: {note}")
-    _print_skipped(skipped)
+    _print_skipped(plan.skipped)
 
 
 def _print_skipped(rows: Sequence[str]) -> None:

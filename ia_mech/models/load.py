@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate.utils import align_module_device
@@ -27,6 +27,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
 )
 from transformers import logging as transformers_logging
@@ -75,6 +76,14 @@ class ModelSpec:
                 raise UserError(f"--device-map can't be used with {flag}", "leave one of them out")
 
 
+class ModelFiles(NamedTuple):
+    """What a model's folder holds beside its weights: enough to plan a run."""
+
+    tokenizer: Any
+    config: Any
+    generation_config: Any
+
+
 @dataclass
 class Subject:
     """A loaded model with its tokenizer, its spec and the hash of its weights."""
@@ -87,6 +96,11 @@ class Subject:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @property
+    def files(self) -> ModelFiles:
+        """What a plan is made of."""
+        return ModelFiles(self.tokenizer, self.model.config, self.model.generation_config)
 
     def describe(self) -> dict:
         """What ``run.json`` records of the model."""
@@ -196,9 +210,14 @@ def stored_dtype(config) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype), torch.float32)
 
 
-def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
-    """Tokenizer and configuration without the weights; enough for a dry run. Without ``fetch``
-    nothing is downloaded: the model has to be on this machine.
+def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True) -> tuple[Any, Any]:
+    """The first two of :func:`load_files`."""
+    return load_files(spec, fetch)[:2]
+
+
+def load_files(spec: ModelSpec, fetch: bool = True) -> ModelFiles:
+    """What a model has beside its weights. Without ``fetch`` nothing is downloaded: the model has
+    to be on this machine.
 
     Raises:
         UserError: the model cannot be found or read.
@@ -208,8 +227,13 @@ def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
     with _errors_in_one_line(spec):
         tokenizer = _tokenizer(place, kwargs)
         config = AutoConfig.from_pretrained(place, **kwargs)
+        generation_config = GenerationConfig.from_model_config(config)
+        if "gguf_file" not in kwargs:
+            with contextlib.suppress(OSError):  # most folders hold one, as the loaded model has it
+                known = {name: kwargs[name] for name in kwargs if name != "trust_remote_code"}
+                generation_config = GenerationConfig.from_pretrained(place, **known)
     dequantization(spec.name, config)
-    return tokenizer, config
+    return ModelFiles(tokenizer, config, generation_config)
 
 
 def _tokenizer(place: str, kwargs: dict[str, Any]):

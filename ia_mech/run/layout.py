@@ -160,6 +160,12 @@ def part_file(folder: str, part: str) -> str:
     return f"{folder}/part-{part}.parquet"
 
 
+def texts_of(files: dict[str, Any]) -> dict[str, Any]:
+    """Those of a manifest's files that hold no tensors."""
+    folders = tuple(f"{folder}/" for folder in TENSORS)
+    return {name: known for name, known in files.items() if not name.startswith(folders)}
+
+
 def layer_name(layer: int) -> str:
     """The name of a layer's tensor ``[contexts, positions, d_model]``."""
     return f"layer_{layer:02d}"

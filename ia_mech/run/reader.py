@@ -53,10 +53,7 @@ class Run:
         self.sessions: list[dict[str, Any]] = []
         self._parts: dict[tuple[str, str], dict[str, Any]] = {}  # by kind and name
         for file in sorted((self.path / layout.MANIFESTS).glob("*.json")):
-            try:
-                part = integrity.read_manifest(file, digest)
-            except FileNotFoundError:  # a process that computes the part again has just removed it
-                continue
+            part = integrity.read_manifest(file, digest)
             self._parts[part["kind"], part["name"]] = part
             if part["session"] not in self.sessions:
                 self.sessions.append(part["session"])
@@ -75,12 +72,8 @@ class Run:
             UserError: the folder is no run or one of another format, or a part is damaged.
         """
         run = cls(path)
-        tensors = tuple(f"{folder}/" for folder in layout.TENSORS)
         for part in run._parts.values():
-            texts = {
-                name: known for name, known in part["files"].items() if not name.startswith(tensors)
-            }
-            run._check(part, texts, content=False)
+            run._check(part, layout.texts_of(part["files"]), content=False)
         return run
 
     @property

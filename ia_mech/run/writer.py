@@ -2,8 +2,9 @@
 
 A part's files are written under temporary names, flushed, renamed, and only then entered in the
 part's manifest. A file that no manifest names counts as absent: its part is computed again and the
-file is replaced. Several processes may work on one run. A process locks the part that it computes,
-and the system releases the lock if the process dies.
+file is replaced. The manifest of a damaged part stays until the part is whole again. Several
+processes may work on one run. A process locks the part that it computes, and the system releases
+the lock if the process dies.
 """
 
 import json
@@ -50,10 +51,10 @@ class RunWriter:
         self, path: Path, record: dict[str, Any], name_of: Callable[[str], str] = str
     ) -> None:
         self.path = path
-        self.record, self._run = begin_run(path, record)
-        wanted = json.loads(json.dumps(record))  # lists, not tuples
-        refuse_another(path, self.record, wanted, name_of)
+        self.record, self._run = _begin_run(path, record)
+        refuse_another(path, self.record, record, name_of)
         self._session: dict[str, Any] = {}
+        self._damaged: dict[tuple[str, str], dict[str, Any]] = {}  # manifests of such parts
         self._locks: dict[tuple[str, str], FileLock] = {}
 
     def close(self) -> None:
@@ -76,26 +77,43 @@ class RunWriter:
 
     def finished_parts(self, kind: str) -> dict[str, int]:
         """The parts that are whole: name → number of contexts."""
-        return {part["name"]: part["contexts"] for part in Run(self.path).parts(kind)}
+        parts = {part["name"]: part for part in Run(self.path).parts(kind)}
+        damaged = self._damaged.get
+        return {n: part["contexts"] for n, part in parts.items() if part != damaged((kind, n))}
 
-    def drop_damaged(self, kind: str, names: Collection[str]) -> list[str]:
-        """Remove the manifests of those of these parts that are damaged: they count as not done.
+    def find_damage(self, kind: str, names: Collection[str]) -> list[str]:
+        """Find those of these parts that are damaged: they count as not done from now on.
+
+        The hashes of tensors, which may be large, are compared in a complete run alone.
 
         Returns:
             A line for each, which says what is wrong.
+
+        Raises:
+            UserError: a folder lacks the files of all parts. It was moved, or its disk is away.
         """
-        problems = []
-        for part in Run(self.path).parts(kind):
-            name, problem = part["name"], None
-            if part["name"] in names:
-                problem = integrity.damage(self.path, part["files"], content=True)
-            if problem and self._lock(kind, name):
-                if part in Run(self.path).parts(kind):
-                    (self.path / layout.manifest_file(kind, name)).unlink()
-                    problems.append(f"part {name} of the {kind} is damaged: {problem}")
-                else:  # another process has just computed it again
-                    self._give_up(kind, name)
+        run, problems = Run(self.path), []
+        done = [part for part in run.parts(kind) if part["name"] in names]
+        self._refuse_lost_folders([Path(file) for part in done for file in part["files"]])
+        for part in done:
+            files = part["files"]
+            hashed = files if run.complete else layout.texts_of(files)
+            problem = integrity.damage(self.path, files, content=False)
+            if problem := problem or integrity.damage(self.path, hashed, content=True):
+                self._damaged[kind, part["name"]] = part
+                problems.append(f"part {part['name']} of the {kind} is damaged: {problem}")
         return problems
+
+    def _refuse_lost_folders(self, files: Collection[Path]) -> None:
+        for folder in sorted({file.parent for file in files}):
+            own = [file for file in files if file.parent == folder]
+            there = (self.path / folder).is_dir()
+            if not there or (len(own) > 1 and not any((self.path / f).exists() for f in own)):
+                raise UserError(
+                    f"{self.path / folder} holds none of the {len(own)} files that were written "
+                    "there",
+                    "mount its disk or bring the files back; or give another --out",
+                )
 
     def claim(self, kind: str, name: str) -> bool:
         """Lock a part that isn't done, to compute it. The lock is released when the part is added.
@@ -103,13 +121,20 @@ class RunWriter:
         Returns:
             Whether the part is locked now. If not, it is done, or another process computes it.
         """
-        manifest = self.path / layout.manifest_file(kind, name)
-        if manifest.exists() or not self._lock(kind, name):
+        if self._is_done(kind, name) or not self._lock(kind, name):
             return False
-        if manifest.exists():  # another process has just done it
+        if self._is_done(kind, name):  # another process has just done it
             self._give_up(kind, name)
             return False
         return True
+
+    def _is_done(self, kind: str, name: str) -> bool:
+        """Whether a part is there, and isn't the one that was found to be damaged."""
+        file = self.path / layout.manifest_file(kind, name)
+        if not file.exists():
+            return False
+        found = self._damaged.get((kind, name))
+        return found is None or found != integrity.read_manifest(file, self._run)
 
     def _lock(self, kind: str, name: str) -> bool:
         """Whether this process has the part's lock now."""
@@ -225,6 +250,7 @@ class RunWriter:
         part |= {fact: value for fact, value in facts.items() if value}
         integrity.write_json(self.path / layout.manifest_file(kind, name), part)
         integrity.fsync_folder(self.path)
+        self._damaged.pop((kind, name), None)
         self._give_up(kind, name)
 
     def _write_table(self, folder: str, part: str, table: pa.Table) -> dict[str, Any]:
@@ -273,7 +299,7 @@ def kept_draws(path: Path) -> int:
     return sum(len(batch) for part in kept for batch in part["batches"])
 
 
-def begin_run(path: Path, record: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def _begin_run(path: Path, record: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Write ``run.json`` unless there is one. Of several processes that begin a run, one writes it.
 
     Returns:
@@ -298,21 +324,20 @@ def refuse_another(
 
     Args:
         path: the run's folder.
-        there, wanted: the record of the run and the one asked for, as in ``run.json``; the
-            identities may hold only what is known so far.
+        there: ``run.json``.
+        wanted: the record asked for, as far as it is known. Its identity may lack keys.
         name_of: as for :class:`RunWriter`.
 
     Raises:
         UserError: the records differ. The error names all differences.
     """
-    differing = integrity.changed_values(there["identity"], wanted["identity"])
+    known: dict[str, Any] = json.loads(json.dumps(wanted["identity"]))  # lists, not tuples
+    before = {name: there["identity"].get(name) for name in known}
+    differing = integrity.changed_values(before, known)
     # Where settings differ, they explain what else differs, which is left out.
     settings = {name: v for name, v in differing.items() if name.startswith("settings.")}
-    differing = (
-        settings
-        or differing
-        or integrity.changed_values({"parts": there["parts"]}, {"parts": wanted["parts"]})
-    )
+    parts = ({"parts": each["parts"]} for each in (there, there | wanted))
+    differing = settings or differing or integrity.changed_values(*parts)
     if differing:
         found = [
             f"{name_of(name)} {values}"

@@ -32,7 +32,7 @@ from experiments.locate import (
 )
 from ia_mech import Run
 from ia_mech.chat.template import message
-from ia_mech.collect.identity import build_chat, eos_ids, probe_ids
+from ia_mech.collect.plan import build_chat, probe_ids
 from ia_mech.engine.check import check_engine
 from ia_mech.likelihood.scorer import after_each, score_turns
 from ia_mech.models import embedded
@@ -105,8 +105,7 @@ def scores(folder: Path, samples: int = 2) -> pd.DataFrame:
     model = next(name for name in embedded.MODELS if folder.name.startswith(name))
     settings = Settings.read({"model": model, "dtype": "float32"})
     subject = load(settings.model_spec)
-    stops = eos_ids(subject.model.generation_config, subject.model.config)
-    chat = build_chat(settings, subject.tokenizer, stops)
+    chat = build_chat(settings, subject.files)
     check_engine(subject.model, probe_ids(chat))
     scorer, found = partial(score_turns, subject.model), []
     turns = pd.read_parquet(folder / "turns.parquet")

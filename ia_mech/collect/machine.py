@@ -1,66 +1,21 @@
-"""What two runs must share to be one, and what else rounding depends on."""
+"""What rounding depends on besides a run's identity: a run may go on where it differs."""
 
-import json
 import os
 import platform
-from collections.abc import Sequence
 from importlib import metadata
-from typing import Any
 
 import torch
 
-from ia_mech.chat.format import ChatFormat
 from ia_mech.engine import weights
-from ia_mech.engine.check import TOKENS
-from ia_mech.engine.shared import Engine
 from ia_mech.models.load import Subject
-from ia_mech.run.integrity import without_folders
-from ia_mech.settings import Settings
 
 # Packages that bring kernels which transformers takes where they are installed: of recurrent layers
 # (Qwen3.5: the first two), and of attention.
 KERNELS = ("flash-linear-attention", "causal-conv1d", "kernels", "flash-attn")
 
 
-def build_chat(settings: Settings, tokenizer: Any, eos_ids: Sequence[int] = ()) -> ChatFormat:
-    """The chat format that settings ask for."""
-    return ChatFormat(
-        tokenizer,
-        settings.system,
-        settings.thinking,
-        settings.date,
-        eos_ids,
-        settings.opening,
-        settings.template_option,
-    )
-
-
-def probe_ids(chat: ChatFormat) -> list[int]:
-    """``TOKENS`` ids of a short conversation, with which the engine is checked at start-up."""
-    messages = [
-        {"role": "user", "content": "What is it?"},
-        {"role": "assistant", "content": "Blue."},
-    ]
-    return (chat.context(messages).ids * TOKENS)[:TOKENS]
-
-
-def eos_ids(generation_config: Any, model_config: Any) -> list[int]:
-    """The ids at which ``generate`` stops: the model's own, one or several."""
-    ids = getattr(generation_config, "eos_token_id", None)
-    ids = getattr(model_config, "eos_token_id", None) if ids is None else ids
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
-def identity(subject: Subject, chat: ChatFormat, engine: Engine, requested: dict) -> dict:
-    """What two runs must share to be one run; ``requested`` is its part from
-    :meth:`ia_mech.collect.survey.Survey.identity`."""
-    known = {"model": subject.describe(), "engine": engine.name, "chat": chat.describe()}
-    return without_folders(json.loads(json.dumps(known)) | requested)
-
-
 def machine(subject: Subject, threads: int) -> dict:
-    """What rounding depends on besides the identity, the threads of a worker among it: a run may go
-    on where these differ."""
+    """The facts of this machine, the threads of a worker among them."""
     on_gpu = subject.device.type == "cuda"
     return {
         **(_gpu(subject.device) if on_gpu else {}),
