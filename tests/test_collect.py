@@ -22,7 +22,8 @@ import ia_mech.collect.compute as compute
 import ia_mech.collect.job as job
 import ia_mech.collect.parts as parts
 from ia_mech.collect.command import main
-from ia_mech.collect.parts import Memory, plan_parts
+from ia_mech.collect.memory import Memory
+from ia_mech.collect.parts import plan_parts
 from ia_mech.collect.plan import Plan, PlannedContext
 from ia_mech.collect.progress import PhaseProgress
 from ia_mech.collect.summary import print_run
@@ -189,7 +190,7 @@ def test_memory_limits_what_is_computed_together():
     settings = replace(SETTINGS, batch_rows=100)
     row, context = SIZE.row(3000, 5), SIZE.context(3000)
     plan = planned(settings, [3000, 30, 3000, 30, 3000] * 4)  # four parts of five contexts
-    enough = 5 * context + 25 * row
+    enough = 3 * context + 2 * SIZE.context(30) + 25 * row
     for room, limit in ((enough, 100), (enough - 1, 24), (context + 3 * row, 3), (0, 1)):
         memory = Memory(plan, SIZE, room)
         rows, taken = memory.together("contexts", range(5))

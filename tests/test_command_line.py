@@ -16,8 +16,10 @@ from shell import Outcome, call, files, refusal
 from ia_mech import console
 from ia_mech.cli import program, shell_word
 from ia_mech.collect import command as command_line
+from ia_mech.collect.plan import Plan
 from ia_mech.collect.summary import print_run
 from ia_mech.console import COMMANDS
+from ia_mech.data.conversations import ConversationSource
 from ia_mech.run import Run, RunWriter
 
 SMALL = ["--limit", "3", "--samples", "1", "--temperatures", "1", "--max-new-tokens", "4"]
@@ -145,6 +147,15 @@ def test_what_needs_no_model_is_checked_before_anything_is_fetched(
 def test_what_needs_no_weights_is_checked_before_they_are_loaded(refused, monkeypatch):
     monkeypatch.setattr("ia_mech.collect.job.load", None)
     refused("--positions", "nowhere")
+
+
+def test_data_is_read_once_and_a_context_rendered_once(sample, monkeypatch):
+    read, rendered = [], []
+    made, render = ConversationSource._made, Plan.render
+    monkeypatch.setattr(ConversationSource, "_made", lambda *a: read.append(a) or made(*a))
+    monkeypatch.setattr(Plan, "render", lambda *a: rendered.append(a) or render(*a))
+    assert len(sample().run.contexts) == len(rendered) == 3
+    assert len(read) == 1 + 3  # the first row shows whether the data can be used
 
 
 # -- dry runs -------------------------------------------------------------------------------------

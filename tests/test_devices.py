@@ -25,7 +25,7 @@ from transformers.cache_utils import KVSharingDict
 from experiments import elicit, hybrids, locate, steering
 from experiments.directions import Learning, SteeredContext, learn
 from experiments.experiment import Model
-from ia_mech.collect import identity, job
+from ia_mech.collect import job, machine
 from ia_mech.collect.job import collect
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.decode import Row, decode
@@ -48,7 +48,7 @@ FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
 @pytest.fixture
 def gpus(monkeypatch):
-    monkeypatch.setattr(identity, "_gpu", lambda device: {})
+    monkeypatch.setattr(machine, "_gpu", lambda device: {})
     with Gpus():
         yield
 

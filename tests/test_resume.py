@@ -148,7 +148,7 @@ def test_a_run_whose_tensors_are_away_is_refused_and_left_as_it_is(
     shutil.move(out / "residuals", tmp_path / "disk")
     if mounted:
         (out / "residuals").mkdir()
-    with pytest.raises(UserError, match="residuals holds none of the 4 files that"):
+    with pytest.raises(UserError, match="residuals lacks all 4 files that were"):
         sampled(SMALL, tiny_subject, out)
     assert Run.open(out).generations.equals(whole.generations)
     shutil.copytree(tmp_path / "disk", out / "residuals", dirs_exist_ok=True)

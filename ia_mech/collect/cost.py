@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ia_mech.collect.compute import DRAWS
-from ia_mech.collect.parts import Memory, Parts
+from ia_mech.collect.memory import Memory
+from ia_mech.collect.parts import Parts
 from ia_mech.collect.plan import Plan
 from ia_mech.engine.memory import Footprint, part_bytes
 from ia_mech.engine.workers import usable_cores

@@ -25,7 +25,8 @@ from ia_mech.cli import one_line
 from ia_mech.collect.compute import DRAWS, Computation, Drawn, Query
 from ia_mech.collect.cost import check_disk, run_bytes
 from ia_mech.collect.machine import machine, machine_changes
-from ia_mech.collect.parts import Memory, Parts
+from ia_mech.collect.memory import Memory
+from ia_mech.collect.parts import Parts
 from ia_mech.collect.plan import Plan, probe_ids
 from ia_mech.collect.progress import PartProgress, PhaseProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext, tables

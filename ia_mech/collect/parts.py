@@ -7,26 +7,17 @@ part are computed together. The machine that begins a run decides how much of it
 and records that; all others read it from the run.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from ia_mech.engine.memory import Footprint
 from ia_mech.run import layout
 from ia_mech.settings import Settings, Shard
-
-if TYPE_CHECKING:
-    from ia_mech.collect.plan import Plan
 
 # Rows decoded together. One core's matrix products are nearly at their best with these; a GPU's
 # number is an estimate.
 BATCH_ROWS = {"cpu": 96, "cuda": 1024}
 RESPONSES = 16  # fewer responses together cost as much: reading the weights is what takes the time
-# Where memory allows only a few long responses at a time, so many times more are begun: those that
-# wait take the places of those that end.
-WAITING = 4
 # A part of contexts has so many times the rows that are decoded together, and the others wait. Most
 # turns are short and a few long: a GPU's step takes as long for the last rows as for a thousand.
 QUEUE = {"cpu": 1, "cuda": 4}
@@ -111,51 +102,3 @@ def part_count(count: int, most: int, several: int) -> int:
 
 def _named(parts: list[list[int]]) -> dict[str, list[int]]:
     return dict(zip(layout.part_names(len(parts)), parts, strict=True))
-
-
-class Memory:
-    """How many rows of a part are computed together, once the model's sizes are known.
-
-    Args:
-        plan: of the run.
-        size: what the model's contexts and rows hold.
-        room: bytes that a part may take.
-
-    Attributes:
-        waiting: how many times more responses are begun than are decoded together.
-    """
-
-    def __init__(self, plan: "Plan", size: Footprint, room: int) -> None:
-        self.plan, self.size, self.room = plan, size, room
-        prompt = max(len(one.prompt) for one in plan.contexts)
-        row = size.row(prompt, plan.settings.max_response_tokens)
-        # Not where prompts fill the memory.
-        self.waiting = WAITING if row > WAITING**2 * size.context(prompt) else 1
-
-    def together(self, kind: str, orders: Sequence[int]) -> tuple[int, int]:
-        """The most rows of a part that are decoded together, and the bytes that the part takes."""
-        settings, contexts = self.plan.settings, [self.plan.contexts[order] for order in orders]
-        each, queue = len(settings.rows()), QUEUE[self.plan.device.type]
-        longest, new = max(one.tokens for one in contexts), settings.max_new_tokens
-        if kind == "responses":
-            contexts = [one for one in contexts if one.prompt]
-            each, queue = 1, self.waiting
-            longest = max((len(one.prompt) for one in contexts), default=0)
-            new = settings.max_response_tokens
-        context, row = self.size.context(longest), self.size.row(longest, new)
-
-        def taken(limit: int) -> int:
-            begun = min(len(contexts), max(1, queue * limit // each))
-            return begun * context + min(limit, each * len(contexts)) * row
-
-        limit = max(1, bisect_right(range(1, self.plan.batch_rows + 1), self.room, key=taken))
-        return limit, taken(limit)
-
-    @property
-    def part_bytes(self) -> int:
-        """About how much memory the largest part takes."""
-        parts = self.plan.parts
-        kinds = {"responses": parts.responses, "contexts": parts.contexts}
-        return max(
-            self.together(kind, part)[1] for kind, named in kinds.items() for part in named.values()
-        )

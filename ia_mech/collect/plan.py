@@ -48,12 +48,14 @@ class PlannedContext:
         tokens: how many it has; the most that it can have if its response is still to be written.
         rendered: the context itself; None if its response is still to be written.
         prompt: the ids after which the model writes the response; empty if it is given.
+        written: which of the query's responses the model writes (0, 1, …); None if it is given.
     """
 
     conversation: Conversation
     tokens: int
     rendered: Rendered | None
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] = ()
+    written: int | None = None
 
 
 class Plan:
@@ -116,7 +118,7 @@ class Plan:
         used = [one.conversation for one in self.contexts]
         joints = self.chat.template.joints()
         self.data = what_was_read(used, self.source, settings, joints)
-        written = [self._written(one) for one in self.contexts]
+        written = [one.written for one in self.contexts]
         self.parts = plan_parts(self.settings, self.device.type, written)
         self.identity = self._identity()
         if (out / layout.RUN).is_file():
@@ -168,17 +170,16 @@ class Plan:
             return
         if not several:
             self.contexts.append(planned)
-        else:
-            each = map(planned.conversation.with_response_index, range(self.settings.responses))
-            self.contexts += [replace(planned, conversation=one) for one in each]
+            return
+        for index in range(self.settings.responses):
+            own = planned.conversation.with_response_index(index)
+            self.contexts.append(replace(planned, conversation=own, written=index))
 
     def _planned(self, one: Conversation) -> PlannedContext:
-        prompt: tuple[int, ...] = ()
-        shown, tokens = one, 0
-        if self.writes_response(one):
+        writes, shown, extra = self.writes_response(one), one, 0
+        if writes:
             # A stand-in for the response, so that everything around it is checked now.
-            shown, tokens = one.with_response("Yes."), self.settings.max_response_tokens
-            prompt = tuple(self.chat.prompt(shown.messages[:-1]))
+            shown, extra = one.with_response("Yes."), self.settings.max_response_tokens
         elif one.response is None:
             raise UserError(
                 "no response, and --response given was asked for",
@@ -187,7 +188,7 @@ class Plan:
         context, turn = self.render(shown)
         following = [] if turn is None else turn.whole
         refuse_unknown_ids([*context.ids, *following], self.config)
-        tokens += len(context.ids)
+        tokens = len(context.ids) + extra
         needed = tokens + max(self.settings.max_new_tokens, len(following))
         limit = context_limit(self.config)
         if limit is not None and needed > limit:
@@ -196,8 +197,11 @@ class Plan:
                 "remove or shorten it, lower --max-response-tokens or --max-new-tokens, or use "
                 "--skip-unusable",
             )
+        if writes:
+            prompt = tuple(self.chat.prompt(shown.messages[:-1]))
+            return PlannedContext(one, tokens, None, prompt, 0)
         context = replace(context, ids=[self._ids.setdefault(i, i) for i in context.ids])
-        return PlannedContext(one, tokens, None if prompt else (context, turn), prompt)
+        return PlannedContext(one, tokens, (context, turn))
 
     def _refuse_nothing_to_do(self) -> None:
         if not self.contexts:
@@ -212,12 +216,6 @@ class Plan:
                 "nothing",
                 "use --response generate, which replaces them, or leave the two flags out",
             )
-
-    def _written(self, one: PlannedContext) -> int | None:
-        """Which of a query's responses the model writes for a context; None if it is given."""
-        if not one.prompt:
-            return None
-        return (one.conversation.response_index or 0) if self.settings.responses > 1 else 0
 
     def _identity(self) -> dict:
         content = hashlib.sha256()
@@ -246,14 +244,14 @@ class Plan:
 
 def build_chat(settings: Settings, files: ModelFiles) -> ChatFormat:
     """The chat format that settings ask for, of a model's files."""
-    ids = files.generation_config.eos_token_id
-    ids = getattr(files.config, "eos_token_id", None) if ids is None else ids
+    known = (getattr(one, "eos_token_id", None) for one in (files.generation_config, files.config))
+    ids: int | list[int] = next((one for one in known if one is not None), [])
     return ChatFormat(
         files.tokenizer,
         settings.system,
         settings.thinking,
         settings.date,
-        [] if ids is None else [ids] if isinstance(ids, int) else ids,
+        [ids] if isinstance(ids, int) else ids,
         settings.opening,
         settings.template_option,
     )

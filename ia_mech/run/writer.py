@@ -110,9 +110,9 @@ class RunWriter:
             there = (self.path / folder).is_dir()
             if not there or (len(own) > 1 and not any((self.path / f).exists() for f in own)):
                 raise UserError(
-                    f"{self.path / folder} holds none of the {len(own)} files that were written "
-                    "there",
-                    "mount its disk or bring the files back; or give another --out",
+                    f"{self.path / folder} lacks all {len(own)} files that were written there",
+                    "mount its disk or bring the files back; or remove "
+                    f"{self.path / layout.MANIFESTS}, and the whole run is computed again",
                 )
 
     def claim(self, kind: str, name: str) -> bool:
@@ -183,8 +183,8 @@ class RunWriter:
         if rows:
             table = pa.Table.from_pylist(rows, schema=layout.RESPONSES)
             files = self._write_table("responses", name, table)
-        (self.path / layout.batches_file(name)).unlink(missing_ok=True)
         self._add("responses", name, len(rows), files, {"batch_rows": batch_rows})
+        (self.path / layout.batches_file(name)).unlink(missing_ok=True)
 
     def add_contexts(
         self,
