@@ -38,7 +38,7 @@ def test_contexts_and_rows_hold_what_the_check_has_measured(architecture):
         else:
             copied.append(sum(tensor.nbytes for tensor in held_tensors(layer)) / 3)
     assert size.row(LENGTH, NEW) == own + sum(copied) + max(copied) + LOGITS_HELD * 4 * tiny.VOCAB
-    assert copied_bytes(model, [group]) == sum(
+    assert copied_bytes(model, [group], NEW) == sum(
         one.layers * one.of(LENGTH) for one in size.layers if not one.shared
     )
 
@@ -57,7 +57,7 @@ def test_scoring_passes_are_limited_by_state_and_logits(monkeypatch, limit):
     contexts = [tiny.prompt(20, seed=1)]
     turns = [scoring.Turn(0, tiny.prompt(6, seed=n)) for n in range(8)]
     each = {"LOGITS": 6 * tiny.VOCAB, "STATE_BYTES": 0}
-    each["STATE_BYTES"] = copied_bytes(model, [prefill(model, [Prefix(contexts[0])])])
+    each["STATE_BYTES"] = copied_bytes(model, [prefill(model, [Prefix(contexts[0])])], 6)
     honest, rows = scoring.forward, []
 
     def counted(model, state, *others, **options):

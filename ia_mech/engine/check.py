@@ -14,7 +14,8 @@ Where a token changes next to nothing, rounding would be held against nothing: a
 as no less than a share of the logits themselves (:data:`LEAST`).
 
 Two checks would need prompts of hundreds or thousands of tokens, and do without them. Sliding
-windows are narrowed while the check lasts, so that short prompts fill them. A prefix of more than
+windows are narrowed, so that short prompts fill them; as wide as they are, they are checked where
+they hold whole rows, which share their prefix then. A prefix of more than
 :data:`LONG` tokens, which attention kernels process in several blocks, is made by repeating the
 keys and values of a short one; rows that share it are compared with a row that has a copy.
 """
@@ -80,20 +81,19 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = F
         made.engine = _PASSED[model][1]
         return made.engine
     made.engine = Engine.possible(model)
-    try:
+    while not made.engine.ignored:
         try:
             _check(model, list(ids))
+            _PASSED[model] = place, made.engine
+            break
         except UserError as error:
-            if not made.engine.share:
+            if made.engine.share:  # in fewer layers: at first without those that have a window
+                kept = made.engine.shared if made.engine.within else ()
+                made.engine = replace(made.engine, shared=kept, within=(), why=error.problem)
+            elif ignore and isinstance(error, _WrongNumbers):
+                made.engine = replace(made.engine, ignored=error.problem)
+            else:
                 raise
-            made.engine = replace(made.engine, shared=(), why=error.problem)
-            _check(model, list(ids))
-    except _WrongNumbers as error:
-        if not ignore:
-            raise
-        made.engine = replace(made.engine, ignored=error.problem)
-    else:
-        _PASSED[model] = place, made.engine
     return made.engine
 
 
@@ -107,13 +107,13 @@ class _WrongNumbers(UserError):
 def _check(model: PreTrainedModel, ids: list[int]) -> None:
     try:
         # Threads of passes this small mostly wait for each other, on a busy machine for a minute.
-        with (
-            torch_threads(1),
-            torch.inference_mode(),
-            _narrow_windows(model, ids[:TOKENS]),
-        ):
-            differences = _Differences(model, ids)
-            differences.measure()
+        with torch_threads(1), torch.inference_mode():
+            with _narrow_windows(model, ids[:TOKENS]):
+                differences = [_Differences(model, ids)]
+                differences[0].measure()
+            if installed(model).engine.within:
+                differences.append(_Differences(model, ids))
+                differences[1].compare_decoding("decoding within a window")
     except UserError:
         raise
     except Exception as error:  # architectures that aren't made for this raise anything
@@ -125,8 +125,9 @@ def _check(model: PreTrainedModel, ids: list[int]) -> None:
             "use a decoder-only model whose blocks pass on one hidden state per token",
         ) from error
     made = installed(model)
-    made.held = _layer_bytes(model, differences.prefilled.state, made.engine)
-    differences.refuse_large_ones()
+    made.held = _layer_bytes(model, differences[0].prefilled.state, made.engine)
+    for each in differences:
+        each.refuse_large_ones()
 
 
 def _layer_bytes(model: PreTrainedModel, state: State, engine: Engine) -> tuple[LayerBytes, ...]:
@@ -187,12 +188,12 @@ class _Differences:
         for context, logits in enumerate(self.prefilled.logits):
             self._compare_step("a left-padded batch", logits, context, 0)
         self._pad()
-        self._decode()
+        self.compare_decoding("cached decoding")
         self._score()
         self._sample()
         limit = context_limit(self.model.config)
-        share = installed(self.model).engine.share
-        if share and (limit is None or limit > LONG + TOKENS):
+        shared = installed(self.model).engine.shared
+        if shared and (limit is None or limit > LONG + TOKENS):
             self._compare_long_prefix(self.prefilled.state)
 
     def refuse_large_ones(self) -> None:
@@ -249,7 +250,7 @@ class _Differences:
         around = torch.stack([alone[-2], alone[-1], alone[-3]])
         self._compare("a left-padded batch", beside.logits[0], around)
 
-    def _decode(self) -> None:
+    def compare_decoding(self, what: str) -> None:
         """Feed the turn token by token to rows of both contexts, and to a row whose context was
         prefilled alone; the first row is dropped before the last token."""
         alone = prefill(self.model, [Prefix(self.prompts[1])])
@@ -258,7 +259,7 @@ class _Differences:
         for step, token in enumerate(self.turn[: STEPS + 1], start=1):
             ours = _step(self.model, state, [token] * state.rows)
             for row, context in enumerate(contexts):
-                self._compare_step("cached decoding", ours[row], min(context, 1), step)
+                self._compare_step(what, ours[row], min(context, 1), step)
             if step == STEPS:
                 contexts = [contexts[row] for row in state.drop([0])]
 
