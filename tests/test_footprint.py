@@ -25,6 +25,9 @@ def test_contexts_and_rows_hold_what_the_check_has_measured(architecture):
     check_engine(model, tiny.prompt(TOKENS, seed=0))
     size = footprint(model)
     assert Footprint.read(json.loads(json.dumps(asdict(size)))) == size
+    linear = [one.weight for one in model.modules() if type(one) is torch.nn.Linear]
+    both = [*model.parameters(), *linear]  # the check has installed it, with both orders
+    assert size.weights == sum(one.nbytes for one in both)
     group = prefill(model, [Prefix(tiny.prompt(LENGTH, seed=n)) for n in range(2)])
     layers = group.state.cache.layers
     assert sum(t.nbytes for one in layers for t in held_tensors(one)) == 2 * size.context(LENGTH)

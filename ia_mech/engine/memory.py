@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ia_mech.engine.installed import installed
+from ia_mech.engine.weights import held_bytes
 from ia_mech.engine.workers import MOST_WORKERS, usable_cores, usable_memory
 from ia_mech.errors import UserError, is_out_of_memory
 
@@ -42,7 +43,7 @@ class Footprint:
     """What a model's contexts and rows hold.
 
     Attributes:
-        weights: bytes of all weights.
+        weights: bytes of all weights, in both orders where the model holds both.
         vocab: how many logits a token has.
         layers: what the layers of its cache hold.
     """
@@ -73,9 +74,8 @@ class Footprint:
 
 def footprint(model: PreTrainedModel) -> Footprint:
     """The footprint of a model that has passed the start-up check, which measured it."""
-    weights = sum(one.nbytes for one in model.parameters())
     made = installed(model)
-    return Footprint(weights, made.config.vocab_size, made.held)
+    return Footprint(held_bytes(model), made.config.vocab_size, made.held)
 
 
 def part_bytes(device: torch.device, weights: int, everywhere: bool = False) -> int:
