@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
+from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.decode import Row, decode
-from ia_mech.engine.footprint import footprint
-from ia_mech.engine.installed import install
+from ia_mech.engine.memory import footprint
 from ia_mech.engine.state import Prefix, prefill_all
 
 SIZES = {
@@ -112,8 +112,8 @@ def planned_and_taken(shape: Shape) -> tuple[int, int]:
     torch.manual_seed(0)
     config = shape.config(**SIZES, **shape.changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    install(model.requires_grad_(False))
-    size = footprint(config, torch.float32)
+    check_engine(model.requires_grad_(False), list(range(3, 3 + TOKENS)))
+    size = footprint(model)
     planned = shape.contexts * (
         size.context(shape.tokens) + shape.rows * size.row(shape.tokens, shape.new)
     )

@@ -610,27 +610,28 @@ class Experiment(ABC):
         """Memory and time, where arms are sampled and units of so many tokens are measured."""
         import torch
 
-        from ia_mech.collect.cost import memory_text, time_text
-        from ia_mech.engine.footprint import footprint
+        from ia_mech.collect.cost import Pace, memory_text, time_text
+        from ia_mech.engine.memory import Footprint
         from ia_mech.engine.score import LOGITS, STATE_BYTES
         from ia_mech.models.load import resolve_device
 
         first = self.runs[0]
-        device = resolve_device(first.settings["device"]).type  # here, wherever the run was made
+        device = resolve_device(first.settings["device"])  # here, wherever the run was made
         batch = first.settings["batch_rows"]
-        size = footprint(self.config, getattr(torch, first.model["dtype"]))
+        size = Footprint.read(first.record["footprint"])
+        pace = Pace(self.config, getattr(torch, first.model["dtype"]), device)
         longest = int(first.contexts["context_tokens"].max())
-        seconds = size.seconds(tokens, 2 * units, device)
-        part = (4 * LOGITS[device] + STATE_BYTES[device]) if units else 0
+        seconds = pace.seconds(tokens, 2 * units)
+        part = (4 * LOGITS[device.type] + STATE_BYTES[device.type]) if units else 0
         for arm in arms:
             contexts, each = len(arm.conversations), arm.rows(first)
             new = arm.settings.get("max_new_tokens", first.settings["max_new_tokens"])
             rows = contexts * each
-            seconds += size.seconds(contexts * longest, contexts, device)
-            seconds += size.seconds(rows * new, -(-rows // batch) * new, device)
+            seconds += pace.seconds(contexts * longest, contexts)
+            seconds += pace.seconds(rows * new, -(-rows // batch) * new)
             row = size.row(longest, new) + size.context(longest) // each
             part = max(part, min(rows, batch) * row)
-        return {"memory": memory_text(size.weights, part), "time": time_text(seconds)}
+        return {"memory": memory_text(size, part), "time": time_text(seconds)}
 
     def result(self) -> Result:
         """Sample, measure, estimate, conclude."""

@@ -14,10 +14,8 @@ from conftest import Silent
 from matplotlib.figure import Figure
 from transformers import PreTrainedTokenizerFast
 
-import ia_mech.engine.footprint as footprints
 import ia_mech.models.load as models
 from ia_mech.cli import THREAD_COUNTS
-from ia_mech.collect import cost, job
 from ia_mech.collect.job import collect
 from ia_mech.display import FIGURE_FORMATS, save_figure
 from ia_mech.models import embedded
@@ -49,11 +47,9 @@ def _threads(monkeypatch):
 
 @pytest.fixture(scope="session", autouse=True)
 def _models_read_once():
-    """Each command first loads its model, checks it and works out its sizes. Tests do that once for
-    a model's folder, since it takes longer than a tiny run."""
-    sizes = footprints.footprint
+    """Each command first loads its model and checks it. Tests do that once for a model's folder,
+    since it takes longer than a tiny run."""
     loaded: dict = {}
-    worked_out: dict = {}
 
     def load_once(spec: ModelSpec) -> Subject:
         files = [(file.name, file.stat()) for file in sorted(Path(spec.name).glob("*"))]
@@ -64,16 +60,8 @@ def _models_read_once():
             loaded[key] = LOAD(spec)
         return replace(loaded[key])
 
-    def work_out_once(config, dtype) -> footprints.Footprint:
-        key = type(config), config.to_json_string(), dtype
-        if key not in worked_out:
-            worked_out[key] = sizes(config, dtype)
-        return worked_out[key]
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "_load", load_once)
-        for user in (footprints, job, cost):
-            patch.setattr(user, "footprint", work_out_once)
         yield
 
 

@@ -93,7 +93,7 @@ def assert_ranks(found, logits: torch.Tensor, turn) -> None:
 def copied_prefixes(model) -> Iterator[None]:
     """While it lasts, each row has a copy of its prefix, which is slow but plain."""
     made = installed(model)
-    before, made.engine = made.engine, replace(made.engine, shared=())
+    before, made.engine = made.engine, replace(made.engine, shared=(), within=())
     try:
         yield
     finally:

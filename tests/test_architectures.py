@@ -182,7 +182,7 @@ def _tensors(cache) -> list[torch.Tensor]:
 def test_blocks_and_norm_are_those_of_the_text_beside_a_stack_that_reads_images(architecture):
     model = tiny.wrapper(architecture)
     blocks = find_blocks(model)
-    assert {type(block).__name__.lower()[:6] for block in blocks} == {architecture[:6]}
+    assert all(type(block).__name__.lower().startswith(architecture[:6]) for block in blocks)
     assert "vision" not in type(blocks[0]).__name__.lower()
     assert find_final_norm(model).weight.shape == (32,)
     assert check_engine(model, tiny.prompt(24, seed=0)).layers == 4

@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 import ia_mech.engine.check as check
 import ia_mech.engine.decode as loop
+import ia_mech.engine.installed as installed
 import ia_mech.engine.shared as shared
 import ia_mech.engine.state
 from ia_mech.engine.check import TOKENS, check_engine
@@ -60,7 +61,7 @@ def test_models_that_are_computed_correctly_pass(architecture, dtype):
 def test_a_model_that_has_passed_is_checked_again_in_another_dtype_alone(monkeypatch):
     model = model_of("gemma3", torch.float32)
     engine = check_engine(model, IDS)
-    install(model).engine = replace(engine, shared=())
+    install(model).engine = replace(engine, shared=(), within=())
     monkeypatch.setattr(check, "prefill", None)
     assert check_engine(model, IDS) == engine == install(model).engine
     with pytest.raises(UserError, match="can't be run by this engine"):
@@ -83,6 +84,25 @@ def test_rounding_of_a_model_that_repeats_its_last_token_is_no_fault():
             differences.measure()
         most = check.ROUNDINGS * torch.finfo(torch.bfloat16).eps
         assert max(differences.deviations["sampled rows"]) < most
+
+
+@pytest.mark.parametrize("hidden", [0, 20])
+@DTYPES
+def test_where_a_token_changes_nothing_errors_are_held_against_rounding(dtype, hidden, monkeypatch):
+    """All tokens have one embedding. A part of the vocabulary may have logits of -1e4."""
+    model, honest = model_of("qwen3", dtype), check._step
+    model.model.embed_tokens.weight[:] = model.model.embed_tokens.weight[5].clone()
+    seen = (torch.arange(tiny.VOCAB) >= hidden).to(dtype)
+    model.lm_head.register_forward_hook(lambda _, __, logits: logits * seen - 1e4 * (1 - seen))
+    for epsilons in (1, 128):
+        off = 1 + epsilons * torch.finfo(dtype).eps * seen
+        monkeypatch.setattr(check, "_step", lambda *state, off=off: honest(*state) * off)
+        check._PASSED.clear()
+        if epsilons == 1:
+            assert check_engine(model, IDS).share
+        else:
+            with pytest.raises(UserError, match="other logits in cached decoding"):
+                check_engine(model, IDS)
 
 
 def assert_found(architecture: str, dtype: torch.dtype, *kinds: str) -> None:
@@ -220,6 +240,19 @@ def test_where_sharing_alone_goes_wrong_rows_get_copies_and_it_says_why(monkeypa
     assert "LlamaForCausalLM gives other logits in cached decoding" in str(engine)
 
 
+def test_where_sharing_within_a_window_goes_wrong_other_layers_go_on_sharing(monkeypatch):
+    honest = installed.attend_shared
+
+    def wrong(*arguments, sliding_window=None, **settings):
+        output, _ = honest(*arguments, sliding_window=sliding_window, **settings)
+        return output if sliding_window is None else output.roll(1, -1), None
+
+    monkeypatch.setattr(installed, "attend_shared", wrong)
+    engine = check_engine(tiny.fresh("gemma3", sliding_window=4096), IDS)
+    assert engine.shared == (4,) and engine.within == ()
+    assert "other logits in decoding within a window" in engine.why
+
+
 def test_the_models_own_attention_is_what_is_compared_with():
     """A model that looks at its attention's name: where the name matters, the model's own attention
     stays. Full passes under the other name wouldn't show the difference."""
@@ -254,5 +287,6 @@ def test_queries_that_see_nothing_go_on_to_nothing(monkeypatch):
             == (SHARED[architecture])
         )
     # Where no layer shares, the mask is the model's own: such a kernel is found.
+    monkeypatch.setattr(check.Engine, "possible", lambda model: check.Engine((), 4))
     with pytest.raises(UserError, match="other logits in a left-padded batch"):
         check_engine(model_of("mistral", torch.float32), IDS)

@@ -28,7 +28,8 @@ from ia_mech.collect.plan import Plan, PlannedContext
 from ia_mech.collect.progress import PhaseProgress
 from ia_mech.collect.summary import print_run
 from ia_mech.display import Quiet
-from ia_mech.engine.footprint import footprint
+from ia_mech.engine.check import TOKENS, check_engine
+from ia_mech.engine.memory import footprint
 from ia_mech.engine.workers import Crew
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main as judge
@@ -94,7 +95,11 @@ def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp
     "architecture",
     [
         "gemma3",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("llama4", "gemma4", "mistral3")),
+        "qwen3vl",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in sorted({*tiny.WRAPPERS} - {"gemma3", "qwen3vl"})
+        ),
     ],
 )
 def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
@@ -107,14 +112,17 @@ def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
     words += ["--samples", "1", "--max-new-tokens", "4", "--out", str(tmp_path / "run")]
     planned = call(main, [*words, "--dry-run"], capfd)
     assert planned.status == 0 and not (tmp_path / "run").exists(), planned.err
-    assert re.search(r"memory +\S+ .B for weights, at most \S+ .B for each part", planned.out)
     assert re.search(r"time +about \S+ min where", planned.out)
+    assert re.search(r"memory +said here once a run of this model has begun", planned.out)
     run = call(main, words, capfd).run
     for at, ids in enumerate(run.contexts["token_ids"]):
         with torch.inference_mode():
             whole = model(torch.tensor([ids.tolist()]), output_hidden_states=True, use_cache=False)
         states = torch.stack(whole.hidden_states)[:-1, 0, -1]  # the last one is normed
         assert relative_l2(run.residuals(position="header_last")[at, :-1], states) <= VECTOR
+    words[words.index("--limit") + 1], words[-1] = "3", str(tmp_path / "another")
+    planned = call(main, [*words, "--dry-run"], capfd)  # there is a run of this model now
+    assert re.search(r"memory +\S+ .B for weights, at most \S+ .B for each part", planned.out)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +151,8 @@ def test_ids_beyond_the_embedding_are_refused_with_the_cause(
 # -- parts ----------------------------------------------------------------------------------------
 
 
-SIZE = footprint(tiny.model("llama").config, torch.float32)
+check_engine(tiny.model("llama"), tiny.prompt(TOKENS, seed=0))
+SIZE = footprint(tiny.model("llama"))
 
 
 def planned(settings: Settings, lengths: list[int], prompt: int = 0) -> SimpleNamespace:

@@ -5,12 +5,23 @@ from itertools import pairwise
 
 import pytest
 import tiny
-from contract import copied_prefixes, near_ties, prefilled
+from contract import (
+    assert_logprobs,
+    assert_ranks,
+    copied_prefixes,
+    full_logits,
+    near_ties,
+    prefilled,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ia_mech.engine.decode as loop
+from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import stream_key
+from ia_mech.engine.score import Turn, score
+from ia_mech.engine.shared import SharedLayer
 
 LENGTHS = (3, 5, 9, 14, 17, 23, 26, 31)
 ROWS = [Row(c, 0.0, (0, 0)) for c in range(8)] + [
@@ -83,3 +94,34 @@ def test_rows_that_take_the_places_of_others_are_as_those_alone(architecture):
     with copied_prefixes(model):
         found = decode(model, groups, rows, stops, 8, together=5)
     assert near_ties(model, lengths, rows, found, alone) == 0
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt_oss", "mistral"])
+@pytest.mark.parametrize("window", [32, 31])
+def test_layers_with_a_window_share_a_prefix_that_lies_within_it(architecture, window, monkeypatch):
+    """The longest of all contexts, and the most new tokens, have 32; every number is compared with
+    full passes. It isn't in the group of the first rows, and rows join later."""
+    model, lengths = tiny.fresh(architecture, sliding_window=window), (3, 9, 14, 23)
+    engine = check_engine(model, tiny.prompt(TOKENS, seed=0))
+    assert len(engine.within) == {"gemma3": 3, "gpt_oss": 2, "mistral": 4}[architecture]
+    groups = [prefilled(model, lengths[:2]), prefilled(model, lengths[2:])]
+    rows = [Row(i % 4, 0.8 * (i % 3), stream_key(0, "s", i)) for i in range(8)]
+    honest, kinds = loop.expand, set()
+
+    def spied(*arguments, **settings):
+        state = honest(*arguments, **settings)
+        kinds.update(isinstance(state.cache.layers[at - 1], SharedLayer) for at in engine.within)
+        return state
+
+    monkeypatch.setattr(loop, "expand", spied)
+    found = decode(model, groups, rows, [tiny.EOS, *range(80, 97)], 10, together=4)
+    assert kinds == {window == 32}
+    turns = [Turn(i % 4, tiny.prompt(10, seed=i)) for i in range(8)]
+    scored = score(model, groups, turns)
+    for which, ids, numbers in [
+        *((row.context, one.token_ids, one) for row, one in zip(rows, found, strict=True)),
+        *((turn.context, turn.ids, one) for turn, one in zip(turns, scored, strict=True)),
+    ]:
+        logits = full_logits(model, tiny.prompt(lengths[which], seed=lengths[which]), ids)
+        assert_logprobs(numbers.logprobs_raw, logits, ids)
+        assert_ranks(numbers.ranks, logits, ids)

@@ -1,26 +1,33 @@
-"""The memory of contexts and rows, as worked out from a configuration, against real passes."""
+"""The memory of contexts and rows, as the start-up check measures it, against real passes."""
+
+import json
+from dataclasses import asdict
 
 import pytest
 import tiny
 import torch
 
-import ia_mech.engine.footprint as footprints
+import ia_mech.engine.memory as memory
 import ia_mech.engine.score as scoring
-from ia_mech.engine.footprint import LOGITS_HELD, footprint, part_bytes
-from ia_mech.engine.memory import smaller_passes
+from ia_mech.engine.check import TOKENS, check_engine
+from ia_mech.engine.memory import LOGITS_HELD, Footprint, footprint, part_bytes, smaller_passes
 from ia_mech.engine.shared import SharedLayer
 from ia_mech.engine.state import Prefix, copied_bytes, expand, forward, held_tensors, prefill
+from ia_mech.engine.workers import Memory
 from ia_mech.likelihood.scorer import score_turns
 
 LENGTH, NEW = 30, 5
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_contexts_and_rows_hold_what_a_configuration_says(architecture):
+def test_contexts_and_rows_hold_what_the_check_has_measured(architecture):
     model = tiny.model(architecture)
-    size = footprint(model.config, torch.float32)
-    assert size.weights == sum(one.nbytes for one in model.parameters())
-    assert model.config._attn_implementation != "eager" or architecture == "gpt_oss"
+    check_engine(model, tiny.prompt(TOKENS, seed=0))
+    size = footprint(model)
+    assert Footprint.read(json.loads(json.dumps(asdict(size)))) == size
+    linear = [one.weight for one in model.modules() if type(one) is torch.nn.Linear]
+    both = [*model.parameters(), *linear]  # the check has installed it, with both orders
+    assert size.weights == sum(one.nbytes for one in both)
     group = prefill(model, [Prefix(tiny.prompt(LENGTH, seed=n)) for n in range(2)])
     layers = group.state.cache.layers
     assert sum(t.nbytes for one in layers for t in held_tensors(one)) == 2 * size.context(LENGTH)
@@ -34,15 +41,15 @@ def test_contexts_and_rows_hold_what_a_configuration_says(architecture):
         else:
             copied.append(sum(tensor.nbytes for tensor in held_tensors(layer)) / 3)
     assert size.row(LENGTH, NEW) == own + sum(copied) + max(copied) + LOGITS_HELD * 4 * tiny.VOCAB
-    assert copied_bytes(model, [group]) == sum(
-        layer.of(LENGTH) for layer in size.layers if not layer.full
+    assert copied_bytes(model, [group], NEW) == sum(
+        one.layers * one.of(LENGTH) for one in size.layers if not one.shared
     )
 
 
 def test_room_goes_by_all_memory_and_every_worker(monkeypatch):
     total = 64 * 10**9
-    monkeypatch.setattr(footprints.psutil, "virtual_memory", lambda: type("", (), {"total": total}))
-    monkeypatch.setattr(footprints, "usable_cores", lambda: 4)
+    monkeypatch.setattr(memory, "usable_memory", lambda: Memory(total, 0))
+    monkeypatch.setattr(memory, "usable_cores", lambda: 4)
     assert part_bytes(torch.device("cpu"), 16 * 10**9) == 10 * 10**9
     assert part_bytes(torch.device("cpu"), 70 * 10**9) == 2 * 10**9  # weights on a disk
 
@@ -53,7 +60,7 @@ def test_scoring_passes_are_limited_by_state_and_logits(monkeypatch, limit):
     contexts = [tiny.prompt(20, seed=1)]
     turns = [scoring.Turn(0, tiny.prompt(6, seed=n)) for n in range(8)]
     each = {"LOGITS": 6 * tiny.VOCAB, "STATE_BYTES": 0}
-    each["STATE_BYTES"] = copied_bytes(model, [prefill(model, [Prefix(contexts[0])])])
+    each["STATE_BYTES"] = copied_bytes(model, [prefill(model, [Prefix(contexts[0])])], 6)
     honest, rows = scoring.forward, []
 
     def counted(model, state, *others, **options):

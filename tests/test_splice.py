@@ -230,7 +230,7 @@ def test_a_hybrid_of_everything_is_its_donor(architecture, copied):
     cut = aligned(model, contexts(after=0))
     for group in (cut, continued(model, cut, contexts()[0][-AFTER:])):
         before, made = installed(model).engine, of_everything(group)
-        installed(model).engine = replace(before, shared=()) if copied else before
+        installed(model).engine = replace(before, shared=(), within=()) if copied else before
         try:
             check_ceiling(model, group, ids)
             share = arriving(model, group, made, ids)

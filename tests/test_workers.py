@@ -140,3 +140,34 @@ def test_there_are_no_more_workers_than_memory_holds_parts_of(monkeypatch):
     assert Crew().for_items(24, free // 2 - 2**28) == (2, 1)
     assert Crew().for_items(24, 2 * free) == (1, 1)
     assert Crew(workers=3).for_items(24, 2 * free) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("process", "folder", "names", "most"),
+    [
+        ("0::/a/b", "a", ("memory.max", "memory.current", "inactive_file"), "9000"),  # a parent's
+        ("0::/a/b", "a/b", ("memory.max", "memory.current", "inactive_file"), "9000"),
+        # In a container: the path is the host's, or /.
+        ("2:cpu,memory:/host/1\n0::/", "memory", workers.GROUP_V1, "9000"),
+        ("0::/", "", ("memory.max", "memory.current", "inactive_file"), "9000"),
+        ("0::/", "", ("memory.max", "memory.current", "inactive_file"), "max"),
+        ("0::/", "", ("memory.max", "memory.current", "inactive_file"), "what?"),
+        ("0::/a", "b", ("memory.max", "memory.current", "inactive_file"), "9000"),  # not of ours
+    ],
+)
+def test_memory_is_what_control_groups_allow(tmp_path, monkeypatch, process, folder, names, most):
+    (tmp_path / "cgroup").write_text(process + "\n")
+    group = tmp_path / "groups" / folder
+    group.mkdir(parents=True)
+    limit, used, cached = names
+    (group / limit).write_text(most + "\n")
+    (group / used).write_text("5000\n")
+    (group / "memory.stat").write_text(f"anon 1\n{cached} 3000\nslab 7\n")
+    monkeypatch.setattr(workers, "PROCESS", tmp_path / "cgroup")
+    monkeypatch.setattr(workers, "GROUPS", tmp_path / "groups")
+    found = workers.usable_memory()
+    if most == "9000" and folder != "b":
+        assert found == (9000, 7000)
+        assert workers.Crew().for_items(24, 4000)[0] == 1
+    else:
+        assert found.total == psutil.virtual_memory().total

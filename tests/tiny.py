@@ -89,16 +89,55 @@ _VISION = {
     **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4},
     **{"num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14},
 }
-# Models that read images, too: of vision and text, with as many layers in both.
+_PATCHES = {
+    **{"depth": 4, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 16},
+    **{"num_heads": 2, "patch_size": 14},
+}
+_THREE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+}
+_LATENT = {
+    **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4},
+    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4},
+    **{"v_head_dim": 8, **_MOE},
+}
+_PROJECTED = {"vision_output_dim": 16, "projector_output_dim": 16, "projector_input_dim": 16}
+# Models that read images, too: sizes, and those of vision and text, with as many layers in both.
 _WRAPPERS = {
-    "gemma3": (transformers.Gemma3Config, {"mm_tokens_per_image": 1}, {}),
-    "gemma4": (Gemma4Config, {}, _CONFIGS["gemma4"][1]),
+    "gemma3": (transformers.Gemma3Config, {"mm_tokens_per_image": 1}, _VISION, {}),
+    "gemma4": (Gemma4Config, {}, _VISION, _CONFIGS["gemma4"][1]),
     "llama4": (
         transformers.Llama4Config,
         {},
+        _VISION | _PROJECTED,
         {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
     ),
-    "mistral3": (transformers.Mistral3Config, {}, {"model_type": "mistral", **_SLIDING}),
+    "mistral3": (
+        transformers.Mistral3Config,
+        {},
+        _VISION | {"model_type": "pixtral"},
+        {"model_type": "mistral", **_SLIDING},
+    ),
+    "mistral4": (
+        transformers.Mistral3Config,
+        {},
+        _VISION | {"model_type": "pixtral"},
+        {"model_type": "mistral4", **_LATENT},
+    ),
+    "qwen2vl": (
+        transformers.Qwen2VLConfig,
+        {},
+        {"depth": 4, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 14},
+        _THREE,
+    ),
+    "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, {}, _PATCHES, _THREE),
+    "qwen3vl": (
+        transformers.Qwen3VLConfig,
+        {},
+        _PATCHES | {"deepstack_visual_indexes": [0]},
+        _THREE,
+    ),
+    "glm4v": (transformers.Glm4vConfig, {}, _PATCHES | {"image_size": 28}, _THREE),
 }
 
 ARCHITECTURES, WRAPPERS = tuple(_CONFIGS), tuple(_WRAPPERS)
@@ -129,16 +168,10 @@ def fresh(architecture: str, **sizes) -> PreTrainedModel:
 
 def wrapper(architecture: str, vocab: int = VOCAB) -> PreTrainedModel:
     """A random model that reads images, too."""
-    kind, sizes, changes = _WRAPPERS[architecture]
+    kind, sizes, vision, changes = _WRAPPERS[architecture]
     torch.manual_seed(0)
-    vision = _VISION
-    if architecture == "llama4":
-        vision = vision | {"vision_output_dim": 16, "projector_output_dim": 16}
-        vision |= {"projector_input_dim": 16}
-    elif architecture == "mistral3":
-        vision = vision | {"model_type": "pixtral"}
     config = kind(
-        text_config=_SIZES | changes | {"vocab_size": vocab}, vision_config=vision, **sizes
+        text_config=_SIZES | {"vocab_size": vocab} | changes, vision_config=vision, **sizes
     )
     made = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     return made.eval().requires_grad_(False)

@@ -165,7 +165,8 @@ class Workload:
             share: rows read their context's keys and values in one place, where the engine can.
         """
         rows = self.rows(sum(len(group.logits) for group in groups))
-        installed(self.model).engine = self.engine if share else replace(self.engine, shared=())
+        copied = replace(self.engine, shared=(), within=())
+        installed(self.model).engine = self.engine if share else copied
         decoded = decode(self.model, groups, rows, [], new_tokens)
         if any(len(row.token_ids) != new_tokens for row in decoded):
             raise RuntimeError(f"a row has fewer than {new_tokens} tokens")

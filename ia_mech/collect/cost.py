@@ -1,17 +1,42 @@
 """How much disk, memory and time a run takes, and what ``--dry-run`` says."""
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ia_mech.collect.compute import DRAWS
 from ia_mech.collect.memory import Memory
 from ia_mech.collect.parts import Parts
 from ia_mech.collect.plan import Plan
-from ia_mech.engine.footprint import footprint, part_bytes
+from ia_mech.engine.memory import Footprint, part_bytes
+from ia_mech.engine.workers import usable_cores
 from ia_mech.errors import UserError
 from ia_mech.models.load import resolve_dtype, stored_dtype, text_config
 from ia_mech.run import Run, layout
 from ia_mech.settings import Shard
+
+# Operations of matrix products a second, and bytes read a second: of one CPU core, as measured
+# (AVX-512, 96 rows), and of a GPU, as estimated.
+OPERATIONS = {"cpu": 4e10, "cuda": 2e14}
+BANDWIDTH = {"cpu": 1.4e10, "cuda": 2e12}
+
+
+def known_footprint(plan: Plan, dtype: torch.dtype) -> Footprint | None:
+    """What the model holds in memory, if the run or another one beside it has recorded that."""
+    known = plan.identity["settings"]
+    for file in [plan.out / layout.RUN, *sorted(plan.out.parent.glob(f"*/{layout.RUN}"))]:
+        try:
+            record = json.loads(file.read_text())
+            there = record["identity"]
+            same = all(there["settings"][name] == known[name] for name in ("model", "revision"))
+            if same and there["model"]["dtype"] == str(dtype).removeprefix("torch."):
+                return Footprint.read(record["footprint"])
+        except (OSError, ValueError, LookupError, TypeError):  # none, or not of this version
+            continue
+    return None
 
 
 def run_bytes(plan: Plan, parts: Parts, itemsize: int) -> int:
@@ -71,7 +96,7 @@ def plan_lines(plan: Plan, shard: Shard) -> dict[str, str]:
         "rows to decode": f"{each * contexts} x at most {settings.max_new_tokens} tokens",
         "new tokens": f"at most {tokens}, responses included",
         "parts": f"{len(rows)}; a kill costs a worker at most one of {max(rows, default=0)} rows",
-        **_memory_and_time(plan, parts, read, writing),
+        **_memory_and_time(plan, parts, dtype, read, writing),
         "bytes to be written": f"{written}, to {plan.out}",
         "of this already there": _kept(plan.out),
         "once for this model": f"{lens}, its final norm and unembedding, if not kept yet",
@@ -89,23 +114,43 @@ def _kept(out: Path) -> str:
     return f"{counts}; all above is of the whole run"
 
 
-def _memory_and_time(plan: Plan, parts: Parts, read: int, written: int) -> dict[str, str]:
+def _memory_and_time(
+    plan: Plan, parts: Parts, dtype: torch.dtype, read: int, written: int
+) -> dict[str, str]:
     """Memory, and about how long contexts of so many tokens take, with so many responses, none of
     which ends before its limit."""
-    settings, device = plan.settings, plan.device
-    dtype = resolve_dtype(settings.dtype, device)
-    size = footprint(plan.config, stored_dtype(plan.config) if isinstance(dtype, str) else dtype)
-    room = part_bytes(device, size.weights, settings.device_map is not None)
-    rows, count, batch = len(settings.rows()), len(parts.contexts), plan.batch_rows
+    settings, device, size = plan.settings, plan.device, known_footprint(plan, dtype)
+    part = 0
+    if size is not None:
+        room = part_bytes(device, size.weights, settings.device_map is not None)
+        part = Memory(plan, size, room).part_bytes
+    rows, count, pace = len(settings.rows()), len(parts.contexts), Pace(plan.config, dtype, device)
     steps, many = settings.max_new_tokens, settings.max_response_tokens
-    batches = count * -(-rows // batch)
-    turns = size.seconds(rows * len(parts.orders) * steps, batches * steps, device.type)
-    responses = size.seconds(written * many, len(parts.responses) * many, device.type)
-    seconds = turns + responses + size.seconds(read, count, device.type)
-    return {
-        "memory": memory_text(size.weights, Memory(plan, size, room).part_bytes),
-        "time": time_text(seconds),
-    }
+    batches = count * -(-rows // plan.batch_rows)
+    seconds = pace.seconds(rows * len(parts.orders) * steps, batches * steps)
+    seconds += pace.seconds(written * many, len(parts.responses) * many)
+    seconds += pace.seconds(read, count)
+    return {"memory": memory_text(size, part), "time": time_text(seconds)}
+
+
+class Pace:
+    """About how fast a model computes on a device, by its configuration and the usual speed.
+
+    A block has some 12 d² weights that a token passes (attention 4, feed-forward 8; of experts,
+    those that are chosen), and the unembedding one row per token of the vocabulary.
+    """
+
+    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        text, self.device = text_config(config), device.type
+        d = text.hidden_size
+        self.weights = d * (12 * d * text.num_hidden_layers + text.vocab_size)
+        self.bytes = self.weights * dtype.itemsize
+
+    def seconds(self, tokens: int, passes: int) -> float:
+        """How long so many tokens take in so many passes that read all weights."""
+        cores = usable_cores() if self.device == "cpu" else 1
+        reading = passes * self.bytes / BANDWIDTH[self.device]
+        return max(reading, 2 * self.weights * tokens / (OPERATIONS[self.device] * cores))
 
 
 def size_text(count: int) -> str:
@@ -116,9 +161,12 @@ def size_text(count: int) -> str:
     return f"{count} bytes"
 
 
-def memory_text(weights: int, part: int) -> str:
+def memory_text(size: Footprint | None, part: int) -> str:
     """How much memory the weights take, and each part that is being computed."""
-    return f"{size_text(weights)} for weights, at most {size_text(part)} for each part in work"
+    if size is None:
+        return "said here once a run of this model has begun: it is measured with the weights"
+    weights = size_text(size.weights)
+    return f"{weights} for weights, at most {size_text(part)} for each part in work"
 
 
 def time_text(seconds: float) -> str:

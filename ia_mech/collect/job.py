@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -33,9 +33,8 @@ from ia_mech.collect.rows import ContextResult, PreparedContext, tables
 from ia_mech.data.conversations import Conversation, ConversationSource
 from ia_mech.display import Progress
 from ia_mech.engine.check import check_engine
-from ia_mech.engine.footprint import footprint, part_bytes
 from ia_mech.engine.intervene import Intervention
-from ia_mech.engine.memory import Backoff
+from ia_mech.engine.memory import Backoff, footprint, part_bytes
 from ia_mech.engine.shared import Engine
 from ia_mech.engine.workers import ANY, Crew, compute_in_workers, usable_cores
 from ia_mech.errors import UserError, exhaustion
@@ -122,13 +121,14 @@ def execute(
     if plan.vector is not None:
         plan.vector.check_weights(subject.weights_hash)
     engine = check_engine(model, probe_ids(plan.chat), ignore=settings.ignore_check)
-    size = replace(footprint(model.config, model.dtype), shared=engine.share)
+    size = footprint(model)
     room = part_bytes(plan.device, size.weights, settings.device_map is not None)
     weights = {"model": subject.describe(), "engine": engine.name}
     parts, on_cpu = len(plan.parts.contexts), subject.device.type == "cpu"
     record = plan.record | {
         "identity": without_folders(plan.identity | weights),
         "part_room": room,
+        "footprint": asdict(size),
         "threads": crew.for_items(parts, on_cpu=on_cpu)[1],
     }
     mine = plan.parts.of_shard(shard)

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from ia_mech.collect.parts import QUEUE
 from ia_mech.collect.plan import Plan
-from ia_mech.engine.footprint import Footprint
+from ia_mech.engine.memory import Footprint
 
 # Where memory allows only a few long responses at a time, so many times more are begun: those that
 # wait take the places of those that end.

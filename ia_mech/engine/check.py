@@ -10,14 +10,18 @@ fails, every row gets a copy.
 Differences of logits are measured in displacements: how far the logits at a token are from those at
 the nearer of its two neighbours. Logits that belong to another token are a whole displacement away
 in every dtype. Rounding moves a row by a small share of one, which scales with the dtype's epsilon.
+Where a token changes next to nothing, rounding would be held against nothing: a displacement counts
+as no less than a share of the logits themselves (:data:`LEAST`).
 
 Two checks would need prompts of hundreds or thousands of tokens, and do without them. Sliding
-windows are narrowed while the check lasts, so that short prompts fill them. A prefix of more than
+windows are narrowed, so that short prompts fill them; as wide as they are, they are checked where
+they hold whole rows, which share their prefix then. A prefix of more than
 :data:`LONG` tokens, which attention kernels process in several blocks, is made by repeating the
 keys and values of a short one; rows that share it are compared with a row that has a copy.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
@@ -26,14 +30,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.installed import install, installed
+from ia_mech.engine.memory import LayerBytes
 from ia_mech.engine.sampling import draw_tokens, stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Engine, held
-from ia_mech.engine.state import Prefilled, Prefix, State, expand, forward, prefill
+from ia_mech.engine.state import Prefilled, Prefix, State, expand, forward, held_tensors, prefill
 from ia_mech.engine.workers import torch_threads
 from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.models.load import context_limit, refuse_unknown_ids, text_config
@@ -46,6 +51,9 @@ ROUNDINGS = 16
 # No row may be off by more: rounding can change which experts a token is sent to, which moves its
 # row further. The logits of another token are off by 1 or more.
 OUTLIER = 0.5
+# A displacement is taken to be this share of the logits at least, in float32 and in half precision:
+# they may always be off by 70 and by 4 epsilons of their own size.
+LEAST, LEAST_HALF = 4e-3, 0.25
 LONG, QUERIES = 512, 33  # attention on CPUs takes blocks of 512 keys, and of 32 queries or more
 WINDOW = 8  # tokens; each prompt fills it, together with what is decoded
 PADDED = 33  # tokens of a padded batch: 1 modulo 32, where padding has gone wrong before
@@ -73,20 +81,19 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = F
         made.engine = _PASSED[model][1]
         return made.engine
     made.engine = Engine.possible(model)
-    try:
+    while not made.engine.ignored:
         try:
             _check(model, list(ids))
+            _PASSED[model] = place, made.engine
+            break
         except UserError as error:
-            if not made.engine.share:
+            if made.engine.share:  # in fewer layers: at first without those that have a window
+                kept = made.engine.shared if made.engine.within else ()
+                made.engine = replace(made.engine, shared=kept, within=(), why=error.problem)
+            elif ignore and isinstance(error, _WrongNumbers):
+                made.engine = replace(made.engine, ignored=error.problem)
+            else:
                 raise
-            made.engine = replace(made.engine, shared=(), why=error.problem)
-            _check(model, list(ids))
-    except _WrongNumbers as error:
-        if not ignore:
-            raise
-        made.engine = replace(made.engine, ignored=error.problem)
-    else:
-        _PASSED[model] = place, made.engine
     return made.engine
 
 
@@ -100,13 +107,13 @@ class _WrongNumbers(UserError):
 def _check(model: PreTrainedModel, ids: list[int]) -> None:
     try:
         # Threads of passes this small mostly wait for each other, on a busy machine for a minute.
-        with (
-            torch_threads(1),
-            torch.inference_mode(),
-            _narrow_windows(model, ids[:TOKENS]),
-        ):
-            differences = _Differences(model, ids)
-            differences.measure()
+        with torch_threads(1), torch.inference_mode():
+            with _narrow_windows(model, ids[:TOKENS]):
+                differences = [_Differences(model, ids)]
+                differences[0].measure()
+            if installed(model).engine.within:
+                differences.append(_Differences(model, ids))
+                differences[1].compare_decoding("decoding within a window")
     except UserError:
         raise
     except Exception as error:  # architectures that aren't made for this raise anything
@@ -117,7 +124,29 @@ def _check(model: PreTrainedModel, ids: list[int]) -> None:
             f"({' '.join(str(error).split())[:120]})",
             "use a decoder-only model whose blocks pass on one hidden state per token",
         ) from error
-    differences.refuse_large_ones()
+    made = installed(model)
+    made.held = _layer_bytes(model, differences[0].prefilled.state, made.engine)
+    for each in differences:
+        each.refuse_large_ones()
+
+
+def _layer_bytes(model: PreTrainedModel, state: State, engine: Engine) -> tuple[LayerBytes, ...]:
+    """What the layers of a cache hold, read off one of several rows."""
+    found: list[LayerBytes] = []
+    whole = DynamicCache(config=model.config).layers  # with the windows that the check has narrowed
+    layers = zip(state.cache.layers, whole, strict=True)
+    for number, (layer, its) in enumerate(layers, start=1):
+        each, most, fixed = 0, None, sum(tensor.nbytes for tensor in held_tensors(layer))
+        if isinstance(layer, DynamicLayer) and layer.is_initialized:
+            keys, values = held(layer)
+            own = keys.nbytes + values.nbytes
+            each, fixed = own // keys.shape[-2], fixed - own
+            window = getattr(its, "sliding_window", None)
+            most = None if window is None else window - 1
+        shared = number in engine.shared
+        found.append(LayerBytes(1, each // state.rows, most, fixed // state.rows, shared))
+    counts = Counter(found)
+    return tuple(one._replace(layers=count) for one, count in counts.items())
 
 
 class _Differences:
@@ -139,6 +168,9 @@ class _Differences:
             for prompt in self.prompts
         ]
         self.device = self.full[0].device  # of the last layer
+        self.half = torch.finfo(model.dtype).bits < 32
+        least = LEAST_HALF if self.half else LEAST
+        self.least = least * max(1e-30, *map(_size, self.full))
         self.deviations: dict[str, list[float]] = {}
         self.largest = 0.0  # the largest of all differences of logits
         if not all(logits.isfinite().all() for logits in self.full):
@@ -156,21 +188,20 @@ class _Differences:
         for context, logits in enumerate(self.prefilled.logits):
             self._compare_step("a left-padded batch", logits, context, 0)
         self._pad()
-        self._decode()
+        self.compare_decoding("cached decoding")
         self._score()
         self._sample()
         limit = context_limit(self.model.config)
-        share = installed(self.model).engine.share
-        if share and (limit is None or limit > LONG + TOKENS):
+        shared = installed(self.model).engine.shared
+        if shared and (limit is None or limit > LONG + TOKENS):
             self._compare_long_prefix(self.prefilled.state)
 
     def refuse_large_ones(self) -> None:
         """Raise UserError if rows are off by more than rounding explains."""
-        half = torch.finfo(self.model.dtype).bits < 32
         allowed = max(TOLERANCE, ROUNDINGS * torch.finfo(self.model.dtype).eps)
         for what, off in self.deviations.items():
             typical, worst = sorted(off)[(len(off) - 1) // 2], max(off)
-            if not (typical <= allowed and worst <= (OUTLIER if half else allowed)):
+            if not (typical <= allowed and worst <= (OUTLIER if self.half else allowed)):
                 raise _WrongNumbers(
                     f"{type(self.model).__name__} gives other logits in {what} than in a full "
                     f"forward pass (off by {worst:.2g} of the difference that one token makes)",
@@ -186,7 +217,7 @@ class _Differences:
         difference = float(_largest_difference(ours, around[1]))
         self.largest = max(self.largest, difference)
         displacement = float(_largest_difference(around[[0, 2]], around[1]).amin())
-        self.deviations.setdefault(what, []).append(difference / max(displacement, 1e-30))
+        self.deviations.setdefault(what, []).append(difference / max(displacement, self.least))
 
     def _compare_logprobs(
         self,
@@ -208,7 +239,7 @@ class _Differences:
             _logprobs(self.full[context][shift:] / warmth, self.turn) for shift in range(3)
         )
         displacement = min(_difference(before, right), _difference(after, right))
-        self.deviations.setdefault(what, []).append(off / max(displacement, 1e-30))
+        self.deviations.setdefault(what, []).append(off / max(displacement, self.least))
 
     def _pad(self) -> None:
         """Compare a short prompt with much padding, and the long prompt beside it."""
@@ -219,7 +250,7 @@ class _Differences:
         around = torch.stack([alone[-2], alone[-1], alone[-3]])
         self._compare("a left-padded batch", beside.logits[0], around)
 
-    def _decode(self) -> None:
+    def compare_decoding(self, what: str) -> None:
         """Feed the turn token by token to rows of both contexts, and to a row whose context was
         prefilled alone; the first row is dropped before the last token."""
         alone = prefill(self.model, [Prefix(self.prompts[1])])
@@ -228,7 +259,7 @@ class _Differences:
         for step, token in enumerate(self.turn[: STEPS + 1], start=1):
             ours = _step(self.model, state, [token] * state.rows)
             for row, context in enumerate(contexts):
-                self._compare_step("cached decoding", ours[row], min(context, 1), step)
+                self._compare_step(what, ours[row], min(context, 1), step)
             if step == STEPS:
                 contexts = [contexts[row] for row in state.drop([0])]
 
@@ -299,6 +330,12 @@ def _full_pass(model: PreTrainedModel, ids: list[list[int]]) -> Tensor:
     cache, mask or padding."""
     with installed(model).own_attention():
         return model(torch.tensor(ids, device=model.device), use_cache=False).logits.float()
+
+
+def _size(logits: Tensor) -> float:
+    """The size of logits ``[tokens, vocab]``: of the top one or the middle one, since a model may
+    hide tokens behind a logit like -1e9."""
+    return float(torch.stack([logits.amax(-1), logits.median(-1).values]).abs().amax())
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int]) -> Tensor:

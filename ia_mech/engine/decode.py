@@ -120,7 +120,7 @@ def decode(
                 model,
                 groups,
                 [rows[row].context for row in batch[len(kept) :]],
-                0 if kept else max_new_tokens - 1,
+                max_new_tokens - 1,
                 places=places,
             )
             if state is None:

@@ -17,7 +17,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -28,6 +28,9 @@ from ia_mech.engine.passes import current, hook_blocks
 from ia_mech.engine.shared import Engine, attend_shared, is_shared
 from ia_mech.engine.weights import reorder_weights
 from ia_mech.models.load import ROUTED, rotation_border, text_config
+
+if TYPE_CHECKING:
+    from ia_mech.engine.memory import LayerBytes
 
 ATTRIBUTE = "_ia_mech_installed"  # a model's attribute that holds its Installed
 
@@ -41,6 +44,7 @@ class Installed:
         config: of its text model.
         attention: name of the model's own attention implementation.
         border: most tokens of a row, if the model rotates longer rows differently; else None.
+        held: what the layers of its cache hold, once the start-up check has measured it.
     """
 
     depth: int
@@ -48,6 +52,7 @@ class Installed:
     attention: str
     border: int | None
     _engine: Engine
+    held: tuple["LayerBytes", ...] = ()
 
     @property
     def engine(self) -> Engine:

@@ -1,16 +1,101 @@
-"""When memory runs out, compute the same again with fewer rows at a time."""
+"""What a model's rows hold in memory, and how much a part may take; when memory runs out, compute
+the same again with fewer rows at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
+from transformers import PreTrainedModel
 
+from ia_mech.engine.installed import installed
+from ia_mech.engine.weights import held_bytes
+from ia_mech.engine.workers import MOST_WORKERS, usable_cores, usable_memory
 from ia_mech.errors import UserError, is_out_of_memory
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+RESERVE = 8  # one part in so many of a device's memory is left to activations and drivers
+LOGITS_HELD = 3  # a step's logits, and two copies while a token is drawn from them
+
+
+class LayerBytes(NamedTuple):
+    """The bytes that each of so many alike layers holds of a sequence: ``each`` per token for the
+    last ``most`` tokens (None: for all), and ``fixed`` at any length. ``shared``: rows refer to
+    their context's, however long it is."""
+
+    layers: int
+    each: int
+    most: int | None
+    fixed: int
+    shared: bool
+
+    def of(self, tokens: int) -> int:
+        """Bytes of a sequence of so many tokens, in one layer."""
+        return self.fixed + self.each * (tokens if self.most is None else min(tokens, self.most))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a model's contexts and rows hold.
+
+    Attributes:
+        weights: bytes of all weights, in both orders where the model holds both.
+        vocab: how many logits a token has.
+        layers: what the layers of its cache hold.
+    """
+
+    weights: int
+    vocab: int
+    layers: tuple[LayerBytes, ...]
+
+    @classmethod
+    def read(cls, recorded: dict) -> "Footprint":
+        """A footprint from what ``run.json`` has of it, its ``asdict``."""
+        layers = tuple(LayerBytes(*one) for one in recorded["layers"])
+        return cls(recorded["weights"], recorded["vocab"], layers)
+
+    def context(self, tokens: int) -> int:
+        """Bytes of a prefilled context of so many tokens."""
+        return sum(one.layers * one.of(tokens) for one in self.layers)
+
+    def row(self, tokens: int, new: int) -> int:
+        """Most bytes of a row that goes on from such a context for ``new`` tokens: its own state,
+        one layer of it twice while that is replaced, and its logits."""
+        own = sum(one.layers * one.of(new) for one in self.layers if one.shared)
+        copied = [one for one in self.layers if not one.shared]
+        twice = max((one.of(tokens + new) for one in copied), default=0)
+        own += sum(one.layers * one.of(tokens + new) for one in copied)
+        return own + twice + LOGITS_HELD * 4 * self.vocab
+
+
+def footprint(model: PreTrainedModel) -> Footprint:
+    """The footprint of a model that has passed the start-up check, which measured it."""
+    made = installed(model)
+    return Footprint(held_bytes(model), made.config.vocab_size, made.held)
+
+
+def part_bytes(device: torch.device, weights: int, everywhere: bool = False) -> int:
+    """How many bytes of this machine's memory a part may take, however many are free now.
+
+    Args:
+        everywhere: the weights are distributed over all GPUs.
+
+    Returns:
+        All that the device has, less the weights and a reserve; on a CPU, one worker's share of
+        that, with as many workers as its cores allow.
+    """
+    if device.type == "cpu":
+        total, workers = usable_memory().total, min(MOST_WORKERS, usable_cores())
+    else:
+        count = torch.cuda.device_count() if everywhere else 1
+        total, workers = torch.cuda.get_device_properties(device).total_memory * count, 1
+    left = total - total // RESERVE - weights
+    return max(left, total // RESERVE) // workers
+
 
 _share = ContextVar("_share", default=1)  # passes may hold one part in so many of their limits
 

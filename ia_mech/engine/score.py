@@ -89,7 +89,8 @@ def score(
     results: dict[int, Scored] = {}
     device, vocab = model.device.type, groups[0].logits.shape[-1]
     most = max(1, min(allowed(LOGITS[device]) // vocab, allowed(PREFILL_TOKENS[device])))
-    rows = max(1, allowed(STATE_BYTES[device]) // max(1, copied_bytes(model, groups)))
+    longest = max((len(turn.ids) for turn in turns), default=0)
+    rows = max(1, allowed(STATE_BYTES[device]) // max(1, copied_bytes(model, groups, longest)))
     for batch in similar_lengths([len(turn.ids) for turn in turns], most, rows):
         members = sorted(batch, key=lambda i: turns[i].context)
         together = [turns[i] for i in members]

@@ -5,7 +5,8 @@ CPU that takes half as long as the matrix products. Here each layer of full atte
 prefill's tensors. The rows of a context become the rows of one matrix per key-value head, and all
 contexts of a group are one batched product. Each row also attends to its own tokens, and the two
 parts are merged by their log-sum-exp (Hydragen, arXiv 2402.05099, section 3.1). Nothing is
-approximated. Layers with a sliding window or a recurrent state are copied and computed as usual.
+approximated. So do layers with a sliding window, where prefix and new tokens lie within it. Other
+sliding windows and recurrent states are copied and computed as usual.
 
 The model's code isn't touched: ``transformers`` lets attention functions be registered by name
 (``installed.py``).
@@ -17,11 +18,12 @@ function that a model's attention calls with its keys (:func:`attend_shared`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ia_mech.engine.sampling import LOG2_E
 from ia_mech.errors import UserError
@@ -292,8 +294,9 @@ class Engine:
     """How a model's rows attend to their prefix.
 
     Attributes:
-        shared: the layers, counted from 1, in which rows read the prefix where the prefill left it;
-            in the others each row has a copy, or a state of its own.
+        shared: the layers, counted from 1, in which rows read the prefix where the prefill left it.
+        within: layers with a sliding window, in which rows do so as long as it holds prefix and new
+            tokens. In other cases and layers each row has a copy, or a state of its own.
         layers: how many layers the model has.
         why: why no layer shares; empty otherwise.
         ignored: what the start-up check found and the user chose to ignore; empty otherwise.
@@ -301,6 +304,7 @@ class Engine:
 
     shared: tuple[int, ...]
     layers: int
+    within: tuple[int, ...] = ()
     why: str = ""
     ignored: str = ""
 
@@ -308,22 +312,42 @@ class Engine:
     def possible(cls, model: PreTrainedModel) -> "Engine":
         """As many shared layers as the model's architecture allows."""
         layers = DynamicCache(config=model.config).layers
-        full = [n for n, layer in enumerate(layers, start=1) if type(layer) is DynamicLayer]
-        return cls(tuple(full), len(layers), "" if full else "no layer has full attention")
+        full, sliding = (
+            tuple(n for n, layer in enumerate(layers, start=1) if type(layer) is kind)
+            for kind in (DynamicLayer, DynamicSlidingWindowLayer)
+        )
+        why = "" if full or sliding else "no layer has attention over kept keys"
+        return cls(full, len(layers), sliding, why)
 
     @property
     def share(self) -> bool:
         """Whether any layer shares."""
-        return bool(self.shared)
+        return bool(self.shared or self.within)
+
+    def shares(self, layer: object, number: int, tokens: int, new: int) -> TypeGuard[DynamicLayer]:
+        """Whether rows share a prefilled layer, where the longest context has so many ``tokens``,
+        padding included, and most ``new`` ones are fed to a row."""
+        if not isinstance(layer, DynamicLayer) or not layer.is_initialized:
+            return False
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            # A window of one token less is what the prefill has kept.
+            return number in self.within and tokens + max(new, 1) <= layer.sliding_window
+        return number in self.shared
 
     @property
     def name(self) -> str:
         """The engine in the words that a run records."""
-        if not self.shared:
+        if not self.share:
             return "a copy of the prefix per row"
         if len(self.shared) == self.layers:
             return f"prefix shared in all {self.layers} layers"
-        return f"prefix shared in layers {_ranges(self.shared)} of {self.layers}, copied in others"
+        where = []
+        if self.shared:
+            where.append(f"layers {_ranges(self.shared)} of {self.layers}")
+        if self.within:
+            where.append(f"layers {_ranges(self.within)} where it lies within their window")
+        rest = len(self.shared) + len(self.within) < self.layers
+        return f"prefix shared in {' and '.join(where)}{', copied in others' if rest else ''}"
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})" if self.why else self.name
@@ -347,7 +371,8 @@ def held(layer: DynamicLayer) -> tuple[Tensor, Tensor]:
 
 
 class SharedLayer(DynamicLayer):
-    """A cache layer of full attention: it refers to the prefixes and holds what rows add to them.
+    """A cache layer whose tokens see all before them: it refers to the prefixes and holds what rows
+    add to them.
 
     ``keys`` and ``values`` are views of the rows' own tokens only, ``[rows, kv_heads, own, dim]``;
     lengths and mask sizes count the longest prefix as well, padding included.
@@ -373,15 +398,18 @@ class SharedLayer(DynamicLayer):
     ) -> None:
         super().__init__()
         self.prefixes = [held(layer) for layer in prefixes]
-        self.table, self.number = table, number
-        keys, values = self.prefixes[0]
+        self.table, self.number, self._places = table, number, places
+        keys, _ = self.prefixes[0]
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self._own = [
-            tensor.new_zeros(places, tensor.shape[1], room, tensor.shape[-1])
-            for tensor in (keys, values)
-        ]
+        self._own, self._room = self._empty(0), room  # made when the first token comes
         self._waiting = False  # whether handed-out keys still wait for an attention function
         self._set_views(0)
+
+    def _empty(self, room: int) -> list[Tensor]:
+        return [
+            tensor.new_zeros(self._places, tensor.shape[1], room, tensor.shape[-1])
+            for tensor in self.prefixes[0]
+        ]
 
     def _set_views(self, tokens: int) -> None:
         self.keys, self.values = (own[: len(self.table), :, :tokens] for own in self._own)
@@ -399,6 +427,8 @@ class SharedLayer(DynamicLayer):
         self.check_used()
         start = self.table.age
         end = start + key_states.shape[2]
+        if not self._own[0].shape[2]:
+            self._own = self._empty(self._room)
         for own, states in zip(self._own, (key_states, value_states), strict=True):
             if len(set(self.table.ages)) == 1:
                 own[: len(states), :, start:end] = states
@@ -526,8 +556,9 @@ def attend_shared(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention ``[rows, new, heads, dim]`` over a shared layer, as ``transformers`` calls it."""
-    if sliding_window is not None:
+    layer: SharedLayer = getattr(key, ATTRIBUTE)
+    if sliding_window is not None and layer.get_seq_length() > sliding_window:
         raise NotImplementedError("the layer's keys aren't kept for this sliding window")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = getattr(key, ATTRIBUTE).attend(query, key, value, scaling, softcap, s_aux)
+    output = layer.attend(query, key, value, scaling, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None

@@ -11,7 +11,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -345,13 +345,14 @@ def expand(
 ) -> State:
     """A state whose row i goes on from context ``contexts[i]``; the groups are left as they were.
 
-    The layers that the model's engine shares refer to the groups' keys and values; in the others,
-    each row has a copy.
+    The layers that the model's engine shares refer to the groups' keys and values, those with a
+    sliding window where it holds the longest of all contexts and ``room``. In the others, each row
+    has a copy.
 
     Args:
         groups: prefilled contexts, counted through all groups.
         contexts: ``[rows]``; those of a group come before those of the next.
-        room: most tokens that will be fed to the rows.
+        room: most tokens that will be fed to a row; the same for rows that are to join each other.
         borrowed: what each row borrows, from any context of the groups; empty if no row does.
         copies: give each row a copy in every layer. Rows that are to become contexts need it, and
             so do gradients, which attention in parts doesn't have.
@@ -360,7 +361,7 @@ def expand(
     Raises:
         UserError: a row borrows in a layer that isn't shared.
     """
-    sharing = () if copies else installed(model).engine.shared
+    engine, tokens = installed(model).engine, max(group.state.mask.shape[1] for group in groups)
     ends = list(accumulate(len(group.logits) for group in groups))
     firsts = [0, *ends]
     group_of = [bisect(ends, context) for context in contexts]  # of each row
@@ -382,7 +383,7 @@ def expand(
     cache = copy.copy(states[0].cache)
     cache.layers = []
     for number, layers in enumerate(zip(*(s.cache.layers for s in states), strict=True), start=1):
-        if number in sharing and is_full(layers[0]):
+        if not copies and engine.shares(layers[0], number, tokens, room):
             if table is None:
                 kept = [number for group in used for number in range(firsts[group], ends[group])]
                 number_of = {context: at for at, context in enumerate(kept)}
@@ -409,24 +410,19 @@ def held_tensors(layer: Any) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor) and value.dim()]  # no constants
 
 
-def copied_bytes(model: PreTrainedModel, groups: Sequence[Prefilled]) -> int:
+def copied_bytes(model: PreTrainedModel, groups: Sequence[Prefilled], room: int) -> int:
     """Most bytes of state that :func:`expand` copies to a row."""
-    sharing = installed(model).engine.shared
+    engine, tokens = installed(model).engine, max(group.state.mask.shape[1] for group in groups)
     return max(
         sum(
             tensor.nbytes
             for number, layer in enumerate(group.state.cache.layers, start=1)
-            if not (number in sharing and is_full(layer))
+            if not engine.shares(layer, number, tokens, room)
             for tensor in held_tensors(layer)
         )
         // group.state.rows
         for group in groups
     )
-
-
-def is_full(layer: object) -> TypeGuard[DynamicLayer]:
-    """Whether a cache layer has full attention and holds something."""
-    return type(layer) is DynamicLayer and bool(layer.is_initialized)
 
 
 def rows_of(

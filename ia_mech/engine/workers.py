@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import joblib
@@ -23,6 +24,10 @@ from ia_mech.engine.passes import on_block
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+PROCESS = Path("/proc/self/cgroup")  # says in which control groups this process is
+GROUPS = Path("/sys/fs/cgroup")
+# Files of a control group, and of its cached files in memory.stat, which give way: of version 1.
+GROUP_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 # More would wait for the interpreter's lock, which a step holds for some 24 ms.
 MOST_WORKERS = 8
 
@@ -34,6 +39,45 @@ class Stopped(Exception):
 def usable_cores() -> int:
     """The cores that this process may use, by its affinity and its control group."""
     return joblib.cpu_count()
+
+
+class Memory(NamedTuple):
+    """Bytes of memory: all that this process may ever have, and what is free of them now."""
+
+    total: int
+    free: int
+
+
+def usable_memory() -> Memory:
+    """The machine's memory, as far as this process's control groups and their parents allow."""
+    machine = psutil.virtual_memory()
+    allowed = [Memory(machine.total, machine.available)]
+    groups = PROCESS.read_text().splitlines() if PROCESS.is_file() else []  # not on a Mac
+    for _, controllers, path in (line.split(":", 2) for line in groups):
+        if not controllers:
+            root, *names = GROUPS, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, *names = GROUPS / "memory", *GROUP_V1
+        else:
+            continue
+        # In a container, the group's path may be the host's; its own group is the root then.
+        folders = [root / path.strip("/"), *(root / path.strip("/")).parents]
+        for folder in folders[: folders.index(root) + 1]:
+            if one := _group_memory(folder, *names):
+                allowed.append(one)
+    return Memory(*map(min, zip(*allowed, strict=True)))
+
+
+def _group_memory(folder: Path, limit: str, used: str, cached: str) -> Memory | None:
+    """What a control group allows; None if it sets no limit."""
+    try:
+        most, now = ((folder / name).read_text().strip() for name in (limit, used))
+        if most == "max":
+            return None
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return Memory(int(most), max(0, int(most) - int(now) + int(stat.get(cached, 0))))
+    except (OSError, ValueError):  # no such group, or files that can't be read
+        return None
 
 
 class Crew(NamedTuple):
@@ -54,7 +98,7 @@ class Crew(NamedTuple):
         if not on_cpu:
             return 1, self.threads or cores
         threads = self.threads or cores // min(MOST_WORKERS, cores, items)
-        fit = psutil.virtual_memory().available // max(1, item_bytes)
+        fit = usable_memory().free // max(1, item_bytes)
         most = min(MOST_WORKERS, cores // threads, items, fit)
         return self.workers or max(1, most), threads
 
