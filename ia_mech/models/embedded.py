@@ -12,14 +12,12 @@ import hashlib
 import io
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -367,61 +365,18 @@ def _convert(gguf: Path, folder: Path, name: str) -> None:
     from huggingface_hub import save_torch_model
     from transformers import AutoModelForCausalLM
 
+    from ia_mech.models.gguf import configuration, tokenizer
+
     folder.mkdir()
-    gguf_tokenizer(gguf).save_pretrained(folder)
+    tokenizer(gguf).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
-        str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+        str(gguf.parent),
+        gguf_file=gguf.name,
+        config=configuration(gguf),
+        dtype=torch.float32,
     )
     save_torch_model(model, folder, max_shard_size=SHARD)
     model.config.architectures, model.config._name_or_path = [type(model).__name__], name
     del model.config.quantization_config  # its weights are not quantized any more
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-
-
-def gguf_tokenizer(gguf: Path):
-    """The tokenizer of a GGUF file, with the pre-tokenizer that the file names, if known here.
-
-    The pre-tokenizer decides how digits and the white space around them are cut; ``transformers``
-    doesn't take it from the file.
-    """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    if parts := _pre_tokenizers(_text_in(gguf, "tokenizer.ggml.pre")):
-        tokenizer.backend_tokenizer.pre_tokenizer = parts
-    return tokenizer
-
-
-def _text_in(gguf: Path, key: str) -> str:
-    """The text that a GGUF file has under a key; empty if it has none. Behind the key stand the
-    type (8 for a text) and the length. ``GGUFReader`` would read all tokens first, which takes
-    seconds.
-    """
-    with open(gguf, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-        at = data.find(key.encode() + struct.pack("<I", 8))
-        if at < 0:
-            return ""
-        begin = at + len(key) + 12
-        (length,) = struct.unpack_from("<Q", data, begin - 8)
-        return data[begin : begin + length].decode()
-
-
-def _pre_tokenizers(kind: str):
-    """The pre-tokenizer that llama.cpp calls by this name; None if it isn't known here."""
-    from tokenizers import Regex, pre_tokenizers
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-    if kind == "smollm":  # digits are split off before the byte-level expression runs
-        parts = [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    elif kind == "qwen2":
-        parts = [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    else:
-        return None
-    return pre_tokenizers.Sequence(parts)

@@ -33,7 +33,7 @@ from transformers import logging as transformers_logging
 from transformers.utils.quantization_config import Mxfp4Config
 
 from ia_mech.errors import UserError, exhaustion, is_out_of_memory
-from ia_mech.models import embedded
+from ia_mech.models import embedded, gguf
 from ia_mech.run.integrity import replace_file
 
 PROBE_SECONDS = 5
@@ -206,16 +206,21 @@ def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
     place, kwargs = _locate(spec, fetch)
     _check_adapter(spec)
     with _errors_in_one_line(spec):
-        tokenizer = _tokenizer(place, kwargs)
-        config = AutoConfig.from_pretrained(place, **kwargs)
+        tokenizer, config = _tokenizer(place, kwargs), _configuration(place, kwargs)
     dequantization(spec.name, config)
     return tokenizer, config
 
 
 def _tokenizer(place: str, kwargs: dict[str, Any]):
     if "gguf_file" in kwargs:
-        return embedded.gguf_tokenizer(Path(place) / kwargs["gguf_file"])
+        return gguf.tokenizer(Path(place) / kwargs["gguf_file"])
     return AutoTokenizer.from_pretrained(place, **kwargs)
+
+
+def _configuration(place: str, kwargs: dict[str, Any]):
+    if "gguf_file" in kwargs:
+        return gguf.configuration(Path(place) / kwargs["gguf_file"])
+    return AutoConfig.from_pretrained(place, **kwargs)
 
 
 _kept: ContextVar[dict[ModelSpec, Subject] | None] = ContextVar("kept", default=None)
@@ -266,7 +271,7 @@ def _load(spec: ModelSpec) -> Subject:
     if spec.attention != "auto":
         options["attn_implementation"] = spec.attention
     with _errors_in_one_line(spec):
-        config = AutoConfig.from_pretrained(place, **kwargs)
+        config = _configuration(place, kwargs)
         kind = type(config)
         options |= dequantization(spec.name, config)
         # transformers counts some models that read images among causal language models.
@@ -278,6 +283,7 @@ def _load(spec: ModelSpec) -> Subject:
         # With output_loading_info, from_pretrained returns a pair, which its annotation leaves out.
         loaded: Any = auto.from_pretrained(
             place,
+            config=config,
             dtype=dtype,
             output_loading_info=True,
             **options,
