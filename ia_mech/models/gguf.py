@@ -84,9 +84,13 @@ class _Read(dict):
         return super().get(key, default)
 
 
-def has_template(file: Path) -> bool:
-    """Whether a GGUF file brings a chat template."""
-    return "tokenizer.chat_template" in read_gguf_metadata(str(file))[0]
+def refuse_without_template(file: Path) -> None:
+    """Raise UserError for a file without a chat template, before anything slow is made of it."""
+    if "tokenizer.chat_template" not in read_gguf_metadata(str(file))[0]:
+        raise UserError(
+            f"{file.name} has no chat template",
+            "give one (--chat-template, chat_template=), or the file of an instruct model",
+        )
 
 
 def configuration(file: Path) -> PretrainedConfig:

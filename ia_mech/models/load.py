@@ -51,7 +51,8 @@ class ModelSpec:
     leaves the choice to ``transformers``: sdpa, or eager where the architecture lacks it.
     ``adapter`` is a folder with a PEFT adapter, which is merged into the weights. ``device_map``
     ``auto`` distributes the model over this machine's GPUs, memory and disk. ``random_blocks`` is
-    the seed with which all blocks are shuffled, see :func:`permute_blocks`.
+    the seed with which all blocks are shuffled, see :func:`permute_blocks`. ``chat_template`` is the
+    text of one that stands in place of the tokenizer's own.
     """
 
     name: str = embedded.NAME
@@ -63,6 +64,7 @@ class ModelSpec:
     adapter: str | None = None
     device_map: str | None = None
     random_blocks: int | None = None
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         excluded = {
@@ -206,15 +208,21 @@ def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
     place, kwargs = _locate(spec, fetch)
     _check_adapter(spec)
     with _errors_in_one_line(spec):
-        tokenizer, config = _tokenizer(place, kwargs), _configuration(place, kwargs)
+        if spec.chat_template is None and "gguf_file" in kwargs:
+            gguf.refuse_without_template(Path(place) / kwargs["gguf_file"])
+        tokenizer, config = _tokenizer(spec, place, kwargs), _configuration(place, kwargs)
     dequantization(spec.name, config)
     return tokenizer, config
 
 
-def _tokenizer(place: str, kwargs: dict[str, Any]):
+def _tokenizer(spec: ModelSpec, place: str, kwargs: dict[str, Any]):
     if "gguf_file" in kwargs:
-        return gguf.tokenizer(Path(place) / kwargs["gguf_file"])
-    return AutoTokenizer.from_pretrained(place, **kwargs)
+        tokenizer = gguf.tokenizer(Path(place) / kwargs["gguf_file"])
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
+    if spec.chat_template is not None:
+        tokenizer.chat_template = spec.chat_template
+    return tokenizer
 
 
 def _configuration(place: str, kwargs: dict[str, Any]):
@@ -264,7 +272,7 @@ def _load(spec: ModelSpec) -> Subject:
     place, kwargs = _locate(spec)
     _check_adapter(spec)
     with _errors_in_one_line(spec):
-        tokenizer = _tokenizer(place, kwargs)
+        tokenizer = _tokenizer(spec, place, kwargs)
     options: dict[str, Any] = {}
     if spec.device_map or device.type != "cpu":  # read straight to the device
         options["device_map"] = spec.device_map or {"": str(device)}
