@@ -273,4 +273,6 @@ def tokenizer(file: Path) -> PreTrainedTokenizerFast:
         backend.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, name_or_path=str(file), **settings)
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
+    made.name_or_path = str(file)  # given above, transformers would ask a hub for it
+    return made
