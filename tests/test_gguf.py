@@ -266,6 +266,17 @@ def test_a_tokenizer_beside_the_file_is_not_the_files(tmp_path):
     assert beside("in  20 words").input_ids == alone("in  20 words").input_ids
 
 
+def test_a_file_without_a_chat_template_is_refused_before_anything_slow(tmp_path, monkeypatch):
+    file = write_keys(tmp_path / "pieces.gguf", "llama", {})
+    with monkeypatch.context() as patch:
+        patch.setattr("ia_mech.models.gguf.tokenizer", None)
+        patch.setattr("ia_mech.models.gguf.configuration", None)
+        with pytest.raises(UserError, match=r"has no chat template; give one \(--chat-template"):
+            load_tokenizer_and_config(ModelSpec(name=str(file)))
+    given, _ = load_tokenizer_and_config(ModelSpec(name=str(file), chat_template="{{ messages }}"))
+    assert given.chat_template == "{{ messages }}"
+
+
 @pytest.mark.parametrize(("prefixed", "pieces"), [(True, ["▁a"]), (False, ["a"])])
 def test_a_space_is_prefixed_where_the_file_says_so(prefixed, pieces, tmp_path):
     keys = {"tokenizer.ggml.add_space_prefix": prefixed}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGUFReader
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.integrations.gguf import (
@@ -64,6 +64,7 @@ FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.
 # some, each digit by itself.
 GPT2 = ("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "a.x-4.0", "mellum", "olmo", "mpt")
 DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+COMPOSED = ("qwen2", "qwen35")  # an accent after its letter is the letter with the accent
 # Those whose words that are tokens are no longer cut into merges.
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken")
 
@@ -267,6 +268,8 @@ def tokenizer(file: Path) -> PreTrainedTokenizerFast:
                 REMEDY,
             )
         backend.model.ignore_merges = kind in WHOLE_WORDS
+        if kind in COMPOSED:
+            backend.normalizer = normalizers.NFC()
     elif described.get("add_prefix_space") is False and not architecture.startswith("gemma"):
         backend.normalizer = None  # Phi-3's would write the space
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
