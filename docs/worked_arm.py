@@ -19,7 +19,7 @@ from experiments.experiment import Conclusion, Experiment
 from experiments.tables import only, tables_of
 
 WHOLE, NO_LAST, NO_FIRST = "whole response", "without its last sentence", "without its first one"
-LESS = "less the whole response's"
+LESS = "minus the whole response's"
 KEPT = {NO_LAST: slice(None, -1), NO_FIRST: slice(1, None)}
 
 

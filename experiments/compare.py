@@ -152,7 +152,7 @@ def result(studies: Sequence[Path]) -> Result:
         tables += tables_of(
             f"{title}; the same queries",
             found,
-            {quantity: ("mean", 2), f"{quantity}, less": (f"less {models[0]}", "+.2f")},
+            {quantity: ("mean", 2), f"{quantity}, less": (f"minus {models[0]}", "+.2f")},
             index=("term", "turns", "model"),
             rows="queries",
             full=quantity == SHARE,

@@ -181,7 +181,7 @@ def _learn(model: Model, unit: Learning) -> np.ndarray:
 
 def centred_states(runs: Sequence[Run], layer: int, positions: Sequence[str]) -> np.ndarray:
     """``[contexts, d_model]`` states of all contexts at the first of the positions that isn't the
-    turn's (``header_last`` if none is), less each run's mean."""
+    turn's (``header_last`` if none is), minus each run's mean."""
     named = next((name for name in positions if name != TURN), "header_last")
     states = [run.residuals(layer, named).double().numpy() for run in runs]
     return np.concatenate([own - own.mean(0) for own in states])

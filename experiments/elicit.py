@@ -54,7 +54,7 @@ PROMPT = (
 )
 OPENING = "Thanks. I have one question about what you said."
 PROMPTED, OPENED = "prompt", "opening"
-GREEDY, LESS = "greedy", "less greedy's"  # paired by query
+GREEDY, LESS = "greedy", "minus greedy's"  # paired by query
 GAP, BEST, TEMPERATURE = "elicitation gap", "best arm", "best temperature"
 
 
@@ -144,21 +144,21 @@ class Elicit(Experiment):
             index=("dataset", "term"),
             rows="queries",
             legend="Every query has the same weight. After siblings: the same turns, shown after "
-            "other responses to the same query; excess: the rate less that. Less greedy's: the "
-            "excess less that of greedy turns, paired by query; p: Holm-corrected over arms.",
+            "other responses to the same query; excess: the rate minus that. Minus greedy's: the "
+            "excess minus that of greedy turns, paired by query; p: Holm-corrected over arms.",
         )
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = only(found, EXCESS)
         title = f"{self.runs[0].model['name']} · follow-ups beyond siblings"
         return {
-            "arms": Bars(title, "follow-up rate less that of the same turns after siblings", rows)
+            "arms": Bars(title, "follow-up rate minus that of the same turns after siblings", rows)
         }
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         greedy, gap = only(found, EXCESS, term=GREEDY), only(found, GAP, term=BEST)
         sentence = self.tested(
-            "follow-up rate of greedy turns, less that after another response to the same query",
+            "follow-up rate of greedy turns, minus that after another response to the same query",
             greedy,
             most=1,
         )

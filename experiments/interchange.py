@@ -6,7 +6,7 @@ each query, one such context is the recipient. Two contexts of other queries are
 with a high share and one with a low one. Both are equally foreign, so that what a foreign state
 damages cancels. While the recipient is prefilled, its residual stream is set to a donor's, after
 one of four layers, at a token that all contexts have (turn end, separator, the header's tokens, the
-last of them). Then turns are sampled. The effect is the share under the high donor less that under
+last of them). Then turns are sampled. The effect is the share under the high donor minus that under
 the low one. Its ratio to the difference between the donors themselves, in the half of their turns
 that chose nothing, is 1 if the share travels with the state. Controls are two donors of equal
 share; the recipient's own states, which may not change a bit; and the donors' first tokens, which
@@ -70,8 +70,8 @@ TEMPERATURE = 0.7
 SAMPLES = 16
 POOL = 0.25  # donors of a high share are of the upper quarter, those of a low one of the lower
 CHOOSING, SCORING = "choosing", "scoring"  # shares of turns with even and odd sample numbers
-MOVED, RATIO, EQUAL = "high less low donor", "share of the donors' difference", "equal donors"
-BEYOND = "high less low donor, beyond the first token"
+MOVED, RATIO, EQUAL = "high minus low donor", "share of the donors' difference", "equal donors"
+BEYOND = "high minus low donor, beyond the first token"
 DONORS, UNCHANGED = "donors' own difference, held out", "share, unchanged"
 UNDER = {HIGH: "share under the high donor", LOW: "share under the low donor"}
 CELL = ["term", "layer"]
@@ -492,7 +492,7 @@ class Interchange(Experiment):
     def tables(self, found: pd.DataFrame) -> list[Table]:
         title = f"share {self.outcome} under states of donors, T = {self.args.temperature:g}"
         columns: dict[str, tuple[str, int | str]] = {
-            MOVED: ("high less low", "+.2f"),
+            MOVED: ("high minus low", "+.2f"),
             BEYOND: ("beyond the first token", "+.2f"),
             RATIO: ("of the donors' difference", AS_SHARE),
             EQUAL: ("equal donors", "+.2f"),
@@ -501,7 +501,7 @@ class Interchange(Experiment):
         }
         whole: dict[str, tuple[str, int | str]] = {
             UNCHANGED: ("recipients, unchanged", 2),
-            DONORS: ("high less low donors", "+.2f"),
+            DONORS: ("high minus low donors", "+.2f"),
         }
         return [
             *tables_of(
@@ -515,7 +515,7 @@ class Interchange(Experiment):
                 legend="Paired by recipient, intervals over recipients' and donors' queries; p: "
                 "Holm-corrected over lines, without the first "
                 "token. Of the donors' difference: 1 if the share travels with the state. Beyond "
-                "the first token: less the same difference under the donors' first tokens alone.",
+                "the first token: minus the same difference under the donors' first tokens alone.",
             ),
             *tables_of(
                 "what there is to move",
@@ -532,7 +532,7 @@ class Interchange(Experiment):
         rows = all_datasets(only(found, MOVED))
         rows = rows[rows["term"] != FIRST]
         title = f"{self.runs[0].model['name']} · {self.outcome}"
-        unit = "share under the high donor less that under the low one"
+        unit = "share under the high donor minus that under the low one"
         return {"cells": HeatMap(title, "after layer", "token", unit, rows, "layer", "term")}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:

@@ -5,7 +5,7 @@ the queries, a vector is learned by gradient that makes the model's own sampled 
 It is added after one layer to the states of the header's tokens. Turns after the other half's
 queries are then written under the vector and judged. After that the halves change places. Such a
 vector may raise the follow-up rate without any reaction to the response. So what counts is the
-excess: the rate less that of the same turns after siblings, other responses to their query. The
+excess: the rate minus that of the same turns after siblings, other responses to their query. The
 control is a vector that is learned in the same way from the same turns, each after a sibling of the
 response that it followed: it holds form and topic, but not this response. Two more vectors stand
 beside it: one from turns after responses to other queries, which holds form alone, and a random
@@ -68,7 +68,7 @@ UNSTEERED = "unsteered"
 OWN, SIBLING, OTHER, RANDOM = "own", "siblings", "other queries", "random"  # what vectors are of
 LEARNED = OWN, SIBLING, OTHER
 CHOSEN = "chosen layer"
-LESS = {UNSTEERED: "less unsteered", SIBLING: "less the siblings' vector"}
+LESS = {UNSTEERED: "minus unsteered", SIBLING: "minus the siblings' vector"}
 DOSE = 0.5  # length of a vector, in norms of the state that it is added to
 TOKENS = 48  # of a turn that count
 UNIT = -1  # of the layer, where nothing is steered
@@ -333,15 +333,16 @@ class LearnedVector(Experiment):
             index=("layer", "term"),
             rows="queries",
             legend="own, siblings, other queries: after whose responses the turns came that a "
-            "vector was learned from. Less unsteered, less the siblings' vector: paired by query; "
-            "p: for these very vectors, Holm-corrected over layers.",
+            "vector was learned from. Minus unsteered, minus the siblings' vector: paired by "
+            "query; p: for these very vectors, Holm-corrected over layers.",
         )
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = only(found, EXCESS)
         plain = rows.loc[rows["term"] == UNSTEERED, "value"].item()
         title = f"{self.runs[0].model['name']} · greedy turns under learned vectors"
-        words = title, "layer", "follow-ups, less after siblings", rows[rows["term"] != UNSTEERED]
+        axis, steered = "follow-ups minus those after siblings", rows[rows["term"] != UNSTEERED]
+        words = title, "layer", axis, steered
         return {"layers": Lines(*words, across="layer", levels={UNSTEERED: plain})}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
@@ -352,13 +353,13 @@ class LearnedVector(Experiment):
             said(
                 "greedy turns are written under these very vectors, learned once on other queries, "
                 f"at {', '.join(self.positions)}; the rate at which they are follow-ups to their "
-                "own response rather than to another one, less that under the control's vector",
+                "own response rather than to another one, minus that under the control's vector",
                 SIBLING,
             ),
             "The control is a vector that was learned from the same turns, each after another "
             "response to its query. The interval is over queries: vectors learned anew may do "
             "otherwise. "
-            f"{said('the same rate, less that of turns without a vector', UNSTEERED)} "
+            f"{said('the same rate, minus that of turns without a vector', UNSTEERED)} "
             f"{self.gate.sentence}.",
         )
 

@@ -108,11 +108,11 @@ BITS, HITS, SHARE = "bits", "own is likeliest", "share of expressed"
 ABOVE_TENTH = "bits above a tenth of expressed"
 MAY_BE_MOST = "p that no other window carries more"
 # Paired by query. The query's tokens are the same in all candidates: a control.
-LESS_GREEDY, LESS_WHOLE = "bits, less greedy's", "bits, less the whole response's"
-LESS_RANDOM = "bits, less those of as many random tokens"
-LESS_QUERY, HITS_LESS_QUERY = "bits, less the query's", "own is likeliest, less the query's"
+LESS_GREEDY, LESS_WHOLE = "bits, minus greedy's", "bits, minus the whole response's"
+LESS_RANDOM = "bits, minus those of as many random tokens"
+LESS_QUERY, HITS_LESS_QUERY = "bits, minus the query's", "own is likeliest, minus the query's"
 LEFT_OUT = "bits lost without"  # a site, which may hold what another has
-MORE_IN_FOLLOW_UPS = "bits of follow-ups, less those of other turns"
+MORE_IN_FOLLOW_UPS = "bits of follow-ups, minus those of other turns"
 STRETCH = 1.1  # of spreads: bits are skewed, which 60 queries don't level (benchmarks/coverage.md)
 WAYS = {
     RESPONSE: "the response's keys and values",
@@ -208,7 +208,7 @@ Options = dict[str, Any]  # ``level``, ``resamples`` and ``seed``
 def estimated(
     options: Options, quantity: str, found: QueryBits, base: QueryBits | None = None, **names: Any
 ) -> Iterator[TidyEstimate]:
-    """Mean bits of queries, or hits; less those of another arm or site, if there is one.
+    """Mean bits of queries, or hits; minus those of another arm or site, if there is one.
 
     How often the own candidate is the likeliest is tested against the third that chance gives.
     """
@@ -530,11 +530,11 @@ class Locate(Experiment):
             "differences, paired by query",
             found,
             {
-                LESS_QUERY: ("bits less the query's", "+.2f"),
-                HITS_LESS_QUERY: ("own likeliest, less the query's", "+.2f"),
-                LESS_GREEDY: ("bits less greedy's", "+.2f"),
-                LESS_WHOLE: ("bits less the whole response's", "+.2f"),
-                LESS_RANDOM: ("bits less as many random tokens'", "+.2f"),
+                LESS_QUERY: ("bits minus the query's", "+.2f"),
+                HITS_LESS_QUERY: ("own likeliest, minus the query's", "+.2f"),
+                LESS_GREEDY: ("bits minus greedy's", "+.2f"),
+                LESS_WHOLE: ("bits minus the whole response's", "+.2f"),
+                LESS_RANDOM: ("bits minus as many random tokens'", "+.2f"),
             },
             index=("temperature", "term", "layer"),
             rows="queries",

@@ -33,7 +33,7 @@ from experiments.arms import Arm, arm_estimates, conversations_of, verdicts_of
 from experiments.changes import ask, contradict, other_response, shuffle_sentences, truncate
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Bars, Drawing
-from experiments.tables import LEAST, only, tables_of
+from experiments.tables import LEAST, only, out_of_reach, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.data.conversations import (
     UNPERTURBED,
@@ -47,6 +47,7 @@ from ia_mech.estimates import (
     all_datasets,
     by_dataset,
     holm_corrected,
+    queries_needed,
     shown_changes,
 )
 from ia_mech.judge.judging import ON_UNPERTURBED
@@ -87,8 +88,8 @@ STREAM = -3  # of the draws; samples have streams of their own
 FITS_ORIGINAL = "follow_up_to_original"  # the outcome: also a follow-up to the unchanged response
 RATE, DIFFERENCE = "rate", "difference"
 BITS = "log p of real follow-ups, bits"
-LESS = "less unchanged"
-BITS_DIFFERENCE = f"{BITS}, {LESS}"
+MINUS = "minus unchanged"
+BITS_DIFFERENCE = f"{BITS}, {MINUS}"
 COLUMNS = {  # of estimates; ``events`` are the turns with the outcome
     **dict.fromkeys(("dataset", "condition", "outcome"), "str"),
     **{"temperature": "float64", "level": "float64", "events": "Int64"},
@@ -226,6 +227,16 @@ class Perturbations(Experiment):
     def arms(self) -> Mapping[str, Arm]:
         return {"conditions": Arm(self.changed_conversations, self.decoding)}
 
+    def plan(self) -> dict[str, str]:
+        lines = super().plan()
+        tests = len(self.args.conditions) * (1 + len(self.decoding["temperatures"]))
+        if len(self.queries) < (needed := queries_needed(tests)):
+            lines["too few queries"] = (
+                f"{len(self.queries)}; after the correction for {tests} comparisons, any change of "
+                f"the follow-up rate takes at least {needed} to be shown"
+            )
+        return lines
+
     # -- read -------------------------------------------------------------------------------------
 
     def rows(self) -> pd.DataFrame:
@@ -291,7 +302,7 @@ class Perturbations(Experiment):
             paired = {"within": "source", "seed": self.args.seed}
             found += differences(rows[here], by, before, **paired, **names)
         scored = self.follow_up_bits().rename(columns={"bits": BITS})
-        what = ["condition"], {BITS: (-np.inf, 0.0)}, {LESS: before}, self.options
+        what = ["condition"], {BITS: (-np.inf, 0.0)}, {MINUS: before}, self.options
         for dataset, here in by_dataset(scored):
             found += arm_estimates(scored[here], *what, dataset)
         return holm_corrected(found)
@@ -299,28 +310,28 @@ class Perturbations(Experiment):
     # -- shown ------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        less = "difference from the unchanged conversation, by query; p is Holm-corrected."
+        minus = "difference from the unchanged conversation, by query; p is Holm-corrected."
         found = found.assign(condition=found["condition"].map(NAMES))
         made = tables_of(
             f"follow-ups to the unchanged response ({self.intervals})",
             found,
-            {RATE: ("rate", 2), DIFFERENCE: ("less unchanged", 2)},
+            {RATE: ("rate", 2), DIFFERENCE: (MINUS, 2)},
             shown_if=DIFFERENCE,
             most=1.0,
             index=("dataset", "temperature", "condition"),
             rows="turns",
             legend="Rate: share of turns that the judge calls follow-ups to the unchanged "
-            f"response, whatever the model was given. Less unchanged: {less}",
+            f"response, whatever the model was given. Minus unchanged: {minus}",
         )
         made += tables_of(
             f"real follow-ups after each change, bits ({self.intervals})",
             found,
-            {BITS: ("log p", 1), BITS_DIFFERENCE: (LESS, 1)},
+            {BITS: ("log p", 1), BITS_DIFFERENCE: (MINUS, 1)},
             shown_if=BITS_DIFFERENCE,
             index=("dataset", "condition"),
             rows="follow-ups",
             legend="Log p: of the whole real follow-up at T = 1; its tokens are the same under "
-            f"each change. Less unchanged: {less}",
+            f"each change. Minus unchanged: {minus}",
         )
         return made
 
@@ -365,12 +376,22 @@ class Perturbations(Experiment):
             rate_changed |= bool(shown[0])
             if any(shown):
                 said.append(f"{words} {' and '.join(filter(None, shown))}.")
+        few = out_of_reach("follow-up rate", rates)
         nothing = f"With {most} queries no change of the response is shown to matter."
-        if said and not rate_changed:
+        if few:
+            said.append(few)
+        elif said and not rate_changed:
             said.append("The follow-up rate is not shown to change.")
+        if of_bits := out_of_reach("likelihood of real follow-ups", bits):
+            said.append(of_bits)
         control = f"{self.gate.sentence}."
         bare = rates[rates["condition"] == HEADER_ONLY]
-        if len(bare):
+        if len(bare) and few:
+            control += (
+                " So few queries can't show either that turns which were written without any "
+                "conversation are follow-ups less often."
+            )
+        elif len(bare):
             how = shown_changes(
                 bare, "are follow-ups less often by", "are follow-ups more often by"
             )

@@ -69,8 +69,8 @@ from ia_mech.run.queries import Query, exchange, queries_of, subsample
 ALTERNATIVES, COMPLETE = "alternatives", "complete responses"
 WORDINGS, REWORDED = "wordings of one response", "other_wording"  # the arm, its perturbation
 INFORMATION, SAME_QUERIES = "I_K, bits", "I_K on the same queries, bits"
-DIFFERENCE = "I_K less the control's, bits"
-READABLE, GREEDY_DIFFERENCE = "readable bits", "greedy turns' readable bits less these"
+DIFFERENCE = "I_K minus the control's, bits"
+READABLE, GREEDY_DIFFERENCE = "readable bits", "greedy turns' readable bits minus these"
 COPIED, BEYOND = "copy bits (lower bound)", "beyond copy, bits (upper bound)"
 DIFFERENT = "greedy turns that differ"
 PHASES = {  # of sampling, as they are shown while they run
@@ -398,12 +398,12 @@ class Reaction(Experiment):
                 only(head, INFORMATION),
             ),
             self.tested(
-                "bits that one fixed reader finds in greedy turns, less those in sampled ones",
+                "bits that one fixed reader finds in greedy turns, minus those in sampled ones",
                 only(estimates, GREEDY_DIFFERENCE),
                 most=float(np.log2(len(self.used[0].contexts))),
             ),
         ]
-        more = f"bits more than with {self.size} wordings of one response"
+        more = f"bits beyond those about {self.size} wordings of one response"
         controls = [
             self.tested(more, only(wordings, DIFFERENCE), most=float(np.log2(self.size))),
             sentence_of(
@@ -416,7 +416,20 @@ class Reaction(Experiment):
             "response or only its wording."
         )
         control = " ".join(controls) if controls[0] else none
-        return Conclusion(" ".join(filter(None, sentences)), control)
+        return Conclusion(" ".join(filter(None, [self.cut_off, *sentences])), control)
+
+    @property
+    def cut_off(self) -> str:
+        """A warning if the headline is of responses of which most are unfinished."""
+        complete = [each for query in self.used for each in query.complete]
+        cut = complete.count(False)
+        if self.only_complete or cut <= len(complete) / 2:
+            return ""
+        return (
+            f"Reaction can't be assessed here: {cut} of {len(complete)} responses are unfinished. "
+            "A turn after an unfinished response may go on with its text, which tells which "
+            "response it was without reacting to it (sample with a larger --max-response-tokens)."
+        )
 
     @property
     def kind_of_responses(self) -> str:
@@ -430,12 +443,14 @@ class Reaction(Experiment):
             options = {"index": ("dataset", beside), "rows": "queries", "legend": legend}
             return tables_of(title, rows, shown, **options)
 
+        head = self.headline(estimates)
+        both = SAME_QUERIES in set(head["quantity"])
         made = table(
             f"bits that a turn tells about which of {size} {self.kind_of_responses} it followed "
             f"(at most {np.log2(size):.2f}; {self.intervals})",
-            self.headline(estimates),
+            head,
             [(INFORMATION, self.kind_of_responses, 2), (SAME_QUERIES, "all responses", 2)],
-            "all responses: to the same queries, also unfinished ones, which a turn can tell.",
+            "all responses: to the same queries, also unfinished ones." if both else "",
         )
         made += table(
             f"bits about all {count} responses (at most {np.log2(count):.2f} bits)",
@@ -443,12 +458,12 @@ class Reaction(Experiment):
             [
                 (INFORMATION, "bits", 2),
                 (READABLE, "readable", 2),
-                (GREEDY_DIFFERENCE, "greedy less these", "+.2f"),
+                (GREEDY_DIFFERENCE, "greedy minus these", "+.2f"),
                 ("identified", f"identified (chance {1 / count:.2g})", 2),
                 (DIFFERENT, "differ", 2),
             ],
-            "readable: bits that one fixed reader of all turns finds, a lower bound; greedy less "
-            "these: readable bits of greedy turns less those of this line, by query; identified: "
+            "readable: bits that one fixed reader of all turns finds, a lower bound; greedy minus "
+            "these: readable bits of greedy turns minus those of this line, by query; identified: "
             "how often the turn is likeliest after the response that it followed; differ: share of "
             "pairs of greedy turns to a query. Bits show that turns depend on the response, not "
             "that they are apt. Responses that are alike (a maths answer) leave few bits to tell.",
@@ -459,7 +474,7 @@ class Reaction(Experiment):
             [
                 (SAME_QUERIES, self.kind_of_responses, 2),
                 (INFORMATION, WORDINGS, 2),
-                (DIFFERENCE, "less", "+.2f"),
+                (DIFFERENCE, "difference", "+.2f"),
             ],
             f"bits of turns after {size} different responses, bits of turns after as many wordings "
             "of one response to the same queries, and the difference.",
@@ -502,7 +517,7 @@ def compared_responses(queries: Sequence[Query], most: int) -> tuple[int, dict[s
     """K′, and by source the responses to each query that turns are to tell apart.
 
     These are the complete responses. K′ is the number of them that half of the queries have, up to
-    ``most``. Where it would be less than two, unfinished responses count, too.
+    ``most``. Where it would be below two, unfinished responses count, too.
     """
     whole = {query.source: np.flatnonzero(query.complete).tolist() for query in queries}
     counts = sorted(map(len, whole.values()), reverse=True)

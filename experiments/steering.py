@@ -426,7 +426,7 @@ class Steering(Experiment):
             {name: (head, 2) for name, head in columns.items()} | {KL: ("KL", 3)},
             index=("dataset", "term"),
             legend="log-odds: change, in nats, of those of follow-ups against other "
-            f"turns; other directions: {self.others}; beyond others: less their mean; reached by: "
+            f"turns; other directions: {self.others}; beyond others: minus their mean; reached by: "
             "the share of these that change them as much; KL: of the first token's distribution, "
             "in nats.",
         )
@@ -451,7 +451,7 @@ class Steering(Experiment):
             only(whole, KL, term=term)["value"].item() for term in (DIRECTION, OTHER_MEAN)
         )
         change = self.tested(
-            f"change of their log-odds, in nats, less the mean change by {self.others}",
+            f"change of their log-odds, in nats, minus the mean change by {self.others}",
             only(whole, BEYOND),
         )
         verb = "makes" if is_shown(found) else "isn't shown to make"

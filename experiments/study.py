@@ -318,7 +318,7 @@ def result(out: Path) -> Result:
         f"which response they followed, greedy ones {told(BITS, OWN, 0.0)}.",
         f"{enough_alone(located.estimates)}{windows and f'; {windows}'}.",
         *moved,
-        f"By {named(judge)}, the follow-up rate of greedy turns less that after another response "
+        f"By {named(judge)}, the follow-up rate of greedy turns minus that after another response "
         f"to the same query is {elicit(EXCESS, GREEDY)}.",
         f"The best other way of asking for a turn adds {elicit(GAP, BEST)}.{biased(run)}",
     ]

@@ -15,11 +15,12 @@ from ia_mech.estimates import (
     all_datasets,
     could_show,
     frame_of,
+    queries_needed,
     smallest_effect,
 )
 from ia_mech.results import LEAST_SHOWN, Table, cell_of, table_of
 
-LEAST = 6  # the fewest queries that can show anything
+LEAST = queries_needed()  # the fewest queries that can show anything
 SHOWN_IF = (
     "Shown if: the difference that would have been shown with 80% power, before correction; none: "
     "too few data to show any."
@@ -37,12 +38,26 @@ def only(found: pd.DataFrame, quantity: str, **names: Any) -> pd.DataFrame:
 def headline(sentence: str, found: pd.DataFrame) -> str:
     """A sentence about estimates, after a warning if they rest on too few queries.
 
-    Fewer than :data:`LEAST` queries can't reach p = 0.05: flipping the signs of n sources gives no
-    p below 2^(1 − n).
+    Fewer than :data:`LEAST` queries can't reach p = 0.05.
     """
     most = int(found["sources"].max()) if len(found) else 0
     few = f"Too few queries ({most}) to show anything. " if most < LEAST else ""
     return few + sentence
+
+
+def out_of_reach(what: str, differences: pd.DataFrame) -> str:
+    """A sentence where the queries are too few for any of these tests, which are Holm-corrected
+    together, to show a change of ``what``; else an empty text."""
+    tested = all_datasets(differences)
+    tested = tested[tested["p_holm"].notna()]
+    most = int(tested["sources"].max()) if len(tested) else 0
+    needed = queries_needed(max(1, len(tested)))
+    if most >= needed or tested.empty:
+        return ""
+    return (
+        f"With {most} queries no change of the {what} can be shown: after the correction for "
+        f"{len(tested)} comparisons, that takes at least {needed}."
+    )
 
 
 def print_plan(lines: Mapping[str, str]) -> None:

@@ -35,7 +35,7 @@ from experiments.first_token import (
     lens_curves,
     openings_of,
 )
-from experiments.tables import LEAST, only, sentence_of, tables_of
+from experiments.tables import LEAST, only, out_of_reach, sentence_of, tables_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
     ALL,
@@ -57,7 +57,7 @@ GRID = (*(round(0.1 * step, 1) for step in range(3, 16)), 1.75, 2.0)
 GARBLED = "degenerate"
 RATE = "follow-up rate"
 RATE_DIFFERENCE = f"{RATE}: difference"
-DEEPER = "gap where greedy leaves less other turns'"  # after the same response and temperature
+DEEPER = "gap where greedy leaves minus other turns'"  # after the same response and temperature
 OTHER_TURNS = ("all others", "others but degenerate ones")
 TOKENS, MASS = "effective number of first tokens", "mass on openings"
 LENS, AHEAD = "log p by the lens", "greedy ahead for good"
@@ -82,7 +82,7 @@ def leaving_point(turn: Any, greedy: Any) -> dict[str, float]:
 
     Returns:
         ``token`` (its number, from 1), ``rank`` (from 1) and ``gap`` (log-probability of greedy's
-        token less that of the turn's at T = 1, in nats); NaN where greedy writes the same turn.
+        token minus that of the turn's at T = 1, in nats); NaN where greedy writes the same turn.
     """
     ids, others = np.asarray(turn.token_ids), np.asarray(greedy.token_ids)
     shared = min(len(ids), len(others))
@@ -241,16 +241,16 @@ class TemperatureSweep(Experiment):
             follow_up,
             {
                 RATE: ("follow-ups", 2),
-                RATE_DIFFERENCE: ("less greedy's", 2),
+                RATE_DIFFERENCE: ("minus greedy's", 2),
                 "floor": ("after a wrong conversation", 2),
                 "excess": ("excess", 2),
             },
             shown_if=RATE_DIFFERENCE,
             most=1.0,
             rows="turns",
-            legend=f"Less greedy's: the difference, paired by query. {tested} After a wrong "
+            legend=f"Minus greedy's: the difference, paired by query. {tested} After a wrong "
             "conversation: how often the judge calls the same turns follow-ups there; excess: the "
-            "rate less that. In both, queries of the wrong conversations count, too.",
+            "rate minus that. In both, queries of the wrong conversations count, too.",
         )
         made += tables_of(
             f"where greedy decoding leaves a turn ({self.intervals})",
@@ -263,17 +263,17 @@ class TemperatureSweep(Experiment):
             index=("dataset", "temperature", "term"),
             rows="turns",
             legend="Medians at the first token that isn't greedy's: its number, its rank, and the "
-            "gap, log p of greedy's token less its own at T = 1, nats.",
+            "gap, log p of greedy's token minus its own at T = 1, nats.",
         )
         made += tables_of(
             f"do follow-ups lie deeper? ({self.intervals})",
             found,
-            {DEEPER: ("gap less others'", 2)},
+            {DEEPER: ("gap minus others'", 2)},
             shown_if=DEEPER,
             index=("dataset", "temperature", "term"),
             rows="follow-ups",
-            legend="Gap less others': by how many nats greedy's token is likelier where a "
-            "follow-up leaves the greedy turn, less the same of other turns after the same "
+            legend="Gap minus others': by how many nats greedy's token is likelier where a "
+            "follow-up leaves the greedy turn, minus the same of other turns after the same "
             f"response at the same temperature. {tested}",
         )
         first: dict[str, tuple[str, int | str]] = {
@@ -326,7 +326,7 @@ class TemperatureSweep(Experiment):
             made["openings"] = Lines(title, "temperature", "probability", mass)
         deep = only(pooled, DEEPER)
         if len(deep):
-            words = "gap to the greedy turn: follow-ups less other turns, nats"
+            words = "gap to the greedy turn: follow-ups minus other turns, nats"
             made["hidden"] = Bars(title, words, deep, names="temperature", by="term")
         lens = only(pooled, LENS)
         if len(lens):
@@ -348,7 +348,8 @@ class TemperatureSweep(Experiment):
             "Turns are follow-ups less often than greedy turns, by",
             "Turns are follow-ups more often than greedy turns, by",
         )
-        said = [changed or "No temperature is shown to change the follow-up rate", rates]
+        few = out_of_reach("follow-up rate", less)
+        said = [changed or few or "No temperature is shown to change the follow-up rate", rates]
         if len(deeper):
             turns = "than other turns after the same response, by"
             apart = shown_changes(
@@ -402,7 +403,7 @@ def first_token_estimates(
             mass = group.mean(MASS, at[kind], term=f"{term}' openings", **names)
             yield _clipped(mass, 0, 1)
         less = at["follow_up"] - at["restated"]
-        yield _clipped(group.mean(f"{MASS}, follow-ups less repetitions", less, **names), -1, 1)
+        yield _clipped(group.mean(f"{MASS}, follow-ups minus repetitions", less, **names), -1, 1)
 
 
 def depth_estimates(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
@@ -417,7 +418,7 @@ def depth_estimates(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator
 
 
 def depth_differences(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
-    """The gap of follow-ups less that of the others of the same context and temperature.
+    """The gap of follow-ups minus that of the others of the same context and temperature.
 
     Noise that leads far from greedy also garbles, and what is garbled isn't a follow-up. So
     follow-ups are also compared with the well-formed others alone.

@@ -7,6 +7,7 @@ write them as text.
 """
 
 import json
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -240,6 +241,15 @@ def could_show(least: float, digits: int = 2, most: float = np.inf) -> str:
     if least >= most:
         return "too few data to show any effect"
     return f"with 80% power {least:.{digits}f} would have been shown"
+
+
+def queries_needed(comparisons: int = 1) -> int:
+    """The fewest queries with which one of so many comparisons can be shown at all.
+
+    Flipping the signs of n queries' differences gives no p below 2^(1 − n), however large they are,
+    and Holm's correction multiplies the smallest p by the number of comparisons.
+    """
+    return math.ceil(1 + math.log2(comparisons / SHOWN))
 
 
 def shown_changes(

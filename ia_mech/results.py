@@ -163,6 +163,8 @@ def table_of(
         names = [label_of(value, name, pooled=pooled) for value, name in labels]
         count = next(by_key[of].rows for of in shown if of in by_key)
         lines.append([*names, str(count), *cells])
+    if any(cell.endswith(("query)", "queries)")) for line in lines for cell in line):
+        legend += f" Fewer than {LEAST_SHOWN} queries: no interval, but how many queries there are."
     heads = [{"temperature": "T", "term": "what"}.get(name, name) for name in named]
     return Table(title, [*heads, rows, *(head for head, _ in shown.values())], lines, legend, full)
 

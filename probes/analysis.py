@@ -109,7 +109,7 @@ class Arrays:
 
 
 def less_sources(features: np.ndarray, sources: np.ndarray) -> np.ndarray:
-    """``[contexts, d]`` features less the mean of their source, which no probe of siblings may use.
+    """``[contexts, d]`` features minus their source's mean, which no probe of siblings may use.
 
     They are zeros where only rounding is left: siblings share every state before the response.
     """
@@ -153,7 +153,7 @@ class IncrementalValue:
 
     scores: IncrementalScores  # of the base and of base with hidden states, out of fold
     deviance_saved: Estimate  # by hidden states, as a share of the base's held-out deviance
-    gain: Estimate  # AUROC with hidden states less AUROC without
+    gain: Estimate  # AUROC with hidden states minus AUROC without
     base: Estimate  # AUROC of the base
     full: Estimate  # AUROC of base with hidden states
     planted: tuple[float, bool] | None = None
@@ -165,7 +165,7 @@ class RandomBlocks:
 
     name: str  # of the random blocks
     auroc: Estimate  # of the procedure
-    difference: Estimate  # the headline's AUROC less ``auroc``, over the same resamples
+    difference: Estimate  # the headline's AUROC minus ``auroc``, over the same resamples
     cells: np.ndarray  # [layers, positions] AUROC of each layer and position by itself
 
 
@@ -506,7 +506,7 @@ class _Analyser:
         )
 
     def _own(self, features: np.ndarray) -> np.ndarray:
-        """``[contexts, d]`` features, less the mean of their source if siblings are compared."""
+        """``[contexts, d]`` features, minus the mean of their source if siblings are compared."""
         siblings = self.outcome.compares_siblings
         return less_sources(features, self.outcome.sources) if siblings else features
 

@@ -102,7 +102,7 @@ class Probe:
     card: dict
 
     def score(self, residuals: Tensor, direction: str = "logistic") -> Tensor:
-        """Projections less the threshold, in units of the residual stream; 0 at the base rate.
+        """Projections minus the threshold, in units of the residual stream; 0 at the base rate.
 
         Contexts that the probe was trained on score better than new ones do.
 

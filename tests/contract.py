@@ -2,7 +2,7 @@
 
 Two ways of computing the same float32 vector may differ by 1e-5 of its L2 norm. The logit vectors
 of the tiny models have norms below 20, which ``test_architectures`` asserts, so one of their logits
-moves by at most 2e-4. A log-probability is a logit less a log-sum-exp, which moves by no more than
+moves by at most 2e-4. A log-probability is a logit minus a log-sum-exp, which moves by no more than
 the logits do, so it moves by at most 4e-4, and at temperature T by 4e-4 / T.
 """
 

@@ -69,7 +69,7 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     by_arm = found.set_index(["quantity", "term"])["value"]
     for arm in set(arms) - {GREEDY}:  # every query has turns of all arms
         apart = by_arm[EXCESS, arm] - by_arm[EXCESS, GREEDY]
-        assert by_arm["excess over siblings, less greedy's", arm] == pytest.approx(apart)
+        assert by_arm["excess over siblings, minus greedy's", arm] == pytest.approx(apart)
     prompted, opened = (Run.open(out / way / "run") for way in ("prompt", "opening"))
     assert prompted.settings["system"] and prompted.labels.judges == ["builtin"]
     assert opened.settings["opening"] == OPENING and opened.settings["system"] is None

@@ -359,7 +359,7 @@ def with_donor_effects(
     rng: np.random.Generator, contexts: pd.DataFrame, donors: pd.DataFrame, moved: float
 ) -> pd.DataFrame:
     """A cell in which what a donor does is its own, whatever its share: with SD 0.1, and a mean of
-    ``moved`` for high less low ones."""
+    ``moved`` for high minus low ones."""
     source = contexts["source"].to_numpy()
     effect, base = rng.normal(0, 0.1, len(contexts)), rng.beta(8, 12, len(donors))
     rows = pd.DataFrame({"source": source[donors["recipient"]], "unchanged": base})

@@ -152,9 +152,11 @@ def test_a_servers_verdicts_are_paid_for_once(judge, run, monkeypatch, tmp_path)
     with StubServer(lambda body, n: verdict_reply(CANNOT_ASSESS if n % 2 else FOLLOW_UP)) as stub:
         first = judge(*words, "--base-url", stub.url)
         asked = len(stub.bodies)
-        again = judge(*words, "--base-url", stub.url)
+        stands = judge(*words, "--base-url", stub.url)
+        again = judge(*words, "--base-url", stub.url, "--replace")
         assert len(stub.bodies) == asked
-    assert first.status == again.status == 0, first.err
+    assert first.status == stands.status == again.status == 0, first.err
+    assert "verdicts of some-model were there already" in stands.err and "$" not in stands.out
     rows = run.labels.judgements("some-model")
     assert asked == len(all_items(run, "some-model")) and rows["cached"].all()
     paid = f"{120 * asked} tokens, ${asked * 0.2:.4f}"

@@ -227,7 +227,35 @@ def test_items_come_in_batches_no_larger_than_a_judge_takes(label):
 def test_one_call_labels_from_python_and_what_is_no_judge_is_refused(run):
     turns = judge_package.label(run.path)
     assert turns["category"].tolist() == Run.open(run.path).labelled("builtin")["category"].tolist()
+    assert turns["text"].tolist() == run.generations["text"].tolist()
     mine = judge_package.label(run, FakeJudge(paid=False), "mine")
     assert len(mine) == len(turns)
-    with pytest.raises(UserError, match="'builtin' is no judge; give an object"):
+    with pytest.raises(UserError, match="'builtin' is no judge; give a function of an item"):
         judge_package.label(run, "builtin", "third")
+
+
+def test_a_function_is_a_judge_named_after_it_that_judges_again_when_it_changed(run):
+    def ends(category):
+        def by_ending(item):
+            return FOLLOW_UP if item.turn.endswith("7") else category
+
+        return by_ending
+
+    assert (judge_package.label(run, ends("new_topic"))["follow_up"] == 1).sum() == ROWS // 10
+    assert set(judge_package.label(run, ends("generic"))["category"]) == {FOLLOW_UP, "generic"}
+    assert run.labels.judges == ["by_ending"]
+    with pytest.raises(UserError, match=r"the judge named a category 'True', .* are follow_up,"):
+        judge_package.label(run, lambda item: True)
+    with pytest.raises(UserError, match=r"another judge named 'by_ending' .*\(replace=True, --rep"):
+        judge_package.label(run, FakeJudge(), "by_ending")
+
+
+def test_verdicts_of_the_same_built_in_judge_stay_as_they_are(label, run):
+    def again(**options) -> list[str]:
+        progress = Recorded()
+        label(judge_package.builtin_judge(), progress=progress, **options)
+        return progress.lines if progress.began is None else ["judged"]
+
+    assert again() == ["judged"]
+    assert again()[0].startswith(f"{ROWS + len(run.decoys('fake'))} verdicts of fake were there al")
+    assert again(replace=True) == again(decoys=1) == ["judged"]

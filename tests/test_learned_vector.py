@@ -234,7 +234,7 @@ def test_the_command_holds_what_a_half_learned_against_the_other_half(run, tmp_p
     _, sentence, control = outcome.out.splitlines()[:3]  # the first: too few queries
     assert (
         "header_last" in sentence
-        and "less that under the control's vector" in sentence
+        and "minus that under the control's vector" in sentence
         and "these very vectors, learned once on other queries" in sentence
     )
     assert "vectors learned anew may do otherwise" in outcome.out

@@ -320,7 +320,7 @@ def test_estimates_have_the_share_the_test_and_the_set_of_windows():
     own, query = sampled["own is likeliest", OWN], sampled["own is likeliest", QUERY]
     assert own.estimate.value == pytest.approx(1) and own.p < 0.05
     assert query.estimate.value == pytest.approx(1 / 3) and query.p > 0.05
-    for quantity in ("bits, less the query's", "own is likeliest, less the query's"):
+    for quantity in ("bits, minus the query's", "own is likeliest, minus the query's"):
         assert sampled[quantity, RESPONSE].p_holm < 0.05 < sampled[quantity, HEADER].p_holm
     cells = {
         (row.quantity, row.names["term"], row.names.get("layer")): row.estimate.value
@@ -328,7 +328,7 @@ def test_estimates_have_the_share_the_test_and_the_set_of_windows():
     }  # fmt: skip
     for window in layer_windows(planted.DEPTH):
         less = cells["bits", WITHOUT_WINDOW, window[0]] - cells["bits", ALL_LAYERS, None]
-        at = "bits, less the whole response's", WITHOUT_WINDOW, window[0]
+        at = "bits, minus the whole response's", WITHOUT_WINDOW, window[0]
         assert cells[at] == pytest.approx(less) and (cells[at] < -1.0) == (planted.READ in window)
     p = {row.names["layer"]: row.estimate.value for row in found if row.quantity == MAY_BE_MOST}
     assert p.keys() == {window[0] for window in layer_windows(planted.DEPTH)}
@@ -347,7 +347,7 @@ def test_bits_of_accepted_turns_are_those_that_an_own_count_gives():
     share = bits[follow_up].sum() / bits.sum()
     assert found["share of bits in follow-ups"] == pytest.approx(share)
     more = bits[follow_up].mean() - bits[~follow_up].mean()
-    assert found["bits of follow-ups, less those of other turns"] == pytest.approx(more)
+    assert found["bits of follow-ups, minus those of other turns"] == pytest.approx(more)
 
 
 def test_told_is_the_information_of_turns_that_are_drawn_from_their_scores():

@@ -84,7 +84,7 @@ def test_the_worked_arm_compares_turns_paired_by_query(plain, tmp_path, capfd):
         for labelled in (run.labelled("builtin") for run in (shorter, plain))
     ]
     less = (accepted[0] - accepted[1].loc[accepted[0].index]).mean()
-    rows = found[found["quantity"] == "follow-ups, less the whole response's"]
+    rows = found[found["quantity"] == "follow-ups, minus the whole response's"]
     rows = rows[rows["term"] == "without its last sentence"].set_index("temperature")["value"]
     pd.testing.assert_series_equal(rows, less, check_names=False, check_dtype=False)
 
@@ -236,10 +236,14 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     tables = {name for name in before if name.endswith((".parquet", ".jsonl"))}
     assert tables <= set(after) and all(after[name] == before[name] for name in tables)
     assert files(plain.path) == base
-    verdict, control = outcome.out.splitlines()[:2]
-    assert re.fullmatch(r"With \d+ queries no change of the response is shown to matter\.", verdict)
-    assert control.startswith("Control: ") and outcome.out.count("with 80% power") == 2  # of tables
-    assert "written without any conversation are not shown to be follow-ups less" in outcome.out
+    verdict = outcome.out.splitlines()[0]
+    assert re.match(
+        r"With \d queries no change of the follow-up rate can be shown: after the correction for "
+        r"16 comparisons, that takes at least 10\.",
+        verdict,
+    )
+    assert "\nControl: " in outcome.out and outcome.out.count("with 80% power") == 2  # of tables
+    assert "So few queries can't show either that turns" in outcome.out
     for named in ("no response", "first half of the response", "no conversation"):
         assert f" {named} " in outcome.out
     assert "header_only" not in outcome.out and "truncate" not in outcome.out
@@ -290,6 +294,7 @@ def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folde
     out = ("--out", tmp_path / "out")
     planned = perturb(plain.path, *out, "--dry-run", "--queries", "3")
     assert planned.status == 0 and " contexts to sample 4 turns after each" in planned.out
+    assert re.search(r"too few queries +3; after the correction for 16 comparisons", planned.out)
     assert not (tmp_path / "out").exists()
     holds = "holds other conversations, or other conditions, than these; give another --out"
     file = folder / "conditions" / "conversations.jsonl"

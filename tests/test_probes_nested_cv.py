@@ -57,7 +57,7 @@ def case(shape, runs=1, seed=0, features=None):
 
 
 def prepared(features, runs, train):
-    """Columns less the training means of their run, at one scale."""
+    """Columns minus the training means of their run, at one scale."""
     columns = features.astype(float)
     for run in np.unique(runs):
         columns[runs == run] -= features[train][runs[train] == run].mean(0)

@@ -229,7 +229,7 @@ def picks_elsewhere() -> pd.Series:
 
 
 def right() -> pd.Series:
-    """Sampled follow-ups after right responses less those after wrong ones, of maths queries."""
+    """Sampled follow-ups after right responses minus those after wrong ones, of maths queries."""
     turns = judged(MATHS)
     of = turns[turns["temperature"] > 0].groupby(["query", "right"])["follow_up"].mean().unstack()
     return of[1.0] - of[0.0]
@@ -345,7 +345,7 @@ def moved() -> str:
         model = QWEN if name.startswith("Qwen") else SMOL
         label = name.format(LAYERS[model], found["source"].nunique())
         rows.append([label, *(change(found[of]) for of in ("moved", "equal", "donors"))])
-    return markdown(["points of 100", "high less low", "two equal donors", "donors' own"], rows)
+    return markdown(["points of 100", "high minus low", "two equal donors", "donors' own"], rows)
 
 
 def datasets(model: str) -> str:
@@ -421,7 +421,7 @@ def vectors() -> str:
         own = ("own", layer)
         less = change(excess[own] - excess[("siblings", layer)])
         rows.append([f"after layer {layer}", percent(rates[own]), change(excess[own]), less])
-    return markdown(["of 100", "follow-ups", "beyond siblings", "less control vector"], rows)
+    return markdown(["of 100", "follow-ups", "beyond siblings", "minus control vector"], rows)
 
 
 def elicited() -> str:
@@ -454,43 +454,52 @@ def found_sentences(short: bool) -> list[str]:
     asked = GREEDY, SAMPLED, GREEDY_WRONG, SAMPLED_WRONG
     readers = [mean(100 * by_readers(QWEN, one), 0) for one in asked]
     rises = {m: by_three(m, BEYOND_WRONG, change) for m in SETS}
-    out = [percent(by_readers(QWEN, t, "out_of_role")) for t in (GREEDY, SAMPLED)]
+    out = [by_readers(QWEN, t, "out_of_role") for t in (GREEDY, SAMPLED)]
     role, once = (part(read(QWEN), name) for name in ("mix", "rest"))
     in_role = read(QWEN)[(read(QWEN)["where"] == OWN) & (read(QWEN)["out_of_role"] == 0)]
     within = [mean(100 * of, 0) for _, of in in_role.groupby("temperature")["follow_up"]]
     (all_q, all_s), (own_q, own_s), (head_q, head_s) = (
         [mean(site(m, name)) for m in MODELS] for name in ("own context", "response", "header")
     )
-    brief = f"""Of Qwen2.5-Coder-1.5B's greedy user turns {readers[0]}% are follow-ups, and of turns
-    sampled at T = 0.7 {readers[1]}%, as a language model reads them. Of such turns, shown after a
-    conversation of another query, {readers[2]}% and {readers[3]}% are. So sampling adds
-    {rises[QWEN][2]} points (by the built-in judge {rises[QWEN][0]}). In SmolLM2-135M it isn't shown
-    to add any ({rises[SMOL][2]}; by the judge it takes some away, {rises[SMOL][0]}).
+    low, high = (f"{100 * end:.0f}" for end in student(by_readers(QWEN, BEYOND_WRONG))[1:])
+    brief = f"""**Sampling brings more follow-ups, in one model of two.** In Qwen2.5-Coder-1.5B,
+    {readers[0]}% of greedy user turns are follow-ups, and {readers[1]}% of turns sampled at
+    temperature 0.7. Control: if the turns are shown after another conversation,
+    {readers[2]}% and {readers[3]}% count as follow-ups. The rise beyond this control is
+    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). In
+    SmolLM2-135M no rise is shown.
 
-    What sampling changes is the role: {out[0]} of 100 greedy turns repeat the conversation or speak
-    as the assistant, and {out[1]} of 100 sampled turns. Of turns in the user's role {within[0]}% of
-    greedy ones and {within[1]}% of sampled ones are follow-ups: fewer, not more.
+    **Sampling keeps Qwen in the user's role.** {mean(100 * out[0], 0)}% of its greedy turns repeat
+    the conversation or speak as the assistant; {mean(100 * out[1], 0)}% of its sampled turns do. Of
+    all other turns {within[0]}% are follow-ups if greedy, and only {within[1]}% if sampled.
 
-    What a sampled turn tells about its response comes from the response's own keys and values
-    ({own_q} of {all_q} bits in Qwen), hardly from the user header's states ({head_q})."""
+    **A turn reads the response itself, hardly the user header.** A sampled Qwen turn tells {all_q}
+    bits about which of three responses it followed; 1.58 would be certainty. If the response's keys
+    and values stay and all else comes from another response, {own_q} bits are left. If only the
+    header's stay, {head_q} are left."""
     said = f"""Language-model readers call {readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns
-    follow-ups, and {readers[1]}% of those sampled at T = 0.7. Of turns shown after a wrong
-    conversation (one of another query) they call {readers[2]}% and {readers[3]}% follow-ups. Beyond
-    wrong conversations the rise is {rises[QWEN][2]} points by the readers, {rises[QWEN][0]} by the
-    built-in judge, {rises[QWEN][1]} by the judge corrected by the readers. After maths it is
-    {rises[MATHS][1]} corrected ({rises[MATHS][2]} by readers). SmolLM2-135M isn't shown to rise
-    ({rises[SMOL][1]} corrected).
+    follow-ups, and {readers[1]}% of those sampled at T = 0.7. A *wrong conversation* is one of
+    another query. When the same turns are shown after a wrong conversation, the readers call
+    {readers[2]}% and {readers[3]}% of them follow-ups. The rise from greedy to sampled turns, minus
+    the rise after wrong conversations, is {rises[QWEN][2]} points by the readers and
+    {rises[QWEN][0]} by the built-in judge. It is {rises[QWEN][1]} by the judge corrected by the
+    readers. After maths it is {rises[MATHS][1]} corrected ({rises[MATHS][2]} by readers).
+    SmolLM2-135M isn't shown to rise ({rises[SMOL][1]} corrected).
 
-    The rise is role. By the readers {out[0]} of 100 of Qwen's greedy turns are out of role (they
-    repeat the conversation or speak as the assistant), and {out[1]} of 100 sampled turns. Staying
-    in role brings {role} points. Following up once in role brings {once}: of greedy turns in role
-    {within[0]}% are follow-ups, of sampled ones {within[1]}%. So sampling doesn't bring out
-    following up; it keeps turns in role.
+    The rise is one of role. A turn is *out of role* if it repeats the conversation or speaks as the
+    assistant. By the readers this holds of {percent(out[0])} of 100 greedy turns of Qwen, and of
+    {percent(out[1])} of 100 sampled turns. Before wrong
+    conversations are subtracted, the rise is the sum of two parts. More turns in role add
+    {role} points. The rate among turns in role falls from {within[0]}% (greedy) to {within[1]}%
+    (sampled), which adds {once}. So sampling doesn't bring out following up; it keeps turns in
+    role.
 
-    What a sampled turn tells about its response is carried by the response's own keys and values,
-    hardly by the header's states. Rescored after contexts of which only the response's keys and
-    values are their own, Qwen's turns keep {own_q} of {all_q} bits (SmolLM2's {own_s} of {all_s});
-    of which only the header's states are, {head_q} ({head_s})."""
+    A turn depends on its response by the response's own keys and values, hardly by the header's
+    states. *Bits* say how much a turn tells about which of three responses it followed; 1.58 would
+    be certainty. Sampled turns were scored again after mixed contexts, in which one part comes from
+    the turn's own response and all else from another one. With the keys and values of the own
+    response, Qwen's turns keep {own_q} of {all_q} bits (SmolLM2's {own_s} of {all_s}). With the
+    header's states they keep {head_q} ({head_s})."""
     return [folded(one) for one in (brief if short else said).split("\n\n")]
 
 
@@ -521,19 +530,19 @@ def sentences() -> dict[str, list[str]]:
     (Qwen {each[0]}, maths {each[1]}, SmolLM2 {each[2]}), two readers with {two_readers()}.
 
     **Where they differ.** On the turns that were read, the judge's rise in Qwen is
-    {change(there[0])}, above the readers' by {change(there[0] - there[1])}: it misses greedy
-    follow-ups ({change(first)}). On all turns it says that SmolLM2 falls ({falls[0]}); on those
-    that were read it doesn't ({falls[1]}).
+    {change(there[0])}. That is {change(there[0] - there[1])} more than the readers', since the
+    judge misses follow-ups among greedy turns ({change(first)}). On all turns the judge says that
+    the rate of SmolLM2 falls ({falls[0]}); on the turns that were read it doesn't ({falls[1]}).
 
-    Sampled turns are follow-ups more often after their own response than after siblings in SmolLM2
-    ({sampled[2][0]}; corrected {sampled[2][1]}), hardly in Qwen ({sampled[0][0]};
-    {sampled[0][1]}).
+    Siblings are other responses to the same query. Sampled turns are follow-ups more often after
+    their own response than after siblings in SmolLM2 ({sampled[2][0]}; corrected
+    {sampled[2][1]}), hardly in Qwen ({sampled[0][0]}; {sampled[0][1]}).
 
     The earlier judge (κ 0.55) called 23% and 24% of Qwen's greedy and sampled turns follow-ups
     after a wrong conversation (21% and 19% after maths). Readers: {wrong[0]}% and {wrong[1]}%
     ({wrong[2]}% and {wrong[3]}%).
 
-    They ranked 0.55 ± 0.02 of pairs of responses rightly (SmolLM2: 0.59 ± 0.03) by its verdicts."""
+    By its verdicts they ranked 0.55 ± 0.02 of pairs of responses rightly (SmolLM2: 0.59 ± 0.03)."""
     qwen = f"""The share of turns that are likelier after their own response than after two siblings
     rises by {likelier[0]} in Qwen ({change(elsewhere)} on the {len(elsewhere)} queries where this
     wasn't seen first), {likelier[1]} after maths and {likelier[2]} in SmolLM2.

@@ -97,7 +97,9 @@ def refused(outcome: Outcome, *words: str) -> None:
 
 
 def test_a_field_of_the_data_tells_rates_apart(run, rates):
-    refused(rates(run.path, "--by", "shade"), "have no field 'shade' with at most 20")
+    refused(rates(run.path, "--by", "shade"), "has no field 'shade'; choose from: dataset, topic.")
+    same = [estimates(read_runs([run], by=by)) for by in (None, "dataset")]
+    pd.testing.assert_frame_equal(*same)
     ids = run.contexts["context_id"]
     fields = {"topic": ["maths", None] * (len(ids) // 2), "n": range(len(ids)), "id": ids}
     run.metadata = pd.DataFrame(fields, pd.Index(ids))  # as if the data had these

@@ -135,7 +135,7 @@ def test_the_command_writes_the_planted_accuracy_and_rates(planted, capfd):
     run = planted(sums(3, 5, lambda at, _: {0.0: [at < 2], 1.0: [1, 0, 0, at == 7]}))
     outcome = call(main, [str(run.path), "--by", "correct"], capfd)
     assert outcome.status == 0, outcome.err
-    for text in ("0.38 [", "after right responses less", "greedy", "would have been shown"):
+    for text in ("0.38 [", "after right responses minus", "greedy", "would have been shown"):
         assert text in outcome.out
     folder = run.path / "results" / "rates-builtin-by-correct"
     found = read(folder).estimates

@@ -101,7 +101,8 @@ def test_sentence_and_control_follow_the_gate(run):
     follow_up = planted(run, 0.95)
     found = result(judged_by(run, lambda item: FOLLOW_UP if item in follow_up else NEW))
     assert "turns react to their own response: they are follow-ups" in found.sentence
-    assert "(gate passed; " in found.control and set(found.estimates["gate"]) == {"passed"}
+    assert "(gate passed). Over all temperatures" in found.control
+    assert set(found.estimates["gate"]) == {"passed"}
 
 
 def test_verdicts_without_decoys_have_no_floor(run):

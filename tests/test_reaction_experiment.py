@@ -124,7 +124,7 @@ def test_estimates_are_means_of_what_turns_tell(answered):
     assert (bounded["low"].dropna() >= 0).all() and (bounded["high"].dropna() <= np.log2(3)).all()
     read = turns.groupby(["source_id", "temperature", "followed"])["readable_bits"].mean()
     read = read.groupby(["source_id", "temperature"]).mean().unstack()
-    less = found[found["quantity"] == "greedy turns' readable bits less these"]
+    less = found[found["quantity"] == "greedy turns' readable bits minus these"]
     assert set(less["temperature"]) == {0.7, 1.0}
     for _, row in less.iterrows():
         difference = read[0.0] - read[row["temperature"]]
@@ -135,7 +135,7 @@ def test_estimates_are_means_of_what_turns_tell(answered):
 
 def test_the_control_is_of_the_same_queries(answered):
     found = pd.read_parquet(answered / "estimates.parquet")
-    tested = found[found["quantity"] == "I_K less the control's, bits"]
+    tested = found[found["quantity"] == "I_K minus the control's, bits"]
     assert set(tested["term"]) == {"wordings of one response"}
     assert len(tested) == 2 and (tested["p_holm"] >= tested["p"]).all()
     same = Run.open(answered / "wordings_of_one_response" / "run").contexts
@@ -220,6 +220,20 @@ def test_the_headline_is_of_complete_responses_that_half_of_the_queries_have(fol
     assert of(2, some)[0] == 2
     size, compared = of(4, {f"q{i}/r{k}" for i in range(3) for k in (0, 2)})
     assert size == 3 and set(map(tuple, compared.values())) == {(0, 1, 2)}
+
+
+def test_it_is_said_first_that_most_responses_are_unfinished(folder):
+    def of(cut: int) -> Reaction:
+        def change(contexts, turns):
+            return contexts.assign(response_unfinished=contexts["response_index"] < cut), turns
+
+        return read(folder, change)
+
+    assert of(1).cut_off == ""
+    one = of(2)
+    assert one.cut_off.startswith("Reaction can't be assessed here: 10 of 15 responses are unfini")
+    nothing = pd.DataFrame({name: [] for name in one.columns} | {"quantity": [], "value": []})
+    assert one.conclude(nothing).sentence.startswith(one.cut_off)
 
 
 def test_wordings_end_say_the_same_and_do_not_copy(folder):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ia_mech import sample
 from ia_mech.models import embedded
 from ia_mech.run import labels, layout
 
@@ -18,16 +19,20 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 
 
-def test_the_examples_run_on_the_embedded_model(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def in_a_folder(tmp_path, monkeypatch) -> None:
     model = embedded.directory().resolve()  # fetched at most once per checkout
     (tmp_path / "cache" / "models").mkdir(parents=True)
     (tmp_path / "cache" / "models" / model.name).symlink_to(model)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("IA_MECH_CACHE", "cache")
+
+
+def test_the_examples_run_on_the_embedded_model(in_a_folder, capsys):
     section = README.partition("## From Python")[2].partition("\n## ")[0]
     page = PAGE.partition("## Probes")[0]
     blocks = re.findall(r"```python\n(.*?)```", section + page, re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     names: dict = {}
     for code in blocks:
         few = "limit=5, temperatures=[1.0], samples=1, max_new_tokens=6"
@@ -41,6 +46,18 @@ def test_the_examples_run_on_the_embedded_model(tmp_path, monkeypatch, capsys):
     assert len(names["predicted"]) == 5
     assert names["turns"].loc[0, "category"] in shown
     assert re.search(r"^\d\.\d\d \[\d\.\d\d, \d\.\d\d\]$", shown, re.MULTILINE)
+
+
+@pytest.mark.slow  # TransformerLens takes long to import
+def test_the_runs_states_are_those_of_transformer_lens(in_a_folder, capsys):
+    sample(limit=2, out="cache/first", temperatures=[1.0], samples=1, max_new_tokens=1)
+    section = PAGE.partition("## TransformerLens")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    exec(compile(code, "python.md", "exec"), {})
+    shown = capsys.readouterr().out
+    distances = re.findall(r"^blocks\.\d+\.hook_resid_post (\S+)$", shown, re.MULTILINE)
+    assert len(distances) == 3 and max(map(float, distances)) < 1e-5
+    assert "torch.Size([2, 7, 576])" in shown
 
 
 def tutorial() -> list[dict]:

@@ -30,6 +30,7 @@ from ia_mech.page import packed, rendered
 from ia_mech.rates.__main__ import main as rates_main
 from ia_mech.report import turns as browsers
 from ia_mech.report.__main__ import main, render_report
+from ia_mech.report.contents import missing
 from ia_mech.results import RESULT, Result, Table, folder_of, read, sentences_of, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
@@ -113,6 +114,10 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
         assert own == [visible(text) for text in run.generations["text"]]
         assert list(turns["labels"]) == labels
         assert mains[name](words) == 0
+    by_field = run.path / "results" / "rates-builtin-by-topic"
+    folder_of(run.path, "rates-builtin").rename(by_field)
+    assert missing(run, [by_field]) == []
+    by_field.rename(folder_of(run.path, "rates-builtin"))
     outcome = report(run.path)
     assert (outcome.status, outcome.err) == (0, "reading runs and results …\n")
     ending = outcome.out.splitlines()

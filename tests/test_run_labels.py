@@ -175,8 +175,13 @@ def test_labels_are_laid_out_over_the_turns_whatever_their_order(run):
     assert found["source"].tolist() == [source_of[keys[i]["context_id"]] for i in (9, 4)]
     assert run.decoys("anna").empty and "category" not in run.labelled(annotator="anna")
     assert run.labelled()["category"].tolist() == frame["category"].tolist()
+    assert frame["text"].tolist() == run.generations["text"].tolist()
+    said = {row.context_id: row.messages[-2:] for row in run.contexts.itertuples()}
+    for name, at in (("query", 0), ("response", 1)):
+        assert frame[name].tolist() == [said[c][at]["content"] for c in frame["context_id"]]
+    assert not {"query", "response", "text"} & {*run.labelled(texts=False)}
     run.labels.write_judgements("other", verdicts, {})
-    with pytest.raises(UserError, match=r"verdicts of builtin, other; name one: run.labelled\('"):
+    with pytest.raises(UserError, match=r"of builtin, other, and no judge is named; name one, as"):
         run.labelled()
 
 

@@ -146,7 +146,7 @@ def test_follow_up_turns_are_compared_within_context_and_temperature():
     rows += [("z", 1.3, 0, NAN)]
     frame = pd.DataFrame(rows, columns=["context", "temperature", "follow_up", "value"])
     values, follow_up, of = against_others(frame.assign(source=frame["context"]), "value")
-    assert values.tolist() == [2.5, -0.5, 0.5, -6.0, -4.0, 0.0]  # less 1.5 in x, less 7 in z
+    assert values.tolist() == [2.5, -0.5, 0.5, -6.0, -4.0, 0.0]  # minus 1.5 in x, minus 7 in z
     assert follow_up.tolist() == [True, False, False, True, True, False]
     assert of.tolist() == ["x"] * 3 + ["z"] * 3
 
@@ -242,7 +242,7 @@ def test_rates_masses_and_depths_are_those_of_their_turns(swept):
     assert tuple(row[["value", "low", "high", "p"]].iloc[0]) == ends
     less = one.first["follow_up"][:, 0] - one.first["restated"][:, 0]
     expected = cluster_mean(less, one.contexts["source"])
-    row = picked(made, "mass on openings, follow-ups less repetitions", dataset="(all)").iloc[0]
+    row = picked(made, "mass on openings, follow-ups minus repetitions", dataset="(all)").iloc[0]
     assert row[["value", "low", "high"]].tolist() == [expected.value, expected.low, expected.high]
     bounded = made[made["quantity"] == "mass on turn-end"]
     assert bounded[["low", "high"]].stack().between(0, 1).all()

@@ -114,7 +114,7 @@ def table(found: list[RunFindings], seconds: float, workers: int) -> str:
         summaries = (
             ("mean AUROC estimated", np.mean, [f.auroc for f in here]),
             ("true", np.mean, [f.truth for f in here]),
-            ("AUROC less the output's own", np.mean, [f.above_output for f in here]),
+            ("AUROC minus the output's own", np.mean, [f.above_output for f in here]),
             ("median share of cells in the confidence set", np.median, [f.set_share for f in here]),
         )
         shown = []

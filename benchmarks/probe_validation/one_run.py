@@ -34,7 +34,7 @@ class RunFindings:
         headline_p, family_p: of the headline, and the smallest of the heat map.
         covered: the headline's interval holds the true AUROC of its probes.
         auroc, truth: estimate, and mean true AUROC of the probes it is of.
-        above_output: AUROC of the headline less that of the output's own probe.
+        above_output: AUROC of the headline minus that of the output's own probe.
     """
 
     kind: str

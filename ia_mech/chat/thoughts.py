@@ -113,7 +113,7 @@ class Thoughts:
         ]
 
     def header(self, opened: str) -> str:
-        """The text that asks for a response, less marks at its end that open or skip a thought."""
+        """The text that asks for a response, minus marks at its end that open or skip a thought."""
         if self.marks not in NAMED:
             return opened
         end = opened.rstrip()

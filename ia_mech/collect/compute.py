@@ -121,6 +121,8 @@ class Computation:
                     rows = self._respond_together(some, together, work)
                     batch = [(row.token_ids.tolist(), row.finish_reason) for row in rows]
                 batches.append(batch)
+                cut = sum(ended in layout.UNFINISHED for _, ended in batch)
+                work.responded(len(batch), cut)
                 for (number, _), (ids, ended) in zip(
                     wanted[start : start + limit], batch, strict=True
                 ):

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable
 
 from ia_mech.display import Progress
 
+FIRST = 8  # responses after which it is said that most of them are unfinished
+
 
 class PhaseProgress:
     """One phase: contexts to prefill and rows to decode, each at its longest.
@@ -39,6 +41,8 @@ class PhaseProgress:
         self._rows, total = (sum(each) for each in zip(*work.values(), strict=True))
         left, tokens = (sum(each) for each in zip(*self._parts.values(), strict=True))
         self._ended, self._again, self._drawn = self._rows - left, 0, 0
+        self._allowance, self._draws, self._written, self._unfinished = allowance, draws, 0, 0
+        self._warned = draws == 1  # unfinished responses are wanted, too
         self._begun, self._reporting = time.monotonic(), threading.Lock()
         progress.start(phase, total, done=total - tokens, unit="")
 
@@ -51,6 +55,23 @@ class PhaseProgress:
         for name in set(names) & self._parts.keys():
             rows, tokens = self._parts.pop(name)
             self.report("writing", tokens, ended=rows)
+
+    def responded(self, written: int, unfinished: int) -> None:
+        """So many responses were written, of which some are unfinished. If most are, say so once,
+        while there is time to stop."""
+        with self._reporting:
+            self._written += written
+            self._unfinished += unfinished
+            few = self._written < min(FIRST, self._rows)
+            if self._warned or few or 2 * self._unfinished <= self._written:
+                return
+            self._warned = True
+            self._progress.say(
+                f"note: {self._unfinished} of the first {self._written} responses didn't end "
+                f"within {self._allowance} tokens. They are drawn again, at most {self._draws} "
+                "draws for each; a query without enough finished ones is left out. You can stop "
+                "here and give a larger --max-response-tokens, in another --out"
+            )
 
     def report(
         self, doing: str, tokens: int, drawn: int = 0, ended: int = 0, again: int = 0
@@ -91,6 +112,10 @@ class PartProgress:
         """So many responses are drawn now to take the places of others."""
         self._again = True
         self._phase.report("decoding", 0, again=rows)
+
+    def responded(self, written: int, unfinished: int) -> None:
+        """So many responses were written, of which some are unfinished."""
+        self._phase.responded(written, unfinished)
 
     def end(self) -> None:
         """The part is written: all of its work is done."""

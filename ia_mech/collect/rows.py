@@ -75,7 +75,7 @@ def tables(
     if results:
         if settings.header_logits == "full":
             logits = torch.stack([r.logits for r in results])
-            # Less the maximum: the likely tokens then lie near zero, where float16 is finest.
+            # Minus the maximum: the likely tokens then lie near zero, where float16 is finest.
             logits = (logits - logits.amax(-1, keepdim=True)).half()
         residuals = torch.stack([r.residuals for r in results])
     return (

@@ -188,10 +188,11 @@ def _what_it_is(run: Run) -> Iterator[str]:
     """Two lines on what was written and kept."""
     turns, contexts = run.generations, run.contexts
     samples, temperatures = run.settings["samples"], run.settings["temperatures"]
-    at = f" and {samples} at each of T = {', '.join(f'{t:g}' for t in temperatures)}"
+    sampled = [f"{samples} at T = {t:g}" for t in temperatures]
+    each = f"{', '.join(['1 greedy', *sampled[:-1]])}{' and ' + sampled[-1] if sampled else ''}"
     yield (
-        f"{len(turns)} user turns of {run.model['name']}: after each of {len(contexts)} responses "
-        f"to {contexts['source_id'].nunique()} queries 1 greedy{at if temperatures else ''}"
+        f"{run.model['name']} wrote {len(turns)} user turns after {len(contexts)} responses to "
+        f"{contexts['source_id'].nunique()} queries. After each response: {each}."
     )
     logits = (
         ", and the logits at the header's end" if run.settings["header_logits"] == "full" else ""

@@ -123,7 +123,7 @@ def part_bytes(device: torch.device, weights: int, everywhere: bool = False) -> 
         everywhere: the weights are distributed over all GPUs.
 
     Returns:
-        All that the device has, less the weights and a reserve; on a CPU, one worker's share of
+        All that the device has, minus the weights and a reserve; on a CPU, one worker's share of
         that, with as many workers as its cores allow.
     """
     if device.type == "cpu":

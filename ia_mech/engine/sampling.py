@@ -220,7 +220,7 @@ def log_sum_exp(below: Tensor, temperature: float | Tensor, *, out: Tensor) -> T
     ln(vocab). (``log_softmax`` is as fast, but is off by up to 1e-5, always the same way.)
 
     Args:
-        below: ``[…, vocab]`` float32, logits less the largest of their row.
+        below: ``[…, vocab]`` float32, logits minus the largest of their row.
         temperature: a number, or ``[…, 1]``.
         out: a tensor like ``below``, which is overwritten.
     """

@@ -6,6 +6,7 @@ probe of them circular. ``verdict`` is the contract of a judge and explains how 
 ``decoys`` is the control of all of them.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from ia_mech.errors import UserError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ia_mech.judge.verdict import Judge
+    from ia_mech.judge.verdict import Item, Judge
     from ia_mech.run import Run
 
 
@@ -29,32 +30,53 @@ def builtin_judge() -> "Judge":
 
 
 def label(
-    run: "str | Path | Run", judge: "Judge | None" = None, name: str = "builtin"
+    run: "str | Path | Run",
+    judge: "Judge | Callable[[Item], str] | None" = None,
+    name: str | None = None,
+    *,
+    replace: bool = False,
 ) -> "pd.DataFrame":
     """Have a judge label the user turns of a run, and its decoys, as ``ia-mech judge run`` does.
 
+    Verdicts of the built-in judge that are there already stay as they are. A judge of your own
+    judges again each time, since nothing tells whether its code has changed; if it says that it is
+    ``paid``, its verdicts come from the cache.
+
     Args:
-        run: or its folder, where the verdicts are kept. Verdicts that cost time or money come from
-            the cache; the built-in judge's are made again (``run.labelled()`` reads those there).
-        judge: the built-in judge unless another is given.
-        name: of its verdicts in the run.
+        run: or its folder, where the verdicts are kept.
+        judge: the built-in judge if not given; a function that takes an
+            :class:`ia_mech.judge.verdict.Item` (``query``, ``response``, ``turn``) and returns a
+            category of the rubric, such as ``"follow_up"``; or a
+            :class:`ia_mech.judge.verdict.Judge`.
+        name: of its verdicts in the run; if not given, ``builtin`` or the name of the function or
+            class.
+        replace: whether to judge again and replace what is there under the name, also if another
+            judge made it.
 
     Returns:
-        What ``run.labelled(name)`` gives: a row per turn, with ``category`` and ``follow_up``.
+        What ``run.labelled(name)`` gives: a row per turn, with ``text``, ``category`` and
+        ``follow_up``.
 
     Raises:
-        UserError: as :func:`ia_mech.judge.judging.label_run`; the judge isn't an object.
+        UserError: as :func:`ia_mech.judge.judging.label_run`; the judge is neither a function nor
+            such an object.
     """
     from ia_mech.display import Bar
     from ia_mech.judge.judging import label_run
-    from ia_mech.judge.verdict import Judge
+    from ia_mech.judge.verdict import Judge, judge_of
     from ia_mech.run import Run
 
-    if judge is not None and not isinstance(judge, Judge):
-        raise UserError(
-            f"{judge!r} is no judge",
-            "give an object of a class of ia_mech.judge.verdict.Judge, or use ia-mech judge run",
-        )
+    if judge is None:
+        judge, name = builtin_judge(), name or "builtin"
+    elif not isinstance(judge, Judge):
+        if isinstance(judge, type) or not callable(judge):
+            raise UserError(
+                f"{judge!r} is no judge",
+                "give a function of an item that returns a category, or an object of a subclass of "
+                "ia_mech.judge.verdict.Judge (language models: ia-mech judge run)",
+            )
+        judge = judge_of(judge)
+    name = name or type(judge).__name__
     run = run if isinstance(run, Run) else Run.open(run)
-    label_run(run, judge or builtin_judge(), name, Bar())
+    label_run(run, judge, name, Bar(), replace=replace)
     return run.labelled(name)

@@ -100,7 +100,8 @@ def _add_run(commands) -> None:
         usage="%(prog)s RUN [--judge builtin|llm|hf|MODULE:CLASS] [--model NAME] [options]",
         description="Judge all user turns of a run, and decoys (turns after a conversation that "
         "they\ndid not follow); write judgements/<name>.parquet into it. Verdicts of language "
-        "models are\nkept in cache/judgements/: none is paid for twice.",
+        "models are\nkept in cache/judgements/: none is paid for twice. Verdicts that the "
+        "run has already\nare not made again.",
     )
     parser.set_defaults(function="ia_mech.judge.command:run_judge")
     add = parser.add_argument
@@ -114,7 +115,11 @@ def _add_run(commands) -> None:
         help="turns of each query and temperature that are decoys, too (default: all, or 1 for a "
         "judge that is paid)",
     )
-    add("--replace", action="store_true", help="replace another judge's verdicts of that name")
+    add(
+        "--replace",
+        action="store_true",
+        help="judge again, and replace verdicts of that name, also another judge's",
+    )
     add(
         "--unperturbed",
         action="store_true",

@@ -57,7 +57,7 @@ def run_judge(args: argparse.Namespace) -> int:
         items = items_of(run, plan, unperturbed=args.unperturbed)
         print_plan(judge, items, decoys=len(plan))
         return 0
-    begun = time.monotonic()
+    begun, before = time.monotonic(), run.labels.digest([name])
     path = label_run(
         run,
         judge,
@@ -75,9 +75,10 @@ def run_judge(args: argparse.Namespace) -> int:
         for line in lines_of(shown, rationale=True):
             screen.print(line, soft_wrap=True, markup=False)
         screen.print()
-    _print_verdicts(rows, decoys, judge.rubric, seconds)
-    if judge.caveat:
-        screen.print(escape(judge.caveat), soft_wrap=True)
+    made = args.replace or run.labels.digest([name]) != before
+    _print_verdicts(rows, decoys, judge.rubric, seconds if made else None)
+    if caveat := run.labels.record("judgements", name)["caveat"]:
+        screen.print(escape(caveat), soft_wrap=True)
     print(f"verdicts: {shell_word(path)}")
     if not (rows["status"] == JUDGED).any():
         print("no turn could be judged, for the reasons above: fix them, then judge again")
@@ -192,9 +193,10 @@ def _default_name(args: argparse.Namespace) -> str:
 
 
 def _print_verdicts(
-    rows: pd.DataFrame, decoys: pd.DataFrame, rubric: Rubric, seconds: float
+    rows: pd.DataFrame, decoys: pd.DataFrame, rubric: Rubric, seconds: float | None
 ) -> None:
-    """How many turns are of each category, what failed, and what it cost."""
+    """How many turns are of each category, what failed, and, where it was done now, what it took
+    and cost."""
     screen = console()
     counts = rows["category"].value_counts()
     listed = ", ".join(f"{heading(name)} {counts[name]}" for name in rubric.names if name in counts)
@@ -204,6 +206,8 @@ def _print_verdicts(
         errors = part["error"].value_counts()
         commonest = escape(one_line(errors.index[0], 300))
         screen.print(f"{len(part)} {status}: {commonest} ({errors.iloc[0]})", soft_wrap=True)
+    if seconds is None:
+        return
     apart = f" ({len(decoys)} of them of decoys)" if len(decoys) else ""
     facts = [f"{len(rows)} rows{apart}, {rows['item'].nunique()} distinct turns in {seconds:.0f} s"]
     if tokens := rows["prompt_tokens"].sum() + rows["completion_tokens"].sum():

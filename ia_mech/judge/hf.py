@@ -30,7 +30,7 @@ UNLIKE_TEXTS = "a", "7"  # texts that have no beginning in common
 class HfJudge(Judge):
     """Judges by the likelihood of each category's name as the answer of a causal language model.
 
-    The score of a category is the log-probability of all tokens of its name after the prompt, less
+    The score of a category is the log-probability of all tokens of its name after the prompt, minus
     the same for an item without content (contextual calibration, Zhao et al. 2021, arXiv
     2102.09690). It isn't divided by the name's length: no name begins another, so these are
     log-probabilities of events that exclude each other, and calibration takes away what a long
@@ -163,7 +163,7 @@ class HfJudge(Judge):
         return self._template.encode(self._prompt_text(item))[0]
 
     def _common_ids(self, *items: Item) -> list[int]:
-        """The ids that prompts begin with, less the last few, which what differs may change."""
+        """The ids that prompts begin with, minus the last few, which what differs may change."""
         together = zip(*(self._prompt_ids(item) for item in items), strict=False)
         common = [same[0] for same in takewhile(lambda ids: len({*ids}) == 1, together)]
         return common[: max(1, len(common) - 4)]

@@ -173,7 +173,7 @@ def _received(judge: Judge, batch: list[Item]) -> dict[Item, Verdict]:
     except (UserError, OSError, MemoryError):
         raise
     except Exception as error:
-        if type(judge).__module__.startswith("ia_mech."):
+        if not _is_own(judge):
             raise
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
@@ -241,9 +241,12 @@ def label_run(
 ) -> Path:
     """Judge every user turn of a run and its decoys; write ``judgements/<name>.parquet``.
 
+    Nothing is judged if this judge's verdicts are there already, and none of them failed. (A judge
+    of the user's own that isn't paid judges again: its code may have changed.)
+
     ``decoys`` is as for :func:`decoys_per_source`, ``unperturbed`` as for :func:`items_of`, and
-    ``options`` are :func:`judge_items`'. ``replace`` allows to replace the verdicts that another
-    judge has under that name.
+    ``options`` are :func:`judge_items`'. ``replace`` allows to replace the verdicts that are there
+    under that name, also another judge's.
 
     Raises:
         UserError: a name that can't be a file's; a run that can't be written to; verdicts of
@@ -254,21 +257,27 @@ def label_run(
     # Before anything is paid for.
     layout.refuse_unwritable(run.path / "judgements", "judge a copy of the run")
     per_source = decoys_per_source(judge, decoys)
-    if name in run.labels.judges and not replace:
-        _check_same_judge(run, judge, name, unperturbed)
-    plan = draw_decoys(run, per_source)
-    items = items_of(run, plan, unperturbed=unperturbed)
-    # Sorted by their texts, so that items of one context, which share a prefix, stand together.
-    ordered = sorted(set(items), key=lambda item: (item.query, item.response, item.turn))
-    verdicts, cached = judge_items(ordered, judge, progress, **options)
-    record = {
+    settings = {
         "identity": judge.identity,
         "identity_hash": identity_hash(judge.identity),
         "rubric": judge.rubric.record(),
         "decoys_per_source": per_source,
         "unperturbed": unperturbed,
-        "caveat": judge.caveat,
     }
+    if name in run.labels.judges and not replace:
+        _check_same_judge(run, judge, name, unperturbed)
+        if there := _standing(run, judge, name, settings):
+            progress.say(
+                f"{there} verdicts of {name} were there already (decoys included): nothing is "
+                "judged again"
+            )
+            return run.labels.path / "judgements" / f"{name}.parquet"
+    plan = draw_decoys(run, per_source)
+    items = items_of(run, plan, unperturbed=unperturbed)
+    # Sorted by their texts, so that items of one context, which share a prefix, stand together.
+    ordered = sorted(set(items), key=lambda item: (item.query, item.response, item.turn))
+    verdicts, cached = judge_items(ordered, judge, progress, **options)
+    record = settings | {"caveat": judge.caveat}
     turns = run.turns[list(KEY)].astype({"context_id": object}).assign(decoy=None, shown=None)
     rows = _rows(pd.concat([turns, plan]) if len(plan) else turns, items, verdicts, cached, judge)
     return run.labels.write_judgements(name, rows, record)
@@ -283,8 +292,24 @@ def _check_same_judge(run: Run, judge: Judge, name: str, unperturbed: bool) -> N
         raise UserError(
             f"{run.path} has verdicts of another judge named {name!r} (differs in "
             f"{', '.join(changed)})",
-            "give another --name, or --replace",
+            'give another name (name="NAME", --name NAME), or replace them (replace=True, '
+            "--replace)",
         )
+
+
+def _standing(run: Run, judge: Judge, name: str, settings: dict[str, Any]) -> int:
+    """How many verdicts of that name stand as they are; 0 if they have to be made again."""
+    record, now = run.labels.record("judgements", name), json.loads(json.dumps(settings))
+    if _is_own(judge) or any(record.get(key) != value for key, value in now.items()):
+        return 0
+    both = run.labels.judgements, run.labels.decoys
+    statuses = pd.concat([read(name, columns=["status"]) for read in both])["status"]
+    return len(statuses) * bool((statuses == JUDGED).all())
+
+
+def _is_own(judge: Judge) -> bool:
+    """Whether the judge's code is the user's."""
+    return not type(judge).__module__.startswith("ia_mech.")
 
 
 def _rows(

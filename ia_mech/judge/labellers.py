@@ -74,10 +74,10 @@ def labellers_of(run: Run, between: Sequence[str] | None = None) -> list[Labelle
 def _labeller(run: Run, name: str) -> Labeller:
     annotates = name in run.labels.annotators
     if annotates:
-        turns = run.labelled(annotator=name).assign(fitted=False)
+        turns = run.labelled(annotator=name, texts=False).assign(fitted=False)
         names = {"truth_category": "label", "truth": "follow_up", "note": "why"}
     else:
-        turns = run.labelled(name, columns=["rationale", "fitted"])
+        turns = run.labelled(name, columns=["rationale", "fitted"], texts=False)
         turns["fitted"] = turns["fitted"].fillna(False).astype(bool)
         names = {"category": "label", "rationale": "why"}
     turns = turns.rename(columns=names).astype({"label": object, "source": object})

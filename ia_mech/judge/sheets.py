@@ -83,7 +83,8 @@ def export_sheet(
         )
     strata = np.array([ALL] * len(rows))
     if by is not None:
-        strata = run.labelled(by)["category"].astype(object).fillna(FAILED).to_numpy()
+        labels = run.labelled(by, texts=False)["category"]
+        strata = labels.astype(object).fillna(FAILED).to_numpy()
     sizes = dict(sorted(Counter(strata.tolist()).items()))
     if n < len(sizes):
         raise UserError(

@@ -28,7 +28,7 @@ class Labelled:
 def labelled_turns(run: Run, judge: str, count: int) -> list[Labelled]:
     """At most so many turns with a judge's labels: of follow-ups, then of the commonest labels, the
     first turn after a query that isn't shown yet, or, where all are shown, the first of all."""
-    rows = run.labelled(judge, columns=["rationale"])
+    rows = run.labelled(judge, columns=["rationale"], texts=False)
     rows = rows.astype({"category": object, "source": str})
     rows = rows[rows["category"].notna() & (rows["category"] != FAILED)]
     by_label = dict(list(rows.groupby("category")))

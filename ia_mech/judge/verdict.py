@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -123,6 +123,24 @@ class Judge:
         judging, is a ``UserError``.
         """
         raise NotImplementedError
+
+
+def judge_of(category_of: Callable[[Item], str]) -> Judge:
+    """A judge that puts an item into the category which a function names.
+
+    It is identified by the function's name alone: nothing tells whether the function has changed.
+    """
+
+    def judge(self: Judge, items: Sequence[Item]) -> list[Verdict]:
+        return [Verdict(str(category_of(item))) for item in items]
+
+    name = getattr(category_of, "__name__", type(category_of).__name__).strip("<>")
+    members = {
+        "identity": {"kind": "function", "name": name},
+        "judge": judge,
+        "__module__": category_of.__module__,
+    }
+    return type(name, (Judge,), members)()
 
 
 def identity_hash(identity: dict[str, Any]) -> str:

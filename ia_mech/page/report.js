@@ -277,7 +277,7 @@ unpacked().then((data) => {
       if (value) largest[c] = Math.max(largest[c], value(i) ?? -Infinity);
     }
     found = [...hit.keys()].filter((c) => hit[c]);
-    if (value) found.sort((a, b) => largest[b] - largest[a] || a - b); // -∞ less -∞ is NaN
+    if (value) found.sort((a, b) => largest[b] - largest[a] || a - b); // -∞ minus -∞ is NaN
     first = 0;
     draw();
   }

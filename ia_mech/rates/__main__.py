@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=nonblank,
         metavar="WHAT",
         help="correct: after right and after wrong responses (maths, IFEval, or a column correct); "
-        "or a field of your data (--metadata-columns of ia-mech sample)",
+        "dataset; or another column of your data (--metadata-columns of ia-mech sample)",
     )
     shown = parser.add_argument_group("what is shown and written")
     shown.add_argument("--full", action="store_true", help="print all tables and notes")

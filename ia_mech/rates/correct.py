@@ -37,7 +37,7 @@ from ia_mech.stats import group_difference
 
 QUESTION = "Are right responses followed up more often than wrong ones?"
 NAMES = compute.NAMES | {"correct": "object"}
-ACCURACY, DIFFERENCE, SIBLINGS = "accuracy", "right less wrong", " over siblings"
+ACCURACY, DIFFERENCE, SIBLINGS = "accuracy", "right minus wrong", " over siblings"
 NEEDED = (
     "responses that the model wrote are verified by a gold answer that is one number or formula "
     "(--answer-column) or IFEval's columns instruction_id_list and kwargs, given ones by a column "
@@ -96,7 +96,7 @@ def estimates(
         One row per estimate, as of :func:`ia_mech.rates.compute.estimates`: ``accuracy``, of
         responses that could be verified; and per temperature, with ``correct`` (``right`` or
         ``wrong``), ``rate``, ``decoyed_rate``, ``floor`` and ``excess``, and their difference
-        ``right less wrong`` with p by permuting whole queries, Holm-corrected over all of them.
+        ``right minus wrong`` with p by permuting whole queries, Holm-corrected over all of them.
     """
     known = responses[responses["verifier"].notna()]
     labels = known.drop_duplicates("context").set_index("context")["correct"]
@@ -159,7 +159,7 @@ def _sentence(of: pd.DataFrame, level: float) -> str:
             text += f" ({could_show(smallest_effect(row._asdict(), level), most=1)})"
         differences.append(text)
     told = (
-        "The follow-up rate after right responses less that after wrong ones is "
+        "The follow-up rate after right responses minus that after wrong ones is "
         f"{', '.join(differences)}."
         if differences
         else "Whether right responses are followed up more often can't be told: no dataset has "

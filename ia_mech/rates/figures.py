@@ -12,9 +12,9 @@ from ia_mech.judge.rubric import heading
 from ia_mech.rates.gate import Gate
 
 LINES = {  # quantities of the left panel: label, colour
-    "rate": ("rate", COLOURS[0]),
+    "rate": ("follow-ups", COLOURS[0]),
     "floor": ("floor: after a wrong conversation", COLOURS[1]),
-    "excess": ("excess: rate less floor", COLOURS[2]),
+    "excess": ("excess: follow-ups minus floor", COLOURS[2]),
 }
 
 
@@ -56,11 +56,10 @@ def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
     for axes in (left, right):
         axes.set_xlabel("temperature")
     figure.set_label(
-        "Left: shares of turns with their intervals; what lies above the floor is more than "
-        "the judge calls follow-ups after a wrong conversation. Right: of the turns of a "
-        "temperature that the judge put into a category, the share in each; those that it could "
-        "not assess or "
-        "failed on are in no bar."
+        "Left: the share of turns that the judge calls follow-ups, the floor (the share of the "
+        "same turns that it calls follow-ups after a wrong conversation), and the difference of "
+        "the two, with their intervals. Right: the share of turns in each category. Turns that the "
+        "judge could not assess, or failed on, are left out."
     )
     return figure
 

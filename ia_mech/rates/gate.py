@@ -24,7 +24,7 @@ UNDECIDED, NO_DECOYS = "undecided", "no decoys"
 class Gate:
     """What decoys of one kind say of a judge, over all datasets and temperatures of a model.
 
-    The margin decides. After wrong conversations it is the rate less twice the floor: more than
+    The margin decides. After wrong conversations it is the rate minus twice the floor: more than
     half of the rate must be excess. After siblings it is the excess itself. An apt turn may fit
     another response to its query, too: the excess over siblings is a lower bound of how often turns
     react to the response that they followed.
@@ -34,7 +34,7 @@ class Gate:
     decoys: int  # with both verdicts
     rate: float  # at which their turns are follow-ups to their own contexts; each decoy counts
     floor: float  # at which they are follow-ups to the contexts that they didn't follow
-    excess: Estimate  # rate less floor
+    excess: Estimate  # rate minus floor
     margin: Estimate
     kind: str = WRONG
     model: str = ""  # whose turns they are
@@ -76,9 +76,10 @@ class Gate:
             )
         else:
             text = (
-                f"Over all temperatures together, {named(self.judge)} calls {self.rate:.2f} of the "
+                f"{self.decided}. Over all temperatures together, it calls {self.rate:.2f} of the "
                 f"turns{whose} follow-ups, and {self.floor:.2f} of them when it is shown them "
-                f"after {AFTER[WRONG]}: {self.more}. {self.decided}"
+                f"after {AFTER[WRONG]}: {self.more}. The rate minus twice the floor is "
+                f"{self.margin.text(sign=True)}; above 0, most of the rate is excess"
             )
         if self.siblings is not None and self.siblings.decoys:
             text += (
@@ -94,15 +95,17 @@ class Gate:
 
     @property
     def decided(self) -> str:
-        """The verdict in words, after wrong conversations."""
+        """Whether the judge can be relied on, in words, after wrong conversations."""
+        here = f"On turns of {self.model}" if self.model else "On this run"
+        judge = f"{here}, {named(self.judge)}"
         said = {
-            PASSED: "The judge can tell a turn's own conversation from a wrong one",
-            NOT_PASSED: "The judge can't tell a turn's own conversation from a wrong one",
-            UNDECIDED: "Whether the judge can tell a turn's own conversation from a wrong one is "
-            "undecided",
+            PASSED: f"{judge} can tell a turn's own conversation from a wrong one",
+            NOT_PASSED: f"{judge} can't tell a turn's own conversation from a wrong one: don't "
+            "rely on its rates",
+            UNDECIDED: f"{here}, it is undecided whether {named(self.judge)} can tell a turn's own "
+            "conversation from a wrong one",
         }
-        twice = f"rate minus twice the floor: {self.margin.text(sign=True)}"
-        return f"{said[self.verdict]} (gate {self.verdict}; {twice}; above 0, most is excess)"
+        return f"{said[self.verdict]} (gate {self.verdict})"
 
 
 def named(judge: str) -> str:

@@ -21,10 +21,10 @@ def rises(
 ) -> Iterator[TidyEstimate]:
     """How much more often the turns of each temperature are follow-ups than greedy ones.
 
-    - ``rise``: of the follow-up rate less that of the same turns after a wrong conversation. It
+    - ``rise``: of the follow-up rate minus that of the same turns after a wrong conversation. It
       has two parts: more turns stay in role (``rise_role``), and turns in role are follow-ups more
       often (``rise_else``, which also holds what changes of turns out of role).
-    - ``rise_beyond_siblings``: of the rate less that after other responses to the same query.
+    - ``rise_beyond_siblings``: of the rate minus that after other responses to the same query.
 
     All but ``rise_role`` have a p. ``decoys`` are ``JudgedTurns.decoys``. Without greedy turns
     there is no estimate, and without categories out of role in the rubric there are no parts.
@@ -62,7 +62,7 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
 
     Args:
         estimates: of one model's turns, all datasets together.
-        level: of the intervals; what is shown is shown at 1 less it.
+        level: of the intervals; what is shown is shown at 1 minus it.
     """
     rows = estimates[estimates["quantity"].isin(PARTS)]
     of = {quantity: own.set_index("temperature") for quantity, own in rows.groupby("quantity")}
@@ -76,8 +76,8 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     found = {quantity: own.loc[best] for quantity, own in of.items() if best in own.index}
     if (few := found[RISE]["sources"]) < LEAST:
         return (
-            f"Whether sampling brings out follow-ups that greedy decoding hides takes {LEAST} "
-            f"queries to tell; there are {few:g} (--limit of sample, --queries of study)."
+            f"It takes {LEAST} queries to tell whether sampling brings out follow-ups that greedy "
+            f"decoding hides. There are {few:g}: raise --limit of sample, or --queries of study."
         )
 
     def told(quantity: str) -> tuple[bool, str]:
@@ -103,8 +103,8 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     said = [
         f"Latent follow-ups, which sampling brings out and greedy decoding hides, {word} shown at "
         f"T = {best:g}{several}.",
-        "From greedy turns to these, the follow-up rate less that after a wrong conversation rises "
-        f"by {told(RISE)[1]}{parts}.",
+        "From greedy turns to these, the follow-up rate minus that after a wrong conversation "
+        f"rises by {told(RISE)[1]}{parts}.",
         *aware,
     ]
     if gate == NOT_PASSED:

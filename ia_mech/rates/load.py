@@ -138,7 +138,8 @@ def read_runs(
 
     By default with the only judge there is, and the only annotator if there is one
     (:data:`NO_ANNOTATOR`: none). ``responses`` is as for :func:`restrict_responses`. ``by`` is a
-    field of the data: turns are then told apart by its values instead of by dataset.
+    field of the data: turns are then told apart by its values instead of by dataset. It may be
+    ``dataset`` itself.
 
     Raises:
         UserError: as :func:`open_runs`; none or several judges or annotators to choose from;
@@ -196,7 +197,7 @@ def restrict_responses(judged: JudgedTurns, responses: str) -> JudgedTurns:
     if kept.empty:
         raise UserError(
             f"no user turn comes after a {responses} response",
-            f"leave --responses out: all {len(judged.turns)} come after the other kind",
+            f"count all responses: the {len(judged.turns)} turns come after the other kind",
         )
     note = (
         f"{len(kept)} of {len(judged.turns)} user turns: those after {responses} responses. A "
@@ -218,7 +219,9 @@ def _choose_judge(runs: list[Run], judge: str | None) -> str:
     names = {name for run in runs for name in run.labels.judges} if judge is None else {judge}
     if len(names) > 1:
         listed = ", ".join(sorted(names))
-        raise UserError(f"there are verdicts of {listed}", "choose one with --judge")
+        raise UserError(
+            f"there are verdicts of {listed}", 'choose one: --judge NAME, or judge="NAME"'
+        )
     return names.pop()
 
 
@@ -234,7 +237,8 @@ def _record_of_one_judge(runs: list[Run], judge: str) -> dict[str, Any]:
             raise UserError(
                 f"the verdicts named {judge!r} of {runs[0].path} and {run.path} are of different "
                 "judges (model, settings or rubric)",
-                "judge both alike (ia-mech judge run … --replace), or report them apart",
+                "judge both alike (ia-mech judge run … --replace, or label(…, replace=True)), or "
+                "report them apart",
             )
     return records[0]
 
@@ -247,13 +251,14 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
         if len(names) > 1:
             raise UserError(
                 f"there are labels of {', '.join(names)}",
-                "choose whose correct the rates with --annotator, or give --annotator ''",
+                'choose whose labels correct the rates: --annotator NAME, or annotator="NAME" '
+                "('': nobody's)",
             )
         return names[0] if names else None
     if annotator not in names:
         raise UserError(
             f"there are no labels of {annotator!r}",
-            f"give --annotator one of: {', '.join(names)}" if names else "leave --annotator out",
+            f"choose the annotator from: {', '.join(names)}" if names else "name no annotator",
         )
     return annotator
 
@@ -266,7 +271,7 @@ def _turns_and_decoys(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """``turns`` of :class:`JudgedTurns` but for ``dependent``, and its ``decoys``."""
     there = annotator if annotator in run.labels.annotators else None
-    turns = run.labelled(judge, there, ["fitted"])
+    turns = run.labelled(judge, there, ["fitted"], texts=False)
     of_run = str(run.path), run.model["name"], run.model["weights_hash"]
     for name, value in zip(("run", "model", "weights_hash"), of_run, strict=True):
         turns[name] = pd.Categorical.from_codes([0] * len(turns), [value])
@@ -276,7 +281,7 @@ def _turns_and_decoys(
     named = set(OUT_OF_ROLE) & set(rubric_of(run.labels.record("judgements", judge)).names)
     outside = turns["category"].isin(named).astype(float)
     turns["out_of_role"] = outside.where(turns["follow_up"].notna() & bool(named))
-    if by is not None:
+    if by not in (None, "dataset"):
         turns["dataset"] = _groups(run, turns["context_id"], by)
     if there is None:
         turns["truth"] = turns["inclusion"] = np.nan
@@ -292,10 +297,16 @@ def _turns_and_decoys(
 def _groups(run: Run, contexts: pd.Series, by: str) -> pd.Series:
     """``[turns]`` the value of a field of the data (:attr:`ia_mech.run.Run.groups`)."""
     if by not in run.groups:
-        fields = ", ".join(map(str, run.groups.columns))
+        fields = ", ".join(["dataset", *map(str, run.groups.columns)])
+        if by in run.metadata:
+            problem = f"the field {by!r} of {run.path} has more than {GROUPS} different values, or "
+            problem += "values that are lists or objects: it can't group turns"
+        else:
+            problem = f"{run.path} has no field {by!r}"
         raise UserError(
-            f"the data of {run.path} have no field {by!r} with at most {GROUPS} different values",
-            f"give one of: {fields}" if fields else "they have none",
+            problem,
+            f"choose from: {fields}. Fields are the columns of the data that sampling doesn't read "
+            "as the conversation (ia-mech sample --metadata-columns keeps others out of it)",
         )
     return contexts.astype(object).map(run.groups[by]).astype("category")
 

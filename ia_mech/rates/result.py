@@ -23,7 +23,7 @@ QUESTION = "How often are the user turns follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
 LINES = ("model", "perturbation", "dataset", "temperature")
 NO_VALUE = "–"  # what Run.groups calls rows without the field
-OWN, THERE = "rate after their own", "rate there"  # heads of columns
+OWN, THERE = "follow-ups", "follow-ups there"  # heads of columns
 FOLLOW_UPS: Columns = {
     "follow_up": ("follow-ups", 2),
     "floor": ("after a wrong conversation", 2),
@@ -165,8 +165,8 @@ def _reaction(gate: Gate) -> str:
     siblings = gate.siblings
     if siblings is None or not siblings.decoys:
         return (
-            "To tell whether turns react to their own response takes other responses to their "
-            "queries (sample with --response generate --responses 4)."
+            "To tell whether turns react to their own response, other responses to the same "
+            "queries are needed (sample with --response generate --responses 4)."
         )
     excess = siblings.excess.text(sign=True)
     if gate.reacts:
@@ -175,7 +175,7 @@ def _reaction(gate: Gate) -> str:
             f"follow-ups to it more often than to another response to the same query, by {excess}."
         )
     return (
-        "That turns react to their own response is not shown: the follow-up rate less that after "
+        "That turns react to their own response is not shown: the follow-up rate minus that after "
         f"another response to the same query is {excess}."
     )
 
@@ -241,24 +241,25 @@ def _gate_table(gates: list[Gate]) -> Table:
         "turns that the judge is shown after what they did not follow",
         ["counted", "shown after", "turns", OWN, THERE, "excess", "gate"],
         rows,
-        "Gate: passed if the rate less twice that after a wrong conversation lies above 0; after "
-        "another response, if the excess does. With few queries a rate that is seen as 0 may be "
-        "larger: the gate is then undecided.",
+        "Gate: passed if the rate minus twice the rate after a wrong conversation lies above 0; "
+        "after another response, if the excess does. With few queries a rate that is seen as 0 may "
+        "be larger: the gate is then undecided.",
     )
 
 
 def _rise_table(whole: pd.DataFrame) -> Table:
     rows = whole[whole["quantity"].isin(latent.PARTS)].assign(decoy=None)
     heads: Columns = {
-        latent.RISE: ("rise", "+.2f"),
+        latent.RISE: ("rise of the excess", "+.2f"),
         latent.ROLE: ("of it, staying in role", "+.2f"),
         latent.REST: ("of it, following up in role", "+.2f"),
         latent.BEYOND: ("rise beyond siblings", "+.2f"),
     }
     legend = (
-        "Rise: of the excess over wrong conversations, from greedy turns to those at T. In "
-        "role: a turn doesn't, by the judge, repeat query or response, or speak as the assistant. "
-        "p: Holm-corrected."
+        "Rise of the excess: that at T minus that of greedy turns. It is the difference from "
+        "greedy minus the difference of the floors, and its p is from another test (a jackknife). "
+        "In role: a turn doesn't, by the judge, repeat query or response, or speak as the "
+        "assistant. p: Holm-corrected."
     )
     title = "are follow-ups latent? how their excess rises from greedy to sampled turns"
     if len(rows) and rows["sources"].max() < latent.LEAST:

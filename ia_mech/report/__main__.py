@@ -86,8 +86,8 @@ def _report(args: argparse.Namespace) -> None:
     for line in ending(runs, _names(runs)):
         screen.print(line, soft_wrap=True, markup=False)
     print(f"\npage: {shell_word(out)}\nopen it in a browser: {out.resolve().as_uri()}")
-    for run in runs:
-        for command in missing(run, result_folders(run)):
+    for number, run in enumerate(runs):
+        for command in missing(run, result_folders(run, () if number else args.results)):
             print(f"next: {program()} {command}")
 
 

@@ -138,11 +138,12 @@ def missing(run: Run, folders: Sequence[Path]) -> list[str]:
     """The commands, without ``ia-mech``, that make the first results which a run still lacks."""
     if not run.labels.judges:
         return [f"judge run {shell_word(run.path)}"]
-    there = {folder.name for folder in folders}
+    found = [read(folder).about for folder in folders]
+    rated = {about.get("judge") for about in found if about["kind"].startswith("rates")}
     return [
         f"rates {shell_word(run.path)} --judge {shell_word(judge)}"
         for judge in run.labels.judges
-        if f"rates-{judge}" not in there
+        if judge not in rated
     ]
 
 

@@ -141,11 +141,11 @@ def _frames(
             contexts[f"probe {folder.name}"] = contexts["context_id"].map(of_context)
     texts, decoys = turns[[*KEY, "text"]], []
     for judge in run.labels.judges:
-        of_turns = run.labelled(judge, columns=VERDICT)
+        of_turns = run.labelled(judge, columns=VERDICT, texts=False)
         turns = turns.join(_labels(of_turns.loc[turns.index], judge))
         decoys.append(_labels(run.decoys(judge, VERDICT).set_index(list(DECOY)), judge))
     for person in run.labels.annotators:
-        said = run.labelled(annotator=person).loc[turns.index]
+        said = run.labelled(annotator=person, texts=False).loc[turns.index]
         said = said.drop(columns="category", errors="ignore")
         said = said.rename(columns={"truth_category": "category", "note": "rationale"})
         turns = turns.join(_labels(said, f"{person} (annotator)"))

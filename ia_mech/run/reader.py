@@ -317,25 +317,31 @@ class Run:
         return Labels(self)
 
     def labelled(
-        self, judge: str | None = None, annotator: str | None = None, columns: Sequence[str] = ()
+        self,
+        judge: str | None = None,
+        annotator: str | None = None,
+        columns: Sequence[str] = (),
+        *,
+        texts: bool = True,
     ) -> pd.DataFrame:
-        """One row per user turn, in the order of :attr:`turns`, with its labels.
+        """One row per user turn, in the order of :attr:`turns`, with its texts and labels.
 
         Args:
             judge: the name of a judge (a program or model that labelled the turns). It gives
                 ``category`` (``failed`` where the judge gave none) and ``follow_up``. With neither
-                name given, the run's only judge.
+                name given, the run's only judge; a run with several judges is refused then.
             annotator: the name of an annotator (a person who did). It gives ``truth_category`` and
                 ``truth`` (whether the turn is a follow-up), ``inclusion`` (the probability that the
                 turn was chosen for annotation), ``stratum``, ``sheet`` and ``note``; all are
                 missing in turns without a label.
             columns: more columns of the judge's file (:data:`ia_mech.run.labels.JUDGEMENTS`).
+            texts: whether to read ``query``, ``response`` and ``text`` (the turn's), too.
 
         Returns:
             The columns of :attr:`turns`; ``source`` (dataset and ``source_id`` in one key, the same
             in all runs); ``perturbation``, which is ``none`` for conversations as they are;
-            ``unfinished``; and the labels. ``follow_up`` and ``truth`` are 1, 0, or NaN where the
-            turn was not assessed.
+            ``unfinished``; the labels; and the texts. ``follow_up`` and ``truth`` are 1, 0, or NaN
+            where the turn was not assessed.
 
         Raises:
             UserError: there are no such labels, they can't be read or belong to other turns; or no
@@ -346,15 +352,29 @@ class Run:
         if judge is None and annotator is None:
             judges = self.labels.judges
             if len(judges) != 1:
-                named = ", ".join(judges)
+                if not judges:
+                    raise UserError(
+                        f"{self.path} has not been judged",
+                        f"ia_mech.label(run), or ia-mech judge run {self.path}",
+                    )
                 raise UserError(
-                    f"{self.path} has {f'verdicts of {named}' if judges else 'not been judged'}",
-                    f"name one: run.labelled({judges[0]!r})"
-                    if judges
-                    else f"ia_mech.label(run), or ia-mech judge run {self.path}",
+                    f"{self.path} has verdicts of {', '.join(judges)}, and no judge is named",
+                    f"name one, as in run.labelled({judges[0]!r})",
                 )
             (judge,) = judges
-        return labelled_turns(self.turns, self.labels, judge, annotator, columns)
+        frame = labelled_turns(self.turns, self.labels, judge, annotator, columns)
+        return frame.join(self._texts()) if texts else frame
+
+    def _texts(self) -> pd.DataFrame:
+        """``query``, ``response`` and ``text`` of each of :attr:`turns`."""
+        from ia_mech.run.queries import exchange
+
+        rows: list[tuple[str, str, str]] = []
+        for contexts, turns in self.windows(["context_id", "messages"], ["context_id", "text"]):
+            said = {row.context_id: exchange(row.messages) for row in contexts.itertuples()}
+            pairs = zip(turns["context_id"], turns["text"], strict=True)
+            rows += [(*said[context], text) for context, text in pairs]
+        return pd.DataFrame(rows, columns=["query", "response", "text"], dtype=object)
 
     def decoys(self, name: str, columns: Sequence[str] = ()) -> pd.DataFrame:
         """Labels of decoys: of turns that were shown after a context which they didn't follow.
@@ -754,7 +774,7 @@ class HeaderLogits:
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> "Tensor":
-        """The logits of a row of ``Run.contexts``, less their maximum: ``[vocab]`` float32.
+        """The logits of a row of ``Run.contexts``, minus their maximum: ``[vocab]`` float32.
 
         Raises:
             UserError: there is no such row.

@@ -142,7 +142,7 @@ def centre_and_scale(block: np.ndarray) -> np.ndarray:
 
 
 def residual(states: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """States less the part that a ridge regression on the base predicts.
+    """States minus the part that a ridge regression on the base predicts.
 
     Generalised cross-validation (Golub, Heath & Wahba 1979, Technometrics 21:215) chooses the
     penalty among those that leave at least half of the degrees of freedom. With more features than
@@ -207,7 +207,7 @@ def plant(
         hidden: ``[contexts, d_model]`` each.
         outcome: k of n per context.
         base: ``[contexts]`` log-odds that the base predicts.
-        share: the squared correlation of the signal with the rates less the base's prediction.
+        share: the squared correlation of the signal with the rates minus the base's prediction.
         seed: of direction and noise.
 
     Returns:

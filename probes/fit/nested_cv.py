@@ -293,7 +293,7 @@ def fold_auroc(scores: np.ndarray, design: Design, rows: np.ndarray) -> np.ndarr
 
 
 def less_means(values: np.ndarray, runs: np.ndarray) -> np.ndarray:
-    """``[contexts, …]`` values less the mean of their run."""
+    """``[contexts, …]`` values minus the mean of their run."""
     out = values.copy()
     for run in np.unique(runs):
         out[runs == run] -= out[runs == run].mean(0)

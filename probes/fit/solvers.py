@@ -30,7 +30,7 @@ RANK = 1e-12  # a direction with a smaller share of the largest variance is roun
 
 def compact(features: np.ndarray) -> np.ndarray:
     """``[contexts, at most contexts]`` float64 with the inner products of ``[contexts, d]``
-    features less their mean; zeros if contexts differ by rounding only."""
+    features minus their mean; zeros if contexts differ by rounding only."""
     given = np.asarray(features, dtype=np.float64)
     centred = given - given.mean(0)
     if (centred**2).sum() <= CONSTANT * (given**2).sum():
