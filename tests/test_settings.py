@@ -18,6 +18,7 @@ from ia_mech.collect import command
 from ia_mech.collect.command import main
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
+from ia_mech.models import embedded
 from ia_mech.settings import Settings
 
 
@@ -75,6 +76,20 @@ def test_the_command_the_function_and_the_record_of_a_run_read_values_alike(made
     assert first.columns == Settings().columns and Settings(query_column="q").columns.query == "q"
 
 
+def test_a_chat_template_is_its_text_wherever_it_was_read(tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}{{ m }}\n{% endfor %}")
+    given = Settings(chat_template=file)
+    assert given.chat_template == file.read_text() and given.folder() != Settings().folder()
+    assert Settings.read(given.to_dict()) == given
+    assert "--chat-template" in given.command(tmp_path)
+    file.write_text("{{ messages }}")
+    assert Settings(chat_template=file).folder() != given.folder()
+    shipped = (embedded.TEMPLATES / "plain.jinja").read_text()
+    assert Settings(chat_template="plain").chat_template == shipped
+    assert Settings(chat_template="plain").model_spec.chat_template == shipped
+
+
 def test_arguments_of_the_command_that_are_no_settings(made, tmp_path):
     words = ["--shard", "2/3", "--workers", "2", "--threads", "1"]
     assert main(["--out", str(tmp_path / "a"), *words]) == 0
@@ -119,6 +134,8 @@ def test_no_variable_of_the_environment_is_obeyed(made, monkeypatch):
 
 REFUSED = [
     ("--template-option enable_thinking", "--template-option: 'enable_thinking' is not KEY=VALUE"),
+    ("--chat-template no/such", "--chat-template: 'no/such' is no file of text, nor gemma or plain"),
+    ("--chat-template pyproject.toml", "--chat-template: 'pyproject.toml' holds no Jinja template"),
     ("--template-option a=False", "--template-option: 'a=False': write false, as JSON does"),
     ("--template-option a=1 b=2 a=3", "--template-option: a is given twice; give it once"),
     ("--limit 0", "--limit: '0' is not a whole number from 1 up, or: all"),

@@ -340,7 +340,7 @@ def write(planted: Planted, folder: Path, random_blocks: int | None = None) -> R
             "device": "cpu",
         },
         "chat": {
-            "template_hash": NAME,
+            "template": NAME,
             "tail_ids": _TAIL_IDS,
             "header_ids": _TAIL_IDS[2:],
             "turn_end_id": _END,

@@ -438,7 +438,7 @@ class ChatFormat:
         """What ``run.json`` records of the chat format."""
         decode = self.template.token
         return {
-            "template_hash": self.template.hash,
+            "template": self.template.source,
             "options": self.options,
             "system": self.system,
             "thinking": self.thinking,

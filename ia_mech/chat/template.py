@@ -1,14 +1,13 @@
 """A chat template as a function of messages: rendering, and where a message's text stands in it."""
 
 import functools
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from jinja2 import Environment, Template, TemplateError, meta
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta
 
 from ia_mech.errors import UserError
 
@@ -64,7 +63,8 @@ class ChatTemplate:
         template = getattr(tokenizer, "chat_template", None)
         if not template:
             raise UserError(
-                "the tokenizer has no chat template", "use an instruct model, or its tokenizer"
+                "the tokenizer has no chat template",
+                "give one (--chat-template, chat_template=), or use an instruct model",
             )
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
@@ -81,11 +81,6 @@ class ChatTemplate:
         for name in options or {}:
             self._refuse_option(name)
 
-    @property
-    def hash(self) -> str:
-        """SHA-256 of the chat template, 16 hex digits."""
-        return hashlib.sha256(self.source.encode()).hexdigest()[:16]
-
     def render(self, messages: Sequence[Message], **options) -> str:
         """The dialogue's text, as ``apply_chat_template`` renders it; ``options`` are its keywords.
 
@@ -99,6 +94,11 @@ class ChatTemplate:
         bare = [{k: v for k, v in m.items() if k != "tools"} for m in messages]
         try:
             return _compiled(self.source, self._date).render(messages=bare, **(given | options))
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"the chat template is no Jinja template (line {error.lineno}: {error.message})",
+                "mend it, or give another",
+            ) from error
         except Exception as error:  # templates raise whatever their authors chose
             raise UserError(
                 f"the chat template refuses the roles {'/'.join(m['role'] for m in messages)} "

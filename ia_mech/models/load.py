@@ -1,10 +1,12 @@
 """Load a subject model and say exactly which weights it is."""
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import re
 import sys
@@ -31,15 +33,21 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import logging as transformers_logging
+from transformers.utils import cached_file
 from transformers.utils.quantization_config import Mxfp4Config
 
 from ia_mech.cli import expanded
 from ia_mech.errors import UserError, exhaustion, is_out_of_memory
-from ia_mech.models import embedded
+from ia_mech.models import embedded, gguf
 from ia_mech.run.integrity import replace_file
 
 PROBE_SECONDS = 5
 ADAPTER = "adapter_config.json"
+CHAT = "chat_template.json"
+FETCHING = ("revision", "local_files_only")
+LFS = b"version https://git-lfs"  # stands in place of a file that git-lfs hasn't fetched
+MISTRAL = "fix_mistral_regex"  # mends tokenizers that were published with a wrong expression
+REPORTED = "LOAD REPORT"  # transformers' table of weights that are missing or not used
 ROUTED = "ia_mech_"  # stands before the name of an installed model's attention implementation
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -53,7 +61,8 @@ class ModelSpec:
     leaves the choice to ``transformers``: sdpa, or eager where the architecture lacks it.
     ``adapter`` is a folder with a PEFT adapter, which is merged into the weights. ``device_map``
     ``auto`` distributes the model over this machine's GPUs, memory and disk. ``random_blocks`` is
-    the seed with which all blocks are shuffled, see :func:`permute_blocks`.
+    the seed with which all blocks are shuffled, see :func:`permute_blocks`. ``chat_template`` is
+    the text of one that stands in place of the tokenizer's own.
     """
 
     name: str = embedded.NAME
@@ -65,6 +74,7 @@ class ModelSpec:
     adapter: str | None = None
     device_map: str | None = None
     random_blocks: int | None = None
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         excluded = {
@@ -226,8 +236,9 @@ def load_files(spec: ModelSpec, fetch: bool = True) -> ModelFiles:
     place, kwargs = _locate(spec, fetch)
     _check_adapter(spec)
     with _errors_in_one_line(spec):
-        tokenizer = _tokenizer(place, kwargs)
-        config = AutoConfig.from_pretrained(place, **kwargs)
+        if spec.chat_template is None and "gguf_file" in kwargs:
+            gguf.refuse_without_template(Path(place) / kwargs["gguf_file"])
+        tokenizer, config = _tokenizer(spec, place, kwargs), _configuration(place, kwargs)
         generation_config = GenerationConfig.from_model_config(config)
         if "gguf_file" not in kwargs:
             with contextlib.suppress(OSError):  # most folders hold one, as the loaded model has it
@@ -237,10 +248,29 @@ def load_files(spec: ModelSpec, fetch: bool = True) -> ModelFiles:
     return ModelFiles(tokenizer, config, generation_config)
 
 
-def _tokenizer(place: str, kwargs: dict[str, Any]):
+def _tokenizer(spec: ModelSpec, place: str, kwargs: dict[str, Any]):
+    tokenizer: Any
     if "gguf_file" in kwargs:
-        return embedded.gguf_tokenizer(Path(place) / kwargs["gguf_file"])
-    return AutoTokenizer.from_pretrained(place, **kwargs)
+        tokenizer = gguf.tokenizer(Path(place) / kwargs["gguf_file"])
+    else:
+        with _heard() as warned:
+            tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
+        if any(MISTRAL in one for one in warned):
+            _note(f"{spec.name}'s tokenizer cuts words wrongly; it is mended ({MISTRAL}=True)")
+            tokenizer = AutoTokenizer.from_pretrained(place, **kwargs, **{MISTRAL: True})
+        if not tokenizer.chat_template:  # transformers reads this file for processors alone
+            asked = {name: value for name, value in kwargs.items() if name in FETCHING}
+            file = cached_file(place, CHAT, _raise_exceptions_for_missing_entries=False, **asked)
+            tokenizer.chat_template = file and json.loads(Path(file).read_text())["chat_template"]
+    if spec.chat_template is not None:
+        tokenizer.chat_template = spec.chat_template
+    return tokenizer
+
+
+def _configuration(place: str, kwargs: dict[str, Any]):
+    if "gguf_file" in kwargs:
+        return gguf.configuration(Path(place) / kwargs["gguf_file"])
+    return AutoConfig.from_pretrained(place, **kwargs)
 
 
 _kept: ContextVar[dict[ModelSpec, Subject] | None] = ContextVar("kept", default=None)
@@ -277,6 +307,7 @@ def _load(spec: ModelSpec) -> Subject:
         UserError: unknown model or device, a model that isn't a causal language model, a checkpoint
             that lacks weights, a device with too little memory, or an adapter that can't be merged.
     """
+    _refuse_other_defaults()
     device = resolve_device(spec.device)
     dtype = resolve_dtype(spec.dtype, device)
     torch.set_float32_matmul_precision("highest")
@@ -284,14 +315,14 @@ def _load(spec: ModelSpec) -> Subject:
     place, kwargs = _locate(spec)
     _check_adapter(spec)
     with _errors_in_one_line(spec):
-        tokenizer = _tokenizer(place, kwargs)
+        tokenizer = _tokenizer(spec, place, kwargs)
     options: dict[str, Any] = {}
     if spec.device_map or device.type != "cpu":  # read straight to the device
         options["device_map"] = spec.device_map or {"": str(device)}
     if spec.attention != "auto":
         options["attn_implementation"] = spec.attention
     with _errors_in_one_line(spec):
-        config = AutoConfig.from_pretrained(place, **kwargs)
+        config = _configuration(place, kwargs)
         kind = type(config)
         options |= dequantization(spec.name, config)
         # transformers counts some models that read images among causal language models.
@@ -303,6 +334,7 @@ def _load(spec: ModelSpec) -> Subject:
         # With output_loading_info, from_pretrained returns a pair, which its annotation leaves out.
         loaded: Any = auto.from_pretrained(
             place,
+            config=config,
             dtype=dtype,
             output_loading_info=True,
             **options,
@@ -330,6 +362,17 @@ def _load(spec: ModelSpec) -> Subject:
     if spec.random_blocks is not None:
         permute_blocks(model, spec.random_blocks)
     return Subject(spec, model, tokenizer, weights_hash(model))
+
+
+def _refuse_other_defaults() -> None:
+    """Raise UserError where torch is told to compute in another precision than asked for here."""
+    if torch.get_default_dtype() != torch.float32:
+        raise UserError(
+            f"torch's default dtype is {torch.get_default_dtype()}",
+            "call torch.set_default_dtype(torch.float32) before; dtype= is of the model alone",
+        )
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        raise UserError("torch.autocast is on", "leave the with block; give the model's dtype=")
 
 
 @torch.no_grad()
@@ -504,6 +547,7 @@ def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
     path = expanded(spec.name)
     if path.suffix.lower() == ".gguf":
         _refuse_revision(spec)
+        _refuse_pointers([path])
         return str(path.parent), kwargs | {"gguf_file": path.name}
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -512,11 +556,36 @@ def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
                 remedy = f"it is an adapter: give --adapter {path}, and its base model to --model"
             raise UserError(f"{path} holds no config.json", remedy)
         _refuse_revision(spec)
+        _refuse_incomplete(path)
         return str(path), kwargs
     # Without the hub, from_pretrained retries for most of a minute and prints a line each time;
     # with local_files_only it looks into the local cache at once.
     kwargs["local_files_only"] = not (fetch and _hub_answers(spec.name))
     return spec.name, kwargs | {"revision": spec.revision or "main"}
+
+
+def _refuse_pointers(files: Iterable[Path]) -> None:
+    small = [file for file in files if file.is_file() and file.stat().st_size < 1000]
+    if pointers := sorted(file for file in small if file.read_bytes().startswith(LFS)):
+        raise UserError(
+            f"{pointers[0]} is a git-lfs pointer, not the file ({len(pointers)} such files)",
+            "fetch the files: git lfs pull, in that folder",
+        )
+
+
+def _refuse_incomplete(folder: Path) -> None:
+    """Raise UserError for a folder in which files are missing, or not fetched by git-lfs."""
+    files = {file.name: file for file in folder.iterdir() if file.is_file()}
+    _refuse_pointers(files.values())
+    for index in (files[name] for name in files if name.endswith(".index.json")):
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # loading tells of it
+            listed = {*json.loads(index.read_text())["weight_map"].values()}
+            if lacking := sorted(listed - files.keys()):
+                raise UserError(
+                    f"{folder} lacks {len(lacking)} of {len(listed)} files of weights, such as "
+                    f"{lacking[0]}",
+                    "copy or download the folder again",
+                )
 
 
 def _hub_answers(name: str) -> bool:
@@ -540,15 +609,48 @@ def _refuse_revision(spec: ModelSpec) -> None:
         )
 
 
+class _Ear(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(" ".join(record.getMessage().split()))
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """While it lasts, what ``transformers`` warns of is kept in the list, and printed nowhere."""
+    logger, ear = logging.getLogger("transformers"), _Ear()
+    before = logger.handlers, logger.propagate, logger.level
+    logger.handlers, logger.propagate = [ear], False
+    logger.setLevel(logging.WARNING)
+    try:
+        yield ear.heard
+    finally:
+        logger.handlers, logger.propagate = before[:2]
+        logger.setLevel(before[2])
+
+
+@functools.cache  # once, however often a model is read
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
 @contextmanager
 def _errors_in_one_line(spec: ModelSpec) -> Iterator[None]:
-    """Turn what ``from_pretrained`` raises for a model that it can't find or read into one line."""
+    """Turn what ``from_pretrained`` raises for a model that it can't find or read into one line,
+    and show what it warns of, a line each."""
     progress = transformers_logging.is_progress_bar_enabled()
-    verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
     try:
-        yield
+        with _heard() as warned:
+            yield
+        for one in warned:
+            if REPORTED not in one:
+                _note(f"transformers says of {spec.name}: {one[:200]}")
     except Exception as error:  # transformers, safetensors, gguf and the hub raise their own
         if isinstance(error, UserError) or (exhaustion(error) and not is_out_of_memory(error)):
             raise
@@ -558,11 +660,13 @@ def _errors_in_one_line(spec: ModelSpec) -> Iterator[None]:
                 "use --dtype bfloat16, a smaller model, or another --device",
             ) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        own = "trust_remote_code" in str(error) and not spec.trust_remote_code
+        trust = "if you trust its code: --trust-remote-code (trust_remote_code=True)"
         raise UserError(
-            f"model {spec.name!r} could not be loaded ({reason[:200]})", _remedy(spec)
+            f"model {spec.name!r} could not be loaded ({reason[:200]})",
+            trust if own else _remedy(spec),
         ) from error
     finally:
-        transformers_logging.set_verbosity(verbosity)
         if progress:
             transformers_logging.enable_progress_bar()
 
