@@ -125,6 +125,39 @@ def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
     assert re.search(r"memory +\S+ .B for weights, at most \S+ .B for each part", planned.out)
 
 
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class Own(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_model_with_code_of_its_own_is_planned_and_sampled(
+    tokenizer, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "code")
+    )
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    folder = tmp_path / "model"
+    tiny.model("llama", len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "own.py").write_text(OWN_CODE)
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["Own"], "auto_map": own}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ["--model", str(folder), "--trust-remote-code", "--limit", "1", "--temperatures", "1"]
+    words += ["--samples", "1", "--max-new-tokens", "4", "--out", str(tmp_path / "run")]
+    planned = call(main, [*words, "--dry-run"], capfd)
+    assert planned.status == 0 and re.search(r"time +about \S+ min where", planned.out), planned.err
+    assert call(main, words, capfd).run.complete
+
+
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
