@@ -224,6 +224,7 @@ def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
 
 
 def _tokenizer(spec: ModelSpec, place: str, kwargs: dict[str, Any]):
+    tokenizer: Any
     if "gguf_file" in kwargs:
         tokenizer = gguf.tokenizer(Path(place) / kwargs["gguf_file"])
     else:
